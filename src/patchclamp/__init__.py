@@ -1,0 +1,67 @@
+"""patchclamp records from, and intervenes on, the internals of a language model while stock vLLM serves it."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from patchclamp import spec
+from patchclamp.errors import (
+    CapacityError,
+    EngineError,
+    MissingSource,
+    ModelError,
+    PatchclampError,
+    ProgramError,
+    RunError,
+    SeamMoved,
+    ShapeError,
+    TokensError,
+    UnknownName,
+    UnsupportedSite,
+)
+from patchclamp.spec import Add, Capture, From, Program, Replace, Site, Vector, Zero, every, generated, prompt, span
+
+if TYPE_CHECKING:
+    from patchclamp import studies
+    from patchclamp.lm import LM, Run
+
+__version__ = "0.1.0"
+
+embed = Site("embed")
+resid_pre = Site("resid_pre")
+resid_mid = Site("resid_mid")
+resid_post = Site("resid_post")
+attn_in = Site("attn_in")
+attn_out = Site("attn_out")
+mlp_in = Site("mlp_in")
+mlp_out = Site("mlp_out")
+q = Site("q")
+k = Site("k")
+v = Site("v")
+z = Site("z")
+neurons = Site("neurons")
+router = Site("router")
+final_norm = Site("final_norm")
+logits = Site("logits")
+site = spec.site
+tokens = spec.tokens
+
+_LAZY = {"LM": ("patchclamp.lm", "LM"), "Run": ("patchclamp.lm", "Run"), "studies": ("patchclamp.studies", None)}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'patchclamp' has no attribute {name!r}")
+    module, attribute = _LAZY[name]
+    found = importlib.import_module(module)
+    return found if attribute is None else getattr(found, attribute)
+
+
+__all__ = [
+    "LM", "Add", "Capture", "CapacityError", "EngineError", "From", "MissingSource", "ModelError", "PatchclampError",
+    "Program", "ProgramError", "Replace", "Run", "RunError", "SeamMoved", "ShapeError", "Site", "TokensError",
+    "UnknownName", "UnsupportedSite", "Vector", "Zero", "attn_in", "attn_out", "embed", "every", "final_norm",
+    "generated", "k", "logits", "mlp_in", "mlp_out", "neurons", "prompt", "q", "resid_mid", "resid_post", "resid_pre",
+    "router", "site", "span", "studies", "tokens", "v", "z",
+]  # fmt: skip

@@ -1,0 +1,109 @@
+"""The seam: what every engine takes and gives. The fake that ships (`engines.fake`) speaks it in full."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+import numpy as np
+
+from patchclamp.plan import Bound
+from patchclamp.sites import SiteMap
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Model(msgspec.Struct, frozen=True):
+    """Facts of a loaded model: what it is called, who runs it, and its sizes."""
+
+    name: str
+    engine: str
+    version: str
+    family: str
+    layers: int
+    d_model: int
+    d_vocab: int
+    dtype: str
+    max_model_len: int
+
+
+class Request(msgspec.Struct):
+    """One request. `bound` is None for a request without a program; `vectors` are the inline ones it reads, [n, W].
+
+    `score` are token ids whose log-probability as the next token is wanted; `sampling` has vLLM's own names.
+    """
+
+    run: str
+    prompt_token_ids: list[int]
+    max_tokens: int
+    bound: Bound | None = None
+    vectors: dict[str, np.ndarray] = {}
+    sampling: dict[str, Any] = {}
+    score: tuple[int, ...] = ()
+
+
+class Answer(msgspec.Struct):
+    """What came of a request: `logprobs` a float for each of `token_ids`; `scores` by token id, of the next token."""
+
+    token_ids: list[int]
+    text: str
+    logprobs: list[float]
+    scores: dict[int, float]
+    finish_reason: str | None
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids with the tokenizer's special tokens."""
+        ...
+
+    def bare(self, text: str) -> list[int]:
+        """Ids of the text alone, without special tokens."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Each token's text on its own."""
+        ...
+
+    def spell(self, ids: Sequence[int], text: str | None) -> tuple[str, list[tuple[int, int]]]:
+        """The prompt's text and each token's (first, last + 1) character in it."""
+        ...
+
+    def chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Ids of a chat, ready for the assistant's turn."""
+        ...
+
+
+class Engine(Protocol):
+    """Carries requests. Calls are safe from any thread."""
+
+    model: Model
+    sites: SiteMap
+    tokenizer: Tokenizer
+
+    def submit(self, requests: list[Request]) -> list[Future[Answer]]:
+        """Starts requests, as one batch where that means something; each has its own answer or error."""
+        ...
+
+    def fetch(self, run: str, point: int) -> tuple[np.ndarray, torch.Tensor | np.ndarray]:
+        """Positions [T] ascending and fp32 rows [T, W] that a finished run captured at a point."""
+        ...
+
+    def release(self, runs: list[str]) -> None:
+        """Lets runs' captures go."""
+        ...
+
+    def check_sampling(self, sampling: dict[str, Any]) -> None:
+        """Raises `UnknownName` or `ProgramError` for sampling parameters that this engine does not have."""
+        ...
+
+    def close(self) -> None:
+        """Stops the engine and frees what it held."""
+        ...

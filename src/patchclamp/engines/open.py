@@ -1,0 +1,58 @@
+"""Which engine carries a model, and which model a name means."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from typing import Any
+
+from patchclamp.engines.base import Engine
+from patchclamp.errors import EngineError, unknown
+
+NAMES = ("vllm", "transformers", "fake")
+
+
+def open_engine(model: str, engine: str | Engine | None, options: dict[str, Any]) -> Engine:
+    """The engine `engine` names (or the best one installed) with `model` loaded; an engine object is taken as it is."""
+    if engine is not None and not isinstance(engine, str):
+        return engine
+    name = engine or ("fake" if model == "fake" else default_engine())
+    if name not in NAMES:
+        raise unknown("engine", name, NAMES, "engine")
+    if name == "fake":
+        from patchclamp.engines.fake import FakeEngine
+
+        return FakeEngine(**_checked(FakeEngine, options))
+    path = resolve(model)
+    if name == "vllm":
+        from patchclamp.engines.vllm.frontend import VllmEngine
+
+        return VllmEngine(path, **options)
+    from patchclamp.engines.transformers import TransformersEngine
+
+    return TransformersEngine(path, **_checked(TransformersEngine, options))
+
+
+def default_engine() -> str:
+    """vLLM where it is installed, else Transformers."""
+    for name in ("vllm", "transformers"):
+        if importlib.util.find_spec(name) is not None:
+            return name
+    raise EngineError("no engine is installed: pip install 'patchclamp[vllm]' or 'patchclamp[transformers]'")
+
+
+def resolve(model: str) -> str:
+    """A folder or hub id; "smollm2" is prepared on first use."""
+    if model != "smollm2":
+        return model
+    from patchclamp.engines.smollm2 import prepare
+
+    return str(prepare())
+
+
+def _checked(kind: type, options: dict[str, Any]) -> dict[str, Any]:
+    known = [name for name in inspect.signature(kind.__init__).parameters if name not in ("self", "name")]
+    for option in options:
+        if option not in known:
+            raise unknown("engine option", option, known, option)
+    return options

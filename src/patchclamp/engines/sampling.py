@@ -1,0 +1,63 @@
+"""Sampling for engines that do not bring their own: vLLM's parameter names, a part of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from patchclamp.errors import ProgramError, unknown
+
+NAMES = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos")
+
+
+class Sampler:
+    """Greedy unless a temperature says otherwise; ends at an end-of-sequence token, a stop token or a stop text."""
+
+    def __init__(self, sampling: dict[str, Any], eos: set[int]) -> None:
+        self.temperature = float(sampling.get("temperature", 0.0))
+        self.top_k = int(sampling.get("top_k", 0))
+        self.top_p = float(sampling.get("top_p", 1.0))
+        self.min_p = float(sampling.get("min_p", 0.0))
+        stop = sampling.get("stop") or []
+        self.stop: list[str] = [stop] if isinstance(stop, str) else list(stop)
+        self.ends = set(sampling.get("stop_token_ids") or ()) | (set() if sampling.get("ignore_eos") else eos)
+        self.generator = torch.Generator()
+        if sampling.get("seed") is not None:
+            self.generator.manual_seed(int(sampling["seed"]))
+        else:
+            self.generator.seed()
+
+    @staticmethod
+    def check(sampling: dict[str, Any]) -> None:
+        """Raises for a name this engine does not have, or a value out of range."""
+        for name in sampling:
+            if name not in NAMES:
+                raise unknown("sampling parameter", name, NAMES, f"sampling.{name}")
+        for name, low, high in (("temperature", 0, 100), ("top_p", 0, 1), ("min_p", 0, 1)):
+            given = sampling.get(name, low)
+            if not isinstance(given, (int, float)) or not low <= given <= high:
+                raise ProgramError(f"a number from {low} to {high} is needed, not {given!r}", f"sampling.{name}")
+
+    def pick(self, logits_V: torch.Tensor, step: int) -> int:
+        if self.temperature == 0:
+            return int(logits_V.argmax())
+        probs_V = (logits_V.cpu() / self.temperature).softmax(-1)
+        order = probs_V.argsort(descending=True)
+        ranked = probs_V[order]
+        keep = ranked.cumsum(-1) - ranked < self.top_p
+        keep &= ranked >= self.min_p * ranked[0]
+        if self.top_k > 0:
+            keep &= torch.arange(len(ranked)) < self.top_k
+        return int(order[torch.multinomial(ranked * keep, 1, generator=self.generator)])
+
+    def finish(self, ids: list[int], max_tokens: int, text: Callable[[], str]) -> str | None:
+        if ids[-1] in self.ends or (self.stop and any(word in text() for word in self.stop)):
+            return "stop"
+        return "length" if len(ids) >= max_tokens else None
+
+    def cut(self, text: str) -> str:
+        """The text before the first stop text."""
+        ends = [found for word in self.stop if (found := text.find(word)) >= 0]
+        return text[: min(ends, default=len(text))]

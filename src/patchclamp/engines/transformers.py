@@ -1,0 +1,228 @@
+"""The Transformers engine: the same programs through hooks on a Hugging Face model, batched, with a key/value cache.
+
+    B prompts of the batch · T longest prompt · V vocabulary
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from patchclamp.engines.base import Answer, Model, Request
+from patchclamp.engines.sampling import Sampler
+from patchclamp.engines.tokenizer import HubTokenizer
+from patchclamp.errors import PatchclampError, ProgramError, RunError, unknown, unpack
+from patchclamp.plan import Batch
+from patchclamp.runtime import Limits, Runtime
+from patchclamp.runtime.op import at_work
+from patchclamp.runtime.taps import attach
+from patchclamp.sites import SiteMap, family_of
+
+OPTIONS = ("dtype", "device", "max_model_len", "max_num_seqs", "padding_side", "trust_remote_code", "max_records", "bank_bytes")
+
+
+class TransformersEngine:
+    """A causal language model from a hub id or a folder.
+
+    `dtype`: a torch dtype's name, or "auto" for the checkpoint's; `max_num_seqs`: prompts of one batch;
+    `padding_side`: where shorter prompts of a batch are padded.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        dtype: str = "auto",
+        device: str | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 64,
+        padding_side: Literal["left", "right"] = "left",
+        trust_remote_code: bool = False,
+        max_records: int = Limits().max_records,
+        bank_bytes: int = Limits().bank_bytes,
+    ) -> None:
+        import transformers
+
+        if padding_side not in ("left", "right"):
+            raise unknown("padding side", str(padding_side), ("left", "right"), "padding_side")
+        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self._net = transformers.AutoModelForCausalLM.from_pretrained(
+            name, dtype=_dtype(dtype), trust_remote_code=trust_remote_code
+        )
+        self._net.to(self.device).eval()
+        self.tokenizer = HubTokenizer.load(name, trust_remote_code=trust_remote_code)
+        config = self._net.config
+        family = family_of(config.architectures)
+        self.sites = SiteMap(family, config.num_hidden_layers, config.hidden_size, config.vocab_size)
+        self.model = Model(
+            name, "transformers", transformers.__version__, family.name, config.num_hidden_layers, config.hidden_size,
+            config.vocab_size, str(self._net.dtype).removeprefix("torch."), max_model_len or config.max_position_embeddings,
+        )  # fmt: skip
+        self._width, self._left = max_num_seqs, padding_side == "left"
+        self.runtime = Runtime(self.sites, Limits(max_num_seqs, max_records, bank_bytes), self.device)
+        self._logits = next(point.number for point in self.sites.points if point.rows == "sampled")
+        attach(self._net, [(p, tap) for p, tap in self.sites.taps("transformers") if p.rows == "tokens"])
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="patchclamp")
+
+    def submit(self, requests: list[Request]) -> list[Future[Answer]]:
+        futures: list[Future[Answer]] = [Future() for _ in requests]
+        for i in range(0, len(requests), self._width):
+            part = slice(i, i + self._width)
+            self._thread.submit(self._serve, requests[part], futures[part])
+        return futures
+
+    def fetch(self, run: str, point: int) -> tuple[np.ndarray, torch.Tensor]:
+        positions, rows = self._thread.submit(self.runtime.fetch, run, point).result()
+        return positions, rows.cpu()
+
+    def release(self, runs: list[str]) -> None:
+        self._thread.submit(self.runtime.release, runs)
+
+    def check_sampling(self, sampling: dict[str, Any]) -> None:
+        Sampler.check(sampling)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    # -- on the engine's thread
+
+    def _serve(self, requests: list[Request], futures: list[Future[Answer]]) -> None:
+        for request in requests:
+            self.runtime.hold({key: torch.tensor(rows) for key, rows in request.vectors.items()})
+        try:
+            answers = self._generate(requests)
+        except Exception as error:
+            answers = [error if isinstance(error, PatchclampError) else _failed(error)] * len(requests)
+        self.runtime.drop([request.run for request in requests])
+        for request in requests:
+            self.runtime.let_go(request.vectors)
+        for future, answer in zip(futures, answers, strict=True):
+            if isinstance(answer, Exception):
+                future.set_exception(answer)
+            else:
+                future.set_result(answer)
+
+    @torch.inference_mode()
+    def _generate(self, requests: list[Request]) -> list[Answer | Exception]:
+        for request in requests:
+            if request.bound is not None:
+                self.runtime.admit(request.run, request.bound)
+        writers = [_Writer(request, self.tokenizer, self._eos()) for request in requests]
+        step = _Step(requests, self._left, self.device)
+        while not all(writer.done for writer in writers):
+            logits_BV = self._forward(step, [0 if w.done else self.runtime.slot_of(w.request.run) for w in writers])
+            for writer, logits_V in zip(writers, logits_BV.float(), strict=True):
+                writer.take(logits_V)
+            self.runtime.drop(writer.request.run for writer in writers if writer.done)
+            step.advance([writer.last for writer in writers])
+        errors = [self.runtime.take_error(request.run) for request in requests]
+        return [w.answer() if error is None else unpack(error) for w, error in zip(writers, errors, strict=True)]
+
+    def _forward(self, step: _Step, slots: list[int]) -> torch.Tensor:
+        """One pass of the model over what `step` holds; returns the logits to sample from, [B, V]."""
+        self.runtime.begin(step.batch(slots))
+        with at_work(self.runtime):
+            out = self._net(
+                input_ids=step.ids_BT, attention_mask=step.mask_BT, position_ids=step.positions_BT,
+                past_key_values=step.cache, use_cache=True, logits_to_keep=step.keep,
+            )  # fmt: skip
+            step.cache = out.past_key_values
+            logits_BV = out.logits[torch.arange(len(slots)), step.last_row].contiguous()
+            self.runtime.apply(self._logits, logits_BV, None)
+        self.runtime.end()
+        return logits_BV
+
+    def _eos(self) -> set[int]:
+        ids = self._net.generation_config.eos_token_id
+        return set(ids if isinstance(ids, Iterable) else [] if ids is None else [ids])
+
+
+class _Step:
+    """The padded inputs of one pass: the prompts first, then one token each."""
+
+    def __init__(self, requests: list[Request], left: bool, device: str) -> None:
+        prompts = [request.prompt_token_ids for request in requests]
+        self.length = np.array([len(prompt) for prompt in prompts])
+        widest = int(self.length.max())
+        self.start = widest - self.length if left else np.zeros(len(prompts), np.int64)
+        ids, mask, positions = np.zeros((3, len(prompts), widest), np.int64)
+        for b, prompt in enumerate(prompts):
+            row = slice(self.start[b], self.start[b] + len(prompt))
+            ids[b, row], mask[b, row], positions[b, row] = prompt, 1, np.arange(len(prompt))
+        self.ids_BT, self.mask_BT, self.positions_BT = (torch.from_numpy(a).to(device) for a in (ids, mask, positions))
+        self.cache: Any = None
+        last = self.start + self.length - 1
+        self.keep = int(widest - last.min())
+        self.last_row = torch.from_numpy(last - (widest - self.keep)).to(device)
+        self._first, self._count = np.zeros(len(prompts), np.int64), self.length
+
+    def batch(self, slots: list[int]) -> Batch:
+        widest = self.ids_BT.shape[1]
+        row = np.arange(len(slots)) * widest + self.start
+        return Batch(np.array(slots), row, self._first, self._count, len(slots) * widest)
+
+    def advance(self, tokens: list[int]) -> None:
+        """Makes the sampled tokens the next inputs."""
+        self._first = self._first + self._count
+        self._count = np.ones_like(self._count)
+        self.start = np.zeros_like(self.start)
+        device = self.ids_BT.device
+        self.ids_BT = torch.tensor(tokens, device=device)[:, None]
+        self.positions_BT = torch.from_numpy(self._first).to(device)[:, None]
+        self.mask_BT = torch.nn.functional.pad(self.mask_BT, (0, 1), value=1)
+        self.keep, self.last_row = 1, torch.zeros(len(tokens), dtype=torch.long, device=device)
+
+
+class _Writer:
+    """Collects one request's tokens and decides when it is done."""
+
+    def __init__(self, request: Request, tokenizer: HubTokenizer, eos: set[int]) -> None:
+        self.request, self.tokenizer = request, tokenizer
+        self.sampler = Sampler(request.sampling, eos)
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.scores: dict[int, float] = {}
+        self.reason: str | None = None
+        self.last = 0
+
+    @property
+    def done(self) -> bool:
+        return self.reason is not None
+
+    def take(self, logits_V: torch.Tensor) -> None:
+        if self.done:
+            return
+        logprobs_V = logits_V.log_softmax(-1)
+        if not self.ids:
+            self.scores = {token: float(logprobs_V[token]) for token in self.request.score}
+        self.last = self.sampler.pick(logits_V, len(self.ids))
+        self.ids.append(self.last)
+        self.logprobs.append(float(logprobs_V[self.last]))
+        self.reason = self.sampler.finish(self.ids, self.request.max_tokens, self._text)
+
+    def _text(self) -> str:
+        return self.tokenizer.decode(self.ids)
+
+    def answer(self) -> Answer:
+        text = self.sampler.cut(self._text())
+        return Answer(self.ids, text, self.logprobs, self.scores, self.reason)
+
+
+def _dtype(name: Any) -> Any:
+    word = str(name).removeprefix("torch.")
+    if word == "auto":
+        return word
+    found = getattr(torch, {"half": "float16", "float": "float32"}.get(word, word), None)
+    if not isinstance(found, torch.dtype):
+        raise ProgramError(f"no dtype {name!r}; there are auto, float32, bfloat16, float16", "dtype")
+    return found
+
+
+def _failed(error: Exception) -> RunError:
+    made = RunError(f"{type(error).__name__}: {error}")
+    made.__cause__ = error
+    return made

@@ -1,0 +1,120 @@
+"""Every error patchclamp raises, as one tree.
+
+    PatchclampError
+    ├── ProgramError        400  the program, or an argument beside it, is wrong as written
+    │   ├── UnknownName     400  a word that names nothing: a site, a field, an option, a metric
+    │   ├── ShapeError      400  a vector whose shape does not fit the site or the selection
+    │   └── TokensError     400  a selection that this prompt cannot satisfy
+    ├── UnsupportedSite     422  a known site that this model, engine or position does not have
+    ├── MissingSource       404  a run or vector that is not (or no longer) there
+    ├── CapacityError       429  a table is full; the text says which option makes it larger
+    ├── ModelError          422  a model that cannot be loaded or whose layers were not found
+    ├── EngineError         500  the engine could not start or has stopped
+    │   └── SeamMoved       500  this vLLM does not have a place that patchclamp attaches to
+    └── RunError            500  a request failed while it ran
+
+The number is the HTTP status that a server answers with.  `path` points into the program: `edits[2].at`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class PatchclampError(Exception):
+    """Base of every error; `path` is the place in the program it speaks of, `status` its HTTP status."""
+
+    status = 500
+
+    def __init__(self, message: str, path: str | None = None) -> None:
+        super().__init__(f"{path}: {message}" if path else message)
+        self.message = message
+        self.path = path
+
+    def under(self, path: str) -> PatchclampError:
+        """The same error, told from one level further out: `at` under `edits[2]` is `edits[2].at`."""
+        inner = self.path or ""
+        joined = path + ("" if not inner or inner.startswith("[") else ".") + inner
+        return type(self)(self.message, joined)
+
+    def __reduce__(self):
+        return type(self), (self.message, self.path)
+
+
+class ProgramError(PatchclampError):
+    status = 400
+
+
+class UnknownName(ProgramError):
+    pass
+
+
+class ShapeError(ProgramError):
+    pass
+
+
+class TokensError(ProgramError):
+    pass
+
+
+class UnsupportedSite(PatchclampError):
+    status = 422
+
+
+class MissingSource(PatchclampError):
+    status = 404
+
+
+class CapacityError(PatchclampError):
+    status = 429
+
+
+class ModelError(PatchclampError):
+    status = 422
+
+
+class EngineError(PatchclampError):
+    status = 500
+
+
+class SeamMoved(EngineError):
+    pass
+
+
+class RunError(PatchclampError):
+    status = 500
+
+
+TREE: dict[str, type[PatchclampError]] = {
+    kind.__name__: kind
+    for kind in (
+        PatchclampError, ProgramError, UnknownName, ShapeError, TokensError, UnsupportedSite,
+        MissingSource, CapacityError, ModelError, EngineError, SeamMoved, RunError,
+    )
+}  # fmt: skip
+
+
+def near(word: str, known: Iterable[str]) -> str:
+    """` (did you mean 'x'?)` when a known word is close, else nothing."""
+    close = difflib.get_close_matches(word, list(known), n=2, cutoff=0.6)
+    return f" (did you mean {' or '.join(repr(c) for c in close)}?)" if close else ""
+
+
+def unknown(what: str, word: str, known: Iterable[str], path: str | None = None) -> UnknownName:
+    """The error for a word that names nothing: what was asked, what is there, what was perhaps meant."""
+    known = list(known)
+    return UnknownName(f"no {what} {word!r}{near(word, known)}; there are: {', '.join(known)}", path)
+
+
+def pack(error: Exception) -> tuple[str, str, str | None]:
+    """An error as plain data (class, message, path), to cross a process."""
+    if isinstance(error, PatchclampError):
+        return type(error).__name__, error.message, error.path
+    return "RunError", f"{type(error).__name__}: {error}", None
+
+
+def unpack(packed: tuple[str, str, str | None]) -> PatchclampError:
+    """The error that `pack` described; a class this version does not know comes back as `RunError`."""
+    name, message, path = packed
+    return TREE.get(name, RunError)(message, path)

@@ -1,0 +1,319 @@
+"""`pc.LM`: a model on an engine, and `Run`: what came of one request."""
+
+from __future__ import annotations
+
+import secrets
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from patchclamp.engines.base import Answer, Engine, Request
+from patchclamp.engines.open import open_engine
+from patchclamp.errors import MissingSource, PatchclampError, ProgramError, TokensError
+from patchclamp.plan import Bound, Prompt, bind
+from patchclamp.plan.bind import vector_key
+from patchclamp.spec import Capture, From, Program, Site, Vector
+from patchclamp.spec.tokens import Tokens
+
+
+class LM:
+    """A language model. `model` is a hub id, a folder, or "smollm2", the small real model of the demo extra.
+
+    `engine`: "vllm" (where it is installed, the default), "transformers", or "fake"; `options` are the engine's own,
+    by its own names (vLLM's engine arguments; for Transformers see `TransformersEngine`).
+
+    Raises: `ModelError` for a model without a site table, `EngineError` if the engine does not start,
+    `UnknownName` for an option it does not have.
+    """
+
+    def __init__(self, model: str, engine: str | Engine | None = None, **options: Any) -> None:
+        self.engine: Engine = open_engine(model, engine, options)
+        self._runs: weakref.WeakValueDictionary[str, Run] = weakref.WeakValueDictionary()
+
+    @property
+    def model(self):
+        """Facts of the model: name, engine, layers, d_model, d_vocab, dtype, max_model_len."""
+        return self.engine.model
+
+    @property
+    def sites(self):
+        """The model's site map."""
+        return self.engine.sites
+
+    @property
+    def tokenizer(self):
+        return self.engine.tokenizer
+
+    def run(
+        self,
+        prompt: str | Sequence[Any] | None = None,
+        *,
+        messages: list[Any] | None = None,
+        max_tokens: int = 16,
+        edits: Any = (),
+        capture: Any = (),
+        sampling: dict[str, Any] | None = None,
+        score: Sequence[Any] = (),
+    ) -> Any:
+        """Runs one prompt (returns a `Run`) or a list of them as one batch (returns a list of `Run`).
+
+        `prompt`: text or token ids, or a list of either; `messages`: a chat instead. `edits` and `capture`: one program
+        for all prompts, or a list of lists, one a prompt. `sampling`: vLLM's names, greedy if not given. `score`: token
+        ids whose log-probability as the next token after the prompt is wanted (`run.scores`), or a list of such lists.
+
+        One prompt raises its error; of a list every `Run` comes back, with `error` set on those that failed. Errors in
+        the programs themselves are raised before anything runs.
+        """
+        prompts, many = self._prompts(prompt, messages)
+        sampling = dict(sampling or {})
+        self.engine.check_sampling(sampling)
+        programs = [Program.of(e, c) for e, c in zip(_each(edits, len(prompts), "edits"),
+                                                      _each(capture, len(prompts), "capture"), strict=True)]  # fmt: skip
+        scores = _each(score, len(prompts), "score")
+        keys = [secrets.token_hex(8) for _ in prompts]
+        requests = [
+            self._request(*given, max_tokens, sampling, many and i)
+            for i, given in enumerate(zip(keys, prompts, programs, scores, strict=True))
+        ]
+        futures = self.engine.submit(requests)
+        runs = [Run(self, *made) for made in zip(requests, programs, map(_wait, futures), strict=True)]
+        for run in runs:
+            self._runs[run.key] = run
+        if not many and runs[0].error is not None:
+            raise runs[0].error
+        return runs if many else runs[0]
+
+    def tokens(self, text: str) -> list[int]:
+        """Token ids of a prompt's text, with the tokenizer's special tokens."""
+        return self.tokenizer.encode(text)
+
+    def close(self) -> None:
+        """Stops the engine."""
+        self.engine.close()
+
+    def __enter__(self) -> LM:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        m = self.model
+        return f"<LM {m.name} on {m.engine} {m.version}, {m.layers} layers, {m.dtype}>"
+
+    def _prompts(self, prompt: Any, messages: Any) -> tuple[list[tuple[list[int], str | None]], bool]:
+        """(ids, text) of every prompt, and whether many were given."""
+        if (prompt is None) == (messages is None):
+            raise ProgramError("give either a prompt or messages")
+        if messages is not None:
+            many = bool(messages) and isinstance(messages[0], (list, tuple))
+            return [(self.tokenizer.chat(list(chat)), None) for chat in (messages if many else [messages])], many
+        many = not isinstance(prompt, str) and not (len(prompt) > 0 and isinstance(prompt[0], (int, np.integer)))
+        given = prompt if many else [prompt]
+        if many and len(given) == 0:
+            return [], True
+        made = [self._prompt(one, f"prompt[{i}]" if many else "prompt") for i, one in enumerate(given)]
+        return made, many
+
+    def _prompt(self, prompt: Any, path: str) -> tuple[list[int], str | None]:
+        if isinstance(prompt, str):
+            ids, text = self.tokenizer.encode(prompt), prompt
+        elif all(isinstance(i, (int, np.integer)) for i in prompt):
+            ids, text = [int(i) for i in prompt], None
+        else:
+            raise ProgramError("a prompt is text or a list of token ids", path)
+        if not ids:
+            raise TokensError("an empty prompt has no position to run", path)
+        outside = [i for i in ids if not 0 <= i < self.model.d_vocab]
+        if outside:
+            raise TokensError(f"token id {outside[0]} is outside the vocabulary of {self.model.d_vocab}", path)
+        return ids, text
+
+    def _request(
+        self,
+        key: str,
+        prompt: tuple[list[int], str | None],
+        program: Program,
+        score: Any,
+        max_tokens: int,
+        sampling: dict[str, Any],
+        number: int | bool,
+    ) -> Request:
+        ids, text = prompt
+        if not isinstance(max_tokens, int) or max_tokens < 1:
+            raise ProgramError(f"at least one token must be generated, not {max_tokens!r}", "max_tokens")
+        if len(ids) + max_tokens > self.model.max_model_len:
+            raise TokensError(
+                f"{len(ids)} prompt tokens and max_tokens={max_tokens} exceed max_model_len={self.model.max_model_len}"
+            )
+        outside = [i for i in score if not isinstance(i, (int, np.integer)) or not 0 <= i < self.model.d_vocab]
+        if outside:
+            raise TokensError(f"{outside[0]!r} is not a token id below {self.model.d_vocab}", "score")
+        spelled = Prompt(ids, lambda: self.tokenizer.spell(ids, text))
+        try:
+            bound = bind(program, key, spelled, max_tokens, self.sites, self._source) if program else None
+        except PatchclampError as error:
+            raise error if number is False else error.under(f"prompt {number}") from None
+        vectors = {vector_key(v): v.rows() for op in program.edits if isinstance(v := getattr(op, "value", None), Vector)}
+        return Request(key, ids, max_tokens, bound, vectors, sampling, tuple(int(i) for i in score))
+
+    def _source(self, run: str) -> Run:
+        found = self._runs.get(run)
+        if found is None:
+            raise MissingSource(f"run {run} is not here: it was closed or dropped, or ran on another LM")
+        if found.error is not None:
+            raise MissingSource(f"run {run} failed: {found.error}")
+        if found.closed:
+            raise MissingSource(f"run {run} was closed")
+        return found
+
+
+class Run:
+    """One executed request: its text and tokens, log-probabilities, captures, and the error it met.
+
+    `prompt_token_ids` and `token_ids` (generated) are lists; `logprobs` has a float for each generated token; `scores`
+    maps each token id of `score=` to its log-probability as the next token. Captures stay with the worker until the run
+    is dropped or `close`d; `run[site]` fetches them, once.
+    """
+
+    def __init__(self, lm: LM, request: Request, program: Program, answer: Answer | PatchclampError) -> None:
+        self.key, self.prompt_token_ids, self.program = request.run, request.prompt_token_ids, program
+        self.error: PatchclampError | None = None if isinstance(answer, Answer) else answer
+        self.closed = False
+        self._lm, self._answer = lm, answer
+        self._bound: Bound | None = request.bound
+        self._fetched: dict[int, tuple[np.ndarray, Any]] = {}
+        self._owners = [op.value.__dict__.get("owner") for op in program.edits if isinstance(getattr(op, "value", None), From)]  # type: ignore[attr-defined]
+        self._release = weakref.finalize(self, lm.engine.release, [self.key])
+        self._release.atexit = False
+        if not program:
+            self._release.detach()
+
+    @property
+    def answer(self) -> Answer:
+        if isinstance(self._answer, PatchclampError):
+            raise self._answer
+        return self._answer
+
+    @property
+    def text(self) -> str:
+        """The generated text."""
+        return self.answer.text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.answer.token_ids
+
+    @property
+    def logprobs(self) -> list[float]:
+        return self.answer.logprobs
+
+    @property
+    def scores(self) -> dict[int, float]:
+        return self.answer.scores
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.answer.finish_reason
+
+    def __getitem__(self, site: Site | str) -> Any:
+        """What was captured at one site: a CPU tensor [T, W] of the asked positions, in the capture's dtype.
+
+        Raises `MissingSource` if it was not captured, and the run's own error if it failed.
+        """
+        return self._fetch(site)[1]
+
+    def positions(self, site: Site | str) -> list[int]:
+        """The positions that label the rows of `run[site]`."""
+        return [int(position) for position in self._fetch(site)[0]]
+
+    @property
+    def sites(self) -> list[str]:
+        """Every captured site, as text."""
+        bound = self._bound
+        points = bound.captured() if bound is not None else {}
+        return [str(place) for place in self._lm.sites.places() if place.point in points]
+
+    def close(self) -> None:
+        """Lets the captures go now."""
+        self.closed = True
+        self._release()
+
+    # -- as a source for `From`
+
+    def positions_of(self, point: int) -> np.ndarray:
+        captured = self._bound.captured() if self._bound is not None else {}
+        return captured.get(point, np.zeros(0, np.int64))[: self._length(captured.get(point))]
+
+    def select(self, tokens: Tokens) -> np.ndarray:
+        prompt = Prompt(self.prompt_token_ids, lambda: self._lm.tokenizer.spell(self.prompt_token_ids, None))
+        return prompt.select(tokens, self._positions)
+
+    @property
+    def _positions(self) -> int:
+        """How many positions have activations: the last sampled token was never an input."""
+        return len(self.prompt_token_ids) + len(self.token_ids) - 1
+
+    def _length(self, positions: np.ndarray | None) -> int:
+        return 0 if positions is None else int(np.searchsorted(positions, self._positions))
+
+    def _fetch(self, site: Site | str) -> tuple[np.ndarray, Any]:
+        self.answer  # noqa: B018  raises the run's own error
+        from patchclamp.spec.site import site as read_site
+
+        site = read_site(site)
+        places = self._lm.sites.resolve(site)
+        if len(places) > 1:
+            raise ProgramError(f"run[...] takes one layer: {site} names {len(places)}, as in run[pc.{places[0]}]")
+        point = places[0].point
+        if point not in self._fetched:
+            self._fetched[point] = self._read(point, str(places[0]))
+        return self._fetched[point]
+
+    def _read(self, point: int, name: str) -> tuple[np.ndarray, Any]:
+        wanted = self.positions_of(point)
+        ops = [op for _, op in self.program.ops]
+        mine = [op for op, b in zip(ops, self._bound.ops if self._bound else (), strict=False)
+                if isinstance(op, Capture) and point in b.points]  # fmt: skip
+        if not mine:
+            raise MissingSource(f"{name} was not captured; this run has: {', '.join(self.sites) or 'no captures'}")
+        if self.closed:
+            raise MissingSource(f"run {self.key} was closed before {name} was read")
+        found, rows = self._lm.engine.fetch(self.key, point)
+        kept = np.searchsorted(found, self._positions)
+        found, rows = found[:kept], rows[:kept]
+        if not np.array_equal(found, wanted):
+            raise PatchclampError(f"{name}: {len(wanted)} positions were asked for and {len(found)} were captured")
+        dtypes = {op.dtype for op in mine}
+        return found, rows if dtypes == {"float32"} or len(dtypes) > 1 else _cast(rows, dtypes.pop())
+
+    def __repr__(self) -> str:
+        if self.error is not None:
+            return f"<Run {self.key}: {type(self.error).__name__}: {self.error}>"
+        return f"<Run {self.key}: {len(self.prompt_token_ids)} + {len(self.token_ids)} tokens, {self.text!r}>"
+
+
+def _cast(rows: Any, dtype: str) -> Any:
+    import torch
+
+    return torch.as_tensor(rows).to(getattr(torch, dtype))
+
+
+def _each(given: Any, prompts: int, name: str) -> Iterable[Any]:
+    """One program for all prompts, or a list of lists, one a prompt."""
+    if isinstance(given, (list, tuple)) and any(isinstance(item, (list, tuple)) for item in given):
+        if not all(isinstance(item, (list, tuple)) for item in given):
+            raise ProgramError("either one list for all prompts, or a list of lists, one a prompt", name)
+        if len(given) != prompts:
+            raise ProgramError(f"{len(given)} lists for {prompts} prompts", name)
+        return given
+    return [given] * prompts
+
+
+def _wait(future: Any) -> Answer | PatchclampError:
+    try:
+        return future.result()
+    except PatchclampError as error:
+        return error

@@ -1,0 +1,35 @@
+"""Which key/value blocks a request may share: what its edits and captures mean for the prefix cache.
+
+A block's key gets the edits resolved inside it; the engine chains block keys, so the edits of earlier blocks are in it
+already.  Blocks below the first edited position get nothing and stay shared with everyone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from patchclamp.plan.bind import Bound, BoundOp
+from patchclamp.plan.table import CAPTURE
+
+
+def block_key(bound: Bound, start: int, end: int) -> str | None:
+    """The content of the edits at positions start … end−1, or None where nothing there is edited."""
+    touched = [clipped for op in bound.ops if op.reaches_cache and (clipped := _clip(op, start, end))]
+    return hashlib.sha256(msgspec.msgpack.encode(touched)).hexdigest() if touched else None
+
+
+def lowest_capture(bound: Bound) -> int | None:
+    """The first position that must be computed, not read from a cache, because something there is captured."""
+    starts = [start for op in bound.ops if op.kind == CAPTURE for start, _, _, _ in op.pieces]
+    return min(starts, default=None)
+
+
+def _clip(op: BoundOp, start: int, end: int) -> tuple | None:
+    pieces = [
+        (max(a, start), min(b, end), row + max(start - a, 0) * step, step)
+        for a, b, row, step in op.pieces
+        if a < end and b > start
+    ]
+    return (op.kind, op.points, op.values, pieces, op.x, op.y) if pieces else None

@@ -1,0 +1,140 @@
+"""The program table: the records of every admitted request, by slot and point.
+
+A slot is a request's number while it is admitted; slot 0 belongs to nobody.  The records of slot s at point p are
+`records[first[s, p] : first[s, p + 1]]`, in program order; a record holds for positions start … stop−1.  The tables
+have a fixed size and are written only when a request comes or goes, so a device copy stays valid in between.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from patchclamp.errors import CapacityError
+
+CAPTURE, LINEAR = 0, 1  # LINEAR: x·h + y·v, where x or y of 0 leaves h or v out altogether
+
+RECORD = np.dtype(
+    [
+        ("start", "<i4"), ("stop", "<i4"),   # positions
+        ("kind", "<i4"), ("step", "<i4"),    # CAPTURE or LINEAR; 1: a row of the value a position, 0: one for all
+        ("value", "<i8"),                    # the value's first number in the bank; for CAPTURE the op's ordinal
+        ("x", "<f4"), ("y", "<f4"),          # the op's scalars; for CAPTURE x is the dtype's number
+    ]
+)  # fmt: skip
+
+
+class Captures(msgspec.Struct, frozen=True):
+    """The capture records of all slots, side by side: C of them."""
+
+    record: np.ndarray
+    slot: np.ndarray
+    point: np.ndarray
+    op: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+
+    @classmethod
+    def none(cls) -> Captures:
+        return cls(*(np.zeros(0, np.int64) for _ in range(6)))
+
+
+class ProgramTable:
+    """Records of up to `slots` requests at `points` points, `records` in all.
+
+    Attributes: `first` [slots + 1, points + 1] int32, `records` [records] of `RECORD`, `version` (counts changes).
+    """
+
+    def __init__(self, slots: int, points: int, records: int) -> None:
+        self.first = np.zeros((slots + 1, points + 1), np.int32)
+        self.records = np.zeros(records, RECORD)
+        self.version = 0
+        self.captures = Captures.none()
+        self._free_slots = list(range(slots, 0, -1))
+        self._free = [(0, records)]  # (begin, end), ascending
+
+    def admit(self, records: np.ndarray, counts: np.ndarray) -> int:
+        """Takes a request's records, sorted by point, `counts` [points] of them at each; returns its slot.
+
+        Raises `CapacityError` when slots or records run out.
+        """
+        if not self._free_slots:
+            raise CapacityError(f"{len(self.first) - 1} programs are running; raise max_num_seqs")
+        begin = self._take(len(records))
+        slot = self._free_slots.pop()
+        self.records[begin : begin + len(records)] = records
+        self.first[slot, 0] = begin
+        self.first[slot, 1:] = begin + np.cumsum(counts)
+        self._add_captures(slot, begin, records, counts)
+        self.version += 1
+        return slot
+
+    def drop(self, slot: int) -> None:
+        """Frees a slot and its records."""
+        self._give(int(self.first[slot, 0]), int(self.first[slot, -1]))
+        self.first[slot] = 0
+        keep = self.captures.slot != slot
+        if not keep.all():
+            self.captures = Captures(*(column[keep] for column in msgspec.structs.astuple(self.captures)))
+        self._free_slots.append(slot)
+        self.version += 1
+
+    def __len__(self) -> int:
+        """Admitted requests."""
+        return len(self.first) - 1 - len(self._free_slots)
+
+    @property
+    def free_records(self) -> int:
+        return sum(end - begin for begin, end in self._free)
+
+    def _add_captures(self, slot: int, begin: int, records: np.ndarray, counts: np.ndarray) -> None:
+        kept = np.flatnonzero(records["kind"] == CAPTURE)
+        if len(kept) == 0:
+            return
+        point = np.repeat(np.arange(len(counts)), counts)[kept]
+        rest = (records[field][kept] for field in ("value", "start", "stop"))
+        new = (begin + kept, np.full(len(kept), slot), point, *rest)
+        old = msgspec.structs.astuple(self.captures)
+        self.captures = Captures(*(np.concatenate((a, b.astype(np.int64))) for a, b in zip(old, new, strict=True)))
+
+    def _take(self, count: int) -> int:
+        for i, (begin, end) in enumerate(self._free):
+            if end - begin >= count:
+                if end - begin == count:
+                    del self._free[i]
+                else:
+                    self._free[i] = (begin + count, end)
+                return begin
+        raise CapacityError(
+            f"the program needs {count} records and {self.free_records} of {len(self.records)} are free; "
+            "raise max_records, or act on fewer sites or runs of tokens"
+        )
+
+    def _give(self, begin: int, end: int) -> None:
+        merged: list[tuple[int, int]] = []
+        for a, b in sorted([*self._free, (begin, end)]):
+            if a == b:
+                continue
+            if merged and merged[-1][1] == a:
+                merged[-1] = (merged[-1][0], b)
+            else:
+                merged.append((a, b))
+        self._free = merged
+
+
+def records_of(ops, addresses: dict[str, tuple[int, int]], points: int) -> tuple[np.ndarray, np.ndarray]:
+    """A bound program's records sorted by point (stably: program order within), and how many each point has.
+
+    `addresses` gives for each bank key the number at which its rows begin and their width.
+    """
+    rows, at = [], []
+    for ordinal, op in enumerate(ops):
+        for i, point in enumerate(op.points):
+            begin, width = addresses[op.values[i if len(op.values) > 1 else 0]] if op.values else (0, 0)
+            begin = ordinal if op.kind == CAPTURE else begin
+            for start, stop, row, step in op.pieces:
+                rows.append((start, stop, op.kind, step, begin + row * width, op.x, op.y))
+                at.append(point)
+    records, owner = np.array(rows, RECORD), np.array(at, np.int64)
+    order = np.argsort(owner, kind="stable")
+    return records[order], np.bincount(owner, minlength=points)

@@ -1,0 +1,5 @@
+"""IN THE WORKER: admitted programs, the taps that carry them out, and what they leave."""
+
+from patchclamp.runtime.runtime import Limits, Runtime
+
+__all__ = ["Limits", "Runtime"]

@@ -1,0 +1,63 @@
+"""Taps: hooks on a model's modules that hand tensors to the custom op. Attached once, before anything is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from patchclamp.errors import ModelError
+from patchclamp.runtime.op import site
+from patchclamp.sites import Point, Tap
+
+
+def attach(model: torch.nn.Module, taps: list[tuple[Point, Tap]]) -> list[Any]:
+    """Hooks every tap whose module is here; returns the handles. Raises `ModelError` for a module that is missing.
+
+    A module without submodules and parameters of its own kind stands for a layer that another pipeline stage holds.
+    """
+    handles = []
+    for point, tap in taps:
+        module = find(model, tap.module)
+        if type(module).__name__ == "PPMissingLayer":
+            continue
+        if tap.moment == "in":
+            handles.append(module.register_forward_pre_hook(_before(point.number, tap)))
+        else:
+            handles.append(module.register_forward_hook(_after(point.number, tap)))
+    return handles
+
+
+def find(model: torch.nn.Module, path: str) -> torch.nn.Module:
+    """The submodule at a path. Raises `ModelError` with the names that are there."""
+    module, walked = model, []
+    for name in path.split("."):
+        children = dict(module.named_children())
+        if name not in children:
+            if type(module).__name__ == "PPMissingLayer":
+                return module
+            place = ".".join(walked) or type(model).__name__
+            raise ModelError(f"{place} has no {name!r} (for {path}); it has: {', '.join(children) or 'no submodules'}")
+        module = children[name]
+        walked.append(name)
+    return module
+
+
+def _before(point: int, tap: Tap) -> Callable[..., None]:
+    hidden, residual = tap.hidden, tap.residual
+
+    def hook(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        other = args[residual] if residual is not None and len(args) > residual else None
+        site(args[hidden], other, point)
+
+    return hook
+
+
+def _after(point: int, tap: Tap) -> Callable[..., None]:
+    place = tap.hidden
+
+    def hook(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        site(output[place] if isinstance(output, tuple) else output, None, point)
+
+    return hook

@@ -1,0 +1,167 @@
+"""Programs: the ordered ops of one request, frozen and hashable, with a JSON form and a content fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from patchclamp.errors import PatchclampError, ProgramError, unknown
+from patchclamp.spec.ops import OPS, Capture, Op, capture
+from patchclamp.spec.site import At, Site
+from patchclamp.spec.tokens import Positions, TextSpan
+from patchclamp.spec.values import From, Vector, value
+
+
+class Program(msgspec.Struct, frozen=True):
+    """`edits` in order, then `capture`, which therefore sees the values after all edits."""
+
+    edits: tuple[Op, ...] = ()
+    capture: tuple[Capture, ...] = ()
+
+    @classmethod
+    def of(cls, edits: Any = (), captures: Any = ()) -> Program:
+        """From what `lm.run` takes: ops, and sites or captures; one or a sequence of each."""
+        ops = [_op(given, f"edits[{i}]") for i, given in enumerate(_many(edits))]
+        kept = [_told(capture, given, f"capture[{i}]") for i, given in enumerate(_many(captures))]
+        return cls(tuple(ops), tuple(kept))
+
+    @property
+    def ops(self) -> Iterator[tuple[str, Op]]:
+        """Every op with its path, in order."""
+        yield from ((f"edits[{i}]", op) for i, op in enumerate(self.edits))
+        yield from ((f"capture[{i}]", op) for i, op in enumerate(self.capture))
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the content in hex: equal for programs that say the same, however they were written."""
+        return hashlib.sha256(msgspec.json.encode(to_dict(self), order="deterministic")).hexdigest()
+
+    def to_json(self) -> str:
+        return msgspec.json.encode(to_dict(self)).decode()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Program:
+        """Reads `to_json`'s form. Raises `ProgramError` with a path for anything unknown, doubled or malformed."""
+        try:
+            data = json.loads(text, object_pairs_hook=_no_doubles)
+        except (ValueError, RecursionError) as error:
+            raise ProgramError(f"not JSON: {error}") from None
+        return from_dict(data)
+
+    def __bool__(self) -> bool:
+        return bool(self.edits or self.capture)
+
+
+def to_dict(program: Program) -> dict[str, Any]:
+    """Plain data: sites and tokens as text, vectors as shape and base64."""
+    return {
+        part: [msgspec.to_builtins(op, enc_hook=str) | _texts(op) for op in getattr(program, part)]
+        for part in ("edits", "capture")
+    }
+
+
+def _texts(op: Op) -> dict[str, Any]:
+    texts: dict[str, Any] = {"at": str(op.at), "tokens": str(op.tokens)}  # type: ignore[attr-defined]
+    given = getattr(op, "value", None)
+    if isinstance(given, From):
+        words = {"run": given.run, "site": given.site, "position": given.position}
+        texts["value"] = {"type": "from"} | {k: str(v) for k, v in words.items() if v is not None}
+    return texts
+
+
+def from_dict(data: Any) -> Program:
+    """The program that `to_dict` gave. Raises `ProgramError` with the path of what is wrong."""
+    if not isinstance(data, dict):
+        raise ProgramError(f"a program is an object with 'edits' and 'capture', not {type(data).__name__}")
+    for key in data:
+        if key not in ("edits", "capture"):
+            raise unknown("part of a program", key, ("edits", "capture"), key)
+    parts = []
+    for part in ("edits", "capture"):
+        listed = data.get(part, [])
+        if not isinstance(listed, list):
+            raise ProgramError("a list of ops is needed", part)
+        parts.append(tuple(_read_op(op, f"{part}[{i}]") for i, op in enumerate(listed)))
+    for i, op in enumerate(parts[1]):
+        if not isinstance(op, Capture):
+            raise ProgramError(f"only Capture may stand here, not {type(op).__name__}", f"capture[{i}]")
+    return Program(*parts)
+
+
+def _read_op(data: Any, path: str) -> Op:
+    if not isinstance(data, dict):
+        raise ProgramError(f"an op is an object, not {type(data).__name__}", path)
+    kind = OPS.get(str(data.get("type")))
+    if kind is None:
+        raise unknown("op", str(data.get("type")), OPS, f"{path}.type")
+    fields = {k: v for k, v in data.items() if k != "type"}
+    known = kind.__struct_fields__
+    for field in fields:
+        if field not in known:
+            raise unknown(f"field of {kind.__name__}", field, known, f"{path}.{field}")
+    for field in ("at", "value"):
+        if field in known and field not in fields:
+            raise ProgramError(f"{kind.__name__} needs {field!r}", path)
+    for field in ("at", "tokens"):
+        if field in fields and not isinstance(fields[field], str):
+            raise ProgramError("the text form is needed, such as 'resid_post[12]' or 'prompt[-1]'", f"{path}.{field}")
+    if "value" in fields:
+        fields["value"] = _read_value(fields["value"], f"{path}.value")
+    return _told(lambda words: kind(**words), fields, path)
+
+
+def _read_value(data: Any, path: str) -> Any:
+    if isinstance(data, list):
+        return _told(value, data, path)
+    tag = data.get("type") if isinstance(data, dict) else None
+    if tag not in ("vector", "from"):
+        raise ProgramError("a value is a list of numbers, or an object of type 'vector' or 'from'", path)
+    words = {k: v for k, v in data.items() if k != "type"}
+    kind = Vector if tag == "vector" else From
+    for field in words:
+        if field not in kind.__struct_fields__:
+            raise unknown(f"field of a {tag}", field, kind.__struct_fields__, f"{path}.{field}")
+    try:
+        return msgspec.convert(data, Vector) if tag == "vector" else From(**words)
+    except PatchclampError as error:
+        raise error.under(path) from None
+    except (msgspec.ValidationError, TypeError, ValueError) as error:
+        if isinstance(error.__cause__, PatchclampError):
+            raise error.__cause__.under(path) from None
+        raise ProgramError(str(error), path) from None
+
+
+def _op(given: Any, path: str) -> Op:
+    if isinstance(given, Op):
+        return given
+    raise ProgramError(f"an edit is an op such as pc.Add(...), not {type(given).__name__} {given!r}", path)
+
+
+def _told(read: Any, given: Any, path: str) -> Any:
+    try:
+        return read(given)
+    except PatchclampError as error:
+        raise error.under(path) from None
+
+
+def _many(given: Any) -> Sequence[Any]:
+    if given is None:
+        return ()
+    if isinstance(given, (Op, Site, At, str)):
+        return (given,)
+    if isinstance(given, (Positions, TextSpan)):
+        raise ProgramError(f"{given} is a selection of tokens; a site is needed, as in pc.resid_post @ {given}")
+    return list(given)
+
+
+def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for key, item in pairs:
+        if key in made:
+            raise ProgramError(f"the field {key!r} stands twice in one object")
+        made[key] = item
+    return made

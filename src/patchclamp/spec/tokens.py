@@ -1,0 +1,171 @@
+"""Tokens: which positions of one request an op acts on, named by what the tokens are.
+
+`prompt[-1]`, `generated[0:8]`, `every[3]`, `span("Eiffel Tower")`.  Positions are absolute and 0-based: the prompt's
+come first, `generated[0]` is the first sampled token *as an input*.  Which step of the engine computes a position
+never matters; a selection is a predicate on positions.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import msgspec
+
+from patchclamp.errors import ProgramError, TokensError, unknown
+from patchclamp.spec.site import Index, Range, parse_index
+
+GROUPS = ("prompt", "generated", "every")
+
+
+class Positions(msgspec.Struct, frozen=True, tag="positions"):
+    """Positions of a group (`prompt`, `generated` or `every`), by number, list or range; None is all of them."""
+
+    of: str
+    index: Index | tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.of not in GROUPS:
+            raise unknown("group of tokens", self.of, GROUPS)
+        if self.index == ():
+            raise TokensError(f"{self.of}[()] selects nothing: give at least one position")
+        if self.of != "prompt":
+            self._check_open_end()
+
+    def _check_open_end(self) -> None:
+        """Only the prompt has an end that is known before the request runs."""
+        ends = {
+            int: lambda i: (i,),
+            tuple: lambda i: i,
+            Range: lambda i: (i.start, i.stop),
+            type(None): lambda _: (),
+        }[type(self.index)](self.index)
+        if any(end is not None and end < 0 for end in ends):
+            raise TokensError(
+                f"{self}: how many tokens a request generates is not known beforehand, so {self.of} cannot be "
+                "counted from its end; only prompt can"
+            )
+
+    def __getitem__(self, key: Any) -> Positions:
+        if self.index is not None:
+            raise ProgramError(f"{self} is already indexed")
+        if isinstance(key, slice):
+            made = Range.of(key)
+            return Positions(self.of, None if made == Range() else made)
+        if isinstance(key, (tuple, list)):
+            return Positions(self.of, tuple(int(k) for k in key))
+        return Positions(self.of, int(key.__index__()))
+
+    def select(self, prompt: int, limit: int) -> list[int] | range:
+        """Selected positions in ascending order, for a prompt of `prompt` tokens and positions below `limit`.
+
+        Raises `TokensError` for a numbered position that does not exist.
+        """
+        first, length = {"prompt": (0, prompt), "generated": (prompt, max(limit - prompt, 0)), "every": (0, limit)}[
+            self.of
+        ]
+        if self.index is None:
+            return range(first, first + length)
+        if isinstance(self.index, Range):
+            chosen = self.index.indices(length)
+            return range(first + chosen.start, first + max(chosen.start, chosen.stop), chosen.step)
+        numbers = (self.index,) if isinstance(self.index, int) else self.index
+        for number in numbers:
+            if not -length <= number < length:
+                raise TokensError(f"{self}: there is no position {number}; {self._extent(prompt, length)}")
+        return sorted({first + (number + length if number < 0 else number) for number in numbers})
+
+    def _extent(self, prompt: int, length: int) -> str:
+        if self.of == "prompt":
+            return f"the prompt has {prompt} tokens (0 to {prompt - 1})"
+        return f"{self.of} has {length} positions here; the last sampled token is never an input (raise max_tokens)"
+
+    def __str__(self) -> str:
+        if self.index is None:
+            return self.of
+        numbers = ", ".join(map(str, self.index)) if isinstance(self.index, tuple) else str(self.index)
+        if isinstance(self.index, tuple) and len(self.index) < 2:
+            numbers += ","
+        return f"{self.of}[{numbers}]"
+
+    def __repr__(self) -> str:
+        return f"pc.{self}"
+
+
+class TextSpan(msgspec.Struct, frozen=True, tag="span"):
+    """The prompt tokens that spell `text`: every token that shares a character with its `occurrence`-th appearance."""
+
+    text: str
+    occurrence: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.text:
+            raise TokensError("span('') selects nothing: give the text of the tokens to select")
+
+    def find(self, offsets: list[tuple[int, int]], prompt_text: str) -> list[int]:
+        """Positions whose characters `offsets` overlap the span. Raises `TokensError` when it is not in the prompt."""
+        starts = [found.start() for found in re.finditer(f"(?={re.escape(self.text)})", prompt_text)]
+        if not starts:
+            raise TokensError(f"{self}: not in the prompt {prompt_text!r}")
+        if not -len(starts) <= self.occurrence < len(starts):
+            raise TokensError(f"{self}: the prompt {prompt_text!r} has {len(starts)} of it, numbered from 0")
+        begin = starts[self.occurrence]
+        end = begin + len(self.text)
+        return [position for position, (a, b) in enumerate(offsets) if a < end and b > begin and b > a]
+
+    def __str__(self) -> str:
+        text = json.dumps(self.text, ensure_ascii=False)
+        return f"span({text})" if self.occurrence == 0 else f"span({text}, {self.occurrence})"
+
+    def __repr__(self) -> str:
+        return f"pc.{self}"
+
+
+Tokens = Positions | TextSpan
+
+prompt = Positions("prompt")
+generated = Positions("generated")
+every = Positions("every")
+
+
+def span(text: str, occurrence: int = 0) -> TextSpan:
+    """The tokens of the prompt that spell `text`; `occurrence` counts from 0, or from the end when negative."""
+    return TextSpan(text, occurrence)
+
+
+_GROUP = re.compile(r"\s*(?P<of>[A-Za-z_]\w*)\s*(?:\[(?P<keys>[^\]]*)\])?\s*")
+_SPAN = re.compile(r'\s*span\(\s*(?P<text>"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\')\s*(?:,\s*(?P<n>-?\d+)\s*)?\)\s*')
+
+
+def tokens(text: Any) -> Tokens:
+    """A selection from its text form, from a position or positions of `every`, or a selection itself."""
+    if isinstance(text, (Positions, TextSpan)):
+        return text
+    if isinstance(text, (int, slice, range, list, tuple)) and not isinstance(text, bool):
+        return every[slice(text.start, text.stop, text.step) if isinstance(text, range) else text]
+    if not isinstance(text, str):
+        raise ProgramError(f"tokens are pc.prompt[-1] or 'prompt[-1]', not {type(text).__name__} {text!r}")
+    if found := _SPAN.fullmatch(text):
+        return TextSpan(_unquote(found["text"]), int(found["n"] or 0))
+    found = _GROUP.fullmatch(text)
+    if found is None:
+        raise ProgramError(f"{text!r} is not a selection; write 'prompt[-1]', 'generated[0:8]' or 'span(\"text\")'")
+    if found["of"] not in GROUPS:
+        raise unknown("group of tokens", found["of"], GROUPS)
+    if found["keys"] is None:
+        return Positions(found["of"])
+    if "," in found["keys"]:
+        keys = found["keys"].removesuffix(",") if found["keys"].count(",") == 1 else found["keys"]
+        numbers = [parse_index(key) for key in keys.split(",")]
+        if not all(isinstance(number, int) for number in numbers):
+            raise ProgramError(f"{text!r}: a list of positions holds numbers only")
+        return Positions(found["of"], tuple(numbers))  # type: ignore[arg-type]
+    return Positions(found["of"], parse_index(found["keys"]))
+
+
+def _unquote(literal: str) -> str:
+    if literal[0] == '"':
+        return json.loads(literal)
+    body = literal[1:-1].replace("\\'", "'").replace('"', '\\"')
+    return json.loads(f'"{body}"')

@@ -1,0 +1,111 @@
+"""Values: the vectors an op writes. A `Vector` carries its numbers; `From` names a row that another run captured."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from patchclamp.errors import ProgramError, ShapeError
+from patchclamp.spec.site import Site, site
+from patchclamp.spec.tokens import Tokens
+from patchclamp.spec.tokens import tokens as as_tokens
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class Vector(msgspec.Struct, frozen=True, tag="vector"):
+    """Numbers: one row [D] for every selected position, or [n, D] for the n selected positions in order.
+
+    `data` is little-endian fp32, row by row.
+    """
+
+    shape: tuple[int, ...]
+    data: bytes
+
+    def __post_init__(self) -> None:
+        if len(self.shape) not in (1, 2) or 0 in self.shape:
+            raise ShapeError(f"a vector is [D] or [n, D] and not empty; this one is {list(self.shape)}")
+        import numpy as np
+
+        if len(self.data) != 4 * math.prod(self.shape):
+            raise ShapeError(f"{len(self.data)} bytes are not {list(self.shape)} fp32 numbers")
+        if not np.isfinite(self.array()).all():
+            raise ShapeError("a vector's numbers must be finite; this one has NaN or infinity")
+
+    @classmethod
+    def of(cls, numbers: Any) -> Vector:
+        """From a torch tensor, a NumPy array or nested lists."""
+        import numpy as np
+
+        if hasattr(numbers, "detach"):
+            numbers = numbers.detach().cpu().float().numpy()
+        try:
+            array = np.ascontiguousarray(numbers, dtype="<f4")
+        except (TypeError, ValueError) as error:
+            raise ShapeError(f"a vector is a tensor or a list of numbers, not {type(numbers).__name__}: {error}") from None
+        return cls(tuple(array.shape), array.tobytes())
+
+    def array(self) -> np.ndarray:
+        """The numbers, fp32 [D] or [n, D], read-only."""
+        import numpy as np
+
+        return np.frombuffer(self.data, "<f4").reshape(self.shape)
+
+    def rows(self) -> np.ndarray:
+        """The numbers as [n, D]; n is 1 for a vector given as [D]."""
+        return self.array().reshape(-1, self.shape[-1])
+
+    @property
+    def content(self) -> str:
+        """SHA-256 of shape and numbers, in hex: the vector's name in the bank."""
+        return hashlib.sha256(repr(self.shape).encode() + self.data).hexdigest()
+
+    def __repr__(self) -> str:
+        return f"Vector({'x'.join(map(str, self.shape))} {self.content[:8]})"
+
+
+class From(msgspec.Struct, frozen=True, tag="from", dict=True):
+    """The row that `run` captured at `site` and `position`; without them, at the place being written.
+
+    `run` is a `Run`, which is then kept until this value is dropped, or a run's key.  A selection of one position
+    gives that row to every written position; one of n gives n written positions a row each, in order.
+    """
+
+    run: Any
+    site: Any = None
+    position: Any = None
+
+    def __post_init__(self) -> None:
+        set_field = msgspec.structs.force_setattr
+        if not isinstance(self.run, str):
+            key = getattr(self.run, "key", None)
+            if not isinstance(key, str):
+                raise ProgramError(f"From takes a Run (what lm.run returned), not {type(self.run).__name__}", "run")
+            self.__dict__["owner"] = self.run
+            set_field(self, "run", key)
+        if self.site is not None:
+            set_field(self, "site", site(self.site))
+        if self.position is not None:
+            set_field(self, "position", _position(self.position))
+
+
+def _position(value: Any) -> Tokens:
+    if isinstance(value, int) and value < 0:
+        raise ProgramError(f"position {value} counts from an end that depends on the run; write pc.prompt[{value}]", "position")
+    return as_tokens(value)
+
+
+Value = Vector | From
+
+
+def value(given: Any) -> Value:
+    """A value from a vector's numbers, a `From`, or a value itself."""
+    if isinstance(given, (Vector, From)):
+        return given
+    if isinstance(given, Site) or isinstance(given, str):
+        raise ProgramError(f"a value is a vector or pc.From(run, site), not {given!r}", "value")
+    return Vector.of(given)
