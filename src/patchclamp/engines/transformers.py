@@ -114,7 +114,7 @@ class TransformersEngine:
         writers = [_Writer(request, self.tokenizer, self._eos()) for request in requests]
         step = _Step(requests, self._left, self.device)
         while not all(writer.done for writer in writers):
-            logits_BV = self._forward(step, [0 if w.done else self.runtime.slot_of(w.request.run) for w in writers])
+            logits_BV = self._forward(step, self.runtime.seat(["" if w.done else w.request.run for w in writers]))
             for writer, logits_V in zip(writers, logits_BV.float(), strict=True):
                 writer.take(logits_V)
             self.runtime.drop(writer.request.run for writer in writers if writer.done)
@@ -122,7 +122,7 @@ class TransformersEngine:
         errors = [self.runtime.take_error(request.run) for request in requests]
         return [w.answer() if error is None else unpack(error) for w, error in zip(writers, errors, strict=True)]
 
-    def _forward(self, step: _Step, slots: list[int]) -> torch.Tensor:
+    def _forward(self, step: _Step, slots: np.ndarray) -> torch.Tensor:
         """One pass of the model over what `step` holds; returns the logits to sample from, [B, V]."""
         self.runtime.begin(step.batch(slots))
         with at_work(self.runtime):
@@ -160,10 +160,10 @@ class _Step:
         self.last_row = torch.from_numpy(last - (widest - self.keep)).to(device)
         self._first, self._count = np.zeros(len(prompts), np.int64), self.length
 
-    def batch(self, slots: list[int]) -> Batch:
+    def batch(self, slots: np.ndarray) -> Batch:
         widest = self.ids_BT.shape[1]
         row = np.arange(len(slots)) * widest + self.start
-        return Batch(np.array(slots), row, self._first, self._count, len(slots) * widest)
+        return Batch(slots, row, self._first, self._count, len(slots) * widest)
 
     def advance(self, tokens: list[int]) -> None:
         """Makes the sampled tokens the next inputs."""

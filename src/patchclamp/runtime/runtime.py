@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
-from patchclamp.errors import MissingSource, pack
+from patchclamp.errors import CapacityError, MissingSource, pack
 from patchclamp.kernels import fused
 from patchclamp.plan import Batch, Bound, ProgramTable, StepPlan, make_plan
 from patchclamp.plan.bind import run_key
@@ -33,10 +33,13 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class _Admitted(msgspec.Struct):
-    slot: int
-    run: str
+    """A request's program, its run's number in the store, and while it is seated its slot and pinned keys."""
+
+    bound: Bound
     number: int
-    keys: list[str]
+    slot: int = 0
+    keys: list[str] = []
+    failed: bool = False
 
 
 class Runtime:
@@ -92,42 +95,68 @@ class Runtime:
     # -- a step
 
     def admit(self, request: str, bound: Bound) -> None:
-        """Takes a request's program; an error is kept for its run, and the request then runs without."""
-        if request in self._admitted:
-            return
-        keys: list[str] = []
-        try:
-            addresses = {}
-            for key in dict.fromkeys(key for op in bound.ops for key in op.values):
-                self._load(key)
-                addresses[key] = self.bank.pin(key)
-                keys.append(key)
-            records, counts = records_of(bound.ops, addresses, len(self.sites.points))
-            slot = self.table.admit(records, counts)
-        except Exception as error:
-            for key in keys:
-                self.bank.unpin(key)
-            self._errors[bound.run] = pack(error)
-            return
-        number = self.store.open(bound.run)
-        self._admitted[request] = _Admitted(slot, bound.run, number, keys)
-        self._run_of_slot[slot] = number
+        """Takes note of a request's program; it gets a slot when it is first in a step."""
+        if request not in self._admitted:
+            self._admitted[request] = _Admitted(bound, self.store.open(bound.run))
 
     def drop(self, requests: Iterable[str]) -> None:
         """Frees what finished requests held; their captures stay until released."""
         for request in requests:
             admitted = self._admitted.pop(request, None)
-            if admitted is None:
-                continue
+            if admitted is not None:
+                self._unseat(admitted)
+
+    def seat(self, requests: list[str]) -> np.ndarray:
+        """The slots of a step's requests, [N]; 0 for one without a program.
+
+        Slots go to the requests of the step; a preempted one gives its slot up when it is needed. A program that cannot
+        be seated leaves its error with its run, whose values are then never shown.
+        """
+        known = [self._admitted.get(request) for request in requests]
+        for admitted in known:
+            if admitted is not None and admitted.slot == 0 and not admitted.failed:
+                self._seat(admitted, {id(other) for other in known})
+        return np.array([0 if admitted is None else admitted.slot for admitted in known], np.int64)
+
+    def _seat(self, admitted: _Admitted, staying: set[int]) -> None:
+        while True:
+            try:
+                return self._take_slot(admitted)
+            except CapacityError as error:
+                idle = [other for other in self._admitted.values() if other.slot and id(other) not in staying]
+                if not idle:
+                    return self._fail(admitted, error)
+                self._unseat(idle[0])
+            except Exception as error:
+                return self._fail(admitted, error)
+
+    def _take_slot(self, admitted: _Admitted) -> None:
+        bound, keys, addresses = admitted.bound, [], {}
+        try:
+            for key in dict.fromkeys(key for op in bound.ops for key in op.values):
+                self._load(key)
+                addresses[key] = self.bank.pin(key)
+                keys.append(key)
+            admitted.slot = self.table.admit(*records_of(bound.ops, addresses, len(self.sites.points)))
+        except Exception:
+            for key in keys:
+                self.bank.unpin(key)
+            raise
+        admitted.keys = keys
+        self._run_of_slot[admitted.slot] = admitted.number
+
+    def _unseat(self, admitted: _Admitted) -> None:
+        if admitted.slot:
             self.table.drop(admitted.slot)
             self._run_of_slot[admitted.slot] = -1
-            for key in admitted.keys:
-                self.bank.unpin(key)
+            admitted.slot = 0
+        for key in admitted.keys:
+            self.bank.unpin(key)
+        admitted.keys = []
 
-    def slot_of(self, request: str) -> int:
-        """A request's slot, 0 if it has no program."""
-        admitted = self._admitted.get(request)
-        return 0 if admitted is None else admitted.slot
+    def _fail(self, admitted: _Admitted, error: Exception) -> None:
+        admitted.failed = True
+        self._errors[admitted.bound.run] = pack(error)
 
     def __len__(self) -> int:
         """Programs admitted."""

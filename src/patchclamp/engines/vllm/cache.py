@@ -1,0 +1,27 @@
+"""In the engine core: a block is reused only where the edits up to its end are the same, and never under a capture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from patchclamp.engines.vllm import compat
+from patchclamp.plan import Bound
+from patchclamp.plan.reuse import block_key, lowest_capture
+
+_decoder = msgspec.msgpack.Decoder(Bound)
+
+
+def install() -> None:
+    """Wraps vLLM's block keys and cache search; requests without a program pass straight through."""
+    compat.on_block_key(lambda request, program, start, end: block_key(_bound(request, program), start, end))
+    compat.on_cache_search(lambda request, program: lowest_capture(_bound(request, program)))
+
+
+def _bound(request: Any, program: bytes) -> Bound:
+    """A request's program, decoded once."""
+    found = getattr(request, "patchclamp_bound", None)
+    if found is None:
+        found = request.patchclamp_bound = _decoder.decode(program)
+    return found

@@ -1,0 +1,344 @@
+"""Every private name of vLLM that patchclamp relies on, and the versions each was checked on.
+
+A *seam* is a place where stock vLLM is entered. `SEAMS` lists them; `require` finds one or says which moved. Nothing
+outside this file names a private attribute.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from patchclamp.errors import SeamMoved
+
+KEY = "patchclamp"  # in `additional_config`, in `SamplingParams.extra_args`, and in a block's extra keys
+
+
+class Seam(msgspec.Struct, frozen=True):
+    """`module:Class.attribute`, what it is needed for, and the versions where it was found to do that."""
+
+    name: str
+    place: str
+    why: str
+    checked: tuple[str, ...]
+
+
+_BOTH, _NEW = ("0.26.0", "0.32.0"), ("0.32.0",)
+SEAMS: dict[str, Seam] = {
+    seam.name: seam
+    for seam in (
+        Seam("load", "vllm.v1.worker.worker_base:WorkerWrapperBase", "attach taps after the model is loaded", _NEW),
+        Seam("v1 inputs", "vllm.v1.worker.gpu_model_runner:GPUModelRunner._prepare_inputs", "plan rows (V1)", _NEW),
+        Seam("v1 step", "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model", "begin a step (V1)", _NEW),
+        Seam("v2 inputs", "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_inputs", "plan rows (V2)", _NEW),
+        Seam("v2 step", "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model", "begin a step (V2)", _NEW),
+        Seam("v2 sample", "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens", "end a step (V2)", _NEW),
+        Seam("block keys", "vllm.v1.core.kv_cache_utils:generate_block_hash_extra_keys", "key edited blocks", _NEW),
+        Seam("cache search", "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks", "compute captured positions", _NEW),
+        Seam("engine", "vllm.v1.engine.llm_engine:LLMEngine.step", "carry requests", _NEW),
+    )
+}  # fmt: skip
+
+
+def version() -> str:
+    import vllm
+
+    return vllm.__version__
+
+
+def require(name: str, parameters: tuple[str, ...] = ()) -> tuple[Any, str]:
+    """The owner and attribute of a seam. Raises `SeamMoved` if it, or a parameter it must take, is not there."""
+    seam = SEAMS[name]
+    module_name, _, path = seam.place.partition(":")
+    try:
+        owner: Any = importlib.import_module(module_name)
+        *outer, last = path.split(".")
+        for part in outer:
+            owner = getattr(owner, part)
+        found = getattr(owner, last)
+        taken = inspect.signature(found).parameters if parameters else ()
+    except (ImportError, AttributeError, ValueError) as error:
+        raise _moved(seam, f"{type(error).__name__}: {error}") from None
+    missing = [word for word in parameters if word not in taken]
+    if missing:
+        raise _moved(seam, f"it takes no parameter {', '.join(missing)}")
+    return owner, last
+
+
+def _moved(seam: Seam, why: str) -> SeamMoved:
+    return SeamMoved(
+        f"vLLM {version()} has no seam {seam.name!r} where it is expected ({seam.place}, needed to {seam.why}; "
+        f"checked on {', '.join(seam.checked)}): {why}"
+    )
+
+
+# -- configuration
+
+
+def enabled(vllm_config: Any) -> dict[str, Any] | None:
+    """Our part of `additional_config`, or None for an engine that is not ours."""
+    extra = getattr(vllm_config, "additional_config", None)
+    found = extra.get(KEY) if isinstance(extra, dict) else None
+    return found if isinstance(found, dict) else None
+
+
+@contextmanager
+def core_process(separate: bool) -> Iterator[None]:
+    """While a configuration is made: whether the engine core, and a lone worker, get a process of their own.
+
+    vLLM reads this from the environment, which is put back afterwards.
+    """
+    name = "VLLM_ENABLE_V1_MULTIPROCESSING"
+    before = os.environ.get(name)
+    os.environ[name] = str(int(separate))
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+
+
+def model_facts(vllm_config: Any) -> dict[str, Any]:
+    """Architectures and sizes of an engine's model."""
+    model = vllm_config.model_config
+    config = model.hf_text_config
+    return {
+        "architectures": list(model.hf_config.architectures or ()),
+        "layers": config.num_hidden_layers,
+        "d_model": config.hidden_size,
+        "d_vocab": model.get_vocab_size(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "max_model_len": model.max_model_len,
+        "max_num_seqs": vllm_config.scheduler_config.max_num_seqs,
+    }
+
+
+def refused(vllm_config: Any) -> list[str]:
+    """Configurations under which a guarantee would not hold, in words; an engine with any of them does not start."""
+    parallel, found = vllm_config.parallel_config, []
+    if vllm_config.speculative_config is not None:
+        found.append("speculative decoding")
+    if getattr(parallel, "enable_dbo", False):
+        found.append("micro-batching (enable_dbo)")
+    for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            found.append(name)
+    if vllm_config.kv_transfer_config is not None:
+        found.append("KV connectors (kv_transfer_config)")
+    if getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False):
+        found.append("kv_sharing_fast_prefill")
+    if vllm_config.model_config.runner_type != "generate":
+        found.append(f"runner type {vllm_config.model_config.runner_type!r}")
+    if vllm_config.model_config.is_encoder_decoder:
+        found.append("encoder-decoder models")
+    if getattr(parallel, "data_parallel_size", 1) > 1:
+        found.append("data_parallel_size above 1")
+    return found
+
+
+# -- the worker
+
+
+def on_load(attach: Callable[[Any], None], call: Callable[..., Any]) -> None:
+    """`attach(worker)` after a worker of ours has loaded its model; `call(worker, verb, …)` answers our RPCs."""
+    owner, name = require("load")
+    wrapper = getattr(owner, name)
+    if getattr(wrapper, "patchclamp_rpc", None) is not None:
+        return
+
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = self.worker.load_model(*args, **kwargs)
+        if enabled(self.worker.vllm_config) is not None:
+            attach(self.worker)
+        return result
+
+    def patchclamp_rpc(self: Any, verb: str, *args: Any) -> Any:
+        return call(self.worker, verb, *args)
+
+    wrapper.load_model = load_model
+    wrapper.patchclamp_rpc = patchclamp_rpc
+
+
+def runner_of(worker: Any) -> tuple[Any, str]:
+    """A worker's model runner and which it is, "v1" or "v2"."""
+    runner = worker.model_runner
+    kinds = {"vllm.v1.worker.gpu.model_runner": "v2", "vllm.v1.worker.gpu_model_runner": "v1"}
+    for kind in type(runner).__mro__:
+        if kind.__module__ in kinds:
+            return runner, kinds[kind.__module__]
+    raise SeamMoved(f"vLLM {version()} runs this model with {type(runner).__qualname__}, which is neither V1 nor V2")
+
+
+class Hooks(msgspec.Struct):
+    """What a worker does around a step. `at_work()` is a context in which taps act."""
+
+    before: Callable[[Any], None]
+    planned: Callable[[list[str], np.ndarray, np.ndarray, np.ndarray], None]
+    logits: Callable[[Any], None]
+    after: Callable[[], None]
+    at_work: Callable[[], Any]
+
+
+def hook_runner(runner: Any, kind: str, hooks: Hooks) -> None:
+    """Puts hooks around a runner's steps, on this instance alone."""
+    model = runner.get_model()
+    compute = model.compute_logits
+
+    @functools.wraps(compute)
+    def compute_logits(*args: Any, **kwargs: Any) -> Any:
+        logits = compute(*args, **kwargs)
+        hooks.logits(logits)
+        return logits
+
+    model.compute_logits = compute_logits
+    {"v1": _hook_v1, "v2": _hook_v2}[kind](runner, hooks)
+
+
+def _hook_v1(runner: Any, hooks: Hooks) -> None:
+    require("v1 step", ("scheduler_output",))
+    require("v1 inputs", ("scheduler_output", "num_scheduled_tokens"))
+    execute, prepare = runner.execute_model, runner._prepare_inputs
+
+    @functools.wraps(execute)
+    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        hooks.before(scheduler_output)
+        with hooks.at_work():
+            result = execute(scheduler_output, *args, **kwargs)
+        hooks.after()
+        return result
+
+    @functools.wraps(prepare)
+    def prepare_inputs(scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
+        result = prepare(scheduler_output, num_scheduled_tokens)
+        batch = runner.input_batch
+        requests = list(batch.req_ids)
+        position = batch.num_computed_tokens_cpu[: len(requests)].astype(np.int64)
+        count = num_scheduled_tokens.astype(np.int64)
+        hooks.planned(requests, np.cumsum(count) - count, position, count)
+        return result
+
+    runner.execute_model, runner._prepare_inputs = execute_model, prepare_inputs
+
+
+def _hook_v2(runner: Any, hooks: Hooks) -> None:
+    require("v2 step", ("scheduler_output", "dummy_run"))
+    require("v2 inputs", ("scheduler_output",))
+    require("v2 sample")
+    execute, prepare, sample = runner.execute_model, runner.prepare_inputs, runner.sample_tokens
+
+    @functools.wraps(execute)
+    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("dummy_run") or (len(args) > 1 and args[1]):
+            return execute(scheduler_output, *args, **kwargs)
+        hooks.before(scheduler_output)
+        with hooks.at_work():
+            return execute(scheduler_output, *args, **kwargs)
+
+    @functools.wraps(prepare)
+    def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
+        batch = prepare(*args, **kwargs)
+        start = batch.query_start_loc_np[: batch.num_reqs].astype(np.int64)
+        position = batch.num_computed_tokens_np[: batch.num_reqs].astype(np.int64)
+        hooks.planned(list(batch.req_ids), start, position, batch.num_scheduled_tokens.astype(np.int64))
+        return batch
+
+    @functools.wraps(sample)
+    def sample_tokens(*args: Any, **kwargs: Any) -> Any:
+        with hooks.at_work():
+            result = sample(*args, **kwargs)
+        hooks.after()
+        return result
+
+    runner.execute_model, runner.prepare_inputs, runner.sample_tokens = execute_model, prepare_inputs, sample_tokens
+
+
+def new_programs(scheduler_output: Any) -> Iterator[tuple[str, bytes]]:
+    """Requests seen for the first time that carry a program, and the program's bytes."""
+    for new in scheduler_output.scheduled_new_reqs:
+        program = carried(new.sampling_params)
+        if program is not None:
+            yield new.req_id, program
+
+
+def finished(scheduler_output: Any) -> set[str]:
+    return scheduler_output.finished_req_ids
+
+
+def carried(params: Any) -> bytes | None:
+    """The program in a request's sampling parameters."""
+    extra = getattr(params, "extra_args", None)
+    return extra.get(KEY) if extra else None
+
+
+# -- the prefix cache, in the engine core
+
+
+def on_block_key(content: Callable[[Any, bytes, int, int], str | None]) -> None:
+    """Adds `content(request, program, start, end)` to the key of a block of tokens start … end−1."""
+    owner, name = require("block keys", ("request", "start_token_idx", "end_token_idx", "start_mm_idx"))
+    stock = getattr(owner, name)
+    if hasattr(stock, "patchclamp"):
+        return
+
+    @functools.wraps(stock)
+    def extra_keys(request: Any, start_token_idx: int, end_token_idx: int, start_mm_idx: int) -> Any:
+        keys, following = stock(request, start_token_idx, end_token_idx, start_mm_idx)
+        program = carried(request.sampling_params)
+        if program is None:
+            return keys, following
+        ours = content(request, program, start_token_idx, end_token_idx)
+        return (keys if ours is None else (*(keys or ()), (KEY, ours))), following
+
+    extra_keys.patchclamp = True  # type: ignore[attr-defined]
+    _replace_everywhere(name, stock, extra_keys)
+
+
+def _replace_everywhere(name: str, stock: Any, ours: Any) -> None:
+    """Where a function was imported by name, that name must change too."""
+    for module in ("kv_cache_utils", "block_pool"):
+        place = importlib.import_module(f"vllm.v1.core.{module}")
+        if getattr(place, name, None) is stock:
+            setattr(place, name, ours)
+
+
+def on_cache_search(lowest: Callable[[Any, bytes], int | None]) -> None:
+    """Lets the prefix cache answer for at most the first `lowest(request, program)` tokens of a request."""
+    owner, name = require("cache search", ("request",))
+    stock = getattr(owner, name)
+    if hasattr(stock, "patchclamp"):
+        return
+
+    @functools.wraps(stock)
+    def get_computed_blocks(self: Any, request: Any) -> Any:
+        program = carried(request.sampling_params)
+        most = None if program is None else lowest(request, program)
+        if most is None:
+            return stock(self, request)
+        with _shorter_search(self.coordinator, most):
+            return stock(self, request)
+
+    get_computed_blocks.patchclamp = True  # type: ignore[attr-defined]
+    setattr(owner, name, get_computed_blocks)
+
+
+@contextmanager
+def _shorter_search(coordinator: Any, most: int) -> Iterator[None]:
+    find = coordinator.find_longest_cache_hit
+
+    def shorter(block_hashes: Any, max_cache_hit_length: int) -> Any:
+        return find(block_hashes, min(max_cache_hit_length, most))
+
+    coordinator.find_longest_cache_hit = shorter
+    try:
+        yield
+    finally:
+        del coordinator.find_longest_cache_hit

@@ -1,0 +1,246 @@
+"""The vLLM engine: one `LLMEngine`, built and stepped on a thread of ours, fed by a queue from any thread."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from patchclamp import __version__
+from patchclamp.engines.base import Answer, Model, Request
+from patchclamp.engines.tokenizer import HubTokenizer
+from patchclamp.engines.vllm import compat
+from patchclamp.engines.vllm.worker import site_map
+from patchclamp.errors import EngineError, PatchclampError, ProgramError, RunError, unknown, unpack
+from patchclamp.runtime import Limits
+
+OURS = ("max_records", "bank_bytes", "multiprocess_mode")
+SET_BY_US = ("max_tokens", "logprobs", "logprob_token_ids", "extra_args", "output_kind", "n", "detokenize", "skip_clone")
+
+
+class VllmEngine:
+    """Stock vLLM in this process. `options` are vLLM's engine arguments by their own names, and three of ours:
+
+    `max_records`, `bank_bytes`: sizes of the worker's tables; `multiprocess_mode`: the engine core in its own process.
+    """
+
+    def __init__(self, name: str, **options: Any) -> None:
+        self._queue: collections.deque[tuple[Callable[..., Any], Future[Any]]] = collections.deque()
+        self._wake = threading.Condition()
+        self._stop = False
+        self._waiting: dict[str, tuple[Request, Future[Answer]]] = {}
+        started: Future[None] = Future()
+        self._thread = threading.Thread(target=self._live, args=(name, options, started), name="patchclamp", daemon=True)
+        self._thread.start()
+        started.result()
+
+    # -- from any thread
+
+    def submit(self, requests: list[Request]) -> list[Future[Answer]]:
+        futures: list[Future[Answer]] = [Future() for _ in requests]
+        self._call(lambda: self._add(requests, futures))
+        return futures
+
+    def fetch(self, run: str, point: int) -> tuple[np.ndarray, Any]:
+        return self._call(lambda: self._rpc("fetch", run, point)).result()
+
+    def release(self, runs: list[str]) -> None:
+        if not self._stop:
+            self._call(lambda: self._rpc("release", runs))
+
+    def status(self) -> dict[str, Any]:
+        """The worker's counts: programs admitted, runs kept, vectors pinned, records free."""
+        return self._call(lambda: self._rpc("status")).result()
+
+    def check_sampling(self, sampling: dict[str, Any]) -> None:
+        from vllm import SamplingParams
+
+        names = [name for name in SamplingParams.__struct_fields__ if not name.startswith("_") and name not in SET_BY_US]
+        for name in sampling:
+            if name in SET_BY_US:
+                raise ProgramError(f"{name} is set by patchclamp and cannot be given here", f"sampling.{name}")
+            if name not in names:
+                raise unknown("sampling parameter", name, names, f"sampling.{name}")
+        try:
+            SamplingParams(**{"temperature": 0.0, **sampling})
+        except (TypeError, ValueError) as error:
+            raise ProgramError(str(error), "sampling") from None
+
+    def close(self) -> None:
+        with self._wake:
+            self._stop = True
+            self._wake.notify()
+        self._thread.join()
+
+    def _call(self, job: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        with self._wake:
+            if self._stop:
+                raise EngineError("the engine is closed")
+            self._queue.append((job, future))
+            self._wake.notify()
+        return future
+
+    # -- on the engine's thread
+
+    def _live(self, name: str, options: dict[str, Any], started: Future[None]) -> None:
+        try:
+            self._build(name, options)
+        except BaseException as error:
+            self._stop = True
+            started.set_exception(_told(error))
+            return
+        started.set_result(None)
+        try:
+            while self._serve():
+                self._step()
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            self._engine.engine_core.shutdown()
+
+    def _build(self, name: str, options: dict[str, Any]) -> None:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+        from vllm.v1.executor import Executor
+
+        compat.require("engine")
+        known = [field.name for field in dataclasses.fields(EngineArgs)] + list(OURS)
+        for option in options:
+            if option not in known:
+                raise unknown("engine option", option, known, option)
+        ours = {option: options.pop(option) for option in OURS if option in options}
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        limits = Limits(**{k: v for k, v in ours.items() if k != "multiprocess_mode"})
+        extra = {**options.pop("additional_config", {}), compat.KEY: self._config(limits)}
+        arguments = {"model": name, "disable_log_stats": True, **options}
+        separate = bool(ours.get("multiprocess_mode", False))
+        with compat.core_process(separate):
+            config = EngineArgs(**arguments, additional_config=extra).create_engine_config()
+        self._check(config)
+        extra[compat.KEY]["limits"]["max_programs"] = compat.model_facts(config)["max_num_seqs"]
+        self._engine = LLMEngine(
+            config, Executor.get_class(config), log_stats=False,
+            multiprocess_mode=separate,
+        )  # fmt: skip
+        self._rpc("status")
+        self._describe(name, config)
+
+    def _config(self, limits: Limits) -> dict[str, Any]:
+        return {"version": __version__, "op": "site(hidden, residual, point)", "limits": msgspec.to_builtins(limits)}
+
+    def _check(self, config: Any) -> None:
+        problems = compat.refused(config)
+        if problems:
+            raise EngineError(f"patchclamp does not run with: {', '.join(problems)}")
+        if compat.enabled(config) is None:
+            raise EngineError("vLLM dropped additional_config, without which the worker cannot know of patchclamp")
+
+    def _describe(self, name: str, config: Any) -> None:
+        facts = compat.model_facts(config)
+        self.config = config
+        self.sites = site_map(config)
+        self.tokenizer = HubTokenizer(self._engine.get_tokenizer())
+        self.model = Model(
+            name, "vllm", compat.version(), self.sites.family.name, facts["layers"], facts["d_model"], facts["d_vocab"],
+            facts["dtype"], facts["max_model_len"],
+        )  # fmt: skip
+
+    def _serve(self) -> bool:
+        """Carries out what is queued, waiting if there is nothing to step; False when it is time to stop."""
+        with self._wake:
+            while not self._queue and not self._stop and not self._engine.has_unfinished_requests():
+                self._wake.wait()
+            jobs = list(self._queue)
+            self._queue.clear()
+        for job, future in jobs:
+            try:
+                future.set_result(job())
+            except BaseException as error:
+                future.set_exception(_told(error))
+        return not self._stop
+
+    def _step(self) -> None:
+        if not self._engine.has_unfinished_requests():
+            return
+        done = [output for output in self._engine.step() if output.finished]
+        mine = [(output, *self._waiting.pop(output.request_id)) for output in done if output.request_id in self._waiting]
+        programs = [request for _, request, _ in mine if request.bound is not None]
+        errors: dict[str, Any] = {}
+        if programs:
+            vectors = [key for request in programs for key in request.vectors]
+            errors = self._rpc("finish", [request.run for request in programs], vectors)
+        for output, request, future in mine:
+            if request.run in errors:
+                future.set_exception(unpack(errors[request.run]))
+            else:
+                future.set_result(_answer(output, request))
+
+    def _add(self, requests: list[Request], futures: list[Future[Answer]]) -> None:
+        held = {key: rows for request in requests for key, rows in request.vectors.items()}
+        for request, future in zip(requests, futures, strict=True):
+            try:
+                if request.vectors:
+                    self._rpc("hold", {key: held[key] for key in request.vectors})
+                self._waiting[request.run] = (request, future)
+                self._engine.add_request(request.run, {"prompt_token_ids": request.prompt_token_ids}, _params(request))
+            except Exception as error:
+                self._waiting.pop(request.run, None)
+                future.set_exception(_told(error))
+
+    def _rpc(self, verb: str, *args: Any) -> Any:
+        return self._engine.collective_rpc("patchclamp_rpc", args=(verb, *args))[0]
+
+    def _fail(self, error: BaseException) -> None:
+        """The engine died: everyone waiting is told so."""
+        with self._wake:
+            self._stop = True
+            jobs, self._queue = list(self._queue), collections.deque()
+        told = EngineError(f"vLLM stopped: {type(error).__name__}: {error}")
+        told.__cause__ = error
+        for future in [future for _, future in self._waiting.values()] + [future for _, future in jobs]:
+            if not future.done():
+                future.set_exception(told)
+        self._waiting.clear()
+
+
+def _params(request: Request) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    given: dict[str, Any] = {"temperature": 0.0, **request.sampling}
+    if request.bound is not None:
+        given["extra_args"] = {compat.KEY: msgspec.msgpack.encode(request.bound)}
+    if request.score:
+        given["logprob_token_ids"] = list(dict.fromkeys(request.score))
+    return SamplingParams(
+        max_tokens=request.max_tokens,
+        logprobs=len(given.get("logprob_token_ids", ())),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        **given,
+    )
+
+
+def _answer(output: Any, request: Request) -> Answer:
+    best = output.outputs[0]
+    tables = best.logprobs or []
+    ids = list(best.token_ids)
+    logprobs = [float(table[token].logprob) for table, token in zip(tables, ids, strict=True)]
+    scores = {token: float(tables[0][token].logprob) for token in request.score}
+    return Answer(ids, best.text, logprobs, scores, best.finish_reason)
+
+
+def _told(error: BaseException) -> PatchclampError:
+    if isinstance(error, PatchclampError):
+        return error
+    kind = RunError if isinstance(error, (ValueError, TypeError)) else EngineError
+    made = kind(f"{type(error).__name__}: {error}")
+    made.__cause__ = error
+    return made

@@ -1,0 +1,110 @@
+"""In vLLM's worker: the runtime beside a model runner, and the answers to the front end's calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from patchclamp.engines.vllm import compat
+from patchclamp.errors import EngineError
+from patchclamp.plan import Batch, Bound
+from patchclamp.runtime import Limits, Runtime
+from patchclamp.runtime.op import at_work
+from patchclamp.runtime.taps import attach as attach_taps
+from patchclamp.sites import SiteMap, family_of
+
+
+def site_map(vllm_config: Any) -> SiteMap:
+    """The site map of an engine's model; the same in the front end and in every worker."""
+    facts = compat.model_facts(vllm_config)
+    return SiteMap(family_of(facts["architectures"]), facts["layers"], facts["d_model"], facts["d_vocab"])
+
+
+def attach(worker: Any) -> None:
+    """Taps a worker's model and hooks its runner; kept as `worker.patchclamp`."""
+    config = compat.enabled(worker.vllm_config)
+    assert config is not None
+    problems = compat.refused(worker.vllm_config)
+    if problems:
+        raise EngineError(f"patchclamp does not run with: {', '.join(problems)}")
+    runner, kind = compat.runner_of(worker)
+    worker.patchclamp = Attached(worker, runner, kind, msgspec.convert(config["limits"], Limits))
+
+
+def answer(worker: Any, verb: str, *args: Any) -> Any:
+    """Carries out a call of the front end."""
+    attached: Attached | None = getattr(worker, "patchclamp", None)
+    if attached is None:
+        raise EngineError("patchclamp is not attached to this worker: was its plugin loaded (VLLM_PLUGINS)?")
+    return getattr(attached, f"do_{verb}")(*args)
+
+
+class Attached:
+    """The runtime of one worker, fed from its runner's steps."""
+
+    def __init__(self, worker: Any, runner: Any, kind: str, limits: Limits) -> None:
+        sites = site_map(worker.vllm_config)
+        self.kind = kind
+        self.runtime = Runtime(sites, limits, worker.device)
+        self._decode = msgspec.msgpack.Decoder(Bound).decode
+        self._logits = next(point.number for point in sites.points if point.rows == "sampled")
+        self._awaits_logits = False
+        attach_taps(runner.get_model(), [(p, tap) for p, tap in sites.taps("vllm") if p.rows == "tokens"])
+        compat.hook_runner(
+            runner, kind, compat.Hooks(self.before, self.planned, self.logits, self.after, lambda: at_work(self.runtime))
+        )
+
+    # -- around a step
+
+    def before(self, scheduler_output: Any) -> None:
+        self.runtime.plan = None
+        self._awaits_logits = False
+        self.runtime.drop(compat.finished(scheduler_output))
+        for request, program in compat.new_programs(scheduler_output):
+            self.runtime.admit(request, self._decode(program))
+
+    def planned(self, requests: list[str], row: np.ndarray, position: np.ndarray, count: np.ndarray) -> None:
+        if not len(self.runtime):
+            return
+        slot = self.runtime.seat(requests)
+        self.runtime.begin(Batch(slot, row, position, count, int(count.sum())))
+        self._awaits_logits = self.runtime.plan is not None
+
+    def logits(self, logits: torch.Tensor | None) -> None:
+        """The first logits computed after a step are those that are sampled from; later ones grade prompts."""
+        if self._awaits_logits and logits is not None:
+            self._awaits_logits = False
+            self.runtime.apply(self._logits, logits, None)
+
+    def after(self) -> None:
+        self.runtime.end()
+
+    # -- calls
+
+    def do_status(self) -> dict[str, Any]:
+        return {
+            "runner": self.kind,
+            "programs": len(self.runtime),
+            "runs": len(self.runtime.store),
+            "pinned": self.runtime.bank.pinned,
+            "free_records": self.runtime.table.free_records,
+            "steps_planned": self.runtime.steps_planned,
+        }
+
+    def do_hold(self, vectors: dict[str, Any]) -> None:
+        self.runtime.hold({key: torch.from_numpy(np.array(rows)) for key, rows in vectors.items()})
+
+    def do_finish(self, runs: list[str], vectors: list[str]) -> dict[str, tuple[str, str, str | None]]:
+        """Lets vectors go; returns the errors of runs that failed in here."""
+        self.runtime.let_go(vectors)
+        found = {run: self.runtime.take_error(run) for run in runs}
+        return {run: error for run, error in found.items() if error is not None}
+
+    def do_fetch(self, run: str, point: int) -> tuple[np.ndarray, torch.Tensor]:
+        return self.runtime.fetch(run, point)
+
+    def do_release(self, runs: list[str]) -> None:
+        self.runtime.release(runs)
