@@ -14,6 +14,7 @@ from patchclamp.engines.open import open_engine
 from patchclamp.errors import MissingSource, PatchclampError, ProgramError, TokensError
 from patchclamp.plan import Bound, Prompt, bind
 from patchclamp.plan.bind import vector_key
+from patchclamp.proofs import ensure_proved
 from patchclamp.spec import Capture, From, Program, Site, Vector
 from patchclamp.spec.tokens import Tokens
 
@@ -22,15 +23,18 @@ class LM:
     """A language model. `model` is a hub id, a folder, or "smollm2", the small real model of the demo extra.
 
     `engine`: "vllm" (where it is installed, the default), "transformers", or "fake"; `options` are the engine's own,
-    by its own names (vLLM's engine arguments; for Transformers see `TransformersEngine`).
+    by its own names (vLLM's engine arguments; for Transformers see `TransformersEngine`). `prove`: a site is offered
+    only once it has been proved on this live model (a few seconds on a CPU, remembered for the model and versions).
 
     Raises: `ModelError` for a model without a site table, `EngineError` if the engine does not start,
     `UnknownName` for an option it does not have.
     """
 
-    def __init__(self, model: str, engine: str | Engine | None = None, **options: Any) -> None:
+    def __init__(self, model: str, engine: str | Engine | None = None, *, prove: bool = True, **options: Any) -> None:
         self.engine: Engine = open_engine(model, engine, options)
         self._runs: weakref.WeakValueDictionary[str, Run] = weakref.WeakValueDictionary()
+        if prove:
+            ensure_proved(self)
 
     @property
     def model(self):

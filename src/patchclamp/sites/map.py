@@ -42,6 +42,7 @@ class SiteMap:
                 raise ModelError(f"no family {family!r}; there are {', '.join(f.name for f in FAMILIES)}")
             family = found[0]
         self.family, self.layers, self.d_model, self.d_vocab = family, layers, d_model, d_vocab
+        self.withdrawn: dict[str, str] = {}
         self.points: list[Point] = []
         self._number: dict[tuple[str, int | None], int] = {}
         for kind, row in family.points.items():
@@ -53,7 +54,7 @@ class SiteMap:
     @property
     def names(self) -> list[str]:
         """The site words this model has, in the language's order."""
-        return [name for name in SITES if name in self.family.sites]
+        return [name for name in SITES if name in self.family.sites and name not in self.withdrawn]
 
     def taps(self, engine: Literal["transformers", "vllm"]) -> list[tuple[Point, Tap]]:
         """Every point with its tap on an engine, module paths filled in."""
@@ -73,6 +74,8 @@ class SiteMap:
             raise UnsupportedSite(
                 f"{site.name} is not available on {self.family.name} models; there are: {', '.join(self.names)}"
             )
+        if site.name in self.withdrawn:
+            raise UnsupportedSite(f"{site.name} was not proved on this model: {self.withdrawn[site.name]}")
         if site.index is not None:
             raise UnsupportedSite(f"{site}: heads, neurons and experts cannot be indexed on this model yet")
         if not SITES[site.name].layered:

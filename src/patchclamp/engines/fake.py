@@ -1,0 +1,445 @@
+"""The fake engine that ships: the whole `Engine` protocol in NumPy, for tests and docs where no model is at hand.
+
+A tiny Llama with random weights, fp32, seeded.  Every row is computed on its own, in one order of sums, so a request's
+bits do not depend on its batch or on how its prompt is cut into chunks.  Programs run through the planner and the
+reference kernel: what this engine does is what the others must do.
+
+    R rows of a step · N requests of it · D model width · H heads · E head size · M MLP width · V vocabulary
+    T positions so far
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from patchclamp import __version__
+from patchclamp.engines.base import Answer, Model, Request
+from patchclamp.errors import EngineError, MissingSource, PatchclampError, ProgramError, RunError, TokensError, unknown
+from patchclamp.kernels import reference
+from patchclamp.plan import Batch, Bound, ProgramTable, StepPlan, make_plan
+from patchclamp.plan.table import records_of
+from patchclamp.sites import SiteMap
+from patchclamp.sites.families import LLAMA
+
+SAMPLING = ("temperature", "ignore_eos")
+
+Tap = Callable[[str, int | None, np.ndarray], None]
+
+
+class FakeEngine:
+    """A seeded random decoder of `layers` layers; runs are carried out in `submit`, one batch at a time.
+
+    `chunk`: how many tokens of a prompt one step computes (all, unless given).
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int = 3,
+        d_model: int = 16,
+        d_vocab: int = 64,
+        heads: int = 2,
+        max_model_len: int = 128,
+        seed: int = 0,
+        chunk: int | None = None,
+    ) -> None:
+        _check_sizes(layers, d_model, d_vocab, heads, max_model_len, chunk)
+        self.model = Model("fake", "fake", __version__, LLAMA.name, layers, d_model, d_vocab, "float32", max_model_len)
+        self.sites = SiteMap(LLAMA, layers, d_model, d_vocab)
+        self.tokenizer = FakeTokenizer(d_vocab)
+        self._net = _Net(layers, d_model, d_vocab, heads, max_model_len, seed)
+        self._chunk = chunk or max_model_len
+        self._kept: dict[str, list[_Captured]] = {}
+        self._lock = threading.RLock()
+        self._open = True
+
+    def submit(self, requests: list[Request]) -> list[Future[Answer]]:
+        with self._lock, np.errstate(all="ignore"):
+            self._check_open()
+            answers = self._serve(requests)
+        return [_settled(answer) for answer in answers]
+
+    def fetch(self, run: str, point: int) -> tuple[np.ndarray, np.ndarray]:
+        """Positions ascending and fp32 rows; of two ops that captured a position the later counts."""
+        self._check_open()
+        kept = self._kept.get(run)
+        if kept is None:
+            raise MissingSource(f"run {run} is not here: it was released, or captured nothing")
+        row_of: dict[int, np.ndarray] = {}
+        for captured in sorted((c for c in kept if c.point == point), key=lambda c: c.op):
+            row_of.update(zip(captured.positions.tolist(), captured.rows, strict=True))
+        positions = sorted(row_of)
+        rows = np.array([row_of[p] for p in positions], np.float32)
+        return np.array(positions, np.int64), rows.reshape(-1, self.sites.points[point].width)
+
+    def release(self, runs: list[str]) -> None:
+        for run in runs:
+            self._kept.pop(run, None)
+
+    def check_sampling(self, sampling: dict[str, Any]) -> None:
+        for name in sampling:
+            if name not in SAMPLING:
+                raise unknown("sampling parameter", name, SAMPLING, f"sampling.{name}")
+        if sampling.get("temperature", 0) != 0:
+            given = sampling["temperature"]
+            raise ProgramError(f"the fake engine is greedy: 0 is needed, not {given!r}", "sampling.temperature")
+
+    def close(self) -> None:
+        self._open = False
+        self._kept.clear()
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise EngineError("the engine is closed")
+
+    # -- a batch, from its first step to its last
+
+    def _serve(self, requests: list[Request]) -> list[Answer | PatchclampError]:
+        failed: dict[str, PatchclampError] = {}
+        values: dict[str, np.ndarray] = {}
+        for request in requests:
+            try:
+                values |= self._values(request)
+            except PatchclampError as error:
+                failed[request.run] = error
+        writers = [_Writer(request, self._net) for request in requests if request.run not in failed]
+        try:
+            self._generate(writers, values)
+        except Exception as error:
+            failed |= {writer.request.run: _told(error) for writer in writers}
+        self.release(list(failed))
+        answers = {writer.request.run: writer.answer(self.tokenizer) for writer in writers} | failed
+        return [answers[request.run] for request in requests]
+
+    def _values(self, request: Request) -> dict[str, np.ndarray]:
+        """The rows [n, W] of every bank key that a request reads, by key."""
+        if len(request.prompt_token_ids) + request.max_tokens > self.model.max_model_len:
+            raise TokensError(f"the request exceeds max_model_len={self.model.max_model_len}")
+        found: dict[str, np.ndarray] = {}
+        for op in request.bound.ops if request.bound is not None else ():
+            for key in op.values:
+                try:
+                    found[key] = self._value(key, request)
+                except PatchclampError as error:
+                    raise error.under(f"{op.path}.value") from None
+        return found
+
+    def _value(self, key: str, request: Request) -> np.ndarray:
+        if key.startswith("v:"):
+            if key not in request.vectors:
+                raise MissingSource(f"vector {key[2:14]} is not here")
+            return np.asarray(request.vectors[key], np.float32)
+        run, point = key[2:].rsplit(":", 1)
+        positions, rows = self.fetch(run, int(point))
+        if len(positions) == 0:
+            raise MissingSource(f"run {run} captured nothing at {self.sites.label(int(point))}")
+        return rows
+
+    def _generate(self, writers: list[_Writer], values: dict[str, np.ndarray]) -> None:
+        bounds = [writer.request.bound for writer in writers if writer.request.bound is not None]
+        self._kept |= {bound.run: [] for bound in bounds}
+        programs = _Programs(self.sites, bounds, values)
+        while working := [writer for writer in writers if writer.reason is None]:
+            self._step(working, programs)
+
+    def _step(self, writers: list[_Writer], programs: _Programs) -> None:
+        counts = [min(self._chunk, len(writer.tokens) - writer.computed) for writer in writers]
+        first = np.cumsum([0, *counts[:-1]])
+        slots = np.array([programs.slot.get(writer.request.run, 0) for writer in writers])
+        position = np.array([writer.computed for writer in writers])
+        tap = programs.begin(Batch(slots, first, position, np.array(counts), sum(counts)))
+        logits_NV = self._net.forward(writers, counts, tap)
+        for run, captured in programs.end():
+            if run in self._kept:
+                self._kept[run].append(captured)
+        for writer, count, logits_V in zip(writers, counts, logits_NV, strict=True):
+            writer.take(count, logits_V)
+
+
+class _Captured(msgspec.Struct, frozen=True):
+    """What one op of a run captured at a point in one step: positions [n] and rows [n, W]."""
+
+    point: int
+    op: int
+    positions: np.ndarray
+    rows: np.ndarray
+
+
+class _Programs:
+    """The programs of one batch in tables of just their size; `slot` is by run."""
+
+    def __init__(self, sites: SiteMap, bounds: list[Bound], values: dict[str, np.ndarray]) -> None:
+        self._number = {(point.kind, point.layer): point.number for point in sites.points}
+        self._widths = np.array([point.width for point in sites.points])
+        self._sampled = np.array([point.rows == "sampled" for point in sites.points])
+        ends = np.cumsum([rows.size for rows in values.values()]).tolist()
+        addresses = {key: (end - r.size, r.shape[1]) for (key, r), end in zip(values.items(), ends, strict=True)}
+        self._bank = np.concatenate([np.zeros(0, np.float32), *(rows.ravel() for rows in values.values())])
+        made = [records_of(bound.ops, addresses, len(sites.points)) for bound in bounds]
+        self._table = ProgramTable(len(bounds), len(sites.points), sum(len(records) for records, _ in made))
+        self.slot = {bound.run: self._table.admit(*records) for bound, records in zip(bounds, made, strict=True)}
+        self._run = {slot: run for run, slot in self.slot.items()}
+        self._plan: StepPlan | None = None
+        self._buffer = np.zeros(0, np.float32)
+
+    def begin(self, batch: Batch) -> Tap:
+        """Plans a step; returns what carries it out, given a point's kind and layer and its rows, in place."""
+        plan = self._plan = make_plan(batch, self._table, self._widths, self._sampled)
+        self._buffer = np.zeros(plan.size, np.float32)
+
+        def tap(kind: str, layer: int | None, h_RW: np.ndarray) -> None:
+            point = self._number[kind, layer]
+            if plan.active[point]:
+                rows = plan.sampled if self._sampled[point] else plan.tokens
+                reference.apply(h_RW, rows, point, self._table, plan, self._bank, self._buffer)
+
+        return tap
+
+    def end(self) -> list[tuple[str, _Captured]]:
+        """What the step captured, with the run it belongs to."""
+        plan, table = self._plan, self._table.captures
+        assert plan is not None
+        found = []
+        for c in np.flatnonzero(plan.count):
+            count, width = int(plan.count[c]), int(self._widths[table.point[c]])
+            rows = self._buffer[plan.target[c] : plan.target[c] + count * width].reshape(count, width).copy()
+            positions = np.arange(plan.begin[c], plan.begin[c] + count)
+            captured = _Captured(int(table.point[c]), int(table.op[c]), positions, rows)
+            found.append((self._run[int(table.slot[c])], captured))
+        return found
+
+
+class _Writer:
+    """One request at work: its tokens, its key/value cache, and what it has answered so far."""
+
+    def __init__(self, request: Request, net: _Net) -> None:
+        self.request = request
+        self.tokens = list(request.prompt_token_ids)
+        self.computed = 0
+        self.logprobs: list[float] = []
+        self.scores: dict[int, float] = {}
+        self.reason: str | None = None
+        self.keys, self.values = net.cache(len(self.tokens) + request.max_tokens)
+
+    def take(self, count: int, logits_V: np.ndarray) -> None:
+        """Notes `count` more positions as computed and, once none is left, takes the likeliest next token."""
+        self.computed += count
+        if self.computed < len(self.tokens):
+            return
+        logprobs_V = logits_V - logits_V.max()
+        logprobs_V = logprobs_V - np.log(np.exp(logprobs_V).sum())
+        if not self.logprobs:
+            self.scores = {token: float(logprobs_V[token]) for token in self.request.score}
+        token = int(logits_V.argmax())
+        self.tokens.append(token)
+        self.logprobs.append(float(logprobs_V[token]))
+        if token == EOS and not self.request.sampling.get("ignore_eos"):
+            self.reason = "stop"
+        elif len(self.logprobs) == self.request.max_tokens:
+            self.reason = "length"
+
+    def answer(self, tokenizer: FakeTokenizer) -> Answer:
+        ids = self.tokens[len(self.request.prompt_token_ids) :]
+        return Answer(ids, tokenizer.decode(ids), self.logprobs, self.scores, self.reason)
+
+
+class _Layer(msgspec.Struct, frozen=True):
+    q_DD: np.ndarray
+    k_DD: np.ndarray
+    v_DD: np.ndarray
+    o_DD: np.ndarray
+    gate_DM: np.ndarray
+    up_DM: np.ndarray
+    down_MD: np.ndarray
+
+
+class _Net:
+    """The decoder: embedding, pre-norm layers of rotary causal attention and gated MLP, RMS norm, unembedding."""
+
+    def __init__(self, layers: int, d_model: int, d_vocab: int, heads: int, positions: int, seed: int) -> None:
+        draw = np.random.default_rng(seed)
+
+        def weight(rows: int, columns: int) -> np.ndarray:
+            return (draw.standard_normal((rows, columns)) / math.sqrt(rows)).astype(np.float32)
+
+        shapes = [(d_model, d_model)] * 4 + [(d_model, 2 * d_model)] * 2 + [(2 * d_model, d_model)]
+        self._embedding_VD = draw.standard_normal((d_vocab, d_model)).astype(np.float32)
+        self._layers = [_Layer(*(weight(*shape) for shape in shapes)) for _ in range(layers)]
+        self._unembedding_DV = weight(d_model, d_vocab)
+        self._heads, self._size = heads, d_model // heads
+        frequency = 10000.0 ** -(np.arange(self._size // 2) / (self._size // 2))
+        angle = np.arange(positions)[:, None] * frequency
+        self._cos, self._sin = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+
+    def cache(self, positions: int) -> tuple[np.ndarray, np.ndarray]:
+        """Room for the keys and the values of a request, [layers, T, H, E] each."""
+        shape = (len(self._layers), positions, self._heads, self._size)
+        return np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+
+    def forward(self, writers: list[_Writer], counts: list[int], tap: Tap) -> np.ndarray:
+        """The next `counts[n]` tokens of each request; returns the logits after each request's last one, [N, V]."""
+        spans = [range(writer.computed, writer.computed + n) for writer, n in zip(writers, counts, strict=True)]
+        ids_R = [writer.tokens[p] for writer, span in zip(writers, spans, strict=True) for p in span]
+        rows = [(writer, p) for writer, span in zip(writers, spans, strict=True) for p in span]
+        h_RD = self._embedding_VD[ids_R]
+        for number, layer in enumerate(self._layers):
+            tap("stream", number, h_RD)
+            attn_RD = self._attention(number, layer, _norm(h_RD), rows)
+            tap("attn_out", number, attn_RD)
+            h_RD = h_RD + attn_RD
+            tap("mid", number, h_RD)
+            mlp_RD = _mlp(layer, _norm(h_RD))
+            tap("mlp_out", number, mlp_RD)
+            h_RD = h_RD + mlp_RD
+        tap("stream_end", None, h_RD)
+        h_RD = _norm(h_RD)
+        tap("final_norm", None, h_RD)
+        logits_NV = _times(h_RD[np.cumsum(counts) - 1], self._unembedding_DV)
+        tap("logits", None, logits_NV)
+        return logits_NV
+
+    def _attention(self, number: int, layer: _Layer, h_RD: np.ndarray, rows: list[tuple[_Writer, int]]) -> np.ndarray:
+        """Attention of every row over its own request's cache, which the rows' keys and values enter first."""
+        positions = [p for _, p in rows]
+        q_RHE, k_RHE = (self._rotate(_times(h_RD, w), positions) for w in (layer.q_DD, layer.k_DD))
+        v_RHE = self._split(_times(h_RD, layer.v_DD))
+        for (writer, p), k_HE, v_HE in zip(rows, k_RHE, v_RHE, strict=True):
+            writer.keys[number, p], writer.values[number, p] = k_HE, v_HE
+        z_RD = np.stack([
+            _attend(q_HE, writer.keys[number, : p + 1], writer.values[number, : p + 1]).ravel()
+            for (writer, p), q_HE in zip(rows, q_RHE, strict=True)
+        ])  # fmt: skip
+        return _times(z_RD, layer.o_DD)
+
+    def _split(self, x_RD: np.ndarray) -> np.ndarray:
+        return x_RD.reshape(-1, self._heads, self._size)
+
+    def _rotate(self, x_RD: np.ndarray, positions: list[int]) -> np.ndarray:
+        """Rotary embedding, [R, H, E].
+
+        Source: Su et al. 2021 (arXiv:2104.09864), halves paired as in Llama's Transformers code.
+        """
+        cos_R1, sin_R1 = self._cos[positions][:, None], self._sin[positions][:, None]
+        a, b = np.split(self._split(x_RD), 2, axis=-1)
+        return np.concatenate((a * cos_R1 - b * sin_R1, b * cos_R1 + a * sin_R1), axis=-1)
+
+
+def _times(x_RA: np.ndarray, w_AB: np.ndarray) -> np.ndarray:
+    """x · w, summed over A in one order for any R (a BLAS product is not: its order depends on the shape)."""
+    return (x_RA[:, :, None] * w_AB).sum(axis=1)
+
+
+def _norm(x_RD: np.ndarray) -> np.ndarray:
+    return x_RD / np.sqrt((x_RD * x_RD).mean(axis=-1, keepdims=True) + np.float32(1e-5))
+
+
+def _mlp(layer: _Layer, x_RD: np.ndarray) -> np.ndarray:
+    gate_RM = _times(x_RD, layer.gate_DM)
+    return _times(gate_RM / (1 + np.exp(-gate_RM)) * _times(x_RD, layer.up_DM), layer.down_MD)
+
+
+def _attend(q_HE: np.ndarray, k_THE: np.ndarray, v_THE: np.ndarray) -> np.ndarray:
+    """One query of each head over T keys and values, [H, E]."""
+    score_TH = (k_THE * q_HE).sum(axis=-1) / np.float32(math.sqrt(q_HE.shape[-1]))
+    weight_TH = np.exp(score_TH - score_TH.max(axis=0))
+    return (weight_TH[:, :, None] * v_THE).sum(axis=0) / weight_TH.sum(axis=0)[:, None]
+
+
+BOS, EOS = 0, 1
+SPECIAL = ("<s>", "</s>")
+LETTERS = tuple(" abcdefghijklmnopqrstuvwxyz.,?!':\n")
+WORDS = (
+    "The", "the", "hello", "user", "assistant", " Paris", " Rome", " Berlin", " France", " Italy", " Germany",
+    " Eiffel", " Tower", " Colosseum", " capital", " city", " of", " is", " in", " on", " the", " a", " and", " world",
+    " cat", " dog", " sat", " not",
+)  # fmt: skip
+
+
+class FakeTokenizer:
+    """Words with their leading space and single characters, the longest that fits first; total.
+
+    A character outside the vocabulary becomes one of the letter tokens, by its hash; `spell` still knows where it was.
+    A smaller vocabulary has fewer words, a larger one tokens that no text is made of.
+    """
+
+    def __init__(self, d_vocab: int) -> None:
+        made = [*SPECIAL, *LETTERS, *WORDS][:d_vocab]
+        self._texts = made + [f"<{i}>" for i in range(len(made), d_vocab)]
+        self._letters = min(len(LETTERS), d_vocab - len(SPECIAL))
+        self._ids = {text: i for i, text in enumerate(made) if i >= len(SPECIAL)}
+        longest_first = sorted(self._ids, key=len, reverse=True)
+        self._next = re.compile("|".join([*map(re.escape, longest_first), "."]), re.DOTALL)
+
+    def encode(self, text: str) -> list[int]:
+        return [BOS, *self.bare(text)]
+
+    def bare(self, text: str) -> list[int]:
+        return [self._id(piece) for piece in self._next.findall(text)]
+
+    def _id(self, piece: str) -> int:
+        hashed = len(SPECIAL) + zlib.crc32(piece.encode("utf-8", "surrogatepass")) % self._letters
+        return self._ids.get(piece, hashed)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text without special tokens."""
+        return "".join(self._texts[i] for i in ids if i >= len(SPECIAL))
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        return [self._texts[i] for i in ids]
+
+    def spell(self, ids: Sequence[int], text: str | None) -> tuple[str, list[tuple[int, int]]]:
+        """The text that made these ids, or else their decoded text; a special token takes no characters."""
+        ids = list(ids)
+        bare = [i for i in ids if i >= len(SPECIAL)]
+        made = text is not None and ids in (self.encode(text), self.bare(text))
+        pieces = self._next.findall(text) if text is not None and made else [self._texts[i] for i in bare]
+        widths, begin, offsets = iter(pieces), 0, []
+        for i in ids:
+            end = begin + (len(next(widths)) if i >= len(SPECIAL) else 0)
+            offsets.append((begin, end))
+            begin = end
+        return "".join(pieces), offsets
+
+    def chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        for i, message in enumerate(messages):
+            if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+                raise ProgramError("a message is an object with the texts 'role' and 'content'", f"messages[{i}]")
+        return self.encode("".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant:")
+
+
+def _check_sizes(layers: int, d_model: int, d_vocab: int, heads: int, max_model_len: int, chunk: int | None) -> None:
+    lowest = {"layers": 1, "d_model": 1, "d_vocab": len(SPECIAL) + 1, "heads": 1, "max_model_len": 1, "chunk": 1}
+    sizes = (layers, d_model, d_vocab, heads, max_model_len, chunk)
+    for (name, least), size in zip(lowest.items(), sizes, strict=True):
+        if not isinstance(size, int) and not (name == "chunk" and size is None):
+            raise ProgramError(f"a whole number is needed, not {size!r}", name)
+        if size is not None and size < least:
+            raise ProgramError(f"at least {least} is needed, not {size}", name)
+    if d_model % (2 * heads):
+        raise ProgramError(f"{heads} heads of an even size do not make d_model={d_model}", "heads")
+
+
+def _settled(answer: Answer | PatchclampError) -> Future[Answer]:
+    future: Future[Answer] = Future()
+    if isinstance(answer, PatchclampError):
+        future.set_exception(answer)
+    else:
+        future.set_result(answer)
+    return future
+
+
+def _told(error: Exception) -> PatchclampError:
+    if isinstance(error, PatchclampError):
+        return error
+    made = RunError(f"{type(error).__name__}: {error}")
+    made.__cause__ = error
+    return made

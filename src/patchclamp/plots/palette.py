@@ -1,0 +1,12 @@
+"""The colours of every picture, in one place so that a picture and a page of one sweep look alike.
+
+Orange to blue keeps its two sides apart for all common kinds of colour blindness; both ends are equally dark, so the
+scale also reads in grey as "how far from the baseline". Source: ColorBrewer, the halves of PuOr and RdBu.
+"""
+
+DIVERGING = (
+    "#7f3b08", "#b35806", "#e08214", "#fdb863", "#fee0b6", "#f7f7f7", "#d1e5f0", "#92c5de", "#4393c3", "#2166ac", "#053061",
+)  # fmt: skip
+
+INK, MUTED, RULE, BLANK = "#1f2933", "#5f6b7a", "#d5dae1", "#e9ecf0"
+CLEAN, CORRUPT = "#1b5a9e", "#a04e06"

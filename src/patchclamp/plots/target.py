@@ -1,0 +1,57 @@
+"""Where a picture goes: what can be wrong with that is found here, and can be asked before an hour of sweeping.
+
+A folder that does not exist is made.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from patchclamp.errors import PatchclampError, ProgramError, unknown
+
+
+def need(module: str) -> Any:
+    """A module of the plots extra. Raises `PatchclampError` that says how to get it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise PatchclampError(f"a picture needs {error.name}: pip install 'patchclamp[plots]'") from None
+
+
+def picture(path: str | Path) -> tuple[Path, str]:
+    """The file of a picture and its format, by its ending: png, pdf, svg, whatever matplotlib writes."""
+    path = Path(path)
+    known = need("matplotlib.backend_bases").FigureCanvasBase.get_supported_filetypes()
+    ending = path.suffix.removeprefix(".").lower()
+    if ending not in known:
+        raise unknown("picture format", ending, sorted(known), str(path))
+    return _file(path), ending
+
+
+def page(path: str | Path) -> Path:
+    """The file of a page."""
+    need("plotly.offline")
+    path = Path(path)
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise unknown("page format", path.suffix.removeprefix("."), ("html", "htm"), str(path))
+    return _file(path)
+
+
+def check_targets(png: str | Path | None = None, html: str | Path | None = None) -> None:
+    """Raises now what `sweep_png` and `sweep_html` would raise after the sweep."""
+    if png is not None:
+        picture(png)
+    if html is not None:
+        page(html)
+
+
+def _file(path: Path) -> Path:
+    if path.is_dir():
+        raise ProgramError("is a folder; give the name of a file", str(path))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ProgramError(f"its folder cannot be made: {error.strerror}", str(path)) from None
+    return path

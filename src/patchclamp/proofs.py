@@ -1,0 +1,56 @@
+"""Proofs remembered: a model is proved once for each model, engine, dtype and version, then read from the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import patchclamp
+from patchclamp.engines.smollm2 import cache_folder
+from patchclamp.sites.prove import Proof, prove
+
+
+def ensure_proved(lm: Any) -> list[Proof]:
+    """The proofs of an `LM`, made or remembered; withdraws the sites that fail from its map."""
+    path = cache_folder() / "proofs" / f"{_key(lm)}.json"
+    try:
+        proofs = msgspec.json.decode(path.read_bytes(), type=list[Proof])
+    except (OSError, msgspec.DecodeError):
+        proofs = prove(lm)
+        if all(proof.holds for proof in proofs):
+            _write(path, msgspec.json.encode(proofs))
+    lm.sites.withdrawn = {proof.name: proof.note for proof in proofs if not proof.holds}
+    return proofs
+
+
+def _key(lm: Any) -> str:
+    """What a proof depends on. A folder's weights count by their names, sizes and times."""
+    folder = Path(lm.model.name)
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    marks = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    facts = (msgspec.structs.astuple(lm.model), marks, patchclamp.__version__, _code())
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+
+
+def _code() -> str:
+    """The code that reads and writes sites; a change of it voids old proofs."""
+    root = Path(__file__).parent
+    files = [file for room in ("sites", "kernels", "runtime", "engines", "plan") for file in sorted((root / room).rglob("*.py"))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def _write(path: Path, data: bytes) -> None:
+    """In one move, so that another process never reads half a file; a cache that cannot be written is done without."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, scratch = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(scratch, path)
+    except OSError:
+        return

@@ -1,0 +1,69 @@
+"""Metrics of a patched run: one number from the next token's log-probabilities.
+
+    logprob      log p(answer)
+    logit_diff   logit(answer) − logit(foil), which is log p(answer) − log p(foil)
+    recovered    (logit_diff − corrupt) / (clean − corrupt): 0 is the corrupt run, 1 the clean one
+
+Source: logit difference and its normalisation, Wang et al. 2022 (arXiv:2211.00593), section 3; on the choice of metric,
+Zhang and Nanda 2023 (arXiv:2309.16042).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from patchclamp.errors import ProgramError, TokensError, unknown
+
+METRICS = ("logprob", "logit_diff", "recovered")
+
+
+class Graded(msgspec.Struct, frozen=True):
+    """What is graded: the metric's name and the exact tokens."""
+
+    metric: str
+    answer: int
+    foil: int | None
+
+    @property
+    def score(self) -> tuple[int, ...]:
+        """The token ids that a run must score."""
+        return (self.answer,) if self.foil is None else (self.answer, self.foil)
+
+    def read(self, scores: Mapping[int, float]) -> float:
+        """The metric before normalisation."""
+        if self.foil is None or self.metric == "logprob":
+            return scores[self.answer]
+        return scores[self.answer] - scores[self.foil]
+
+    def scale(self, clean: float, corrupt: float) -> tuple[float, float]:
+        """(offset, factor) such that the metric is (value − offset) · factor."""
+        if self.metric != "recovered":
+            return 0.0, 1.0
+        if clean == corrupt:
+            raise ProgramError("clean and corrupt prompt give the same logit difference: there is nothing to recover")
+        return corrupt, 1.0 / (clean - corrupt)
+
+
+def grade(metric: str, answer: int, foil: int | None) -> Graded:
+    """Checks a metric against what is given for it."""
+    if metric not in METRICS:
+        raise unknown("metric", metric, METRICS, "metric")
+    if metric != "logprob" and foil is None:
+        raise ProgramError(f"{metric} compares the answer with a foil; give foil=, or use metric='logprob'", "foil")
+    if answer == foil:
+        raise ProgramError("answer and foil are the same token", "foil")
+    return Graded(metric, answer, foil)
+
+
+def single_token(lm, text: str | int, path: str) -> int:
+    """The one token id that a text is. Raises `TokensError` naming the tokens if it is several."""
+    if isinstance(text, int):
+        return text
+    ids = lm.tokenizer.bare(text)
+    if len(ids) != 1:
+        pieces = lm.tokenizer.pieces(ids)
+        hint = f"; did you mean {' ' + text!r}?" if not text.startswith(" ") and len(lm.tokenizer.bare(" " + text)) == 1 else ""
+        raise TokensError(f"{text!r} is {len(ids)} tokens ({pieces}); an answer or foil is one token{hint}", path)
+    return ids[0]

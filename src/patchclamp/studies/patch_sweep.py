@@ -1,0 +1,212 @@
+"""The patch sweep: where in the model does what tells a clean prompt from a corrupt one live?
+
+The corrupt prompt is run many times, each time with one cell (a site, a layer, a position) replaced by its value in a
+run of the clean prompt (denoising).  Where that brings the clean answer back, the cell carries what makes the
+difference.
+
+Source: activation patching as in causal tracing, Meng et al. 2022 (arXiv:2202.05262), section 2.1; practice after
+Heimersheim and Nanda 2024 (arXiv:2404.15255).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from patchclamp.errors import PatchclampError, ProgramError, TokensError, UnsupportedSite
+from patchclamp.lm import LM, Run
+from patchclamp.spec import From, Range, Replace, Site
+from patchclamp.spec.site import Index, parse_index, site
+from patchclamp.spec.tokens import Positions, TextSpan, every
+from patchclamp.spec.tokens import tokens as read_tokens
+from patchclamp.studies.align import Alignment, align
+from patchclamp.studies.metric import Graded, grade, single_token
+from patchclamp.studies.progress import progress
+from patchclamp.studies.sweep_result import Column, PatchSweep
+
+BASELINES = 8  # reruns of the corrupt prompt, spread through the batch, that measure the noise floor
+
+
+def patch_sweep(
+    lm: LM,
+    *,
+    clean: Any,
+    corrupt: Any,
+    answer: str | int,
+    foil: str | int | None = None,
+    sites: Sequence[Any] = (Site("resid_pre"),),
+    layers: Any = None,
+    positions: Sequence[Any] | None = None,
+    metric: str = "logit_diff",
+    batch: int = 256,
+    show_progress: bool | None = None,
+) -> PatchSweep:
+    """Patches every cell of sites × layers × positions from the clean run into the corrupt one; returns the grid.
+
+    `clean`, `corrupt`: prompts, as text or token ids. `answer`, `foil`: one token each, as text or id, graded exactly.
+    `sites`: sites with or without layers; `layers`: which layers of those without (all), a number, a list, or text
+    such as "0:12". `positions`: columns of the grid, selections of the corrupt prompt (`pc.prompt[-1]`,
+    `pc.span("Colosseum")`, a number); a span of several tokens is patched together. All aligned positions otherwise.
+    `metric`: "logit_diff", "logprob" or "recovered". `batch`: runs submitted at a time.
+
+    Raises: `TokensError` for an answer of several tokens or prompts that cannot be aligned, and the error of any run.
+    """
+    graded = grade(metric, single_token(lm, answer, "answer"), None if foil is None else single_token(lm, foil, "foil"))
+    names = [_site(given, i) for i, given in enumerate(sites)]
+    rows = _rows(lm, names, layers)
+    source = lm.run(clean, max_tokens=1, capture=[Site(n, l) @ _readable(n) for n, l in rows], score=graded.score)
+    base = lm.run(corrupt, max_tokens=1, score=graded.score)
+    alignment = align(source.prompt_token_ids, base.prompt_token_ids)
+    columns = _columns(lm, source, base, alignment, positions)
+    cells = [(row, column) for row in rows for column in columns if _possible(row, column, base)]
+    if not cells:
+        raise ProgramError("no cell to patch: no site has a value at any of the positions")
+    values, floor = _run_cells(lm, source, base, cells, graded, batch, show_progress)
+    source_value, base_value = graded.read(source.scores), graded.read(base.scores)
+    offset, factor = graded.scale(source_value, base_value)
+    grid = _grid(names, rows, columns, cells, (values - offset) * factor)
+    return PatchSweep(
+        model=lm.model.name, engine=f"{lm.model.engine} {lm.model.version}", dtype=lm.model.dtype, metric=metric,
+        clean_prompt=_text(lm, clean), corrupt_prompt=_text(lm, corrupt),
+        clean_tokens=tuple(lm.tokenizer.pieces(source.prompt_token_ids)),
+        corrupt_tokens=tuple(lm.tokenizer.pieces(base.prompt_token_ids)),
+        answer=lm.tokenizer.pieces([graded.answer])[0],
+        foil=None if graded.foil is None else lm.tokenizer.pieces([graded.foil])[0],
+        sites=tuple(dict.fromkeys(given.name for given in names)), layers=_layers(rows), columns=tuple(columns), grid=grid,
+        clean=(source_value - offset) * factor, corrupt=(base_value - offset) * factor,
+        noise_floor=floor * abs(factor), alignment=alignment.pairs, skipped=_skipped(lm, source, base, alignment),
+    )  # fmt: skip
+
+
+Row = tuple[str, int | None]
+
+
+def _run_cells(
+    lm: LM, source: Run, base: Run, cells: list[tuple[Row, Column]], graded: Graded, batch: int, show: bool | None
+) -> tuple[np.ndarray, float]:
+    """The metric of every cell, and the largest difference among reruns of the unpatched prompt beside them."""
+    edits: list[list[Replace]] = [[_patch(source, row, column)] for row, column in cells]
+    every_nth = max(len(edits) // BASELINES, 1)
+    plan: list[int | None] = []
+    for i in range(len(edits)):
+        plan += [None, i] if i % every_nth == 0 else [i]
+    plan.append(None)
+    values, baselines = np.full(len(edits), np.nan), []
+    with progress("patching", len(plan), show) as advance:
+        for begin in range(0, len(plan), batch):
+            part = plan[begin : begin + batch]
+            runs = lm.run(
+                [base.prompt_token_ids] * len(part), max_tokens=1, score=graded.score,
+                edits=[[] if i is None else edits[i] for i in part],
+            )  # fmt: skip
+            for i, run in zip(part, runs, strict=True):
+                if i is None:
+                    baselines.append(graded.read(run.scores))
+                else:
+                    values[i] = graded.read(run.scores)
+            advance(len(part))
+    return values, float(np.max(np.abs(np.array(baselines) - graded.read(base.scores))))
+
+
+def _patch(source: Run, row: Row, column: Column) -> Replace:
+    at = Site(*row)
+    return Replace(From(source, at, every[column.clean]), at=at, tokens=every[column.corrupt])
+
+
+def _site(given: Any, number: int) -> Site:
+    try:
+        made = site(given)
+    except PatchclampError as error:
+        raise error.under(f"sites[{number}]") from None
+    if made.index is not None:
+        raise UnsupportedSite(f"{made}: heads and neurons cannot be swept yet", f"sites[{number}]")
+    return made
+
+
+def _rows(lm: LM, sites: list[Site], layers: Any) -> list[Row]:
+    """Every (site, layer) to patch, once."""
+    chosen = _which(layers, lm.model.layers)
+    rows: dict[Row, None] = {}
+    for given in sites:
+        for place in lm.sites.resolve(given):
+            if given.layers is not None or place.layer is None or place.layer in chosen:
+                rows[place.name, place.layer] = None
+    return list(rows)
+
+
+def _which(layers: Any, count: int) -> set[int]:
+    if isinstance(layers, str):
+        layers = parse_index(layers)
+    if layers is None:
+        return set(range(count))
+    given: list[Index] = [Range.of(layers) if isinstance(layers, slice) else layers] if isinstance(
+        layers, (int, Range, slice)) else list(layers)  # fmt: skip
+    chosen = {n for one in given for n in (one.indices(count) if isinstance(one, Range) else [one])}
+    outside = [n for n in chosen if not -count <= n < count]
+    if outside or not chosen:
+        raise UnsupportedSite(f"this model has layers 0 to {count - 1}, not {layers}", "layers")
+    return {n % count for n in chosen}
+
+
+def _columns(lm: LM, source: Run, base: Run, alignment: Alignment, positions: Sequence[Any] | None) -> list[Column]:
+    partner = {corrupt: clean for clean, corrupt in alignment.pairs}
+    pieces = lm.tokenizer.pieces(base.prompt_token_ids)
+    if positions is None:
+        return [Column(pieces[corrupt], (clean,), (corrupt,)) for clean, corrupt in alignment.pairs]
+    columns = []
+    for i, given in enumerate(positions):
+        try:
+            chosen = [int(p) for p in base.select(_selection(given))]
+        except PatchclampError as error:
+            raise error.under(f"positions[{i}]") from None
+        alone = [p for p in chosen if p not in partner]
+        if alone or not chosen:
+            what = f"position {alone[0]} ({pieces[alone[0]]!r}) has no partner in the clean prompt" if alone else "nothing selected"
+            raise TokensError(f"{given}: {what}; aligned are {sorted(partner)}", f"positions[{i}]")
+        label = "".join(pieces[p] for p in chosen)
+        columns.append(Column(label, tuple(partner[p] for p in chosen), tuple(chosen)))
+    return columns
+
+
+def _selection(given: Any) -> Positions | TextSpan:
+    return Positions("prompt", given) if isinstance(given, int) else read_tokens(given)
+
+
+def _readable(name: str) -> Positions:
+    """What of the clean prompt to capture: logits exist at its end only."""
+    return Positions("prompt", -1) if name == "logits" else Positions("prompt")
+
+
+def _possible(row: Row, column: Column, base: Run) -> bool:
+    return row[0] != "logits" or column.corrupt == (len(base.prompt_token_ids) - 1,)
+
+
+def _layers(rows: list[Row]) -> tuple[int, ...]:
+    return tuple(sorted({layer for _, layer in rows if layer is not None})) or (0,)
+
+
+def _grid(
+    names: list[Site], rows: list[Row], columns: list[Column], cells: list[tuple[Row, Column]], values: np.ndarray
+) -> np.ndarray:
+    """[S, L, P], NaN where nothing was run; an unlayered site stands in the first layer's row."""
+    sites, layers = list(dict.fromkeys(s.name for s in names)), _layers(rows)
+    grid = np.full((len(sites), len(layers), len(columns)), np.nan)
+    place = {column: p for p, column in enumerate(columns)}
+    for ((name, layer), column), value in zip(cells, values, strict=True):
+        grid[sites.index(name), 0 if layer is None else layers.index(layer), place[column]] = value
+    return grid
+
+
+def _skipped(lm: LM, source: Run, base: Run, alignment: Alignment) -> tuple[tuple[str, int, str], ...]:
+    sides = (("clean", source, alignment.clean_only), ("corrupt", base, alignment.corrupt_only))
+    return tuple(
+        (side, position, lm.tokenizer.pieces([run.prompt_token_ids[position]])[0])
+        for side, run, alone in sides
+        for position in alone
+    )
+
+
+def _text(lm: LM, prompt: Any) -> str:
+    return prompt if isinstance(prompt, str) else lm.tokenizer.decode(list(prompt))
