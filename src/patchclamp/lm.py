@@ -219,6 +219,11 @@ class Run:
         return self.answer.scores
 
     @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were read from the engine's prefix cache instead of computed."""
+        return self.answer.cached_tokens
+
+    @property
     def finish_reason(self) -> str | None:
         return self.answer.finish_reason
 

@@ -46,13 +46,17 @@ class Request(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """What came of a request: `logprobs` a float for each of `token_ids`; `scores` by token id, of the next token."""
+    """What came of a request: `logprobs` a float for each of `token_ids`; `scores` by token id, of the next token.
+
+    `cached_tokens`: prompt tokens that were read from the prefix cache instead of computed.
+    """
 
     token_ids: list[int]
     text: str
     logprobs: list[float]
     scores: dict[int, float]
     finish_reason: str | None
+    cached_tokens: int = 0
 
 
 class Tokenizer(Protocol):

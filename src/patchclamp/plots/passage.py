@@ -17,49 +17,58 @@ _GAP = " … "
 Piece = tuple[str, Mark]
 
 
+class Word(msgspec.Struct, frozen=True):
+    """A token on its line, in inches: where it begins, where its ink begins after leading spaces, and its advance."""
+
+    x: float
+    ink: float
+    advance: float
+    text: str
+    mark: Mark
+
+
 class Passage(msgspec.Struct, frozen=True):
-    """A prompt laid out: lines of (x in inches, text, mark)."""
+    """A prompt laid out in lines."""
 
     side: Side
-    lines: tuple[tuple[tuple[float, str, Mark], ...], ...]
+    lines: tuple[tuple[Word, ...], ...]
 
     @property
     def height(self) -> float:
         return LINE * len(self.lines)
 
-    def draw(self, sheet: Sheet, x: float, y: float, label: float) -> None:
-        """Draws with its label at `x`, its text `label` to the right of that."""
+    def draw(self, sheet: Sheet, x: float, y: float, indent: float) -> None:
+        """Draws with its name at `x` and its text `indent` to the right of that, first line's base at `y`."""
         color = CLEAN if self.side == "clean" else CORRUPT
         sheet.text(x, y, self.side, SIZE, color=color, weight="bold")
         for i, line in enumerate(self.lines):
-            for at, text, mark in line:
-                _draw_piece(sheet, x + label + at, y + i * LINE, text, mark, color)
+            for word in line:
+                _draw_word(sheet, x + indent, y + i * LINE, word, color)
 
 
 def passage(sweep: PatchSweep, side: Side, ruler: Ruler, width: float) -> Passage:
     """Lays a prompt out in lines of `width` inches."""
     tokens = sweep.clean_tokens if side == "clean" else sweep.corrupt_tokens
     pieces = [(shorten(plain(token), LONGEST_TOKEN), mark) for token, mark in zip(tokens, marks(sweep, side), strict=True)]
-    lines: list[list[tuple[float, str, Mark]]] = [[]]
+    lines: list[list[Word]] = [[]]
     at = 0.0
     for text, mark in abridge(pieces):
-        advance = ruler.width(text, SIZE, weight=_weight(mark))
-        if at + advance > width and lines[-1]:
+        word = _word(ruler, at, text, mark)
+        if at + word.advance > width and lines[-1]:
             lines.append([])
-            at, text = 0.0, text.lstrip(" ")
-            advance = ruler.width(text, SIZE, weight=_weight(mark))
-        lines[-1].append((at, text, mark))
-        at += advance
+            word = _word(ruler, 0.0, text.lstrip(" "), mark)
+        lines[-1].append(word)
+        at = word.x + word.advance
     return Passage(side, tuple(map(tuple, lines)))
 
 
 def abridge(pieces: list[Piece], limit: int = CHARACTERS) -> list[Piece]:
-    """Pieces of about `limit` characters at most: first what surrounds the marked ones goes, then their middle."""
+    """Pieces of about `limit` characters at most: first what is far from the marked ones goes, then the middle."""
     for context in _CONTEXTS:
         kept = _near_marks(pieces, context)
         if _length(kept) <= limit:
             return kept
-    half = max(limit // (2 * max(_length(kept) // len(kept), 1)), 1)
+    half = max(limit * len(kept) // (2 * _length(kept)), 1)
     return [*kept[:half], (_GAP, "same"), *kept[-half:]]
 
 
@@ -84,16 +93,16 @@ def _weight(mark: Mark) -> str:
     return "normal" if mark == "same" else "bold"
 
 
-def _draw_piece(sheet: Sheet, x: float, y: float, text: str, mark: Mark, color: str) -> None:
-    if mark == "same":
-        color = MUTED if text == _GAP else INK
-    drawn = sheet.text(x, y, text, SIZE, color=color, weight=_weight(mark))
-    if mark == "skipped":
-        _underline(sheet, drawn, x, y, text, color)
+def _word(ruler: Ruler, x: float, text: str, mark: Mark) -> Word:
+    weight = _weight(mark)
+    spaces = text[: len(text) - len(text.lstrip(" "))]
+    ink = ruler.width(spaces, SIZE, weight=weight) if spaces and mark == "skipped" else 0.0
+    return Word(x, ink, ruler.width(text, SIZE, weight=weight), text, mark)
 
 
-def _underline(sheet: Sheet, drawn, x: float, y: float, text: str, color: str) -> None:
-    from patchclamp.plots.sheet import DOTS_PER_INCH
-
-    extent = drawn.get_window_extent().width / DOTS_PER_INCH
-    sheet.rule(x, y + 0.045, extent, color, linestyle=(0, (1.2, 1.2)), linewidth=1.2)
+def _draw_word(sheet: Sheet, x: float, y: float, word: Word, color: str) -> None:
+    if word.mark == "same":
+        color = MUTED if word.text == _GAP else INK
+    sheet.text(x + word.x, y, word.text, SIZE, color=color, weight=_weight(word.mark))
+    if word.mark == "skipped":
+        sheet.rule(x + word.x + word.ink, y + 0.05, word.advance - word.ink, color, linestyle=":", linewidth=1.3)

@@ -17,6 +17,7 @@ Mark = Literal["same", "differs", "skipped"]
 Side = Literal["clean", "corrupt"]
 
 _SEEN = {"\n": "↵", "\t": "⇥", "\r": "␍"}
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def visible(token: str) -> str:
@@ -46,8 +47,12 @@ def quoted(token: str) -> str:
 
 
 def number(value: float) -> str:
-    """Two decimals, or three digits where that says nothing, with a minus sign that is one."""
-    text = f"{value:.2f}" if abs(value) >= 0.1 or value == 0 else f"{value:.2g}"
+    """Two decimals, two digits where those say nothing, a power of ten for what is tiny; the minus sign is one."""
+    size = abs(value)
+    if 0 < size < 1e-3:
+        digits, power = f"{value:.1e}".split("e")
+        return f"{digits.replace('-', '−')} × 10{str(int(power)).translate(_RAISED)}"
+    text = f"{value:.2f}" if size >= 0.1 or size == 0 else f"{value:.2g}"
     return text.replace("-", "−")
 
 
@@ -99,9 +104,9 @@ def noise(sweep: PatchSweep) -> str:
     return f"noise floor {number(sweep.noise_floor)}: smaller effects mean nothing"
 
 
-def best(sweep: PatchSweep, spot: Spot) -> str:
-    """`resid_pre[8] @ ·Tower, 3.12 (97 % of the way to clean)`."""
-    where = f"{panels(sweep)[spot.panel].name(spot.row)} @ {visible(sweep.columns[spot.column].label)}"
+def best(sweep: PatchSweep, spot: Spot, limit: int = 60) -> str:
+    """`resid_pre[8] @ ·Tower, 3.12 (97 % of the way to clean)`, the label at most `limit` characters."""
+    where = f"{panels(sweep)[spot.panel].name(spot.row)} @ {shorten(visible(sweep.columns[spot.column].label), limit)}"
     part = share(sweep, spot.value)
     return f"{where}, {number(spot.value)}" + ("" if part is None else f" ({percent(part)} of the way to clean)")
 

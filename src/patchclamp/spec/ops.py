@@ -103,7 +103,7 @@ OPS: dict[str, type[Op]] = {kind.__name__.lower(): kind for kind in (Capture, Ad
 def _number(given: Any) -> float:
     try:
         number = float(given)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ProgramError(f"a number is needed, not {given!r}") from None
     if not math.isfinite(number):
         raise ProgramError(f"a finite number is needed, not {number}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -155,7 +155,7 @@ def _many(given: Any) -> Sequence[Any]:
         return (given,)
     if isinstance(given, (Positions, TextSpan)):
         raise ProgramError(f"{given} is a selection of tokens; a site is needed, as in pc.resid_post @ {given}")
-    return list(given)
+    return list(given) if isinstance(given, Iterable) else (given,)
 
 
 def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

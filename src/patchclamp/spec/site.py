@@ -61,7 +61,7 @@ _TRANSFORMER_LENS = {
     "blocks.{l}.mlp.hook_post": "neurons",
 }
 ALIASES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(re.escape(pattern).replace(r"\{l\}", r"(?P<layer>\d+)")), name)
+    (re.compile(re.escape(pattern).replace(r"\{l\}", r"(?P<layer>\d{1,9})")), name)
     for pattern, name in _TRANSFORMER_LENS.items()
 )
 
@@ -79,7 +79,7 @@ class Range(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, key: slice) -> Range:
-        return cls(*(_whole(end) if end is not None else None for end in (key.start, key.stop, key.step)))
+        return cls(*(whole(end) if end is not None else None for end in (key.start, key.stop, key.step)))
 
     def indices(self, length: int) -> range:
         """The indices within 0 … length−1, with slice semantics."""
@@ -104,6 +104,8 @@ class Site(msgspec.Struct, frozen=True):
         kind = SITES.get(self.name)
         if kind is None:
             raise unknown("site", self.name, SITES)
+        for field in ("layers", "index"):
+            msgspec.structs.force_setattr(self, field, _index(getattr(self, field)))
         if self.layers is not None and not kind.layered:
             raise ProgramError(f"{self.name} has no layers: write {self.name!r} without brackets")
         if self.index is not None and kind.index is None:
@@ -142,7 +144,8 @@ class At(msgspec.Struct, frozen=True):
         return f"{self.site} @ {self.tokens}"
 
 
-def _whole(value: Any) -> int:
+def whole(value: Any) -> int:
+    """A number that counts, or `ProgramError`: 1.0 is not one."""
     try:
         return int(value.__index__())
     except AttributeError:
@@ -150,17 +153,17 @@ def _whole(value: Any) -> int:
 
 
 def _index(key: Any) -> Index | None:
-    if isinstance(key, Range):
-        return key
+    if key is None or isinstance(key, Range):
+        return None if key == Range() else key
     if isinstance(key, slice):
         made = Range.of(key)
         return None if made == Range() else made
-    return _whole(key)
+    return whole(key)
 
 
 _BRACKETS = re.compile(r"\s*(?P<name>[A-Za-z_][\w.]*)\s*(?:\[(?P<keys>[^\]]*)\])?\s*")
-_NUMBER = r"\s*(-?\d+)\s*"
-_SLICE = re.compile(r"\s*(-?\d+)?\s*:\s*(-?\d+)?\s*(?::\s*(-?\d+)?\s*)?")
+_NUMBER = r"\s*(-?\d{1,9})\s*"
+_SLICE = re.compile(r"\s*(-?\d{1,9})?\s*:\s*(-?\d{1,9})?\s*(?::\s*(-?\d{1,9})?\s*)?")
 
 
 def parse_index(text: str) -> Index | None:
@@ -194,4 +197,4 @@ def site(text: Site | str) -> Site:
     return Site(found["name"], *(parse_index(key) for key in keys))
 
 
-__all__ = ["ALIASES", "SITES", "At", "Index", "Kind", "Range", "Site", "UnknownName", "parse_index", "site"]
+__all__ = ["ALIASES", "SITES", "At", "Index", "Kind", "Range", "Site", "UnknownName", "parse_index", "site", "whole"]

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from patchclamp.errors import ProgramError, TokensError, unknown
-from patchclamp.spec.site import Index, Range, parse_index
+from patchclamp.spec.site import Index, Range, parse_index, whole
 
 GROUPS = ("prompt", "generated", "every")
 
@@ -54,8 +54,8 @@ class Positions(msgspec.Struct, frozen=True, tag="positions"):
             made = Range.of(key)
             return Positions(self.of, None if made == Range() else made)
         if isinstance(key, (tuple, list)):
-            return Positions(self.of, tuple(int(k) for k in key))
-        return Positions(self.of, int(key.__index__()))
+            return Positions(self.of, tuple(whole(k) for k in key))
+        return Positions(self.of, whole(key))
 
     def select(self, prompt: int, limit: int) -> list[int] | range:
         """Selected positions in ascending order, for a prompt of `prompt` tokens and positions below `limit`.
@@ -100,6 +100,10 @@ class TextSpan(msgspec.Struct, frozen=True, tag="span"):
     occurrence: int = 0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.text, str) or not isinstance(self.occurrence, int):
+            raise ProgramError(f"a span is a text and a number, not {self.text!r} and {self.occurrence!r}")
+        if re.search("[\ud800-\udfff]", self.text):
+            raise TokensError(f"{self.text!r} is not text: it has half a surrogate pair")
         if not self.text:
             raise TokensError("span('') selects nothing: give the text of the tokens to select")
 
@@ -135,7 +139,7 @@ def span(text: str, occurrence: int = 0) -> TextSpan:
 
 
 _GROUP = re.compile(r"\s*(?P<of>[A-Za-z_]\w*)\s*(?:\[(?P<keys>[^\]]*)\])?\s*")
-_SPAN = re.compile(r'\s*span\(\s*(?P<text>"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\')\s*(?:,\s*(?P<n>-?\d+)\s*)?\)\s*')
+_SPAN = re.compile(r'\s*span\(\s*(?P<text>"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\')\s*(?:,\s*(?P<n>-?\d{1,9})\s*)?\)\s*')
 
 
 def tokens(text: Any) -> Tokens:
@@ -165,7 +169,9 @@ def tokens(text: Any) -> Tokens:
 
 
 def _unquote(literal: str) -> str:
-    if literal[0] == '"':
-        return json.loads(literal)
-    body = literal[1:-1].replace("\\'", "'").replace('"', '\\"')
-    return json.loads(f'"{body}"')
+    double = {"\\'": "'", '"': '\\"'}  # as in JSON, but for quotes
+    body = re.sub(r'\\.|"', lambda found: double.get(found[0], found[0]), literal[1:-1], flags=re.DOTALL)
+    try:
+        return json.loads(f'"{body}"', strict=False)
+    except ValueError as error:
+        raise ProgramError(f"span({literal}): {error}") from None

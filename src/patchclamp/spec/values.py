@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from patchclamp.errors import ProgramError, ShapeError
+from patchclamp.errors import PatchclampError, ProgramError, ShapeError
 from patchclamp.spec.site import Site, site
 from patchclamp.spec.tokens import Tokens
 from patchclamp.spec.tokens import tokens as as_tokens
@@ -27,7 +27,7 @@ class Vector(msgspec.Struct, frozen=True, tag="vector"):
     data: bytes
 
     def __post_init__(self) -> None:
-        if len(self.shape) not in (1, 2) or 0 in self.shape:
+        if len(self.shape) not in (1, 2) or min(self.shape) < 1:
             raise ShapeError(f"a vector is [D] or [n, D] and not empty; this one is {list(self.shape)}")
         import numpy as np
 
@@ -44,8 +44,9 @@ class Vector(msgspec.Struct, frozen=True, tag="vector"):
         if hasattr(numbers, "detach"):
             numbers = numbers.detach().cpu().float().numpy()
         try:
-            array = np.ascontiguousarray(numbers, dtype="<f4")
-        except (TypeError, ValueError) as error:
+            with np.errstate(over="ignore"):
+                array = np.ascontiguousarray(numbers, dtype="<f4")
+        except (TypeError, ValueError, OverflowError) as error:
             raise ShapeError(f"a vector is a tensor or a list of numbers, not {type(numbers).__name__}: {error}") from None
         return cls(tuple(array.shape), array.tobytes())
 
@@ -87,15 +88,17 @@ class From(msgspec.Struct, frozen=True, tag="from", dict=True):
                 raise ProgramError(f"From takes a Run (what lm.run returned), not {type(self.run).__name__}", "run")
             self.__dict__["owner"] = self.run
             set_field(self, "run", key)
-        if self.site is not None:
-            set_field(self, "site", site(self.site))
-        if self.position is not None:
-            set_field(self, "position", _position(self.position))
+        for field, read in (("site", site), ("position", _position)):
+            try:
+                given = getattr(self, field)
+                set_field(self, field, None if given is None else read(given))
+            except PatchclampError as error:
+                raise error.under(field) from None
 
 
 def _position(value: Any) -> Tokens:
     if isinstance(value, int) and value < 0:
-        raise ProgramError(f"position {value} counts from an end that depends on the run; write pc.prompt[{value}]", "position")
+        raise ProgramError(f"position {value} counts from an end that depends on the run; write pc.prompt[{value}]")
     return as_tokens(value)
 
 
@@ -107,5 +110,5 @@ def value(given: Any) -> Value:
     if isinstance(given, (Vector, From)):
         return given
     if isinstance(given, Site) or isinstance(given, str):
-        raise ProgramError(f"a value is a vector or pc.From(run, site), not {given!r}", "value")
+        raise ProgramError(f"a value is a vector or pc.From(run, site), not {given!r}")
     return Vector.of(given)

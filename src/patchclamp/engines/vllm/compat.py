@@ -273,6 +273,11 @@ def finished(scheduler_output: Any) -> set[str]:
     return scheduler_output.finished_req_ids
 
 
+def preempted(scheduler_output: Any) -> int:
+    """How many requests this step threw out."""
+    return len(getattr(scheduler_output, "preempted_req_ids", None) or ())
+
+
 def carried(params: Any) -> bytes | None:
     """The program in a request's sampling parameters."""
     extra = getattr(params, "extra_args", None)

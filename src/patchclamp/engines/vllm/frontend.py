@@ -25,6 +25,9 @@ OURS = ("max_records", "bank_bytes", "multiprocess_mode")
 SET_BY_US = ("max_tokens", "logprobs", "logprob_token_ids", "extra_args", "output_kind", "n", "detokenize", "skip_clone")
 
 
+_one_at_a_time = threading.Lock()  # vLLM keeps the step at hand in globals: engines of one process take turns
+
+
 class VllmEngine:
     """Stock vLLM in this process. `options` are vLLM's engine arguments by their own names, and three of ours:
 
@@ -92,7 +95,8 @@ class VllmEngine:
 
     def _live(self, name: str, options: dict[str, Any], started: Future[None]) -> None:
         try:
-            self._build(name, options)
+            with _one_at_a_time:
+                self._build(name, options)
         except BaseException as error:
             self._stop = True
             started.set_exception(_told(error))
@@ -170,7 +174,9 @@ class VllmEngine:
     def _step(self) -> None:
         if not self._engine.has_unfinished_requests():
             return
-        done = [output for output in self._engine.step() if output.finished]
+        with _one_at_a_time:
+            outputs = self._engine.step()
+        done = [output for output in outputs if output.finished]
         mine = [(output, *self._waiting.pop(output.request_id)) for output in done if output.request_id in self._waiting]
         programs = [request for _, request, _ in mine if request.bound is not None]
         errors: dict[str, Any] = {}
@@ -234,7 +240,7 @@ def _answer(output: Any, request: Request) -> Answer:
     ids = list(best.token_ids)
     logprobs = [float(table[token].logprob) for table, token in zip(tables, ids, strict=True)]
     scores = {token: float(tables[0][token].logprob) for token in request.score}
-    return Answer(ids, best.text, logprobs, scores, best.finish_reason)
+    return Answer(ids, best.text, logprobs, scores, best.finish_reason, output.num_cached_tokens or 0)
 
 
 def _told(error: BaseException) -> PatchclampError:

@@ -52,6 +52,7 @@ class Attached:
         self._decode = msgspec.msgpack.Decoder(Bound).decode
         self._logits = next(point.number for point in sites.points if point.rows == "sampled")
         self._awaits_logits = False
+        self._preemptions = 0
         attach_taps(runner.get_model(), [(p, tap) for p, tap in sites.taps("vllm") if p.rows == "tokens"])
         compat.hook_runner(
             runner, kind, compat.Hooks(self.before, self.planned, self.logits, self.after, lambda: at_work(self.runtime))
@@ -62,6 +63,7 @@ class Attached:
     def before(self, scheduler_output: Any) -> None:
         self.runtime.plan = None
         self._awaits_logits = False
+        self._preemptions += compat.preempted(scheduler_output)
         self.runtime.drop(compat.finished(scheduler_output))
         for request, program in compat.new_programs(scheduler_output):
             self.runtime.admit(request, self._decode(program))
@@ -92,6 +94,7 @@ class Attached:
             "pinned": self.runtime.bank.pinned,
             "free_records": self.runtime.table.free_records,
             "steps_planned": self.runtime.steps_planned,
+            "preemptions": self._preemptions,
         }
 
     def do_hold(self, vectors: dict[str, Any]) -> None:

@@ -1,0 +1,203 @@
+"""A patch sweep as one picture: a heatmap a site, corrupt-prompt tokens across, layers up.
+
+White is the corrupt baseline, full blue the clean one, so how blue a cell is says how much of the answer it carries.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from patchclamp.plots import words
+from patchclamp.plots.layout import (
+    BAR_HEIGHT, BAR_WIDTH, BESIDE_BAR, BOX, GAP, HEADING, KEY, LABEL, LAYERS, MARGIN, TITLE, TITLE_LINE, Layout, layout,
+)  # fmt: skip
+from patchclamp.plots.palette import BLANK, CLEAN, CORRUPT, DIVERGING, INK, MUTED
+from patchclamp.plots.reading import Panel, Scale, Spot, ranked, scale
+from patchclamp.plots.sheet import Ruler, Sheet, lettering
+from patchclamp.plots.target import picture
+from patchclamp.studies.sweep_result import PatchSweep
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def sweep_png(sweep: PatchSweep, path: str | Path) -> Path:
+    """Draws a sweep into a file; its ending says the format (png, pdf, svg and what else matplotlib writes).
+
+    Raises: `PatchclampError` without matplotlib, `UnknownName` for a format it does not write.
+    """
+    target, ending = picture(path)
+    sweep_figure(sweep).savefig(target, format=ending)
+    return target
+
+
+def sweep_figure(sweep: PatchSweep) -> Figure:
+    """The picture as a matplotlib figure."""
+    plan = layout(sweep, _footer(sweep), Ruler())
+    sheet, colours = Sheet(plan.width, plan.height), _Colours(scale(sweep))
+    best = ranked(sweep, 1)
+    y = _header(sheet, plan)
+    _key(sheet, y, plan, sweep, colours)
+    y += KEY
+    for row in plan.rows:
+        y += HEADING + plan.row_height(row)
+        for place, number in enumerate(row):
+            x = MARGIN + plan.gutter + place * (plan.panel_width + LAYERS + GAP)
+            axes = sheet.axes(x, y - (h := plan.panel_height(plan.panels[number])), plan.panel_width, h)
+            _panel(axes, plan, plan.panels[number], colours, [s for s in best if s.panel == number])
+        y += plan.label_height + 0.2 + GAP
+    for i, line in enumerate(plan.footer):
+        sheet.text(MARGIN, y + 0.2 * i, line, LABEL, color=MUTED)
+    return sheet.figure
+
+
+class _Colours:
+    """The shared colour map, turned so that clean is its blue end."""
+
+    def __init__(self, reach: Scale) -> None:
+        from matplotlib.colors import LinearSegmentedColormap, Normalize
+
+        self.reach = reach
+        ends = DIVERGING if reach.towards > 0 else DIVERGING[::-1]
+        self.map = LinearSegmentedColormap.from_list("patchclamp", ends)
+        self.norm = Normalize(reach.low, reach.high)
+
+    def on(self, value: float) -> str:
+        """The colour of a number written on a cell."""
+        return "white" if abs(value - self.reach.centre) > 0.62 * self.reach.half else INK
+
+
+def _footer(sweep: PatchSweep) -> list[str]:
+    noise = words.noise(sweep)
+    lines = [f"{noise[0].upper()}{noise[1:]}.  Ran on {words.ran_on(sweep)}."]
+    if sweep.skipped:
+        lines.append("Dotted underline: tokens without a partner in the other prompt, not patched.")
+    return lines
+
+
+def _header(sheet: Sheet, plan: Layout) -> float:
+    """Title and prompts; returns where they end."""
+    y = MARGIN + 0.1
+    for line in plan.title:
+        sheet.text(MARGIN, y, line, TITLE, weight="bold")
+        y += TITLE_LINE
+    y += 0.02
+    for passage in plan.passages:
+        passage.draw(sheet, MARGIN, y, plan.indent)
+        y += passage.height
+    return y
+
+
+def _key(sheet: Sheet, y: float, plan: Layout, sweep: PatchSweep, colours: _Colours) -> None:
+    """The colour bar with both baselines on it, and beside it what outline and hatching mean."""
+    from matplotlib.patches import Rectangle
+
+    _bar(sheet.axes(MARGIN + 0.1, y + 0.2, BAR_WIDTH, BAR_HEIGHT), sweep, colours)
+    notes: list[tuple[str, dict[str, Any]]] = []
+    if plan.key:
+        notes.append((plan.key, {"facecolor": "white", "edgecolor": "black", "linewidth": 1.8}))
+    if any(np.isnan(panel.values).any() for panel in plan.panels):
+        notes.append(("not run", _hatching() | {"linewidth": 0.5}))
+    x = MARGIN + BESIDE_BAR
+    for i, (text, look) in enumerate(notes):
+        base = y + 0.32 + i * 0.22
+        corner = (x / sheet.width, 1 - base / sheet.height)
+        sheet.figure.add_artist(Rectangle(corner, 0.16 / sheet.width, 0.11 / sheet.height, **look))
+        sheet.text(x + BOX, base, text, LABEL)
+
+
+def _hatching() -> dict[str, Any]:
+    """How a cell looks that was not run."""
+    return {"facecolor": BLANK, "edgecolor": "#c3cad3", "hatch": "//////", "linewidth": 0}
+
+
+def _bar(axes: Axes, sweep: PatchSweep, colours: _Colours) -> None:
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    reach = colours.reach
+    extend = {(0, 0): "neither", (1, 0): "min", (0, 1): "max", (1, 1): "both"}[
+        bool(np.nanmin(sweep.grid) < reach.low), bool(np.nanmax(sweep.grid) > reach.high)
+    ]
+    bar = axes.figure.colorbar(ScalarMappable(colours.norm, colours.map), cax=axes, orientation="horizontal", extend=extend)
+    bar.set_ticks(MaxNLocator(5).tick_values(reach.low, reach.high))
+    axes.set_xlim(reach.low, reach.high)
+    bar.outline.set_visible(False)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}".replace("-", "−")))
+    _ticks(axes)
+    _baselines(axes, sweep, reach)
+
+
+def _baselines(axes: Axes, sweep: PatchSweep, reach: Scale) -> None:
+    """Both unpatched runs on the colour bar; where they lie close together their names keep apart."""
+    close = abs(sweep.clean - sweep.corrupt) < 0.7 * reach.half
+    sides = ("left", "right") if sweep.clean >= sweep.corrupt else ("right", "left")
+    for name, value, color, side in (
+        ("corrupt", sweep.corrupt, CORRUPT, sides[1]),
+        ("clean", sweep.clean, CLEAN, sides[0]),
+    ):
+        axes.axvline(value, ymin=0, ymax=1.35, color=color, linewidth=1.6, clip_on=False)
+        axes.annotate(
+            f"{name} {words.number(value)}", (value, 1.35), xycoords=("data", "axes fraction"),
+            xytext=((4 if side == "left" else -4) if close else 0, 2), textcoords="offset points",
+            **lettering(LABEL, color=color, weight="bold", ha=side if close else "center"),
+        )  # fmt: skip
+
+
+def _panel(axes: Axes, plan: Layout, panel: Panel, colours: _Colours, best: list[Spot]) -> None:
+    columns, rows = len(plan.labels), len(panel.rows)
+    axes.patch.set(**_hatching())
+    axes.pcolormesh(
+        np.arange(columns + 1), np.arange(rows + 1), np.ma.masked_invalid(panel.values),
+        cmap=colours.map, norm=colours.norm, edgecolors="white", linewidth=0.5 if plan.cell_height > 0.14 else 0,
+    )  # fmt: skip
+    axes.set_title(panel.site, loc="left", pad=5, **lettering(10.5, weight="bold"))
+    axes.set_xlabel("token of the corrupt prompt", **lettering(LABEL, color=MUTED))
+    turned = {0: {"ha": "center"}, 45: {"ha": "right"}, 90: {"ha": "right", "va": "center"}}[plan.angle]
+    every = plan.label_every
+    axes.set_xticks(np.arange(0, columns, every) + 0.5)
+    axes.set_xticklabels(plan.labels[::every], rotation=plan.angle, rotation_mode="anchor", **lettering(LABEL, **turned))
+    _layers(axes, plan, panel)
+    _ticks(axes)
+    _numbers(axes, plan, panel, colours)
+    for spot in best:
+        _outline(axes, spot)
+
+
+def _layers(axes: Axes, plan: Layout, panel: Panel) -> None:
+    if panel.rows[0] is None:
+        axes.set_yticks([])
+        return
+    rows = len(panel.rows)
+    every = next((n for n in (1, 2, 4, 5, 10) if n * plan.cell_height >= 0.17), 20)
+    axes.set_yticks(np.arange(0, rows, every) + 0.5)
+    axes.set_yticklabels([str(layer) for layer in panel.rows[::every]], **lettering(LABEL))
+    axes.set_ylabel("layer", **lettering(LABEL, color=MUTED))
+
+
+def _ticks(axes: Axes) -> None:
+    axes.tick_params(length=2.5, width=0.6, color=MUTED, labelcolor=INK, labelsize=LABEL)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+
+
+def _numbers(axes: Axes, plan: Layout, panel: Panel, colours: _Colours) -> None:
+    """The values themselves, where cells have room for them."""
+    if plan.cell_width < 0.48 or plan.cell_height < 0.25:
+        return
+    for (row, column), value in np.ndenumerate(panel.values):
+        if not np.isnan(value):
+            how = lettering(8, ha="center", va="center", color=colours.on(value))
+            axes.text(column + 0.5, row + 0.5, words.number(value), **how)
+
+
+def _outline(axes: Axes, spot: Spot) -> None:
+    from matplotlib.patches import Rectangle
+
+    for color, width in (("white", 4.0), ("black", 2.0)):
+        corner = (spot.column, spot.row)
+        axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=color, linewidth=width, clip_on=False, zorder=5))

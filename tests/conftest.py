@@ -1,0 +1,21 @@
+"""What all tests share: no hub, quiet engines, the small real model, and how golden files are made anew."""
+
+import os
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+
+from pathlib import Path
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--regen-golden", action="store_true", help="write the files in tests/golden instead of comparing")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of SmolLM2-135M-Instruct as a bf16 checkpoint, made on first use."""
+    from patchclamp.engines.smollm2 import prepare
+
+    return prepare()

@@ -1,0 +1,93 @@
+"""Guarantee 4: every site, layer and position of vLLM equals Transformers, and both equal plain hooks."""
+
+import numpy as np
+import pytest
+import torch
+
+import patchclamp as pc
+
+from ..reference.hooks import PlainModel
+from .conftest import PROMPTS
+
+EVERYTHING = ["embed", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "final_norm", "logits"]
+
+
+def worst_row(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """The largest ‖a − b‖₂ / ‖b‖₂ over rows."""
+    return float(((ours - theirs).norm(dim=1) / theirs.norm(dim=1)).max())
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_every_site_equals_transformers(engines, compiled):
+    lm, hub = engines.get("vllm", "float32", compiled), engines.get("transformers", "float32")
+    ours, theirs = (m.run(list(PROMPTS), max_tokens=4, capture=EVERYTHING) for m in (lm, hub))
+    checked = 0
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.token_ids == b.token_ids
+        for place in lm.sites.places():
+            assert a.positions(str(place)) == b.positions(str(place))
+            assert len(a.positions(str(place))) == (4 if place.name == "logits" else len(a.prompt_token_ids) + 3)
+            assert worst_row(a[str(place)], b[str(place)]) <= 1e-4, place
+            checked += 1
+    assert checked == len(PROMPTS) * (5 * 30 + 3)
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_transformers_engine_equals_plain_hooks(engines, smollm2, padding):
+    lm, plain = engines.get("transformers", "float32", padding_side=padding), PlainModel(str(smollm2))
+    runs = lm.run(list(PROMPTS), max_tokens=1, capture=EVERYTHING)
+    for run in runs:
+        ids = run.prompt_token_ids
+        for site in ("resid_pre", "resid_mid", "attn_out", "mlp_out", "resid_post"):
+            for layer in (0, 13, 29):
+                assert worst_row(run[f"{site}[{layer}]"], plain.read(ids, site, layer)) <= 1e-5, (site, layer)
+        assert worst_row(run["final_norm"], plain.read(ids, "final_norm")) <= 1e-5
+        assert worst_row(run["logits"], plain.logits(ids)[None]) <= 1e-5
+
+
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_an_edit_does_what_a_plain_hook_does(engines, smollm2, engine):
+    lm, plain = engines.get(engine, "float32"), PlainModel(str(smollm2))
+    ids = lm.tokens(PROMPTS[1])
+    generator = torch.Generator().manual_seed(int(np.random.default_rng().integers(1 << 30)))
+    for site, layer, position in (("resid_pre", 0, 3), ("resid_mid", 7, 0), ("attn_out", 12, 9), ("mlp_out", 29, 13), ("resid_post", 29, 13), ("resid_post", 11, 5)):
+        row = torch.randn(lm.model.d_model, generator=generator)
+        at = pc.Site(site, layer)
+        run = lm.run(ids, max_tokens=1, edits=[pc.Replace(row, at=at, tokens=position)], capture=[pc.logits, at])
+        expected = plain.patched_logits(ids, site, layer, position, row)
+        assert (run[pc.logits][0] - expected).abs().max() <= 2e-3, (site, layer)
+        assert (expected - plain.logits(ids)).abs().max() > 1e-2
+        assert torch.equal(run[at][position], row)
+
+
+def test_chunked_prefill_changes_nothing(engines):
+    """Chunks of 16: prompts of several chunks, with captures and an edit that lies in a middle chunk."""
+    whole = engines.get("vllm", "float32")
+    chunked = engines.get("vllm", "float32", max_num_batched_tokens=16, max_num_seqs=8, enable_prefix_caching=False)
+    ids = whole.tokens(" ".join(PROMPTS) + " " + PROMPTS[1])
+    assert len(ids) > 3 * 16
+    edit = pc.Add(torch.randn(whole.model.d_model), at=pc.resid_post[9], tokens=pc.prompt[14:35], scale=2.0)
+    late = pc.Add(torch.randn(whole.model.d_model), at=pc.mlp_out[4], tokens=pc.generated, scale=2.0)
+    for edits in ([], [edit, late]):
+        a, b = (lm.run([ids, ids[:20], ids[5:]], max_tokens=4, edits=edits, capture=EVERYTHING) for lm in (whole, chunked))
+        for x, y in zip(a, b, strict=True):
+            assert x.token_ids == y.token_ids
+            assert np.allclose(x.logprobs, y.logprobs, atol=1e-4)
+            for place in whole.sites.places():
+                assert x.positions(str(place)) == y.positions(str(place))
+                assert worst_row(y[str(place)], x[str(place)]) <= 1e-4, place
+    plain, edited = (whole.run(ids, max_tokens=4, edits=e).logprobs for e in ([], [edit, late]))
+    assert not np.allclose(plain, edited, atol=1e-2)
+
+
+def test_one_token_prompts_and_many_lengths_at_once(engines):
+    lm, hub = engines.get("vllm", "float32"), engines.get("transformers", "float32")
+    ids = lm.tokens(" ".join(PROMPTS))
+    prompts = [ids[:1], ids[:2], ids[3:4], ids[:33], ids]
+    edits = [[pc.Add([0.5] * lm.model.d_model, at=pc.resid_mid[3], tokens=pc.prompt[-1])] for _ in prompts]
+    a, b = (m.run(prompts, max_tokens=3, edits=edits, capture=[pc.resid_post[3], pc.logits]) for m in (lm, hub))
+    for x, y in zip(a, b, strict=True):
+        assert x.token_ids == y.token_ids
+        assert x.positions(pc.resid_post[3]) == list(range(len(x.prompt_token_ids) + 2))
+        assert worst_row(x[pc.resid_post[3]], y[pc.resid_post[3]]) <= 1e-4
+        assert worst_row(x[pc.logits], y[pc.logits]) <= 1e-4

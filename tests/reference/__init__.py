@@ -1,0 +1,1 @@
+"""Our own plain versions of what patchclamp does, written from the papers and the models' code, with nothing of ours."""

@@ -1,0 +1,479 @@
+"""The language: laws of its text forms, selections and fingerprints, and every error's text."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import patchclamp as pc
+from patchclamp.spec import SITES, Range, TextSpan
+from patchclamp.spec.ops import DTYPES, OPS, capture
+from patchclamp.spec.program import Program, to_dict
+from patchclamp.spec.tokens import GROUPS, Positions
+
+ends = st.none() | st.integers(-40, 40)
+ranges = st.builds(Range, ends, ends, st.none() | st.integers(1, 5)).filter(lambda made: made != Range())
+indices = st.none() | st.integers(-40, 40) | ranges
+
+
+@st.composite
+def sites(draw) -> pc.Site:
+    name = draw(st.sampled_from(sorted(SITES)))
+    kind = SITES[name]
+    return pc.Site(name, draw(indices) if kind.layered else None, draw(indices) if kind.index else None)
+
+
+@st.composite
+def positions(draw, group=st.sampled_from(GROUPS)) -> Positions:
+    of = draw(group)
+    low = -40 if of == "prompt" else 0
+    end = st.none() | st.integers(low, 40)
+    made = st.builds(Range, end, end, st.none() | st.integers(1, 5)).filter(lambda made: made != Range())
+    lists = st.lists(st.integers(low, 40), min_size=1, max_size=5).map(tuple)
+    return Positions(of, draw(st.none() | st.integers(low, 40) | lists | made))
+
+
+texts = st.text(min_size=1) | st.text("\"'\\\n\r\t \x00\x7f\u2028é\U0001f600, )]", min_size=1)
+spans = st.builds(TextSpan, texts, st.integers(-9, 9))
+selections = positions() | spans
+numbers = st.floats(width=32, allow_nan=False, allow_infinity=False)
+factors = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@st.composite
+def vectors(draw) -> pc.Vector:
+    shape = draw(st.tuples(st.integers(1, 4)) | st.tuples(st.integers(1, 3), st.integers(1, 4)))
+    size = int(np.prod(shape))
+    return pc.Vector.of(np.array(draw(st.lists(numbers, min_size=size, max_size=size)), np.float32).reshape(shape))
+
+
+froms = st.builds(pc.From, st.text("0123456789abcdef", min_size=1), st.none() | sites(), st.none() | selections)
+values = vectors() | froms
+captures = st.builds(pc.Capture, sites(), selections, st.sampled_from(DTYPES))
+ops = (
+    captures
+    | st.builds(pc.Add, values, sites(), selections, factors)
+    | st.builds(pc.Replace, values, sites(), selections, factors)
+    | st.builds(pc.Zero, sites(), selections)
+)
+programs = st.builds(Program, st.lists(ops, max_size=4).map(tuple), st.lists(captures, max_size=3).map(tuple))
+
+
+# -- laws
+
+
+@given(sites())
+def test_a_site_reads_back_from_its_text(made):
+    assert pc.site(str(made)) == made
+    assert pc.site(f"  {made} ") == made
+    assert hash(pc.site(str(made))) == hash(made)
+    assert repr(made) == f"pc.{made}"
+
+
+@given(selections)
+def test_tokens_read_back_from_their_text(made):
+    assert pc.tokens(str(made)) == made
+    assert pc.tokens(made) is made
+    assert "\n" not in str(made)
+
+
+@given(sites(), selections)
+def test_a_site_at_tokens_reads_back_from_its_text(site, tokens):
+    assert capture(str(site @ tokens)) == capture(site @ tokens) == pc.Capture(site, tokens)
+
+
+@given(st.text(max_size=30) | st.text("[]():,-@\"'\\ 0123456789szpan", max_size=30))
+def test_any_text_is_read_or_refused(text):
+    for read in (pc.site, pc.tokens, capture, Program.from_json):
+        try:
+            made = read(text)
+        except pc.PatchclampError:
+            continue
+        assert read(made.to_json() if isinstance(made, Program) else str(made.at) if read is capture else str(made))
+
+
+@given(programs)
+def test_a_program_reads_back_from_its_json(program):
+    again = Program.from_json(program.to_json())
+    assert again == program
+    assert hash(again) == hash(program)
+    assert again.fingerprint == program.fingerprint
+    assert json.loads(program.to_json()) == json.loads(again.to_json())
+    assert bool(program) == (len(list(program.ops)) > 0)
+
+
+@given(programs, programs)
+def test_content_and_fingerprint_differ_together(one, other):
+    assert (one.fingerprint == other.fingerprint) == (to_dict(one) == to_dict(other))
+
+
+@given(st.binary(max_size=60) | st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from([
+        "edits", "capture", "add", "embed", "prompt", "vector", "from", "type", "at", "value", "tokens", "run",
+    ]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
+        st.sampled_from(["edits", "capture", "type", "at", "tokens", "value", "scale", "shape", "data", "run", "site"]),
+        inner, max_size=4,
+    ), max_leaves=20,
+).map(lambda data: json.dumps(data).encode()))  # fmt: skip
+def test_any_bytes_are_a_program_or_refused(data):
+    try:
+        program = Program.from_json(data)
+    except pc.PatchclampError:
+        return
+    assert Program.from_json(program.to_json()) == program
+
+
+@given(positions(), st.integers(1, 20), st.integers(0, 20), st.integers(1, 7))
+def test_a_selection_does_not_depend_on_chunks(tokens, prompt, generated, chunk):
+    limit = prompt + generated
+    first, length = {"prompt": (0, prompt), "generated": (prompt, generated), "every": (0, limit)}[tokens.of]
+    index = tokens.index
+
+    def holds(position: int) -> bool:
+        i = position - first
+        if not 0 <= i < length:
+            return False
+        if isinstance(index, int):
+            return i in (index, index + length)
+        if isinstance(index, tuple):
+            return i in index or i - length in index
+        if index is None:
+            return True
+        start, stop = (e if e is None or e >= 0 else max(e + length, 0) for e in (index.start, index.stop))
+        start, step = start or 0, index.step or 1
+        return i >= start and (stop is None or i < stop) and (i - start) % step == 0
+
+    numbered = index if isinstance(index, tuple) else (index,) if isinstance(index, int) else ()
+    if any(not -length <= number < length for number in numbered):
+        with pytest.raises(pc.TokensError, match="there is no position"):
+            tokens.select(prompt, limit)
+        return
+    chunks = [range(begin, min(begin + chunk, limit)) for begin in range(0, limit, chunk)]
+    by_chunk = [position for part in chunks for position in part if holds(position)]
+    assert list(tokens.select(prompt, limit)) == by_chunk
+
+
+@given(st.text("ab ", min_size=1, max_size=12), st.text("ab", min_size=1, max_size=3), st.integers(-4, 4), st.data())
+def test_a_span_selects_the_tokens_it_touches(prompt, text, occurrence, data):
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(prompt)))) | {0, len(prompt)})
+    offsets = [(0, 0), *zip(cuts[:-1], cuts[1:], strict=True)]
+    starts = [i for i in range(len(prompt)) if prompt.startswith(text, i)]
+    span = pc.span(text, occurrence)
+    if not -len(starts) <= occurrence < len(starts):
+        with pytest.raises(pc.TokensError):
+            span.find(offsets, prompt)
+        return
+    characters = set(range(starts[occurrence], starts[occurrence] + len(text)))
+    touched = [i for i, (begin, end) in enumerate(offsets) if characters & set(range(begin, end))]
+    assert span.find(offsets, prompt) == touched
+    assert touched
+
+
+# -- what is the same and what is not
+
+
+def test_the_same_said_differently_is_equal():
+    v = [0.5, -1.0]
+    said = [
+        Program.of(pc.Add(v, at=pc.resid_post[3], tokens=pc.prompt[-1], scale=2), pc.z[1, 2] @ pc.generated[0:8]),
+        Program.of([pc.Add(np.array(v), "resid_post[3]", "prompt[-1]", "2.0")], ["z[1,2] @ generated[0:8]"]),
+        Program.of((pc.Add(pc.Vector.of(v), at=pc.resid_post[3] @ pc.prompt[-1], scale=2.0),), pc.Capture("z[1, 2]", "generated[:8]")),
+        Program.of(pc.Add(v, at="blocks.3.hook_resid_post", tokens=" prompt[ -1 ] ", scale=np.float32(2)), capture("z[ 1 , 2 ]@generated[0:8]")),
+        Program.from_json(
+            '{"capture": [{"tokens": "generated[0:8]", "type": "capture", "at": "z[1, 2]"}],'
+            ' "edits": [{"type": "add", "at": "resid_post[3]", "scale": 2, "tokens": "prompt[-1]", "value": [0.5, -1]}]}'
+        ),
+    ]  # fmt: skip
+    said[2] = Program(said[2].edits, (pc.Capture("z[1, 2]", "generated[0:8]"),))
+    assert len({program.fingerprint for program in said}) == 1
+    assert len(set(said)) == 1
+
+
+def test_what_differs_differs():
+    add = {"value": [1.0, 2.0], "at": "resid_post[3]", "tokens": "prompt[0:3]", "scale": 2.0}
+    changes = [
+        {}, {"value": [1.0, 2.5]}, {"value": [[1.0, 2.0]]}, {"value": pc.From("a")}, {"value": pc.From("b")},
+        {"value": pc.From("a", "resid_pre[3]")}, {"value": pc.From("a", position=1)}, {"at": "resid_post[4]"},
+        {"at": "resid_pre[3]"}, {"at": "resid_post[3:4]"}, {"tokens": "every[0:3]"}, {"tokens": "prompt[0:2]"},
+        {"tokens": "prompt[0, 1, 2]"}, {"scale": -2.0},
+    ]  # fmt: skip
+    said = [Program.of(pc.Add(**(add | change))) for change in changes]
+    said += [
+        Program.of(pc.Replace(add["value"], add["at"], add["tokens"], 2.0)),
+        Program.of(pc.Zero(add["at"], add["tokens"])),
+    ]
+    said += [
+        Program.of((), "embed"),
+        Program.of(pc.Capture("embed")),
+        Program.of((), pc.Capture("embed", dtype="bfloat16")),
+    ]
+    said += [
+        Program.of([pc.Zero("embed"), pc.Zero("final_norm")]),
+        Program.of([pc.Zero("final_norm"), pc.Zero("embed")]),
+        Program(),
+    ]
+    assert len({program.fingerprint for program in said}) == len(said)
+    assert len(set(said)) == len(said)
+
+
+def test_every_layer_is_no_layer_and_whole_ranges_are_none():
+    assert pc.resid_post[:] == pc.resid_post == pc.resid_post[Range()] == pc.site("resid_post[:]")
+    assert pc.z[:, 3] == pc.Site("z", None, 3) == pc.site("z[:, 3]")
+    assert str(pc.z[:, 3]) == "z[:, 3]"
+    assert pc.prompt[:] == pc.prompt
+    assert str(pc.resid_post[8:12]) == "resid_post[8:12]"
+    assert str(pc.z[5, 3] @ pc.prompt[-1]) == "z[5, 3] @ prompt[-1]"
+
+
+def test_tokens_from_numbers():
+    assert pc.tokens(3) == pc.every[3]
+    assert pc.tokens([0, 2]) == pc.tokens((0, 2)) == pc.every[0, 2]
+    assert pc.tokens(range(2, 8, 3)) == pc.every[2:8:3]
+    assert pc.prompt[np.int64(2)] == pc.prompt[2]
+    assert list(pc.prompt[-1, 0, -1].select(5, 9)) == [0, 4]
+    assert list(pc.generated.select(5, 9)) == [5, 6, 7, 8]
+    assert list(pc.prompt[2:99].select(5, 9)) == [2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("span('it\"s')", 'it"s'), (r"span('it\'s')", "it's"), (r"span('a\"b')", 'a"b'), ('span("a\nb")', "a\nb"),
+        (r'span("a\nb\\")', "a\nb\\"), (r"span('\\')", "\\"), (r'span("\u00e9")', "é"),
+    ],
+)  # fmt: skip
+def test_spans_in_either_quotes(text, meant):
+    assert pc.tokens(text) == pc.span(meant)
+
+
+def test_vectors_keep_their_numbers():
+    import torch
+
+    rows = np.arange(6, dtype=np.float64).reshape(2, 3)
+    made = pc.Vector.of(rows)
+    assert made == pc.Vector.of(rows.tolist()) == pc.Vector.of(torch.tensor(rows, dtype=torch.bfloat16))
+    assert made.shape == (2, 3)
+    assert made.array().tolist() == rows.tolist()
+    assert made.rows().shape == (2, 3)
+    assert pc.Vector.of(rows[0]).rows().shape == (1, 3)
+    assert made.content != pc.Vector.of(rows.reshape(3, 2)).content
+    assert repr(made) == f"Vector(2x3 {made.content[:8]})"
+    assert not made.array().flags.writeable
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [
+        ("hook_embed", "embed"), ("ln_final.hook_normalized", "final_norm"),
+        ("blocks.7.hook_resid_pre", "resid_pre[7]"), ("blocks.7.hook_resid_mid", "resid_mid[7]"),
+        ("blocks.7.hook_resid_post", "resid_post[7]"), ("blocks.7.hook_attn_out", "attn_out[7]"),
+        ("blocks.7.hook_mlp_out", "mlp_out[7]"), ("blocks.7.ln1.hook_normalized", "attn_in[7]"),
+        ("blocks.7.ln2.hook_normalized", "mlp_in[7]"), ("blocks.7.attn.hook_q", "q[7]"),
+        ("blocks.7.attn.hook_k", "k[7]"), ("blocks.7.attn.hook_v", "v[7]"), ("blocks.12.attn.hook_z", "z[12]"),
+        ("blocks.0.mlp.hook_post", "neurons[0]"),
+    ],
+)  # fmt: skip
+def test_transformer_lens_names(alias, name):
+    assert pc.site(alias) == pc.site(name)
+    assert str(pc.site(alias)) == name
+    assert Program.of((), f"{alias} @ prompt[-1]").capture[0] == pc.Capture(name, "prompt[-1]")
+
+
+def test_at_carries_tokens_into_any_op():
+    assert pc.Zero(pc.embed @ pc.prompt[0]) == pc.Zero("embed", "prompt[0]")
+    assert pc.Add([1.0], pc.embed @ "prompt[0]") == pc.Add([1.0], "embed", tokens=pc.prompt[0])
+
+
+# -- errors: what was asked, what is there, what was perhaps meant, and where
+
+ALL_SITES = (
+    "embed, resid_pre, resid_mid, resid_post, attn_in, attn_out, mlp_in, mlp_out, q, k, v, z, neurons, router, "
+    "final_norm, logits"
+)
+OPEN_END = "how many tokens a request generates is not known beforehand, so {0} cannot be counted from its end; only prompt can"
+
+
+class Keyed:
+    key = "abc"
+
+
+def read(op: dict) -> Program:
+    return Program.from_json(json.dumps({"edits": [{"type": "zero", "at": "embed"}, op]}))
+
+
+ERRORS = [
+    # sites
+    (lambda: pc.site("resid_pots[3]"), pc.UnknownName,
+     f"no site 'resid_pots' (did you mean 'resid_post' or 'resid_pre'?); there are: {ALL_SITES}"),
+    (lambda: pc.Site("hidden"), pc.UnknownName, f"no site 'hidden'; there are: {ALL_SITES}"),
+    (lambda: pc.site("z[1, 2, 3]"), pc.ProgramError, "'z[1, 2, 3]': a site takes a layer and at most one index"),
+    (lambda: pc.z[1, 2, 3], pc.ProgramError, "a site takes a layer and at most one index, not 3"),
+    (lambda: pc.z[1][2], pc.ProgramError, "z[1] is already indexed"),
+    (lambda: pc.embed[0], pc.ProgramError, "embed has no layers: write 'embed' without brackets"),
+    (lambda: pc.site("logits[0]"), pc.ProgramError, "logits has no layers: write 'logits' without brackets"),
+    (lambda: pc.resid_post[1, 2], pc.ProgramError, "resid_post takes a layer only; it has no second index"),
+    (lambda: pc.resid_post[1.0], pc.ProgramError, "an index is a whole number, not 1.0"),
+    (lambda: pc.Site("resid_post", "1"), pc.ProgramError, "an index is a whole number, not '1'"),
+    (lambda: pc.site("resid_post[x]"), pc.ProgramError, "'x' is neither a number nor a range such as 8:12"),
+    (lambda: pc.site("resid_post[1"), pc.ProgramError,
+     "'resid_post[1' is not a site; write it as 'resid_post[12]' or 'z[5, 3]'"),
+    (lambda: pc.site(3), pc.ProgramError, "a site is pc.resid_post[12] or 'resid_post[12]', not int 3"),
+    (lambda: pc.resid_post[8:4:-1], pc.ProgramError, "a range counts upwards: step -1 is not at least 1"),
+    # tokens
+    (lambda: pc.tokens("promt[-1]"), pc.UnknownName,
+     "no group of tokens 'promt' (did you mean 'prompt'?); there are: prompt, generated, every"),
+    (lambda: pc.tokens("prompt[-1"), pc.ProgramError,
+     "'prompt[-1' is not a selection; write 'prompt[-1]', 'generated[0:8]' or 'span(\"text\")'"),
+    (lambda: pc.tokens(1.5), pc.ProgramError, "tokens are pc.prompt[-1] or 'prompt[-1]', not float 1.5"),
+    (lambda: pc.tokens("prompt[1, 2:3]"), pc.ProgramError, "'prompt[1, 2:3]': a list of positions holds numbers only"),
+    (lambda: pc.prompt[[]], pc.TokensError, "prompt[()] selects nothing: give at least one position"),
+    (lambda: pc.prompt[[1.5]], pc.ProgramError, "an index is a whole number, not 1.5"),
+    (lambda: pc.prompt[1.5], pc.ProgramError, "an index is a whole number, not 1.5"),
+    (lambda: pc.prompt[1][2], pc.ProgramError, "prompt[1] is already indexed"),
+    (lambda: pc.generated[-1], pc.TokensError, "generated[-1]: " + OPEN_END.format("generated")),
+    (lambda: pc.tokens("generated[2:-1]"), pc.TokensError, "generated[2:-1]: " + OPEN_END.format("generated")),
+    (lambda: pc.every[0, -2], pc.TokensError, "every[0, -2]: " + OPEN_END.format("every")),
+    (lambda: pc.span(""), pc.TokensError, "span('') selects nothing: give the text of the tokens to select"),
+    (lambda: pc.span(5), pc.ProgramError, "a span is a text and a number, not 5 and 0"),
+    (lambda: pc.span("\ud83d"), pc.TokensError, "'\\ud83d' is not text: it has half a surrogate pair"),
+    (lambda: pc.tokens(r'span("\x41")'), pc.ProgramError,
+     r'span("\x41"): Invalid \escape: line 1 column 2 (char 1)'),
+    (lambda: pc.span("cat").find([(0, 3)], "dog"), pc.TokensError, "span(\"cat\"): not in the prompt 'dog'"),
+    (lambda: pc.span("cat", 1).find([(0, 3)], "cat"), pc.TokensError,
+     "span(\"cat\", 1): the prompt 'cat' has 1 of it, numbered from 0"),
+    (lambda: pc.prompt[5].select(5, 9), pc.TokensError,
+     "prompt[5]: there is no position 5; the prompt has 5 tokens (0 to 4)"),
+    (lambda: pc.generated[4].select(5, 9), pc.TokensError,
+     "generated[4]: there is no position 4; generated has 4 positions here; the last sampled token is never an input "
+     "(raise max_tokens)"),
+    # values
+    (lambda: pc.Add([1.0, float("nan")], "embed"), pc.ShapeError,
+     "value: a vector's numbers must be finite; this one has NaN or infinity"),
+    (lambda: pc.Add([1e39], "embed"), pc.ShapeError,
+     "value: a vector's numbers must be finite; this one has NaN or infinity"),
+    (lambda: pc.Add([], "embed"), pc.ShapeError, "value: a vector is [D] or [n, D] and not empty; this one is [0]"),
+    (lambda: pc.Add([[[1.0]]], "embed"), pc.ShapeError,
+     "value: a vector is [D] or [n, D] and not empty; this one is [1, 1, 1]"),
+    (lambda: pc.Vector((-1, -1), b"\0" * 4), pc.ShapeError,
+     "a vector is [D] or [n, D] and not empty; this one is [-1, -1]"),
+    (lambda: pc.Vector((2,), b"\0" * 4), pc.ShapeError, "4 bytes are not [2] fp32 numbers"),
+    (lambda: pc.Add("steer", "embed"), pc.ProgramError, "value: a value is a vector or pc.From(run, site), not 'steer'"),
+    (lambda: pc.Add(pc.embed, "embed"), pc.ProgramError,
+     "value: a value is a vector or pc.From(run, site), not pc.embed"),
+    (lambda: pc.From(3), pc.ProgramError, "run: From takes a Run (what lm.run returned), not int"),
+    (lambda: pc.From(Keyed(), "embd"), pc.UnknownName,
+     f"site: no site 'embd' (did you mean 'embed'?); there are: {ALL_SITES}"),
+    (lambda: pc.From(Keyed(), position=-1), pc.ProgramError,
+     "position: position -1 counts from an end that depends on the run; write pc.prompt[-1]"),
+    # ops
+    (lambda: pc.Zero("embed", "promt"), pc.UnknownName,
+     "tokens: no group of tokens 'promt' (did you mean 'prompt'?); there are: prompt, generated, every"),
+    (lambda: pc.Zero(pc.embed @ pc.prompt, pc.prompt[1]), pc.ProgramError,
+     "tokens: the tokens are given twice: embed @ prompt and tokens=prompt[1]"),
+    (lambda: pc.Add([1.0], "embed", scale="much"), pc.ProgramError, "scale: a number is needed, not 'much'"),
+    (lambda: pc.Replace([1.0], "embed", alpha=float("inf")), pc.ProgramError,
+     "alpha: a finite number is needed, not inf"),
+    (lambda: pc.Capture("embed", dtype="torch.float61"), pc.UnknownName,
+     "dtype: no capture dtype 'float61' (did you mean 'float16' or 'bfloat16'?); there are: float32, bfloat16, float16"),
+    # programs
+    (lambda: Program.of([pc.Zero("embed"), "resid_post"]), pc.ProgramError,
+     "edits[1]: an edit is an op such as pc.Add(...), not str 'resid_post'"),
+    (lambda: Program.of(5), pc.ProgramError, "edits[0]: an edit is an op such as pc.Add(...), not int 5"),
+    (lambda: Program.of((), ["embed", "resid_pots"]), pc.UnknownName,
+     f"capture[1].at: no site 'resid_pots' (did you mean 'resid_post' or 'resid_pre'?); there are: {ALL_SITES}"),
+    (lambda: Program.of((), pc.prompt[0]), pc.ProgramError,
+     "prompt[0] is a selection of tokens; a site is needed, as in pc.resid_post @ prompt[0]"),
+    # programs as JSON
+    (lambda: Program.from_json("{"), pc.ProgramError,
+     "not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+    (lambda: Program.from_json("[" * 100_000), pc.ProgramError, None),
+    (lambda: Program.from_json("[]"), pc.ProgramError, "a program is an object with 'edits' and 'capture', not list"),
+    (lambda: Program.from_json('{"edit": []}'), pc.UnknownName,
+     "edit: no part of a program 'edit' (did you mean 'edits'?); there are: edits, capture"),
+    (lambda: Program.from_json('{"edits": {}}'), pc.ProgramError, "edits: a list of ops is needed"),
+    (lambda: Program.from_json('{"edits": [], "edits": []}'), pc.ProgramError,
+     "the field 'edits' stands twice in one object"),
+    (lambda: Program.from_json('{"edits": [{"type": "zero", "at": "embed", "at": "logits"}]}'), pc.ProgramError,
+     "the field 'at' stands twice in one object"),
+    (lambda: Program.from_json('{"capture": [{"type": "zero", "at": "embed"}]}'), pc.ProgramError,
+     "capture[0]: only Capture may stand here, not Zero"),
+    (lambda: read([]), pc.ProgramError, "edits[1]: an op is an object, not list"),
+    (lambda: read({"type": "replce"}), pc.UnknownName,
+     "edits[1].type: no op 'replce' (did you mean 'replace'?); there are: capture, add, replace, zero"),
+    (lambda: read({"at": "embed"}), pc.UnknownName,
+     "edits[1].type: no op 'None'; there are: capture, add, replace, zero"),
+    (lambda: read({"type": "zero", "at": "embed", "token": "prompt"}), pc.UnknownName,
+     "edits[1].token: no field of Zero 'token' (did you mean 'tokens'?); there are: at, tokens"),
+    (lambda: read({"type": "zero"}), pc.ProgramError, "edits[1]: Zero needs 'at'"),
+    (lambda: read({"type": "add", "at": "embed"}), pc.ProgramError, "edits[1]: Add needs 'value'"),
+    (lambda: read({"type": "zero", "at": "embed", "tokens": 3}), pc.ProgramError,
+     "edits[1].tokens: the text form is needed, such as 'resid_post[12]' or 'prompt[-1]'"),
+    (lambda: read({"type": "zero", "at": "embd"}), pc.UnknownName,
+     f"edits[1].at: no site 'embd' (did you mean 'embed'?); there are: {ALL_SITES}"),
+    (lambda: read({"type": "zero", "at": "embed", "tokens": "generated[-1]"}), pc.TokensError,
+     "edits[1].tokens: generated[-1]: " + OPEN_END.format("generated")),
+    (lambda: read({"type": "add", "at": "embed", "value": [1], "scale": 10**400}), pc.ProgramError, None),
+    (lambda: read({"type": "add", "at": "embed", "value": 1}), pc.ProgramError,
+     "edits[1].value: a value is a list of numbers, or an object of type 'vector' or 'from'"),
+    (lambda: read({"type": "add", "at": "embed", "value": [[1, 2], [3, 4], [float("inf"), 0]]}), pc.ShapeError,
+     "edits[1].value: a vector's numbers must be finite; this one has NaN or infinity"),
+    (lambda: read({"type": "add", "at": "embed", "value": {"type": "vector", "shape": [2], "data": "AAAA"}}),
+     pc.ShapeError, "edits[1].value: 3 bytes are not [2] fp32 numbers"),
+    (lambda: read({"type": "add", "at": "embed", "value": {"type": "vector", "shape": [1], "data": "?"}}),
+     pc.ProgramError, "edits[1].value: Invalid base64 encoded string - at `$.data`"),
+    (lambda: read({"type": "add", "at": "embed", "value": {"type": "vector", "shap": [1]}}), pc.UnknownName,
+     "edits[1].value.shap: no field of a vector 'shap' (did you mean 'shape'?); there are: shape, data"),
+    (lambda: read({"type": "add", "at": "embed", "value": {"type": "from", "run": "r", "position": [0.5]}}),
+     pc.ProgramError, "edits[1].value.position: an index is a whole number, not 0.5"),
+    (lambda: read({"type": "add", "at": "embed", "value": {"type": "from", "run": "r", "site": "resid_pree"}}),
+     pc.UnknownName,
+     f"edits[1].value.site: no site 'resid_pree' (did you mean 'resid_pre'?); there are: {ALL_SITES}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("act", "kind", "text"), ERRORS, ids=[str(i) for i in range(len(ERRORS))])
+def test_errors_say_what_where_and_what_else(act, kind, text):
+    with pytest.raises(pc.PatchclampError) as caught:
+        act()
+    assert type(caught.value) is kind
+    assert caught.value.status == 400
+    if text is not None:
+        assert str(caught.value) == text
+        assert caught.value.path is None or text.startswith(f"{caught.value.path}: ")
+
+
+def test_errors_cross_a_process_as_data():
+    import pickle
+
+    from patchclamp.errors import TREE, pack, unpack
+
+    for kind in TREE.values():
+        error = kind("text", "edits[0].at")
+        for again in (unpack(pack(error)), pickle.loads(pickle.dumps(error))):
+            assert type(again) is kind
+            assert (str(again), again.path) == ("edits[0].at: text", "edits[0].at")
+    assert str(unpack(pack(KeyError("x")))) == "KeyError: 'x'"
+    assert type(unpack(("Newer", "text", None))) is pc.RunError
+    assert str(pc.ProgramError("text", "[2].at").under("edits")) == "edits[2].at: text"
+
+
+def test_the_error_tree_is_drawn_as_it_is():
+    import re
+
+    from patchclamp import errors
+
+    drawn = re.findall(r"([├└]── |^ {4})(\w+)(?: +(\d{3}))?", errors.__doc__, re.MULTILINE)
+    names = {name: status for _, name, status in drawn if name in errors.TREE}
+    assert set(names) == set(errors.TREE)
+    assert {name: int(status) for name, status in names.items() if status} == {
+        name: kind.status for name, kind in errors.TREE.items() if name != "PatchclampError"
+    }
+
+
+def test_every_op_names_its_fields():
+    assert set(OPS) == {"capture", "add", "replace", "zero"}
+    for kind in OPS.values():
+        assert {"at", "tokens"} <= set(kind.__struct_fields__)
