@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import safetensors.numpy
+import torch
 
 from patchclamp import __version__
 from patchclamp.engines.base import Answer, Model, Request
@@ -52,7 +54,11 @@ class VllmEngine:
         return futures
 
     def fetch(self, run: str, point: int) -> tuple[np.ndarray, Any]:
-        return self._call(lambda: self._rpc("fetch", run, point)).result()
+        found = self._call(lambda: self._rpc("fetch", run, point, self._remote)).result()
+        if not self._remote:
+            return found
+        read = safetensors.numpy.load(found)
+        return read["positions"], torch.from_numpy(read["rows"])
 
     def release(self, runs: list[str]) -> None:
         if not self._stop:
@@ -73,7 +79,7 @@ class VllmEngine:
                 raise unknown("sampling parameter", name, names, f"sampling.{name}")
         try:
             SamplingParams(**{"temperature": 0.0, **sampling})
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # vLLM's own validation error among them, which is not a ValueError
             raise ProgramError(str(error), "sampling") from None
 
     def close(self) -> None:
@@ -129,6 +135,7 @@ class VllmEngine:
         with compat.core_process(separate):
             config = EngineArgs(**arguments, additional_config=extra).create_engine_config()
         self._check(config)
+        self._remote = separate or config.parallel_config.world_size > 1
         extra[compat.KEY]["limits"]["max_programs"] = compat.model_facts(config)["max_num_seqs"]
         self._engine = LLMEngine(
             config, Executor.get_class(config), log_stats=False,
@@ -190,11 +197,10 @@ class VllmEngine:
                 future.set_result(_answer(output, request))
 
     def _add(self, requests: list[Request], futures: list[Future[Answer]]) -> None:
-        held = {key: rows for request in requests for key, rows in request.vectors.items()}
         for request, future in zip(requests, futures, strict=True):
             try:
                 if request.vectors:
-                    self._rpc("hold", {key: held[key] for key in request.vectors})
+                    self._rpc("hold", safetensors.numpy.save({k: np.ascontiguousarray(v) for k, v in request.vectors.items()}))
                 self._waiting[request.run] = (request, future)
                 self._engine.add_request(request.run, {"prompt_token_ids": request.prompt_token_ids}, _params(request))
             except Exception as error:
@@ -202,7 +208,12 @@ class VllmEngine:
                 future.set_exception(_told(error))
 
     def _rpc(self, verb: str, *args: Any) -> Any:
-        return self._engine.collective_rpc("patchclamp_rpc", args=(verb, *args))[0]
+        """The first worker's result that is one; the first error otherwise."""
+        answers = self._engine.collective_rpc("patchclamp_rpc", args=(verb, *args))
+        results = [result for result, error in answers if error is None]
+        if len(results) < len(answers):
+            raise unpack(next(error for _, error in answers if error is not None))
+        return next((result for result in results if result is not None), None)
 
     def _fail(self, error: BaseException) -> None:
         """The engine died: everyone waiting is told so."""

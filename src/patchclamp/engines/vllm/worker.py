@@ -6,10 +6,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import safetensors.torch
 import torch
 
 from patchclamp.engines.vllm import compat
-from patchclamp.errors import EngineError
+from patchclamp.errors import EngineError, pack
 from patchclamp.plan import Batch, Bound
 from patchclamp.runtime import Limits, Runtime
 from patchclamp.runtime.op import at_work
@@ -34,12 +35,15 @@ def attach(worker: Any) -> None:
     worker.patchclamp = Attached(worker, runner, kind, msgspec.convert(config["limits"], Limits))
 
 
-def answer(worker: Any, verb: str, *args: Any) -> Any:
-    """Carries out a call of the front end."""
+def answer(worker: Any, verb: str, *args: Any) -> tuple[Any, tuple[str, str, str | None] | None]:
+    """Carries out a call of the front end; returns (result, None) or (None, packed error): data, in any process."""
     attached: Attached | None = getattr(worker, "patchclamp", None)
     if attached is None:
-        raise EngineError("patchclamp is not attached to this worker: was its plugin loaded (VLLM_PLUGINS)?")
-    return getattr(attached, f"do_{verb}")(*args)
+        return None, pack(EngineError("patchclamp is not attached to this worker: was its plugin loaded (VLLM_PLUGINS)?"))
+    try:
+        return getattr(attached, f"do_{verb}")(*args), None
+    except Exception as error:
+        return None, pack(error)
 
 
 class Attached:
@@ -97,8 +101,9 @@ class Attached:
             "preemptions": self._preemptions,
         }
 
-    def do_hold(self, vectors: dict[str, Any]) -> None:
-        self.runtime.hold({key: torch.from_numpy(np.array(rows)) for key, rows in vectors.items()})
+    def do_hold(self, vectors: bytes) -> None:
+        """Takes inline vectors, as safetensors."""
+        self.runtime.hold(safetensors.torch.load(vectors))
 
     def do_finish(self, runs: list[str], vectors: list[str]) -> dict[str, tuple[str, str, str | None]]:
         """Lets vectors go; returns the errors of runs that failed in here."""
@@ -106,8 +111,12 @@ class Attached:
         found = {run: self.runtime.take_error(run) for run in runs}
         return {run: error for run, error in found.items() if error is not None}
 
-    def do_fetch(self, run: str, point: int) -> tuple[np.ndarray, torch.Tensor]:
-        return self.runtime.fetch(run, point)
+    def do_fetch(self, run: str, point: int, remote: bool) -> Any:
+        """(positions, rows), or the two as safetensors for another process."""
+        positions, rows = self.runtime.fetch(run, point)
+        if not remote:
+            return positions, rows.cpu()
+        return safetensors.torch.save({"positions": torch.from_numpy(positions), "rows": rows.cpu().contiguous()})
 
     def do_release(self, runs: list[str]) -> None:
         self.runtime.release(runs)

@@ -1,0 +1,100 @@
+"""The patch sweep equals a plain loop of Transformers hooks, cell by cell, and the fake engine can carry it too."""
+
+import numpy as np
+import pytest
+
+import patchclamp as pc
+from patchclamp.studies import patch_sweep
+
+from ..reference.hooks import PlainModel
+
+SITES, LAYERS = ["resid_pre", "attn_out", "mlp_out"], [0, 4, 24, 29]
+CLEAN, CORRUPT = "The Eiffel Tower is located in the city of", "The Colosseum is located in the city of"
+
+
+def plain_grid(plain: PlainModel, clean: list[int], corrupt: list[int], sites, layers, pairs, answer: int, foil: int):
+    grid = np.zeros((len(sites), len(layers), len(pairs)))
+    for s, site in enumerate(sites):
+        for l, layer in enumerate(layers):  # noqa: E741
+            rows = plain.read(clean, site, layer)
+            for p, (a, b) in enumerate(pairs):
+                logits = plain.patched_logits(corrupt, site, layer, b, rows[a])
+                grid[s, l, p] = float(logits[answer] - logits[foil])
+    return grid
+
+
+@pytest.fixture(scope="module")
+def expected(engines, smollm2):
+    plain, tokenizer = PlainModel(str(smollm2)), engines.get("transformers", "float32").tokenizer
+    clean, corrupt = tokenizer.encode(CLEAN), tokenizer.encode(CORRUPT)
+    answer, foil = (tokenizer.bare(word)[0] for word in (" Paris", " Rome"))
+    return plain_grid(plain, clean, corrupt, SITES, LAYERS, [(p, p) for p in range(len(clean))], answer, foil)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_the_grid_equals_a_plain_hook_loop(engines, expected, engine):
+    lm, sites, layers = engines.get(engine, "float32"), SITES, LAYERS
+    sweep = patch_sweep(lm, clean=CLEAN, corrupt=CORRUPT, answer=" Paris", foil=" Rome", sites=sites, layers=layers)
+    assert sweep.grid.shape == (3, 4, 10)
+    assert np.abs(sweep.grid - expected).max() <= 1e-3
+    top = np.unravel_index(expected.argmax(), expected.shape)
+    best = sweep.best(1)[0]
+    assert (best.site, best.layer, best.column.corrupt) == (sites[top[0]], layers[top[1]], (int(top[2]),))
+    assert sweep.clean > 3 > -3 > sweep.corrupt
+    assert sweep.noise_floor < 1e-3
+
+
+def test_prompts_of_unequal_length_are_aligned_and_the_rest_reported(engines, smollm2):
+    lm, plain = engines.get("vllm", "float32"), PlainModel(str(smollm2))
+    clean, corrupt = "The Louvre is located in the city of", CORRUPT
+    sweep = patch_sweep(lm, clean=clean, corrupt=corrupt, answer=" Paris", foil=" Rome", sites=["resid_pre"], layers=[20])
+    a, b = lm.tokens(clean), lm.tokens(corrupt)
+    assert len(a) == len(b) - 1
+    assert sweep.alignment == ((0, 0), *((p - 1, p) for p in range(4, 10)))
+    assert [(side, position) for side, position, _ in sweep.skipped] == [
+        ("clean", 1), ("clean", 2), ("corrupt", 1), ("corrupt", 2), ("corrupt", 3)
+    ]  # fmt: skip
+    answer, foil = (lm.tokenizer.bare(word)[0] for word in (" Paris", " Rome"))
+    expected = plain_grid(plain, a, b, ["resid_pre"], [20], sweep.alignment, answer, foil)
+    assert np.abs(sweep.grid - expected).max() <= 1e-3
+
+
+def test_metrics_spans_and_unlayered_sites(engines):
+    lm = engines.get("vllm", "float32")
+    asked = dict(clean=CLEAN, corrupt=CORRUPT, answer=" Paris", sites=["resid_pre", "final_norm", "logits"], layers="28:30")
+    columns = [pc.span(" Colosseum"), -1]
+    diff = patch_sweep(lm, **asked, foil=" Rome", positions=columns)
+    share = patch_sweep(lm, **asked, foil=" Rome", positions=columns, metric="recovered")
+    alone = patch_sweep(lm, **asked, positions=columns, metric="logprob")
+    assert [column.corrupt for column in diff.columns] == [(1, 2, 3), (9,)]
+    assert (share.corrupt, share.clean) == (0.0, 1.0)
+    assert np.allclose(share.grid, (diff.grid - diff.corrupt) / (diff.clean - diff.corrupt), equal_nan=True, atol=1e-4)
+    assert np.isnan(diff.grid[2]).tolist() == [[True, False], [True, True]], "logits exist at the last position only"
+    assert abs(share.grid[1, 0, 1] - 1) < 1e-4, "the clean final norm gives the clean answer"
+    assert abs(share.grid[2, 0, 1] - 1) < 1e-4
+    assert alone.grid[0].max() < 0
+    assert abs(alone.grid[2, 0, 1] - alone.clean) < 1e-4
+    frame = diff.to_frame()
+    assert len(frame) == 2 * 2 + 2 + 1
+    assert set(frame["site"]) == {"resid_pre", "final_norm", "logits"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "text"),
+    [
+        (dict(answer=" Parisienne"), pc.TokensError, "is 2 tokens"),
+        (dict(foil=None), pc.ProgramError, "give foil="),
+        (dict(foil=" Paris"), pc.ProgramError, "the same token"),
+        (dict(metric="kl"), pc.UnknownName, "there are: logprob, logit_diff, recovered"),
+        (dict(sites=["resid_prey"]), pc.UnknownName, "sites[0]: no site 'resid_prey' (did you mean 'resid_pre'"),
+        (dict(layers=[31]), pc.UnsupportedSite, "layers 0 to 29"),
+        (dict(positions=[pc.span("Eiffel")]), pc.TokensError, "positions[0]: span(\"Eiffel\"): not in the prompt"),
+        (dict(positions=[40]), pc.TokensError, "there is no position 40"),
+        (dict(clean="Paris", corrupt="It was in ancient Rome"), pc.TokensError, "share no first or last token"),
+    ],
+)
+def test_what_cannot_be_swept_is_an_error_first(engines, asked, error, text):
+    given = dict(clean=CLEAN, corrupt=CORRUPT, answer=" Paris", foil=" Rome", sites=["resid_pre"])
+    with pytest.raises(error) as caught:
+        patch_sweep(engines.get("transformers", "float32"), **{**given, **asked})
+    assert text in str(caught.value)
