@@ -7,6 +7,10 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_US
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("patchclamp", deadline=None)
+settings.load_profile("patchclamp")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -15,7 +15,7 @@ from patchclamp.errors import MissingSource, PatchclampError, ProgramError, Toke
 from patchclamp.plan import Bound, Prompt, bind
 from patchclamp.plan.bind import vector_key
 from patchclamp.proofs import ensure_proved
-from patchclamp.spec import Capture, From, Program, Site, Vector
+from patchclamp.spec import Capture, Program, Site, Vector
 from patchclamp.spec.tokens import Tokens
 
 
@@ -34,7 +34,11 @@ class LM:
         self.engine: Engine = open_engine(model, engine, options)
         self._runs: weakref.WeakValueDictionary[str, Run] = weakref.WeakValueDictionary()
         if prove:
-            ensure_proved(self)
+            try:
+                ensure_proved(self)
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def model(self):
@@ -73,8 +77,8 @@ class LM:
         prompts, many = self._prompts(prompt, messages)
         sampling = dict(sampling or {})
         self.engine.check_sampling(sampling)
-        programs = [Program.of(e, c) for e, c in zip(_each(edits, len(prompts), "edits"),
-                                                      _each(capture, len(prompts), "capture"), strict=True)]  # fmt: skip
+        each = (_each(edits, len(prompts), "edits"), _each(capture, len(prompts), "capture"))
+        programs = [Program.of(*parts) for parts in zip(*each, strict=True)]
         scores = _each(score, len(prompts), "score")
         keys = [secrets.token_hex(8) for _ in prompts]
         requests = [
@@ -160,7 +164,9 @@ class LM:
             bound = bind(program, key, spelled, max_tokens, self.sites, self._source) if program else None
         except PatchclampError as error:
             raise error if number is False else error.under(f"prompt {number}") from None
-        vectors = {vector_key(v): v.rows() for op in program.edits if isinstance(v := getattr(op, "value", None), Vector)}
+        vectors = {
+            vector_key(v): v.rows() for op in program.edits if isinstance(v := getattr(op, "value", None), Vector)
+        }
         return Request(key, ids, max_tokens, bound, vectors, sampling, tuple(int(i) for i in score))
 
     def _source(self, run: str) -> Run:
@@ -189,7 +195,6 @@ class Run:
         self._lm, self._answer = lm, answer
         self._bound: Bound | None = request.bound
         self._fetched: dict[int, tuple[np.ndarray, Any]] = {}
-        self._owners = [op.value.__dict__.get("owner") for op in program.edits if isinstance(getattr(op, "value", None), From)]  # type: ignore[attr-defined]
         self._release = weakref.finalize(self, lm.engine.release, [self.key])
         self._release.atexit = False
         if not program:

@@ -40,7 +40,11 @@ def _key(lm: Any) -> str:
 def _code() -> str:
     """The code that reads and writes sites; a change of it voids old proofs."""
     root = Path(__file__).parent
-    files = [file for room in ("sites", "kernels", "runtime", "engines", "plan") for file in sorted((root / room).rglob("*.py"))]
+    files = [
+        file
+        for room in ("sites", "kernels", "runtime", "engines", "plan")
+        for file in sorted((root / room).rglob("*.py"))
+    ]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 

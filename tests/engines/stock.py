@@ -13,7 +13,10 @@ assert "patchclamp" not in sys.modules, "the plugin was loaded into what should 
 print(
     json.dumps(
         [
-            [list(o.token_ids), [table[token].logprob.hex() for table, token in zip(o.logprobs, o.token_ids, strict=True)]]
+            [
+                list(o.token_ids),
+                [table[token].logprob.hex() for table, token in zip(o.logprobs, o.token_ids, strict=True)],
+            ]
             for o in (output.outputs[0] for output in made)
         ]
     )

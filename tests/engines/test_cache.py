@@ -35,7 +35,12 @@ def test_unedited_after_edited_and_edited_after_unedited(lm, engines, prompt):
     change = edit(lm, pc.prompt[2])
     expected_plain, expected_edited = logits(cold, prompt), logits(cold, prompt, [change])
     assert (expected_plain - expected_edited).abs().max() > 0.1
-    for edits, expected in (([change], expected_edited), ([], expected_plain), ([change], expected_edited), ([], expected_plain)):
+    for edits, expected in (
+        ([change], expected_edited),
+        ([], expected_plain),
+        ([change], expected_edited),
+        ([], expected_plain),
+    ):
         assert (logits(lm, prompt, edits) - expected).abs().max() <= 1e-3
 
 
@@ -74,7 +79,9 @@ def test_captures_are_complete_on_a_warm_cache(lm, prompt):
 
 def test_preempted_requests_come_back_with_the_same_rows(engines):
     """A cache of a few blocks: requests are thrown out, recomputed and still edited and captured as if alone."""
-    small = engines.get("vllm", "float32", kv_cache_memory_bytes=30 * 2 * 3 * 64 * 4 * BLOCK * 6, max_model_len=128, max_num_seqs=4)
+    small = engines.get(
+        "vllm", "float32", kv_cache_memory_bytes=30 * 2 * 3 * 64 * 4 * BLOCK * 6, max_model_len=128, max_num_seqs=4
+    )
     roomy = engines.get("vllm", "float32")
     ids = roomy.tokens(" ".join(PROMPTS))
     prompts = [ids[i : i + 28] for i in range(4)]

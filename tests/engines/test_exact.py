@@ -51,7 +51,11 @@ def test_every_position_of_one_layer_from_the_clean_run_gives_its_logits(engines
 def test_batchmates_of_edited_requests_are_unchanged(engines, engine):
     lm = engines.get(engine, "float32")
     prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[2], PROMPTS[1], PROMPTS[0]]
-    hard = [pc.Add(torch.randn(lm.model.d_model), at=pc.resid_post[3], scale=20.0), pc.Zero(pc.attn_out), pc.Zero(pc.logits)]
+    hard = [
+        pc.Add(torch.randn(lm.model.d_model), at=pc.resid_post[3], scale=20.0),
+        pc.Zero(pc.attn_out),
+        pc.Zero(pc.logits),
+    ]
     plain = lm.run(prompts, max_tokens=6, capture=[pc.resid_post[29]])
     mixed = lm.run(prompts, max_tokens=6, edits=[[], hard, [], hard[:1], []], capture=[pc.resid_post[29]])
     for i in (0, 2, 4):

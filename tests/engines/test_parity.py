@@ -50,7 +50,14 @@ def test_an_edit_does_what_a_plain_hook_does(engines, smollm2, engine):
     lm, plain = engines.get(engine, "float32"), PlainModel(str(smollm2))
     ids = lm.tokens(PROMPTS[1])
     generator = torch.Generator().manual_seed(int(np.random.default_rng().integers(1 << 30)))
-    for site, layer, position in (("resid_pre", 0, 3), ("resid_mid", 7, 0), ("attn_out", 12, 9), ("mlp_out", 29, 13), ("resid_post", 29, 13), ("resid_post", 11, 5)):
+    for site, layer, position in (
+        ("resid_pre", 0, 3),
+        ("resid_mid", 7, 0),
+        ("attn_out", 12, 9),
+        ("mlp_out", 29, 13),
+        ("resid_post", 29, 13),
+        ("resid_post", 11, 5),
+    ):
         row = torch.randn(lm.model.d_model, generator=generator)
         at = pc.Site(site, layer)
         run = lm.run(ids, max_tokens=1, edits=[pc.Replace(row, at=at, tokens=position)], capture=[pc.logits, at])
@@ -69,7 +76,9 @@ def test_chunked_prefill_changes_nothing(engines):
     edit = pc.Add(torch.randn(whole.model.d_model), at=pc.resid_post[9], tokens=pc.prompt[14:35], scale=2.0)
     late = pc.Add(torch.randn(whole.model.d_model), at=pc.mlp_out[4], tokens=pc.generated, scale=2.0)
     for edits in ([], [edit, late]):
-        a, b = (lm.run([ids, ids[:20], ids[5:]], max_tokens=4, edits=edits, capture=EVERYTHING) for lm in (whole, chunked))
+        a, b = (
+            lm.run([ids, ids[:20], ids[5:]], max_tokens=4, edits=edits, capture=EVERYTHING) for lm in (whole, chunked)
+        )
         for x, y in zip(a, b, strict=True):
             assert x.token_ids == y.token_ids
             assert np.allclose(x.logprobs, y.logprobs, atol=1e-4)

@@ -47,7 +47,9 @@ def test_the_grid_equals_a_plain_hook_loop(engines, expected, engine):
 def test_prompts_of_unequal_length_are_aligned_and_the_rest_reported(engines, smollm2):
     lm, plain = engines.get("vllm", "float32"), PlainModel(str(smollm2))
     clean, corrupt = "The Louvre is located in the city of", CORRUPT
-    sweep = patch_sweep(lm, clean=clean, corrupt=corrupt, answer=" Paris", foil=" Rome", sites=["resid_pre"], layers=[20])
+    sweep = patch_sweep(
+        lm, clean=clean, corrupt=corrupt, answer=" Paris", foil=" Rome", sites=["resid_pre"], layers=[20]
+    )
     a, b = lm.tokens(clean), lm.tokens(corrupt)
     assert len(a) == len(b) - 1
     assert sweep.alignment == ((0, 0), *((p - 1, p) for p in range(4, 10)))
@@ -61,7 +63,9 @@ def test_prompts_of_unequal_length_are_aligned_and_the_rest_reported(engines, sm
 
 def test_metrics_spans_and_unlayered_sites(engines):
     lm = engines.get("vllm", "float32")
-    asked = dict(clean=CLEAN, corrupt=CORRUPT, answer=" Paris", sites=["resid_pre", "final_norm", "logits"], layers="28:30")
+    asked = dict(
+        clean=CLEAN, corrupt=CORRUPT, answer=" Paris", sites=["resid_pre", "final_norm", "logits"], layers="28:30"
+    )
     columns = [pc.span(" Colosseum"), -1]
     diff = patch_sweep(lm, **asked, foil=" Rome", positions=columns)
     share = patch_sweep(lm, **asked, foil=" Rome", positions=columns, metric="recovered")
@@ -88,7 +92,7 @@ def test_metrics_spans_and_unlayered_sites(engines):
         (dict(metric="kl"), pc.UnknownName, "there are: logprob, logit_diff, recovered"),
         (dict(sites=["resid_prey"]), pc.UnknownName, "sites[0]: no site 'resid_prey' (did you mean 'resid_pre'"),
         (dict(layers=[31]), pc.UnsupportedSite, "layers 0 to 29"),
-        (dict(positions=[pc.span("Eiffel")]), pc.TokensError, "positions[0]: span(\"Eiffel\"): not in the prompt"),
+        (dict(positions=[pc.span("Eiffel")]), pc.TokensError, 'positions[0]: span("Eiffel"): not in the prompt'),
         (dict(positions=[40]), pc.TokensError, "there is no position 40"),
         (dict(clean="Paris", corrupt="It was in ancient Rome"), pc.TokensError, "share no first or last token"),
     ],

@@ -260,6 +260,12 @@ def test_captures_stand_where_they_were_written(lm):
     assert not run["resid_post[1]"][1:].any()
 
 
+def test_programs_that_select_nothing_are_carried(lm):
+    runs = lm.run([EIFFEL, COLOSSEUM], max_tokens=1, capture=pc.embed @ pc.generated)
+    assert [run["embed"].shape for run in runs] == [(0, 16), (0, 16)]
+    assert [run.logprobs for run in runs] == [lm.run(p, max_tokens=1).logprobs for p in (EIFFEL, COLOSSEUM)]
+
+
 def test_a_patch_of_another_site_and_position(lm):
     source = lm.run(COLOSSEUM, max_tokens=1, capture=[pc.resid_pre[1] @ pc.prompt[1:4]])
     edit = pc.Replace(pc.From(source, "resid_pre[1]", pc.prompt[2]), at="resid_post[2]", tokens="prompt[-1]")
@@ -330,8 +336,25 @@ def test_dropping_runs_lets_their_captures_go():
     key = run.key
     del run
     assert list(lm.engine._kept) == [key]
+    assert lm.engine.status()["runs"] == 1
     del edit
     assert list(lm.engine._kept) == []
+
+
+def test_status_counts_what_is_held(monkeypatch):
+    lm = pc.LM("fake", chunk=2)
+    before, forward = lm.engine.status(), lm.engine._net.forward
+    during = []
+    monkeypatch.setattr(lm.engine._net, "forward", lambda *given: during.append(lm.engine.status()) or forward(*given))
+    runs = lm.run([EIFFEL, EIFFEL], max_tokens=2, capture=[[pc.embed], []])
+    assert [status["programs"] for status in during] == [1] * 4
+    after = lm.engine.status()
+    assert (after["programs"], after["runs"]) == (0, 1)
+    assert after["steps_planned"] == before["steps_planned"] + 4
+    lm.run(EIFFEL)
+    assert lm.engine.status() == after
+    del runs
+    assert lm.engine.status()["runs"] == before["runs"] == 0
 
 
 def request(lm: pc.LM, key: str, edits=(), capture=(), ids=(3, 4, 5), max_tokens=1) -> Request:

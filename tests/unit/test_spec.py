@@ -1,6 +1,9 @@
 """The language: laws of its text forms, selections and fingerprints, and every error's text."""
 
+import itertools
 import json
+import pickle
+import re
 
 import numpy as np
 import pytest
@@ -8,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import patchclamp as pc
+from patchclamp import errors
+from patchclamp.errors import TREE, pack, unpack
 from patchclamp.spec import SITES, Range, TextSpan
 from patchclamp.spec.ops import DTYPES, OPS, capture
 from patchclamp.spec.program import Program, to_dict
@@ -26,8 +31,8 @@ def sites(draw) -> pc.Site:
 
 
 @st.composite
-def positions(draw, group=st.sampled_from(GROUPS)) -> Positions:
-    of = draw(group)
+def positions(draw) -> Positions:
+    of = draw(st.sampled_from(GROUPS))
     low = -40 if of == "prompt" else 0
     end = st.none() | st.integers(low, 40)
     made = st.builds(Range, end, end, st.none() | st.integers(1, 5)).filter(lambda made: made != Range())
@@ -159,7 +164,7 @@ def test_a_selection_does_not_depend_on_chunks(tokens, prompt, generated, chunk)
 @given(st.text("ab ", min_size=1, max_size=12), st.text("ab", min_size=1, max_size=3), st.integers(-4, 4), st.data())
 def test_a_span_selects_the_tokens_it_touches(prompt, text, occurrence, data):
     cuts = sorted(data.draw(st.sets(st.integers(0, len(prompt)))) | {0, len(prompt)})
-    offsets = [(0, 0), *zip(cuts[:-1], cuts[1:], strict=True)]
+    offsets = [(0, 0), *itertools.pairwise(cuts)]
     starts = [i for i in range(len(prompt)) if prompt.startswith(text, i)]
     span = pc.span(text, occurrence)
     if not -len(starts) <= occurrence < len(starts):
@@ -176,18 +181,17 @@ def test_a_span_selects_the_tokens_it_touches(prompt, text, occurrence, data):
 
 
 def test_the_same_said_differently_is_equal():
-    v = [0.5, -1.0]
+    v, site, tokens, kept = [0.5, -1.0], pc.resid_post[3], pc.prompt[-1], "z[1, 2] @ generated[0:8]"
     said = [
-        Program.of(pc.Add(v, at=pc.resid_post[3], tokens=pc.prompt[-1], scale=2), pc.z[1, 2] @ pc.generated[0:8]),
-        Program.of([pc.Add(np.array(v), "resid_post[3]", "prompt[-1]", "2.0")], ["z[1,2] @ generated[0:8]"]),
-        Program.of((pc.Add(pc.Vector.of(v), at=pc.resid_post[3] @ pc.prompt[-1], scale=2.0),), pc.Capture("z[1, 2]", "generated[:8]")),
-        Program.of(pc.Add(v, at="blocks.3.hook_resid_post", tokens=" prompt[ -1 ] ", scale=np.float32(2)), capture("z[ 1 , 2 ]@generated[0:8]")),
+        Program.of(pc.Add(v, at=site, tokens=tokens, scale=2), pc.z[1, 2] @ pc.generated[0:8]),
+        Program.of([pc.Add(np.array(v), "resid_post[3]", "prompt[-1]", "2.0")], [kept]),
+        Program.of((pc.Add(pc.Vector.of(v), at=site @ tokens, scale=2.0),), pc.Capture("z[1, 2]", "generated[0:8]")),
+        Program.of(pc.Add(v, "blocks.3.hook_resid_post", " prompt[ -1 ] ", np.float32(2)), "z[ 1,2 ]@generated[ 0:8 ]"),
         Program.from_json(
-            '{"capture": [{"tokens": "generated[0:8]", "type": "capture", "at": "z[1, 2]"}],'
-            ' "edits": [{"type": "add", "at": "resid_post[3]", "scale": 2, "tokens": "prompt[-1]", "value": [0.5, -1]}]}'
+            '{"capture": [{"tokens": "generated[0:8]", "type": "capture", "at": "z[1, 2]"}], "edits": [{"type": "add",'
+            ' "at": "resid_post[3]", "scale": 2, "tokens": "prompt[-1]", "value": [0.5, -1]}]}'
         ),
-    ]  # fmt: skip
-    said[2] = Program(said[2].edits, (pc.Capture("z[1, 2]", "generated[0:8]"),))
+    ]
     assert len({program.fingerprint for program in said}) == 1
     assert len(set(said)) == 1
 
@@ -249,6 +253,11 @@ def test_spans_in_either_quotes(text, meant):
     assert pc.tokens(text) == pc.span(meant)
 
 
+def test_spans_print_as_they_are_written():
+    assert str(pc.span("Tour É")) == 'span("Tour É")'
+    assert str(pc.span('"a"\n', -2)) == 'span("\\"a\\"\\n", -2)'
+
+
 def test_vectors_keep_their_numbers():
     import torch
 
@@ -293,7 +302,10 @@ ALL_SITES = (
     "embed, resid_pre, resid_mid, resid_post, attn_in, attn_out, mlp_in, mlp_out, q, k, v, z, neurons, router, "
     "final_norm, logits"
 )
-OPEN_END = "how many tokens a request generates is not known beforehand, so {0} cannot be counted from its end; only prompt can"
+OPEN_END = (
+    "how many tokens a request generates is not known beforehand, "
+    "so {0} cannot be counted from its end; only prompt can"
+)
 
 
 class Keyed:
@@ -360,7 +372,8 @@ ERRORS = [
     (lambda: pc.Vector((-1, -1), b"\0" * 4), pc.ShapeError,
      "a vector is [D] or [n, D] and not empty; this one is [-1, -1]"),
     (lambda: pc.Vector((2,), b"\0" * 4), pc.ShapeError, "4 bytes are not [2] fp32 numbers"),
-    (lambda: pc.Add("steer", "embed"), pc.ProgramError, "value: a value is a vector or pc.From(run, site), not 'steer'"),
+    (lambda: pc.Add("steer", "embed"), pc.ProgramError,
+     "value: a value is a vector or pc.From(run, site), not 'steer'"),
     (lambda: pc.Add(pc.embed, "embed"), pc.ProgramError,
      "value: a value is a vector or pc.From(run, site), not pc.embed"),
     (lambda: pc.From(3), pc.ProgramError, "run: From takes a Run (what lm.run returned), not int"),
@@ -376,8 +389,8 @@ ERRORS = [
     (lambda: pc.Add([1.0], "embed", scale="much"), pc.ProgramError, "scale: a number is needed, not 'much'"),
     (lambda: pc.Replace([1.0], "embed", alpha=float("inf")), pc.ProgramError,
      "alpha: a finite number is needed, not inf"),
-    (lambda: pc.Capture("embed", dtype="torch.float61"), pc.UnknownName,
-     "dtype: no capture dtype 'float61' (did you mean 'float16' or 'bfloat16'?); there are: float32, bfloat16, float16"),
+    (lambda: pc.Capture("embed", dtype="torch.flot32"), pc.UnknownName,
+     "dtype: no capture dtype 'flot32' (did you mean 'float32' or 'float16'?); there are: float32, bfloat16, float16"),
     # programs
     (lambda: Program.of([pc.Zero("embed"), "resid_post"]), pc.ProgramError,
      "edits[1]: an edit is an op such as pc.Add(...), not str 'resid_post'"),
@@ -430,7 +443,7 @@ ERRORS = [
      pc.ProgramError, "edits[1].value.position: an index is a whole number, not 0.5"),
     (lambda: read({"type": "add", "at": "embed", "value": {"type": "from", "run": "r", "site": "resid_pree"}}),
      pc.UnknownName,
-     f"edits[1].value.site: no site 'resid_pree' (did you mean 'resid_pre'?); there are: {ALL_SITES}"),
+     f"edits[1].value.site: no site 'resid_pree' (did you mean 'resid_pre' or 'resid_post'?); there are: {ALL_SITES}"),
 ]  # fmt: skip
 
 
@@ -446,10 +459,6 @@ def test_errors_say_what_where_and_what_else(act, kind, text):
 
 
 def test_errors_cross_a_process_as_data():
-    import pickle
-
-    from patchclamp.errors import TREE, pack, unpack
-
     for kind in TREE.values():
         error = kind("text", "edits[0].at")
         for again in (unpack(pack(error)), pickle.loads(pickle.dumps(error))):
@@ -461,10 +470,6 @@ def test_errors_cross_a_process_as_data():
 
 
 def test_the_error_tree_is_drawn_as_it_is():
-    import re
-
-    from patchclamp import errors
-
     drawn = re.findall(r"([├└]── |^ {4})(\w+)(?: +(\d{3}))?", errors.__doc__, re.MULTILINE)
     names = {name: status for _, name, status in drawn if name in errors.TREE}
     assert set(names) == set(errors.TREE)

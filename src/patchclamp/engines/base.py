@@ -108,6 +108,10 @@ class Engine(Protocol):
         """Raises `UnknownName` or `ProgramError` for sampling parameters that this engine does not have."""
         ...
 
+    def status(self) -> dict[str, Any]:
+        """Counts of what the engine holds, for tests and doctors."""
+        ...
+
     def close(self) -> None:
         """Stops the engine and frees what it held."""
         ...

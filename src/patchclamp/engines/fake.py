@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from patchclamp import __version__
-from patchclamp.engines.base import Answer, Model, Request
+from patchclamp.engines.base import Answer, Model, Request, Tokenizer
 from patchclamp.errors import EngineError, MissingSource, PatchclampError, ProgramError, RunError, TokensError, unknown
 from patchclamp.kernels import reference
 from patchclamp.plan import Batch, Bound, ProgramTable, StepPlan, make_plan
@@ -55,10 +55,11 @@ class FakeEngine:
         _check_sizes(layers, d_model, d_vocab, heads, max_model_len, chunk)
         self.model = Model("fake", "fake", __version__, LLAMA.name, layers, d_model, d_vocab, "float32", max_model_len)
         self.sites = SiteMap(LLAMA, layers, d_model, d_vocab)
-        self.tokenizer = FakeTokenizer(d_vocab)
+        self.tokenizer: Tokenizer = FakeTokenizer(d_vocab)
         self._net = _Net(layers, d_model, d_vocab, heads, max_model_len, seed)
         self._chunk = chunk or max_model_len
         self._kept: dict[str, list[_Captured]] = {}
+        self._programs = self._planned = 0
         self._lock = threading.RLock()
         self._open = True
 
@@ -93,6 +94,16 @@ class FakeEngine:
             given = sampling["temperature"]
             raise ProgramError(f"the fake engine is greedy: 0 is needed, not {given!r}", "sampling.temperature")
 
+    def status(self) -> dict[str, int]:
+        """Counts of what is held; a batch brings its own tables, which go with it."""
+        return {
+            "programs": self._programs,
+            "runs": len(self._kept),
+            "pinned": 0,
+            "vectors": 0,
+            "steps_planned": self._planned,
+        }
+
     def close(self) -> None:
         self._open = False
         self._kept.clear()
@@ -116,6 +127,7 @@ class FakeEngine:
             self._generate(writers, values)
         except Exception as error:
             failed |= {writer.request.run: _told(error) for writer in writers}
+        self._programs = 0
         self.release(list(failed))
         answers = {writer.request.run: writer.answer(self.tokenizer) for writer in writers} | failed
         return [answers[request.run] for request in requests]
@@ -147,7 +159,7 @@ class FakeEngine:
     def _generate(self, writers: list[_Writer], values: dict[str, np.ndarray]) -> None:
         bounds = [writer.request.bound for writer in writers if writer.request.bound is not None]
         self._kept |= {bound.run: [] for bound in bounds}
-        programs = _Programs(self.sites, bounds, values)
+        programs, self._programs = _Programs(self.sites, bounds, values), len(bounds)
         while working := [writer for writer in writers if writer.reason is None]:
             self._step(working, programs)
 
@@ -157,6 +169,7 @@ class FakeEngine:
         slots = np.array([programs.slot.get(writer.request.run, 0) for writer in writers])
         position = np.array([writer.computed for writer in writers])
         tap = programs.begin(Batch(slots, first, position, np.array(counts), sum(counts)))
+        self._planned += int(slots.any())
         logits_NV = self._net.forward(writers, counts, tap)
         for run, captured in programs.end():
             if run in self._kept:
@@ -247,7 +260,7 @@ class _Writer:
         elif len(self.logprobs) == self.request.max_tokens:
             self.reason = "length"
 
-    def answer(self, tokenizer: FakeTokenizer) -> Answer:
+    def answer(self, tokenizer: Tokenizer) -> Answer:
         ids = self.tokens[len(self.request.prompt_token_ids) :]
         return Answer(ids, tokenizer.decode(ids), self.logprobs, self.scores, self.reason)
 

@@ -1,28 +1,38 @@
 """The Transformers engine: the same programs through hooks on a Hugging Face model, batched, with a key/value cache.
 
-    B prompts of the batch · T longest prompt · V vocabulary
+B prompts of the batch · T longest prompt · V vocabulary
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import collections
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from patchclamp.engines.base import Answer, Model, Request
+from patchclamp.engines.base import Answer, Model, Request, Tokenizer
 from patchclamp.engines.sampling import Sampler
 from patchclamp.engines.tokenizer import HubTokenizer
-from patchclamp.errors import PatchclampError, ProgramError, RunError, unknown, unpack
+from patchclamp.errors import EngineError, PatchclampError, ProgramError, RunError, unknown, unpack
 from patchclamp.plan import Batch
 from patchclamp.runtime import Limits, Runtime
 from patchclamp.runtime.op import at_work
 from patchclamp.runtime.taps import attach
 from patchclamp.sites import SiteMap, family_of
 
-OPTIONS = ("dtype", "device", "max_model_len", "max_num_seqs", "padding_side", "trust_remote_code", "max_records", "bank_bytes")
+OPTIONS = (
+    "dtype",
+    "device",
+    "max_model_len",
+    "max_num_seqs",
+    "padding_side",
+    "trust_remote_code",
+    "max_records",
+    "bank_bytes",
+)
 
 
 class TransformersEngine:
@@ -50,37 +60,56 @@ class TransformersEngine:
         if padding_side not in ("left", "right"):
             raise unknown("padding side", str(padding_side), ("left", "right"), "padding_side")
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self._net = transformers.AutoModelForCausalLM.from_pretrained(
+        self._net: Any = transformers.AutoModelForCausalLM.from_pretrained(
             name, dtype=_dtype(dtype), trust_remote_code=trust_remote_code
         )
         self._net.to(self.device).eval()
-        self.tokenizer = HubTokenizer.load(name, trust_remote_code=trust_remote_code)
+        self.tokenizer: Tokenizer = HubTokenizer.load(name, trust_remote_code=trust_remote_code)
         config = self._net.config
         family = family_of(config.architectures)
         self.sites = SiteMap(family, config.num_hidden_layers, config.hidden_size, config.vocab_size)
+        kind, longest = str(self._net.dtype).removeprefix("torch."), max_model_len or config.max_position_embeddings
         self.model = Model(
             name, "transformers", transformers.__version__, family.name, config.num_hidden_layers, config.hidden_size,
-            config.vocab_size, str(self._net.dtype).removeprefix("torch."), max_model_len or config.max_position_embeddings,
+            config.vocab_size, kind, longest,
         )  # fmt: skip
         self._width, self._left = max_num_seqs, padding_side == "left"
         self.runtime = Runtime(self.sites, Limits(max_num_seqs, max_records, bank_bytes), self.device)
         self._logits = next(point.number for point in self.sites.points if point.rows == "sampled")
         attach(self._net, [(p, tap) for p, tap in self.sites.taps("transformers") if p.rows == "tokens"])
+        self._released: collections.deque[str] = collections.deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="patchclamp")
 
     def submit(self, requests: list[Request]) -> list[Future[Answer]]:
         futures: list[Future[Answer]] = [Future() for _ in requests]
         for i in range(0, len(requests), self._width):
             part = slice(i, i + self._width)
-            self._thread.submit(self._serve, requests[part], futures[part])
+            self._call(self._serve, requests[part], futures[part])
         return futures
 
     def fetch(self, run: str, point: int) -> tuple[np.ndarray, torch.Tensor]:
-        positions, rows = self._thread.submit(self.runtime.fetch, run, point).result()
+        positions, rows = self._call(self.runtime.fetch, run, point).result()
         return positions, rows.cpu()
 
     def release(self, runs: list[str]) -> None:
-        self._thread.submit(self.runtime.release, runs)
+        # called by the garbage collector, wherever it happens to run: it may take no lock
+        self._released.extend(runs)
+
+    def status(self) -> dict[str, int]:
+        """Counts: programs admitted, runs kept, vectors pinned, records free, steps planned."""
+        return self._call(self.runtime.status).result()
+
+    def _call(self, job: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Runs a job on the engine's thread, after letting go of what was released."""
+
+        def run() -> Any:
+            self.runtime.release([self._released.popleft() for _ in range(len(self._released))])
+            return job(*args)
+
+        try:
+            return self._thread.submit(run)
+        except RuntimeError:
+            raise EngineError("the engine is closed") from None
 
     def check_sampling(self, sampling: dict[str, Any]) -> None:
         Sampler.check(sampling)
@@ -92,7 +121,7 @@ class TransformersEngine:
 
     def _serve(self, requests: list[Request], futures: list[Future[Answer]]) -> None:
         for request in requests:
-            self.runtime.hold({key: torch.tensor(rows) for key, rows in request.vectors.items()})
+            self.runtime.hold({key: torch.tensor(rows) for key, rows in request.vectors.items()}, request.vectors)
         try:
             answers = self._generate(requests)
         except Exception as error:
@@ -180,7 +209,7 @@ class _Step:
 class _Writer:
     """Collects one request's tokens and decides when it is done."""
 
-    def __init__(self, request: Request, tokenizer: HubTokenizer, eos: set[int]) -> None:
+    def __init__(self, request: Request, tokenizer: Tokenizer, eos: set[int]) -> None:
         self.request, self.tokenizer = request, tokenizer
         self.sampler = Sampler(request.sampling, eos)
         self.ids: list[int] = []

@@ -1,1 +1,1 @@
-"""HOW: rows, records and a plan in, edited rows and captured rows out. `reference` is to be read, `fused` to be fast."""
+"""HOW: rows, records and a plan in, edited and captured rows out. `reference` is to be read, `fused` to be fast."""

@@ -1,6 +1,6 @@
 """The plain kernel, to be read: one row at a time, one record at a time. Everything fast must equal it.
 
-    R rows · W width of the point · B numbers in the bank · K numbers in the step's capture buffer
+R rows · W width of the point · B numbers in the bank · K numbers in the step's capture buffer
 """
 
 from __future__ import annotations
@@ -12,9 +12,15 @@ from patchclamp.plan.step import Rows
 
 
 def apply(
-    h_RW: np.ndarray, rows: Rows, point: int, table: ProgramTable, plan: StepPlan, bank_B: np.ndarray, kept_K: np.ndarray
+    h_RW: np.ndarray,
+    rows: Rows,
+    point: int,
+    table: ProgramTable,
+    plan: StepPlan,
+    bank_B: np.ndarray,
+    kept_K: np.ndarray,
 ) -> np.ndarray:
-    """Applies a point's records to fp32 rows in place and writes captured rows into `kept_K`; returns edited [R] bool."""
+    """Applies a point's records to fp32 rows in place, writes captured rows to `kept_K`; returns edited [R] bool."""
     width = h_RW.shape[1]
     target = {int(c): i for i, c in enumerate(table.captures.record)}
     edited_R = np.zeros(len(h_RW), bool)

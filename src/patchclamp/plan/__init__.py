@@ -1,8 +1,8 @@
 """WHEN: a program bound to one prompt, and a batch of them, become a step plan. NumPy only.
 
-    Program --bind--> Bound (one request)      names become points, selections become pieces of positions
-    Bound   --admit-> ProgramTable             records by slot and point; changes only when requests come and go
-    Batch   --plan--> StepPlan                 which row belongs to which slot, where captured rows go
+Program --bind--> Bound (one request)      names become points, selections become pieces of positions
+Bound   --admit-> ProgramTable             records by slot and point; changes only when requests come and go
+Batch   --plan--> StepPlan                 which row belongs to which slot, where captured rows go
 """
 
 from patchclamp.plan.bind import Bound, BoundOp, Prompt, Source, bind

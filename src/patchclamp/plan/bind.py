@@ -6,6 +6,7 @@ of the op's value; step is 1 for a row each, 0 for one row for all.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -81,9 +82,7 @@ class Source(Protocol):
 
 
 class _Binder:
-    def __init__(
-        self, prompt: Prompt, limit: int, sites: SiteMap, source: Callable[[str], Source]
-    ) -> None:
+    def __init__(self, prompt: Prompt, limit: int, sites: SiteMap, source: Callable[[str], Source]) -> None:
         self.prompt, self.limit, self.sites, self.source = prompt, limit, sites, source
 
     def bind(self, path: str, op: Op) -> BoundOp:
@@ -217,7 +216,7 @@ def pieces_of(positions: np.ndarray, rows: np.ndarray | None) -> tuple[Piece, ..
     edges = np.concatenate(([0], np.flatnonzero(~joined) + 1, [len(positions)]))
     return tuple(
         (int(positions[a]), int(positions[b - 1]) + 1, int(rows[a]), int(rows[a + 1] - rows[a]) if b - a > 1 else 0)
-        for a, b in zip(edges[:-1], edges[1:], strict=True)
+        for a, b in itertools.pairwise(edges)
     )
 
 
@@ -233,7 +232,7 @@ def _rows(have: np.ndarray, wanted: np.ndarray, run: str, place: Place) -> np.nd
     missing = wanted[(rows == len(have)) | (have[np.minimum(rows, len(have) - 1)] != wanted)]
     if len(missing):
         raise MissingSource(
-            f"run {run} did not capture {place} at position {missing[0]} (it has {len(have)}, {have[0]} to {have[-1]}); "
-            "capture it there, or select fewer tokens"
+            f"run {run} did not capture {place} at position {missing[0]} (it has {len(have)}, {have[0]} to {have[-1]})"
+            "; capture it there, or select fewer tokens"
         )
     return rows.astype(np.int64)

@@ -58,18 +58,18 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 
 def make_plan(batch: Batch, table: ProgramTable, widths: np.ndarray, sampled: np.ndarray) -> StepPlan:
-    """The plan of one step. `widths` [P] numbers a row of each point; `sampled` [P] bool: its rows are the sampled ones."""
+    """The plan of one step. `widths` [P]: numbers in a row; `sampled` [P]: a point's rows are the sampled ones."""
     tokens = _label(batch)
     last = Rows(batch.slot.astype(np.int32), (batch.position + batch.count - 1).astype(np.int32))
     begin, count = _captured(batch, table, sampled)
     target, size = _targets(count, widths[table.captures.point])
     first = table.first[np.unique(batch.slot)]
-    active = (first[:, 1:] > first[:, :-1]).any(axis=0)
+    active = np.logical_or.reduce(first[:, 1:] > first[:, :-1])
     return StepPlan(tokens, last, active, begin, count, target, size)
 
 
 def _targets(count: np.ndarray, width: np.ndarray) -> tuple[np.ndarray, int]:
-    """Where each capture record's rows go, rows of one width side by side and aligned to it; and the size in numbers."""
+    """Where each capture record's rows go, those of one width side by side and aligned; and the size in numbers."""
     target, size = np.zeros(len(count), np.int64), 0
     for w in np.unique(width):
         mine = width == w

@@ -98,6 +98,8 @@ class ProgramTable:
         self.captures = Captures(*(np.concatenate((a, b.astype(np.int64))) for a, b in zip(old, new, strict=True)))
 
     def _take(self, count: int) -> int:
+        if count == 0:
+            return 0
         for i, (begin, end) in enumerate(self._free):
             if end - begin >= count:
                 if end - begin == count:

@@ -3,7 +3,7 @@
 `reading` has the numbers of a picture, `words` its text and `palette` its colours, so that every form of it agrees.
 """
 
-#from patchclamp.plots.sweep_html import sweep_html
+from patchclamp.plots.sweep_html import sweep_html
 from patchclamp.plots.sweep_png import sweep_png
 from patchclamp.plots.target import check_targets
 

@@ -1,6 +1,6 @@
 """Where everything of a sweep's picture goes, in inches, worked out from its labels before anything is drawn.
 
-    S sites (panels) · P columns
+S sites (panels) · P columns
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 from patchclamp.plots.passage import Passage, passage
 from patchclamp.plots.reading import Panel, panels, ranked
 from patchclamp.plots.sheet import Ruler
-from patchclamp.plots.words import best, shorten, title, visible
+from patchclamp.plots.words import best, shorten, title, unbroken, visible
 from patchclamp.studies.sweep_result import PatchSweep
 
 MARGIN, GAP = 0.4, 0.3
@@ -67,7 +67,7 @@ class Layout(msgspec.Struct, frozen=True, eq=False):
         return max(self.panel_height(self.panels[i]) for i in row)
 
 
-def layout(sweep: PatchSweep, footer: Sequence[str], ruler: Ruler) -> Layout:
+def plan(sweep: PatchSweep, footer: Sequence[str], ruler: Ruler) -> Layout:
     """Lays a sweep's picture out; `footer` is wrapped to its width."""
     shown, labels = panels(sweep), [shorten(visible(column.label), LONGEST_LABEL) for column in sweep.columns]
     cell_width, cell_height = _cell(len(shown), max(len(panel.rows) for panel in shown), len(labels))
@@ -82,15 +82,15 @@ def layout(sweep: PatchSweep, footer: Sequence[str], ruler: Ruler) -> Layout:
         NARROWEST,
     )
     text_width, indent = width - 2 * MARGIN, 0.72
-    plan = Layout(
+    made = Layout(
         width=width, height=0.0, indent=indent, key=key, panels=tuple(shown), labels=tuple(labels), rows=rows,
-        title=tuple(ruler.wrap(_unbroken(title(sweep)), text_width, TITLE, weight="bold")),
+        title=tuple(ruler.wrap(unbroken(title(sweep)), text_width, TITLE, weight="bold")),
         passages=tuple(passage(sweep, side, ruler, text_width - indent) for side in ("clean", "corrupt")),
         footer=tuple(line for text in footer for line in ruler.wrap(text, text_width, LABEL)),
         cell_width=cell_width, cell_height=cell_height, angle=angle, gutter=gutter,
         label_height={0: 0.24, 45: widest * SLANT + 0.2, 90: widest + 0.14}[angle],
     )  # fmt: skip
-    return msgspec.structs.replace(plan, height=_height(plan))
+    return msgspec.structs.replace(made, height=_height(made))
 
 
 def _cell(sites: int, rows: int, columns: int) -> tuple[float, float]:
@@ -126,11 +126,6 @@ def _across(count: int, panel_width: float) -> float:
 def _key(sweep: PatchSweep) -> str:
     found = ranked(sweep, 1)
     return f"best: {best(sweep, found[0], LONGEST_LABEL)}" if found else ""
-
-
-def _unbroken(text: str) -> str:
-    """Quoted tokens with the space they begin with kept on one line."""
-    return text.replace("' ", "'\u00a0").replace("− '", "−\u00a0'")
 
 
 def _height(plan: Layout) -> float:

@@ -5,8 +5,9 @@ scale also reads in grey as "how far from the baseline". Source: ColorBrewer, th
 """
 
 DIVERGING = (
-    "#7f3b08", "#b35806", "#e08214", "#fdb863", "#fee0b6", "#f7f7f7", "#d1e5f0", "#92c5de", "#4393c3", "#2166ac", "#053061",
+    "#7f3b08", "#b35806", "#e08214", "#fdb863", "#fee0b6", "#f7f7f7",
+    "#d1e5f0", "#92c5de", "#4393c3", "#2166ac", "#053061",
 )  # fmt: skip
 
-INK, MUTED, RULE, BLANK = "#1f2933", "#5f6b7a", "#d5dae1", "#e9ecf0"
+INK, MUTED, RULE, BLANK = "#1f2933", "#5f6b7a", "#d5dae1", "#e3e7ec"
 CLEAN, CORRUPT = "#1b5a9e", "#a04e06"

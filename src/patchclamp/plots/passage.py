@@ -49,7 +49,8 @@ class Passage(msgspec.Struct, frozen=True):
 def passage(sweep: PatchSweep, side: Side, ruler: Ruler, width: float) -> Passage:
     """Lays a prompt out in lines of `width` inches."""
     tokens = sweep.clean_tokens if side == "clean" else sweep.corrupt_tokens
-    pieces = [(shorten(plain(token), LONGEST_TOKEN), mark) for token, mark in zip(tokens, marks(sweep, side), strict=True)]
+    seen = [shorten(plain(token), LONGEST_TOKEN) for token in tokens]
+    pieces: list[Piece] = list(zip(seen, marks(sweep, side), strict=True))
     lines: list[list[Word]] = [[]]
     at = 0.0
     for text, mark in abridge(pieces):

@@ -1,6 +1,6 @@
 """How a sweep is read, in numbers: what every picture of it shows, whatever draws it.
 
-    S sites · R rows of a panel (its layers, or one) · P columns
+S sites · R rows of a panel (its layers, or one) · P columns
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class Spot(msgspec.Struct, frozen=True):
 
 
 def panels(sweep: PatchSweep) -> list[Panel]:
-    """One panel a site, in the sweep's order."""
-    return [_panel(sweep, s, site) for s, site in enumerate(sweep.sites)]
+    """One panel a site, in the sweep's order, those without layers last."""
+    found = [_panel(sweep, s, site) for s, site in enumerate(sweep.sites)]
+    return sorted(found, key=lambda panel: panel.rows == (None,))
 
 
 def _panel(sweep: PatchSweep, number: int, site: str) -> Panel:
@@ -82,7 +83,7 @@ def scale(sweep: PatchSweep) -> Scale:
 
 
 def ranked(sweep: PatchSweep, count: int) -> list[Spot]:
-    """The `count` spots furthest from the corrupt baseline towards clean, best first; ties in grid order."""
+    """The `count` spots furthest from the corrupt baseline towards clean, best first; ties in the panels' order."""
     spots = [
         Spot(s, int(row), int(column), float(panel.values[row, column]))
         for s, panel in enumerate(panels(sweep))

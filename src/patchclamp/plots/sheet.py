@@ -7,6 +7,7 @@ round. No pyplot: nothing global is read or changed, so pictures can be made fro
 from __future__ import annotations
 
 import functools
+import math
 from typing import TYPE_CHECKING, Any
 
 from patchclamp.plots.palette import INK
@@ -59,15 +60,22 @@ class Ruler:
         return max((self.width(text, size) for text in texts), default=0.0)
 
     def wrap(self, text: str, width: float, size: float = 9, **how: Any) -> list[str]:
-        """Lines no wider than `width`, broken at spaces; a single longer word stays whole."""
+        """Lines no wider than `width`, broken at spaces, and within a word only where it is wider by itself."""
         lines: list[str] = []
         for word in text.split(" "):
             longer = f"{lines[-1]} {word}" if lines else word
             if lines and self.width(longer, size, **how) <= width:
                 lines[-1] = longer
             else:
-                lines.append(word)
+                lines += self._cut(word, width, size, how)
         return lines
+
+    def _cut(self, word: str, width: float, size: float, how: dict[str, Any]) -> list[str]:
+        pieces = math.ceil(1.1 * self.width(word, size, **how) / width)
+        if self.width(word, size, **how) <= width or len(word) < 2:
+            return [word]
+        each = math.ceil(len(word) / pieces)
+        return [word[i : i + each] for i in range(0, len(word), each)]
 
     def _inked(self, text: str, size: float, how: dict[str, Any]) -> float:
         drawn = self._figure.text(0, 0, text, **lettering(size, **how))

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from patchclamp.plots import words
-from patchclamp.plots.layout import (
-    BAR_HEIGHT, BAR_WIDTH, BESIDE_BAR, BOX, GAP, HEADING, KEY, LABEL, LAYERS, MARGIN, TITLE, TITLE_LINE, Layout, layout,
-)  # fmt: skip
+from patchclamp.plots import layout, words
+from patchclamp.plots.layout import LABEL, MARGIN, Layout
 from patchclamp.plots.palette import BLANK, CLEAN, CORRUPT, DIVERGING, INK, MUTED
 from patchclamp.plots.reading import Panel, Scale, Spot, ranked, scale
 from patchclamp.plots.sheet import Ruler, Sheet, lettering
@@ -31,25 +29,25 @@ def sweep_png(sweep: PatchSweep, path: str | Path) -> Path:
     Raises: `PatchclampError` without matplotlib, `UnknownName` for a format it does not write.
     """
     target, ending = picture(path)
-    sweep_figure(sweep).savefig(target, format=ending)
+    sweep_figure(sweep).savefig(target, format=ending, dpi="figure", facecolor="white")
     return target
 
 
 def sweep_figure(sweep: PatchSweep) -> Figure:
     """The picture as a matplotlib figure."""
-    plan = layout(sweep, _footer(sweep), Ruler())
+    plan = layout.plan(sweep, _footer(sweep), Ruler())
     sheet, colours = Sheet(plan.width, plan.height), _Colours(scale(sweep))
     best = ranked(sweep, 1)
     y = _header(sheet, plan)
     _key(sheet, y, plan, sweep, colours)
-    y += KEY
+    y += layout.KEY
     for row in plan.rows:
-        y += HEADING + plan.row_height(row)
+        y += layout.HEADING + plan.row_height(row)
         for place, number in enumerate(row):
-            x = MARGIN + plan.gutter + place * (plan.panel_width + LAYERS + GAP)
+            x = MARGIN + plan.gutter + place * (plan.panel_width + layout.LAYERS + layout.GAP)
             axes = sheet.axes(x, y - (h := plan.panel_height(plan.panels[number])), plan.panel_width, h)
             _panel(axes, plan, plan.panels[number], colours, [s for s in best if s.panel == number])
-        y += plan.label_height + 0.2 + GAP
+        y += plan.label_height + 0.2 + layout.GAP
     for i, line in enumerate(plan.footer):
         sheet.text(MARGIN, y + 0.2 * i, line, LABEL, color=MUTED)
     return sheet.figure
@@ -83,8 +81,8 @@ def _header(sheet: Sheet, plan: Layout) -> float:
     """Title and prompts; returns where they end."""
     y = MARGIN + 0.1
     for line in plan.title:
-        sheet.text(MARGIN, y, line, TITLE, weight="bold")
-        y += TITLE_LINE
+        sheet.text(MARGIN, y, line, layout.TITLE, weight="bold")
+        y += layout.TITLE_LINE
     y += 0.02
     for passage in plan.passages:
         passage.draw(sheet, MARGIN, y, plan.indent)
@@ -96,18 +94,18 @@ def _key(sheet: Sheet, y: float, plan: Layout, sweep: PatchSweep, colours: _Colo
     """The colour bar with both baselines on it, and beside it what outline and hatching mean."""
     from matplotlib.patches import Rectangle
 
-    _bar(sheet.axes(MARGIN + 0.1, y + 0.2, BAR_WIDTH, BAR_HEIGHT), sweep, colours)
+    _bar(sheet.axes(MARGIN + 0.1, y + 0.2, layout.BAR_WIDTH, layout.BAR_HEIGHT), sweep, colours)
     notes: list[tuple[str, dict[str, Any]]] = []
     if plan.key:
         notes.append((plan.key, {"facecolor": "white", "edgecolor": "black", "linewidth": 1.8}))
     if any(np.isnan(panel.values).any() for panel in plan.panels):
         notes.append(("not run", _hatching() | {"linewidth": 0.5}))
-    x = MARGIN + BESIDE_BAR
+    x = MARGIN + layout.BESIDE_BAR
     for i, (text, look) in enumerate(notes):
         base = y + 0.32 + i * 0.22
         corner = (x / sheet.width, 1 - base / sheet.height)
         sheet.figure.add_artist(Rectangle(corner, 0.16 / sheet.width, 0.11 / sheet.height, **look))
-        sheet.text(x + BOX, base, text, LABEL)
+        sheet.text(x + layout.BOX, base, text, LABEL)
 
 
 def _hatching() -> dict[str, Any]:
@@ -123,8 +121,9 @@ def _bar(axes: Axes, sweep: PatchSweep, colours: _Colours) -> None:
     extend = {(0, 0): "neither", (1, 0): "min", (0, 1): "max", (1, 1): "both"}[
         bool(np.nanmin(sweep.grid) < reach.low), bool(np.nanmax(sweep.grid) > reach.high)
     ]
-    bar = axes.figure.colorbar(ScalarMappable(colours.norm, colours.map), cax=axes, orientation="horizontal", extend=extend)
-    bar.set_ticks(MaxNLocator(5).tick_values(reach.low, reach.high))
+    shades = ScalarMappable(colours.norm, colours.map)
+    bar = axes.figure.colorbar(shades, cax=axes, orientation="horizontal", extend=extend)
+    bar.set_ticks([t for t in MaxNLocator(5).tick_values(reach.low, reach.high) if reach.low <= t <= reach.high])
     axes.set_xlim(reach.low, reach.high)
     bar.outline.set_visible(False)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}".replace("-", "−")))
@@ -153,19 +152,25 @@ def _panel(axes: Axes, plan: Layout, panel: Panel, colours: _Colours, best: list
     axes.patch.set(**_hatching())
     axes.pcolormesh(
         np.arange(columns + 1), np.arange(rows + 1), np.ma.masked_invalid(panel.values),
-        cmap=colours.map, norm=colours.norm, edgecolors="white", linewidth=0.5 if plan.cell_height > 0.14 else 0,
+        cmap=colours.map, norm=colours.norm, edgecolors="white",
+        linewidth=0.5 if min(plan.cell_height, plan.cell_width) > 0.14 else 0,
     )  # fmt: skip
     axes.set_title(panel.site, loc="left", pad=5, **lettering(10.5, weight="bold"))
     axes.set_xlabel("token of the corrupt prompt", **lettering(LABEL, color=MUTED))
-    turned = {0: {"ha": "center"}, 45: {"ha": "right"}, 90: {"ha": "right", "va": "center"}}[plan.angle]
-    every = plan.label_every
-    axes.set_xticks(np.arange(0, columns, every) + 0.5)
-    axes.set_xticklabels(plan.labels[::every], rotation=plan.angle, rotation_mode="anchor", **lettering(LABEL, **turned))
+    _tokens(axes, plan)
     _layers(axes, plan, panel)
     _ticks(axes)
     _numbers(axes, plan, panel, colours)
     for spot in best:
         _outline(axes, spot)
+
+
+def _tokens(axes: Axes, plan: Layout) -> None:
+    every = plan.label_every
+    turned = {0: {"ha": "center"}, 45: {"ha": "right"}, 90: {"ha": "right", "va": "center"}}[plan.angle]
+    axes.set_xticks(np.arange(0, len(plan.labels), every) + 0.5)
+    how = lettering(LABEL, **turned)
+    axes.set_xticklabels(plan.labels[::every], rotation=plan.angle, rotation_mode="anchor", **how)
 
 
 def _layers(axes: Axes, plan: Layout, panel: Panel) -> None:
@@ -180,6 +185,7 @@ def _layers(axes: Axes, plan: Layout, panel: Panel) -> None:
 
 
 def _ticks(axes: Axes) -> None:
+    axes.grid(False)
     axes.tick_params(length=2.5, width=0.6, color=MUTED, labelcolor=INK, labelsize=LABEL)
     for spine in axes.spines.values():
         spine.set_visible(False)
@@ -189,10 +195,11 @@ def _numbers(axes: Axes, plan: Layout, panel: Panel, colours: _Colours) -> None:
     """The values themselves, where cells have room for them."""
     if plan.cell_width < 0.48 or plan.cell_height < 0.25:
         return
+    decimals = 2 if colours.reach.half >= 0.5 else 3
     for (row, column), value in np.ndenumerate(panel.values):
         if not np.isnan(value):
             how = lettering(8, ha="center", va="center", color=colours.on(value))
-            axes.text(column + 0.5, row + 0.5, words.number(value), **how)
+            axes.text(column + 0.5, row + 0.5, f"{value:.{decimals}f}".replace("-", "−"), **how)
 
 
 def _outline(axes: Axes, spot: Spot) -> None:

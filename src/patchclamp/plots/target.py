@@ -17,7 +17,8 @@ def need(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise PatchclampError(f"a picture needs {error.name}: pip install 'patchclamp[plots]'") from None
+        missing = str(error.name).partition(".")[0]
+        raise PatchclampError(f"a picture needs {missing}: pip install 'patchclamp[plots]'") from None
 
 
 def picture(path: str | Path) -> tuple[Path, str]:

@@ -76,6 +76,11 @@ def title(sweep: PatchSweep) -> str:
     return f"Patching clean activations into the corrupt run: {quantity(sweep)}"
 
 
+def unbroken(text: str) -> str:
+    """A title whose quoted tokens keep the space they begin with on their line."""
+    return text.replace("' ", "'\u00a0").replace("− '", "−\u00a0'")
+
+
 def formula(sweep: PatchSweep) -> str:
     answer, foil = quoted(sweep.answer), quoted(sweep.foil or "")
     if sweep.foil is None or sweep.metric == "logprob":

@@ -62,11 +62,11 @@ class Runtime:
 
     # -- vectors and results, between steps
 
-    def hold(self, vectors: dict[str, torch.Tensor]) -> None:
-        """Keeps inline vectors [n, W] for one more holder each."""
-        for key, rows in vectors.items():
-            held, holders = self._vectors.get(key, (rows, 0))
-            self._vectors[key] = (held, holders + 1)
+    def hold(self, vectors: dict[str, torch.Tensor], holders: Iterable[str]) -> None:
+        """Keeps inline vectors [n, W], each for one more holder every time `holders` names it."""
+        for key in holders:
+            held, count = self._vectors.get(key) or (vectors[key], 0)
+            self._vectors[key] = (held, count + 1)
 
     def let_go(self, keys: Iterable[str]) -> None:
         """One holder less; a vector without holders stays only as long as the bank has room."""
@@ -87,6 +87,17 @@ class Runtime:
                 self.store.release(run)
                 for point in range(len(self.sites.points)):
                     self.bank.forget(run_key(run, point))
+
+    def status(self) -> dict[str, int]:
+        """Counts of what is held: all but the free records fall back to 0 when everything is done and released."""
+        return {
+            "programs": len(self),
+            "runs": len(self.store),
+            "pinned": self.bank.pinned,
+            "vectors": len(self._vectors),
+            "free_records": self.table.free_records,
+            "steps_planned": self.steps_planned,
+        }
 
     def take_error(self, run: str) -> Packed | None:
         """What went wrong with a run in here, once."""
@@ -189,9 +200,7 @@ class Runtime:
         if plan is None or plan.size == 0:
             return
         run = self._run_of_slot[captures.slot]
-        self.store.add(
-            CapturedStep(self._kept, run, captures.point, captures.op, plan.begin, plan.count, plan.target)
-        )
+        self.store.add(CapturedStep(self._kept, run, captures.point, captures.op, plan.begin, plan.count, plan.target))
 
     def _load(self, key: str) -> None:
         """Brings a key into the bank: an inline vector from its host copy, a run's rows from the store."""

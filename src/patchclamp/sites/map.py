@@ -91,7 +91,9 @@ class SiteMap:
                 raise UnsupportedSite(f"{site}: this model has {self.layers} layers (0 to {self.layers - 1})")
             return [given % self.layers]
         chosen = list(given.indices(self.layers))
-        beyond = [end for end in (given.start, given.stop) if end is not None and not -self.layers <= end <= self.layers]
+        beyond = [
+            end for end in (given.start, given.stop) if end is not None and not -self.layers <= end <= self.layers
+        ]
         if beyond or not chosen:
             raise UnsupportedSite(f"{site}: this model has {self.layers} layers (0 to {self.layers - 1})")
         return chosen

@@ -40,7 +40,9 @@ def prove(lm: Any) -> list[Proof]:
     base = lm.run(ids, max_tokens=1, capture=[*(_all(name) for name in names)])
     logits = np.asarray(base["logits"])
     noop = {
-        name: np.array_equal(_logits(lm.run(ids, max_tokens=1, edits=_write_back(base, name), capture=[_LOGITS])), logits)
+        name: np.array_equal(
+            _logits(lm.run(ids, max_tokens=1, edits=_write_back(base, name), capture=[_LOGITS])), logits
+        )
         for name in names
     }
     moved = _moved(lm, ids, base, names)
@@ -88,7 +90,11 @@ def _proof(lm: Any, base: Any, name: str, noop: bool, moved: dict[str, bool]) ->
     places = lm.sites.resolve(Site(name))
     point = lm.sites.points[places[0].point]
     rows = 1 if name == "logits" else LENGTH
-    wrong = [p for p in places if tuple(base[str(p)].shape) != (rows, point.width) or not np.isfinite(np.asarray(base[str(p)])).all()]
+    wrong = [
+        p
+        for p in places
+        if tuple(base[str(p)].shape) != (rows, point.width) or not np.isfinite(np.asarray(base[str(p)])).all()
+    ]
     still = [place for place in places if not moved[str(place)]]
     notes = [f"{wrong[0]} has shape {list(base[str(wrong[0])].shape)} or is not finite"] if wrong else []
     notes += ["writing back what was read changes the logits"] if not noop else []

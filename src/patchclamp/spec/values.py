@@ -47,7 +47,8 @@ class Vector(msgspec.Struct, frozen=True, tag="vector"):
             with np.errstate(over="ignore"):
                 array = np.ascontiguousarray(numbers, dtype="<f4")
         except (TypeError, ValueError, OverflowError) as error:
-            raise ShapeError(f"a vector is a tensor or a list of numbers, not {type(numbers).__name__}: {error}") from None
+            kind = type(numbers).__name__
+            raise ShapeError(f"a vector is a tensor or a list of numbers, not {kind}: {error}") from None
         return cls(tuple(array.shape), array.tobytes())
 
     def array(self) -> np.ndarray:
@@ -86,7 +87,7 @@ class From(msgspec.Struct, frozen=True, tag="from", dict=True):
             key = getattr(self.run, "key", None)
             if not isinstance(key, str):
                 raise ProgramError(f"From takes a Run (what lm.run returned), not {type(self.run).__name__}", "run")
-            self.__dict__["owner"] = self.run
+            self.__dict__["owner"] = self.run  # type: ignore[index]
             set_field(self, "run", key)
         for field, read in (("site", site), ("position", _position)):
             try:
@@ -109,6 +110,6 @@ def value(given: Any) -> Value:
     """A value from a vector's numbers, a `From`, or a value itself."""
     if isinstance(given, (Vector, From)):
         return given
-    if isinstance(given, Site) or isinstance(given, str):
+    if isinstance(given, (Site, str)):
         raise ProgramError(f"a value is a vector or pc.From(run, site), not {given!r}")
     return Vector.of(given)

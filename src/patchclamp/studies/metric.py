@@ -64,6 +64,10 @@ def single_token(lm, text: str | int, path: str) -> int:
     ids = lm.tokenizer.bare(text)
     if len(ids) != 1:
         pieces = lm.tokenizer.pieces(ids)
-        hint = f"; did you mean {' ' + text!r}?" if not text.startswith(" ") and len(lm.tokenizer.bare(" " + text)) == 1 else ""
+        hint = (
+            f"; did you mean {' ' + text!r}?"
+            if not text.startswith(" ") and len(lm.tokenizer.bare(" " + text)) == 1
+            else ""
+        )
         raise TokensError(f"{text!r} is {len(ids)} tokens ({pieces}); an answer or foil is one token{hint}", path)
     return ids[0]

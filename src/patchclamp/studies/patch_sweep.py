@@ -56,7 +56,7 @@ def patch_sweep(
     graded = grade(metric, single_token(lm, answer, "answer"), None if foil is None else single_token(lm, foil, "foil"))
     names = [_site(given, i) for i, given in enumerate(sites)]
     rows = _rows(lm, names, layers)
-    source = lm.run(clean, max_tokens=1, capture=[Site(n, l) @ _readable(n) for n, l in rows], score=graded.score)
+    source = lm.run(clean, max_tokens=1, capture=[Site(*row) @ _readable(row[0]) for row in rows], score=graded.score)
     base = lm.run(corrupt, max_tokens=1, score=graded.score)
     alignment = align(source.prompt_token_ids, base.prompt_token_ids)
     columns = _columns(lm, source, base, alignment, positions)
@@ -74,7 +74,8 @@ def patch_sweep(
         corrupt_tokens=tuple(lm.tokenizer.pieces(base.prompt_token_ids)),
         answer=lm.tokenizer.pieces([graded.answer])[0],
         foil=None if graded.foil is None else lm.tokenizer.pieces([graded.foil])[0],
-        sites=tuple(dict.fromkeys(given.name for given in names)), layers=_layers(rows), columns=tuple(columns), grid=grid,
+        sites=tuple(dict.fromkeys(given.name for given in names)), layers=_layers(rows), columns=tuple(columns),
+        grid=grid,
         clean=(source_value - offset) * factor, corrupt=(base_value - offset) * factor,
         noise_floor=floor * abs(factor), alignment=alignment.pairs, skipped=_skipped(lm, source, base, alignment),
     )  # fmt: skip
@@ -163,7 +164,11 @@ def _columns(lm: LM, source: Run, base: Run, alignment: Alignment, positions: Se
             raise error.under(f"positions[{i}]") from None
         alone = [p for p in chosen if p not in partner]
         if alone or not chosen:
-            what = f"position {alone[0]} ({pieces[alone[0]]!r}) has no partner in the clean prompt" if alone else "nothing selected"
+            what = (
+                f"position {alone[0]} ({pieces[alone[0]]!r}) has no partner in the clean prompt"
+                if alone
+                else "nothing selected"
+            )
             raise TokensError(f"{given}: {what}; aligned are {sorted(partner)}", f"positions[{i}]")
         label = "".join(pieces[p] for p in chosen)
         columns.append(Column(label, tuple(partner[p] for p in chosen), tuple(chosen)))

@@ -1,6 +1,6 @@
 """What a patch sweep found: a grid of metric values and all that is needed to read it.
 
-    S sites · L layers · P columns (positions or spans)
+S sites · L layers · P columns (positions or spans)
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+
+from patchclamp.spec.site import SITES
 
 if TYPE_CHECKING:
     import pandas
@@ -65,7 +67,7 @@ class PatchSweep(msgspec.Struct, frozen=True, eq=False):
     def cells(self) -> list[Cell]:
         """Every cell that was run, in grid order."""
         return [
-            Cell(site, None if np.isnan(self.grid[s, 1:]).all() and len(self.layers) > 1 else layer, column, float(value))
+            Cell(site, layer if SITES[site].layered else None, column, float(value))
             for s, site in enumerate(self.sites)
             for l, layer in enumerate(self.layers)  # noqa: E741
             for p, column in enumerate(self.columns)

@@ -42,7 +42,8 @@ SEAMS: dict[str, Seam] = {
         Seam("v2 step", "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model", "begin a step (V2)", _NEW),
         Seam("v2 sample", "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens", "end a step (V2)", _NEW),
         Seam("block keys", "vllm.v1.core.kv_cache_utils:generate_block_hash_extra_keys", "key edited blocks", _NEW),
-        Seam("cache search", "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks", "compute captured positions", _NEW),
+        Seam("cache search", "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks",
+             "compute what is captured", _NEW),
         Seam("engine", "vllm.v1.engine.llm_engine:LLMEngine.step", "carry requests", _NEW),
     )
 }  # fmt: skip
@@ -105,6 +106,18 @@ def core_process(separate: bool) -> Iterator[None]:
         os.environ.pop(name)
         if before is not None:
             os.environ[name] = before
+
+
+def spare_memory(arguments: dict[str, Any]) -> None:
+    """On a CPU, where vLLM would take most of the memory for its cache, takes at most a quarter of what is free.
+
+    Left alone where the caller says how much, and on a GPU.
+    """
+    import psutil
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and not {"gpu_memory_utilization", "kv_cache_memory_bytes"} & set(arguments):
+        arguments["kv_cache_memory_bytes"] = min(4 << 30, psutil.virtual_memory().available // 4)
 
 
 def model_facts(vllm_config: Any) -> dict[str, Any]:

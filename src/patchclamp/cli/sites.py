@@ -1,0 +1,32 @@
+"""`patchclamp sites`: what a model has to offer on an engine, each site proved there and then."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from patchclamp.cli.arguments import Dtype, Engine, Model, Options, read_options
+from patchclamp.cli.console import ERR, OUT
+from patchclamp.cli.loading import loaded
+
+
+def sites(
+    model: Model,
+    engine: Engine = None,
+    dtype: Dtype = None,
+    option: Options = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Prove every site of a model: right shape, a no-op write changes nothing, an edit moves the logits.
+
+    The exit status is 1 if a proof fails.
+    """
+    from patchclamp.cli.site_table import show_json, show_table
+    from patchclamp.sites.prove import prove
+
+    with loaded(model, engine, read_options(option, dtype), prove=False) as lm:
+        with ERR.status("proving every site …"):
+            proofs = prove(lm)
+        (show_json if as_json else show_table)(OUT, lm, proofs)
+    raise typer.Exit(0 if all(proof.holds for proof in proofs) else 1)

@@ -1,0 +1,323 @@
+"""The command line: what it asks of the library, what it shows of the answer, and how it fails. No model is loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("plotly")
+
+import patchclamp as pc
+from patchclamp.cli import demo as demo_command
+from patchclamp.cli.app import app
+from patchclamp.cli.arguments import read_options, read_positions
+from patchclamp.cli.early import check_sweep
+from patchclamp.sites import prove as prover
+from patchclamp.sites.prove import Proof
+
+SWEEP = ("sweep", "fake", "--engine", "fake", "--clean", "The Eiffel is in the", "--corrupt", "The Colosseum is in the",
+         "--answer", " Paris", "--foil", " Rome")  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATCHCLAMP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+
+
+def run(*arguments: str):
+    """A command's (exit status, output)."""
+    done = CliRunner().invoke(app, list(arguments))
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.exit_code, done.output
+
+
+def failed(*arguments: str) -> str:
+    """The single line of a command that must fail with status 2."""
+    status, output = run(*arguments)
+    lines = output.splitlines()
+    assert status == 2, output
+    assert len(lines) == 1, output
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
+class TestFront:
+    @pytest.mark.parametrize("arguments", [(), ("sweep",), ("sites",), ("demo",)])
+    def test_help(self, arguments: tuple[str, ...]):
+        status, output = run(*arguments, "--help")
+        assert status == 0
+        assert "Usage: patchclamp" in output
+        named = {(): ("sweep", "sites", "demo", "--version"), ("sites",): ("--json",), ("demo",): ("--out",)}
+        sweeps = ("--clean", "--corrupt", "--answer", "--foil", "--site", "--metric", "--layers", "--positions",
+                  "--engine", "--dtype", "--option", "--png", "--html", "--top")  # fmt: skip
+        assert all(name in output for name in named.get(arguments, sweeps))
+
+    def test_version(self):
+        assert run("--version") == (0, f"patchclamp {pc.__version__}\n")
+
+    def test_help_loads_nothing_heavy(self):
+        code = (
+            "import sys; from typer.testing import CliRunner; from patchclamp.cli.app import app; "
+            "assert CliRunner().invoke(app, ['sweep', '--help']).exit_code == 0; "
+            "print({'torch', 'vllm', 'transformers', 'matplotlib', 'plotly', 'numpy'} & set(sys.modules))"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.stdout == "set()\n", done.stderr
+
+
+class TestArguments:
+    @pytest.mark.parametrize(
+        ("text", "value"),
+        [
+            ("max_model_len=512", 512), ("gpu_memory_utilization=0.5", 0.5), ("enforce_eager=true", True),
+            ("seed=null", None), ("revision=main", "main"), ("load_format=", ""), ("x=a=b", "a=b"),
+            ('hf_overrides={"a": [1]}', {"a": [1]}),
+        ],
+    )  # fmt: skip
+    def test_an_option_is_json_where_it_parses(self, text: str, value):
+        assert list(read_options([text]).values()) == [value]
+
+    def test_dtype_is_an_option_like_any(self):
+        assert read_options(["seed=1"], "float32") == {"dtype": "float32", "seed": 1}
+        assert read_options(None) == {}
+
+    @pytest.mark.parametrize(
+        ("given", "dtype", "text"),
+        [
+            (["seed"], None, "'seed' is not KEY=VALUE, as in max_model_len=512"),
+            (["=1"], None, "'=1' is not KEY=VALUE"),
+            (["seed=1", "seed=2"], None, "seed is given twice"),
+            (["dtype=float16"], "float32", "dtype is given twice"),
+            (["engine=vllm"], None, "engine is not an option of the engine: see --engine"),
+            (["prove=false"], None, "prove is not an option of the engine"),
+        ],
+    )
+    def test_what_is_no_option_is_told(self, given: list[str], dtype: str | None, text: str):
+        with pytest.raises(pc.ProgramError) as raised:
+            read_options(given, dtype)
+        assert str(raised.value).startswith(f"--option: {text}")
+
+    def test_positions(self):
+        assert read_positions(["-1", "3", "prompt[-1]", 'span("a")']) == [-1, 3, "prompt[-1]", 'span("a")']
+        assert read_positions([]) is None
+        assert read_positions(None) is None
+
+    @pytest.mark.parametrize(
+        ("wrong", "text"),
+        [
+            ({"metric": "logprb"}, "metric: no metric 'logprb' (did you mean 'logprob'?)"),
+            ({"metric": "recovered", "foil": None}, "foil: recovered compares the answer with a foil"),
+            ({"sites": ["resid_per"]}, "--site: no site 'resid_per' (did you mean 'resid_pre'"),
+            ({"layers": "a:b"}, "--layers: 'a:b' is neither a number nor a range"),
+            ({"positions": [1, "promt[0]"]}, "--positions: no group of tokens 'promt' (did you mean 'prompt'?)"),
+            ({"png": "sweep.pgn"}, "sweep.pgn: no picture format 'pgn' (did you mean 'png'"),
+        ],
+    )
+    def test_what_is_wrong_is_found_before_a_model_is_loaded(self, wrong: dict, text: str):
+        right = {"sites": ["resid_pre[3]"], "layers": "0:4", "positions": [1], "metric": "logprob", "foil": " Rome"}
+        check_sweep(**right)
+        with pytest.raises(pc.PatchclampError) as raised:
+            check_sweep(**(right | wrong))
+        assert str(raised.value).startswith(text)
+
+
+class TestErrors:
+    @pytest.mark.parametrize("command", [SWEEP[:2] + SWEEP[4:], ("sites", "smollm2"), ("demo", "--out", "{}")])
+    def test_an_unknown_engine_is_told_with_the_known_ones(self, command: tuple[str, ...], tmp_path):
+        line = failed(*(word.format(tmp_path) for word in command), "--engine", "vlm")
+        assert line == "error: engine: no engine 'vlm' (did you mean 'vllm'?); there are: vllm, transformers, fake"
+
+    def test_an_unknown_option_is_told_with_the_known_ones(self):
+        assert "no engine option 'd_modl' (did you mean 'd_model'?)" in failed(*SWEEP, "--option", "d_modl=8")
+
+    def test_an_option_that_is_none(self):
+        assert failed(*SWEEP, "--option", "seed") == "error: --option: 'seed' is not KEY=VALUE, as in max_model_len=512"
+
+    def test_an_answer_of_several_tokens(self):
+        assert "answer" in failed(*SWEEP[:-3], "Parisians")
+
+    def test_a_line_is_one_line_and_no_markup(self, monkeypatch):
+        def broken(*_, **__):
+            raise pc.EngineError("[red]first[/red]\n  second " + "x" * 200, "engine")
+
+        monkeypatch.setattr("patchclamp.lm.LM", broken)
+        assert failed(*SWEEP) == "error: engine: [red]first[/red] second " + "x" * 200
+
+    def test_a_missing_argument_is_the_usual_usage_error(self):
+        status, output = run("sweep", "fake")
+        assert status == 2
+        assert "Missing option" in output
+
+    def test_other_errors_are_not_hidden(self, monkeypatch):
+        def broken(*_, **__):
+            raise ZeroDivisionError
+
+        monkeypatch.setattr("patchclamp.lm.LM", broken)
+        with pytest.raises(ZeroDivisionError):
+            run(*SWEEP)
+
+
+class TestSweep:
+    def test_best_cells_baselines_and_pictures(self, tmp_path):
+        png, page = tmp_path / "new" / "sweep.png", tmp_path / "new" / "sweep.html"
+        status, output = run(
+            *SWEEP, "--site", "resid_pre", "--site", "embed", "--layers", "0:2", "--top", "3", "--png", str(png),
+            "--html", str(page),
+        )  # fmt: skip
+        assert status == 0
+        with pc.LM("fake") as lm:
+            sweep = pc.studies.patch_sweep(
+                lm, clean=SWEEP[5], corrupt=SWEEP[7], answer=" Paris", foil=" Rome", layers="0:2",
+                sites=["resid_pre", "embed"],
+            )  # fmt: skip
+        assert "logit difference ' Paris' − ' Rome'" in output
+        assert f"clean run   {sweep.clean:.2g}".replace("-", "−")[:16] in output
+        assert "noise floor 0" in output
+        rows = [line for line in output.splitlines() if " → " in line]
+        assert len(rows) == 3
+        for row, cell in zip(rows, sweep.best(3), strict=True):
+            assert row.startswith(cell.site)
+            assert cell.column.label.replace(" ", "·") in row
+        assert f"wrote {png}" in output.replace("\n", "")
+        assert png.read_bytes().startswith(b"\x89PNG")
+        assert "Eiffel" in page.read_text(encoding="utf-8")
+
+    def test_every_argument_reaches_the_study(self, monkeypatch):
+        asked = {}
+
+        class Closing:
+            def __init__(self, *given, **options):
+                asked["lm"] = (given, options)
+
+            def __enter__(self):
+                return self
+
+            def __exit__(self, *_):
+                asked["closed"] = True
+
+        def study(lm, **given):
+            asked["study"] = given
+            raise pc.RunError("far enough")
+
+        monkeypatch.setattr("patchclamp.lm.LM", Closing)
+        monkeypatch.setattr("patchclamp.studies.patch_sweep", study)
+        line = failed(
+            "sweep", "org/model", "--engine", "vllm", "--dtype", "float32", "--option", "seed=1", "--clean", "a",
+            "--corrupt", "b", "--answer", "c", "--metric", "logprob", "--layers", "3", "--positions", "-1",
+            "--positions", 'span("x")',
+        )  # fmt: skip
+        assert line == "error: far enough"
+        assert asked == {
+            "lm": (("org/model", "vllm"), {"prove": True, "dtype": "float32", "seed": 1}),
+            "study": {
+                "clean": "a", "corrupt": "b", "answer": "c", "foil": None, "sites": ["resid_pre"], "layers": "3",
+                "positions": [-1, 'span("x")'], "metric": "logprob",
+            },
+            "closed": True,
+        }  # fmt: skip
+
+    def test_skipped_positions_are_named(self):
+        arguments = list(SWEEP)
+        arguments[5] = "The Eiffel Tower is in the"
+        status, output = run(*arguments)
+        assert status == 0
+        assert "not patched: ' Eiffel' (clean 2), ' Tower' (clean 3), ' Colosseum' (corrupt 2)" in output
+
+
+class TestSites:
+    def test_the_table_shows_every_site_with_its_proofs(self):
+        status, output = run("sites", "fake", "--engine", "fake")
+        assert status == 0
+        with pc.LM("fake") as lm:
+            names = lm.sites.names
+        for name in names:
+            (row,) = [line for line in output.splitlines() if line.startswith(f"{name} ")]
+            assert row.count("✓") == 3
+        assert f"all {len(names)} sites hold" in output
+        assert "[T, 16]" in output
+        assert "[N, 64]" in output
+
+    def test_json(self):
+        status, output = run("sites", "fake", "--engine", "fake", "--json", "--option", "layers=2")
+        rows = {row["site"]: row for row in json.loads(output)}
+        assert status == 0
+        assert rows["resid_post"] == {
+            "site": "resid_post", "layers": 2, "shape": "[T, 16]", "layout": "replicated", "module": "–",
+            "proofs": {"shape": True, "noop": True, "edit": True}, "holds": True, "note": "",
+        }  # fmt: skip
+        assert rows["embed"]["layers"] is None
+
+    def test_a_site_that_is_not_proved_is_status_1(self, monkeypatch):
+        proofs = [
+            Proof("resid_pre", 3, 16, "replicated", True, True, True),
+            Proof("mlp_out", 3, 16, "replicated", True, False, True, "writing back [changes] the logits"),
+        ]
+        monkeypatch.setattr(prover, "prove", lambda lm: proofs)
+        status, output = run("sites", "fake", "--engine", "fake")
+        assert status == 1
+        assert "mlp_out: writing back [changes] the logits" in output
+        assert output.count("✗") == 1
+        assert "sites hold" not in output
+        status, output = run("sites", "fake", "--engine", "fake", "--json")
+        assert status == 1
+        assert [row["holds"] for row in json.loads(output)] == [True, False]
+
+    def test_modules_are_those_of_the_engine(self):
+        from patchclamp.cli.site_table import module
+
+        found = {}
+        with pc.LM("fake") as lm:
+            for engine in ("vllm", "transformers"):
+                lm.engine.model = msgspec.structs.replace(lm.model, engine=engine)
+                found[engine] = {name: module(lm, name) for name in lm.sites.names}
+        assert found["vllm"]["logits"] == "compute_logits, output"
+        assert found["transformers"]["logits"] == "lm_head, output"
+        assert found["vllm"]["resid_pre"] == "model.layers.{l}, input"
+        assert found["vllm"]["resid_post"] == "model.layers.{l+1}, input"
+
+
+class TestDemo:
+    def test_tells_what_it_does_and_leaves_pictures(self, tmp_path):
+        status, output = run("demo", "--engine", "fake", "--out", str(tmp_path / "out"))
+        assert status == 0
+        for part in (demo_command.CLEAN, demo_command.CORRUPT, "Loading smollm2 on fake",
+                     "Patching resid_pre, attn_out", "clean run", "corrupt run", "best cells"):  # fmt: skip
+            assert part in output
+        assert output.count(" s\n") == 2, "both steps say how long they took"
+        assert {path.name for path in (tmp_path / "out").iterdir()} == {"sweep.png", "sweep.html"}
+
+    @pytest.mark.parametrize("installed", [True, False])
+    def test_runs_on_vllm_where_it_is_installed(self, installed: bool, tmp_path, monkeypatch):
+        find, asked = importlib.util.find_spec, []
+
+        def lm(*given, **options):
+            asked.append((given, options))
+            raise pc.EngineError("far enough")
+
+        monkeypatch.setattr("patchclamp.lm.LM", lm)
+        vllm = object() if installed else None
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: vllm if name == "vllm" else find(name))
+        status, output = run("demo", "--out", str(tmp_path))
+        engine = "vllm" if installed else "transformers"
+        assert status == 2
+        assert ("vLLM is not installed here, so this demo runs on Transformers instead" in output) == (not installed)
+        assert asked == [(("smollm2", engine), {"prove": True, **demo_command.OPTIONS[engine]})]
+
+    def test_vllm_is_quiet_unless_the_environment_says_otherwise(self, monkeypatch):
+        monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+        run("sites", "fake")
+        assert os.environ["VLLM_LOGGING_LEVEL"] == "ERROR"
+        monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+        run("sites", "fake")
+        assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"

@@ -1,0 +1,290 @@
+"""The fast kernel equals the readable one, and the stream's two bf16 tensors lose nothing that they could hold."""
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from patchclamp.kernels import fused, reference
+from patchclamp.plan import CAPTURE, LINEAR, RECORD, Batch, ProgramTable, StepPlan, make_plan
+
+WIDTHS, SAMPLED = np.array([4, 4, 7]), np.array([False, False, True])
+POINTS, BANK = len(WIDTHS), 28 * 20
+FACTORS = np.array([0.0, 1.0, -1.0, 0.5, 3.3333333, 1e-3, -0.0], np.float32)
+
+
+class Step(msgspec.Struct):
+    """A planned step, its vectors, and the values at each point."""
+
+    table: ProgramTable
+    plan: StepPlan
+    bank: np.ndarray
+    values: list[np.ndarray]
+    kept: np.ndarray
+
+
+def numbers(draw: np.random.Generator, *shape: int) -> np.ndarray:
+    """Normal numbers over many magnitudes, some of them zero."""
+    made = draw.standard_normal(shape) * 10.0 ** draw.integers(-4, 5, shape) * (draw.random(shape) > 0.1)
+    return made.astype(np.float32)
+
+
+def records(draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Up to six records at each point; captures of a point and op do not overlap, as `bind` makes them."""
+    counts, made = draw.integers(0, 7, POINTS), []
+    for point, count in enumerate(counts):
+        for ordinal in range(count):
+            start, length = int(draw.integers(0, 12)), int(draw.integers(1, 7))
+            kind, step = (LINEAR if draw.random() < 0.6 else CAPTURE), int(draw.integers(0, 2))
+            value = int(draw.integers(0, BANK // WIDTHS[point] - 7)) * WIDTHS[point] if kind == LINEAR else ordinal
+            made.append((start, start + length, kind, step, value, *draw.choice(FACTORS, 2)))
+    return np.array(made, RECORD), counts
+
+
+@st.composite
+def steps(draw) -> Step:
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    table = ProgramTable(4, POINTS, 100)
+    for _ in range(draw(st.integers(1, 4))):
+        table.admit(*records(rng))
+    slots = np.array(draw(st.permutations([*range(1, len(table) + 1), 0, 0])))
+    count = rng.integers(1, 6, len(slots))
+    row = np.cumsum(count) - count + np.cumsum(rng.integers(0, 2, len(slots)))
+    batch = Batch(slots, row, rng.integers(0, 12, len(slots)), count, int(row[-1] + count[-1]))
+    plan = make_plan(batch, table, WIDTHS, SAMPLED)
+    rows = [len(slots) if sampled else batch.rows for sampled in SAMPLED]
+    values = [numbers(rng, r, w) for r, w in zip(rows, WIDTHS, strict=True)]
+    return Step(table, plan, numbers(rng, BANK), values, numbers(rng, plan.size))
+
+
+def rows_of(step: Step, point: int):
+    return step.plan.sampled if SAMPLED[point] else step.plan.tokens
+
+
+def by_reference(step: Step, point: int, h: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    return reference.apply(h, rows_of(step, point), point, step.table, step.plan, step.bank, kept)
+
+
+def by_fused(step: Step, point: int, hidden: torch.Tensor, residual: torch.Tensor | None, kept: torch.Tensor) -> None:
+    bank = torch.from_numpy(step.bank)
+    fused.apply(hidden, residual, rows_of(step, point), point, step.table, step.plan, bank, kept)
+
+
+def bits(array) -> list:
+    return np.asarray(array).view(np.int32).tolist()
+
+
+# -- fused against reference
+
+
+@given(steps())
+def test_fused_equals_reference_bit_for_bit(step):
+    kept, kept_fused = step.kept.copy(), torch.from_numpy(step.kept.copy())
+    for point, value in enumerate(step.values):
+        h, hidden = value.copy(), torch.from_numpy(value.copy())
+        edited = by_reference(step, point, h, kept)
+        by_fused(step, point, hidden, None, kept_fused)
+        assert bits(hidden) == bits(h)
+        assert bits(kept_fused) == bits(kept)
+        assert np.array_equal(h[~edited], value[~edited])
+        assert edited.any() or not (h != value).any()
+
+
+@given(steps())
+def test_reference_is_what_the_records_say(step):
+    """Each row again, from the definitions of the ops, in double precision."""
+    kept = step.kept.copy()
+    for point, value in enumerate(step.values):
+        h, rows = value.copy(), rows_of(step, point)
+        by_reference(step, point, h, kept)
+        for r in range(len(h)):
+            s, position = value[r].astype(np.float64), rows.position[r]
+            largest = np.abs(s).max()
+            first, last = step.table.first[rows.slot[r], point : point + 2]
+            for number in range(first, last):
+                record = step.table.records[number]
+                if not record["start"] <= position < record["stop"]:
+                    continue
+                if record["kind"] == CAPTURE:
+                    c = step.table.captures.record.tolist().index(number)
+                    at = step.plan.target[c] + (position - step.plan.begin[c]) * WIDTHS[point]
+                    np.testing.assert_allclose(kept[at : at + WIDTHS[point]], s, rtol=1e-5, atol=1e-6 * largest)
+                    continue
+                begin = record["value"] + (position - record["start"]) * record["step"] * WIDTHS[point]
+                v = step.bank[begin : begin + WIDTHS[point]].astype(np.float64)
+                s, v = float(record["x"]) * s, float(record["y"]) * v
+                largest = max(largest, np.abs(s).max(), np.abs(v).max())
+                s = s + v
+            np.testing.assert_allclose(h[r], s, rtol=1e-5, atol=1e-6 * largest)
+
+
+def program(*made: tuple, position: int = 0, rows: int = 2, width: int = 4) -> tuple[ProgramTable, StepPlan]:
+    """One request of `rows` rows from `position` on, with records (start, stop, kind, step, value, x, y) at point 0."""
+    table = ProgramTable(1, 1, 8)
+    slot = table.admit(np.array(list(made), RECORD), np.array([len(made)]))
+    batch = Batch(np.array([slot]), np.array([0]), np.array([position]), np.array([rows]), rows)
+    return table, make_plan(batch, table, np.array([width]), np.array([False]))
+
+
+def apply(
+    table: ProgramTable, plan: StepPlan, h: np.ndarray, bank: np.ndarray, kernel: str
+) -> tuple[np.ndarray, np.ndarray]:
+    h, kept = h.astype(np.float32), np.full(plan.size, -7.0, np.float32)
+    if kernel == "reference":
+        reference.apply(h, plan.tokens, 0, table, plan, bank, kept)
+        return h, kept
+    hidden, kept_K = torch.from_numpy(h), torch.from_numpy(kept)
+    fused.apply(hidden, None, plan.tokens, 0, table, plan, torch.from_numpy(bank), kept_K)
+    return hidden.numpy(), kept_K.numpy()
+
+
+both = pytest.mark.parametrize("kernel", ["reference", "fused"])
+
+
+@both
+def test_ops_act_in_order_and_captures_see_their_place(kernel):
+    bank = np.array([1, 2, 3, 4, 10, 20, 30, 40], np.float32)
+    made = [
+        (0, 9, CAPTURE, 0, 0, 0, 0),      # before
+        (0, 9, LINEAR, 0, 4, 1.0, 0.5),   # h + 0.5·[10 …]
+        (3, 4, CAPTURE, 0, 2, 0, 0),      # in the middle, position 3 alone
+        (3, 5, LINEAR, 1, 0, 0.0, 1.0),   # a row each: [1 …], [10 …]
+        (4, 5, LINEAR, 0, 0, 0.0, 0.0),   # zero
+        (0, 9, CAPTURE, 0, 5, 0, 0),      # after
+    ]  # fmt: skip
+    table, plan = program(*made, position=2, rows=3)
+    h, kept = apply(table, plan, np.ones((3, 4)), bank, kernel)
+    assert h.tolist() == [[6, 11, 16, 21], [1, 2, 3, 4], [0, 0, 0, 0]]
+    rows = kept.reshape(-1, 4)
+    assert plan.count.tolist() == [3, 1, 3]
+    first, middle, last = (rows[t // 4 : t // 4 + n].tolist() for t, n in zip(plan.target, plan.count, strict=True))
+    assert first == [[1] * 4] * 3
+    assert middle == [[6, 11, 16, 21]]
+    assert last == h.tolist()
+
+
+@both
+def test_a_factor_of_zero_leaves_nan_out(kernel):
+    bank = np.array([1, 2, 3, 4] + [np.nan] * 4, np.float32)
+    nan = np.full((1, 4), np.nan)
+    cases = [
+        (nan, (0.0, 1.0), 0, [1, 2, 3, 4]),
+        (nan, (0.0, 0.0), 0, [0, 0, 0, 0]),
+        (np.ones((1, 4)), (1.0, 0.0), 4, [1, 1, 1, 1]),
+        (np.ones((1, 4)), (2.0, -0.0), 4, [2, 2, 2, 2]),
+        (np.ones((1, 4)), (0.0, 0.0), 4, [0, 0, 0, 0]),
+    ]
+    for h, factors, value, expected in cases:
+        table, plan = program((0, 1, LINEAR, 0, value, *factors), rows=1)
+        assert apply(table, plan, h, bank, kernel)[0].tolist() == [expected]
+    table, plan = program((0, 1, LINEAR, 0, 0, 1.0, 1.0), rows=1)
+    assert np.isnan(apply(table, plan, nan, bank, kernel)[0]).all()
+
+
+@both
+def test_nothing_to_do_touches_nothing(kernel):
+    bank = np.ones(4, np.float32)
+    table, plan = program((5, 9, LINEAR, 0, 0, 1.0, 1.0), (7, 8, CAPTURE, 0, 0, 0, 0), position=0, rows=5)
+    h, kept = apply(table, plan, np.full((5, 4), 3.25), bank, kernel)
+    assert (h == 3.25).all()
+    assert len(kept) == plan.size == 0
+    table, plan = program((5, 9, LINEAR, 0, 0, 1.0, 1.0), position=1, rows=5)
+    assert apply(table, plan, np.full((5, 4), 3.25), bank, kernel)[0].tolist() == [[3.25] * 4] * 4 + [[4.25] * 4]
+
+
+# -- the stream as a pair of bf16 tensors
+
+
+def pair(step: Step, point: int) -> tuple[torch.Tensor, torch.Tensor]:
+    residual = torch.from_numpy(step.values[point]).bfloat16()
+    return torch.from_numpy(numbers(np.random.default_rng(1), *step.values[point].shape)).bfloat16(), residual
+
+
+@given(steps())
+def test_the_pair_is_its_sum(step):
+    for point in (0, 1):
+        hidden, residual = pair(step, point)
+        s = (hidden.float() + residual.float()).numpy()
+        kept, kept_fused = step.kept.copy(), torch.from_numpy(step.kept.copy())
+        h, old_hidden, old_residual = s.copy(), hidden.clone(), residual.clone()
+        edited = torch.from_numpy(by_reference(step, point, h, kept))
+        by_fused(step, point, hidden, residual, kept_fused)
+        assert bits(kept_fused) == bits(kept)
+        assert torch.equal(hidden[~edited].view(torch.int16), old_hidden[~edited].view(torch.int16))
+        assert torch.equal(residual[~edited].view(torch.int16), old_residual[~edited].view(torch.int16))
+        expected = torch.from_numpy(h)[edited]
+        assert torch.equal(residual[edited], expected.bfloat16())
+        assert torch.equal(hidden[edited], (expected - expected.bfloat16().float()).bfloat16())
+        error = (hidden[edited].float() + residual[edited].float() - expected).abs()
+        assert (error <= expected.abs() * 2.0**-16).all()
+
+
+@given(steps())
+def test_one_bf16_tensor_rounds_once(step):
+    for point in (0, 1, 2):
+        hidden = torch.from_numpy(step.values[point]).bfloat16()
+        h, before, kept = hidden.float().numpy(), hidden.clone(), step.kept.copy()
+        edited = torch.from_numpy(by_reference(step, point, h, kept))
+        by_fused(step, point, hidden, None, torch.from_numpy(step.kept.copy()))
+        assert torch.equal(hidden[edited], torch.from_numpy(h)[edited].bfloat16())
+        assert torch.equal(hidden[~edited].view(torch.int16), before[~edited].view(torch.int16))
+
+
+@st.composite
+def bf16_pairs(draw) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of pairs, their exponents equal or further apart than fp32 is long, with zeros; none near overflow."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    exponent = rng.integers(1, 250, (6, 16))
+    gap = draw(st.sampled_from([0, 3, 8, 9, 15, 16, 17, 24, 40]))
+    other = np.clip(exponent - rng.integers(0, gap + 1, (6, 16)), 0, 250)
+
+    def made(exponents):
+        pattern = rng.integers(0, 2, (6, 16)) << 15 | exponents << 7 | rng.integers(0, 128, (6, 16))
+        pattern[rng.random((6, 16)) < 0.1] &= 0x8000
+        return torch.from_numpy(pattern.astype(np.uint16).view(np.int16)).view(torch.bfloat16)
+
+    return (made(exponent), made(other)) if draw(st.booleans()) else (made(other), made(exponent))
+
+
+@given(bf16_pairs())
+def test_writing_back_what_was_read_keeps_the_sum(made):
+    """TwoSum: split(join(h, r)) has the sum of h and r, to the last bit, whatever the gap between them."""
+    hidden, residual = made
+    every = torch.arange(len(hidden))
+    s = fused.join(hidden, residual, every)
+    assert torch.equal(s, hidden.float() + residual.float())
+    fused.split(hidden, residual, every, s)
+    assert torch.equal(fused.join(hidden, residual, every), s)
+    assert torch.equal(residual, s.bfloat16())
+    again = hidden.clone(), residual.clone()
+    fused.split(hidden, residual, every, s)
+    assert torch.equal(hidden, again[0])
+    assert torch.equal(residual, again[1])
+
+
+@given(bf16_pairs())
+def test_a_captured_row_patched_onto_itself_keeps_the_sum(made):
+    hidden, residual = made
+    table, plan = program((1, 5, CAPTURE, 0, 0, 0, 0), rows=6, width=16)
+    kept = torch.zeros(plan.size)
+    before = hidden.clone(), residual.clone()
+    fused.apply(hidden, residual, plan.tokens, 0, table, plan, torch.zeros(0), kept)
+    assert torch.equal(hidden.view(torch.int16), before[0].view(torch.int16))
+    assert torch.equal(residual.view(torch.int16), before[1].view(torch.int16))
+    table, plan = program((1, 5, LINEAR, 1, 0, 0.0, 1.0), rows=6, width=16)
+    fused.apply(hidden, residual, plan.tokens, 0, table, plan, kept, torch.zeros(0))
+    assert torch.equal(hidden.float() + residual.float(), before[0].float() + before[1].float())
+    for row in (0, 5):
+        assert torch.equal(hidden[row].view(torch.int16), before[0][row].view(torch.int16))
+        assert torch.equal(residual[row].view(torch.int16), before[1][row].view(torch.int16))
+
+
+def test_half_a_stream_would_not_do():
+    """What the pair is for: the sum rounded into one bf16 tensor, beside zero, is another number."""
+    hidden, residual = torch.tensor([[0.0101]]).bfloat16(), torch.tensor([[3.0]]).bfloat16()
+    s = fused.join(hidden, residual, torch.arange(1))
+    assert s.bfloat16().float() != s
+    fused.split(hidden, residual, torch.arange(1), s)
+    assert fused.join(hidden, residual, torch.arange(1)) == s

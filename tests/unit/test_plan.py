@@ -1,0 +1,499 @@
+"""Binding, the program table, step plans against a slow loop, golden plans, and block keys."""
+
+import itertools
+from pathlib import Path
+from string import ascii_lowercase
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import patchclamp as pc
+from patchclamp.plan import CAPTURE, LINEAR, RECORD, Batch, ProgramTable, Prompt, bind, make_plan
+from patchclamp.plan.bind import pieces_of, run_key, vector_key
+from patchclamp.plan.reuse import block_key, lowest_capture
+from patchclamp.plan.table import records_of
+from patchclamp.sites import SiteMap
+from patchclamp.spec.program import Program
+
+D, V, LAYERS = 4, 7, 3
+SITES = SiteMap("llama", LAYERS, D, V)
+POINTS = len(SITES.points)
+WIDTHS = np.array([point.width for point in SITES.points])
+SAMPLED = np.array([point.rows == "sampled" for point in SITES.points])
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+def point(site: str) -> int:
+    return SITES.resolve(pc.site(site))[0].point
+
+
+def spelled(length: int) -> Prompt:
+    """A prompt whose tokens are the letters of the alphabet."""
+    return Prompt(range(length), lambda: (ascii_lowercase[:length], [(i, i + 1) for i in range(length)]))
+
+
+class Ran:
+    """A source: a run of `prompt` tokens that captured `positions` at every site, or by site."""
+
+    def __init__(self, positions, prompt=5, generated=3, **by_site):
+        self.positions, self.by_site = positions, {point(name): p for name, p in by_site.items()}
+        self.prompt, self.limit = spelled(prompt), prompt + generated
+
+    def positions_of(self, number):
+        return np.array(self.by_site.get(number, self.positions), np.int64)
+
+    def select(self, tokens):
+        return self.prompt.select(tokens, self.limit)
+
+
+def bound(edits=(), capture=(), prompt=5, max_tokens=4, run="mine", **sources):
+    def source(key):
+        if key not in sources:
+            raise pc.MissingSource(f"run {key} is not here")
+        return sources[key]
+
+    return bind(Program.of(edits, capture), run, spelled(prompt), max_tokens, SITES, source)
+
+
+# -- binding
+
+
+@given(st.sets(st.integers(0, 30), min_size=1), st.sampled_from(["one", "each", "some"]), st.data())
+def test_pieces_are_the_positions_and_few(chosen, kind, data):
+    positions = np.array(sorted(chosen))
+    size = len(positions)
+    some_rows = st.sets(st.integers(0, 60), min_size=size, max_size=size)
+    rows = {"one": [0] * size, "each": range(size), "some": sorted(data.draw(some_rows))}[kind]
+    rows = np.array(rows)
+    pieces = pieces_of(positions, None if kind == "one" else rows)
+    read = [(p, row + (p - start) * step) for start, stop, row, step in pieces for p in range(start, stop)]
+    assert read == list(zip(positions.tolist(), rows.tolist(), strict=True))
+    breaks = sum(
+        b - a != 1 or s - r != (0 if kind == "one" else 1)
+        for (a, b), (r, s) in zip(itertools.pairwise(positions), itertools.pairwise(rows), strict=True)
+    )
+    assert len(pieces) == breaks + 1
+
+
+def test_ops_become_numbers():
+    v = [1.0, 2.0, 3.0, 4.0]
+    made = bound(
+        [
+            pc.Add(v, "resid_post[0:2]", "prompt[-1]", 2.5), pc.Replace(v, "mlp_out[1]", "every[0, 1, 4]", 0.25),
+            pc.Zero("resid_pre[2]"), pc.Capture("embed", "generated", "bfloat16"), pc.Add(v, "final_norm"),
+        ],
+        "resid_post[1:]",
+    )  # fmt: skip
+    key = (vector_key(pc.Vector.of(v)),)
+    add, replace, zero, inside, after, capture = made.ops
+    assert (made.run, made.prompt) == ("mine", 5)
+    assert (add.path, add.kind, add.values, add.pieces) == ("edits[0]", LINEAR, key, ((4, 5, 0, 0),))
+    assert (add.x, add.y, add.reaches_cache) == (1.0, 2.5, True)
+    assert add.points == (point("resid_post[0]"), point("resid_pre[2]"))
+    assert (replace.x, replace.y, replace.pieces) == (0.75, 0.25, ((0, 2, 0, 0), (4, 5, 0, 0)))
+    assert (zero.x, zero.y, zero.values, zero.pieces) == (0.0, 0.0, (), ((0, 8, 0, 0),))
+    assert (inside.path, inside.kind, inside.x, inside.pieces) == ("edits[3]", CAPTURE, 1.0, ((5, 8, 0, 0),))
+    assert (after.points, after.reaches_cache, inside.reaches_cache) == ((point("final_norm"),), False, False)
+    assert (capture.path, capture.points) == ("capture[0]", (point("resid_post[1]"), point("resid_post[2]")))
+    assert {k: p.tolist() for k, p in made.captured().items()} == {
+        point("embed"): [5, 6, 7], point("resid_post[1]"): list(range(8)), point("resid_post[2]"): list(range(8)),
+    }  # fmt: skip
+
+
+def test_captures_of_one_site_are_a_union():
+    kept = ["embed @ prompt[2:4]", "resid_pre[0] @ prompt[0]", "logits @ generated[1]"]
+    made = bound(pc.Capture("embed", "prompt[1:3]"), kept)
+    assert {k: p.tolist() for k, p in made.captured().items()} == {point("embed"): [0, 1, 2, 3], point("logits"): [6]}
+    assert bound((), "embed @ generated", max_tokens=1).captured()[point("embed")].tolist() == []
+
+
+def test_a_row_for_each_position():
+    rows = np.arange(3 * D).reshape(3, D)
+    made = bound(pc.Replace(rows, "resid_pre[1]", "every[1, 2, 6]"))
+    assert made.ops[0].pieces == ((1, 3, 0, 1), (6, 7, 2, 0))
+    with pytest.raises(pc.ShapeError, match=r"^edits\[0\]\.value: the selection has 8 positions; the vector has 3 "):
+        bound(pc.Replace(rows, "resid_pre[1]"))
+    with pytest.raises(pc.ShapeError, match=r"^edits\[0\]\.value: resid_pre\[1\] is 4 wide; the vector is \[3\]$"):
+        bound(pc.Replace([1.0, 2.0, 3.0], "resid_pre[1]"))
+    assert bound(pc.Add([0.0] * V, "logits")).ops[0].pieces == ((4, 8, 0, 0),)
+
+
+def test_rows_of_another_run():
+    runs = {"abc": Ran(range(8)), "gap": Ran([0, 1, 2, 4, 6])}
+
+    def op(value, at="resid_pre[1]", tokens="every"):
+        return bound(pc.Replace(value, at, tokens), **runs).ops[0]
+
+    here = run_key("abc", point("resid_pre[1]"))
+    assert op(pc.From("abc")).values == (here,)
+    assert op(pc.From("abc")).pieces == ((0, 8, 0, 1),)
+    assert op(pc.From("abc"), tokens="prompt[2:4]").pieces == ((2, 4, 2, 1),)
+    assert op(pc.From("abc", position=3)).pieces == ((0, 8, 3, 0),)
+    assert op(pc.From("abc", position="prompt[-2:]"), tokens="every[5, 7]").pieces == ((5, 6, 3, 0), (7, 8, 4, 0))
+    assert op(pc.From("abc", "mlp_out[0]", "generated[0]")).values == (run_key("abc", point("mlp_out[0]")),)
+    assert op(pc.From("abc", "mlp_out[0]", "generated[0]")).pieces == ((0, 8, 5, 0),)
+    assert op(pc.From("abc"), at="resid_pre").values == tuple(
+        run_key("abc", point(f"resid_pre[{i}]")) for i in range(3)
+    )
+    assert op(pc.From("abc", "resid_pre[1]"), at="resid_pre").values == (here,)
+    assert op(pc.From("gap", position='span("bc")'), tokens="prompt[3:5]").pieces == ((3, 5, 1, 1),)
+    assert op(pc.From("gap"), tokens="every[2, 4, 6]").pieces == ((2, 3, 2, 0), (4, 5, 3, 0), (6, 7, 4, 0))
+
+
+def test_what_another_run_lacks():
+    runs = {"abc": Ran([0, 1, 4]), "odd": Ran([0, 1], resid_pre=[0, 2]), "none": Ran([])}
+    at = pc.resid_pre[1] @ pc.prompt[0]
+    beyond = "(it has 3, 0 to 4); capture it there, or select fewer tokens"
+    cases = [
+        (pc.From("who"), at, pc.MissingSource, "run who is not here"),
+        (pc.From("none"), at, pc.MissingSource, "run none did not capture resid_pre[1]"),
+        (pc.From("abc"), pc.resid_pre[1] @ pc.prompt[:3], pc.MissingSource,
+         f"run abc did not capture resid_pre[1] at position 2 {beyond}"),
+        (pc.From("abc", position=7), at, pc.MissingSource,
+         f"run abc did not capture resid_pre[1] at position 7 {beyond}"),
+        (pc.From("abc", position=8), at, pc.TokensError,
+         "every[8]: there is no position 8; every has 8 positions here; the last sampled token is never an input "
+         "(raise max_tokens)"),
+        (pc.From("abc", position="prompt[0:2]"), pc.resid_pre[1] @ pc.prompt[:3], pc.ShapeError,
+         "prompt[0:2] names 2 positions; 3 are written"),
+        (pc.From("abc", "mlp_out[0:2]"), pc.resid_pre @ pc.prompt[0], pc.ShapeError,
+         "mlp_out[0:2] names 2 layers; 3 are written: give one, or as many"),
+        (pc.From("abc", "logits", 4), at, pc.ShapeError, "logits and resid_pre[1] differ in width"),
+        (pc.From("odd"), pc.resid_pre @ pc.every[1], pc.MissingSource, None),
+        (pc.From("abc", "z[1]"), at, pc.UnsupportedSite, None),
+    ]  # fmt: skip
+    for value, place, kind, text in cases:
+        with pytest.raises(pc.PatchclampError) as caught:
+            bound([pc.Zero("embed"), pc.Replace(value, place)], **runs)
+        assert type(caught.value) is kind
+        assert caught.value.path == "edits[1].value"
+        assert text is None or str(caught.value) == f"edits[1].value: {text}"
+
+
+def test_layers_that_captured_different_positions_are_not_mixed():
+    runs = {"odd": Ran([0, 1, 2], resid_mid=[1, 2])}
+    assert bound(pc.Replace(pc.From("odd"), "resid_mid[1:]", "prompt[1]"), **runs).ops[0].pieces == ((1, 2, 1, 0),)
+    with pytest.raises(pc.MissingSource, match=r"run odd captured other positions at some of the layers of resid_mid"):
+        bound(pc.Replace(pc.From("odd"), "resid_mid", "prompt[1]"), **runs)
+
+
+def test_logits_are_where_tokens_are_sampled():
+    def positions(tokens):
+        return bound((), pc.logits @ tokens).captured()[point("logits")].tolist()
+
+    assert positions(pc.every) == [4, 5, 6, 7]
+    assert positions(pc.generated) == [5, 6, 7]
+    assert positions(pc.prompt[-1]) == positions(pc.every[4]) == positions(pc.span("e")) == [4]
+    text = (
+        r"^capture\[0\]\.tokens: logits exist only where a token is sampled \(position 4 on\), not at 0; "
+        r"use prompt\[-1\] or generated, or capture final_norm and apply the unembedding$"
+    )
+    for tokens in (pc.prompt, pc.prompt[0], pc.every[0, 5], pc.span("a")):
+        with pytest.raises(pc.UnsupportedSite, match=text):
+            positions(tokens)
+
+
+def test_a_program_is_checked_before_it_runs():
+    cases = [
+        (pc.Zero("z[0]"), pc.UnsupportedSite, "edits[0].at: z is not available on llama models; there are: embed, "
+         "resid_pre, resid_mid, resid_post, attn_out, mlp_out, final_norm, logits"),
+        (pc.Zero("resid_post[3]"), pc.UnsupportedSite,
+         "edits[0].at: resid_post[3]: this model has 3 layers (0 to 2)"),
+        (pc.Zero("resid_post[2:9]"), pc.UnsupportedSite,
+         "edits[0].at: resid_post[2:9]: this model has 3 layers (0 to 2)"),
+        (pc.Zero("embed", "prompt[5]"), pc.TokensError,
+         "edits[0].tokens: prompt[5]: there is no position 5; the prompt has 5 tokens (0 to 4)"),
+        (pc.Zero("embed", 'span("x")'), pc.TokensError, "edits[0].tokens: span(\"x\"): not in the prompt 'abcde'"),
+        (pc.Zero("embed", "generated[3]"), pc.TokensError,
+         "edits[0].tokens: generated[3]: there is no position 3; generated has 3 positions here; the last sampled "
+         "token is never an input (raise max_tokens)"),
+        (pc.Zero("embed", "generated[3:]"), pc.TokensError,
+         "edits[0].tokens: generated[3:] selects no position of this request, so nothing would be edited"),
+    ]  # fmt: skip
+    for op, kind, text in cases:
+        with pytest.raises(pc.PatchclampError) as caught:
+            bound(op)
+        assert type(caught.value) is kind
+        assert str(caught.value) == text
+
+
+def test_records_are_by_point_in_program_order():
+    v, w = [1.0] * D, [[2.0] * D, [3.0] * D]
+    made = bound(
+        [pc.Add(v, "resid_post[0:2]", "prompt[1:3]"), pc.Capture("resid_post[0]", "prompt[2]"),
+         pc.Replace(w, "resid_post[0]", "every[2, 5]", 0.5), pc.Zero("embed")],
+        "embed @ prompt[0]",
+    )  # fmt: skip
+    addresses = {vector_key(pc.Vector.of(v)): (40, D), vector_key(pc.Vector.of(w)): (8, D)}
+    records, counts = records_of(made.ops, addresses, POINTS)
+    embed, first, second = point("embed"), point("resid_post[0]"), point("resid_post[1]")
+    assert counts.tolist() == [{embed: 2, first: 4, second: 1}.get(number, 0) for number in range(POINTS)]
+    expected = [
+        (0, 8, LINEAR, 0, 0, 0, 0), (0, 1, CAPTURE, 0, 4, 0, 0),
+        (1, 3, LINEAR, 0, 40, 1, 1), (2, 3, CAPTURE, 0, 1, 0, 0), (2, 3, LINEAR, 0, 8, 0.5, 0.5),
+        (5, 6, LINEAR, 0, 8 + D, 0.5, 0.5), (1, 3, LINEAR, 0, 40, 1, 1),
+    ]  # fmt: skip
+    assert records.tolist() == expected
+    assert [len(part) for part in records_of((), {}, POINTS)] == [0, POINTS]
+
+
+# -- the program table
+
+
+def some(kinds, value=0):
+    records = np.zeros(len(kinds), RECORD)
+    records["kind"], records["value"] = kinds, value + np.arange(len(kinds))
+    return records
+
+
+def test_slots_and_records_are_reused():
+    table = ProgramTable(2, 3, 10)
+    counts = np.array([1, 0, 2])
+    a = table.admit(some([LINEAR] * 3), counts)
+    b = table.admit(some([CAPTURE] * 3, 100), counts)
+    assert (a, b, len(table), table.free_records, table.version) == (1, 2, 2, 4, 2)
+    assert table.first[a].tolist() == [0, 1, 1, 3]
+    assert table.first[b].tolist() == [3, 4, 4, 6]
+    assert (table.captures.record.tolist(), table.captures.op.tolist()) == ([3, 4, 5], [100, 101, 102])
+    assert (table.captures.slot.tolist(), table.captures.point.tolist()) == ([2, 2, 2], [0, 2, 2])
+    table.drop(a)
+    assert (len(table), table.free_records, table.first[a].tolist()) == (1, 7, [0, 0, 0, 0])
+    assert table.admit(some([LINEAR] * 3, 7), counts) == a
+    assert table.records["value"][:3].tolist() == [7, 8, 9]
+    table.drop(a), table.drop(b)
+    assert len(table.captures.slot) == 0
+    whole = table.admit(some([LINEAR] * 10), np.array([10, 0, 0]))
+    assert (table.first[whole, 1], table.free_records) == (10, 0)
+
+
+def test_a_full_table_says_which_option_makes_it_larger():
+    table = ProgramTable(2, 1, 4)
+    table.admit(some([LINEAR] * 3), np.array([3]))
+    before = (table.version, table.free_records, len(table))
+    with pytest.raises(pc.CapacityError) as caught:
+        table.admit(some([LINEAR] * 2), np.array([2]))
+    assert str(caught.value) == (
+        "the program needs 2 records and 1 of 4 are free; raise max_records, or act on fewer sites or runs of tokens"
+    )
+    assert caught.value.status == 429
+    assert (table.version, table.free_records, len(table)) == before
+    table.admit(some([LINEAR]), np.array([1]))
+    with pytest.raises(pc.CapacityError, match=r"^2 programs are running; raise max_num_seqs$"):
+        table.admit(some([]), np.array([0]))
+
+
+def test_a_program_without_records_fits_a_full_table():
+    table = ProgramTable(3, 1, 2)
+    table.admit(some([LINEAR] * 2), np.array([2]))
+    for slot in (table.admit(some([]), np.array([0])), table.admit(some([]), np.array([0]))):
+        assert table.first[slot, 0] == table.first[slot, 1]
+        table.drop(slot)
+    assert (len(table), table.free_records) == (1, 0)
+
+
+def longest_gap(held, table) -> int:
+    used = sorted((int(table.first[slot, 0]), int(table.first[slot, -1])) for slot in held)
+    used = [(begin, end) for begin, end in used if end > begin]
+    edges = [0, *itertools.chain(*used), len(table.records)]
+    return max(end - begin for begin, end in zip(edges[::2], edges[1::2], strict=True))
+
+
+@given(st.lists(st.integers(0, 8) | st.sampled_from(["drop"]), max_size=40), st.randoms(use_true_random=False))
+def test_admitted_programs_never_overlap_and_leave_nothing(moves, random):
+    table, points, held = ProgramTable(5, 3, 24), 3, {}
+    for turn, move in enumerate(moves):
+        if move == "drop" and held:
+            slot = random.choice(sorted(held))
+            table.drop(slot)
+            del held[slot]
+        elif move != "drop":
+            counts = np.bincount([random.randrange(points) for _ in range(move)], minlength=points)
+            records = some([random.choice((CAPTURE, LINEAR)) for _ in range(move)], 1000 * turn)
+            try:
+                held[table.admit(records, counts)] = (records.copy(), counts)
+            except pc.CapacityError:
+                assert len(held) == 5 or move > longest_gap(held, table)
+        spans = []
+        for slot, (records, counts) in held.items():
+            begin, end = int(table.first[slot, 0]), int(table.first[slot, -1])
+            spans.append(range(begin, end))
+            assert np.array_equal(np.diff(table.first[slot]), counts)
+            assert np.array_equal(table.records[begin:end], records)
+        used = list(itertools.chain(*spans))
+        assert len(used) == len(set(used)) == 24 - table.free_records
+        assert len(table) == len(held)
+        assert sorted(table.captures.record) == sorted(n for n in used if table.records["kind"][n] == CAPTURE)
+    for slot in held:
+        table.drop(slot)
+    assert (len(table), table.free_records, len(table.captures.slot)) == (0, 24, 0)
+    assert not table.first.any()
+    assert table.admit(some([LINEAR] * 24), np.array([24, 0, 0])) in range(1, 6)
+
+
+# -- step plans
+
+
+@st.composite
+def steps(draw):
+    """A table of random programs and a batch over some of them, beside requests of nobody, with gaps between rows."""
+    table = ProgramTable(4, POINTS, 400)
+    pieces = st.tuples(st.integers(0, 12), st.integers(1, 6)).map(lambda p: (p[0], p[0] + p[1]))
+    for _ in range(draw(st.integers(0, 4))):
+        rows = []
+        for ordinal, number in enumerate(draw(st.lists(st.sampled_from([0, 5, POINTS - 2, POINTS - 1]), max_size=6))):
+            kind = draw(st.sampled_from([CAPTURE, LINEAR]))
+            rows += [(number, (*piece, kind, 0, ordinal, 0, 0)) for piece in draw(st.lists(pieces, max_size=2))]
+        rows.sort(key=lambda row: row[0])
+        counts = np.bincount([number for number, _ in rows], minlength=POINTS) if rows else np.zeros(POINTS, int)
+        table.admit(np.array([record for _, record in rows], RECORD), counts)
+    slots = draw(st.permutations([*range(1, len(table) + 1), 0, 0]))[: draw(st.integers(1, len(table) + 2))]
+    count = [draw(st.integers(1, 6)) for _ in slots]
+    row = np.cumsum([0, *count[:-1]]) + np.cumsum([draw(st.integers(0, 2)) for _ in slots])
+    position = [draw(st.integers(0, 12)) for _ in slots]
+    rows = int(row[-1] + count[-1] + draw(st.integers(0, 2)))
+    return table, Batch(np.array(slots), row, np.array(position), np.array(count), rows)
+
+
+@given(steps())
+def test_a_plan_is_what_a_loop_over_rows_says(step):
+    table, batch = step
+    plan = make_plan(batch, table, WIDTHS, SAMPLED)
+    slot, position = [0] * batch.rows, [0] * batch.rows
+    computed = {s: range(0) for s in range(len(table.first))}
+    for n in range(len(batch.slot)):
+        for i in range(batch.count[n]):
+            slot[batch.row[n] + i], position[batch.row[n] + i] = batch.slot[n], batch.position[n] + i
+        if batch.slot[n]:
+            computed[batch.slot[n]] = range(batch.position[n], batch.position[n] + batch.count[n])
+    assert plan.tokens.slot.tolist() == slot
+    assert plan.tokens.position.tolist() == position
+    assert plan.sampled.slot.tolist() == batch.slot.tolist()
+    assert plan.sampled.position.tolist() == [p + c - 1 for p, c in zip(batch.position, batch.count, strict=True)]
+    first = table.first[batch.slot].tolist()
+    assert plan.active.tolist() == [any(f[p + 1] > f[p] for f in first) for p in range(POINTS)]
+    taken: list[int] = []
+    for c in range(len(table.captures.record)):
+        number, record = table.captures.point[c], table.records[table.captures.record[c]]
+        kept = [p for p in computed[int(table.captures.slot[c])] if record["start"] <= p < record["stop"]]
+        if SAMPLED[number]:
+            kept = [p for p in kept if p == computed[int(table.captures.slot[c])][-1]]
+        assert plan.count[c] == len(kept)
+        assert not kept or kept == list(range(plan.begin[c], plan.begin[c] + len(kept)))
+        assert not kept or plan.target[c] % WIDTHS[number] == 0
+        taken += range(plan.target[c], plan.target[c] + len(kept) * WIDTHS[number])
+    assert len(taken) == len(set(taken) & set(range(plan.size)))
+    assert plan.size <= len(taken) + int(WIDTHS.max())
+
+
+def scenario(name: str) -> bytes:
+    """Three programs and a plain request in one of three fixed steps; the plan's bytes."""
+    v, inside = [1.0] * D, "every[1, 3, 6]"
+    programs = [
+        bound(pc.Add(v, "resid_post[1]", "prompt[2:4]"), ["resid_post", "logits"]),
+        bound([pc.Capture("mlp_out[0]", inside), pc.Zero("mlp_out[0]")], "final_norm @ generated[0:2]", prompt=9),
+        bound(pc.Replace([v, v], "embed", "every[0, 7]"), max_tokens=6),
+    ]
+    table = ProgramTable(4, POINTS, 64)
+    addresses = {key: (0, D) for made in programs for op in made.ops for key in op.values}
+    slots = [table.admit(*records_of(made.ops, addresses, POINTS)) for made in programs]
+    position, count = {
+        "prefill": ([0, 0, 0, 0], [9, 3, 5, 5]),
+        "chunked": ([4, 3, 0, 2], [4, 1, 2, 3]),
+        "decode": ([9, 8, 6, 7], [1, 1, 1, 1]),
+    }[name]
+    order, position, count = np.array([[slots[1], 0, slots[0], slots[2]], position, count])
+    batch = Batch(order, np.cumsum(count) - count, position, count, int(count.sum()))
+    return make_plan(batch, table, WIDTHS, SAMPLED).to_bytes()
+
+
+@pytest.mark.parametrize("name", ["prefill", "chunked", "decode"])
+def test_golden_plans(name, request):
+    file = GOLDEN / f"plan_{name}.bin"
+    if request.config.getoption("--regen-golden"):
+        file.write_bytes(scenario(name))
+        pytest.skip(f"wrote {file.name}")
+    assert scenario(name) == file.read_bytes()
+    assert len({other.read_bytes() for other in GOLDEN.glob("plan_*.bin")}) == 3
+
+
+def test_a_plans_bytes_hold_every_array():
+    table = ProgramTable(1, POINTS, 8)
+    batch = Batch(np.array([0]), np.array([0]), np.array([3]), np.array([2]), 2)
+    made = make_plan(batch, table, WIDTHS, SAMPLED).to_bytes()
+    read, arrays = memoryview(made), []
+    while read:
+        size = 8 + 4 * int.from_bytes(read[:8], "little")
+        arrays.append(np.frombuffer(read[8:size], "<i4").tolist())
+        read = read[size:]
+    assert arrays == [[0, 0], [3, 4], [0], [4], [0] * POINTS, [], [], []]
+
+
+# -- which blocks may be shared
+
+
+def keys(made, blocks=3, size=4):
+    return [block_key(made, size * b, size * (b + 1)) for b in range(blocks)]
+
+
+def test_blocks_below_the_first_edit_are_everyones():
+    v = [1.0] * D
+    assert keys(bound((), "resid_post", prompt=9)) == [None, None, None]
+    edited = keys(bound(pc.Add(v, "resid_pre[1]", "prompt[6]"), prompt=9))
+    assert [key is None for key in edited] == [True, False, True]
+    assert keys(bound([pc.Add(v, "final_norm"), pc.Zero("logits")], prompt=9)) == [None, None, None]
+
+
+def test_equal_edits_of_a_block_have_equal_keys():
+    v = [1.0] * D
+    made = keys(bound(pc.Add(v, "resid_pre[1]", "prompt[2:9]"), prompt=9))
+    same = [
+        keys(bound([pc.Capture("embed"), pc.Add(v, "resid_pre[1]", "prompt[2:9]")], "embed", prompt=9, run="other")),
+        keys(bound(pc.Add(v, "resid_post[0]", "every[2,3,4,5,6,7,8]"), prompt=9)),
+        keys(bound(pc.Add(v, "resid_pre[1]", "prompt[-7:]"), prompt=9)),
+    ]
+    assert all(other == made for other in same)
+    longer = keys(bound(pc.Add(v, "resid_pre[1]", "prompt[2:20]"), prompt=20))
+    assert longer[:2] == made[:2]
+    assert longer[2] != made[2]
+    rows = keys(bound(pc.Add(np.eye(8, D), "embed", "prompt[0:8]"), prompt=9))
+    assert rows[0] != rows[1]
+
+
+def test_a_key_says_which_rows_a_block_reads():
+    runs = {"abc": Ran(range(8), prompt=8)}
+    whole = keys(bound(pc.Add(pc.From("abc"), "embed", "prompt[0:8]"), prompt=9, **runs))
+    there = keys(bound(pc.Add(pc.From("abc"), "embed", "prompt[4:8]"), prompt=9, **runs))
+    moved = keys(bound(pc.Add(pc.From("abc", position="prompt[0:4]"), "embed", "prompt[4:8]"), prompt=9, **runs))
+    assert there[1] == whole[1] != moved[1]
+    assert there[0] is moved[0] is None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"value": [1.0, 1.0, 1.0, 2.0]}, {"at": "resid_pre[2]"}, {"at": "resid_mid[1]"}, {"scale": 2.0},
+        {"tokens": "prompt[3]"}, {"tokens": "prompt[2:4]"}, {"value": pc.From("abc")}, {"at": "resid_pre[1:3]"},
+    ],
+)  # fmt: skip
+def test_different_edits_of_a_block_have_different_keys(other):
+    op = {"value": [1.0] * D, "at": "resid_pre[1]", "tokens": "prompt[2]"}
+    runs = {"abc": Ran(range(8))}
+    made, changed = (keys(bound(pc.Add(**words), prompt=9, **runs)) for words in (op, op | other))
+    assert made[0] != changed[0]
+    assert None not in (made[0], changed[0])
+
+
+def test_keys_are_resolved_against_the_prompt():
+    op = pc.Zero("embed", "prompt[-1]")
+    short, long = keys(bound(op, prompt=6)), keys(bound(op, prompt=7))
+    assert short[0] is long[0] is None is not short[1] != long[1]
+    two = [pc.Zero("embed", "prompt[0]"), pc.Add([1.0] * D, "embed", "prompt[0]")]
+    assert keys(bound(two))[0] != keys(bound(two[::-1]))[0]
+
+
+def test_captures_must_be_computed():
+    assert lowest_capture(bound(pc.Zero("embed"))) is None
+    assert lowest_capture(bound((), ["embed @ prompt[3]", "logits", "resid_pre[1] @ prompt[2:]"])) == 2
+    assert lowest_capture(bound((), "embed @ generated", max_tokens=1)) is None

@@ -1,0 +1,180 @@
+"""The package keeps its own rules: imports point one way, rooms know only what they may, functions stay small."""
+
+import ast
+import graphlib
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import patchclamp
+
+ROOT = Path(patchclamp.__file__).parent
+FILES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
+TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
+ORDER = (
+    "cli", "plots", "studies", "trace", "lm", "proofs", "serve", "engines", "runtime", "kernels", "plan", "sites",
+    "store", "spec", "errors",
+)  # fmt: skip
+ABOVE_THE_FACE = ORDER[: ORDER.index("lm")]  # these may `import patchclamp as pc`
+COMPAT = "engines/vllm/compat.py"
+VLLM_PRIVATE = {
+    "_prepare_inputs", "prepare_inputs", "execute_model", "sample_tokens", "model_runner", "input_batch", "hf_config",
+    "hf_text_config", "num_computed_tokens_cpu", "num_computed_tokens_np", "query_start_loc_np", "num_scheduled_tokens",
+    "scheduled_new_reqs", "finished_req_ids", "find_longest_cache_hit", "get_computed_blocks", "coordinator",
+    "generate_block_hash_extra_keys", "concrete_cudagraph_entries", "scheduler_config", "cache_config",
+}  # fmt: skip
+
+every_file = pytest.mark.parametrize("name", FILES)
+
+
+def module(name: str) -> str:
+    """`spec/site.py` → `patchclamp.spec.site`."""
+    parts = name.removesuffix(".py").removesuffix("__init__").strip("/").replace("/", ".")
+    return f"patchclamp.{parts}" if parts else "patchclamp"
+
+
+MODULES = {module(name) for name in FILES}
+
+
+def room(name: str) -> str:
+    """The first word of a module's path in the package; `face` for the package itself."""
+    return (*module(name).split("."), "face")[1]
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Every module that a piece of code imports, wherever it does so; `patchclamp.X` for a name of the face."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from names
+            if not MODULES.issuperset(names):
+                yield str(node.module)
+
+
+def rooms(name: str) -> set[str]:
+    """The rooms that a file enters. A name of the face that is not a room counts as `face`, but for the version."""
+    nodes = list(ast.walk(TREES[name]))
+    bound = [alias for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    face = {alias.asname or alias.name for alias in bound if alias.name == "patchclamp"}
+    found = {word.split(".")[1] for word in imports(TREES[name]) if word.startswith("patchclamp.")}
+    found |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) in face}
+    return {word if word in ORDER else "face" for word in found - {"__version__"}}
+
+
+# -- imports
+
+
+@every_file
+def test_imports_point_one_way(name):
+    here = room(name)
+    if here == "face":
+        return
+    assert here in ORDER, f"{here} has no place in the order of rooms"
+    below = ORDER[ORDER.index(here) :]
+    wrong = {word for word in rooms(name) if word not in below and not (word == "face" and here in ABOVE_THE_FACE)}
+    assert not wrong, f"{name} ({here}) imports {wrong}, which lie above it"
+
+
+def test_the_order_knows_what_an_import_is():
+    """The readers above see imports in functions, under TYPE_CHECKING, and through the face."""
+    found = set(
+        imports(ast.parse("def f():\n from patchclamp.lm import LM\nif TYPE_CHECKING:\n import patchclamp.plots"))
+    )
+    assert found == {"patchclamp.lm", "patchclamp.lm.LM", "patchclamp.plots"}
+    assert set(imports(ast.parse("from patchclamp.spec import site, tokens"))) == {
+        "patchclamp.spec.site",
+        "patchclamp.spec.tokens",
+    }
+    assert rooms("engines/open.py") == {"engines", "errors"}
+    assert rooms("lm.py") >= {"engines", "errors", "plan", "spec"}
+    assert room("spec/site.py") == "spec"
+    assert room("__init__.py") == "face"
+
+
+def test_no_import_cycle():
+    """Among modules, by the imports that run when a module is loaded."""
+
+    def loaded(tree: ast.Module) -> set[str]:
+        direct = ast.Module([node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))], [])
+        return {word for word in imports(direct) if word in MODULES}
+
+    graph = {module(name): loaded(tree) - {module(name)} for name, tree in TREES.items()}
+    assert graph["patchclamp.spec.tokens"] >= {"patchclamp.spec.site", "patchclamp.errors"}
+    assert set(graphlib.TopologicalSorter(graph).static_order()) >= MODULES
+
+
+@every_file
+def test_only_the_rooms_that_may_know_torch_and_vllm(name):
+    roots = {word.split(".")[0] for word in imports(TREES[name])}
+    if room(name) in ("spec", "plan", "errors"):
+        assert "torch" not in roots
+    if not name.startswith("engines/vllm/"):
+        assert "vllm" not in roots
+
+
+@every_file
+def test_only_compat_names_what_is_vllms_own(name):
+    attributes = [node for node in ast.walk(TREES[name]) if isinstance(node, ast.Attribute)]
+    used = {node.attr for node in attributes} & VLLM_PRIVATE
+    if name == COMPAT:
+        assert used >= {"_prepare_inputs", "hf_text_config", "find_longest_cache_hit"}
+        return
+    assert not used, f"{name} names {used}; that belongs into {COMPAT}"
+    if name.startswith("engines/vllm/"):
+        owners = {ast.unparse(node.value) for node in attributes if re.match(r"_[a-z]", node.attr)}
+        assert owners <= {"self", "cls"}
+
+
+def run_python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True).stdout
+
+
+def test_importing_is_cheap():
+    heavy = {"torch", "vllm", "matplotlib", "transformers", "pandas", "plotly", "safetensors"}
+    loaded = set(run_python("import sys, patchclamp; print(*sys.modules)").split())
+    assert "patchclamp.spec.program" in loaded
+    assert not (heavy | {"numpy"}) & loaded
+    code = "import sys, patchclamp.lm, patchclamp.studies, patchclamp.engines.fake; print(*sys.modules)"
+    loaded = set(run_python(code).split())
+    assert "patchclamp.kernels.reference" in loaded
+    assert not heavy & loaded
+
+
+def test_every_public_name_is_there():
+    names = run_python("import patchclamp as pc\nfor name in pc.__all__: print(name, type(getattr(pc, name)).__name__)")
+    assert dict(line.split() for line in names.splitlines()).keys() == set(patchclamp.__all__)
+    assert "LM type" in names
+    assert {"resid_post Site", "prompt Positions", "studies module"} <= set(names.splitlines())
+    with pytest.raises(AttributeError, match="module 'patchclamp' has no attribute 'resid_pots'"):
+        patchclamp.resid_pots  # noqa: B018
+
+
+# -- shape
+
+
+@every_file
+def test_a_file_says_why_and_is_short(name):
+    assert ast.get_docstring(TREES[name]), f"{name} has no docstring"
+    assert len(FILES[name].read_text().splitlines()) <= 500
+    assert not {"utils", "util", "helpers", "helper", "common", "misc"} & set(name.removesuffix(".py").split("/"))
+
+
+def test_functions_are_small():
+    sizes = {
+        f"{name}:{node.name}": node.end_lineno - node.lineno + 1 + len(node.decorator_list)
+        for name, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno is not None
+    }
+    assert len(sizes) > 200
+    assert not {name: size for name, size in sizes.items() if size > 80}
+    assert sum(size <= 35 for size in sizes.values()) >= 0.9 * len(sizes)
+    assert statistics.median(sizes.values()) <= 10
