@@ -33,6 +33,7 @@ class LM:
     def __init__(self, model: str, engine: str | Engine | None = None, *, prove: bool = True, **options: Any) -> None:
         self.engine: Engine = open_engine(model, engine, options)
         self._runs: weakref.WeakValueDictionary[str, Run] = weakref.WeakValueDictionary()
+        self._close = weakref.finalize(self, self.engine.close) if self.engine is not engine else self.engine.close
         if prove:
             try:
                 ensure_proved(self)
@@ -98,8 +99,8 @@ class LM:
         return self.tokenizer.encode(text)
 
     def close(self) -> None:
-        """Stops the engine."""
-        self.engine.close()
+        """Stops the engine. An `LM` that is dropped is closed too, unless it was given an engine object."""
+        self._close()
 
     def __enter__(self) -> LM:
         return self

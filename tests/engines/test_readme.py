@@ -29,7 +29,7 @@ def test_every_python_example_runs(engines, tmp_path, monkeypatch):
 def test_shell_examples_name_real_options():
     from typer.testing import CliRunner
 
-    from patchclamp.cli import app
+    from patchclamp.cli.app import app
 
     shell = "\n".join(re.findall(r"```bash\n(.*?)```", README.read_text(), re.S))
     for command, options in re.findall(r"^patchclamp (\w+)(.*)$", shell, re.M):

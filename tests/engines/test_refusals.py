@@ -154,3 +154,18 @@ def test_configurations_that_break_a_guarantee_are_refused(smollm2):
     speculative = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
     with pytest.raises(pc.EngineError, match="patchclamp does not run with: speculative decoding"):
         pc.LM(str(smollm2), engine="vllm", enforce_eager=True, max_model_len=512, speculative_config=speculative)
+
+
+def test_closing_one_engine_leaves_the_others_running(smollm2, engines):
+    """Two engines share a process; vLLM's own shutdown would take down what both use."""
+    lm = engines.get("vllm", "float32")
+    expected = lm.run(PROMPTS[0], max_tokens=3).logprobs
+    other = pc.LM(str(smollm2), engine="vllm", dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=4,
+                  kv_cache_memory_bytes=1 << 26)  # fmt: skip
+    run = other.run(PROMPTS[0], max_tokens=3, capture=[pc.embed])
+    other.close()
+    assert lm.run(PROMPTS[0], max_tokens=3).logprobs == expected == run.logprobs
+    with pytest.raises(pc.EngineError, match="the engine is closed"):
+        other.run(PROMPTS[0], max_tokens=1)
+    with pytest.raises(pc.EngineError, match="the engine is closed"):
+        run[pc.embed]

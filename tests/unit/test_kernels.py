@@ -39,7 +39,8 @@ def records(draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
             start, length = int(draw.integers(0, 12)), int(draw.integers(1, 7))
             kind, step = (LINEAR if draw.random() < 0.6 else CAPTURE), int(draw.integers(0, 2))
             value = int(draw.integers(0, BANK // WIDTHS[point] - 7)) * WIDTHS[point] if kind == LINEAR else ordinal
-            made.append((start, start + length, kind, step, value, *draw.choice(FACTORS, 2)))
+            x, y = draw.choice(FACTORS, 2) if kind == LINEAR else (float(draw.integers(0, 3)), 0.0)
+            made.append((start, start + length, kind, step, value, x, y))
     return np.array(made, RECORD), counts
 
 

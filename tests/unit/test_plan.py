@@ -427,7 +427,33 @@ def test_a_plans_bytes_hold_every_array():
         size = 8 + 4 * int.from_bytes(read[:8], "little")
         arrays.append(np.frombuffer(read[8:size], "<i4").tolist())
         read = read[size:]
-    assert arrays == [[0, 0], [3, 4], [0], [4], [0] * POINTS, [], [], []]
+    assert arrays == [[0, 0], [3, 4], [0, 1], [0], [4], [0] * POINTS, [], [], []]
+
+
+@given(st.data())
+def test_while_a_plan_holds_the_next_one_need_not_be_made(data):
+    """Steady decode: `later` is what planning the next step would give, for as many steps as `holds` says."""
+    table, rng = ProgramTable(4, POINTS, 64), np.random.default_rng(data.draw(st.integers(0, 1 << 30)))
+    for _ in range(3):
+        ranges = [
+            (int(a), int(a) + int(n), CAPTURE, 0, o, 0.0, 0.0) for o, (a, n) in enumerate(rng.integers(1, 9, (4, 2)))
+        ]
+        table.admit(np.array(ranges, RECORD), np.array([1] * 4 + [0] * (POINTS - 4)))
+    batch = Batch(np.array([1, 2, 0, 3]), np.arange(4), rng.integers(0, 9, 4), np.ones(4, np.int64), 4)
+    plan = make_plan(batch, table, WIDTHS, SAMPLED)
+    for step in range(1, min(plan.holds, 12) + 2):
+        batch = Batch(batch.slot, batch.row, batch.position + 1, batch.count, 4)
+        fresh = make_plan(batch, table, WIDTHS, SAMPLED)
+        same = fresh.count.tolist() == plan.count.tolist()
+        if plan.holds == 0:
+            assert not same, step
+            return
+        plan = plan.later()
+        assert same
+        kept = plan.count > 0
+        assert plan.begin[kept].tolist() == fresh.begin[kept].tolist()
+        assert plan.tokens.position.tolist() == fresh.tokens.position.tolist()
+        assert (plan.target[kept].tolist(), plan.size) == (fresh.target[kept].tolist(), fresh.size)
 
 
 # -- which blocks may be shared

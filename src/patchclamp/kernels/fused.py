@@ -1,4 +1,4 @@
-"""The fast kernel. On the CPU, vectorised torch: a pass for each place in a row's program, all rows of it at once.
+"""The kernel in vectorised torch: a pass for each place in a row's program, all rows of it at once. Made for the CPU.
 
     R rows · A rows with records · W width of the point · K numbers in the step's capture buffer
 
@@ -31,7 +31,7 @@ def apply(
     if len(at) == 0:
         return
     first, last, position = first[at], last[at], rows.position[at]
-    at_A = torch.from_numpy(at)
+    at_A = _on(hidden_RW, at)
     h_AW = join(hidden_RW, residual_RW, at_A)
     edited = np.zeros(len(at), bool)
     for place in range(int((last - first).max())):
@@ -44,7 +44,7 @@ def apply(
         _keep(h_AW, mine[is_capture], numbers[is_capture], position, table, plan, kept_K)
         _linear(h_AW, mine[~is_capture], records[~is_capture], position, bank_B)
         edited[mine[~is_capture]] = True
-    write = torch.from_numpy(np.flatnonzero(edited))
+    write = _on(hidden_RW, np.flatnonzero(edited))
     split(hidden_RW, residual_RW, at_A[write], h_AW[write])
 
 
@@ -80,7 +80,7 @@ def _keep(
     order = np.argsort(table.captures.record)
     capture = order[np.searchsorted(table.captures.record, numbers, sorter=order)]
     row = plan.target[capture] // width + (position[mine] - plan.begin[capture])
-    _rows(kept_K, width).index_copy_(0, torch.from_numpy(row), h_AW[torch.from_numpy(mine)])
+    _rows(kept_K, width).index_copy_(0, _on(h_AW, row), h_AW[_on(h_AW, mine)])
 
 
 def _linear(
@@ -89,10 +89,10 @@ def _linear(
     if len(mine) == 0:
         return
     width = h_AW.shape[1]
-    x_A1, y_A1 = (torch.from_numpy(records[field].copy())[:, None] for field in ("x", "y"))
-    mine_A = torch.from_numpy(mine)
+    x_A1, y_A1 = (_on(h_AW, records[field].copy())[:, None] for field in ("x", "y"))
+    mine_A = _on(h_AW, mine)
     row = records["value"] // width + (position[mine] - records["start"]).astype(np.int64) * records["step"]
-    v_AW = _rows(bank_B, width).index_select(0, torch.from_numpy(row))
+    v_AW = _rows(bank_B, width).index_select(0, _on(h_AW, row))
     kept_AW = torch.where(x_A1 == 0, 0.0, h_AW[mine_A] * x_A1)
     added_AW = torch.where(y_A1 == 0, 0.0, v_AW * y_A1)
     h_AW[mine_A] = torch.where(x_A1 == 0, added_AW, torch.where(y_A1 == 0, kept_AW, kept_AW + added_AW))
@@ -101,3 +101,8 @@ def _linear(
 def _rows(flat: torch.Tensor, width: int) -> torch.Tensor:
     """A flat tensor as rows; blocks of a width lie at multiples of it (`plan.step`, `store.bank`)."""
     return flat[: len(flat) // width * width].view(-1, width)
+
+
+def _on(rows: torch.Tensor, numbers: np.ndarray) -> torch.Tensor:
+    """Index or factor arrays where the rows are."""
+    return torch.from_numpy(numbers).to(rows.device)

@@ -33,22 +33,25 @@ class Captures(msgspec.Struct, frozen=True):
     op: np.ndarray
     start: np.ndarray
     stop: np.ndarray
+    dtype: np.ndarray
 
     @classmethod
     def none(cls) -> Captures:
-        return cls(*(np.zeros(0, np.int64) for _ in range(6)))
+        return cls(*(np.zeros(0, np.int64) for _ in range(7)))
 
 
 class ProgramTable:
     """Records of up to `slots` requests at `points` points, `records` in all.
 
-    Attributes: `first` [slots + 1, points + 1] int32, `records` [records] of `RECORD`, `version` (counts changes).
+    Attributes: `first` [slots + 1, points + 1] int32, `records` [records] of `RECORD`, `version` (counts changes);
+    `changed`: the slots and the (begin, end) of records written since a device copy last took note.
     """
 
     def __init__(self, slots: int, points: int, records: int) -> None:
         self.first = np.zeros((slots + 1, points + 1), np.int32)
         self.records = np.zeros(records, RECORD)
         self.version = 0
+        self.changed: tuple[set[int], list[tuple[int, int]]] = (set(), [])
         self.captures = Captures.none()
         self._free_slots = list(range(slots, 0, -1))
         self._free = [(0, records)]  # (begin, end), ascending
@@ -66,7 +69,7 @@ class ProgramTable:
         self.first[slot, 0] = begin
         self.first[slot, 1:] = begin + np.cumsum(counts)
         self._add_captures(slot, begin, records, counts)
-        self.version += 1
+        self._note(slot, begin, begin + len(records))
         return slot
 
     def drop(self, slot: int) -> None:
@@ -77,7 +80,7 @@ class ProgramTable:
         if not keep.all():
             self.captures = Captures(*(column[keep] for column in msgspec.structs.astuple(self.captures)))
         self._free_slots.append(slot)
-        self.version += 1
+        self._note(slot, 0, 0)
 
     def __len__(self) -> int:
         """Admitted requests."""
@@ -87,12 +90,24 @@ class ProgramTable:
     def free_records(self) -> int:
         return sum(end - begin for begin, end in self._free)
 
+    def _note(self, slot: int, begin: int, end: int) -> None:
+        self.version += 1
+        slots, records = self.changed
+        slots.add(slot)
+        if end > begin:
+            records.append((begin, end))
+
+    def take_changed(self) -> tuple[set[int], list[tuple[int, int]]]:
+        """What changed since this was last called."""
+        taken, self.changed = self.changed, (set(), [])
+        return taken
+
     def _add_captures(self, slot: int, begin: int, records: np.ndarray, counts: np.ndarray) -> None:
         kept = np.flatnonzero(records["kind"] == CAPTURE)
         if len(kept) == 0:
             return
         point = np.repeat(np.arange(len(counts)), counts)[kept]
-        rest = (records[field][kept] for field in ("value", "start", "stop"))
+        rest = (records[field][kept] for field in ("value", "start", "stop", "x"))
         new = (begin + kept, np.full(len(kept), slot), point, *rest)
         old = msgspec.structs.astuple(self.captures)
         self.captures = Captures(*(np.concatenate((a, b.astype(np.int64))) for a, b in zip(old, new, strict=True)))
@@ -129,14 +144,24 @@ def records_of(ops, addresses: dict[str, tuple[int, int]], points: int) -> tuple
 
     `addresses` gives for each bank key the number at which its rows begin and their width.
     """
-    rows, at = [], []
-    for ordinal, op in enumerate(ops):
-        for i, point in enumerate(op.points):
-            begin, width = addresses[op.values[i if len(op.values) > 1 else 0]] if op.values else (0, 0)
-            begin = ordinal if op.kind == CAPTURE else begin
-            for start, stop, row, step in op.pieces:
-                rows.append((start, stop, op.kind, step, begin + row * width, op.x, op.y))
-                at.append(point)
-    records, owner = np.array(rows, RECORD), np.array(at, np.int64)
+    made = [_records_at(op, ordinal, addresses) for ordinal, op in enumerate(ops)]
+    if not made:
+        return np.zeros(0, RECORD), np.zeros(points, np.int64)
+    records = np.concatenate([records for records, _ in made])
+    owner = np.concatenate([at for _, at in made])
     order = np.argsort(owner, kind="stable")
     return records[order], np.bincount(owner, minlength=points)
+
+
+def _records_at(op, ordinal: int, addresses: dict[str, tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    """One op's records, every piece at every point, and the point of each."""
+    pieces, points = np.array(op.pieces, np.int64).reshape(-1, 4), np.array(op.points, np.int64)
+    records = np.zeros((len(points), len(pieces)), RECORD)
+    records["start"], records["stop"], records["step"] = pieces[:, 0], pieces[:, 1], pieces[:, 3]
+    records["kind"], records["x"], records["y"] = op.kind, op.x, op.y
+    if op.kind == CAPTURE:
+        records["value"] = ordinal
+    elif op.values:
+        begin, width = np.array([addresses[key] for key in op.values], np.int64).T
+        records["value"] = begin[:, None] + pieces[:, 2] * width[:, None]
+    return records.reshape(-1), np.repeat(points, len(pieces))

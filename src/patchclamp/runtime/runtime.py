@@ -6,17 +6,17 @@ then lets the model run `at_work`, and `end`.  It belongs to the thread that ste
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 import numpy as np
 import torch
 
 from patchclamp.errors import CapacityError, MissingSource, pack
-from patchclamp.kernels import fused
-from patchclamp.plan import Batch, Bound, ProgramTable, StepPlan, make_plan
+from patchclamp.plan import CAPTURE, Batch, Bound, ProgramTable, StepPlan, make_plan
 from patchclamp.plan.bind import run_key
 from patchclamp.plan.table import records_of
+from patchclamp.runtime.step import HostStep, Step
 from patchclamp.sites import SiteMap
 from patchclamp.store import Bank, CaptureStore
 from patchclamp.store.captures import CapturedStep
@@ -25,11 +25,13 @@ Packed = tuple[str, str, str | None]
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Sizes of the tables: programs at once, their records (one a point and piece), and bytes of vectors at hand."""
+    """Sizes: programs at once, their records (one a point and piece), bytes of vectors at hand, and (on a GPU) bytes
+    that a step with a CUDA graph may capture; a step that would capture more runs without one."""
 
     max_programs: int = 256
     max_records: int = 1 << 18
     bank_bytes: int = 1 << 28
+    kept_bytes: int = 1 << 28
 
 
 class _Admitted(msgspec.Struct):
@@ -40,6 +42,7 @@ class _Admitted(msgspec.Struct):
     slot: int = 0
     keys: list[str] = []
     failed: bool = False
+    token_bytes: int = 0
 
 
 class Runtime:
@@ -58,7 +61,9 @@ class Runtime:
         self._admitted: dict[str, _Admitted] = {}
         self._errors: dict[str, Packed] = {}
         self._run_of_slot = np.full(limits.max_programs + 1, -1, np.int64)
-        self._kept = torch.empty(0)
+        self._seated: tuple[list[str], int, np.ndarray] | None = None
+        self._last: tuple[Batch, StepPlan, int] | None = None
+        self.step: Step = HostStep(self.table, self.bank)
 
     # -- vectors and results, between steps
 
@@ -76,7 +81,8 @@ class Runtime:
                 self._vectors[key] = (held, holders - 1)
 
     def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, torch.Tensor]:
-        """Positions and fp32 rows of a run, as `CaptureStore.fetch`."""
+        """Positions and rows of a run, as `CaptureStore.fetch`."""
+        self.step.flush()
         return self.store.fetch(run, point, op)
 
     def release(self, runs: Iterable[str]) -> None:
@@ -99,6 +105,15 @@ class Runtime:
             "steps_planned": self.steps_planned,
         }
 
+    def concerns(self, requests: Iterable[str]) -> bool:
+        """Whether any of the requests has a program."""
+        return any(request in self._admitted for request in requests)
+
+    def captures_at_most(self, tokens: Mapping[str, int]) -> int:
+        """A bound on the bytes that a step of so many tokens of each request captures."""
+        known = ((self._admitted.get(request), count) for request, count in tokens.items())
+        return sum(admitted.token_bytes * count for admitted, count in known if admitted is not None)
+
     def take_error(self, run: str) -> Packed | None:
         """What went wrong with a run in here, once."""
         return self._errors.pop(run, None)
@@ -108,7 +123,9 @@ class Runtime:
     def admit(self, request: str, bound: Bound) -> None:
         """Takes note of a request's program; it gets a slot when it is first in a step."""
         if request not in self._admitted:
-            self._admitted[request] = _Admitted(bound, self.store.open(bound.run))
+            sizes = [4 * int(self.widths[list(op.points)].sum()) for op in bound.ops if op.kind == CAPTURE]
+            self._admitted[request] = _Admitted(bound, self.store.open(bound.run), token_bytes=sum(sizes))
+            self._seated = None
 
     def drop(self, requests: Iterable[str]) -> None:
         """Frees what finished requests held; their captures stay until released."""
@@ -123,11 +140,15 @@ class Runtime:
         Slots go to the requests of the step; a preempted one gives its slot up when it is needed. A program that cannot
         be seated leaves its error with its run, whose values are then never shown.
         """
+        if self._seated is not None and self._seated[0] == requests and self._seated[1] == self.table.version:
+            return self._seated[2]
         known = [self._admitted.get(request) for request in requests]
         for admitted in known:
             if admitted is not None and admitted.slot == 0 and not admitted.failed:
                 self._seat(admitted, {id(other) for other in known})
-        return np.array([0 if admitted is None else admitted.slot for admitted in known], np.int64)
+        slots = np.array([0 if admitted is None else admitted.slot for admitted in known], np.int64)
+        self._seated = (requests, self.table.version, slots)
+        return slots
 
     def _seat(self, admitted: _Admitted, staying: set[int]) -> None:
         while True:
@@ -176,31 +197,48 @@ class Runtime:
     def begin(self, batch: Batch) -> None:
         """Plans a step; without programs in it the step stays idle."""
         if not batch.slot.any():
-            self.plan = None
+            self.plan = self._last = None
             return
-        self.steps_planned += 1
-        self.plan = make_plan(batch, self.table, self.widths, self.sampled)
-        self._kept = torch.empty(self.plan.size)
+        if self._goes_on(batch):
+            assert self._last is not None
+            self.plan = self._last[1].later()
+            self.step.begin(self.plan, batch, fresh=False)
+        else:
+            self.steps_planned += 1
+            self.plan = make_plan(batch, self.table, self.widths, self.sampled, self.step.unit)
+            self.step.begin(self.plan, batch, fresh=True)
+        self._last = (batch, self.plan, self.table.version)
+
+    def _goes_on(self, batch: Batch) -> bool:
+        """Whether this step is the last one with every request one token on, and nothing else to do."""
+        if self._last is None or self._last[1].holds == 0 or self._last[2] != self.table.version:
+            return False
+        last = self._last[0]
+        pairs = ((batch.slot, last.slot), (batch.row, last.row), (batch.count, last.count))
+        return all(np.array_equal(a, b) for a, b in pairs) and np.array_equal(batch.position, last.position + 1)
 
     def apply(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Carries out the step's plan at a point: what every tap ends in."""
-        plan = self.plan
-        if plan is None or not plan.active[point]:
-            return
-        width = self.widths[point]
-        hidden = hidden.view(-1, width)
-        residual = None if residual is None else residual.view(-1, width)
-        rows = plan.sampled if self.sampled[point] else plan.tokens
-        fused.apply(hidden, residual, rows, point, self.table, plan, self.bank.data, self._kept)
+        if self.step.recording or (self.plan is not None and self.plan.active[point]):
+            width = self.widths[point]
+            pair = None if residual is None else residual.view(-1, width)
+            self.step.apply(point, hidden.view(-1, width), pair, bool(self.sampled[point]))
 
     def end(self) -> None:
         """Hands the step's captures to the store."""
         plan, captures = self.plan, self.table.captures
         self.plan = None
-        if plan is None or plan.size == 0:
+        if plan is None:
             return
         run = self._run_of_slot[captures.slot]
-        self.store.add(CapturedStep(self._kept, run, captures.point, captures.op, plan.begin, plan.count, plan.target))
+        for data, target, mine in self.step.end(plan):
+            mine = slice(None) if mine is None else mine
+            self.store.add(
+                CapturedStep(
+                    data, run[mine], captures.point[mine], captures.op[mine], plan.begin[mine], plan.count[mine],
+                    target, captures.dtype[mine],
+                )
+            )  # fmt: skip
 
     def _load(self, key: str) -> None:
         """Brings a key into the bank: an inline vector from its host copy, a run's rows from the store."""
@@ -212,7 +250,7 @@ class Runtime:
             self.bank.put(key, self._vectors[key][0])
             return
         run, point = key[2:].rsplit(":", 1)
-        positions, rows = self.store.fetch(run, int(point))
+        positions, rows = self.fetch(run, int(point))
         if len(positions) == 0:
             raise MissingSource(f"run {run} captured nothing at {self.sites.label(int(point))}")
         self.bank.put(key, rows)

@@ -10,6 +10,7 @@ import functools
 import importlib
 import inspect
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -40,6 +41,7 @@ SEAMS: dict[str, Seam] = {
         Seam("v1 step", "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model", "begin a step (V1)", _NEW),
         Seam("v2 inputs", "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_inputs", "plan rows (V2)", _NEW),
         Seam("v2 step", "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model", "begin a step (V2)", _NEW),
+        Seam("v2 dispatch", "vllm.v1.worker.gpu.model_runner:dispatch_cg_and_sync_dp", "choose no graph (V2)", _NEW),
         Seam("v2 sample", "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens", "end a step (V2)", _NEW),
         Seam("block keys", "vllm.v1.core.kv_cache_utils:generate_block_hash_extra_keys", "key edited blocks", _NEW),
         Seam("cache search", "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks",
@@ -120,6 +122,31 @@ def spare_memory(arguments: dict[str, Any]) -> None:
         arguments["kv_cache_memory_bytes"] = min(4 << 30, psutil.virtual_memory().available // 4)
 
 
+def shut_down(engine: Any, alone: bool) -> None:
+    """Frees an engine. vLLM also takes down what all engines of a process share; with others alive that is left."""
+    if alone:
+        engine.engine_core.shutdown()
+        return
+    with (
+        _nothing("vllm.v1.engine.core:cleanup_dist_env_and_memory"),
+        _nothing("vllm.v1.worker.workspace:reset_workspace_manager"),
+    ):
+        engine.engine_core.shutdown()
+
+
+@contextmanager
+def _nothing(place: str) -> Iterator[None]:
+    """A module's function does nothing within."""
+    module, _, name = place.partition(":")
+    owner = importlib.import_module(module)
+    before = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: None)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
 def model_facts(vllm_config: Any) -> dict[str, Any]:
     """Architectures and sizes of an engine's model."""
     model = vllm_config.model_config
@@ -192,13 +219,18 @@ def runner_of(worker: Any) -> tuple[Any, str]:
 
 
 class Hooks(msgspec.Struct):
-    """What a worker does around a step. `at_work()` is a context in which taps act."""
+    """What a worker does around a step.
 
-    before: Callable[[Any], None]
+    `before` says whether the step has programs in it ("active", else "idle") and whether it must run without a graph;
+    `at_work()` is a context in which taps act, `recording()` one in which they are recorded into graphs.
+    """
+
+    before: Callable[[Any], tuple[bool, bool]]
     planned: Callable[[list[str], np.ndarray, np.ndarray, np.ndarray], None]
     logits: Callable[[Any], None]
     after: Callable[[], None]
     at_work: Callable[[], Any]
+    recording: Callable[[], Any]
 
 
 def hook_runner(runner: Any, kind: str, hooks: Hooks) -> None:
@@ -248,12 +280,17 @@ def _hook_v2(runner: Any, hooks: Hooks) -> None:
     require("v2 sample")
     execute, prepare, sample = runner.execute_model, runner.prepare_inputs, runner.sample_tokens
 
+    graphs = _two_graphs(runner, hooks)
+    without_graph = _dispatch_without_graph()
+
     @functools.wraps(execute)
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("dummy_run") or (len(args) > 1 and args[1]):
+            graphs.use(active=False)
             return execute(scheduler_output, *args, **kwargs)
-        hooks.before(scheduler_output)
-        with hooks.at_work():
+        active, eager = hooks.before(scheduler_output)
+        graphs.use(active)
+        with hooks.at_work(), without_graph(eager):
             return execute(scheduler_output, *args, **kwargs)
 
     @functools.wraps(prepare)
@@ -272,6 +309,112 @@ def _hook_v2(runner: Any, hooks: Hooks) -> None:
         return result
 
     runner.execute_model, runner.prepare_inputs, runner.sample_tokens = execute_model, prepare_inputs, sample_tokens
+
+
+class _Graphs:
+    """A runner's CUDA graphs, each recorded twice: with the op launching nothing (idle) and its kernel (active)."""
+
+    def __init__(self) -> None:
+        self._manager: Any = None
+        self._stores: dict[bool, tuple[dict[Any, Any], list[tuple[Any, dict[Any, Any]]]]] = {}
+        self._active = False
+
+    def record(self, manager: Any, capture: Callable[[], None], recording: Callable[[], Any]) -> None:
+        """Records every graph of a manager once each way, and leaves the idle ones in place."""
+        capture()
+        self._manager, self._stores[False] = manager, self._take(manager)
+        manager.graphs = {}
+        for wrapper, _ in self._stores[False][1]:
+            wrapper.concrete_cudagraph_entries = {}
+        with recording():
+            capture()
+        self._stores[True], self._active = self._take(manager), True
+        self.use(active=False)
+
+    def use(self, active: bool) -> None:
+        """Makes one set the runner's."""
+        if active == self._active or not self._stores:
+            return
+        self._manager.graphs, entries = self._stores[active]
+        for wrapper, kept in entries:
+            wrapper.concrete_cudagraph_entries = kept
+        self._active = active
+
+    def _take(self, manager: Any) -> tuple[dict[Any, Any], list[tuple[Any, dict[Any, Any]]]]:
+        from vllm.compilation.cuda_graph import CUDAGraphWrapper
+
+        mine = [w for w in CUDAGraphWrapper._all_instances if w.vllm_config is manager.vllm_config]
+        return manager.graphs, [(w, w.concrete_cudagraph_entries) for w in mine]
+
+
+def _two_graphs(runner: Any, hooks: Hooks) -> _Graphs:
+    """Has a V2 runner record its graphs twice, whenever it does, and count their memory twice."""
+    graphs, capture_model, estimate = _Graphs(), runner.capture_model, runner.profile_cudagraph_memory
+
+    @functools.wraps(capture_model)
+    def capture(*args: Any, **kwargs: Any) -> Any:
+        manager = runner.cudagraph_manager
+        if manager.use_breakable_cg:
+            raise SeamMoved("breakable CUDA graphs are not supported yet: set VLLM_USE_BREAKABLE_CUDAGRAPH=0")
+        once = manager.capture
+        manager.capture = lambda *a, **k: graphs.record(manager, lambda: once(*a, **k), hooks.recording)
+        try:
+            return capture_model(*args, **kwargs)
+        finally:
+            del manager.capture
+
+    runner.capture_model = capture
+    runner.profile_cudagraph_memory = lambda: 2 * estimate()
+    return graphs
+
+
+_eager = threading.local()
+
+
+def _dispatch_without_graph() -> Callable[[bool], Any]:
+    """A context in which a V2 step is dispatched without a graph, through vLLM's own `need_eager`."""
+    owner, name = require("v2 dispatch", ("need_eager",))
+    stock = getattr(owner, name)
+    if not hasattr(stock, "patchclamp"):
+
+        @functools.wraps(stock)
+        def dispatch(*args: Any, need_eager: bool = False, **kwargs: Any) -> Any:
+            return stock(*args, need_eager=need_eager or getattr(_eager, "on", False), **kwargs)
+
+        dispatch.patchclamp = True  # type: ignore[attr-defined]
+        setattr(owner, name, dispatch)
+
+    @contextmanager
+    def without_graph(on: bool) -> Iterator[None]:
+        _eager.on = on
+        try:
+            yield
+        finally:
+            _eager.on = False
+
+    return without_graph
+
+
+def device_facts(runner: Any, kind: str) -> tuple[int, int, Any]:
+    """Most rows and requests of a step, and the tensor of every row's position."""
+    if kind == "v2":
+        return runner.max_num_tokens, runner.max_num_reqs, runner.input_buffers.positions
+    return runner.max_num_tokens, runner.max_num_reqs, runner.positions
+
+
+def records_graphs(vllm_config: Any) -> bool:
+    mode = vllm_config.compilation_config.cudagraph_mode
+    return mode is not None and mode.name != "NONE"
+
+
+def count_memory(runner: Any, size: int) -> None:
+    """Adds to what the worker takes the model to use, so that the cache is sized around it."""
+    runner.model_memory_usage += size
+
+
+def scheduled(scheduler_output: Any) -> dict[str, int]:
+    """Tokens of each request of a step."""
+    return scheduler_output.num_scheduled_tokens
 
 
 def new_programs(scheduler_output: Any) -> Iterator[tuple[str, bytes]]:

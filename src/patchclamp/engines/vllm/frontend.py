@@ -23,7 +23,7 @@ from patchclamp.engines.vllm.worker import site_map
 from patchclamp.errors import EngineError, PatchclampError, ProgramError, RunError, unknown, unpack
 from patchclamp.runtime import Limits
 
-OURS = ("max_records", "bank_bytes", "multiprocess_mode")
+OURS = ("max_records", "bank_bytes", "kept_bytes", "multiprocess_mode")
 SET_BY_US = (
     "max_tokens",
     "logprobs",
@@ -38,11 +38,14 @@ SET_BY_US = (
 
 _one_at_a_time = threading.Lock()  # vLLM keeps the step at hand in globals: engines of one process take turns
 
+_alive: set[VllmEngine] = set()
+
 
 class VllmEngine:
-    """Stock vLLM in this process. `options` are vLLM's engine arguments by their own names, and three of ours:
+    """Stock vLLM in this process. `options` are vLLM's engine arguments by their own names, and four of ours:
 
-    `max_records`, `bank_bytes`: sizes of the worker's tables; `multiprocess_mode`: the engine core in its own process.
+    `max_records`, `bank_bytes`, `kept_bytes`: sizes in the worker (`Limits`); `multiprocess_mode`: the engine core in
+    a process of its own.
     """
 
     def __init__(self, name: str, **options: Any) -> None:
@@ -50,6 +53,7 @@ class VllmEngine:
         self._released: collections.deque[str] = collections.deque()
         self._wake = threading.Condition()
         self._stop = False
+        self._engine: Any = None
         self._waiting: dict[str, tuple[Request, Future[Answer]]] = {}
         started: Future[None] = Future()
         self._thread = threading.Thread(
@@ -103,7 +107,8 @@ class VllmEngine:
         with self._wake:
             self._stop = True
             self._wake.notify()
-        self._thread.join()
+        if threading.current_thread() is not self._thread:  # the garbage collector may close an engine from anywhere
+            self._thread.join()
 
     def _call(self, job: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
@@ -120,8 +125,11 @@ class VllmEngine:
         try:
             with _one_at_a_time:
                 self._build(name, options)
+                _alive.add(self)
         except BaseException as error:
             self._stop = True
+            if self._engine is not None:
+                compat.shut_down(self._engine, alone=not _alive)
             started.set_exception(_told(error))
             return
         started.set_result(None)
@@ -131,7 +139,9 @@ class VllmEngine:
         except BaseException as error:
             self._fail(error)
         finally:
-            self._engine.engine_core.shutdown()
+            with _one_at_a_time:
+                _alive.discard(self)
+                compat.shut_down(self._engine, alone=not _alive)
 
     def _build(self, name: str, options: dict[str, Any]) -> None:
         from vllm.engine.arg_utils import EngineArgs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -59,22 +61,53 @@ class Attached:
         self._logits = next(point.number for point in sites.points if point.rows == "sampled")
         self._awaits_logits = False
         self._preemptions = 0
+        self._most_kept = limits.kept_bytes
+        if self.runtime.device.type == "cuda":
+            self._on_cuda(worker.vllm_config, runner, limits)
         attach_taps(runner.get_model(), [(p, tap) for p, tap in sites.taps("vllm") if p.rows == "tokens"])
         compat.hook_runner(
             runner,
             kind,
-            compat.Hooks(self.before, self.planned, self.logits, self.after, lambda: at_work(self.runtime)),
+            compat.Hooks(self.before, self.planned, self.logits, self.after, self.at_work, self.recording),
         )
+
+    def _on_cuda(self, vllm_config: Any, runner: Any, limits: Limits) -> None:
+        from patchclamp.runtime.cuda import CudaStep
+
+        if self.kind == "v1" and compat.records_graphs(vllm_config):
+            raise EngineError("CUDA graphs of the V1 model runner are not supported yet; set enforce_eager=True")
+        rows, samples, positions = compat.device_facts(runner, self.kind)
+        runtime = self.runtime
+        runtime.step = step = CudaStep(runtime.table, runtime.bank, rows, samples, positions, limits.kept_bytes)
+        compat.count_memory(runner, step.bytes + runtime.bank.data.nbytes)
+
+    def at_work(self) -> Any:
+        return at_work(self.runtime)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Taps launch whatever they are given: a graph is being recorded."""
+        self.runtime.step.recording = True
+        try:
+            with at_work(self.runtime):
+                yield
+        finally:
+            self.runtime.step.recording = False
 
     # -- around a step
 
-    def before(self, scheduler_output: Any) -> None:
+    def before(self, scheduler_output: Any) -> tuple[bool, bool]:
+        """Takes note of who came and went; returns (active, eager)."""
         self.runtime.plan = None
         self._awaits_logits = False
         self._preemptions += compat.preempted(scheduler_output)
         self.runtime.drop(compat.finished(scheduler_output))
         for request, program in compat.new_programs(scheduler_output):
             self.runtime.admit(request, self._decode(program))
+        if not len(self.runtime):
+            return False, False
+        tokens = compat.scheduled(scheduler_output)
+        return self.runtime.concerns(tokens), self.runtime.captures_at_most(tokens) > self._most_kept
 
     def planned(self, requests: list[str], row: np.ndarray, position: np.ndarray, count: np.ndarray) -> None:
         if not len(self.runtime):

@@ -1,0 +1,120 @@
+"""On a CUDA device: the program table and the step's rows at fixed addresses, brought up to date by one copy a change.
+
+All tables lie in one tensor of 32-bit words.  What changed is packed into pinned staging memory, crosses in one copy,
+and one small kernel puts it in place; staging rotates, because with asynchronous scheduling the next step is prepared
+while the last one still runs.  In steady decode nothing changes and nothing is copied.
+
+    R rows of a step at most · N requests of a step at most · S slots · P points · O records
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from patchclamp.kernels import cuda
+from patchclamp.plan import ProgramTable, StepPlan
+
+DEPTH = 4  # staging buffers: more steps in flight than any scheduler keeps
+
+
+class CudaTables:
+    """Device copies of a `ProgramTable` and of a step's rows, as the kernel reads them.
+
+    `position_of_row` is the engine's own tensor of positions [R], which it fills before every step.
+    """
+
+    def __init__(
+        self, table: ProgramTable, rows: int, samples: int, bank: torch.Tensor, positions: torch.Tensor
+    ) -> None:
+        self._table, self.bank, self.position_of_row, self.device = table, bank, positions, bank.device
+        self.points = table.first.shape[1] - 1
+        records = len(table.records)
+        sizes = {
+            "target": 2 * records, "records": cuda.RECORD_WORDS * records, "first": table.first.size,
+            "slot_of_row": rows, "rank_of_row": rows, "row_of_sample": samples,
+        }  # fmt: skip
+        ends = np.cumsum(list(sizes.values())).tolist()
+        self._at = {name: end - size for (name, size), end in zip(sizes.items(), ends, strict=True)}
+        self._words = torch.zeros(ends[-1], dtype=torch.int32, device=self.device)
+        views = {name: self._words[at : at + sizes[name]] for name, at in self._at.items()}
+        self.target = views.pop("target").view(torch.int64)
+        for name, view in views.items():
+            setattr(self, name, view)
+        self._inbox = torch.empty(1 << 16, dtype=torch.int32, device=self.device)
+        self._staging = [_pinned(1 << 16) for _ in range(DEPTH)]
+        self._done = [torch.cuda.Event() for _ in range(DEPTH)]
+        self._turn, self._rows, self.copies = 0, 0, 0
+
+    slot_of_row: torch.Tensor
+    rank_of_row: torch.Tensor
+    row_of_sample: torch.Tensor
+    first: torch.Tensor
+    records: torch.Tensor
+
+    @property
+    def bytes(self) -> int:
+        """Device memory held."""
+        return self._words.nbytes + self._inbox.nbytes
+
+    def load(self, plan: StepPlan, sample_rows: np.ndarray) -> None:
+        """Makes the tables say what `plan` says; `sample_rows` [N] is the flat row of each sampled token."""
+        rows = len(plan.tokens.slot)
+        slot = np.zeros(max(rows, self._rows), np.int32)  # rows of an earlier, longer step become nobody's
+        slot[:rows], self._rows = plan.tokens.slot, rows
+        segments = [
+            (self._at["slot_of_row"], slot),
+            (self._at["rank_of_row"], plan.tokens.rank),
+            (self._at["row_of_sample"], sample_rows.astype(np.int32)),
+            *self._changed(),
+            *self._targets(plan),
+        ]
+        self._send([(to, words) for to, words in segments if len(words)])
+
+    def _changed(self) -> list[tuple[int, np.ndarray]]:
+        slots, records = self._table.take_changed()
+        stride = self._table.first.shape[1]
+        found = [(self._at["first"] + slot * stride, self._table.first[slot]) for slot in sorted(slots)]
+        words = self._table.records.view(np.int32)
+        size = cuda.RECORD_WORDS
+        return found + [(self._at["records"] + a * size, words[a * size : b * size]) for a, b in records]
+
+    def _targets(self, plan: StepPlan) -> list[tuple[int, np.ndarray]]:
+        """Where captured rows go, by record: one range from the lowest capturing record to the highest."""
+        live = np.flatnonzero(plan.count)
+        if len(live) == 0:
+            return []
+        record = self._table.captures.record[live]
+        low, high = int(record.min()), int(record.max()) + 1
+        by_record = np.zeros(high - low, np.int64)
+        by_record[record - low] = plan.target[live]
+        return [(self._at["target"] + 2 * low, by_record.view(np.int32))]
+
+    def _send(self, segments: list[tuple[int, np.ndarray]]) -> None:
+        blocks = [
+            (to + i, words[i : i + cuda.SCATTER_BLOCK])
+            for to, words in segments
+            for i in range(0, len(words), cuda.SCATTER_BLOCK)
+        ]
+        total = 3 * len(blocks) + sum(len(words) for _, words in blocks)
+        self._turn = (self._turn + 1) % DEPTH
+        if not self._done[self._turn].query():
+            self._done[self._turn].synchronize()
+        if total > len(self._staging[self._turn]):
+            self._staging[self._turn] = _pinned(2 * total)
+        if total > len(self._inbox):
+            self._inbox = torch.empty(2 * total, dtype=torch.int32, device=self.device)
+        staging, at = self._staging[self._turn], 3 * len(blocks)
+        host = staging.numpy()
+        for i, (to, words) in enumerate(blocks):
+            host[3 * i : 3 * i + 3] = to, at, len(words)
+            host[at : at + len(words)] = words
+            at += len(words)
+        self._inbox[:total].copy_(staging[:total], non_blocking=True)
+        self._done[self._turn].record()
+        cuda.scatter(self._inbox, self._words, len(blocks))
+        self.copies += 1
+
+
+def _pinned(words: int) -> torch.Tensor:
+    return torch.empty(words, dtype=torch.int32, pin_memory=True)

@@ -1,0 +1,60 @@
+"""How a step is carried out where the model is: on the host, or (`runtime.cuda`) on a CUDA device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from patchclamp.kernels import fused
+from patchclamp.plan import Batch, ProgramTable, StepPlan
+from patchclamp.plan.step import NUMBERS
+from patchclamp.store import Bank
+
+Captured = tuple[torch.Tensor, np.ndarray, np.ndarray | None]
+
+
+class Step(Protocol):
+    """`unit`: what captured rows are measured in; `recording`: every tap launches, for a graph is being recorded."""
+
+    unit: np.ndarray
+    recording: bool
+
+    def begin(self, plan: StepPlan, batch: Batch, fresh: bool) -> None:
+        """A planned step begins; `fresh` is False where the last plan goes on by one token a request."""
+        ...
+
+    def apply(self, point: int, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, sampled: bool) -> None: ...
+
+    def end(self, plan: StepPlan) -> Iterator[Captured]:
+        """What was captured: flat data, where each record's rows begin in it, and which records (None: all)."""
+        ...
+
+    def flush(self) -> None:
+        """Returns when all that `end` gave can be read."""
+        ...
+
+
+class HostStep:
+    """On the CPU: rows are kept in one fp32 buffer a step."""
+
+    unit, recording = NUMBERS, False
+
+    def __init__(self, table: ProgramTable, bank: Bank) -> None:
+        self._table, self._bank = table, bank
+
+    def begin(self, plan: StepPlan, batch: Batch, fresh: bool) -> None:
+        self._plan, self._kept = plan, torch.empty(plan.size, device=self._bank.data.device)
+
+    def apply(self, point: int, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, sampled: bool) -> None:
+        rows = self._plan.sampled if sampled else self._plan.tokens
+        fused.apply(hidden_RW, residual_RW, rows, point, self._table, self._plan, self._bank.data, self._kept)
+
+    def end(self, plan: StepPlan) -> Iterator[Captured]:
+        if plan.size:
+            yield self._kept, plan.target, None
+
+    def flush(self) -> None:
+        return None
