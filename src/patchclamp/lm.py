@@ -12,11 +12,15 @@ import numpy as np
 from patchclamp.engines.base import Answer, Engine, Request
 from patchclamp.engines.open import open_engine
 from patchclamp.errors import MissingSource, PatchclampError, ProgramError, TokensError
-from patchclamp.plan import Bound, Prompt, bind
+from patchclamp.plan import CAPTURE, Bound, Prompt, bind
 from patchclamp.plan.bind import vector_key
 from patchclamp.proofs import ensure_proved
-from patchclamp.spec import Capture, Program, Site, Vector
+from patchclamp.spec import At, Capture, Op, Program, Site, Vector
+from patchclamp.spec.ops import DTYPES
+from patchclamp.spec.site import site as read_site
 from patchclamp.spec.tokens import Tokens
+
+MOST_SCORES = 128  # token ids graded in one run: what vLLM's sampler takes
 
 
 class LM:
@@ -87,7 +91,12 @@ class LM:
             for i, given in enumerate(zip(keys, prompts, programs, scores, strict=True))
         ]
         futures = self.engine.submit(requests)
-        runs = [Run(self, *made) for made in zip(requests, programs, map(_wait, futures), strict=True)]
+        try:
+            answers = [_wait(future) for future in futures]
+        except BaseException:
+            self.engine.abort(keys)  # interrupted: nothing goes on computing or keeps captures
+            raise
+        runs = [Run(self, *made) for made in zip(requests, programs, answers, strict=True)]
         for run in runs:
             self._runs[run.key] = run
         if not many and runs[0].error is not None:
@@ -117,19 +126,32 @@ class LM:
         if (prompt is None) == (messages is None):
             raise ProgramError("give either a prompt or messages")
         if messages is not None:
-            many = bool(messages) and isinstance(messages[0], (list, tuple))
-            return [(self.tokenizer.chat(list(chat)), None) for chat in (messages if many else [messages])], many
+            many = isinstance(messages, (list, tuple)) and bool(messages) and isinstance(messages[0], (list, tuple))
+            return [(self._chat(chat), None) for chat in (messages if many else [messages])], many
+        prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # a NumPy array or a tensor of ids
+        if not isinstance(prompt, (str, list, tuple)):
+            raise ProgramError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}", "prompt")
         many = not isinstance(prompt, str) and not (len(prompt) > 0 and isinstance(prompt[0], (int, np.integer)))
         given = prompt if many else [prompt]
-        if many and len(given) == 0:
-            return [], True
         made = [self._prompt(one, f"prompt[{i}]" if many else "prompt") for i, one in enumerate(given)]
         return made, many
 
+    def _chat(self, messages: Any) -> list[int]:
+        try:
+            return self.tokenizer.chat(list(messages))
+        except PatchclampError:
+            raise
+        except Exception as error:
+            raise ProgramError(f"not a chat of role and content: {type(error).__name__}: {error}", "messages") from None
+
     def _prompt(self, prompt: Any, path: str) -> tuple[list[int], str | None]:
+        prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
         if isinstance(prompt, str):
-            ids, text = self.tokenizer.encode(prompt), prompt
-        elif all(isinstance(i, (int, np.integer)) for i in prompt):
+            try:
+                ids, text = self.tokenizer.encode(prompt), prompt
+            except (TypeError, ValueError) as error:
+                raise ProgramError(f"this text cannot be tokenised: {error}", path) from None
+        elif isinstance(prompt, (list, tuple)) and all(_is_id(i) for i in prompt):
             ids, text = [int(i) for i in prompt], None
         else:
             raise ProgramError("a prompt is text or a list of token ids", path)
@@ -151,13 +173,16 @@ class LM:
         number: int | bool,
     ) -> Request:
         ids, text = prompt
-        if not isinstance(max_tokens, int) or max_tokens < 1:
+        if not _is_id(max_tokens) or max_tokens < 1:
             raise ProgramError(f"at least one token must be generated, not {max_tokens!r}", "max_tokens")
         if len(ids) + max_tokens > self.model.max_model_len:
             raise TokensError(
                 f"{len(ids)} prompt tokens and max_tokens={max_tokens} exceed max_model_len={self.model.max_model_len}"
             )
-        outside = [i for i in score if not isinstance(i, (int, np.integer)) or not 0 <= i < self.model.d_vocab]
+        max_tokens, score = int(max_tokens), list(score)
+        outside = [i for i in score if not _is_id(i) or not 0 <= i < self.model.d_vocab]
+        if len(set(score)) > MOST_SCORES:
+            raise ProgramError(f"at most {MOST_SCORES} tokens can be scored, not {len(set(score))}", "score")
         if outside:
             raise TokensError(f"{outside[0]!r} is not a token id below {self.model.d_vocab}", "score")
         spelled = Prompt(ids, lambda: self.tokenizer.spell(ids, text))
@@ -195,7 +220,7 @@ class Run:
         self.closed = False
         self._lm, self._answer = lm, answer
         self._bound: Bound | None = request.bound
-        self._fetched: dict[int, tuple[np.ndarray, Any]] = {}
+        self._fetched: dict[tuple[int, int | None], tuple[np.ndarray, Any]] = {}
         self._release = weakref.finalize(self, lm.engine.release, [self.key])
         self._release.atexit = False
         if not program:
@@ -235,6 +260,9 @@ class Run:
 
     def __getitem__(self, site: Site | str) -> Any:
         """What was captured at one site: a CPU tensor [T, W] of the asked positions, in the capture's dtype.
+
+        A site captured twice gives the union of positions; where both have one, the later in the program's order. A
+        path such as "edits[0]" gives what that `Capture` kept, at its own place in the order.
 
         Raises `MissingSource` if it was not captured, and the run's own error if it failed.
         """
@@ -276,38 +304,52 @@ class Run:
 
     def _fetch(self, site: Site | str) -> tuple[np.ndarray, Any]:
         self.answer  # noqa: B018  raises the run's own error
-        from patchclamp.spec.site import site as read_site
+        point, op = self._named(site)
+        if (point, op) not in self._fetched:
+            self._fetched[point, op] = self._read(point, op, str(site))
+        return self._fetched[point, op]
 
-        site = read_site(site)
+    def _named(self, site: Site | str) -> tuple[int, int | None]:
+        """The point that a site names or an op's path captured at, and the op."""
+        for ordinal, (path, op) in enumerate(self.program.ops):
+            if site == path and isinstance(op, Capture):
+                return self._one_point(op.at), ordinal
+        return self._one_point(read_site(site)), None
+
+    def _one_point(self, site: Site) -> int:
         places = self._lm.sites.resolve(site)
         if len(places) > 1:
             raise ProgramError(f"run[...] takes one layer: {site} names {len(places)}, as in run[pc.{places[0]}]")
-        point = places[0].point
-        if point not in self._fetched:
-            self._fetched[point] = self._read(point, str(places[0]))
-        return self._fetched[point]
+        return places[0].point
 
-    def _read(self, point: int, name: str) -> tuple[np.ndarray, Any]:
-        wanted = self.positions_of(point)
-        ops = [op for _, op in self.program.ops]
-        mine = [op for op, b in zip(ops, self._bound.ops if self._bound else (), strict=False)
-                if isinstance(op, Capture) and point in b.points]  # fmt: skip
+    def _read(self, point: int, ordinal: int | None, name: str) -> tuple[np.ndarray, Any]:
+        ops = self._bound.ops if self._bound is not None else ()
+        mine = [o for i, o in enumerate(ops) if o.kind == CAPTURE and point in o.points and ordinal in (None, i)]
         if not mine:
             raise MissingSource(f"{name} was not captured; this run has: {', '.join(self.sites) or 'no captures'}")
         if self.closed:
             raise MissingSource(f"run {self.key} was closed before {name} was read")
-        found, rows = self._lm.engine.fetch(self.key, point)
+        wanted = Bound(self.key, len(self.prompt_token_ids), tuple(mine)).captured()[point]
+        wanted = wanted[: self._length(wanted)]
+        found, rows = self._lm.engine.fetch(self.key, point, ordinal)
         kept = np.searchsorted(found, self._positions)
         found, rows = found[:kept], rows[:kept]
         if not np.array_equal(found, wanted):
             raise PatchclampError(f"{name}: {len(wanted)} positions were asked for and {len(found)} were captured")
-        dtypes = {op.dtype for op in mine}
+        dtypes = {DTYPES[int(op.x)] for op in mine}
         return found, rows if dtypes == {"float32"} or len(dtypes) > 1 else _cast(rows, dtypes.pop())
+
+    def __reduce__(self):
+        raise ProgramError("a Run belongs to its engine and cannot be copied or pickled; take its tensors instead")
 
     def __repr__(self) -> str:
         if self.error is not None:
             return f"<Run {self.key}: {type(self.error).__name__}: {self.error}>"
         return f"<Run {self.key}: {len(self.prompt_token_ids)} + {len(self.token_ids)} tokens, {self.text!r}>"
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def _cast(rows: Any, dtype: str) -> Any:
@@ -318,6 +360,11 @@ def _cast(rows: Any, dtype: str) -> Any:
 
 def _each(given: Any, prompts: int, name: str) -> Iterable[Any]:
     """One program for all prompts, or a list of lists, one a prompt."""
+    if given is not None and not isinstance(given, (str, Site, At, Op, list, tuple)):
+        try:
+            given = list(given)
+        except TypeError:
+            raise ProgramError(f"a list is needed, not {type(given).__name__}", name) from None
     if isinstance(given, (list, tuple)) and any(isinstance(item, (list, tuple)) for item in given):
         if not all(isinstance(item, (list, tuple)) for item in given):
             raise ProgramError("either one list for all prompts, or a list of lists, one a prompt", name)

@@ -35,6 +35,9 @@ BAD = [
     (dict(max_tokens=600), pc.TokensError, "exceed max_model_len=512"),
     (dict(sampling={"temprature": 1}), pc.UnknownName, "sampling.temprature: no sampling parameter 'temprature' (did you mean 'temperature'"),
     (dict(sampling={"top_p": 3.0}), pc.ProgramError, "top_p"),
+    (dict(score=list(range(200))), pc.ProgramError, "score: at most 128 tokens can be scored, not 200"),
+    (dict(edits=5), pc.ProgramError, "edits: a list is needed, not int"),
+    (dict(edits=[pc.Zero(pc.embed, [1, 1])]), pc.TokensError, "a position is named twice"),
     (dict(score=[10**6]), pc.TokensError, "score: 1000000 is not a token id below 49152"),
 ]  # fmt: skip
 
@@ -125,11 +128,11 @@ def test_many_programs_more_than_fit_at_once_leave_the_tables_empty(engines):
 
 
 def test_a_program_that_does_not_fit_fails_alone(engines):
-    lm = engines.get("vllm", "float32", max_records=64, bank_bytes=40 * D * 4)
+    lm = engines.get("vllm", "float32", max_records=64, bank_bytes=300_000, prove=False)
     good = [pc.Add(torch.randn(D), at=pc.resid_post[3])]
     too_many_records = [pc.Zero(pc.resid_post), pc.Zero(pc.resid_mid), pc.Zero(pc.attn_out)]
-    too_many_rows = [pc.Add(torch.randn(50, D), at=pc.resid_post[3], tokens=pc.prompt)]
-    ids = lm.tokens(PROMPTS[1])[:10] * 5
+    too_many_rows = [pc.Add(torch.randn(200, D), at=pc.resid_post[3], tokens=pc.prompt)]
+    ids = lm.tokens(PROMPTS[1])[:10] * 20
     runs = lm.run([ids] * 4, max_tokens=1, edits=[good, too_many_records, too_many_rows, []])
     assert [type(run.error) for run in runs] == [type(None), pc.CapacityError, pc.CapacityError, type(None)]
     assert "raise max_records" in str(runs[1].error)
@@ -150,10 +153,38 @@ def test_unknown_engine_options_are_errors(smollm2):
         pc.LM(str(smollm2), engine="vlm")
 
 
-def test_configurations_that_break_a_guarantee_are_refused(smollm2):
-    speculative = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-    with pytest.raises(pc.EngineError, match="patchclamp does not run with: speculative decoding"):
-        pc.LM(str(smollm2), engine="vllm", enforce_eager=True, max_model_len=512, speculative_config=speculative)
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+            "speculative decoding",
+        ),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size above 1"),
+        ({"enable_lora": True}, "LoRA"),
+    ],
+)
+def test_configurations_that_break_a_guarantee_are_refused(smollm2, options, named):
+    with pytest.raises(pc.EngineError, match=f"patchclamp does not run with: {named}"):
+        pc.LM(str(smollm2), engine="vllm", enforce_eager=True, max_model_len=512, **options)
+
+
+@pytest.mark.parametrize("prompt", [5, {"a": 1}, [1.0], [None], ["a", 3], [True, False], b"The", object()])
+def test_what_is_no_prompt_is_our_error(engines, prompt):
+    with pytest.raises(pc.ProgramError, match="a prompt is text or a list of token ids"):
+        engines.get("transformers", "float32").run(prompt, max_tokens=1)
+
+
+def test_prompts_as_arrays_and_chats(engines):
+    lm = engines.get("transformers", "float32")
+    ids = lm.tokens(PROMPTS[0])
+    expected = lm.run(ids, max_tokens=2).logprobs
+    assert lm.run(np.array(ids), max_tokens=2).logprobs == lm.run(torch.tensor(ids), max_tokens=2).logprobs == expected
+    chat = lm.run(messages=[{"role": "user", "content": "Name the capital of France."}], max_tokens=8)
+    assert "Paris" in chat.text
+    for messages in ([{"rol": "user"}], {"role": "user"}):
+        with pytest.raises(pc.ProgramError, match="messages: not a chat"):
+            lm.run(messages=messages, max_tokens=1)
 
 
 def test_closing_one_engine_leaves_the_others_running(smollm2, engines):
@@ -169,3 +200,101 @@ def test_closing_one_engine_leaves_the_others_running(smollm2, engines):
         other.run(PROMPTS[0], max_tokens=1)
     with pytest.raises(pc.EngineError, match="the engine is closed"):
         run[pc.embed]
+
+
+def test_programs_wait_for_room_and_never_run_without_themselves(engines):
+    """Each program fills most of the bank: they take turns, all are edited, and what they cached is theirs."""
+    lm = engines.get("vllm", "float32", max_records=64, bank_bytes=300_000, prove=False)
+    roomy = engines.get("vllm", "float32", enable_prefix_caching=False)
+    prompts = [torch.randint(100, 40000, (100,)).tolist() for _ in range(3)]
+    edits = [[pc.Add(torch.randn(90, D) * 5, at=pc.resid_post[3], tokens=pc.prompt[0:90])] for _ in prompts]
+    for _ in range(2):  # the second time from the cache
+        runs = lm.run(prompts, max_tokens=2, edits=edits, capture=[pc.logits])
+        for prompt, edit, run in zip(prompts, edits, runs, strict=True):
+            alone = roomy.run(prompt, max_tokens=2, edits=edit, capture=[pc.logits])
+            assert torch.allclose(run[pc.logits], alone[pc.logits], atol=1e-3)
+    assert runs[0].cached_tokens == 96
+    plain = lm.run(prompts, max_tokens=2, capture=[pc.logits])
+    assert all((a[pc.logits] - b[pc.logits]).abs().max() > 0.1 for a, b in zip(plain, runs, strict=True))
+
+
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_edits_that_are_not_finite_fail_their_run_and_touch_nobody(engines, engine):
+    lm = engines.get(engine, "float32")
+    ids = lm.tokens(" ".join(PROMPTS))
+    plain = lm.run([PROMPTS[0], ids], max_tokens=4)
+    hot = [pc.Add([3e38] * D, at=pc.resid_post[3], scale=1e30), pc.Capture(pc.resid_post[4])]
+    bad, good = lm.run([ids * 4, PROMPTS[0]], max_tokens=2, edits=[hot, []])
+    assert good.logprobs == lm.run([ids * 4, PROMPTS[0]], max_tokens=2)[1].logprobs
+    with pytest.raises(pc.RunError, match=r"the edits at resid_pre\[4\] make numbers that are not finite"):
+        _ = bad.text
+    assert np.allclose(
+        [r.logprobs for r in lm.run([PROMPTS[0], ids], max_tokens=4)], [r.logprobs for r in plain], atol=1e-4
+    )
+    with pytest.raises(pc.ProgramError, match=r"scale: a number of fp32"):
+        pc.Add([1.0], at=pc.embed, scale=1e39)
+
+
+def test_closing_or_interrupting_settles_everyone(smollm2):
+    """A thread that waits for a long run is told when another closes the engine; an interrupted run leaves nothing."""
+    lm = pc.LM(str(smollm2), engine="vllm", dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=4,
+               kv_cache_memory_bytes=1 << 27)  # fmt: skip
+    caught: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            lm.run(PROMPTS[0], max_tokens=400, sampling={"ignore_eos": True})
+        except pc.PatchclampError as error:
+            caught.append(error)
+
+    lm.run(PROMPTS[0], max_tokens=1)
+    runs = lm.engine.status()["runs"]
+    import patchclamp.lm as front
+
+    def interrupted(future):
+        raise KeyboardInterrupt
+
+    stock, front._wait = front._wait, interrupted
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            lm.run([PROMPTS[0]] * 3, max_tokens=400, capture=[pc.resid_post], sampling={"ignore_eos": True})
+    finally:
+        front._wait = stock
+    status = lm.engine.status()
+    assert (status["runs"], status["programs"], status["vectors"]) == (runs, 0, 0)
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not lm.engine._waiting:
+        threading.Event().wait(0.01)
+    lm.close()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert [str(error) for error in caught] == ["the engine is closed"]
+
+
+def test_a_kept_run_does_not_hold_its_batchmates(engines):
+    lm = engines.get("transformers", "float32")
+    gc.collect()
+    before = lm.engine.status()["captured_bytes"]
+    kept, *others = lm.run([PROMPTS[2]] * 5, max_tokens=3, capture=[[pc.embed @ pc.prompt[0]], *[[pc.resid_post]] * 4])
+    row = lm.run(PROMPTS[2], max_tokens=1, capture=[pc.embed @ pc.prompt[0]])[pc.embed]
+    del others
+    gc.collect()
+    assert lm.engine.status()["captured_bytes"] - before < 20_000
+    assert torch.equal(kept[pc.embed], row)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_iterators_lists_in_any_order_and_places_in_the_program(engines, engine):
+    lm = engines.get(engine, "float32")
+    plain = lm.run([PROMPTS[0]] * 3, max_tokens=1)
+    runs = lm.run([PROMPTS[0]] * 3, max_tokens=1, edits=(op for op in [pc.Zero(pc.attn_out)]), score=iter([7042]))
+    assert all(run.logprobs != plain[0].logprobs and list(run.scores) == [7042] for run in runs)
+    a, b = torch.randn(2, D)
+    run = lm.run(PROMPTS[0], max_tokens=1, capture=[pc.embed],
+                 edits=[pc.Capture(pc.embed), pc.Replace(torch.stack([a, b]), at=pc.embed, tokens=[3, 1])])  # fmt: skip
+    assert torch.equal(run[pc.embed][[3, 1]], torch.stack([a, b]))
+    assert not torch.equal(run["edits[0]"], run[pc.embed])
+    swapped = lm.run(PROMPTS[0], max_tokens=1, capture=[pc.embed],
+                     edits=[pc.Replace(pc.From(run, pc.embed, pc.every[3, 1]), at=pc.embed, tokens=[1, 3])])  # fmt: skip
+    assert torch.equal(swapped[pc.embed][[1, 3]], torch.stack([a, b]))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Model(msgspec.Struct, frozen=True):
-    """Facts of a loaded model: what it is called, who runs it, and its sizes."""
+    """Facts of a loaded model: what it is called, who runs it and with which `settings`, and its sizes."""
 
     name: str
     engine: str
@@ -28,6 +28,7 @@ class Model(msgspec.Struct, frozen=True):
     d_vocab: int
     dtype: str
     max_model_len: int
+    settings: str = ""
 
 
 class Request(msgspec.Struct):
@@ -85,6 +86,16 @@ class Tokenizer(Protocol):
         ...
 
 
+def settle(future: Future[Answer], answer: Answer | Exception) -> None:
+    """Gives a future its answer or error, unless someone has settled or cancelled it."""
+    if future.done():
+        return
+    if isinstance(answer, Exception):
+        future.set_exception(answer)
+    else:
+        future.set_result(answer)
+
+
 class Engine(Protocol):
     """Carries requests. Calls are safe from any thread."""
 
@@ -96,12 +107,19 @@ class Engine(Protocol):
         """Starts requests, as one batch where that means something; each has its own answer or error."""
         ...
 
-    def fetch(self, run: str, point: int) -> tuple[np.ndarray, torch.Tensor | np.ndarray]:
-        """Positions [T] ascending and fp32 rows [T, W] that a finished run captured at a point."""
+    def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, torch.Tensor | np.ndarray]:
+        """Positions [T] ascending and rows [T, W] that a finished run captured at a point.
+
+        Of one op, by its place in the bound program, or of all; then, where two captured a position, the later's.
+        """
         ...
 
     def release(self, runs: list[str]) -> None:
         """Lets runs' captures go."""
+        ...
+
+    def abort(self, runs: list[str]) -> None:
+        """Stops runs that are under way, as far as the engine can, and lets their captures go."""
         ...
 
     def check_sampling(self, sampling: dict[str, Any]) -> None:

@@ -69,14 +69,15 @@ class FakeEngine:
             answers = self._serve(requests)
         return [_settled(answer) for answer in answers]
 
-    def fetch(self, run: str, point: int) -> tuple[np.ndarray, np.ndarray]:
+    def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Positions ascending and fp32 rows; of two ops that captured a position the later counts."""
         self._check_open()
         kept = self._kept.get(run)
         if kept is None:
             raise MissingSource(f"run {run} is not here: it was released, or captured nothing")
         row_of: dict[int, np.ndarray] = {}
-        for captured in sorted((c for c in kept if c.point == point), key=lambda c: c.op):
+        mine = (c for c in kept if c.point == point and op in (None, c.op))
+        for captured in sorted(mine, key=lambda c: c.op):
             row_of.update(zip(captured.positions.tolist(), captured.rows, strict=True))
         positions = sorted(row_of)
         rows = np.array([row_of[p] for p in positions], np.float32)
@@ -85,6 +86,10 @@ class FakeEngine:
     def release(self, runs: list[str]) -> None:
         for run in runs:
             self._kept.pop(run, None)
+
+    def abort(self, runs: list[str]) -> None:
+        """Runs are over when `submit` returns; what they captured is let go."""
+        self.release(runs)
 
     def check_sampling(self, sampling: dict[str, Any]) -> None:
         for name in sampling:

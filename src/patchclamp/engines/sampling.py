@@ -35,10 +35,17 @@ class Sampler:
         for name in sampling:
             if name not in NAMES:
                 raise unknown("sampling parameter", name, NAMES, f"sampling.{name}")
-        for name, low, high in (("temperature", 0, 100), ("top_p", 0, 1), ("min_p", 0, 1)):
-            given = sampling.get(name, low)
+        for name, low, high in (("temperature", 0, 100), ("top_p", 1e-6, 1), ("min_p", 0, 1)):
+            given = sampling.get(name, high)
             if not isinstance(given, (int, float)) or not low <= given <= high:
                 raise ProgramError(f"a number from {low} to {high} is needed, not {given!r}", f"sampling.{name}")
+        for name in ("top_k", "seed"):
+            given = sampling.get(name, 0)
+            if given is not None and not isinstance(given, int):
+                raise ProgramError(f"a whole number is needed, not {given!r}", f"sampling.{name}")
+        stop = sampling.get("stop") or []
+        if not isinstance(stop, str) and not all(isinstance(word, str) for word in stop):
+            raise ProgramError(f"text or a list of texts is needed, not {stop!r}", "sampling.stop")
 
     def pick(self, logits_V: torch.Tensor, step: int) -> int:
         if self.temperature == 0:

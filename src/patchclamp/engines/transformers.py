@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from patchclamp.engines.base import Answer, Model, Request, Tokenizer
+from patchclamp.engines.base import Answer, Model, Request, Tokenizer, settle
 from patchclamp.engines.sampling import Sampler
 from patchclamp.engines.tokenizer import HubTokenizer
 from patchclamp.errors import EngineError, PatchclampError, ProgramError, RunError, unknown, unpack
@@ -71,7 +71,7 @@ class TransformersEngine:
         kind, longest = str(self._net.dtype).removeprefix("torch."), max_model_len or config.max_position_embeddings
         self.model = Model(
             name, "transformers", transformers.__version__, family.name, config.num_hidden_layers, config.hidden_size,
-            config.vocab_size, kind, longest,
+            config.vocab_size, kind, longest, f"{self.device} {getattr(config, '_commit_hash', None)}",
         )  # fmt: skip
         self._width, self._left = max_num_seqs, padding_side == "left"
         self.runtime = Runtime(self.sites, Limits(max_num_seqs, max_records, bank_bytes), self.device)
@@ -87,13 +87,17 @@ class TransformersEngine:
             self._call(self._serve, requests[part], futures[part])
         return futures
 
-    def fetch(self, run: str, point: int) -> tuple[np.ndarray, torch.Tensor]:
-        positions, rows = self._call(self.runtime.fetch, run, point).result()
+    def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, torch.Tensor]:
+        positions, rows = self._call(self.runtime.fetch, run, point, op).result()
         return positions, rows.cpu()
 
     def release(self, runs: list[str]) -> None:
         # called by the garbage collector, wherever it happens to run: it may take no lock
         self._released.extend(runs)
+
+    def abort(self, runs: list[str]) -> None:
+        """A batch under way runs to its end; what it captures is let go."""
+        self.release(runs)
 
     def status(self) -> dict[str, int]:
         """Counts: programs admitted, runs kept, vectors pinned, records free, steps planned."""
@@ -120,30 +124,38 @@ class TransformersEngine:
     # -- on the engine's thread
 
     def _serve(self, requests: list[Request], futures: list[Future[Answer]]) -> None:
-        for request in requests:
-            self.runtime.hold({key: torch.tensor(rows) for key, rows in request.vectors.items()}, request.vectors)
+        errors = [self._reserve(request) for request in requests]
+        ready = [i for i, error in enumerate(errors) if error is None]
+        answers: list[Answer | Exception] = [error or RunError("not run") for error in errors]
         try:
-            answers = self._generate(requests)
+            if ready:
+                for i, answer in zip(ready, self._generate([requests[i] for i in ready]), strict=True):
+                    answers[i] = answer
         except Exception as error:
-            answers = [error if isinstance(error, PatchclampError) else _failed(error)] * len(requests)
-        self.runtime.drop([request.run for request in requests])
-        for request in requests:
+            for i in ready:
+                answers[i] = _told(error)
+        for request, future, answer in zip(requests, futures, answers, strict=True):
+            self.runtime.drop([request.run])
             self.runtime.let_go(request.vectors)
-        for future, answer in zip(futures, answers, strict=True):
-            if isinstance(answer, Exception):
-                future.set_exception(answer)
-            else:
-                future.set_result(answer)
+            settle(future, answer)
+
+    def _reserve(self, request: Request) -> Exception | None:
+        """Holds a request's vectors and seats its program; returns what stands against it."""
+        self.runtime.hold({key: torch.tensor(rows) for key, rows in request.vectors.items()}, request.vectors)
+        try:
+            if request.bound is not None:
+                self.runtime.reserve(request.bound)
+                self.runtime.link(request.run, request.run)
+        except Exception as error:
+            return _told(error)
+        return None
 
     @torch.inference_mode()
     def _generate(self, requests: list[Request]) -> list[Answer | Exception]:
-        for request in requests:
-            if request.bound is not None:
-                self.runtime.admit(request.run, request.bound)
         writers = [_Writer(request, self.tokenizer, self._eos()) for request in requests]
         step = _Step(requests, self._left, self.device)
         while not all(writer.done for writer in writers):
-            logits_BV = self._forward(step, self.runtime.seat(["" if w.done else w.request.run for w in writers]))
+            logits_BV = self._forward(step, self.runtime.slots(["" if w.done else w.request.run for w in writers]))
             for writer, logits_V in zip(writers, logits_BV.float(), strict=True):
                 writer.take(logits_V)
             self.runtime.drop(writer.request.run for writer in writers if writer.done)
@@ -251,7 +263,9 @@ def _dtype(name: Any) -> Any:
     return found
 
 
-def _failed(error: Exception) -> RunError:
+def _told(error: Exception) -> PatchclampError:
+    if isinstance(error, PatchclampError):
+        return error
     made = RunError(f"{type(error).__name__}: {error}")
     made.__cause__ = error
     return made

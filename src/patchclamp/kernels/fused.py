@@ -24,12 +24,16 @@ def apply(
     plan: StepPlan,
     bank_B: torch.Tensor,
     kept_K: torch.Tensor,
-) -> None:
-    """Applies a point's records to the rows in place and writes captured rows into `kept_K`."""
+) -> np.ndarray | None:
+    """Applies a point's records to the rows in place and writes captured rows into `kept_K`.
+
+    A row whose edits are not finite in the tensor's dtype is left as it was: kept keys and values would carry NaN to
+    other requests. Returns the slots of such rows.
+    """
     first, last = table.first[rows.slot, point], table.first[rows.slot, point + 1]
     at = np.flatnonzero(last > first)
     if len(at) == 0:
-        return
+        return None
     first, last, position = first[at], last[at], rows.position[at]
     at_A = _on(hidden_RW, at)
     h_AW = join(hidden_RW, residual_RW, at_A)
@@ -44,8 +48,11 @@ def apply(
         _keep(h_AW, mine[is_capture], numbers[is_capture], position, table, plan, kept_K)
         _linear(h_AW, mine[~is_capture], records[~is_capture], position, bank_B)
         edited[mine[~is_capture]] = True
-    write = _on(hidden_RW, np.flatnonzero(edited))
-    split(hidden_RW, residual_RW, at_A[write], h_AW[write])
+    write = np.flatnonzero(edited)
+    finite = h_AW[_on(h_AW, write)].to(hidden_RW.dtype).isfinite().all(dim=1).cpu().numpy()
+    good = _on(hidden_RW, write[finite])
+    split(hidden_RW, residual_RW, at_A[good], h_AW[good])
+    return np.unique(rows.slot[at[write[~finite]]])
 
 
 def join(hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, at_A: torch.Tensor) -> torch.Tensor:
@@ -92,6 +99,7 @@ def _linear(
     x_A1, y_A1 = (_on(h_AW, records[field].copy())[:, None] for field in ("x", "y"))
     mine_A = _on(h_AW, mine)
     row = records["value"] // width + (position[mine] - records["start"]).astype(np.int64) * records["step"]
+    row[records["y"] == 0] = 0  # no value is read
     v_AW = _rows(bank_B, width).index_select(0, _on(h_AW, row))
     kept_AW = torch.where(x_A1 == 0, 0.0, h_AW[mine_A] * x_A1)
     added_AW = torch.where(y_A1 == 0, 0.0, v_AW * y_A1)

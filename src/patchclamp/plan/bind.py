@@ -64,7 +64,7 @@ class Prompt(msgspec.Struct):
     spell: Callable[[], tuple[str, list[tuple[int, int]]]]
 
     def select(self, tokens: Tokens, limit: int) -> np.ndarray:
-        """Selected positions below `limit`, ascending."""
+        """Selected positions below `limit`, in the selection's order: ascending but for a list that is not."""
         if isinstance(tokens, TextSpan):
             text, offsets = self.spell()
             return np.asarray(tokens.find(offsets, text), np.int64)
@@ -115,8 +115,8 @@ class _Binder:
             chosen = self.prompt.select(tokens, self.limit)
         except PatchclampError as error:
             raise error.under("tokens") from None
-        if chosen.size and chosen[-1] >= self.limit:
-            raise TokensError(f"{tokens}: there is no position {chosen[-1]}", "tokens")
+        if chosen.size and chosen.max() >= self.limit:
+            raise TokensError(f"{tokens}: there is no position {chosen.max()}", "tokens")
         if self.sites.points[places[0].point].rows == "sampled":
             return self._sampled(tokens, chosen)
         return chosen
@@ -126,9 +126,9 @@ class _Binder:
         first = len(self.prompt.ids) - 1
         if isinstance(tokens, Positions) and tokens.of == "every" and not isinstance(tokens.index, (int, tuple)):
             return chosen[chosen >= first]
-        if chosen.size and chosen[0] < first:
+        if chosen.size and chosen.min() < first:
             raise UnsupportedSite(
-                f"logits exist only where a token is sampled (position {first} on), not at {chosen[0]}; "
+                f"logits exist only where a token is sampled (position {first} on), not at {chosen.min()}; "
                 "use prompt[-1] or generated, or capture final_norm and apply the unembedding",
                 "tokens",
             )
@@ -205,10 +205,11 @@ def run_key(run: str, point: int) -> str:
 
 
 def pieces_of(positions: np.ndarray, rows: np.ndarray | None) -> tuple[Piece, ...]:
-    """Ascending positions, and the row each reads (None: row 0), as the fewest pieces."""
+    """Different positions, and the row each reads (None: row 0), as pieces by ascending position."""
     if len(positions) == 0:
         return ()
-    rows = np.zeros(len(positions), np.int64) if rows is None else rows
+    order = np.argsort(positions)
+    positions, rows = positions[order], np.zeros(len(positions), np.int64) if rows is None else rows[order]
     consecutive = np.diff(positions) == 1
     step = np.diff(rows)
     joined = consecutive & ((step == 0) | (step == 1))

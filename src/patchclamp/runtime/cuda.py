@@ -59,12 +59,13 @@ class CudaStep:
         part = None if self.recording else self._parts.get(point)
         if part is None or self._plan is None:
             cuda.site(self.tables, point, hidden_RW, residual_RW, self.kept, 0, sampled)
-            return
+            return None
         mine, begin, end = part
         rows = torch.empty(end - begin, dtype=torch.uint8, device=self.kept.device)
         cuda.site(self.tables, point, hidden_RW, residual_RW, rows, begin, sampled)
         self._left.append((self.drain.take(rows), self._plan.target[mine] - begin, mine))
         self._drained.add(point)
+        return None
 
     def end(self, plan: StepPlan) -> Iterator[Captured]:
         """What eager taps drained, then what a graph left in `kept`."""

@@ -1,7 +1,8 @@
-"""The runtime: one model's admitted programs, the plan of the step at hand, and everything captured.
+"""The runtime: one model's seated programs, the plan of the step at hand, and everything captured.
 
-Its owner calls, for each engine step: `drop` and `admit` as requests go and come, `begin` once the batch is known,
-then lets the model run `at_work`, and `end`.  It belongs to the thread that steps the engine.
+Its owner reserves a seat for a program before its request is scheduled; then, for each engine step, it calls `drop` and
+`link` as requests go and come, `begin` once the batch is known, lets the model run `at_work`, and calls `end`.  All on
+the thread that steps the engine.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import msgspec
 import numpy as np
 import torch
 
-from patchclamp.errors import CapacityError, MissingSource, pack
+from patchclamp.errors import MissingSource, RunError, ShapeError, pack
 from patchclamp.plan import CAPTURE, Batch, Bound, ProgramTable, StepPlan, make_plan
 from patchclamp.plan.bind import run_key
 from patchclamp.plan.table import records_of
@@ -34,15 +35,12 @@ class Limits(msgspec.Struct, frozen=True):
     kept_bytes: int = 1 << 28
 
 
-class _Admitted(msgspec.Struct):
-    """A request's program, its run's number in the store, and while it is seated its slot and pinned keys."""
+class _Seat(msgspec.Struct):
+    """A seated program: its slot, the keys it pins, and the bytes it captures a token at most."""
 
-    bound: Bound
-    number: int
-    slot: int = 0
-    keys: list[str] = []
-    failed: bool = False
-    token_bytes: int = 0
+    slot: int
+    keys: list[str]
+    token_bytes: int
 
 
 class Runtime:
@@ -52,13 +50,16 @@ class Runtime:
         self.sites, self.limits, self.device = sites, limits, torch.device(device)
         self.widths = np.array([point.width for point in sites.points])
         self.sampled = np.array([point.rows == "sampled" for point in sites.points])
+        if limits.bank_bytes < 4 * int(self.widths.max()):
+            raise ShapeError(f"a row of this model is up to {4 * self.widths.max()} bytes; raise bank_bytes")
         self.table = ProgramTable(limits.max_programs, len(sites.points), limits.max_records)
         self.bank = Bank(limits.bank_bytes // 4, device)
         self.store = CaptureStore(self.widths)
         self.plan: StepPlan | None = None
         self.steps_planned = 0
         self._vectors: dict[str, tuple[torch.Tensor, int]] = {}  # host copies of inline vectors, and their holders
-        self._admitted: dict[str, _Admitted] = {}
+        self._seats: dict[str, _Seat] = {}  # by run
+        self._run_of: dict[str, str] = {}  # by the engine's name of a request
         self._errors: dict[str, Packed] = {}
         self._run_of_slot = np.full(limits.max_programs + 1, -1, np.int64)
         self._seated: tuple[list[str], int, np.ndarray] | None = None
@@ -99,6 +100,7 @@ class Runtime:
         return {
             "programs": len(self),
             "runs": len(self.store),
+            "captured_bytes": self.store.bytes,
             "pinned": self.bank.pinned,
             "vectors": len(self._vectors),
             "free_records": self.table.free_records,
@@ -107,12 +109,18 @@ class Runtime:
 
     def concerns(self, requests: Iterable[str]) -> bool:
         """Whether any of the requests has a program."""
-        return any(request in self._admitted for request in requests)
+        return any(request in self._run_of for request in requests)
 
     def captures_at_most(self, tokens: Mapping[str, int]) -> int:
         """A bound on the bytes that a step of so many tokens of each request captures."""
-        known = ((self._admitted.get(request), count) for request, count in tokens.items())
-        return sum(admitted.token_bytes * count for admitted, count in known if admitted is not None)
+        seats = ((self._seats.get(self._run_of.get(request, "")), count) for request, count in tokens.items())
+        return sum(seat.token_bytes * count for seat, count in seats if seat is not None)
+
+    def fail(self, slots: Iterable[int], error: Exception) -> None:
+        """Leaves an error with the runs of some slots; the first one counts."""
+        runs = {seat.slot: run for run, seat in self._seats.items()}
+        for slot in slots:
+            self._errors.setdefault(runs[slot], pack(error))
 
     def take_error(self, run: str) -> Packed | None:
         """What went wrong with a run in here, once."""
@@ -120,79 +128,61 @@ class Runtime:
 
     # -- a step
 
-    def admit(self, request: str, bound: Bound) -> None:
-        """Takes note of a request's program; it gets a slot when it is first in a step."""
-        if request not in self._admitted:
-            sizes = [4 * int(self.widths[list(op.points)].sum()) for op in bound.ops if op.kind == CAPTURE]
-            self._admitted[request] = _Admitted(bound, self.store.open(bound.run), token_bytes=sum(sizes))
-            self._seated = None
+    def reserve(self, bound: Bound) -> None:
+        """Seats a program before its request is scheduled, so that no request ever runs without its program.
 
-    def drop(self, requests: Iterable[str]) -> None:
-        """Frees what finished requests held; their captures stay until released."""
-        for request in requests:
-            admitted = self._admitted.pop(request, None)
-            if admitted is not None:
-                self._unseat(admitted)
-
-    def seat(self, requests: list[str]) -> np.ndarray:
-        """The slots of a step's requests, [N]; 0 for one without a program.
-
-        Slots go to the requests of the step; a preempted one gives its slot up when it is needed. A program that cannot
-        be seated leaves its error with its run, whose values are then never shown.
+        Raises `CapacityError` when it does not fit (now, or ever) and `MissingSource` when what it reads is gone.
         """
-        if self._seated is not None and self._seated[0] == requests and self._seated[1] == self.table.version:
-            return self._seated[2]
-        known = [self._admitted.get(request) for request in requests]
-        for admitted in known:
-            if admitted is not None and admitted.slot == 0 and not admitted.failed:
-                self._seat(admitted, {id(other) for other in known})
-        slots = np.array([0 if admitted is None else admitted.slot for admitted in known], np.int64)
-        self._seated = (requests, self.table.version, slots)
-        return slots
-
-    def _seat(self, admitted: _Admitted, staying: set[int]) -> None:
-        while True:
-            try:
-                return self._take_slot(admitted)
-            except CapacityError as error:
-                idle = [other for other in self._admitted.values() if other.slot and id(other) not in staying]
-                if not idle:
-                    return self._fail(admitted, error)
-                self._unseat(idle[0])
-            except Exception as error:
-                return self._fail(admitted, error)
-
-    def _take_slot(self, admitted: _Admitted) -> None:
-        bound, keys, addresses = admitted.bound, [], {}
+        keys: list[str] = []
+        addresses: dict[str, tuple[int, int]] = {}
         try:
             for key in dict.fromkeys(key for op in bound.ops for key in op.values):
                 self._load(key)
                 addresses[key] = self.bank.pin(key)
                 keys.append(key)
-            admitted.slot = self.table.admit(*records_of(bound.ops, addresses, len(self.sites.points)))
+            slot = self.table.admit(*records_of(bound.ops, addresses, len(self.sites.points)))
         except Exception:
             for key in keys:
                 self.bank.unpin(key)
             raise
-        admitted.keys = keys
-        self._run_of_slot[admitted.slot] = admitted.number
+        size = sum(4 * int(self.widths[list(op.points)].sum()) for op in bound.ops if op.kind == CAPTURE)
+        self._seats[bound.run] = _Seat(slot, keys, size)
+        self._run_of_slot[slot] = self.store.open(bound.run)
 
-    def _unseat(self, admitted: _Admitted) -> None:
-        if admitted.slot:
-            self.table.drop(admitted.slot)
-            self._run_of_slot[admitted.slot] = -1
-            admitted.slot = 0
-        for key in admitted.keys:
+    def link(self, request: str, run: str) -> None:
+        """The engine's own name of a run's request; a run that was never reserved gets an error instead."""
+        if run in self._seats:
+            self._run_of[request] = run
+        else:
+            self._errors[run] = pack(MissingSource(f"run {run} was not reserved before its request"))
+
+    def finish(self, run: str) -> None:
+        """Frees a run's seat; its captures stay until released."""
+        seat = self._seats.pop(run, None)
+        if seat is None:
+            return
+        self.table.drop(seat.slot)
+        self._run_of_slot[seat.slot] = -1
+        for key in seat.keys:
             self.bank.unpin(key)
-        admitted.keys = []
 
-    def _fail(self, admitted: _Admitted, error: Exception) -> None:
-        admitted.failed = True
-        self._errors[admitted.bound.run] = pack(error)
+    def drop(self, requests: Iterable[str]) -> None:
+        """Frees what finished or aborted requests held."""
+        for request in requests:
+            if request in self._run_of:
+                self.finish(self._run_of.pop(request))
+
+    def slots(self, requests: list[str]) -> np.ndarray:
+        """The slots of a step's requests, [N]; 0 for one without a program."""
+        if self._seated is None or self._seated[0] != requests or self._seated[1] != self.table.version:
+            seats = [self._seats.get(self._run_of.get(request, "")) for request in requests]
+            slots = np.array([0 if seat is None else seat.slot for seat in seats], np.int64)
+            self._seated = (requests, self.table.version, slots)
+        return self._seated[2]
 
     def __len__(self) -> int:
-        """Programs admitted."""
-        return len(self._admitted)
+        """Programs seated."""
+        return len(self._seats)
 
     def begin(self, batch: Batch) -> None:
         """Plans a step; without programs in it the step stays idle."""
@@ -222,7 +212,12 @@ class Runtime:
         if self.step.recording or (self.plan is not None and self.plan.active[point]):
             width = self.widths[point]
             pair = None if residual is None else residual.view(-1, width)
-            self.step.apply(point, hidden.view(-1, width), pair, bool(self.sampled[point]))
+            bad = self.step.apply(point, hidden.view(-1, width), pair, bool(self.sampled[point]))
+            if bad is not None and len(bad):
+                where = self.sites.label(point)
+                self.fail(
+                    bad, RunError(f"the edits at {where} make numbers that are not finite; they were not written")
+                )
 
     def end(self) -> None:
         """Hands the step's captures to the store."""

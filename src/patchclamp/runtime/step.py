@@ -26,7 +26,11 @@ class Step(Protocol):
         """A planned step begins; `fresh` is False where the last plan goes on by one token a request."""
         ...
 
-    def apply(self, point: int, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, sampled: bool) -> None: ...
+    def apply(
+        self, point: int, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, sampled: bool
+    ) -> np.ndarray | None:
+        """Carries a point out; returns the slots whose edits were not written because they are not finite, if known."""
+        ...
 
     def end(self, plan: StepPlan) -> Iterator[Captured]:
         """What was captured: flat data, where each record's rows begin in it, and which records (None: all)."""
@@ -48,9 +52,11 @@ class HostStep:
     def begin(self, plan: StepPlan, batch: Batch, fresh: bool) -> None:
         self._plan, self._kept = plan, torch.empty(plan.size, device=self._bank.data.device)
 
-    def apply(self, point: int, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, sampled: bool) -> None:
+    def apply(
+        self, point: int, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, sampled: bool
+    ) -> np.ndarray | None:
         rows = self._plan.sampled if sampled else self._plan.tokens
-        fused.apply(hidden_RW, residual_RW, rows, point, self._table, self._plan, self._bank.data, self._kept)
+        return fused.apply(hidden_RW, residual_RW, rows, point, self._table, self._plan, self._bank.data, self._kept)
 
     def end(self, plan: StepPlan) -> Iterator[Captured]:
         if plan.size:

@@ -17,6 +17,7 @@ from patchclamp.spec.tokens import every
 from patchclamp.spec.tokens import tokens as as_tokens
 from patchclamp.spec.values import value as as_value
 
+LARGEST = (2 - 2**-23) * 2.0**127  # of fp32
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -107,6 +108,8 @@ def _number(given: Any) -> float:
         raise ProgramError(f"a number is needed, not {given!r}") from None
     if not math.isfinite(number):
         raise ProgramError(f"a finite number is needed, not {number}")
+    if abs(number) > LARGEST:
+        raise ProgramError(f"a number of fp32 is needed, at most {LARGEST:.2e}, not {number}")
     return number
 
 

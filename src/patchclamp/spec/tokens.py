@@ -58,9 +58,9 @@ class Positions(msgspec.Struct, frozen=True, tag="positions"):
         return Positions(self.of, whole(key))
 
     def select(self, prompt: int, limit: int) -> list[int] | range:
-        """Selected positions in ascending order, for a prompt of `prompt` tokens and positions below `limit`.
+        """Selected positions, for a prompt of `prompt` tokens and positions below `limit`; a list keeps its order.
 
-        Raises `TokensError` for a numbered position that does not exist.
+        Raises `TokensError` for a numbered position that does not exist, or that a list names twice.
         """
         first, length = {"prompt": (0, prompt), "generated": (prompt, max(limit - prompt, 0)), "every": (0, limit)}[
             self.of
@@ -74,7 +74,10 @@ class Positions(msgspec.Struct, frozen=True, tag="positions"):
         for number in numbers:
             if not -length <= number < length:
                 raise TokensError(f"{self}: there is no position {number}; {self._extent(prompt, length)}")
-        return sorted({first + (number + length if number < 0 else number) for number in numbers})
+        chosen = [first + (number + length if number < 0 else number) for number in numbers]
+        if len(set(chosen)) < len(chosen):
+            raise TokensError(f"{self}: a position is named twice: {chosen}")
+        return chosen
 
     def _extent(self, prompt: int, length: int) -> str:
         if self.of == "prompt":

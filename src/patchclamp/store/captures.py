@@ -25,6 +25,16 @@ class CapturedStep(msgspec.Struct):
     target: np.ndarray
     dtype: np.ndarray
 
+    def only(self, numbers: list[int], widths: np.ndarray) -> CapturedStep:
+        """The same for some runs alone, in memory of its own."""
+        mine = np.flatnonzero(np.isin(self.run, numbers) & (self.count > 0))
+        rows = [self.rows(int(c), int(widths[self.point[c]])).reshape(-1).view(self.data.dtype) for c in mine]
+        target = np.cumsum([0, *(len(r) for r in rows)])[:-1]
+        return CapturedStep(
+            torch.cat(rows), self.run[mine], self.point[mine], self.op[mine], self.begin[mine], self.count[mine],
+            target, self.dtype[mine],
+        )  # fmt: skip
+
     def rows(self, c: int, width: int) -> torch.Tensor:
         """The rows of record c, [n, W], as a view."""
         dtype = _TORCH[int(self.dtype[c])] if self.data.dtype == torch.uint8 else self.data.dtype
@@ -61,11 +71,32 @@ class CaptureStore:
         return self._number[run]
 
     def release(self, run: str) -> None:
-        """Lets a run's rows go; a run that is not there is let go already."""
-        self._steps.pop(self._number.pop(run, -1), None)
+        """Lets a run's rows go; a run that is not there is let go already.
+
+        A step that less than half belongs to runs still kept is copied out for them, and its memory freed.
+        """
+        for step in self._steps.pop(self._number.pop(run, -1), ()):
+            kept = [int(number) for number in np.unique(step.run[step.count > 0]) if int(number) in self._steps]
+            live = int(self._sizes(step)[np.isin(step.run, kept)].sum())
+            if kept and 2 * live < len(step.data):
+                smaller = step.only(kept, self._widths)
+                for number in kept:
+                    self._steps[number] = [smaller if other is step else other for other in self._steps[number]]
+
+    @property
+    def bytes(self) -> int:
+        """Host memory that captures hold."""
+        return sum({id(step): step.data.nbytes for steps in self._steps.values() for step in steps}.values())
+
+    def _sizes(self, step: CapturedStep) -> np.ndarray:
+        """What each record takes of a step's data, in its units."""
+        unit = (
+            np.array([dtype.itemsize for dtype in _TORCH]) if step.data.dtype == torch.uint8 else np.ones(3, np.int64)
+        )
+        return step.count * self._widths[step.point] * unit[step.dtype]
 
     def add(self, step: CapturedStep) -> None:
-        for number in np.unique(step.run):
+        for number in np.unique(step.run[step.count > 0]):
             kept = self._steps.get(int(number))
             if kept is not None:
                 kept.append(step)

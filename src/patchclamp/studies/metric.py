@@ -59,8 +59,8 @@ def grade(metric: str, answer: int, foil: int | None) -> Graded:
 
 def single_token(lm, text: str | int, path: str) -> int:
     """The one token id that a text is. Raises `TokensError` naming the tokens if it is several."""
-    if isinstance(text, int):
-        return text
+    if not isinstance(text, str):
+        return int(text)
     ids = lm.tokenizer.bare(text)
     if len(ids) != 1:
         pieces = lm.tokenizer.pieces(ids)

@@ -54,7 +54,9 @@ def patch_sweep(
     Raises: `TokensError` for an answer of several tokens or prompts that cannot be aligned, and the error of any run.
     """
     graded = grade(metric, single_token(lm, answer, "answer"), None if foil is None else single_token(lm, foil, "foil"))
-    names = [_site(given, i) for i, given in enumerate(sites)]
+    names = [_site(given, i) for i, given in enumerate([sites] if isinstance(sites, (str, Site)) else sites)]
+    if not isinstance(batch, int) or batch < 1:
+        raise ProgramError(f"runs are submitted at least one at a time, not {batch!r}", "batch")
     rows = _rows(lm, names, layers)
     source = lm.run(clean, max_tokens=1, capture=[Site(*row) @ _readable(row[0]) for row in rows], score=graded.score)
     base = lm.run(corrupt, max_tokens=1, score=graded.score)
@@ -63,6 +65,7 @@ def patch_sweep(
     cells = [(row, column) for row in rows for column in columns if _possible(row, column, base)]
     if not cells:
         raise ProgramError("no cell to patch: no site has a value at any of the positions")
+    graded.scale(graded.read(source.scores), graded.read(base.scores))
     values, floor = _run_cells(lm, source, base, cells, graded, batch, show_progress)
     source_value, base_value = graded.read(source.scores), graded.read(base.scores)
     offset, factor = graded.scale(source_value, base_value)
@@ -170,6 +173,8 @@ def _columns(lm: LM, source: Run, base: Run, alignment: Alignment, positions: Se
                 else "nothing selected"
             )
             raise TokensError(f"{given}: {what}; aligned are {sorted(partner)}", f"positions[{i}]")
+        if any(column.corrupt == tuple(chosen) for column in columns):
+            raise TokensError(f"{given} selects {chosen}, which another column has already", f"positions[{i}]")
         label = "".join(pieces[p] for p in chosen)
         columns.append(Column(label, tuple(partner[p] for p in chosen), tuple(chosen)))
     return columns

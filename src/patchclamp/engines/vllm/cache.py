@@ -20,8 +20,12 @@ def install() -> None:
 
 
 def _bound(request: Any, program: bytes) -> Bound:
-    """A request's program, decoded once."""
+    """A request's program, decoded once; bytes that are no program of ours mean none, and then nothing is edited."""
     found = getattr(request, "patchclamp_bound", None)
     if found is None:
-        found = request.patchclamp_bound = _decoder.decode(program)
+        try:
+            found = _decoder.decode(program)
+        except msgspec.DecodeError:
+            found = Bound("", 0, ())
+        request.patchclamp_bound = found
     return found

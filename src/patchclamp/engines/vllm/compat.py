@@ -1,14 +1,9 @@
-"""Every private name of vLLM that patchclamp relies on, and the versions each was checked on.
-
-A *seam* is a place where stock vLLM is entered. `SEAMS` lists them; `require` finds one or says which moved. Nothing
-outside this file names a private attribute.
-"""
+"""Every private name of vLLM that patchclamp relies on; nothing outside this file and `seams` names one."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -18,69 +13,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from patchclamp.engines.vllm.seams import require, version
 from patchclamp.errors import SeamMoved
 
 KEY = "patchclamp"  # in `additional_config`, in `SamplingParams.extra_args`, and in a block's extra keys
-
-
-class Seam(msgspec.Struct, frozen=True):
-    """`module:Class.attribute`, what it is needed for, and the versions where it was found to do that."""
-
-    name: str
-    place: str
-    why: str
-    checked: tuple[str, ...]
-
-
-_BOTH, _NEW = ("0.26.0", "0.32.0"), ("0.32.0",)
-SEAMS: dict[str, Seam] = {
-    seam.name: seam
-    for seam in (
-        Seam("load", "vllm.v1.worker.worker_base:WorkerWrapperBase", "attach taps after the model is loaded", _NEW),
-        Seam("v1 inputs", "vllm.v1.worker.gpu_model_runner:GPUModelRunner._prepare_inputs", "plan rows (V1)", _NEW),
-        Seam("v1 step", "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model", "begin a step (V1)", _NEW),
-        Seam("v2 inputs", "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_inputs", "plan rows (V2)", _NEW),
-        Seam("v2 step", "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model", "begin a step (V2)", _NEW),
-        Seam("v2 dispatch", "vllm.v1.worker.gpu.model_runner:dispatch_cg_and_sync_dp", "choose no graph (V2)", _NEW),
-        Seam("v2 sample", "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens", "end a step (V2)", _NEW),
-        Seam("block keys", "vllm.v1.core.kv_cache_utils:generate_block_hash_extra_keys", "key edited blocks", _NEW),
-        Seam("cache search", "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks",
-             "compute what is captured", _NEW),
-        Seam("engine", "vllm.v1.engine.llm_engine:LLMEngine.step", "carry requests", _NEW),
-    )
-}  # fmt: skip
-
-
-def version() -> str:
-    import vllm
-
-    return vllm.__version__
-
-
-def require(name: str, parameters: tuple[str, ...] = ()) -> tuple[Any, str]:
-    """The owner and attribute of a seam. Raises `SeamMoved` if it, or a parameter it must take, is not there."""
-    seam = SEAMS[name]
-    module_name, _, path = seam.place.partition(":")
-    try:
-        owner: Any = importlib.import_module(module_name)
-        *outer, last = path.split(".")
-        for part in outer:
-            owner = getattr(owner, part)
-        found = getattr(owner, last)
-        taken = inspect.signature(found).parameters if parameters else ()
-    except (ImportError, AttributeError, ValueError) as error:
-        raise _moved(seam, f"{type(error).__name__}: {error}") from None
-    missing = [word for word in parameters if word not in taken]
-    if missing:
-        raise _moved(seam, f"it takes no parameter {', '.join(missing)}")
-    return owner, last
-
-
-def _moved(seam: Seam, why: str) -> SeamMoved:
-    return SeamMoved(
-        f"vLLM {version()} has no seam {seam.name!r} where it is expected ({seam.place}, needed to {seam.why}; "
-        f"checked on {', '.join(seam.checked)}): {why}"
-    )
 
 
 # -- configuration
@@ -162,13 +98,23 @@ def model_facts(vllm_config: Any) -> dict[str, Any]:
     }
 
 
+def settings(vllm_config: Any) -> str:
+    """What decides which code runs the model: vLLM's own hash of its configuration, and the checkpoint's revision."""
+    return f"{vllm_config.compute_hash()} {getattr(vllm_config.model_config.hf_config, '_commit_hash', None)}"
+
+
 def refused(vllm_config: Any) -> list[str]:
     """Configurations under which a guarantee would not hold, in words; an engine with any of them does not start."""
     parallel, found = vllm_config.parallel_config, []
     if vllm_config.speculative_config is not None:
         found.append("speculative decoding")
-    if getattr(parallel, "enable_dbo", False):
-        found.append("micro-batching (enable_dbo)")
+    if getattr(parallel, "enable_dbo", False) or getattr(parallel, "ubatch_size", 0) > 1:
+        found.append("micro-batching (enable_dbo, ubatch_size)")
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            found.append(f"{name} above 1 (not supported yet)")
+    if vllm_config.lora_config is not None:
+        found.append("LoRA (not supported yet)")
     for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             found.append(name)
@@ -437,7 +383,8 @@ def preempted(scheduler_output: Any) -> int:
 def carried(params: Any) -> bytes | None:
     """The program in a request's sampling parameters."""
     extra = getattr(params, "extra_args", None)
-    return extra.get(KEY) if extra else None
+    found = extra.get(KEY) if extra else None
+    return found if isinstance(found, bytes) else None
 
 
 # -- the prefix cache, in the engine core

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -13,17 +14,21 @@ from typing import Any
 import msgspec
 import numpy as np
 import safetensors.numpy
-import torch
+import safetensors.torch
 
 from patchclamp import __version__
-from patchclamp.engines.base import Answer, Model, Request, Tokenizer
+from patchclamp.engines.base import Answer, Model, Request, Tokenizer, settle
 from patchclamp.engines.tokenizer import HubTokenizer
-from patchclamp.engines.vllm import compat
+from patchclamp.engines.vllm import compat, plugin
+from patchclamp.engines.vllm.seams import require, version
 from patchclamp.engines.vllm.worker import site_map
-from patchclamp.errors import EngineError, PatchclampError, ProgramError, RunError, unknown, unpack
+from patchclamp.errors import CapacityError, EngineError, PatchclampError, ProgramError, RunError, unknown, unpack
 from patchclamp.runtime import Limits
 
 OURS = ("max_records", "bank_bytes", "kept_bytes", "multiprocess_mode")
+BATCH = 256  # programs seated in one call
+MOST_SCORES = 128  # what vLLM's sampler takes for one request
+NOT_GIVEN_BACK = ("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "flat_logprobs")
 SET_BY_US = (
     "max_tokens",
     "logprobs",
@@ -54,6 +59,7 @@ class VllmEngine:
         self._wake = threading.Condition()
         self._stop = False
         self._engine: Any = None
+        self._held_back: collections.deque[tuple[Request, Future[Answer]]] = collections.deque()
         self._waiting: dict[str, tuple[Request, Future[Answer]]] = {}
         started: Future[None] = Future()
         self._thread = threading.Thread(
@@ -66,15 +72,16 @@ class VllmEngine:
 
     def submit(self, requests: list[Request]) -> list[Future[Answer]]:
         futures: list[Future[Answer]] = [Future() for _ in requests]
-        self._call(lambda: self._add(requests, futures))
+        added = self._call(lambda: self._add(requests, futures))
+        added.add_done_callback(lambda done: _pass_on(done, futures))
         return futures
 
-    def fetch(self, run: str, point: int) -> tuple[np.ndarray, Any]:
-        found = self._call(lambda: self._rpc("fetch", run, point, self._remote)).result()
+    def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, Any]:
+        found = self._call(lambda: self._rpc("fetch", run, point, op, self._remote)).result()
         if not self._remote:
             return found
-        read = safetensors.numpy.load(found)
-        return read["positions"], torch.from_numpy(read["rows"])
+        read = safetensors.torch.load(found)
+        return read["positions"].numpy(), read["rows"]
 
     def release(self, runs: list[str]) -> None:
         # called by the garbage collector, wherever it happens to run: it may wait for no lock
@@ -83,8 +90,13 @@ class VllmEngine:
             self._wake.notify()
             self._wake.release()
 
+    def abort(self, runs: list[str]) -> None:
+        """Stops runs under way; vLLM frees what they hold."""
+        if not self._stop:
+            self._call(lambda: self._abort(set(runs)))
+
     def status(self) -> dict[str, Any]:
-        """The worker's counts: programs admitted, runs kept, vectors pinned, records free."""
+        """The worker's counts: programs seated, runs kept, vectors pinned, records free."""
         return self._call(lambda: self._rpc("status")).result()
 
     def check_sampling(self, sampling: dict[str, Any]) -> None:
@@ -96,6 +108,10 @@ class VllmEngine:
         for name in sampling:
             if name in SET_BY_US:
                 raise ProgramError(f"{name} is set by patchclamp and cannot be given here", f"sampling.{name}")
+            if name in NOT_GIVEN_BACK:
+                raise ProgramError(
+                    f"{name} is not given back by a Run yet, so it cannot be asked for", f"sampling.{name}"
+                )
             if name not in names:
                 raise unknown("sampling parameter", name, names, f"sampling.{name}")
         try:
@@ -136,8 +152,11 @@ class VllmEngine:
         try:
             while self._serve():
                 self._step()
+            self._fail(EngineError("the engine is closed"))
         except BaseException as error:
-            self._fail(error)
+            told = EngineError(f"vLLM stopped: {type(error).__name__}: {error}")
+            told.__cause__ = error
+            self._fail(told)
         finally:
             with _one_at_a_time:
                 _alive.discard(self)
@@ -148,7 +167,10 @@ class VllmEngine:
         from vllm.v1.engine.llm_engine import LLMEngine
         from vllm.v1.executor import Executor
 
-        compat.require("engine")
+        require("engine")
+        plugin.register()
+        if plugin.problem is not None:
+            raise plugin.problem
         known = [field.name for field in dataclasses.fields(EngineArgs)] + list(OURS)
         for option in options:
             if option not in known:
@@ -157,14 +179,14 @@ class VllmEngine:
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         limits = Limits(**{k: v for k, v in ours.items() if k != "multiprocess_mode"})
         extra = {**options.pop("additional_config", {}), compat.KEY: self._config(limits)}
-        arguments = {"model": name, "disable_log_stats": True, **options}
+        arguments = {"model": name, "disable_log_stats": True, "max_logprobs": MOST_SCORES, **options}
         compat.spare_memory(arguments)
         separate = bool(ours.get("multiprocess_mode", False))
         with compat.core_process(separate):
             config = EngineArgs(**arguments, additional_config=extra).create_engine_config()
         self._check(config)
         self._remote = separate or config.parallel_config.world_size > 1
-        extra[compat.KEY]["limits"]["max_programs"] = compat.model_facts(config)["max_num_seqs"]
+        extra[compat.KEY]["limits"]["max_programs"] = 2 * compat.model_facts(config)["max_num_seqs"]
         self._engine = LLMEngine(
             config, Executor.get_class(config), log_stats=False,
             multiprocess_mode=separate,
@@ -188,14 +210,14 @@ class VllmEngine:
         self.sites = site_map(config)
         self.tokenizer: Tokenizer = HubTokenizer(self._engine.get_tokenizer())
         self.model = Model(
-            name, "vllm", compat.version(), self.sites.family.name, facts["layers"], facts["d_model"], facts["d_vocab"],
-            facts["dtype"], facts["max_model_len"],
+            name, "vllm", version(), self.sites.family.name, facts["layers"], facts["d_model"], facts["d_vocab"],
+            facts["dtype"], facts["max_model_len"], compat.settings(config),
         )  # fmt: skip
 
     def _serve(self) -> bool:
         """Carries out what is queued, waiting if there is nothing to step; False when it is time to stop."""
         with self._wake:
-            while not (self._queue or self._released or self._stop or self._engine.has_unfinished_requests()):
+            while not (self._stop or self._queue or self._held_back or self._released or self._busy()):
                 self._wake.wait()
             jobs = [self._queue.popleft() for _ in range(len(self._queue))]
         if self._released:
@@ -203,12 +225,17 @@ class VllmEngine:
         for job, future in jobs:
             try:
                 future.set_result(job())
-            except BaseException as error:
+            except Exception as error:
                 future.set_exception(_told(error))
+        if self._held_back and not self._stop:
+            self._admit()
         return not self._stop
 
+    def _busy(self) -> bool:
+        return self._engine.has_unfinished_requests()
+
     def _step(self) -> None:
-        if not self._engine.has_unfinished_requests():
+        if not self._busy():
             return
         with _one_at_a_time:
             outputs = self._engine.step()
@@ -222,23 +249,56 @@ class VllmEngine:
             vectors = [key for request in programs for key in request.vectors]
             errors = self._rpc("finish", [request.run for request in programs], vectors)
         for output, request, future in mine:
-            if request.run in errors:
-                future.set_exception(unpack(errors[request.run]))
-            else:
-                future.set_result(_answer(output, request))
+            settle(future, unpack(errors[request.run]) if request.run in errors else _answer(output, request))
 
     def _add(self, requests: list[Request], futures: list[Future[Answer]]) -> None:
         held = {key: np.ascontiguousarray(rows) for request in requests for key, rows in request.vectors.items()}
         if held:
             self._rpc("hold", safetensors.numpy.save(held), [key for request in requests for key in request.vectors])
-        for request, future in zip(requests, futures, strict=True):
-            self._waiting[request.run] = (request, future)
-            try:
-                self._engine.add_request(request.run, {"prompt_token_ids": request.prompt_token_ids}, _params(request))
-            except Exception as error:
-                del self._waiting[request.run]
-                self._rpc("finish", [], list(request.vectors))
-                future.set_exception(_told(error))
+        self._held_back.extend(zip(requests, futures, strict=True))
+
+    def _admit(self) -> None:
+        """Lets requests in, in order, as far as their programs fit beside those that run; the rest wait their turn."""
+        while self._held_back:
+            programs = [r.bound for r, _ in itertools.islice(self._held_back, BATCH) if r.bound is not None]
+            seated, refusal = self._rpc("reserve", [msgspec.msgpack.encode(bound) for bound in programs])
+            for _ in range(min(len(self._held_back), BATCH)):
+                request, future = self._held_back[0]
+                if request.bound is not None and seated == 0:
+                    break
+                seated -= request.bound is not None
+                self._held_back.popleft()
+                self._start(request, future)
+            if refusal is None:
+                continue
+            error = unpack(refusal)
+            if isinstance(error, CapacityError) and any(r.bound is not None for r, _ in self._waiting.values()):
+                return  # there will be room when a running program ends
+            self._refuse(*self._held_back.popleft(), error)
+
+    def _start(self, request: Request, future: Future[Answer]) -> None:
+        self._waiting[request.run] = (request, future)
+        try:
+            self._engine.add_request(request.run, {"prompt_token_ids": request.prompt_token_ids}, _params(request))
+        except Exception as error:
+            del self._waiting[request.run]
+            self._refuse(request, future, error)
+
+    def _refuse(self, request: Request, future: Future[Answer], error: BaseException) -> None:
+        self._rpc("finish", [request.run], list(request.vectors))
+        settle(future, _told(error))
+
+    def _abort(self, runs: set[str]) -> None:
+        """Takes runs back, wherever they are."""
+        told = EngineError("the run was aborted")
+        for request, future in [pair for pair in self._held_back if pair[0].run in runs]:
+            self._held_back.remove((request, future))
+            self._refuse(request, future, told)
+        under_way = [run for run in runs if run in self._waiting]
+        self._engine.abort_request(under_way)
+        for run in under_way:
+            self._refuse(*self._waiting.pop(run), told)
+        self._rpc("release", list(runs))
 
     def _rpc(self, verb: str, *args: Any) -> Any:
         """The first worker's result that is one; the first error otherwise."""
@@ -248,16 +308,15 @@ class VllmEngine:
             raise unpack(next(error for _, error in answers if error is not None))
         return next((result for result in results if result is not None), None)
 
-    def _fail(self, error: BaseException) -> None:
-        """The engine died: everyone waiting is told so."""
+    def _fail(self, told: EngineError) -> None:
+        """The engine is no more: everyone waiting is told so."""
         with self._wake:
             self._stop = True
             jobs, self._queue = list(self._queue), collections.deque()
-        told = EngineError(f"vLLM stopped: {type(error).__name__}: {error}")
-        told.__cause__ = error
-        for future in [future for _, future in self._waiting.values()] + [future for _, future in jobs]:
-            if not future.done():
-                future.set_exception(told)
+        waiting = [*self._waiting.values(), *self._held_back]
+        for future in [future for _, future in waiting] + [future for _, future in jobs]:
+            settle(future, told)
+        self._held_back.clear()
         self._waiting.clear()
 
 
@@ -276,6 +335,13 @@ def _params(request: Request) -> Any:
         output_kind=RequestOutputKind.FINAL_ONLY,
         **given,
     )
+
+
+def _pass_on(done: Future[Any], futures: list[Future[Answer]]) -> None:
+    """Requests that could not even be added get that error as theirs."""
+    error = done.exception()
+    for future in futures if error is not None else ():
+        settle(future, _told(error))  # type: ignore[arg-type]
 
 
 def _answer(output: Any, request: Request) -> Answer:

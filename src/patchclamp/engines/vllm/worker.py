@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -50,6 +50,12 @@ def answer(worker: Any, verb: str, *args: Any) -> tuple[Any, tuple[str, str, str
         return None, pack(error)
 
 
+class _Head(msgspec.Struct, array_like=True):
+    """The beginning of an encoded `Bound`."""
+
+    run: str
+
+
 class Attached:
     """The runtime of one worker, fed from its runner's steps."""
 
@@ -58,6 +64,7 @@ class Attached:
         self.kind = kind
         self.runtime = Runtime(sites, limits, worker.device)
         self._decode = msgspec.msgpack.Decoder(Bound).decode
+        self._run_of = msgspec.msgpack.Decoder(_Head).decode
         self._logits = next(point.number for point in sites.points if point.rows == "sampled")
         self._awaits_logits = False
         self._preemptions = 0
@@ -103,7 +110,8 @@ class Attached:
         self._preemptions += compat.preempted(scheduler_output)
         self.runtime.drop(compat.finished(scheduler_output))
         for request, program in compat.new_programs(scheduler_output):
-            self.runtime.admit(request, self._decode(program))
+            with suppress(msgspec.DecodeError):  # bytes of somebody else's: nothing is edited
+                self.runtime.link(request, self._run_of(program).run)
         if not len(self.runtime):
             return False, False
         tokens = compat.scheduled(scheduler_output)
@@ -112,8 +120,7 @@ class Attached:
     def planned(self, requests: list[str], row: np.ndarray, position: np.ndarray, count: np.ndarray) -> None:
         if not len(self.runtime):
             return
-        slot = self.runtime.seat(requests)
-        self.runtime.begin(Batch(slot, row, position, count, int(count.sum())))
+        self.runtime.begin(Batch(self.runtime.slots(requests), row, position, count, int(count.sum())))
         self._awaits_logits = self.runtime.plan is not None
 
     def logits(self, logits: torch.Tensor | None) -> None:
@@ -134,15 +141,26 @@ class Attached:
         """Takes inline vectors, as safetensors, each once for every time it is named among `holders`."""
         self.runtime.hold(safetensors.torch.load(vectors), holders)
 
+    def do_reserve(self, programs: list[bytes]) -> tuple[int, tuple[str, str, str | None] | None]:
+        """Seats programs in order until one does not fit; returns how many sit, and what stands against the next."""
+        for i, program in enumerate(programs):
+            try:
+                self.runtime.reserve(self._decode(program))
+            except Exception as error:
+                return i, pack(error)
+        return len(programs), None
+
     def do_finish(self, runs: list[str], vectors: list[str]) -> dict[str, tuple[str, str, str | None]]:
-        """Lets vectors go; returns the errors of runs that failed in here."""
+        """Frees seats and vectors; returns the errors of runs that failed in here."""
+        for run in runs:
+            self.runtime.finish(run)
         self.runtime.let_go(vectors)
         found = {run: self.runtime.take_error(run) for run in runs}
         return {run: error for run, error in found.items() if error is not None}
 
-    def do_fetch(self, run: str, point: int, remote: bool) -> Any:
+    def do_fetch(self, run: str, point: int, op: int | None, remote: bool) -> Any:
         """(positions, rows), or the two as safetensors for another process."""
-        positions, rows = self.runtime.fetch(run, point)
+        positions, rows = self.runtime.fetch(run, point, op)
         if not remote:
             return positions, rows.cpu()
         return safetensors.torch.save({"positions": torch.from_numpy(positions), "rows": rows.cpu().contiguous()})
