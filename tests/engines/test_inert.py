@@ -5,12 +5,13 @@ from types import SimpleNamespace
 import pytest
 
 import patchclamp as pc
-from patchclamp.engines.vllm import cache, compat, plugin, seams
+from patchclamp.engines.vllm import cache, plugin
+from patchclamp.engines.vllm.compat import runner, seams
 
 
 def test_foreign_extra_args_are_no_programs():
     for extra in (None, {}, {"patchclamp": "hello"}, {"patchclamp": 3}, {"other": b"x"}):
-        assert compat.carried(SimpleNamespace(extra_args=extra)) is None
+        assert runner.carried(SimpleNamespace(extra_args=extra)) is None
     request = SimpleNamespace()
     assert cache._bound(request, b"no program at all").ops == ()
 

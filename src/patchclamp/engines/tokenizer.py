@@ -51,3 +51,19 @@ class HubTokenizer:
             raise ProgramError("this model's tokenizer has no chat template: give a prompt instead of messages")
         made = self.inner.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
         return list(made["input_ids"] if hasattr(made, "keys") else made)
+
+
+class NoTokenizer:
+    """For an engine started without one: prompts are token ids, and nothing has a text."""
+
+    def _none(self, *_: Any) -> Any:
+        raise ProgramError("this engine was started without a tokenizer: give token ids")
+
+    encode: Any = _none
+    bare: Any = _none
+    pieces: Any = _none
+    spell: Any = _none
+    chat: Any = _none
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return ""

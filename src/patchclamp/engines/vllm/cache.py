@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from patchclamp.engines.vllm import compat
+from patchclamp.engines.vllm.compat import runner
 from patchclamp.plan import Bound
 from patchclamp.plan.reuse import block_key, lowest_capture
 
@@ -15,8 +15,8 @@ _decoder = msgspec.msgpack.Decoder(Bound)
 
 def install() -> None:
     """Wraps vLLM's block keys and cache search; requests without a program pass straight through."""
-    compat.on_block_key(lambda request, program, start, end: block_key(_bound(request, program), start, end))
-    compat.on_cache_search(lambda request, program: lowest_capture(_bound(request, program)))
+    runner.on_block_key(lambda request, program, start, end: block_key(_bound(request, program), start, end))
+    runner.on_cache_search(lambda request, program: lowest_capture(_bound(request, program)))
 
 
 def _bound(request: Any, program: bytes) -> Bound:

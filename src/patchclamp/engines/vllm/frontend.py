@@ -18,9 +18,10 @@ import safetensors.torch
 
 from patchclamp import __version__
 from patchclamp.engines.base import Answer, Model, Request, Tokenizer, settle
-from patchclamp.engines.tokenizer import HubTokenizer
-from patchclamp.engines.vllm import compat, plugin
-from patchclamp.engines.vllm.seams import require, version
+from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
+from patchclamp.engines.vllm import plugin
+from patchclamp.engines.vllm.compat import configuration
+from patchclamp.engines.vllm.compat.seams import require, version
 from patchclamp.engines.vllm.worker import site_map
 from patchclamp.errors import CapacityError, EngineError, PatchclampError, ProgramError, RunError, unknown, unpack
 from patchclamp.runtime import Limits
@@ -145,7 +146,7 @@ class VllmEngine:
         except BaseException as error:
             self._stop = True
             if self._engine is not None:
-                compat.shut_down(self._engine, alone=not _alive)
+                configuration.shut_down(self._engine, alone=not _alive)
             started.set_exception(_told(error))
             return
         started.set_result(None)
@@ -160,7 +161,7 @@ class VllmEngine:
         finally:
             with _one_at_a_time:
                 _alive.discard(self)
-                compat.shut_down(self._engine, alone=not _alive)
+                configuration.shut_down(self._engine, alone=not _alive)
 
     def _build(self, name: str, options: dict[str, Any]) -> None:
         from vllm.engine.arg_utils import EngineArgs
@@ -178,15 +179,15 @@ class VllmEngine:
         ours = {option: options.pop(option) for option in OURS if option in options}
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         limits = Limits(**{k: v for k, v in ours.items() if k != "multiprocess_mode"})
-        extra = {**options.pop("additional_config", {}), compat.KEY: self._config(limits)}
+        extra = {**options.pop("additional_config", {}), configuration.KEY: self._config(limits)}
         arguments = {"model": name, "disable_log_stats": True, "max_logprobs": MOST_SCORES, **options}
-        compat.spare_memory(arguments)
+        configuration.spare_memory(arguments)
         separate = bool(ours.get("multiprocess_mode", False))
-        with compat.core_process(separate):
+        with configuration.core_process(separate):
             config = EngineArgs(**arguments, additional_config=extra).create_engine_config()
         self._check(config)
         self._remote = separate or config.parallel_config.world_size > 1
-        extra[compat.KEY]["limits"]["max_programs"] = 2 * compat.model_facts(config)["max_num_seqs"]
+        extra[configuration.KEY]["limits"]["max_programs"] = 2 * configuration.model_facts(config)["max_num_seqs"]
         self._engine = LLMEngine(
             config, Executor.get_class(config), log_stats=False,
             multiprocess_mode=separate,
@@ -198,20 +199,21 @@ class VllmEngine:
         return {"version": __version__, "op": "site(hidden, residual, point)", "limits": msgspec.to_builtins(limits)}
 
     def _check(self, config: Any) -> None:
-        problems = compat.refused(config)
+        problems = configuration.refused(config)
         if problems:
             raise EngineError(f"patchclamp does not run with: {', '.join(problems)}")
-        if compat.enabled(config) is None:
+        if configuration.enabled(config) is None:
             raise EngineError("vLLM dropped additional_config, without which the worker cannot know of patchclamp")
 
     def _describe(self, name: str, config: Any) -> None:
-        facts = compat.model_facts(config)
+        facts = configuration.model_facts(config)
         self.config = config
         self.sites = site_map(config)
-        self.tokenizer: Tokenizer = HubTokenizer(self._engine.get_tokenizer())
+        skipped = config.model_config.skip_tokenizer_init
+        self.tokenizer: Tokenizer = NoTokenizer() if skipped else HubTokenizer(self._engine.get_tokenizer())
         self.model = Model(
             name, "vllm", version(), self.sites.family.name, facts["layers"], facts["d_model"], facts["d_vocab"],
-            facts["dtype"], facts["max_model_len"], compat.settings(config),
+            facts["dtype"], facts["max_model_len"], configuration.settings(config),
         )  # fmt: skip
 
     def _serve(self) -> bool:
@@ -279,7 +281,7 @@ class VllmEngine:
     def _start(self, request: Request, future: Future[Answer]) -> None:
         self._waiting[request.run] = (request, future)
         try:
-            self._engine.add_request(request.run, {"prompt_token_ids": request.prompt_token_ids}, _params(request))
+            self._engine.add_request(request.run, {"prompt_token_ids": request.prompt_token_ids}, self._params(request))
         except Exception as error:
             del self._waiting[request.run]
             self._refuse(request, future, error)
@@ -300,6 +302,23 @@ class VllmEngine:
             self._refuse(*self._waiting.pop(run), told)
         self._rpc("release", list(runs))
 
+    def _params(self, request: Request) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        given: dict[str, Any] = {"temperature": 0.0, **request.sampling}
+        if request.bound is not None:
+            given["extra_args"] = {configuration.KEY: msgspec.msgpack.encode(request.bound)}
+        if request.score:
+            given["logprob_token_ids"] = list(dict.fromkeys(request.score))
+        return SamplingParams(
+            max_tokens=request.max_tokens,
+            logprobs=len(given.get("logprob_token_ids", ())),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            detokenize=not isinstance(self.tokenizer, NoTokenizer),
+            **given,
+        )
+
     def _rpc(self, verb: str, *args: Any) -> Any:
         """The first worker's result that is one; the first error otherwise."""
         answers = self._engine.collective_rpc("patchclamp_rpc", args=(verb, *args))
@@ -318,23 +337,6 @@ class VllmEngine:
             settle(future, told)
         self._held_back.clear()
         self._waiting.clear()
-
-
-def _params(request: Request) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    given: dict[str, Any] = {"temperature": 0.0, **request.sampling}
-    if request.bound is not None:
-        given["extra_args"] = {compat.KEY: msgspec.msgpack.encode(request.bound)}
-    if request.score:
-        given["logprob_token_ids"] = list(dict.fromkeys(request.score))
-    return SamplingParams(
-        max_tokens=request.max_tokens,
-        logprobs=len(given.get("logprob_token_ids", ())),
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        **given,
-    )
 
 
 def _pass_on(done: Future[Any], futures: list[Future[Answer]]) -> None:

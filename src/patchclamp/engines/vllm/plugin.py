@@ -10,10 +10,12 @@ problem: SeamMoved | None = None  # a seam that was not found: told by an engine
 def register() -> None:
     """Enters vLLM at its seams; each entry looks for our configuration, or a program, before it does anything."""
     global problem
-    from patchclamp.engines.vllm import cache, compat, worker
+    from patchclamp.engines.vllm import cache, worker
+    from patchclamp.engines.vllm.compat import graphs, runner
 
     try:
-        compat.on_load(worker.attach, worker.answer)
+        runner.on_load(worker.attach, worker.answer)
+        graphs.on_compile()
         cache.install()
     except SeamMoved as moved:
         problem = moved

@@ -11,7 +11,8 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from patchclamp.engines.vllm import compat
+from patchclamp.engines.vllm.compat import configuration
+from patchclamp.engines.vllm.compat import runner as compat
 from patchclamp.errors import EngineError, pack
 from patchclamp.plan import Batch, Bound
 from patchclamp.runtime import Limits, Runtime
@@ -22,19 +23,20 @@ from patchclamp.sites import SiteMap, family_of
 
 def site_map(vllm_config: Any) -> SiteMap:
     """The site map of an engine's model; the same in the front end and in every worker."""
-    facts = compat.model_facts(vllm_config)
+    facts = configuration.model_facts(vllm_config)
     return SiteMap(family_of(facts["architectures"]), facts["layers"], facts["d_model"], facts["d_vocab"])
 
 
 def attach(worker: Any) -> None:
     """Taps a worker's model and hooks its runner; kept as `worker.patchclamp`."""
-    config = compat.enabled(worker.vllm_config)
+    config = configuration.enabled(worker.vllm_config)
     assert config is not None
-    problems = compat.refused(worker.vllm_config)
+    problems = configuration.refused(worker.vllm_config)
     if problems:
         raise EngineError(f"patchclamp does not run with: {', '.join(problems)}")
     runner, kind = compat.runner_of(worker)
-    worker.patchclamp = Attached(worker, runner, kind, msgspec.convert(config["limits"], Limits))
+    with torch.inference_mode(False):  # what is made here is written in steps and in calls alike
+        worker.patchclamp = Attached(worker, runner, kind, msgspec.convert(config["limits"], Limits))
 
 
 def answer(worker: Any, verb: str, *args: Any) -> tuple[Any, tuple[str, str, str | None] | None]:

@@ -1,11 +1,9 @@
-"""Every private name of vLLM that patchclamp relies on; nothing outside this file and `seams` names one."""
+"""The model runners, the worker and the prefix cache: where steps begin, are planned and end."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,123 +11,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from patchclamp.engines.vllm.seams import require, version
+from patchclamp.engines.vllm.compat.configuration import KEY, enabled
+from patchclamp.engines.vllm.compat.graphs import body, dispatch_without_graph, two_graphs
+from patchclamp.engines.vllm.compat.seams import require, version
 from patchclamp.errors import SeamMoved
-
-KEY = "patchclamp"  # in `additional_config`, in `SamplingParams.extra_args`, and in a block's extra keys
-
-
-# -- configuration
-
-
-def enabled(vllm_config: Any) -> dict[str, Any] | None:
-    """Our part of `additional_config`, or None for an engine that is not ours."""
-    extra = getattr(vllm_config, "additional_config", None)
-    found = extra.get(KEY) if isinstance(extra, dict) else None
-    return found if isinstance(found, dict) else None
-
-
-@contextmanager
-def core_process(separate: bool) -> Iterator[None]:
-    """While a configuration is made: whether the engine core, and a lone worker, get a process of their own.
-
-    vLLM reads this from the environment, which is put back afterwards.
-    """
-    name = "VLLM_ENABLE_V1_MULTIPROCESSING"
-    before = os.environ.get(name)
-    os.environ[name] = str(int(separate))
-    try:
-        yield
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
-
-
-def spare_memory(arguments: dict[str, Any]) -> None:
-    """On a CPU, where vLLM would take most of the memory for its cache, takes at most a quarter of what is free.
-
-    Left alone where the caller says how much, and on a GPU.
-    """
-    import psutil
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu() and not {"gpu_memory_utilization", "kv_cache_memory_bytes"} & set(arguments):
-        arguments["kv_cache_memory_bytes"] = min(4 << 30, psutil.virtual_memory().available // 4)
-
-
-def shut_down(engine: Any, alone: bool) -> None:
-    """Frees an engine. vLLM also takes down what all engines of a process share; with others alive that is left."""
-    if alone:
-        engine.engine_core.shutdown()
-        return
-    with (
-        _nothing("vllm.v1.engine.core:cleanup_dist_env_and_memory"),
-        _nothing("vllm.v1.worker.workspace:reset_workspace_manager"),
-    ):
-        engine.engine_core.shutdown()
-
-
-@contextmanager
-def _nothing(place: str) -> Iterator[None]:
-    """A module's function does nothing within."""
-    module, _, name = place.partition(":")
-    owner = importlib.import_module(module)
-    before = getattr(owner, name)
-    setattr(owner, name, lambda *args, **kwargs: None)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-def model_facts(vllm_config: Any) -> dict[str, Any]:
-    """Architectures and sizes of an engine's model."""
-    model = vllm_config.model_config
-    config = model.hf_text_config
-    return {
-        "architectures": list(model.hf_config.architectures or ()),
-        "layers": config.num_hidden_layers,
-        "d_model": config.hidden_size,
-        "d_vocab": model.get_vocab_size(),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "max_model_len": model.max_model_len,
-        "max_num_seqs": vllm_config.scheduler_config.max_num_seqs,
-    }
-
-
-def settings(vllm_config: Any) -> str:
-    """What decides which code runs the model: vLLM's own hash of its configuration, and the checkpoint's revision."""
-    return f"{vllm_config.compute_hash()} {getattr(vllm_config.model_config.hf_config, '_commit_hash', None)}"
-
-
-def refused(vllm_config: Any) -> list[str]:
-    """Configurations under which a guarantee would not hold, in words; an engine with any of them does not start."""
-    parallel, found = vllm_config.parallel_config, []
-    if vllm_config.speculative_config is not None:
-        found.append("speculative decoding")
-    if getattr(parallel, "enable_dbo", False) or getattr(parallel, "ubatch_size", 0) > 1:
-        found.append("micro-batching (enable_dbo, ubatch_size)")
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            found.append(f"{name} above 1 (not supported yet)")
-    if vllm_config.lora_config is not None:
-        found.append("LoRA (not supported yet)")
-    for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            found.append(name)
-    if vllm_config.kv_transfer_config is not None:
-        found.append("KV connectors (kv_transfer_config)")
-    if getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False):
-        found.append("kv_sharing_fast_prefill")
-    if vllm_config.model_config.runner_type != "generate":
-        found.append(f"runner type {vllm_config.model_config.runner_type!r}")
-    if vllm_config.model_config.is_encoder_decoder:
-        found.append("encoder-decoder models")
-    if getattr(parallel, "data_parallel_size", 1) > 1:
-        found.append("data_parallel_size above 1")
-    return found
-
 
 # -- the worker
 
@@ -226,8 +111,8 @@ def _hook_v2(runner: Any, hooks: Hooks) -> None:
     require("v2 sample")
     execute, prepare, sample = runner.execute_model, runner.prepare_inputs, runner.sample_tokens
 
-    graphs = _two_graphs(runner, hooks)
-    without_graph = _dispatch_without_graph()
+    graphs = two_graphs(runner, hooks.recording)
+    without_graph = dispatch_without_graph()
 
     @functools.wraps(execute)
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -236,7 +121,7 @@ def _hook_v2(runner: Any, hooks: Hooks) -> None:
             return execute(scheduler_output, *args, **kwargs)
         active, eager = hooks.before(scheduler_output)
         graphs.use(active)
-        with hooks.at_work(), without_graph(eager):
+        with hooks.at_work(), without_graph(eager), body(tapped=active):
             return execute(scheduler_output, *args, **kwargs)
 
     @functools.wraps(prepare)
@@ -255,90 +140,6 @@ def _hook_v2(runner: Any, hooks: Hooks) -> None:
         return result
 
     runner.execute_model, runner.prepare_inputs, runner.sample_tokens = execute_model, prepare_inputs, sample_tokens
-
-
-class _Graphs:
-    """A runner's CUDA graphs, each recorded twice: with the op launching nothing (idle) and its kernel (active)."""
-
-    def __init__(self) -> None:
-        self._manager: Any = None
-        self._stores: dict[bool, tuple[dict[Any, Any], list[tuple[Any, dict[Any, Any]]]]] = {}
-        self._active = False
-
-    def record(self, manager: Any, capture: Callable[[], None], recording: Callable[[], Any]) -> None:
-        """Records every graph of a manager once each way, and leaves the idle ones in place."""
-        capture()
-        self._manager, self._stores[False] = manager, self._take(manager)
-        manager.graphs = {}
-        for wrapper, _ in self._stores[False][1]:
-            wrapper.concrete_cudagraph_entries = {}
-        with recording():
-            capture()
-        self._stores[True], self._active = self._take(manager), True
-        self.use(active=False)
-
-    def use(self, active: bool) -> None:
-        """Makes one set the runner's."""
-        if active == self._active or not self._stores:
-            return
-        self._manager.graphs, entries = self._stores[active]
-        for wrapper, kept in entries:
-            wrapper.concrete_cudagraph_entries = kept
-        self._active = active
-
-    def _take(self, manager: Any) -> tuple[dict[Any, Any], list[tuple[Any, dict[Any, Any]]]]:
-        from vllm.compilation.cuda_graph import CUDAGraphWrapper
-
-        mine = [w for w in CUDAGraphWrapper._all_instances if w.vllm_config is manager.vllm_config]
-        return manager.graphs, [(w, w.concrete_cudagraph_entries) for w in mine]
-
-
-def _two_graphs(runner: Any, hooks: Hooks) -> _Graphs:
-    """Has a V2 runner record its graphs twice, whenever it does, and count their memory twice."""
-    graphs, capture_model, estimate = _Graphs(), runner.capture_model, runner.profile_cudagraph_memory
-
-    @functools.wraps(capture_model)
-    def capture(*args: Any, **kwargs: Any) -> Any:
-        manager = runner.cudagraph_manager
-        if manager.use_breakable_cg:
-            raise SeamMoved("breakable CUDA graphs are not supported yet: set VLLM_USE_BREAKABLE_CUDAGRAPH=0")
-        once = manager.capture
-        manager.capture = lambda *a, **k: graphs.record(manager, lambda: once(*a, **k), hooks.recording)
-        try:
-            return capture_model(*args, **kwargs)
-        finally:
-            del manager.capture
-
-    runner.capture_model = capture
-    runner.profile_cudagraph_memory = lambda: 2 * estimate()
-    return graphs
-
-
-_eager = threading.local()
-
-
-def _dispatch_without_graph() -> Callable[[bool], Any]:
-    """A context in which a V2 step is dispatched without a graph, through vLLM's own `need_eager`."""
-    owner, name = require("v2 dispatch", ("need_eager",))
-    stock = getattr(owner, name)
-    if not hasattr(stock, "patchclamp"):
-
-        @functools.wraps(stock)
-        def dispatch(*args: Any, need_eager: bool = False, **kwargs: Any) -> Any:
-            return stock(*args, need_eager=need_eager or getattr(_eager, "on", False), **kwargs)
-
-        dispatch.patchclamp = True  # type: ignore[attr-defined]
-        setattr(owner, name, dispatch)
-
-    @contextmanager
-    def without_graph(on: bool) -> Iterator[None]:
-        _eager.on = on
-        try:
-            yield
-        finally:
-            _eager.on = False
-
-    return without_graph
 
 
 def device_facts(runner: Any, kind: str) -> tuple[int, int, Any]:

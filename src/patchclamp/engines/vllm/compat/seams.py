@@ -33,6 +33,7 @@ SEAMS: dict[str, Seam] = {
         Seam("v2 inputs", "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_inputs", "plan rows (V2)", _NEW),
         Seam("v2 step", "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model", "begin a step (V2)", _NEW),
         Seam("v2 dispatch", "vllm.v1.worker.gpu.model_runner:dispatch_cg_and_sync_dp", "choose no graph (V2)", _NEW),
+        Seam("compile", "vllm.compilation.backends:VllmBackend.__call__", "compile idle steps without taps", _NEW),
         Seam("v2 sample", "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens", "end a step (V2)", _NEW),
         Seam("block keys", "vllm.v1.core.kv_cache_utils:generate_block_hash_extra_keys", "key edited blocks", _NEW),
         Seam("cache search", "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks",

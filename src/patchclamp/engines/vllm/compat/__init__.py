@@ -1,0 +1,7 @@
+"""Everything private of vLLM that patchclamp relies on; nothing outside this room names any of it.
+
+seams           the places where stock vLLM is entered, and the versions each was found at
+configuration   what vLLM's configuration says, and what it may not be combined with
+runner          the model runners, the worker and the prefix cache
+graphs          compiled code and CUDA graphs, idle and active
+"""
