@@ -27,7 +27,7 @@ def note(mode: str, what: str, held: bool, found: str) -> None:
     print(f"{'ok  ' if held else 'FAIL'} {mode:14} {what:58} {found}", flush=True)
 
 
-def stock(model: str, options: dict) -> list:
+def stock(model: str, options: dict, **environ: str) -> list:
     code = (
         "import json, sys\nfrom vllm import LLM, SamplingParams\na = json.loads(sys.argv[1])\n"
         "llm = LLM(a['model'], **a['options'])\n"
@@ -38,7 +38,7 @@ def stock(model: str, options: dict) -> list:
         " for x in (y.outputs[0] for y in o)]))"
     )
     asked = json.dumps({"model": model, "options": options, "prompts": PROMPTS, "n": TOKENS})
-    environment = {**os.environ, "VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    environment = {**os.environ, "VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environ}
     made = subprocess.run([sys.executable, "-c", code, asked], env=environment, capture_output=True, text=True)
     lines = [line for line in made.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, made.stderr[-3000:]
@@ -197,6 +197,10 @@ def main() -> None:
         options = {**BASE, "dtype": "bfloat16", "enforce_eager": mode == "eager"}
         try:
             expected = stock(model, options)
+            if mode == "graphs":
+                again = stock(model, options, VLLM_USE_AOT_COMPILE="0", VLLM_DISABLE_COMPILE_CACHE="1")
+                note("stock", "compiled anew, without the cached artifact: equals itself", again == expected, "")
+                expected = again
             began = time.time()
             with pc.LM(model, engine="vllm", prove=False, **options) as lm:
                 note(mode, "starts", True, f"{time.time() - began:.0f} s, runner {lm.engine.status()['runner']}")

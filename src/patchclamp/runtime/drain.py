@@ -64,6 +64,7 @@ class Drain:
     def _settle(self, done: torch.cuda.Event, block: torch.Tensor, target: torch.Tensor) -> None:
         try:
             done.synchronize()
-            target.copy_(block[: len(target)])
+            with torch.inference_mode():  # both were made within a step
+                target.copy_(block[: len(target)])
         finally:
             self._free.put(block)
