@@ -51,24 +51,34 @@ def engines(smollm2):
 
 
 @pytest.fixture(scope="session")
-def stock(smollm2):
-    """`stock("float32", compiled=False)` gives tokens and logprobs of stock vLLM without the plugin, for `PROMPTS`."""
-    done: dict[tuple, list] = {}
+def alone(smollm2):
+    """`alone("float32", compiled=True)` runs `PROMPTS` on stock vLLM without the plugin and on patchclamp without a
+    program, each in a process of its own, side by side; gives tokens and logprobs of both."""
+    done: dict[tuple[str, bool], list[list]] = {}
 
-    def run(dtype: str, compiled: bool = False, emulate: bool = False, max_tokens: int = 8) -> list:
-        key = (dtype, compiled, emulate, max_tokens)
-        if key not in done:
+    def run(dtype: str, compiled: bool) -> list[list]:
+        if (dtype, compiled) not in done:
             options = {**VLLM, "dtype": dtype, "enforce_eager": not compiled}
-            if emulate:
+            if compiled and dtype == "bfloat16":
                 options["compilation_config"] = EMULATE
-            asked = {"model": str(smollm2), "options": options, "prompts": PROMPTS, "max_tokens": max_tokens}
-            environment = {**os.environ, "VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-            script = Path(__file__).with_name("stock.py")
-            made = subprocess.run(
-                [sys.executable, str(script), json.dumps(asked)], env=environment, capture_output=True, text=True
-            )
-            assert made.returncode == 0, made.stderr[-4000:]
-            done[key] = json.loads(made.stdout.splitlines()[-1])
-        return done[key]
+            asked = json.dumps({"model": str(smollm2), "options": options, "prompts": PROMPTS, "max_tokens": 8})
+            environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+            made = [
+                _start("stock.py", asked, {**environment, "VLLM_PLUGINS": ""}),
+                _start("ours.py", asked, environment),
+            ]
+            done[dtype, compiled] = [_finish(process) for process in made]
+        return done[dtype, compiled]
 
     return run
+
+
+def _start(script: str, asked: str, environment: dict[str, str]) -> subprocess.Popen:
+    command = [sys.executable, str(Path(__file__).with_name(script)), asked]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _finish(process: subprocess.Popen) -> list:
+    out, err = process.communicate(timeout=500)
+    assert process.returncode == 0, err[-4000:]
+    return json.loads(out.splitlines()[-1])

@@ -2,6 +2,8 @@
 
 import pytest
 
+import patchclamp as pc
+
 from .conftest import PROMPTS
 
 
@@ -10,19 +12,21 @@ from .conftest import PROMPTS
     [("float32", False), ("bfloat16", False), ("float32", True), ("bfloat16", True)],
     ids=["fp32 eager", "bf16 eager", "fp32 compiled", "bf16 compiled, casts emulated"],
 )
-def test_without_a_program_every_bit_is_stocks(engines, stock, dtype, compiled):
-    expected = stock(dtype, compiled, emulate=compiled and dtype == "bfloat16")
-    runs = engines.get("vllm", dtype, compiled).run(list(PROMPTS), max_tokens=8)
-    assert [[run.token_ids, [x.hex() for x in run.logprobs]] for run in runs] == expected
+def test_without_a_program_every_bit_is_stocks(alone, dtype, compiled):
+    stock, ours = alone(dtype, compiled)
+    assert len(stock) == len(PROMPTS)
+    assert ours == stock
 
 
-def test_the_comparison_can_fail(engines, stock):
-    """The same check sees an edit too small to change a token."""
-    expected = stock("float32")
-    lm = engines.get("vllm", "float32")
-    import patchclamp as pc
-
-    nudge = pc.Add([1e-3] * lm.model.d_model, at=pc.resid_post[20])
-    runs = lm.run(list(PROMPTS), max_tokens=8, edits=[nudge])
-    assert [run.token_ids for run in runs] == [tokens for tokens, _ in expected]
-    assert [[x.hex() for x in run.logprobs] for run in runs] != [logprobs for _, logprobs in expected]
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engine_that_has_run_programs_is_stock_again(engines, alone, dtype):
+    """The same after edits and captures; and the comparison sees an edit too small to change a token."""
+    stock, _ = alone(dtype, False)
+    lm = engines.get("vllm", dtype)
+    hard = [pc.Add([3.0] * lm.model.d_model, at=pc.resid_post[4]), pc.Zero(pc.attn_out)]
+    lm.run(list(PROMPTS), max_tokens=4, edits=hard, capture=[pc.resid_post])
+    runs = lm.run(list(PROMPTS), max_tokens=8)
+    assert [[run.token_ids, [x.hex() for x in run.logprobs]] for run in runs] == stock
+    nudged = lm.run(list(PROMPTS), max_tokens=8, edits=[pc.Add([1e-3] * lm.model.d_model, at=pc.resid_post[20])])
+    assert dtype != "float32" or [run.token_ids for run in nudged] == [tokens for tokens, _ in stock]
+    assert [[x.hex() for x in run.logprobs] for run in nudged] != [logprobs for _, logprobs in stock]
