@@ -107,6 +107,15 @@ def unknown(what: str, word: str, known: Iterable[str], path: str | None = None)
     return UnknownName(f"no {what} {word!r}{near(word, known)}; there are: {', '.join(known)}", path)
 
 
+def told(error: Exception) -> PatchclampError:
+    """Any exception as one of ours; a foreign one becomes a `RunError` that names it and has it as its cause."""
+    if isinstance(error, PatchclampError):
+        return error
+    made = RunError(f"{type(error).__name__}: {error}")
+    made.__cause__ = error
+    return made
+
+
 def pack(error: Exception) -> tuple[str, str, str | None]:
     """An error as plain data (class, message, path), to cross a process."""
     if isinstance(error, PatchclampError):

@@ -38,6 +38,7 @@ def test_sites_are_proved_and_equal(folder):
         for change in edits:
             ours, theirs = (m.run(prompts, max_tokens=2, capture=EVERYTHING, edits=change) for m in (lm, hub))
             for a, b in zip(ours, theirs, strict=True):
+                # the last position is the sampled token, which near-equal random logits may choose differently
                 for place in lm.sites.places():
                     assert worst_row(a[str(place)][:-1], b[str(place)][:-1]) <= 1e-4, place
         assert (

@@ -23,7 +23,15 @@ import numpy as np
 
 from patchclamp import __version__
 from patchclamp.engines.base import Answer, Model, Request, Tokenizer
-from patchclamp.errors import EngineError, MissingSource, PatchclampError, ProgramError, RunError, TokensError, unknown
+from patchclamp.errors import (
+    EngineError,
+    MissingSource,
+    PatchclampError,
+    ProgramError,
+    TokensError,
+    told,
+    unknown,
+)
 from patchclamp.kernels import reference
 from patchclamp.plan import Batch, Bound, ProgramTable, StepPlan, make_plan
 from patchclamp.plan.table import records_of
@@ -131,7 +139,7 @@ class FakeEngine:
         try:
             self._generate(writers, values)
         except Exception as error:
-            failed |= {writer.request.run: _told(error) for writer in writers}
+            failed |= {writer.request.run: told(error) for writer in writers}
         self._programs = 0
         self.release(list(failed))
         answers = {writer.request.run: writer.answer(self.tokenizer) for writer in writers} | failed
@@ -453,11 +461,3 @@ def _settled(answer: Answer | PatchclampError) -> Future[Answer]:
     else:
         future.set_result(answer)
     return future
-
-
-def _told(error: Exception) -> PatchclampError:
-    if isinstance(error, PatchclampError):
-        return error
-    made = RunError(f"{type(error).__name__}: {error}")
-    made.__cause__ = error
-    return made

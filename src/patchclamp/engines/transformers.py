@@ -16,7 +16,7 @@ import torch
 from patchclamp.engines.base import Answer, Model, Request, Tokenizer, settle
 from patchclamp.engines.sampling import Sampler
 from patchclamp.engines.tokenizer import HubTokenizer
-from patchclamp.errors import EngineError, PatchclampError, ProgramError, RunError, unknown, unpack
+from patchclamp.errors import EngineError, ProgramError, RunError, told, unknown, unpack
 from patchclamp.plan import Batch
 from patchclamp.runtime import Limits, Runtime
 from patchclamp.runtime.op import at_work
@@ -133,7 +133,7 @@ class TransformersEngine:
                     answers[i] = answer
         except Exception as error:
             for i in ready:
-                answers[i] = _told(error)
+                answers[i] = told(error)
         for request, future, answer in zip(requests, futures, answers, strict=True):
             self.runtime.drop([request.run])
             self.runtime.let_go(request.vectors)
@@ -147,7 +147,7 @@ class TransformersEngine:
                 self.runtime.reserve(request.bound)
                 self.runtime.link(request.run, request.run)
         except Exception as error:
-            return _told(error)
+            return told(error)
         return None
 
     @torch.inference_mode()
@@ -261,11 +261,3 @@ def _dtype(name: Any) -> Any:
     if not isinstance(found, torch.dtype):
         raise ProgramError(f"no dtype {name!r}; there are auto, float32, bfloat16, float16", "dtype")
     return found
-
-
-def _told(error: Exception) -> PatchclampError:
-    if isinstance(error, PatchclampError):
-        return error
-    made = RunError(f"{type(error).__name__}: {error}")
-    made.__cause__ = error
-    return made
