@@ -228,6 +228,11 @@ def test_edits_that_are_not_finite_fail_their_run_and_touch_nobody(engines, engi
     assert good.logprobs == lm.run([ids * 4, PROMPTS[0]], max_tokens=2)[1].logprobs
     with pytest.raises(pc.RunError, match=r"the edits at resid_pre\[4\] make numbers that are not finite"):
         _ = bad.text
+    again, other = lm.run([ids * 4] * 2, max_tokens=2, edits=[hot, [pc.Zero(pc.resid_post[3])]])
+    assert "not finite" in str(again.error)  # what the first left in the prefix cache is not taken for its work
+    assert other.error is None
+    third = lm.run(ids * 4, max_tokens=2, edits=[pc.Zero(pc.resid_post[3])])
+    assert np.allclose(third.logprobs, other.logprobs, atol=1e-4)
     assert np.allclose(
         [r.logprobs for r in lm.run([PROMPTS[0], ids], max_tokens=4)], [r.logprobs for r in plain], atol=1e-4
     )

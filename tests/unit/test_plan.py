@@ -256,14 +256,21 @@ def test_slots_and_records_are_reused():
     assert (a, b, len(table), table.free_records, table.version) == (1, 2, 2, 4, 2)
     assert table.first[a].tolist() == [0, 1, 1, 3]
     assert table.first[b].tolist() == [3, 4, 4, 6]
+    table.settle()
     assert (table.captures.record.tolist(), table.captures.op.tolist()) == ([3, 4, 5], [100, 101, 102])
     assert (table.captures.slot.tolist(), table.captures.point.tolist()) == ([2, 2, 2], [0, 2, 2])
     table.drop(a)
     assert (len(table), table.free_records, table.first[a].tolist()) == (1, 7, [0, 0, 0, 0])
     assert table.admit(some([LINEAR] * 3, 7), counts) == a
     assert table.records["value"][:3].tolist() == [7, 8, 9]
+    table.settle()
     table.drop(a), table.drop(b)
+    table.settle()
+    assert table.captures.slot.tolist() == [2, 2, 2]  # a slot in no batch captures nothing
+    assert table.admit(some([LINEAR] * 3), counts) == b
+    table.settle()
     assert len(table.captures.slot) == 0
+    table.drop(b)
     whole = table.admit(some([LINEAR] * 10), np.array([10, 0, 0]))
     assert (table.first[whole, 1], table.free_records) == (10, 0)
 
@@ -290,6 +297,7 @@ def test_a_program_without_records_fits_a_full_table():
     for slot in (table.admit(some([]), np.array([0])), table.admit(some([]), np.array([0]))):
         assert table.first[slot, 0] == table.first[slot, 1]
         table.drop(slot)
+    table.settle(wholly=True)
     assert (len(table), table.free_records) == (1, 0)
 
 
@@ -324,9 +332,13 @@ def test_admitted_programs_never_overlap_and_leave_nothing(moves, random):
         used = list(itertools.chain(*spans))
         assert len(used) == len(set(used)) == 24 - table.free_records
         assert len(table) == len(held)
-        assert sorted(table.captures.record) == sorted(n for n in used if table.records["kind"][n] == CAPTURE)
+        table.settle(wholly=random.random() < 0.5)
+        live = np.isin(table.captures.slot, sorted(held))
+        assert (np.diff(table.captures.point) >= 0).all()
+        assert sorted(table.captures.record[live]) == sorted(n for n in used if table.records["kind"][n] == CAPTURE)
     for slot in held:
         table.drop(slot)
+    table.settle(wholly=True)
     assert (len(table), table.free_records, len(table.captures.slot)) == (0, 24, 0)
     assert not table.first.any()
     assert table.admit(some([LINEAR] * 24), np.array([24, 0, 0])) in range(1, 6)

@@ -1,84 +1,138 @@
 """The Triton kernels: `site`, one launch a point and step however many ops and requests, and `scatter`, which brings
 what changed on the host into the tables.
 
-Every program of `site` takes one row and a block of its columns, finds the row's slot, walks the slot's records at the
-point in order, and writes the row back once.  Rows without records leave after three loads.  A new op is a branch in
-`_site`; a new view is other strides.
+Every program of `site` takes one row: it finds the row's slot, walks the slot's records at the point in order, and
+writes the row back once, unless it is not finite.  Rows without records leave after three loads.  A new op is a branch
+in `_walk`; a new view is other strides.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-COLUMNS = 1024  # columns a program takes: small batches then still spread over many multiprocessors
+WIDEST = 8192  # columns that a program takes at once; wider rows (logits) go in several passes
 RECORD_WORDS = 8  # a record as 32-bit words: start, stop, kind, step, value (two), x, y
 
 
 @triton.jit
+def _walk(
+    h, columns, inside, width, begin, end, position, row, rank_of_row, records, target, bank, kept,
+    SAMPLED: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Columns of a row after its records, and whether any of them is an edit."""
+    edited = 0
+    record = records + begin.to(tl.int64) * 8
+    for number in range(begin, end):  # all of a record at once: loads that wait for each other cost most
+        start, stop, kind, step = tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
+        value = tl.load((record + 4).to(tl.pointer_type(tl.int64)))
+        x = tl.load((record + 6).to(tl.pointer_type(tl.float32)))
+        y = tl.load((record + 7).to(tl.pointer_type(tl.float32)))
+        if (position >= start) & (position < stop):
+            if kind == 0:  # CAPTURE; x is the dtype
+                if KEEP:
+                    lowest = tl.maximum(start, position - tl.load(rank_of_row + row))
+                    if SAMPLED:
+                        lowest = position
+                    to = kept + tl.load(target + number)
+                    if ALIGNED:
+                        to = tl.multiple_of(to, 16)
+                    at = (position - lowest).to(tl.int64) * width + columns
+                    if x == 0.0:
+                        tl.store(to.to(tl.pointer_type(tl.float32)) + at, h, mask=inside)
+                    elif x == 1.0:
+                        tl.store(to.to(tl.pointer_type(tl.bfloat16)) + at, h.to(tl.bfloat16), mask=inside)
+                    else:
+                        tl.store(to.to(tl.pointer_type(tl.float16)) + at, h.to(tl.float16), mask=inside)
+            else:  # LINEAR; a factor of 0 leaves its term out, NaN or not
+                edited = 1
+                h = tl.where(x == 0.0, 0.0, h * x)
+                if y != 0.0:
+                    begins = value + (position - start).to(tl.int64) * step * width
+                    if ALIGNED:
+                        begins = tl.multiple_of(begins, 16)
+                    added = tl.load(bank + begins + columns, mask=inside, other=0.0) * y
+                    h = tl.where(x == 0.0, added, h + added)
+        record += 8
+    return h, edited
+
+
+@triton.jit
+def _read(hidden, residual, columns, inside, PAIR: tl.constexpr):
+    """Columns of a row of the stream, in fp32."""
+    h = tl.load(hidden + columns, mask=inside, other=0.0).to(tl.float32)
+    if PAIR:
+        h += tl.load(residual + columns, mask=inside, other=0.0).to(tl.float32)
+    return h
+
+
+@triton.jit
+def _write(hidden, residual, columns, inside, h, PAIR: tl.constexpr):
+    """Writes them back, as one tensor or as the pair that loses least."""
+    if PAIR:
+        rounded = h.to(residual.dtype.element_ty)
+        tl.store(residual + columns, rounded, mask=inside)
+        h = h - rounded.to(tl.float32)
+    tl.store(hidden + columns, h.to(hidden.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _finite(h, inside):
+    """1 if all columns are finite."""
+    return tl.min(tl.where(inside, (tl.abs(h.to(tl.float32)) < float("inf")).to(tl.int32), 1), axis=0)
+
+
+@triton.jit(do_not_specialize=["kept", "bad", "point", "points"])
 def _site(
     hidden, residual, hidden_stride, residual_stride, width,
-    slot_of_row, rank_of_row, position_of_row, row_of_sample,
-    first, records, target, bank, kept, kept_begin, point, points,
-    PAIR: tl.constexpr, SAMPLED: tl.constexpr, COLUMNS: tl.constexpr,
+    slot_of_row, rank_of_row, position_of_row, row_of_sample, generation,
+    first, records, target, bank, kept, bad, point, points,
+    PAIR: tl.constexpr, SAMPLED: tl.constexpr, BLOCK: tl.constexpr, PASSES: tl.constexpr, ALIGNED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:  # launched while the kernel before still runs: nothing is read, and nobody leaves, before it is done
+        tl.extra.cuda.gdc_wait()
     out_row = tl.program_id(0).to(tl.int64)
     row = out_row
     if SAMPLED:
         row = tl.load(row_of_sample + out_row).to(tl.int64)
     slot = tl.load(slot_of_row + row)
+    position = tl.load(position_of_row + row).to(tl.int32)
     if slot == 0:
         return
     begin = tl.load(first + slot * (points + 1) + point)
     end = tl.load(first + slot * (points + 1) + point + 1)
     if begin == end:
         return
-    position = tl.load(position_of_row + row).to(tl.int32)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = columns < width
-    at = hidden + out_row * hidden_stride + columns
-    h = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    other = residual + out_row * residual_stride + columns
-    if PAIR:
-        h += tl.load(other, mask=inside, other=0.0).to(tl.float32)
-    edited = 0
-    for number in range(begin, end):
-        record = records + number.to(tl.int64) * 8
-        start = tl.load(record)
-        if (position >= start) & (position < tl.load(record + 1)):
-            x = tl.load((record + 6).to(tl.pointer_type(tl.float32)))
-            if tl.load(record + 2) == 0:  # CAPTURE; x is the dtype
-                lowest = tl.maximum(start, position - tl.load(rank_of_row + row))
-                if SAMPLED:
-                    lowest = position
-                to = kept + (tl.load(target + number) - kept_begin)
-                rank = (position - lowest).to(tl.int64) * width + columns
-                if x == 0.0:
-                    tl.store(to.to(tl.pointer_type(tl.float32)) + rank, h, mask=inside)
-                elif x == 1.0:
-                    tl.store(to.to(tl.pointer_type(tl.bfloat16)) + rank, h.to(tl.bfloat16), mask=inside)
-                else:
-                    tl.store(to.to(tl.pointer_type(tl.float16)) + rank, h.to(tl.float16), mask=inside)
-            else:  # LINEAR; a factor of 0 leaves its term out, NaN or not
-                edited = 1
-                y = tl.load((record + 7).to(tl.pointer_type(tl.float32)))
-                h = tl.where(x == 0.0, 0.0, h * x)
-                if y != 0.0:
-                    value = tl.load((record + 4).to(tl.pointer_type(tl.int64)))
-                    step = tl.load(record + 3)
-                    begins = value + (position - start).to(tl.int64) * step * width
-                    added = tl.load(bank + begins + columns, mask=inside, other=0.0) * y
-                    h = tl.where(x == 0.0, added, h + added)
-    if edited != 0:
-        if PAIR:
-            rounded = h.to(residual.dtype.element_ty)
-            tl.store(other, rounded, mask=inside)
-            h = h - rounded.to(tl.float32)
-        tl.store(at, h.to(hidden.dtype.element_ty), mask=inside)
+    hidden += out_row * hidden_stride
+    residual += out_row * residual_stride
+    edited, finite = 0, 1
+    for block in range(PASSES):
+        columns = block * BLOCK + tl.arange(0, BLOCK)
+        inside = columns < width
+        h = _read(hidden, residual, columns, inside, PAIR)
+        h, edited = _walk(h, columns, inside, width, begin, end, position, row, rank_of_row, records, target, bank,
+                          kept, SAMPLED, True, ALIGNED)  # fmt: skip
+        if edited != 0:
+            finite = finite & _finite(h.to(hidden.dtype.element_ty), inside)
+        if (PASSES == 1) & (edited != 0) & (finite != 0):
+            _write(hidden, residual, columns, inside, h, PAIR)
+    if finite == 0:
+        failed = (tl.load(generation + slot).to(tl.int64) << 32) | point
+        tl.store((bad + slot.to(tl.int64) * 8).to(tl.pointer_type(tl.int64)), failed)
+    if (PASSES > 1) & (edited != 0) & (finite != 0):  # now that every column is known to be finite
+        for block in range(PASSES):
+            columns = block * BLOCK + tl.arange(0, BLOCK)
+            inside = columns < width
+            h = _read(hidden, residual, columns, inside, PAIR)
+            h, edited = _walk(h, columns, inside, width, begin, end, position, row, rank_of_row, records, target,
+                              bank, kept, SAMPLED, False, ALIGNED)  # fmt: skip
+            _write(hidden, residual, columns, inside, h, PAIR)
 
 
 def site(
@@ -92,17 +146,27 @@ def site(
 ) -> None:
     """Launches the kernel for a point over `tables` (`runtime.device.CudaTables`).
 
-    `kept` [bytes] takes the captured rows; its first byte is byte `kept_begin` of the step's.
+    `kept` [bytes] takes the captured rows; its first byte is byte `kept_begin`, a multiple of 16, of the step's.
     """
     rows, width = hidden_RW.shape
     other = hidden_RW if residual_RW is None else residual_RW
-    grid = (rows, triton.cdiv(width, COLUMNS))
-    _site[grid](
+    block = min(triton.next_power_of_2(width), WIDEST)
+    _site[(rows,)](
         hidden_RW, other, hidden_RW.stride(0), other.stride(0), width,
-        tables.slot_of_row, tables.rank_of_row, tables.position_of_row, tables.row_of_sample,
-        tables.first, tables.records, tables.target, tables.bank, kept, kept_begin, point, tables.points,
-        PAIR=residual_RW is not None, SAMPLED=sampled, COLUMNS=COLUMNS, num_warps=4, enable_fp_fusion=False,
+        tables.slot_of_row, tables.rank_of_row, tables.position_of_row, tables.row_of_sample, tables.generation,
+        tables.first, tables.records, tables.target, tables.bank, kept.data_ptr() - kept_begin, tables.bad_address,
+        point, tables.points, PAIR=residual_RW is not None, SAMPLED=sampled, BLOCK=block,
+        PASSES=triton.cdiv(width, block), ALIGNED=width % 16 == 0, num_warps=4 if block <= 2048 else 8,
+        enable_fp_fusion=False, **_early(),
     )  # fmt: skip
+
+
+@functools.cache
+def _early() -> dict[str, bool]:
+    """Whether kernels may be launched before the ones before them end (programmatic dependent launch: Hopper on)."""
+    able = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+    early = able and hasattr(getattr(tl.extra, "cuda", None), "gdc_wait")
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 
 @triton.jit

@@ -40,11 +40,15 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Bound(msgspec.Struct, frozen=True, array_like=True):
-    """A program bound to a prompt of `prompt` tokens, run under the key `run`."""
+    """A program bound to a prompt of `prompt` tokens, run under the key `run`.
+
+    Edited blocks of the prefix cache are shared among programs of one `salt` only.
+    """
 
     run: str
     prompt: int
     ops: tuple[BoundOp, ...]
+    salt: str = ""
 
     def captured(self) -> dict[int, np.ndarray]:
         """Positions captured at each point, ascending, were every asked token generated."""

@@ -17,7 +17,13 @@ from patchclamp.plan.table import CAPTURE
 def block_key(bound: Bound, start: int, end: int) -> str | None:
     """The content of the edits at positions start … end−1, or None where nothing there is edited."""
     touched = [clipped for op in bound.ops if op.reaches_cache and (clipped := _clip(op, start, end))]
-    return hashlib.sha256(msgspec.msgpack.encode(touched)).hexdigest() if touched else None
+    return hashlib.sha256(msgspec.msgpack.encode((bound.salt, touched))).hexdigest() if touched else None
+
+
+def lowest_edit(bound: Bound) -> int | None:
+    """The first position whose keys and values an edit can change."""
+    starts = [start for op in bound.ops if op.reaches_cache for start, _, _, _ in op.pieces]
+    return min(starts, default=None)
 
 
 def lowest_capture(bound: Bound) -> int | None:

@@ -9,10 +9,12 @@ steady decode neither changes from step to step.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 
-from patchclamp.plan.table import ProgramTable
+from patchclamp.plan.table import Captures, ProgramTable
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -42,9 +44,10 @@ class StepPlan(msgspec.Struct, frozen=True):
     """`tokens` labels the rows of the step, `sampled` those that logits are computed for (each request's last).
 
     `active` [P] bool: points at which some request of the step has records.  Capture record c of the table keeps
-    `count[c]` positions from `begin[c]` on, and its first row goes to `target[c]` in the step's capture buffer of
-    `size`; all three [C], the latter in numbers, or in bytes where rows are kept in their own dtype.  `holds` says for
-    how many further steps, each of one token a request, the same rows are captured.
+    `count[c]` positions from `begin[c]` on, rows of `width[c]`, and its first row goes to `target[c]` in the step's
+    capture buffer of `size`; all [C], the latter three in numbers, or in bytes where rows are kept in their own dtype.
+    `holds` says for how many further steps, each of one token a request, the same rows are captured; `age`, for how
+    many that has been so.
     """
 
     tokens: Rows
@@ -54,13 +57,35 @@ class StepPlan(msgspec.Struct, frozen=True):
     count: np.ndarray
     target: np.ndarray
     size: int
+    width: np.ndarray
     holds: int = 0
+    age: int = 0
 
-    def later(self) -> StepPlan:
-        """The plan of the next step, when every request goes on by one token and `holds` is not 0."""
-        begin = np.where(self.count > 0, self.begin + 1, self.begin)
-        changed = {"tokens": self.tokens.later(1), "sampled": self.sampled.later(1), "begin": begin}
-        return msgspec.structs.replace(self, **changed, holds=self.holds - 1)
+    def later(self, labels: bool = True) -> StepPlan:
+        """The plan of the next step, when every request goes on by one token and `holds` is not 0.
+
+        `labels`: the rows' positions too, which a device knows by itself.
+        """
+        changed: dict[str, Any] = {"holds": self.holds - 1, "age": self.age + 1}
+        if self.size:
+            changed["begin"] = np.where(self.count > 0, self.begin + 1, self.begin)
+        if labels:
+            changed |= {"tokens": self.tokens.later(1), "sampled": self.sampled.later(1)}
+        return msgspec.structs.replace(self, **changed)
+
+    def parts(self, point: np.ndarray) -> dict[int, tuple[np.ndarray, int, int]]:
+        """For each point where rows are captured: its records, and the part of the buffer that holds their rows.
+
+        `point` [C] is the records' points. A part begins at a multiple of 16.
+        """
+        live = np.flatnonzero(self.count)
+        order = live[np.argsort(point[live].astype(np.int16), kind="stable")]
+        points, starts = np.unique(point[order], return_index=True)
+        end = self.target + self.count * self.width
+        return {
+            int(number): (mine, int(self.target[mine].min()) // 16 * 16, int(end[mine].max()))
+            for number, mine in zip(points, np.split(order, starts[1:]), strict=False)
+        }
 
     def to_bytes(self) -> bytes:
         """Every array in a fixed order and layout, for golden plans."""
@@ -81,42 +106,55 @@ def make_plan(
     """The plan of one step. `widths` [P]: numbers in a row; `sampled` [P]: a point's rows are the sampled ones."""
     tokens, slot = _label(batch), batch.slot.astype(np.int32)
     last = Rows(slot, (batch.position + batch.count - 1).astype(np.int32), np.zeros_like(slot))
-    first = table.first[np.unique(batch.slot)]
-    active = np.any(first[:, 1:] > first[:, :-1], axis=0)
+    table.settle()
+    active = table.active(batch.slot)
     steady, captures = bool((batch.count == 1).all()), table.captures
     if len(captures.record) == 0:
         none = np.zeros(0, np.int64)
-        return StepPlan(tokens, last, active, none, none, none, 0, FOREVER if steady else 0)
-    begin, count = _captured(batch, table, sampled)
-    target, size = _targets(count, widths[captures.point] * unit[captures.dtype], captures.point)
-    return StepPlan(tokens, last, active, begin, count, target, size, _holds(batch, table) if steady else 0)
+        return StepPlan(tokens, last, active, none, none, none, 0, none, FOREVER if steady else 0)
+    position, stop = np.full((2, len(table.first)), -1, np.int64)
+    position[batch.slot], stop[batch.slot] = batch.position, batch.position + batch.count
+    position[0] = stop[0] = -1  # nobody's
+    now, end = position.take(captures.slot), stop.take(captures.slot)
+    only_last = sampled.take(captures.point)
+    lowest = np.where(only_last, end - 1, now) if only_last.any() else now
+    begin = np.maximum(captures.start, lowest)
+    count = np.maximum(np.minimum(captures.stop, end) - begin, 0)
+    width = (widths[:, None] * unit).take(captures.point * len(unit) + captures.dtype)
+    target, size = _targets(count, width)
+    return StepPlan(
+        tokens, last, active, begin, count, target, size, width, _holds(now, captures) if steady else 0
+    )  # fmt: skip
 
 
-def _holds(batch: Batch, table: ProgramTable) -> int:
-    """For how many steps of one token no request of the batch enters or leaves a captured range."""
-    captures, position = table.captures, np.full(len(table.first), -1, np.int64)
-    position[batch.slot] = batch.position
-    position[0] = -1
-    now = position[captures.slot]
-    edges = np.where(now < captures.start, captures.start, captures.stop) - now
-    edges = edges[(now >= 0) & (now < captures.stop)]
-    return int(edges.min()) - 1 if len(edges) else FOREVER
+def _holds(now: np.ndarray, captures: Captures) -> int:
+    """For how many steps of one token no request, at position `now` of each record (−1: not here), enters or leaves a
+    captured range."""
+    left = np.where(now < captures.start, captures.start, captures.stop) - now
+    left = left[(now >= 0) & (left > 0)]
+    return int(left.min()) - 1 if len(left) else FOREVER
 
 
-def _targets(count: np.ndarray, width: np.ndarray, point: np.ndarray) -> tuple[np.ndarray, int]:
+def _targets(count: np.ndarray, width: np.ndarray) -> tuple[np.ndarray, int]:
     """Where each capture record's rows go: those of one width aligned to it, those of one point side by side."""
+    taken = count * width
+    if (width == width[0]).all():
+        end = np.cumsum(taken)
+        return end - taken, int(end[-1])
     target, size = np.zeros(len(count), np.int64), 0
     for w in np.unique(width):
         mine = np.flatnonzero(width == w)
-        mine = mine[np.argsort(point[mine], kind="stable")]
-        end = -(-size // w) * w + np.cumsum(count[mine] * w)
-        target[mine] = end - count[mine] * w
+        end = -(-size // w) * w + np.cumsum(taken[mine])
+        target[mine] = end - taken[mine]
         size = int(end[-1])
     return target, size
 
 
 def _label(batch: Batch) -> Rows:
     slot, position, rank = np.zeros((3, batch.rows), np.int32)
+    if (batch.count == 1).all():
+        slot[batch.row], position[batch.row] = batch.slot, batch.position
+        return Rows(slot, position, rank)
     total = int(batch.count.sum())
     within = np.arange(total) - np.repeat(np.cumsum(batch.count) - batch.count, batch.count)
     row = np.repeat(batch.row, batch.count) + within
@@ -124,18 +162,3 @@ def _label(batch: Batch) -> Rows:
     position[row] = np.repeat(batch.position, batch.count) + within
     rank[row] = within
     return Rows(slot, position, rank)
-
-
-def _captured(batch: Batch, table: ProgramTable, sampled: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each capture record, the first position and the number of positions that this step computes."""
-    captures = table.captures
-    position, count = np.zeros((2, len(table.first)), np.int64)
-    position[batch.slot], count[batch.slot] = batch.position, batch.count
-    position[0] = count[0] = 0
-    stop = position + count
-    only_last = sampled[captures.point]
-    lowest = np.where(only_last, stop[captures.slot] - 1, position[captures.slot])
-    begin = np.maximum(captures.start, lowest)
-    end = np.minimum(captures.stop, stop[captures.slot])
-    kept = np.where(count[captures.slot] > 0, np.maximum(end - begin, 0), 0)
-    return begin, kept

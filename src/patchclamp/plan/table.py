@@ -25,7 +25,7 @@ RECORD = np.dtype(
 
 
 class Captures(msgspec.Struct, frozen=True):
-    """The capture records of all slots, side by side: C of them."""
+    """The capture records of all slots, C of them, by point and within a point in the order of admission."""
 
     record: np.ndarray
     slot: np.ndarray
@@ -39,20 +39,42 @@ class Captures(msgspec.Struct, frozen=True):
     def none(cls) -> Captures:
         return cls(*(np.zeros(0, np.int64) for _ in range(7)))
 
+    def joined(self, others: list[Captures], without: set[int]) -> Captures:
+        """These without those of some slots, and others."""
+        columns = [np.concatenate(column) for column in zip(*(msgspec.structs.astuple(c) for c in (self, *others)))]  # noqa: B905
+        slot, point = columns[1], columns[2]
+        if without:
+            gone = np.zeros(int(slot.max(initial=0)) + 1, bool)
+            gone[[s for s in without if s < len(gone)]] = True
+            gone = gone[slot]
+            gone[len(self.slot) :] = False
+        else:
+            gone = np.zeros(len(slot), bool)
+        kept = np.flatnonzero(~gone)
+        kept = kept[np.argsort(point[kept].astype(np.int16), kind="stable")]
+        return Captures(*(column[kept] for column in columns))
+
 
 class ProgramTable:
     """Records of up to `slots` requests at `points` points, `records` in all.
 
-    Attributes: `first` [slots + 1, points + 1] int32, `records` [records] of `RECORD`, `version` (counts changes);
+    Attributes: `first` [slots + 1, points + 1] int32, `generation` [slots + 1] int32 (counts a slot's programs),
+    `records` [records] of `RECORD`, `version` (counts changes);
     `changed`: the slots and the (begin, end) of records written since a device copy last took note.
     """
 
     def __init__(self, slots: int, points: int, records: int) -> None:
         self.first = np.zeros((slots + 1, points + 1), np.int32)
+        self.generation = np.zeros(slots + 1, np.int32)
+        self._acts = np.zeros((slots + 1, -(-points // 8)), np.uint8)  # where a slot has records, a bit a point
+        self._points = points
         self.records = np.zeros(records, RECORD)
         self.version = 0
         self.changed: tuple[set[int], list[tuple[int, int]]] = (set(), [])
         self.captures = Captures.none()
+        self._new: list[Captures] = []
+        self._gone: set[int] = set()  # slots whose captures are still among them
+        self._stale = False  # one of these slots belongs to somebody else now
         self._free_slots = list(range(slots, 0, -1))
         self._free = [(0, records)]  # (begin, end), ascending
 
@@ -65,9 +87,12 @@ class ProgramTable:
             raise CapacityError(f"{len(self.first) - 1} programs are running; raise max_num_seqs")
         begin = self._take(len(records))
         slot = self._free_slots.pop()
+        self.generation[slot] = self.generation[slot] % (1 << 30) + 1
         self.records[begin : begin + len(records)] = records
         self.first[slot, 0] = begin
         self.first[slot, 1:] = begin + np.cumsum(counts)
+        self._acts[slot] = np.packbits(counts > 0)
+        self._stale |= slot in self._gone
         self._add_captures(slot, begin, records, counts)
         self._note(slot, begin, begin + len(records))
         return slot
@@ -75,12 +100,15 @@ class ProgramTable:
     def drop(self, slot: int) -> None:
         """Frees a slot and its records."""
         self._give(int(self.first[slot, 0]), int(self.first[slot, -1]))
-        self.first[slot] = 0
-        keep = self.captures.slot != slot
-        if not keep.all():
-            self.captures = Captures(*(column[keep] for column in msgspec.structs.astuple(self.captures)))
+        self.first[slot] = self._acts[slot] = 0
+        self._gone.add(slot)
+        self._new = [captures for captures in self._new if captures.slot[0] != slot]
         self._free_slots.append(slot)
         self._note(slot, 0, 0)
+
+    def active(self, slots: np.ndarray) -> np.ndarray:
+        """Points at which any of some slots has records, bool [points]."""
+        return np.unpackbits(np.bitwise_or.reduce(self._acts[slots], axis=0), count=self._points).view(bool)
 
     def __len__(self) -> int:
         """Admitted requests."""
@@ -108,9 +136,18 @@ class ProgramTable:
             return
         point = np.repeat(np.arange(len(counts)), counts)[kept]
         rest = (records[field][kept] for field in ("value", "start", "stop", "x"))
-        new = (begin + kept, np.full(len(kept), slot), point, *rest)
-        old = msgspec.structs.astuple(self.captures)
-        self.captures = Captures(*(np.concatenate((a, b.astype(np.int64))) for a, b in zip(old, new, strict=True)))
+        columns = (begin + kept, np.full(len(kept), slot), point, *rest)
+        self._new.append(Captures(*(column.astype(np.int64) for column in columns)))
+
+    def settle(self, wholly: bool = False) -> None:
+        """Brings `captures` up to date with programs admitted since.
+
+        Those of a dropped slot may stay until another program has it (a slot in no batch captures nothing), unless
+        it is to be done `wholly`.
+        """
+        if self._new or self._stale or (wholly and self._gone):
+            self.captures = self.captures.joined(self._new, self._gone)
+            self._new, self._gone, self._stale = [], set(), False
 
     def _take(self, count: int) -> int:
         if count == 0:

@@ -1,8 +1,8 @@
 """A step on a CUDA device: graphs replay with the kernel in them, eager steps launch it, captures leave behind both.
 
-A recorded graph writes captured rows to `kept`, whose address it knows; after the step they are copied aside on the
-device (some microseconds) and drained.  A step without a graph, a large prefill say, gives each point a buffer of
-its own and drains it while the layers after it compute.
+A recorded graph writes captured rows to `kept`, whose address it knows; after the step they are copied to the drain's
+ring on the device (some microseconds).  A step without a graph, a large prefill say, has the kernel write to the ring
+itself, and what one layer left is on its way while the next ones compute.
 """
 
 from __future__ import annotations
@@ -17,79 +17,90 @@ from patchclamp.plan import Batch, ProgramTable, StepPlan
 from patchclamp.plan.step import BYTES
 from patchclamp.runtime.device import CudaTables
 from patchclamp.runtime.drain import Drain
-from patchclamp.runtime.step import Captured
+from patchclamp.runtime.graphs import Recorded
+from patchclamp.runtime.step import Left
 from patchclamp.store import Bank
 
 
 class CudaStep:
     """Carries out steps of at most `rows` rows and `samples` sampled ones; `positions` is the engine's tensor of them.
 
-    `kept_bytes` bounds what a step with a graph may capture.
+    `kept_bytes` bounds what a step with a graph may capture, `ring_bytes` what is on its way to the host, and
+    `pinned_bytes` what waits there in pinned memory.
     """
 
     unit = BYTES
 
     def __init__(
-        self, table: ProgramTable, bank: Bank, rows: int, samples: int, positions: torch.Tensor, kept_bytes: int
-    ) -> None:
+        self, table: ProgramTable, bank: Bank, rows: int, samples: int, positions: torch.Tensor,
+        kept_bytes: int, ring_bytes: int, pinned_bytes: int,
+    ) -> None:  # fmt: skip
         self.tables = CudaTables(table, rows, samples, bank.data, positions)
         self.kept = torch.empty(kept_bytes, dtype=torch.uint8, device=bank.data.device)
-        self.drain = Drain(bank.data.device)
+        self.drain = Drain(bank.data.device, ring_bytes, pinned_bytes)
+        self.recorded = Recorded()
         self.recording = False
         self._table = table
-        self._parts: dict[int, tuple[np.ndarray, int, int]] = {}
         self._plan: StepPlan | None = None
-        self._left: list[Captured] = []
+        self._parts: dict[int, tuple[np.ndarray, int, int]] | None = None
+        self._left: list[Left] = []
         self._drained: set[int] = set()
-        self._sampled: set[int] = set()
 
     @property
     def bytes(self) -> int:
         """Device memory held, beside the bank."""
-        return self.kept.nbytes + self.tables.bytes
+        return self.kept.nbytes + self.drain.device_bytes + self.tables.bytes
 
     def begin(self, plan: StepPlan, batch: Batch, fresh: bool) -> None:
         self._plan, self._left = plan, []
         self._drained.clear()
         if fresh:
+            self._parts = None
             self.tables.load(plan, batch.row + batch.count - 1)
-            self._parts = self._by_point(plan)
+            self.recorded.use(plan.active)
 
     def apply(self, point: int, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, sampled: bool) -> None:
-        part = None if self.recording else self._parts.get(point)
+        if self.recording:
+            cuda.site(self.tables, point, hidden_RW, residual_RW, self.kept, 0, sampled)
+            self.recorded.note(point)
+            return
+        part = None
+        if self._plan is not None and self._plan.size:
+            self._parts = self._plan.parts(self._table.captures.point) if self._parts is None else self._parts
+            part = self._parts.get(point)
         if part is None or self._plan is None:
             cuda.site(self.tables, point, hidden_RW, residual_RW, self.kept, 0, sampled)
-            return None
-        mine, begin, end = part
-        rows = torch.empty(end - begin, dtype=torch.uint8, device=self.kept.device)
-        cuda.site(self.tables, point, hidden_RW, residual_RW, rows, begin, sampled)
-        self._left.append((self.drain.take(rows), self._plan.target[mine] - begin, mine))
-        self._drained.add(point)
-        return None
-
-    def end(self, plan: StepPlan) -> Iterator[Captured]:
-        """What eager taps drained, then what a graph left in `kept`."""
-        yield from self._left
-        points = [point for point in self._parts if point not in self._drained]
-        if not points:
             return
-        begin = min(self._parts[point][1] for point in points)
-        end = max(self._parts[point][2] for point in points)
-        mine = np.concatenate([self._parts[point][0] for point in points])
-        aside = torch.empty(end - begin, dtype=torch.uint8, device=self.kept.device)
-        aside.copy_(self.kept[begin:end])
-        yield self.drain.take(aside), plan.target[mine] - begin, mine
+        mine, begin, end = part
+        rows, block, offset = self.drain.reserve(end - begin)
+        cuda.site(self.tables, point, hidden_RW, residual_RW, rows, begin, sampled)
+        self._left.append(Left(block, offset, len(rows), self._plan.target[mine] - begin, mine))
+        self._drained.add(point)
+
+    def end(self, plan: StepPlan) -> Iterator[Left]:
+        """What eager taps left, then what a graph did in `kept`."""
+        yield from self._left
+        if not plan.size:
+            return
+        if not self._drained:
+            aside, block, offset = self.drain.reserve(plan.size)
+            aside[: plan.size].copy_(self.kept[: plan.size])
+            yield Left(block, offset, len(aside), plan.target, None)
+            return
+        assert self._parts is not None
+        rest = [part for point, part in self._parts.items() if point not in self._drained]
+        if rest:
+            begin, end = min(part[1] for part in rest), max(part[2] for part in rest)
+            mine = np.concatenate([part[0] for part in rest])
+            aside, block, offset = self.drain.reserve(end - begin)
+            aside[: end - begin].copy_(self.kept[begin:end])
+            yield Left(block, offset, len(aside), plan.target[mine] - begin, mine)
+
+    def prepare(self) -> None:
+        self.drain.prepare()
 
     def flush(self) -> None:
         self.drain.flush()
 
-    def _by_point(self, plan: StepPlan) -> dict[int, tuple[np.ndarray, int, int]]:
-        """For each point where something is captured: its records, and the bytes its rows take."""
-        captures, live = self._table.captures, np.flatnonzero(plan.count)
-        parts = {}
-        for point in np.unique(captures.point[live]):
-            mine = live[captures.point[live] == point]
-            begin = int(plan.target[mine].min())
-            later = plan.target[plan.target > plan.target[mine].max()]
-            parts[int(point)] = (mine, begin, int(later.min()) if len(later) else plan.size)
-        return parts
+    def failed(self, slot: int) -> int | None:
+        return self.tables.failed(slot)

@@ -32,7 +32,7 @@ class CudaTables:
         records = len(table.records)
         sizes = {
             "target": 2 * records, "records": cuda.RECORD_WORDS * records, "first": table.first.size,
-            "slot_of_row": rows, "rank_of_row": rows, "row_of_sample": samples,
+            "generation": len(table.first), "slot_of_row": rows, "rank_of_row": rows, "row_of_sample": samples,
         }  # fmt: skip
         ends = np.cumsum(list(sizes.values())).tolist()
         self._at = {name: end - size for (name, size), end in zip(sizes.items(), ends, strict=True)}
@@ -45,17 +45,25 @@ class CudaTables:
         self._staging = [_pinned(1 << 16) for _ in range(DEPTH)]
         self._done = [torch.cuda.Event() for _ in range(DEPTH)]
         self._turn, self._rows, self.copies = 0, 0, 0
+        self._bad = torch.zeros(len(table.first), dtype=torch.int64, pin_memory=True)  # written by the device
+        self.bad_address = self._bad.data_ptr()
 
     slot_of_row: torch.Tensor
     rank_of_row: torch.Tensor
     row_of_sample: torch.Tensor
     first: torch.Tensor
+    generation: torch.Tensor
     records: torch.Tensor
 
     @property
     def bytes(self) -> int:
         """Device memory held."""
         return self._words.nbytes + self._inbox.nbytes
+
+    def failed(self, slot: int) -> int | None:
+        """The point at which edits of a slot's program were not finite, of steps whose results have arrived."""
+        generation, point = divmod(int(self._bad[slot]), 1 << 32)
+        return point if generation == self._table.generation[slot] else None
 
     def load(self, plan: StepPlan, sample_rows: np.ndarray) -> None:
         """Makes the tables say what `plan` says; `sample_rows` [N] is the flat row of each sampled token."""
@@ -75,6 +83,7 @@ class CudaTables:
         slots, records = self._table.take_changed()
         stride = self._table.first.shape[1]
         found = [(self._at["first"] + slot * stride, self._table.first[slot]) for slot in sorted(slots)]
+        found += [(self._at["generation"] + slot, self._table.generation[slot : slot + 1]) for slot in sorted(slots)]
         words = self._table.records.view(np.int32)
         size = cuda.RECORD_WORDS
         return found + [(self._at["records"] + a * size, words[a * size : b * size]) for a, b in records]

@@ -1,70 +1,165 @@
-"""Captured rows leave the device: over a side stream into pinned memory, then into ordinary memory on worker threads.
+"""Captured rows leave the device: from a ring on it, over a side stream, into pinned memory that the store keeps.
 
-The engine's thread only queues; it waits for nothing but room.  Pinned memory is a fixed set of blocks: when all are in
-use the engine waits for one (back-pressure), so nothing is lost and nothing grows.
+The engine's thread only queues.  A reservation in the ring makes the compute stream, not the host, wait until the bytes
+that lay there are gone.  Pinned memory is bounded: beyond `pinned_bytes` the oldest goes to ordinary memory on worker
+threads, and when they fall behind, the engine waits for them (back-pressure); nothing is lost and nothing grows.
 """
 
 from __future__ import annotations
 
-import queue
+import collections
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-BLOCK_BYTES = 1 << 25
-THREADS = 6
+from patchclamp.runtime.pinned import Pinned, Slab
+from patchclamp.store.captures import ALIGNED, Block
+
+SEND_BYTES = 1 << 25  # gathered in the ring before it is sent: two fill a slab
+BEHIND = 4  # slabs being moved to ordinary memory before the engine waits
+
+
+class _Held:
+    """A slab, the blocks that lie in it, and when its last copy from the device is done."""
+
+    def __init__(self, slab: Slab) -> None:
+        self.slab = slab
+        self.blocks: list[weakref.ref[Block]] = []
+        self.done: torch.cuda.Event | None = None
+
+    @property
+    def in_use(self) -> bool:
+        """Whether somebody may yet read or write it."""
+        return any(block() is not None for block in self.blocks) or not (self.done is None or self.done.query())
 
 
 class Drain:
-    """Moves device bytes to host memory in the background; at most `ring_bytes` are under way."""
+    """Moves device bytes to host memory in the background."""
 
-    def __init__(self, device: torch.device, ring_bytes: int = 1 << 30) -> None:
+    def __init__(self, device: torch.device, ring_bytes: int, pinned_bytes: int) -> None:
+        self._ring = torch.empty(ring_bytes, dtype=torch.uint8, device=device)
         self._stream = torch.cuda.Stream(device)
-        self._room = max(ring_bytes // BLOCK_BYTES, 2)
-        self._made = 0
-        self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
-        self._workers = ThreadPoolExecutor(THREADS, thread_name_prefix="patchclamp-drain")
-        self._under_way: list[Future[None]] = []
-        self.bytes = 0
+        self._head = self._unsent = 0  # bytes unsent … head−1 of the ring wait to be sent
+        self._block = Block()
+        self._sent: collections.deque[tuple[int, int, torch.cuda.Event]] = collections.deque()
+        self._loose: list[tuple[torch.Tensor, Block]] = []
+        self._pinned_bytes = pinned_bytes
+        self._pinned = Pinned(pinned_bytes)
+        self._held: list[_Held] = []  # the last one is being filled
+        self._spills: collections.deque[tuple[Future[None], _Held]] = collections.deque()
+        self._workers = ThreadPoolExecutor(4, thread_name_prefix="patchclamp-spill")
+        self.bytes = self.spilled = 0
 
-    def take(self, source: torch.Tensor) -> torch.Tensor:
-        """Host memory [n] uint8 that will hold `source`'s bytes once `flush` has returned."""
-        ready = torch.cuda.Event()
-        ready.record()
-        target = torch.empty(len(source), dtype=torch.uint8)
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(ready)
-            for begin in range(0, len(source), BLOCK_BYTES):
-                part = slice(begin, min(begin + BLOCK_BYTES, len(source)))
-                block = self._block()
-                block[: part.stop - begin].copy_(source[part], non_blocking=True)
-                done = torch.cuda.Event()
-                done.record(self._stream)
-                self._under_way.append(self._workers.submit(self._settle, done, block, target[part]))
-        source.record_stream(self._stream)
-        self.bytes += len(source)
-        self._under_way = [future for future in self._under_way if not (future.done() and future.exception() is None)]
-        return target
+    @property
+    def device_bytes(self) -> int:
+        return self._ring.nbytes
+
+    def prepare(self) -> None:
+        """Captures are coming: sees to host memory for them."""
+        self._pinned.prepare()
+
+    def reserve(self, size: int) -> tuple[torch.Tensor, Block, int]:
+        """Device memory [size] uint8 to be written on the current stream, and the block and offset it will have."""
+        size = -(-size // ALIGNED) * ALIGNED
+        if size > len(self._ring):
+            return self._alone(size)
+        waiting = self._head - self._unsent
+        if (waiting and waiting + size > SEND_BYTES) or self._head + size > len(self._ring):
+            self.send()
+        if self._head + size > len(self._ring):
+            self._head = self._unsent = 0
+        begin, self._head = self._head, self._head + size
+        while self._sent and self._overlaps(begin, self._head):
+            torch.cuda.current_stream().wait_event(self._sent.popleft()[2])
+        return self._ring[begin : self._head], self._block, begin - self._unsent
+
+    @torch.inference_mode()
+    def send(self) -> None:
+        """Sends off what has been written."""
+        for data, block in self._loose:
+            block.data, _ = self._copy(data)
+            self._note(block)
+            data.record_stream(self._stream)
+        self._loose = []
+        if self._head == self._unsent:
+            return
+        self._block.data, event = self._copy(self._ring[self._unsent : self._head])
+        self._note(self._block)
+        self._sent.append((self._unsent, self._head, event))
+        self._unsent, self._block = self._head, Block()
 
     def flush(self) -> None:
-        """Returns when everything taken is in host memory."""
-        for future in self._under_way:
-            future.result()
-        self._under_way = []
+        """Returns when everything written is in host memory."""
+        self.send()
+        self._stream.synchronize()
 
     def close(self) -> None:
+        """Stops the threads. What was captured stays readable as long as somebody holds it."""
+        self.flush()
         self._workers.shutdown()
+        self._pinned.close()
 
-    def _block(self) -> torch.Tensor:
-        if self._made < self._room and self._free.empty():
-            self._made += 1
-            return torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=True)
-        return self._free.get()
+    def _overlaps(self, begin: int, end: int) -> bool:
+        """Whether bytes begin … end−1 still wait to be copied; older copies are done before younger ones."""
+        return any(a < end and begin < b for a, b, _ in self._sent)
 
-    def _settle(self, done: torch.cuda.Event, block: torch.Tensor, target: torch.Tensor) -> None:
+    def _alone(self, size: int) -> tuple[torch.Tensor, Block, int]:
+        """A reservation larger than the ring gets memory of its own."""
         try:
-            done.synchronize()
-            with torch.inference_mode():  # both were made within a step
-                target.copy_(block[: len(target)])
-        finally:
-            self._free.put(block)
+            data = torch.empty(size, dtype=torch.uint8, device=self._ring.device)
+        except torch.OutOfMemoryError:
+            self.flush()
+            torch.cuda.empty_cache()
+            data = torch.empty(size, dtype=torch.uint8, device=self._ring.device)
+        block = Block()
+        self.send()
+        self._loose.append((data, block))
+        return data, block, 0
+
+    def _copy(self, source: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+        """Queues a copy to pinned memory behind what the compute stream has been given so far."""
+        held = self._room(len(source))
+        slab = held.slab
+        target = slab.data[slab.used : slab.used + len(source)]
+        slab.used += len(source)
+        ready, done = torch.cuda.Event(), torch.cuda.Event()
+        ready.record()
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(ready)
+            target.copy_(source, non_blocking=True)
+            done.record(self._stream)
+        held.done = done
+        self.bytes += len(source)
+        return target, done
+
+    def _note(self, block: Block) -> None:
+        self._held[-1].blocks.append(weakref.ref(block))
+
+    def _room(self, size: int) -> _Held:
+        if self._held and self._held[-1].slab.used + size <= len(self._held[-1].slab.data):
+            return self._held[-1]
+        for held in [held for held in self._held if not held.in_use]:
+            self._held.remove(held)
+            self._pinned.give(held.slab)
+        while self._spills and (len(self._spills) > BEHIND or self._spills[0][0].done()):
+            future, held = self._spills.popleft()
+            future.result()
+            self._pinned.give(held.slab)
+        while sum(len(held.slab.data) for held in self._held) > self._pinned_bytes:
+            held = self._held.pop(0)
+            self._spills.append((self._workers.submit(_spill, held), held))
+            self.spilled += 1
+        self._held.append(_Held(self._pinned.take(size)))
+        return self._held[-1]
+
+
+def _spill(held: _Held) -> None:
+    """Moves what still lives of a slab to ordinary memory."""
+    if held.done is not None:
+        held.done.synchronize()
+    with torch.inference_mode():
+        for reference in held.blocks:
+            block = reference()
+            if block is not None and block.data is not None:
+                block.data = torch.empty(len(block.data), dtype=torch.uint8).copy_(block.data)

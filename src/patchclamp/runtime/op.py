@@ -7,8 +7,6 @@ step) it does nothing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -43,11 +41,16 @@ torch.library.register_fake("patchclamp::site", _trace, lib=_library)
 site = torch.ops.patchclamp.site
 
 
-@contextmanager
-def at_work(runtime: AtWork) -> Iterator[None]:
+class at_work:
     """Taps on this thread act for `runtime` within."""
-    before, _current.runtime = _current.runtime, runtime
-    try:
-        yield
-    finally:
-        _current.runtime = before
+
+    __slots__ = ("_before", "_runtime")
+
+    def __init__(self, runtime: AtWork) -> None:
+        self._runtime = runtime
+
+    def __enter__(self) -> None:
+        self._before, _current.runtime = _current.runtime, self._runtime
+
+    def __exit__(self, *error: object) -> None:
+        _current.runtime = self._before

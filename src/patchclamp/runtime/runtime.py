@@ -16,23 +16,32 @@ import torch
 from patchclamp.errors import MissingSource, RunError, ShapeError, pack
 from patchclamp.plan import CAPTURE, Batch, Bound, ProgramTable, StepPlan, make_plan
 from patchclamp.plan.bind import run_key
+from patchclamp.plan.step import NUMBERS
 from patchclamp.plan.table import records_of
 from patchclamp.runtime.step import HostStep, Step
 from patchclamp.sites import SiteMap
 from patchclamp.store import Bank, CaptureStore
-from patchclamp.store.captures import CapturedStep
+from patchclamp.store.captures import Captured
 
 Packed = tuple[str, str, str | None]
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Sizes: programs at once, their records (one a point and piece), bytes of vectors at hand, and (on a GPU) bytes
-    that a step with a CUDA graph may capture; a step that would capture more runs without one."""
+    """Sizes: programs at once, their records (one a point and piece) and bytes of vectors at hand.
+
+    On a GPU also: bytes that a step with a CUDA graph may capture (one that would capture more runs without a graph);
+    bytes of captures on their way off the device; bytes of captures in pinned host memory (the oldest move to ordinary
+    memory); and the sizes, in tokens of a step, for which graphs with taps are recorded (None: all that vLLM records;
+    steps of programs of other sizes run without a graph).
+    """
 
     max_programs: int = 256
     max_records: int = 1 << 18
     bank_bytes: int = 1 << 28
-    kept_bytes: int = 1 << 28
+    kept_bytes: int = 1 << 27
+    ring_bytes: int = 1 << 28
+    pinned_bytes: int = 1 << 32
+    active_sizes: tuple[int, ...] | None = None
 
 
 class _Seat(msgspec.Struct):
@@ -54,7 +63,7 @@ class Runtime:
             raise ShapeError(f"a row of this model is up to {4 * self.widths.max()} bytes; raise bank_bytes")
         self.table = ProgramTable(limits.max_programs, len(sites.points), limits.max_records)
         self.bank = Bank(limits.bank_bytes // 4, device)
-        self.store = CaptureStore(self.widths)
+        self.store = CaptureStore(self.widths, lambda: self.step.flush())
         self.plan: StepPlan | None = None
         self.steps_planned = 0
         self._vectors: dict[str, tuple[torch.Tensor, int]] = {}  # host copies of inline vectors, and their holders
@@ -64,6 +73,8 @@ class Runtime:
         self._run_of_slot = np.full(limits.max_programs + 1, -1, np.int64)
         self._seated: tuple[list[str], int, np.ndarray] | None = None
         self._last: tuple[Batch, StepPlan, int] | None = None
+        self._growing: list[Captured] = []  # what the last step captured, to be gone on with
+        self._token_bytes = 0  # what a token may capture at most, of any seated program
         self.step: Step = HostStep(self.table, self.bank)
 
     # -- vectors and results, between steps
@@ -83,7 +94,6 @@ class Runtime:
 
     def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, torch.Tensor]:
         """Positions and rows of a run, as `CaptureStore.fetch`."""
-        self.step.flush()
         return self.store.fetch(run, point, op)
 
     def release(self, runs: Iterable[str]) -> None:
@@ -107,20 +117,24 @@ class Runtime:
             "steps_planned": self.steps_planned,
         }
 
-    def concerns(self, requests: Iterable[str]) -> bool:
+    def concerns(self, requests: Mapping[str, int]) -> bool:
         """Whether any of the requests has a program."""
-        return any(request in self._run_of for request in requests)
+        return not self._run_of.keys().isdisjoint(requests)
 
-    def captures_at_most(self, tokens: Mapping[str, int]) -> int:
-        """A bound on the bytes that a step of so many tokens of each request captures."""
+    def captures_at_most(self, tokens: Mapping[str, int], total: int, limit: int) -> bool:
+        """Whether a step of so many tokens of each request, `total` in all, captures at most `limit` bytes."""
+        if self._token_bytes * total <= limit:
+            return True
         seats = ((self._seats.get(self._run_of.get(request, "")), count) for request, count in tokens.items())
-        return sum(seat.token_bytes * count for seat, count in seats if seat is not None)
+        return sum(seat.token_bytes * count for seat, count in seats if seat is not None) <= limit
 
-    def fail(self, slots: Iterable[int], error: Exception) -> None:
-        """Leaves an error with the runs of some slots; the first one counts."""
+    def fail(self, slots: Iterable[int], point: int) -> None:
+        """Tells the runs of some slots that their edits at a point are not finite; the first error counts."""
+        where = self.sites.label(point)
+        told = pack(RunError(f"the edits at {where} make numbers that are not finite; they were not written"))
         runs = {seat.slot: run for run, seat in self._seats.items()}
         for slot in slots:
-            self._errors.setdefault(runs[slot], pack(error))
+            self._errors.setdefault(runs[slot], told)
 
     def take_error(self, run: str) -> Packed | None:
         """What went wrong with a run in here, once."""
@@ -147,6 +161,9 @@ class Runtime:
             raise
         size = sum(4 * int(self.widths[list(op.points)].sum()) for op in bound.ops if op.kind == CAPTURE)
         self._seats[bound.run] = _Seat(slot, keys, size)
+        self._token_bytes = max(self._token_bytes, size)
+        if size:
+            self.step.prepare()
         self._run_of_slot[slot] = self.store.open(bound.run)
 
     def link(self, request: str, run: str) -> None:
@@ -158,9 +175,14 @@ class Runtime:
 
     def finish(self, run: str) -> None:
         """Frees a run's seat; its captures stay until released."""
-        seat = self._seats.pop(run, None)
-        if seat is None:
+        if run not in self._seats:
             return
+        failed = self.step.failed(self._seats[run].slot)
+        if failed is not None:
+            self.fail([self._seats[run].slot], failed)
+        seat = self._seats.pop(run)
+        if seat.token_bytes and seat.token_bytes == self._token_bytes:
+            self._token_bytes = max((other.token_bytes for other in self._seats.values()), default=0)
         self.table.drop(seat.slot)
         self._run_of_slot[seat.slot] = -1
         for key in seat.keys:
@@ -186,26 +208,30 @@ class Runtime:
 
     def begin(self, batch: Batch) -> None:
         """Plans a step; without programs in it the step stays idle."""
+        self._last = None
         if not batch.slot.any():
-            self.plan = self._last = None
+            self.plan = None
             return
-        if self._goes_on(batch):
-            assert self._last is not None
-            self.plan = self._last[1].later()
-            self.step.begin(self.plan, batch, fresh=False)
-        else:
-            self.steps_planned += 1
-            self.plan = make_plan(batch, self.table, self.widths, self.sampled, self.step.unit)
-            self.step.begin(self.plan, batch, fresh=True)
-        self._last = (batch, self.plan, self.table.version)
+        self.steps_planned += 1
+        self._growing = []
+        self.plan = make_plan(batch, self.table, self.widths, self.sampled, self.step.unit)
+        self.step.begin(self.plan, batch, fresh=True)
+        if self.plan.holds:
+            self._last = (batch, self.plan, self.table.version)
 
-    def _goes_on(self, batch: Batch) -> bool:
-        """Whether this step is the last one with every request one token on, and nothing else to do."""
-        if self._last is None or self._last[1].holds == 0 or self._last[2] != self.table.version:
+    def goes_on(self, requests: list[str], position: np.ndarray, total: int) -> bool:
+        """Goes on with the last plan, if this step is the last one with every request one token on and nothing else to
+        do; `total` is the number of its tokens."""
+        if self._last is None or self._seated is None:
             return False
-        last = self._last[0]
-        pairs = ((batch.slot, last.slot), (batch.row, last.row), (batch.count, last.count))
-        return all(np.array_equal(a, b) for a, b in pairs) and np.array_equal(batch.position, last.position + 1)
+        batch, plan, version = self._last
+        known = plan.holds > 0 and version == self.table.version and total == len(requests)
+        if not known or requests != self._seated[0] or not np.array_equal(position, batch.position + plan.age + 1):
+            return False
+        self.plan = plan.later(self.step.unit is NUMBERS)
+        self._last = (batch, self.plan, version)
+        self.step.begin(self.plan, batch, fresh=False)
+        return True
 
     def apply(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Carries out the step's plan at a point: what every tap ends in."""
@@ -214,10 +240,7 @@ class Runtime:
             pair = None if residual is None else residual.view(-1, width)
             bad = self.step.apply(point, hidden.view(-1, width), pair, bool(self.sampled[point]))
             if bad is not None and len(bad):
-                where = self.sites.label(point)
-                self.fail(
-                    bad, RunError(f"the edits at {where} make numbers that are not finite; they were not written")
-                )
+                self.fail(bad, point)
 
     def end(self) -> None:
         """Hands the step's captures to the store."""
@@ -225,15 +248,18 @@ class Runtime:
         self.plan = None
         if plan is None:
             return
-        run = self._run_of_slot[captures.slot]
-        for data, target, mine in self.step.end(plan):
-            mine = slice(None) if mine is None else mine
-            self.store.add(
-                CapturedStep(
-                    data, run[mine], captures.point[mine], captures.op[mine], plan.begin[mine], plan.count[mine],
-                    target, captures.dtype[mine],
-                )
+        for i, left in enumerate(self.step.end(plan)):
+            if i < len(self._growing) and self._growing[i].goes_on(left.block, left.offset):
+                self._growing[i].steps += 1
+                continue
+            mine = slice(None) if left.mine is None else left.mine
+            run = self._run_of_slot[captures.slot[mine]]
+            piece = Captured(
+                left.block, left.offset, left.stride, run, captures.point[mine], captures.op[mine], plan.begin[mine],
+                plan.count[mine], left.target, captures.dtype[mine],
             )  # fmt: skip
+            self._growing[i:] = [piece]
+            self.store.add(piece)
 
     def _load(self, key: str) -> None:
         """Brings a key into the bank: an inline vector from its host copy, a run's rows from the store."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import torch
 
@@ -12,8 +13,18 @@ from patchclamp.kernels import fused
 from patchclamp.plan import Batch, ProgramTable, StepPlan
 from patchclamp.plan.step import NUMBERS
 from patchclamp.store import Bank
+from patchclamp.store.captures import Block
 
-Captured = tuple[torch.Tensor, np.ndarray, np.ndarray | None]
+
+class Left(msgspec.Struct):
+    """What a step captured, `stride` long in a block from `offset` on: where each record's rows begin in it, and which
+    records those are (None: all)."""
+
+    block: Block
+    offset: int
+    stride: int
+    target: np.ndarray
+    mine: np.ndarray | None
 
 
 class Step(Protocol):
@@ -32,12 +43,20 @@ class Step(Protocol):
         """Carries a point out; returns the slots whose edits were not written because they are not finite, if known."""
         ...
 
-    def end(self, plan: StepPlan) -> Iterator[Captured]:
-        """What was captured: flat data, where each record's rows begin in it, and which records (None: all)."""
+    def end(self, plan: StepPlan) -> Iterator[Left]:
+        """What was captured."""
+        ...
+
+    def prepare(self) -> None:
+        """A program that captures has been seated."""
         ...
 
     def flush(self) -> None:
         """Returns when all that `end` gave can be read."""
+        ...
+
+    def failed(self, slot: int) -> int | None:
+        """A point at which edits of a slot's program were not finite and not written, where `apply` did not tell."""
         ...
 
 
@@ -58,9 +77,15 @@ class HostStep:
         rows = self._plan.sampled if sampled else self._plan.tokens
         return fused.apply(hidden_RW, residual_RW, rows, point, self._table, self._plan, self._bank.data, self._kept)
 
-    def end(self, plan: StepPlan) -> Iterator[Captured]:
+    def end(self, plan: StepPlan) -> Iterator[Left]:
         if plan.size:
-            yield self._kept, plan.target, None
+            yield Left(Block(self._kept), 0, plan.size, plan.target, None)
+
+    def prepare(self) -> None:
+        return None
 
     def flush(self) -> None:
+        return None
+
+    def failed(self, slot: int) -> int | None:
         return None

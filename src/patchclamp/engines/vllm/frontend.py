@@ -14,19 +14,19 @@ from typing import Any
 import msgspec
 import numpy as np
 import safetensors.numpy
-import safetensors.torch
 
 from patchclamp import __version__
 from patchclamp.engines.base import Answer, Model, Request, Tokenizer, settle
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
-from patchclamp.engines.vllm import plugin
+from patchclamp.engines.vllm import plugin, shared
 from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.compat.seams import require, version
 from patchclamp.engines.vllm.worker import site_map
 from patchclamp.errors import CapacityError, EngineError, PatchclampError, ProgramError, RunError, unknown, unpack
+from patchclamp.plan.reuse import lowest_edit
 from patchclamp.runtime import Limits
 
-OURS = ("max_records", "bank_bytes", "kept_bytes", "multiprocess_mode")
+OURS = ("max_records", "bank_bytes", "kept_bytes", "ring_bytes", "pinned_bytes", "active_sizes", "multiprocess_mode")
 BATCH = 256  # programs seated in one call
 MOST_SCORES = 128  # what vLLM's sampler takes for one request
 NOT_GIVEN_BACK = ("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "flat_logprobs")
@@ -48,10 +48,10 @@ _alive: set[VllmEngine] = set()
 
 
 class VllmEngine:
-    """Stock vLLM in this process. `options` are vLLM's engine arguments by their own names, and four of ours:
+    """Stock vLLM in this process. `options` are vLLM's engine arguments by their own names, and seven of ours:
 
-    `max_records`, `bank_bytes`, `kept_bytes`: sizes in the worker (`Limits`); `multiprocess_mode`: the engine core in
-    a process of its own.
+    `max_records`, `bank_bytes`, `kept_bytes`, `ring_bytes`, `pinned_bytes`, `active_sizes`: sizes in the worker
+    (`Limits`); `multiprocess_mode`: the engine core in a process of its own.
     """
 
     def __init__(self, name: str, **options: Any) -> None:
@@ -59,6 +59,8 @@ class VllmEngine:
         self._released: collections.deque[str] = collections.deque()
         self._wake = threading.Condition()
         self._stop = False
+        self._sees_files = True
+        self._salt = 0
         self._engine: Any = None
         self._held_back: collections.deque[tuple[Request, Future[Answer]]] = collections.deque()
         self._waiting: dict[str, tuple[Request, Future[Answer]]] = {}
@@ -78,11 +80,16 @@ class VllmEngine:
         return futures
 
     def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, Any]:
-        found = self._call(lambda: self._rpc("fetch", run, point, op, self._remote)).result()
+        def ask(files: bool) -> Any:
+            return self._call(lambda: self._rpc("fetch", run, point, op, self._remote, files)).result()
+
         if not self._remote:
-            return found
-        read = safetensors.torch.load(found)
-        return read["positions"].numpy(), read["rows"]
+            return ask(False)
+        try:
+            return shared.take(ask(self._sees_files))
+        except FileNotFoundError:  # another machine, or another view of this one's files
+            self._sees_files = False
+            return shared.take(ask(False))
 
     def release(self, runs: list[str]) -> None:
         # called by the garbage collector, wherever it happens to run: it may wait for no lock
@@ -250,8 +257,27 @@ class VllmEngine:
         if programs:
             vectors = [key for request in programs for key in request.vectors]
             errors = self._rpc("finish", [request.run for request in programs], vectors)
+        if any(kind == "RunError" for kind, _, _ in errors.values()):
+            self._salt += (
+                1  # edits that were not written have left blocks in the cache under the keys of ones that were
+            )
         for output, request, future in mine:
-            settle(future, unpack(errors[request.run]) if request.run in errors else _answer(output, request))
+            if request.run in errors:
+                settle(future, unpack(errors[request.run]))
+            elif self._spoiled(output, request):
+                settle(future, RunError(
+                    f"run {request.run} read keys and values from the prefix cache beside a run whose edits were not "
+                    "finite, and they may be of that one; run it again"
+                ))  # fmt: skip
+            else:
+                settle(future, _answer(output, request))
+
+    def _spoiled(self, output: Any, request: Request) -> bool:
+        """Whether a run of before the last failure read edited blocks that others had made."""
+        if request.bound is None or request.bound.salt == str(self._salt):
+            return False
+        lowest = lowest_edit(request.bound)
+        return lowest is not None and (output.num_cached_tokens or 0) > lowest
 
     def _add(self, requests: list[Request], futures: list[Future[Answer]]) -> None:
         held = {key: np.ascontiguousarray(rows) for request in requests for key, rows in request.vectors.items()}
@@ -262,7 +288,11 @@ class VllmEngine:
     def _admit(self) -> None:
         """Lets requests in, in order, as far as their programs fit beside those that run; the rest wait their turn."""
         while self._held_back:
-            programs = [r.bound for r, _ in itertools.islice(self._held_back, BATCH) if r.bound is not None]
+            first = [request for request, _ in itertools.islice(self._held_back, BATCH) if request.bound is not None]
+            for request in first:
+                assert request.bound is not None
+                request.bound = msgspec.structs.replace(request.bound, salt=str(self._salt))
+            programs = [request.bound for request in first]
             seated, refusal = self._rpc("reserve", [msgspec.msgpack.encode(bound) for bound in programs])
             for _ in range(min(len(self._held_back), BATCH)):
                 request, future = self._held_back[0]

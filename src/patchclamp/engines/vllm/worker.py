@@ -11,8 +11,10 @@ import numpy as np
 import safetensors.torch
 import torch
 
+from patchclamp.engines.vllm import shared
 from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.compat import runner as compat
+from patchclamp.engines.vllm.compat.graphs import Graphs
 from patchclamp.errors import EngineError, pack
 from patchclamp.plan import Batch, Bound
 from patchclamp.runtime import Limits, Runtime
@@ -68,17 +70,16 @@ class Attached:
         self._decode = msgspec.msgpack.Decoder(Bound).decode
         self._run_of = msgspec.msgpack.Decoder(_Head).decode
         self._logits = next(point.number for point in sites.points if point.rows == "sampled")
-        self._awaits_logits = False
+        self._active = self._awaits_logits = False
+        self._warm = self.runtime.device.type != "cuda"
         self._preemptions = 0
         self._most_kept = limits.kept_bytes
+        self._graphs: Graphs | None = None
         if self.runtime.device.type == "cuda":
             self._on_cuda(worker.vllm_config, runner, limits)
         attach_taps(runner.get_model(), [(p, tap) for p, tap in sites.taps("vllm") if p.rows == "tokens"])
-        compat.hook_runner(
-            runner,
-            kind,
-            compat.Hooks(self.before, self.planned, self.logits, self.after, self.at_work, self.recording),
-        )
+        self.hooks = compat.Hooks(self.before, self.planned, self.logits, self.after, self.at_work)
+        compat.hook_runner(runner, kind, self.hooks, self._graphs)
 
     def _on_cuda(self, vllm_config: Any, runner: Any, limits: Limits) -> None:
         from patchclamp.runtime.cuda import CudaStep
@@ -87,8 +88,12 @@ class Attached:
             raise EngineError("CUDA graphs of the V1 model runner are not supported yet; set enforce_eager=True")
         rows, samples, positions = compat.device_facts(runner, self.kind)
         runtime = self.runtime
-        runtime.step = step = CudaStep(runtime.table, runtime.bank, rows, samples, positions, limits.kept_bytes)
-        compat.count_memory(runner, step.bytes + runtime.bank.data.nbytes)
+        runtime.step = step = CudaStep(
+            runtime.table, runtime.bank, rows, samples, positions,
+            limits.kept_bytes, limits.ring_bytes, limits.pinned_bytes,
+        )  # fmt: skip
+        if self.kind == "v2":
+            self._graphs = Graphs(limits.active_sizes, self.recording, step.recorded.tapped, step.recorded.forget)
 
     def at_work(self) -> Any:
         return at_work(self.runtime)
@@ -106,7 +111,7 @@ class Attached:
     # -- around a step
 
     def before(self, scheduler_output: Any) -> tuple[bool, bool]:
-        """Takes note of who came and went; returns (active, eager)."""
+        """Takes note of who came and went; returns (active, whether what is captured fits beside a graph)."""
         self.runtime.plan = None
         self._awaits_logits = False
         self._preemptions += compat.preempted(scheduler_output)
@@ -114,19 +119,26 @@ class Attached:
         for request, program in compat.new_programs(scheduler_output):
             with suppress(msgspec.DecodeError):  # bytes of somebody else's: nothing is edited
                 self.runtime.link(request, self._run_of(program).run)
-        if not len(self.runtime):
-            return False, False
-        tokens = compat.scheduled(scheduler_output)
-        return self.runtime.concerns(tokens), self.runtime.captures_at_most(tokens) > self._most_kept
+        tokens, total = compat.scheduled(scheduler_output)
+        self._active = len(self.runtime) > 0 and self.runtime.concerns(tokens)
+        return self._active, not self._active or self.runtime.captures_at_most(tokens, total, self._most_kept)
 
     def planned(self, requests: list[str], row: np.ndarray, position: np.ndarray, count: np.ndarray) -> None:
-        if not len(self.runtime):
+        """Plans the step; the arrays are the runner's own and change with the next one."""
+        if not self._active:
             return
-        self.runtime.begin(Batch(self.runtime.slots(requests), row, position, count, int(count.sum())))
+        total = int(count.sum())
+        if not self.runtime.goes_on(requests, position, total):
+            row, position, count = row.astype(np.int64), position.astype(np.int64), count.astype(np.int64)
+            self.runtime.begin(Batch(self.runtime.slots(requests), row, position, count, total))
         self._awaits_logits = self.runtime.plan is not None
 
     def logits(self, logits: torch.Tensor | None) -> None:
         """The first logits computed after a step are those that are sampled from; later ones grade prompts."""
+        if not self._warm and logits is not None:  # while the engine starts
+            self._warm = True
+            with self.recording():
+                self.runtime.apply(self._logits, logits, None)
         if self._awaits_logits and logits is not None:
             self._awaits_logits = False
             self.runtime.apply(self._logits, logits, None)
@@ -137,7 +149,10 @@ class Attached:
     # -- calls
 
     def do_status(self) -> dict[str, Any]:
-        return {"runner": self.kind, "preemptions": self._preemptions, **self.runtime.status()}
+        found = {"runner": self.kind, "preemptions": self._preemptions, **self.runtime.status()}
+        if self._graphs is not None:
+            found |= {"active_graphs": self._graphs.active, "active_graphs_problem": self._graphs.problem}
+        return found
 
     def do_hold(self, vectors: bytes, holders: list[str]) -> None:
         """Takes inline vectors, as safetensors, each once for every time it is named among `holders`."""
@@ -145,12 +160,15 @@ class Attached:
 
     def do_reserve(self, programs: list[bytes]) -> tuple[int, tuple[str, str, str | None] | None]:
         """Seats programs in order until one does not fit; returns how many sit, and what stands against the next."""
-        for i, program in enumerate(programs):
-            try:
-                self.runtime.reserve(self._decode(program))
-            except Exception as error:
-                return i, pack(error)
-        return len(programs), None
+        try:
+            for i, program in enumerate(programs):
+                try:
+                    self.runtime.reserve(self._decode(program))
+                except Exception as error:
+                    return i, pack(error)
+            return len(programs), None
+        finally:
+            self.runtime.table.settle()
 
     def do_finish(self, runs: list[str], vectors: list[str]) -> dict[str, tuple[str, str, str | None]]:
         """Frees seats and vectors; returns the errors of runs that failed in here."""
@@ -160,12 +178,12 @@ class Attached:
         found = {run: self.runtime.take_error(run) for run in runs}
         return {run: error for run, error in found.items() if error is not None}
 
-    def do_fetch(self, run: str, point: int, op: int | None, remote: bool) -> Any:
-        """(positions, rows), or the two as safetensors for another process."""
-        positions, rows = self.runtime.fetch(run, point, op)
+    def do_fetch(self, run: str, point: int, op: int | None, remote: bool, files: bool) -> Any:
+        """(positions, rows); for another process what `shared.take` makes them of, in a file if it can see ours."""
         if not remote:
-            return positions, rows.cpu()
-        return safetensors.torch.save({"positions": torch.from_numpy(positions), "rows": rows.cpu().contiguous()})
+            return self.runtime.fetch(run, point, op)
+        positions, rows = self.runtime.store.parts(run, point, op)
+        return shared.hand(positions, rows, lambda: torch.cat(rows), files)
 
     def do_release(self, runs: list[str]) -> None:
         self.runtime.release(runs)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from patchclamp.engines.vllm.compat.configuration import KEY, enabled
-from patchclamp.engines.vllm.compat.graphs import body, dispatch_without_graph, two_graphs
+from patchclamp.engines.vllm.compat.graphs import Graphs, body, on_dispatch, two_graphs
 from patchclamp.engines.vllm.compat.seams import require, version
 from patchclamp.errors import SeamMoved
 
@@ -52,8 +52,8 @@ def runner_of(worker: Any) -> tuple[Any, str]:
 class Hooks(msgspec.Struct):
     """What a worker does around a step.
 
-    `before` says whether the step has programs in it ("active", else "idle") and whether it must run without a graph;
-    `at_work()` is a context in which taps act, `recording()` one in which they are recorded into graphs.
+    `before` says whether the step has programs in it ("active", else "idle") and whether what it captures fits beside
+    a graph; `at_work()` is a context in which taps act.
     """
 
     before: Callable[[Any], tuple[bool, bool]]
@@ -61,11 +61,10 @@ class Hooks(msgspec.Struct):
     logits: Callable[[Any], None]
     after: Callable[[], None]
     at_work: Callable[[], Any]
-    recording: Callable[[], Any]
 
 
-def hook_runner(runner: Any, kind: str, hooks: Hooks) -> None:
-    """Puts hooks around a runner's steps, on this instance alone."""
+def hook_runner(runner: Any, kind: str, hooks: Hooks, graphs: Graphs | None) -> None:
+    """Puts hooks around a runner's steps, on this instance alone; `graphs` will be those of a V2 runner."""
     model = runner.get_model()
     compute = model.compute_logits
 
@@ -76,7 +75,11 @@ def hook_runner(runner: Any, kind: str, hooks: Hooks) -> None:
         return logits
 
     model.compute_logits = compute_logits
-    {"v1": _hook_v1, "v2": _hook_v2}[kind](runner, hooks)
+    if kind == "v1":
+        _hook_v1(runner, hooks)
+    else:
+        assert graphs is not None
+        _hook_v2(runner, hooks, graphs)
 
 
 def _hook_v1(runner: Any, hooks: Hooks) -> None:
@@ -97,49 +100,53 @@ def _hook_v1(runner: Any, hooks: Hooks) -> None:
         result = prepare(scheduler_output, num_scheduled_tokens)
         batch = runner.input_batch
         requests = list(batch.req_ids)
-        position = batch.num_computed_tokens_cpu[: len(requests)].astype(np.int64)
-        count = num_scheduled_tokens.astype(np.int64)
-        hooks.planned(requests, np.cumsum(count) - count, position, count)
+        position = batch.num_computed_tokens_cpu[: len(requests)]
+        hooks.planned(requests, np.cumsum(num_scheduled_tokens) - num_scheduled_tokens, position, num_scheduled_tokens)
         return result
 
     runner.execute_model, runner._prepare_inputs = execute_model, prepare_inputs
 
 
-def _hook_v2(runner: Any, hooks: Hooks) -> None:
+def _hook_v2(runner: Any, hooks: Hooks, graphs: Graphs) -> None:
     require("v2 step", ("scheduler_output", "dummy_run"))
     require("v2 inputs", ("scheduler_output",))
     require("v2 sample")
     execute, prepare, sample = runner.execute_model, runner.prepare_inputs, runner.sample_tokens
 
-    graphs = two_graphs(runner, hooks.recording)
-    without_graph = dispatch_without_graph()
+    two_graphs(runner, graphs)
+    on_dispatch()
 
     @functools.wraps(execute)
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("dummy_run") or (len(args) > 1 and args[1]):
             graphs.use(active=False)
-            return execute(scheduler_output, *args, **kwargs)
-        active, eager = hooks.before(scheduler_output)
+            with graphs.recording() if kwargs.get("is_profile") else nullcontext():  # compiles eager taps' kernels
+                return execute(scheduler_output, *args, **kwargs)
+        active, fits = hooks.before(scheduler_output)
         graphs.use(active)
-        with hooks.at_work(), without_graph(eager), body(tapped=active):
+        if not active:
+            return execute(scheduler_output, *args, **kwargs)
+        with hooks.at_work(), body(tapped=True, usable=graphs.has if fits else _never):
             return execute(scheduler_output, *args, **kwargs)
 
     @functools.wraps(prepare)
     def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
         batch = prepare(*args, **kwargs)
-        start = batch.query_start_loc_np[: batch.num_reqs].astype(np.int64)
-        position = batch.num_computed_tokens_np[: batch.num_reqs].astype(np.int64)
-        hooks.planned(list(batch.req_ids), start, position, batch.num_scheduled_tokens.astype(np.int64))
+        start, position = batch.query_start_loc_np[: batch.num_reqs], batch.num_computed_tokens_np[: batch.num_reqs]
+        hooks.planned(list(batch.req_ids), start, position, batch.num_scheduled_tokens)
         return batch
 
     @functools.wraps(sample)
     def sample_tokens(*args: Any, **kwargs: Any) -> Any:
-        with hooks.at_work():
-            result = sample(*args, **kwargs)
+        result = sample(*args, **kwargs)
         hooks.after()
         return result
 
     runner.execute_model, runner.prepare_inputs, runner.sample_tokens = execute_model, prepare_inputs, sample_tokens
+
+
+def _never(desc: Any) -> bool:
+    return False
 
 
 def device_facts(runner: Any, kind: str) -> tuple[int, int, Any]:
@@ -154,14 +161,9 @@ def records_graphs(vllm_config: Any) -> bool:
     return mode is not None and mode.name != "NONE"
 
 
-def count_memory(runner: Any, size: int) -> None:
-    """Adds to what the worker takes the model to use, so that the cache is sized around it."""
-    runner.model_memory_usage += size
-
-
-def scheduled(scheduler_output: Any) -> dict[str, int]:
-    """Tokens of each request of a step."""
-    return scheduler_output.num_scheduled_tokens
+def scheduled(scheduler_output: Any) -> tuple[dict[str, int], int]:
+    """Tokens of each request of a step, and of all."""
+    return scheduler_output.num_scheduled_tokens, scheduler_output.total_num_scheduled_tokens
 
 
 def new_programs(scheduler_output: Any) -> Iterator[tuple[str, bytes]]:

@@ -1,0 +1,289 @@
+"""The bars of speed on one CUDA machine: patchclamp against stock vLLM, side by side in one run.
+
+    python benchmarks/gpu_speed.py --shape 0.6b --out DIR     (shapes: 8b, 0.6b; random weights)
+    python benchmarks/gpu_speed.py --draw DIR/gpu_speed-*.json
+
+Blocks of steps alternate between the two; a figure is the ratio of the medians with the 95 % interval of a bootstrap.
+Writes JSON as it goes and a Markdown table at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.side import Remote
+
+STEPS = {1: 100, 64: 50, 256: 30}  # of a block, by batch
+BARS = {
+    "idle": (1.01, 1.01), "steer every layer": (1.03, 1.05), "steer every layer, all distinct": (1.10, 1.10),
+    "steer one layer": (1.01, 1.01), "capture every layer": (1.05, None), "one in eight steered": (1.03, 1.03),
+    "one in eight captured": (1.03, 1.03),
+}  # fmt: skip
+GROWTH = ["steer 2 layers", "steer 8 layers", "steer 16 layers", "steer four sites a layer",
+          "1 of 64 steered", "16 of 64 steered", "32 of 64 steered"]  # fmt: skip
+
+
+def ratio(a: list[float], b: list[float]) -> dict[str, float]:
+    """Median of b over median of a, and a bootstrap's 95 % interval."""
+    rng = np.random.default_rng(0)
+    draws = [np.median(rng.choice(b, len(b))) / np.median(rng.choice(a, len(a))) for _ in range(4000)]
+    low, high = np.quantile(draws, [0.025, 0.975])
+    stock, ours = np.median(a), np.median(b)
+    found = {"stock": stock, "ours": ours, "ratio": ours / stock, "low": low, "high": high}
+    return {name: round(float(number), 4) for name, number in found.items()} | {"pairs": len(a)}
+
+
+def pairs(stock: Callable[[], float], ours: Callable[[], float], count: int) -> dict[str, float]:
+    """Blocks of both in turn, the one that begins changing every time."""
+    a, b = [], []
+    for i in range(count):
+        for side, found in ((stock, a), (ours, b))[:: 1 if i % 2 else -1]:
+            found.append(side())
+    return ratio(a, b)
+
+
+def decode(stock: Remote, ours: Remote, batch: int, case: str, count: int) -> dict[str, Any]:
+    """Milliseconds a step. What is captured goes back between blocks, as a server's would."""
+    steps, again = STEPS[batch], "capture" in case
+
+    def block() -> float:
+        if again:
+            ours.empty()
+            ours.fill(batch, case, 4)
+        return ours.block(steps)
+
+    stock.fill(batch, "idle")
+    ours.fill(batch, case)
+    try:
+        found = pairs(lambda: stock.block(steps), block, count)
+        kernels = ours.kernels()
+        if case == "idle":
+            theirs = stock.kernels()
+            same = {name: n for name, (n, _) in kernels.items()} == {name: n for name, (n, _) in theirs.items()}
+            found |= {"kernels": sum(n for n, _ in kernels.values()), "kernels_are_stocks": same}
+            if not same:
+                found["kernels_differ"] = sorted(
+                    f"{name}: {theirs.get(name, (0,))[0]} {kernels.get(name, (0,))[0]}"
+                    for name in theirs.keys() | kernels.keys()
+                    if theirs.get(name, (0,))[0] != kernels.get(name, (0,))[0]
+                )
+        return found | {"gpu_us": round(sum(us for _, us in kernels.values())), "steady": ours.copies(20)}
+    finally:
+        stock.empty()
+        ours.empty()
+
+
+def prefill(stock: Remote, ours: Remote, case: str, prompts: int, count: int) -> dict[str, Any]:
+    """Prompt tokens a second of prompts of 1,024; the ratio is of times, as elsewhere."""
+    stock.prefill("idle", prompts, 1024)
+    cold = ours.prefill(case, prompts, 1024)  # the first time, host memory is still to be had
+    ours.prefill(case, prompts, 1024)
+    seconds = [lambda side=side, c=c: prompts * 1024 / side.prefill(c, prompts, 1024) for side, c in
+               ((stock, "idle"), (ours, case))]  # fmt: skip
+    found = pairs(*seconds, count)
+    speed = {name: round(prompts * 1024 / found.pop(name)) for name in ("stock", "ours")}
+    return found | {f"{name}_tokens_s": value for name, value in speed.items()} | {"first_tokens_s": round(cold)}
+
+
+def fetch(model: str) -> dict[str, Any]:
+    """GB/s from the worker into the caller's process, each tensor read once: 16 prompts of 1,024 tokens, all layers."""
+    import patchclamp as pc
+
+    options = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 2048,
+               "gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 4 << 30, "enforce_eager": True}  # fmt: skip
+    found = []
+    with pc.LM(model, engine="vllm", prove=False, multiprocess_mode=True, **options) as lm:
+        prompts = [np.random.default_rng(i).integers(100, 30000, 1024).tolist() for i in range(16)]
+        for _ in range(6):
+            runs = lm.run(prompts, max_tokens=1, capture=[pc.Capture(pc.resid_post, dtype="bfloat16")])
+            began, size = time.perf_counter(), 0
+            for run in runs:
+                for layer in range(lm.model.layers):
+                    rows = run[pc.resid_post[layer]]
+                    size += rows.nbytes
+                    assert rows.view(-1)[::2048].float().isfinite().all()  # every page is read
+            found.append(size / 1e9 / (time.perf_counter() - began))
+            for run in runs:
+                run.close()
+    return {"GB_s": round(float(np.median(found[1:])), 2), "first_GB_s": round(found[0], 2), "MB": round(size / 1e6)}
+
+
+def table(result: dict[str, Any]) -> str:
+    """The figures as Markdown, each beside its bar."""
+    big = result["shape"] == "8b"
+    lines = [f"# Speed against stock vLLM, shape {result['shape']}, {result['date']}", "",
+             f"{result['gpu']}, vLLM {result['vllm']}, PyTorch {result['torch']}, bfloat16, {result['layers']} layers. "
+             f"`{result['command']}`", "", "| case | batch | stock ms | ours ms | ratio [95 %] | bar |",
+             "|---|---|---|---|---|---|"]  # fmt: skip
+    for row in result["decode"]:
+        bar = BARS.get(row["case"], (None, None))[0 if big else 1]
+        if "error" in row:
+            lines.append(f"| {row['case']} | {row['batch']} | | | {row['error']} | |")
+            continue
+        kernels = ""
+        if "kernels_are_stocks" in row:
+            kernels = f"; {row['kernels']} kernels, {'all' if row['kernels_are_stocks'] else 'NOT'} stock's"
+        lines.append(
+            f"| {row['case']}{kernels} | {row['batch']} | {row['stock']:.3f} | {row['ours']:.3f} | "
+            f"{row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}] | {'' if bar is None else f'≤ {bar}'} |"
+        )
+    lines += ["", "| prefill of 1,024-token prompts | stock tokens/s | ours tokens/s | ours, first time | time ratio |",
+              "|---|---|---|---|---|"]  # fmt: skip
+    for row in result["prefill"]:
+        if "error" in row:
+            lines.append(f"| {row['case']} | {row['error']} | | | |")
+            continue
+        speeds = " | ".join(f"{row[f'{name}_tokens_s']:,}" for name in ("stock", "ours", "first"))
+        lines.append(f"| {row['case']} | {speeds} | {row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}] |")
+    for name in ("planning", "eager", "fetch", "start"):
+        if name in result:
+            lines += ["", f"**{name}**: `{json.dumps(result[name], ensure_ascii=False)}`"]
+    return "\n".join(lines) + "\n"
+
+
+def draw(files: list[Path]) -> None:
+    """The ratios of every case, one panel a shape, beside the first file as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    results = [json.loads(file.read_text()) for file in files]
+    figure, axes = plt.subplots(1, len(results), figsize=(6.2 * len(results), 4.2), squeeze=False, sharey=True)
+    colours = {1: "#8ecae6", 64: "#219ebc", 256: "#023047"}
+    for axis, result in zip(axes[0], results, strict=True):
+        rows = [row for row in result["decode"] if "ratio" in row and row["case"] in BARS]
+        names = [case for case in BARS if any(row["case"] == case for row in rows)]
+        for row in rows:
+            at = names.index(row["case"]) + {1: -0.22, 64: 0.0, 256: 0.22}[row["batch"]]
+            axis.plot([row["low"], row["high"]], [at, at], color=colours[row["batch"]], linewidth=2, alpha=0.6)
+            axis.plot(row["ratio"], at, "o", color=colours[row["batch"]], markersize=6)
+        for i, case in enumerate(names):
+            bar = BARS[case][0 if result["shape"] == "8b" else 1]
+            if bar is not None:
+                axis.plot([bar, bar], [i - 0.4, i + 0.4], color="#d62828", linewidth=1.2)
+        axis.axvline(1.0, color="#999999", linewidth=0.8, zorder=0)
+        axis.set_yticks(range(len(names)), names)
+        axis.invert_yaxis()
+        axis.set_title(f"{'Llama-3.1-8B' if result['shape'] == '8b' else 'Qwen3-0.6B'} shape", loc="left", fontsize=11)
+        axis.set_xlabel("time of a decode step, stock vLLM = 1")
+        for side in ("top", "right", "left"):
+            axis.spines[side].set_visible(False)
+    handles = [plt.Line2D([], [], marker="o", linestyle="", color=c, label=f"batch {b}") for b, c in colours.items()]
+    handles.append(plt.Line2D([], [], color="#d62828", label="bar"))
+    axes[0][0].figure.legend(handles=handles, loc="lower center", ncols=4, frameon=False)
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    place = files[0].with_name(f"gpu_speed-{results[0]['date']}.png")
+    figure.savefig(place, dpi=160)
+    print(place)
+
+
+class Run:
+    """What has been measured so far, written down after each figure; nothing new begins after `budget_s`."""
+
+    def __init__(self, args: argparse.Namespace, facts: dict[str, Any]) -> None:
+        self.file = args.out / f"gpu_speed-{args.shape}-{datetime.date.today().isoformat()}.json"
+        self.result: dict[str, Any] = {**facts, "decode": [], "prefill": []}
+        self.until = time.monotonic() + args.budget_s
+
+    def note(self, name: str, row: dict[str, Any] | None, measure: Callable[[], Any]) -> None:
+        """Measures and notes one thing, or why it could not be."""
+        if time.monotonic() > self.until:
+            print(f"{name} {row}: no time left", flush=True)
+            return
+        try:
+            found = measure()
+        except Exception as error:
+            found = {"error": f"{type(error).__name__}: {error}"[:300]}
+        if row is None:
+            self.result[name] = found
+        else:
+            self.result[name].append({**row, **found})
+        print(name, row or "", found, flush=True)
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        self.file.write_text(json.dumps(self.result, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shape", default="0.6b")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--batches", default="1,64,256")
+    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--budget-s", type=float, default=1e9)
+    parser.add_argument("--sizes", help="graph sizes, to start sooner (vLLM's own if not given)")
+    parser.add_argument("--without", default="", help="parts to leave out: growth, eager, fetch")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--draw", type=Path, nargs="+")
+    args = parser.parse_args()
+    if args.draw:
+        draw(args.draw)
+        for file in args.draw:
+            file.with_suffix(".md").write_text(table(json.loads(file.read_text())))
+        return
+    import torch
+    import vllm
+
+    from tests.gpu.models import shape_only
+
+    model = shape_only(Path(f"/tmp/shape-{args.shape}-{args.layers}"), args.shape, args.layers)
+    sizes = {}
+    if args.sizes:
+        sizes["compilation_config"] = {"cudagraph_capture_sizes": [int(size) for size in args.sizes.split(",")]}
+    facts = {"date": datetime.date.today().isoformat(), "vllm": vllm.__version__, "torch": torch.__version__,
+             "shape": args.shape, "command": "python " + " ".join(sys.argv)}  # fmt: skip
+    run = Run(args, facts)
+    big = args.shape == "8b"
+    stock = Remote(model, "stock", 34, **sizes)
+    ours = Remote(model, "patchclamp", 34, **sizes)
+    run.result |= {"layers": ours.facts()["layers"], "start": {"stock": stock.facts(), "ours": ours.facts()}}
+    print(run.result["start"], flush=True)
+    for batch in (int(b) for b in args.batches.split(",")):
+        for case in BARS:
+            row = {"case": case, "batch": batch}
+            run.note("decode", row, lambda row=row: decode(stock, ours, row["batch"], row["case"], args.pairs))
+    for case in ("idle", "capture prompt, every layer"):
+        row = {"case": case, "prompts": 8 if big else 32}
+        run.note("prefill", row, lambda row=row: prefill(stock, ours, row["case"], row["prompts"], args.pairs))
+    run.note("planning", None, lambda: {c: ours.planning(256, c) for c in ("steer every layer", "capture every layer")})
+    if "growth" not in args.without:
+        for case in GROWTH:
+            run.note("decode", {"case": case, "batch": 64}, lambda c=case: decode(stock, ours, 64, c, 5))
+    ours.close()
+    if "eager" not in args.without:
+        run.note("eager", None, lambda: eager(model, stock, [int(b) for b in args.batches.split(",")]))
+    stock.close()
+    if "fetch" not in args.without:
+        few = shape_only(Path(f"/tmp/shape-{args.shape}-4"), args.shape, 4)
+        run.note("fetch", None, lambda: fetch(few))
+    run.result["gpu"] = torch.cuda.get_device_name()
+    run.file.write_text(json.dumps(run.result, indent=1) + "\n")
+    run.file.with_suffix(".md").write_text(table(run.result))
+
+
+def eager(model: str, stock: Remote, batches: list[int]) -> dict[str, Any]:
+    """Stock vLLM with `enforce_eager`, which hook-based tools need, against stock."""
+    other, found = Remote(model, "stock, eager", 12), {}
+    for batch in batches:
+        for side in (stock, other):
+            side.fill(batch, "idle")
+        found[f"batch {batch}"] = pairs(lambda: stock.block(20), lambda: other.block(20), 5)
+        for side in (stock, other):
+            side.empty()
+    other.close()
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""One engine in a process of its own, stepped by hand: one of the two sides of a comparison.
+
+The engine core is stepped as its own process's busy loop does, without the front end that would run beside it.  (In one
+process, starting a second engine would clear the first one's graphs.)
+"""
+
+from __future__ import annotations
+
+import collections
+import multiprocessing
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+PROMPT = 64
+OPTIONS = {
+    "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 2304,
+    "max_num_seqs": 256, "gpu_memory_utilization": 0.4, "enable_prefix_caching": False, "disable_log_stats": True,
+}  # fmt: skip
+
+
+def cases(layers: int, width: int) -> dict[str, list[Any]]:
+    """What the requests of a case carry, in turn; None is no program."""
+    import torch
+
+    import patchclamp as pc
+    from patchclamp.spec import Program
+
+    def steer(at: Any) -> Program:
+        return Program.of([pc.Add(0.01 * torch.randn(width), at=at)])
+
+    four = (pc.resid_mid, pc.resid_post, pc.attn_out, pc.mlp_out)
+    every, one = steer(pc.resid_post), steer(pc.resid_post[layers // 2])
+    made = Program.of((), [pc.Capture(pc.resid_post, pc.generated, dtype="bfloat16")])
+    whole = Program.of((), [pc.Capture(pc.resid_post, dtype="bfloat16")])
+    return {
+        "idle": [None],
+        "steer every layer": [every],
+        "steer every layer, all distinct": [steer(pc.resid_post) for _ in range(256)],
+        "steer one layer": [one],
+        "capture every layer": [made],
+        "one in eight steered": [every] + [None] * 7,
+        "one in eight captured": [made] + [None] * 7,
+        "capture prompt, every layer": [whole],
+        **{f"steer {n} layers": [steer(pc.resid_post[:n])] for n in (2, 8, 16) if n < layers},
+        **{f"{n} of 64 steered": [every] * n + [None] * (64 - n) for n in (1, 16, 32)},
+        "steer four sites a layer": [Program.of([pc.Add(0.01 * torch.randn(width), at=s) for s in four])],
+    }  # fmt: skip
+
+
+class Side:
+    """An engine of one kind: "stock", "stock, eager" or "patchclamp"."""
+
+    def __init__(self, model: str, kind: str, kv_gib: int, **options: Any) -> None:
+        import msgspec
+        import torch
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+        from vllm.v1.executor import Executor
+
+        from patchclamp.engines.vllm.compat import configuration
+        from patchclamp.engines.vllm.worker import site_map
+        from patchclamp.runtime import Limits
+
+        self.ours = kind == "patchclamp"
+        extra = {"patchclamp": {"limits": msgspec.to_builtins(Limits(max_programs=512))}} if self.ours else {}
+        free = torch.cuda.mem_get_info()[0]
+        began = time.perf_counter()
+        arguments = {**OPTIONS, "kv_cache_memory_bytes": kv_gib << 30, "enforce_eager": "eager" in kind, **options}
+        with configuration.core_process(separate=False):
+            config = EngineArgs(model=model, additional_config=extra, **arguments).create_engine_config()
+        self.engine = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
+        self.start_s = round(time.perf_counter() - began, 1)
+        self.memory_mib = (free - torch.cuda.mem_get_info()[0]) >> 20
+        self.core = self.engine.engine_core.engine_core
+        self.sites = site_map(config)
+        self.cases = cases(self.sites.layers, self.sites.d_model)
+        self.running: list[str] = []
+        self.vectors: list[str] = []
+        self.count = 0
+
+    def facts(self) -> dict[str, Any]:
+        config = self.engine.vllm_config
+        return {
+            "start_s": self.start_s, "memory_mib": self.memory_mib, "layers": self.sites.layers,
+            "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+        }  # fmt: skip
+
+    def rpc(self, verb: str, *args: Any) -> Any:
+        result, error = self.engine.collective_rpc("patchclamp_rpc", args=(verb, *args))[0]
+        assert error is None, error
+        return result
+
+    def add(self, case: str, number: int, prompt: int, most: int) -> None:
+        """One request of a case."""
+        import msgspec
+        import safetensors.numpy
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        from patchclamp.plan import Prompt, bind
+        from patchclamp.plan.bind import vector_key
+        from patchclamp.spec import Vector
+
+        self.count += 1
+        run, ids = f"run{self.count}", np.random.default_rng(self.count).integers(100, 30000, prompt).tolist()
+        program, given = self.cases[case][number % len(self.cases[case])], {}
+        if program is not None and self.ours:
+            bound = bind(program, run, Prompt(ids, lambda: ("", [])), most, self.sites, None)
+            values = {vector_key(op.value): op.value.rows() for op in program.edits if isinstance(op.value, Vector)}
+            if values:
+                self.rpc("hold", safetensors.numpy.save(values), list(values))
+                self.vectors += values
+            assert self.rpc("reserve", [msgspec.msgpack.encode(bound)]) == (1, None)
+            given["extra_args"] = {"patchclamp": msgspec.msgpack.encode(bound)}
+        params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True, detokenize=False,
+                                output_kind=RequestOutputKind.FINAL_ONLY, **given)  # fmt: skip
+        self.engine.add_request(run, {"prompt_token_ids": ids}, params)
+        self.running.append(run)
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            _, executed = self.core.step_fn()
+            self.core.post_step(executed)
+
+    def fill(self, batch: int, case: str, settle: int = 16) -> None:
+        """Starts `batch` requests of 64 prompt tokens and steps until all of them decode, and some steps more."""
+        for i in range(batch):
+            self.add(case, i, PROMPT, 2000)
+        self.step(batch * PROMPT // self.facts()["max_num_batched_tokens"] + 2 + settle)
+        assert len(self.core.scheduler.running) == batch, f"{len(self.core.scheduler.running)} of {batch} run"
+
+    def empty(self) -> None:
+        self.engine.abort_request(self.running)
+        if self.ours:
+            self.rpc("finish", self.running, self.vectors)
+            self.rpc("release", self.running)
+        self.running, self.vectors = [], []
+        self.step(3)
+
+    def block(self, steps: int) -> float:
+        """Milliseconds a step, every request decoding."""
+        import torch
+
+        self.step(3)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        self.step(steps)
+        torch.cuda.synchronize()
+        found = 1e3 * (time.perf_counter() - began) / steps
+        assert len(self.core.scheduler.running) == len(self.running), "a request stopped"
+        return found
+
+    def prefill(self, case: str, prompts: int, length: int) -> float:
+        """Prompt tokens a second; captures are in the worker's host memory when it ends."""
+        import torch
+
+        for i in range(prompts):
+            self.add(case, i, length, 1)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        while self.core.scheduler.has_unfinished_requests():
+            self.step()
+        torch.cuda.synchronize()
+        if self.ours:
+            self._runtime.step.flush()
+        found = prompts * length / (time.perf_counter() - began)
+        self.empty()
+        return found
+
+    @property
+    def _worker(self) -> Any:
+        return self.core.model_executor.driver_worker.worker
+
+    @property
+    def _runtime(self) -> Any:
+        return self._worker.patchclamp.runtime
+
+    def kernels(self, steps: int = 20) -> dict[str, tuple[float, float]]:
+        """Kernels of a step by name: how many, and microseconds in them. Rare ones (block tables) are left out."""
+        import torch
+
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            self.step(steps)
+            torch.cuda.synchronize()
+        count, spent = collections.Counter(), collections.Counter()
+        for event in profile.events():
+            if event.device_type == torch.autograd.DeviceType.CUDA:
+                count[event.name] += 1
+                spent[event.name] += event.device_time
+        return {name: (round(n / steps), round(spent[name] / steps, 1)) for name, n in count.items() if n >= steps}
+
+    def copies(self, steps: int = 100) -> dict[str, int]:
+        """Of steady steps: plans made and copies to the device."""
+        before = self._runtime.steps_planned, self._runtime.step.tables.copies
+        self.step(steps)
+        after = self._runtime.steps_planned, self._runtime.step.tables.copies
+        return {"steps": steps, "plans": after[0] - before[0], "copies": after[1] - before[1]}
+
+    def planning(self, batch: int, case: str, changes: int = 40) -> dict[str, float]:
+        """Microseconds of host work around a step in which one request left and another came, and of a steady one."""
+        import torch
+
+        attached, spent = self._worker.patchclamp, [0.0]
+
+        def timed(name: str) -> None:
+            inner = getattr(type(attached), name).__get__(attached)
+
+            def outer(*args: Any) -> Any:
+                began = time.perf_counter()
+                try:
+                    return inner(*args)
+                finally:
+                    spent[0] += time.perf_counter() - began
+
+            setattr(attached.hooks, name, outer)
+
+        timed("before"), timed("planned")
+        self.fill(batch, case)
+        changed, steady = [], []
+        for i in range(changes):
+            gone = self.running.pop(0)
+            self.engine.abort_request([gone])
+            self.rpc("finish", [gone], [])
+            self.rpc("release", [gone])
+            self.add(case, i, PROMPT, 2000)
+            torch.cuda.synchronize()
+            for found in (changed, None, None, steady):
+                spent[0] = 0.0
+                self.step()
+                if found is not None:
+                    found.append(1e6 * spent[0])
+        self.empty()
+        return {"changed": float(np.median(changed)), "steady": float(np.median(steady))}
+
+
+class Remote:
+    """A `Side` in another process; calls wait for their result."""
+
+    def __init__(self, model: str, kind: str, kv_gib: int, **options: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, model, kind, kv_gib, options), daemon=True)
+        self._process.start()
+        self.facts()
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._pipe.send((name, args, kwargs))
+            result, error = self._pipe.recv()
+            if error is not None:
+                raise RuntimeError(error)
+            return result
+
+        return call
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.join()
+
+
+def _serve(pipe: Any, model: str, kind: str, kv_gib: int, options: dict[str, Any]) -> None:
+    if kind != "patchclamp":
+        os.environ["VLLM_PLUGINS"] = ""
+    side = Side(model, kind, kv_gib, **options)
+    assert kind == "patchclamp" or not hasattr(side._worker, "patchclamp")
+    while True:
+        name, args, kwargs = pipe.recv()
+        try:
+            pipe.send((getattr(side, name)(*args, **kwargs), None))
+        except Exception as error:
+            pipe.send((None, f"{type(error).__name__}: {error}"[:300]))

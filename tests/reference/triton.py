@@ -1,0 +1,135 @@
+"""The Triton kernel against the vectorised torch one (itself equal to the reference), on random tables, rows and dtypes.
+
+    TRITON_INTERPRET=1 python -m tests.reference.triton --device cpu --rounds 20
+
+On a CUDA device without TRITON_INTERPRET the compiled kernel is checked; the interpreter is not asked about bfloat16,
+to which it converts by cutting off.  Prints one JSON line of what was compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from patchclamp.kernels import cuda, fused
+from patchclamp.plan import CAPTURE, LINEAR, RECORD, Batch, ProgramTable, StepPlan, make_plan
+from patchclamp.plan.step import BYTES
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ASKED = {"cpu": [0, 2], "cuda": [0, 1, 2]}
+SLOTS, POINTS, BANK = 6, 3, 40_000
+
+
+def tables_of(table: ProgramTable, plan: StepPlan, batch: Batch, bank: torch.Tensor, device: str) -> SimpleNamespace:
+    """What the kernel reads, plainly laid out."""
+    target = np.zeros(len(table.records), np.int64)
+    target[table.captures.record] = plan.target
+    bad = torch.zeros(SLOTS + 1, dtype=torch.int64, pin_memory=device == "cuda")
+    arrays = {
+        "slot_of_row": plan.tokens.slot, "rank_of_row": plan.tokens.rank,
+        "position_of_row": plan.tokens.position.astype(np.int64),
+        "row_of_sample": (batch.row + batch.count - 1).astype(np.int32), "generation": table.generation,
+        "first": table.first.reshape(-1), "records": table.records.view(np.int32), "target": target,
+    }  # fmt: skip
+    made = {name: torch.from_numpy(np.ascontiguousarray(array)).to(device) for name, array in arrays.items()}
+    return SimpleNamespace(**made, bank=bank.to(device), bad=bad, bad_address=bad.data_ptr(), points=POINTS)
+
+
+def records(rng: np.random.Generator, width: np.ndarray, device: str) -> tuple[np.ndarray, np.ndarray]:
+    counts, made = rng.integers(0, 5, POINTS), []
+    for point, count in enumerate(counts):
+        for ordinal in range(count):
+            start, length = int(rng.integers(0, 9)), int(rng.integers(1, 9))
+            if rng.random() < 0.6:
+                value = int(rng.integers(0, BANK // width[point] - 10)) * width[point]
+                x, y = rng.choice([0.0, 1.0, 0.5, -2.0, 3e38], 2, p=[0.25, 0.35, 0.2, 0.18, 0.02])
+                made.append((start, start + length, LINEAR, int(rng.integers(0, 2)), value, x, y))
+            else:
+                made.append((start, start + length, CAPTURE, 0, ordinal, float(rng.choice(ASKED[device])), 0.0))
+    return np.array(made, RECORD), counts
+
+
+def rows(rng: np.random.Generator, count: int, width: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Rows of a tensor that may be wider than they are."""
+    made = torch.from_numpy(rng.standard_normal((count, width)).astype(np.float32)).to(dtype)
+    wide = torch.zeros(count, width + int(rng.choice([0, 16, 24])), dtype=dtype)[:, :width]
+    wide.copy_(made)
+    return wide.to(device) if device == "cpu" else _as_strided(wide, device)
+
+
+def _as_strided(rows: torch.Tensor, device: str) -> torch.Tensor:
+    made = torch.empty(rows.shape[0] * rows.stride(0), dtype=rows.dtype, device=device)
+    made = made.as_strided(rows.shape, rows.stride())
+    return made.copy_(rows)
+
+
+def one_round(rng: np.random.Generator, device: str, found: dict[str, int]) -> None:
+    width = np.array(rng.choice([16, 40, 100, 256], POINTS))
+    sampled = np.array([False, False, True])
+    table = ProgramTable(SLOTS, POINTS, 200)
+    for _ in range(int(rng.integers(1, SLOTS))):
+        table.admit(*records(rng, width, device))
+    slots = rng.permutation(SLOTS)
+    slots[slots > len(table)] = 0
+    count = rng.integers(1, 7, SLOTS)
+    batch = Batch(slots, np.cumsum(count) - count, rng.integers(0, 9, SLOTS), count, int(count.sum()))
+    in_bytes, in_numbers = (make_plan(batch, table, width, sampled, *unit) for unit in ((BYTES,), ()))
+    bank = torch.from_numpy(rng.standard_normal(BANK).astype(np.float32))
+    bank[torch.from_numpy(rng.integers(0, BANK, 20))] = float("nan")
+    tables = tables_of(table, in_bytes, batch, bank, device)
+    kept = torch.zeros(in_bytes.size + 16, dtype=torch.uint8, device=device)
+    expected = torch.zeros(in_numbers.size)
+    failed = set()
+    for point in range(POINTS):
+        dtype = DTYPES[int(rng.choice(ASKED[device]))]
+        labels = in_numbers.sampled if sampled[point] else in_numbers.tokens
+        hidden = rows(rng, len(labels.slot), int(width[point]), dtype, device)
+        residual = rows(rng, *hidden.shape, dtype, device) if rng.random() < 0.5 else None
+        mine = hidden.cpu().clone(), None if residual is None else residual.cpu().clone()
+        bad = fused.apply(*mine, labels, point, table, in_numbers, bank, expected)
+        failed |= set() if bad is None else set(bad.tolist())
+        cuda.site(tables, point, hidden, residual, kept, 0, bool(sampled[point]))
+        for name, got, want in zip(("hidden", "residual"), (hidden, residual), mine, strict=True):
+            if want is not None:
+                assert torch.equal(bits(got.cpu()), bits(want)), (name, dtype, point)
+                found[f"{name} {str(dtype)[6:]}"] = found.get(f"{name} {str(dtype)[6:]}", 0) + 1
+    tables.failed = {s for s in range(1, SLOTS + 1) if int(tables.bad[s]) >> 32 == table.generation[s] > 0}
+    assert tables.failed == failed, (tables.failed, failed)
+    found["rows not finite"] = found.get("rows not finite", 0) + len(failed)
+    host = kept.cpu()
+    for c in np.flatnonzero(in_bytes.count):
+        dtype, size = DTYPES[int(table.captures.dtype[c])], int(in_bytes.count[c] * width[table.captures.point[c]])
+        at, to = int(in_bytes.target[c]), int(in_numbers.target[c])
+        got = host[at : at + size * dtype.itemsize].view(dtype)
+        assert torch.equal(bits(got), bits(expected[to : to + size].to(dtype))), ("capture", dtype)
+        found[f"captures {str(dtype)[6:]}"] = found.get(f"captures {str(dtype)[6:]}", 0) + 1
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bits, NaNs all alike."""
+    return torch.where(tensor.isnan(), float("nan"), tensor).contiguous().view(torch.uint8)
+
+
+def check(device: str, rounds: int, seed: int | None = None) -> dict[str, int]:
+    """Compares on so many random steps, some with rows wider than a program takes at once; counts what was compared."""
+    rng, found, widest = np.random.default_rng(seed), {}, cuda.WIDEST
+    try:
+        for i in range(rounds):
+            cuda.WIDEST = 64 if i % 2 else widest
+            one_round(rng, device, found)
+    finally:
+        cuda.WIDEST = widest
+    return found
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--seed", type=int)
+    asked = parser.parse_args()
+    print(json.dumps(check(asked.device, asked.rounds, asked.seed)))

@@ -1,0 +1,172 @@
+"""Captured rows: kept in pieces of many steps, given back row by row, let go of; and the memory they travel through."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import patchclamp as pc
+from patchclamp.engines.vllm import shared
+from patchclamp.runtime.pinned import AHEAD, SLAB_BYTES, Pinned
+from patchclamp.store.captures import ALIGNED, Block, Captured, CaptureStore
+
+WIDTHS = np.array([4, 6])
+TORCH = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Plain:
+    """The same store, one row at a time."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, list[tuple[int, int, int, torch.Tensor]]] = {}
+
+    def fetch(self, run: str, point: int, op: int | None) -> dict[int, torch.Tensor]:
+        found: dict[int, tuple[int, torch.Tensor]] = {}
+        for at, by, position, row in self.rows[run]:
+            if at == point and op in (None, by) and (position not in found or by > found[position][0]):
+                found[position] = (by, row)
+        return {position: found[position][1] for position in sorted(found)}
+
+
+def piece(draw: np.random.Generator, runs: dict[str, int], plain: Plain, in_bytes: bool) -> Captured:
+    """One step of a few rows a record, or several of one row each; some records of nobody's, some empty."""
+    records, steps = int(draw.integers(1, 9)), int(draw.integers(1, 5))
+    names = [str(name) for name in draw.choice([*runs, "nobody"], records)]
+    point, op = draw.integers(0, 2, records), draw.permutation(records)  # an op captures a position of a step once
+    count = np.ones(records, np.int64) if steps > 1 else draw.integers(0, 4, records)
+    begin, dtype = draw.integers(0, 20, records), draw.integers(0, 3, records)
+    unit = np.array([4, 2, 2])[dtype] if in_bytes else np.ones(records, np.int64)
+    size = -(-count * WIDTHS[point] * unit // ALIGNED) * ALIGNED
+    target, stride = np.cumsum(size) - size, int(size.sum())
+    offset = ALIGNED * int(draw.integers(0, 3))
+    data = torch.zeros(offset + steps * stride + 8, dtype=torch.uint8 if in_bytes else torch.float32)
+    for step in range(steps):
+        for c in range(records):
+            at = offset + step * stride + int(target[c])
+            for i in range(int(count[c])):
+                row = torch.from_numpy(draw.standard_normal(WIDTHS[point[c]]).astype(np.float32))
+                row = row.to(TORCH[dtype[c]]) if in_bytes else row
+                mine = row.view(torch.uint8) if in_bytes else row
+                data[at + i * len(mine) : at + (i + 1) * len(mine)] = mine
+                if names[c] in plain.rows:
+                    plain.rows[names[c]].append((int(point[c]), int(op[c]), int(begin[c]) + step + i, row))
+    run = np.array([runs.get(name, -1) for name in names])
+    return Captured(Block(data), offset, stride, run, point, op, begin, count, target, dtype, steps)
+
+
+@given(st.integers(0, 2**32), st.booleans())
+def test_what_is_fetched_is_what_each_row_was(seed, in_bytes):
+    draw, plain, store = np.random.default_rng(seed), Plain(), CaptureStore(WIDTHS)
+    runs = {}
+    for name in "abc":
+        runs[name], plain.rows[name] = store.open(name), []
+    for _ in range(int(draw.integers(1, 7))):
+        store.add(piece(draw, runs, plain, in_bytes))
+        for name in list(runs):
+            if draw.random() < 0.1:
+                store.release(name)
+                del runs[name], plain.rows[name]
+        for name in runs:
+            for point in range(2):
+                for op in (None, 0, 1, 2):
+                    positions, rows = store.fetch(name, point, op)
+                    expected = plain.fetch(name, point, op)
+                    assert positions.tolist() == list(expected)
+                    assert rows.tolist() == [row.tolist() for row in expected.values()]
+                    where, parts = store.parts(name, point, op)
+                    assert where.tolist() == positions.tolist()
+                    assert torch.cat([part.float() for part in parts]).tolist() == rows.float().tolist()
+    for name in list(runs):
+        store.release(name)
+    assert (len(store), store.bytes) == (0, 0)
+
+
+def test_a_piece_goes_on_only_where_the_next_step_lies():
+    block = Block(torch.zeros(96))
+    one = Captured(block, 16, 32, *(np.zeros(1, np.int64) for _ in range(7)))
+    assert one.goes_on(block, 48)
+    assert not one.goes_on(block, 80)
+    assert not one.goes_on(Block(torch.zeros(96)), 48)
+    one.steps += 1
+    assert one.goes_on(block, 80)
+
+
+def test_what_is_still_on_its_way_is_waited_for_and_not_copied_out():
+    """A piece without data yet survives the release of most of its runs, and `flush` is asked before it is read."""
+    asked = []
+    store = CaptureStore(WIDTHS, lambda: asked.append(1) or setattr(block, "data", torch.arange(16.0)))
+    numbers, block = np.array([store.open("a"), store.open("b"), store.open("c")]), Block()
+    zero, one = np.zeros(3, np.int64), np.ones(3, np.int64)
+    store.add(Captured(block, 0, 12, numbers, zero, zero, zero, one, np.array([0, 4, 8]), zero))
+    store.release("a"), store.release("b")
+    assert (asked, store.bytes) == ([], 12)
+    assert store.fetch("c", 0)[1].tolist() == [[8.0, 9.0, 10.0, 11.0]]
+    assert asked == [1]
+
+
+def test_pinned_memory_is_made_ahead_used_again_and_bounded():
+    pinned, gone = [], []
+    memory = Pinned(3 * SLAB_BYTES, register=pinned.append, unregister=gone.append)
+    first = memory.take(1)
+    memory.give(first)
+    assert memory.take(1) is first
+    a, b = memory.take(100), memory.take(SLAB_BYTES)
+    assert (len(a.data), len(b.data)) == (SLAB_BYTES, SLAB_BYTES)
+    big = memory.take(SLAB_BYTES + 1)
+    assert (len(big.data), memory.bytes <= 3 * SLAB_BYTES + len(big.data)) == (SLAB_BYTES + 1, True)
+    assert len(pinned) <= 3 + 1 + AHEAD
+    before = memory.bytes
+    memory.give(big)
+    del big
+    gc.collect()
+    assert len(gone) == 1
+    assert memory.bytes == before - SLAB_BYTES - 1
+    memory.close()
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("rows", [5, 70_000])
+@pytest.mark.parametrize("files", [True, False])
+def test_rows_cross_to_another_process_and_leave_nothing(parts, rows, files):
+    made = torch.randn(rows, 16).to(torch.bfloat16)
+    positions, split = np.arange(rows) + 3, list(made.tensor_split(parts))
+    handed = shared.hand(positions, split, lambda: torch.cat(split), files)
+    assert isinstance(handed, bytes) == (rows == 5 or not files)
+    found, taken = shared.take(handed)
+    assert found.tolist() == positions.tolist()
+    assert torch.equal(taken.view(torch.int16), made.view(torch.int16))
+    if not isinstance(handed, bytes):
+        assert not os.path.exists(handed["path"])
+        with pytest.raises(FileNotFoundError):
+            shared.take(handed)
+    taken[0] = 0  # it is the caller's own
+
+
+def test_rows_travel_in_the_answer_where_no_file_can_be_written(monkeypatch, tmp_path):
+    monkeypatch.setattr(shared, "_write", lambda file, rows: (_ for _ in ()).throw(OSError(28, "No space left")))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    made = torch.randn(70_000, 16)
+    handed = shared.hand(np.arange(70_000), [made], lambda: made, True)
+    assert torch.equal(shared.take(handed)[1], made)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_that_nobody_fetched_is_deleted(monkeypatch):
+    made = torch.randn(70_000, 16)
+    handed = shared.hand(np.arange(70_000), [made], lambda: made, True)
+    monkeypatch.setattr(shared, "_FORGOTTEN_S", 0.0)
+    shared.hand(np.arange(1), [made[:1]], lambda: made[:1], True)
+    assert not os.path.exists(handed["path"])
+
+
+def test_a_run_that_was_released_is_told():
+    with pytest.raises(pc.MissingSource, match="it was released"):
+        CaptureStore(WIDTHS).fetch("x", 0)
+    assert threading.active_count() < 100
