@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from patchclamp.plan.table import Captures, ProgramTable
+from patchclamp.plan.table import ProgramTable
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -122,15 +122,14 @@ def make_plan(
     count = np.maximum(np.minimum(captures.stop, end) - begin, 0)
     width = (widths[:, None] * unit).take(captures.point * len(unit) + captures.dtype)
     target, size = _targets(count, width)
-    return StepPlan(
-        tokens, last, active, begin, count, target, size, width, _holds(now, captures) if steady else 0
-    )  # fmt: skip
+    holds = _holds(*(column[table.leads] for column in (now, captures.start, captures.stop))) if steady else 0
+    return StepPlan(tokens, last, active, begin, count, target, size, width, holds)
 
 
-def _holds(now: np.ndarray, captures: Captures) -> int:
+def _holds(now: np.ndarray, start: np.ndarray, stop: np.ndarray) -> int:
     """For how many steps of one token no request, at position `now` of each record (−1: not here), enters or leaves a
     captured range."""
-    left = np.where(now < captures.start, captures.start, captures.stop) - now
+    left = np.where(now < start, start, stop) - now
     left = left[(now >= 0) & (left > 0)]
     return int(left.min()) - 1 if len(left) else FOREVER
 

@@ -25,7 +25,10 @@ RECORD = np.dtype(
 
 
 class Captures(msgspec.Struct, frozen=True):
-    """The capture records of all slots, C of them, by point and within a point in the order of admission."""
+    """The capture records of all slots, C of them, by point and within a point in the order of admission.
+
+    `lead`: 1 for one record of every op and piece of a slot; those at other points hold for the same positions.
+    """
 
     record: np.ndarray
     slot: np.ndarray
@@ -34,24 +37,21 @@ class Captures(msgspec.Struct, frozen=True):
     start: np.ndarray
     stop: np.ndarray
     dtype: np.ndarray
+    lead: np.ndarray
 
     @classmethod
     def none(cls) -> Captures:
-        return cls(*(np.zeros(0, np.int64) for _ in range(7)))
+        return cls(*(np.zeros(0, np.int64) for _ in cls.__struct_fields__))
 
     def joined(self, others: list[Captures], without: set[int]) -> Captures:
         """These without those of some slots, and others."""
-        columns = [np.concatenate(column) for column in zip(*(msgspec.structs.astuple(c) for c in (self, *others)))]  # noqa: B905
-        slot, point = columns[1], columns[2]
+        parts = [msgspec.structs.astuple(captures) for captures in (self, *others)]
+        columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
+        kept = np.arange(len(columns[0]))
         if without:
-            gone = np.zeros(int(slot.max(initial=0)) + 1, bool)
-            gone[[s for s in without if s < len(gone)]] = True
-            gone = gone[slot]
-            gone[len(self.slot) :] = False
-        else:
-            gone = np.zeros(len(slot), bool)
-        kept = np.flatnonzero(~gone)
-        kept = kept[np.argsort(point[kept].astype(np.int16), kind="stable")]
+            stays = ~np.isin(self.slot, list(without))
+            kept = np.concatenate((np.flatnonzero(stays), kept[len(self.slot) :]))
+        kept = kept[np.argsort(columns[2][kept].astype(np.int16), kind="stable")]
         return Captures(*(column[kept] for column in columns))
 
 
@@ -59,7 +59,7 @@ class ProgramTable:
     """Records of up to `slots` requests at `points` points, `records` in all.
 
     Attributes: `first` [slots + 1, points + 1] int32, `generation` [slots + 1] int32 (counts a slot's programs),
-    `records` [records] of `RECORD`, `version` (counts changes);
+    `records` [records] of `RECORD`, `version` (counts changes); `captures`, and `leads`, the numbers of their leads;
     `changed`: the slots and the (begin, end) of records written since a device copy last took note.
     """
 
@@ -72,6 +72,7 @@ class ProgramTable:
         self.version = 0
         self.changed: tuple[set[int], list[tuple[int, int]]] = (set(), [])
         self.captures = Captures.none()
+        self.leads = np.zeros(0, np.int64)
         self._new: list[Captures] = []
         self._gone: set[int] = set()  # slots whose captures are still among them
         self._stale = False  # one of these slots belongs to somebody else now
@@ -136,7 +137,9 @@ class ProgramTable:
             return
         point = np.repeat(np.arange(len(counts)), counts)[kept]
         rest = (records[field][kept] for field in ("value", "start", "stop", "x"))
-        columns = (begin + kept, np.full(len(kept), slot), point, *rest)
+        lead = np.zeros(len(kept), np.int64)
+        lead[np.unique(records["value"][kept] << 32 | records["start"][kept], return_index=True)[1]] = 1
+        columns = (begin + kept, np.full(len(kept), slot), point, *rest, lead)
         self._new.append(Captures(*(column.astype(np.int64) for column in columns)))
 
     def settle(self, wholly: bool = False) -> None:
@@ -147,6 +150,7 @@ class ProgramTable:
         """
         if self._new or self._stale or (wholly and self._gone):
             self.captures = self.captures.joined(self._new, self._gone)
+            self.leads = np.flatnonzero(self.captures.lead)
             self._new, self._gone, self._stale = [], set(), False
 
     def _take(self, count: int) -> int:

@@ -69,6 +69,8 @@ class Runtime:
         self._vectors: dict[str, tuple[torch.Tensor, int]] = {}  # host copies of inline vectors, and their holders
         self._seats: dict[str, _Seat] = {}  # by run
         self._run_of: dict[str, str] = {}  # by the engine's name of a request
+        self._request_of: dict[str, str] = {}
+        self._slot_of: dict[str, int] = {}  # by the engine's name of a request, while its run has a seat
         self._errors: dict[str, Packed] = {}
         self._run_of_slot = np.full(limits.max_programs + 1, -1, np.int64)
         self._seated: tuple[list[str], int, np.ndarray] | None = None
@@ -169,7 +171,8 @@ class Runtime:
     def link(self, request: str, run: str) -> None:
         """The engine's own name of a run's request; a run that was never reserved gets an error instead."""
         if run in self._seats:
-            self._run_of[request] = run
+            self._run_of[request], self._request_of[run] = run, request
+            self._slot_of[request] = self._seats[run].slot
         else:
             self._errors[run] = pack(MissingSource(f"run {run} was not reserved before its request"))
 
@@ -181,6 +184,7 @@ class Runtime:
         if failed is not None:
             self.fail([self._seats[run].slot], failed)
         seat = self._seats.pop(run)
+        self._slot_of.pop(self._request_of.pop(run, ""), None)
         if seat.token_bytes and seat.token_bytes == self._token_bytes:
             self._token_bytes = max((other.token_bytes for other in self._seats.values()), default=0)
         self.table.drop(seat.slot)
@@ -197,8 +201,7 @@ class Runtime:
     def slots(self, requests: list[str]) -> np.ndarray:
         """The slots of a step's requests, [N]; 0 for one without a program."""
         if self._seated is None or self._seated[0] != requests or self._seated[1] != self.table.version:
-            seats = [self._seats.get(self._run_of.get(request, "")) for request in requests]
-            slots = np.array([0 if seat is None else seat.slot for seat in seats], np.int64)
+            slots = np.array([self._slot_of.get(request, 0) for request in requests], np.int64)
             self._seated = (requests, self.table.version, slots)
         return self._seated[2]
 
