@@ -252,16 +252,21 @@ class Runtime:
         if plan is None:
             return
         for i, left in enumerate(self.step.end(plan)):
-            if i < len(self._growing) and self._growing[i].goes_on(left.block, left.offset):
-                self._growing[i].steps += 1
-                continue
             mine = slice(None) if left.mine is None else left.mine
-            run = self._run_of_slot[captures.slot[mine]]
-            piece = Captured(
-                left.block, left.offset, left.stride, run, captures.point[mine], captures.op[mine], plan.begin[mine],
-                plan.count[mine], left.target, captures.dtype[mine],
-            )  # fmt: skip
-            self._growing[i:] = [piece]
+            before = self._growing[i] if plan.age and i < len(self._growing) else None
+            if before is not None and not before.alike(left.stride, left.target):
+                before = None
+            if before is not None and before.goes_on(left.block, left.offset):
+                before.steps += 1
+                continue
+            if before is not None:
+                piece = before.later(left.block, left.offset, plan.begin[mine])
+            else:
+                piece = Captured(
+                    left.block, left.offset, left.stride, self._run_of_slot[captures.slot[mine]], captures.point[mine],
+                    captures.op[mine], plan.begin[mine], plan.count[mine], left.target, captures.dtype[mine],
+                )  # fmt: skip
+            self._growing[i : i + 1] = [piece]
             self.store.add(piece)
 
     def _load(self, key: str) -> None:

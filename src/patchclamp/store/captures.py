@@ -29,7 +29,8 @@ class Captured(msgspec.Struct):
     """What `steps` steps captured: run, point, op, first position, positions a step, where the rows begin; each [C].
 
     Step s lies `s · stride` after `offset` in the block, and its positions are s further on.  Sizes are in the block's
-    units: fp32 numbers, or bytes, of which a record's rows are in its `dtype` (a number into `DTYPES`).
+    units: fp32 numbers, or bytes, of which a record's rows are in its `dtype` (a number into `DTYPES`).  `of` gives
+    for each run its records that have rows.
     """
 
     block: Block
@@ -43,6 +44,18 @@ class Captured(msgspec.Struct):
     target: np.ndarray
     dtype: np.ndarray
     steps: int = 1
+    of: dict[int, np.ndarray] = {}
+
+    def __post_init__(self) -> None:
+        self.of = self.of or _by_run(self.run, self.count)
+
+    def later(self, block: Block, offset: int, begin: np.ndarray) -> Captured:
+        """The same rows of a later step, elsewhere."""
+        return msgspec.structs.replace(self, block=block, offset=offset, begin=begin, steps=1)
+
+    def alike(self, stride: int, target: np.ndarray) -> bool:
+        """Whether another step's rows lie as these do."""
+        return stride == self.stride and (target is self.target or np.array_equal(target, self.target))
 
     def goes_on(self, block: Block, offset: int) -> bool:
         """Whether memory at `offset` of a block is where one more step would lie."""
@@ -70,7 +83,7 @@ class Captured(msgspec.Struct):
 
     def only(self, numbers: list[int], widths: np.ndarray) -> Captured:
         """The same for some runs alone, in memory of its own."""
-        data, mine = self.block.data, np.flatnonzero(np.isin(self.run, numbers) & (self.count > 0))
+        data, mine = self.block.data, np.sort(np.concatenate([self.of[number] for number in numbers]))
         assert data is not None
         sizes = self.sizes(widths)[mine]
         ends = np.cumsum(-(-sizes // ALIGNED) * ALIGNED)
@@ -83,6 +96,14 @@ class Captured(msgspec.Struct):
             Block(new.reshape(-1)), 0, new.shape[1], self.run[mine], self.point[mine], self.op[mine],
             self.begin[mine], self.count[mine], target, self.dtype[mine], self.steps,
         )  # fmt: skip
+
+
+def _by_run(run: np.ndarray, count: np.ndarray) -> dict[int, np.ndarray]:
+    """The numbers of the records of each run that have rows."""
+    live = np.flatnonzero(count)
+    order = live[np.argsort(run[live], kind="stable")]
+    runs, starts = np.unique(run[order], return_index=True)
+    return {int(number): mine for number, mine in zip(runs, np.split(order, starts[1:]), strict=False)}
 
 
 ALIGNED = 16  # in either unit
@@ -123,9 +144,9 @@ class CaptureStore:
         for piece in self._pieces.pop(self._number.pop(run, -1), ()):
             if piece.block.data is None:
                 continue
-            kept = [int(number) for number in np.unique(piece.run[piece.count > 0]) if int(number) in self._pieces]
-            live = int(piece.sizes(self._widths)[np.isin(piece.run, kept)].sum())
-            if kept and 2 * live < piece.stride:
+            kept = [number for number in piece.of if number in self._pieces]
+            sizes = piece.sizes(self._widths)
+            if kept and 2 * sum(int(sizes[piece.of[number]].sum()) for number in kept) < piece.stride:
                 self._flush()
                 smaller = piece.only(kept, self._widths)
                 for number in kept:
@@ -141,8 +162,8 @@ class CaptureStore:
         )
 
     def add(self, piece: Captured) -> None:
-        for number in np.unique(piece.run[piece.count > 0]):
-            kept = self._pieces.get(int(number))
+        for number in piece.of:
+            kept = self._pieces.get(number)
             if kept is not None:
                 kept.append(piece)
 
@@ -171,8 +192,9 @@ class CaptureStore:
         number, width = self._number[run], int(self._widths[point])
         positions, ops, rows = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], []
         for piece in self._pieces[number]:
-            mine = (piece.run == number) & (piece.point == point) & (piece.count > 0)
-            for c in np.flatnonzero(mine if op is None else mine & (piece.op == op)):
+            mine = piece.of[number]
+            mine = mine[piece.point[mine] == point]
+            for c in mine if op is None else mine[piece.op[mine] == op]:
                 positions.append(piece.positions(int(c)))
                 ops.append(np.full(len(positions[-1]), piece.op[c]))
                 rows.append(piece.rows(int(c), width))
