@@ -7,6 +7,7 @@ process, starting a second engine would clear the first one's graphs.)
 from __future__ import annotations
 
 import collections
+import contextlib
 import multiprocessing
 import os
 import sys
@@ -45,6 +46,7 @@ def cases(layers: int, width: int) -> dict[str, list[Any]]:
         "steer every layer, all distinct": [steer(pc.resid_post) for _ in range(256)],
         "steer one layer": [one],
         "capture every layer": [made],
+        "capture every layer, sustained": [made],
         "one in eight steered": [every] + [None] * 7,
         "one in eight captured": [made] + [None] * 7,
         "capture prompt, every layer": [whole],
@@ -73,7 +75,8 @@ class Side:
         free = torch.cuda.mem_get_info()[0]
         began = time.perf_counter()
         arguments = {**OPTIONS, "kv_cache_memory_bytes": kv_gib << 30, "enforce_eager": "eager" in kind, **options}
-        with configuration.core_process(separate=False):
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        with configuration.core_process(separate=False) if self.ours else contextlib.nullcontext():
             config = EngineArgs(model=model, additional_config=extra, **arguments).create_engine_config()
         self.engine = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
         self.start_s = round(time.perf_counter() - began, 1)
@@ -153,9 +156,15 @@ class Side:
         began = time.perf_counter()
         self.step(steps)
         torch.cuda.synchronize()
+        if self.ours:
+            self._runtime.step.flush()  # what was captured is in host memory now
         found = 1e3 * (time.perf_counter() - began) / steps
         assert len(self.core.scheduler.running) == len(self.running), "a request stopped"
         return found
+
+    def context(self) -> int:
+        """Tokens that the running requests have behind them."""
+        return sum(request.num_computed_tokens for request in self.core.scheduler.running)
 
     def prefill(self, case: str, prompts: int, length: int) -> float:
         """Prompt tokens a second; captures are in the worker's host memory when it ends."""
@@ -222,7 +231,8 @@ class Side:
 
             setattr(attached.hooks, name, outer)
 
-        timed("before"), timed("planned")
+        for name in ("before", "planned", "after"):
+            timed(name)
         self.fill(batch, case)
         changed, steady = [], []
         for i in range(changes):

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -238,6 +239,36 @@ def test_edits_that_are_not_finite_fail_their_run_and_touch_nobody(engines, engi
     )
     with pytest.raises(pc.ProgramError, match=r"scale: a number of fp32"):
         pc.Add([1.0], at=pc.embed, scale=1e39)
+
+
+def test_a_run_beside_a_failing_one_never_takes_its_cached_blocks_for_edited(engines):
+    """The failing run is still at work, or was aborted, when another with the same program could read its blocks."""
+    lm = engines.get("vllm", "float32")
+    ids = (lm.tokens(" ".join(PROMPTS)) * 8)[:150]
+    hot = [pc.Add([3e38] * D, at=pc.resid_post[3], tokens=pc.prompt[3:5], scale=1e30)]
+    for aborted in (False, True):
+        before, errors = lm.engine.status()["failures"], []
+
+        def long(ids=ids, errors=errors) -> None:
+            try:
+                lm.run(ids, max_tokens=80, edits=hot, sampling={"ignore_eos": True})
+            except pc.PatchclampError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=long)
+        thread.start()
+        while lm.engine.status()["failures"] == before:
+            time.sleep(0.01)
+        if aborted:
+            lm.engine.abort(list(lm.engine._waiting))
+        for _ in range(2):
+            (beside,) = lm.run([ids], max_tokens=1, edits=hot)
+            assert isinstance(beside.error, pc.RunError), beside
+        thread.join()
+        assert len(errors) == 1
+        ids = ids[1:]
+    fine = lm.run([ids] * 2, max_tokens=2, edits=[pc.Zero(pc.resid_post[3], tokens=pc.prompt[3:5])])
+    assert all(run.error is None for run in fine)
 
 
 def test_closing_or_interrupting_settles_everyone(smollm2):

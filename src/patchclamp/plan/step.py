@@ -121,7 +121,7 @@ def make_plan(
     begin = np.maximum(captures.start, lowest)
     count = np.maximum(np.minimum(captures.stop, end) - begin, 0)
     width = (widths[:, None] * unit).take(captures.point * len(unit) + captures.dtype)
-    target, size = _targets(count, width)
+    target, size = _side_by_side(count, width) if unit is BYTES else _by_width(count, width)
     holds = _holds(*(column[table.leads] for column in (now, captures.start, captures.stop))) if steady else 0
     return StepPlan(tokens, last, active, begin, count, target, size, width, holds)
 
@@ -134,12 +134,16 @@ def _holds(now: np.ndarray, start: np.ndarray, stop: np.ndarray) -> int:
     return int(left.min()) - 1 if len(left) else FOREVER
 
 
-def _targets(count: np.ndarray, width: np.ndarray) -> tuple[np.ndarray, int]:
-    """Where each capture record's rows go: those of one width aligned to it, those of one point side by side."""
+def _side_by_side(count: np.ndarray, width: np.ndarray) -> tuple[np.ndarray, int]:
+    """Where each capture record's rows go: in the order of the records, so by point, each at a multiple of 16."""
+    taken = (count * width + 15) // 16 * 16
+    end = np.cumsum(taken)
+    return end - taken, int(end[-1])
+
+
+def _by_width(count: np.ndarray, width: np.ndarray) -> tuple[np.ndarray, int]:
+    """Where each capture record's rows go: those of one width at multiples of it, so that they can be seen as rows."""
     taken = count * width
-    if (width == width[0]).all():
-        end = np.cumsum(taken)
-        return end - taken, int(end[-1])
     target, size = np.zeros(len(count), np.int64), 0
     for w in np.unique(width):
         mine = np.flatnonzero(width == w)

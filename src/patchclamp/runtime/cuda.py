@@ -102,5 +102,5 @@ class CudaStep:
     def flush(self) -> None:
         self.drain.flush()
 
-    def failed(self, slot: int) -> int | None:
-        return self.tables.failed(slot)
+    def failed(self) -> list[tuple[int, int]]:
+        return self.tables.failed()

@@ -46,7 +46,7 @@ class CudaTables:
         self._done = [torch.cuda.Event() for _ in range(DEPTH)]
         self._turn, self._rows, self.copies = 0, 0, 0
         self._bad = torch.zeros(len(table.first), dtype=torch.int64, pin_memory=True)  # written by the device
-        self.bad_address = self._bad.data_ptr()
+        self._failures, self.bad_address = self._bad.numpy(), self._bad.data_ptr()
 
     slot_of_row: torch.Tensor
     rank_of_row: torch.Tensor
@@ -60,10 +60,11 @@ class CudaTables:
         """Device memory held."""
         return self._words.nbytes + self._inbox.nbytes
 
-    def failed(self, slot: int) -> int | None:
-        """The point at which edits of a slot's program were not finite, of steps whose results have arrived."""
-        generation, point = divmod(int(self._bad[slot]), 1 << 32)
-        return point if generation == self._table.generation[slot] else None
+    def failed(self) -> list[tuple[int, int]]:
+        """Slots whose present program's edits were not finite, and the point; of steps whose results have arrived."""
+        told = np.flatnonzero(self._failures)
+        told = told[self._failures[told] >> 32 == self._table.generation[told]]
+        return [(int(slot), int(self._failures[slot]) & 0xFFFFFFFF) for slot in told]
 
     def load(self, plan: StepPlan, sample_rows: np.ndarray) -> None:
         """Makes the tables say what `plan` says; `sample_rows` [N] is the flat row of each sampled token."""

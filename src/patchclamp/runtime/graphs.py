@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import logging
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,9 @@ import torch
 
 PATIENCE = 12  # replays for the same points before a copy is made: making one costs about as much as it saves in these
 MOST_NODES = 1 << 16  # of all copies together
+MOST_COUNTED = 256  # sets of points whose replays a graph counts
+
+logger = logging.getLogger("patchclamp")
 
 
 class Recorded:
@@ -38,7 +42,12 @@ class Recorded:
         """A tap has just been launched on the current stream: if that is being captured, remembers its node."""
         if not torch.cuda.is_current_stream_capturing() or _runtime() is None:
             return
-        _, _, graph, nodes, *_ = _done("cudaStreamGetCaptureInfo", torch.cuda.current_stream().cuda_stream)
+        try:
+            _, _, graph, nodes, *_ = _done("cudaStreamGetCaptureInfo", torch.cuda.current_stream().cuda_stream)
+        except Exception as error:
+            logger.warning("patchclamp: CUDA graphs are replayed with all their taps: %s", error)
+            _bindings[:] = [None]
+            return
         self._taps.setdefault(int(graph), []).append((nodes[0], point))
 
     def tapped(self, graph: torch.cuda.CUDAGraph) -> TappedGraph:
@@ -113,6 +122,7 @@ class TappedGraph:
     def drop(self, copy: _Copy) -> None:
         """Forgets a copy."""
         del self._copies[copy.points]
+        del self._replays[copy.points]  # it must earn another
         if self._copy is copy:
             self._copy = None
 
@@ -124,12 +134,15 @@ class TappedGraph:
             self._recorded.chosen(self._copy)
 
     def _wait_and_cut(self) -> None:
+        if len(self._replays) > MOST_COUNTED:
+            self._replays.clear()
         self._replays[self._wanted] += 1
         if self._replays[self._wanted] < PATIENCE:
             return
         try:
             self._copy = self._copies[self._wanted] = _cut(self, self._graph, self._taps, self._wanted)
-        except RuntimeError:
+        except Exception as error:  # whatever the bindings at hand raise: the whole graph is right, if slower
+            logger.warning("patchclamp: CUDA graphs are replayed with all their taps: %s", error)
             self._whole = True
             return
         self._recorded.keep(self._copy)

@@ -56,7 +56,7 @@ class Pinned:
         unregister: Callable[[np.ndarray], None] = _unregister,
     ) -> None:
         self._limit, self._register, self._unregister = limit, register, unregister
-        self._free: list[Slab] = []
+        self._free: dict[int, list[Slab]] = collections.defaultdict(list)  # by size
         self._coming: collections.deque[Future[Slab]] = collections.deque()
         self._maker = ThreadPoolExecutor(3, thread_name_prefix="patchclamp-pin")
         self._touchers = ThreadPoolExecutor(8, thread_name_prefix="patchclamp-touch")
@@ -64,41 +64,43 @@ class Pinned:
 
     def prepare(self) -> None:
         """Sees to it that some slabs are ready soon."""
-        while len(self._free) + len(self._coming) < AHEAD and self.bytes < self._limit:
-            self._order(SLAB_BYTES)
+        while len(self._free[SLAB_BYTES]) + len(self._coming) < AHEAD and self.bytes < self._limit:
+            self._order()
 
     def take(self, size: int) -> Slab:
         """A slab of at least `size` bytes; waits for one to be made if none is free."""
-        if size > SLAB_BYTES:
-            self.bytes += size
-            return self._make(size)
-        if not self._free:
+        rounded = -(-size // SLAB_BYTES) * SLAB_BYTES
+        free = self._free[rounded]
+        if not free and rounded == SLAB_BYTES:
             if not self._coming:
-                self._order(SLAB_BYTES)
-            self._free.append(self._coming.popleft().result())
-        slab = self._free.pop()
+                self._order()
+            free.append(self._coming.popleft().result())
+        elif not free:
+            self.bytes += rounded
+            free.append(self._make(rounded))
+        slab = free.pop()
         self.prepare()
         return slab
 
     def give(self, slab: Slab) -> None:
         """A slab that nobody reads or writes any more."""
         slab.used = 0
-        if len(slab.data) == SLAB_BYTES and self.bytes <= self._limit:
-            self._free.append(slab)
+        if self.bytes <= self._limit:
+            self._free[len(slab.data)].append(slab)
         else:
             self.bytes -= len(slab.data)
 
     def close(self) -> None:
         self._maker.shutdown()
         self._touchers.shutdown()
-        self._free, self._coming = [], collections.deque()
+        self._free, self._coming = collections.defaultdict(list), collections.deque()
 
-    def _order(self, size: int) -> None:
-        self.bytes += size
-        self._coming.append(self._maker.submit(self._make, size))
+    def _order(self) -> None:
+        self.bytes += SLAB_BYTES
+        self._coming.append(self._maker.submit(self._make, SLAB_BYTES))
 
     def _make(self, size: int) -> Slab:
-        room = mmap.mmap(-1, size)
+        room = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory gets no huge pages
         if hasattr(mmap, "MADV_HUGEPAGE"):
             room.madvise(mmap.MADV_HUGEPAGE)
         memory = np.frombuffer(room, np.uint8)

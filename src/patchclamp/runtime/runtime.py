@@ -15,13 +15,13 @@ import torch
 
 from patchclamp.errors import MissingSource, RunError, ShapeError, pack
 from patchclamp.plan import CAPTURE, Batch, Bound, ProgramTable, StepPlan, make_plan
-from patchclamp.plan.bind import run_key
+from patchclamp.plan.bind import BoundOp, run_key
 from patchclamp.plan.step import NUMBERS
 from patchclamp.plan.table import records_of
 from patchclamp.runtime.step import HostStep, Step
 from patchclamp.sites import SiteMap
 from patchclamp.store import Bank, CaptureStore
-from patchclamp.store.captures import Captured
+from patchclamp.store.captures import ALIGNED, ITEM_BYTES, Captured, Place
 
 Packed = tuple[str, str, str | None]
 
@@ -45,11 +45,13 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class _Seat(msgspec.Struct):
-    """A seated program: its slot, the keys it pins, and the bytes it captures a token at most."""
+    """A seated program: its slot, the keys it pins, the bytes it captures a token at most, and the first position from
+    which on it does nothing any more."""
 
     slot: int
     keys: list[str]
     token_bytes: int
+    stop: int
 
 
 class Runtime:
@@ -71,6 +73,8 @@ class Runtime:
         self._run_of: dict[str, str] = {}  # by the engine's name of a request
         self._request_of: dict[str, str] = {}
         self._slot_of: dict[str, int] = {}  # by the engine's name of a request, while its run has a seat
+        self._stop_of: dict[str, int] = {}
+        self.failures = 0  # runs whose edits were not finite
         self._errors: dict[str, Packed] = {}
         self._run_of_slot = np.full(limits.max_programs + 1, -1, np.int64)
         self._seated: tuple[list[str], int, np.ndarray] | None = None
@@ -111,6 +115,7 @@ class Runtime:
         """Counts of what is held: all but the free records fall back to 0 when everything is done and released."""
         return {
             "programs": len(self),
+            "failures": self.failures,
             "runs": len(self.store),
             "captured_bytes": self.store.bytes,
             "pinned": self.bank.pinned,
@@ -119,9 +124,10 @@ class Runtime:
             "steps_planned": self.steps_planned,
         }
 
-    def concerns(self, requests: Mapping[str, int]) -> bool:
-        """Whether any of the requests has a program."""
-        return not self._run_of.keys().isdisjoint(requests)
+    def concerns(self, positions: Iterable[tuple[str, int]]) -> bool:
+        """Whether a program of any of the requests, given with their next positions, has something left to do."""
+        stops = self._stop_of
+        return any(position < stops.get(request, 0) for request, position in positions)
 
     def captures_at_most(self, tokens: Mapping[str, int], total: int, limit: int) -> bool:
         """Whether a step of so many tokens of each request, `total` in all, captures at most `limit` bytes."""
@@ -136,7 +142,14 @@ class Runtime:
         told = pack(RunError(f"the edits at {where} make numbers that are not finite; they were not written"))
         runs = {seat.slot: run for run, seat in self._seats.items()}
         for slot in slots:
-            self._errors.setdefault(runs[slot], told)
+            if slot in runs and runs[slot] not in self._errors:
+                self._errors[runs[slot]] = told
+                self.failures += 1
+
+    def hear(self) -> None:
+        """Takes note of failures on the device, of whichever run."""
+        for slot, point in self.step.failed():
+            self.fail([slot], point)
 
     def take_error(self, run: str) -> Packed | None:
         """What went wrong with a run in here, once."""
@@ -161,18 +174,25 @@ class Runtime:
             for key in keys:
                 self.bank.unpin(key)
             raise
-        size = sum(4 * int(self.widths[list(op.points)].sum()) for op in bound.ops if op.kind == CAPTURE)
-        self._seats[bound.run] = _Seat(slot, keys, size)
+        size = sum(self._token_size(op) for op in bound.ops if op.kind == CAPTURE)
+        stop = max((piece[1] for op in bound.ops for piece in op.pieces), default=0)
+        self._seats[bound.run] = _Seat(slot, keys, size, stop)
         self._token_bytes = max(self._token_bytes, size)
         if size:
             self.step.prepare()
         self._run_of_slot[slot] = self.store.open(bound.run)
 
+    def _token_size(self, op: BoundOp) -> int:
+        """Bytes that an op captures of a token, aligned; sampled rows never pass through what a graph keeps."""
+        item = 4 if self.step.unit is NUMBERS else int(ITEM_BYTES[int(op.x)])
+        points = [point for point in op.points if not self.sampled[point]]
+        return sum(-(-item * int(width) // ALIGNED) * ALIGNED for width in self.widths[points])
+
     def link(self, request: str, run: str) -> None:
         """The engine's own name of a run's request; a run that was never reserved gets an error instead."""
         if run in self._seats:
             self._run_of[request], self._request_of[run] = run, request
-            self._slot_of[request] = self._seats[run].slot
+            self._slot_of[request], self._stop_of[request] = self._seats[run].slot, self._seats[run].stop
         else:
             self._errors[run] = pack(MissingSource(f"run {run} was not reserved before its request"))
 
@@ -180,11 +200,10 @@ class Runtime:
         """Frees a run's seat; its captures stay until released."""
         if run not in self._seats:
             return
-        failed = self.step.failed(self._seats[run].slot)
-        if failed is not None:
-            self.fail([self._seats[run].slot], failed)
-        seat = self._seats.pop(run)
-        self._slot_of.pop(self._request_of.pop(run, ""), None)
+        self.hear()
+        seat, request = self._seats.pop(run), self._request_of.pop(run, "")
+        self._slot_of.pop(request, None)
+        self._stop_of.pop(request, None)
         if seat.token_bytes and seat.token_bytes == self._token_bytes:
             self._token_bytes = max((other.token_bytes for other in self._seats.values()), default=0)
         self.table.drop(seat.slot)
@@ -252,20 +271,16 @@ class Runtime:
         if plan is None:
             return
         for i, left in enumerate(self.step.end(plan)):
-            mine = slice(None) if left.mine is None else left.mine
             before = self._growing[i] if plan.age and i < len(self._growing) else None
-            if before is not None and not before.alike(left.stride, left.target):
-                before = None
-            if before is not None and before.goes_on(left.block, left.offset):
-                before.steps += 1
+            if before is not None and before.alike(left.stride, left.target):
+                before.grow(left.block, left.offset)
                 continue
-            if before is not None:
-                piece = before.later(left.block, left.offset, plan.begin[mine])
-            else:
-                piece = Captured(
-                    left.block, left.offset, left.stride, self._run_of_slot[captures.slot[mine]], captures.point[mine],
-                    captures.op[mine], plan.begin[mine], plan.count[mine], left.target, captures.dtype[mine],
-                )  # fmt: skip
+            mine = slice(None) if left.mine is None else left.mine
+            piece = Captured(
+                [Place(left.block, left.offset)], left.stride, self._run_of_slot[captures.slot[mine]],
+                captures.point[mine], captures.op[mine], plan.begin[mine], plan.count[mine], left.target,
+                captures.dtype[mine],
+            )  # fmt: skip
             self._growing[i : i + 1] = [piece]
             self.store.add(piece)
 

@@ -55,8 +55,9 @@ class Step(Protocol):
         """Returns when all that `end` gave can be read."""
         ...
 
-    def failed(self, slot: int) -> int | None:
-        """A point at which edits of a slot's program were not finite and not written, where `apply` did not tell."""
+    def failed(self) -> list[tuple[int, int]]:
+        """Slots whose program's edits were not finite and not written, where `apply` did not tell, and at which point;
+        of steps whose results have arrived."""
         ...
 
 
@@ -79,7 +80,7 @@ class HostStep:
 
     def end(self, plan: StepPlan) -> Iterator[Left]:
         if plan.size:
-            yield Left(Block(self._kept), 0, plan.size, plan.target, None)
+            yield Left(Block(self._kept.cpu()), 0, plan.size, plan.target, None)
 
     def prepare(self) -> None:
         return None
@@ -87,5 +88,5 @@ class HostStep:
     def flush(self) -> None:
         return None
 
-    def failed(self, slot: int) -> int | None:
-        return None
+    def failed(self) -> list[tuple[int, int]]:
+        return []

@@ -25,16 +25,23 @@ class Block:
         self.data = data
 
 
-class Captured(msgspec.Struct):
-    """What `steps` steps captured: run, point, op, first position, positions a step, where the rows begin; each [C].
-
-    Step s lies `s · stride` after `offset` in the block, and its positions are s further on.  Sizes are in the block's
-    units: fp32 numbers, or bytes, of which a record's rows are in its `dtype` (a number into `DTYPES`).  `of` gives
-    for each run its records that have rows.
-    """
+class Place(msgspec.Struct):
+    """Where some steps' rows lie in a block, from `offset` on, `stride` apart."""
 
     block: Block
     offset: int
+    steps: int = 1
+
+
+class Captured(msgspec.Struct):
+    """What some steps captured that captured alike: run, point, op, position, count and place in a step; each [C].
+
+    Record c has `count[c]` positions from `begin[c]` on in the first step, and in each further step those one further.
+    Sizes are in the blocks' units: fp32 numbers, or bytes, of which a record's rows are in its `dtype` (a number into
+    `DTYPES`).  `of` gives for each run its records that have rows, `live` what of a step belongs to runs still kept.
+    """
+
+    places: list[Place]
     stride: int
     run: np.ndarray
     point: np.ndarray
@@ -43,59 +50,87 @@ class Captured(msgspec.Struct):
     count: np.ndarray
     target: np.ndarray
     dtype: np.ndarray
-    steps: int = 1
     of: dict[int, np.ndarray] = {}
+    live: int = 0
 
     def __post_init__(self) -> None:
-        self.of = self.of or _by_run(self.run, self.count)
+        self.of = _by_run(self.run, self.count)
 
-    def later(self, block: Block, offset: int, begin: np.ndarray) -> Captured:
-        """The same rows of a later step, elsewhere."""
-        return msgspec.structs.replace(self, block=block, offset=offset, begin=begin, steps=1)
+    @property
+    def steps(self) -> int:
+        return sum(place.steps for place in self.places)
+
+    @property
+    def arrived(self) -> bool:
+        """Whether all of it is on the host, or on its way there."""
+        return all(place.block.data is not None for place in self.places)
+
+    @property
+    def in_bytes(self) -> bool:
+        return any(place.block.data is None or place.block.data.dtype == torch.uint8 for place in self.places)
 
     def alike(self, stride: int, target: np.ndarray) -> bool:
         """Whether another step's rows lie as these do."""
         return stride == self.stride and (target is self.target or np.array_equal(target, self.target))
 
-    def goes_on(self, block: Block, offset: int) -> bool:
-        """Whether memory at `offset` of a block is where one more step would lie."""
-        return block is self.block and offset == self.offset + self.steps * self.stride
-
-    def rows(self, c: int, width: int) -> torch.Tensor:
-        """The rows of record c, [S, count, W], as a view."""
-        data, dtype = self.block.data, _TORCH[int(self.dtype[c])]
-        assert data is not None
-        unit = dtype.itemsize if data.dtype == torch.uint8 else 1
-        numbers = data.view(dtype) if data.dtype == torch.uint8 else data
-        count, begin = int(self.count[c]), (self.offset + int(self.target[c])) // unit
-        shape, strides = (self.steps, count, width), (self.stride // unit, width, 1)
-        return numbers.as_strided(shape, strides, numbers.storage_offset() + begin)
+    def grow(self, block: Block, offset: int) -> None:
+        """One step more."""
+        last = self.places[-1]
+        if block is last.block and offset == last.offset + last.steps * self.stride:
+            last.steps += 1
+        else:
+            self.places.append(Place(block, offset))
 
     def positions(self, c: int) -> np.ndarray:
         """The positions of record c, [S · count]."""
         return (self.begin[c] + np.arange(self.steps)[:, None] + np.arange(self.count[c])).reshape(-1)
 
+    def dtype_of(self, c: int) -> torch.dtype:
+        return _TORCH[int(self.dtype[c])] if self.in_bytes else torch.float32
+
     def sizes(self, widths: np.ndarray) -> np.ndarray:
         """What each record takes of a step, [C]."""
-        data = self.block.data
-        bytes_ = data is None or data.dtype == torch.uint8
-        return self.count * widths[self.point] * (ITEM_BYTES[self.dtype] if bytes_ else 1)
+        return self.count * widths[self.point] * (ITEM_BYTES[self.dtype] if self.in_bytes else 1)
 
-    def only(self, numbers: list[int], widths: np.ndarray) -> Captured:
-        """The same for some runs alone, in memory of its own."""
-        data, mine = self.block.data, np.sort(np.concatenate([self.of[number] for number in numbers]))
-        assert data is not None
-        sizes = self.sizes(widths)[mine]
-        ends = np.cumsum(-(-sizes // ALIGNED) * ALIGNED)
-        old = data[self.offset :].as_strided((self.steps, self.stride), (self.stride, 1))
-        new = torch.empty(self.steps, int(ends[-1]), dtype=data.dtype)
-        target = np.concatenate(([0], ends[:-1]))
-        for c, to, size in zip(mine, target, sizes, strict=True):
-            new[:, to : to + size] = old[:, int(self.target[c]) : int(self.target[c]) + int(size)]
-        return Captured(
-            Block(new.reshape(-1)), 0, new.shape[1], self.run[mine], self.point[mine], self.op[mine],
-            self.begin[mine], self.count[mine], target, self.dtype[mine], self.steps,
-        )  # fmt: skip
+    def parts(self, c: int, width: int) -> list[np.ndarray]:
+        """The bytes of record c's rows, [S, size] for each place, as views."""
+        item = ITEM_BYTES[self.dtype[c]] if self.in_bytes else 4
+        unit = 1 if self.in_bytes else 4
+        begin, size = unit * int(self.target[c]), int(self.count[c]) * width * int(item)
+        return [steps[:, begin : begin + size] for steps in self._steps()]
+
+    def shrink(self, kept: list[int], widths: np.ndarray) -> None:
+        """Moves the rows of some runs to memory of their own, and forgets the others."""
+        mine = np.sort(np.concatenate([self.of[number] for number in kept]))
+        unit, sizes, old = 1 if self.in_bytes else 4, self.sizes(widths)[mine], self.target[mine]
+        taken = -(-sizes // ALIGNED) * ALIGNED
+        ends, dtype = np.cumsum(taken), torch.uint8 if self.in_bytes else torch.float32
+        new = torch.empty(self.steps, int(ends[-1]), dtype=dtype)
+        target, at = ends - taken, 0
+        for steps in self._steps():
+            to = new[at : at + len(steps)].numpy().view(np.uint8)
+            at += len(steps)
+            if (sizes == sizes[0]).all() and (old % sizes[0] == 0).all() and self.stride % sizes[0] == 0:
+                width = unit * int(sizes[0])
+                rows = steps.reshape(len(steps), -1, width)[:, old // sizes[0]]
+                to.reshape(len(steps), len(mine), -1)[:, :, :width] = rows
+                continue
+            for begin, end, size in zip(unit * target, unit * old, unit * sizes, strict=True):
+                to[:, begin : begin + size] = steps[:, end : end + size]
+        self.places, self.stride = [Place(Block(new.reshape(-1)), 0, len(new))], new.shape[1]
+        self.run, self.point, self.op, self.dtype = self.run[mine], self.point[mine], self.op[mine], self.dtype[mine]
+        self.begin, self.count, self.target = self.begin[mine], self.count[mine], target
+        self.of = _by_run(self.run, self.count)
+
+    def _steps(self) -> list[np.ndarray]:
+        """The bytes of every step, [S, stride] for each place, as views."""
+        found = []
+        for place in self.places:
+            assert place.block.data is not None
+            data = place.block.data.numpy()
+            steps = data[place.offset : place.offset + place.steps * self.stride]
+            found.append(steps.view(np.uint8).reshape(place.steps, -1))
+        return found
 
 
 def _by_run(run: np.ndarray, count: np.ndarray) -> dict[int, np.ndarray]:
@@ -141,31 +176,27 @@ class CaptureStore:
         A piece that less than half belongs to runs still kept is copied out for them, and its memory freed; one that
         is still on its way is looked at again when the next of its runs goes.
         """
-        for piece in self._pieces.pop(self._number.pop(run, -1), ()):
-            if piece.block.data is None:
-                continue
-            kept = [number for number in piece.of if number in self._pieces]
-            sizes = piece.sizes(self._widths)
-            if kept and 2 * sum(int(sizes[piece.of[number]].sum()) for number in kept) < piece.stride:
+        number = self._number.pop(run, -1)
+        for piece in self._pieces.pop(number, ()):
+            piece.live -= int(piece.sizes(self._widths)[piece.of[number]].sum())
+            if 0 < 2 * piece.live < piece.stride and piece.arrived:
                 self._flush()
-                smaller = piece.only(kept, self._widths)
-                for number in kept:
-                    self._pieces[number] = [smaller if other is piece else other for other in self._pieces[number]]
+                piece.shrink([number for number in piece.of if number in self._pieces], self._widths)
 
     @property
     def bytes(self) -> int:
         """Host memory that captures hold, or will."""
         pieces = {id(piece): piece for pieces in self._pieces.values() for piece in pieces}
-        return sum(
-            piece.steps * piece.stride * (1 if piece.block.data is None else piece.block.data.itemsize)
-            for piece in pieces.values()
-        )
+        return sum(piece.steps * piece.stride * (1 if piece.in_bytes else 4) for piece in pieces.values())
 
     def add(self, piece: Captured) -> None:
-        for number in piece.of:
+        """Keeps a piece, which may yet grow, for those of its runs that are kept."""
+        sizes = piece.sizes(self._widths)
+        for number, mine in piece.of.items():
             kept = self._pieces.get(number)
             if kept is not None:
                 kept.append(piece)
+                piece.live += int(sizes[mine].sum())
 
     def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, torch.Tensor]:
         """Positions [T] ascending and their rows [T, W], of one op or of all that captured there.
@@ -173,67 +204,78 @@ class CaptureStore:
         A position captured again by the same op (after preemption) keeps its first rows; of two ops the later counts.
         Raises `MissingSource` for a run that is not kept.
         """
-        where, rows, chosen = self._find(run, point, op)
-        return where, _gather(rows, chosen, int(self._widths[point]))
+        where, records, chosen = self._find(run, point, op)
+        return where, _gather(records, chosen, int(self._widths[point]))
 
     def parts(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, list[torch.Tensor]]:
         """The same with the rows in contiguous parts [n, W], as they lie where they can be."""
-        where, rows, chosen = self._find(run, point, op)
-        whole = chosen is None and len({part.dtype for part in rows}) == 1
-        if whole and all(part.is_contiguous() for part in rows):
-            return where, [part.view(-1, part.shape[-1]) for part in rows]
-        return where, [_gather(rows, chosen, int(self._widths[point]))]
+        where, records, chosen = self._find(run, point, op)
+        width = int(self._widths[point])
+        dtypes = {piece.dtype_of(c) for piece, c in records}
+        if chosen is None and len(dtypes) == 1:
+            found = [part for piece, c in records for part in piece.parts(c, width)]
+            if all(part.flags.c_contiguous for part in found):
+                dtype = dtypes.pop()
+                return where, [torch.from_numpy(part.reshape(-1)).view(dtype).view(-1, width) for part in found]
+        return where, [_gather(records, chosen, width)]
 
-    def _find(self, run: str, point: int, op: int | None) -> tuple[np.ndarray, list[torch.Tensor], np.ndarray | None]:
-        """Positions, the rows of every record as views, and which of all those rows count (None: all, in order)."""
+    def _find(self, run: str, point: int, op: int | None) -> tuple[np.ndarray, list[Record], np.ndarray | None]:
+        """Positions, the records that hold rows of them, and which of all their rows count (None: all, in order)."""
         if run not in self._number:
             raise MissingSource(f"run {run} is not here: it was released, or captured nothing")
         self._flush()
-        number, width = self._number[run], int(self._widths[point])
-        positions, ops, rows = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], []
+        number, records = self._number[run], []
+        positions, ops = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         for piece in self._pieces[number]:
             mine = piece.of[number]
             mine = mine[piece.point[mine] == point]
             for c in mine if op is None else mine[piece.op[mine] == op]:
                 positions.append(piece.positions(int(c)))
                 ops.append(np.full(len(positions[-1]), piece.op[c]))
-                rows.append(piece.rows(int(c), width))
+                records.append((piece, int(c)))
         where, by = np.concatenate(positions), np.concatenate(ops)
         if bool((np.diff(where) > 0).all()):
-            return where, rows, None
+            return where, records, None
         order = np.lexsort((np.arange(len(where)), -by, where))
         found, first = np.unique(where[order], return_index=True)
-        return found, rows, order[first]
+        return found, records, order[first]
 
 
-def _gather(rows: list[torch.Tensor], chosen: np.ndarray | None, width: int) -> torch.Tensor:
-    """Rows [S, count, W] of several records, side by side in new memory [T, W]; of them those chosen, in that order."""
-    if not rows:
+Record = tuple[Captured, int]
+
+
+def _gather(records: list[Record], chosen: np.ndarray | None, width: int) -> torch.Tensor:
+    """The rows of several records, side by side in new memory [T, W]; of them those chosen, in that order."""
+    if not records:
         return torch.zeros(0, width)
-    dtype = rows[0].dtype if len({part.dtype for part in rows}) == 1 else torch.float32
-    ends = np.cumsum([part.shape[0] * part.shape[1] for part in rows])
-    joined = torch.empty(int(ends[-1]), width, dtype=dtype)
-    to = [new.view(part.shape) for new, part in zip(joined.tensor_split(ends[:-1].tolist()), rows, strict=True)]
-    if joined.nbytes < 2 * _SHARE:
-        for new, old in zip(to, rows, strict=True):
-            new.copy_(old)
+    dtypes = {piece.dtype_of(c) for piece, c in records}
+    if len(dtypes) > 1:
+        joined = torch.cat([_gather([record], None, width).float() for record in records])
     else:
-        shares = [share for new, old in zip(to, rows, strict=True) for share in _shares(new, old)]
-        list(_copiers.map(lambda share: _copy(*share), shares))
+        rows = sum(piece.steps * int(piece.count[c]) for piece, c in records)
+        joined, at, copies = torch.empty(rows, width, dtype=dtypes.pop()), 0, []
+        memory = joined.view(-1).view(torch.uint8).numpy()
+        for piece, c in records:
+            for part in piece.parts(c, width):
+                copies.append((memory[at : at + part.size].reshape(part.shape), part))
+                at += part.size
+        _copy_all(copies, at)
     return joined if chosen is None else joined[torch.from_numpy(chosen)]
-
-
-def _shares(new: torch.Tensor, old: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """A copy cut into shares for several threads, along its longest axis."""
-    axis = 0 if new.shape[0] >= new.shape[1] else 1
-    rows = max(_SHARE * new.shape[axis] // max(new.nbytes, 1), 1)
-    return list(zip(new.split(rows, axis), old.split(rows, axis), strict=True))
 
 
 _SHARE = 1 << 22  # bytes
 _copiers = ThreadPoolExecutor(8, thread_name_prefix="patchclamp-copy")
 
 
-def _copy(new: torch.Tensor, old: torch.Tensor) -> None:
-    with torch.inference_mode():
-        new.copy_(old)
+def _copy_all(copies: list[tuple[np.ndarray, np.ndarray]], size: int) -> None:
+    """Copies bytes, with several threads where they are many."""
+    if size < 2 * _SHARE:
+        for new, old in copies:
+            new[:] = old
+        return
+    shares = []
+    for new, old in copies:
+        axis = 0 if new.shape[0] > 1 else 1
+        pieces = max(-(-new.size // _SHARE), 1)
+        shares += zip(np.array_split(new, pieces, axis), np.array_split(old, pieces, axis), strict=True)
+    list(_copiers.map(lambda share: np.copyto(*share), shares))

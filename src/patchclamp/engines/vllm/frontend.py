@@ -60,7 +60,7 @@ class VllmEngine:
         self._wake = threading.Condition()
         self._stop = False
         self._sees_files = True
-        self._salt = 0
+        self._salt = 0  # how many runs have failed in the worker
         self._engine: Any = None
         self._held_back: collections.deque[tuple[Request, Future[Answer]]] = collections.deque()
         self._waiting: dict[str, tuple[Request, Future[Answer]]] = {}
@@ -249,18 +249,15 @@ class VllmEngine:
         with _one_at_a_time:
             outputs = self._engine.step()
         done = [output for output in outputs if output.finished]
-        mine = [
-            (output, *self._waiting.pop(output.request_id)) for output in done if output.request_id in self._waiting
-        ]
+        mine = [(output, *self._waiting[output.request_id]) for output in done if output.request_id in self._waiting]
         programs = [request for _, request, _ in mine if request.bound is not None]
         errors: dict[str, Any] = {}
         if programs:
             vectors = [key for request in programs for key in request.vectors]
-            errors = self._rpc("finish", [request.run for request in programs], vectors)
-        if any(kind == "RunError" for kind, _, _ in errors.values()):
-            self._salt += (
-                1  # edits that were not written have left blocks in the cache under the keys of ones that were
-            )
+            # edits that were not written left blocks in the cache under keys that say they were: keys change with that
+            errors, self._salt = self._rpc("finish", [request.run for request in programs], vectors)
+        for _, request, _ in mine:
+            del self._waiting[request.run]
         for output, request, future in mine:
             if request.run in errors:
                 settle(future, unpack(errors[request.run]))
@@ -317,7 +314,7 @@ class VllmEngine:
             self._refuse(request, future, error)
 
     def _refuse(self, request: Request, future: Future[Answer], error: BaseException) -> None:
-        self._rpc("finish", [request.run], list(request.vectors))
+        _, self._salt = self._rpc("finish", [request.run], list(request.vectors), True)
         settle(future, _told(error))
 
     def _abort(self, runs: set[str]) -> None:

@@ -6,12 +6,13 @@ as long as the tensor does.  Small ones, and where there is no room, travel as s
 
 from __future__ import annotations
 
+import atexit
 import collections
 import os
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -75,8 +76,10 @@ def _write(file: int, rows: list[torch.Tensor]) -> None:
         data = memoryview(part.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         shares += [(data[i : i + _SHARE], at + i) for i in range(0, len(data), _SHARE)]
         at += len(data)
-    for _ in _writers.map(lambda share: _write_all(file, *share), shares):
-        pass
+    written = [_writers.submit(_write_all, file, *share) for share in shares]
+    wait(written)  # all of them, before the file is closed
+    for share in written:
+        share.result()
 
 
 def _write_all(file: int, data: memoryview, at: int) -> None:
@@ -85,9 +88,14 @@ def _write_all(file: int, data: memoryview, at: int) -> None:
         data, at = data[done:], at + done
 
 
-def _tidy() -> None:
+def _tidy(everything: bool = False) -> None:
     """Deletes files that nobody has fetched."""
-    while _handed and (time.monotonic() - _handed[0][0] > _FORGOTTEN_S or not os.path.exists(_handed[0][1])):
+    while _handed and (
+        everything or time.monotonic() - _handed[0][0] > _FORGOTTEN_S or not os.path.exists(_handed[0][1])
+    ):
         path = _handed.popleft()[1]
         if os.path.exists(path):
             os.unlink(path)
+
+
+atexit.register(_tidy, everything=True)

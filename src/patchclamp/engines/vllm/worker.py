@@ -120,7 +120,7 @@ class Attached:
             with suppress(msgspec.DecodeError):  # bytes of somebody else's: nothing is edited
                 self.runtime.link(request, self._run_of(program).run)
         tokens, total = compat.scheduled(scheduler_output)
-        self._active = len(self.runtime) > 0 and self.runtime.concerns(tokens)
+        self._active = len(self.runtime) > 0 and self.runtime.concerns(compat.positions(scheduler_output))
         return self._active, not self._active or self.runtime.captures_at_most(tokens, total, self._most_kept)
 
     def planned(self, requests: list[str], row: np.ndarray, position: np.ndarray, count: np.ndarray) -> None:
@@ -170,13 +170,19 @@ class Attached:
         finally:
             self.runtime.table.settle()
 
-    def do_finish(self, runs: list[str], vectors: list[str]) -> dict[str, tuple[str, str, str | None]]:
-        """Frees seats and vectors; returns the errors of runs that failed in here."""
+    def do_finish(
+        self, runs: list[str], vectors: list[str], aborted: bool = False
+    ) -> tuple[dict[str, tuple[str, str, str | None]], int]:
+        """Frees seats and vectors; returns the errors of runs that failed in here, and how many runs ever have (some
+        of them may still be running). `aborted`: steps of these runs may still be under way."""
+        if aborted and self.runtime.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.runtime.hear()
         for run in runs:
             self.runtime.finish(run)
         self.runtime.let_go(vectors)
         found = {run: self.runtime.take_error(run) for run in runs}
-        return {run: error for run, error in found.items() if error is not None}
+        return {run: error for run, error in found.items() if error is not None}, self.runtime.failures
 
     def do_fetch(self, run: str, point: int, op: int | None, remote: bool, files: bool) -> Any:
         """(positions, rows); for another process what `shared.take` makes them of, in a file if it can see ours."""

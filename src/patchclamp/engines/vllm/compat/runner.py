@@ -166,6 +166,14 @@ def scheduled(scheduler_output: Any) -> tuple[dict[str, int], int]:
     return scheduler_output.num_scheduled_tokens, scheduler_output.total_num_scheduled_tokens
 
 
+def positions(scheduler_output: Any) -> Iterator[tuple[str, int]]:
+    """Each request of a step and the first position it computes."""
+    running = scheduler_output.scheduled_cached_reqs
+    yield from zip(running.req_ids, running.num_computed_tokens, strict=True)
+    for new in scheduler_output.scheduled_new_reqs:
+        yield new.req_id, new.num_computed_tokens
+
+
 def new_programs(scheduler_output: Any) -> Iterator[tuple[str, bytes]]:
     """Requests seen for the first time that carry a program, and the program's bytes."""
     for new in scheduler_output.scheduled_new_reqs:
