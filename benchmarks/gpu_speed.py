@@ -30,6 +30,7 @@ BARS = {
     "steer one layer": (1.01, 1.01), "capture every layer": (1.05, None), "one in eight steered": (1.03, 1.03),
     "one in eight captured": (1.03, 1.03),
 }  # fmt: skip
+PARTS = ("planning", "fetch")  # with bars of their own
 GROWTH = ["steer 2 layers", "steer 8 layers", "steer 16 layers", "steer four sites a layer",
           "1 of 64 steered", "16 of 64 steered", "32 of 64 steered"]  # fmt: skip
 
@@ -179,6 +180,16 @@ def verdicts(result: dict[str, Any]) -> list[str]:
             missed.append(f"planning, {case}: {found['changed']:.0f} µs above 150")
     if result.get("fetch", {}).get("GB_s", 2.0) < 2.0:
         missed.append(f"fetch: {result['fetch']['GB_s']} GB/s below 2")
+    missed += [f"{part}: {result[part]['error']}" for part in PARTS if "error" in result.get(part, {})]
+    missed += [f"{part}: not measured" for part in PARTS if part not in result]
+    there = {(row["case"], row.get("batch")) for row in [*result["decode"], *result["prefill"]]}
+    asked = [(case, batch) for batch in STEPS for case in BARS] + [
+        ("idle", None),
+        ("capture prompt, every layer", None),
+    ]
+    missed += [
+        f"{case}, {f'batch {n}' if n else 'prefill'}: not measured" for case, n in asked if (case, n) not in there
+    ]
     return missed
 
 

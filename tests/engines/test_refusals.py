@@ -152,6 +152,9 @@ def test_unknown_engine_options_are_errors(smollm2):
             pc.LM(str(smollm2), engine=engine, **{option: 1})
     with pytest.raises(pc.UnknownName, match="no engine 'vlm'"):
         pc.LM(str(smollm2), engine="vlm")
+    for option, value in (("kept_bytes", "much"), ("active_sizes", ["8"])):
+        with pytest.raises(pc.EngineError, match=rf"engine options: .*{option}"):
+            pc.LM(str(smollm2), engine="vllm", **{option: value})
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ before it is registered with CUDA, and some slabs are made ahead of need.
 from __future__ import annotations
 
 import collections
+import logging
 import mmap
 import weakref
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+logger = logging.getLogger("patchclamp")
 
 SLAB_BYTES = 1 << 26
 AHEAD = 4  # slabs made ahead of need
@@ -105,7 +108,11 @@ class Pinned:
             room.madvise(mmap.MADV_HUGEPAGE)
         memory = np.frombuffer(room, np.uint8)
         list(self._touchers.map(_touch, [memory[i : i + _SHARE] for i in range(0, size, _SHARE)]))
-        self._register(memory)
+        try:
+            self._register(memory)
+        except MemoryError as error:  # copies to it are slower, and as right
+            logger.warning("patchclamp: captures go to ordinary memory: %s", error)
+            return Slab(memory, lambda memory: None)
         return Slab(memory, self._unregister)
 
 

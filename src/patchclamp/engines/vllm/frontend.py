@@ -185,7 +185,10 @@ class VllmEngine:
                 raise unknown("engine option", option, known, option)
         ours = {option: options.pop(option) for option in OURS if option in options}
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        limits = Limits(**{k: v for k, v in ours.items() if k != "multiprocess_mode"})
+        try:
+            limits = msgspec.convert({k: v for k, v in ours.items() if k != "multiprocess_mode"}, Limits)
+        except msgspec.ValidationError as error:
+            raise EngineError(f"engine options: {error}") from None
         extra = {**options.pop("additional_config", {}), configuration.KEY: self._config(limits)}
         arguments = {"model": name, "disable_log_stats": True, "max_logprobs": MOST_SCORES, **options}
         configuration.spare_memory(arguments)

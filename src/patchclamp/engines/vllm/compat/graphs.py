@@ -58,7 +58,7 @@ class Graphs:
         try:
             self._record_active(manager, capture)
         except RuntimeError as error:
-            if "out of memory" not in str(error).lower():
+            if not _no_room(error):
                 raise
             self.problem = f"the GPU had no room for graphs with taps ({str(error).split('.')[0]})"
             logger.warning(
@@ -112,6 +112,15 @@ class Graphs:
         self._manager.graphs, entries = store
         for wrapper, kept in entries:
             wrapper.concrete_cudagraph_entries = kept
+
+
+def _no_room(error: BaseException | None) -> bool:
+    """Whether an error, or one that it followed on, says that memory ran out: a broken capture hides the first one."""
+    while error is not None:
+        if any(word in str(error).lower() for word in ("out of memory", "alloc_failed")):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 class _Kept(torch.cuda.CUDAGraph):

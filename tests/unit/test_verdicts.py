@@ -1,0 +1,41 @@
+"""The benchmark's verdicts: what missed its bar, failed, or was not measured is said, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+
+from benchmarks.gpu_speed import BARS, STEPS, verdicts
+
+FINE = {"ratio": 1.0, "high": 1.001, "stock_tokens_s": 100, "ours_tokens_s": 99, "kernels_are_stocks": True}
+GOOD = {
+    "shape": "8b",
+    "decode": [{"case": case, "batch": batch, **FINE} for batch in STEPS for case in BARS],
+    "prefill": [{"case": case, **FINE} for case in ("idle", "capture prompt, every layer")],
+    "planning": {"steer every layer": {"changed": 90.0}},
+    "fetch": {"GB_s": 2.5},
+}
+
+
+def changed(part: str, number: int, **values) -> list[str]:
+    result = copy.deepcopy(GOOD)
+    result[part][number] |= values
+    return verdicts(result)
+
+
+def test_a_bar_that_is_missed_is_said_once_and_by_name():
+    assert verdicts(GOOD) == []
+    assert changed("decode", 0, ratio=1.02) == ["idle, batch 1: 1.020 above 1.01"]
+    assert changed("decode", 0, high=1.03) == ["idle, batch 1: the interval reaches 1.030"]
+    assert changed("decode", 0, kernels_are_stocks=False) == ["idle, batch 1: kernels differ from stock's"]
+    assert len(changed("prefill", 1, ours_tokens_s=79)) == 1
+    assert verdicts({**GOOD, "planning": {"x": {"changed": 151.0}}}) == ["planning, x: 151 µs above 150"]
+    assert verdicts({**GOOD, "fetch": {"GB_s": 1.9}}) == ["fetch: 1.9 GB/s below 2"]
+
+
+def test_what_failed_or_was_not_measured_is_no_success():
+    assert verdicts({**GOOD, "fetch": {"error": "broken"}}) == ["fetch: broken"]
+    assert verdicts({**GOOD, "planning": {"error": "broken"}}) == ["planning: broken"]
+    assert verdicts({name: part for name, part in GOOD.items() if name != "fetch"}) == ["fetch: not measured"]
+    assert verdicts({**GOOD, "decode": GOOD["decode"][1:]}) == ["idle, batch 1: not measured"]
+    assert verdicts({**GOOD, "prefill": []})[0] == "idle, prefill: not measured"
+    assert changed("decode", 0, error="broken") == ["idle, batch 1: broken"]
