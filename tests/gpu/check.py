@@ -8,6 +8,7 @@ Stock vLLM runs in processes of their own, without the plugin.  Weights are rand
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import subprocess
@@ -26,11 +27,19 @@ BASE = {
     "enable_prefix_caching": False,
 }  # a cached prefix was computed in another batch: equal, but not to the last bit
 RESULTS: list[dict] = []
+FILE: Path | None = None
 
 
 def note(mode: str, what: str, held: bool, found: str) -> None:
     RESULTS.append({"mode": mode, "check": what, "holds": bool(held), "found": found})
     print(f"{'ok  ' if held else 'FAIL'} {mode:14} {what:58} {found}", flush=True)
+    if FILE is not None:
+        import torch
+        import vllm
+
+        facts = {"date": datetime.date.today().isoformat(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+                 "vllm": vllm.__version__, "command": "python -m tests.gpu.check " + " ".join(sys.argv[1:])}  # fmt: skip
+        FILE.write_text(json.dumps(facts | {"checks": RESULTS}, indent=1) + "\n")
 
 
 def stock(model: str, options: dict, **environ: str) -> list:
@@ -173,6 +182,84 @@ def unsynchronised(mode: str, lm) -> None:
     note(mode, "no synchronisation in the hot path", not error and {"planned", "apply"} <= set(calls), error)
 
 
+def cut_down(mode: str, lm) -> None:
+    """Graphs without the taps that nobody needs give what the whole ones give, to the last bit."""
+    import torch
+
+    import patchclamp as pc
+    from patchclamp.runtime import graphs
+
+    recorded, patience = attached(lm).runtime.step.recorded, graphs.PATIENCE
+    programs = [
+        [pc.Add(torch.randn(lm.model.d_model), at=pc.resid_post[2])],
+        [pc.Zero(pc.mlp_out[1]), pc.Add(torch.randn(lm.model.d_model), at=pc.final_norm)],
+    ]
+    answers, cuts = {}, {}
+    for wait in (1 << 40, 1):
+        graphs.PATIENCE, before = wait, recorded.cut
+        try:
+            runs = [lm.run(PROMPTS, edits=edits, capture=[pc.resid_post[3]], max_tokens=40, sampling={"ignore_eos": True})
+                    for edits in programs]  # fmt: skip
+        finally:
+            graphs.PATIENCE = patience
+        answers[wait] = [(bits(run), run[pc.resid_post[3]].tolist()) for many in runs for run in many]
+        cuts[wait] = recorded.cut - before
+    note(mode, "graphs cut down to the taps in use: bit for bit the whole ones", len(set(map(str, answers.values()))) == 1
+         and cuts[1 << 40] == 0 and cuts[1] > 0, f"copies made: {list(cuts.values())}")  # fmt: skip
+
+
+def crowded(mode: str, model: str) -> None:
+    """Chunked prefill, preemption and prefix caching together, compiled and with graphs."""
+    import torch
+
+    import patchclamp as pc
+
+    options = {**BASE, "dtype": "bfloat16", "enable_prefix_caching": True, "max_num_batched_tokens": 64,
+               "max_num_seqs": 16, "num_gpu_blocks_override": 40, "max_model_len": 512,
+               "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}}  # fmt: skip
+    prompts = [[(11 * i * i + 5 * i + n) % 30000 + 100 for i in range(n)] for n in (200, 1, 90, 150, 33, 16, 17, 120)]
+    with pc.LM(model, engine="vllm", prove=False, **options) as lm:
+        width, at, ignore = lm.model.d_model, pc.resid_post, {"ignore_eos": True}
+        every = [pc.Capture(at), pc.Capture(pc.mlp_out[1] @ pc.generated, dtype="bfloat16")]
+        edits = [[pc.Add(torch.randn(width), at=at[i % 3], tokens=pc.generated if i % 2 else pc.every)] if i % 3
+                 else [] for i in range(len(prompts))]  # fmt: skip
+        before = lm.engine.status()["preemptions"]
+        runs = lm.run(prompts, edits=edits, capture=every, max_tokens=60, sampling=ignore)
+        thrown = lm.engine.status()["preemptions"] - before
+        note(mode, "requests were preempted", thrown > 0, str(thrown))
+        complete = all(run.positions(at[i]) == list(range(len(p) + 59)) and run[at[i]].isfinite().all()
+                       for run, p in zip(runs, prompts, strict=True) for i in range(lm.model.layers))  # fmt: skip
+        note(mode, "captures are complete over chunks and preemption", complete, "")
+        worst = 0.0
+        for i, (run, p) in enumerate(zip(runs, prompts, strict=True)):
+            tokens = pc.every[len(p) :] if i % 2 else pc.every
+            again = [pc.Add(edit.value, at=edit.at, tokens=tokens) for edit in edits[i]]
+            fed = lm.run(p + run.token_ids[:-1], edits=again, capture=every[:1], max_tokens=1)
+            for layer in range(lm.model.layers):
+                gap = (run[at[layer]] - fed[at[layer]]).abs().max() / fed[at[layer]].abs().max()
+                worst = max(worst, gap.item())
+        note(mode, "and agree with one prefill of the same tokens", worst < 0.05, f"{worst:.2g}")
+        long, noop = prompts[0], [pc.Add([0.0] * width, at=at[0])]
+        plain = lm.run(long, max_tokens=2, sampling=ignore)
+        hard = [pc.Add(torch.randn(width), at=at[0], scale=50.0)]
+        hit = lm.run(long, max_tokens=2, sampling=ignore)
+        first = lm.run(long, edits=hard, max_tokens=2, sampling=ignore)
+        second = lm.run(long, edits=hard, max_tokens=2, sampling=ignore)
+        back = lm.run(long, max_tokens=2, sampling=ignore)
+        caught = [lm.run(long, edits=e, capture=[at[2]], max_tokens=2, sampling=ignore) for e in (hard, noop, [])]
+        note(mode, "3 cached blocks: a plain prompt's serve plain runs", hit.cached_tokens > 0 and back.cached_tokens > 0,
+             f"{hit.cached_tokens} and, after edited runs, {back.cached_tokens} tokens")  # fmt: skip
+        note(mode, "3 an edited prompt's serve its own kind alone", first.cached_tokens == 0 < second.cached_tokens,
+             f"{first.cached_tokens}, then {second.cached_tokens}")  # fmt: skip
+        apart = max(abs(a - b) for a, b in zip(back.logprobs, plain.logprobs, strict=True))
+        moved = max(abs(a - b) for a, b in zip(second.logprobs, plain.logprobs, strict=True))
+        twice = max(abs(a - b) for a, b in zip(second.logprobs, first.logprobs, strict=True))
+        note(mode, "3 and nobody reads the other's", 4 * max(apart, twice, 1e-3) < moved,
+             f"plain {apart:.2g}, edited {twice:.2g} apart; edited from plain {moved:.2g}")  # fmt: skip
+        rows = all(len(run.positions(at[2])) == len(long) + 1 for run in caught)
+        note(mode, "3 captures of a cached prompt are complete", rows, "")
+
+
 def bounded(model: str) -> None:
     """Fewer active graphs, and none for want of memory: steps without one run eagerly, padded alike."""
     import torch
@@ -304,6 +391,8 @@ def checks(mode: str, lm, expected: list | None) -> None:
     lm.run(PROMPTS[1], max_tokens=100, sampling={"ignore_eos": True}, edits=noop, capture=[at])
     copied = lm.engine.status()["steps_planned"] - copied
     note(mode, "100 tokens of a steady request are planned at most 3 times", copied <= 3, str(copied))
+    if mode == "graphs":
+        cut_down(mode, lm)
     unsynchronised(mode, lm)
     after = lm.run(PROMPTS, **greedy)
     note(mode, "idle again after all that, bit for bit", [bits(r) for r in after] == [bits(r) for r in plain], "")
@@ -325,18 +414,23 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--modes", default="eager,graphs")
+    parser.add_argument("--parts", default="kernel,modes,crowded,bounded")
     parser.add_argument("--without-stock", action="store_true", help="leave out the comparison with stock vLLM")
     args = parser.parse_args()
     from tests.gpu.models import with_weights
 
-    kernel()
-    drain()
+    global FILE
+    args.out.mkdir(parents=True, exist_ok=True)
+    FILE, parts = args.out / f"gpu_check-{datetime.date.today().isoformat()}.json", args.parts.split(",")
+    if "kernel" in parts:
+        kernel()
+        drain()
     began = time.time()
     model = with_weights(Path("/tmp/model-8b-4"), "8b", 4)
     print(f"model made in {time.time() - began:.0f} s", flush=True)
     import patchclamp as pc
 
-    for mode in args.modes.split(","):
+    for mode in args.modes.split(",") if "modes" in parts else ():
         options = {**BASE, "dtype": "bfloat16", "enforce_eager": mode == "eager"}
         try:
             expected = None if args.without_stock else stock(model, options)
@@ -351,9 +445,14 @@ def main() -> None:
         except Exception as error:
             traceback.print_exc()
             note(mode, "ran to its end", False, f"{type(error).__name__}: {error}"[:300])
-    bounded(model)
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "gpu-check.json").write_text(json.dumps(RESULTS, indent=1))
+    for name, part in (("crowded", crowded), ("crowded, Qwen3", crowded), ("bounded", lambda _, at: bounded(at))):
+        if name.split(",")[0] not in parts:
+            continue
+        try:
+            part(name, with_weights(Path("/tmp/model-0.6b-4"), "0.6b", 4) if "Qwen3" in name else model)
+        except Exception as error:
+            traceback.print_exc()
+            note(name, "ran to its end", False, f"{type(error).__name__}: {error}"[:300])
     sys.exit(0 if all(result["holds"] for result in RESULTS) else 1)
 
 

@@ -102,5 +102,8 @@ class CudaStep:
     def flush(self) -> None:
         self.drain.flush()
 
+    def close(self) -> None:
+        self.drain.close()
+
     def failed(self) -> list[tuple[int, int]]:
         return self.tables.failed()

@@ -55,6 +55,10 @@ class Step(Protocol):
         """Returns when all that `end` gave can be read."""
         ...
 
+    def close(self) -> None:
+        """Stops what runs beside the steps; none follows."""
+        ...
+
     def failed(self) -> list[tuple[int, int]]:
         """Slots whose program's edits were not finite and not written, where `apply` did not tell, and at which point;
         of steps whose results have arrived."""
@@ -86,6 +90,9 @@ class HostStep:
         return None
 
     def flush(self) -> None:
+        return None
+
+    def close(self) -> None:
         return None
 
     def failed(self) -> list[tuple[int, int]]:

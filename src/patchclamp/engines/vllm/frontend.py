@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -166,6 +167,9 @@ class VllmEngine:
             told.__cause__ = error
             self._fail(told)
         finally:
+            if not self._remote:  # elsewhere it ends with its process
+                with suppress(Exception):  # of an engine that broke, say
+                    self._rpc("close")
             with _one_at_a_time:
                 _alive.discard(self)
                 configuration.shut_down(self._engine, alone=not _alive)

@@ -193,3 +193,7 @@ class Attached:
 
     def do_release(self, runs: list[str]) -> None:
         self.runtime.release(runs)
+
+    def do_close(self) -> None:
+        """Stops the threads that captures leave the device on; what was captured stays for those who hold it."""
+        self.runtime.step.close()

@@ -38,6 +38,7 @@ class Graphs:
         self._stores: dict[bool, tuple[dict[Any, Any], list[tuple[Any, dict[Any, Any]]]]] = {}
         self._active = False
         self._recorded: set[tuple[Any, int]] = set()
+        self.share = 1.0  # of the sizes that vLLM records, those that are recorded with taps too
         self.problem = ""  # why there are no active graphs, if there should be
 
     @property
@@ -51,6 +52,8 @@ class Graphs:
         A profile counts the idle ones alone.  Where memory runs out, active steps run without graphs.
         """
         self._stores, self._recorded, self._active = {}, set(), False
+        sizes = [desc for descs in manager._capture_descs.values() for desc in descs]
+        self.share = sum(map(self._wants, sizes)) / max(len(sizes), 1)
         capture()
         if profile:
             return
@@ -134,7 +137,7 @@ class _Kept(torch.cuda.CUDAGraph):
 
 
 def two_graphs(runner: Any, graphs: Graphs) -> None:
-    """Has a V2 runner record its graphs twice, whenever it does, and count their memory twice."""
+    """Has a V2 runner record its graphs twice, whenever it does, and count the memory of both."""
     capture_model, estimate = runner.capture_model, runner.profile_cudagraph_memory
 
     @functools.wraps(capture_model)
@@ -150,7 +153,12 @@ def two_graphs(runner: Any, graphs: Graphs) -> None:
             del manager.capture
 
     runner.capture_model = capture
-    runner.profile_cudagraph_memory = lambda: 2 * estimate()
+
+    def estimate_both() -> int:
+        idle = estimate()
+        return int(idle * (1 + graphs.share)) if idle else 0
+
+    runner.profile_cudagraph_memory = estimate_both
 
 
 class _Step(threading.local):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -120,8 +120,11 @@ def _hook_v2(runner: Any, hooks: Hooks, graphs: Graphs) -> None:
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("dummy_run") or (len(args) > 1 and args[1]):
             graphs.use(active=False)
-            with graphs.recording() if kwargs.get("is_profile") else nullcontext():  # compiles eager taps' kernels
-                return execute(scheduler_output, *args, **kwargs)
+            if kwargs.get("is_profile"):  # what steps with programs run is compiled, tuned and measured like the rest
+                with graphs.recording(), body(tapped=True):
+                    execute(scheduler_output, *args, **kwargs)
+                runner.execute_model_state = None
+            return execute(scheduler_output, *args, **kwargs)
         active, fits = hooks.before(scheduler_output)
         graphs.use(active)
         if not active:
