@@ -1,10 +1,12 @@
 """The bars of speed on one CUDA machine: patchclamp against stock vLLM, side by side in one run.
 
-    python benchmarks/gpu_speed.py --shape 0.6b --out DIR     (shapes: 8b, 0.6b; random weights)
+    python benchmarks/gpu_speed.py --out DIR     (--shapes 8b,0.6b; random weights)
     python benchmarks/gpu_speed.py --draw DIR/gpu_speed-*.json
 
 Blocks of steps alternate between the two; a figure is the ratio of the medians with the 95 % interval of a bootstrap.
-Writes JSON as it goes and a Markdown table at the end.
+Writes JSON as it goes, a Markdown table and the figure at the end.  Inductor times what it compiles and may choose
+other kernels every time, of stock vLLM too: TORCHINDUCTOR_DETERMINISTIC=1 gives both sides the same, and is needed
+where engines start `--together`, which takes less time but says nothing about start-up.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -22,9 +25,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.side import Remote
+from benchmarks.side import PROMPT, Remote
 
 STEPS = {1: 20, 64: 16, 256: 12}  # of a block, by batch: short ones and many, for the host is noisy
+ROUNDS = 3
 BARS = {
     "idle": (1.01, 1.01), "steer every layer": (1.03, 1.05), "steer every layer, all distinct": (1.10, 1.10),
     "steer one layer": (1.01, 1.01), "capture every layer": (1.05, None), "one in eight steered": (1.03, 1.03),
@@ -44,12 +48,17 @@ def ratio(a: list[float], b: list[float]) -> dict[str, float]:
     return {name: round(float(number), 4) for name, number in found.items()} | {"pairs": len(a)}
 
 
-def pairs(stock: Callable[[], float], ours: Callable[[], float], count: int) -> dict[str, float]:
-    """Blocks of both in turn, the one that begins changing every time."""
-    a, b = [], []
+def blocks(stock: Callable[[], float], ours: Callable[[], float], count: int, a: list[float], b: list[float]) -> None:
+    """Blocks of both in turn, the one that begins changing every time; their figures are added to `a` and `b`."""
     for i in range(count):
         for side, found in ((stock, a), (ours, b))[:: 1 if i % 2 else -1]:
             found.append(side())
+
+
+def pairs(stock: Callable[[], float], ours: Callable[[], float], count: int) -> dict[str, float]:
+    """The ratio of so many pairs of blocks."""
+    a, b = [], []
+    blocks(stock, ours, count, a, b)
     return ratio(a, b)
 
 
@@ -58,8 +67,10 @@ def decode(stock: Remote, ours: Remote, batch: int, case: str, count: int) -> di
 
     What is captured is in host memory when a block ends, and goes back between blocks, as a server's would; then both
     sides begin anew.  "sustained" is captured without giving anything back, well beyond what is kept in pinned memory.
+    Idle, where bars are tightest, there are three rounds of `count` pairs.
     """
     steps, again = STEPS[batch], "capture" in case and "sustained" not in case
+    a, b = [], []
 
     def block(side: Remote, what: str) -> float:
         if again:
@@ -67,26 +78,25 @@ def decode(stock: Remote, ours: Remote, batch: int, case: str, count: int) -> di
             side.fill(batch, what, 4)
         return side.block(steps)
 
-    stock.fill(batch, "idle")
-    ours.fill(batch, case)
-    try:
-        found = pairs(lambda: block(stock, "idle"), lambda: block(ours, case), count)
-        assert stock.context() == ours.context(), "the two sides are at different contexts"
-        kernels = ours.kernels()
-        if case == "idle":
-            theirs = stock.kernels()
-            same = {name: n for name, (n, _) in kernels.items()} == {name: n for name, (n, _) in theirs.items()}
-            found |= {"kernels": sum(n for n, _ in kernels.values()), "kernels_are_stocks": same}
-            if not same:
-                found["kernels_differ"] = sorted(
-                    f"{name}: {theirs.get(name, (0,))[0]} {kernels.get(name, (0,))[0]}"
-                    for name in theirs.keys() | kernels.keys()
-                    if theirs.get(name, (0,))[0] != kernels.get(name, (0,))[0]
-                )
-        return found | {"gpu_us": round(sum(us for _, us in kernels.values())), "steady": ours.copies(20)}
-    finally:
-        stock.empty()
-        ours.empty()
+    for _ in range(ROUNDS if case == "idle" else 1):
+        try:
+            stock.fill(batch, "idle")
+            ours.fill(batch, case)
+            blocks(lambda: block(stock, "idle"), lambda: block(ours, case), count, a, b)
+            assert stock.context() == ours.context(), "the two sides are at different contexts"
+            kernels, steady = ours.kernels(), ours.copies(20)
+            theirs = stock.kernels() if case == "idle" else {}
+        finally:
+            stock.empty()
+            ours.empty()
+    found = ratio(a, b) | {"gpu_us": round(sum(us for _, us in kernels.values())), "steady": steady}
+    if case == "idle":
+        names = sorted(theirs.keys() | kernels.keys())
+        counts = {name: (theirs.get(name, (0,))[0], kernels.get(name, (0,))[0]) for name in names}
+        differ = [f"{name}: {x} {y}" for name, (x, y) in counts.items() if x != y]
+        found |= {"kernels": sum(y for _, y in counts.values()), "kernels_are_stocks": not differ}
+        found |= {"kernels_differ": differ} if differ else {}
+    return found
 
 
 def prefill(stock: Remote, ours: Remote, case: str, prompts: int, count: int) -> dict[str, Any]:
@@ -96,7 +106,7 @@ def prefill(stock: Remote, ours: Remote, case: str, prompts: int, count: int) ->
     ours.prefill(case, prompts, 1024)
     seconds = [lambda side=side, c=c: prompts * 1024 / side.prefill(c, prompts, 1024) for side, c in
                ((stock, "idle"), (ours, case))]  # fmt: skip
-    found = pairs(*seconds, count)
+    found = pairs(*seconds, ROUNDS * count if case == "idle" else count)
     speed = {name: round(prompts * 1024 / found.pop(name)) for name in ("stock", "ours")}
     return found | {f"{name}_tokens_s": value for name, value in speed.items()} | {"first_tokens_s": round(cold)}
 
@@ -231,12 +241,12 @@ def draw(files: list[Path]) -> None:
 
 
 class Run:
-    """What has been measured so far, written down after each figure; nothing new begins after `budget_s`."""
+    """What has been measured of a shape, written down after each figure; nothing new begins once the time is up."""
 
-    def __init__(self, args: argparse.Namespace, facts: dict[str, Any]) -> None:
-        self.file = args.out / f"gpu_speed-{args.shape}-{datetime.date.today().isoformat()}.json"
-        self.result: dict[str, Any] = {**facts, "decode": [], "prefill": []}
-        self.until = time.monotonic() + args.budget_s
+    def __init__(self, shape: str, facts: dict[str, Any], args: argparse.Namespace) -> None:
+        self.file = args.out / f"gpu_speed-{shape}-{facts['date']}.json"
+        self.result: dict[str, Any] = {**facts, "shape": shape, "decode": [], "prefill": []}
+        self.until = float("inf")
 
     def note(self, name: str, row: dict[str, Any] | None, measure: Callable[[], Any]) -> None:
         """Measures and notes one thing, or why it could not be."""
@@ -256,14 +266,56 @@ class Run:
         self.file.write_text(json.dumps(self.result, indent=1) + "\n")
 
 
+def start(shape: str, args: argparse.Namespace) -> tuple[str, Remote, Remote]:
+    """A shape's model, and both sides beginning to start (one after the other, unless together)."""
+    from tests.gpu.models import SHAPES, shape_only
+
+    model = shape_only(Path(f"/tmp/shape-{shape}-{args.layers}"), shape, args.layers)
+    options, of = {}, SHAPES[shape] | ({"num_hidden_layers": args.layers} if args.layers else {})
+    if args.sizes:
+        options["compilation_config"] = {"cudagraph_capture_sizes": [int(size) for size in args.sizes.split(",")]}
+    longest = PROMPT + args.pairs * (STEPS[256] + 3) + 128
+    numbers = of["num_hidden_layers"] * 2 * of["num_key_value_heads"] * of["head_dim"]
+    room = max(256 * longest * 2 * numbers, 1 << 30)
+    made = []
+    for kind in ("stock", "patchclamp"):
+        made.append(Remote(model, kind, room, **options))
+        if not args.together:
+            made[-1].facts()
+    return model, *made
+
+
+def measure(run: Run, model: str, stock: Remote, ours: Remote, args: argparse.Namespace) -> None:
+    """All figures of one shape."""
+    big, batches = run.result["shape"] == "8b", [int(b) for b in args.batches.split(",")]
+    run.result |= {"layers": ours.facts()["layers"], "start": {"stock": stock.facts(), "ours": ours.facts()}}
+    print(run.result["start"], flush=True)
+    run.until = time.monotonic() + args.budget_s
+    for batch in batches:
+        for case in BARS:
+            row = {"case": case, "batch": batch}
+            run.note("decode", row, lambda row=row: decode(stock, ours, row["batch"], row["case"], args.pairs))
+    for case in ("idle", "capture prompt, every layer"):
+        row = {"case": case, "prompts": 8 if big else 32}
+        run.note("prefill", row, lambda row=row: prefill(stock, ours, row["case"], row["prompts"], args.pairs))
+    run.note("planning", None, lambda: {c: ours.planning(256, c) for c in ("steer every layer", "capture every layer")})
+    if "growth" not in args.without:
+        for case in GROWTH:
+            run.note("decode", {"case": case, "batch": 64}, lambda c=case: decode(stock, ours, 64, c, args.pairs // 2))
+        row = {"case": "capture every layer, sustained", "batch": 256}
+        run.note("decode", row, lambda: decode(stock, ours, 256, row["case"], args.pairs))
+    ours.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--shape", default="0.6b")
+    parser.add_argument("--shapes", default="0.6b,8b")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--batches", default="1,64,256")
-    parser.add_argument("--pairs", type=int, default=60)
-    parser.add_argument("--budget-s", type=float, default=1e9)
+    parser.add_argument("--pairs", type=int, default=24)
+    parser.add_argument("--budget-s", type=float, default=1e9, help="seconds for each shape, once its engines run")
     parser.add_argument("--sizes", help="graph sizes, to start sooner (vLLM's own if not given)")
+    parser.add_argument("--together", action="store_true", help="start all engines at once")
     parser.add_argument("--without", default="", help="parts to leave out: growth, eager, fetch")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--draw", type=Path, nargs="+")
@@ -276,57 +328,41 @@ def main() -> None:
     import torch
     import vllm
 
-    from tests.gpu.models import shape_only
-
-    model = shape_only(Path(f"/tmp/shape-{args.shape}-{args.layers}"), args.shape, args.layers)
-    sizes = {}
-    if args.sizes:
-        sizes["compilation_config"] = {"cudagraph_capture_sizes": [int(size) for size in args.sizes.split(",")]}
+    deterministic = "TORCHINDUCTOR_DETERMINISTIC=1 " if os.environ.get("TORCHINDUCTOR_DETERMINISTIC") == "1" else ""
     facts = {"date": datetime.date.today().isoformat(), "vllm": vllm.__version__, "torch": torch.__version__,
-             "shape": args.shape, "command": "python " + " ".join(sys.argv)}  # fmt: skip
-    run = Run(args, facts)
-    big = args.shape == "8b"
-    stock = Remote(model, "stock", 34, **sizes)
-    ours = Remote(model, "patchclamp", 34, **sizes)
-    run.result |= {"layers": ours.facts()["layers"], "start": {"stock": stock.facts(), "ours": ours.facts()}}
-    print(run.result["start"], flush=True)
-    run.until = time.monotonic() + args.budget_s
-    for batch in (int(b) for b in args.batches.split(",")):
-        for case in BARS:
-            row = {"case": case, "batch": batch}
-            run.note("decode", row, lambda row=row: decode(stock, ours, row["batch"], row["case"], args.pairs))
-    if 256 in [int(b) for b in args.batches.split(",")]:
-        row = {"case": "capture every layer, sustained", "batch": 256}
-        run.note("decode", row, lambda: decode(stock, ours, 256, row["case"], args.pairs))
-    for case in ("idle", "capture prompt, every layer"):
-        row = {"case": case, "prompts": 8 if big else 32}
-        run.note("prefill", row, lambda row=row: prefill(stock, ours, row["case"], row["prompts"], args.pairs))
-    run.note("planning", None, lambda: {c: ours.planning(256, c) for c in ("steer every layer", "capture every layer")})
-    if "growth" not in args.without:
-        for case in GROWTH:
-            run.note("decode", {"case": case, "batch": 64}, lambda c=case: decode(stock, ours, 64, c, 5))
-    ours.close()
-    if "eager" not in args.without:
-        run.note("eager", None, lambda: eager(model, stock, [int(b) for b in args.batches.split(",")]))
-    stock.close()
+             "gpu": torch.cuda.get_device_name(), "command": f"{deterministic}python {' '.join(sys.argv)}"}  # fmt: skip
+    shapes, runs = args.shapes.split(","), []
+    started = {shape: start(shape, args) for shape in shapes} if args.together else {}
+    for shape in shapes:
+        runs.append(Run(shape, facts, args))
+        started[shape] = started.get(shape) or start(shape, args)
+        measure(runs[-1], *started[shape], args)
     if "fetch" not in args.without:
-        few = shape_only(Path(f"/tmp/shape-{args.shape}-4"), args.shape, 4)
-        run.note("fetch", None, lambda: fetch(few))
-    run.result["gpu"] = torch.cuda.get_device_name()
-    run.file.write_text(json.dumps(run.result, indent=1) + "\n")
-    run.file.with_suffix(".md").write_text(table(run.result))
-    missed = verdicts(run.result)
+        from tests.gpu.models import shape_only
+
+        for run in runs:
+            shape = run.result["shape"]
+            few = shape_only(Path(f"/tmp/shape-{shape}-4"), shape, 4)
+            run.note("fetch", None, lambda few=few: fetch(few))
+    for run in runs if "eager" not in args.without else ():
+        model, stock, _ = started[run.result["shape"]]
+        run.note("eager", None, lambda m=model, s=stock: eager(m, s, list(STEPS), args.pairs))
+        stock.close()
+    draw([run.file for run in runs])
+    missed = [missed for run in runs for missed in verdicts(run.result)]
+    for run in runs:
+        run.file.with_suffix(".md").write_text(table(run.result))
     print("missed:", missed)
     sys.exit(1 if missed else 0)
 
 
-def eager(model: str, stock: Remote, batches: list[int]) -> dict[str, Any]:
+def eager(model: str, stock: Remote, batches: list[int], count: int) -> dict[str, Any]:
     """Stock vLLM with `enforce_eager`, which hook-based tools need, against stock."""
-    other, found = Remote(model, "stock, eager", 12), {}
+    other, found = Remote(model, "stock, eager", 12 << 30), {}
     for batch in batches:
         for side in (stock, other):
             side.fill(batch, "idle")
-        found[f"batch {batch}"] = pairs(lambda: stock.block(20), lambda: other.block(20), 5)
+        found[f"batch {batch}"] = pairs(lambda: stock.block(20), lambda: other.block(20), count // 2)
         for side in (stock, other):
             side.empty()
     other.close()

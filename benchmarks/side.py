@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 PROMPT = 64
 OPTIONS = {
     "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 2304,
-    "max_num_seqs": 256, "gpu_memory_utilization": 0.4, "enable_prefix_caching": False, "disable_log_stats": True,
+    "max_num_seqs": 256, "gpu_memory_utilization": 0.1, "enable_prefix_caching": False, "disable_log_stats": True,
 }  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def cases(layers: int, width: int) -> dict[str, list[Any]]:
 class Side:
     """An engine of one kind: "stock", "stock, eager" or "patchclamp"."""
 
-    def __init__(self, model: str, kind: str, kv_gib: int, **options: Any) -> None:
+    def __init__(self, model: str, kind: str, kv_bytes: int, **options: Any) -> None:
         import msgspec
         import torch
         from vllm.engine.arg_utils import EngineArgs
@@ -74,7 +74,7 @@ class Side:
         extra = {"patchclamp": {"limits": msgspec.to_builtins(Limits(max_programs=512))}} if self.ours else {}
         free = torch.cuda.mem_get_info()[0]
         began = time.perf_counter()
-        arguments = {**OPTIONS, "kv_cache_memory_bytes": kv_gib << 30, "enforce_eager": "eager" in kind, **options}
+        arguments = {**OPTIONS, "kv_cache_memory_bytes": kv_bytes, "enforce_eager": "eager" in kind, **options}
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         with configuration.core_process(separate=False) if self.ours else contextlib.nullcontext():
             config = EngineArgs(model=model, additional_config=extra, **arguments).create_engine_config()
@@ -191,7 +191,7 @@ class Side:
     def _runtime(self) -> Any:
         return self._worker.patchclamp.runtime
 
-    def kernels(self, steps: int = 20) -> dict[str, tuple[float, float]]:
+    def kernels(self, steps: int = 10) -> dict[str, tuple[float, float]]:
         """Kernels of a step by name: how many, and microseconds in them. Rare ones (block tables) are left out."""
         import torch
 
@@ -252,14 +252,14 @@ class Side:
 
 
 class Remote:
-    """A `Side` in another process; calls wait for their result."""
+    """A `Side` in another process, which begins to start; calls wait for their result."""
 
-    def __init__(self, model: str, kind: str, kv_gib: int, **options: Any) -> None:
+    def __init__(self, model: str, kind: str, kv_bytes: int, **options: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, model, kind, kv_gib, options), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, model, kind, kv_bytes, options), daemon=True)
         self._process.start()
-        self.facts()
+        theirs.close()  # so that a process that dies is noticed
 
     def __getattr__(self, name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -276,10 +276,10 @@ class Remote:
         self._process.join()
 
 
-def _serve(pipe: Any, model: str, kind: str, kv_gib: int, options: dict[str, Any]) -> None:
+def _serve(pipe: Any, model: str, kind: str, kv_bytes: int, options: dict[str, Any]) -> None:
     if kind != "patchclamp":
         os.environ["VLLM_PLUGINS"] = ""
-    side = Side(model, kind, kv_gib, **options)
+    side = Side(model, kind, kv_bytes, **options)
     assert kind == "patchclamp" or not hasattr(side._worker, "patchclamp")
     while True:
         name, args, kwargs = pipe.recv()

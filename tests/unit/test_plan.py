@@ -452,7 +452,7 @@ def test_while_a_plan_holds_the_next_one_need_not_be_made(data):
         ]
         table.admit(np.array(ranges, RECORD), np.array([1] * 4 + [0] * (POINTS - 4)))
     batch = Batch(np.array([1, 2, 0, 3]), np.arange(4), rng.integers(0, 9, 4), np.ones(4, np.int64), 4)
-    plan = make_plan(batch, table, WIDTHS, SAMPLED)
+    plan = lazy = make_plan(batch, table, WIDTHS, SAMPLED)
     for step in range(1, min(plan.holds, 12) + 2):
         batch = Batch(batch.slot, batch.row, batch.position + 1, batch.count, 4)
         fresh = make_plan(batch, table, WIDTHS, SAMPLED)
@@ -460,8 +460,10 @@ def test_while_a_plan_holds_the_next_one_need_not_be_made(data):
         if plan.holds == 0:
             assert not same, step
             return
-        plan = plan.later()
+        plan, lazy = plan.later(), lazy.later(labels=bool(rng.integers(2)))
         assert same
+        assert lazy.begins()[plan.count > 0].tolist() == plan.begin[plan.count > 0].tolist()
+        assert lazy.behind or lazy.to_bytes() == plan.to_bytes()
         kept = plan.count > 0
         assert plan.begin[kept].tolist() == fresh.begin[kept].tolist()
         assert plan.tokens.position.tolist() == fresh.tokens.position.tolist()

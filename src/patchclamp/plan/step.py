@@ -47,7 +47,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     `count[c]` positions from `begin[c]` on, rows of `width[c]`, and its first row goes to `target[c]` in the step's
     capture buffer of `size`; all [C], the latter three in numbers, or in bytes where rows are kept in their own dtype.
     `holds` says for how many further steps, each of one token a request, the same rows are captured; `age`, for how
-    many that has been so.
+    many that has been so; positions here lag `behind` the step at hand by so many where nobody on the host needs them.
     """
 
     tokens: Rows
@@ -60,18 +60,23 @@ class StepPlan(msgspec.Struct, frozen=True):
     width: np.ndarray
     holds: int = 0
     age: int = 0
+    behind: int = 0
 
     def later(self, labels: bool = True) -> StepPlan:
         """The plan of the next step, when every request goes on by one token and `holds` is not 0.
 
-        `labels`: the rows' positions too, which a device knows by itself.
+        `labels`: with positions brought up to date, which a device knows by itself.
         """
-        changed: dict[str, Any] = {"holds": self.holds - 1, "age": self.age + 1}
-        if self.size:
-            changed["begin"] = np.where(self.count > 0, self.begin + 1, self.begin)
+        changed: dict[str, Any] = {"holds": self.holds - 1, "age": self.age + 1, "behind": self.behind + 1}
         if labels:
-            changed |= {"tokens": self.tokens.later(1), "sampled": self.sampled.later(1)}
+            tokens, sampled = (rows.later(self.behind + 1) for rows in (self.tokens, self.sampled))
+            changed |= {"tokens": tokens, "sampled": sampled, "begin": self.begins(1), "behind": 0}
         return msgspec.structs.replace(self, **changed)
+
+    def begins(self, further: int = 0) -> np.ndarray:
+        """The first position that each record keeps in the step at hand, or `further` steps on; [C]."""
+        steps = self.behind + further
+        return np.where(self.count > 0, self.begin + steps, self.begin) if steps and self.size else self.begin
 
     def parts(self, point: np.ndarray) -> dict[int, tuple[np.ndarray, int, int]]:
         """For each point where rows are captured: its records, and the part of the buffer that holds their rows.
@@ -115,11 +120,13 @@ def make_plan(
     position, stop = np.full((2, len(table.first)), -1, np.int64)
     position[batch.slot], stop[batch.slot] = batch.position, batch.position + batch.count
     position[0] = stop[0] = -1  # nobody's
-    now, end = position.take(captures.slot), stop.take(captures.slot)
-    only_last = sampled.take(captures.point)
-    lowest = np.where(only_last, end - 1, now) if only_last.any() else now
+    now = position.take(captures.slot)
+    end = now + 1 if steady else stop.take(captures.slot)
+    lowest = np.where(sampled.take(captures.point), end - 1, now) if (active & sampled).any() else now
     begin = np.maximum(captures.start, lowest)
-    count = np.maximum(np.minimum(captures.stop, end) - begin, 0)
+    count = np.minimum(captures.stop, end)
+    count -= begin
+    np.maximum(count, 0, out=count)
     width = (widths[:, None] * unit).take(captures.point * len(unit) + captures.dtype)
     target, size = _side_by_side(count, width) if unit is BYTES else _by_width(count, width)
     holds = _holds(*(column[table.leads] for column in (now, captures.start, captures.stop))) if steady else 0
@@ -136,7 +143,9 @@ def _holds(now: np.ndarray, start: np.ndarray, stop: np.ndarray) -> int:
 
 def _side_by_side(count: np.ndarray, width: np.ndarray) -> tuple[np.ndarray, int]:
     """Where each capture record's rows go: in the order of the records, so by point, each at a multiple of 16."""
-    taken = (count * width + 15) // 16 * 16
+    taken = count * width
+    taken += 15
+    taken &= -16
     end = np.cumsum(taken)
     return end - taken, int(end[-1])
 

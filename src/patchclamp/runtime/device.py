@@ -91,13 +91,15 @@ class CudaTables:
 
     def _targets(self, plan: StepPlan) -> list[tuple[int, np.ndarray]]:
         """Where captured rows go, by record: one range from the lowest capturing record to the highest."""
-        live = np.flatnonzero(plan.count)
-        if len(live) == 0:
+        if not plan.size:
             return []
-        record = self._table.captures.record[live]
+        record, target = self._table.captures.record, plan.target
+        if not plan.count.all():
+            live = np.flatnonzero(plan.count)
+            record, target = record[live], target[live]
         low, high = int(record.min()), int(record.max()) + 1
         by_record = np.zeros(high - low, np.int64)
-        by_record[record - low] = plan.target[live]
+        by_record[record - low] = target
         return [(self._at["target"] + 2 * low, by_record.view(np.int32))]
 
     def _send(self, segments: list[tuple[int, np.ndarray]]) -> None:

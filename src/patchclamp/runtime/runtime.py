@@ -8,6 +8,7 @@ the thread that steps the engine.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import repeat
 
 import msgspec
 import numpy as np
@@ -79,6 +80,7 @@ class Runtime:
         self._run_of_slot = np.full(limits.max_programs + 1, -1, np.int64)
         self._seated: tuple[list[str], int, np.ndarray] | None = None
         self._last: tuple[Batch, StepPlan, int] | None = None
+        self._next = np.zeros(0, np.int64)  # positions of the step after the last one, if it goes on like that
         self._growing: list[Captured] = []  # what the last step captured, to be gone on with
         self._token_bytes = 0  # what a token may capture at most, of any seated program
         self.step: Step = HostStep(self.table, self.bank)
@@ -220,7 +222,7 @@ class Runtime:
     def slots(self, requests: list[str]) -> np.ndarray:
         """The slots of a step's requests, [N]; 0 for one without a program."""
         if self._seated is None or self._seated[0] != requests or self._seated[1] != self.table.version:
-            slots = np.array([self._slot_of.get(request, 0) for request in requests], np.int64)
+            slots = np.fromiter(map(self._slot_of.get, requests, repeat(0)), np.int64, len(requests))
             self._seated = (requests, self.table.version, slots)
         return self._seated[2]
 
@@ -239,7 +241,7 @@ class Runtime:
         self.plan = make_plan(batch, self.table, self.widths, self.sampled, self.step.unit)
         self.step.begin(self.plan, batch, fresh=True)
         if self.plan.holds:
-            self._last = (batch, self.plan, self.table.version)
+            self._last, self._next = (batch, self.plan, self.table.version), batch.position + 1
 
     def goes_on(self, requests: list[str], position: np.ndarray, total: int) -> bool:
         """Goes on with the last plan, if this step is the last one with every request one token on and nothing else to
@@ -248,8 +250,13 @@ class Runtime:
             return False
         batch, plan, version = self._last
         known = plan.holds > 0 and version == self.table.version and total == len(requests)
-        if not known or requests != self._seated[0] or not np.array_equal(position, batch.position + plan.age + 1):
+        if not known or requests != self._seated[0]:
             return False
+        if self._next.dtype != position.dtype:
+            self._next = self._next.astype(position.dtype)
+        if self._next.tobytes() != position.tobytes():  # the cheapest comparison there is
+            return False
+        self._next += 1
         self.plan = plan.later(self.step.unit is NUMBERS)
         self._last = (batch, self.plan, version)
         self.step.begin(self.plan, batch, fresh=False)
@@ -278,7 +285,7 @@ class Runtime:
             mine = slice(None) if left.mine is None else left.mine
             piece = Captured(
                 [Place(left.block, left.offset)], left.stride, self._run_of_slot[captures.slot[mine]],
-                captures.point[mine], captures.op[mine], plan.begin[mine], plan.count[mine], left.target,
+                captures.point[mine], captures.op[mine], plan.begins()[mine], plan.count[mine], left.target,
                 captures.dtype[mine],
             )  # fmt: skip
             self._growing[i : i + 1] = [piece]

@@ -38,7 +38,8 @@ class Captured(msgspec.Struct):
 
     Record c has `count[c]` positions from `begin[c]` on in the first step, and in each further step those one further.
     Sizes are in the blocks' units: fp32 numbers, or bytes, of which a record's rows are in its `dtype` (a number into
-    `DTYPES`).  `of` gives for each run its records that have rows, `live` what of a step belongs to runs still kept.
+    `DTYPES`).  `of` gives for each run its records that have rows, `live` what of a step belongs to runs still kept;
+    both wait for `sort_out`.
     """
 
     places: list[Place]
@@ -53,7 +54,8 @@ class Captured(msgspec.Struct):
     of: dict[int, np.ndarray] = {}
     live: int = 0
 
-    def __post_init__(self) -> None:
+    def sort_out(self) -> None:
+        """Finds out whose the records are; not done while a step waits."""
         self.of = _by_run(self.run, self.count)
 
     @property
@@ -88,9 +90,9 @@ class Captured(msgspec.Struct):
     def dtype_of(self, c: int) -> torch.dtype:
         return _TORCH[int(self.dtype[c])] if self.in_bytes else torch.float32
 
-    def sizes(self, widths: np.ndarray) -> np.ndarray:
-        """What each record takes of a step, [C]."""
-        return self.count * widths[self.point] * (ITEM_BYTES[self.dtype] if self.in_bytes else 1)
+    def sizes(self, widths: np.ndarray, of: np.ndarray) -> np.ndarray:
+        """What some records, by number, take of a step."""
+        return self.count[of] * widths[self.point[of]] * (ITEM_BYTES[self.dtype[of]] if self.in_bytes else 1)
 
     def parts(self, c: int, width: int) -> list[np.ndarray]:
         """The bytes of record c's rows, [S, size] for each place, as views."""
@@ -102,7 +104,7 @@ class Captured(msgspec.Struct):
     def shrink(self, kept: list[int], widths: np.ndarray) -> None:
         """Moves the rows of some runs to memory of their own, and forgets the others."""
         mine = np.sort(np.concatenate([self.of[number] for number in kept]))
-        unit, sizes, old = 1 if self.in_bytes else 4, self.sizes(widths)[mine], self.target[mine]
+        unit, sizes, old = 1 if self.in_bytes else 4, self.sizes(widths, mine), self.target[mine]
         taken = -(-sizes // ALIGNED) * ALIGNED
         ends, dtype = np.cumsum(taken), torch.uint8 if self.in_bytes else torch.float32
         new = torch.empty(self.steps, int(ends[-1]), dtype=dtype)
@@ -136,9 +138,15 @@ class Captured(msgspec.Struct):
 def _by_run(run: np.ndarray, count: np.ndarray) -> dict[int, np.ndarray]:
     """The numbers of the records of each run that have rows."""
     live = np.flatnonzero(count)
-    order = live[np.argsort(run[live], kind="stable")]
-    runs, starts = np.unique(run[order], return_index=True)
-    return {int(number): mine for number, mine in zip(runs, np.split(order, starts[1:]), strict=False)}
+    if len(live) == 0:
+        return {}
+    whose = run[live]
+    whose -= whose.min()
+    order = live[np.argsort(whose.astype(np.int16) if whose.max() < 1 << 15 else whose, kind="stable")]
+    sorted_run = run[order]
+    starts = np.concatenate(([0], np.flatnonzero(np.diff(sorted_run)) + 1))
+    ends = [*starts[1:].tolist(), len(order)]
+    return {n: order[a:b] for n, a, b in zip(sorted_run[starts].tolist(), starts.tolist(), ends, strict=True)}
 
 
 ALIGNED = 16  # in either unit
@@ -153,6 +161,7 @@ class CaptureStore:
         self._widths, self._flush = widths, flush
         self._number: dict[str, int] = {}
         self._pieces: dict[int, list[Captured]] = {}
+        self._new: list[Captured] = []  # not sorted out yet
         self._next = 0
 
     def __len__(self) -> int:
@@ -176,9 +185,10 @@ class CaptureStore:
         A piece that less than half belongs to runs still kept is copied out for them, and its memory freed; one that
         is still on its way is looked at again when the next of its runs goes.
         """
+        self._sort_out()
         number = self._number.pop(run, -1)
         for piece in self._pieces.pop(number, ()):
-            piece.live -= int(piece.sizes(self._widths)[piece.of[number]].sum())
+            piece.live -= int(piece.sizes(self._widths, piece.of[number]).sum())
             if 0 < 2 * piece.live < piece.stride and piece.arrived:
                 self._flush()
                 piece.shrink([number for number in piece.of if number in self._pieces], self._widths)
@@ -186,17 +196,25 @@ class CaptureStore:
     @property
     def bytes(self) -> int:
         """Host memory that captures hold, or will."""
+        self._sort_out()
         pieces = {id(piece): piece for pieces in self._pieces.values() for piece in pieces}
         return sum(piece.steps * piece.stride * (1 if piece.in_bytes else 4) for piece in pieces.values())
 
     def add(self, piece: Captured) -> None:
         """Keeps a piece, which may yet grow, for those of its runs that are kept."""
-        sizes = piece.sizes(self._widths)
-        for number, mine in piece.of.items():
-            kept = self._pieces.get(number)
-            if kept is not None:
-                kept.append(piece)
-                piece.live += int(sizes[mine].sum())
+        self._new.append(piece)
+
+    def _sort_out(self) -> None:
+        """Notes new pieces under their runs: what `add` leaves for when no step waits."""
+        for piece in self._new:
+            piece.sort_out()
+            kept = [(number, self._pieces[number]) for number in piece.of if number in self._pieces]
+            for _, pieces in kept:
+                pieces.append(piece)
+            if kept:
+                mine = np.concatenate([piece.of[number] for number, _ in kept])
+                piece.live = int(piece.sizes(self._widths, mine).sum())
+        self._new = []
 
     def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, torch.Tensor]:
         """Positions [T] ascending and their rows [T, W], of one op or of all that captured there.
@@ -224,6 +242,7 @@ class CaptureStore:
         if run not in self._number:
             raise MissingSource(f"run {run} is not here: it was released, or captured nothing")
         self._flush()
+        self._sort_out()
         number, records = self._number[run], []
         positions, ops = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         for piece in self._pieces[number]:

@@ -72,7 +72,7 @@ class Attached:
         self._logits = next(point.number for point in sites.points if point.rows == "sampled")
         self._active = self._awaits_logits = False
         self._warm = self.runtime.device.type != "cuda"
-        self._preemptions = 0
+        self._preemptions = self._total = 0
         self._most_kept = limits.kept_bytes
         self._graphs: Graphs | None = None
         if self.runtime.device.type == "cuda":
@@ -120,6 +120,7 @@ class Attached:
             with suppress(msgspec.DecodeError):  # bytes of somebody else's: nothing is edited
                 self.runtime.link(request, self._run_of(program).run)
         tokens, total = compat.scheduled(scheduler_output)
+        self._total = total
         self._active = len(self.runtime) > 0 and self.runtime.concerns(compat.positions(scheduler_output))
         return self._active, not self._active or self.runtime.captures_at_most(tokens, total, self._most_kept)
 
@@ -127,7 +128,7 @@ class Attached:
         """Plans the step; the arrays are the runner's own and change with the next one."""
         if not self._active:
             return
-        total = int(count.sum())
+        total = self._total
         if not self.runtime.goes_on(requests, position, total):
             row, position, count = row.astype(np.int64), position.astype(np.int64), count.astype(np.int64)
             self.runtime.begin(Batch(self.runtime.slots(requests), row, position, count, total))
