@@ -213,11 +213,12 @@ class Side:
         after = self._runtime.steps_planned, self._runtime.step.tables.copies
         return {"steps": steps, "plans": after[0] - before[0], "copies": after[1] - before[1]}
 
-    def planning(self, batch: int, case: str, changes: int = 40) -> dict[str, float]:
-        """Microseconds of host work around a step in which one request left and another came, and of a steady one."""
+    def planning(self, batch: int, case: str, changes: int = 40) -> dict[str, Any]:
+        """Microseconds of our host work around a step in which one request left and another came, and of a steady one;
+        and of the former what each hook took: `before` the step, once it is `planned` for, and `after` it."""
         import torch
 
-        attached, spent = self._worker.patchclamp, [0.0]
+        attached, spent = self._worker.patchclamp, collections.Counter()
 
         def timed(name: str) -> None:
             inner = getattr(type(attached), name).__get__(attached)
@@ -227,7 +228,7 @@ class Side:
                 try:
                     return inner(*args)
                 finally:
-                    spent[0] += time.perf_counter() - began
+                    spent[name] += 1e6 * (time.perf_counter() - began)
 
             setattr(attached.hooks, name, outer)
 
@@ -243,12 +244,16 @@ class Side:
             self.add(case, i, PROMPT, 2000)
             torch.cuda.synchronize()
             for found in (changed, None, None, steady):
-                spent[0] = 0.0
+                spent.clear()
                 self.step()
                 if found is not None:
-                    found.append(1e6 * spent[0])
+                    found.append(dict(spent))
         self.empty()
-        return {"changed": float(np.median(changed)), "steady": float(np.median(steady))}
+        sums = {"changed": changed, "steady": steady}
+        found = {
+            name: round(float(np.median([sum(parts.values()) for parts in many])), 1) for name, many in sums.items()
+        }
+        return found | {"parts": {name: round(float(np.median([p[name] for p in changed])), 1) for name in changed[0]}}
 
 
 class Remote:
