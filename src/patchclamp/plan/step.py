@@ -109,11 +109,11 @@ def make_plan(
     batch: Batch, table: ProgramTable, widths: np.ndarray, sampled: np.ndarray, unit: np.ndarray = NUMBERS
 ) -> StepPlan:
     """The plan of one step. `widths` [P]: numbers in a row; `sampled` [P]: a point's rows are the sampled ones."""
-    tokens, slot = _label(batch), batch.slot.astype(np.int32)
+    steady = bool((batch.count == 1).all())
+    tokens, slot = _label(batch, steady), batch.slot.astype(np.int32)
     last = Rows(slot, (batch.position + batch.count - 1).astype(np.int32), np.zeros_like(slot))
     table.settle()
-    active = table.active(batch.slot)
-    steady, captures = bool((batch.count == 1).all()), table.captures
+    active, captures = table.active(batch.slot), table.captures
     if len(captures.record) == 0:
         none = np.zeros(0, np.int64)
         return StepPlan(tokens, last, active, none, none, none, 0, none, FOREVER if steady else 0)
@@ -127,7 +127,7 @@ def make_plan(
     count = np.minimum(captures.stop, end)
     count -= begin
     np.maximum(count, 0, out=count)
-    width = (widths[:, None] * unit).take(captures.point * len(unit) + captures.dtype)
+    width = (widths[:, None] * unit).take(captures.kind)
     target, size = _side_by_side(count, width) if unit is BYTES else _by_width(count, width)
     holds = _holds(*(column[table.leads] for column in (now, captures.start, captures.stop))) if steady else 0
     return StepPlan(tokens, last, active, begin, count, target, size, width, holds)
@@ -162,9 +162,9 @@ def _by_width(count: np.ndarray, width: np.ndarray) -> tuple[np.ndarray, int]:
     return target, size
 
 
-def _label(batch: Batch) -> Rows:
+def _label(batch: Batch, steady: bool) -> Rows:
     slot, position, rank = np.zeros((3, batch.rows), np.int32)
-    if (batch.count == 1).all():
+    if steady:
         slot[batch.row], position[batch.row] = batch.slot, batch.position
         return Rows(slot, position, rank)
     total = int(batch.count.sum())

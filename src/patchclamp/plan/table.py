@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.errors import CapacityError
+from patchclamp.spec.ops import DTYPES
 
 CAPTURE, LINEAR = 0, 1  # LINEAR: x·h + y·v, where x or y of 0 leaves h or v out altogether
 
@@ -27,7 +28,8 @@ RECORD = np.dtype(
 class Captures(msgspec.Struct, frozen=True):
     """The capture records of all slots, C of them, by point and within a point in the order of admission.
 
-    `lead`: 1 for one record of every op and piece of a slot; those at other points hold for the same positions.
+    `kind` is the point times the number of dtypes, plus the dtype: what the size of a row depends on.  `lead`: 1 for one
+    record of every op and piece of a slot; those at other points hold for the same positions.
     """
 
     record: np.ndarray
@@ -37,6 +39,7 @@ class Captures(msgspec.Struct, frozen=True):
     start: np.ndarray
     stop: np.ndarray
     dtype: np.ndarray
+    kind: np.ndarray
     lead: np.ndarray
 
     @classmethod
@@ -66,8 +69,8 @@ class ProgramTable:
     def __init__(self, slots: int, points: int, records: int) -> None:
         self.first = np.zeros((slots + 1, points + 1), np.int32)
         self.generation = np.zeros(slots + 1, np.int32)
-        self._acts = np.zeros((slots + 1, -(-points // 8)), np.uint8)  # where a slot has records, a bit a point
-        self._points = points
+        self._acts = np.zeros((slots + 1, points), bool)  # where a slot has records
+        self._acting = np.zeros(points, np.int64)  # how many slots have
         self.records = np.zeros(records, RECORD)
         self.version = 0
         self.changed: tuple[set[int], list[tuple[int, int]]] = (set(), [])
@@ -92,7 +95,8 @@ class ProgramTable:
         self.records[begin : begin + len(records)] = records
         self.first[slot, 0] = begin
         self.first[slot, 1:] = begin + np.cumsum(counts)
-        self._acts[slot] = np.packbits(counts > 0)
+        self._acts[slot] = counts > 0
+        self._acting += self._acts[slot]
         self._stale |= slot in self._gone
         self._add_captures(slot, begin, records, counts)
         self._note(slot, begin, begin + len(records))
@@ -101,6 +105,7 @@ class ProgramTable:
     def drop(self, slot: int) -> None:
         """Frees a slot and its records."""
         self._give(int(self.first[slot, 0]), int(self.first[slot, -1]))
+        self._acting -= self._acts[slot]
         self.first[slot] = self._acts[slot] = 0
         self._gone.add(slot)
         self._new = [captures for captures in self._new if captures.slot[0] != slot]
@@ -108,8 +113,10 @@ class ProgramTable:
         self._note(slot, 0, 0)
 
     def active(self, slots: np.ndarray) -> np.ndarray:
-        """Points at which any of some slots has records, bool [points]."""
-        return np.unpackbits(np.bitwise_or.reduce(self._acts[slots], axis=0), count=self._points).view(bool)
+        """Points at which any of some slots, each named once at most but for 0, has records; bool [points]."""
+        if np.count_nonzero(slots) == len(self):
+            return self._acting > 0
+        return self._acts[slots].any(axis=0)
 
     def __len__(self) -> int:
         """Admitted requests."""
@@ -136,10 +143,11 @@ class ProgramTable:
         if len(kept) == 0:
             return
         point = np.repeat(np.arange(len(counts)), counts)[kept]
-        rest = (records[field][kept] for field in ("value", "start", "stop", "x"))
+        op, start, stop, dtype = (records[field][kept].astype(np.int64) for field in ("value", "start", "stop", "x"))
         lead = np.zeros(len(kept), np.int64)
-        lead[np.unique(records["value"][kept] << 32 | records["start"][kept], return_index=True)[1]] = 1
-        columns = (begin + kept, np.full(len(kept), slot), point, *rest, lead)
+        lead[np.unique(op << 32 | start, return_index=True)[1]] = 1
+        kind = point * len(DTYPES) + dtype
+        columns = (begin + kept, np.full(len(kept), slot), point, op, start, stop, dtype, kind, lead)
         self._new.append(Captures(*(column.astype(np.int64) for column in columns)))
 
     def settle(self, wholly: bool = False) -> None:

@@ -45,6 +45,7 @@ class CudaStep:
         self._parts: dict[int, tuple[np.ndarray, int, int]] | None = None
         self._left: list[Left] = []
         self._drained: set[int] = set()
+        self._full = self.kept[:0]  # the part of `kept` that a step with a graph filled
 
     @property
     def bytes(self) -> int:
@@ -83,8 +84,13 @@ class CudaStep:
         if not plan.size:
             return
         if not self._drained:
+            if len(self._full) != plan.size:
+                self._full = self.kept[: plan.size]
             aside, block, offset = self.drain.reserve(plan.size)
-            aside[: plan.size].copy_(self.kept[: plan.size])
+            if len(aside) == plan.size:
+                aside.copy_(self._full)
+            else:
+                aside[: plan.size].copy_(self._full)
             yield Left(block, offset, len(aside), plan.target, None)
             return
         assert self._parts is not None
