@@ -29,6 +29,7 @@ from benchmarks.side import PROMPT, Remote
 
 STEPS = {1: 20, 64: 16, 256: 12}  # of a block, by batch: short ones and many, for the host is noisy
 ROUNDS = 3
+PROFILED = ("idle", "steer every layer", "steer one layer", "capture every layer")
 BARS = {
     "idle": (1.01, 1.01), "steer every layer": (1.03, 1.05), "steer every layer, all distinct": (1.10, 1.10),
     "steer one layer": (1.01, 1.01), "capture every layer": (1.05, None), "one in eight steered": (1.03, 1.03),
@@ -48,18 +49,13 @@ def ratio(a: list[float], b: list[float]) -> dict[str, float]:
     return {name: round(float(number), 4) for name, number in found.items()} | {"pairs": len(a)}
 
 
-def blocks(stock: Callable[[], float], ours: Callable[[], float], count: int, a: list[float], b: list[float]) -> None:
-    """Blocks of both in turn, the one that begins changing every time; their figures are added to `a` and `b`."""
+def blocks(a: Callable[[int], float], b: Callable[[int], float], count: int) -> tuple[list[float], list[float]]:
+    """Blocks of both in turn, the one that begins changing every time, both of a pair on the same core."""
+    found: tuple[list[float], list[float]] = [], []
     for i in range(count):
-        for side, found in ((stock, a), (ours, b))[:: 1 if i % 2 else -1]:
-            found.append(side())
-
-
-def pairs(stock: Callable[[], float], ours: Callable[[], float], count: int) -> dict[str, float]:
-    """The ratio of so many pairs of blocks."""
-    a, b = [], []
-    blocks(stock, ours, count, a, b)
-    return ratio(a, b)
+        for side in (0, 1) if i % 2 else (1, 0):
+            found[side].append((a, b)[side](i))
+    return found
 
 
 def decode(stock: Remote, ours: Remote, batch: int, case: str, count: int) -> dict[str, Any]:
@@ -72,24 +68,29 @@ def decode(stock: Remote, ours: Remote, batch: int, case: str, count: int) -> di
     steps, again = STEPS[batch], "capture" in case and "sustained" not in case
     a, b = [], []
 
-    def block(side: Remote, what: str) -> float:
+    def block(side: Remote, what: str, core: int) -> float:
         if again:
             side.empty()
             side.fill(batch, what, 4)
-        return side.block(steps)
+        return side.block(steps, core)
 
     for _ in range(ROUNDS if case == "idle" else 1):
         try:
             stock.fill(batch, "idle")
             ours.fill(batch, case)
-            blocks(lambda: block(stock, "idle"), lambda: block(ours, case), count, a, b)
+            more = blocks(lambda core: block(stock, "idle", core), lambda core: block(ours, case, core), count)
+            a, b = a + more[0], b + more[1]
             assert stock.context() == ours.context(), "the two sides are at different contexts"
-            kernels, steady = ours.kernels(), ours.copies(20)
+            kernels = ours.kernels() if case in PROFILED else {}
             theirs = stock.kernels() if case == "idle" else {}
+            steady = ours.copies(20)
         finally:
             stock.empty()
             ours.empty()
-    found = ratio(a, b) | {"gpu_us": round(sum(us for _, us in kernels.values())), "steady": steady}
+    found = ratio(a, b) | {"steady": steady}
+    for name, many in (("gpu_us", kernels), ("stock_gpu_us", theirs)):
+        if many:
+            found[name] = round(sum(us for _, us in many.values()))
     if case == "idle":
         names = sorted(theirs.keys() | kernels.keys())
         counts = {name: (theirs.get(name, (0,))[0], kernels.get(name, (0,))[0]) for name in names}
@@ -101,14 +102,28 @@ def decode(stock: Remote, ours: Remote, batch: int, case: str, count: int) -> di
 
 def prefill(stock: Remote, ours: Remote, case: str, prompts: int, count: int) -> dict[str, Any]:
     """Prompt tokens a second of prompts of 1,024; the ratio is of times, as elsewhere."""
-    stock.prefill("idle", prompts, 1024)
-    cold = ours.prefill(case, prompts, 1024)  # the first time, host memory is still to be had
-    ours.prefill(case, prompts, 1024)
-    seconds = [lambda side=side, c=c: prompts * 1024 / side.prefill(c, prompts, 1024) for side, c in
+    stock.prefill("idle", prompts, 1024, 0)
+    cold = ours.prefill(case, prompts, 1024, 0)  # the first time, host memory is still to be had
+    ours.prefill(case, prompts, 1024, 0)
+    seconds = [lambda core, side=side, c=c: prompts * 1024 / side.prefill(c, prompts, 1024, core) for side, c in
                ((stock, "idle"), (ours, case))]  # fmt: skip
-    found = pairs(*seconds, ROUNDS * count if case == "idle" else count)
+    found = ratio(*blocks(*seconds, ROUNDS * count if case == "idle" else count))
     speed = {name: round(prompts * 1024 / found.pop(name)) for name in ("stock", "ours")}
     return found | {f"{name}_tokens_s": value for name, value in speed.items()} | {"first_tokens_s": round(cold)}
+
+
+def control(stock: Remote, other: Remote, batches: list[int], count: int) -> dict[str, Any]:
+    """Stock vLLM, started once more, against stock vLLM: what a ratio is worth on this machine."""
+    found = {}
+    for batch in batches:
+        for side in (stock, other):
+            side.fill(batch, "idle")
+        sides = [lambda core, side=side, n=STEPS[batch]: side.block(n, core) for side in (stock, other)]
+        spent = {"gpu_us": [round(sum(us for _, us in side.kernels().values())) for side in (stock, other)]}
+        found[f"batch {batch}"] = ratio(*blocks(*sides, count)) | spent
+        for side in (stock, other):
+            side.empty()
+    return found
 
 
 def fetch(model: str) -> dict[str, Any]:
@@ -137,10 +152,11 @@ def fetch(model: str) -> dict[str, Any]:
 def table(result: dict[str, Any]) -> str:
     """The figures as Markdown, each beside its bar."""
     big = result["shape"] == "8b"
-    lines = [f"# Speed against stock vLLM, shape {result['shape']}, {result['date']}", "",
-             f"{result['gpu']}, vLLM {result['vllm']}, PyTorch {result['torch']}, bfloat16, {result['layers']} layers. "
-             f"`{result['command']}`", "", "| case | batch | stock ms | ours ms | ratio [95 %] | bar |",
-             "|---|---|---|---|---|---|"]  # fmt: skip
+    about = (f"{result['gpu']}, vLLM {result['vllm']}, PyTorch {result['torch']}, bfloat16, {result['layers']} layers. "
+             f"`{result['command']}`")  # fmt: skip
+    lines = [f"# Speed against stock vLLM, shape {result['shape']}, {result['date']}", "", about, ""]
+    lines += [result["remark"], ""] if "remark" in result else []
+    lines += ["| case | batch | stock ms | ours ms | ratio [95 %] | bar |", "|---|---|---|---|---|---|"]
     for row in result["decode"]:
         bar = BARS.get(row["case"], (None, None))[0 if big else 1]
         if "error" in row:
@@ -153,6 +169,10 @@ def table(result: dict[str, Any]) -> str:
             f"| {row['case']}{kernels} | {row['batch']} | {row['stock']:.3f} | {row['ours']:.3f} | "
             f"{row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}] | {'' if bar is None else f'≤ {bar}'} |"
         )
+    for part, named in (("control", "stock, started once more"), ("eager", "stock, enforce_eager")):
+        for batch, row in result.get(part, {}).items() if "error" not in result.get(part, {}) else ():
+            lines.append(f"| {named} | {batch.split()[-1]} | {row['stock']:.3f} | {row['ours']:.3f} | "
+                         f"{row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}] | |")  # fmt: skip
     lines += ["", "| prefill of 1,024-token prompts | stock tokens/s | ours tokens/s | ours, first time | time ratio |",
               "|---|---|---|---|---|"]  # fmt: skip
     for row in result["prefill"]:
@@ -163,9 +183,15 @@ def table(result: dict[str, Any]) -> str:
         lines.append(f"| {row['case']} | {speeds} | {row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}] |")
     missed = verdicts(result)
     lines += ["", f"Bars missed: {'; '.join(missed) or 'none of those measured'}."]
-    for name in ("planning", "eager", "fetch", "start"):
-        if name in result:
-            lines += ["", f"**{name}**: `{json.dumps(result[name], ensure_ascii=False)}`"]
+    for case, found in result.get("planning", {}).items() if "error" not in result.get("planning", {}) else ():
+        parts = ", ".join(f"{part} {us:.0f}" for part, us in found["parts"].items())
+        lines += ["", f"Our host work around a step of 256 requests, {case}: {found['changed']:.0f} µs when one left "
+                  f"and another came ({parts}), {found['steady']:.0f} µs when nothing changed."]  # fmt: skip
+    if "GB_s" in result.get("fetch", {}):
+        lines += ["", f"Fetched into the caller's process, {result['fetch']['MB']} MB: {result['fetch']['GB_s']} GB/s "
+                  f"({result['fetch']['first_GB_s']} the first time)."]  # fmt: skip
+    for side, facts in result["start"].items():
+        lines += ["", f"Start of {side}: {facts['start_s']} s, {facts['memory_mib']:,} MiB of GPU memory."]
     return "\n".join(lines) + "\n"
 
 
@@ -226,11 +252,11 @@ def draw(files: list[Path]) -> None:
                 axis.plot([bar, bar], [i - 0.4, i + 0.4], color="#d62828", linewidth=1.2)
         axis.axvline(1.0, color="#999999", linewidth=0.8, zorder=0)
         axis.set_yticks(range(len(names)), names)
-        axis.invert_yaxis()
         axis.set_title(f"{'Llama-3.1-8B' if result['shape'] == '8b' else 'Qwen3-0.6B'} shape", loc="left", fontsize=11)
         axis.set_xlabel("time of a decode step, stock vLLM = 1")
         for side in ("top", "right", "left"):
             axis.spines[side].set_visible(False)
+    axes[0][0].invert_yaxis()  # shared
     handles = [plt.Line2D([], [], marker="o", linestyle="", color=c, label=f"batch {b}") for b, c in colours.items()]
     handles.append(plt.Line2D([], [], color="#d62828", label="bar"))
     axes[0][0].figure.legend(handles=handles, loc="lower center", ncols=4, frameon=False)
@@ -266,27 +292,36 @@ class Run:
         self.file.write_text(json.dumps(self.result, indent=1) + "\n")
 
 
-def start(shape: str, args: argparse.Namespace) -> tuple[str, Remote, Remote]:
+class Engines:
     """A shape's model, and both sides beginning to start (one after the other, unless together)."""
-    from tests.gpu.models import SHAPES, shape_only
 
-    model = shape_only(Path(f"/tmp/shape-{shape}-{args.layers}"), shape, args.layers)
-    options, of = {}, SHAPES[shape] | ({"num_hidden_layers": args.layers} if args.layers else {})
-    if args.sizes:
-        options["compilation_config"] = {"cudagraph_capture_sizes": [int(size) for size in args.sizes.split(",")]}
-    longest = PROMPT + args.pairs * (STEPS[256] + 3) + 128
-    numbers = of["num_hidden_layers"] * 2 * of["num_key_value_heads"] * of["head_dim"]
-    room = max(256 * longest * 2 * numbers, 1 << 30)
-    made = []
-    for kind in ("stock", "patchclamp"):
-        made.append(Remote(model, kind, room, **options))
+    def __init__(self, shape: str, args: argparse.Namespace) -> None:
+        from tests.gpu.models import SHAPES, shape_only
+
+        self.model = shape_only(Path(f"/tmp/shape-{shape}-{args.layers}"), shape, args.layers)
+        self.options, of = {}, SHAPES[shape] | ({"num_hidden_layers": args.layers} if args.layers else {})
+        if args.sizes:
+            self.options["compilation_config"] = {"cudagraph_capture_sizes": [int(n) for n in args.sizes.split(",")]}
+        longest = PROMPT + args.pairs * (STEPS[256] + 3) + 128
+        numbers = of["num_hidden_layers"] * 2 * of["num_key_value_heads"] * of["head_dim"]
+        self.room = max(256 * longest * 2 * numbers, 1 << 30)
+        self.stock = Remote(self.model, "stock", self.room, **self.options)
         if not args.together:
-            made[-1].facts()
-    return model, *made
+            self.stock.facts()
+        self.ours = Remote(self.model, "patchclamp", self.room, **self.options)
+
+    def another(self, kind: str, count: int) -> dict[str, Any]:
+        """Another engine of stock vLLM, "stock" or "stock, eager", against the first one."""
+        other = Remote(self.model, kind, self.room, **self.options)
+        try:
+            return control(self.stock, other, list(STEPS), count)
+        finally:
+            other.close()
 
 
-def measure(run: Run, model: str, stock: Remote, ours: Remote, args: argparse.Namespace) -> None:
+def measure(run: Run, engines: Engines, args: argparse.Namespace) -> None:
     """All figures of one shape."""
+    stock, ours = engines.stock, engines.ours
     big, batches = run.result["shape"] == "8b", [int(b) for b in args.batches.split(",")]
     run.result |= {"layers": ours.facts()["layers"], "start": {"stock": stock.facts(), "ours": ours.facts()}}
     print(run.result["start"], flush=True)
@@ -305,6 +340,10 @@ def measure(run: Run, model: str, stock: Remote, ours: Remote, args: argparse.Na
         row = {"case": "capture every layer, sustained", "batch": 256}
         run.note("decode", row, lambda: decode(stock, ours, 256, row["case"], args.pairs))
     ours.close()
+    for part, kind in (("control", "stock"), ("eager", "stock, eager")):
+        if part not in args.without:
+            run.note(part, None, lambda kind=kind: engines.another(kind, args.pairs))
+    stock.close()
 
 
 def main() -> None:
@@ -316,7 +355,7 @@ def main() -> None:
     parser.add_argument("--budget-s", type=float, default=1e9, help="seconds for each shape, once its engines run")
     parser.add_argument("--sizes", help="graph sizes, to start sooner (vLLM's own if not given)")
     parser.add_argument("--together", action="store_true", help="start all engines at once")
-    parser.add_argument("--without", default="", help="parts to leave out: growth, eager, fetch")
+    parser.add_argument("--without", default="", help="parts to leave out: growth, control, eager, fetch")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--draw", type=Path, nargs="+")
     args = parser.parse_args()
@@ -332,11 +371,10 @@ def main() -> None:
     facts = {"date": datetime.date.today().isoformat(), "vllm": vllm.__version__, "torch": torch.__version__,
              "gpu": torch.cuda.get_device_name(), "command": f"{deterministic}python {' '.join(sys.argv)}"}  # fmt: skip
     shapes, runs = args.shapes.split(","), []
-    started = {shape: start(shape, args) for shape in shapes} if args.together else {}
+    started = {shape: Engines(shape, args) for shape in shapes} if args.together else {}
     for shape in shapes:
         runs.append(Run(shape, facts, args))
-        started[shape] = started.get(shape) or start(shape, args)
-        measure(runs[-1], *started[shape], args)
+        measure(runs[-1], started.get(shape) or Engines(shape, args), args)
     if "fetch" not in args.without:
         from tests.gpu.models import shape_only
 
@@ -344,29 +382,12 @@ def main() -> None:
             shape = run.result["shape"]
             few = shape_only(Path(f"/tmp/shape-{shape}-4"), shape, 4)
             run.note("fetch", None, lambda few=few: fetch(few))
-    for run in runs if "eager" not in args.without else ():
-        model, stock, _ = started[run.result["shape"]]
-        run.note("eager", None, lambda m=model, s=stock: eager(m, s, list(STEPS), args.pairs))
-        stock.close()
     draw([run.file for run in runs])
     missed = [missed for run in runs for missed in verdicts(run.result)]
     for run in runs:
         run.file.with_suffix(".md").write_text(table(run.result))
     print("missed:", missed)
     sys.exit(1 if missed else 0)
-
-
-def eager(model: str, stock: Remote, batches: list[int], count: int) -> dict[str, Any]:
-    """Stock vLLM with `enforce_eager`, which hook-based tools need, against stock."""
-    other, found = Remote(model, "stock, eager", 12 << 30), {}
-    for batch in batches:
-        for side in (stock, other):
-            side.fill(batch, "idle")
-        found[f"batch {batch}"] = pairs(lambda: stock.block(20), lambda: other.block(20), count // 2)
-        for side in (stock, other):
-            side.empty()
-    other.close()
-    return found
 
 
 if __name__ == "__main__":

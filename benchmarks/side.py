@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,18 @@ def cases(layers: int, width: int) -> dict[str, list[Any]]:
         **{f"{n} of 64 steered": [every] * n + [None] * (64 - n) for n in (1, 16, 32)},
         "steer four sites a layer": [Program.of([pc.Add(0.01 * torch.randn(width), at=s) for s in four])],
     }  # fmt: skip
+
+
+@contextlib.contextmanager
+def on_core(number: int) -> Iterator[None]:
+    """This thread runs on one core, by its place among those it may use: on a shared machine they differ much, and a
+    process that happens to sit on a slow one would be called slow."""
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {sorted(allowed)[number % len(allowed)]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
 
 
 class Side:
@@ -147,18 +160,19 @@ class Side:
         self.running, self.vectors = [], []
         self.step(3)
 
-    def block(self, steps: int) -> float:
-        """Milliseconds a step, every request decoding."""
+    def block(self, steps: int, core: int) -> float:
+        """Milliseconds a step, every request decoding; the engine's thread stays on one core of the machine's."""
         import torch
 
-        self.step(3)
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        self.step(steps)
-        torch.cuda.synchronize()
-        if self.ours:
-            self._runtime.step.flush()  # what was captured is in host memory now
-        found = 1e3 * (time.perf_counter() - began) / steps
+        with on_core(core):
+            self.step(3)
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            self.step(steps)
+            torch.cuda.synchronize()
+            if self.ours:
+                self._runtime.step.flush()  # what was captured is in host memory now
+            found = 1e3 * (time.perf_counter() - began) / steps
         assert len(self.core.scheduler.running) == len(self.running), "a request stopped"
         return found
 
@@ -166,20 +180,21 @@ class Side:
         """Tokens that the running requests have behind them."""
         return sum(request.num_computed_tokens for request in self.core.scheduler.running)
 
-    def prefill(self, case: str, prompts: int, length: int) -> float:
+    def prefill(self, case: str, prompts: int, length: int, core: int) -> float:
         """Prompt tokens a second; captures are in the worker's host memory when it ends."""
         import torch
 
         for i in range(prompts):
             self.add(case, i, length, 1)
         torch.cuda.synchronize()
-        began = time.perf_counter()
-        while self.core.scheduler.has_unfinished_requests():
-            self.step()
-        torch.cuda.synchronize()
-        if self.ours:
-            self._runtime.step.flush()
-        found = prompts * length / (time.perf_counter() - began)
+        with on_core(core):
+            began = time.perf_counter()
+            while self.core.scheduler.has_unfinished_requests():
+                self.step()
+            torch.cuda.synchronize()
+            if self.ours:
+                self._runtime.step.flush()
+            found = prompts * length / (time.perf_counter() - began)
         self.empty()
         return found
 

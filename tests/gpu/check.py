@@ -419,6 +419,8 @@ def main() -> None:
     args = parser.parse_args()
     from tests.gpu.models import with_weights
 
+    # Inductor times the kernels it could use, so that even stock vLLM compiled twice need not agree with itself.
+    os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
     global FILE
     args.out.mkdir(parents=True, exist_ok=True)
     FILE, parts = args.out / f"gpu_check-{datetime.date.today().isoformat()}.json", args.parts.split(",")

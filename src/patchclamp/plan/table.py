@@ -28,8 +28,8 @@ RECORD = np.dtype(
 class Captures(msgspec.Struct, frozen=True):
     """The capture records of all slots, C of them, by point and within a point in the order of admission.
 
-    `kind` is the point times the number of dtypes, plus the dtype: what the size of a row depends on.  `lead`: 1 for one
-    record of every op and piece of a slot; those at other points hold for the same positions.
+    `kind`, the point times the number of dtypes, plus the dtype, is what the size of a row depends on.  `lead`: 1 for
+    one record of every op and piece of a slot; those at other points hold for the same positions.
     """
 
     record: np.ndarray
@@ -116,7 +116,7 @@ class ProgramTable:
         """Points at which any of some slots, each named once at most but for 0, has records; bool [points]."""
         if np.count_nonzero(slots) == len(self):
             return self._acting > 0
-        return self._acts[slots].any(axis=0)
+        return np.logical_or.reduce(self._acts[slots], axis=0)
 
     def __len__(self) -> int:
         """Admitted requests."""

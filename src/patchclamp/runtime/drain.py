@@ -16,7 +16,7 @@ import torch
 from patchclamp.runtime.pinned import Pinned, Slab
 from patchclamp.store.captures import ALIGNED, Block
 
-SEND_BYTES = 1 << 25  # gathered in the ring before it is sent: two fill a slab
+SEND_BYTES = 1 << 23  # gathered in the ring before it is sent: 0.2 ms on the way, against 0.05 of host time
 BEHIND = 4  # slabs being moved to ordinary memory before the engine waits
 
 
