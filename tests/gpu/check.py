@@ -293,6 +293,14 @@ def bounded(model: str) -> None:
             note("bounded", f"active graphs: {name}", False, f"{type(error).__name__}: {error}"[:300])
         finally:
             Recorded.tapped = stock_tapped
+    try:
+        with pc.LM(model, engine="vllm", prove=False, **{**options, "gpu_memory_utilization": 0.985}) as lm:
+            run, status = lm.run(PROMPTS[1], capture=[pc.resid_post], max_tokens=64), lm.engine.status()
+            free = torch.cuda.mem_get_info()[0] >> 20
+        told = f"{free} MiB free, {status['active_graphs']} active sizes {status['active_graphs_problem']}"
+        note("bounded", "a GPU filled to 98.5 % starts and serves", run.error is None, told)
+    except Exception as error:
+        note("bounded", "a GPU filled to 98.5 % starts and serves", False, f"{type(error).__name__}: {error}"[:300])
     for name in ("one size", "no room"):
         same = answers.get(name) == answers.get("all")
         tokens = sum(a[0] == b[0] for a, b in zip(answers[name][0], answers["all"][0], strict=True))

@@ -103,12 +103,7 @@ class CudaTables:
         return [(self._at["target"] + 2 * low, by_record.view(np.int32))]
 
     def _send(self, segments: list[tuple[int, np.ndarray]]) -> None:
-        blocks = [
-            (to + i, words[i : i + cuda.SCATTER_BLOCK])
-            for to, words in segments
-            for i in range(0, len(words), cuda.SCATTER_BLOCK)
-        ]
-        total = 3 * len(blocks) + sum(len(words) for _, words in blocks)
+        blocks, total = blocks_of(segments)
         self._turn = (self._turn + 1) % DEPTH
         if not self._done[self._turn].query():
             self._done[self._turn].synchronize()
@@ -116,16 +111,35 @@ class CudaTables:
             self._staging[self._turn] = _pinned(2 * total)
         if total > len(self._inbox):
             self._inbox = torch.empty(2 * total, dtype=torch.int32, device=self.device)
-        staging, at = self._staging[self._turn], 3 * len(blocks)
-        host = staging.numpy()
-        for i, (to, words) in enumerate(blocks):
-            host[3 * i : 3 * i + 3] = to, at, len(words)
-            host[at : at + len(words)] = words
-            at += len(words)
+        staging = self._staging[self._turn]
+        pack(segments, staging.numpy(), blocks)
         self._inbox[:total].copy_(staging[:total], non_blocking=True)
         self._done[self._turn].record()
-        cuda.scatter(self._inbox, self._words, len(blocks))
+        cuda.scatter(self._inbox, self._words, blocks)
         self.copies += 1
+
+
+def blocks_of(segments: list[tuple[int, np.ndarray]]) -> tuple[int, int]:
+    """How many blocks segments of words are moved in, and how many words they take with their headings."""
+    blocks = sum(-(-len(words) // cuda.SCATTER_BLOCK) for _, words in segments)
+    return blocks, 3 * blocks + sum(len(words) for _, words in segments)
+
+
+def pack(segments: list[tuple[int, np.ndarray]], into: np.ndarray, blocks: int) -> None:
+    """Writes segments (to, words) as `kernels.cuda.scatter` reads them: (to, source, count) of every block, then all
+    words."""
+    heads, at, i = into[: 3 * blocks].reshape(blocks, 3), 3 * blocks, 0
+    for to, words in segments:
+        count = -(-len(words) // cuda.SCATTER_BLOCK)
+        into[at : at + len(words)] = words
+        if count == 1:
+            heads[i] = to, at, len(words)
+        else:
+            begins = np.arange(count) * cuda.SCATTER_BLOCK
+            mine = heads[i : i + count]
+            mine[:, 0], mine[:, 1], mine[:, 2] = to + begins, at + begins, cuda.SCATTER_BLOCK
+            mine[-1, 2] = len(words) - begins[-1]
+        at, i = at + len(words), i + count
 
 
 def _pinned(words: int) -> torch.Tensor:

@@ -18,6 +18,7 @@ import torch
 from patchclamp.engines.vllm.compat.configuration import enabled
 from patchclamp.engines.vllm.compat.seams import require
 from patchclamp.errors import SeamMoved
+from patchclamp.runtime.graphs import MOST_NODES, NODE_BYTES
 
 logger = logging.getLogger("patchclamp")
 
@@ -156,7 +157,8 @@ def two_graphs(runner: Any, graphs: Graphs) -> None:
 
     def estimate_both() -> int:
         idle = estimate()
-        return int(idle * (1 + graphs.share)) if idle else 0
+        copies = MOST_NODES * NODE_BYTES if idle and graphs.share else 0
+        return int(idle * (1 + graphs.share)) + copies
 
     runner.profile_cudagraph_memory = estimate_both
 
