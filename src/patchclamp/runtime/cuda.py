@@ -43,6 +43,7 @@ class CudaStep:
         self._table = table
         self._plan: StepPlan | None = None
         self._parts: dict[int, tuple[np.ndarray, int, int]] | None = None
+        self._kept_apart: tuple[set[int], tuple[np.ndarray, int, int] | None] | None = None
         self._left: list[Left] = []
         self._drained: set[int] = set()
         self._full = self.kept[:0]  # the part of `kept` that a step with a graph filled
@@ -56,7 +57,7 @@ class CudaStep:
         self._plan, self._left = plan, []
         self._drained.clear()
         if fresh:
-            self._parts = None
+            self._parts = self._kept_apart = None
             self.tables.load(plan, batch.row + batch.count - 1)
             self.recorded.use(plan.active)
 
@@ -93,14 +94,25 @@ class CudaStep:
                 aside[: plan.size].copy_(self._full)
             yield Left(block, offset, len(aside), plan.target, None)
             return
-        assert self._parts is not None
-        rest = [part for point, part in self._parts.items() if point not in self._drained]
-        if rest:
-            begin, end = min(part[1] for part in rest), max(part[2] for part in rest)
-            mine = np.concatenate([part[0] for part in rest])
+        rest = self._rest()
+        if rest is not None:
+            mine, begin, end = rest
             aside, block, offset = self.drain.reserve(end - begin)
             aside[: end - begin].copy_(self.kept[begin:end])
             yield Left(block, offset, len(aside), plan.target[mine] - begin, mine)
+
+    def _rest(self) -> tuple[np.ndarray, int, int] | None:
+        """The records that eager taps did not keep, and the part of `kept` that holds their rows; the same object as
+        long as the plan goes on and the same taps are eager."""
+        if self._kept_apart is None or self._kept_apart[0] != self._drained:
+            assert self._parts is not None
+            rest = [part for point, part in self._parts.items() if point not in self._drained]
+            found = None
+            if rest:
+                mine = np.concatenate([part[0] for part in rest])
+                found = mine, min(part[1] for part in rest), max(part[2] for part in rest)
+            self._kept_apart = set(self._drained), found
+        return self._kept_apart[1]
 
     def prepare(self) -> None:
         self.drain.prepare()

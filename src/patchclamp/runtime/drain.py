@@ -96,9 +96,11 @@ class Drain:
 
     def close(self) -> None:
         """Stops the threads. What was captured stays readable as long as somebody holds it."""
-        self.flush()
-        self._workers.shutdown()
-        self._pinned.close()
+        try:
+            self.flush()
+        finally:  # on a device that broke, too
+            self._workers.shutdown()
+            self._pinned.close()
 
     def _overlaps(self, begin: int, end: int) -> bool:
         """Whether bytes begin … end−1 still wait to be copied; older copies are done before younger ones."""

@@ -55,6 +55,14 @@ class _Seat(msgspec.Struct):
     stop: int
 
 
+class _Growing(msgspec.Struct):
+    """A piece that the next step may go on with: which records it is of (None: all), and the age of its last step."""
+
+    piece: Captured
+    mine: np.ndarray | None
+    age: int
+
+
 class Runtime:
     """Programs of one model of `sites` on `device`."""
 
@@ -81,7 +89,7 @@ class Runtime:
         self._seated: tuple[list[str], int, np.ndarray] | None = None
         self._last: tuple[Batch, StepPlan, int] | None = None
         self._next = np.zeros(0, np.int64)  # positions of the step after the last one, if it goes on like that
-        self._growing: list[Captured] = []  # what the last step captured, to be gone on with
+        self._growing: list[_Growing] = []  # what the last step captured, to be gone on with
         self._token_bytes = 0  # what a token may capture at most, of any seated program
         self.step: Step = HostStep(self.table, self.bank)
 
@@ -203,6 +211,7 @@ class Runtime:
         if run not in self._seats:
             return
         self.hear()
+        self._growing = []  # whatever follows is planned anew, and what these hold may soon be let go
         seat, request = self._seats.pop(run), self._request_of.pop(run, "")
         self._slot_of.pop(request, None)
         self._stop_of.pop(request, None)
@@ -278,9 +287,11 @@ class Runtime:
         if plan is None:
             return
         for i, left in enumerate(self.step.end(plan)):
-            before = self._growing[i] if plan.age and i < len(self._growing) else None
-            if before is not None and before.alike(left.stride, left.target):
-                before.grow(left.block, left.offset)
+            before = self._growing[i] if i < len(self._growing) else None
+            known = before is not None and before.mine is left.mine and before.age == plan.age - 1
+            if before is not None and known and before.piece.alike(left.stride, left.target):
+                before.piece.grow(left.block, left.offset)
+                before.age = plan.age
                 continue
             mine = slice(None) if left.mine is None else left.mine
             piece = Captured(
@@ -288,7 +299,7 @@ class Runtime:
                 captures.point[mine], captures.op[mine], plan.begins()[mine], plan.count[mine], left.target,
                 captures.dtype[mine],
             )  # fmt: skip
-            self._growing[i : i + 1] = [piece]
+            self._growing[i : i + 1] = [_Growing(piece, left.mine, plan.age)]
             self.store.add(piece)
 
     def _load(self, key: str) -> None:

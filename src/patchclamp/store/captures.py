@@ -150,6 +150,7 @@ def _by_run(run: np.ndarray, count: np.ndarray) -> dict[int, np.ndarray]:
 
 
 ALIGNED = 16  # in either unit
+MOST_NEW = 8  # pieces that wait to be sorted out
 _TORCH = tuple(getattr(torch, name) for name in DTYPES)
 ITEM_BYTES = np.array([dtype.itemsize for dtype in _TORCH])
 
@@ -203,9 +204,11 @@ class CaptureStore:
     def add(self, piece: Captured) -> None:
         """Keeps a piece, which may yet grow, for those of its runs that are kept."""
         self._new.append(piece)
+        if len(self._new) > MOST_NEW:
+            self._sort_out()
 
     def _sort_out(self) -> None:
-        """Notes new pieces under their runs: what `add` leaves for when no step waits."""
+        """Notes new pieces under their runs: what `add` leaves for when somebody asks, or for when they are many."""
         for piece in self._new:
             piece.sort_out()
             kept = [(number, self._pieces[number]) for number in piece.of if number in self._pieces]

@@ -1,0 +1,114 @@
+"""A `CudaStep` without CUDA: the real tables, drain, pinned slabs and store, with the kernel in plain Python.
+
+What a GPU does by itself is imitated: events that are done sooner or later, copies that happen at once, the scatter of
+what changed.  Only captures are carried out; edits are the kernel's own business and tested with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from patchclamp.runtime import Runtime, cuda, drain, pinned
+from patchclamp.runtime.cuda import CudaStep
+from patchclamp.runtime.device import CudaTables, blocks_of, pack
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class _Event:
+    def record(self, *stream: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return random.random() < 0.5
+
+
+class _Stream:
+    def __init__(self, *device: Any) -> None: ...
+    def wait_event(self, event: _Event) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+def stub(monkeypatch: Any) -> None:
+    """Takes CUDA's place, with small slabs so that memory turns over."""
+    for name, value in (("Event", _Event), ("Stream", _Stream), ("stream", lambda stream: contextlib.nullcontext()),
+                        ("current_stream", lambda *device: _Stream())):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(pinned, "SLAB_BYTES", 1 << 14)
+    monkeypatch.setattr(drain, "SEND_BYTES", 1 << 11)
+    monkeypatch.setattr(drain, "Pinned", lambda limit: pinned.Pinned(limit, lambda memory: None, lambda memory: None))
+    monkeypatch.setattr(cuda, "cuda", _Kernel)
+
+
+class Tables(CudaTables):
+    """The device's tables in host memory, brought up to date by the same words."""
+
+    def __init__(self, table: Any, rows: int, samples: int, positions: np.ndarray) -> None:
+        self._table, self.points, self.position_of_row = table, table.first.shape[1] - 1, positions
+        sizes = {"target": 2 * len(table.records), "records": 8 * len(table.records), "first": table.first.size,
+                 "generation": len(table.first), "slot_of_row": rows, "rank_of_row": rows, "row_of_sample": samples}  # fmt: skip
+        ends = np.cumsum(list(sizes.values())).tolist()
+        self._at = {name: end - size for (name, size), end in zip(sizes.items(), ends, strict=True)}
+        self.words, self._rows, self.copies = np.zeros(ends[-1], np.int32), 0, 0
+        for name, at in self._at.items():
+            view: Any = self.words[at : at + sizes[name]]
+            setattr(self, name, view.view(np.int64) if name == "target" else view)
+
+    def _send(self, segments: list[tuple[int, np.ndarray]]) -> None:
+        blocks, total = blocks_of(segments)
+        sent = np.zeros(total, np.int32)
+        pack(segments, sent, blocks)
+        for to, source, count in sent[: 3 * blocks].reshape(-1, 3):
+            self.words[to : to + count] = sent[source : source + count]
+        self.copies += 1
+
+    def failed(self) -> list[tuple[int, int]]:
+        return []
+
+
+class _Kernel:
+    @staticmethod
+    def site(tables: Tables, point: int, hidden: torch.Tensor, residual: Any, kept: torch.Tensor, base: int,
+             sampled: bool) -> None:  # fmt: skip
+        records = tables.records.reshape(-1, 8)
+        for out in range(len(hidden)):
+            row = int(tables.row_of_sample[out]) if sampled else out
+            slot, position = int(tables.slot_of_row[row]), int(tables.position_of_row[row])
+            at = slot * (tables.points + 1) + point
+            for number in range(tables.first[at], tables.first[at + 1]) if slot else ():
+                start, stop, kind = records[number, :3]
+                if not start <= position < stop:
+                    continue
+                assert kind == 0, "only captures are carried out here"
+                dtype = DTYPES[int(records[number, 6:7].view(np.float32)[0])]
+                first = position if sampled else max(start, position - int(tables.rank_of_row[row]))
+                data = hidden[out].to(dtype).contiguous().view(torch.uint8)
+                to = int(tables.target[number]) - base + (position - first) * len(data)
+                assert 0 <= to <= len(kept) - len(data), "a row is written outside of its memory"
+                kept[to : to + len(data)] = data
+
+
+class _Recorded:
+    def use(self, active: np.ndarray) -> None: ...
+
+
+def on_cpu(runtime: Runtime, rows: int, samples: int, kept: int, ring: int, host: int) -> tuple[CudaStep, np.ndarray]:
+    """A runtime's step as on a GPU, and the positions of its rows, which the engine would fill."""
+    positions, step = np.zeros(rows, np.int64), CudaStep.__new__(CudaStep)
+    made: Any = step
+    made.tables, made._table = Tables(runtime.table, rows, samples, positions), runtime.table
+    made.kept = torch.zeros(kept, dtype=torch.uint8)
+    made.drain = drain.Drain(torch.device("cpu"), ring, host)
+    made.recorded, made.recording, made._plan, made._parts, made._kept_apart = _Recorded(), False, None, None, None
+    made._left, made._drained, made._full = [], set(), made.kept[:0]
+    runtime.step = step
+    return step, positions
+
+
+def graph(step: Any, point: int, hidden: torch.Tensor) -> None:
+    """What a recorded tap does when its graph is replayed: the kernel, into the memory that the graph knows."""
+    _Kernel.site(step.tables, point, hidden, None, step.kept, 0, False)

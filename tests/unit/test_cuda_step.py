@@ -1,0 +1,224 @@
+"""Planning and capturing as on a GPU, without one: requests come, go, are preempted and chunked, graphs and eager steps
+take turns, and every captured row is the right one."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+import patchclamp as pc
+from patchclamp.plan import Batch, Prompt, bind
+from patchclamp.runtime import Limits, Runtime
+from patchclamp.sites import SiteMap
+from patchclamp.sites.families import LLAMA
+from patchclamp.spec import Program
+from patchclamp.store.captures import Captured
+from tests.reference import cuda_on_cpu
+
+ROWS, WIDTH, LAYERS = 64, 4, 2
+
+
+class Request:
+    def __init__(self, number: int, prompt: int, most: int, captures: list[pc.Capture]) -> None:
+        self.number, self.run, self.prompt, self.most = number, f"run{number}", prompt, most
+        self.name, self.program = f"request{number}", Program.of((), captures) if captures else None
+        self.position = self.computed = 0
+        self.linked = False
+
+    @property
+    def done(self) -> bool:
+        return self.position >= self.prompt + self.most - 1
+
+
+class Engine:
+    """A scheduler of sorts over a real `Runtime` and `CudaStep`; `value` says what each row would be."""
+
+    def __init__(self, seed: int, vocabulary: int, calm: bool) -> None:
+        self.rng, self.calm = random.Random(seed), calm
+        self.sites = SiteMap(LLAMA, LAYERS, WIDTH, vocabulary)
+        self.limits = Limits(max_programs=8, max_records=4096, bank_bytes=1 << 16,
+                             kept_bytes=self.rng.choice([1 << 9, 1 << 12, 1 << 15]))  # fmt: skip
+        self.runtime = Runtime(self.sites, self.limits)
+        self.step, self.positions = cuda_on_cpu.on_cpu(self.runtime, ROWS, 16, self.limits.kept_bytes, 1 << 13, 1 << 15)
+        self.running: list[Request] = []
+        self.done: list[Request] = []
+        self.gone: list[str] = []
+        self.count = self.went_on = self.planned = self.replayed = 0
+
+    @staticmethod
+    def value(request: Request, position: int, point: int) -> float:
+        return float((request.number * 37 + position * 11 + point * 5) % 251)
+
+    def come(self) -> None:
+        self.count += 1
+        captures, names = [], [name for name in self.sites.names if name != "logits"]
+        for _ in range(self.rng.randint(0, 3)):
+            tokens = self.rng.choice([pc.generated, pc.every, pc.prompt, pc.every[2:6], pc.generated[1:3]])
+            dtype = self.rng.choice(["float32", "bfloat16", "float16"])
+            if self.rng.random() < 0.2:
+                captures.append(pc.Capture(pc.logits, dtype=dtype))
+            else:
+                captures.append(pc.Capture(pc.site(self.rng.choice(names)), tokens, dtype=dtype))
+        longest = 60 if self.calm else 25
+        made = Request(self.count, self.rng.choice([1, 1, 2, 5, 9]), self.rng.randint(2, longest), captures)
+        if made.program is not None:
+            prompt = Prompt(list(range(made.prompt)), lambda: ("", []))
+            try:
+                self.runtime.reserve(bind(made.program, made.run, prompt, made.most, self.sites, None))
+            except pc.CapacityError:
+                return
+        self.running.append(made)
+
+    def batch(self) -> list[tuple[Request, int]]:
+        """Who computes how many tokens in this step; now and then somebody is preempted, or left out."""
+        rare = 0.1 if self.calm else 1.0
+        if self.running and self.rng.random() < 0.08 * rare:
+            thrown = self.rng.choice(self.running)
+            thrown.position, thrown.linked = 0, False
+        budget, found = self.rng.choice([3, 8, 20]), []
+        for request in self.running:
+            known = max(request.prompt, request.computed, request.position + 1)
+            count = min(known - request.position, budget)
+            if count > 0 and self.rng.random() >= 0.05 * rare:
+                found.append((request, count))
+                budget -= count
+        return found
+
+    def go(self) -> None:
+        while len(self.running) < 5 and self.rng.random() < (0.1 if self.calm else 0.4):
+            self.come()
+        runtime = self.runtime
+        runtime.drop(self.gone)
+        self.gone, batch = [], self.batch()
+        if not batch:
+            return
+        for request, _ in batch:
+            if request.program is not None and not request.linked:
+                request.linked = True
+                runtime.link(request.name, request.run)
+        self.compute(batch)
+        for request, count in batch:
+            request.position += count
+            request.computed = max(request.computed, request.position)
+        for request in [request for request, _ in batch if request.done]:
+            self.running.remove(request)
+            self.gone.append(request.name)
+            if request.program is not None:
+                self.done.append(request)
+
+    def compute(self, batch: list[tuple[Request, int]]) -> None:
+        """As the worker does around a step: begin or go on, taps in turn, end."""
+        runtime, names = self.runtime, [request.name for request, _ in batch]
+        count = np.array([n for _, n in batch], np.int32)
+        position, total = np.array([request.position for request, _ in batch], np.int32), int(count.sum())
+        runtime.plan = None
+        if not (len(runtime) and runtime.concerns(zip(names, position.tolist(), strict=True))):
+            return
+        fits = runtime.captures_at_most(dict(zip(names, count.tolist(), strict=True)), total, self.limits.kept_bytes)
+        decode = all(n == 1 and (request.position >= request.prompt or request.position) for request, n in batch)
+        rows = [(request, request.position + i) for request, n in batch for i in range(n)]
+        self.positions[:] = -7
+        self.positions[: len(rows)] = [at for _, at in rows]
+        if runtime.goes_on(names, position, total):
+            self.went_on += 1
+        else:
+            self.planned += 1
+            slots, row = runtime.slots(names), np.cumsum(count) - count
+            runtime.begin(Batch(slots, row.astype(np.int64), position.astype(np.int64), count.astype(np.int64), total))
+        if runtime.plan is None:
+            return
+        self.replayed += fits and decode
+        for point in self.sites.points:
+            mine = [(request, request.position + n - 1) for request, n in batch] if point.rows == "sampled" else rows
+            hidden = torch.tensor([[self.value(r, at, point.number)] * point.width for r, at in mine])
+            if fits and decode and point.rows != "sampled":
+                cuda_on_cpu.graph(self.step, point.number, hidden)
+            else:
+                runtime.apply(point.number, hidden, None)
+        runtime.end()
+
+    def check(self, request: Request) -> int:
+        """Every row that should be there by now is, and is right; returns how many."""
+        assert request.program is not None
+        prompt = Prompt(list(range(request.prompt)), lambda: ("", []))
+        bound = bind(request.program, request.run, prompt, request.most, self.sites, None)
+        checked = 0
+        for point in {point for op in bound.ops for point in op.points}:
+            wanted = {at for op in bound.ops if point in op.points for piece in op.pieces for at in range(*piece[:2])}
+            lowest = request.prompt - 1 if self.sites.points[point].rows == "sampled" else 0
+            wanted = {at for at in wanted if lowest <= at < request.computed}
+            positions, rows = self.runtime.fetch(request.run, point)
+            assert positions.tolist() == sorted(wanted), (request.run, self.sites.label(point))
+            expected = [[self.value(request, at, point)] * self.sites.points[point].width for at in sorted(wanted)]
+            assert rows.float().tolist() == expected, (request.run, self.sites.label(point))
+            checked += len(positions)
+        return checked
+
+    def release(self, request: Request) -> None:
+        self.runtime.finish(request.run)
+        self.runtime.release([request.run])
+        self.done.remove(request)
+
+
+@pytest.mark.parametrize("vocabulary", [6, 61])  # with 6, rows of different points are of equal bytes
+@pytest.mark.parametrize("calm", [False, True])
+def test_whatever_happens_every_captured_row_is_the_right_one(monkeypatch, vocabulary, calm):
+    cuda_on_cpu.stub(monkeypatch)
+    seeds, rows, counts = np.random.default_rng().integers(1 << 30, size=6).tolist(), 0, np.zeros(3, int)
+    for seed in seeds:
+        random.seed(seed)
+        engine = Engine(seed, vocabulary, calm)
+        for _ in range(150):
+            engine.go()
+            if engine.done and engine.rng.random() < 0.3:
+                request = engine.rng.choice(engine.done)
+                rows += engine.check(request)
+                engine.release(request)
+            with_programs = [request for request in engine.running if request.linked]
+            if with_programs and engine.rng.random() < 0.1:
+                rows += engine.check(engine.rng.choice(with_programs))
+        for request in list(engine.done):
+            rows += engine.check(request)
+            engine.release(request)
+        for request in [request for request in engine.running if request.program is not None]:
+            engine.runtime.finish(request.run)
+            engine.runtime.release([request.run])
+        assert engine.runtime.store.bytes == 0
+        counts += [engine.went_on, engine.planned, engine.replayed]
+        engine.step.close()
+    assert rows > 1000
+    assert (counts > 50).all(), counts  # steps that went on with a plan, that were planned, that replayed a graph
+
+
+def test_what_is_released_is_not_held_by_the_last_step(monkeypatch):
+    cuda_on_cpu.stub(monkeypatch)
+    others = {id(piece) for piece in gc.get_objects() if isinstance(piece, Captured)}
+    runtime = Runtime(SiteMap(LLAMA, LAYERS, WIDTH, 61), Limits(max_programs=2, max_records=512, bank_bytes=1 << 16))
+    step, positions = cuda_on_cpu.on_cpu(runtime, ROWS, 16, 1 << 12, 1 << 13, 1 << 15)
+    program = Program.of((), [pc.Capture(pc.resid_post)])
+    runtime.reserve(bind(program, "run", Prompt([1], lambda: ("", [])), 60, runtime.sites, None))
+    runtime.link("request", "run")
+    for at in range(40):
+        position = np.array([at], np.int32)
+        positions[0] = at
+        if not runtime.goes_on(["request"], position, 1):
+            one = np.ones(1, np.int64)
+            runtime.begin(Batch(runtime.slots(["request"]), 0 * one, position.astype(np.int64), one, 1))
+        for point in runtime.sites.points[:-1]:
+            cuda_on_cpu.graph(step, point.number, torch.zeros(1, WIDTH))
+        runtime.end()
+    step.flush()
+    found = [piece for piece in gc.get_objects() if isinstance(piece, Captured) and id(piece) not in others]
+    blocks = [weakref.ref(place.block) for piece in found for place in piece.places]
+    del found
+    assert len(blocks) > 0
+    assert all(block() is not None for block in blocks)
+    runtime.drop(["request"])
+    runtime.release(["run"])
+    assert all(block() is None for block in blocks)
+    step.close()
