@@ -27,7 +27,8 @@ SLOTS, POINTS, BANK = 6, 3, 40_000
 def tables_of(table: ProgramTable, plan: StepPlan, batch: Batch, bank: torch.Tensor, device: str) -> SimpleNamespace:
     """What the kernel reads, plainly laid out."""
     target = np.zeros(len(table.records), np.int64)
-    target[table.captures.record] = plan.target
+    live = plan.count > 0
+    target[table.captures.record[live]] = plan.target[live]
     bad = torch.zeros(SLOTS + 1, dtype=torch.int64, pin_memory=device == "cuda")
     arrays = {
         "slot_of_row": plan.tokens.slot, "rank_of_row": plan.tokens.rank,

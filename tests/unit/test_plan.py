@@ -263,13 +263,10 @@ def test_slots_and_records_are_reused():
     assert (len(table), table.free_records, table.first[a].tolist()) == (1, 7, [0, 0, 0, 0])
     assert table.admit(some([LINEAR] * 3, 7), counts) == a
     assert table.records["value"][:3].tolist() == [7, 8, 9]
-    table.settle()
     table.drop(a), table.drop(b)
-    table.settle()
-    assert table.captures.slot.tolist() == [2, 2, 2]  # a slot in no batch captures nothing
+    assert len(table.captures) == 0
     assert table.admit(some([LINEAR] * 3), counts) == b
-    table.settle()
-    assert len(table.captures.slot) == 0
+    assert len(table.captures) == 0
     table.drop(b)
     whole = table.admit(some([LINEAR] * 10), np.array([10, 0, 0]))
     assert (table.first[whole, 1], table.free_records) == (10, 0)
@@ -297,7 +294,6 @@ def test_a_program_without_records_fits_a_full_table():
     for slot in (table.admit(some([]), np.array([0])), table.admit(some([]), np.array([0]))):
         assert table.first[slot, 0] == table.first[slot, 1]
         table.drop(slot)
-    table.settle(wholly=True)
     assert (len(table), table.free_records) == (1, 0)
 
 
@@ -306,6 +302,24 @@ def longest_gap(held, table) -> int:
     used = [(begin, end) for begin, end in used if end > begin]
     edges = [0, *itertools.chain(*used), len(table.records)]
     return max(end - begin for begin, end in zip(edges[::2], edges[1::2], strict=True))
+
+
+def check_captures(table, held) -> None:
+    """The columns say what the records do, the order is by point, and each op and piece of a slot has one lead."""
+    table.settle()
+    captures = table.captures
+    live = np.flatnonzero(captures.slot)
+    there = {}
+    for slot, (records, counts) in held.items():
+        for i, (record, point) in enumerate(zip(records, np.repeat(np.arange(len(counts)), counts), strict=True)):
+            if record["kind"] == CAPTURE:
+                there[int(table.first[slot, 0]) + i] = (slot, point, record["value"], record["start"], record["stop"])
+    columns = (captures.slot, captures.point, captures.op, captures.start, captures.stop)
+    assert {int(captures.record[c]): tuple(column[c] for column in columns) for c in live} == there
+    assert sorted(captures.order.tolist()) == list(range(len(captures)))
+    assert (np.diff(captures.point[captures.order]) >= 0).all()
+    leads = [(captures.slot[c], captures.op[c], captures.start[c]) for c in captures.leads]
+    assert sorted(leads) == sorted({(slot, op, start) for slot, _, op, start, _ in there.values()})
 
 
 @given(st.lists(st.integers(0, 8) | st.sampled_from(["drop"]), max_size=40), st.randoms(use_true_random=False))
@@ -332,14 +346,10 @@ def test_admitted_programs_never_overlap_and_leave_nothing(moves, random):
         used = list(itertools.chain(*spans))
         assert len(used) == len(set(used)) == 24 - table.free_records
         assert len(table) == len(held)
-        table.settle(wholly=random.random() < 0.5)
-        live = np.isin(table.captures.slot, sorted(held))
-        assert (np.diff(table.captures.point) >= 0).all()
-        assert sorted(table.captures.record[live]) == sorted(n for n in used if table.records["kind"][n] == CAPTURE)
+        check_captures(table, held)
     for slot in held:
         table.drop(slot)
-    table.settle(wholly=True)
-    assert (len(table), table.free_records, len(table.captures.slot)) == (0, 24, 0)
+    assert (len(table), table.free_records, len(table.captures)) == (0, 24, 0)
     assert not table.first.any()
     assert table.admit(some([LINEAR] * 24), np.array([24, 0, 0])) in range(1, 6)
 

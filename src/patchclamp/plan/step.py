@@ -114,10 +114,10 @@ def make_plan(
     last = Rows(slot, (batch.position + batch.count - 1).astype(np.int32), np.zeros_like(slot))
     table.settle()
     active, captures = table.active(batch.slot), table.captures
-    if len(captures.record) == 0:
+    if len(captures) == 0:
         none = np.zeros(0, np.int64)
         return StepPlan(tokens, last, active, none, none, none, 0, none, FOREVER if steady else 0)
-    position, stop = np.full((2, len(table.first)), -1, np.int64)
+    position, stop = np.full((2, len(table.first)), -1, np.int32)
     position[batch.slot], stop[batch.slot] = batch.position, batch.position + batch.count
     position[0] = stop[0] = -1  # nobody's
     now = position.take(captures.slot)
@@ -127,9 +127,9 @@ def make_plan(
     count = np.minimum(captures.stop, end)
     count -= begin
     np.maximum(count, 0, out=count)
-    width = (widths[:, None] * unit).take(captures.kind)
-    target, size = _side_by_side(count, width) if unit is BYTES else _by_width(count, width)
-    holds = _holds(*(column[table.leads] for column in (now, captures.start, captures.stop))) if steady else 0
+    width = (widths[:, None] * unit).astype(np.int32).take(captures.kind)
+    target, size = _side_by_side(count, width, captures.order) if unit is BYTES else _by_width(count, width)
+    holds = _holds(*(column[captures.leads] for column in (now, captures.start, captures.stop))) if steady else 0
     return StepPlan(tokens, last, active, begin, count, target, size, width, holds)
 
 
@@ -141,18 +141,23 @@ def _holds(now: np.ndarray, start: np.ndarray, stop: np.ndarray) -> int:
     return int(left.min()) - 1 if len(left) else FOREVER
 
 
-def _side_by_side(count: np.ndarray, width: np.ndarray) -> tuple[np.ndarray, int]:
-    """Where each capture record's rows go: in the order of the records, so by point, each at a multiple of 16."""
-    taken = count * width
+def _side_by_side(count: np.ndarray, width: np.ndarray, order: np.ndarray) -> tuple[np.ndarray, int]:
+    """Where each capture record's rows go: in `order`, by point, each at a multiple of 16."""
+    taken = np.multiply(count, width, dtype=np.int64)
     taken += 15
     taken &= -16
+    taken = taken.take(order)
     end = np.cumsum(taken)
-    return end - taken, int(end[-1])
+    end_of_all = int(end[-1])
+    end -= taken
+    target = np.empty_like(end)
+    target[order] = end
+    return target, end_of_all
 
 
 def _by_width(count: np.ndarray, width: np.ndarray) -> tuple[np.ndarray, int]:
     """Where each capture record's rows go: those of one width at multiples of it, so that they can be seen as rows."""
-    taken = count * width
+    taken = np.multiply(count, width, dtype=np.int64)
     target, size = np.zeros(len(count), np.int64), 0
     for w in np.unique(width):
         mine = np.flatnonzero(width == w)

@@ -7,7 +7,6 @@ have a fixed size and are written only when a request comes or goes, so a device
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
 
 from patchclamp.errors import CapacityError
@@ -25,45 +24,86 @@ RECORD = np.dtype(
 )  # fmt: skip
 
 
-class Captures(msgspec.Struct, frozen=True):
-    """The capture records of all slots, C of them, by point and within a point in the order of admission.
+class Captures:
+    """The capture records of all slots; each column [C], written in place as programs come and go.
 
-    `kind`, the point times the number of dtypes, plus the dtype, is what the size of a row depends on.  `lead`: 1 for
-    one record of every op and piece of a slot; those at other points hold for the same positions.
+    `record` (its number), `slot`, `point`, `op` (its ordinal), `start`, `stop` and `dtype` are what they say; `kind`,
+    the point times the number of dtypes, plus the dtype, is what the size of a row depends on; `lead` is 1 for one
+    record of every op and piece of a slot: those at other points hold for the same positions.  Records of a program
+    lie side by side; what it leaves behind belongs to slot 0 until another of as many records comes.  `order` lists
+    all records by point, `leads` those that lead.
     """
 
-    record: np.ndarray
-    slot: np.ndarray
-    point: np.ndarray
-    op: np.ndarray
-    start: np.ndarray
-    stop: np.ndarray
-    dtype: np.ndarray
-    kind: np.ndarray
-    lead: np.ndarray
+    def __init__(self) -> None:
+        self._columns = np.zeros((9, 64), np.int32)
+        self._of: dict[int, tuple[int, int]] = {}  # by slot: its first record here, and how many
+        self._left: dict[int, list[int]] = {}  # by how many: where such a program was
+        self._used = self._live = 0
+        self._sorted = True
+        self.order = np.zeros(0, np.int64)
+        self.leads = np.zeros(0, np.int64)
+        self._view()
 
-    @classmethod
-    def none(cls) -> Captures:
-        return cls(*(np.zeros(0, np.int64) for _ in cls.__struct_fields__))
+    def _view(self) -> None:
+        views = self._columns[:, : self._used]
+        self.record, self.slot, self.point, self.op, self.start, self.stop, self.dtype, self.kind, self.lead = views
 
-    def joined(self, others: list[Captures], without: set[int]) -> Captures:
-        """These without those of some slots, and others."""
-        parts = [msgspec.structs.astuple(captures) for captures in (self, *others)]
-        columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-        kept = np.arange(len(columns[0]))
-        if without:
-            stays = ~np.isin(self.slot, list(without))
-            kept = np.concatenate((np.flatnonzero(stays), kept[len(self.slot) :]))
-        kept = kept[np.argsort(columns[2][kept].astype(np.int16), kind="stable")]
-        return Captures(*(column[kept] for column in columns))
+    def __len__(self) -> int:
+        return self._used
+
+    def add(self, slot: int, columns: tuple[np.ndarray, ...]) -> None:
+        """Takes a program's records: record, point, op, start, stop, dtype, kind and lead of each."""
+        count, left = len(columns[0]), self._left.get(len(columns[0]))
+        if left:
+            begin = left.pop()
+        else:
+            begin, self._used = self._used, self._used + count
+            if self._used > self._columns.shape[1]:
+                wider = np.zeros((len(self._columns), 2 * self._used), np.int32)
+                wider[:, :begin] = self._columns[:, :begin]
+                self._columns = wider
+            self._view()
+            self._sorted = False
+        record, point, *rest = columns
+        self._sorted = self._sorted and np.array_equal(self.point[begin : begin + count], point)
+        self._columns[:, begin : begin + count] = (record, np.full(count, slot), point, *rest)
+        self._of[slot] = begin, count
+        self._live += count
+
+    def drop(self, slot: int) -> None:
+        """Forgets a slot's records; a step that does not have the slot in it captures nothing for them either way."""
+        begin, count = self._of.pop(slot, (0, 0))
+        if count == 0:
+            return
+        mine = slice(begin, begin + count)
+        self.slot[mine] = self.start[mine] = self.stop[mine] = self.lead[mine] = 0
+        self.record[mine] = -1
+        self._left.setdefault(count, []).append(begin)
+        self._live -= count
+        if self._used > 2 * self._live + 256 * (self._live > 0):
+            self._compact()
+
+    def _compact(self) -> None:
+        kept = np.flatnonzero(self.slot)
+        self._columns[:, : len(kept)] = self._columns[:, kept]
+        self._used, self._left, self._sorted = len(kept), {}, False
+        self._view()
+        self._of = {slot: (int(np.searchsorted(kept, begin)), count) for slot, (begin, count) in self._of.items()}
+
+    def settle(self) -> None:
+        """Brings `order` and `leads` up to date."""
+        if not self._sorted:
+            self.order = np.argsort(self.point.astype(np.int16), kind="stable")
+            self._sorted = True
+        self.leads = np.flatnonzero(self.lead)
 
 
 class ProgramTable:
     """Records of up to `slots` requests at `points` points, `records` in all.
 
     Attributes: `first` [slots + 1, points + 1] int32, `generation` [slots + 1] int32 (counts a slot's programs),
-    `records` [records] of `RECORD`, `version` (counts changes); `captures`, and `leads`, the numbers of their leads;
-    `changed`: the slots and the (begin, end) of records written since a device copy last took note.
+    `records` [records] of `RECORD`, `version` (counts changes); `captures`; `changed`: the slots and the (begin, end)
+    of records written since a device copy last took note.
     """
 
     def __init__(self, slots: int, points: int, records: int) -> None:
@@ -74,11 +114,7 @@ class ProgramTable:
         self.records = np.zeros(records, RECORD)
         self.version = 0
         self.changed: tuple[set[int], list[tuple[int, int]]] = (set(), [])
-        self.captures = Captures.none()
-        self.leads = np.zeros(0, np.int64)
-        self._new: list[Captures] = []
-        self._gone: set[int] = set()  # slots whose captures are still among them
-        self._stale = False  # one of these slots belongs to somebody else now
+        self.captures, self._settled = Captures(), 0
         self._free_slots = list(range(slots, 0, -1))
         self._free = [(0, records)]  # (begin, end), ascending
 
@@ -97,7 +133,6 @@ class ProgramTable:
         self.first[slot, 1:] = begin + np.cumsum(counts)
         self._acts[slot] = counts > 0
         self._acting += self._acts[slot]
-        self._stale |= slot in self._gone
         self._add_captures(slot, begin, records, counts)
         self._note(slot, begin, begin + len(records))
         return slot
@@ -107,8 +142,7 @@ class ProgramTable:
         self._give(int(self.first[slot, 0]), int(self.first[slot, -1]))
         self._acting -= self._acts[slot]
         self.first[slot] = self._acts[slot] = 0
-        self._gone.add(slot)
-        self._new = [captures for captures in self._new if captures.slot[0] != slot]
+        self.captures.drop(slot)
         self._free_slots.append(slot)
         self._note(slot, 0, 0)
 
@@ -147,19 +181,13 @@ class ProgramTable:
         lead = np.zeros(len(kept), np.int64)
         lead[np.unique(op << 32 | start, return_index=True)[1]] = 1
         kind = point * len(DTYPES) + dtype
-        columns = (begin + kept, np.full(len(kept), slot), point, op, start, stop, dtype, kind, lead)
-        self._new.append(Captures(*(column.astype(np.int64) for column in columns)))
+        self.captures.add(slot, (begin + kept, point, op, start, stop, dtype, kind, lead))
 
-    def settle(self, wholly: bool = False) -> None:
-        """Brings `captures` up to date with programs admitted since.
-
-        Those of a dropped slot may stay until another program has it (a slot in no batch captures nothing), unless
-        it is to be done `wholly`.
-        """
-        if self._new or self._stale or (wholly and self._gone):
-            self.captures = self.captures.joined(self._new, self._gone)
-            self.leads = np.flatnonzero(self.captures.lead)
-            self._new, self._gone, self._stale = [], set(), False
+    def settle(self) -> None:
+        """Brings the order of `captures` up to date with programs that came and went."""
+        if self._settled != self.version:
+            self._settled = self.version
+            self.captures.settle()
 
     def _take(self, count: int) -> int:
         if count == 0:

@@ -16,7 +16,7 @@ import torch
 
 from patchclamp.errors import MissingSource, RunError, ShapeError, pack
 from patchclamp.plan import CAPTURE, Batch, Bound, ProgramTable, StepPlan, make_plan
-from patchclamp.plan.bind import BoundOp, run_key
+from patchclamp.plan.bind import BoundOp
 from patchclamp.plan.step import NUMBERS
 from patchclamp.plan.table import records_of
 from patchclamp.runtime.step import HostStep, Step
@@ -77,6 +77,7 @@ class Runtime:
         self.store = CaptureStore(self.widths, lambda: self.step.flush())
         self.plan: StepPlan | None = None
         self.steps_planned = 0
+        self._banked: dict[str, set[str]] = {}  # by run: keys of its rows that have been in the bank
         self._vectors: dict[str, tuple[torch.Tensor, int]] = {}  # host copies of inline vectors, and their holders
         self._seats: dict[str, _Seat] = {}  # by run
         self._run_of: dict[str, str] = {}  # by the engine's name of a request
@@ -118,8 +119,8 @@ class Runtime:
             self._errors.pop(run, None)
             if run in self.store:
                 self.store.release(run)
-                for point in range(len(self.sites.points)):
-                    self.bank.forget(run_key(run, point))
+                for key in self._banked.pop(run, ()):
+                    self.bank.forget(key)
 
     def status(self) -> dict[str, int]:
         """Counts of what is held: all but the free records fall back to 0 when everything is done and released."""
@@ -293,12 +294,20 @@ class Runtime:
                 before.piece.grow(left.block, left.offset)
                 before.age = plan.age
                 continue
-            mine = slice(None) if left.mine is None else left.mine
-            piece = Captured(
-                [Place(left.block, left.offset)], left.stride, self._run_of_slot[captures.slot[mine]],
-                captures.point[mine], captures.op[mine], plan.begins()[mine], plan.count[mine], left.target,
-                captures.dtype[mine],
-            )  # fmt: skip
+            run, begins = self._run_of_slot[captures.slot], plan.begins()
+            columns = (
+                run,
+                captures.point,
+                captures.op,
+                begins,
+                plan.count,
+                captures.dtype,
+            )  # the table's own will change
+            run, point, op, begins, count, dtype = (
+                column.copy() if left.mine is None else column[left.mine] for column in columns
+            )
+            places = [Place(left.block, left.offset)]
+            piece = Captured(places, left.stride, run, point, op, begins, count, left.target, dtype)
             self._growing[i : i + 1] = [_Growing(piece, left.mine, plan.age)]
             self.store.add(piece)
 
@@ -316,3 +325,4 @@ class Runtime:
         if len(positions) == 0:
             raise MissingSource(f"run {run} captured nothing at {self.sites.label(int(point))}")
         self.bank.put(key, rows)
+        self._banked.setdefault(run, set()).add(key)

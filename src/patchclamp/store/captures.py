@@ -38,8 +38,8 @@ class Captured(msgspec.Struct):
 
     Record c has `count[c]` positions from `begin[c]` on in the first step, and in each further step those one further.
     Sizes are in the blocks' units: fp32 numbers, or bytes, of which a record's rows are in its `dtype` (a number into
-    `DTYPES`).  `of` gives for each run its records that have rows, `live` what of a step belongs to runs still kept;
-    both wait for `sort_out`.
+    `DTYPES`).  After `sort_out`: `runs` numbers the runs that have rows here, `held` is what of a step is theirs, and
+    `live` the part of it that belongs to runs still kept.
     """
 
     places: list[Place]
@@ -51,12 +51,32 @@ class Captured(msgspec.Struct):
     count: np.ndarray
     target: np.ndarray
     dtype: np.ndarray
-    of: dict[int, np.ndarray] = {}
+    runs: dict[int, int] = {}
+    held: list[int] = []
     live: int = 0
+    order: np.ndarray | None = None
+    bounds: list[int] = []
 
-    def sort_out(self) -> None:
-        """Finds out whose the records are; not done while a step waits."""
-        self.of = _by_run(self.run, self.count)
+    def sort_out(self, widths: np.ndarray) -> None:
+        """Finds out whose the records are, and how much of it."""
+        live = np.flatnonzero(self.count)
+        if len(live) == 0:
+            self.runs, self.held = {}, []
+            return
+        run = self.run[live]
+        run -= run.min()
+        order = np.argsort(run.astype(np.int16) if run.max() < 1 << 15 else run, kind="stable")
+        self.order, run = live[order], run[order]
+        begins = np.concatenate(([0], np.flatnonzero(np.diff(run)) + 1))
+        self.bounds = [*begins.tolist(), len(live)]
+        self.runs = dict(zip(self.run[self.order[begins]].tolist(), range(len(begins)), strict=True))
+        self.held = np.add.reduceat(self.sizes(widths).take(self.order), begins).tolist()
+
+    def of(self, number: int) -> np.ndarray:
+        """The records of a run that have rows."""
+        assert self.order is not None
+        i = self.runs[number]
+        return self.order[self.bounds[i] : self.bounds[i + 1]]
 
     @property
     def steps(self) -> int:
@@ -90,9 +110,13 @@ class Captured(msgspec.Struct):
     def dtype_of(self, c: int) -> torch.dtype:
         return _TORCH[int(self.dtype[c])] if self.in_bytes else torch.float32
 
-    def sizes(self, widths: np.ndarray, of: np.ndarray) -> np.ndarray:
-        """What some records, by number, take of a step."""
-        return self.count[of] * widths[self.point[of]] * (ITEM_BYTES[self.dtype[of]] if self.in_bytes else 1)
+    def sizes(self, widths: np.ndarray) -> np.ndarray:
+        """What each record takes of a step, [C]."""
+        found = widths.take(self.point)
+        found *= self.count
+        if self.in_bytes:
+            found *= ITEM_BYTES.take(self.dtype)
+        return found
 
     def parts(self, c: int, width: int) -> list[np.ndarray]:
         """The bytes of record c's rows, [S, size] for each place, as views."""
@@ -103,8 +127,8 @@ class Captured(msgspec.Struct):
 
     def shrink(self, kept: list[int], widths: np.ndarray) -> None:
         """Moves the rows of some runs to memory of their own, and forgets the others."""
-        mine = np.sort(np.concatenate([self.of[number] for number in kept]))
-        unit, sizes, old = 1 if self.in_bytes else 4, self.sizes(widths, mine), self.target[mine]
+        mine = np.sort(np.concatenate([self.of(number) for number in kept]))
+        unit, sizes, old = 1 if self.in_bytes else 4, self.sizes(widths)[mine], self.target[mine]
         taken = -(-sizes // ALIGNED) * ALIGNED
         ends, dtype = np.cumsum(taken), torch.uint8 if self.in_bytes else torch.float32
         new = torch.empty(self.steps, int(ends[-1]), dtype=dtype)
@@ -122,7 +146,7 @@ class Captured(msgspec.Struct):
         self.places, self.stride = [Place(Block(new.reshape(-1)), 0, len(new))], new.shape[1]
         self.run, self.point, self.op, self.dtype = self.run[mine], self.point[mine], self.op[mine], self.dtype[mine]
         self.begin, self.count, self.target = self.begin[mine], self.count[mine], target
-        self.of = _by_run(self.run, self.count)
+        self.sort_out(widths)
 
     def _steps(self) -> list[np.ndarray]:
         """The bytes of every step, [S, stride] for each place, as views."""
@@ -133,20 +157,6 @@ class Captured(msgspec.Struct):
             steps = data[place.offset : place.offset + place.steps * self.stride]
             found.append(steps.view(np.uint8).reshape(place.steps, -1))
         return found
-
-
-def _by_run(run: np.ndarray, count: np.ndarray) -> dict[int, np.ndarray]:
-    """The numbers of the records of each run that have rows."""
-    live = np.flatnonzero(count)
-    if len(live) == 0:
-        return {}
-    whose = run[live]
-    whose -= whose.min()
-    order = live[np.argsort(whose.astype(np.int16) if whose.max() < 1 << 15 else whose, kind="stable")]
-    sorted_run = run[order]
-    starts = np.concatenate(([0], np.flatnonzero(np.diff(sorted_run)) + 1))
-    ends = [*starts[1:].tolist(), len(order)]
-    return {n: order[a:b] for n, a, b in zip(sorted_run[starts].tolist(), starts.tolist(), ends, strict=True)}
 
 
 ALIGNED = 16  # in either unit
@@ -189,10 +199,10 @@ class CaptureStore:
         self._sort_out()
         number = self._number.pop(run, -1)
         for piece in self._pieces.pop(number, ()):
-            piece.live -= int(piece.sizes(self._widths, piece.of[number]).sum())
+            piece.live -= piece.held[piece.runs[number]]
             if 0 < 2 * piece.live < piece.stride and piece.arrived:
                 self._flush()
-                piece.shrink([number for number in piece.of if number in self._pieces], self._widths)
+                piece.shrink([number for number in piece.runs if number in self._pieces], self._widths)
 
     @property
     def bytes(self) -> int:
@@ -210,13 +220,12 @@ class CaptureStore:
     def _sort_out(self) -> None:
         """Notes new pieces under their runs: what `add` leaves for when somebody asks, or for when they are many."""
         for piece in self._new:
-            piece.sort_out()
-            kept = [(number, self._pieces[number]) for number in piece.of if number in self._pieces]
-            for _, pieces in kept:
-                pieces.append(piece)
-            if kept:
-                mine = np.concatenate([piece.of[number] for number, _ in kept])
-                piece.live = int(piece.sizes(self._widths, mine).sum())
+            piece.sort_out(self._widths)
+            for number, i in piece.runs.items():
+                pieces = self._pieces.get(number)
+                if pieces is not None:
+                    pieces.append(piece)
+                    piece.live += piece.held[i]
         self._new = []
 
     def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, torch.Tensor]:
@@ -249,7 +258,7 @@ class CaptureStore:
         number, records = self._number[run], []
         positions, ops = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         for piece in self._pieces[number]:
-            mine = piece.of[number]
+            mine = piece.of(number)
             mine = mine[piece.point[mine] == point]
             for c in mine if op is None else mine[piece.op[mine] == op]:
                 positions.append(piece.positions(int(c)))
