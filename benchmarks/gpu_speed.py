@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import hashlib
+import importlib.util
 import json
 import os
 import sys
@@ -36,8 +38,10 @@ BARS = {
     "one in eight captured": (1.03, 1.03),
 }  # fmt: skip
 PARTS = ("planning", "fetch")  # with bars of their own
+LAYERS = {"8b": 32, "0.6b": 28}
 GROWTH = ["steer 2 layers", "steer 8 layers", "steer 16 layers", "steer four sites a layer",
-          "1 of 64 steered", "16 of 64 steered", "32 of 64 steered"]  # fmt: skip
+          "1 of 64 steered", "16 of 64 steered", "32 of 64 steered",
+          "steer every layer, requests change", "capture every layer, requests change"]  # fmt: skip
 
 
 def ratio(a: list[float], b: list[float]) -> dict[str, float]:
@@ -65,14 +69,15 @@ def decode(stock: Remote, ours: Remote, batch: int, case: str, count: int) -> di
     sides begin anew.  "sustained" is captured without giving anything back, well beyond what is kept in pinned memory.
     Idle, where bars are tightest, there are three rounds of `count` pairs.
     """
-    steps, again = STEPS[batch], "capture" in case and "sustained" not in case
+    steps, changing = STEPS[batch], case if "change" in case else ""
+    again = "capture" in case and "sustained" not in case and not changing
     a, b = [], []
 
     def block(side: Remote, what: str, core: int) -> float:
         if again:
             side.empty()
             side.fill(batch, what, 4)
-        return side.block(steps, core)
+        return side.block(steps, core, changing and what)
 
     for _ in range(ROUNDS if case == "idle" else 1):
         try:
@@ -85,8 +90,10 @@ def decode(stock: Remote, ours: Remote, batch: int, case: str, count: int) -> di
             theirs = stock.kernels() if case == "idle" else {}
             steady = ours.copies(20)
         finally:
-            stock.empty()
-            ours.empty()
+            try:
+                stock.empty()
+            finally:
+                ours.empty()
     found = ratio(a, b) | {"steady": steady}
     for name, many in (("gpu_us", kernels), ("stock_gpu_us", theirs)):
         if many:
@@ -121,6 +128,7 @@ def control(stock: Remote, other: Remote, batches: list[int], count: int) -> dic
         sides = [lambda core, side=side, n=STEPS[batch]: side.block(n, core) for side in (stock, other)]
         spent = {"gpu_us": [round(sum(us for _, us in side.kernels().values())) for side in (stock, other)]}
         found[f"batch {batch}"] = ratio(*blocks(*sides, count)) | spent
+        assert stock.context() == other.context(), "the two sides are at different contexts"
         for side in (stock, other):
             side.empty()
     return found
@@ -164,7 +172,7 @@ def table(result: dict[str, Any]) -> str:
             continue
         kernels = ""
         if "kernels_are_stocks" in row:
-            kernels = f"; {row['kernels']} kernels, {'all' if row['kernels_are_stocks'] else 'NOT'} stock's"
+            kernels = f"; {row['kernels']:g} kernels, {'all' if row['kernels_are_stocks'] else 'NOT'} stock's"
         lines.append(
             f"| {row['case']}{kernels} | {row['batch']} | {row['stock']:.3f} | {row['ours']:.3f} | "
             f"{row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}] | {'' if bar is None else f'≤ {bar}'} |"
@@ -184,13 +192,18 @@ def table(result: dict[str, Any]) -> str:
     missed = verdicts(result)
     lines += ["", f"Bars missed: {'; '.join(missed) or 'none of those measured'}."]
     for case, found in result.get("planning", {}).items() if "error" not in result.get("planning", {}) else ():
-        parts = ", ".join(f"{part} {us:.0f}" for part, us in found["parts"].items())
-        lines += ["", f"Our host work around a step of 256 requests, {case}: {found['changed']:.0f} µs when one left "
-                  f"and another came ({parts}), {found['steady']:.0f} µs when nothing changed."]  # fmt: skip
+        parts, beside = (
+            ", ".join(f"{part} {us:.0f}" for part, us in found[kind].items()) for kind in ("parts", "beside")
+        )
+        lines += [
+            "",
+            f"Our host work in a step of 256 requests, {case}: {found['changed']:.0f} µs when one left and one came "
+            f"({parts}; between steps {beside}), {found['steady']:.0f} µs when nothing changed.",
+        ]
     if "GB_s" in result.get("fetch", {}):
         lines += ["", f"Fetched into the caller's process, {result['fetch']['MB']} MB: {result['fetch']['GB_s']} GB/s "
                   f"({result['fetch']['first_GB_s']} the first time)."]  # fmt: skip
-    for side, facts in result["start"].items():
+    for side, facts in result["start"].items() if "--together" not in result["command"] else ():
         lines += ["", f"Start of {side}: {facts['start_s']} s, {facts['memory_mib']:,} MiB of GPU memory."]
     return "\n".join(lines) + "\n"
 
@@ -211,22 +224,33 @@ def verdicts(result: dict[str, Any]) -> list[str]:
             missed.append(f"{name}: {row['ours_tokens_s']} tokens/s, below 80 % of {row['stock_tokens_s']}")
         if row.get("kernels_are_stocks") is False:
             missed.append(f"{name}: kernels differ from stock's")
+        if any(row.get("steady", {}).get(what) for what in ("plans", "copies")):
+            missed.append(f"{name}: {row['steady']} while nothing changed")
+        if row.get("pairs", 20) < 20 and bar is not None:
+            missed.append(f"{name}: {row['pairs']} pairs, fewer than 20")
     for case, found in result.get("planning", {}).items():
         if isinstance(found, dict) and found["changed"] > 150:
             missed.append(f"planning, {case}: {found['changed']:.0f} µs above 150")
     if result.get("fetch", {}).get("GB_s", 2.0) < 2.0:
         missed.append(f"fetch: {result['fetch']['GB_s']} GB/s below 2")
-    missed += [f"{part}: {result[part]['error']}" for part in PARTS if "error" in result.get(part, {})]
-    missed += [f"{part}: not measured" for part in PARTS if part not in result]
+    for part in ("planning", "fetch", "control", "eager"):
+        if "error" in result.get(part, {}):
+            missed.append(f"{part}: {result[part]['error']}")
+        elif part in PARTS and not result.get(part):
+            missed.append(f"{part}: not measured")
+    if result["layers"] != LAYERS[result["shape"]]:
+        missed.append(f"only {result['layers']} layers")
     there = {(row["case"], row.get("batch")) for row in [*result["decode"], *result["prefill"]]}
-    asked = [(case, batch) for batch in STEPS for case in BARS] + [
-        ("idle", None),
-        ("capture prompt, every layer", None),
-    ]
-    missed += [
+    asked = [(case, batch) for batch in STEPS for case in BARS if applies(case, batch)]
+    asked += [("idle", None), ("capture prompt, every layer", None)]
+    return missed + [
         f"{case}, {f'batch {n}' if n else 'prefill'}: not measured" for case, n in asked if (case, n) not in there
     ]
-    return missed
+
+
+def applies(case: str, batch: int) -> bool:
+    """One in eight of one request is all of them."""
+    return batch > 1 or "in eight" not in case
 
 
 def draw(files: list[Path]) -> None:
@@ -327,7 +351,7 @@ def measure(run: Run, engines: Engines, args: argparse.Namespace) -> None:
     print(run.result["start"], flush=True)
     run.until = time.monotonic() + args.budget_s
     for batch in batches:
-        for case in BARS:
+        for case in (case for case in BARS if applies(case, batch)):
             row = {"case": case, "batch": batch}
             run.note("decode", row, lambda row=row: decode(stock, ours, row["batch"], row["case"], args.pairs))
     for case in ("idle", "capture prompt, every layer"):
@@ -344,6 +368,15 @@ def measure(run: Run, engines: Engines, args: argparse.Namespace) -> None:
         if part not in args.without:
             run.note(part, None, lambda kind=kind: engines.another(kind, args.pairs))
     stock.close()
+
+
+def source() -> str:
+    """Which code this is: a digest of the package's files, as `sha256sum` over them in order of name would see them."""
+    folder = Path(importlib.util.find_spec("patchclamp").origin).parent  # type: ignore[union-attr, arg-type]
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def main() -> None:
@@ -368,8 +401,10 @@ def main() -> None:
     import vllm
 
     deterministic = "TORCHINDUCTOR_DETERMINISTIC=1 " if os.environ.get("TORCHINDUCTOR_DETERMINISTIC") == "1" else ""
-    facts = {"date": datetime.date.today().isoformat(), "vllm": vllm.__version__, "torch": torch.__version__,
-             "gpu": torch.cuda.get_device_name(), "command": f"{deterministic}python {' '.join(sys.argv)}"}  # fmt: skip
+    facts = {
+        "date": datetime.date.today().isoformat(), "gpu": torch.cuda.get_device_name(), "vllm": vllm.__version__,
+        "torch": torch.__version__, "source": source(), "command": f"{deterministic}python {' '.join(sys.argv)}",
+    }  # fmt: skip
     shapes, runs = args.shapes.split(","), []
     started = {shape: Engines(shape, args) for shape in shapes} if args.together else {}
     for shape in shapes:
@@ -382,11 +417,11 @@ def main() -> None:
             shape = run.result["shape"]
             few = shape_only(Path(f"/tmp/shape-{shape}-4"), shape, 4)
             run.note("fetch", None, lambda few=few: fetch(few))
-    draw([run.file for run in runs])
     missed = [missed for run in runs for missed in verdicts(run.result)]
     for run in runs:
         run.file.with_suffix(".md").write_text(table(run.result))
     print("missed:", missed)
+    draw([run.file for run in runs])
     sys.exit(1 if missed else 0)
 
 

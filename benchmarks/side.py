@@ -21,6 +21,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 PROMPT = 64
+IN_STEP, BESIDE = ("before", "planned", "after"), ("do_reserve", "do_finish", "do_release")
 OPTIONS = {
     "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 2304,
     "max_num_seqs": 256, "gpu_memory_utilization": 0.1, "enable_prefix_caching": False, "disable_log_stats": True,
@@ -51,6 +52,8 @@ def cases(layers: int, width: int) -> dict[str, list[Any]]:
         "one in eight steered": [every] + [None] * 7,
         "one in eight captured": [made] + [None] * 7,
         "capture prompt, every layer": [whole],
+        "steer every layer, requests change": [every],
+        "capture every layer, requests change": [made],
         **{f"steer {n} layers": [steer(pc.resid_post[:n])] for n in (2, 8, 16) if n < layers},
         **{f"{n} of 64 steered": [every] * n + [None] * (64 - n) for n in (1, 16, 32)},
         "steer four sites a layer": [Program.of([pc.Add(0.01 * torch.randn(width), at=s) for s in four])],
@@ -97,9 +100,20 @@ class Side:
         self.core = self.engine.engine_core.engine_core
         self.sites = site_map(config)
         self.cases = cases(self.sites.layers, self.sites.d_model)
+        self._start_threads()
         self.running: list[str] = []
         self.vectors: list[str] = []
         self.count = 0
+
+    def _start_threads(self) -> None:
+        """Threads that begin within `on_core` would stay on that core for good."""
+        from patchclamp.store import captures
+
+        drain = getattr(self._runtime.step, "drain", None) if self.ours else None
+        pools = [captures._copiers] if drain is None else [captures._copiers, drain._workers, drain._pinned._maker,
+                                                          drain._pinned._touchers]  # fmt: skip
+        for pool in pools:
+            list(pool.map(lambda _: time.sleep(0.02), range(pool._max_workers)))
 
     def facts(self) -> dict[str, Any]:
         config = self.engine.vllm_config
@@ -160,21 +174,36 @@ class Side:
         self.running, self.vectors = [], []
         self.step(3)
 
-    def block(self, steps: int, core: int) -> float:
-        """Milliseconds a step, every request decoding; the engine's thread stays on one core of the machine's."""
+    def block(self, steps: int, core: int, case: str = "") -> float:
+        """Milliseconds a step, every request decoding; the engine's thread stays on one core of the machine's.
+
+        With a `case`, every fourth step a request of it leaves and another comes, with a prompt to be computed.
+        """
         import torch
 
         with on_core(core):
             self.step(3)
             torch.cuda.synchronize()
             began = time.perf_counter()
-            self.step(steps)
+            for _ in range(steps // 4 if case else 0):
+                self.change(case)
+                self.step(4)
+            self.step(0 if case else steps)
             torch.cuda.synchronize()
             if self.ours:
                 self._runtime.step.flush()  # what was captured is in host memory now
             found = 1e3 * (time.perf_counter() - began) / steps
         assert len(self.core.scheduler.running) == len(self.running), "a request stopped"
         return found
+
+    def change(self, case: str) -> None:
+        """The request that is here longest leaves and is forgotten; another of the case comes."""
+        gone = self.running.pop(0)
+        self.engine.abort_request([gone])
+        if self.ours:
+            self.rpc("finish", [gone], [])
+            self.rpc("release", [gone])
+        self.add(case, self.count, PROMPT, 2000)
 
     def context(self) -> int:
         """Tokens that the running requests have behind them."""
@@ -219,7 +248,8 @@ class Side:
             if event.device_type == torch.autograd.DeviceType.CUDA:
                 count[event.name] += 1
                 spent[event.name] += event.device_time
-        return {name: (round(n / steps), round(spent[name] / steps, 1)) for name, n in count.items() if n >= steps}
+        assert sum(count.values()) > steps, "the profiler saw no kernels"
+        return {name: (n / steps, round(spent[name] / steps, 1)) for name, n in count.items() if n >= steps}
 
     def copies(self, steps: int = 100) -> dict[str, int]:
         """Of steady steps: plans made and copies to the device."""
@@ -229,13 +259,14 @@ class Side:
         return {"steps": steps, "plans": after[0] - before[0], "copies": after[1] - before[1]}
 
     def planning(self, batch: int, case: str, changes: int = 40) -> dict[str, Any]:
-        """Microseconds of our host work around a step in which one request left and another came, and of a steady one;
-        and of the former what each hook took: `before` the step, once it is `planned` for, and `after` it."""
+        """Microseconds of our host work in a step in which one request left and another came, and in a steady one; of
+        the former what each part took, and besides, between the steps, what it took to seat one program, to end a run
+        and to let its captures go."""
         import torch
 
         attached, spent = self._worker.patchclamp, collections.Counter()
 
-        def timed(name: str) -> None:
+        def timed(owner: Any, name: str) -> None:
             inner = getattr(type(attached), name).__get__(attached)
 
             def outer(*args: Any) -> Any:
@@ -245,30 +276,33 @@ class Side:
                 finally:
                     spent[name] += 1e6 * (time.perf_counter() - began)
 
-            setattr(attached.hooks, name, outer)
+            setattr(owner, name, outer)
 
-        for name in ("before", "planned", "after"):
-            timed(name)
+        for name in IN_STEP:
+            timed(attached.hooks, name)
+        for name in BESIDE:
+            timed(attached, name)
         self.fill(batch, case)
         changed, steady = [], []
-        for i in range(changes):
-            gone = self.running.pop(0)
-            self.engine.abort_request([gone])
-            self.rpc("finish", [gone], [])
-            self.rpc("release", [gone])
-            self.add(case, i, PROMPT, 2000)
+        for _ in range(changes):
+            spent.clear()
             torch.cuda.synchronize()
+            self.change(case)
             for found in (changed, None, None, steady):
-                spent.clear()
                 self.step()
                 if found is not None:
                     found.append(dict(spent))
+                spent.clear()
         self.empty()
-        sums = {"changed": changed, "steady": steady}
-        found = {
-            name: round(float(np.median([sum(parts.values()) for parts in many])), 1) for name, many in sums.items()
-        }
-        return found | {"parts": {name: round(float(np.median([p[name] for p in changed])), 1) for name in changed[0]}}
+
+        def median(many: list[dict[str, float]], names: tuple[str, ...]) -> float:
+            return round(float(np.median([sum(parts.get(name, 0.0) for name in names) for parts in many])), 1)
+
+        return {
+            "changed": median(changed, IN_STEP), "steady": median(steady, IN_STEP),
+            "parts": {name: median(changed, (name,)) for name in IN_STEP},
+            "beside": {name: median(changed, (name,)) for name in BESIDE},
+        }  # fmt: skip
 
 
 class Remote:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 
-from benchmarks.gpu_speed import BARS, STEPS, verdicts
+from benchmarks.gpu_speed import BARS, STEPS, applies, verdicts
 
-FINE = {"ratio": 1.0, "high": 1.001, "stock_tokens_s": 100, "ours_tokens_s": 99, "kernels_are_stocks": True}
+FINE = {"ratio": 1.0, "high": 1.001, "stock_tokens_s": 100, "ours_tokens_s": 99, "kernels_are_stocks": True,
+        "steady": {"steps": 20, "plans": 0, "copies": 0}, "pairs": 20}  # fmt: skip
 GOOD = {
     "shape": "8b",
-    "decode": [{"case": case, "batch": batch, **FINE} for batch in STEPS for case in BARS],
+    "layers": 32,
+    "decode": [{"case": case, "batch": batch, **FINE} for batch in STEPS for case in BARS if applies(case, batch)],
     "prefill": [{"case": case, **FINE} for case in ("idle", "capture prompt, every layer")],
     "planning": {"steer every layer": {"changed": 90.0}},
     "fetch": {"GB_s": 2.5},
@@ -39,3 +41,8 @@ def test_what_failed_or_was_not_measured_is_no_success():
     assert verdicts({**GOOD, "decode": GOOD["decode"][1:]}) == ["idle, batch 1: not measured"]
     assert verdicts({**GOOD, "prefill": []})[0] == "idle, prefill: not measured"
     assert changed("decode", 0, error="broken") == ["idle, batch 1: broken"]
+    assert verdicts({**GOOD, "control": {"error": "broken"}}) == ["control: broken"]
+    assert verdicts({**GOOD, "planning": {}, "fetch": {}}) == ["planning: not measured", "fetch: not measured"]
+    assert changed("decode", 1, pairs=5) == ["steer every layer, batch 1: 5 pairs, fewer than 20"]
+    assert len(changed("decode", 1, steady={"steps": 20, "plans": 3, "copies": 0})) == 1
+    assert verdicts({**GOOD, "layers": 4}) == ["only 4 layers"]
