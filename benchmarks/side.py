@@ -181,6 +181,7 @@ class Side:
         """
         import torch
 
+        assert not case or steps % 4 == 0, "blocks of changing requests are multiples of four steps"
         with on_core(core):
             self.step(3)
             torch.cuda.synchronize()
