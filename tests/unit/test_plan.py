@@ -13,6 +13,7 @@ import patchclamp as pc
 from patchclamp.plan import CAPTURE, LINEAR, RECORD, Batch, ProgramTable, Prompt, bind, make_plan
 from patchclamp.plan.bind import pieces_of, run_key, vector_key
 from patchclamp.plan.reuse import block_key, lowest_capture
+from patchclamp.plan.step import BYTES
 from patchclamp.plan.table import records_of
 from patchclamp.sites import SiteMap
 from patchclamp.spec.program import Program
@@ -547,3 +548,18 @@ def test_captures_must_be_computed():
     assert lowest_capture(bound(pc.Zero("embed"))) is None
     assert lowest_capture(bound((), ["embed @ prompt[3]", "logits", "resid_pre[1] @ prompt[2:]"])) == 2
     assert lowest_capture(bound((), "embed @ generated", max_tokens=1)) is None
+
+
+def test_captures_of_a_long_prefill_pass_two_gigabytes_and_do_not_wrap():
+    table = ProgramTable(1, 2, 8)
+    table.admit(np.array([(0, 1 << 20, CAPTURE, 0, 0, 0.0, 0.0)] * 2, RECORD), np.array([1, 1]))
+    tokens = 1 << 17
+    batch = Batch(np.array([1]), np.array([0]), np.array([0]), np.array([tokens]), tokens)
+    plan = make_plan(batch, table, np.array([8192, 8192]), np.array([False, False]), BYTES)
+    size = tokens * 8192 * 4
+    assert plan.size == 2 * size > 1 << 32
+    assert plan.target.tolist() == [0, size]
+    assert {point: part[1:] for point, part in plan.parts(table.captures.point).items()} == {
+        0: (0, size),
+        1: (size, 2 * size),
+    }

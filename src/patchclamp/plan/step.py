@@ -127,7 +127,7 @@ def make_plan(
     count = np.minimum(captures.stop, end)
     count -= begin
     np.maximum(count, 0, out=count)
-    width = (widths[:, None] * unit).astype(np.int32).take(captures.kind)
+    width = (widths[:, None] * unit).take(captures.kind)  # int64: bytes of a long prefill pass 2³¹
     target, size = _side_by_side(count, width, captures.order) if unit is BYTES else _by_width(count, width)
     holds = _holds(*(column[captures.leads] for column in (now, captures.start, captures.stop))) if steady else 0
     return StepPlan(tokens, last, active, begin, count, target, size, width, holds)
@@ -143,7 +143,7 @@ def _holds(now: np.ndarray, start: np.ndarray, stop: np.ndarray) -> int:
 
 def _side_by_side(count: np.ndarray, width: np.ndarray, order: np.ndarray) -> tuple[np.ndarray, int]:
     """Where each capture record's rows go: in `order`, by point, each at a multiple of 16."""
-    taken = np.multiply(count, width, dtype=np.int64)
+    taken = count * width
     taken += 15
     taken &= -16
     taken = taken.take(order)
@@ -157,7 +157,7 @@ def _side_by_side(count: np.ndarray, width: np.ndarray, order: np.ndarray) -> tu
 
 def _by_width(count: np.ndarray, width: np.ndarray) -> tuple[np.ndarray, int]:
     """Where each capture record's rows go: those of one width at multiples of it, so that they can be seen as rows."""
-    taken = np.multiply(count, width, dtype=np.int64)
+    taken = count * width
     target, size = np.zeros(len(count), np.int64), 0
     for w in np.unique(width):
         mine = np.flatnonzero(width == w)
