@@ -95,18 +95,16 @@ def _site(
     PAIR: tl.constexpr, SAMPLED: tl.constexpr, BLOCK: tl.constexpr, PASSES: tl.constexpr, ALIGNED: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:  # launched while the kernel before still runs: nothing is read, and nobody leaves, before it is done
-        tl.extra.cuda.gdc_wait()
     out_row = tl.program_id(0).to(tl.int64)
     row = out_row
     if SAMPLED:
         row = tl.load(row_of_sample + out_row).to(tl.int64)
     slot = tl.load(slot_of_row + row)
     position = tl.load(position_of_row + row).to(tl.int32)
-    if slot == 0:
-        return
-    begin = tl.load(first + slot * (points + 1) + point)
+    begin = tl.load(first + slot * (points + 1) + point)  # nobody, slot 0, has no records
     end = tl.load(first + slot * (points + 1) + point + 1)
+    if EARLY:  # launched while the kernel before ends: the tables were there before it began, but nothing of the stream
+        tl.extra.cuda.gdc_wait()  # is read, and nobody leaves, before it is done
     if begin == end:
         return
     hidden += out_row * hidden_stride
