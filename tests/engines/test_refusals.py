@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -155,6 +156,18 @@ def test_unknown_engine_options_are_errors(smollm2):
     for option, value in (("kept_bytes", "much"), ("active_sizes", ["8"])):
         with pytest.raises(pc.EngineError, match=rf"engine options: .*{option}"):
             pc.LM(str(smollm2), engine="vllm", **{option: value})
+
+
+def test_sizes_that_no_graph_is_recorded_for_are_named():
+    from patchclamp.engines.vllm.compat.configuration import unrecorded
+
+    def config(sizes):
+        return SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_capture_sizes=sizes))
+
+    told = unrecorded(config([1, 2, 4, 8]), [1, 3, 64])
+    assert told == "active_sizes [3, 64]: vLLM records graphs for steps of [1, 2, 4, 8] tokens here"
+    assert unrecorded(config([1, 2, 4, 8]), [1, 8]) is None
+    assert unrecorded(config([]), [3]) is None  # on a CPU, or run eagerly: no graphs at all
 
 
 @pytest.mark.parametrize(

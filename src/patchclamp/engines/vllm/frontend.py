@@ -200,6 +200,9 @@ class VllmEngine:
         with configuration.core_process(separate):
             config = EngineArgs(**arguments, additional_config=extra).create_engine_config()
         self._check(config)
+        wrong = configuration.unrecorded(config, limits.active_sizes or ())
+        if wrong is not None:
+            raise EngineError(wrong)
         self._remote = separate or config.parallel_config.world_size > 1
         extra[configuration.KEY]["limits"]["max_programs"] = 2 * configuration.model_facts(config)["max_num_seqs"]
         self._engine = LLMEngine(

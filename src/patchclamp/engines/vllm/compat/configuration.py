@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -91,6 +91,15 @@ def model_facts(vllm_config: Any) -> dict[str, Any]:
 def settings(vllm_config: Any) -> str:
     """What decides which code runs the model: vLLM's own hash of its configuration, and the checkpoint's revision."""
     return f"{vllm_config.compute_hash()} {getattr(vllm_config.model_config.hf_config, '_commit_hash', None)}"
+
+
+def unrecorded(vllm_config: Any, sizes: Sequence[int]) -> str | None:
+    """Which sizes of step vLLM records no CUDA graphs for, in words; None if it does for all, or records none."""
+    there = sorted(vllm_config.compilation_config.cudagraph_capture_sizes or ())
+    missing = [size for size in sizes if size not in there]
+    if not missing or not there:
+        return None
+    return f"active_sizes {missing}: vLLM records graphs for steps of {there} tokens here"
 
 
 def refused(vllm_config: Any) -> list[str]:

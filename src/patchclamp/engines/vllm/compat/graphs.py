@@ -17,7 +17,7 @@ import torch
 
 from patchclamp.engines.vllm.compat.configuration import enabled
 from patchclamp.engines.vllm.compat.seams import require
-from patchclamp.errors import EngineError, SeamMoved
+from patchclamp.errors import SeamMoved
 from patchclamp.runtime.graphs import MOST_NODES, NODE_BYTES
 
 logger = logging.getLogger("patchclamp")
@@ -55,10 +55,6 @@ class Graphs:
         self._stores, self._recorded, self._active = {}, set(), False
         sizes = [desc for descs in manager._capture_descs.values() for desc in descs]
         self.share = sum(map(self._wants, sizes)) / max(len(sizes), 1)
-        there = sorted({desc.num_tokens for desc in sizes})
-        unknown = [size for size in self._sizes or () if size not in there]
-        if unknown and sizes:
-            raise EngineError(f"active_sizes has {unknown}, but vLLM records graphs for steps of {there} tokens")
         capture()
         if profile:
             return
