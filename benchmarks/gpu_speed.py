@@ -166,7 +166,7 @@ def table(result: dict[str, Any]) -> str:
     lines += [result["remark"], ""] if "remark" in result else []
     lines += ["| case | batch | stock ms | ours ms | ratio [95 %] | bar |", "|---|---|---|---|---|---|"]
     for row in result["decode"]:
-        bar = BARS.get(row["case"], (None, None))[0 if big else 1]
+        bar = bar_of(row, big)
         if "error" in row:
             lines.append(f"| {row['case']} | {row['batch']} | | | {row['error']} | |")
             continue
@@ -212,7 +212,7 @@ def verdicts(result: dict[str, Any]) -> list[str]:
     """What missed its bar, or could not be measured."""
     big, missed = result["shape"] == "8b", []
     for row in [*result["decode"], *result["prefill"]]:
-        bar = BARS.get(row["case"], (None, None))[0 if big else 1]
+        bar = bar_of(row, big)
         name = f"{row['case']}, batch {row['batch']}" if "batch" in row else f"{row['case']}, prefill"
         if "error" in row:
             missed.append(f"{name}: {row['error']}")
@@ -251,6 +251,11 @@ def verdicts(result: dict[str, Any]) -> list[str]:
 def applies(case: str, batch: int) -> bool:
     """One in eight of one request is all of them."""
     return batch > 1 or "in eight" not in case
+
+
+def bar_of(row: dict[str, Any], big: bool) -> float | None:
+    """What a ratio may be, if there is a bar for its case and batch."""
+    return BARS.get(row["case"], (None, None))[0 if big else 1] if applies(row["case"], row.get("batch", 2)) else None
 
 
 def draw(files: list[Path]) -> None:

@@ -195,6 +195,36 @@ def test_whatever_happens_every_captured_row_is_the_right_one(monkeypatch, vocab
     assert (counts > 50).all(), counts  # steps that went on with a plan, that were planned, that replayed a graph
 
 
+def test_an_eager_step_that_a_graph_goes_on_with_keeps_points_of_equal_bytes_apart(monkeypatch):
+    """A prompt of one token is an eager step, whose plan the first decode step, a graph, goes on with; then what is left
+    comes in another order: the logits, of 6 bf16 numbers and so of as many bytes as 4 fp32 ones, before the rest."""
+    cuda_on_cpu.stub(monkeypatch)
+    runtime = Runtime(SiteMap(LLAMA, LAYERS, WIDTH, 6), Limits(max_programs=2, max_records=512, bank_bytes=1 << 16))
+    step, positions = cuda_on_cpu.on_cpu(runtime, ROWS, 16, 1 << 12, 1 << 13, 1 << 15)
+    program = Program.of((), [pc.Capture(pc.final_norm), pc.Capture(pc.logits, dtype="bfloat16")])
+    runtime.reserve(bind(program, "run", Prompt([1], lambda: ("", [])), 9, runtime.sites, None))
+    runtime.link("request", "run")
+    one = np.ones(1, np.int64)
+    for at in range(4):
+        positions[0] = at
+        went_on = runtime.goes_on(["request"], np.array([at], np.int32), 1)
+        assert went_on == (at > 0)
+        if not went_on:
+            runtime.begin(Batch(runtime.slots(["request"]), 0 * one, at * one, one, 1))
+        for point in runtime.sites.points:
+            row = torch.full((1, point.width), 10.0 * point.number + at)
+            if at and point.rows != "sampled":
+                cuda_on_cpu.graph(step, point.number, row)
+            else:
+                runtime.apply(point.number, row, None)
+        runtime.end()
+    for point in runtime.sites.points[-2:]:
+        where, rows = runtime.fetch("run", point.number)
+        assert where.tolist() == [0, 1, 2, 3]
+        assert rows.float().tolist() == [[10.0 * point.number + at] * point.width for at in range(4)]
+    step.close()
+
+
 def test_what_is_released_is_not_held_by_the_last_step(monkeypatch):
     cuda_on_cpu.stub(monkeypatch)
     others = {id(piece) for piece in gc.get_objects() if isinstance(piece, Captured)}

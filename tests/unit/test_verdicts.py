@@ -34,6 +34,12 @@ def test_a_bar_that_is_missed_is_said_once_and_by_name():
     assert verdicts({**GOOD, "fetch": {"GB_s": 1.9}}) == ["fetch: 1.9 GB/s below 2"]
 
 
+def test_one_in_eight_of_one_request_has_no_bar():
+    alone = {"case": "one in eight steered", "batch": 1, **FINE, "ratio": 1.5}
+    assert verdicts({**GOOD, "decode": [*GOOD["decode"], alone]}) == []
+    assert len(verdicts({**GOOD, "decode": [*GOOD["decode"], {**alone, "batch": 64}]})) == 1
+
+
 def test_what_failed_or_was_not_measured_is_no_success():
     assert verdicts({**GOOD, "fetch": {"error": "broken"}}) == ["fetch: broken"]
     assert verdicts({**GOOD, "planning": {"error": "broken"}}) == ["planning: broken"]
