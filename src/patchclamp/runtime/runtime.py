@@ -294,17 +294,10 @@ class Runtime:
                 before.piece.grow(left.block, left.offset)
                 before.age = plan.age
                 continue
-            run, begins = self._run_of_slot[captures.slot], plan.begins()
-            columns = (
-                run,
-                captures.point,
-                captures.op,
-                begins,
-                plan.count,
-                captures.dtype,
-            )  # the table's own will change
-            run, point, op, begins, count, dtype = (
-                column.copy() if left.mine is None else column[left.mine] for column in columns
+            run, mine = self._run_of_slot[captures.slot], left.mine
+            columns = (run, captures.point, captures.op, plan.begins(), plan.count, captures.dtype)
+            run, point, op, begins, count, dtype = (  # copies: the table's own change as programs come and go
+                column.copy() if mine is None else column[mine] for column in columns
             )
             places = [Place(left.block, left.offset)]
             piece = Captured(places, left.stride, run, point, op, begins, count, left.target, dtype)
