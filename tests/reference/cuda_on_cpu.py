@@ -49,14 +49,14 @@ class Tables(CudaTables):
 
     def __init__(self, table: Any, rows: int, samples: int, positions: np.ndarray) -> None:
         self._table, self.points, self.position_of_row = table, table.first.shape[1] - 1, positions
-        sizes = {"target": 2 * len(table.records), "records": 8 * len(table.records), "first": table.first.size,
+        sizes = {"base": 2 * len(table.records), "offset": len(table.records), "records": 8 * len(table.records), "first": table.first.size,
                  "generation": len(table.first), "slot_of_row": rows, "rank_of_row": rows, "row_of_sample": samples}  # fmt: skip
         ends = np.cumsum(list(sizes.values())).tolist()
         self._at = {name: end - size for (name, size), end in zip(sizes.items(), ends, strict=True)}
         self.words, self._rows, self.copies = np.zeros(ends[-1], np.int32), 0, 0
         for name, at in self._at.items():
             view: Any = self.words[at : at + sizes[name]]
-            setattr(self, name, view.view(np.int64) if name == "target" else view)
+            setattr(self, name, view.view(np.int64) if name == "base" else view)
 
     def _send(self, segments: list[tuple[int, np.ndarray]]) -> None:
         blocks, total = blocks_of(segments)
@@ -87,7 +87,8 @@ class _Kernel:
                 dtype = DTYPES[int(records[number, 6:7].view(np.float32)[0])]
                 first = position if sampled else max(start, position - int(tables.rank_of_row[row]))
                 data = hidden[out].to(dtype).contiguous().view(torch.uint8)
-                to = int(tables.target[number]) - base + (position - first) * len(data)
+                span, area = int(records[number, 3]), int(records[number, 4:6].view(np.int64)[0])
+                to = int(tables.base[area]) - base + (int(tables.offset[span]) + position - first) * len(data)
                 assert 0 <= to <= len(kept) - len(data), "a row is written outside of its memory"
                 kept[to : to + len(data)] = data
 
@@ -100,11 +101,11 @@ def on_cpu(runtime: Runtime, rows: int, samples: int, kept: int, ring: int, host
     """A runtime's step as on a GPU, and the positions of its rows, which the engine would fill."""
     positions, step = np.zeros(rows, np.int64), CudaStep.__new__(CudaStep)
     made: Any = step
-    made.tables, made._table = Tables(runtime.table, rows, samples, positions), runtime.table
+    made.tables = Tables(runtime.table, rows, samples, positions)
     made.kept = torch.zeros(kept, dtype=torch.uint8)
     made.drain = drain.Drain(torch.device("cpu"), ring, host)
     made.recorded, made.recording, made._plan, made._parts, made._kept_apart = _Recorded(), False, None, None, None
-    made._left, made._drained, made._full = [], set(), made.kept[:0]
+    made._left, made._drained = [], set()
     runtime.step = step
     return step, positions
 

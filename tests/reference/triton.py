@@ -24,17 +24,18 @@ ASKED = {"cpu": [0, 2], "cuda": [0, 1, 2]}
 SLOTS, POINTS, BANK = 6, 3, 40_000
 
 
-def tables_of(table: ProgramTable, plan: StepPlan, batch: Batch, bank: torch.Tensor, device: str) -> SimpleNamespace:
+def tables_of(
+    table: ProgramTable, plan: StepPlan, position: np.ndarray, batch: Batch, bank: torch.Tensor, device: str
+) -> SimpleNamespace:
     """What the kernel reads, plainly laid out."""
-    target = np.zeros(len(table.records), np.int64)
-    live = plan.count > 0
-    target[table.captures.record[live]] = plan.target[live]
+    base, offset = np.zeros(len(table.records), np.int64), np.zeros(len(table.records), np.int32)
+    base[plan.spans.area], offset[plan.spans.number] = plan.base, plan.offset
     bad = torch.zeros(SLOTS + 1, dtype=torch.int64, pin_memory=device == "cuda")
     arrays = {
         "slot_of_row": plan.tokens.slot, "rank_of_row": plan.tokens.rank,
-        "position_of_row": plan.tokens.position.astype(np.int64),
+        "position_of_row": position.astype(np.int64), "base": base, "offset": offset,
         "row_of_sample": (batch.row + batch.count - 1).astype(np.int32), "generation": table.generation,
-        "first": table.first.reshape(-1), "records": table.records.view(np.int32), "target": target,
+        "first": table.first.reshape(-1), "records": table.records.view(np.int32),
     }  # fmt: skip
     made = {name: torch.from_numpy(np.ascontiguousarray(array)).to(device) for name, array in arrays.items()}
     return SimpleNamespace(**made, bank=bank.to(device), bad=bad, bad_address=bad.data_ptr(), points=POINTS)
@@ -71,17 +72,17 @@ def _as_strided(rows: torch.Tensor, device: str) -> torch.Tensor:
 def one_round(rng: np.random.Generator, device: str, found: dict[str, int]) -> None:
     width = np.array(rng.choice([16, 40, 100, 256], POINTS))
     sampled = np.array([False, False, True])
-    table = ProgramTable(SLOTS, POINTS, 200)
+    table = ProgramTable(SLOTS, POINTS, 200, sampled)
     for _ in range(int(rng.integers(1, SLOTS))):
         table.admit(*records(rng, width, device))
     slots = rng.permutation(SLOTS)
     slots[slots > len(table)] = 0
     count = rng.integers(1, 7, SLOTS)
     batch = Batch(slots, np.cumsum(count) - count, rng.integers(0, 9, SLOTS), count, int(count.sum()))
-    in_bytes, in_numbers = (make_plan(batch, table, width, sampled, *unit) for unit in ((BYTES,), ()))
+    in_bytes, in_numbers = (make_plan(batch, table, width, *unit) for unit in ((BYTES,), ()))
     bank = torch.from_numpy(rng.standard_normal(BANK).astype(np.float32))
     bank[torch.from_numpy(rng.integers(0, BANK, 20))] = float("nan")
-    tables = tables_of(table, in_bytes, batch, bank, device)
+    tables = tables_of(table, in_bytes, in_numbers.tokens.position, batch, bank, device)
     kept = torch.zeros(in_bytes.size + 16, dtype=torch.uint8, device=device)
     expected = torch.zeros(in_numbers.size)
     failed = set()
@@ -102,9 +103,10 @@ def one_round(rng: np.random.Generator, device: str, found: dict[str, int]) -> N
     assert tables.failed == failed, (tables.failed, failed)
     found["rows not finite"] = found.get("rows not finite", 0) + len(failed)
     host = kept.cpu()
-    for c in np.flatnonzero(in_bytes.count):
-        dtype, size = DTYPES[int(table.captures.dtype[c])], int(in_bytes.count[c] * width[table.captures.point[c]])
-        at, to = int(in_bytes.target[c]), int(in_numbers.target[c])
+    spans = in_bytes.spans
+    for c, a in np.argwhere((in_bytes.count > 0)[:, None] & (spans.spread[:, None] == spans.owner)):
+        dtype, size = DTYPES[int(spans.dtype[a])], int(in_bytes.count[c] * width[spans.point[a]])
+        at, to = (int(plan.target(spans.number[c], spans.area[a])) for plan in (in_bytes, in_numbers))
         got = host[at : at + size * dtype.itemsize].view(dtype)
         assert torch.equal(bits(got), bits(expected[to : to + size].to(dtype))), ("capture", dtype)
         found[f"captures {str(dtype)[6:]}"] = found.get(f"captures {str(dtype)[6:]}", 0) + 1

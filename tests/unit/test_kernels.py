@@ -47,14 +47,14 @@ def records(draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
 @st.composite
 def steps(draw) -> Step:
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    table = ProgramTable(4, POINTS, 100)
+    table = ProgramTable(4, POINTS, 100, SAMPLED)
     for _ in range(draw(st.integers(1, 4))):
         table.admit(*records(rng))
     slots = np.array(draw(st.permutations([*range(1, len(table) + 1), 0, 0])))
     count = rng.integers(1, 6, len(slots))
     row = np.cumsum(count) - count + np.cumsum(rng.integers(0, 2, len(slots)))
     batch = Batch(slots, row, rng.integers(0, 12, len(slots)), count, int(row[-1] + count[-1]))
-    plan = make_plan(batch, table, WIDTHS, SAMPLED)
+    plan = make_plan(batch, table, WIDTHS)
     rows = [len(slots) if sampled else batch.rows for sampled in SAMPLED]
     values = [numbers(rng, r, w) for r, w in zip(rows, WIDTHS, strict=True)]
     return Step(table, plan, numbers(rng, BANK), values, numbers(rng, plan.size))
@@ -109,8 +109,9 @@ def test_reference_is_what_the_records_say(step):
                 if not record["start"] <= position < record["stop"]:
                     continue
                 if record["kind"] == CAPTURE:
-                    c = step.table.captures.record.tolist().index(number)
-                    at = step.plan.target[c] + (position - step.plan.begin[c]) * WIDTHS[point]
+                    c = step.plan.spans.number.tolist().index(record["step"])
+                    at = step.plan.target(record["step"], record["value"])
+                    at += (position - step.plan.begin[c]) * WIDTHS[point]
                     np.testing.assert_allclose(kept[at : at + WIDTHS[point]], s, rtol=1e-5, atol=1e-6 * largest)
                     continue
                 begin = record["value"] + (position - record["start"]) * record["step"] * WIDTHS[point]
@@ -126,7 +127,7 @@ def program(*made: tuple, position: int = 0, rows: int = 2, width: int = 4) -> t
     table = ProgramTable(1, 1, 8)
     slot = table.admit(np.array(list(made), RECORD), np.array([len(made)]))
     batch = Batch(np.array([slot]), np.array([0]), np.array([position]), np.array([rows]), rows)
-    return table, make_plan(batch, table, np.array([width]), np.array([False]))
+    return table, make_plan(batch, table, np.array([width]))
 
 
 def apply(
@@ -160,7 +161,9 @@ def test_ops_act_in_order_and_captures_see_their_place(kernel):
     assert h.tolist() == [[6, 11, 16, 21], [1, 2, 3, 4], [0, 0, 0, 0]]
     rows = kept.reshape(-1, 4)
     assert plan.count.tolist() == [3, 1, 3]
-    first, middle, last = (rows[t // 4 : t // 4 + n].tolist() for t, n in zip(plan.target, plan.count, strict=True))
+    captures = table.records[[0, 2, 5]]
+    target = plan.target(captures["step"], captures["value"])
+    first, middle, last = (rows[t // 4 : t // 4 + n].tolist() for t, n in zip(target, plan.count, strict=True))
     assert first == [[1] * 4] * 3
     assert middle == [[6, 11, 16, 21]]
     assert last == h.tolist()

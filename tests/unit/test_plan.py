@@ -257,9 +257,9 @@ def test_slots_and_records_are_reused():
     assert (a, b, len(table), table.free_records, table.version) == (1, 2, 2, 4, 2)
     assert table.first[a].tolist() == [0, 1, 1, 3]
     assert table.first[b].tolist() == [3, 4, 4, 6]
-    table.settle()
-    assert (table.captures.record.tolist(), table.captures.op.tolist()) == ([3, 4, 5], [100, 101, 102])
-    assert (table.captures.slot.tolist(), table.captures.point.tolist()) == ([2, 2, 2], [0, 2, 2])
+    spans = table.captures.now()
+    assert (spans.op.tolist(), spans.slot.tolist()) == ([100, 101, 102], [2, 2, 2])
+    assert spans.point[[spans.area_of(c, p) for c, p in enumerate([0, 2, 2])]].tolist() == [0, 2, 2]
     table.drop(a)
     assert (len(table), table.free_records, table.first[a].tolist()) == (1, 7, [0, 0, 0, 0])
     assert table.admit(some([LINEAR] * 3, 7), counts) == a
@@ -306,21 +306,24 @@ def longest_gap(held, table) -> int:
 
 
 def check_captures(table, held) -> None:
-    """The columns say what the records do, the order is by point, and each op and piece of a slot has one lead."""
-    table.settle()
-    captures = table.captures
-    live = np.flatnonzero(captures.slot)
-    there = {}
+    """Spans and areas say what the records do, and each record knows its own; nobody else's has the same number."""
+    spans, there, seen = table.captures.now(), set(), set()
     for slot, (records, counts) in held.items():
         for i, (record, point) in enumerate(zip(records, np.repeat(np.arange(len(counts)), counts), strict=True)):
-            if record["kind"] == CAPTURE:
-                there[int(table.first[slot, 0]) + i] = (slot, point, record["value"], record["start"], record["stop"])
-    columns = (captures.slot, captures.point, captures.op, captures.start, captures.stop)
-    assert {int(captures.record[c]): tuple(column[c] for column in columns) for c in live} == there
-    assert sorted(captures.order.tolist()) == list(range(len(captures)))
-    assert (np.diff(captures.point[captures.order]) >= 0).all()
-    leads = [(captures.slot[c], captures.op[c], captures.start[c]) for c in captures.leads]
-    assert sorted(leads) == sorted({(slot, op, start) for slot, _, op, start, _ in there.values()})
+            if record["kind"] != CAPTURE:
+                continue
+            mine = table.records[table.first[slot, 0] + i]
+            c, a = int(spans.spans_by_number[mine["step"]]), int(spans.areas_by_number[mine["value"]])
+            found = (spans.slot[c], spans.op[c], spans.start[c], spans.stop[c], spans.point[a], spans.dtype[a])
+            assert found == (slot, record["value"], record["start"], record["stop"], point, record["x"])
+            assert spans.owner[a] == spans.spread[c]
+            there.add(c), seen.add((c, a))
+    assert there == set(range(len(spans)))
+    pairs = np.argwhere(spans.spread[:, None] == spans.owner)
+    assert seen == {(int(c), int(a)) for c, a in pairs}
+    assert (np.diff(spans.spread) >= 0).all()
+    assert (np.diff(spans.point) >= 0).all()
+    assert len(table.captures) == len(spans)
 
 
 @given(st.lists(st.integers(0, 8) | st.sampled_from(["drop"]), max_size=40), st.randoms(use_true_random=False))
@@ -343,7 +346,8 @@ def test_admitted_programs_never_overlap_and_leave_nothing(moves, random):
             begin, end = int(table.first[slot, 0]), int(table.first[slot, -1])
             spans.append(range(begin, end))
             assert np.array_equal(np.diff(table.first[slot]), counts)
-            assert np.array_equal(table.records[begin:end], records)
+            edits = records["kind"] == LINEAR  # of captures, see below
+            assert np.array_equal(table.records[begin:end][edits], records[edits])
         used = list(itertools.chain(*spans))
         assert len(used) == len(set(used)) == 24 - table.free_records
         assert len(table) == len(held)
@@ -361,13 +365,15 @@ def test_admitted_programs_never_overlap_and_leave_nothing(moves, random):
 @st.composite
 def steps(draw):
     """A table of random programs and a batch over some of them, beside requests of nobody, with gaps between rows."""
-    table = ProgramTable(4, POINTS, 400)
+    table = ProgramTable(4, POINTS, 400, SAMPLED)
     pieces = st.tuples(st.integers(0, 12), st.integers(1, 6)).map(lambda p: (p[0], p[0] + p[1]))
     for _ in range(draw(st.integers(0, 4))):
         rows = []
         for ordinal, number in enumerate(draw(st.lists(st.sampled_from([0, 5, POINTS - 2, POINTS - 1]), max_size=6))):
             kind = draw(st.sampled_from([CAPTURE, LINEAR]))
-            rows += [(number, (*piece, kind, 0, ordinal, 0, 0)) for piece in draw(st.lists(pieces, max_size=2))]
+            others = draw(st.sets(st.sampled_from(range(POINTS)), max_size=3))
+            for piece in draw(st.lists(pieces, max_size=2)):
+                rows += [(at, (*piece, kind, 0, ordinal, 0, 0)) for at in sorted({number, *others})]
         rows.sort(key=lambda row: row[0])
         counts = np.bincount([number for number, _ in rows], minlength=POINTS) if rows else np.zeros(POINTS, int)
         table.admit(np.array([record for _, record in rows], RECORD), counts)
@@ -382,7 +388,7 @@ def steps(draw):
 @given(steps())
 def test_a_plan_is_what_a_loop_over_rows_says(step):
     table, batch = step
-    plan = make_plan(batch, table, WIDTHS, SAMPLED)
+    plan = make_plan(batch, table, WIDTHS)
     slot, position = [0] * batch.rows, [0] * batch.rows
     computed = {s: range(0) for s in range(len(table.first))}
     for n in range(len(batch.slot)):
@@ -397,15 +403,18 @@ def test_a_plan_is_what_a_loop_over_rows_says(step):
     first = table.first[batch.slot].tolist()
     assert plan.active.tolist() == [any(f[p + 1] > f[p] for f in first) for p in range(POINTS)]
     taken: list[int] = []
-    for c in range(len(table.captures.record)):
-        number, record = table.captures.point[c], table.records[table.captures.record[c]]
-        kept = [p for p in computed[int(table.captures.slot[c])] if record["start"] <= p < record["stop"]]
+    where = [(slot, p, i) for slot in range(1, 5) for p in range(POINTS) for i in range(*table.first[slot, p : p + 2])]
+    captures = [(slot, number, table.records[i]) for slot, number, i in where if table.records[i]["kind"] == CAPTURE]
+    assert len(captures) == np.count_nonzero(table.records[: table.first.max()]["kind"] == CAPTURE)
+    for own, number, record in captures:
+        kept = [p for p in computed[own] if record["start"] <= p < record["stop"]]
         if SAMPLED[number]:
-            kept = [p for p in kept if p == computed[int(table.captures.slot[c])][-1]]
+            kept = [p for p in kept if p == computed[own][-1]]
+        c, target = plan.spans.number.tolist().index(record["step"]), int(plan.target(record["step"], record["value"]))
         assert plan.count[c] == len(kept)
         assert not kept or kept == list(range(plan.begin[c], plan.begin[c] + len(kept)))
-        assert not kept or plan.target[c] % WIDTHS[number] == 0
-        taken += range(plan.target[c], plan.target[c] + len(kept) * WIDTHS[number])
+        assert not kept or target % WIDTHS[number] == 0
+        taken += range(target, target + len(kept) * WIDTHS[number])
     assert len(taken) == len(set(taken) & set(range(plan.size)))
     assert plan.size <= len(taken) + int(WIDTHS.max())
 
@@ -418,7 +427,7 @@ def scenario(name: str) -> bytes:
         bound([pc.Capture("mlp_out[0]", inside), pc.Zero("mlp_out[0]")], "final_norm @ generated[0:2]", prompt=9),
         bound(pc.Replace([v, v], "embed", "every[0, 7]"), max_tokens=6),
     ]
-    table = ProgramTable(4, POINTS, 64)
+    table = ProgramTable(4, POINTS, 64, SAMPLED)
     addresses = {key: (0, D) for made in programs for op in made.ops for key in op.values}
     slots = [table.admit(*records_of(made.ops, addresses, POINTS)) for made in programs]
     position, count = {
@@ -428,7 +437,7 @@ def scenario(name: str) -> bytes:
     }[name]
     order, position, count = np.array([[slots[1], 0, slots[0], slots[2]], position, count])
     batch = Batch(order, np.cumsum(count) - count, position, count, int(count.sum()))
-    return make_plan(batch, table, WIDTHS, SAMPLED).to_bytes()
+    return make_plan(batch, table, WIDTHS).to_bytes()
 
 
 @pytest.mark.parametrize("name", ["prefill", "chunked", "decode"])
@@ -444,13 +453,13 @@ def test_golden_plans(name, request):
 def test_a_plans_bytes_hold_every_array():
     table = ProgramTable(1, POINTS, 8)
     batch = Batch(np.array([0]), np.array([0]), np.array([3]), np.array([2]), 2)
-    made = make_plan(batch, table, WIDTHS, SAMPLED).to_bytes()
+    made = make_plan(batch, table, WIDTHS).to_bytes()
     read, arrays = memoryview(made), []
     while read:
         size = 8 + 4 * int.from_bytes(read[:8], "little")
         arrays.append(np.frombuffer(read[8:size], "<i4").tolist())
         read = read[size:]
-    assert arrays == [[0, 0], [3, 4], [0, 1], [0], [4], [0] * POINTS, [], [], []]
+    assert arrays == [[0, 0], [3, 4], [0, 1], [0], [4], [0] * POINTS, [], [], [], []]
 
 
 @given(st.data())
@@ -463,10 +472,10 @@ def test_while_a_plan_holds_the_next_one_need_not_be_made(data):
         ]
         table.admit(np.array(ranges, RECORD), np.array([1] * 4 + [0] * (POINTS - 4)))
     batch = Batch(np.array([1, 2, 0, 3]), np.arange(4), rng.integers(0, 9, 4), np.ones(4, np.int64), 4)
-    plan = lazy = make_plan(batch, table, WIDTHS, SAMPLED)
+    plan = lazy = make_plan(batch, table, WIDTHS)
     for step in range(1, min(plan.holds, 12) + 2):
         batch = Batch(batch.slot, batch.row, batch.position + 1, batch.count, 4)
-        fresh = make_plan(batch, table, WIDTHS, SAMPLED)
+        fresh = make_plan(batch, table, WIDTHS)
         same = fresh.count.tolist() == plan.count.tolist()
         if plan.holds == 0:
             assert not same, step
@@ -478,7 +487,8 @@ def test_while_a_plan_holds_the_next_one_need_not_be_made(data):
         kept = plan.count > 0
         assert plan.begin[kept].tolist() == fresh.begin[kept].tolist()
         assert plan.tokens.position.tolist() == fresh.tokens.position.tolist()
-        assert (plan.target[kept].tolist(), plan.size) == (fresh.target[kept].tolist(), fresh.size)
+        assert plan.offset.tolist() == fresh.offset.tolist()
+        assert (plan.base.tolist(), plan.size) == (fresh.base.tolist(), fresh.size)
 
 
 # -- which blocks may be shared
@@ -555,11 +565,8 @@ def test_captures_of_a_long_prefill_pass_two_gigabytes_and_do_not_wrap():
     table.admit(np.array([(0, 1 << 20, CAPTURE, 0, 0, 0.0, 0.0)] * 2, RECORD), np.array([1, 1]))
     tokens = 1 << 17
     batch = Batch(np.array([1]), np.array([0]), np.array([0]), np.array([tokens]), tokens)
-    plan = make_plan(batch, table, np.array([8192, 8192]), np.array([False, False]), BYTES)
+    plan = make_plan(batch, table, np.array([8192, 8192]), BYTES)
     size = tokens * 8192 * 4
     assert plan.size == 2 * size > 1 << 32
-    assert plan.target.tolist() == [0, size]
-    assert {point: part[1:] for point, part in plan.parts(table.captures.point).items()} == {
-        0: (0, size),
-        1: (size, 2 * size),
-    }
+    assert plan.base.tolist() == [0, size]
+    assert plan.parts() == {0: (0, size), 1: (size, 2 * size)}

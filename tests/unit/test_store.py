@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 
 import numpy as np
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 import patchclamp as pc
 from patchclamp.engines.vllm import shared
 from patchclamp.runtime.pinned import AHEAD, SLAB_BYTES, Pinned
-from patchclamp.store.captures import ALIGNED, Block, Captured, CaptureStore, Place
+from patchclamp.store.captures import ALIGNED, Apart, Block, Captured, CaptureStore, Place
+from patchclamp.store.spans import Spans
 
 WIDTHS = np.array([4, 6])
 TORCH = (torch.float32, torch.bfloat16, torch.float16)
@@ -34,34 +36,72 @@ class Plain:
         return {position: found[position][1] for position in sorted(found)}
 
 
+def spans_of(spread, points, dtypes=None, op=None) -> Spans:
+    """Spans of some spreads, each with its points."""
+    count, none = len(spread), np.zeros(len(spread), np.int64)
+    owner = np.repeat(np.arange(len(points)), [len(p) for p in points])
+    point, dtype = (
+        np.concatenate(points),
+        np.repeat([0] * len(points) if dtypes is None else dtypes, np.bincount(owner)),
+    )
+    order = np.argsort(point, kind="stable")
+    return Spans(np.arange(count), none + 1, none if op is None else op, none, none, np.asarray(spread), none > 0,
+                 np.arange(len(owner))[order], owner[order], point[order], dtype[order], len(points))  # fmt: skip
+
+
+def captured(places, stride, spans, run, begin, count, base, row) -> Captured:
+    """The rows of a spread's spans lie one after the other."""
+    rows = np.bincount(spans.spread, count, spans.spreads).astype(np.int64)
+    offset = np.cumsum(count) - count - (np.cumsum(rows) - rows)[spans.spread]
+    return Captured(places, stride, spans, np.asarray(run), np.asarray(begin), np.asarray(count), offset, rows,
+                    np.asarray(base), np.asarray(row))  # fmt: skip
+
+
 def piece(draw: np.random.Generator, runs: dict[str, int], plain: Plain, in_bytes: bool) -> Captured:
-    """One step of a few rows a record, or several of one row each; some records of nobody's, some empty."""
-    records, steps = int(draw.integers(1, 9)), int(draw.integers(1, 5))
-    names = [str(name) for name in draw.choice([*runs, "nobody"], records)]
-    point, op = draw.integers(0, 2, records), draw.permutation(records)  # an op captures a position of a step once
-    count = np.ones(records, np.int64) if steps > 1 else draw.integers(0, 4, records)
-    begin, dtype = draw.integers(0, 20, records), draw.integers(0, 3, records)
-    unit = np.array([4, 2, 2])[dtype] if in_bytes else np.ones(records, np.int64)
-    size = -(-count * WIDTHS[point] * unit // ALIGNED) * ALIGNED
-    target, stride = np.cumsum(size) - size, int(size.sum())
-    places, done = [], 0
+    """One step of a few rows a span, or several of one row each; some spans of nobody's, some empty, some rows apart."""
+    count, steps, spreads = int(draw.integers(1, 9)), int(draw.integers(1, 5)), int(draw.integers(1, 4))
+    names = [str(name) for name in draw.choice([*runs, "nobody"], count)]
+    points = [np.flatnonzero(draw.random(2) < 0.6) for _ in range(spreads)]
+    points = [found if len(found) else np.array([1]) for found in points]
+    spans = spans_of(
+        np.sort(draw.integers(0, spreads, count)), points, draw.integers(0, 3, spreads), draw.permutation(count)
+    )  # fmt: skip; an op captures a position of a step once
+    many = np.ones(count, np.int64) if steps > 1 else draw.integers(0, 4, count)
+    begin, rows = draw.integers(0, 20, count), np.bincount(spans.spread, many, spreads).astype(np.int64)
+    row = WIDTHS[spans.point] * (np.array([4, 2, 2])[spans.dtype] if in_bytes else 1)
+    taken = -(-rows[spans.owner] * row // ALIGNED) * ALIGNED
+    base, stride = np.cumsum(taken) - taken, int(taken.sum())
+    made, kind = (
+        captured([], stride, spans, [runs.get(name, -1) for name in names], begin, many, base, row),
+        torch.float32,
+    )
+    done = 0
     while done < steps:  # some steps in one block, some in the next
         here, offset = int(draw.integers(1, steps - done + 1)), ALIGNED * int(draw.integers(0, 3))
-        data = torch.zeros(offset + here * stride + 8, dtype=torch.uint8 if in_bytes else torch.float32)
-        for step in range(here):
-            for c in range(records):
-                at = offset + step * stride + int(target[c])
-                for i in range(int(count[c])):
-                    row = torch.from_numpy(draw.standard_normal(WIDTHS[point[c]]).astype(np.float32))
-                    row = row.to(TORCH[dtype[c]]) if in_bytes else row
-                    mine = row.view(torch.uint8) if in_bytes else row
-                    data[at + i * len(mine) : at + (i + 1) * len(mine)] = mine
-                    if names[c] in plain.rows:
-                        plain.rows[names[c]].append((int(point[c]), int(op[c]), int(begin[c]) + done + step + i, row))
-        places.append(Place(Block(data), offset, here))
+        kind = torch.uint8 if in_bytes else torch.float32
+        data = torch.zeros(offset + here * stride + 8, dtype=kind)
+        for step, c, a in np.ndindex(here, count, len(row)):
+            if spans.owner[a] != spans.spread[c]:
+                continue
+            at, number = offset + step * stride + int(base[a] + made.offset[c] * row[a]), int(spans.point[a])
+            for i in range(int(many[c])):
+                one = torch.from_numpy(draw.standard_normal(WIDTHS[number]).astype(np.float32))
+                one = one.to(TORCH[spans.dtype[a]]) if in_bytes else one
+                mine = one.view(torch.uint8) if in_bytes else one
+                data[at + i * len(mine) : at + (i + 1) * len(mine)] = mine
+                if names[c] in plain.rows:
+                    plain.rows[names[c]].append((number, int(spans.op[c]), int(begin[c]) + done + step + i, one))
+        if here == 1 and draw.random() < 0.5:  # each area in a block of its own, and one block for several that follow
+            cut = int(draw.integers(len(row)))
+            ends = [int(base[a]) for a in range(cut + 1)]
+            parts = [(x, y, Block(data[offset + x : offset + y].clone()), 0) for x, y in itertools.pairwise(ends)]
+            parts.append((ends[-1], stride, Block(data[offset - ALIGNED * (offset > 0) + ends[-1] :].clone()),
+                          ALIGNED * (offset > 0)))  # fmt: skip
+            made.places.append(Apart(parts))
+        else:
+            made.places.append(Place(Block(data), offset, here))
         done += here
-    run = np.array([runs.get(name, -1) for name in names])
-    return Captured(places, stride, run, point, op, begin, count, target, dtype)
+    return made
 
 
 @given(st.integers(0, 2**32), st.booleans())
@@ -92,38 +132,59 @@ def test_what_is_fetched_is_what_each_row_was(seed, in_bytes):
 
 
 def test_a_piece_grows_in_place_where_the_next_step_lies():
-    block = Block(torch.zeros(96))
-    one = Captured([Place(block, 16)], 32, *(np.zeros(1, np.int64) for _ in range(7)))
-    one.grow(block, 48)
-    one.grow(block, 0)
-    one.grow(Block(torch.zeros(96)), 32)
-    assert [(place.offset, place.steps) for place in one.places] == [(16, 2), (0, 1), (32, 1)]
-    assert (one.alike(32, np.zeros(1, np.int64)), one.alike(16, one.target), one.steps) == (True, False, 4)
+    block, other = Block(torch.zeros(96)), Block(torch.zeros(96))
+    one = captured([Place(block, 16)], 32, spans_of([0], [[0]]), [0], [0], [1], [0], [4])
+    for place in (Place(block, 48), Place(block, 0), Place(other, 32), Apart([(0, 32, other, 64)]), Place(other, 64)):
+        one.grow(place)
+    assert [place.steps for place in one.places] == [2, 1, 1, 1, 1]
+    assert one.steps == 6
 
 
 def test_what_is_still_on_its_way_is_waited_for_and_not_copied_out():
     """A piece without data yet survives the release of most of its runs, and `flush` is asked before it is read."""
     asked = []
     store = CaptureStore(WIDTHS, lambda: asked.append(1) or setattr(block, "data", data.view(torch.uint8)))
-    numbers, block = np.array([store.open("a"), store.open("b"), store.open("c")]), Block()
+    numbers, block = [store.open("a"), store.open("b"), store.open("c")], Block()
     data = torch.arange(12.0)
-    zero, one = np.zeros(3, np.int64), np.ones(3, np.int64)
-    store.add(Captured([Place(block, 0)], 48, numbers, zero, zero, zero, one, np.array([0, 16, 32]), zero))
+    store.add(captured([Place(block, 0)], 48, spans_of([0, 0, 0], [[0]]), numbers, [0] * 3, [1] * 3, [0], [16]))
     store.release("a"), store.release("b")
     assert (asked, store.bytes) == ([], 48)
     assert store.fetch("c", 0)[1].tolist() == [[8.0, 9.0, 10.0, 11.0]]
     assert asked == [1]
 
 
+def test_a_run_has_the_pieces_of_its_time_and_no_piece_outlives_its_runs():
+    store, one = CaptureStore(WIDTHS), spans_of([0], [[0]])
+
+    def add(number: int, at: int) -> None:
+        block = Block(torch.full((16,), float(at)))
+        store.add(captured([Place(block, 0)], 16, one, [number], [at], [1], [0], [4]))
+
+    a = store.open("a")
+    add(a, 0), add(-1, 1)  # nobody's
+    b = store.open("b")
+    add(b, 2), add(a, 3)
+    store.close("a")
+    for at in range(4, 30):
+        add(b, at)
+    assert store.fetch("a", 0)[0].tolist() == [0, 3]
+    assert store.fetch("b", 0)[0].tolist() == [2, *range(4, 30)]
+    assert store.open("a") == a  # again: it may capture more
+    add(a, 30)
+    assert store.fetch("a", 0)[0].tolist() == [0, 3, 30]
+    store.release("b")
+    assert store.bytes == 3 * 64
+    add(b, 31)  # it was let go already
+    store.release("a")
+    assert (store.bytes, len(store)) == (0, 0)
+
+
 def test_large_rows_are_copied_by_several_threads_and_nothing_is_lost():
     store, rows = CaptureStore(np.array([64])), torch.randn(100_000, 64)
-    zero = np.zeros(1, np.int64)
-    number = np.array([store.open("a")])
-    store.add(Captured([Place(Block(rows.reshape(-1)), 0)], rows.numel(), number, zero, zero, zero,
-                       np.array([100_000]), zero, zero))  # fmt: skip
+    number, one = [store.open("a")], spans_of([0], [[0]])
+    store.add(captured([Place(Block(rows.reshape(-1)), 0)], rows.numel(), one, number, [0], [100_000], [0], [64]))
     assert torch.equal(store.fetch("a", 0)[1], rows)
-    store.add(Captured([Place(Block(rows.reshape(-1)), 0, 50_000)], 128, number, zero, zero, zero + 200_000,
-                       np.array([1]), zero, zero))  # fmt: skip
+    store.add(captured([Place(Block(rows.reshape(-1)), 0, 50_000)], 128, one, number, [200_000], [1], [0], [64]))
     assert torch.equal(store.fetch("a", 0)[1][100_000:], rows[::2])
 
 
@@ -210,10 +271,9 @@ def test_most_runs_of_a_wide_batch_leave_and_the_others_keep_their_rows(in_bytes
     flat = rows.view(-1).view(torch.uint8) if in_bytes else rows.view(-1)
     halves = flat.split(len(flat) // steps * 2)
     places = [Place(Block(half.clone()), 0, len(half) * steps // len(flat)) for half in halves]
-    size = points * runs
-    store.add(Captured(places, size * width * unit, np.tile(number, points), np.repeat(np.arange(points), runs),
-                       np.zeros(size, np.int64), np.full(size, 7), np.ones(size, np.int64),
-                       np.arange(size) * width * unit, np.zeros(size, np.int64)))  # fmt: skip
+    across = width * unit
+    store.add(captured(places, points * runs * across, spans_of([0] * runs, [range(points)]), number, [7] * runs,
+                       [1] * runs, np.arange(points) * runs * across, [across] * points))  # fmt: skip
     before = store.bytes
     for i in range(7):
         store.release(f"run{i}")

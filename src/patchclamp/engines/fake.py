@@ -211,7 +211,8 @@ class _Programs:
         addresses = {key: (end - r.size, r.shape[1]) for (key, r), end in zip(values.items(), ends, strict=True)}
         self._bank = np.concatenate([np.zeros(0, np.float32), *(rows.ravel() for rows in values.values())])
         made = [records_of(bound.ops, addresses, len(sites.points)) for bound in bounds]
-        self._table = ProgramTable(len(bounds), len(sites.points), sum(len(records) for records, _ in made))
+        size = sum(len(records) for records, _ in made)
+        self._table = ProgramTable(len(bounds), len(sites.points), size, self._sampled)
         self.slot = {bound.run: self._table.admit(*records) for bound, records in zip(bounds, made, strict=True)}
         self._run = {slot: run for run, slot in self.slot.items()}
         self._plan: StepPlan | None = None
@@ -219,7 +220,7 @@ class _Programs:
 
     def begin(self, batch: Batch) -> Tap:
         """Plans a step; returns what carries it out, given a point's kind and layer and its rows, in place."""
-        plan = self._plan = make_plan(batch, self._table, self._widths, self._sampled)
+        plan = self._plan = make_plan(batch, self._table, self._widths)
         self._buffer = np.zeros(plan.size, np.float32)
 
         def tap(kind: str, layer: int | None, h_RW: np.ndarray) -> None:
@@ -232,15 +233,16 @@ class _Programs:
 
     def end(self) -> list[tuple[str, _Captured]]:
         """What the step captured, with the run it belongs to."""
-        plan, table = self._plan, self._table.captures
+        plan = self._plan
         assert plan is not None
-        found = []
+        found, spans = [], plan.spans
         for c in np.flatnonzero(plan.count):
-            count, width = int(plan.count[c]), int(self._widths[table.point[c]])
-            rows = self._buffer[plan.target[c] : plan.target[c] + count * width].reshape(count, width).copy()
-            positions = np.arange(plan.begin[c], plan.begin[c] + count)
-            captured = _Captured(int(table.point[c]), int(table.op[c]), positions, rows)
-            found.append((self._run[int(table.slot[c])], captured))
+            positions = np.arange(plan.begin[c], plan.begin[c] + plan.count[c])
+            for a in np.flatnonzero(spans.owner == spans.spread[c]):
+                begin, width = plan.base[a] + plan.offset[c] * plan.row[a], int(plan.row[a])
+                rows = self._buffer[begin : begin + plan.count[c] * width].reshape(-1, width).copy()
+                captured = _Captured(int(spans.point[a]), int(spans.op[c]), positions, rows)
+                found.append((self._run[int(spans.slot[c])], captured))
         return found
 
 

@@ -22,27 +22,27 @@ RECORD_WORDS = 8  # a record as 32-bit words: start, stop, kind, step, value (tw
 
 @triton.jit
 def _walk(
-    h, columns, inside, width, begin, end, position, row, rank_of_row, records, target, bank, kept,
+    h, columns, inside, width, begin, end, position, row, rank_of_row, records, base, offset, bank, kept,
     SAMPLED: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Columns of a row after its records, and whether any of them is an edit."""
     edited = 0
     record = records + begin.to(tl.int64) * 8
-    for number in range(begin, end):  # all of a record at once: loads that wait for each other cost most
+    for _ in range(begin, end):  # all of a record at once: loads that wait for each other cost most
         start, stop, kind, step = tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
         value = tl.load((record + 4).to(tl.pointer_type(tl.int64)))
         x = tl.load((record + 6).to(tl.pointer_type(tl.float32)))
         y = tl.load((record + 7).to(tl.pointer_type(tl.float32)))
         if (position >= start) & (position < stop):
-            if kind == 0:  # CAPTURE; x is the dtype
+            if kind == 0:  # CAPTURE; x is the dtype, step the span, value the area
                 if KEEP:
                     lowest = tl.maximum(start, position - tl.load(rank_of_row + row))
                     if SAMPLED:
                         lowest = position
-                    to = kept + tl.load(target + number)
+                    to = kept + tl.load(base + value)
                     if ALIGNED:
                         to = tl.multiple_of(to, 16)
-                    at = (position - lowest).to(tl.int64) * width + columns
+                    at = (tl.load(offset + step) + position - lowest).to(tl.int64) * width + columns
                     if x == 0.0:
                         tl.store(to.to(tl.pointer_type(tl.float32)) + at, h, mask=inside)
                     elif x == 1.0:
@@ -91,7 +91,7 @@ def _finite(h, inside):
 def _site(
     hidden, residual, hidden_stride, residual_stride, width,
     slot_of_row, rank_of_row, position_of_row, row_of_sample, generation,
-    first, records, target, bank, kept, bad, point, points,
+    first, records, base, offset, bank, kept, bad, point, points,
     PAIR: tl.constexpr, SAMPLED: tl.constexpr, BLOCK: tl.constexpr, PASSES: tl.constexpr, ALIGNED: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -114,8 +114,8 @@ def _site(
         columns = block * BLOCK + tl.arange(0, BLOCK)
         inside = columns < width
         h = _read(hidden, residual, columns, inside, PAIR)
-        h, edited = _walk(h, columns, inside, width, begin, end, position, row, rank_of_row, records, target, bank,
-                          kept, SAMPLED, True, ALIGNED)  # fmt: skip
+        h, edited = _walk(h, columns, inside, width, begin, end, position, row, rank_of_row, records, base, offset,
+                          bank, kept, SAMPLED, True, ALIGNED)  # fmt: skip
         if edited != 0:
             finite = finite & _finite(h.to(hidden.dtype.element_ty), inside)
         if (PASSES == 1) & (edited != 0) & (finite != 0):
@@ -128,8 +128,8 @@ def _site(
             columns = block * BLOCK + tl.arange(0, BLOCK)
             inside = columns < width
             h = _read(hidden, residual, columns, inside, PAIR)
-            h, edited = _walk(h, columns, inside, width, begin, end, position, row, rank_of_row, records, target,
-                              bank, kept, SAMPLED, False, ALIGNED)  # fmt: skip
+            h, edited = _walk(h, columns, inside, width, begin, end, position, row, rank_of_row, records, base,
+                              offset, bank, kept, SAMPLED, False, ALIGNED)  # fmt: skip
             _write(hidden, residual, columns, inside, h, PAIR)
 
 
@@ -152,8 +152,8 @@ def site(
     _site[(rows,)](
         hidden_RW, other, hidden_RW.stride(0), other.stride(0), width,
         tables.slot_of_row, tables.rank_of_row, tables.position_of_row, tables.row_of_sample, tables.generation,
-        tables.first, tables.records, tables.target, tables.bank, kept.data_ptr() - kept_begin, tables.bad_address,
-        point, tables.points, PAIR=residual_RW is not None, SAMPLED=sampled, BLOCK=block,
+        tables.first, tables.records, tables.base, tables.offset, tables.bank, kept.data_ptr() - kept_begin,
+        tables.bad_address, point, tables.points, PAIR=residual_RW is not None, SAMPLED=sampled, BLOCK=block,
         PASSES=triton.cdiv(width, block), ALIGNED=width % 16 == 0, num_warps=4 if block <= 2048 else 8,
         enable_fp_fusion=False, **_early(),
     )  # fmt: skip

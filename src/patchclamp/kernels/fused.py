@@ -40,12 +40,11 @@ def apply(
     edited = np.zeros(len(at), bool)
     for place in range(int((last - first).max())):
         mine = np.flatnonzero(first + place < last)
-        numbers = first[mine] + place
-        records = table.records[numbers]
+        records = table.records[first[mine] + place]
         holds = (records["start"] <= position[mine]) & (position[mine] < records["stop"])
-        mine, numbers, records = mine[holds], numbers[holds], records[holds]
+        mine, records = mine[holds], records[holds]
         is_capture = records["kind"] == CAPTURE
-        _keep(h_AW, mine[is_capture], numbers[is_capture], position, table, plan, kept_K)
+        _keep(h_AW, mine[is_capture], records[is_capture], position, plan, kept_K)
         _linear(h_AW, mine[~is_capture], records[~is_capture], position, bank_B)
         edited[mine[~is_capture]] = True
     write = np.flatnonzero(edited)
@@ -75,18 +74,16 @@ def split(hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, at_A: torch
 def _keep(
     h_AW: torch.Tensor,
     mine: np.ndarray,
-    numbers: np.ndarray,
+    records: np.ndarray,
     position: np.ndarray,
-    table: ProgramTable,
     plan: StepPlan,
     kept_K: torch.Tensor,
 ) -> None:
     if len(mine) == 0:
         return
     width = h_AW.shape[1]
-    order = np.argsort(table.captures.record)
-    capture = order[np.searchsorted(table.captures.record, numbers, sorter=order)]
-    row = plan.target[capture] // width + (position[mine] - plan.begin[capture])
+    begin = plan.begin[plan.spans.spans_by_number[records["step"]]]
+    row = plan.target(records["step"], records["value"]) // width + (position[mine] - begin)
     _rows(kept_K, width).index_copy_(0, _on(h_AW, row), h_AW[_on(h_AW, mine)])
 
 

@@ -22,7 +22,8 @@ def apply(
 ) -> np.ndarray:
     """Applies a point's records to fp32 rows in place, writes captured rows to `kept_K`; returns edited [R] bool."""
     width = h_RW.shape[1]
-    target = {int(c): i for i, c in enumerate(table.captures.record)}
+    spans = {int(number): c for c, number in enumerate(plan.spans.number)}
+    areas = {int(number): a for a, number in enumerate(plan.spans.area)}
     edited_R = np.zeros(len(h_RW), bool)
     for r in range(len(h_RW)):
         slot, position = int(rows.slot[r]), int(rows.position[r])
@@ -31,8 +32,8 @@ def apply(
             if not record["start"] <= position < record["stop"]:
                 continue
             if record["kind"] == CAPTURE:
-                c = target[number]
-                begin = plan.target[c] + (position - plan.begin[c]) * width
+                c, a = spans[int(record["step"])], areas[int(record["value"])]
+                begin = plan.base[a] + (plan.offset[c] + position - plan.begin[c]) * width
                 kept_K[begin : begin + width] = h_RW[r]
             elif record["kind"] == LINEAR:
                 begin = record["value"] + (position - record["start"]) * record["step"] * width

@@ -4,7 +4,8 @@ The engine's batch is R flat rows; a request owns the rows of its scheduled posi
 about positions is compared on the device; the host only says whose row each row is, and where captured rows go.  In
 steady decode neither changes from step to step.
 
-    R rows of the step · N requests of the step · S slots · P points · C capture records of admitted requests
+    R rows of the step · N requests of the step · S slots · P points · C spans that admitted programs capture ·
+    G spreads of them · A areas (`store.spans`)
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.plan.table import ProgramTable
+from patchclamp.store.spans import Spans
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -29,7 +31,7 @@ class Batch(msgspec.Struct, frozen=True):
 
 class Rows(msgspec.Struct, frozen=True):
     """Whose rows they are: for each flat row its slot (0: nobody's), its position in that request, and its `rank`
-    among the request's rows of this step; int32 [R]."""
+    among the request's rows of this step; int32 [R]. Positions are left out, [0], where a device knows them."""
 
     slot: np.ndarray
     position: np.ndarray
@@ -43,21 +45,25 @@ class Rows(msgspec.Struct, frozen=True):
 class StepPlan(msgspec.Struct, frozen=True):
     """`tokens` labels the rows of the step, `sampled` those that logits are computed for (each request's last).
 
-    `active` [P] bool: points at which some request of the step has records.  Capture record c of the table keeps
-    `count[c]` positions from `begin[c]` on, rows of `width[c]`, and its first row goes to `target[c]` in the step's
-    capture buffer of `size`; all [C], the latter three in numbers, or in bytes where rows are kept in their own dtype.
-    `holds` says for how many further steps, each of one token a request, the same rows are captured; `age`, for how
-    many that has been so; positions here lag `behind` the step at hand by so many where nobody on the host needs them.
+    `active` [P] bool: points at which some request of the step has records.  Of `spans`, span c keeps `count[c]`
+    positions from `begin[c]` on, and its rows are those from `offset[c]` on of the `rows` [G] of its spread; [C].
+    Area a begins at `base[a]` of the step's capture buffer of `size`, in rows of `row[a]`; [A], in numbers, or in bytes
+    where rows are kept in their own dtype.  `holds` says for how many further steps, each of one token a request, the
+    same rows are captured; `age`, for how many that has been so; positions here lag `behind` the step at hand by so
+    many where nobody on the host needs them.
     """
 
     tokens: Rows
     sampled: Rows
     active: np.ndarray
+    spans: Spans
     begin: np.ndarray
     count: np.ndarray
-    target: np.ndarray
+    offset: np.ndarray
+    rows: np.ndarray
+    base: np.ndarray
+    row: np.ndarray
     size: int
-    width: np.ndarray
     holds: int = 0
     age: int = 0
     behind: int = 0
@@ -70,33 +76,36 @@ class StepPlan(msgspec.Struct, frozen=True):
         changed: dict[str, Any] = {"holds": self.holds - 1, "age": self.age + 1, "behind": self.behind + 1}
         if labels:
             tokens, sampled = (rows.later(self.behind + 1) for rows in (self.tokens, self.sampled))
-            changed |= {"tokens": tokens, "sampled": sampled, "begin": self.begins(1), "behind": 0}
+            changed |= {"tokens": tokens, "sampled": sampled, "begin": self._begins(self.behind + 1), "behind": 0}
         return msgspec.structs.replace(self, **changed)
 
-    def begins(self, further: int = 0) -> np.ndarray:
-        """The first position that each record keeps in the step at hand, or `further` steps on; [C]."""
-        steps = self.behind + further
+    def begins(self) -> np.ndarray:
+        """The first position that each span keeps in the step at hand, [C]."""
+        return self._begins(self.behind)
+
+    def _begins(self, steps: int) -> np.ndarray:
         return np.where(self.count > 0, self.begin + steps, self.begin) if steps and self.size else self.begin
 
-    def parts(self, point: np.ndarray) -> dict[int, tuple[np.ndarray, int, int]]:
-        """For each point where rows are captured: its records, and the part of the buffer that holds their rows.
+    def target(self, span: np.ndarray, area: np.ndarray) -> np.ndarray:
+        """Where in the step's buffer the rows of spans lie in areas, both by number."""
+        a = self.spans.areas_by_number[area]
+        return self.base[a] + self.offset[self.spans.spans_by_number[span]] * self.row[a]
 
-        `point` [C] is the records' points. A part begins at a multiple of 16.
-        """
-        live = np.flatnonzero(self.count)
-        order = live[np.argsort(point[live].astype(np.int16), kind="stable")]
-        points, starts = np.unique(point[order], return_index=True)
-        end = self.target + self.count * self.width
-        return {
-            int(number): (mine, int(self.target[mine].min()) // 16 * 16, int(end[mine].max()))
-            for number, mine in zip(points, np.split(order, starts[1:]), strict=False)
-        }
+    def parts(self) -> dict[int, tuple[int, int]]:
+        """For each point where rows are captured the part of the buffer that holds them: its begin and end."""
+        rows = self.rows[self.spans.owner]
+        live = np.flatnonzero(rows)
+        points, starts = np.unique(self.spans.point[live], return_index=True)
+        end = (self.base + rows * self.row)[live]
+        last = np.append(starts[1:], len(live)) - 1
+        ranges = zip(self.base[live][starts].tolist(), end[last].tolist(), strict=True)
+        return dict(zip(points.tolist(), ranges, strict=True))
 
     def to_bytes(self) -> bytes:
         """Every array in a fixed order and layout, for golden plans."""
         arrays = (
             self.tokens.slot, self.tokens.position, self.tokens.rank, self.sampled.slot, self.sampled.position,
-            self.active, self.begin, self.count, self.target,
+            self.active, self.begin, self.count, self.offset, self.base,
         )  # fmt: skip
         return b"".join(np.int64(len(a)).tobytes() + np.ascontiguousarray(a, "<i4").tobytes() for a in arrays)
 
@@ -105,75 +114,79 @@ NUMBERS, BYTES = np.array([1, 1, 1]), np.array([4, 2, 2])  # size of a captured 
 FOREVER = 1 << 30
 
 
-def make_plan(
-    batch: Batch, table: ProgramTable, widths: np.ndarray, sampled: np.ndarray, unit: np.ndarray = NUMBERS
-) -> StepPlan:
-    """The plan of one step. `widths` [P]: numbers in a row; `sampled` [P]: a point's rows are the sampled ones."""
+def make_plan(batch: Batch, table: ProgramTable, widths: np.ndarray, unit: np.ndarray = NUMBERS) -> StepPlan:
+    """The plan of one step. `widths` [P]: numbers in a row of each point."""
     steady = bool((batch.count == 1).all())
-    tokens, slot = _label(batch, steady), batch.slot.astype(np.int32)
-    last = Rows(slot, (batch.position + batch.count - 1).astype(np.int32), np.zeros_like(slot))
-    table.settle()
-    active, captures = table.active(batch.slot), table.captures
-    if len(captures) == 0:
+    tokens, last = _label(batch, steady, unit is NUMBERS)
+    active, spans = table.active(batch.slot), table.captures.now()
+    if len(spans) == 0:
         none = np.zeros(0, np.int64)
-        return StepPlan(tokens, last, active, none, none, none, 0, none, FOREVER if steady else 0)
-    position, stop = np.full((2, len(table.first)), -1, np.int32)
+        nothing = (none, none, none, none, none, none)
+        return StepPlan(tokens, last, active, spans, *nothing, 0, FOREVER if steady else 0)
+    position, stop = np.full((2, len(table.first)), -1)
     position[batch.slot], stop[batch.slot] = batch.position, batch.position + batch.count
     position[0] = stop[0] = -1  # nobody's
-    now = position.take(captures.slot)
-    end = now + 1 if steady else stop.take(captures.slot)
-    lowest = np.where(sampled.take(captures.point), end - 1, now) if (active & sampled).any() else now
-    begin = np.maximum(captures.start, lowest)
-    count = np.minimum(captures.stop, end)
+    now = position.take(spans.slot)
+    end = now + 1 if steady else stop.take(spans.slot)
+    begin = np.maximum(spans.start, np.where(spans.sampled, end - 1, now) if spans.sampled.any() else now)
+    count = np.minimum(spans.stop, end)
     count -= begin
     np.maximum(count, 0, out=count)
-    width = (widths[:, None] * unit).take(captures.kind)  # int64: bytes of a long prefill pass 2³¹
-    target, size = _side_by_side(count, width, captures.order) if unit is BYTES else _by_width(count, width)
-    holds = _holds(*(column[captures.leads] for column in (now, captures.start, captures.stop))) if steady else 0
-    return StepPlan(tokens, last, active, begin, count, target, size, width, holds)
+    rows = np.bincount(spans.spread, count, spans.spreads).astype(np.int64)
+    offset = np.cumsum(count)
+    offset -= count
+    offset -= (np.cumsum(rows) - rows).take(spans.spread)
+    row = widths[spans.point] * unit[spans.dtype]
+    base, size = (_side_by_side if unit is BYTES else _by_width)(rows[spans.owner] * row, row)
+    holds = _holds(now, spans.start, spans.stop) if steady else 0
+    return StepPlan(tokens, last, active, spans, begin, count, offset, rows, base, row, size, holds)
 
 
 def _holds(now: np.ndarray, start: np.ndarray, stop: np.ndarray) -> int:
-    """For how many steps of one token no request, at position `now` of each record (−1: not here), enters or leaves a
-    captured range."""
+    """For how many steps of one token no request, at position `now` (−1: not here), enters or leaves a span."""
     left = np.where(now < start, start, stop) - now
     left = left[(now >= 0) & (left > 0)]
     return int(left.min()) - 1 if len(left) else FOREVER
 
 
-def _side_by_side(count: np.ndarray, width: np.ndarray, order: np.ndarray) -> tuple[np.ndarray, int]:
-    """Where each capture record's rows go: in `order`, by point, each at a multiple of 16."""
-    taken = count * width
-    taken += 15
-    taken &= -16
-    taken = taken.take(order)
+def _side_by_side(taken: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, int]:
+    """Where areas of so many bytes begin: each at a multiple of 16."""
+    taken = (taken + 15) & -16
     end = np.cumsum(taken)
-    end_of_all = int(end[-1])
-    end -= taken
-    target = np.empty_like(end)
-    target[order] = end
-    return target, end_of_all
+    return end - taken, int(end[-1])
 
 
-def _by_width(count: np.ndarray, width: np.ndarray) -> tuple[np.ndarray, int]:
-    """Where each capture record's rows go: those of one width at multiples of it, so that they can be seen as rows."""
-    taken = count * width
-    target, size = np.zeros(len(count), np.int64), 0
-    for w in np.unique(width):
-        mine = np.flatnonzero(width == w)
-        end = -(-size // w) * w + np.cumsum(taken[mine])
-        target[mine] = end - taken[mine]
+def _by_width(taken: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, int]:
+    """Where areas of so many numbers begin: those of one width at multiples of it, so that they can be seen as rows."""
+    base, size = np.zeros(len(taken), np.int64), 0
+    for width in np.unique(row):
+        mine = np.flatnonzero(row == width)
+        end = -(-size // width) * width + np.cumsum(taken[mine])
+        base[mine] = end - taken[mine]
         size = int(end[-1])
-    return target, size
+    return base, size
 
 
-def _label(batch: Batch, steady: bool) -> Rows:
-    slot, position, rank = np.zeros((3, batch.rows), np.int32)
+def _label(batch: Batch, steady: bool, positions: bool) -> tuple[Rows, Rows]:
+    """Labels of the step's rows and of the sampled ones; without positions where a device knows them."""
+    slot, count, none = batch.slot.astype(np.int32), batch.count, np.zeros(0, np.int32)
+    last = Rows(slot, (batch.position + count - 1).astype(np.int32), np.zeros_like(slot)) if positions else None
+    ends = batch.row + count
+    if int(ends[-1]) != batch.rows or batch.row[0] != 0 or not np.array_equal(ends[:-1], batch.row[1:]):
+        return _label_apart(batch), last or Rows(slot, none, none)
     if steady:
-        slot[batch.row], position[batch.row] = batch.slot, batch.position
-        return Rows(slot, position, rank)
-    total = int(batch.count.sum())
-    within = np.arange(total) - np.repeat(np.cumsum(batch.count) - batch.count, batch.count)
+        position = batch.position.astype(np.int32) if positions else none
+        return Rows(slot, position, np.zeros_like(slot)), last or Rows(slot, none, none)
+    rank = np.arange(batch.rows, dtype=np.int32)
+    rank -= np.repeat(batch.row.astype(np.int32), count)
+    position = np.repeat(batch.position, count).astype(np.int32) + rank if positions else none
+    return Rows(np.repeat(slot, count), position, rank), last or Rows(slot, none, none)
+
+
+def _label_apart(batch: Batch) -> Rows:
+    """The same where rows of nobody's lie between, or requests are in another order than their rows."""
+    slot, position, rank = np.zeros((3, batch.rows), np.int32)
+    within = np.arange(int(batch.count.sum())) - np.repeat(np.cumsum(batch.count) - batch.count, batch.count)
     row = np.repeat(batch.row, batch.count) + within
     slot[row] = np.repeat(batch.slot, batch.count)
     position[row] = np.repeat(batch.position, batch.count) + within

@@ -10,103 +10,33 @@ from __future__ import annotations
 import numpy as np
 
 from patchclamp.errors import CapacityError
-from patchclamp.spec.ops import DTYPES
+from patchclamp.plan.captures import Captures
 
 CAPTURE, LINEAR = 0, 1  # LINEAR: x·h + y·v, where x or y of 0 leaves h or v out altogether
 
 RECORD = np.dtype(
     [
-        ("start", "<i4"), ("stop", "<i4"),   # positions
-        ("kind", "<i4"), ("step", "<i4"),    # CAPTURE or LINEAR; 1: a row of the value a position, 0: one for all
-        ("value", "<i8"),                    # the value's first number in the bank; for CAPTURE the op's ordinal
-        ("x", "<f4"), ("y", "<f4"),          # the op's scalars; for CAPTURE x is the dtype's number
+        ("start", "<i4"),
+        ("stop", "<i4"),  # positions
+        ("kind", "<i4"),
+        ("step", "<i4"),  # CAPTURE or LINEAR; 1: a row of the value a position, 0: one for all
+        ("value", "<i8"),  # the value's first number in the bank
+        ("x", "<f4"),
+        ("y", "<f4"),  # the op's scalars; for CAPTURE x is the dtype's number
     ]
-)  # fmt: skip
-
-
-class Captures:
-    """The capture records of all slots; each column [C], written in place as programs come and go.
-
-    `record` (its number), `slot`, `point`, `op` (its ordinal), `start`, `stop` and `dtype` are what they say; `kind`,
-    the point times the number of dtypes, plus the dtype, is what the size of a row depends on; `lead` is 1 for one
-    record of every op and piece of a slot: those at other points hold for the same positions.  Records of a program
-    lie side by side; what it leaves behind belongs to slot 0 until another of as many records comes.  `order` lists
-    all records by point, `leads` those that lead.
-    """
-
-    def __init__(self) -> None:
-        self._columns = np.zeros((9, 64), np.int32)
-        self._of: dict[int, tuple[int, int]] = {}  # by slot: its first record here, and how many
-        self._left: dict[int, list[int]] = {}  # by how many: where such a program was
-        self._used = self._live = 0
-        self._sorted = True
-        self.order = np.zeros(0, np.int64)
-        self.leads = np.zeros(0, np.int64)
-        self._view()
-
-    def _view(self) -> None:
-        views = self._columns[:, : self._used]
-        self.record, self.slot, self.point, self.op, self.start, self.stop, self.dtype, self.kind, self.lead = views
-
-    def __len__(self) -> int:
-        return self._used
-
-    def add(self, slot: int, columns: tuple[np.ndarray, ...]) -> None:
-        """Takes a program's records: record, point, op, start, stop, dtype, kind and lead of each."""
-        count, left = len(columns[0]), self._left.get(len(columns[0]))
-        if left:
-            begin = left.pop()
-        else:
-            begin, self._used = self._used, self._used + count
-            if self._used > self._columns.shape[1]:
-                wider = np.zeros((len(self._columns), 2 * self._used), np.int32)
-                wider[:, :begin] = self._columns[:, :begin]
-                self._columns = wider
-            self._view()
-            self._sorted = False
-        record, point, *rest = columns
-        self._sorted = self._sorted and np.array_equal(self.point[begin : begin + count], point)
-        self._columns[:, begin : begin + count] = (record, np.full(count, slot), point, *rest)
-        self._of[slot] = begin, count
-        self._live += count
-
-    def drop(self, slot: int) -> None:
-        """Forgets a slot's records; a step that does not have the slot in it captures nothing for them either way."""
-        begin, count = self._of.pop(slot, (0, 0))
-        if count == 0:
-            return
-        mine = slice(begin, begin + count)
-        self.slot[mine] = self.start[mine] = self.stop[mine] = self.lead[mine] = 0
-        self.record[mine] = -1
-        self._left.setdefault(count, []).append(begin)
-        self._live -= count
-        if self._used > 2 * self._live + 256 * (self._live > 0):
-            self._compact()
-
-    def _compact(self) -> None:
-        kept = np.flatnonzero(self.slot)
-        self._columns[:, : len(kept)] = self._columns[:, kept]
-        self._used, self._left, self._sorted = len(kept), {}, False
-        self._view()
-        self._of = {slot: (int(np.searchsorted(kept, begin)), count) for slot, (begin, count) in self._of.items()}
-
-    def settle(self) -> None:
-        """Brings `order` and `leads` up to date."""
-        if not self._sorted:
-            self.order = np.argsort(self.point.astype(np.int16), kind="stable")
-            self._sorted = True
-        self.leads = np.flatnonzero(self.lead)
+)  # fmt: skip; of CAPTURE, value is the op's ordinal, and in a table step is the span's number and value the area's
 
 
 class ProgramTable:
-    """Records of up to `slots` requests at `points` points, `records` in all.
+    """Records of up to `slots` requests at `points` points, `records` in all; `sampled` [points]: where rows are the
+    sampled ones (nowhere if not given).
 
     Attributes: `first` [slots + 1, points + 1] int32, `generation` [slots + 1] int32 (counts a slot's programs),
     `records` [records] of `RECORD`, `version` (counts changes); `captures`; `changed`: the slots and the (begin, end)
     of records written since a device copy last took note.
     """
 
-    def __init__(self, slots: int, points: int, records: int) -> None:
+    def __init__(self, slots: int, points: int, records: int, sampled: np.ndarray | None = None) -> None:
         self.first = np.zeros((slots + 1, points + 1), np.int32)
         self.generation = np.zeros(slots + 1, np.int32)
         self._acts = np.zeros((slots + 1, points), bool)  # where a slot has records
@@ -114,7 +44,8 @@ class ProgramTable:
         self.records = np.zeros(records, RECORD)
         self.version = 0
         self.changed: tuple[set[int], list[tuple[int, int]]] = (set(), [])
-        self.captures, self._settled = Captures(), 0
+        self.sampled = np.zeros(points, bool) if sampled is None else sampled
+        self.captures = Captures(self.sampled)
         self._free_slots = list(range(slots, 0, -1))
         self._free = [(0, records)]  # (begin, end), ascending
 
@@ -178,16 +109,8 @@ class ProgramTable:
             return
         point = np.repeat(np.arange(len(counts)), counts)[kept]
         op, start, stop, dtype = (records[field][kept].astype(np.int64) for field in ("value", "start", "stop", "x"))
-        lead = np.zeros(len(kept), np.int64)
-        lead[np.unique(op << 32 | start, return_index=True)[1]] = 1
-        kind = point * len(DTYPES) + dtype
-        self.captures.add(slot, (begin + kept, point, op, start, stop, dtype, kind, lead))
-
-    def settle(self) -> None:
-        """Brings the order of `captures` up to date with programs that came and went."""
-        if self._settled != self.version:
-            self._settled = self.version
-            self.captures.settle()
+        span, area = self.captures.add(slot, op, start, stop, dtype, point)
+        self.records["step"][begin + kept], self.records["value"][begin + kept] = span, area
 
     def _take(self, count: int) -> int:
         if count == 0:

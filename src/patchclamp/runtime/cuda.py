@@ -7,9 +7,6 @@ itself, and what one layer left is on its way while the next ones compute.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import numpy as np
 import torch
 
 from patchclamp.kernels import cuda
@@ -18,8 +15,8 @@ from patchclamp.plan.step import BYTES
 from patchclamp.runtime.device import CudaTables
 from patchclamp.runtime.drain import Drain
 from patchclamp.runtime.graphs import Recorded
-from patchclamp.runtime.step import Left
-from patchclamp.store import Bank
+from patchclamp.store.bank import Bank
+from patchclamp.store.captures import Apart, Block, Place
 
 
 class CudaStep:
@@ -40,13 +37,11 @@ class CudaStep:
         self.drain = Drain(bank.data.device, ring_bytes, pinned_bytes)
         self.recorded = Recorded()
         self.recording = False
-        self._table = table
         self._plan: StepPlan | None = None
-        self._parts: dict[int, tuple[np.ndarray, int, int]] | None = None
-        self._kept_apart: tuple[set[int], tuple[np.ndarray, int, int] | None] | None = None
-        self._left: list[Left] = []
+        self._parts: dict[int, tuple[int, int]] | None = None
+        self._kept_apart: tuple[set[int], tuple[int, int] | None] | None = None
+        self._left: list[tuple[int, int, Block, int]] = []
         self._drained: set[int] = set()
-        self._full = self.kept[:0]  # the part of `kept` that a step with a graph filled
 
     @property
     def bytes(self) -> int:
@@ -68,49 +63,40 @@ class CudaStep:
             return
         part = None
         if self._plan is not None and self._plan.size:
-            self._parts = self._plan.parts(self._table.captures.point) if self._parts is None else self._parts
+            self._parts = self._plan.parts() if self._parts is None else self._parts
             part = self._parts.get(point)
         if part is None or self._plan is None:
             cuda.site(self.tables, point, hidden_RW, residual_RW, self.kept, 0, sampled)
             return
-        mine, begin, end = part
+        begin, end = part
         rows, block, offset = self.drain.reserve(end - begin)
         cuda.site(self.tables, point, hidden_RW, residual_RW, rows, begin, sampled)
-        self._left.append(Left(block, offset, len(rows), self._plan.target[mine] - begin, mine))
+        self._left.append((begin, end, block, offset))
         self._drained.add(point)
 
-    def end(self, plan: StepPlan) -> Iterator[Left]:
-        """What eager taps left, then what a graph did in `kept`."""
-        yield from self._left
+    def end(self, plan: StepPlan) -> Place | Apart | None:
+        """What a graph left in `kept`, beside what eager taps did."""
         if not plan.size:
-            return
+            return None
         if not self._drained:
-            if len(self._full) != plan.size:
-                self._full = self.kept[: plan.size]
             aside, block, offset = self.drain.reserve(plan.size)
-            if len(aside) == plan.size:
-                aside.copy_(self._full)
-            else:
-                aside[: plan.size].copy_(self._full)
-            yield Left(block, offset, len(aside), plan.target, None)
-            return
+            aside.copy_(self.kept[: plan.size])
+            return Place(block, offset)
         rest = self._rest()
         if rest is not None:
-            mine, begin, end = rest
+            begin, end = rest
             aside, block, offset = self.drain.reserve(end - begin)
             aside[: end - begin].copy_(self.kept[begin:end])
-            yield Left(block, offset, len(aside), plan.target[mine] - begin, mine)
+            self._left.append((begin, end, block, offset))
+        return Apart(self._left)
 
-    def _rest(self) -> tuple[np.ndarray, int, int] | None:
-        """The records that eager taps did not keep, and the part of `kept` that holds their rows; the same object as
-        long as the plan goes on and the same taps are eager."""
+    def _rest(self) -> tuple[int, int] | None:
+        """The part of `kept` with the rows that eager taps did not keep; found once as long as the plan goes on and the
+        same taps are eager."""
         if self._kept_apart is None or self._kept_apart[0] != self._drained:
             assert self._parts is not None
             rest = [part for point, part in self._parts.items() if point not in self._drained]
-            found = None
-            if rest:
-                mine = np.concatenate([part[0] for part in rest])
-                found = mine, min(part[1] for part in rest), max(part[2] for part in rest)
+            found = (min(begin for begin, _ in rest), max(end for _, end in rest)) if rest else None
             self._kept_apart = set(self._drained), found
         return self._kept_apart[1]
 

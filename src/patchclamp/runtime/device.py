@@ -31,14 +31,14 @@ class CudaTables:
         self.points = table.first.shape[1] - 1
         records = len(table.records)
         sizes = {
-            "target": 2 * records, "records": cuda.RECORD_WORDS * records, "first": table.first.size,
+            "base": 2 * records, "offset": records, "records": cuda.RECORD_WORDS * records, "first": table.first.size,
             "generation": len(table.first), "slot_of_row": rows, "rank_of_row": rows, "row_of_sample": samples,
         }  # fmt: skip
         ends = np.cumsum(list(sizes.values())).tolist()
         self._at = {name: end - size for (name, size), end in zip(sizes.items(), ends, strict=True)}
         self._words = torch.zeros(ends[-1], dtype=torch.int32, device=self.device)
         views = {name: self._words[at : at + sizes[name]] for name, at in self._at.items()}
-        self.target = views.pop("target").view(torch.int64)
+        self.base = views.pop("base").view(torch.int64)
         for name, view in views.items():
             setattr(self, name, view)
         self._inbox = torch.empty(1 << 16, dtype=torch.int32, device=self.device)
@@ -54,6 +54,7 @@ class CudaTables:
     first: torch.Tensor
     generation: torch.Tensor
     records: torch.Tensor
+    offset: torch.Tensor
 
     @property
     def bytes(self) -> int:
@@ -90,17 +91,12 @@ class CudaTables:
         return found + [(self._at["records"] + a * size, words[a * size : b * size]) for a, b in records]
 
     def _targets(self, plan: StepPlan) -> list[tuple[int, np.ndarray]]:
-        """Where captured rows go, by record: one range from the lowest capturing record to the highest."""
+        """Where captured rows go, by span and area: of each one range from the lowest number to the highest."""
         if not plan.size:
             return []
-        record, target = self._table.captures.record, plan.target
-        if not plan.count.all():
-            live = np.flatnonzero(plan.count)
-            record, target = record[live], target[live]
-        low, high = int(record.min()), int(record.max()) + 1
-        by_record = np.zeros(high - low, np.int64)
-        by_record[record - low] = target
-        return [(self._at["target"] + 2 * low, by_record.view(np.int32))]
+        low, offset = _by_number(plan.spans.number, plan.offset, np.int32)
+        lowest, base = _by_number(plan.spans.area, plan.base, np.int64)
+        return [(self._at["offset"] + low, offset), (self._at["base"] + 2 * lowest, base.view(np.int32))]
 
     def _send(self, segments: list[tuple[int, np.ndarray]]) -> None:
         blocks, total = blocks_of(segments)
@@ -117,6 +113,13 @@ class CudaTables:
         self._done[self._turn].record()
         cuda.scatter(self._inbox, self._words, blocks)
         self.copies += 1
+
+
+def _by_number(number: np.ndarray, values: np.ndarray, dtype: type) -> tuple[int, np.ndarray]:
+    low = int(number.min())
+    found = np.zeros(int(number.max()) + 1 - low, dtype)
+    found[number - low] = values
+    return low, found
 
 
 def blocks_of(segments: list[tuple[int, np.ndarray]]) -> tuple[int, int]:

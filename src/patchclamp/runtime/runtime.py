@@ -7,6 +7,7 @@ the thread that steps the engine.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterable, Mapping
 from itertools import repeat
 
@@ -21,8 +22,8 @@ from patchclamp.plan.step import NUMBERS
 from patchclamp.plan.table import records_of
 from patchclamp.runtime.step import HostStep, Step
 from patchclamp.sites import SiteMap
-from patchclamp.store import Bank, CaptureStore
-from patchclamp.store.captures import ALIGNED, ITEM_BYTES, Captured, Place
+from patchclamp.store.bank import Bank
+from patchclamp.store.captures import ALIGNED, ITEM_BYTES, Captured, CaptureStore
 
 Packed = tuple[str, str, str | None]
 
@@ -56,10 +57,11 @@ class _Seat(msgspec.Struct):
 
 
 class _Growing(msgspec.Struct):
-    """A piece that the next step may go on with: which records it is of (None: all), and the age of its last step."""
+    """A piece that the next step may go on with: the offsets of its plan and all that follow it, and its last step's
+    age."""
 
     piece: Captured
-    mine: np.ndarray | None
+    offset: np.ndarray
     age: int
 
 
@@ -72,7 +74,7 @@ class Runtime:
         self.sampled = np.array([point.rows == "sampled" for point in sites.points])
         if limits.bank_bytes < 4 * int(self.widths.max()):
             raise ShapeError(f"a row of this model is up to {4 * self.widths.max()} bytes; raise bank_bytes")
-        self.table = ProgramTable(limits.max_programs, len(sites.points), limits.max_records)
+        self.table = ProgramTable(limits.max_programs, len(sites.points), limits.max_records, self.sampled)
         self.bank = Bank(limits.bank_bytes // 4, device)
         self.store = CaptureStore(self.widths, lambda: self.step.flush())
         self.plan: StepPlan | None = None
@@ -90,8 +92,8 @@ class Runtime:
         self._seated: tuple[list[str], int, np.ndarray] | None = None
         self._last: tuple[Batch, StepPlan, int] | None = None
         self._next = np.zeros(0, np.int64)  # positions of the step after the last one, if it goes on like that
-        self._growing: list[_Growing] = []  # what the last step captured, to be gone on with
-        self._token_bytes = 0  # what a token may capture at most, of any seated program
+        self._growing: _Growing | None = None  # what the last step captured, to be gone on with
+        self._token_bytes: collections.Counter[int] = collections.Counter()  # seats by what a token of theirs captures
         self.step: Step = HostStep(self.table, self.bank)
 
     # -- vectors and results, between steps
@@ -142,7 +144,7 @@ class Runtime:
 
     def captures_at_most(self, tokens: Mapping[str, int], total: int, limit: int) -> bool:
         """Whether a step of so many tokens of each request, `total` in all, captures at most `limit` bytes."""
-        if self._token_bytes * total <= limit:
+        if max(self._token_bytes, default=0) * total <= limit:
             return True
         seats = ((self._seats.get(self._run_of.get(request, "")), count) for request, count in tokens.items())
         return sum(seat.token_bytes * count for seat, count in seats if seat is not None) <= limit
@@ -188,16 +190,16 @@ class Runtime:
         size = sum(self._token_size(op) for op in bound.ops if op.kind == CAPTURE)
         stop = max((piece[1] for op in bound.ops for piece in op.pieces), default=0)
         self._seats[bound.run] = _Seat(slot, keys, size, stop)
-        self._token_bytes = max(self._token_bytes, size)
         if size:
+            self._token_bytes[size] += 1
             self.step.prepare()
         self._run_of_slot[slot] = self.store.open(bound.run)
 
     def _token_size(self, op: BoundOp) -> int:
         """Bytes that an op captures of a token, aligned; sampled rows never pass through what a graph keeps."""
-        item = 4 if self.step.unit is NUMBERS else int(ITEM_BYTES[int(op.x)])
-        points = [point for point in op.points if not self.sampled[point]]
-        return sum(-(-item * int(width) // ALIGNED) * ALIGNED for width in self.widths[points])
+        item, points = 4 if self.step.unit is NUMBERS else int(ITEM_BYTES[int(op.x)]), np.array(op.points, np.int64)
+        rows = item * self.widths[points[~self.sampled[points]]]
+        return int((-(-rows // ALIGNED) * ALIGNED).sum())
 
     def link(self, request: str, run: str) -> None:
         """The engine's own name of a run's request; a run that was never reserved gets an error instead."""
@@ -212,13 +214,16 @@ class Runtime:
         if run not in self._seats:
             return
         self.hear()
-        self._growing = []  # whatever follows is planned anew, and what these hold may soon be let go
+        self._growing = None  # whatever follows is planned anew, and what these hold may soon be let go
         seat, request = self._seats.pop(run), self._request_of.pop(run, "")
         self._slot_of.pop(request, None)
         self._stop_of.pop(request, None)
-        if seat.token_bytes and seat.token_bytes == self._token_bytes:
-            self._token_bytes = max((other.token_bytes for other in self._seats.values()), default=0)
+        if seat.token_bytes:
+            self._token_bytes[seat.token_bytes] -= 1
+            if not self._token_bytes[seat.token_bytes]:
+                del self._token_bytes[seat.token_bytes]
         self.table.drop(seat.slot)
+        self.store.close(run)
         self._run_of_slot[seat.slot] = -1
         for key in seat.keys:
             self.bank.unpin(key)
@@ -247,8 +252,8 @@ class Runtime:
             self.plan = None
             return
         self.steps_planned += 1
-        self._growing = []
-        self.plan = make_plan(batch, self.table, self.widths, self.sampled, self.step.unit)
+        self._growing = None
+        self.plan = make_plan(batch, self.table, self.widths, self.step.unit)
         self.step.begin(self.plan, batch, fresh=True)
         if self.plan.holds:
             self._last, self._next = (batch, self.plan, self.table.version), batch.position + 1
@@ -283,26 +288,20 @@ class Runtime:
 
     def end(self) -> None:
         """Hands the step's captures to the store."""
-        plan, captures = self.plan, self.table.captures
-        self.plan = None
-        if plan is None:
+        plan, self.plan = self.plan, None
+        place = None if plan is None else self.step.end(plan)
+        if plan is None or place is None:
             return
-        for i, left in enumerate(self.step.end(plan)):
-            before = self._growing[i] if i < len(self._growing) else None
-            known = before is not None and before.mine is left.mine and before.age == plan.age - 1
-            if before is not None and known and before.piece.alike(left.stride, left.target):
-                before.piece.grow(left.block, left.offset)
-                before.age = plan.age
-                continue
-            run, mine = self._run_of_slot[captures.slot], left.mine
-            columns = (run, captures.point, captures.op, plan.begins(), plan.count, captures.dtype)
-            run, point, op, begins, count, dtype = (  # copies: the table's own change as programs come and go
-                column.copy() if mine is None else column[mine] for column in columns
-            )
-            places = [Place(left.block, left.offset)]
-            piece = Captured(places, left.stride, run, point, op, begins, count, left.target, dtype)
-            self._growing[i : i + 1] = [_Growing(piece, left.mine, plan.age)]
-            self.store.add(piece)
+        growing = self._growing
+        if growing is not None and growing.offset is plan.offset and growing.age == plan.age - 1:
+            growing.piece.grow(place)
+            growing.age = plan.age
+            return
+        run = self._run_of_slot[plan.spans.slot]
+        piece = Captured([place], plan.size, plan.spans, run, plan.begins(), plan.count, plan.offset, plan.rows,
+                         plan.base, plan.row)  # fmt: skip
+        self._growing = _Growing(piece, plan.offset, plan.age)
+        self.store.add(piece)
 
     def _load(self, key: str) -> None:
         """Brings a key into the bank: an inline vector from its host copy, a run's rows from the store."""

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Protocol
 
-import msgspec
 import numpy as np
 import torch
 
 from patchclamp.kernels import fused
 from patchclamp.plan import Batch, ProgramTable, StepPlan
 from patchclamp.plan.step import NUMBERS
-from patchclamp.store import Bank
-from patchclamp.store.captures import Block
-
-
-class Left(msgspec.Struct):
-    """What a step captured, `stride` long in a block from `offset` on: where each record's rows begin in it, and which
-    records those are (None: all)."""
-
-    block: Block
-    offset: int
-    stride: int
-    target: np.ndarray
-    mine: np.ndarray | None
+from patchclamp.store.bank import Bank
+from patchclamp.store.captures import Apart, Block, Place
 
 
 class Step(Protocol):
@@ -43,8 +30,8 @@ class Step(Protocol):
         """Carries a point out; returns the slots whose edits were not written because they are not finite, if known."""
         ...
 
-    def end(self, plan: StepPlan) -> Iterator[Left]:
-        """What was captured."""
+    def end(self, plan: StepPlan) -> Place | Apart | None:
+        """Where what was captured lies, if anything was."""
         ...
 
     def prepare(self) -> None:
@@ -82,9 +69,8 @@ class HostStep:
         rows = self._plan.sampled if sampled else self._plan.tokens
         return fused.apply(hidden_RW, residual_RW, rows, point, self._table, self._plan, self._bank.data, self._kept)
 
-    def end(self, plan: StepPlan) -> Iterator[Left]:
-        if plan.size:
-            yield Left(Block(self._kept.cpu()), 0, plan.size, plan.target, None)
+    def end(self, plan: StepPlan) -> Place | Apart | None:
+        return Place(Block(self._kept.cpu()), 0) if plan.size else None
 
     def prepare(self) -> None:
         return None

@@ -169,7 +169,7 @@ class Attached:
                     return i, pack(error)
             return len(programs), None
         finally:
-            self.runtime.table.settle()
+            self.runtime.table.captures.now()  # gathered between steps rather than in one
 
     def do_finish(
         self, runs: list[str], vectors: list[str], aborted: bool = False
