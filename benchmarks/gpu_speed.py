@@ -27,7 +27,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.side import PROMPT, Remote
+from benchmarks.side import PROMPT, WITHIN, Remote, quiet_cores
 
 STEPS = {1: 20, 64: 16, 256: 12}  # of a block, by batch: short ones and many, for the host is noisy
 ROUNDS = 3
@@ -50,15 +50,17 @@ def ratio(a: list[float], b: list[float]) -> dict[str, float]:
     low, high = np.quantile(np.median(np.array(b)[drawn], 1) / np.median(np.array(a)[drawn], 1), [0.025, 0.975])
     stock, ours = np.median(a), np.median(b)
     found = {"stock": stock, "ours": ours, "ratio": ours / stock, "low": low, "high": high}
-    return {name: round(float(number), 4) for name, number in found.items()} | {"pairs": len(a)}
+    raw = {name: [round(x, 4) for x in many] for name, many in (("stock_blocks", a), ("ours_blocks", b))}
+    return {name: round(float(number), 4) for name, number in found.items()} | {"pairs": len(a)} | raw
 
 
 def blocks(a: Callable[[int], float], b: Callable[[int], float], count: int) -> tuple[list[float], list[float]]:
     """Blocks of both in turn, the one that begins changing every time, both of a pair on the same core."""
     found: tuple[list[float], list[float]] = [], []
+    cores = quiet_cores()
     for i in range(count):
         for side in (0, 1) if i % 2 else (1, 0):
-            found[side].append((a, b)[side](i))
+            found[side].append((a, b)[side](cores[i // 2 % len(cores)]))
     return found
 
 
@@ -109,9 +111,10 @@ def decode(stock: Remote, ours: Remote, batch: int, case: str, count: int) -> di
 
 def prefill(stock: Remote, ours: Remote, case: str, prompts: int, count: int) -> dict[str, Any]:
     """Prompt tokens a second of prompts of 1,024; the ratio is of times, as elsewhere."""
-    stock.prefill("idle", prompts, 1024, 0)
-    cold = ours.prefill(case, prompts, 1024, 0)  # the first time, host memory is still to be had
-    ours.prefill(case, prompts, 1024, 0)
+    core = quiet_cores()[0]
+    stock.prefill("idle", prompts, 1024, core)
+    cold = ours.prefill(case, prompts, 1024, core)  # the first time, host memory is still to be had
+    ours.prefill(case, prompts, 1024, core)
     seconds = [lambda core, side=side, c=c: prompts * 1024 / side.prefill(c, prompts, 1024, core) for side, c in
                ((stock, "idle"), (ours, case))]  # fmt: skip
     found = ratio(*blocks(*seconds, ROUNDS * count if case == "idle" else count))
@@ -192,13 +195,14 @@ def table(result: dict[str, Any]) -> str:
     missed = verdicts(result)
     lines += ["", f"Bars missed: {'; '.join(missed) or 'none of those measured'}."]
     for case, found in result.get("planning", {}).items() if "error" not in result.get("planning", {}) else ():
-        parts, beside = (
-            ", ".join(f"{part} {us:.0f}" for part, us in found[kind].items()) for kind in ("parts", "beside")
+        parts, within, beside = (
+            ", ".join(f"{part} {us:.0f}" for part, us in found[kind].items() if (part in WITHIN) == inside)
+            for kind, inside in (("parts", False), ("parts", True), ("beside", False))
         )
         lines += [
             "",
             f"Our host work in a step of 256 requests, {case}: {found['changed']:.0f} µs when one left and one came "
-            f"({parts}; between steps {beside}), {found['steady']:.0f} µs when nothing changed.",
+            f"({parts}, of which {within}; between steps {beside}), {found['steady']:.0f} µs when nothing changed.",
         ]
     if "GB_s" in result.get("fetch", {}):
         lines += ["", f"Fetched into the caller's process, {result['fetch']['MB']} MB: {result['fetch']['GB_s']} GB/s "
@@ -316,7 +320,8 @@ class Run:
             self.result[name] = found
         else:
             self.result[name].append({**row, **found})
-        print(name, row or "", found, flush=True)
+        told = {what: value for what, value in found.items() if not what.endswith("_blocks")}
+        print(name, row or "", told, flush=True)
         self.file.parent.mkdir(parents=True, exist_ok=True)
         self.file.write_text(json.dumps(self.result, indent=1) + "\n")
 

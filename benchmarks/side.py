@@ -22,6 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 PROMPT = 64
 IN_STEP, BESIDE = ("before", "planned", "after"), ("do_reserve", "do_finish", "do_release")
+WITHIN = ("make_plan", "load")  # of "planned"
+QUIET = 4  # cores that measurements take turns on
 OPTIONS = {
     "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 2304,
     "max_num_seqs": 256, "gpu_memory_utilization": 0.1, "enable_prefix_caching": False, "disable_log_stats": True,
@@ -61,15 +63,29 @@ def cases(layers: int, width: int) -> dict[str, list[Any]]:
 
 
 @contextlib.contextmanager
-def on_core(number: int) -> Iterator[None]:
-    """This thread runs on one core, by its place among those it may use: on a shared machine they differ much, and a
-    process that happens to sit on a slow one would be called slow."""
+def on_core(core: int) -> Iterator[None]:
+    """This thread runs on one core: on a shared machine they differ much, and a process that happens to sit on a slow
+    one would be called slow."""
     allowed = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {sorted(allowed)[number % len(allowed)]})
+    os.sched_setaffinity(0, {core})
     try:
         yield
     finally:
         os.sched_setaffinity(0, allowed)
+
+
+def quiet_cores() -> list[int]:
+    """The cores that others disturb least, by how long the same work takes on each but for the worst of ten times."""
+    spent = {}
+    for core in sorted(os.sched_getaffinity(0)):
+        with on_core(core):
+            times = []
+            for _ in range(60):
+                began = time.perf_counter()
+                sum(range(20_000))
+                times.append(time.perf_counter() - began)
+            spent[core] = float(np.quantile(times, 0.9))
+    return sorted(spent, key=lambda core: spent[core])[:QUIET]
 
 
 class Side:
@@ -265,10 +281,12 @@ class Side:
         and to let its captures go."""
         import torch
 
-        attached, spent = self._worker.patchclamp, collections.Counter()
+        from patchclamp.runtime import runtime
+
+        attached, spent, restored = self._worker.patchclamp, collections.Counter(), contextlib.ExitStack()
 
         def timed(owner: Any, name: str) -> None:
-            inner = getattr(type(attached), name).__get__(attached)
+            inner = getattr(owner, name)
 
             def outer(*args: Any) -> Any:
                 began = time.perf_counter()
@@ -278,14 +296,19 @@ class Side:
                     spent[name] += 1e6 * (time.perf_counter() - began)
 
             setattr(owner, name, outer)
+            restored.callback(setattr, owner, name, inner)
 
         for name in IN_STEP:
             timed(attached.hooks, name)
         for name in BESIDE:
             timed(attached, name)
-        self.fill(batch, case)
+        timed(runtime, "make_plan")
+        timed(attached.runtime.step.tables, "load")
         changed, steady = [], []
-        for _ in range(changes):
+        for i in range(changes):
+            if i % 8 == 0:  # begins anew: what is captured must not pile up until the engine waits for memory
+                self.empty()
+                self.fill(batch, case)
             spent.clear()
             torch.cuda.synchronize()
             self.change(case)
@@ -295,13 +318,14 @@ class Side:
                     found.append(dict(spent))
                 spent.clear()
         self.empty()
+        restored.close()
 
         def median(many: list[dict[str, float]], names: tuple[str, ...]) -> float:
             return round(float(np.median([sum(parts.get(name, 0.0) for name in names) for parts in many])), 1)
 
         return {
             "changed": median(changed, IN_STEP), "steady": median(steady, IN_STEP),
-            "parts": {name: median(changed, (name,)) for name in IN_STEP},
+            "parts": {name: median(changed, (name,)) for name in (*IN_STEP, *WITHIN)},
             "beside": {name: median(changed, (name,)) for name in BESIDE},
         }  # fmt: skip
 

@@ -31,9 +31,11 @@ RESULTS: list[dict] = []
 FILE: Path | None = None
 
 
-def note(mode: str, what: str, held: bool, found: str) -> None:
-    RESULTS.append({"mode": mode, "check": what, "holds": bool(held), "found": found})
-    print(f"{'ok  ' if held else 'FAIL'} {mode:14} {what:58} {found}", flush=True)
+def note(mode: str, what: str, held: bool | None, found: str) -> None:
+    """Notes whether something holds; None: a fact about stock vLLM, which nothing of ours can break or mend."""
+    RESULTS.append({"mode": mode, "check": what, "holds": None if held is None else bool(held), "found": found})
+    told = {None: "    ", True: "ok  ", False: "FAIL"}[RESULTS[-1]["holds"]]
+    print(f"{told} {mode:14} {what:58} {found}", flush=True)
     if FILE is not None:
         import torch
         import vllm
@@ -110,8 +112,10 @@ def tables() -> tuple[int, list[str]]:
             "row_of_sample": (made.row_of_sample[: len(slots)], batch.row + batch.count - 1),
             "generation": (made.generation[held], table.generation[held]),
             "records": (made.records.view(-1, 8)[live], table.records.view(np.int32).reshape(-1, 8)[live]),
-            "base": (made.base[plan.spans.area], plan.base), "offset": (made.offset[plan.spans.number], plan.offset),
         }  # fmt: skip
+        if plan.size:  # otherwise nothing reads them
+            there["base"] = made.base[plan.spans.area], plan.base
+            there["offset"] = made.offset[plan.spans.number], plan.offset
         different += [f"{name} {turn}" for name, (a, b) in there.items() if not np.array_equal(a.cpu().numpy(), b)]
     assert made.copies == 200
     return made.copies, different
@@ -368,7 +372,8 @@ def bits(run) -> tuple:
     return run.token_ids, [x.hex() for x in run.logprobs]
 
 
-def checks(mode: str, lm, expected: list | None) -> None:
+def checks(mode: str, lm, expected: list[list] | None) -> None:
+    """The guarantees on one engine; `expected` is what stock vLLM answers, once for each time it was compiled."""
     import torch
 
     import patchclamp as pc
@@ -379,7 +384,9 @@ def checks(mode: str, lm, expected: list | None) -> None:
     }
     plain = lm.run(PROMPTS, **greedy)
     if expected is not None:
-        same = [[r.token_ids, [x.hex() for x in r.logprobs]] for r in plain] == expected
+        mine = [[r.token_ids, [x.hex() for x in r.logprobs]] for r in plain]
+        same = mine in expected
+        expected = mine if same else expected[-1]
         gap = max(
             abs(float.fromhex(a) - b)
             for (_, old), r in zip(expected, plain, strict=True)
@@ -500,11 +507,11 @@ def main() -> None:
     for mode in args.modes.split(",") if "modes" in parts else ():
         options = {**BASE, "dtype": "bfloat16", "enforce_eager": mode == "eager"}
         try:
-            expected = None if args.without_stock else stock(model, options)
-            if mode == "graphs" and expected is not None:
-                again = stock(model, options, VLLM_USE_AOT_COMPILE="0", VLLM_DISABLE_COMPILE_CACHE="1")
-                note("stock", "compiled anew, without the cached artifact: equals itself", again == expected, "")
-                expected = again
+            expected = None if args.without_stock else [stock(model, options)]
+            if mode == "graphs" and expected is not None:  # two compilations need not be alike, of stock vLLM either
+                expected.append(stock(model, options, VLLM_USE_AOT_COMPILE="0", VLLM_DISABLE_COMPILE_CACHE="1"))
+                told = "equals itself" if expected[0] == expected[1] else "differs from itself"
+                note("stock", "compiled anew, without the cached artifact", None, told)
             began = time.time()
             with pc.LM(model, engine="vllm", prove=False, **options) as lm:
                 note(mode, "starts", True, f"{time.time() - began:.0f} s, runner {lm.engine.status()['runner']}")
@@ -525,7 +532,7 @@ def main() -> None:
         except Exception as error:
             traceback.print_exc()
             note(name, "ran to its end", False, f"{type(error).__name__}: {error}"[:300])
-    sys.exit(0 if all(result["holds"] for result in RESULTS) else 1)
+    sys.exit(1 if any(result["holds"] is False for result in RESULTS) else 0)
 
 
 if __name__ == "__main__":

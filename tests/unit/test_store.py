@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -225,35 +227,76 @@ def test_memory_that_cannot_be_pinned_serves_as_ordinary(caplog):
 @pytest.mark.parametrize("rows", [5, 70_000])
 @pytest.mark.parametrize("files", [True, False])
 def test_rows_cross_to_another_process_and_leave_nothing(parts, rows, files):
+    sender, receiver = shared.Sender(), shared.Receiver()
     made = torch.randn(rows, 16).to(torch.bfloat16)
     positions, split = np.arange(rows) + 3, list(made.tensor_split(parts))
-    handed = shared.hand(positions, split, lambda: torch.cat(split), files)
+    handed = sender.hand(positions, split, lambda: torch.cat(split), receiver.name, files=files)
     assert isinstance(handed, bytes) == (rows == 5 or not files)
-    found, taken = shared.take(handed)
+    found, taken = receiver.take(handed)
     assert found.tolist() == positions.tolist()
     assert torch.equal(taken.view(torch.int16), made.view(torch.int16))
     if not isinstance(handed, bytes):
         assert not os.path.exists(handed["path"])
         with pytest.raises(FileNotFoundError):
-            shared.take(handed)
+            shared.Receiver().take(handed)
     taken[0] = 0  # it is the caller's own
 
 
-def test_rows_travel_in_the_answer_where_no_file_can_be_written(monkeypatch, tmp_path):
-    monkeypatch.setattr(shared, "_write", lambda file, rows: (_ for _ in ()).throw(OSError(28, "No space left")))
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    made = torch.randn(70_000, 16)
-    handed = shared.hand(np.arange(70_000), [made], lambda: made, True)
-    assert torch.equal(shared.take(handed)[1], made)
-    assert os.listdir(tmp_path) == []
+def hand(sender, receiver, value: float, rows: int = 50_000):
+    made = torch.full((rows, 16), value)
+    return sender.hand(np.arange(rows), [made], lambda: made, receiver.name, receiver.back())
 
 
-def test_a_file_that_nobody_fetched_is_deleted(monkeypatch):
-    made = torch.randn(70_000, 16)
-    handed = shared.hand(np.arange(70_000), [made], lambda: made, True)
+def test_memory_is_written_again_only_when_nobody_holds_what_lay_there():
+    sender, receiver = shared.Sender(), shared.Receiver()
+    first = receiver.take(hand(sender, receiver, 1.0))[1]
+    second = receiver.take(hand(sender, receiver, 2.0))[1]
+    part = first[10:12].numpy()  # a view holds all of it
+    del first
+    gc.collect()
+    third = hand(sender, receiver, 3.0)
+    assert third["segment"] == 3
+    assert (part == 1.0).all()
+    del part
+    gc.collect()
+    fourth = hand(sender, receiver, 4.0)
+    assert (fourth["segment"], fourth["path"]) == (1, "")
+    assert [bool((x == value).all()) for x, value in ((second, 2.0), (receiver.take(third)[1], 3.0),
+                                                      (receiver.take(fourth)[1], 4.0))] == [True] * 3  # fmt: skip
+    assert hand(sender, receiver, 5.0, 4_000_000)["segment"] == 4  # too large for what is free
+
+
+def test_free_memory_is_bounded_and_given_up_on_both_sides(monkeypatch):
+    monkeypatch.setattr(shared, "MOST_FREE", 8 << 20)
+    sender, receiver = shared.Sender(), shared.Receiver()
+    held = [receiver.take(hand(sender, receiver, float(i))) for i in range(5)]  # 4 MiB each
+    assert len(receiver._mapped) == 5
+    del held
+    gc.collect()
+    receiver.take(hand(sender, receiver, 9.0))
+    assert len(receiver._mapped) == 2
+
+
+def test_what_receivers_leave_behind_is_deleted(monkeypatch):
+    sender, receiver = shared.Sender(), shared.Receiver()
+    made = torch.zeros(50_000, 16)
+    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
+    lost = sender.hand(np.arange(50_000), [made], lambda: made, f"{int(dead.stdout)}-x")
+    assert os.path.exists(lost["path"])
+    late = hand(sender, receiver, 1.0)
+    assert not os.path.exists(lost["path"])
     monkeypatch.setattr(shared, "_FORGOTTEN_S", 0.0)
-    shared.hand(np.arange(1), [made[:1]], lambda: made[:1], True)
-    assert not os.path.exists(handed["path"])
+    hand(sender, receiver, 2.0)
+    assert not os.path.exists(late["path"])
+
+
+def test_rows_travel_in_the_answer_where_no_file_can_be_written(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "posix_fallocate", lambda *args: (_ for _ in ()).throw(OSError(28, "No space left")))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    made, sender, receiver = torch.randn(70_000, 16), shared.Sender(), shared.Receiver()
+    handed = sender.hand(np.arange(70_000), [made], lambda: made, receiver.name)
+    assert torch.equal(receiver.take(handed)[1], made)
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_run_that_was_released_is_told():

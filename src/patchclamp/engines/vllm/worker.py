@@ -75,6 +75,7 @@ class Attached:
         self._preemptions = self._total = 0
         self._most_kept = limits.kept_bytes
         self._graphs: Graphs | None = None
+        self._sender = shared.Sender()
         if self.runtime.device.type == "cuda":
             self._on_cuda(worker.vllm_config, runner, limits)
         attach_taps(runner.get_model(), [(p, tap) for p, tap in sites.taps("vllm") if p.rows == "tokens"])
@@ -185,12 +186,12 @@ class Attached:
         found = {run: self.runtime.take_error(run) for run in runs}
         return {run: error for run, error in found.items() if error is not None}, self.runtime.failures
 
-    def do_fetch(self, run: str, point: int, op: int | None, remote: bool, files: bool) -> Any:
-        """(positions, rows); for another process what `shared.take` makes them of, in a file if it can see ours."""
-        if not remote:
+    def do_fetch(self, run: str, point: int, op: int | None, to: str, back: list[int], files: bool) -> Any:
+        """(positions, rows); for a receiver in another process, by its name, what it makes them of (`shared`)."""
+        if not to:
             return self.runtime.fetch(run, point, op)
         positions, rows = self.runtime.store.parts(run, point, op)
-        return shared.hand(positions, rows, lambda: torch.cat(rows), files)
+        return self._sender.hand(positions, rows, lambda: torch.cat(rows), to, back, files)
 
     def do_release(self, runs: list[str]) -> None:
         self.runtime.release(runs)
