@@ -17,6 +17,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -270,7 +271,7 @@ def draw(files: list[Path]) -> None:
     import matplotlib.pyplot as plt
 
     results = [json.loads(file.read_text()) for file in files]
-    figure, axes = plt.subplots(1, len(results), figsize=(6.2 * len(results), 4.2), squeeze=False, sharey=True)
+    figure, axes = plt.subplots(1, len(results), figsize=(2.2 + 5 * len(results), 4.2), squeeze=False, sharey=True)
     colours = {1: "#8ecae6", 64: "#219ebc", 256: "#023047"}
     for axis, result in zip(axes[0], results, strict=True):
         rows = [row for row in result["decode"] if "ratio" in row and row["case"] in BARS]
@@ -294,7 +295,8 @@ def draw(files: list[Path]) -> None:
     handles.append(plt.Line2D([], [], color="#d62828", label="bar"))
     axes[0][0].figure.legend(handles=handles, loc="lower center", ncols=4, frameon=False)
     figure.tight_layout(rect=(0, 0.06, 1, 1))
-    place = files[0].with_name(f"gpu_speed-{results[0]['date']}.png")
+    shapes = "-".join(result["shape"] for result in results)
+    place = files[0].with_name(f"gpu_speed-{shapes}-{results[0]['date']}.png")
     figure.savefig(place, dpi=160)
     print(place)
 
@@ -411,9 +413,10 @@ def main() -> None:
     import vllm
 
     deterministic = "TORCHINDUCTOR_DETERMINISTIC=1 " if os.environ.get("TORCHINDUCTOR_DETERMINISTIC") == "1" else ""
+    told = re.sub(r"--out \S+", "--out DIR", " ".join(sys.argv))
     facts = {
         "date": datetime.date.today().isoformat(), "gpu": torch.cuda.get_device_name(), "vllm": vllm.__version__,
-        "torch": torch.__version__, "source": source(), "command": f"{deterministic}python {' '.join(sys.argv)}",
+        "torch": torch.__version__, "source": source(), "command": f"{deterministic}python {told}",
     }  # fmt: skip
     shapes, runs = args.shapes.split(","), []
     started = {shape: Engines(shape, args) for shape in shapes} if args.together else {}

@@ -11,6 +11,7 @@ import argparse
 import datetime
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -41,7 +42,7 @@ def note(mode: str, what: str, held: bool | None, found: str) -> None:
         import vllm
 
         facts = {"date": datetime.date.today().isoformat(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-                 "vllm": vllm.__version__, "command": "python -m tests.gpu.check " + " ".join(sys.argv[1:])}  # fmt: skip
+                 "vllm": vllm.__version__, "command": re.sub(r"--out \S+", "--out DIR", " ".join(["python -m tests.gpu.check", *sys.argv[1:]]))}  # fmt: skip
         FILE.write_text(json.dumps(facts | {"checks": RESULTS}, indent=1) + "\n")
 
 
