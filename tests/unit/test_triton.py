@@ -1,4 +1,5 @@
-"""The Triton kernel in Triton's interpreter: what it computes, without a GPU. The compiled one is checked in tests.gpu."""
+"""The Triton kernel in Triton's interpreter: what it computes, without a GPU; the compiled one is checked in tests.gpu.
+And how the tables that it reads are brought up to date."""
 
 from __future__ import annotations
 
@@ -8,8 +9,12 @@ import subprocess
 import sys
 
 import numpy as np
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from patchclamp.plan import ProgramTable
+from patchclamp.runtime.device import DEPTH
+from tests.reference import cuda_on_cpu
 
 
 def test_triton_equals_the_torch_kernel_bit_for_bit():
@@ -21,23 +26,21 @@ def test_triton_equals_the_torch_kernel_bit_for_bit():
         assert compared.get(what, 0) > 0, compared
 
 
-@given(st.lists(st.integers(1, 5000), min_size=1, max_size=8), st.integers(0, 1 << 30))
-def test_what_changed_is_packed_in_blocks_that_put_it_in_place(sizes, seed):
-    from patchclamp.kernels.cuda import SCATTER_BLOCK
-    from patchclamp.runtime.device import blocks_of, pack
-
-    rng = np.random.default_rng(seed)
-    begins = np.cumsum([0, *sizes[:-1]]) + 7 * np.arange(len(sizes))
-    segments = [(int(b), rng.integers(0, 1 << 30, n).astype(np.int32)) for b, n in zip(begins, sizes, strict=True)]
-    blocks, total = blocks_of(segments)
-    sent, words = np.full(total + 5, -1, np.int32), np.full(begins[-1] + sizes[-1] + 5, -1)
-    pack(segments, sent, blocks)
-    expected = words.copy()
-    for to, given_words in segments:
-        expected[to : to + len(given_words)] = given_words
-    for to, source, count in sent[: 3 * blocks].reshape(-1, 3):  # what the scatter kernel does
-        assert 0 < count <= SCATTER_BLOCK
-        assert source >= 3 * blocks
-        words[to : to + count] = sent[source : source + count]
-    assert words.tolist() == expected.tolist()
-    assert (sent[total:] == -1).all()
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(sizes=st.lists(st.integers(0, 90_000), min_size=1, max_size=8), seed=st.integers(0, 1 << 30))
+def test_what_changed_is_put_in_place_and_nothing_else(monkeypatch, sizes, seed):
+    """Segments of any size, larger than what staging begins with too."""
+    cuda_on_cpu.stub(monkeypatch)
+    rng, tables = np.random.default_rng(seed), cuda_on_cpu.Tables(ProgramTable(4, 3, 60_000), 64, 16, np.zeros(64, int))
+    words = tables._words.numpy()
+    words[:] = rng.integers(0, 1 << 30, len(words))
+    expected, room = words.copy(), len(words) // len(sizes)
+    for _ in range(DEPTH + 1):
+        segments = []
+        for i, size in enumerate(sizes):
+            size = min(size, room)
+            begin = i * room + int(rng.integers(0, room - size + 1))
+            segments.append((begin, rng.integers(0, 1 << 30, size).astype(np.int32)))
+            expected[begin : begin + size] = segments[-1][1]
+        tables._send(segments)
+        assert np.array_equal(words, expected)

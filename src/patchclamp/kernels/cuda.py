@@ -1,7 +1,6 @@
-"""The Triton kernels: `site`, one launch a point and step however many ops and requests, and `scatter`, which brings
-what changed on the host into the tables.
+"""The Triton kernel: one launch a point and step, however many ops and requests.
 
-Every program of `site` takes one row: it finds the row's slot, walks the slot's records at the point in order, and
+Every program takes one row: it finds the row's slot, walks the slot's records at the point in order, and
 writes the row back once, unless it is not finite.  Rows without records leave after three loads.  A new op is a branch
 in `_walk`; a new view is other strides.
 """
@@ -165,21 +164,3 @@ def _early() -> dict[str, bool]:
     able = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
     early = able and hasattr(getattr(tl.extra, "cuda", None), "gdc_wait")
     return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
-
-
-@triton.jit
-def _scatter(inbox, words, BLOCK: tl.constexpr):
-    block = tl.program_id(0)
-    to = tl.load(inbox + 3 * block)
-    source = tl.load(inbox + 3 * block + 1)
-    count = tl.load(inbox + 3 * block + 2)
-    at = tl.arange(0, BLOCK)
-    tl.store(words + to + at, tl.load(inbox + source + at, mask=at < count), mask=at < count)
-
-
-SCATTER_BLOCK = 1024
-
-
-def scatter(inbox: torch.Tensor, words: torch.Tensor, blocks: int) -> None:
-    """Copies `blocks` blocks within device memory; the inbox begins with (to, source, count) of each, in words."""
-    _scatter[(blocks,)](inbox, words, BLOCK=SCATTER_BLOCK, num_warps=4)

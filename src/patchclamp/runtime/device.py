@@ -1,8 +1,8 @@
 """On a CUDA device: the program table and the step's rows at fixed addresses, brought up to date by one copy a change.
 
-All tables lie in one tensor of 32-bit words.  What changed is packed into pinned staging memory, crosses in one copy,
-and one small kernel puts it in place; staging rotates, because with asynchronous scheduling the next step is prepared
-while the last one still runs.  In steady decode nothing changes and nothing is copied.
+All tables lie in one tensor of 32-bit words.  What changed is packed into pinned staging memory with where it belongs,
+crosses in one copy, and one small kernel puts it in place; staging rotates, because with asynchronous scheduling the
+next step is prepared while the last one still runs.  In steady decode nothing changes and nothing is copied.
 
     R rows of a step at most · N requests of a step at most · S slots · P points · O records
 """
@@ -45,7 +45,7 @@ class CudaTables:
         self._staging = [_pinned(1 << 16) for _ in range(DEPTH)]
         self._done = [torch.cuda.Event() for _ in range(DEPTH)]
         self._turn, self._rows, self.copies = 0, 0, 0
-        self._bad = torch.zeros(len(table.first), dtype=torch.int64, pin_memory=True)  # written by the device
+        self._bad = _pinned(2 * len(table.first)).zero_().view(torch.int64)  # written by the device
         self._failures, self.bad_address = self._bad.numpy(), self._bad.data_ptr()
 
     slot_of_row: torch.Tensor
@@ -79,7 +79,7 @@ class CudaTables:
             *self._changed(),
             *self._targets(plan),
         ]
-        self._send([(to, words) for to, words in segments if len(words)])
+        self._send(segments)
 
     def _changed(self) -> list[tuple[int, np.ndarray]]:
         slots, records = self._table.take_changed()
@@ -99,19 +99,23 @@ class CudaTables:
         return [(self._at["offset"] + low, offset), (self._at["base"] + 2 * lowest, base.view(np.int32))]
 
     def _send(self, segments: list[tuple[int, np.ndarray]]) -> None:
-        blocks, total = blocks_of(segments)
+        """Brings words to the device and puts each segment where it begins: one copy, then one kernel."""
+        count = sum(len(words) for _, words in segments)
         self._turn = (self._turn + 1) % DEPTH
         if not self._done[self._turn].query():
             self._done[self._turn].synchronize()
-        if total > len(self._staging[self._turn]):
-            self._staging[self._turn] = _pinned(2 * total)
-        if total > len(self._inbox):
-            self._inbox = torch.empty(2 * total, dtype=torch.int32, device=self.device)
+        if 3 * count > len(self._staging[self._turn]):
+            self._staging[self._turn] = _pinned(6 * count)
+        if 3 * count > len(self._inbox):
+            self._inbox = torch.empty(6 * count, dtype=torch.int32, device=self.device)
         staging = self._staging[self._turn]
-        pack(segments, staging.numpy(), blocks)
-        self._inbox[:total].copy_(staging[:total], non_blocking=True)
+        room = staging.numpy()
+        np.concatenate([np.arange(to, to + len(words)) for to, words in segments], out=room[: 2 * count].view(np.int64))
+        np.concatenate([words for _, words in segments], out=room[2 * count : 3 * count])
+        self._inbox[: 3 * count].copy_(staging[: 3 * count], non_blocking=True)
         self._done[self._turn].record()
-        cuda.scatter(self._inbox, self._words, blocks)
+        where, words = self._inbox[: 2 * count].view(torch.int64), self._inbox[2 * count : 3 * count]
+        self._words.index_copy_(0, where, words)
         self.copies += 1
 
 
@@ -120,29 +124,6 @@ def _by_number(number: np.ndarray, values: np.ndarray, dtype: type) -> tuple[int
     found = np.zeros(int(number.max()) + 1 - low, dtype)
     found[number - low] = values
     return low, found
-
-
-def blocks_of(segments: list[tuple[int, np.ndarray]]) -> tuple[int, int]:
-    """How many blocks segments of words are moved in, and how many words they take with their headings."""
-    blocks = sum(-(-len(words) // cuda.SCATTER_BLOCK) for _, words in segments)
-    return blocks, 3 * blocks + sum(len(words) for _, words in segments)
-
-
-def pack(segments: list[tuple[int, np.ndarray]], into: np.ndarray, blocks: int) -> None:
-    """Writes segments (to, words) as `kernels.cuda.scatter` reads them: (to, source, count) of every block, then all
-    words."""
-    heads, at, i = into[: 3 * blocks].reshape(blocks, 3), 3 * blocks, 0
-    for to, words in segments:
-        count = -(-len(words) // cuda.SCATTER_BLOCK)
-        into[at : at + len(words)] = words
-        if count == 1:
-            heads[i] = to, at, len(words)
-        else:
-            begins = np.arange(count) * cuda.SCATTER_BLOCK
-            mine = heads[i : i + count]
-            mine[:, 0], mine[:, 1], mine[:, 2] = to + begins, at + begins, cuda.SCATTER_BLOCK
-            mine[-1, 2] = len(words) - begins[-1]
-        at, i = at + len(words), i + count
 
 
 def _pinned(words: int) -> torch.Tensor:
