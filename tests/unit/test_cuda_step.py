@@ -225,6 +225,35 @@ def test_an_eager_step_that_a_graph_goes_on_with_keeps_points_of_equal_bytes_apa
     step.close()
 
 
+def test_a_piece_that_releases_made_smaller_is_not_gone_on_with(monkeypatch):
+    """Runs are released while they still have their seats; the run that stays has its own rows alone."""
+    cuda_on_cpu.stub(monkeypatch)
+    runtime = Runtime(SiteMap(LLAMA, LAYERS, WIDTH, 61), Limits(max_programs=4, max_records=512, bank_bytes=1 << 16))
+    step, positions = cuda_on_cpu.on_cpu(runtime, ROWS, 16, 1 << 12, 1 << 13, 1 << 15)
+    names, three = ["request0", "request1", "request2"], np.arange(3)
+    for i, name in enumerate(names):
+        program = Program.of((), [pc.Capture(pc.resid_post)])
+        runtime.reserve(bind(program, f"run{i}", Prompt([1], lambda: ("", [])), 60, runtime.sites, None))
+        runtime.link(name, f"run{i}")
+    for at in range(8):
+        positions[:3] = at
+        if not runtime.goes_on(names, np.full(3, at, np.int32), 3):
+            runtime.begin(Batch(runtime.slots(names), three, np.full(3, at), np.ones(3, np.int64), 3))
+        for point in runtime.sites.points[:-1]:
+            cuda_on_cpu.graph(
+                step, point.number, torch.from_numpy(100.0 * three + at)[:, None].expand(3, WIDTH).float()
+            )
+        runtime.end()
+        if at == 3:
+            step.flush()
+            runtime.release(["run0", "run1"])
+    for place in runtime.sites.resolve(pc.resid_post):
+        where, rows = runtime.fetch("run2", place.point)
+        assert where.tolist() == list(range(8))
+        assert rows[:, 0].tolist() == [200.0 + at for at in range(8)]
+    step.close()
+
+
 def test_what_is_released_is_not_held_by_the_last_step(monkeypatch):
     cuda_on_cpu.stub(monkeypatch)
     others = {id(piece) for piece in gc.get_objects() if isinstance(piece, Captured)}

@@ -223,79 +223,134 @@ def test_memory_that_cannot_be_pinned_serves_as_ordinary(caplog):
     gc.collect()
 
 
+class Line:
+    """A sender and a receiver, and what passes between them."""
+
+    def __init__(self) -> None:
+        self.sender, self.receiver, self.handed = shared.Sender(), shared.Receiver(), []
+
+    def fetch(self, rows: torch.Tensor, parts: int = 1, before=lambda: None):
+        split = list(rows.tensor_split(parts))
+
+        def ask(to, mapped, at, files):
+            before()
+            self.handed.append(self.sender.hand(np.arange(len(rows)) + 3, split, to, mapped, at, files))
+            return self.handed[-1]
+
+        return self.receiver.fetch(ask)
+
+
+def left() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith("patchclamp-")}
+
+
 @pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("rows", [5, 70_000])
-@pytest.mark.parametrize("files", [True, False])
-def test_rows_cross_to_another_process_and_leave_nothing(parts, rows, files):
-    sender, receiver = shared.Sender(), shared.Receiver()
-    made = torch.randn(rows, 16).to(torch.bfloat16)
-    positions, split = np.arange(rows) + 3, list(made.tensor_split(parts))
-    handed = sender.hand(positions, split, lambda: torch.cat(split), receiver.name, files=files)
-    assert isinstance(handed, bytes) == (rows == 5 or not files)
-    found, taken = receiver.take(handed)
-    assert found.tolist() == positions.tolist()
-    assert torch.equal(taken.view(torch.int16), made.view(torch.int16))
-    if not isinstance(handed, bytes):
-        assert not os.path.exists(handed["path"])
-        with pytest.raises(FileNotFoundError):
-            shared.Receiver().take(handed)
-    taken[0] = 0  # it is the caller's own
+@pytest.mark.parametrize("rows", [5, 70_000, 400_001])
+def test_rows_cross_to_another_process_and_leave_nothing(monkeypatch, parts, rows):
+    monkeypatch.setattr(shared, "MOST", 1 << 22)
+    line, before, open_files, kept = Line(), left(), len(os.listdir("/proc/self/fd")), []
+    for _ in range(3):
+        made = torch.randn(rows, 16).to(torch.bfloat16)
+        found, taken = line.fetch(made, parts)
+        assert found.tolist() == list(range(3, rows + 3))
+        assert torch.equal(taken.view(torch.int16), made.view(torch.int16))
+        kept.append((taken, made))
+    assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in kept)  # nobody writes there again
+    assert left() == before
+    assert len(os.listdir("/proc/self/fd")) <= open_files + 2  # the buffer, on either side
+    sent = [handed["here"] for handed in line.handed if not isinstance(handed, bytes)]
+    assert len(sent) == {5: 0, 70_000: 3, 400_001: 12}[rows]
+    assert len({handed["buffer"] for handed in line.handed if not isinstance(handed, bytes)}) == (rows > 5)
 
 
-def hand(sender, receiver, value: float, rows: int = 50_000):
-    made = torch.full((rows, 16), value)
-    return sender.hand(np.arange(rows), [made], lambda: made, receiver.name, receiver.back())
-
-
-def test_memory_is_written_again_only_when_nobody_holds_what_lay_there():
-    sender, receiver = shared.Sender(), shared.Receiver()
-    first = receiver.take(hand(sender, receiver, 1.0))[1]
-    second = receiver.take(hand(sender, receiver, 2.0))[1]
-    part = first[10:12].numpy()  # a view holds all of it
+def test_a_callers_memory_is_used_again_once_nobody_holds_it_and_is_bounded(monkeypatch):
+    monkeypatch.setattr(shared, "MOST_FREE", 8 << 20)
+    line, made = (
+        Line(),
+        [torch.full((50_000, 16), float(i)) for i in range(6)],
+    )  # 3.1 MiB each, 4 with what is left over
+    first = line.fetch(made[0])[1]
+    part, address = first[10:12].numpy(), first.data_ptr()  # a view holds all of it
     del first
     gc.collect()
-    third = hand(sender, receiver, 3.0)
-    assert third["segment"] == 3
-    assert (part == 1.0).all()
+    second = line.fetch(made[1])[1]
+    assert second.data_ptr() != address
+    assert (part == 0.0).all()
     del part
     gc.collect()
-    fourth = hand(sender, receiver, 4.0)
-    assert (fourth["segment"], fourth["path"]) == (1, "")
-    assert [bool((x == value).all()) for x, value in ((second, 2.0), (receiver.take(third)[1], 3.0),
-                                                      (receiver.take(fourth)[1], 4.0))] == [True] * 3  # fmt: skip
-    assert hand(sender, receiver, 5.0, 4_000_000)["segment"] == 4  # too large for what is free
-
-
-def test_free_memory_is_bounded_and_given_up_on_both_sides(monkeypatch):
-    monkeypatch.setattr(shared, "MOST_FREE", 8 << 20)
-    sender, receiver = shared.Sender(), shared.Receiver()
-    held = [receiver.take(hand(sender, receiver, float(i))) for i in range(5)]  # 4 MiB each
-    assert len(receiver._mapped) == 5
-    del held
+    third = line.fetch(made[2])[1]
+    assert third.data_ptr() == address
+    held = [second, third, *(line.fetch(rows)[1] for rows in made[3:])]
+    assert [rows[0, 0].item() for rows in held] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    del held, second, third
     gc.collect()
-    receiver.take(hand(sender, receiver, 9.0))
-    assert len(receiver._mapped) == 2
+    assert len(line.receiver._rooms._free) == 2
 
 
-def test_what_receivers_leave_behind_is_deleted(monkeypatch):
-    sender, receiver = shared.Sender(), shared.Receiver()
-    made = torch.zeros(50_000, 16)
+def test_a_larger_buffer_takes_the_place_of_a_smaller_one():
+    line, before = Line(), left()
+    for size in (50_000, 400_000, 60_000):
+        made = torch.randn(size, 16)
+        assert torch.equal(line.fetch(made)[1], made)
+    assert [handed["buffer"] for handed in line.handed] == [1, 2, 2]
+    assert left() == before
+
+
+def test_files_that_cannot_be_seen_are_done_without(monkeypatch):
+    """Another machine's, or none may be opened; then they are asked for no more, and none stays behind."""
+    line, before, made = Line(), left(), torch.randn(50_000, 16)
+    monkeypatch.setattr(line.receiver, "_map", lambda handed: (_ for _ in ()).throw(OSError(24, "Too many open files")))
+    for _ in range(5):
+        assert torch.equal(line.fetch(made)[1], made)
+    assert [isinstance(handed, bytes) for handed in line.handed] == [False, True] * 3 + [True, True]
+    assert left() == before
+
+
+def test_a_fetch_that_fails_or_is_interrupted_changes_nothing():
+    line, before, made = Line(), left(), torch.randn(50_000, 16)
+    for failure in (RuntimeError, KeyboardInterrupt):
+        for _ in range(3):
+            with pytest.raises(failure):
+                line.fetch(made, before=lambda failure=failure: (_ for _ in ()).throw(failure))
+    stock_map = line.receiver._map
+    line.receiver._map = lambda handed: (_ for _ in ()).throw(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        line.fetch(made)
+    line.receiver._map = stock_map
+    assert torch.equal(line.fetch(made)[1], made)
+    assert {handed["buffer"] for handed in line.handed} == {1}
+    assert left() == before
+
+
+def test_a_run_that_goes_on_between_two_parts_is_fetched_anew(monkeypatch):
+    monkeypatch.setattr(shared, "MOST", 1 << 21)
+    line, rows, asked = Line(), [torch.randn(50_000, 16), torch.randn(60_000, 16)], []
+
+    def ask(to, mapped, at, files):
+        asked.append(at)
+        now = rows[len(asked) > 1]
+        return line.sender.hand(np.arange(len(now)), [now], to, mapped, at, files)
+
+    assert torch.equal(line.receiver.fetch(ask)[1], rows[1])
+    assert asked == [0, 1 << 21, 0, 1 << 21]
+
+
+def test_what_a_dead_receiver_leaves_is_deleted():
+    sender, before, made = shared.Sender(), left(), torch.zeros(50_000, 16)
     dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
-    lost = sender.hand(np.arange(50_000), [made], lambda: made, f"{int(dead.stdout)}-x")
+    lost = sender.hand(np.arange(50_000), [made], f"{int(dead.stdout)}-x")
     assert os.path.exists(lost["path"])
-    late = hand(sender, receiver, 1.0)
-    assert not os.path.exists(lost["path"])
-    monkeypatch.setattr(shared, "_FORGOTTEN_S", 0.0)
-    hand(sender, receiver, 2.0)
-    assert not os.path.exists(late["path"])
+    receiver = shared.Receiver()
+    receiver.fetch(lambda *asked: sender.hand(np.arange(50_000), [made], *asked))
+    assert left() == before
 
 
 def test_rows_travel_in_the_answer_where_no_file_can_be_written(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "posix_fallocate", lambda *args: (_ for _ in ()).throw(OSError(28, "No space left")))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    made, sender, receiver = torch.randn(70_000, 16), shared.Sender(), shared.Receiver()
-    handed = sender.hand(np.arange(70_000), [made], lambda: made, receiver.name)
-    assert torch.equal(receiver.take(handed)[1], made)
+    line, made = Line(), torch.randn(70_000, 16)
+    assert torch.equal(line.fetch(made)[1], made)
+    assert isinstance(line.handed[0], bytes)
     assert os.listdir(tmp_path) == []
 
 

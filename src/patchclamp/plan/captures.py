@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterator
-
 import msgspec
 import numpy as np
 
+from patchclamp.spec.ops import DTYPES
 from patchclamp.store.spans import Spans
+
+_DTYPES = len(DTYPES)
 
 
 class _Numbers:
     """Numbers to be taken and given back, low ones first."""
 
     def __init__(self) -> None:
-        self._back: list[int] = []
+        self._back = np.zeros(0, np.int64)
         self.end = 0  # all numbers in use are below
 
     def take(self, count: int) -> np.ndarray:
-        found = [heapq.heappop(self._back) for _ in range(min(count, len(self._back)))]
-        fresh = range(self.end, self.end + count - len(found))
-        self.end += len(fresh)
-        return np.array([*found, *fresh], np.int64)
+        found, self._back = self._back[:count], self._back[count:]
+        first, self.end = self.end, self.end + count - len(found)
+        return np.concatenate([found, np.arange(first, self.end)])
 
     def give(self, numbers: np.ndarray) -> None:
-        for number in numbers.tolist():
-            heapq.heappush(self._back, number)
+        self._back = np.sort(np.concatenate([self._back, numbers]))
 
 
 class _Spread(msgspec.Struct):
@@ -46,7 +44,8 @@ class Captures:
         self._sampled = sampled
         self._columns = np.zeros((5, 64), np.int64)  # slot, op, start, stop, spread
         self._spans, self._areas, self._numbers = _Numbers(), _Numbers(), _Numbers()
-        self._of: dict[int, list[tuple[np.ndarray, tuple[bytes, int]]]] = {}  # by slot: spans, and their spread
+        # by slot: its spans, and how many of them each spread has
+        self._of: dict[int, tuple[np.ndarray, list[tuple[_Spread, int]]]] = {}
         self._spreads: dict[tuple[bytes, int], _Spread] = {}
         self._now: Spans | None = None
 
@@ -59,34 +58,47 @@ class Captures:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Takes a program's capture records, sorted by point; returns the number of each one's span and area."""
         span, area = np.zeros((2, len(op)), np.int64)
-        for grid in self._grids(op, start, stop, dtype, point):
-            spread = self._spread(point[grid[:, 0]], int(dtype[grid[0, 0]]))
-            numbers, first = self._spans.take(grid.shape[1]), grid[0]
-            if self._spans.end > self._columns.shape[1]:
-                wider = np.zeros((5, 2 * self._spans.end), np.int64)
-                wider[:, : self._columns.shape[1]] = self._columns
-                self._columns = wider
-            spread.holders += len(numbers)
-            for column, values in zip(self._columns, (slot, op[first], start[first], stop[first], spread.number),
-                                      strict=True):  # fmt: skip
-                column[numbers] = values
-            self._of.setdefault(slot, []).append((numbers, (spread.points.tobytes(), spread.dtype)))
-            span[grid], area[grid] = numbers, spread.areas[:, None]
+        grids, alone = self._grids(op, start, stop, dtype, point)
+        firsts = np.concatenate([alone, *(grid[0] for grid in grids)])  # a record of each span
+        numbers = self._spans.take(len(firsts))
+        if self._spans.end > self._columns.shape[1]:
+            wider = np.zeros((5, 2 * self._spans.end), np.int64)
+            wider[:, : self._columns.shape[1]] = self._columns
+            self._columns = wider
+        held: list[tuple[_Spread, int]] = []
+        spread_of, at = np.zeros(len(firsts), np.int64), len(alone)
+        for grid in grids:
+            spread, mine = self._spread(point[grid[:, 0]], int(dtype[grid[0, 0]])), slice(at, at + grid.shape[1])
+            span[grid], area[grid], spread_of[mine] = numbers[mine], spread.areas[:, None], spread.number
+            held.append((spread, grid.shape[1]))
+            at += grid.shape[1]
+        keys, which = np.unique(point[alone] * _DTYPES + dtype[alone], return_inverse=True)
+        made = [self._spread(np.array([key // _DTYPES]), key % _DTYPES) for key in keys.tolist()]
+        held += zip(made, np.bincount(which, minlength=len(made)).tolist(), strict=True)
+        span[alone] = numbers[: len(alone)]
+        area[alone] = np.array([spread.areas[0] for spread in made], np.int64)[which]
+        spread_of[: len(alone)] = np.array([spread.number for spread in made], np.int64)[which]
+        self._columns[:, numbers] = (np.full(len(firsts), slot), op[firsts], start[firsts], stop[firsts], spread_of)
+        for spread, count in held:
+            spread.holders += count
+        self._of[slot] = numbers, held
         self._now = None
         return span, area
 
     def drop(self, slot: int) -> None:
         """Forgets a slot's spans."""
-        for numbers, key in self._of.pop(slot, ()):
-            self._columns[0, numbers] = 0
-            self._spans.give(numbers)
-            spread = self._spreads[key]
-            spread.holders -= len(numbers)
+        numbers, held = self._of.pop(slot, (None, []))
+        if numbers is None:
+            return
+        self._columns[0, numbers] = 0
+        self._spans.give(numbers)
+        for spread, count in held:
+            spread.holders -= count
             if spread.holders == 0:
-                del self._spreads[key]
+                del self._spreads[spread.points.tobytes(), spread.dtype]
                 self._areas.give(spread.areas)
                 self._numbers.give(np.array([spread.number]))
-            self._now = None
+        self._now = None
 
     def now(self) -> Spans:
         """All spans, those of a spread side by side."""
@@ -114,10 +126,13 @@ class Captures:
         return Spans(number, slot, op, start, stop, spread, sampled[spread], area[order], owner[order],
                      point[order], dtype[order], len(spreads))  # fmt: skip
 
-    def _grids(self, op: np.ndarray, *columns: np.ndarray) -> Iterator[np.ndarray]:
-        """Records as grids [points, spans]: all of an op's pieces at all of its points, or one record by itself."""
-        for ordinal in dict.fromkeys(op.tolist()):
-            mine = np.flatnonzero(op == ordinal)
+    def _grids(self, op: np.ndarray, *columns: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
+        """Records as grids [points, spans], all of an op's pieces at all of its points, and those that are alone."""
+        order, grids = np.argsort(op, kind="stable"), []
+        begins = np.concatenate([[0], np.flatnonzero(np.diff(op[order])) + 1, [len(op)]])
+        alone = [order[begins[:-1][np.diff(begins) == 1]]]
+        for i in np.flatnonzero(np.diff(begins) > 1).tolist():
+            mine = order[begins[i] : begins[i + 1]]
             start, stop, dtype, point = (column[mine] for column in columns)
             points = 1 + int(np.count_nonzero(np.diff(point)))
             if len(mine) % points == 0:
@@ -125,9 +140,10 @@ class Captures:
                 alike = (start == start[0]).all() and (stop == stop[0]).all() and (point == point[:, :1]).all()
                 sampled = self._sampled[point[:, 0]]
                 if alike and (dtype == dtype[0]).all() and (sampled == sampled[0]).all():
-                    yield mine.reshape(points, -1)
+                    grids.append(mine.reshape(points, -1))
                     continue
-            yield from mine[:, None, None]
+            alone.append(mine)
+        return grids, np.concatenate(alone)
 
     def _spread(self, points: np.ndarray, dtype: int) -> _Spread:
         key = points.tobytes(), dtype

@@ -57,11 +57,9 @@ class _Seat(msgspec.Struct):
 
 
 class _Growing(msgspec.Struct):
-    """A piece that the next step may go on with: the offsets of its plan and all that follow it, and its last step's
-    age."""
+    """A piece that the next step may go on with, and the age of its last step's plan."""
 
     piece: Captured
-    offset: np.ndarray
     age: int
 
 
@@ -293,14 +291,14 @@ class Runtime:
         if plan is None or place is None:
             return
         growing = self._growing
-        if growing is not None and growing.offset is plan.offset and growing.age == plan.age - 1:
+        if growing is not None and growing.piece.offset is plan.offset and growing.age == plan.age - 1:
             growing.piece.grow(place)
             growing.age = plan.age
             return
         run = self._run_of_slot[plan.spans.slot]
         piece = Captured([place], plan.size, plan.spans, run, plan.begins(), plan.count, plan.offset, plan.rows,
                          plan.base, plan.row)  # fmt: skip
-        self._growing = _Growing(piece, plan.offset, plan.age)
+        self._growing = _Growing(piece, plan.age)
         self.store.add(piece)
 
     def _load(self, key: str) -> None:

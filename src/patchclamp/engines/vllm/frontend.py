@@ -60,7 +60,7 @@ class VllmEngine:
         self._released: collections.deque[str] = collections.deque()
         self._wake = threading.Condition()
         self._stop = False
-        self._receiver, self._sees_files = shared.Receiver(), True
+        self._receiver = shared.Receiver()
         self._salt = 0  # how many runs have failed in the worker
         self._engine: Any = None
         self._held_back: collections.deque[tuple[Request, Future[Answer]]] = collections.deque()
@@ -81,18 +81,10 @@ class VllmEngine:
         return futures
 
     def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, Any]:
-        def ask(to: str, files: bool) -> Any:
-            back = self._receiver.back()
-            return self._call(lambda: self._rpc("fetch", run, point, op, to, back, files)).result()
+        def ask(to: str, mapped: int, at: int, files: bool) -> Any:
+            return self._call(lambda: self._rpc("fetch", run, point, op, to, mapped, at, files)).result()
 
-        if not self._remote:
-            return ask("", False)
-        name = self._receiver.name
-        try:
-            return self._receiver.take(ask(name, self._sees_files))
-        except FileNotFoundError:  # another machine, or another view of this one's files
-            self._sees_files = False
-            return self._receiver.take(ask(name, False))
+        return self._receiver.fetch(ask) if self._remote else ask("", 0, 0, False)
 
     def release(self, runs: list[str]) -> None:
         # called by the garbage collector, wherever it happens to run: it may wait for no lock

@@ -1,9 +1,8 @@
-"""Captured rows on their way to another process of the machine: through shared memory that is used again.
+"""Captured rows on their way to another process of the machine: through a buffer in shared memory, one for a receiver.
 
-Memory that the system must first find and clear passes 1 to 2 GB/s; memory that both sides have mapped already passes
-as fast as it is copied.  So a sender writes into segments, files that the receiver maps and unlinks; when the receiver
-no longer holds what lay in one, it says so, and the sender writes there again.  Small ones, and where there is no room,
-travel as safetensors in the answer itself.
+Memory that the system must first find and clear passes 1 to 2 GB/s; a buffer that both sides have mapped already passes
+as fast as it is copied.  The receiver copies out what it is handed, in parts where it is much, so nothing that a caller
+holds depends on the buffer.  Little, and where there is no room for a buffer, travels as safetensors in the answer.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ import itertools
 import mmap
 import os
 import tempfile
-import time
+import threading
 import uuid
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -28,94 +27,70 @@ import safetensors.torch
 import torch
 
 SMALL = 1 << 20  # bytes that travel in the answer
-MOST_FREE = 1 << 30  # bytes kept for a receiver to be used again
-_ROUND = 1 << 20  # segments are multiples of it
-_SHARE = 1 << 21  # bytes that a thread copies at once
-_FORGOTTEN_S = 300.0  # a segment that was handed over and not mapped by then is deleted
+MOST = 1 << 26  # bytes of a buffer
+MOST_FREE = 1 << 28  # bytes that a receiver keeps to be used again
+_HUGE = 1 << 21
+_SHARE = 1 << 20  # bytes that a thread copies at once
+_PATIENCE = 3  # fetches in a row without sight of the sender's files before they are asked for no more
 
 _copiers = ThreadPoolExecutor(8, thread_name_prefix="patchclamp-share")
 _paths: set[str] = set()  # not mapped by a receiver yet
 
 
-class _Segment(msgspec.Struct):
+class _Buffer(msgspec.Struct):
     number: int
-    path: str  # "" once the receiver has mapped it
+    path: str
     memory: np.ndarray
-    handed: float = 0.0
-
-
-class _Known(msgspec.Struct):
-    """What a sender knows of a receiver: its segments in use and those free, oldest first, and what to tell it."""
-
-    used: dict[int, _Segment] = {}
-    free: list[_Segment] = []
-    gone: list[int] = []
 
 
 class Sender:
     """Hands rows to receivers in other processes, by their names."""
 
     def __init__(self) -> None:
-        self._known: collections.defaultdict[str, _Known] = collections.defaultdict(_Known)
+        self._buffers: dict[str, _Buffer] = {}
         self._numbers = itertools.count(1)
 
     def hand(
-        self, positions: np.ndarray, rows: list[torch.Tensor], joined: Callable[[], torch.Tensor], to: str,
-        back: Iterable[int] = (), files: bool = True,
-    ) -> Any:  # fmt: skip
-        """What `Receiver.take` makes positions [T] and rows [T, W] of.
+        self, positions: np.ndarray, rows: list[torch.Tensor], to: str, mapped: int = 0, at: int = 0, files: bool = True
+    ) -> Any:
+        """What the receiver `to` makes positions [T] and rows [T, W] of; it has mapped the buffer `mapped` (0: none).
 
-        `rows` are contiguous parts, in order; `joined()` is all of them in one. `back`: segments that the receiver `to`
-        holds no more; `files`: it can open ours.
+        `rows` are contiguous parts, in order; of their bytes those from `at` on, as many as the buffer holds.  `files`:
+        it can open ours.
         """
-        self._tidy(to)
-        known, size = self._known[to], sum(part.nbytes for part in rows)
-        for number in back:
-            if number in known.used:
-                known.free.append(known.used.pop(number))
-        self._bound(known, MOST_FREE if files else 0)
-        segment = self._segment(known, size) if files and size > SMALL else None
-        if segment is None:
-            return safetensors.torch.save({"positions": torch.from_numpy(positions), "rows": joined().contiguous()})
-        _copy(segment.memory, rows)
+        size = sum(part.nbytes for part in rows)
+        if not files:
+            self._drop(to)
+        buffer = self._buffer(to, mapped, min(size, MOST)) if files and size > SMALL else None
+        if buffer is None:
+            joined = rows[0] if len(rows) == 1 else torch.cat(rows)
+            return safetensors.torch.save({"positions": torch.from_numpy(positions), "rows": joined.contiguous()})
+        here = min(size - at, len(buffer.memory))
+        _copy(_cut([part.view(-1).view(torch.uint8).numpy() for part in rows], at, here), buffer.memory)
         shape = [sum(len(part) for part in rows), rows[0].shape[-1]]
-        handed = {"segment": segment.number, "path": segment.path, "size": len(segment.memory), "gone": known.gone,
-                  "positions": positions.tobytes(), "shape": shape, "dtype": str(rows[0].dtype)[6:]}  # fmt: skip
-        segment.handed, known.gone = time.monotonic(), []
-        return handed
+        return {"buffer": buffer.number, "path": buffer.path, "size": len(buffer.memory), "here": here,
+                "positions": positions.tobytes(), "shape": shape, "dtype": str(rows[0].dtype)[6:]}  # fmt: skip
 
-    def _segment(self, known: _Known, size: int) -> _Segment | None:
-        """A segment for so many bytes, the smallest free one or a new one; None where there is no room."""
-        fit = [segment for segment in known.free if size <= len(segment.memory) <= 4 * size + _ROUND]
-        if fit:
-            found = min(fit, key=lambda segment: len(segment.memory))
-            known.free = [segment for segment in known.free if segment is not found]
+    def _buffer(self, to: str, mapped: int, size: int) -> _Buffer | None:
+        """The receiver's buffer, for so many bytes; None where there is no room."""
+        found = self._buffers.get(to)
+        if found is not None and found.number == mapped:
+            _paths.discard(found.path)
             found.path = ""
-        else:
-            made = _made(-(-size // _ROUND) * _ROUND)
-            if made is None:
-                return None
-            found = _Segment(next(self._numbers), *made)
-        known.used[found.number] = found
-        return found
+        known = found is not None and (found.number == mapped or os.path.exists(found.path))
+        if found is not None and known and len(found.memory) >= size:
+            return found
+        for name in [name for name in self._buffers if name == to or not _alive(name)]:
+            self._drop(name)
+        made = _made(1 << (size - 1).bit_length())
+        if made is not None:
+            self._buffers[to] = _Buffer(next(self._numbers), *made)
+        return self._buffers.get(to)
 
-    def _bound(self, known: _Known, most: int) -> None:
-        while sum(len(segment.memory) for segment in known.free) > most:
-            known.gone.append(known.free.pop(0).number)
-
-    def _tidy(self, present: str) -> None:
-        """Lets go of what is for receivers that are no more, and of what nobody has mapped."""
-        for name in [name for name in self._known if name != present and not _alive(name)]:
-            for segment in self._known.pop(name).used.values():
-                _unlink(segment.path)
-        for known in self._known.values():
-            for segment in list(known.used.values()):
-                if segment.path and not os.path.exists(segment.path):
-                    _paths.discard(segment.path)
-                    segment.path = ""
-                elif segment.path and time.monotonic() - segment.handed > _FORGOTTEN_S:
-                    _unlink(segment.path)
-                    del known.used[segment.number]
+    def _drop(self, to: str) -> None:
+        buffer = self._buffers.pop(to, None)
+        if buffer is not None and buffer.path:
+            _unlink(buffer.path)
 
 
 class Receiver:
@@ -123,48 +98,55 @@ class Receiver:
 
     def __init__(self) -> None:
         self.name = f"{os.getpid()}-{uuid.uuid4().hex}"
-        self._mapped: dict[int, mmap.mmap] = {}
-        self._free: collections.deque[int] = collections.deque()
+        self._number, self._memory = 0, np.zeros(0, np.uint8)
+        self._rooms = _Rooms()
+        self._lock = threading.Lock()  # from asking until what lies in the buffer is copied out
+        self._unseen = 0  # fetches in a row that did not see the sender's files
 
-    def back(self) -> list[int]:
-        """Segments that nobody here holds any more, each told once."""
-        found: list[int] = []
-        with contextlib.suppress(IndexError):
+    def fetch(self, ask: Callable[[str, int, int, bool], Any]) -> tuple[np.ndarray, torch.Tensor]:
+        """Positions and rows; `ask(name, mapped, at, files)` is `Sender.hand` there."""
+        with self._lock:
+            shape: list[int]
+            files, at, data, shape = self._unseen < _PATIENCE, 0, np.zeros(0, np.uint8), []
             while True:
-                found.append(self._free.popleft())
-        return found
+                handed = ask(self.name, self._number, at, files)
+                if isinstance(handed, bytes):
+                    read = safetensors.torch.load(handed)
+                    return read["positions"].numpy(), read["rows"]
+                try:
+                    self._map(handed)
+                except OSError:  # another machine, another view of this one's files, or no file may be opened now
+                    self._unseen, files, at = self._unseen + 1, False, 0
+                    continue
+                self._unseen = 0
+                dtype = getattr(torch, handed["dtype"])
+                if shape != handed["shape"]:  # the first part, or the run has gone on meanwhile
+                    fresh, shape, at = at == 0, handed["shape"], 0
+                    data = self._rooms.take(shape[0] * shape[1] * dtype.itemsize)
+                    if not fresh:
+                        continue
+                _copy([self._memory[: handed["here"]]], data[at:])
+                at += handed["here"]
+                if at == len(data):
+                    rows = torch.from_numpy(data).view(dtype).view(shape)
+                    return np.frombuffer(handed["positions"], np.int64), rows
 
-    def take(self, handed: Any) -> tuple[np.ndarray, torch.Tensor]:
-        """Positions and rows that were handed over; the rows are the caller's own as long as it holds them.
-
-        Raises `FileNotFoundError` if the sender's files are not to be seen from here.
-        """
-        if isinstance(handed, bytes):
-            read = safetensors.torch.load(handed)
-            return read["positions"].numpy(), read["rows"]
-        number = handed["segment"]
-        for gone in handed["gone"]:
-            self._mapped.pop(gone, None)
-        if number not in self._mapped:
-            try:
-                with open(handed["path"], "r+b") as file:
-                    self._mapped[number] = mmap.mmap(file.fileno(), handed["size"])
-            except FileNotFoundError:
-                self._free.append(number)
-                raise
-            os.unlink(handed["path"])
-        shape, dtype = handed["shape"], getattr(torch, handed["dtype"])
-        data = np.frombuffer(self._mapped[number], np.uint8, shape[0] * shape[1] * dtype.itemsize)
-        weakref.finalize(data, self._free.append, number).atexit = False
-        return np.frombuffer(handed["positions"], np.int64), torch.from_numpy(data).view(dtype).view(shape)
+    def _map(self, handed: dict[str, Any]) -> None:
+        if handed["buffer"] == self._number:
+            return
+        with open(handed["path"], "r+b") as file:
+            memory = np.frombuffer(mmap.mmap(file.fileno(), handed["size"]), np.uint8)
+        os.unlink(handed["path"])
+        self._number, self._memory = handed["buffer"], memory
 
 
 def _made(size: int) -> tuple[str, np.ndarray] | None:
     """A new file's path and its memory; all of it is had at once, so that a full device is an error and not a crash."""
     for folder in ("/dev/shm", tempfile.gettempdir()):
-        if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        try:
+            file, path = tempfile.mkstemp(prefix="patchclamp-", dir=folder)
+        except OSError:
             continue
-        file, path = tempfile.mkstemp(prefix="patchclamp-", dir=folder)
         try:
             os.posix_fallocate(file, 0, size)
             memory = np.frombuffer(mmap.mmap(file, size), np.uint8)
@@ -178,13 +160,55 @@ def _made(size: int) -> tuple[str, np.ndarray] | None:
     return None
 
 
-def _copy(memory: np.ndarray, rows: list[torch.Tensor]) -> None:
+class _Rooms:
+    """The receiver's own memory, in huge pages if the system has them; what nobody holds any more is used again."""
+
+    def __init__(self) -> None:
+        self._free: collections.deque[mmap.mmap] = collections.deque()
+
+    def take(self, size: int) -> np.ndarray:
+        """So many bytes."""
+        for room in list(self._free):
+            if size <= len(room) <= 2 * size:
+                with contextlib.suppress(ValueError):  # another thread was faster
+                    self._free.remove(room)
+                    return self._lent(room, size)
+        room = mmap.mmap(-1, -(-size // _HUGE) * _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):
+                room.madvise(mmap.MADV_HUGEPAGE)
+        return self._lent(room, size)
+
+    def _lent(self, room: mmap.mmap, size: int) -> np.ndarray:
+        data = np.frombuffer(room, np.uint8, size)
+        weakref.finalize(data, self._back, room).atexit = False
+        return data
+
+    def _back(self, room: mmap.mmap) -> None:
+        # called wherever the last reference happens to go: it may wait for no lock
+        if sum(map(len, list(self._free))) + len(room) <= MOST_FREE:
+            self._free.append(room)
+
+
+def _cut(parts: list[np.ndarray], at: int, size: int) -> list[np.ndarray]:
+    """The bytes at … at + size − 1 of several arrays laid side by side."""
+    found = []
+    for part in parts:
+        begin, end = max(at, 0), min(at + size, len(part))
+        if begin < end:
+            found.append(part[begin:end])
+        at -= len(part)
+    return found
+
+
+def _copy(parts: list[np.ndarray], to: np.ndarray) -> None:
+    """Copies arrays of bytes side by side, several threads at once."""
     shares, at = [], 0
-    for part in rows:
-        data = part.view(-1).view(torch.uint8).numpy()
-        shares += [(memory[at + i : at + i + len(data[i : i + _SHARE])], data[i : i + _SHARE])
-                   for i in range(0, len(data), _SHARE)]  # fmt: skip
-        at += len(data)
+    for part in parts:
+        for i in range(0, len(part), _SHARE):
+            share = part[i : i + _SHARE]
+            shares.append((to[at : at + len(share)], share))
+            at += len(share)
     list(_copiers.map(lambda share: np.copyto(*share), shares))
 
 
@@ -200,7 +224,7 @@ def _alive(name: str) -> bool:
 
 def _unlink(path: str) -> None:
     _paths.discard(path)
-    if path and os.path.exists(path):
+    with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
 
 

@@ -186,12 +186,11 @@ class Attached:
         found = {run: self.runtime.take_error(run) for run in runs}
         return {run: error for run, error in found.items() if error is not None}, self.runtime.failures
 
-    def do_fetch(self, run: str, point: int, op: int | None, to: str, back: list[int], files: bool) -> Any:
-        """(positions, rows); for a receiver in another process, by its name, what it makes them of (`shared`)."""
+    def do_fetch(self, run: str, point: int, op: int | None, to: str, mapped: int, at: int, files: bool) -> Any:
+        """(positions, rows); for a receiver in another process, by its name, what `shared` hands it."""
         if not to:
             return self.runtime.fetch(run, point, op)
-        positions, rows = self.runtime.store.parts(run, point, op)
-        return self._sender.hand(positions, rows, lambda: torch.cat(rows), to, back, files)
+        return self._sender.hand(*self.runtime.store.parts(run, point, op), to, mapped, at, files)
 
     def do_release(self, runs: list[str]) -> None:
         self.runtime.release(runs)
