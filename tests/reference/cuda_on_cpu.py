@@ -37,6 +37,7 @@ def stub(monkeypatch: Any) -> None:
     for name, value in (("Event", _Event), ("Stream", _Stream), ("stream", lambda stream: contextlib.nullcontext()),
                         ("current_stream", lambda *device: _Stream())):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     monkeypatch.setattr(pinned, "SLAB_BYTES", 1 << 14)
     monkeypatch.setattr(drain, "SEND_BYTES", 1 << 11)
     monkeypatch.setattr(drain, "Pinned", lambda limit: pinned.Pinned(limit, lambda memory: None, lambda memory: None))

@@ -44,7 +44,8 @@ class Engine:
         self.limits = Limits(max_programs=8, max_records=4096, bank_bytes=1 << 16,
                              kept_bytes=self.rng.choice([1 << 9, 1 << 12, 1 << 15]))  # fmt: skip
         self.runtime = Runtime(self.sites, self.limits)
-        self.step, self.positions = cuda_on_cpu.on_cpu(self.runtime, ROWS, 16, self.limits.kept_bytes, 1 << 13, 1 << 15)
+        ring = self.rng.choice([1 << 8, 1 << 13])  # a step may capture more than the ring holds
+        self.step, self.positions = cuda_on_cpu.on_cpu(self.runtime, ROWS, 16, self.limits.kept_bytes, ring, 1 << 15)
         self.running: list[Request] = []
         self.done: list[Request] = []
         self.gone: list[str] = []
