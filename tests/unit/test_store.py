@@ -73,11 +73,7 @@ def piece(draw: np.random.Generator, runs: dict[str, int], plain: Plain, in_byte
     row = WIDTHS[spans.point] * (np.array([4, 2, 2])[spans.dtype] if in_bytes else 1)
     taken = -(-rows[spans.owner] * row // ALIGNED) * ALIGNED
     base, stride = np.cumsum(taken) - taken, int(taken.sum())
-    made, kind = (
-        captured([], stride, spans, [runs.get(name, -1) for name in names], begin, many, base, row),
-        torch.float32,
-    )
-    done = 0
+    made, done = captured([], stride, spans, [runs.get(name, -1) for name in names], begin, many, base, row), 0
     while done < steps:  # some steps in one block, some in the next
         here, offset = int(draw.integers(1, steps - done + 1)), ALIGNED * int(draw.integers(0, 3))
         kind = torch.uint8 if in_bytes else torch.float32

@@ -16,15 +16,13 @@ CAPTURE, LINEAR = 0, 1  # LINEAR: x·h + y·v, where x or y of 0 leaves h or v o
 
 RECORD = np.dtype(
     [
-        ("start", "<i4"),
-        ("stop", "<i4"),  # positions
-        ("kind", "<i4"),
-        ("step", "<i4"),  # CAPTURE or LINEAR; 1: a row of the value a position, 0: one for all
-        ("value", "<i8"),  # the value's first number in the bank
-        ("x", "<f4"),
-        ("y", "<f4"),  # the op's scalars; for CAPTURE x is the dtype's number
+        ("start", "<i4"), ("stop", "<i4"),   # positions
+        ("kind", "<i4"), ("step", "<i4"),    # CAPTURE or LINEAR; 1: a row of the value a position, 0: one for all
+        ("value", "<i8"),                    # the value's first number in the bank; for CAPTURE the op's ordinal
+        ("x", "<f4"), ("y", "<f4"),          # the op's scalars; for CAPTURE x is the dtype's number
     ]
-)  # fmt: skip; of CAPTURE, value is the op's ordinal, and in a table step is the span's number and value the area's
+)  # fmt: skip
+# In a table, step and value of a CAPTURE are the numbers of its span and of its area (`store.spans`).
 
 
 class ProgramTable:

@@ -3,7 +3,8 @@
 A span is what one piece of a capture op keeps: the rows of some positions of a request, at several points.  Spans kept
 at the same points in the same dtype, as of many requests with the same program, are of one spread; a spread has an area
 of the buffer for each of its points, in which the rows of its spans lie one after the other.  So a step is planned by
-spans and areas, not by records, which are as many as spans times points.
+spans and areas, not by records, which are as many as spans times points.  (Not to be confused with the selection
+`span("text")`, which names tokens by what they say.)
 
     C spans · G spreads · A areas
 """
