@@ -20,6 +20,12 @@ RECORD_WORDS = 8  # a record as 32-bit words: start, stop, kind, step, value (tw
 
 
 @triton.jit
+def _look(address):
+    """A word of the tables; they stay in L2 while the model's weights stream through it."""
+    return tl.load(address, eviction_policy="evict_last")
+
+
+@triton.jit
 def _walk(
     h, columns, inside, width, begin, end, position, row, rank_of_row, records, base, offset, bank, kept,
     SAMPLED: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr,
@@ -28,20 +34,20 @@ def _walk(
     edited = 0
     record = records + begin.to(tl.int64) * 8
     for _ in range(begin, end):  # all of a record at once: loads that wait for each other cost most
-        start, stop, kind, step = tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
-        value = tl.load((record + 4).to(tl.pointer_type(tl.int64)))
-        x = tl.load((record + 6).to(tl.pointer_type(tl.float32)))
-        y = tl.load((record + 7).to(tl.pointer_type(tl.float32)))
+        start, stop, kind, step = _look(record), _look(record + 1), _look(record + 2), _look(record + 3)
+        value = _look((record + 4).to(tl.pointer_type(tl.int64)))
+        x = _look((record + 6).to(tl.pointer_type(tl.float32)))
+        y = _look((record + 7).to(tl.pointer_type(tl.float32)))
         if (position >= start) & (position < stop):
             if kind == 0:  # CAPTURE; x is the dtype, step the span, value the area
                 if KEEP:
-                    lowest = tl.maximum(start, position - tl.load(rank_of_row + row))
+                    lowest = tl.maximum(start, position - _look(rank_of_row + row))
                     if SAMPLED:
                         lowest = position
-                    to = kept + tl.load(base + value)
+                    to = kept + _look(base + value)
                     if ALIGNED:
                         to = tl.multiple_of(to, 16)
-                    at = (tl.load(offset + step) + position - lowest).to(tl.int64) * width + columns
+                    at = (_look(offset + step) + position - lowest).to(tl.int64) * width + columns
                     if x == 0.0:
                         tl.store(to.to(tl.pointer_type(tl.float32)) + at, h, mask=inside)
                     elif x == 1.0:
@@ -97,11 +103,11 @@ def _site(
     out_row = tl.program_id(0).to(tl.int64)
     row = out_row
     if SAMPLED:
-        row = tl.load(row_of_sample + out_row).to(tl.int64)
-    slot = tl.load(slot_of_row + row)
-    position = tl.load(position_of_row + row).to(tl.int32)
-    begin = tl.load(first + slot * (points + 1) + point)  # nobody, slot 0, has no records
-    end = tl.load(first + slot * (points + 1) + point + 1)
+        row = _look(row_of_sample + out_row).to(tl.int64)
+    slot = _look(slot_of_row + row)
+    position = _look(position_of_row + row).to(tl.int32)
+    begin = _look(first + slot * (points + 1) + point)  # nobody, slot 0, has no records
+    end = _look(first + slot * (points + 1) + point + 1)
     if EARLY:  # launched while the kernel before ends: the tables were there before it began, but nothing of the stream
         tl.extra.cuda.gdc_wait()  # is read, and nobody leaves, before it is done
     if begin == end:
@@ -120,7 +126,7 @@ def _site(
         if (PASSES == 1) & (edited != 0) & (finite != 0):
             _write(hidden, residual, columns, inside, h, PAIR)
     if finite == 0:
-        failed = (tl.load(generation + slot).to(tl.int64) << 32) | point
+        failed = (_look(generation + slot).to(tl.int64) << 32) | point
         tl.store((bad + slot.to(tl.int64) * 8).to(tl.pointer_type(tl.int64)), failed)
     if (PASSES > 1) & (edited != 0) & (finite != 0):  # now that every column is known to be finite
         for block in range(PASSES):
