@@ -363,13 +363,15 @@ def measure(run: Run, engines: Engines, args: argparse.Namespace) -> None:
     print(run.result["start"], flush=True)
     run.until = time.monotonic() + args.budget_s
     for batch in batches:
-        for case in (case for case in BARS if applies(case, batch)):
+        for case in (case for case in BARS if applies(case, batch) and not {case, "decode"} & args.without):
             row = {"case": case, "batch": batch}
             run.note("decode", row, lambda row=row: decode(stock, ours, row["batch"], row["case"], args.pairs))
-    for case in ("idle", "capture prompt, every layer"):
+    for case in () if "prefill" in args.without else ("idle", "capture prompt, every layer"):
         row = {"case": case, "prompts": 8 if big else 32}
         run.note("prefill", row, lambda row=row: prefill(stock, ours, row["case"], row["prompts"], args.pairs))
-    run.note("planning", None, lambda: {c: ours.planning(256, c) for c in ("steer every layer", "capture every layer")})
+    if "planning" not in args.without:
+        changed = ("steer every layer", "capture every layer")
+        run.note("planning", None, lambda: {case: ours.planning(256, case) for case in changed})
     if "growth" not in args.without:
         for case in GROWTH:
             run.note("decode", {"case": case, "batch": 64}, lambda c=case: decode(stock, ours, 64, c, args.pairs // 2))
@@ -400,7 +402,9 @@ def main() -> None:
     parser.add_argument("--budget-s", type=float, default=1e9, help="seconds for each shape, once its engines run")
     parser.add_argument("--sizes", help="graph sizes, to start sooner (vLLM's own if not given)")
     parser.add_argument("--together", action="store_true", help="start all engines at once")
-    parser.add_argument("--without", default="", help="parts to leave out: growth, control, eager, fetch")
+    parser.add_argument("--without", default="", type=lambda told: set(told.split(",")),
+                        help="cases of decode to leave out, or parts: decode, prefill, planning, growth, control, "
+                             "eager, fetch")  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--draw", type=Path, nargs="+")
     args = parser.parse_args()

@@ -66,60 +66,18 @@ def stock(model: str, options: dict, **environ: str) -> list:
 
 def kernel() -> None:
     """Triton against the torch kernel on random tables, rows, strides and dtypes; the device's tables against the host's."""
-    from tests.reference import triton
+    import torch
+
+    from tests.reference import tables, triton
 
     try:
         found = triton.check("cuda", 60)
         note("kernel", "Triton equals the reference, bit for bit", min(found.values()) > 0, json.dumps(found))
     except AssertionError as error:
         note("kernel", "Triton equals the reference, bit for bit", False, str(error)[:200])
-    copies, different = tables()
-    note(
-        "kernel", f"device tables equal the host's after {copies} changes, one copy each", not different, str(different)
-    )
-
-
-def tables() -> tuple[int, list[str]]:
-    """Random programs come and go; after each step's load the device holds what the host does."""
-    import numpy as np
-    import torch
-
-    from patchclamp.plan import Batch, ProgramTable, make_plan
-    from patchclamp.plan.step import BYTES
-    from patchclamp.runtime.device import CudaTables
-    from tests.reference.triton import records
-
-    rng, width, sampled = np.random.default_rng(), np.array([64, 128, 256]), np.array([False, False, True])
-    table, held, different = ProgramTable(6, 3, 200, sampled), [], []
-    bank, positions = torch.zeros(64, device="cuda"), torch.zeros(256, dtype=torch.int64, device="cuda")
-    made = CudaTables(table, 256, 16, bank, positions)
-    for turn in range(200):
-        if held and (len(held) == 6 or rng.random() < 0.5):
-            table.drop(held.pop(int(rng.integers(len(held)))))
-        else:
-            held.append(table.admit(*records(rng, width, "cuda")))
-        slots = rng.permutation([*held, 0, 0])
-        count = rng.integers(1, 30, len(slots))
-        batch = Batch(slots, np.cumsum(count) - count, rng.integers(0, 9, len(slots)), count, int(count.sum()))
-        plan = make_plan(batch, table, width, BYTES)
-        made.load(plan, batch.row + batch.count - 1)
-        torch.cuda.synchronize()
-        live = np.concatenate([np.arange(table.first[s, 0], table.first[s, -1]) for s in held] or [np.zeros(0, int)])
-        rows = np.zeros(256, np.int32)
-        rows[: batch.rows] = plan.tokens.slot
-        there = {
-            "first": (made.first, table.first.reshape(-1)), "slot_of_row": (made.slot_of_row, rows),
-            "rank_of_row": (made.rank_of_row[: batch.rows], plan.tokens.rank),
-            "row_of_sample": (made.row_of_sample[: len(slots)], batch.row + batch.count - 1),
-            "generation": (made.generation[held], table.generation[held]),
-            "records": (made.records.view(-1, 8)[live], table.records.view(np.int32).reshape(-1, 8)[live]),
-        }  # fmt: skip
-        if plan.size:  # otherwise nothing reads them
-            there["base"] = made.base[plan.spans.area], plan.base
-            there["offset"] = made.offset[plan.spans.number], plan.offset
-        different += [f"{name} {turn}" for name, (a, b) in there.items() if not np.array_equal(a.cpu().numpy(), b)]
-    assert made.copies == 200
-    return made.copies, different
+    copies, different = tables.check("cuda", 200, torch.cuda.synchronize)
+    same = copies == 200 and not different
+    note("kernel", "device tables equal the host's after 200 changes, one copy each", same, str(different))
 
 
 def drain() -> None:

@@ -18,7 +18,7 @@ from patchclamp.sites import SiteMap
 from patchclamp.sites.families import LLAMA
 from patchclamp.spec import Program
 from patchclamp.store.captures import Captured
-from tests.reference import cuda_on_cpu
+from tests.reference import cuda_on_cpu, tables
 
 ROWS, WIDTH, LAYERS = 64, 4, 2
 
@@ -282,3 +282,8 @@ def test_what_is_released_is_not_held_by_the_last_step(monkeypatch):
     runtime.release(["run"])
     assert all(block() is None for block in blocks)
     step.close()
+
+
+def test_device_tables_equal_the_hosts_after_every_change(monkeypatch):
+    cuda_on_cpu.stub(monkeypatch)
+    assert tables.check("cpu", 300, lambda: None) == (300, [])

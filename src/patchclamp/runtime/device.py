@@ -2,13 +2,15 @@
 
 All tables lie in one tensor of 32-bit words.  What changed is packed into pinned staging memory with where it belongs,
 crosses in one copy, and one small kernel puts it in place; staging rotates, because with asynchronous scheduling the
-next step is prepared while the last one still runs.  In steady decode nothing changes and nothing is copied.
+next step is prepared while the last one still runs.  In steady decode nothing changes and nothing is copied.  A changed
+step takes the host as long as it makes calls, so what a send needs is made once for each size (`_Parcel`).
 
     R rows of a step at most · N requests of a step at most · S slots · P points · O records
 """
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import torch
 
@@ -16,6 +18,18 @@ from patchclamp.kernels import cuda
 from patchclamp.plan import ProgramTable, StepPlan
 
 DEPTH = 4  # staging buffers: more steps in flight than any scheduler keeps
+LEAST = 1 << 10  # words of the smallest parcel
+
+
+class _Parcel(msgspec.Struct, frozen=True):
+    """Room for so many words and where they belong: in pinned memory, as arrays, and in the device's inbox."""
+
+    pinned: torch.Tensor
+    where: np.ndarray
+    words: np.ndarray
+    inbox: torch.Tensor
+    to: torch.Tensor
+    what: torch.Tensor
 
 
 class CudaTables:
@@ -41,10 +55,12 @@ class CudaTables:
         self.base = views.pop("base").view(torch.int64)
         for name, view in views.items():
             setattr(self, name, view)
-        self._inbox = torch.empty(1 << 16, dtype=torch.int32, device=self.device)
-        self._staging = [_pinned(1 << 16) for _ in range(DEPTH)]
+        self._number = np.arange(len(self._words))
+        self._inbox = torch.empty(3 << 15, dtype=torch.int32, device=self.device)
+        self._parcels: list[dict[int, _Parcel]] = [{} for _ in range(DEPTH)]
         self._done = [torch.cuda.Event() for _ in range(DEPTH)]
         self._turn, self._rows, self.copies = 0, 0, 0
+        self._sent: dict[str, np.ndarray] = {}
         self._bad = _pinned(2 * len(table.first)).zero_().view(torch.int64)  # written by the device
         self._failures, self.bad_address = self._bad.numpy(), self._bad.data_ptr()
 
@@ -69,17 +85,25 @@ class CudaTables:
 
     def load(self, plan: StepPlan, sample_rows: np.ndarray) -> None:
         """Makes the tables say what `plan` says; `sample_rows` [N] is the flat row of each sampled token."""
-        rows = len(plan.tokens.slot)
-        slot = np.zeros(max(rows, self._rows), np.int32)  # rows of an earlier, longer step become nobody's
-        slot[:rows], self._rows = plan.tokens.slot, rows
-        segments = [
+        slot = plan.tokens.slot
+        if len(slot) < self._rows:  # rows of an earlier, longer step become nobody's
+            slot = np.concatenate([slot, np.zeros(self._rows - len(slot), np.int32)])
+        self._rows = len(plan.tokens.slot)
+        self._send([
             (self._at["slot_of_row"], slot),
-            (self._at["rank_of_row"], plan.tokens.rank),
-            (self._at["row_of_sample"], sample_rows.astype(np.int32)),
+            *self._unless_there("rank_of_row", plan.tokens.rank),
+            *self._unless_there("row_of_sample", sample_rows.astype(np.int32)),
             *self._changed(),
             *self._targets(plan),
-        ]
-        self._send(segments)
+        ])  # fmt: skip
+
+    def _unless_there(self, name: str, words: np.ndarray) -> list[tuple[int, np.ndarray]]:
+        """Words for the beginning of a table that only `load` writes, if others were sent last."""
+        sent = self._sent.get(name)
+        if sent is not None and sent[: len(words)].tobytes() == words.tobytes():
+            return []
+        self._sent[name] = words
+        return [(self._at[name], words)]
 
     def _changed(self) -> list[tuple[int, np.ndarray]]:
         slots, records = self._table.take_changed()
@@ -102,21 +126,34 @@ class CudaTables:
         """Brings words to the device and puts each segment where it begins: one copy, then one kernel."""
         count = sum(len(words) for _, words in segments)
         self._turn = (self._turn + 1) % DEPTH
-        if not self._done[self._turn].query():
-            self._done[self._turn].synchronize()
-        if 3 * count > len(self._staging[self._turn]):
-            self._staging[self._turn] = _pinned(6 * count)
-        if 3 * count > len(self._inbox):
-            self._inbox = torch.empty(6 * count, dtype=torch.int32, device=self.device)
-        staging = self._staging[self._turn]
-        room = staging.numpy()
-        np.concatenate([np.arange(to, to + len(words)) for to, words in segments], out=room[: 2 * count].view(np.int64))
-        np.concatenate([words for _, words in segments], out=room[2 * count : 3 * count])
-        self._inbox[: 3 * count].copy_(staging[: 3 * count], non_blocking=True)
-        self._done[self._turn].record()
-        where, words = self._inbox[: 2 * count].view(torch.int64), self._inbox[2 * count : 3 * count]
-        self._words.index_copy_(0, where, words)
+        done = self._done[self._turn]
+        if not done.query():
+            done.synchronize()
+        parcel = self._parcel(count)
+        where, words = parcel.where, parcel.words
+        np.concatenate([self._number[to : to + len(many)] for to, many in segments], out=where[:count])
+        np.concatenate([many for _, many in segments], out=words[:count])
+        where[count:], words[count:] = where[count - 1], words[count - 1]  # the last word several times
+        parcel.inbox.copy_(parcel.pinned, non_blocking=True)
+        done.record()
+        self._words.index_copy_(0, parcel.to, parcel.what)
         self.copies += 1
+
+    def _parcel(self, count: int) -> _Parcel:
+        """This turn's parcel for so many words: the next larger power of two."""
+        size = max(1 << (count - 1).bit_length(), LEAST)
+        found = self._parcels[self._turn].get(size)
+        if found is None:
+            if 3 * size > len(self._inbox):
+                self._inbox = torch.empty(3 * size, dtype=torch.int32, device=self.device)
+                self._parcels = [{} for _ in range(DEPTH)]
+            pinned, inbox = _pinned(3 * size), self._inbox
+            room = pinned.numpy()
+            found = self._parcels[self._turn][size] = _Parcel(
+                pinned, room[: 2 * size].view(np.int64), room[2 * size :], inbox[: 3 * size],
+                inbox[: 2 * size].view(torch.int64), inbox[2 * size : 3 * size],
+            )  # fmt: skip
+        return found
 
 
 def _by_number(number: np.ndarray, values: np.ndarray, dtype: type) -> tuple[int, np.ndarray]:

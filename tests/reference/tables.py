@@ -1,0 +1,48 @@
+"""The device's tables against the host's: random programs come and go, short steps follow long ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from patchclamp.plan import Batch, ProgramTable, make_plan
+from patchclamp.plan.step import BYTES
+from patchclamp.runtime.device import CudaTables
+from tests.reference.triton import records
+
+SLOTS, ROWS = 6, 60_000
+
+
+def check(device: str, turns: int, wait: Callable[[], None]) -> tuple[int, list[str]]:
+    """Copies made, and what differed after which; `wait` returns once the device has done all it was given."""
+    rng, width, sampled = np.random.default_rng(), np.array([64, 128, 256]), np.array([False, False, True])
+    table, held, different = ProgramTable(SLOTS, 3, 200, sampled), [], []
+    made = CudaTables(table, ROWS, 16, torch.zeros(64, device=device), torch.zeros(ROWS, dtype=torch.int64).to(device))
+    for turn in range(turns):
+        if held and (len(held) == SLOTS or rng.random() < 0.5):
+            table.drop(held.pop(int(rng.integers(len(held)))))
+        else:
+            held.append(table.admit(*records(rng, width, "cuda")))
+        slots = rng.permutation([*held, 0, 0])
+        count = rng.integers(1, rng.choice([2, 30, ROWS // len(slots)], p=[0.5, 0.4, 0.1]), len(slots))
+        batch = Batch(slots, np.cumsum(count) - count, rng.integers(0, 9, len(slots)), count, int(count.sum()))
+        plan = make_plan(batch, table, width, BYTES)
+        made.load(plan, batch.row + batch.count - 1)
+        wait()
+        live = np.concatenate([np.arange(table.first[s, 0], table.first[s, -1]) for s in held] or [np.zeros(0, int)])
+        rows = np.zeros(ROWS, np.int32)
+        rows[: batch.rows] = plan.tokens.slot
+        there = {
+            "first": (made.first, table.first.reshape(-1)), "slot_of_row": (made.slot_of_row, rows),
+            "rank_of_row": (made.rank_of_row[: batch.rows], plan.tokens.rank),
+            "row_of_sample": (made.row_of_sample[: len(slots)], batch.row + batch.count - 1),
+            "generation": (made.generation[held], table.generation[held]),
+            "records": (made.records.view(-1, 8)[live], table.records.view(np.int32).reshape(-1, 8)[live]),
+        }  # fmt: skip
+        if plan.size:  # otherwise nothing reads them
+            there["base"] = made.base[plan.spans.area], plan.base
+            there["offset"] = made.offset[plan.spans.number], plan.offset
+        different += [f"{name} {turn}" for name, (a, b) in there.items() if not np.array_equal(a.cpu().numpy(), b)]
+    return made.copies, different
