@@ -125,6 +125,8 @@ class CudaTables:
     def _send(self, segments: list[tuple[int, np.ndarray]]) -> None:
         """Brings words to the device and puts each segment where it begins: one copy, then one kernel."""
         count = sum(len(words) for _, words in segments)
+        if not count:
+            return
         self._turn = (self._turn + 1) % DEPTH
         done = self._done[self._turn]
         if not done.query():
