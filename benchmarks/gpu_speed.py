@@ -89,6 +89,7 @@ def decode(stock: Remote, ours: Remote, batch: int, case: str, count: int) -> di
             more = blocks(lambda core: block(stock, "idle", core), lambda core: block(ours, case, core), count)
             a, b = a + more[0], b + more[1]
             assert stock.context() == ours.context(), "the two sides are at different contexts"
+            replayed = ours.replays() if case in PROFILED and case != "idle" else {}
             kernels = ours.kernels() if case in PROFILED else {}
             theirs = stock.kernels() if case == "idle" else {}
             steady = ours.copies(20)
@@ -97,7 +98,7 @@ def decode(stock: Remote, ours: Remote, batch: int, case: str, count: int) -> di
                 stock.empty()
             finally:
                 ours.empty()
-    found = ratio(a, b) | {"steady": steady}
+    found = ratio(a, b) | {"steady": steady} | ({"replays": replayed} if replayed else {})
     for name, many in (("gpu_us", kernels), ("stock_gpu_us", theirs)):
         if many:
             found[name] = round(sum(us for _, us in many.values()))
@@ -193,6 +194,13 @@ def table(result: dict[str, Any]) -> str:
             continue
         speeds = " | ".join(f"{row[f'{name}_tokens_s']:,}" for name in ("stock", "ours", "first"))
         lines.append(f"| {row['case']} | {speeds} | {row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}] |")
+    replayed = [(row, row["replays"]) for row in result["decode"] if "replays" in row]
+    if replayed:
+        lines += ["", "| a step's graph alone, replayed back to back | batch | idle µs | with programs µs | ratio |",
+                  "|---|---|---|---|---|"]  # fmt: skip
+    for row, us in replayed:
+        idle, active = us["idle_us"], us["active_us"]
+        lines.append(f"| {row['case']} | {row['batch']} | {idle:,.0f} | {active:,.0f} | {active / idle:.3f} |")
     missed = verdicts(result)
     lines += ["", f"Bars missed: {'; '.join(missed) or 'none of those measured'}."]
     for case, found in result.get("planning", {}).items() if "error" not in result.get("planning", {}) else ():

@@ -268,6 +268,38 @@ class Side:
         assert sum(count.values()) > steps, "the profiler saw no kernels"
         return {name: (n / steps, round(spent[name] / steps, 1)) for name, n in count.items() if n >= steps}
 
+    def replays(self, rounds: int = 30) -> dict[str, float]:
+        """Microseconds that the GPU takes for the graph of a step like the last one, replayed back to back so that no
+        host is waited for: as recorded idle, and as it runs with the programs at hand. {} where it had no graph."""
+        import torch
+
+        from patchclamp.runtime.graphs import PATIENCE
+
+        torch.cuda.synchronize()
+        stores, tokens = self._worker.patchclamp._graphs._stores, len(self.running)
+        graphs = [
+            [graph for desc, graph in stores[active][0].items() if desc.num_tokens == tokens]
+            for active in (False, True) if active in stores
+        ]  # fmt: skip
+        if [len(found) for found in graphs] != [1, 1]:
+            return {}
+        (idle,), (active,) = graphs
+        for _ in range(2 * PATIENCE):  # the taps that nobody needs are cut out of it
+            active.replay()
+        spent: tuple[list[float], list[float]] = [], []
+        for i in range(rounds):
+            for side in (0, 1) if i % 2 else (1, 0):
+                replay = (idle, active)[side].replay
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                replay()
+                begin.record()
+                for _ in range(4):
+                    replay()
+                end.record()
+                end.synchronize()
+                spent[side].append(begin.elapsed_time(end) * 250)
+        return {"idle_us": round(float(np.median(spent[0])), 1), "active_us": round(float(np.median(spent[1])), 1)}
+
     def copies(self, steps: int = 100) -> dict[str, int]:
         """Of steady steps: plans made and copies to the device."""
         before = self._runtime.steps_planned, self._runtime.step.tables.copies
