@@ -24,14 +24,14 @@ def shape_only(folder: Path, name: str, layers: int | None = None, **changed) ->
     return str(folder)
 
 
-def with_weights(folder: Path, name: str, layers: int, seed: int = 0) -> str:
+def with_weights(folder: Path, name: str, layers: int, seed: int = 0, **changed) -> str:
     """The same with random weights that a few layers keep alive, so that edits and sites mean something."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    path = shape_only(folder, name, layers, vocab_size=32000)
+    path = shape_only(folder, name, layers, **{"vocab_size": 32000, **changed})
     torch.manual_seed(seed)
-    with torch.device("cuda"):
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         net = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.bfloat16)
     for weights in net.parameters():
         if weights.dim() > 1:

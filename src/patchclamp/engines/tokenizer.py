@@ -61,9 +61,11 @@ class NoTokenizer:
 
     encode: Any = _none
     bare: Any = _none
-    pieces: Any = _none
     spell: Any = _none
     chat: Any = _none
 
     def decode(self, ids: Sequence[int]) -> str:
         return ""
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        return [str(token) for token in ids]

@@ -84,6 +84,9 @@ class Runtime:
         self._request_of: dict[str, str] = {}
         self._slot_of: dict[str, int] = {}  # by the engine's name of a request, while its run has a seat
         self._stop_of: dict[str, int] = {}
+        self.here = np.ones(len(sites.points), bool)  # points of which this worker has the tap
+        self.keeps = True  # whether what is captured is kept here; of workers that see the same rows one keeps it
+        self._brought: dict[str, dict[str, torch.Tensor]] = {}  # by run: rows that another worker captured, by key
         self.failures = 0  # runs whose edits were not finite
         self._errors: dict[str, Packed] = {}
         self._run_of_slot = np.full(limits.max_programs + 1, -1, np.int64)
@@ -117,10 +120,30 @@ class Runtime:
         """Lets runs' captures go."""
         for run in runs:
             self._errors.pop(run, None)
+            self._brought.pop(run, None)
             if run in self.store:
                 self.store.release(run)
                 for key in self._banked.pop(run, ()):
                     self.bank.forget(key)
+
+    def lacks(self, key: str) -> bool:
+        """Whether a run's rows, by their key, are neither at hand nor captured here."""
+        run, point = _source(key)
+        return not (key in self.bank or key in self._brought.get(run, ()) or self._captured(run, point))
+
+    def rows(self, key: str) -> torch.Tensor:
+        """A run's rows [n, W], captured here or brought."""
+        run, point = _source(key)
+        brought = self._brought.get(run, {}).get(key)
+        return self.fetch(run, point)[1] if brought is None else brought
+
+    def bring(self, rows: dict[str, torch.Tensor]) -> None:
+        """Keeps rows [n, W] of runs that another worker captured, until their runs are released."""
+        for key, brought in rows.items():
+            self._brought.setdefault(_source(key)[0], {})[key] = brought
+
+    def _captured(self, run: str, point: int) -> bool:
+        return self.keeps and bool(self.here[point]) and run in self.store
 
     def status(self) -> dict[str, int]:
         """Counts of what is held: all but the free records fall back to 0 when everything is done and released."""
@@ -175,18 +198,22 @@ class Runtime:
         """
         keys: list[str] = []
         addresses: dict[str, tuple[int, int]] = {}
+        here = [_at(op, self.here) for op in bound.ops]
+        nowhere = np.zeros_like(self.here)
+        ops = here if self.keeps else [_at(op, nowhere) if op.kind == CAPTURE else op for op in here]
         try:
-            for key in dict.fromkeys(key for op in bound.ops for key in op.values):
+            for key in dict.fromkeys(key for op in ops for key in op.values):
                 self._load(key)
                 addresses[key] = self.bank.pin(key)
                 keys.append(key)
-            slot = self.table.admit(*records_of(bound.ops, addresses, len(self.sites.points)))
+            slot = self.table.admit(*records_of(ops, addresses, len(self.sites.points)))
         except Exception:
             for key in keys:
                 self.bank.unpin(key)
             raise
-        size = sum(self._token_size(op) for op in bound.ops if op.kind == CAPTURE)
-        stop = max((piece[1] for op in bound.ops for piece in op.pieces), default=0)
+        # of all that happens here, whoever keeps it: workers of one stage must choose the same graphs
+        size = sum(self._token_size(op) for op in here if op.kind == CAPTURE)
+        stop = max((piece[1] for op in here if op.points for piece in op.pieces), default=0)
         self._seats[bound.run] = _Seat(slot, keys, size, stop)
         if size:
             self._token_bytes[size] += 1
@@ -310,9 +337,25 @@ class Runtime:
                 raise MissingSource(f"vector {key[2:14]} is not here")
             self.bank.put(key, self._vectors[key][0])
             return
-        run, point = key[2:].rsplit(":", 1)
-        positions, rows = self.fetch(run, int(point))
-        if len(positions) == 0:
-            raise MissingSource(f"run {run} captured nothing at {self.sites.label(int(point))}")
+        run, point = _source(key)
+        rows = self.rows(key)
+        if len(rows) == 0:
+            raise MissingSource(f"run {run} captured nothing at {self.sites.label(point)}")
         self.bank.put(key, rows)
         self._banked.setdefault(run, set()).add(key)
+
+
+def _source(key: str) -> tuple[str, int]:
+    """The run and the point of the key of a run's rows."""
+    run, point = key[2:].rsplit(":", 1)
+    return run, int(point)
+
+
+def _at(op: BoundOp, here: np.ndarray) -> BoundOp:
+    """The part of an op at the points that are `here` [P]; it keeps its place in the program though nothing be left."""
+    if here.all():
+        return op
+    mine = [i for i, point in enumerate(op.points) if here[point]]
+    values = op.values if len(op.values) != len(op.points) else tuple(op.values[i] for i in mine)
+    points = tuple(op.points[i] for i in mine)
+    return msgspec.structs.replace(op, points=points, values=values if points else ())

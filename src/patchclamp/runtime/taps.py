@@ -12,21 +12,22 @@ from patchclamp.runtime.op import site
 from patchclamp.sites import Point, Tap
 
 
-def attach(model: torch.nn.Module, taps: list[tuple[Point, Tap]]) -> list[Any]:
-    """Hooks every tap whose module is here; returns the handles. Raises `ModelError` for a module that is missing.
+def attach(model: torch.nn.Module, taps: list[tuple[Point, Tap]]) -> list[int]:
+    """Hooks every tap whose module is here; returns their points. Raises `ModelError` for a module that is missing.
 
     A module without submodules and parameters of its own kind stands for a layer that another pipeline stage holds.
     """
-    handles = []
+    hooked = []
     for point, tap in taps:
         module = find(model, tap.module)
         if type(module).__name__ == "PPMissingLayer":
             continue
         if tap.moment == "in":
-            handles.append(module.register_forward_pre_hook(_before(point.number, tap)))
+            module.register_forward_pre_hook(_before(point.number, tap))
         else:
-            handles.append(module.register_forward_hook(_after(point.number, tap)))
-    return handles
+            module.register_forward_hook(_after(point.number, tap))
+        hooked.append(point.number)
+    return hooked
 
 
 def find(model: torch.nn.Module, path: str) -> torch.nn.Module:

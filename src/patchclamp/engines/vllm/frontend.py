@@ -24,6 +24,7 @@ from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.compat.seams import require, version
 from patchclamp.engines.vllm.worker import site_map
 from patchclamp.errors import CapacityError, EngineError, PatchclampError, ProgramError, RunError, unknown, unpack
+from patchclamp.plan import Bound
 from patchclamp.plan.reuse import lowest_edit
 from patchclamp.runtime import Limits
 
@@ -65,6 +66,7 @@ class VllmEngine:
         self._engine: Any = None
         self._held_back: collections.deque[tuple[Request, Future[Answer]]] = collections.deque()
         self._waiting: dict[str, tuple[Request, Future[Answer]]] = {}
+        self._spread: dict[str, set[str]] = {}  # by run: keys of its rows that every worker has that needs them
         started: Future[None] = Future()
         self._thread = threading.Thread(
             target=self._live, args=(name, options, started), name="patchclamp", daemon=True
@@ -100,7 +102,12 @@ class VllmEngine:
 
     def status(self) -> dict[str, Any]:
         """The worker's counts: programs seated, runs kept, vectors pinned, records free."""
-        return self._call(lambda: self._rpc("status")).result()
+        return self._call(self._status).result()
+
+    def _status(self) -> dict[str, Any]:
+        found = self._all("status")
+        summed = {name: sum(worker[name] for worker in found) for name in ("captured_bytes", "failures")}
+        return {**found[0], **summed, "workers": len(found)}
 
     def check_sampling(self, sampling: dict[str, Any]) -> None:
         from vllm import SamplingParams
@@ -197,7 +204,8 @@ class VllmEngine:
         wrong = configuration.unrecorded(config, limits.active_sizes or ())
         if wrong is not None:
             raise EngineError(wrong)
-        self._remote = separate or config.parallel_config.world_size > 1
+        self._workers = config.parallel_config.world_size
+        self._remote = separate or self._workers > 1
         extra[configuration.KEY]["limits"]["max_programs"] = 2 * configuration.model_facts(config)["max_num_seqs"]
         self._engine = LLMEngine(
             config, Executor.get_class(config), log_stats=False,
@@ -234,7 +242,7 @@ class VllmEngine:
                 self._wake.wait()
             jobs = [self._queue.popleft() for _ in range(len(self._queue))]
         if self._released:
-            self._rpc("release", [self._released.popleft() for _ in range(len(self._released))])
+            self._release([self._released.popleft() for _ in range(len(self._released))])
         for job, future in jobs:
             try:
                 future.set_result(job())
@@ -259,7 +267,7 @@ class VllmEngine:
         if programs:
             vectors = [key for request in programs for key in request.vectors]
             # edits that were not written left blocks in the cache under keys that say they were: keys change with that
-            errors, self._salt = self._rpc("finish", [request.run for request in programs], vectors)
+            errors = self._finish([request.run for request in programs], vectors)
         for _, request, _ in mine:
             del self._waiting[request.run]
         for output, request, future in mine:
@@ -293,8 +301,8 @@ class VllmEngine:
             for request in first:
                 assert request.bound is not None
                 request.bound = msgspec.structs.replace(request.bound, salt=str(self._salt))
-            programs = [request.bound for request in first]
-            seated, refusal = self._rpc("reserve", [msgspec.msgpack.encode(bound) for bound in programs])
+            programs = [request.bound for request in first if request.bound is not None]
+            seated, refusal = self._reserve(programs)
             for _ in range(min(len(self._held_back), BATCH)):
                 request, future = self._held_back[0]
                 if request.bound is not None and seated == 0:
@@ -318,7 +326,7 @@ class VllmEngine:
             self._refuse(request, future, error)
 
     def _refuse(self, request: Request, future: Future[Answer], error: BaseException) -> None:
-        _, self._salt = self._rpc("finish", [request.run], list(request.vectors), True)
+        self._finish([request.run], list(request.vectors), aborted=True)
         settle(future, _told(error))
 
     def _abort(self, runs: set[str]) -> None:
@@ -331,7 +339,7 @@ class VllmEngine:
         self._engine.abort_request(under_way)
         for run in under_way:
             self._refuse(*self._waiting.pop(run), told)
-        self._rpc("release", list(runs))
+        self._release(list(runs))
 
     def _params(self, request: Request) -> Any:
         from vllm import SamplingParams
@@ -350,13 +358,56 @@ class VllmEngine:
             **given,
         )
 
-    def _rpc(self, verb: str, *args: Any) -> Any:
-        """The first worker's result that is one; the first error otherwise."""
+    # -- the workers
+
+    def _all(self, verb: str, *args: Any) -> list[Any]:
+        """Every worker's result; raises the first error."""
         answers = self._engine.collective_rpc("patchclamp_rpc", args=(verb, *args))
-        results = [result for result, error in answers if error is None]
-        if len(results) < len(answers):
-            raise unpack(next(error for _, error in answers if error is not None))
-        return next((result for result in results if result is not None), None)
+        errors = [error for _, error in answers if error is not None]
+        if errors:
+            raise unpack(errors[0])
+        return [result for result, _ in answers]
+
+    def _rpc(self, verb: str, *args: Any) -> Any:
+        """The first worker's result that is one."""
+        return next((result for result in self._all(verb, *args) if result is not None), None)
+
+    def _reserve(self, programs: list[Bound]) -> tuple[int, Any]:
+        """Seats programs on every worker, in order, until one of them has no room; how many, and what stands against
+        the next."""
+        if self._workers > 1:
+            self._bring(programs)
+        answers = self._all("reserve", [msgspec.msgpack.encode(bound) for bound in programs])
+        seated = min(count for count, _ in answers)
+        more = [bound.run for bound in programs[seated : max(count for count, _ in answers)]]
+        if more:
+            self._all("unseat", more)
+        return seated, next((refusal for count, refusal in answers if count == seated and refusal is not None), None)
+
+    def _bring(self, programs: list[Bound]) -> None:
+        """Has every worker have the rows of other runs that programs read: one alone captured them."""
+        wanted = {key: None for bound in programs for op in bound.ops for key in op.values if key.startswith("r:")}
+        run_of = {key: key[2:].rsplit(":", 1)[0] for key in wanted}
+        new = [key for key in wanted if key not in self._spread.get(run_of[key], ())]
+        lacking = set().union(*self._all("lacking", new)) if new else set()
+        for key in new:
+            rows = self._rpc("rows", key) if key in lacking else None
+            if key in lacking and rows is None:  # nobody has them: seating the program says so
+                continue
+            if rows is not None:
+                self._all("bring", rows)
+            self._spread.setdefault(run_of[key], set()).add(key)
+
+    def _finish(self, runs: list[str], vectors: list[str], aborted: bool = False) -> dict[str, Any]:
+        """Ends runs on every worker; the errors of those that failed on any."""
+        answers = self._all("finish", runs, vectors, aborted)
+        self._salt = sum(failures for _, failures in answers)
+        return {run: error for errors, _ in answers for run, error in errors.items()}
+
+    def _release(self, runs: list[str]) -> None:
+        for run in runs:
+            self._spread.pop(run, None)
+        self._all("release", runs)
 
     def _fail(self, told: EngineError) -> None:
         """The engine is no more: everyone waiting is told so."""

@@ -78,7 +78,11 @@ class Attached:
         self._sender = shared.Sender()
         if self.runtime.device.type == "cuda":
             self._on_cuda(worker.vllm_config, runner, limits)
-        attach_taps(runner.get_model(), [(p, tap) for p, tap in sites.taps("vllm") if p.rows == "tokens"])
+        hooked = attach_taps(runner.get_model(), [(p, tap) for p, tap in sites.taps("vllm") if p.rows == "tokens"])
+        self.runtime.keeps, last = compat.place()
+        self.runtime.here[:] = False
+        self.runtime.here[hooked] = True
+        self.runtime.here[self._logits] = last
         self.hooks = compat.Hooks(self.before, self.planned, self.logits, self.after, self.at_work)
         compat.hook_runner(runner, kind, self.hooks, self._graphs)
 
@@ -152,6 +156,8 @@ class Attached:
 
     def do_status(self) -> dict[str, Any]:
         found = {"runner": self.kind, "preemptions": self._preemptions, **self.runtime.status()}
+        if not self.runtime.keeps:  # counted by the one that does
+            found["failures"] = 0
         if self._graphs is not None:
             found |= {"active_graphs": self._graphs.active, "active_graphs_problem": self._graphs.problem}
         return found
@@ -159,6 +165,26 @@ class Attached:
     def do_hold(self, vectors: bytes, holders: list[str]) -> None:
         """Takes inline vectors, as safetensors, each once for every time it is named among `holders`."""
         self.runtime.hold(safetensors.torch.load(vectors), holders)
+
+    def do_lacking(self, keys: list[str]) -> list[str]:
+        """Of keys of runs' rows those that are not at hand here."""
+        return [key for key in keys if self.runtime.lacks(key)]
+
+    def do_rows(self, key: str) -> bytes | None:
+        """A run's rows, as safetensors, if they were captured here."""
+        if self.runtime.lacks(key):
+            return None
+        return safetensors.torch.save({key: self.runtime.rows(key)})
+
+    def do_bring(self, rows: bytes) -> None:
+        """Takes rows that another worker captured."""
+        self.runtime.bring(safetensors.torch.load(rows))
+
+    def do_unseat(self, runs: list[str]) -> None:
+        """Takes back seats that other workers had none for."""
+        for run in runs:
+            self.runtime.finish(run)
+        self.runtime.release(runs)
 
     def do_reserve(self, programs: list[bytes]) -> tuple[int, tuple[str, str, str | None] | None]:
         """Seats programs in order until one does not fit; returns how many sit, and what stands against the next."""
@@ -188,6 +214,8 @@ class Attached:
 
     def do_fetch(self, run: str, point: int, op: int | None, to: str, mapped: int, at: int, files: bool) -> Any:
         """(positions, rows); for a receiver in another process, by its name, what `shared` hands it."""
+        if not (self.runtime.keeps and self.runtime.here[point]):
+            return None
         if not to:
             return self.runtime.fetch(run, point, op)
         return self._sender.hand(*self.runtime.store.parts(run, point, op), to, mapped, at, files)

@@ -109,9 +109,6 @@ def refused(vllm_config: Any) -> list[str]:
         found.append("speculative decoding")
     if getattr(parallel, "enable_dbo", False) or getattr(parallel, "ubatch_size", 0) > 1:
         found.append("micro-batching (enable_dbo, ubatch_size)")
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            found.append(f"{name} above 1 (not supported yet)")
     if vllm_config.lora_config is not None:
         found.append("LoRA (not supported yet)")
     for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):

@@ -152,6 +152,14 @@ def _never(desc: Any) -> bool:
     return False
 
 
+def place() -> tuple[bool, bool]:
+    """Whether this worker is the first of its stage (all of which see the same rows), and whether logits are made here,
+    in the last stage."""
+    from vllm.distributed import get_pp_group, get_tp_group
+
+    return get_tp_group().rank_in_group == 0, get_pp_group().is_last_rank
+
+
 def device_facts(runner: Any, kind: str) -> tuple[int, int, Any]:
     """Most rows and requests of a step, and the tensor of every row's position."""
     if kind == "v2":

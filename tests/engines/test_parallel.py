@@ -1,0 +1,114 @@
+"""Guarantee 3 over several workers: tensor and pipeline parallel edit the same rows and keep each captured row once."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import pytest
+import torch
+
+import patchclamp as pc
+from tests.gpu.models import with_weights
+
+D, LAYERS, RECORDS = 128, 4, 64
+SHAPE = {"hidden_size": D, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "head_dim": 32, "vocab_size": 512}  # fmt: skip
+SHORT, LONG = [3, 5, 7, 11, 13, 17, 19], list(range(100, 180))
+LAYERED = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
+SINGLE = ("embed", "final_norm", "logits")
+VECTOR = torch.randn(D, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """`start(tensor_parallel_size=2)` is an `LM` of a small random model; every core takes its turn as a worker's."""
+    folder = with_weights(tmp_path_factory.mktemp("parallel"), "0.6b", LAYERS, **SHAPE)
+    cores = sorted(os.sched_getaffinity(0))
+    bound, made = os.environ.get("VLLM_CPU_OMP_THREADS_BIND"), []
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"{cores[0]}|{cores[-1]}"
+
+    def begin(**options) -> pc.LM:
+        made.append(pc.LM(folder, engine="vllm", dtype="float32", max_model_len=256, max_num_seqs=8, prove=False,
+                          max_num_batched_tokens=32, skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 25,
+                          max_records=RECORDS, **options))  # fmt: skip
+        return made[-1]
+
+    yield begin
+    for lm in made:
+        lm.close()
+    os.environ.pop("VLLM_CPU_OMP_THREADS_BIND")
+    if bound is not None:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = bound
+
+
+def seen(lm: pc.LM) -> tuple[dict[str, torch.Tensor], int]:
+    """Everything an engine captures of two prompts, one of several chunks, what edits at every layer do, and the bytes
+    that the captures took."""
+    found = {}
+    runs = lm.run([SHORT, LONG], max_tokens=4, capture=[*LAYERED, *SINGLE])
+    for i, run in enumerate(runs):
+        found |= {f"{i} {name}[{n}]": run[f"{name}[{n}]"] for name in LAYERED for n in range(LAYERS)}
+        found |= {f"{i} {name}": run[name] for name in SINGLE} | {f"{i} plain": torch.tensor(run.logprobs)}
+    size = lm.engine.status()["captured_bytes"]
+    for layer in range(LAYERS):
+        edited = lm.run([SHORT, LONG], max_tokens=4, edits=[pc.Add(VECTOR, at=pc.resid_post[layer], scale=0.5)])
+        found |= {f"{i} steered {layer}": torch.tensor(run.logprobs) for i, run in enumerate(edited)}
+    found["logits"] = torch.tensor(lm.run(SHORT, max_tokens=3, edits=[pc.Zero(pc.logits, pc.prompt[-1])]).logprobs)
+    for a, b in ((0, LAYERS - 1), (LAYERS - 1, 0), (1, 2)):  # from one stage's rows into the other's, and back
+        value = pc.From(runs[1], pc.resid_post[a], pc.prompt[3])
+        patched = lm.run(SHORT, max_tokens=3, edits=[pc.Replace(value, at=pc.resid_pre[b], tokens=pc.prompt[2])])
+        found[f"patched {a} {b}"] = torch.tensor(patched.logprobs)
+    sweep = pc.studies.patch_sweep(lm, clean=SHORT, corrupt=[*SHORT[:3], 23, *SHORT[4:]], sites=[pc.resid_pre],
+                                   answer=9, foil=11, metric="logit_diff")  # fmt: skip
+    return found | {"swept": torch.as_tensor(sweep.grid)}, size
+
+
+@pytest.fixture(scope="module")
+def alone(start):
+    return seen(start(enforce_eager=True))
+
+
+@pytest.mark.parametrize("options", [
+    {"tensor_parallel_size": 2, "enforce_eager": True},
+    {"pipeline_parallel_size": 2},  # compiled: run eagerly on a CPU, stock vLLM 0.32's second stage fails
+])  # fmt: skip
+def test_two_workers_do_what_one_does(start, alone, options):
+    lm, (alone, bytes_alone) = start(**options), alone
+    assert lm.engine.status()["workers"] == 2
+    found, size = seen(lm)
+    assert found.keys() == alone.keys()
+    apart = {name: float((rows - alone[name]).abs().max() / alone[name].abs().max()) for name, rows in found.items()}
+    assert {name: far for name, far in apart.items() if not far <= 1e-4} == {}
+    assert abs(size - bytes_alone) < 0.01 * bytes_alone  # each row once
+    changed = [float((alone[f"0 steered {n}"] - alone["0 plain"]).abs().max()) for n in range(LAYERS)]
+    assert min(changed) > 1e-2  # the edits that agree are edits
+
+    kept = lm.run(SHORT, max_tokens=4, capture=[pc.resid_post])
+    back = lm.run(SHORT, max_tokens=4, edits=[pc.Replace(pc.From(kept), at=pc.resid_post[n]) for n in range(LAYERS)])
+    assert back.logprobs == kept.logprobs
+    for layer in (0, LAYERS - 1):  # only the stage that has the layer can know
+        hot = [pc.Add([3e38] * D, at=pc.resid_post[layer], scale=1e30)]
+        bad, good = lm.run([SHORT, SHORT], max_tokens=3, edits=[hot, []])
+        assert isinstance(bad.error, pc.RunError)
+        assert good.error is None
+    many = lm.run([SHORT] * 20, max_tokens=2, edits=[[pc.Add(n * VECTOR, at=pc.resid_post[n % 4])] for n in range(20)])
+    assert len({tuple(run.logprobs) for run in many}) == 20
+
+    edits = [pc.Zero(pc.mlp_out[LAYERS - 1], pc.prompt[n]) for n in range(RECORDS + 1)]
+    edits = [[pc.Zero(pc.resid_post[0])], [pc.Zero(pc.resid_post[0]), *edits], [pc.Zero(pc.resid_post[0])]]
+    fits, full, again = lm.run([LONG] * 3, max_tokens=2, edits=edits)  # where stages have layers, the last one is full
+    assert isinstance(full.error, pc.CapacityError)
+    assert fits.logprobs == again.logprobs
+
+    gone = pc.From(kept)
+    kept.close()
+    with pytest.raises(pc.MissingSource):
+        lm.run(SHORT, max_tokens=4, edits=[pc.Replace(gone, at=pc.resid_post[0])])
+    del kept, back, bad, good, many, gone, fits, full, again
+    gc.collect()
+    lm.run(SHORT, max_tokens=1)
+    status = lm.engine.status()
+    held = {"programs": 0, "runs": 0, "captured_bytes": 0, "pinned": 0, "vectors": 0, "free_records": RECORDS}
+    assert {name: status[name] for name in held} == held
+    assert status["failures"] == 2
