@@ -11,7 +11,7 @@ import numpy as np
 
 from patchclamp.engines.base import Answer, Engine, Request
 from patchclamp.engines.open import open_engine
-from patchclamp.errors import MissingSource, PatchclampError, ProgramError, TokensError
+from patchclamp.errors import EngineError, MissingSource, PatchclampError, ProgramError, TokensError
 from patchclamp.plan import CAPTURE, Bound, Prompt, bind
 from patchclamp.plan.bind import vector_key
 from patchclamp.proofs import ensure_proved
@@ -110,6 +110,24 @@ class LM:
     def close(self) -> None:
         """Stops the engine. An `LM` that is dropped is closed too, unless it was given an engine object."""
         self._close()
+
+    def sleep(self, level: int = 1) -> None:
+        """Gives the GPU memory of weights and cache back until `wake`; captures and vectors stay.
+
+        Raises `EngineError` where the engine cannot: other engines than vLLM, levels above 1 (they throw the weights
+        away), engines started without `enable_sleep_mode=True`, and while runs are under way.
+        """
+        self._sleeper("sleep")(level)
+
+    def wake(self) -> None:
+        """Takes the memory again and brings the weights back. An engine that is awake stays so."""
+        self._sleeper("wake")()
+
+    def _sleeper(self, verb: str) -> Any:
+        found = getattr(self.engine, verb, None)
+        if found is None:
+            raise EngineError(f"the {self.model.engine} engine does not sleep; vLLM on a GPU does")
+        return found
 
     def __enter__(self) -> LM:
         return self

@@ -1,5 +1,6 @@
 """Guarantee 7 and 9: bad input is a clear error before anything runs, and the engine then still serves."""
 
+import copy
 import gc
 import threading
 import time
@@ -170,20 +171,89 @@ def test_sizes_that_no_graph_is_recorded_for_are_named():
     assert unrecorded(config([]), [3]) is None  # on a CPU, or run eagerly: no graphs at all
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
-            "speculative decoding",
-        ),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size above 1"),
-        ({"enable_lora": True}, "LoRA"),
-    ],
-)
+@pytest.mark.parametrize(("options", "named"), [
+    ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}}, "speculative decoding"),
+    ({"enable_lora": True}, "LoRA"),
+])  # fmt: skip
 def test_configurations_that_break_a_guarantee_are_refused(smollm2, options, named):
     with pytest.raises(pc.EngineError, match=f"patchclamp does not run with: {named}"):
         pc.LM(str(smollm2), engine="vllm", enforce_eager=True, max_model_len=512, **options)
+
+
+@pytest.fixture(scope="module")
+def configuration(smollm2):
+    """vLLM's own configuration of an engine, to be changed in a copy."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    made = EngineArgs(model=str(smollm2), enforce_eager=True, max_model_len=512).create_engine_config()
+    return lambda: copy.deepcopy(made)
+
+
+@pytest.mark.parametrize(("part", "option", "value", "named"), [
+    ("", "speculative_config", object(), "speculative decoding (speculative_config)"),
+    ("parallel_config", "enable_dbo", True, "micro-batching (enable_dbo, ubatch_size)"),
+    ("parallel_config", "ubatch_size", 2, "micro-batching (enable_dbo, ubatch_size)"),
+    ("parallel_config", "prefill_context_parallel_size", 2, "prefill_context_parallel_size above 1"),
+    ("parallel_config", "decode_context_parallel_size", 2, "decode_context_parallel_size above 1"),
+    ("parallel_config", "data_parallel_size", 2, "data_parallel_size above 1 (not supported yet)"),
+    ("parallel_config", "enable_elastic_ep", True, "elastic expert parallel (enable_elastic_ep)"),
+    ("", "kv_transfer_config", object(), "KV connectors and offloading (kv_transfer_config, kv_offloading_size)"),
+    ("cache_config", "kv_offloading_size", 0.5, "KV connectors and offloading (kv_transfer_config, kv_offloading_size)"),
+    ("", "ec_transfer_config", object(), "encoder caches of other instances (ec_transfer_config)"),
+    ("cache_config", "kv_sharing_fast_prefill", True, "KV-sharing fast prefill (kv_sharing_fast_prefill)"),
+    ("model_config", "runner_type", "pooling", "pooling models (runner type 'pooling')"),
+    ("model_config.hf_config", "is_encoder_decoder", True, "encoder-decoder models"),
+    ("model_config", "sleep_mode_offload_cudagraph", True, "CUDA graphs that sleep offloads (sleep_mode_offload_cudagraph)"),
+])  # fmt: skip
+def test_every_refused_configuration_is_named(configuration, part, option, value, named):
+    """On vLLM's own configuration, so that an option that goes by another name one day is noticed."""
+    from patchclamp.engines.vllm.compat.configuration import refused
+
+    config = configuration()
+    assert refused(config) == []
+    owner = config
+    for name in filter(None, part.split(".")):
+        owner = getattr(owner, name)
+    assert hasattr(owner, option)
+    object.__setattr__(owner, option, value)
+    config.model_config.__dict__.pop("is_encoder_decoder", None)
+    assert refused(config) == [named]
+
+
+@pytest.mark.parametrize("option", ["enable_sp", "fuse_gemm_comms"])
+def test_sequence_parallel_passes_are_refused_where_a_version_has_them(configuration, option):
+    """0.26 has; in 0.32 they are gone."""
+    from patchclamp.engines.vllm.compat.configuration import refused
+
+    config = configuration()
+    object.__setattr__(config.compilation_config, "pass_config", SimpleNamespace(**{option: True}))
+    assert refused(config) == ["sequence-parallel passes (enable_sp, fuse_gemm_comms)"]
+
+
+def test_breakable_graphs_are_refused_where_graphs_are_recorded(configuration, monkeypatch):
+    from vllm.config import CUDAGraphMode
+
+    from patchclamp.engines.vllm.compat.configuration import refused
+
+    monkeypatch.setattr("vllm.compilation.breakable_cudagraph.is_breakable_cudagraph_enabled", lambda: True)
+    config = configuration()
+    assert refused(config) == []  # run eagerly
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    assert refused(config) == ["breakable CUDA graphs (not supported yet: set VLLM_USE_BREAKABLE_CUDAGRAPH=0)"]
+
+
+def test_an_engine_sleeps_lightly_or_not_at_all(engines):
+    lm = engines.get("vllm", "float32")
+    with pytest.raises(pc.EngineError, match="does not run with sleep level 2"):
+        lm.sleep(2)
+    with pytest.raises(pc.EngineError, match="start it with enable_sleep_mode=True"):
+        lm.sleep()
+    with pytest.raises(pc.EngineError, match="sleep level 2"):  # asked of vLLM itself
+        lm.engine._call(lambda: lm.engine._engine.collective_rpc("sleep", args=(2,))).result()
+    lm.wake()
+    with pytest.raises(pc.EngineError, match="the transformers engine does not sleep"):
+        engines.get("transformers", "float32").sleep()
+    assert lm.run(PROMPTS[0], max_tokens=1).token_ids
 
 
 @pytest.mark.parametrize("prompt", [5, {"a": 1}, [1.0], [None], ["a", 3], [True, False], b"The", object()])

@@ -22,7 +22,7 @@ from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
 from patchclamp.engines.vllm import plugin, shared
 from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.compat.seams import require, version
-from patchclamp.engines.vllm.worker import site_map
+from patchclamp.engines.vllm.worker import site_map, too_deep
 from patchclamp.errors import CapacityError, EngineError, PatchclampError, ProgramError, RunError, unknown, unpack
 from patchclamp.plan import Bound
 from patchclamp.plan.reuse import lowest_edit
@@ -59,6 +59,7 @@ class VllmEngine:
     def __init__(self, name: str, **options: Any) -> None:
         self._queue: collections.deque[tuple[Callable[..., Any], Future[Any]]] = collections.deque()
         self._released: collections.deque[str] = collections.deque()
+        self._asleep = False
         self._wake = threading.Condition()
         self._stop = False
         self._receiver = shared.Receiver()
@@ -108,6 +109,17 @@ class VllmEngine:
         found = self._all("status")
         summed = {name: sum(worker[name] for worker in found) for name in ("captured_bytes", "failures")}
         return {**found[0], **summed, "workers": len(found)}
+
+    def sleep(self, level: int = 1) -> None:
+        """Gives the device memory of weights and cache back until `wake`; vectors and captures stay.
+
+        Raises `EngineError` at a deeper level than 1, without `enable_sleep_mode=True`, and while runs are under way.
+        """
+        self._call(lambda: self._sleep(level)).result()
+
+    def wake(self) -> None:
+        """Takes the memory again and brings the weights back; the prefix cache begins empty."""
+        self._call(self._wake_up).result()
 
     def check_sampling(self, sampling: dict[str, Any]) -> None:
         from vllm import SamplingParams
@@ -288,7 +300,26 @@ class VllmEngine:
         lowest = lowest_edit(request.bound)
         return lowest is not None and (output.num_cached_tokens or 0) > lowest
 
+    def _sleep(self, level: int) -> None:
+        deep = too_deep(level)
+        if deep is not None:
+            raise deep
+        if not self.config.model_config.enable_sleep_mode:
+            raise EngineError("this engine cannot sleep: start it with enable_sleep_mode=True")
+        runs = len(self._waiting) + len(self._held_back)
+        if runs:
+            raise EngineError(f"{runs} runs are under way; the engine cannot sleep")
+        self._engine.sleep(level)
+        self._asleep = True
+
+    def _wake_up(self) -> None:
+        if self._asleep:
+            self._engine.wake_up()
+        self._asleep = False
+
     def _add(self, requests: list[Request], futures: list[Future[Answer]]) -> None:
+        if self._asleep:
+            raise EngineError("the engine sleeps: wake it with lm.wake()")
         held = {key: np.ascontiguousarray(rows) for request in requests for key, rows in request.vectors.items()}
         if held:
             self._rpc("hold", safetensors.numpy.save(held), [key for request in requests for key in request.vectors])

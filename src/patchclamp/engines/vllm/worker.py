@@ -39,6 +39,14 @@ def attach(worker: Any) -> None:
     runner, kind = compat.runner_of(worker)
     with torch.inference_mode(False):  # what is made here is written in steps and in calls alike
         worker.patchclamp = Attached(worker, runner, kind, msgspec.convert(config["limits"], Limits))
+    compat.on_sleep(worker, too_deep)
+
+
+def too_deep(level: int) -> EngineError | None:
+    """Why an engine may not sleep at a level; its weights stay only at the first."""
+    if level <= 1:
+        return None
+    return EngineError(f"patchclamp does not run with sleep level {level}, which throws the weights away; use level 1")
 
 
 def answer(worker: Any, verb: str, *args: Any) -> tuple[Any, tuple[str, str, str | None] | None]:
@@ -77,7 +85,7 @@ class Attached:
         self._graphs: Graphs | None = None
         self._sender = shared.Sender()
         if self.runtime.device.type == "cuda":
-            self._on_cuda(worker.vllm_config, runner, limits)
+            self._on_cuda(runner, limits)
         hooked = attach_taps(runner.get_model(), [(p, tap) for p, tap in sites.taps("vllm") if p.rows == "tokens"])
         self.runtime.keeps, last = compat.place()
         self.runtime.here[:] = False
@@ -86,19 +94,16 @@ class Attached:
         self.hooks = compat.Hooks(self.before, self.planned, self.logits, self.after, self.at_work)
         compat.hook_runner(runner, kind, self.hooks, self._graphs)
 
-    def _on_cuda(self, vllm_config: Any, runner: Any, limits: Limits) -> None:
+    def _on_cuda(self, runner: Any, limits: Limits) -> None:
         from patchclamp.runtime.cuda import CudaStep
 
-        if self.kind == "v1" and compat.records_graphs(vllm_config):
-            raise EngineError("CUDA graphs of the V1 model runner are not supported yet; set enforce_eager=True")
         rows, samples, positions = compat.device_facts(runner, self.kind)
         runtime = self.runtime
         runtime.step = step = CudaStep(
             runtime.table, runtime.bank, rows, samples, positions,
             limits.kept_bytes, limits.ring_bytes, limits.pinned_bytes,
         )  # fmt: skip
-        if self.kind == "v2":
-            self._graphs = Graphs(limits.active_sizes, self.recording, step.recorded.tapped, step.recorded.forget)
+        self._graphs = Graphs(limits.active_sizes, self.recording, step.recorded.tapped, step.recorded.forget)
 
     def at_work(self) -> Any:
         return at_work(self.runtime)

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from patchclamp.engines.vllm.compat.seams import require
+
 KEY = "patchclamp"  # in `additional_config`, in `SamplingParams.extra_args`, and in a block's extra keys
 
 
@@ -103,25 +105,41 @@ def unrecorded(vllm_config: Any, sizes: Sequence[int]) -> str | None:
 
 
 def refused(vllm_config: Any) -> list[str]:
-    """Configurations under which a guarantee would not hold, in words; an engine with any of them does not start."""
-    parallel, found = vllm_config.parallel_config, []
-    if vllm_config.speculative_config is not None:
-        found.append("speculative decoding")
-    if getattr(parallel, "enable_dbo", False) or getattr(parallel, "ubatch_size", 0) > 1:
-        found.append("micro-batching (enable_dbo, ubatch_size)")
-    if vllm_config.lora_config is not None:
-        found.append("LoRA (not supported yet)")
-    for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            found.append(name)
-    if vllm_config.kv_transfer_config is not None:
-        found.append("KV connectors (kv_transfer_config)")
-    if getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False):
-        found.append("kv_sharing_fast_prefill")
-    if vllm_config.model_config.runner_type != "generate":
-        found.append(f"runner type {vllm_config.model_config.runner_type!r}")
-    if vllm_config.model_config.is_encoder_decoder:
-        found.append("encoder-decoder models")
-    if getattr(parallel, "data_parallel_size", 1) > 1:
-        found.append("data_parallel_size above 1")
-    return found
+    """Configurations under which a guarantee would not hold, in words; an engine with any of them does not start.
+
+    What a version does not have is not looked for in it.
+    """
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    compilation = vllm_config.compilation_config
+    passes, mode = compilation.pass_config, compilation.cudagraph_mode
+    asked = {
+        "speculative decoding (speculative_config)": vllm_config.speculative_config,
+        "micro-batching (enable_dbo, ubatch_size)": _more(parallel, "enable_dbo", 0) or _more(parallel, "ubatch_size"),
+        "LoRA (enable_lora; not supported yet)": vllm_config.lora_config,
+        "prefill_context_parallel_size above 1": _more(parallel, "prefill_context_parallel_size"),
+        "decode_context_parallel_size above 1": _more(parallel, "decode_context_parallel_size"),
+        "data_parallel_size above 1 (not supported yet)": _more(parallel, "data_parallel_size"),
+        "elastic expert parallel (enable_elastic_ep)": _more(parallel, "enable_elastic_ep", 0),
+        "KV connectors and offloading (kv_transfer_config, kv_offloading_size)":
+            vllm_config.kv_transfer_config or _more(cache, "kv_offloading_size", 0),
+        "encoder caches of other instances (ec_transfer_config)": getattr(vllm_config, "ec_transfer_config", None),
+        "KV-sharing fast prefill (kv_sharing_fast_prefill)": _more(cache, "kv_sharing_fast_prefill", 0),
+        "sequence-parallel passes (enable_sp, fuse_gemm_comms)":
+            _more(passes, "enable_sp", 0) or _more(passes, "fuse_gemm_comms", 0),
+        f"pooling models (runner type {model.runner_type!r})": model.runner_type != "generate",
+        "encoder-decoder models": model.is_encoder_decoder,
+        "CUDA graphs that sleep offloads (sleep_mode_offload_cudagraph)":
+            _more(model, "sleep_mode_offload_cudagraph", 0),
+        "breakable CUDA graphs (not supported yet: set VLLM_USE_BREAKABLE_CUDAGRAPH=0)":
+            mode is not None and mode.name != "NONE" and _breakable(),
+    }  # fmt: skip
+    return [name for name, there in asked.items() if there]
+
+
+def _more(config: Any, name: str, than: int = 1) -> bool:
+    return (getattr(config, name, None) or 0) > than
+
+
+def _breakable() -> bool:
+    owner, name = require("breakable graphs")
+    return bool(getattr(owner, name)())

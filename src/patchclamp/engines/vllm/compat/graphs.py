@@ -17,10 +17,12 @@ import torch
 
 from patchclamp.engines.vllm.compat.configuration import enabled
 from patchclamp.engines.vllm.compat.seams import require
-from patchclamp.errors import SeamMoved
 from patchclamp.runtime.graphs import MOST_NODES, NODE_BYTES
 
 logger = logging.getLogger("patchclamp")
+
+
+_Entries = list[tuple[Any, dict[Any, Any]]]  # wrappers of piecewise graphs (V1: of full ones too) and their graphs
 
 
 class Graphs:
@@ -35,8 +37,9 @@ class Graphs:
         forget: Callable[[], None],
     ) -> None:  # fmt: skip
         self._sizes, self.recording, self._tapped, self._forget = sizes, recording, tapped, forget
-        self._manager: Any = None
-        self._stores: dict[bool, tuple[dict[Any, Any], list[tuple[Any, dict[Any, Any]]]]] = {}
+        self._manager: Any = None  # of a V2 runner, which keeps full graphs
+        self._config: Any = None
+        self._stores: dict[bool, tuple[dict[Any, Any], _Entries]] = {}
         self._active = False
         self._recorded: set[tuple[Any, int]] = set()
         self.share = 1.0  # of the sizes that vLLM records, those that are recorded with taps too
@@ -48,19 +51,58 @@ class Graphs:
         return len({tokens for _, tokens in self._recorded})
 
     def record(self, manager: Any, capture: Callable[[], None], profile: bool) -> None:
-        """Records every graph of a manager once each way, and leaves the idle ones in place.
+        """Records every graph of a V2 runner's manager once each way, and leaves the idle ones in place.
 
         A profile counts the idle ones alone.  Where memory runs out, active steps run without graphs.
         """
         self._stores, self._recorded, self._active = {}, set(), False
-        sizes = [desc for descs in manager._capture_descs.values() for desc in descs]
-        self.share = sum(map(self._wants, sizes)) / max(len(sizes), 1)
+        self.count([desc for descs in manager._capture_descs.values() for desc in descs])
         capture()
         if profile:
             return
-        self._manager, self._stores[False] = manager, self._take(manager)
+        self._manager, self._config = manager, manager.vllm_config
+        self._stores[False] = self._take()
+        wanted = {mode: [d for d in descs if self._wants(d)] for mode, descs in manager._capture_descs.items()}
+
+        def again() -> None:
+            every = manager._capture_descs
+            manager._capture_descs = wanted
+            try:
+                capture()
+            finally:
+                manager._capture_descs = every
+
+        told = {(d.cg_mode, d.num_tokens) for descs in wanted.values() for d in descs}
+        self._record_active(({}, [(wrapper, {}) for wrapper, _ in self._stores[False][1]]), again, told)
+
+    def record_mode(self, vllm_config: Any, mode: Any, sizes: list[Any], capture: Callable[[list[Any]], None]) -> None:
+        """Records the graphs of one mode of a V1 runner once each way, and leaves the idle ones in place."""
+        capture(sizes)
+        self._config = vllm_config
+        self._stores[False] = self._take()
+        before = {id(wrapper): entries for wrapper, entries in self._stores.get(True, ({}, []))[1]}
+        wanted = [desc for desc in sizes if self._wants(desc)]
+        store = ({}, [(wrapper, before.get(id(wrapper), {})) for wrapper, _ in self._stores[False][1]])
+        self._record_active(store, lambda: capture(wanted), {(mode, desc.num_tokens) for desc in wanted})
+
+    def _record_active(
+        self, store: tuple[dict[Any, Any], _Entries], capture: Callable[[], None], told: set[tuple[Any, int]]
+    ) -> None:
+        """Records graphs with taps into a store, and puts the idle ones back; without room for them there are none."""
+        stock, torch.cuda.CUDAGraph = torch.cuda.CUDAGraph, _Kept
+        self._put(store)
         try:
-            self._record_active(manager, capture)
+            with self.recording(), body(tapped=True):
+                capture()
+            store = self._take()
+            for desc, graph in store[0].items():
+                store[0][desc] = self._tapped(graph)
+            for _, entries in store[1]:
+                for entry in entries.values():
+                    if isinstance(entry.cudagraph, _Kept):
+                        entry.cudagraph = self._tapped(entry.cudagraph)
+            self._stores[True] = store
+            self._recorded |= told
         except RuntimeError as error:
             if not _no_room(error):
                 raise
@@ -69,35 +111,27 @@ class Graphs:
                 "patchclamp: %s; steps with programs run without CUDA graphs. Give the cache less memory, or name "
                 "fewer sizes in active_sizes.", self.problem,
             )  # fmt: skip
+        finally:
+            torch.cuda.CUDAGraph = stock
         self._forget()
         self._put(self._stores[False])
         torch.cuda.empty_cache()
 
-    def _record_active(self, manager: Any, capture: Callable[[], None]) -> None:
-        sizes, stock = manager._capture_descs, torch.cuda.CUDAGraph
-        wanted = {mode: [d for d in descs if self._wants(d)] for mode, descs in sizes.items()}
-        self._put(({}, [(wrapper, {}) for wrapper, _ in self._stores[False][1]]))
-        manager._capture_descs, torch.cuda.CUDAGraph = wanted, _Kept
-        try:
-            with self.recording(), body(tapped=True):
-                capture()
-            active = self._take(manager)
-            for desc in active[0]:
-                active[0][desc] = self._tapped(active[0][desc])
-            for _, entries in active[1]:
-                for entry in entries.values():
-                    entry.cudagraph = self._tapped(entry.cudagraph)
-        finally:
-            manager._capture_descs, torch.cuda.CUDAGraph = sizes, stock
-        self._stores[True] = active
-        self._recorded = {(d.cg_mode, d.num_tokens) for descs in wanted.values() for d in descs}
-
     def _wants(self, desc: Any) -> bool:
         return self._sizes is None or desc.num_tokens in self._sizes
 
-    def has(self, desc: Any) -> bool:
-        """Whether a step dispatched to this graph can run active."""
-        return (desc.cg_mode, desc.num_tokens) in self._recorded
+    def count(self, sizes: list[Any]) -> None:
+        """Notes what vLLM will record."""
+        self.share = sum(map(self._wants, sizes)) / max(len(sizes), 1)
+
+    def has(self, mode: Any, tokens: int) -> bool:
+        """Whether a step dispatched to a graph of this mode and size can run active."""
+        return (mode, tokens) in self._recorded
+
+    def both(self, idle: int) -> int:
+        """Bytes that graphs of both kinds take where the idle ones take `idle`."""
+        copies = MOST_NODES * NODE_BYTES if idle and self.share else 0
+        return int(idle * (1 + self.share)) + copies
 
     def use(self, active: bool) -> None:
         """Makes one set the runner's."""
@@ -106,14 +140,17 @@ class Graphs:
         self._put(self._stores[active])
         self._active = active
 
-    def _take(self, manager: Any) -> tuple[dict[Any, Any], list[tuple[Any, dict[Any, Any]]]]:
+    def _take(self) -> tuple[dict[Any, Any], _Entries]:
         from vllm.compilation.cuda_graph import CUDAGraphWrapper
 
-        mine = [w for w in CUDAGraphWrapper._all_instances if w.vllm_config is manager.vllm_config]
-        return manager.graphs, [(w, w.concrete_cudagraph_entries) for w in mine]
+        mine = [w for w in CUDAGraphWrapper._all_instances if w.vllm_config is self._config]
+        full = {} if self._manager is None else self._manager.graphs
+        return full, [(wrapper, wrapper.concrete_cudagraph_entries) for wrapper in mine]
 
-    def _put(self, store: tuple[dict[Any, Any], list[tuple[Any, dict[Any, Any]]]]) -> None:
-        self._manager.graphs, entries = store
+    def _put(self, store: tuple[dict[Any, Any], _Entries]) -> None:
+        full, entries = store
+        if self._manager is not None:
+            self._manager.graphs = full
         for wrapper, kept in entries:
             wrapper.concrete_cudagraph_entries = kept
 
@@ -142,32 +179,53 @@ def two_graphs(runner: Any, graphs: Graphs) -> None:
     capture_model, estimate = runner.capture_model, runner.profile_cudagraph_memory
 
     @functools.wraps(capture_model)
-    def capture(*args: Any, profile_only: bool = False, **kwargs: Any) -> Any:
+    def capture(*args: Any, **kwargs: Any) -> Any:
         manager = runner.cudagraph_manager
-        if manager.use_breakable_cg:
-            raise SeamMoved("breakable CUDA graphs are not supported yet: set VLLM_USE_BREAKABLE_CUDAGRAPH=0")
-        once = manager.capture
-        manager.capture = lambda *a, **k: graphs.record(manager, lambda: once(*a, **k), profile_only)
+        once, profile = manager.capture, bool(kwargs.get("profile_only"))  # 0.26 has no such profile
+        manager.capture = lambda *a, **k: graphs.record(manager, lambda: once(*a, **k), profile)
         try:
-            return capture_model(*args, profile_only=profile_only, **kwargs)
+            return capture_model(*args, **kwargs)
         finally:
             del manager.capture
 
     runner.capture_model = capture
 
-    def estimate_both() -> int:
-        idle = estimate()
-        copies = MOST_NODES * NODE_BYTES if idle and graphs.share else 0
-        return int(idle * (1 + graphs.share)) + copies
+    runner.profile_cudagraph_memory = lambda: graphs.both(estimate())
 
-    runner.profile_cudagraph_memory = estimate_both
+
+def two_graphs_v1(runner: Any, graphs: Graphs) -> None:
+    """The same for a V1 runner, which records one mode after the other and whose dispatcher chooses the graph."""
+    once, estimate = runner._capture_cudagraphs, runner.profile_cudagraph_memory
+    dispatcher = runner.cudagraph_dispatcher
+    stock = dispatcher.dispatch
+
+    @functools.wraps(once)
+    def capture(batch_descriptors: list[Any], cudagraph_runtime_mode: Any, *args: Any, **kwargs: Any) -> None:
+        graphs.record_mode(
+            runner.vllm_config, cudagraph_runtime_mode, list(batch_descriptors),
+            lambda sizes: once(sizes, cudagraph_runtime_mode, *args, **kwargs),
+        )  # fmt: skip
+
+    def estimate_both() -> int:
+        graphs.count([desc for _, descs in dispatcher.get_capture_descs() for desc in descs])
+        return graphs.both(estimate())
+
+    @functools.wraps(stock)
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        mode, desc = stock(*args, **kwargs)
+        if _step.usable is not None and mode.name != "NONE" and not _step.usable(mode, desc.num_tokens):
+            mode = type(mode).NONE  # with the padding of the graph
+        return mode, desc
+
+    runner._capture_cudagraphs, runner.profile_cudagraph_memory = capture, estimate_both
+    dispatcher.dispatch = dispatch
 
 
 class _Step(threading.local):
     """What the step on this thread runs: whether code with taps in it, and which graphs it may use (None: any)."""
 
     tapped = False
-    usable: Callable[[Any], bool] | None = None
+    usable: Callable[[Any, int], bool] | None = None
 
 
 _step = _Step()
@@ -182,7 +240,7 @@ class body:
 
     __slots__ = ("_before", "_tapped", "_usable")
 
-    def __init__(self, tapped: bool, usable: Callable[[Any], bool] | None = None) -> None:
+    def __init__(self, tapped: bool, usable: Callable[[Any, int], bool] | None = None) -> None:
         self._tapped, self._usable = tapped, usable
 
     def __enter__(self) -> None:
@@ -198,7 +256,7 @@ def on_compile() -> None:
 
     Idle steps run the second, which is stock's own code, so that no fusion is cut and no bit differs.
     """
-    owner, name = require("compile", ("graph", "example_inputs"))
+    owner, name = require("compile")
     stock = getattr(owner, name)
     if hasattr(stock, "patchclamp"):
         return
@@ -239,7 +297,7 @@ def _without_taps(graph: Any) -> Any:
 
 def on_dispatch() -> None:
     """Lets V2 steps run without a graph where `body` says that theirs may not be used."""
-    owner, name = require("v2 dispatch", ("num_reqs",))
+    owner, name = require("v2 dispatch")
     stock = getattr(owner, name)
     if hasattr(stock, "patchclamp"):
         return
@@ -247,7 +305,7 @@ def on_dispatch() -> None:
     @functools.wraps(stock)
     def dispatch(manager: Any, num_reqs: int, *args: Any, **kwargs: Any) -> Any:
         desc, *rest = stock(manager, num_reqs, *args, **kwargs)
-        if _step.usable is not None and desc.cg_mode.name != "NONE" and not _step.usable(desc):
+        if _step.usable is not None and desc.cg_mode.name != "NONE" and not _step.usable(desc.cg_mode, desc.num_tokens):
             desc = dataclasses.replace(desc, cg_mode=type(desc.cg_mode).NONE, num_reqs=num_reqs)
         return (desc, *rest)
 

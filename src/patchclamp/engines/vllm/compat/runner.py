@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 
 from patchclamp.engines.vllm.compat.configuration import KEY, enabled
-from patchclamp.engines.vllm.compat.graphs import Graphs, body, on_dispatch, two_graphs
-from patchclamp.engines.vllm.compat.seams import require, version
+from patchclamp.engines.vllm.compat.graphs import Graphs, body, on_dispatch, two_graphs, two_graphs_v1
+from patchclamp.engines.vllm.compat.seams import SEAMS, require, version
 from patchclamp.errors import SeamMoved
 
 # -- the worker
@@ -49,6 +49,20 @@ def runner_of(worker: Any) -> tuple[Any, str]:
     raise SeamMoved(f"vLLM {version()} runs this model with {type(runner).__qualname__}, which is neither V1 nor V2")
 
 
+def on_sleep(worker: Any, refusal: Callable[[int], Exception | None]) -> None:
+    """Has a worker sleep only at levels for which there is no `refusal`."""
+    stock = worker.sleep
+
+    @functools.wraps(stock)
+    def sleep(level: int = 1, *args: Any, **kwargs: Any) -> Any:
+        error = refusal(level)
+        if error is not None:
+            raise error
+        return stock(level, *args, **kwargs)
+
+    worker.sleep = sleep
+
+
 class Hooks(msgspec.Struct):
     """What a worker does around a step.
 
@@ -64,7 +78,10 @@ class Hooks(msgspec.Struct):
 
 
 def hook_runner(runner: Any, kind: str, hooks: Hooks, graphs: Graphs | None) -> None:
-    """Puts hooks around a runner's steps, on this instance alone; `graphs` will be those of a V2 runner."""
+    """Puts hooks around a runner's steps, on this instance alone; `graphs` will be its CUDA graphs."""
+    for name in SEAMS:
+        if name.startswith(kind):
+            require(name)
     model = runner.get_model()
     compute = model.compute_logits
 
@@ -76,21 +93,28 @@ def hook_runner(runner: Any, kind: str, hooks: Hooks, graphs: Graphs | None) -> 
 
     model.compute_logits = compute_logits
     if kind == "v1":
-        _hook_v1(runner, hooks)
+        _hook_v1(runner, hooks, graphs)
     else:
         assert graphs is not None
         _hook_v2(runner, hooks, graphs)
 
 
-def _hook_v1(runner: Any, hooks: Hooks) -> None:
-    require("v1 step", ("scheduler_output",))
-    require("v1 inputs", ("scheduler_output", "num_scheduled_tokens"))
+def _hook_v1(runner: Any, hooks: Hooks, graphs: Graphs | None) -> None:
     execute, prepare = runner.execute_model, runner._prepare_inputs
+    if graphs is not None:
+        two_graphs_v1(runner, graphs)
+        _profile_both(runner, graphs)
 
     @functools.wraps(execute)
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        hooks.before(scheduler_output)
-        with hooks.at_work():
+        active, fits = hooks.before(scheduler_output)
+        usable = None
+        if graphs is not None:
+            graphs.use(active)
+            usable = graphs.has if fits else _never
+        if not active:
+            return execute(scheduler_output, *args, **kwargs)
+        with hooks.at_work(), body(tapped=True, usable=usable):
             result = execute(scheduler_output, *args, **kwargs)
         hooks.after()
         return result
@@ -108,9 +132,6 @@ def _hook_v1(runner: Any, hooks: Hooks) -> None:
 
 
 def _hook_v2(runner: Any, hooks: Hooks, graphs: Graphs) -> None:
-    require("v2 step", ("scheduler_output", "dummy_run"))
-    require("v2 inputs", ("scheduler_output",))
-    require("v2 sample")
     execute, prepare, sample = runner.execute_model, runner.prepare_inputs, runner.sample_tokens
 
     two_graphs(runner, graphs)
@@ -148,8 +169,22 @@ def _hook_v2(runner: Any, hooks: Hooks, graphs: Graphs) -> None:
     runner.execute_model, runner.prepare_inputs, runner.sample_tokens = execute_model, prepare_inputs, sample_tokens
 
 
-def _never(desc: Any) -> bool:
+def _never(mode: Any, tokens: int) -> bool:
     return False
+
+
+def _profile_both(runner: Any, graphs: Graphs) -> None:
+    """Has a V1 runner compile, tune and measure what steps with programs run like the rest."""
+    dummy = runner._dummy_run
+
+    @functools.wraps(dummy)
+    def dummy_run(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("is_profile"):
+            with graphs.recording(), body(tapped=True):
+                dummy(*args, **kwargs)
+        return dummy(*args, **kwargs)
+
+    runner._dummy_run = dummy_run
 
 
 def place() -> tuple[bool, bool]:
@@ -165,11 +200,6 @@ def device_facts(runner: Any, kind: str) -> tuple[int, int, Any]:
     if kind == "v2":
         return runner.max_num_tokens, runner.max_num_reqs, runner.input_buffers.positions
     return runner.max_num_tokens, runner.max_num_reqs, runner.positions
-
-
-def records_graphs(vllm_config: Any) -> bool:
-    mode = vllm_config.compilation_config.cudagraph_mode
-    return mode is not None and mode.name != "NONE"
 
 
 def scheduled(scheduler_output: Any) -> tuple[dict[str, int], int]:
@@ -214,7 +244,7 @@ def carried(params: Any) -> bytes | None:
 
 def on_block_key(content: Callable[[Any, bytes, int, int], str | None]) -> None:
     """Adds `content(request, program, start, end)` to the key of a block of tokens start … end−1."""
-    owner, name = require("block keys", ("request", "start_token_idx", "end_token_idx", "start_mm_idx"))
+    owner, name = require("block keys")
     stock = getattr(owner, name)
     if hasattr(stock, "patchclamp"):
         return
@@ -242,7 +272,7 @@ def _replace_everywhere(name: str, stock: Any, ours: Any) -> None:
 
 def on_cache_search(lowest: Callable[[Any, bytes], int | None]) -> None:
     """Lets the prefix cache answer for at most the first `lowest(request, program)` tokens of a request."""
-    owner, name = require("cache search", ("request",))
+    owner, name = require("cache search")
     stock = getattr(owner, name)
     if hasattr(stock, "patchclamp"):
         return
