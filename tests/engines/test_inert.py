@@ -17,7 +17,7 @@ def test_foreign_extra_args_are_no_programs():
 
 
 def test_a_seam_that_moved_is_told_by_our_engines_alone(monkeypatch, smollm2):
-    moved = seams.Seam("block keys", "vllm.v1.core.kv_cache_utils:no_such_function", "key edited blocks", ("0.32.0",))
+    moved = seams.Seam("block keys", "vllm.v1.core.kv_cache_utils:no_such_function", "key edited blocks")
     monkeypatch.setitem(seams.SEAMS, "block keys", moved)
     monkeypatch.setattr(plugin, "problem", None)
     plugin.register()

@@ -7,6 +7,7 @@ import os
 
 import pytest
 import torch
+from vllm.envs import disable_envs_cache
 
 import patchclamp as pc
 from tests.gpu.models import with_weights
@@ -27,6 +28,7 @@ def start(tmp_path_factory):
     cores = sorted(os.sched_getaffinity(0))
     bound, made = os.environ.get("VLLM_CPU_OMP_THREADS_BIND"), []
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"{cores[0]}|{cores[-1]}"
+    disable_envs_cache()  # an engine that was started before this one has vLLM remember its environment
 
     def begin(**options) -> pc.LM:
         made.append(pc.LM(folder, engine="vllm", dtype="float32", max_model_len=256, max_num_seqs=8, prove=False,
@@ -40,6 +42,7 @@ def start(tmp_path_factory):
     os.environ.pop("VLLM_CPU_OMP_THREADS_BIND")
     if bound is not None:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = bound
+    disable_envs_cache()
 
 
 def seen(lm: pc.LM) -> tuple[dict[str, torch.Tensor], int]:

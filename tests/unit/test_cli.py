@@ -321,3 +321,46 @@ class TestDemo:
         monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
         run("sites", "fake")
         assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
+
+
+class TestDoctor:
+    @pytest.fixture(autouse=True)
+    def _no_vllm(self, monkeypatch):
+        """As where vLLM is not installed: nothing heavy is imported."""
+        find = importlib.util.find_spec
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else find(name, *a))
+
+    def test_a_model_is_examined(self):
+        status, output = run("doctor", "fake", "--engine", "fake", "--json")
+        told = json.loads(output)
+        assert (status, told["ok"]) == (0, True)
+        of = {part: {f["name"]: f["status"] for f in told["findings"] if f["part"] == part} for part in
+              ("versions", "sites", "configuration")}  # fmt: skip
+        assert of["versions"]["patchclamp"] == "ok"
+        assert of["versions"]["vllm"] == "note"
+        assert set(of["sites"].values()) == {"ok"}
+        assert {"embed", "resid_post", "logits"} <= of["sites"].keys()
+        assert of["configuration"] == {"model": "ok"}
+
+    def test_what_is_wrong_is_named_with_what_to_do(self):
+        status, output = run("doctor", "--engine", "vllm")
+        assert status == 1
+        assert "✗  vllm" in output
+        assert "→ pip install 'patchclamp[vllm]'" in output
+        assert output.splitlines()[-1] == "1 problem, 0 notes"
+
+    def test_a_model_that_does_not_start_is_a_finding(self):
+        status, output = run("doctor", "fake", "--engine", "fake", "--option", "colour=red")
+        assert status == 1
+        assert "no engine option 'colour'" in output
+
+    def test_a_site_that_is_not_proved_is_a_problem(self, monkeypatch):
+        from patchclamp import doctor
+
+        bad = Proof(
+            "attn_out", 4, 8, "replicated", True, True, False, "an edit at attn_out[2] does not move the logits"
+        )
+        monkeypatch.setattr(doctor, "prove", lambda lm: [bad])
+        status, output = run("doctor", "fake", "--engine", "fake")
+        assert status == 1
+        assert "an edit at attn_out[2] does not move the logits" in output

@@ -18,14 +18,21 @@ if TYPE_CHECKING:
 @contextmanager
 def loaded(model: str, engine: str | None, options: dict[str, Any], prove: bool = True) -> Iterator[LM]:
     """An `LM`. vLLM's own logging is kept to errors unless the environment says otherwise."""
-    _quieten_vllm()
-    with ERR.status(f"loading {model} …"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of one library to another: nothing a user can act on
+    with quietly(), ERR.status(f"loading {model} …"):
         from patchclamp.lm import LM
 
         lm = LM(model, engine, prove=prove, **options)
     with lm:
         yield lm
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without what libraries have to say to each other."""
+    _quieten_vllm()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # nothing that a user can act on
+        yield
 
 
 def _quieten_vllm() -> None:

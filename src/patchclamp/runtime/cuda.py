@@ -44,9 +44,15 @@ class CudaStep:
         self._drained: set[int] = set()
 
     @property
+    def memory(self) -> dict[str, int]:
+        """Device memory held, beside the bank, by what it is for."""
+        return {"captures of a graph (kept)": self.kept.nbytes, "captures on their way (ring)": self.drain.device_bytes,
+                "tables": self.tables.bytes}  # fmt: skip
+
+    @property
     def bytes(self) -> int:
         """Device memory held, beside the bank."""
-        return self.kept.nbytes + self.drain.device_bytes + self.tables.bytes
+        return sum(self.memory.values())
 
     def begin(self, plan: StepPlan, batch: Batch, fresh: bool) -> None:
         self._plan, self._left = plan, []

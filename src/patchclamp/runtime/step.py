@@ -20,6 +20,11 @@ class Step(Protocol):
     unit: np.ndarray
     recording: bool
 
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes held on the device beside the bank, by what they are for."""
+        ...
+
     def begin(self, plan: StepPlan, batch: Batch, fresh: bool) -> None:
         """A planned step begins; `fresh` is False where the last plan goes on by one token a request."""
         ...
@@ -56,6 +61,10 @@ class HostStep:
     """On the CPU: rows are kept in one fp32 buffer a step."""
 
     unit, recording = NUMBERS, False
+
+    @property
+    def memory(self) -> dict[str, int]:
+        return {}
 
     def __init__(self, table: ProgramTable, bank: Bank) -> None:
         self._table, self._bank = table, bank

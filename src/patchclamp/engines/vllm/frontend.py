@@ -18,10 +18,12 @@ import safetensors.numpy
 
 from patchclamp import __version__
 from patchclamp.engines.base import Answer, Model, Request, Tokenizer, settle
+from patchclamp.engines.findings import Finding
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
 from patchclamp.engines.vllm import plugin, shared
 from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.compat.seams import require, version
+from patchclamp.engines.vllm.report import running
 from patchclamp.engines.vllm.worker import site_map, too_deep
 from patchclamp.errors import CapacityError, EngineError, PatchclampError, ProgramError, RunError, unknown, unpack
 from patchclamp.plan import Bound
@@ -105,8 +107,12 @@ class VllmEngine:
         """The worker's counts: programs seated, runs kept, vectors pinned, records free."""
         return self._call(self._status).result()
 
-    def _status(self) -> dict[str, Any]:
-        found = self._all("status")
+    def report(self) -> list[Finding]:
+        """What there is to say about this engine."""
+        return self._call(lambda: running(self.config, self._status("examine"))).result()
+
+    def _status(self, verb: str = "status") -> dict[str, Any]:
+        found = self._all(verb)
         summed = {name: sum(worker[name] for worker in found) for name in ("captured_bytes", "failures")}
         return {**found[0], **summed, "workers": len(found)}
 

@@ -14,7 +14,7 @@ import torch
 from patchclamp.engines.vllm import shared
 from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.compat import runner as compat
-from patchclamp.engines.vllm.compat.graphs import Graphs
+from patchclamp.engines.vllm.compat.graphs import Graphs, fusions
 from patchclamp.errors import EngineError, pack
 from patchclamp.plan import Batch, Bound
 from patchclamp.runtime import Limits, Runtime
@@ -159,12 +159,18 @@ class Attached:
 
     # -- calls
 
+    def do_examine(self) -> dict[str, Any]:
+        """The status, and what only an examination asks for."""
+        memory = {"vectors (bank)": self.runtime.bank.data.nbytes, **self.runtime.step.memory}
+        return {**self.do_status(), "fusions": fusions, "memory": memory}
+
     def do_status(self) -> dict[str, Any]:
         found = {"runner": self.kind, "preemptions": self._preemptions, **self.runtime.status()}
         if not self.runtime.keeps:  # counted by the one that does
             found["failures"] = 0
         if self._graphs is not None:
-            found |= {"active_graphs": self._graphs.active, "active_graphs_problem": self._graphs.problem}
+            found |= {"active_graphs": self._graphs.active, "active_graphs_problem": self._graphs.problem,
+                      "idle_graphs": self._graphs.idle}  # fmt: skip
         return found
 
     def do_hold(self, vectors: bytes, holders: list[str]) -> None:

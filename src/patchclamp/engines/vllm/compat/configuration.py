@@ -104,6 +104,27 @@ def unrecorded(vllm_config: Any, sizes: Sequence[int]) -> str | None:
     return f"active_sizes {missing}: vLLM records graphs for steps of {there} tokens here"
 
 
+def chosen(vllm_config: Any) -> dict[str, Any]:
+    """What an engine was configured to do, by vLLM's own names."""
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
+    mode, sizes = compilation.cudagraph_mode, compilation.cudagraph_capture_sizes or []
+    return {
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "max_model_len": model.max_model_len,
+        "max_num_seqs": scheduler.max_num_seqs,
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "enable_prefix_caching": bool(cache.enable_prefix_caching),
+        "async_scheduling": bool(getattr(scheduler, "async_scheduling", False)),
+        "tensor_parallel_size": parallel.tensor_parallel_size,
+        "pipeline_parallel_size": parallel.pipeline_parallel_size,
+        "compilation": "eager" if model.enforce_eager else str(getattr(compilation.mode, "name", compilation.mode)),
+        "cudagraph_mode": getattr(mode, "name", str(mode)),
+        "cudagraph_capture_sizes": f"{len(sizes)}, up to {max(sizes)}" if sizes else "none",
+        "quantization": model.quantization or "none",
+    }
+
+
 def refused(vllm_config: Any) -> list[str]:
     """Configurations under which a guarantee would not hold, in words; an engine with any of them does not start.
 

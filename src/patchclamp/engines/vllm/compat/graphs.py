@@ -10,7 +10,8 @@ import dataclasses
 import functools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,8 +43,14 @@ class Graphs:
         self._stores: dict[bool, tuple[dict[Any, Any], _Entries]] = {}
         self._active = False
         self._recorded: set[tuple[Any, int]] = set()
+        self._idle = 0
         self.share = 1.0  # of the sizes that vLLM records, those that are recorded with taps too
         self.problem = ""  # why there are no active graphs, if there should be
+
+    @property
+    def idle(self) -> int:
+        """Sizes of step that vLLM records."""
+        return self._idle
 
     @property
     def active(self) -> int:
@@ -123,6 +130,7 @@ class Graphs:
     def count(self, sizes: list[Any]) -> None:
         """Notes what vLLM will record."""
         self.share = sum(map(self._wants, sizes)) / max(len(sizes), 1)
+        self._idle = len({desc.num_tokens for desc in sizes}) or self._idle
 
     def has(self, mode: Any, tokens: int) -> bool:
         """Whether a step dispatched to a graph of this mode and size can run active."""
@@ -256,6 +264,7 @@ def on_compile() -> None:
 
     Idle steps run the second, which is stock's own code, so that no fusion is cut and no bit differs.
     """
+    require("fusions")
     owner, name = require("compile")
     stock = getattr(owner, name)
     if hasattr(stock, "patchclamp"):
@@ -266,11 +275,13 @@ def on_compile() -> None:
         if enabled(self.vllm_config) is None or self.prefix.endswith(_IDLE):
             return stock(self, graph, example_inputs)
         files, bare = set(self.compilation_config.traced_files), _without_taps(graph)
-        tapped = stock(self, graph, example_inputs)
+        with _matches(1):
+            tapped = stock(self, graph, example_inputs)
         if bare is None:
             return tapped
         self.compilation_config.traced_files.update(files)
-        idle = stock(type(self)(self.vllm_config, self.prefix + _IDLE, self.is_encoder), bare, example_inputs)
+        with _matches(0):
+            idle = stock(type(self)(self.vllm_config, self.prefix + _IDLE, self.is_encoder), bare, example_inputs)
 
         def either(*args: Any) -> Any:
             return (tapped if _step.tapped else idle)(*args)
@@ -282,6 +293,20 @@ def on_compile() -> None:
 
 
 _IDLE = "_patchclamp_idle"
+fusions: dict[str, list[int]] = {}  # by pass: how often it matched in stock's code, and in code with taps
+
+
+@contextmanager
+def _matches(which: int) -> Iterator[None]:
+    """Counts what vLLM's fusion passes match within; where compiled code is cached they match nothing."""
+    from vllm.compilation.passes.vllm_inductor_pass import VllmPatternMatcherPass
+
+    table = VllmPatternMatcherPass.match_table
+    before = dict(table)
+    yield
+    for name, count in table.items():
+        if count != before.get(name, 0):
+            fusions.setdefault(name, [0, 0])[which] += count - before.get(name, 0)
 
 
 def _without_taps(graph: Any) -> Any:

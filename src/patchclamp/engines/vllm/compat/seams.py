@@ -34,6 +34,8 @@ SEAMS: dict[str, Seam] = {
         Seam("load", "vllm.v1.worker.worker_base:WorkerWrapperBase", "attach taps after the model is loaded"),
         Seam("compile", "vllm.compilation.backends:VllmBackend.__call__", "compile idle steps without taps",
              ("graph", "example_inputs")),
+        Seam("fusions", "vllm.compilation.passes.vllm_inductor_pass:VllmPatternMatcherPass.match_table",
+             "count what is fused"),
         Seam("graphs", "vllm.compilation.cuda_graph:CUDAGraphWrapper._all_instances", "find piecewise graphs"),
         Seam("breakable graphs", "vllm.compilation.breakable_cudagraph:is_breakable_cudagraph_enabled", "refuse them"),
         Seam("v1 inputs", _V1 + "_prepare_inputs", "plan rows (V1)", (*_STEP, "num_scheduled_tokens")),

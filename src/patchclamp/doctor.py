@@ -1,0 +1,88 @@
+"""What works here and what does not, before anyone relies on it: the machine, vLLM's seams, and one model on it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+from typing import Any
+
+import msgspec
+
+from patchclamp import __version__
+from patchclamp.engines.findings import Finding
+from patchclamp.errors import PatchclampError
+from patchclamp.lm import LM
+from patchclamp.sites.prove import prove
+
+PACKAGES = ("torch", "transformers")
+
+
+class Report(msgspec.Struct, frozen=True):
+    """Everything found, in order."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def problems(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.status == "problem")
+
+
+def examine(model: str | None = None, engine: str | None = None, **options: Any) -> Report:
+    """Examines the machine and, with a `model`, an engine started for it with `options`.
+
+    What keeps a model from starting is a finding, not an error.
+    """
+    found = [*_versions(), *_vllm(engine)]
+    return Report((*found, *(_model(model, engine, options) if model is not None else ())))
+
+
+def _versions() -> list[Finding]:
+    found = [Finding("versions", "patchclamp", "ok", __version__),
+             Finding("versions", "python", "ok", platform.python_version())]  # fmt: skip
+    for package in PACKAGES:
+        try:
+            found.append(Finding("versions", package, "ok", importlib.metadata.version(package)))
+        except importlib.metadata.PackageNotFoundError:
+            found.append(Finding("versions", package, "problem", "not installed", "pip install 'patchclamp[vllm]'"))
+    return found
+
+
+def _vllm(engine: str | None) -> list[Finding]:
+    if importlib.util.find_spec("vllm") is None:
+        wanted = engine == "vllm"
+        return [Finding("versions", "vllm", "problem" if wanted else "note", "not installed: the transformers engine "
+                        "runs the same programs, slowly", "pip install 'patchclamp[vllm]'")]  # fmt: skip
+    try:
+        from patchclamp.engines.vllm.report import machine, seams
+
+        return [*machine(), *seams()]
+    except ImportError as error:
+        return [Finding("versions", "vllm", "problem", f"it cannot be imported: {error}", "install it anew")]
+
+
+def _model(model: str, engine: str | None, options: dict[str, Any]) -> list[Finding]:
+    try:
+        lm = LM(model, engine, prove=False, **options)
+    except PatchclampError as error:
+        return [Finding("configuration", "start", "problem", str(error), "change what it names, and ask again")]
+    with lm:
+        about = lm.model
+        told = f"{about.family}, {about.layers} layers, width {about.d_model}, {about.dtype}, on {about.engine}"
+        found = [Finding("configuration", "model", "ok", told)]
+        try:
+            rest = list(getattr(lm.engine, "report", list)())
+            proofs = prove(lm)
+        except PatchclampError as error:
+            return [*found, Finding("sites", "proof", "problem", str(error), "report it with the model's name")]
+        first = [finding for finding in rest if finding.part == "configuration"]
+        sites = [_site(proof) for proof in proofs]
+        return [*found, *first, *sites, *(finding for finding in rest if finding.part != "configuration")]
+
+
+def _site(proof: Any) -> Finding:
+    layers = "" if proof.layers is None else f" in {proof.layers} layers"
+    if proof.holds:
+        return Finding("sites", proof.name, "ok", f"proved{layers}: shape, no-op write, edit")
+    return Finding("sites", proof.name, "problem", proof.note or "not proved",
+                   "programs that name it are refused; the others work")  # fmt: skip

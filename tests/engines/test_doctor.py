@@ -1,0 +1,70 @@
+"""The doctor about vLLM: what it says of a running engine, and that it sees what is wrong."""
+
+import importlib.metadata
+
+import pytest
+
+from patchclamp.doctor import Report
+from patchclamp.engines.vllm import report
+from patchclamp.engines.vllm.compat import seams
+
+
+def test_a_running_engine_is_described(engines):
+    lm = engines.get("vllm", "float32")
+    found = {(finding.part, finding.name): finding for finding in lm.engine.report()}
+    assert found["configuration", "runner"].told == "V1"
+    assert found["configuration", "dtype"].told == "float32"
+    assert found["configuration", "max_model_len"].told == "512"
+    assert found["configuration", "compilation"].told == "eager"
+    assert found["memory", "vectors (bank)"].told == "256.0 MiB"
+    assert found["graphs", "variants"].status == "note"
+    assert "problem" not in {finding.status for finding in found.values()}
+
+
+def test_every_seam_is_looked_at_and_one_that_moved_is_named(monkeypatch):
+    assert {finding.status for finding in report.seams()} == {"ok"}
+    place = "vllm.v1.worker.gpu.model_runner:GPUModelRunner.no_such_method"
+    monkeypatch.setitem(seams.SEAMS, "v2 step", seams.Seam("v2 step", place, "begin a step (V2)"))
+    takes = seams.Seam("cache search", seams.SEAMS["cache search"].place, "compute what is captured", ("no_such_word",))
+    monkeypatch.setitem(seams.SEAMS, "cache search", takes)
+    problems = {finding.name: finding for finding in report.seams() if finding.status == "problem"}
+    assert problems.keys() == {"v2 step", "cache search"}
+    assert "no_such_method" in problems["v2 step"].told
+    assert "it takes no parameter no_such_word" in problems["cache search"].told
+    assert problems["v2 step"].advice == "install vLLM 0.32.0"
+
+
+@pytest.mark.parametrize(("only", "status", "told"), [
+    (None, "ok", "registered with vLLM"), ("patchclamp,other", "ok", "registered with vLLM"),
+    ("other", "problem", "VLLM_PLUGINS='other' leaves it out"),
+])  # fmt: skip
+def test_a_plugin_that_vllm_will_not_load_is_a_problem(monkeypatch, only, status, told):
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if only is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", only)
+    (found,) = [finding for finding in report.machine() if finding.name == "plugin"]
+    assert (found.status, found.told) == (status, told)
+
+
+def test_a_plugin_that_is_not_installed_is_a_problem(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
+    (found,) = [finding for finding in report.machine() if finding.name == "plugin"]
+    assert found.status == "problem"
+    assert found.advice.startswith("install patchclamp with pip")
+
+
+def test_fusions_graphs_and_memory_of_a_gpu(engines):
+    config = engines.get("vllm", "float32").engine.config
+    status = {
+        "runner": "v2", "workers": 2, "fusions": {"AllReduceFusionPass": [8, 0], "RMSNormQuantFusionPass": [16, 16]},
+        "active_graphs": 35, "idle_graphs": 35, "active_graphs_problem": "", "memory": {"tables": 3 << 20},
+    }  # fmt: skip
+    found = {finding.name: finding for finding in report.running(config, status)}
+    assert (found["AllReduceFusionPass"].status, found["RMSNormQuantFusionPass"].status) == ("note", "ok")
+    assert found["AllReduceFusionPass"].told == "0 matches with taps, 8 in stock's code"
+    assert found["variants"].told == "35 sizes of step recorded with taps, 35 without"
+    assert found["tables"].told == "3.0 MiB"
+    full = report.running(config, {**status, "active_graphs": 0, "active_graphs_problem": "the GPU had no room"})
+    (variants,) = [finding for finding in full if finding.name == "variants"]
+    assert (variants.status, variants.told) == ("note", "the GPU had no room")
+    assert Report(tuple(full)).problems == ()
