@@ -1,6 +1,7 @@
-"""The guarantees on a GPU (V2 runner): kernel, graphs and eager, with asynchronous scheduling. Prints a table.
+"""The guarantees on a GPU: kernel, graphs and eager, with asynchronous scheduling, on both runners. Prints a table.
 
     python -m tests.gpu.check --out DIR
+    python -m tests.gpu.check --out DIR --parts modes --modes "tp2 eager,tp2 graphs,pp2 eager,pp2 graphs"   # two GPUs
 
 Stock vLLM runs in processes of their own, without the plugin.  Weights are random, prompts are token ids.
 """
@@ -8,6 +9,7 @@ Stock vLLM runs in processes of their own, without the plugin.  Weights are rand
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -327,6 +329,65 @@ def bounded(model: str) -> None:
         note("bounded", f"  {name}: the same answers as with all, bit for bit", same, "")
 
 
+def sleeping(mode: str, model: str) -> None:
+    """Sleep at level 1: the memory of weights and cache is given back, and after waking every bit is as before."""
+    import torch
+
+    import patchclamp as pc
+
+    options = {**BASE, "dtype": "bfloat16", "enable_sleep_mode": True}
+    with pc.LM(model, engine="vllm", prove=False, **options) as lm:
+        torch.manual_seed(0)
+        program = {"edits": [pc.Add(torch.randn(lm.model.d_model), at=pc.resid_post[1])], "capture": [pc.resid_post]}
+        before = lm.run(PROMPTS[1], max_tokens=TOKENS, **program)
+        rows = before[pc.resid_post[0]].clone()
+        free = torch.cuda.mem_get_info()[0]
+        lm.sleep()
+        given = (torch.cuda.mem_get_info()[0] - free) >> 20
+        note(mode, "level 1 gives memory back", given > 1000, f"{given} MiB")
+        try:
+            lm.run(PROMPTS[1], max_tokens=1)
+            told = "it ran"
+        except pc.EngineError as error:
+            told = str(error)
+        note(mode, "a sleeping engine says so", "lm.wake()" in told, told)
+        kept = before[pc.resid_post[3]].isfinite().all()  # fetched while it sleeps
+        lm.wake()
+        after = lm.run(PROMPTS[1], max_tokens=TOKENS, **program)
+        same = bits(after) == bits(before) and torch.equal(after[pc.resid_post[0]], rows) and bool(kept)
+        note(mode, "after waking, edits and captures are as before, bit for bit", same, "")
+        patched = lm.run(PROMPTS[1], max_tokens=TOKENS, edits=[pc.Replace(pc.From(before), at=pc.resid_post[3])])
+        note(mode, "and a run of before serves as a source", patched.error is None, str(patched.error or ""))
+
+
+def setting(mode: str) -> tuple[dict, dict[str, str]]:
+    """Engine options and environment of a mode such as "v1 graphs" or "tp2 eager"."""
+    options: dict = {**BASE, "dtype": "bfloat16", "enforce_eager": mode.endswith("eager")}
+    if "tp2" in mode:
+        options["tensor_parallel_size"] = 2
+    if "pp2" in mode:
+        options["pipeline_parallel_size"] = 2
+    return options, {"VLLM_USE_V2_MODEL_RUNNER": "0"} if "v1" in mode else {}
+
+
+@contextlib.contextmanager
+def surroundings(environ: dict[str, str]):
+    """Engines started within see these variables too: vLLM remembers its own from the first engine on."""
+    from vllm import envs
+
+    before = {name: os.environ.get(name) for name in environ}
+    os.environ.update(environ)
+    envs.disable_envs_cache()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+        envs.disable_envs_cache()
+
+
 def bits(run) -> tuple:
     return run.token_ids, [x.hex() for x in run.logprobs]
 
@@ -422,9 +483,10 @@ def checks(mode: str, lm, expected: list[list] | None) -> None:
     lm.run(PROMPTS[1], max_tokens=100, sampling={"ignore_eos": True}, edits=noop, capture=[at])
     copied = lm.engine.status()["steps_planned"] - copied
     note(mode, "100 tokens of a steady request are planned at most 3 times", copied <= 3, str(copied))
-    if mode == "graphs":
-        cut_down(mode, lm)
-    unsynchronised(mode, lm)
+    if lm.engine.status()["workers"] == 1:  # in this process
+        if mode.endswith("graphs"):
+            cut_down(mode, lm)
+        unsynchronised(mode, lm)
     after = lm.run(PROMPTS, **greedy)
     note(mode, "idle again after all that, bit for bit", [bits(r) for r in after] == [bits(r) for r in plain], "")
     many = lm.run(
@@ -444,8 +506,9 @@ def checks(mode: str, lm, expected: list[list] | None) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--modes", default="eager,graphs")
-    parser.add_argument("--parts", default="kernel,modes,transformers,crowded,bounded")
+    parser.add_argument("--modes", default="eager,graphs,v1 eager,v1 graphs",
+                        help="each eager or graphs, after v1 (the V1 runner), tp2 or pp2 (two GPUs)")  # fmt: skip
+    parser.add_argument("--parts", default="kernel,modes,transformers,crowded,bounded,sleep")
     parser.add_argument("--without-stock", action="store_true", help="leave out the comparison with stock vLLM")
     args = parser.parse_args()
     from tests.gpu.models import with_weights
@@ -464,16 +527,19 @@ def main() -> None:
     import patchclamp as pc
 
     for mode in args.modes.split(",") if "modes" in parts else ():
-        options = {**BASE, "dtype": "bfloat16", "enforce_eager": mode == "eager"}
+        options, environ = setting(mode)
         try:
-            expected = None if args.without_stock else [stock(model, options)]
-            if mode == "graphs" and expected is not None:  # two compilations need not be alike, of stock vLLM either
-                expected.append(stock(model, options, VLLM_USE_AOT_COMPILE="0", VLLM_DISABLE_COMPILE_CACHE="1"))
+            expected = None if args.without_stock else [stock(model, options, **environ)]
+            if mode.endswith("graphs") and expected is not None:  # two compilations need not be alike, of stock either
+                anew = {"VLLM_USE_AOT_COMPILE": "0", "VLLM_DISABLE_COMPILE_CACHE": "1"}
+                expected.append(stock(model, options, **environ, **anew))
                 told = "equals itself" if expected[0] == expected[1] else "differs from itself"
                 note("stock", "compiled anew, without the cached artifact", None, told)
             began = time.time()
-            with pc.LM(model, engine="vllm", prove=False, **options) as lm:
-                note(mode, "starts", True, f"{time.time() - began:.0f} s, runner {lm.engine.status()['runner']}")
+            with surroundings(environ), pc.LM(model, engine="vllm", prove=False, **options) as lm:
+                runner = lm.engine.status()["runner"]
+                right = runner == ("v1" if "v1" in mode else "v2")
+                note(mode, "starts", right, f"{time.time() - began:.0f} s, runner {runner}")
                 checks(mode, lm, expected)
         except Exception as error:
             traceback.print_exc()
@@ -483,7 +549,8 @@ def main() -> None:
             like_transformers(model)
         except Exception as error:
             note("transformers", "ran to its end", False, f"{type(error).__name__}: {error}"[:300])
-    for name, part in (("crowded", crowded), ("crowded, Qwen3", crowded), ("bounded", lambda _, at: bounded(at))):
+    for name, part in (("crowded", crowded), ("crowded, Qwen3", crowded), ("bounded", lambda _, at: bounded(at)),
+                       ("sleep", sleeping)):  # fmt: skip
         if name.split(",")[0] not in parts:
             continue
         try:
