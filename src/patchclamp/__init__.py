@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from patchclamp import spec
 from patchclamp.errors import (
+    AddressMoved,
     CapacityError,
     EngineError,
     MissingSource,
@@ -61,6 +62,7 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "LM",
     "Add",
+    "AddressMoved",
     "CapacityError",
     "Capture",
     "EngineError",

@@ -10,7 +10,8 @@
     ├── CapacityError       429  a table is full; the text says which option makes it larger
     ├── ModelError          422  a model that cannot be loaded or whose layers were not found
     ├── EngineError         500  the engine could not start or has stopped
-    │   └── SeamMoved       500  this vLLM does not have a place that patchclamp attaches to
+    │   ├── SeamMoved       500  this vLLM does not have a place that patchclamp attaches to
+    │   └── AddressMoved    500  a CUDA graph would read other memory than the step filled
     └── RunError            500  a request failed while it ran
 
 The number is the HTTP status that a server answers with.  `path` points into the program: `edits[2].at`.
@@ -82,6 +83,10 @@ class SeamMoved(EngineError):
     pass
 
 
+class AddressMoved(EngineError):
+    pass
+
+
 class RunError(PatchclampError):
     status = 500
 
@@ -90,7 +95,7 @@ TREE: dict[str, type[PatchclampError]] = {
     kind.__name__: kind
     for kind in (
         PatchclampError, ProgramError, UnknownName, ShapeError, TokensError, UnsupportedSite,
-        MissingSource, CapacityError, ModelError, EngineError, SeamMoved, RunError,
+        MissingSource, CapacityError, ModelError, EngineError, SeamMoved, AddressMoved, RunError,
     )
 }  # fmt: skip
 

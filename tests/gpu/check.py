@@ -360,6 +360,73 @@ def sleeping(mode: str, model: str) -> None:
         note(mode, "and a run of before serves as a source", patched.error is None, str(patched.error or ""))
 
 
+def watched(mode: str, model: str) -> None:
+    """Addresses checked at every replay: an engine runs as ever, and each kind of tensor that is made anew is named."""
+    import torch
+
+    import patchclamp as pc
+
+    options = {**BASE, "dtype": "bfloat16", "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 64]}}
+    with surroundings({"PATCHCLAMP_CHECK_ADDRESSES": "1"}), pc.LM(model, engine="vllm", prove=False, **options) as lm:
+        edits = [pc.Add([0.5] * lm.model.d_model, at=pc.resid_post[1])]
+        ignore = {"ignore_eos": True}
+        plain, edited = lm.run(PROMPTS[:2], max_tokens=TOKENS, sampling=ignore, edits=[[], edits])
+        looked = lm.engine.status()["replays_checked"]
+        lm.run(PROMPTS[1], max_tokens=TOKENS, sampling=ignore)
+        idle = lm.engine.status()["replays_checked"] - looked
+        fine = plain.error is None and edited.error is None and looked > 0 and idle > 0
+        note(mode, "all is well where nothing moved, idle and active", fine, f"{looked} and {idle} replays")
+        ours, found = attached(lm), []
+        watch, runner = ours._graphs.watch, attached_runner(lm)
+        compare = watch._compare
+
+        def gently(*args):
+            try:
+                compare(*args)
+            except pc.AddressMoved as error:
+                found.append(str(error))
+
+        watch._compare = gently
+        buffers, tables = runner.input_buffers, runner.block_tables
+        for kind, owner, name, path in (
+            ("an argument by place", buffers, "positions", "args["),
+            ("an argument by name", buffers, "positions", "kwargs['positions']"),
+            ("attention metadata", buffers, "seq_lens", "attn_metadata["),
+            ("a block table", tables.input_block_tables, 0, "block_tables[0]"),
+            ("a buffer of ours", ours.runtime.step, "kept", "patchclamp['kept']"),
+        ):
+            take, put = (list.__getitem__, list.__setitem__) if isinstance(owner, list) else (getattr, setattr)
+            before = take(owner, name)
+            found.clear()
+            put(owner, name, before.clone())
+            try:
+                lm.run(PROMPTS[1], max_tokens=4, sampling=ignore, edits=edits)
+            finally:
+                put(owner, name, before)
+            named = [error for error in found if path in error.split("filled.")[1]]
+            note(
+                mode,
+                f"{kind} that is made anew is named",
+                bool(named),
+                (named or found or ["nothing was said"])[0][:200],
+            )
+        found.clear()
+        lm.run(PROMPTS[1], max_tokens=4, sampling=ignore, edits=edits)
+        note(mode, "and put back, all is well again", not found, str(found[:1]))
+        watch._compare, ours.runtime.step.kept = compare, ours.runtime.step.kept.clone()
+        torch.cuda.synchronize()
+        try:
+            told = str(lm.run(PROMPTS[1], max_tokens=4, sampling=ignore, edits=edits).error)
+        except pc.PatchclampError as error:
+            told = str(error)
+        note(mode, "unprevented, it is the run's error", "changed: patchclamp['kept']" in told, told[:200])
+
+
+def attached_runner(lm) -> object:
+    """The model runner of an engine in this process."""
+    return lm.engine._engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
 def setting(mode: str) -> tuple[dict, dict[str, str]]:
     """Engine options and environment of a mode such as "v1 graphs" or "tp2 eager"."""
     options: dict = {**BASE, "dtype": "bfloat16", "enforce_eager": mode.endswith("eager")}
@@ -508,7 +575,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--modes", default="eager,graphs,v1 eager,v1 graphs",
                         help="each eager or graphs, after v1 (the V1 runner), tp2 or pp2 (two GPUs)")  # fmt: skip
-    parser.add_argument("--parts", default="kernel,modes,transformers,crowded,bounded,sleep")
+    parser.add_argument("--parts", default="kernel,modes,transformers,crowded,bounded,sleep,addresses")
     parser.add_argument("--without-stock", action="store_true", help="leave out the comparison with stock vLLM")
     args = parser.parse_args()
     from tests.gpu.models import with_weights
@@ -550,7 +617,7 @@ def main() -> None:
         except Exception as error:
             note("transformers", "ran to its end", False, f"{type(error).__name__}: {error}"[:300])
     for name, part in (("crowded", crowded), ("crowded, Qwen3", crowded), ("bounded", lambda _, at: bounded(at)),
-                       ("sleep", sleeping)):  # fmt: skip
+                       ("sleep", sleeping), ("addresses", watched)):  # fmt: skip
         if name.split(",")[0] not in parts:
             continue
         try:

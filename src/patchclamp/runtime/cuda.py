@@ -43,6 +43,10 @@ class CudaStep:
         self._left: list[tuple[int, int, Block, int]] = []
         self._drained: set[int] = set()
 
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """What graphs read and write of ours, by name."""
+        return {"kept": self.kept, **self.tables.buffers()}
+
     @property
     def memory(self) -> dict[str, int]:
         """Device memory held, beside the bank, by what it is for."""

@@ -72,6 +72,11 @@ class CudaTables:
     records: torch.Tensor
     offset: torch.Tensor
 
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """What the kernel reads, by name."""
+        names = ("position_of_row", "bank", "base", *self._at)
+        return {name: getattr(self, name) for name in names}
+
     @property
     def bytes(self) -> int:
         """Device memory held."""

@@ -93,6 +93,7 @@ class TappedGraph:
 
     def __init__(self, graph: torch.cuda.CUDAGraph, taps: list[tuple[Any, int]], recorded: Recorded) -> None:
         self._graph, self._taps, self._recorded = graph, taps, recorded
+        self.addresses: dict[str, int] | None = getattr(graph, "addresses", None)  # of what it reads, if it was noted
         self._all = frozenset(point for _, point in taps)
         self._key: bytes | None = None
         self._wanted = self._all

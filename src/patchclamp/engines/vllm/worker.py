@@ -14,10 +14,11 @@ import torch
 from patchclamp.engines.vllm import shared
 from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.compat import runner as compat
+from patchclamp.engines.vllm.compat.addresses import Watch
 from patchclamp.engines.vllm.compat.graphs import Graphs, fusions
 from patchclamp.errors import EngineError, pack
 from patchclamp.plan import Batch, Bound
-from patchclamp.runtime import Limits, Runtime
+from patchclamp.runtime import Limits, Runtime, addresses
 from patchclamp.runtime.op import at_work
 from patchclamp.runtime.taps import attach as attach_taps
 from patchclamp.sites import SiteMap, family_of
@@ -103,7 +104,8 @@ class Attached:
             runtime.table, runtime.bank, rows, samples, positions,
             limits.kept_bytes, limits.ring_bytes, limits.pinned_bytes,
         )  # fmt: skip
-        self._graphs = Graphs(limits.active_sizes, self.recording, step.recorded.tapped, step.recorded.forget)
+        watch = Watch(step.buffers) if addresses.wanted() else None
+        self._graphs = Graphs(limits.active_sizes, self.recording, step.recorded.tapped, step.recorded.forget, watch)
 
     def at_work(self) -> Any:
         return at_work(self.runtime)
@@ -169,7 +171,8 @@ class Attached:
         if not self.runtime.keeps:  # counted by the one that does
             found["failures"] = 0
         if self._graphs is not None:
-            found |= {"active_graphs": self._graphs.active, "active_graphs_problem": self._graphs.problem,
+            watched = {} if self._graphs.watch is None else {"replays_checked": self._graphs.watch.compared}
+            found |= watched | {"active_graphs": self._graphs.active, "active_graphs_problem": self._graphs.problem,
                       "idle_graphs": self._graphs.idle}  # fmt: skip
         return found
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from patchclamp.engines.vllm.compat.addresses import Watch
 from patchclamp.engines.vllm.compat.configuration import enabled
 from patchclamp.engines.vllm.compat.seams import require
 from patchclamp.runtime.graphs import MOST_NODES, NODE_BYTES
@@ -35,9 +36,10 @@ class Graphs:
 
     def __init__(
         self, sizes: tuple[int, ...] | None, recording: Callable[[], Any], tapped: Callable[[Any], Any],
-        forget: Callable[[], None],
+        forget: Callable[[], None], watch: Watch | None = None,
     ) -> None:  # fmt: skip
         self._sizes, self.recording, self._tapped, self._forget = sizes, recording, tapped, forget
+        self.watch = watch  # of what graphs read, where that is asked for
         self._manager: Any = None  # of a V2 runner, which keeps full graphs
         self._config: Any = None
         self._stores: dict[bool, tuple[dict[Any, Any], _Entries]] = {}
@@ -64,7 +66,10 @@ class Graphs:
         """
         self._stores, self._recorded, self._active = {}, set(), False
         self.count([desc for descs in manager._capture_descs.values() for desc in descs])
-        capture()
+        if self.watch is not None:
+            self.watch.replays(manager)
+        with _made_by(_Seen, self.watch):
+            capture()
         if profile:
             return
         self._manager, self._config = manager, manager.vllm_config
@@ -84,7 +89,8 @@ class Graphs:
 
     def record_mode(self, vllm_config: Any, mode: Any, sizes: list[Any], capture: Callable[[list[Any]], None]) -> None:
         """Records the graphs of one mode of a V1 runner once each way, and leaves the idle ones in place."""
-        capture(sizes)
+        with _made_by(_Seen, self.watch):
+            capture(sizes)
         self._config = vllm_config
         self._stores[False] = self._take()
         before = {id(wrapper): entries for wrapper, entries in self._stores.get(True, ({}, []))[1]}
@@ -96,10 +102,9 @@ class Graphs:
         self, store: tuple[dict[Any, Any], _Entries], capture: Callable[[], None], told: set[tuple[Any, int]]
     ) -> None:
         """Records graphs with taps into a store, and puts the idle ones back; without room for them there are none."""
-        stock, torch.cuda.CUDAGraph = torch.cuda.CUDAGraph, _Kept
         self._put(store)
         try:
-            with self.recording(), body(tapped=True):
+            with self.recording(), body(tapped=True), _made_by(_Kept, self.watch):
                 capture()
             store = self._take()
             for desc, graph in store[0].items():
@@ -118,8 +123,6 @@ class Graphs:
                 "patchclamp: %s; steps with programs run without CUDA graphs. Give the cache less memory, or name "
                 "fewer sizes in active_sizes.", self.problem,
             )  # fmt: skip
-        finally:
-            torch.cuda.CUDAGraph = stock
         self._forget()
         self._put(self._stores[False])
         torch.cuda.empty_cache()
@@ -172,7 +175,19 @@ def _no_room(error: BaseException | None) -> bool:
     return False
 
 
-class _Kept(torch.cuda.CUDAGraph):
+class _Seen(torch.cuda.CUDAGraph):
+    """A graph that notes, where that is asked for, the addresses of what it was recorded with."""
+
+    addresses: dict[str, int] | None = None
+    watch: Watch | None = None
+
+    def capture_end(self) -> None:
+        super().capture_end()
+        if _Seen.watch is not None:
+            self.addresses = _Seen.watch.now()
+
+
+class _Kept(_Seen):
     """A graph whose nodes can still be looked at once it is recorded."""
 
     def __new__(cls, keep_graph: bool = True) -> Any:
@@ -180,6 +195,19 @@ class _Kept(torch.cuda.CUDAGraph):
 
     def __init__(self, keep_graph: bool = True) -> None:
         super().__init__(True)  # type: ignore[call-arg]
+
+
+@contextmanager
+def _made_by(kind: type, watch: Watch | None) -> Iterator[None]:
+    """Graphs recorded within are of a kind; stock's own, unless someone watches or it must be ours."""
+    stock = torch.cuda.CUDAGraph
+    if kind is not _Seen or watch is not None:
+        torch.cuda.CUDAGraph = kind  # type: ignore[misc, assignment]
+    _Seen.watch = watch
+    try:
+        yield
+    finally:
+        torch.cuda.CUDAGraph, _Seen.watch = stock, None  # type: ignore[misc]
 
 
 def two_graphs(runner: Any, graphs: Graphs) -> None:
@@ -199,6 +227,9 @@ def two_graphs(runner: Any, graphs: Graphs) -> None:
     runner.capture_model = capture
 
     runner.profile_cudagraph_memory = lambda: graphs.both(estimate())
+    if graphs.watch is not None:
+        graphs.watch.preparing(runner.model_state)
+        graphs.watch.wrappers(runner.vllm_config)
 
 
 def two_graphs_v1(runner: Any, graphs: Graphs) -> None:
@@ -225,6 +256,8 @@ def two_graphs_v1(runner: Any, graphs: Graphs) -> None:
             mode = type(mode).NONE  # with the padding of the graph
         return mode, desc
 
+    if graphs.watch is not None:
+        graphs.watch.wrappers(runner.vllm_config)
     runner._capture_cudagraphs, runner.profile_cudagraph_memory = capture, estimate_both
     dispatcher.dispatch = dispatch
 
