@@ -38,6 +38,8 @@ BARS = {
     "steer one layer": (1.01, 1.01), "capture every layer": (1.05, None), "one in eight steered": (1.03, 1.03),
     "one in eight captured": (1.03, 1.03),
 }  # fmt: skip
+BARS_V1 = {"idle": 1.01, "steer one layer": 1.01}  # of a V1 runner
+BARS_TP = {"idle": 1.01, "steer every layer": 1.05}  # of two GPUs
 PARTS = ("planning", "fetch")  # with bars of their own
 LAYERS = {"8b": 32, "0.6b": 28}
 GROWTH = ["steer 2 layers", "steer 8 layers", "steer 16 layers", "steer four sites a layer",
@@ -164,14 +166,13 @@ def fetch(model: str) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     """The figures as Markdown, each beside its bar."""
-    big = result["shape"] == "8b"
     about = (f"{result['gpu']}, vLLM {result['vllm']}, PyTorch {result['torch']}, bfloat16, {result['layers']} layers. "
              f"`{result['command']}`")  # fmt: skip
     lines = [f"# Speed against stock vLLM, shape {result['shape']}, {result['date']}", "", about, ""]
     lines += [result["remark"], ""] if "remark" in result else []
     lines += ["| case | batch | stock ms | ours ms | ratio [95 %] | bar |", "|---|---|---|---|---|---|"]
     for row in result["decode"]:
-        bar = bar_of(row, big)
+        bar = bar_of(row, result)
         if "error" in row:
             lines.append(f"| {row['case']} | {row['batch']} | | | {row['error']} | |")
             continue
@@ -223,9 +224,9 @@ def table(result: dict[str, Any]) -> str:
 
 def verdicts(result: dict[str, Any]) -> list[str]:
     """What missed its bar, or could not be measured."""
-    big, missed = result["shape"] == "8b", []
+    missed = []
     for row in [*result["decode"], *result["prefill"]]:
-        bar = bar_of(row, big)
+        bar = bar_of(row, result)
         name = f"{row['case']}, batch {row['batch']}" if "batch" in row else f"{row['case']}, prefill"
         if "error" in row:
             missed.append(f"{name}: {row['error']}")
@@ -249,11 +250,14 @@ def verdicts(result: dict[str, Any]) -> list[str]:
     for part in ("planning", "fetch", "control", "eager"):
         if "error" in result.get(part, {}):
             missed.append(f"{part}: {result[part]['error']}")
-        elif part in PARTS and not result.get(part):
+        elif part in PARTS and not result.get(part) and not special(result):
             missed.append(f"{part}: not measured")
     if result["layers"] != LAYERS[result["shape"]]:
         missed.append(f"only {result['layers']} layers")
     there = {(row["case"], row.get("batch")) for row in [*result["decode"], *result["prefill"]]}
+    if special(result):
+        asked = [(case, batch) for batch in STEPS for case in bars_of(result)]
+        return missed + [f"{case}, batch {batch}: not measured" for case, batch in asked if (case, batch) not in there]
     asked = [(case, batch) for batch in STEPS for case in BARS if applies(case, batch)]
     asked += [("idle", None), ("capture prompt, every layer", None)]
     return missed + [
@@ -266,9 +270,21 @@ def applies(case: str, batch: int) -> bool:
     return batch > 1 or "in eight" not in case
 
 
-def bar_of(row: dict[str, Any], big: bool) -> float | None:
+def special(result: dict[str, Any]) -> bool:
+    """Whether it is of a V1 runner or of several GPUs, for which there are fewer bars."""
+    return result.get("runner") == "v1" or result.get("tensor_parallel", 1) > 1
+
+
+def bars_of(result: dict[str, Any]) -> dict[str, float | None]:
+    """What each case's ratio may be."""
+    if special(result):
+        return dict(BARS_TP if result.get("tensor_parallel", 1) > 1 else BARS_V1)
+    return {case: bars[0 if result["shape"] == "8b" else 1] for case, bars in BARS.items()}
+
+
+def bar_of(row: dict[str, Any], result: dict[str, Any]) -> float | None:
     """What a ratio may be, if there is a bar for its case and batch."""
-    return BARS.get(row["case"], (None, None))[0 if big else 1] if applies(row["case"], row.get("batch", 2)) else None
+    return bars_of(result).get(row["case"]) if applies(row["case"], row.get("batch", 2)) else None
 
 
 def draw(files: list[Path]) -> None:
@@ -289,7 +305,7 @@ def draw(files: list[Path]) -> None:
             axis.plot([row["low"], row["high"]], [at, at], color=colours[row["batch"]], linewidth=2, alpha=0.6)
             axis.plot(row["ratio"], at, "o", color=colours[row["batch"]], markersize=6)
         for i, case in enumerate(names):
-            bar = BARS[case][0 if result["shape"] == "8b" else 1]
+            bar = bars_of(result).get(case)
             if bar is not None:
                 axis.plot([bar, bar], [i - 0.4, i + 0.4], color="#d62828", linewidth=1.2)
         axis.axvline(1.0, color="#999999", linewidth=0.8, zorder=0)
@@ -303,8 +319,9 @@ def draw(files: list[Path]) -> None:
     handles.append(plt.Line2D([], [], color="#d62828", label="bar"))
     axes[0][0].figure.legend(handles=handles, loc="lower center", ncols=4, frameon=False)
     figure.tight_layout(rect=(0, 0.06, 1, 1))
-    shapes = "-".join(result["shape"] for result in results)
-    place = files[0].with_name(f"gpu_speed-{shapes}-{results[0]['date']}.png")
+    date = results[0]["date"]
+    shapes = "-".join(file.stem.removeprefix("gpu_speed-").removesuffix(f"-{date}") for file in files)
+    place = files[0].with_name(f"gpu_speed-{shapes}-{date}.png")
     figure.savefig(place, dpi=160)
     print(place)
 
@@ -313,7 +330,8 @@ class Run:
     """What has been measured of a shape, written down after each figure; nothing new begins once the time is up."""
 
     def __init__(self, shape: str, facts: dict[str, Any], args: argparse.Namespace) -> None:
-        self.file = args.out / f"gpu_speed-{shape}-{facts['date']}.json"
+        variant = ("-v1" if args.runner == "v1" else "") + (f"-tp{n}" if (n := args.tensor_parallel) > 1 else "")
+        self.file = args.out / f"gpu_speed-{shape}{variant}-{facts['date']}.json"
         self.result: dict[str, Any] = {**facts, "shape": shape, "decode": [], "prefill": []}
         self.until = float("inf")
 
@@ -344,6 +362,8 @@ class Engines:
 
         self.model = shape_only(Path(f"/tmp/shape-{shape}-{args.layers}"), shape, args.layers)
         self.options, of = {}, SHAPES[shape] | ({"num_hidden_layers": args.layers} if args.layers else {})
+        if args.tensor_parallel > 1:
+            self.options["tensor_parallel_size"] = args.tensor_parallel
         if args.sizes:
             self.options["compilation_config"] = {"cudagraph_capture_sizes": [int(n) for n in args.sizes.split(",")]}
         longest = PROMPT + args.pairs * (STEPS[256] + 3) + 128
@@ -371,23 +391,25 @@ def measure(run: Run, engines: Engines, args: argparse.Namespace) -> None:
     print(run.result["start"], flush=True)
     run.until = time.monotonic() + args.budget_s
     for batch in batches:
-        for case in (case for case in BARS if applies(case, batch) and not {case, "decode"} & args.without):
+        cases = bars_of(run.result) if special(run.result) else BARS
+        for case in (case for case in cases if applies(case, batch) and not {case, "decode"} & args.without):
             row = {"case": case, "batch": batch}
             run.note("decode", row, lambda row=row: decode(stock, ours, row["batch"], row["case"], args.pairs))
-    for case in () if "prefill" in args.without else ("idle", "capture prompt, every layer"):
+    prefills = ("idle",) if special(run.result) else ("idle", "capture prompt, every layer")
+    for case in () if "prefill" in args.without else prefills:
         row = {"case": case, "prompts": 8 if big else 32}
         run.note("prefill", row, lambda row=row: prefill(stock, ours, row["case"], row["prompts"], args.pairs))
-    if "planning" not in args.without:
+    if "planning" not in args.without and not special(run.result):
         changed = ("steer every layer", "capture every layer")
         run.note("planning", None, lambda: {case: ours.planning(256, case) for case in changed})
-    if "growth" not in args.without:
+    if "growth" not in args.without and not special(run.result):
         for case in GROWTH:
             run.note("decode", {"case": case, "batch": 64}, lambda c=case: decode(stock, ours, 64, c, args.pairs // 2))
         row = {"case": "capture every layer, sustained", "batch": 256}
         run.note("decode", row, lambda: decode(stock, ours, 256, row["case"], args.pairs))
     ours.close()
     for part, kind in (("control", "stock"), ("eager", "stock, eager")):
-        if part not in args.without:
+        if part not in args.without and (part == "control" or not special(run.result)):
             run.note(part, None, lambda kind=kind: engines.another(kind, args.pairs))
     stock.close()
 
@@ -414,6 +436,8 @@ def main() -> None:
                         help="cases of decode to leave out, or parts: decode, prefill, planning, growth, control, "
                              "eager, fetch")  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--runner", choices=("v1", "v2"), default="v2", help="vLLM's model runner")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs")
     parser.add_argument("--draw", type=Path, nargs="+")
     args = parser.parse_args()
     if args.draw:
@@ -429,13 +453,16 @@ def main() -> None:
     facts = {
         "date": datetime.date.today().isoformat(), "gpu": torch.cuda.get_device_name(), "vllm": vllm.__version__,
         "torch": torch.__version__, "source": source(), "command": f"{deterministic}python {told}",
+        "runner": args.runner, "tensor_parallel": args.tensor_parallel,
     }  # fmt: skip
+    if args.runner == "v1":
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     shapes, runs = args.shapes.split(","), []
     started = {shape: Engines(shape, args) for shape in shapes} if args.together else {}
     for shape in shapes:
         runs.append(Run(shape, facts, args))
         measure(runs[-1], started.get(shape) or Engines(shape, args), args)
-    if "fetch" not in args.without:
+    if "fetch" not in args.without and not special(facts):
         from tests.gpu.models import shape_only
 
         for run in runs:

@@ -6,6 +6,7 @@ process, starting a second engine would clear the first one's graphs.)
 
 from __future__ import annotations
 
+import atexit
 import collections
 import contextlib
 import multiprocessing
@@ -114,6 +115,7 @@ class Side:
         self.start_s = round(time.perf_counter() - began, 1)
         self.memory_mib = (free - torch.cuda.mem_get_info()[0]) >> 20
         self.core = self.engine.engine_core.engine_core
+        self.alone = config.parallel_config.world_size == 1  # the worker is in this process and can be looked into
         self.sites = site_map(config)
         self.cases = cases(self.sites.layers, self.sites.d_model)
         self._start_threads()
@@ -125,7 +127,7 @@ class Side:
         """Threads that begin within `on_core` would stay on that core for good."""
         from patchclamp.store import captures
 
-        drain = getattr(self._runtime.step, "drain", None) if self.ours else None
+        drain = getattr(self._runtime.step, "drain", None) if self.ours and self.alone else None
         pools = [captures._copiers] if drain is None else [captures._copiers, drain._workers, drain._pinned._maker,
                                                           drain._pinned._touchers]  # fmt: skip
         for pool in pools:
@@ -195,20 +197,16 @@ class Side:
 
         With a `case`, every fourth step a request of it leaves and another comes, with a prompt to be computed.
         """
-        import torch
-
         assert not case or steps % 4 == 0, "blocks of changing requests are multiples of four steps"
         with on_core(core):
             self.step(3)
-            torch.cuda.synchronize()
+            self._wait()
             began = time.perf_counter()
             for _ in range(steps // 4 if case else 0):
                 self.change(case)
                 self.step(4)
             self.step(0 if case else steps)
-            torch.cuda.synchronize()
-            if self.ours:
-                self._runtime.step.flush()  # what was captured is in host memory now
+            self._wait()
             found = 1e3 * (time.perf_counter() - began) / steps
         assert len(self.core.scheduler.running) == len(self.running), "a request stopped"
         return found
@@ -228,21 +226,28 @@ class Side:
 
     def prefill(self, case: str, prompts: int, length: int, core: int) -> float:
         """Prompt tokens a second; captures are in the worker's host memory when it ends."""
-        import torch
-
         for i in range(prompts):
             self.add(case, i, length, 1)
-        torch.cuda.synchronize()
+        self._wait()
         with on_core(core):
             began = time.perf_counter()
             while self.core.scheduler.has_unfinished_requests():
                 self.step()
-            torch.cuda.synchronize()
-            if self.ours:
-                self._runtime.step.flush()
+            self._wait()
             found = prompts * length / (time.perf_counter() - began)
         self.empty()
         return found
+
+    def _wait(self) -> None:
+        """Returns when the GPU has done all it was given, and what was captured is in host memory."""
+        import torch
+
+        if not self.alone:  # workers answer calls in order, each after the steps before it
+            self.engine.collective_rpc("synchronize_device")
+            return
+        torch.cuda.synchronize()
+        if self.ours:
+            self._runtime.step.flush()
 
     @property
     def _worker(self) -> Any:
@@ -253,9 +258,12 @@ class Side:
         return self._worker.patchclamp.runtime
 
     def kernels(self, steps: int = 10) -> dict[str, tuple[float, float]]:
-        """Kernels of a step by name: how many, and microseconds in them. Rare ones (block tables) are left out."""
+        """Kernels of a step by name: how many, and microseconds in them. Rare ones (block tables) are left out; {} of
+        workers elsewhere."""
         import torch
 
+        if not self.alone:
+            return {}
         torch.cuda.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             self.step(steps)
@@ -275,6 +283,8 @@ class Side:
 
         from patchclamp.runtime.graphs import PATIENCE
 
+        if not self.alone:
+            return {}
         torch.cuda.synchronize()
         stores, tokens = self._worker.patchclamp._graphs._stores, len(self.running)
         graphs = [
@@ -302,6 +312,8 @@ class Side:
 
     def copies(self, steps: int = 100) -> dict[str, int]:
         """Of steady steps: plans made and copies to the device."""
+        if not self.alone:
+            return {}
         before = self._runtime.steps_planned, self._runtime.step.tables.copies
         self.step(steps)
         after = self._runtime.steps_planned, self._runtime.step.tables.copies
@@ -368,8 +380,9 @@ class Remote:
     def __init__(self, model: str, kind: str, kv_bytes: int, **options: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, model, kind, kv_bytes, options), daemon=True)
-        self._process.start()
+        self._process = context.Process(target=_serve, args=(theirs, model, kind, kv_bytes, options))
+        self._process.start()  # not a daemon: it may have workers of its own
+        atexit.register(self.close)
         theirs.close()  # so that a process that dies is noticed
 
     def __getattr__(self, name: str) -> Any:
@@ -383,6 +396,7 @@ class Remote:
         return call
 
     def close(self) -> None:
+        atexit.unregister(self.close)
         self._process.terminate()
         self._process.join()
 
@@ -391,7 +405,7 @@ def _serve(pipe: Any, model: str, kind: str, kv_bytes: int, options: dict[str, A
     if kind != "patchclamp":
         os.environ["VLLM_PLUGINS"] = ""
     side = Side(model, kind, kv_bytes, **options)
-    assert kind == "patchclamp" or not hasattr(side._worker, "patchclamp")
+    assert kind == "patchclamp" or not side.alone or not hasattr(side._worker, "patchclamp")
     while True:
         name, args, kwargs = pipe.recv()
         try:

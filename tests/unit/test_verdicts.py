@@ -52,3 +52,17 @@ def test_what_failed_or_was_not_measured_is_no_success():
     assert changed("decode", 1, pairs=5) == ["steer every layer, batch 1: 5 pairs, fewer than 20"]
     assert len(changed("decode", 1, steady={"steps": 20, "plans": 3, "copies": 0})) == 1
     assert verdicts({**GOOD, "layers": 4}) == ["only 4 layers"]
+
+
+def test_two_gpus_and_the_v1_runner_have_bars_of_their_own():
+    rows = {case: [{"case": case, "batch": batch, **FINE, "ratio": 1.0} for batch in STEPS] for case in BARS}
+    alone = {"shape": "8b", "layers": 32, "prefill": []}
+    two = {**alone, "tensor_parallel": 2, "decode": rows["idle"] + rows["steer every layer"]}
+    assert verdicts(two) == []
+    two["decode"][3] |= {"ratio": 1.04}  # above the bar of one GPU
+    assert verdicts(two) == []
+    two["decode"][3] |= {"ratio": 1.06}
+    assert verdicts(two) == ["steer every layer, batch 1: 1.060 above 1.05"]
+    assert verdicts({**two, "decode": two["decode"][:3]})[0] == "steer every layer, batch 1: not measured"
+    v1 = {**alone, "runner": "v1", "decode": rows["idle"]}
+    assert verdicts(v1) == [f"steer one layer, batch {batch}: not measured" for batch in STEPS]
