@@ -432,14 +432,15 @@ def main() -> None:
     parser.add_argument("--budget-s", type=float, default=1e9, help="seconds for each shape, once its engines run")
     parser.add_argument("--sizes", help="graph sizes, to start sooner (vLLM's own if not given)")
     parser.add_argument("--together", action="store_true", help="start all engines at once")
-    parser.add_argument("--without", default="", type=lambda told: set(told.split(",")),
-                        help="cases of decode to leave out, or parts: decode, prefill, planning, growth, control, "
+    parser.add_argument("--without", default=[], action="append",
+                        help="cases of decode, one each time, or parts: decode, prefill, planning, growth, control, "
                              "eager, fetch")  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--runner", choices=("v1", "v2"), default="v2", help="vLLM's model runner")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs")
     parser.add_argument("--draw", type=Path, nargs="+")
     args = parser.parse_args()
+    args.without = {part for told in args.without for part in (told, *told.split(","))}
     if args.draw:
         draw(args.draw)
         for file in args.draw:

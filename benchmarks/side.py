@@ -286,7 +286,8 @@ class Side:
         if not self.alone:
             return {}
         torch.cuda.synchronize()
-        stores, tokens = self._worker.patchclamp._graphs._stores, len(self.running)
+        recorded, tokens = self._worker.patchclamp._graphs, len(self.running)
+        stores = {} if recorded is None else recorded._stores
         graphs = [
             [graph for desc, graph in stores[active][0].items() if desc.num_tokens == tokens]
             for active in (False, True) if active in stores
