@@ -49,6 +49,8 @@ def _versions() -> list[Finding]:
 
 
 def _vllm(engine: str | None) -> list[Finding]:
+    if engine not in (None, "vllm"):
+        return []
     if importlib.util.find_spec("vllm") is None:
         wanted = engine == "vllm"
         return [Finding("versions", "vllm", "problem" if wanted else "note", "not installed: the transformers engine "
@@ -57,7 +59,7 @@ def _vllm(engine: str | None) -> list[Finding]:
         from patchclamp.engines.vllm.report import machine, seams
 
         return [*machine(), *seams()]
-    except ImportError as error:
+    except (ImportError, OSError, RuntimeError) as error:  # of a broken installation
         return [Finding("versions", "vllm", "problem", f"it cannot be imported: {error}", "install it anew")]
 
 

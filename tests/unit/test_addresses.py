@@ -138,7 +138,7 @@ class TestWatch:
         manager = SimpleNamespace(graphs={}, run_fullgraph=lambda desc: "ran")
         manager.graphs = SimpleNamespace(get=lambda found: graphs.get(id(found)))
         graphs: dict = {}
-        watch.preparing(state)
+        watch.preparing(SimpleNamespace(model_state=state, input_buffers=SimpleNamespace()))
         watch.replays(manager)
         tables = (torch.ones(2, 2),)
         assert state.prepare_attn(batch, "FULL", tables, torch.ones(2)) is metadata

@@ -337,10 +337,15 @@ class TestDoctor:
         of = {part: {f["name"]: f["status"] for f in told["findings"] if f["part"] == part} for part in
               ("versions", "sites", "configuration")}  # fmt: skip
         assert of["versions"]["patchclamp"] == "ok"
-        assert of["versions"]["vllm"] == "note"
+        assert "vllm" not in of["versions"]  # another engine was asked for
         assert set(of["sites"].values()) == {"ok"}
         assert {"embed", "resid_post", "logits"} <= of["sites"].keys()
         assert of["configuration"] == {"model": "ok"}
+
+    def test_a_machine_without_vllm_is_worth_a_note(self):
+        status, output = run("doctor")
+        assert status == 0
+        assert "!  vllm" in output
 
     def test_what_is_wrong_is_named_with_what_to_do(self):
         status, output = run("doctor", "--engine", "vllm")

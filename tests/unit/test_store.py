@@ -288,7 +288,8 @@ def test_a_larger_buffer_takes_the_place_of_a_smaller_one():
     for size in (50_000, 400_000, 60_000):
         made = torch.randn(size, 16)
         assert torch.equal(line.fetch(made)[1], made)
-    assert [handed["buffer"] for handed in line.handed] == [1, 2, 2]
+    first = line.handed[0]["buffer"]
+    assert [handed["buffer"] - first for handed in line.handed] == [0, 1, 1]
     assert left() == before
 
 
@@ -314,7 +315,7 @@ def test_a_fetch_that_fails_or_is_interrupted_changes_nothing():
         line.fetch(made)
     line.receiver._map = stock_map
     assert torch.equal(line.fetch(made)[1], made)
-    assert {handed["buffer"] for handed in line.handed} == {1}
+    assert len({handed["buffer"] for handed in line.handed}) == 1
     assert left() == before
 
 
@@ -329,6 +330,22 @@ def test_a_run_that_goes_on_between_two_parts_is_fetched_anew(monkeypatch):
 
     assert torch.equal(line.receiver.fetch(ask)[1], rows[1])
     assert asked == [0, 1 << 21, 0, 1 << 21]
+
+
+def test_a_receiver_hears_from_several_senders():
+    """Each stage of a pipeline hands over its own rows through a buffer of its own."""
+    senders, receiver, before = [shared.Sender() for _ in range(3)], shared.Receiver(), left()
+    handed = []
+    for turn in range(12):
+        made = torch.full((50_000, 16), float(turn))
+
+        def ask(to, mapped, at, files, made=made, sender=senders[turn % 3]):
+            handed.append(sender.hand(np.arange(len(made)), [made], to, mapped, at, files))
+            return handed[-1]
+
+        assert torch.equal(receiver.fetch(ask)[1], made)
+    assert len({answer["buffer"] for answer in handed}) == 3  # each is mapped once, and gone on with
+    assert left() == before
 
 
 def test_what_a_dead_receiver_leaves_is_deleted():

@@ -38,4 +38,5 @@ def quietly() -> Iterator[None]:
 def _quieten_vllm() -> None:
     """Newer vLLM reads its logging level only once it starts, and warns while it is imported."""
     level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR").upper()
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for results
     logging.getLogger("vllm").setLevel(logging.getLevelNamesMapping().get(level, logging.ERROR))

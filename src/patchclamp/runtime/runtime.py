@@ -128,8 +128,12 @@ class Runtime:
 
     def lacks(self, key: str) -> bool:
         """Whether a run's rows, by their key, are neither at hand nor captured here."""
+        return key not in self.bank and not self.has(key)
+
+    def has(self, key: str) -> bool:
+        """Whether a run's rows, by their key, were captured here or brought."""
         run, point = _source(key)
-        return not (key in self.bank or key in self._brought.get(run, ()) or self._captured(run, point))
+        return key in self._brought.get(run, ()) or self._captured(run, point)
 
     def rows(self, key: str) -> torch.Tensor:
         """A run's rows [n, W], captured here or brought."""
@@ -140,7 +144,8 @@ class Runtime:
     def bring(self, rows: dict[str, torch.Tensor]) -> None:
         """Keeps rows [n, W] of runs that another worker captured, until their runs are released."""
         for key, brought in rows.items():
-            self._brought.setdefault(_source(key)[0], {})[key] = brought
+            if not self.has(key):
+                self._brought.setdefault(_source(key)[0], {})[key] = brought
 
     def _captured(self, run: str, point: int) -> bool:
         return self.keeps and bool(self.here[point]) and run in self.store

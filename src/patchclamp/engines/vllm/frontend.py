@@ -86,10 +86,10 @@ class VllmEngine:
         return futures
 
     def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, Any]:
-        def ask(to: str, mapped: int, at: int, files: bool) -> Any:
+        def ask(to: str, mapped: list[int], at: int, files: bool) -> Any:
             return self._call(lambda: self._rpc("fetch", run, point, op, to, mapped, at, files)).result()
 
-        return self._receiver.fetch(ask) if self._remote else ask("", 0, 0, False)
+        return self._receiver.fetch(ask) if self._remote else ask("", [], 0, False)
 
     def release(self, runs: list[str]) -> None:
         # called by the garbage collector, wherever it happens to run: it may wait for no lock
@@ -113,7 +113,13 @@ class VllmEngine:
 
     def _status(self, verb: str = "status") -> dict[str, Any]:
         found = self._all(verb)
-        summed = {name: sum(worker[name] for worker in found) for name in ("captured_bytes", "failures")}
+        summed: dict[str, Any] = {
+            name: sum(worker[name] for worker in found) for name in ("captured_bytes", "failures")
+        }
+        if "active_graphs" in found[0]:
+            summed["active_graphs"] = min(worker["active_graphs"] for worker in found)
+            problems = [worker["active_graphs_problem"] for worker in found if worker["active_graphs_problem"]]
+            summed["active_graphs_problem"] = problems[0] if problems else ""
         return {**found[0], **summed, "workers": len(found)}
 
     def sleep(self, level: int = 1) -> None:
@@ -315,8 +321,8 @@ class VllmEngine:
         runs = len(self._waiting) + len(self._held_back)
         if runs:
             raise EngineError(f"{runs} runs are under way; the engine cannot sleep")
+        self._asleep = True  # before: one that fails to has stopped scheduling, and `wake` mends that
         self._engine.sleep(level)
-        self._asleep = True
 
     def _wake_up(self) -> None:
         if self._asleep:

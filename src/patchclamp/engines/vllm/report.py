@@ -87,7 +87,8 @@ def _fusions(status: dict[str, Any]) -> list[Finding]:
     """Passes that match less often in code with taps than in stock's: what steps with programs run is that much slower;
     steps without run stock's."""
     if not status.get("fusions"):
-        return [Finding("fusions", "passes", "ok", "none matched: none apply here, or compiled code was cached")]
+        return [Finding("fusions", "passes", "note", "none counted: none apply here, or compiled code was cached",
+                        "to count anew, set VLLM_DISABLE_COMPILE_CACHE=1")]  # fmt: skip
     found = []
     for name, (idle, tapped) in sorted(status["fusions"].items()):
         told = f"{tapped} matches with taps, {idle} in stock's code"
@@ -105,8 +106,8 @@ def _graphs(status: dict[str, Any]) -> list[Finding]:
                         "lower gpu_memory_utilization, or name fewer sizes in active_sizes")]  # fmt: skip
     told = f"{status['active_graphs']} sizes of step recorded with taps, {status['idle_graphs']} without"
     if not status["active_graphs"]:
-        return [Finding("graphs", "variants", "note", told, "steps with programs run without CUDA graphs; set neither "
-                        "enforce_eager nor cudagraph_mode=NONE for speed")]  # fmt: skip
+        return [Finding("graphs", "variants", "note", told, "they run without CUDA graphs; for speed set "
+                        "neither enforce_eager nor cudagraph_mode=NONE, and name sizes in active_sizes")]  # fmt: skip
     return [Finding("graphs", "variants", "ok", told)]
 
 

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -48,12 +48,14 @@ class Sender:
 
     def __init__(self) -> None:
         self._buffers: dict[str, _Buffer] = {}
-        self._numbers = itertools.count(1)
+        # no two senders' numbers are alike: a receiver hears from several, and knows by the upper bits from which
+        self._numbers = itertools.count((int.from_bytes(os.urandom(5), "big") << 16) + 1)
 
     def hand(
-        self, positions: np.ndarray, rows: list[torch.Tensor], to: str, mapped: int = 0, at: int = 0, files: bool = True
-    ) -> Any:
-        """What the receiver `to` makes positions [T] and rows [T, W] of; it has mapped the buffer `mapped` (0: none).
+        self, positions: np.ndarray, rows: list[torch.Tensor], to: str, mapped: Collection[int] = (), at: int = 0,
+        files: bool = True,
+    ) -> Any:  # fmt: skip
+        """What the receiver `to` makes positions [T] and rows [T, W] of; it has mapped the buffers `mapped`.
 
         `rows` are contiguous parts, in order; of their bytes those from `at` on, as many as the buffer holds.  `files`:
         it can open ours.
@@ -71,13 +73,13 @@ class Sender:
         return {"buffer": buffer.number, "path": buffer.path, "size": len(buffer.memory), "here": here,
                 "positions": positions.tobytes(), "shape": shape, "dtype": str(rows[0].dtype)[6:]}  # fmt: skip
 
-    def _buffer(self, to: str, mapped: int, size: int) -> _Buffer | None:
+    def _buffer(self, to: str, mapped: Collection[int], size: int) -> _Buffer | None:
         """The receiver's buffer, for so many bytes; None where there is no room."""
         found = self._buffers.get(to)
-        if found is not None and found.number == mapped:
+        if found is not None and found.number in mapped:
             _paths.discard(found.path)
             found.path = ""
-        known = found is not None and (found.number == mapped or os.path.exists(found.path))
+        known = found is not None and (found.number in mapped or os.path.exists(found.path))
         if found is not None and known and len(found.memory) >= size:
             return found
         for name in [name for name in self._buffers if name == to or not _alive(name)]:
@@ -94,27 +96,27 @@ class Sender:
 
 
 class Receiver:
-    """Takes what a `Sender` hands over. `name` tells receivers apart."""
+    """Takes what `Sender`s hand over. `name` tells receivers apart."""
 
     def __init__(self) -> None:
         self.name = f"{os.getpid()}-{uuid.uuid4().hex}"
-        self._number, self._memory = 0, np.zeros(0, np.uint8)
+        self._buffers: dict[int, tuple[int, np.ndarray]] = {}  # by sender: its buffer's number, and the memory
         self._rooms = _Rooms()
         self._lock = threading.Lock()  # from asking until what lies in the buffer is copied out
         self._unseen = 0  # fetches in a row that did not see the sender's files
 
-    def fetch(self, ask: Callable[[str, int, int, bool], Any]) -> tuple[np.ndarray, torch.Tensor]:
+    def fetch(self, ask: Callable[[str, list[int], int, bool], Any]) -> tuple[np.ndarray, torch.Tensor]:
         """Positions and rows; `ask(name, mapped, at, files)` is `Sender.hand` there."""
         with self._lock:
             shape: list[int]
             files, at, data, shape = self._unseen < _PATIENCE, 0, np.zeros(0, np.uint8), []
             while True:
-                handed = ask(self.name, self._number, at, files)
+                handed = ask(self.name, [number for number, _ in self._buffers.values()], at, files)
                 if isinstance(handed, bytes):
                     read = safetensors.torch.load(handed)
                     return read["positions"].numpy(), read["rows"]
                 try:
-                    self._map(handed)
+                    memory = self._map(handed)
                 except OSError:  # another machine, another view of this one's files, or no file may be opened now
                     self._unseen, files, at = self._unseen + 1, False, 0
                     continue
@@ -125,19 +127,22 @@ class Receiver:
                     data = self._rooms.take(shape[0] * shape[1] * dtype.itemsize)
                     if not fresh:
                         continue
-                _copy([self._memory[: handed["here"]]], data[at:])
+                _copy([memory[: handed["here"]]], data[at:])
                 at += handed["here"]
                 if at == len(data):
                     rows = torch.from_numpy(data).view(dtype).view(shape)
                     return np.frombuffer(handed["positions"], np.int64), rows
 
-    def _map(self, handed: dict[str, Any]) -> None:
-        if handed["buffer"] == self._number:
-            return
+    def _map(self, handed: dict[str, Any]) -> np.ndarray:
+        number = handed["buffer"]
+        there = self._buffers.get(number >> 16)
+        if there is not None and there[0] == number:
+            return there[1]
         with open(handed["path"], "r+b") as file:
             memory = np.frombuffer(mmap.mmap(file.fileno(), handed["size"]), np.uint8)
         os.unlink(handed["path"])
-        self._number, self._memory = handed["buffer"], memory
+        self._buffers[number >> 16] = number, memory
+        return memory
 
 
 def _made(size: int) -> tuple[str, np.ndarray] | None:

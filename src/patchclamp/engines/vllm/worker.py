@@ -186,7 +186,7 @@ class Attached:
 
     def do_rows(self, key: str) -> bytes | None:
         """A run's rows, as safetensors, if they were captured here."""
-        if self.runtime.lacks(key):
+        if not self.runtime.has(key):
             return None
         return safetensors.torch.save({key: self.runtime.rows(key)})
 
@@ -226,7 +226,7 @@ class Attached:
         found = {run: self.runtime.take_error(run) for run in runs}
         return {run: error for run, error in found.items() if error is not None}, self.runtime.failures
 
-    def do_fetch(self, run: str, point: int, op: int | None, to: str, mapped: int, at: int, files: bool) -> Any:
+    def do_fetch(self, run: str, point: int, op: int | None, to: str, mapped: list[int], at: int, files: bool) -> Any:
         """(positions, rows); for a receiver in another process, by its name, what `shared` hands it."""
         if not (self.runtime.keeps and self.runtime.here[point]):
             return None

@@ -62,16 +62,36 @@ class Watch:
         finally:
             self._called = None
 
-    def preparing(self, state: Any) -> None:
-        """Watches what a V2 runner builds for a step."""
+    def preparing(self, runner: Any) -> None:
+        """Watches what a V2 runner builds for a step, and what it fills in place."""
+        state = runner.model_state
         prepare = state.prepare_attn
+        named: dict[str, Any] = {}
+
+        def noting(inner: Any) -> Any:
+            """What a model takes beside ids and positions, or instead of them."""
+
+            @functools.wraps(inner)
+            def outer(*args: Any, **kwargs: Any) -> Any:
+                found = inner(*args, **kwargs)
+                named.update(found)
+                return found
+
+            return outer
+
+        for name in ("prepare_inputs", "prepare_dummy_inputs"):
+            if hasattr(state, name):
+                setattr(state, name, noting(getattr(state, name)))
 
         @functools.wraps(prepare)
-        def prepare_attn(batch: Any, mode: Any, block_tables: Any, slot_mappings: Any, *args: Any, **named: Any) -> Any:
-            metadata = prepare(batch, mode, block_tables, slot_mappings, *args, **named)
+        def prepare_attn(batch: Any, mode: Any, block_tables: Any, slot_mappings: Any, *args: Any, **more: Any) -> Any:
+            metadata = prepare(batch, mode, block_tables, slot_mappings, *args, **more)
             inputs = {"input_ids": batch.input_ids, "positions": batch.positions}
-            self._built = {"kwargs": inputs, "attn_metadata": metadata, "block_tables": block_tables,
-                           "slot_mappings": slot_mappings}  # fmt: skip
+            self._built = {
+                "kwargs": inputs, "model_inputs": named, "attn_metadata": metadata, "block_tables": block_tables,
+                "slot_mappings": slot_mappings, "is_padding": getattr(runner.input_buffers, "is_padding", None),
+                "intermediate_tensors": getattr(getattr(runner, "intermediate_tensors", None), "tensors", None),
+            }  # fmt: skip
             return metadata
 
         state.prepare_attn = prepare_attn

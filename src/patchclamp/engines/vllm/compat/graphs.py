@@ -19,6 +19,7 @@ import torch
 from patchclamp.engines.vllm.compat.addresses import Watch
 from patchclamp.engines.vllm.compat.configuration import enabled
 from patchclamp.engines.vllm.compat.seams import require
+from patchclamp.errors import EngineError
 from patchclamp.runtime.graphs import MOST_NODES, NODE_BYTES
 
 logger = logging.getLogger("patchclamp")
@@ -118,6 +119,11 @@ class Graphs:
         except RuntimeError as error:
             if not _no_room(error):
                 raise
+            if self._config.parallel_config.tensor_parallel_size > 1:  # the others may have found room: no two ways
+                raise EngineError(
+                    "the GPU had no room for graphs with taps, which every tensor-parallel worker needs: lower "
+                    "gpu_memory_utilization, or name fewer sizes in active_sizes"
+                ) from error
             self.problem = f"the GPU had no room for graphs with taps ({str(error).split('.')[0]})"
             logger.warning(
                 "patchclamp: %s; steps with programs run without CUDA graphs. Give the cache less memory, or name "
@@ -228,7 +234,7 @@ def two_graphs(runner: Any, graphs: Graphs) -> None:
 
     runner.profile_cudagraph_memory = lambda: graphs.both(estimate())
     if graphs.watch is not None:
-        graphs.watch.preparing(runner.model_state)
+        graphs.watch.preparing(runner)
         graphs.watch.wrappers(runner.vllm_config)
 
 
@@ -236,7 +242,7 @@ def two_graphs_v1(runner: Any, graphs: Graphs) -> None:
     """The same for a V1 runner, which records one mode after the other and whose dispatcher chooses the graph."""
     once, estimate = runner._capture_cudagraphs, runner.profile_cudagraph_memory
     dispatcher = runner.cudagraph_dispatcher
-    stock = dispatcher.dispatch
+    stock, sizes_of = dispatcher.dispatch, dispatcher.get_capture_descs
 
     @functools.wraps(once)
     def capture(batch_descriptors: list[Any], cudagraph_runtime_mode: Any, *args: Any, **kwargs: Any) -> None:
@@ -246,8 +252,14 @@ def two_graphs_v1(runner: Any, graphs: Graphs) -> None:
         )  # fmt: skip
 
     def estimate_both() -> int:
-        graphs.count([desc for _, descs in dispatcher.get_capture_descs() for desc in descs])
-        return graphs.both(estimate())
+        return graphs.both(estimate())  # which asks for the sizes on its way
+
+    @functools.wraps(sizes_of)
+    def get_capture_descs() -> Any:
+        found = sizes_of()
+        if found:  # there are none before they are first needed, and after they were measured
+            graphs.count([desc for _, descs in found for desc in descs])
+        return found
 
     @functools.wraps(stock)
     def dispatch(*args: Any, **kwargs: Any) -> Any:
@@ -259,7 +271,7 @@ def two_graphs_v1(runner: Any, graphs: Graphs) -> None:
     if graphs.watch is not None:
         graphs.watch.wrappers(runner.vllm_config)
     runner._capture_cudagraphs, runner.profile_cudagraph_memory = capture, estimate_both
-    dispatcher.dispatch = dispatch
+    dispatcher.dispatch, dispatcher.get_capture_descs = dispatch, get_capture_descs
 
 
 class _Step(threading.local):
