@@ -218,6 +218,8 @@ def _made_by(kind: type, watch: Watch | None) -> Iterator[None]:
 
 def two_graphs(runner: Any, graphs: Graphs) -> None:
     """Has a V2 runner record its graphs twice, whenever it does, and count the memory of both."""
+    from vllm.compilation.monitor import set_cudagraph_capturing_enabled
+
     capture_model, estimate = runner.capture_model, runner.profile_cudagraph_memory
 
     @functools.wraps(capture_model)
@@ -225,6 +227,7 @@ def two_graphs(runner: Any, graphs: Graphs) -> None:
         manager = runner.cudagraph_manager
         once, profile = manager.capture, bool(kwargs.get("profile_only"))  # 0.26 has no such profile
         manager.capture = lambda *a, **k: graphs.record(manager, lambda: once(*a, **k), profile)
+        set_cudagraph_capturing_enabled(True)  # an engine with a V1 runner forbids it, to all that come after it
         try:
             return capture_model(*args, **kwargs)
         finally:
