@@ -31,7 +31,7 @@ def start(tmp_path_factory):
     disable_envs_cache()  # an engine that was started before this one has vLLM remember its environment
 
     def begin(**options) -> pc.LM:
-        made.append(pc.LM(folder, engine="vllm", dtype="float32", max_model_len=256, max_num_seqs=8, prove=False,
+        made.append(pc.LM(folder, engine="vllm", dtype="float32", max_model_len=4096, max_num_seqs=8, prove=False,
                           max_num_batched_tokens=32, skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 25,
                           max_records=RECORDS, **options))  # fmt: skip
         return made[-1]
@@ -87,6 +87,15 @@ def test_two_workers_do_what_one_does(start, alone, options):
     changed = [float((alone[f"0 steered {n}"] - alone["0 plain"]).abs().max()) for n in range(LAYERS)]
     assert min(changed) > 1e-2  # the edits that agree are edits
 
+    wide = lm.run(list(range(2, 402)) * 6, max_tokens=1, capture=[pc.resid_post[0], pc.resid_post[LAYERS - 1]])
+    for n in (0, LAYERS - 1):  # rows of over a MiB leave their worker by another way
+        assert wide[pc.resid_post[n]].shape == (2400, D)
+        assert wide.positions(pc.resid_post[n]) == list(range(2400))
+    assert not torch.equal(wide[pc.resid_post[0]], wide[pc.resid_post[LAYERS - 1]])
+    brought = lm.run(SHORT, max_tokens=1, edits=[pc.Replace(pc.From(wide, pc.resid_post[0], pc.prompt[2000]),
+                     at=pc.resid_post[LAYERS - 1], tokens=pc.prompt[-1])], capture=[pc.resid_post[LAYERS - 1]])  # fmt: skip
+    assert torch.equal(brought[pc.resid_post[LAYERS - 1]][-1], wide[pc.resid_post[0]][2000])
+
     kept = lm.run(SHORT, max_tokens=4, capture=[pc.resid_post])
     back = lm.run(SHORT, max_tokens=4, edits=[pc.Replace(pc.From(kept), at=pc.resid_post[n]) for n in range(LAYERS)])
     assert back.logprobs == kept.logprobs
@@ -108,7 +117,7 @@ def test_two_workers_do_what_one_does(start, alone, options):
     kept.close()
     with pytest.raises(pc.MissingSource):
         lm.run(SHORT, max_tokens=4, edits=[pc.Replace(gone, at=pc.resid_post[0])])
-    del kept, back, bad, good, many, gone, fits, full, again
+    del wide, brought, kept, back, bad, good, many, gone, fits, full, again
     gc.collect()
     lm.run(SHORT, max_tokens=1)
     status = lm.engine.status()

@@ -38,6 +38,12 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
     y: float = 0.0
     reaches_cache: bool = False
 
+    def reads(self) -> list[tuple[str, int]]:
+        """Bank keys, each with a point where it is read."""
+        if len(self.values) == len(self.points):
+            return list(zip(self.values, self.points, strict=True))
+        return [(key, point) for key in self.values for point in self.points]
+
 
 class Bound(msgspec.Struct, frozen=True, array_like=True):
     """A program bound to a prompt of `prompt` tokens, run under the key `run`.
@@ -206,6 +212,13 @@ def vector_key(vector: Vector) -> str:
 def run_key(run: str, point: int) -> str:
     """The bank's key of what a run captured at a point."""
     return f"r:{run}:{point}"
+
+
+def source_of(key: str) -> tuple[str, int] | None:
+    """The run and the point that a bank key names; None for an inline vector's."""
+    kind, _, rest = key.partition(":")
+    run, _, point = rest.rpartition(":")
+    return (run, int(point)) if kind == "r" else None
 
 
 def pieces_of(positions: np.ndarray, rows: np.ndarray | None) -> tuple[Piece, ...]:

@@ -224,6 +224,11 @@ def _runtime() -> Any:
     return _bindings[0]
 
 
+def can_cut() -> bool:
+    """Whether the CUDA bindings at hand let taps be taken out of graphs."""
+    return _runtime() is not None
+
+
 def _done(name: str, *args: Any) -> tuple[Any, ...]:
     """What a CUDA call returns. Raises `RuntimeError` for what it refuses."""
     error, *results = getattr(_runtime(), name)(*args)

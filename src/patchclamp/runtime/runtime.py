@@ -17,7 +17,7 @@ import torch
 
 from patchclamp.errors import MissingSource, RunError, ShapeError, pack
 from patchclamp.plan import CAPTURE, Batch, Bound, ProgramTable, StepPlan, make_plan
-from patchclamp.plan.bind import BoundOp
+from patchclamp.plan.bind import BoundOp, source_of
 from patchclamp.plan.step import NUMBERS
 from patchclamp.plan.table import records_of
 from patchclamp.runtime.step import HostStep, Step
@@ -351,9 +351,9 @@ class Runtime:
 
 
 def _source(key: str) -> tuple[str, int]:
-    """The run and the point of the key of a run's rows."""
-    run, point = key[2:].rsplit(":", 1)
-    return run, int(point)
+    found = source_of(key)
+    assert found is not None, key
+    return found
 
 
 def _at(op: BoundOp, here: np.ndarray) -> BoundOp:

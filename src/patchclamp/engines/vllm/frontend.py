@@ -27,6 +27,7 @@ from patchclamp.engines.vllm.report import running
 from patchclamp.engines.vllm.worker import site_map, too_deep
 from patchclamp.errors import CapacityError, EngineError, PatchclampError, ProgramError, RunError, unknown, unpack
 from patchclamp.plan import Bound
+from patchclamp.plan.bind import source_of
 from patchclamp.plan.reuse import lowest_edit
 from patchclamp.runtime import Limits
 
@@ -69,7 +70,8 @@ class VllmEngine:
         self._engine: Any = None
         self._held_back: collections.deque[tuple[Request, Future[Answer]]] = collections.deque()
         self._waiting: dict[str, tuple[Request, Future[Answer]]] = {}
-        self._spread: dict[str, set[str]] = {}  # by run: keys of its rows that every worker has that needs them
+        # by run: keys of its rows and points where they are read, that every worker has there that needs them
+        self._spread: dict[str, set[tuple[str, int]]] = {}
         started: Future[None] = Future()
         self._thread = threading.Thread(
             target=self._live, args=(name, options, started), name="patchclamp", daemon=True
@@ -242,9 +244,7 @@ class VllmEngine:
         return {"version": __version__, "op": "site(hidden, residual, point)", "limits": msgspec.to_builtins(limits)}
 
     def _check(self, config: Any) -> None:
-        problems = configuration.refused(config)
-        if problems:
-            raise EngineError(f"patchclamp does not run with: {', '.join(problems)}")
+        configuration.check(config)
         if configuration.enabled(config) is None:
             raise EngineError("vLLM dropped additional_config, without which the worker cannot know of patchclamp")
 
@@ -428,18 +428,20 @@ class VllmEngine:
         return seated, next((refusal for count, refusal in answers if count == seated and refusal is not None), None)
 
     def _bring(self, programs: list[Bound]) -> None:
-        """Has every worker have the rows of other runs that programs read: one alone captured them."""
-        wanted = {key: None for bound in programs for op in bound.ops for key in op.values if key.startswith("r:")}
-        run_of = {key: key[2:].rsplit(":", 1)[0] for key in wanted}
-        new = [key for key in wanted if key not in self._spread.get(run_of[key], ())]
-        lacking = set().union(*self._all("lacking", new)) if new else set()
-        for key in new:
-            rows = self._rpc("rows", key) if key in lacking else None
-            if key in lacking and rows is None:  # nobody has them: seating the program says so
-                continue
-            if rows is not None:
+        """Brings the rows of other runs that programs read to the workers that read them: one alone captured them."""
+        read = dict.fromkeys(pair for bound in programs for op in bound.ops for pair in op.reads())
+        runs = {pair: source[0] for pair in read if (source := source_of(pair[0])) is not None}
+        new = {pair: run for pair, run in runs.items() if pair not in self._spread.get(run, ())}
+        gone = set()
+        for key in dict.fromkeys(itertools.chain(*self._all("lacking", list(new)))) if new else ():
+            rows = self._rpc("rows", key)
+            if rows is None:  # nobody has them: seating the program says so
+                gone.add(key)
+            else:
                 self._all("bring", rows)
-            self._spread.setdefault(run_of[key], set()).add(key)
+        for pair, run in new.items():
+            if pair[0] not in gone:
+                self._spread.setdefault(run, set()).add(pair)
 
     def _finish(self, runs: list[str], vectors: list[str], aborted: bool = False) -> dict[str, Any]:
         """Ends runs on every worker; the errors of those that failed on any."""

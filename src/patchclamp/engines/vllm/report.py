@@ -11,6 +11,7 @@ from patchclamp.engines.findings import Finding
 from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.compat.seams import SEAMS, require, version
 from patchclamp.errors import SeamMoved
+from patchclamp.runtime.graphs import can_cut
 
 CHECKED = tuple(sorted({checked for seam in SEAMS.values() for checked in seam.checked}))
 MIB = 1 << 20
@@ -56,8 +57,8 @@ def _bindings() -> Finding:
     try:
         told = importlib.metadata.version("cuda-bindings")
     except importlib.metadata.PackageNotFoundError:
-        told = "0, not installed"
-    if int(told.split(".")[0]) >= 13:
+        told = "not installed"
+    if can_cut():
         return Finding("versions", "cuda-bindings", "ok", told)
     return Finding("versions", "cuda-bindings", "note", f"{told}: CUDA graphs are replayed with all their taps, "
                    "1 to 3 µs each, used or not", "pip install 'cuda-bindings>=13'")  # fmt: skip
@@ -67,7 +68,7 @@ def seams() -> list[Finding]:
     """Every place where vLLM is entered."""
     found = []
     for seam in SEAMS.values():
-        told = f"{seam.why}; checked on {', '.join(seam.checked)}"
+        told = f"{seam.why}; {seam.told}"
         try:
             require(seam.name)
             found.append(Finding("seams", seam.name, "ok", told))

@@ -15,7 +15,7 @@ from patchclamp.engines.vllm import shared
 from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.compat import runner as compat
 from patchclamp.engines.vllm.compat.addresses import Watch
-from patchclamp.engines.vllm.compat.graphs import Graphs, fusions
+from patchclamp.engines.vllm.compat.graphs import Graphs, fusions_of
 from patchclamp.errors import EngineError, pack
 from patchclamp.plan import Batch, Bound
 from patchclamp.runtime import Limits, Runtime, addresses
@@ -34,9 +34,7 @@ def attach(worker: Any) -> None:
     """Taps a worker's model and hooks its runner; kept as `worker.patchclamp`."""
     config = configuration.enabled(worker.vllm_config)
     assert config is not None
-    problems = configuration.refused(worker.vllm_config)
-    if problems:
-        raise EngineError(f"patchclamp does not run with: {', '.join(problems)}")
+    configuration.check(worker.vllm_config)
     runner, kind = compat.runner_of(worker)
     with torch.inference_mode(False):  # what is made here is written in steps and in calls alike
         worker.patchclamp = Attached(worker, runner, kind, msgspec.convert(config["limits"], Limits))
@@ -84,6 +82,7 @@ class Attached:
         self._preemptions = self._total = 0
         self._most_kept = limits.kept_bytes
         self._graphs: Graphs | None = None
+        self._fusions = fusions_of(worker.vllm_config)
         self._sender = shared.Sender()
         if self.runtime.device.type == "cuda":
             self._on_cuda(runner, limits)
@@ -164,7 +163,9 @@ class Attached:
     def do_examine(self) -> dict[str, Any]:
         """The status, and what only an examination asks for."""
         memory = {"vectors (bank)": self.runtime.bank.data.nbytes, **self.runtime.step.memory}
-        return {**self.do_status(), "fusions": fusions, "memory": memory}
+        if self._graphs is not None:
+            memory |= {f"CUDA graphs {kind} taps": size for kind, size in self._graphs.bytes.items()}
+        return {**self.do_status(), "fusions": self._fusions, "memory": memory}
 
     def do_status(self) -> dict[str, Any]:
         found = {"runner": self.kind, "preemptions": self._preemptions, **self.runtime.status()}
@@ -180,9 +181,9 @@ class Attached:
         """Takes inline vectors, as safetensors, each once for every time it is named among `holders`."""
         self.runtime.hold(safetensors.torch.load(vectors), holders)
 
-    def do_lacking(self, keys: list[str]) -> list[str]:
-        """Of keys of runs' rows those that are not at hand here."""
-        return [key for key in keys if self.runtime.lacks(key)]
+    def do_lacking(self, read: list[tuple[str, int]]) -> list[str]:
+        """Of keys of runs' rows, each with a point where it is read, those that are needed here and not at hand."""
+        return [key for key, point in read if self.runtime.here[point] and self.runtime.lacks(key)]
 
     def do_rows(self, key: str) -> bytes | None:
         """A run's rows, as safetensors, if they were captured here."""

@@ -4,4 +4,5 @@ seams           the places where stock vLLM is entered, and the versions each wa
 configuration   what vLLM's configuration says, and what it may not be combined with
 runner          the model runners, the worker and the prefix cache
 graphs          compiled code and CUDA graphs, idle and active
+addresses       what CUDA graphs read, checked at every replay where that is asked for
 """

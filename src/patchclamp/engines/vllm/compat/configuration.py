@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from patchclamp.engines.vllm.compat.seams import require
+from patchclamp.errors import EngineError
 
 KEY = "patchclamp"  # in `additional_config`, in `SamplingParams.extra_args`, and in a block's extra keys
 
@@ -125,36 +126,57 @@ def chosen(vllm_config: Any) -> dict[str, Any]:
     }
 
 
-def refused(vllm_config: Any) -> list[str]:
-    """Configurations under which a guarantee would not hold, in words; an engine with any of them does not start.
+def check(vllm_config: Any) -> None:
+    """Raises `EngineError`, with names and reasons, for a configuration under which a guarantee would not hold."""
+    found = refused(vllm_config)
+    if found:
+        told = "; ".join(f"{name}: {why}" for name, why in found.items())
+        raise EngineError(f"patchclamp does not run with {told}")
+
+
+def refused(vllm_config: Any) -> dict[str, str]:
+    """What of a configuration would make a guarantee false, by name, and why.
 
     What a version does not have is not looked for in it.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     compilation = vllm_config.compilation_config
     passes, mode = compilation.pass_config, compilation.cudagraph_mode
-    asked = {
-        "speculative decoding (speculative_config)": vllm_config.speculative_config,
-        "micro-batching (enable_dbo, ubatch_size)": _more(parallel, "enable_dbo", 0) or _more(parallel, "ubatch_size"),
-        "LoRA (enable_lora; not supported yet)": vllm_config.lora_config,
-        "prefill_context_parallel_size above 1": _more(parallel, "prefill_context_parallel_size"),
-        "decode_context_parallel_size above 1": _more(parallel, "decode_context_parallel_size"),
-        "data_parallel_size above 1 (not supported yet)": _more(parallel, "data_parallel_size"),
-        "elastic expert parallel (enable_elastic_ep)": _more(parallel, "enable_elastic_ep", 0),
-        "KV connectors and offloading (kv_transfer_config, kv_offloading_size)":
-            vllm_config.kv_transfer_config or _more(cache, "kv_offloading_size", 0),
-        "encoder caches of other instances (ec_transfer_config)": getattr(vllm_config, "ec_transfer_config", None),
-        "KV-sharing fast prefill (kv_sharing_fast_prefill)": _more(cache, "kv_sharing_fast_prefill", 0),
-        "sequence-parallel passes (enable_sp, fuse_gemm_comms)":
-            _more(passes, "enable_sp", 0) or _more(passes, "fuse_gemm_comms", 0),
-        f"pooling models (runner type {model.runner_type!r})": model.runner_type != "generate",
-        "encoder-decoder models": model.is_encoder_decoder,
-        "CUDA graphs that sleep offloads (sleep_mode_offload_cudagraph)":
-            _more(model, "sleep_mode_offload_cudagraph", 0),
-        "breakable CUDA graphs (not supported yet: set VLLM_USE_BREAKABLE_CUDAGRAPH=0)":
-            mode is not None and mode.name != "NONE" and _breakable(),
-    }  # fmt: skip
-    return [name for name, there in asked.items() if there]
+    asked = [
+        ("speculative decoding (speculative_config)", vllm_config.speculative_config,
+         "drafted tokens that are thrown away would be captured and counted as the run's own"),
+        ("micro-batching (enable_dbo, ubatch_size)", _more(parallel, "enable_dbo", 0) or _more(parallel, "ubatch_size"),
+         "a step is cut in two, and rows are planned for a whole one"),
+        ("LoRA (enable_lora)", vllm_config.lora_config,
+         "not supported yet: what is captured and edited under an adapter is not tested"),
+        ("prefill_context_parallel_size above 1", _more(parallel, "prefill_context_parallel_size"), SPLIT),
+        ("decode_context_parallel_size above 1", _more(parallel, "decode_context_parallel_size"), SPLIT),
+        ("data_parallel_size above 1", _more(parallel, "data_parallel_size"),
+         "not supported yet: start an engine a replica"),
+        ("elastic expert parallel (enable_elastic_ep)", _more(parallel, "enable_elastic_ep", 0),
+         "workers that come and go would lose programs and captures"),
+        ("KV connectors and offloading (kv_transfer_config, kv_offloading_size)",
+         vllm_config.kv_transfer_config or _more(cache, "kv_offloading_size", 0),
+         "keys and values that leave the engine do not say which edits are in them"),
+        ("encoder caches of other instances (ec_transfer_config)", getattr(vllm_config, "ec_transfer_config", None),
+         "what comes from elsewhere does not say which edits are in it"),
+        ("KV-sharing fast prefill (kv_sharing_fast_prefill)", _more(cache, "kv_sharing_fast_prefill", 0),
+         "layers leave out prompt positions that programs name"),
+        ("sequence-parallel passes (enable_sp, fuse_gemm_comms)",
+         _more(passes, "enable_sp", 0) or _more(passes, "fuse_gemm_comms", 0),
+         "a worker sees a part of the rows, and programs name whole ones"),
+        (f"pooling models (runner type {model.runner_type!r})", model.runner_type != "generate",
+         "they generate no tokens"),
+        ("encoder-decoder models", model.is_encoder_decoder, "positions would name two texts"),
+        ("CUDA graphs that sleep offloads (sleep_mode_offload_cudagraph)",
+         _more(model, "sleep_mode_offload_cudagraph", 0), "it is not told of graphs with taps"),
+        ("breakable CUDA graphs (set VLLM_USE_BREAKABLE_CUDAGRAPH=0)",
+         mode is not None and mode.name != "NONE" and _breakable(), "not supported yet: they are recorded in parts"),
+    ]  # fmt: skip
+    return {name: why for name, there, why in asked if there}
+
+
+SPLIT = "a worker sees a part of a request's positions, and programs name all of them"
 
 
 def _more(config: Any, name: str, than: int = 1) -> bool:

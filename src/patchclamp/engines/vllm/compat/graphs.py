@@ -49,6 +49,7 @@ class Graphs:
         self._idle = 0
         self.share = 1.0  # of the sizes that vLLM records, those that are recorded with taps too
         self.problem = ""  # why there are no active graphs, if there should be
+        self.bytes = {"without": 0, "with": 0}  # of device memory that graphs without taps and with taps took
 
     @property
     def idle(self) -> int:
@@ -66,10 +67,11 @@ class Graphs:
         A profile counts the idle ones alone.  Where memory runs out, active steps run without graphs.
         """
         self._stores, self._recorded, self._active = {}, set(), False
+        self.bytes = dict.fromkeys(self.bytes, 0)
         self.count([desc for descs in manager._capture_descs.values() for desc in descs])
         if self.watch is not None:
             self.watch.replays(manager)
-        with _made_by(_Seen, self.watch):
+        with _made_by(_Seen, self.watch), self._weighed("without"):
             capture()
         if profile:
             return
@@ -90,11 +92,11 @@ class Graphs:
 
     def record_mode(self, vllm_config: Any, mode: Any, sizes: list[Any], capture: Callable[[list[Any]], None]) -> None:
         """Records the graphs of one mode of a V1 runner once each way, and leaves the idle ones in place."""
-        with _made_by(_Seen, self.watch):
+        with _made_by(_Seen, self.watch), self._weighed("without"):
             capture(sizes)
         self._config = vllm_config
         self._stores[False] = self._take()
-        before = {id(wrapper): entries for wrapper, entries in self._stores.get(True, ({}, []))[1]}
+        before = {id(wrapper): dict(entries) for wrapper, entries in self._stores.get(True, ({}, []))[1]}
         wanted = [desc for desc in sizes if self._wants(desc)]
         store = ({}, [(wrapper, before.get(id(wrapper), {})) for wrapper, _ in self._stores[False][1]])
         self._record_active(store, lambda: capture(wanted), {(mode, desc.num_tokens) for desc in wanted})
@@ -105,15 +107,16 @@ class Graphs:
         """Records graphs with taps into a store, and puts the idle ones back; without room for them there are none."""
         self._put(store)
         try:
-            with self.recording(), body(tapped=True), _made_by(_Kept, self.watch):
-                capture()
-            store = self._take()
-            for desc, graph in store[0].items():
-                store[0][desc] = self._tapped(graph)
-            for _, entries in store[1]:
-                for entry in entries.values():
-                    if isinstance(entry.cudagraph, _Kept):
-                        entry.cudagraph = self._tapped(entry.cudagraph)
+            with self._weighed("with"):
+                with self.recording(), body(tapped=True), _made_by(_Kept, self.watch):
+                    capture()
+                store = self._take()
+                for desc, graph in store[0].items():
+                    store[0][desc] = self._tapped(graph)
+                for _, entries in store[1]:
+                    for entry in entries.values():
+                        if isinstance(entry.cudagraph, _Kept):
+                            entry.cudagraph = self._tapped(entry.cudagraph)
             self._stores[True] = store
             self._recorded |= told
         except RuntimeError as error:
@@ -132,6 +135,15 @@ class Graphs:
         self._forget()
         self._put(self._stores[False])
         torch.cuda.empty_cache()
+
+    @contextmanager
+    def _weighed(self, kind: str) -> Iterator[None]:
+        """Counts the device memory that is taken within."""
+        torch.cuda.empty_cache()
+        before = torch.cuda.mem_get_info()[0]
+        yield
+        torch.cuda.empty_cache()
+        self.bytes[kind] += max(before - torch.cuda.mem_get_info()[0], 0)
 
     def _wants(self, desc: Any) -> bool:
         return self._sizes is None or desc.num_tokens in self._sizes
@@ -323,12 +335,12 @@ def on_compile() -> None:
         if enabled(self.vllm_config) is None or self.prefix.endswith(_IDLE):
             return stock(self, graph, example_inputs)
         files, bare = set(self.compilation_config.traced_files), _without_taps(graph)
-        with _matches(1):
+        with _matches(self.vllm_config, 1):
             tapped = stock(self, graph, example_inputs)
         if bare is None:
             return tapped
         self.compilation_config.traced_files.update(files)
-        with _matches(0):
+        with _matches(self.vllm_config, 0):
             idle = stock(type(self)(self.vllm_config, self.prefix + _IDLE, self.is_encoder), bare, example_inputs)
 
         def either(*args: Any) -> Any:
@@ -341,11 +353,17 @@ def on_compile() -> None:
 
 
 _IDLE = "_patchclamp_idle"
-fusions: dict[str, list[int]] = {}  # by pass: how often it matched in stock's code, and in code with taps
+_fusions: dict[int, dict[str, list[int]]] = {}  # by the id of an engine's configuration
+
+
+def fusions_of(vllm_config: Any) -> dict[str, list[int]]:
+    """An engine's count, from now on, of how often each pass matched in stock's code, and in code with taps."""
+    counted = _fusions[id(vllm_config)] = {}
+    return counted
 
 
 @contextmanager
-def _matches(which: int) -> Iterator[None]:
+def _matches(vllm_config: Any, which: int) -> Iterator[None]:
     """Counts what vLLM's fusion passes match within; where compiled code is cached they match nothing."""
     from vllm.compilation.passes.vllm_inductor_pass import VllmPatternMatcherPass
 
@@ -354,7 +372,7 @@ def _matches(which: int) -> Iterator[None]:
     yield
     for name, count in table.items():
         if count != before.get(name, 0):
-            fusions.setdefault(name, [0, 0])[which] += count - before.get(name, 0)
+            _fusions.setdefault(id(vllm_config), {}).setdefault(name, [0, 0])[which] += count - before.get(name, 0)
 
 
 def _without_taps(graph: Any) -> Any:

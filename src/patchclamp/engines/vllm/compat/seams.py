@@ -24,6 +24,11 @@ class Seam(msgspec.Struct, frozen=True):
     takes: tuple[str, ...] = ()
     checked: tuple[str, ...] = ("0.32.0",)
 
+    @property
+    def told(self) -> str:
+        """Where it was checked, in words."""
+        return f"checked on {' and '.join(self.checked)}" if self.checked else "not checked yet"
+
 
 _V1, _V2 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner.", "vllm.v1.worker.gpu.model_runner:"
 _STEP, _CORE = ("scheduler_output",), "vllm.v1.core."
@@ -87,5 +92,5 @@ def require(name: str) -> tuple[Any, str]:
 def _moved(seam: Seam, why: str) -> SeamMoved:
     return SeamMoved(
         f"vLLM {version()} has no seam {seam.name!r} where it is expected ({seam.place}, needed to {seam.why}; "
-        f"checked on {', '.join(seam.checked)}): {why}"
+        f"{seam.told}): {why}"
     )
