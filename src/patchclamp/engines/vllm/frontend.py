@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import hashlib
 import itertools
 import os
 import threading
@@ -232,6 +233,9 @@ class VllmEngine:
             raise EngineError(wrong)
         self._workers = config.parallel_config.world_size
         self._remote = separate or self._workers > 1
+        # what was compiled for other taps must not be found in vLLM's caches
+        taps = repr(site_map(config).taps("vllm")).encode()
+        extra[configuration.KEY]["taps"] = hashlib.sha256(taps).hexdigest()[:16]
         extra[configuration.KEY]["limits"]["max_programs"] = 2 * configuration.model_facts(config)["max_num_seqs"]
         self._engine = LLMEngine(
             config, Executor.get_class(config), log_stats=False,

@@ -27,7 +27,7 @@ def core_process(separate: bool) -> Iterator[None]:
 
     vLLM reads this from the environment, which is put back afterwards.
     """
-    os.environ["VLLM_USE_AOT_COMPILE"] = "0"  # its artifact would hold one compiled body where ours are two
+    os.environ["VLLM_USE_MEGA_AOT_ARTIFACT"] = "0"  # that would hold one compiled body where ours are two
     name = "VLLM_ENABLE_V1_MULTIPROCESSING"
     before = os.environ.get(name)
     os.environ[name] = str(int(separate))

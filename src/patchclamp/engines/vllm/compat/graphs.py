@@ -343,10 +343,15 @@ def on_compile() -> None:
         with _matches(self.vllm_config, 0):
             idle = stock(type(self)(self.vllm_config, self.prefix + _IDLE, self.is_encoder), bare, example_inputs)
 
-        def either(*args: Any) -> Any:
-            return (tapped if _step.tapped else idle)(*args)
+        with_taps, without = tapped.optimized_call, idle.optimized_call
 
-        return either
+        def either(*args: Any) -> Any:
+            return (with_taps if _step.tapped else without)(*args)
+
+        tapped.optimized_call = (
+            either  # what vLLM saves of it is the traced graph, which comes by here when it is loaded
+        )
+        return tapped
 
     compile_twice.patchclamp = True  # type: ignore[attr-defined]
     setattr(owner, name, compile_twice)

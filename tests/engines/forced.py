@@ -1,0 +1,68 @@
+"""vLLM's own compiler, which GPUs use, on a CPU: stock or patchclamp, in a process of its own; prints JSON.
+
+On a CPU vLLM leaves its compiler (`VllmBackend`: a graph cut at attention, compiled piece by piece, saved ahead of time)
+for plain torch.compile.  Here it is told not to, and its one pass that names CUDA kernels is left out.
+"""
+
+import json
+import os
+import sys
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ["VLLM_USE_AOT_COMPILE"] = "1"
+
+from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass  # noqa: E402
+from vllm.config import CompilationMode  # noqa: E402
+from vllm.platforms.cpu import CpuPlatform  # noqa: E402
+
+adapt = CpuPlatform.check_and_update_config.__func__
+
+
+def leave_the_compiler(cls, config) -> None:
+    before = config.compilation_config.mode
+    adapt(cls, config)
+    if before == CompilationMode.VLLM_COMPILE:
+        compilation = config.compilation_config
+        compilation.mode, compilation.backend, compilation.compile_sizes = before, "inductor", []
+
+
+CpuPlatform.check_and_update_config = classmethod(leave_the_compiler)
+FixFunctionalizationPass.__call__ = lambda self, graph: None
+
+from vllm.compilation.counter import compilation_counter  # noqa: E402
+
+kind, asked = sys.argv[1], json.loads(sys.argv[2])
+options = {**asked["options"], "compilation_config": {"mode": 3, "cudagraph_mode": "NONE", "pass_config": {
+    "fuse_norm_quant": False, "fuse_act_quant": False}}}  # fmt: skip
+told = {}
+if kind == "stock":
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(asked["model"], **options)
+    sampling = SamplingParams(temperature=0, max_tokens=6, logprobs=0, ignore_eos=True, detokenize=False)
+    made = llm.generate([{"prompt_token_ids": ids} for ids in asked["prompts"]], sampling, use_tqdm=False)
+    assert "patchclamp" not in sys.modules
+    told["plain"] = [
+        [list(o.token_ids), [table[i].logprob.hex() for table, i in zip(o.logprobs, o.token_ids, strict=True)]]
+        for o in (output.outputs[0] for output in made)
+    ]
+else:
+    import patchclamp as pc
+
+    def bits(runs) -> list:
+        return [[run.token_ids, [x.hex() for x in run.logprobs]] for run in runs]
+
+    with pc.LM(asked["model"], engine="vllm", prove=False, **options) as lm:
+        width, greedy = lm.model.d_model, {"max_tokens": 6, "sampling": {"ignore_eos": True}}
+        told["plain"] = bits(lm.run(asked["prompts"], **greedy))
+        seen = lm.run(asked["prompts"], capture=[pc.resid_post], **greedy)
+        told["captured"] = bits(seen)
+        told["rows"] = [run[pc.resid_post[0]].tolist() for run in seen]
+        noop = [pc.Add([0.0] * width, at=pc.resid_post[0])]
+        told["nothing added"] = bits(lm.run(asked["prompts"], edits=noop, **greedy))
+        steer = [pc.Add([0.5] * width, at=pc.resid_post[0])]
+        told["steered"] = bits(lm.run(asked["prompts"], edits=steer, **greedy))
+        told["again"] = bits(lm.run(asked["prompts"], **greedy))
+told |= {name: getattr(compilation_counter, name) for name in (
+    "num_graphs_seen", "num_aot_compiles", "num_aot_artifacts_saved", "num_aot_artifacts_loaded")}  # fmt: skip
+print(json.dumps(told))

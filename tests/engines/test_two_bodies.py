@@ -1,0 +1,72 @@
+"""The compiler that vLLM uses on GPUs makes two bodies of a model, one of them stock's; and finds both again."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import patchclamp as pc
+from tests.gpu.models import with_weights
+
+SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "head_dim": 32, "vocab_size": 512}  # fmt: skip
+OPTIONS = {"dtype": "bfloat16", "max_model_len": 256, "max_num_seqs": 8, "skip_tokenizer_init": True,
+           "kv_cache_memory_bytes": 1 << 25, "enable_prefix_caching": False}  # fmt: skip
+PROMPTS = [[3, 5, 7, 11, 13], list(range(100, 140)), [42]]
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory) -> dict[str, dict]:
+    """What stock, patchclamp, and patchclamp started again say; of two folders of compiled code, theirs and ours."""
+    model = with_weights(tmp_path_factory.mktemp("model"), "0.6b", 2, **SHAPE)
+    caches = {kind: str(tmp_path_factory.mktemp(kind)) for kind in ("stock", "ours")}
+    asked = json.dumps({"model": model, "options": OPTIONS, "prompts": PROMPTS})
+
+    def start(kind: str) -> subprocess.Popen:
+        environ = {**os.environ, "VLLM_CACHE_ROOT": caches[kind], "TORCHINDUCTOR_CACHE_DIR": caches[kind] + "/inductor",
+                   **({"VLLM_PLUGINS": ""} if kind == "stock" else {})}  # fmt: skip
+        command = [sys.executable, str(Path(__file__).with_name("forced.py")), kind, asked]
+        return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def finish(process: subprocess.Popen) -> dict:
+        out, err = process.communicate(timeout=400)
+        assert process.returncode == 0, err[-3000:]
+        return json.loads(out.splitlines()[-1])
+
+    both = {kind: start(kind) for kind in ("stock", "ours")}
+    found = {kind: finish(process) for kind, process in both.items()}
+    eager = pc.LM(model, engine="vllm", prove=False, enforce_eager=True, **OPTIONS)
+    with eager:
+        runs = eager.run(PROMPTS, max_tokens=1, capture=[pc.resid_post[0]])
+        found["eager"] = {"rows": [run[pc.resid_post[0]] for run in runs]}
+    return found | {"ours again": finish(start("ours"))}
+
+
+def test_two_bodies_are_compiled_and_found_again(said):
+    first, again = said["ours"], said["ours again"]
+    assert said["stock"]["num_graphs_seen"] == 1
+    assert first["num_graphs_seen"] == again["num_graphs_seen"] == 2
+    assert (first["num_aot_compiles"], first["num_aot_artifacts_saved"], first["num_aot_artifacts_loaded"]) == (1, 1, 0)
+    assert (again["num_aot_compiles"], again["num_aot_artifacts_loaded"]) == (0, 1)
+
+
+@pytest.mark.parametrize("which", ["ours", "ours again"])
+def test_without_a_program_every_bit_is_stocks(said, which):
+    assert said[which]["plain"] == said["stock"]["plain"]
+    assert said[which]["again"] == said["stock"]["plain"]
+
+
+@pytest.mark.parametrize("which", ["ours", "ours again"])
+def test_the_other_body_has_taps(said, which):
+    found = said[which]
+    assert found["captured"] == found["nothing added"]
+    for steered, plain in zip(found["steered"], found["captured"], strict=True):
+        assert steered[1] != plain[1]
+    for rows, eager in zip(found["rows"], said["eager"]["rows"], strict=True):
+        seen = torch.tensor(rows)[: len(eager)]
+        assert float((seen - eager).abs().max()) <= 0.02 * float(eager.abs().max())
+    assert {name: found[name] for name in ("captured", "rows")} == {n: said["ours"][n] for n in ("captured", "rows")}
