@@ -11,9 +11,9 @@ import sys
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["VLLM_USE_AOT_COMPILE"] = "1"
 
-from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass  # noqa: E402
-from vllm.config import CompilationMode  # noqa: E402
-from vllm.platforms.cpu import CpuPlatform  # noqa: E402
+from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
+from vllm.config import CompilationMode
+from vllm.platforms.cpu import CpuPlatform
 
 adapt = CpuPlatform.check_and_update_config.__func__
 
