@@ -358,7 +358,7 @@ class Engines:
     """A shape's model, and both sides beginning to start (one after the other, unless together)."""
 
     def __init__(self, shape: str, args: argparse.Namespace) -> None:
-        from tests.gpu.models import SHAPES, shape_only
+        from tests.models import SHAPES, shape_only
 
         self.model = shape_only(Path(f"/tmp/shape-{shape}-{args.layers}"), shape, args.layers)
         self.options, of = {}, SHAPES[shape] | ({"num_hidden_layers": args.layers} if args.layers else {})
@@ -464,7 +464,7 @@ def main() -> None:
         runs.append(Run(shape, facts, args))
         measure(runs[-1], started.get(shape) or Engines(shape, args), args)
     if "fetch" not in args.without and not special(facts):
-        from tests.gpu.models import shape_only
+        from tests.models import shape_only
 
         for run in runs:
             shape = run.result["shape"]

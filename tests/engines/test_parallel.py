@@ -10,7 +10,7 @@ import torch
 from vllm.envs import disable_envs_cache
 
 import patchclamp as pc
-from tests.gpu.models import with_weights
+from tests.models import with_weights
 
 D, LAYERS, RECORDS = 128, 4, 64
 SHAPE = {"hidden_size": D, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import patchclamp as pc
-from tests.gpu.models import with_weights
+from tests.models import with_weights
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
          "head_dim": 32, "vocab_size": 512}  # fmt: skip

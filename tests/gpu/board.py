@@ -1,0 +1,29 @@
+"""What the checks found: printed as it comes, and written down beside the machine's facts."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+RESULTS: list[dict[str, Any]] = []
+FILE: Path | None = None
+
+
+def note(mode: str, what: str, held: bool | None, found: str) -> None:
+    """Notes whether something holds; None: a fact about stock vLLM, which nothing of ours can break or mend."""
+    RESULTS.append({"mode": mode, "check": what, "holds": None if held is None else bool(held), "found": found})
+    told = {None: "    ", True: "ok  ", False: "FAIL"}[RESULTS[-1]["holds"]]
+    print(f"{told} {mode:14} {what:58} {found}", flush=True)
+    if FILE is not None:
+        FILE.write_text(json.dumps({**facts(), "checks": RESULTS}, indent=1) + "\n")
+
+
+def facts() -> dict[str, str]:
+    """The date, the GPU and the versions."""
+    import torch
+    import vllm
+
+    return {"date": datetime.date.today().isoformat(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+            "vllm": vllm.__version__}  # fmt: skip

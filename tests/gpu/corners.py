@@ -1,0 +1,285 @@
+"""What lies beside the guarantees: the kernel, the drain, little memory, sleep, addresses."""
+
+from __future__ import annotations
+
+import json
+
+from tests.gpu.board import note
+from tests.gpu.engines import BASE, PROMPTS, TOKENS, apart, attached, attached_runner, bits, surroundings
+
+
+def kernel(mode: str) -> None:
+    """Triton against the torch kernel on random tables, rows, strides and dtypes; the device's tables against the host's."""
+    import torch
+
+    from tests.reference import tables, triton
+
+    try:
+        found = triton.check("cuda", 60)
+        note(mode, "Triton equals the reference, bit for bit", min(found.values()) > 0, json.dumps(found))
+    except AssertionError as error:
+        note(mode, "Triton equals the reference, bit for bit", False, str(error)[:200])
+    copies, different = tables.check("cuda", 200, torch.cuda.synchronize)
+    same = copies == 200 and not different
+    note(mode, "device tables equal the host's after 200 changes, one copy each", same, str(different))
+
+
+def drain(mode: str) -> None:
+    """Rows of random sizes through a small ring and little pinned memory: nothing lost, reordered or overwritten."""
+    import torch
+
+    from patchclamp.runtime.drain import Drain
+
+    made, kept, taken = Drain(torch.device("cuda"), 1 << 24, 1 << 27), [], 0
+    random, generator = __import__("random").Random(), torch.Generator("cuda")
+    for _ in range(600):
+        size = random.choice([16, 1000, 1 << 16, 1 << 20, 5 << 20, 20 << 20])
+        data, block, offset = made.reserve(size)
+        data.copy_(torch.randint(0, 256, (len(data),), dtype=torch.uint8, device="cuda", generator=generator))
+        kept.append((block, offset, data.sum(dtype=torch.int64), data[-16:].clone(), len(data)))
+        taken += len(data)
+        if random.random() < 0.3:
+            kept.pop(random.randrange(len(kept)))
+        if random.random() < 0.02:
+            made.flush()
+    made.flush()
+    wrong = 0
+    for block, offset, total, tail, size in kept:
+        host = block.data[offset : offset + size]
+        wrong += int(host.sum(dtype=torch.int64)) != int(total) or host[-16:].tolist() != tail.tolist()
+    note(mode, f"{taken >> 20} MiB through a ring of 16 and 128 of pinned memory", wrong == 0 and made.spilled > 0,
+         f"{wrong} of {len(kept)} wrong, {made.spilled} slabs moved on")  # fmt: skip
+    made.close()
+
+
+def crowded(mode: str, model: str) -> None:
+    """Chunked prefill, preemption and prefix caching together, compiled and with graphs."""
+    import torch
+
+    import patchclamp as pc
+
+    options = {**BASE, "dtype": "bfloat16", "enable_prefix_caching": True, "max_num_batched_tokens": 64,
+               "max_num_seqs": 16, "num_gpu_blocks_override": 40, "max_model_len": 512,
+               "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}}  # fmt: skip
+    prompts = [[(11 * i * i + 5 * i + n) % 30000 + 100 for i in range(n)] for n in (200, 1, 90, 150, 33, 16, 17, 120)]
+    with pc.LM(model, engine="vllm", prove=False, **options) as lm:
+        width, at, ignore = lm.model.d_model, pc.resid_post, {"ignore_eos": True}
+        every = [pc.Capture(at), pc.Capture(pc.mlp_out[1] @ pc.generated, dtype="bfloat16")]
+        edits = [[pc.Add(torch.randn(width), at=at[i % 3], tokens=pc.generated if i % 2 else pc.every)] if i % 3
+                 else [] for i in range(len(prompts))]  # fmt: skip
+        before = lm.engine.status()["preemptions"]
+        runs = lm.run(prompts, edits=edits, capture=every, max_tokens=60, sampling=ignore)
+        thrown = lm.engine.status()["preemptions"] - before
+        note(mode, "requests were preempted", thrown > 0, str(thrown))
+        complete = all(run.positions(at[i]) == list(range(len(p) + 59)) and run[at[i]].isfinite().all()
+                       for run, p in zip(runs, prompts, strict=True) for i in range(lm.model.layers))  # fmt: skip
+        note(mode, "captures are complete over chunks and preemption", complete, "")
+        gaps = []
+        for i, (run, p) in enumerate(zip(runs, prompts, strict=True)):
+            tokens = pc.every[len(p) :] if i % 2 else pc.every
+            again = [pc.Add(edit.value, at=edit.at, tokens=tokens) for edit in edits[i]]
+            fed = lm.run(p + run.token_ids[:-1], edits=again, capture=every[:1], max_tokens=1)
+            gaps += [apart(run[at[layer]], fed[at[layer]]) for layer in range(lm.model.layers)]
+        note(mode, "and agree with one prefill of the same tokens", all(gap < 0.05 for gap in gaps), f"{max(gaps):.2g}")
+        long, noop = prompts[0], [pc.Add([0.0] * width, at=at[0])]
+        plain = lm.run(long, max_tokens=2, sampling=ignore)
+        hard = [pc.Add(torch.randn(width), at=at[0], scale=50.0)]
+        hit = lm.run(long, max_tokens=2, sampling=ignore)
+        first = lm.run(long, edits=hard, max_tokens=2, sampling=ignore)
+        second = lm.run(long, edits=hard, max_tokens=2, sampling=ignore)
+        back = lm.run(long, max_tokens=2, sampling=ignore)
+        caught = [lm.run(long, edits=e, capture=[at[2]], max_tokens=2, sampling=ignore) for e in (hard, noop, [])]
+        note(mode, "3 cached blocks: a plain prompt's serve plain runs", hit.cached_tokens > 0 and back.cached_tokens > 0,
+             f"{hit.cached_tokens} and, after edited runs, {back.cached_tokens} tokens")  # fmt: skip
+        note(mode, "3 an edited prompt's serve its own kind alone", first.cached_tokens == 0 < second.cached_tokens,
+             f"{first.cached_tokens}, then {second.cached_tokens}")  # fmt: skip
+        plainly = max(abs(a - b) for a, b in zip(back.logprobs, plain.logprobs, strict=True))
+        moved = max(abs(a - b) for a, b in zip(second.logprobs, plain.logprobs, strict=True))
+        twice = max(abs(a - b) for a, b in zip(second.logprobs, first.logprobs, strict=True))
+        note(mode, "3 and nobody reads the other's", 4 * max(plainly, twice, 1e-3) < moved,
+             f"plain {plainly:.2g}, edited {twice:.2g} apart; edited from plain {moved:.2g}")  # fmt: skip
+        gaps = [apart(run[at[2]][: len(long)], runs[0][at[2]][: len(long)]) for run in caught[1:]]
+        rows = all(len(run.positions(at[2])) == len(long) + 1 for run in caught)
+        note(mode, "3 captures of a cached prompt are those of an uncached one", rows and max(gaps) < 0.05, str(gaps))
+
+
+def like_transformers(mode: str, model: str) -> None:
+    """Captured residual streams and logits against Hugging Face's own hidden states, bf16."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    import patchclamp as pc
+
+    net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).to("cuda")
+    with torch.inference_mode():
+        theirs = net(torch.tensor([PROMPTS[2]], device="cuda"), output_hidden_states=True)
+    del net
+    states = [state[0].float().cpu() for state in theirs.hidden_states]
+    with pc.LM(model, engine="vllm", prove=False, **BASE, dtype="bfloat16", enforce_eager=True) as lm:
+        run = lm.run(PROMPTS[2], capture=[pc.resid_pre, pc.final_norm, pc.logits], max_tokens=1)
+        gaps = [apart(run[pc.resid_pre[i]], states[i]) for i in range(lm.model.layers)]
+        gaps += [apart(run[pc.final_norm], states[-1]), apart(run[pc.logits][-1], theirs.logits[0, -1].float().cpu())]
+    told = ", ".join(f"{gap:.2g}" for gap in gaps)
+    note(mode, "4 captures are Hugging Face's hidden states", all(gap < 0.05 for gap in gaps), told)
+
+
+def bounded(mode: str, model: str) -> None:
+    """Fewer active graphs, and none for want of memory: steps without one run eagerly, padded alike."""
+    import torch
+
+    import patchclamp as pc
+    from patchclamp.runtime.graphs import Recorded
+
+    options = {**BASE, "dtype": "bfloat16", "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+    del options["kv_cache_memory_bytes"]
+    answers, stock_tapped = {}, Recorded.tapped
+
+    def no_room(self, graph):
+        raise torch.OutOfMemoryError("CUDA out of memory. (not really)")
+
+    for name, ours, tapped in (
+        ("all", {}, stock_tapped), ("one size", {"active_sizes": [1]}, stock_tapped), ("no room", {}, no_room),
+    ):  # fmt: skip
+        Recorded.tapped = tapped
+        try:
+            with pc.LM(model, engine="vllm", prove=False, **options, **ours) as lm:
+                torch.manual_seed(0)
+                edit = [pc.Add(torch.randn(lm.model.d_model), at=pc.resid_post[1])]
+                runs = lm.run(PROMPTS, edits=edit, max_tokens=TOKENS, sampling={"ignore_eos": True})
+                alone = lm.run(PROMPTS[1], edits=edit, max_tokens=TOKENS, sampling={"ignore_eos": True})
+                answers[name] = [bits(run) for run in runs], bits(alone)
+                status = lm.engine.status()
+            told = f"{status['active_graphs']} active sizes; {status['active_graphs_problem']}"
+            right = {"all": status["active_graphs"] > 1, "one size": status["active_graphs"] == 1,
+                     "no room": status["active_graphs"] == 0 and "no room" in status["active_graphs_problem"]}  # fmt: skip
+            note(mode, f"active graphs: {name}", right[name], told)
+        except Exception as error:
+            note(mode, f"active graphs: {name}", False, f"{type(error).__name__}: {error}"[:300])
+        finally:
+            Recorded.tapped = stock_tapped
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()  # what this process still holds is not to be had
+    full = int(free / total * 1000 - 3) / 1000
+    try:
+        with pc.LM(model, engine="vllm", prove=False, **{**options, "gpu_memory_utilization": full}) as lm:
+            run, status = lm.run(PROMPTS[1], capture=[pc.resid_post], max_tokens=64), lm.engine.status()
+            free = torch.cuda.mem_get_info()[0] >> 20
+        told = f"{free} MiB free, {status['active_graphs']} active sizes {status['active_graphs_problem']}"
+        note(mode, "a GPU filled to its last 0.4 % starts and serves", run.error is None, told)
+    except Exception as error:
+        note(
+            mode,
+            "a GPU filled to its last 0.4 % starts and serves",
+            False,
+            f"{type(error).__name__}: {error}"[:300],
+        )
+    for name in ("one size", "no room"):
+        same = name in answers and answers[name] == answers.get("all")
+        note(mode, f"  {name}: the same answers as with all, bit for bit", same, "")
+
+
+def sleeping(mode: str, model: str) -> None:
+    """Sleep at level 1: the memory of weights and cache is given back, and after waking every bit is as before."""
+    import torch
+
+    import patchclamp as pc
+
+    options = {**BASE, "dtype": "bfloat16", "enable_sleep_mode": True}
+    with pc.LM(model, engine="vllm", prove=False, **options) as lm:
+        torch.manual_seed(0)
+        program = {"edits": [pc.Add(torch.randn(lm.model.d_model), at=pc.resid_post[1])], "capture": [pc.resid_post]}
+        before = lm.run(PROMPTS[1], max_tokens=TOKENS, **program)
+        rows = before[pc.resid_post[0]].clone()
+        free = torch.cuda.mem_get_info()[0]
+        lm.sleep()
+        given = (torch.cuda.mem_get_info()[0] - free) >> 20
+        note(mode, "level 1 gives memory back", given > 1000, f"{given} MiB")
+        try:
+            lm.run(PROMPTS[1], max_tokens=1)
+            told = "it ran"
+        except pc.EngineError as error:
+            told = str(error)
+        note(mode, "a sleeping engine says so", "lm.wake()" in told, told)
+        kept = before[pc.resid_post[3]].isfinite().all()  # fetched while it sleeps
+        lm.wake()
+        after = lm.run(PROMPTS[1], max_tokens=TOKENS, **program)
+        same = bits(after) == bits(before) and torch.equal(after[pc.resid_post[0]], rows) and bool(kept)
+        note(mode, "after waking, edits and captures are as before, bit for bit", same, "")
+        patched = lm.run(PROMPTS[1], max_tokens=TOKENS, edits=[pc.Replace(pc.From(before), at=pc.resid_post[3])])
+        note(mode, "and a run of before serves as a source", patched.error is None, str(patched.error or ""))
+
+
+def watched(mode: str, model: str) -> None:
+    """Addresses checked at every replay: an engine runs as ever, and each kind of tensor that is made anew is named."""
+    import torch
+
+    import patchclamp as pc
+
+    options = {**BASE, "dtype": "bfloat16", "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 64]}}
+    with surroundings({"PATCHCLAMP_CHECK_ADDRESSES": "1"}), pc.LM(model, engine="vllm", prove=False, **options) as lm:
+        edits = [pc.Add([0.5] * lm.model.d_model, at=pc.resid_post[1])]
+        ignore = {"ignore_eos": True}
+        plain, edited = lm.run(PROMPTS[:2], max_tokens=TOKENS, sampling=ignore, edits=[[], edits])
+        looked = lm.engine.status()["replays_checked"]
+        lm.run(PROMPTS[1], max_tokens=TOKENS, sampling=ignore)
+        idle = lm.engine.status()["replays_checked"] - looked
+        fine = plain.error is None and edited.error is None and looked > 0 and idle > 0
+        note(mode, "all is well where nothing moved, idle and active", fine, f"{looked} and {idle} replays")
+        ours, found = attached(lm), []
+        watch, runner = ours._graphs.watch, attached_runner(lm)
+        compare = watch._compare
+
+        def gently(*args):
+            try:
+                compare(*args)
+            except pc.AddressMoved as error:
+                found.append(str(error))
+
+        watch._compare = gently
+        buffers, tables = runner.input_buffers, runner.block_tables
+        for kind, owner, name, path in (
+            ("an argument by place", buffers, "positions", "args["),
+            ("an argument by name", buffers, "positions", "kwargs['positions']"),
+            ("attention metadata", buffers, "seq_lens", "attn_metadata["),
+            ("a block table", tables.input_block_tables, 0, "block_tables[0]"),
+            ("a buffer of ours", ours.runtime.step, "kept", "patchclamp['kept']"),
+        ):
+            take, put = (list.__getitem__, list.__setitem__) if isinstance(owner, list) else (getattr, setattr)
+            before = take(owner, name)
+            found.clear()
+            put(owner, name, before.clone())
+            try:
+                lm.run(PROMPTS[1], max_tokens=4, sampling=ignore, edits=edits)
+            finally:
+                put(owner, name, before)
+            named = [error for error in found if path in error.split("filled.")[1]]
+            note(
+                mode,
+                f"{kind} that is made anew is named",
+                bool(named),
+                (named or found or ["nothing was said"])[0][:200],
+            )
+        found.clear()
+        lm.run(PROMPTS[1], max_tokens=4, sampling=ignore, edits=edits)
+        note(mode, "and put back, all is well again", not found, str(found[:1]))
+        watch._compare, ours.runtime.step.kept = compare, ours.runtime.step.kept.clone()
+        torch.cuda.synchronize()
+        try:
+            told = str(lm.run(PROMPTS[1], max_tokens=4, sampling=ignore, edits=edits).error)
+        except pc.PatchclampError as error:
+            told = str(error)
+        note(mode, "unprevented, it is the run's error", "changed: patchclamp['kept']" in told, told[:200])
+
+
+def one_after_the_other(mode: str, model: str) -> None:
+    """An engine with a V2 runner after one with a V1 runner, which leaves vLLM unwilling to record graphs."""
+    import patchclamp as pc
+
+    compilation = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}
+    options = {**BASE, "dtype": "bfloat16", "compilation_config": compilation}
+    for runner, environ in (("v1", {"VLLM_USE_V2_MODEL_RUNNER": "0"}), ("v2", {})):
+        with surroundings(environ), pc.LM(model, engine="vllm", prove=False, **options) as lm:
+            run = lm.run(PROMPTS[1], max_tokens=TOKENS, capture=[pc.resid_post], sampling={"ignore_eos": True})
+            status = lm.engine.status()
+        held = run.error is None and status["runner"] == runner and status["active_graphs"] == 3
+        note(mode, f"{runner}, in a process with the other", held, f"{status['active_graphs']} active sizes")

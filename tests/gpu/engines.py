@@ -1,0 +1,103 @@
+"""Engines as the checks start them: ours in this process, stock vLLM in one of its own, both compiled anew."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+PROMPTS = [[(7 * i * i + 13 * i + n) % 30000 + 100 for i in range(n)] for n in (5, 33, 90, 17)]
+TOKENS = 12
+COMPILED = Path(tempfile.gettempdir()) / "patchclamp-check-compiled"
+BASE = {
+    "skip_tokenizer_init": True, "max_model_len": 1024, "max_num_seqs": 32, "max_num_batched_tokens": 2048,
+    "gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 4 << 30,  # others may start at the same time
+    "enable_prefix_caching": False,  # a cached prefix was computed in another batch: equal, but not to the last bit
+}  # fmt: skip
+
+
+class Stock:
+    """Stock vLLM without the plugin, which begins to answer `PROMPTS` in a process of its own."""
+
+    def __init__(self, model: str, options: dict, **environ: str) -> None:
+        code = (
+            "import json, sys\nfrom vllm import LLM, SamplingParams\na = json.loads(sys.argv[1])\n"
+            "llm = LLM(a['model'], **a['options'])\n"
+            "s = SamplingParams(temperature=0, max_tokens=a['n'], logprobs=0, ignore_eos=True, detokenize=False)\n"
+            "o = llm.generate([{'prompt_token_ids': p} for p in a['prompts']], s, use_tqdm=False)\n"
+            "assert 'patchclamp' not in sys.modules\n"
+            "print('RESULT ' + json.dumps([[list(x.token_ids), [t[i].logprob.hex() for t, i in "
+            "zip(x.logprobs, x.token_ids)]] for x in (y.outputs[0] for y in o)]))"
+        )
+        asked = json.dumps({"model": model, "options": options, "prompts": PROMPTS, "n": TOKENS})
+        environment = {**os.environ, "VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environ}
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._process = subprocess.Popen([sys.executable, "-c", code, asked], env=environment, text=True,
+                                         stdout=subprocess.PIPE, stderr=self._errors)  # fmt: skip
+
+    def answer(self) -> list:
+        """Token ids and logprobs, in hex, of each prompt. Raises `RuntimeError` with the end of what it complained of."""
+        out, _ = self._process.communicate()
+        lines = [line for line in out.splitlines() if line.startswith("RESULT ")]
+        if not lines:
+            self._errors.seek(0)
+            raise RuntimeError(f"stock vLLM: {self._errors.read()[-3000:]}")
+        return json.loads(lines[-1][7:])
+
+
+def setting(mode: str) -> tuple[dict, dict[str, str]]:
+    """Engine options and environment of a mode such as "v1 graphs" or "tp2 eager"."""
+    options: dict = {**BASE, "dtype": "bfloat16", "enforce_eager": mode.endswith("eager")}
+    if "tp2" in mode:
+        options["tensor_parallel_size"] = 2
+    if "pp2" in mode:
+        options["pipeline_parallel_size"] = 2
+    return options, {"VLLM_USE_V2_MODEL_RUNNER": "0"} if "v1" in mode else {}
+
+
+@contextlib.contextmanager
+def surroundings(environ: dict[str, str]):
+    """Engines started within see these variables too: vLLM remembers its own from the first engine on."""
+    from vllm import envs
+
+    before = {name: os.environ.get(name) for name in environ}
+    os.environ.update(environ)
+    envs.disable_envs_cache()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+        envs.disable_envs_cache()
+
+
+def fresh(who: str, mode: str) -> dict[str, str]:
+    """An environment in which a model is compiled anew; Triton's own cache goes by content and is everybody's."""
+    place = f"{COMPILED}/{who}_{mode}".replace(" ", "_")
+    return {"VLLM_CACHE_ROOT": f"{place}/vllm", "TORCHINDUCTOR_CACHE_DIR": f"{place}/inductor",
+            "TRITON_CACHE_DIR": f"{COMPILED}/triton"}  # fmt: skip
+
+
+def attached(lm) -> object:
+    """What is attached to the worker of an engine in this process."""
+    return lm.engine._engine.engine_core.engine_core.model_executor.driver_worker.worker.patchclamp
+
+
+def attached_runner(lm) -> object:
+    """The model runner of an engine in this process."""
+    return lm.engine._engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def bits(run) -> tuple:
+    return run.token_ids, [x.hex() for x in run.logprobs]
+
+
+def apart(a, b) -> float:
+    """The largest difference, against the largest number; not a number where either has one."""
+    return ((a - b).abs().max() / b.abs().max()).item()
