@@ -327,8 +327,9 @@ def _gather(records: list[Record], chosen: np.ndarray | None, width: int) -> tor
         joined = torch.cat([_gather([record], None, width).float() for record in records])
     else:
         rows = sum(piece.steps * int(piece.count[c]) for piece, c, _ in records)
-        joined, at, copies = torch.empty(rows, width, dtype=dtypes.pop()), 0, []
-        memory = joined.view(-1).view(torch.uint8).numpy()
+        dtype = dtypes.pop()
+        memory = np.empty(rows * width * dtype.itemsize, np.uint8)  # in huge pages where it is large, unlike torch's
+        joined, at, copies = torch.from_numpy(memory).view(dtype).view(rows, width), 0, []
         for piece, c, a in records:
             for part in piece.parts(c, a):
                 copies.append((memory[at : at + part.size].reshape(part.shape), part))
