@@ -26,9 +26,8 @@ from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.compat.seams import require, version
 from patchclamp.engines.vllm.report import running
 from patchclamp.engines.vllm.worker import site_map, too_deep
+from patchclamp.engines.vllm.workers import Workers
 from patchclamp.errors import CapacityError, EngineError, PatchclampError, ProgramError, RunError, unknown, unpack
-from patchclamp.plan import Bound
-from patchclamp.plan.bind import source_of
 from patchclamp.plan.reuse import lowest_edit
 from patchclamp.runtime import Limits
 
@@ -67,12 +66,9 @@ class VllmEngine:
         self._wake = threading.Condition()
         self._stop = False
         self._receiver = shared.Receiver()
-        self._salt = 0  # how many runs have failed in the worker
         self._engine: Any = None
         self._held_back: collections.deque[tuple[Request, Future[Answer]]] = collections.deque()
         self._waiting: dict[str, tuple[Request, Future[Answer]]] = {}
-        # by run: keys of its rows and points where they are read, that every worker has there that needs them
-        self._spread: dict[str, set[tuple[str, int]]] = {}
         started: Future[None] = Future()
         self._thread = threading.Thread(
             target=self._live, args=(name, options, started), name="patchclamp", daemon=True
@@ -90,7 +86,7 @@ class VllmEngine:
 
     def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, Any]:
         def ask(to: str, mapped: list[int], at: int, files: bool) -> Any:
-            return self._call(lambda: self._rpc("fetch", run, point, op, to, mapped, at, files)).result()
+            return self._call(lambda: self._workers.one("fetch", run, point, op, to, mapped, at, files)).result()
 
         return self._receiver.fetch(ask) if self._remote else ask("", [], 0, False)
 
@@ -108,22 +104,11 @@ class VllmEngine:
 
     def status(self) -> dict[str, Any]:
         """The worker's counts: programs seated, runs kept, vectors pinned, records free."""
-        return self._call(self._status).result()
+        return self._call(lambda: self._workers.status()).result()
 
     def report(self) -> list[Finding]:
         """What there is to say about this engine."""
-        return self._call(lambda: running(self.config, self._status("examine"))).result()
-
-    def _status(self, verb: str = "status") -> dict[str, Any]:
-        found = self._all(verb)
-        summed: dict[str, Any] = {
-            name: sum(worker[name] for worker in found) for name in ("captured_bytes", "failures")
-        }
-        if "active_graphs" in found[0]:
-            summed["active_graphs"] = min(worker["active_graphs"] for worker in found)
-            problems = [worker["active_graphs_problem"] for worker in found if worker["active_graphs_problem"]]
-            summed["active_graphs_problem"] = problems[0] if problems else ""
-        return {**found[0], **summed, "workers": len(found)}
+        return self._call(lambda: running(self.config, self._workers.status("examine"))).result()
 
     def sleep(self, level: int = 1) -> None:
         """Gives the device memory of weights and cache back until `wake`; vectors and captures stay.
@@ -197,13 +182,14 @@ class VllmEngine:
         finally:
             if not self._remote:  # elsewhere it ends with its process
                 with suppress(Exception):  # of an engine that broke, say
-                    self._rpc("close")
+                    self._workers.one("close")
             with _one_at_a_time:
                 _alive.discard(self)
                 configuration.shut_down(self._engine, alone=not _alive)
 
     def _build(self, name: str, options: dict[str, Any]) -> None:
         from vllm.engine.arg_utils import EngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
         from vllm.v1.executor import Executor
 
@@ -226,13 +212,13 @@ class VllmEngine:
         configuration.spare_memory(arguments)
         separate = bool(ours.get("multiprocess_mode", False))
         with configuration.core_process(separate):
-            config = EngineArgs(**arguments, additional_config=extra).create_engine_config()
+            asked = EngineArgs(**arguments, additional_config=extra)
+            config = asked.create_engine_config(UsageContext.LLM_CLASS)  # with the sizes that `vllm.LLM` would choose
         self._check(config)
         wrong = configuration.unrecorded(config, limits.active_sizes or ())
         if wrong is not None:
             raise EngineError(wrong)
-        self._workers = config.parallel_config.world_size
-        self._remote = separate or self._workers > 1
+        self._remote = separate or config.parallel_config.world_size > 1
         # what was compiled for other taps must not be found in vLLM's caches
         taps = repr(site_map(config).taps("vllm")).encode()
         extra[configuration.KEY]["taps"] = hashlib.sha256(taps).hexdigest()[:16]
@@ -241,7 +227,7 @@ class VllmEngine:
             config, Executor.get_class(config), log_stats=False,
             multiprocess_mode=separate,
         )  # fmt: skip
-        self._rpc("status")
+        self._workers = Workers(self._engine)
         self._describe(name, config)
 
     def _config(self, limits: Limits) -> dict[str, Any]:
@@ -270,7 +256,7 @@ class VllmEngine:
                 self._wake.wait()
             jobs = [self._queue.popleft() for _ in range(len(self._queue))]
         if self._released:
-            self._release([self._released.popleft() for _ in range(len(self._released))])
+            self._workers.release([self._released.popleft() for _ in range(len(self._released))])
         for job, future in jobs:
             try:
                 future.set_result(job())
@@ -295,7 +281,7 @@ class VllmEngine:
         if programs:
             vectors = [key for request in programs for key in request.vectors]
             # edits that were not written left blocks in the cache under keys that say they were: keys change with that
-            errors = self._finish([request.run for request in programs], vectors)
+            errors = self._workers.finish([request.run for request in programs], vectors)
         for _, request, _ in mine:
             del self._waiting[request.run]
         for output, request, future in mine:
@@ -311,7 +297,7 @@ class VllmEngine:
 
     def _spoiled(self, output: Any, request: Request) -> bool:
         """Whether a run of before the last failure read edited blocks that others had made."""
-        if request.bound is None or request.bound.salt == str(self._salt):
+        if request.bound is None or request.bound.salt == self._workers.salt:
             return False
         lowest = lowest_edit(request.bound)
         return lowest is not None and (output.num_cached_tokens or 0) > lowest
@@ -338,7 +324,9 @@ class VllmEngine:
             raise EngineError("the engine sleeps: wake it with lm.wake()")
         held = {key: np.ascontiguousarray(rows) for request in requests for key, rows in request.vectors.items()}
         if held:
-            self._rpc("hold", safetensors.numpy.save(held), [key for request in requests for key in request.vectors])
+            self._workers.one(
+                "hold", safetensors.numpy.save(held), [key for request in requests for key in request.vectors]
+            )
         self._held_back.extend(zip(requests, futures, strict=True))
 
     def _admit(self) -> None:
@@ -347,9 +335,9 @@ class VllmEngine:
             first = [request for request, _ in itertools.islice(self._held_back, BATCH) if request.bound is not None]
             for request in first:
                 assert request.bound is not None
-                request.bound = msgspec.structs.replace(request.bound, salt=str(self._salt))
+                request.bound = msgspec.structs.replace(request.bound, salt=self._workers.salt)
             programs = [request.bound for request in first if request.bound is not None]
-            seated, refusal = self._reserve(programs)
+            seated, refusal = self._workers.reserve(programs)
             for _ in range(min(len(self._held_back), BATCH)):
                 request, future = self._held_back[0]
                 if request.bound is not None and seated == 0:
@@ -373,7 +361,7 @@ class VllmEngine:
             self._refuse(request, future, error)
 
     def _refuse(self, request: Request, future: Future[Answer], error: BaseException) -> None:
-        self._finish([request.run], list(request.vectors), aborted=True)
+        self._workers.finish([request.run], list(request.vectors), aborted=True)
         settle(future, _told(error))
 
     def _abort(self, runs: set[str]) -> None:
@@ -386,7 +374,7 @@ class VllmEngine:
         self._engine.abort_request(under_way)
         for run in under_way:
             self._refuse(*self._waiting.pop(run), told)
-        self._release(list(runs))
+        self._workers.release(list(runs))
 
     def _params(self, request: Request) -> Any:
         from vllm import SamplingParams
@@ -404,59 +392,6 @@ class VllmEngine:
             detokenize=not isinstance(self.tokenizer, NoTokenizer),
             **given,
         )
-
-    # -- the workers
-
-    def _all(self, verb: str, *args: Any) -> list[Any]:
-        """Every worker's result; raises the first error."""
-        answers = self._engine.collective_rpc("patchclamp_rpc", args=(verb, *args))
-        errors = [error for _, error in answers if error is not None]
-        if errors:
-            raise unpack(errors[0])
-        return [result for result, _ in answers]
-
-    def _rpc(self, verb: str, *args: Any) -> Any:
-        """The first worker's result that is one."""
-        return next((result for result in self._all(verb, *args) if result is not None), None)
-
-    def _reserve(self, programs: list[Bound]) -> tuple[int, Any]:
-        """Seats programs on every worker, in order, until one of them has no room; how many, and what stands against
-        the next."""
-        if self._workers > 1:
-            self._bring(programs)
-        answers = self._all("reserve", [msgspec.msgpack.encode(bound) for bound in programs])
-        seated = min(count for count, _ in answers)
-        more = [bound.run for bound in programs[seated : max(count for count, _ in answers)]]
-        if more:
-            self._all("unseat", more)
-        return seated, next((refusal for count, refusal in answers if count == seated and refusal is not None), None)
-
-    def _bring(self, programs: list[Bound]) -> None:
-        """Brings the rows of other runs that programs read to the workers that read them: one alone captured them."""
-        read = dict.fromkeys(pair for bound in programs for op in bound.ops for pair in op.reads())
-        runs = {pair: source[0] for pair in read if (source := source_of(pair[0])) is not None}
-        new = {pair: run for pair, run in runs.items() if pair not in self._spread.get(run, ())}
-        gone = set()
-        for key in dict.fromkeys(itertools.chain(*self._all("lacking", list(new)))) if new else ():
-            rows = self._rpc("rows", key)
-            if rows is None:  # nobody has them: seating the program says so
-                gone.add(key)
-            else:
-                self._all("bring", rows)
-        for pair, run in new.items():
-            if pair[0] not in gone:
-                self._spread.setdefault(run, set()).add(pair)
-
-    def _finish(self, runs: list[str], vectors: list[str], aborted: bool = False) -> dict[str, Any]:
-        """Ends runs on every worker; the errors of those that failed on any."""
-        answers = self._all("finish", runs, vectors, aborted)
-        self._salt = sum(failures for _, failures in answers)
-        return {run: error for errors, _ in answers for run, error in errors.items()}
-
-    def _release(self, runs: list[str]) -> None:
-        for run in runs:
-            self._spread.pop(run, None)
-        self._all("release", runs)
 
     def _fail(self, told: EngineError) -> None:
         """The engine is no more: everyone waiting is told so."""
