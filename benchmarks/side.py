@@ -378,6 +378,7 @@ class Side:
             "changed": median(changed, IN_STEP), "steady": median(steady, IN_STEP),
             "parts": {name: median(changed, (name,)) for name in (*IN_STEP, *WITHIN)},
             "beside": {name: median(changed, (name,)) for name in BESIDE},
+            "steady_parts": {name: median(steady, (name,)) for name in IN_STEP},
         }  # fmt: skip
 
 

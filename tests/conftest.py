@@ -3,8 +3,6 @@
 import os
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
-# Ahead of time, every engine has compiled code of its own: minutes of a suite. `test_two_bodies` does, stock beside ours.
-os.environ["VLLM_USE_AOT_COMPILE"] = "0"
 
 from pathlib import Path
 

@@ -7,6 +7,7 @@ for plain torch.compile.  Here it is told not to, and its one pass that names CU
 import json
 import os
 import sys
+from types import SimpleNamespace
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["VLLM_USE_AOT_COMPILE"] = "1"
@@ -48,6 +49,24 @@ if kind == "stock":
     ]
 else:
     import patchclamp as pc
+    from patchclamp.engines.vllm.compat import graphs
+    from patchclamp.runtime import op
+
+    class Counted(type(op._current)):
+        """Counts how often a tap looks for a runtime at work."""
+
+        looked = 0
+
+        @property
+        def runtime(self):
+            Counted.looked += 1
+            return self.__dict__.get("at work")
+
+        @runtime.setter
+        def runtime(self, value):
+            self.__dict__["at work"] = value
+
+    op._current = Counted()
 
     def bits(runs) -> list:
         return [[run.token_ids, [x.hex() for x in run.logprobs]] for run in runs]
@@ -55,6 +74,7 @@ else:
     with pc.LM(asked["model"], engine="vllm", prove=False, **options) as lm:
         width, greedy = lm.model.d_model, {"max_tokens": 6, "sampling": {"ignore_eos": True}}
         told["plain"] = bits(lm.run(asked["prompts"], **greedy))
+        told["taps, idle"] = Counted.looked
         seen = lm.run(asked["prompts"], capture=[pc.resid_post], **greedy)
         told["captured"] = bits(seen)
         told["rows"] = [run[pc.resid_post[0]].tolist() for run in seen]
@@ -62,7 +82,12 @@ else:
         told["nothing added"] = bits(lm.run(asked["prompts"], edits=noop, **greedy))
         steer = [pc.Add([0.5] * width, at=pc.resid_post[0])]
         told["steered"] = bits(lm.run(asked["prompts"], edits=steer, **greedy))
+        Counted.looked = 0
         told["again"] = bits(lm.run(asked["prompts"], **greedy))
+        told["taps, idle again"] = Counted.looked
+        graphs._step = SimpleNamespace(tapped=True, usable=None)
+        lm.run(asked["prompts"], **greedy)
+        told["taps, in the other body"] = Counted.looked
 told |= {name: getattr(compilation_counter, name) for name in (
     "num_graphs_seen", "num_aot_compiles", "num_aot_artifacts_saved", "num_aot_artifacts_loaded")}  # fmt: skip
 print(json.dumps(told))

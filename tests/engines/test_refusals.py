@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import os
 import threading
 import time
 from types import SimpleNamespace
@@ -203,6 +204,7 @@ def configuration(smollm2):
     ("cache_config", "kv_sharing_fast_prefill", True, "KV-sharing fast prefill (kv_sharing_fast_prefill)"),
     ("model_config", "runner_type", "pooling", "pooling models (runner type 'pooling')"),
     ("model_config.hf_config", "is_encoder_decoder", True, "encoder-decoder models"),
+    ("compilation_config", "cache_dir", "/some/where", "a folder of compiled code (compilation_config.cache_dir)"),
     ("model_config", "sleep_mode_offload_cudagraph", True, "CUDA graphs that sleep offloads (sleep_mode_offload_cudagraph)"),
 ])  # fmt: skip
 def test_every_refused_configuration_is_named(configuration, part, option, value, named):
@@ -243,6 +245,44 @@ def test_breakable_graphs_are_refused_where_graphs_are_recorded(configuration, m
     assert refused(config) == {}  # run eagerly
     config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
     assert list(refused(config)) == ["breakable CUDA graphs (set VLLM_USE_BREAKABLE_CUDAGRAPH=0)"]
+
+
+def test_code_saved_as_one_piece_is_refused(smollm2, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_MEGA_AOT_ARTIFACT", "1")
+    with pytest.raises(pc.EngineError, match="does not run with VLLM_USE_MEGA_AOT_ARTIFACT=1: what it saves is one"):
+        pc.LM(str(smollm2), engine="vllm")
+    monkeypatch.setenv("VLLM_USE_MEGA_AOT_ARTIFACT", "0")
+    monkeypatch.delenv("VLLM_USE_AOT_COMPILE", raising=False)
+    before = dict(os.environ)
+    with pytest.raises(pc.EngineError, match="pooling models"):
+        pc.LM(str(smollm2), engine="vllm", runner="pooling")
+    assert dict(os.environ) == before  # whatever was set is put back
+
+
+def test_a_compiled_model_without_a_body_of_stocks_is_refused(engines, monkeypatch):
+    """As a vLLM would leave it that compiles where patchclamp does not see it."""
+    from vllm.config import CompilationMode
+
+    lm = engines.get("vllm", "float32")
+    assert lm.engine._call(lambda: lm.engine._workers.one("started")).result() is None
+    monkeypatch.setattr(lm.engine.config.compilation_config, "mode", CompilationMode.VLLM_COMPILE)
+    with pytest.raises(pc.EngineError, match="compiled the model where patchclamp does not see it"):
+        lm.engine._call(lambda: lm.engine._workers.one("started")).result()
+
+
+def test_sizes_are_those_that_vllm_llm_chooses(smollm2, monkeypatch):
+    from vllm.engine.arg_utils import EngineArgs
+
+    asked = []
+
+    def config(self, usage_context=None, **more):
+        asked.append(usage_context.value)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(EngineArgs, "create_engine_config", config)
+    with pytest.raises(pc.PatchclampError, match="enough"):
+        pc.LM(str(smollm2), engine="vllm")
+    assert asked == ["LLM_CLASS"]
 
 
 def test_an_engine_sleeps_lightly_or_not_at_all(engines):

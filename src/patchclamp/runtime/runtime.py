@@ -157,6 +157,7 @@ class Runtime:
             "failures": self.failures,
             "runs": len(self.store),
             "captured_bytes": self.store.bytes,
+            "brought": sum(map(len, self._brought.values())),
             "pinned": self.bank.pinned,
             "vectors": len(self._vectors),
             "free_records": self.table.free_records,

@@ -64,7 +64,7 @@ class VllmEngine:
         self._released: collections.deque[str] = collections.deque()
         self._asleep = False
         self._wake = threading.Condition()
-        self._stop = False
+        self._stop, self._ended = False, EngineError("the engine is closed")
         self._receiver = shared.Receiver()
         self._engine: Any = None
         self._held_back: collections.deque[tuple[Request, Future[Answer]]] = collections.deque()
@@ -152,7 +152,7 @@ class VllmEngine:
         future: Future[Any] = Future()
         with self._wake:
             if self._stop:
-                raise EngineError("the engine is closed")
+                raise self._ended
             self._queue.append((job, future))
             self._wake.notify()
         return future
@@ -190,8 +190,6 @@ class VllmEngine:
     def _build(self, name: str, options: dict[str, Any]) -> None:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.usage.usage_lib import UsageContext
-        from vllm.v1.engine.llm_engine import LLMEngine
-        from vllm.v1.executor import Executor
 
         require("engine")
         plugin.register()
@@ -211,9 +209,17 @@ class VllmEngine:
         arguments = {"model": name, "disable_log_stats": True, "max_logprobs": MOST_SCORES, **options}
         configuration.spare_memory(arguments)
         separate = bool(ours.get("multiprocess_mode", False))
-        with configuration.core_process(separate):
+        with configuration.surroundings(separate):
             asked = EngineArgs(**arguments, additional_config=extra)
             config = asked.create_engine_config(UsageContext.LLM_CLASS)  # with the sizes that `vllm.LLM` would choose
+            self._make(config, extra[configuration.KEY], limits, separate)
+        self._describe(name, config)
+
+    def _make(self, config: Any, ours: dict[str, Any], limits: Limits, separate: bool) -> None:
+        """The engine and its workers, of a configuration; `ours` is our part of it, to be completed."""
+        from vllm.v1.engine.llm_engine import LLMEngine
+        from vllm.v1.executor import Executor
+
         self._check(config)
         wrong = configuration.unrecorded(config, limits.active_sizes or ())
         if wrong is not None:
@@ -221,14 +227,13 @@ class VllmEngine:
         self._remote = separate or config.parallel_config.world_size > 1
         # what was compiled for other taps must not be found in vLLM's caches
         taps = repr(site_map(config).taps("vllm")).encode()
-        extra[configuration.KEY]["taps"] = hashlib.sha256(taps).hexdigest()[:16]
-        extra[configuration.KEY]["limits"]["max_programs"] = 2 * configuration.model_facts(config)["max_num_seqs"]
+        ours["taps"] = hashlib.sha256(taps).hexdigest()[:16]
+        ours["limits"]["max_programs"] = 2 * configuration.model_facts(config)["max_num_seqs"]
         self._engine = LLMEngine(
             config, Executor.get_class(config), log_stats=False,
             multiprocess_mode=separate,
         )  # fmt: skip
         self._workers = Workers(self._engine)
-        self._describe(name, config)
 
     def _config(self, limits: Limits) -> dict[str, Any]:
         return {"version": __version__, "op": "site(hidden, residual, point)", "limits": msgspec.to_builtins(limits)}
@@ -396,7 +401,7 @@ class VllmEngine:
     def _fail(self, told: EngineError) -> None:
         """The engine is no more: everyone waiting is told so."""
         with self._wake:
-            self._stop = True
+            self._stop, self._ended = True, told
             jobs, self._queue = list(self._queue), collections.deque()
         waiting = [*self._waiting.values(), *self._held_back]
         for future in [future for _, future in waiting] + [future for _, future in jobs]:

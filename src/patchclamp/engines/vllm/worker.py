@@ -15,7 +15,7 @@ from patchclamp.engines.vllm import shared
 from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.compat import runner as compat
 from patchclamp.engines.vllm.compat.addresses import Watch
-from patchclamp.engines.vllm.compat.graphs import Graphs, fusions_of
+from patchclamp.engines.vllm.compat.graphs import Graphs, fusions_of, lacks_a_body
 from patchclamp.errors import EngineError, pack
 from patchclamp.plan import Batch, Bound
 from patchclamp.runtime import Limits, Runtime, addresses
@@ -82,7 +82,8 @@ class Attached:
         self._preemptions = self._total = 0
         self._most_kept = limits.kept_bytes
         self._graphs: Graphs | None = None
-        self._fusions = fusions_of(worker.vllm_config)
+        self._config = worker.vllm_config
+        self._fusions = fusions_of(self._config)
         self._sender = shared.Sender()
         if self.runtime.device.type == "cuda":
             self._on_cuda(runner, limits)
@@ -167,6 +168,14 @@ class Attached:
             memory |= {f"CUDA graphs {kind} taps": size for kind, size in self._graphs.bytes.items()}
         return {**self.do_status(), "fusions": self._fusions, "memory": memory}
 
+    def do_started(self) -> None:
+        """Raises `EngineError` if guarantee 1 would not hold."""
+        if lacks_a_body(self._config):
+            raise EngineError(
+                "vLLM compiled the model where patchclamp does not see it, so steps without programs would run code "
+                "with taps in it; set VLLM_USE_AOT_COMPILE=0, or enforce_eager=True"
+            )
+
     def do_status(self) -> dict[str, Any]:
         found = {"runner": self.kind, "preemptions": self._preemptions, **self.runtime.status()}
         if not self.runtime.keeps:  # counted by the one that does
@@ -191,9 +200,10 @@ class Attached:
             return None
         return safetensors.torch.save({key: self.runtime.rows(key)})
 
-    def do_bring(self, rows: bytes) -> None:
-        """Takes rows that another worker captured."""
-        self.runtime.bring(safetensors.torch.load(rows))
+    def do_bring(self, rows: bytes, points: list[int]) -> None:
+        """Takes rows that another worker captured, if they are read here, at any of some points."""
+        if self.runtime.here[points].any():
+            self.runtime.bring(safetensors.torch.load(rows))
 
     def do_unseat(self, runs: list[str]) -> None:
         """Takes back seats that other workers had none for."""

@@ -20,7 +20,7 @@ class Workers:
         self._failures = 0
         # by run: keys of its rows and points where they are read, that every worker has there that needs them
         self._spread: dict[str, set[tuple[str, int]]] = {}
-        self.count = len(self.all("status"))
+        self.count = len(self.all("started"))
 
     def all(self, verb: str, *args: Any) -> list[Any]:
         """Every worker's result; raises the first error."""
@@ -43,7 +43,7 @@ class Workers:
         """The workers' counts, as those of one."""
         found = self.all(verb)
         summed: dict[str, Any] = {
-            name: sum(worker[name] for worker in found) for name in ("captured_bytes", "failures")
+            name: sum(worker[name] for worker in found) for name in ("captured_bytes", "brought", "failures")
         }
         if "active_graphs" in found[0]:
             summed["active_graphs"] = min(worker["active_graphs"] for worker in found)
@@ -74,7 +74,7 @@ class Workers:
             if rows is None:  # nobody has them: seating the program says so
                 gone.add(key)
             else:
-                self.all("bring", rows)
+                self.all("bring", rows, [point for name, point in new if name == key])
         for pair, run in new.items():
             if pair[0] not in gone:
                 self._spread.setdefault(run, set()).add(pair)

@@ -22,21 +22,36 @@ def enabled(vllm_config: Any) -> dict[str, Any] | None:
 
 
 @contextmanager
-def core_process(separate: bool) -> Iterator[None]:
-    """While a configuration is made: whether the engine core, and a lone worker, get a process of their own.
+def surroundings(separate: bool) -> Iterator[None]:
+    """The environment in which an engine is made; it is put back afterwards.
 
-    vLLM reads this from the environment, which is put back afterwards.
+    `separate`: the engine core, and a lone worker, get a process of their own.  Code compiled ahead of time is saved as
+    the graph that was traced, from which both bodies are made again, and not as one piece, which would be one of them;
+    on a CPU vLLM cannot load it again.
     """
-    os.environ["VLLM_USE_MEGA_AOT_ARTIFACT"] = "0"  # that would hold one compiled body where ours are two
-    name = "VLLM_ENABLE_V1_MULTIPROCESSING"
-    before = os.environ.get(name)
-    os.environ[name] = str(int(separate))
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    if os.environ.get(MEGA) == "1":
+        raise EngineError(
+            f"patchclamp does not run with {MEGA}=1: what it saves is one compiled body, and ours are two"
+        )
+    asked = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(separate)), MEGA: "0"}
+    if current_platform.is_cpu():
+        asked["VLLM_USE_AOT_COMPILE"] = os.environ.get("VLLM_USE_AOT_COMPILE", "0")
+    before = {name: os.environ.get(name) for name in asked}
+    os.environ.update(asked)
+    envs.disable_envs_cache()  # an engine that was made before has vLLM remember
     try:
         yield
     finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+MEGA = "VLLM_USE_MEGA_AOT_ARTIFACT"
 
 
 def spare_memory(arguments: dict[str, Any]) -> None:
@@ -168,6 +183,8 @@ def refused(vllm_config: Any) -> dict[str, str]:
         (f"pooling models (runner type {model.runner_type!r})", model.runner_type != "generate",
          "they generate no tokens"),
         ("encoder-decoder models", model.is_encoder_decoder, "positions would name two texts"),
+        ("a folder of compiled code (compilation_config.cache_dir)", compilation.cache_dir,
+         "vLLM takes what lies there for its own, whoever compiled it: set VLLM_CACHE_ROOT instead"),
         ("CUDA graphs that sleep offloads (sleep_mode_offload_cudagraph)",
          _more(model, "sleep_mode_offload_cudagraph", 0), "it is not told of graphs with taps"),
         ("breakable CUDA graphs (set VLLM_USE_BREAKABLE_CUDAGRAPH=0)",

@@ -11,7 +11,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ class Graphs:
         self.count([desc for descs in manager._capture_descs.values() for desc in descs])
         if self.watch is not None:
             self.watch.replays(manager)
-        with _made_by(_Seen, self.watch), self._weighed("without"):
+        with _made_by(_Seen, self.watch), nullcontext() if profile else self._weighed("without"):
             capture()
         if profile:
             return
@@ -324,7 +324,8 @@ def on_compile() -> None:
 
     Idle steps run the second, which is stock's own code, so that no fusion is cut and no bit differs.
     """
-    require("fusions")
+    for seam in ("fusions", "compiled", "recording"):
+        require(seam)
     owner, name = require("compile")
     stock = getattr(owner, name)
     if hasattr(stock, "patchclamp"):
@@ -334,6 +335,7 @@ def on_compile() -> None:
     def compile_twice(self: Any, graph: Any, example_inputs: Any) -> Any:
         if enabled(self.vllm_config) is None or self.prefix.endswith(_IDLE):
             return stock(self, graph, example_inputs)
+        _compiled.add(id(self.vllm_config))
         files, bare = set(self.compilation_config.traced_files), _without_taps(graph)
         with _matches(self.vllm_config, 1):
             tapped = stock(self, graph, example_inputs)
@@ -357,13 +359,21 @@ def on_compile() -> None:
     setattr(owner, name, compile_twice)
 
 
+def lacks_a_body(vllm_config: Any) -> bool:
+    """Whether an engine's model is compiled and never came by here, so that idle steps would run code with taps."""
+    mode = vllm_config.compilation_config.mode
+    return getattr(mode, "name", None) == "VLLM_COMPILE" and id(vllm_config) not in _compiled
+
+
 _IDLE = "_patchclamp_idle"
+_compiled: set[int] = set()  # configurations, by id, of which a model was compiled twice
 _fusions: dict[int, dict[str, list[int]]] = {}  # by the id of an engine's configuration
 
 
 def fusions_of(vllm_config: Any) -> dict[str, list[int]]:
-    """An engine's count, from now on, of how often each pass matched in stock's code, and in code with taps."""
+    """A new engine's count, from now on, of how often each pass matched in stock's code, and in code with taps."""
     counted = _fusions[id(vllm_config)] = {}
+    _compiled.discard(id(vllm_config))
     return counted
 
 
