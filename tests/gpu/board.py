@@ -16,8 +16,9 @@ def note(mode: str, what: str, held: bool | None, found: str) -> None:
     RESULTS.append({"mode": mode, "check": what, "holds": None if held is None else bool(held), "found": found})
     told = {None: "    ", True: "ok  ", False: "FAIL"}[RESULTS[-1]["holds"]]
     print(f"{told} {mode:14} {what:58} {found}", flush=True)
-    if FILE is not None:
-        FILE.write_text(json.dumps({**facts(), "checks": RESULTS}, indent=1) + "\n")
+    if FILE is not None:  # whole or not at all: the process may be stopped at any time
+        FILE.with_suffix(".new").write_text(json.dumps({**facts(), "checks": RESULTS}, indent=1) + "\n")
+        FILE.with_suffix(".new").replace(FILE)
 
 
 def facts() -> dict[str, str]:
@@ -25,5 +26,6 @@ def facts() -> dict[str, str]:
     import torch
     import vllm
 
-    return {"date": datetime.date.today().isoformat(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return {"date": datetime.date.today().isoformat(), "gpu": gpu, "torch": torch.__version__,
             "vllm": vllm.__version__}  # fmt: skip

@@ -23,12 +23,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.gpu import board
-from tests.gpu.engines import COMPILED
+from tests.gpu.engines import COMPILED, fresh
 from tests.gpu.table import table
 
 MODES = ("graphs", "v1 graphs", "eager", "v1 eager")
-BESIDE = ("kernel", "crowded", "crowded, Qwen3", "transformers", "addresses", "two runners")
-ALONE = ("bounded", "sleep")  # they look at the memory of the whole GPU
+BESIDE = (
+    "kernel",
+    "crowded",
+    "v1 crowded",
+    "crowded, Qwen3",
+    "transformers",
+    "addresses",
+    "v1 addresses",
+    "two runners",
+)
+ALONE = ("bounded", "v1 bounded", "sleep", "v1 sleep")  # they look at the memory of the whole GPU
 MODELS = {"8b": Path("/tmp/model-8b-4"), "0.6b": Path("/tmp/model-0.6b-4")}
 
 
@@ -54,9 +63,12 @@ def carry_out(part: str) -> None:
         elif part.endswith(("eager", "graphs")):
             guarantees(part, model)
         else:
+            os.environ.update(
+                fresh("ours", part) | ({"VLLM_USE_V2_MODEL_RUNNER": "0"} if part.startswith("v1 ") else {})
+            )
             does = {"crowded": corners.crowded, "transformers": corners.like_transformers, "bounded": corners.bounded,
                     "sleep": corners.sleeping, "addresses": corners.watched, "two runners": corners.one_after_the_other}  # fmt: skip
-            does[part.split(",")[0]](part, model)
+            does[part.removeprefix("v1 ").split(",")[0]](part, model)
     except Exception as error:
         traceback.print_exc()
         board.note(part, "ran to its end", False, f"{type(error).__name__}: {error}"[:300])
@@ -66,6 +78,8 @@ def in_a_process(part: str, folder: Path, seconds: float) -> None:
     """One part, in a process of its own, whose complaints go to a file."""
     command = [sys.executable, "-m", "tests.gpu.check", "--out", str(folder), "--only", part]
     name = part.replace(",", "").replace(" ", "_")
+    file = folder / f"{name}.json"
+    file.unlink(missing_ok=True)
     with (folder / f"{name}.log").open("w") as errors:
         process = subprocess.Popen(command, stderr=errors, start_new_session=True)
         try:
@@ -75,7 +89,6 @@ def in_a_process(part: str, folder: Path, seconds: float) -> None:
             os.killpg(process.pid, signal.SIGKILL)  # stock vLLM, which it started, too
             process.wait()
     if ended != 0:
-        file = folder / f"{name}.json"
         found = json.loads(file.read_text()) if file.exists() else {"checks": []}
         found["checks"].append({"mode": part, "check": "ran to its end", "holds": False, "found": f"exit {ended}"})
         file.write_text(json.dumps(found))
@@ -86,8 +99,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--parts", default=";".join((*MODES, *BESIDE, *ALONE)), help="separated by semicolons")
     parser.add_argument("--only", help=argparse.SUPPRESS)
-    parser.add_argument("--at-once", type=int, default=4, help="parts that run at the same time")
-    parser.add_argument("--limit-s", type=float, default=500.0, help="of each part")
+    parser.add_argument("--at-once", type=int, default=3, help="parts that run at the same time")
+    parser.add_argument("--limit-s", type=float, default=3600.0, help="of all parts together")
     parser.add_argument("--table", type=Path, nargs="+", metavar="FILE")
     args = parser.parse_args()
     if args.table:
@@ -104,18 +117,22 @@ def main() -> None:
     folder = args.out / "parts"
     folder.mkdir(parents=True, exist_ok=True)
     began, parts = time.time(), [part.strip() for part in args.parts.split(";")]
-    in_a_process("models", folder, args.limit_s)
+
+    def go(part: str) -> None:
+        in_a_process(part, folder, max(began + args.limit_s - time.time(), 1.0))
+
+    go("models")
     with ThreadPoolExecutor(args.at_once) as pool:
-        list(pool.map(lambda part: in_a_process(part, folder, args.limit_s), [p for p in parts if p not in ALONE]))
-    for part in ALONE:
-        if part in parts:
-            in_a_process(part, folder, args.limit_s)
+        list(pool.map(go, [part for part in parts if part not in ALONE]))
+    for part in [part for part in parts if part in ALONE]:
+        go(part)
     files = [folder / f"{part.replace(',', '').replace(' ', '_')}.json" for part in ("models", *parts)]
     found = [json.loads(file.read_text()) for file in files if file.exists()]
     facts = {**board.facts(), "command": f"python -m tests.gpu.check --parts \"{';'.join(parts)}\"", "parts": parts,
              "seconds": round(time.time() - began)}  # fmt: skip
     checks = [check for each in found for check in each["checks"]]
-    file = args.out / f"gpu_check-{facts['vllm']}-{facts['date']}.json"
+    some = "" if args.parts == parser.get_default("parts") else "-" + parts[0].replace(" ", "_")
+    file = args.out / f"gpu_check{some}-{facts['vllm']}-{facts['date']}.json"
     file.write_text(json.dumps({**facts, "checks": checks}, indent=1) + "\n")
     missing = [part for part in parts if not any(check["mode"] == part for check in checks)]
     failed = [f"{check['mode']}: {check['check']}" for check in checks if check["holds"] is False]

@@ -47,8 +47,8 @@ def drain(mode: str) -> None:
     for block, offset, total, tail, size in kept:
         host = block.data[offset : offset + size]
         wrong += int(host.sum(dtype=torch.int64)) != int(total) or host[-16:].tolist() != tail.tolist()
-    note(mode, f"{taken >> 20} MiB through a ring of 16 and 128 of pinned memory", wrong == 0 and made.spilled > 0,
-         f"{wrong} of {len(kept)} wrong, {made.spilled} slabs moved on")  # fmt: skip
+    note(mode, "rows through a ring of 16 MiB and 128 of pinned memory", wrong == 0 and made.spilled > 0,
+         f"{taken >> 20} MiB, {wrong} of {len(kept)} wrong, {made.spilled} slabs moved on")  # fmt: skip
     made.close()
 
 
@@ -236,12 +236,15 @@ def watched(mode: str, model: str) -> None:
                 found.append(str(error))
 
         watch._compare = gently
-        buffers, tables = runner.input_buffers, runner.block_tables
+        if lm.engine.status()["runner"] == "v2":
+            buffers, table = runner.input_buffers, (runner.block_tables.input_block_tables, 0, "block_tables[0]")
+        else:
+            buffers, table = runner, (runner.input_batch.block_table[0].block_table, "gpu", ".block_table")
         for kind, owner, name, path in (
             ("an argument by place", buffers, "positions", "args["),
             ("an argument by name", buffers, "positions", "kwargs['positions']"),
             ("attention metadata", buffers, "seq_lens", "attn_metadata["),
-            ("a block table", tables.input_block_tables, 0, "block_tables[0]"),
+            ("a block table", *table),
             ("a buffer of ours", ours.runtime.step, "kept", "patchclamp['kept']"),
         ):
             take, put = (list.__getitem__, list.__setitem__) if isinstance(owner, list) else (getattr, setattr)

@@ -15,7 +15,7 @@ TOKENS = 12
 COMPILED = Path(tempfile.gettempdir()) / "patchclamp-check-compiled"
 BASE = {
     "skip_tokenizer_init": True, "max_model_len": 1024, "max_num_seqs": 32, "max_num_batched_tokens": 2048,
-    "gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 4 << 30,  # others may start at the same time
+    "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30,  # others may start at the same time
     "enable_prefix_caching": False,  # a cached prefix was computed in another batch: equal, but not to the last bit
 }  # fmt: skip
 
@@ -38,6 +38,13 @@ class Stock:
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen([sys.executable, "-c", code, asked], env=environment, text=True,
                                          stdout=subprocess.PIPE, stderr=self._errors)  # fmt: skip
+
+    def __enter__(self) -> Stock:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.wait()
 
     def answer(self) -> list:
         """Token ids and logprobs, in hex, of each prompt. Raises `RuntimeError` with the end of what it complained of."""
