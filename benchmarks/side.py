@@ -110,9 +110,11 @@ class Side:
         began = time.perf_counter()
         arguments = {**OPTIONS, "kv_cache_memory_bytes": kv_bytes, "enforce_eager": "eager" in kind, **options}
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        with configuration.core_process(separate=False) if self.ours else contextlib.nullcontext():
+        with configuration.surroundings(separate=False) if self.ours else contextlib.nullcontext():
             config = EngineArgs(model=model, additional_config=extra, **arguments).create_engine_config()
-        self.engine = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
+            self.engine = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
+        if self.ours:
+            self.rpc("started")
         self.start_s = round(time.perf_counter() - began, 1)
         self.memory_mib = (free - torch.cuda.mem_get_info()[0]) >> 20
         self.core = self.engine.engine_core.engine_core
