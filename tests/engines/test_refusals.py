@@ -252,7 +252,6 @@ def test_code_saved_as_one_piece_is_refused(smollm2, monkeypatch):
     with pytest.raises(pc.EngineError, match="does not run with VLLM_USE_MEGA_AOT_ARTIFACT=1: what it saves is one"):
         pc.LM(str(smollm2), engine="vllm")
     monkeypatch.setenv("VLLM_USE_MEGA_AOT_ARTIFACT", "0")
-    monkeypatch.delenv("VLLM_USE_AOT_COMPILE", raising=False)
     before = dict(os.environ)
     with pytest.raises(pc.EngineError, match="pooling models"):
         pc.LM(str(smollm2), engine="vllm", runner="pooling")

@@ -23,11 +23,11 @@ def enabled(vllm_config: Any) -> dict[str, Any] | None:
 
 @contextmanager
 def surroundings(separate: bool) -> Iterator[None]:
-    """The environment in which an engine is made; it is put back afterwards.
+    """The environment in which an engine is made; put back afterwards.
 
     `separate`: the engine core, and a lone worker, get a process of their own.  Code compiled ahead of time is saved as
-    the graph that was traced, from which both bodies are made again, and not as one piece, which would be one of them;
-    on a CPU vLLM cannot load it again.
+    the graph that was traced, from which both bodies are made again, and not as one piece, which would be one of them.
+    On a CPU, where vLLM cannot load it again, nothing is: that stays set, as compiled models look at it at every step.
     """
     from vllm import envs
     from vllm.platforms import current_platform
@@ -36,9 +36,9 @@ def surroundings(separate: bool) -> Iterator[None]:
         raise EngineError(
             f"patchclamp does not run with {MEGA}=1: what it saves is one compiled body, and ours are two"
         )
-    asked = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(separate)), MEGA: "0"}
     if current_platform.is_cpu():
-        asked["VLLM_USE_AOT_COMPILE"] = os.environ.get("VLLM_USE_AOT_COMPILE", "0")
+        os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
+    asked = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(separate)), MEGA: "0"}
     before = {name: os.environ.get(name) for name in asked}
     os.environ.update(asked)
     envs.disable_envs_cache()  # an engine that was made before has vLLM remember
