@@ -269,8 +269,12 @@ def test_a_compiled_model_without_a_body_of_stocks_is_refused(engines, monkeypat
         lm.engine._call(lambda: lm.engine._workers.one("started")).result()
 
 
-def test_sizes_are_those_that_vllm_llm_chooses(smollm2, monkeypatch):
+@pytest.mark.parametrize(("cpu", "context"), [(False, "LLM_CLASS"), (True, "UNKNOWN_CONTEXT")])
+def test_on_a_gpu_sizes_are_those_that_vllm_llm_chooses(smollm2, monkeypatch, cpu, context):
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: cpu)
 
     asked = []
 
@@ -281,7 +285,7 @@ def test_sizes_are_those_that_vllm_llm_chooses(smollm2, monkeypatch):
     monkeypatch.setattr(EngineArgs, "create_engine_config", config)
     with pytest.raises(pc.PatchclampError, match="enough"):
         pc.LM(str(smollm2), engine="vllm")
-    assert asked == ["LLM_CLASS"]
+    assert asked == [context]
 
 
 def test_an_engine_sleeps_lightly_or_not_at_all(engines):

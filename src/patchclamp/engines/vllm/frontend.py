@@ -189,7 +189,6 @@ class VllmEngine:
 
     def _build(self, name: str, options: dict[str, Any]) -> None:
         from vllm.engine.arg_utils import EngineArgs
-        from vllm.usage.usage_lib import UsageContext
 
         require("engine")
         plugin.register()
@@ -211,7 +210,7 @@ class VllmEngine:
         separate = bool(ours.get("multiprocess_mode", False))
         with configuration.surroundings(separate):
             asked = EngineArgs(**arguments, additional_config=extra)
-            config = asked.create_engine_config(UsageContext.LLM_CLASS)  # with the sizes that `vllm.LLM` would choose
+            config = asked.create_engine_config(configuration.usage())
             self._make(config, extra[configuration.KEY], limits, separate)
         self._describe(name, config)
 

@@ -66,6 +66,15 @@ def spare_memory(arguments: dict[str, Any]) -> None:
         arguments["kv_cache_memory_bytes"] = min(4 << 30, psutil.virtual_memory().available // 4)
 
 
+def usage() -> Any:
+    """What vLLM chooses the largest batch for: on a GPU as for `vllm.LLM`; on a CPU, where starting takes a step of that
+    size, as for nobody in particular."""
+    from vllm.platforms import current_platform
+    from vllm.usage.usage_lib import UsageContext
+
+    return UsageContext.UNKNOWN_CONTEXT if current_platform.is_cpu() else UsageContext.LLM_CLASS
+
+
 def shut_down(engine: Any, alone: bool) -> None:
     """Frees an engine. vLLM also takes down what all engines of a process share; with others alive that is left."""
     if alone:
