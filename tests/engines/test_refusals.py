@@ -251,11 +251,12 @@ def test_code_saved_as_one_piece_is_refused(smollm2, monkeypatch):
     monkeypatch.setenv("VLLM_USE_MEGA_AOT_ARTIFACT", "1")
     with pytest.raises(pc.EngineError, match="does not run with VLLM_USE_MEGA_AOT_ARTIFACT=1: what it saves is one"):
         pc.LM(str(smollm2), engine="vllm")
-    monkeypatch.setenv("VLLM_USE_MEGA_AOT_ARTIFACT", "0")
-    before = dict(os.environ)
+    names = ("VLLM_USE_MEGA_AOT_ARTIFACT", "VLLM_ENABLE_V1_MULTIPROCESSING")
+    monkeypatch.delenv(names[0])
+    monkeypatch.setenv(names[1], "1")
     with pytest.raises(pc.EngineError, match="pooling models"):
         pc.LM(str(smollm2), engine="vllm", runner="pooling")
-    assert dict(os.environ) == before  # whatever was set is put back
+    assert [os.environ.get(name) for name in names] == [None, "1"]  # what an engine needs is put back
 
 
 def test_a_compiled_model_without_a_body_of_stocks_is_refused(engines, monkeypatch):

@@ -67,8 +67,8 @@ def spare_memory(arguments: dict[str, Any]) -> None:
 
 
 def usage() -> Any:
-    """What vLLM chooses the largest batch for: on a GPU as for `vllm.LLM`; on a CPU, where starting takes a step of that
-    size, as for nobody in particular."""
+    """What vLLM chooses the largest batch for: on a GPU as for `vllm.LLM`; on a CPU, where starting takes a step of
+    that size, as for nobody in particular."""
     from vllm.platforms import current_platform
     from vllm.usage.usage_lib import UsageContext
 
