@@ -34,7 +34,10 @@ def said(tmp_path_factory) -> dict[str, dict]:
         return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def finish(process: subprocess.Popen) -> dict:
-        out, err = process.communicate(timeout=180)
+        try:
+            out, err = process.communicate(timeout=180)
+        finally:
+            process.kill()
         assert process.returncode == 0, err[-3000:]
         return json.loads(out.splitlines()[-1])
 

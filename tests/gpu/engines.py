@@ -71,17 +71,11 @@ def surroundings(environ: dict[str, str]):
     """Engines started within see these variables too: vLLM remembers its own from the first engine on."""
     from vllm import envs
 
-    before = {name: os.environ.get(name) for name in environ}
-    os.environ.update(environ)
-    envs.disable_envs_cache()
-    try:
+    from patchclamp.engines.vllm.compat.configuration import environment
+
+    with environment(environ):
         yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
-        envs.disable_envs_cache()
+    envs.disable_envs_cache()
 
 
 def fresh(who: str, mode: str) -> dict[str, str]:

@@ -29,7 +29,6 @@ def surroundings(separate: bool) -> Iterator[None]:
     the graph that was traced, from which both bodies are made again, and not as one piece, which would be one of them.
     On a CPU, where vLLM cannot load it again, nothing is: that stays set, as compiled models look at it at every step.
     """
-    from vllm import envs
     from vllm.platforms import current_platform
 
     if os.environ.get(MEGA) == "1":
@@ -38,10 +37,18 @@ def surroundings(separate: bool) -> Iterator[None]:
         )
     if current_platform.is_cpu():
         os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
-    asked = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(separate)), MEGA: "0"}
+    with environment({"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(separate)), MEGA: "0"}):
+        yield
+
+
+@contextmanager
+def environment(asked: dict[str, str]) -> Iterator[None]:
+    """Within, these variables are set, and vLLM sees them; put back afterwards."""
+    from vllm import envs
+
     before = {name: os.environ.get(name) for name in asked}
     os.environ.update(asked)
-    envs.disable_envs_cache()  # an engine that was made before has vLLM remember
+    envs.disable_envs_cache()  # an engine that was made before has vLLM remember its own
     try:
         yield
     finally:

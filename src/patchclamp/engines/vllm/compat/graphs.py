@@ -350,9 +350,7 @@ def on_compile() -> None:
         def either(*args: Any) -> Any:
             return (with_taps if _step.tapped else without)(*args)
 
-        tapped.optimized_call = (
-            either  # what vLLM saves of it is the traced graph, which comes by here when it is loaded
-        )
+        tapped.optimized_call = either  # not saved: what is, the traced graph, comes by here when it is loaded
         return tapped
 
     compile_twice.patchclamp = True  # type: ignore[attr-defined]
