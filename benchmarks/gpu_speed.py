@@ -4,9 +4,9 @@
     python benchmarks/gpu_speed.py --draw DIR/gpu_speed-*.json
 
 Blocks of steps alternate between the two; a figure is the ratio of the medians with the 95 % interval of a bootstrap.
-Writes JSON as it goes, a Markdown table and the figure at the end.  Inductor times what it compiles and may choose
-other kernels every time, of stock vLLM too: TORCHINDUCTOR_DETERMINISTIC=1 gives both sides the same, and is needed
-where engines start `--together`, which takes less time but says nothing about start-up.
+Writes JSON as it goes, a Markdown table and the figure at the end.  Inductor times the kernels that it could use and
+may choose others every time, of stock vLLM too: here it chooses without, on both sides, but for `--timed`.  Engines may
+start `--together`, which takes less time but says nothing about start-up.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def decode(stock: Remote, ours: Remote, batch: int, case: str, count: int) -> di
     for name, many in (("gpu_us", kernels), ("stock_gpu_us", theirs)):
         if many:
             found[name] = round(sum(us for _, us in many.values()))
-    if case == "idle":
+    if case == "idle" and (kernels or theirs):  # none are seen where the workers are other processes
         names = sorted(theirs.keys() | kernels.keys())
         counts = {name: (theirs.get(name, (0,))[0], kernels.get(name, (0,))[0]) for name in names}
         differ = [f"{name}: {x} {y}" for name, (x, y) in counts.items() if x != y]
@@ -364,8 +364,11 @@ class Engines:
         self.options, of = {}, SHAPES[shape] | ({"num_hidden_layers": args.layers} if args.layers else {})
         if args.tensor_parallel > 1:
             self.options["tensor_parallel_size"] = args.tensor_parallel
+        self.options["compilation_config"] = compilation = {}
         if args.sizes:
-            self.options["compilation_config"] = {"cudagraph_capture_sizes": [int(n) for n in args.sizes.split(",")]}
+            compilation["cudagraph_capture_sizes"] = [int(n) for n in args.sizes.split(",")]
+        if not args.timed:
+            compilation["inductor_compile_config"] = {"deterministic": True}
         longest = PROMPT + args.pairs * (STEPS[256] + 3) + 128
         numbers = of["num_hidden_layers"] * 2 * of["num_key_value_heads"] * of["head_dim"]
         self.room = max(256 * longest * 2 * numbers, 1 << 30)
@@ -438,6 +441,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--runner", choices=("v1", "v2"), default="v2", help="vLLM's model runner")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs")
+    parser.add_argument("--timed", action="store_true", help="let Inductor time kernels, as it does by default")
     parser.add_argument("--draw", type=Path, nargs="+")
     args = parser.parse_args()
     args.without = {part for told in args.without for part in (told, *told.split(","))}
@@ -449,11 +453,12 @@ def main() -> None:
     import torch
     import vllm
 
-    deterministic = "TORCHINDUCTOR_DETERMINISTIC=1 " if os.environ.get("TORCHINDUCTOR_DETERMINISTIC") == "1" else ""
+    if not args.timed:
+        os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"  # what is not compiled ahead of time heeds this alone
     told = re.sub(r"--out \S+", "--out DIR", " ".join(sys.argv))
     facts = {
         "date": datetime.date.today().isoformat(), "gpu": torch.cuda.get_device_name(), "vllm": vllm.__version__,
-        "torch": torch.__version__, "source": source(), "command": f"{deterministic}python {told}",
+        "torch": torch.__version__, "source": source(), "command": f"python {told}",
         "runner": args.runner, "tensor_parallel": args.tensor_parallel,
     }  # fmt: skip
     if args.runner == "v1":

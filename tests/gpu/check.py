@@ -1,8 +1,8 @@
 """The guarantees on a GPU: kernel, graphs and eager, with asynchronous scheduling, on both runners.
 
-    python -m tests.gpu.check --out DIR                                                        # one GPU
-    python -m tests.gpu.check --out DIR --parts "tp2 eager;tp2 graphs;pp2 eager;pp2 graphs"    # two GPUs
-    python -m tests.gpu.check --table FILE.json ...                                            # several, side by side
+    python -m tests.gpu.check --out DIR               # one GPU
+    python -m tests.gpu.check --out DIR --two         # two GPUs
+    python -m tests.gpu.check --table FILE.json ...   # several, side by side
 
 Each part runs in a process of its own, several at a time; stock vLLM in others, without the plugin.  Weights are random,
 prompts are token ids.
@@ -26,7 +26,7 @@ from tests.gpu import board
 from tests.gpu.engines import COMPILED, fresh
 from tests.gpu.table import table
 
-MODES = ("graphs", "v1 graphs", "eager", "v1 eager")
+MODES = ("graphs", "v1 graphs", "eager", "v1 eager", "graphs again", "v1 graphs again")
 BESIDE = (
     "kernel",
     "crowded",
@@ -37,6 +37,7 @@ BESIDE = (
     "v1 addresses",
     "two runners",
 )
+TWO = ("tp2 eager", "tp2 graphs", "pp2 eager", "pp2 graphs", "tp2 graphs again", "pp2 graphs again")
 ALONE = ("bounded", "v1 bounded", "sleep", "v1 sleep")  # they look at the memory of the whole GPU
 MODELS = {"8b": Path("/tmp/model-8b-4"), "0.6b": Path("/tmp/model-0.6b-4")}
 
@@ -51,7 +52,7 @@ def make_models() -> None:
 def carry_out(part: str) -> None:
     """One part, in this process."""
     from tests.gpu import corners
-    from tests.gpu.guarantees import guarantees
+    from tests.gpu.guarantees import found_again, guarantees
 
     model = str(MODELS["0.6b" if "Qwen3" in part else "8b"])
     try:
@@ -62,6 +63,8 @@ def carry_out(part: str) -> None:
             corners.drain("drain")
         elif part.endswith(("eager", "graphs")):
             guarantees(part, model)
+        elif part.endswith(" again"):
+            found_again(part.removesuffix(" again"), model)
         else:
             os.environ.update(
                 fresh("ours", part) | ({"VLLM_USE_V2_MODEL_RUNNER": "0"} if part.startswith("v1 ") else {})
@@ -98,6 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--parts", default=";".join((*MODES, *BESIDE, *ALONE)), help="separated by semicolons")
+    parser.add_argument("--two", dest="parts", action="store_const", const=";".join(TWO), help="those for two GPUs")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     parser.add_argument("--at-once", type=int, default=3, help="parts that run at the same time")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="of all parts together")
@@ -106,9 +110,8 @@ def main() -> None:
     if args.table:
         print(table([json.loads(file.read_text()) for file in args.table]))
         return
-    # Inductor times the kernels it could use, so that even stock vLLM compiled twice need not agree with itself.
-    os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"  # for what is not compiled ahead of time; see BASE
+    os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"  # to a part's file
     if args.only:
         board.FILE = args.out / f"{args.only.replace(',', '').replace(' ', '_')}.json"
         carry_out(args.only)
@@ -120,10 +123,12 @@ def main() -> None:
 
     def go(part: str) -> None:
         in_a_process(part, folder, max(began + args.limit_s - time.time(), 1.0))
+        if f"{part} again" in parts:
+            go(f"{part} again")
 
     go("models")
     with ThreadPoolExecutor(args.at_once) as pool:
-        list(pool.map(go, [part for part in parts if part not in ALONE]))
+        list(pool.map(go, [part for part in parts if part not in ALONE and not part.endswith(" again")]))
     for part in [part for part in parts if part in ALONE]:
         go(part)
     files = [folder / f"{part.replace(',', '').replace(' ', '_')}.json" for part in ("models", *parts)]
@@ -131,7 +136,8 @@ def main() -> None:
     facts = {**board.facts(), "command": f"python -m tests.gpu.check --parts \"{';'.join(parts)}\"", "parts": parts,
              "seconds": round(time.time() - began)}  # fmt: skip
     checks = [check for each in found for check in each["checks"]]
-    some = "" if args.parts == parser.get_default("parts") else "-" + parts[0].replace(" ", "_")
+    named = {parser.get_default("parts"): "", ";".join(TWO): "-two_gpus"}
+    some = named.get(args.parts, "-" + parts[0].replace(" ", "_"))
     file = args.out / f"gpu_check{some}-{facts['vllm']}-{facts['date']}.json"
     file.write_text(json.dumps({**facts, "checks": checks}, indent=1) + "\n")
     missing = [part for part in parts if not any(check["mode"] == part for check in checks)]

@@ -17,6 +17,9 @@ BASE = {
     "skip_tokenizer_init": True, "max_model_len": 1024, "max_num_seqs": 32, "max_num_batched_tokens": 2048,
     "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30,  # others may start at the same time
     "enable_prefix_caching": False,  # a cached prefix was computed in another batch: equal, but not to the last bit
+    # Inductor times the kernels it could use, so that stock vLLM compiled twice need not agree with itself; of its own
+    # variable, TORCHINDUCTOR_DETERMINISTIC, code compiled ahead of time knows nothing.
+    "compilation_config": {"inductor_compile_config": {"deterministic": True}},
 }  # fmt: skip
 
 

@@ -288,3 +288,18 @@ def test_what_is_released_is_not_held_by_the_last_step(monkeypatch):
 def test_device_tables_equal_the_hosts_after_every_change(monkeypatch):
     cuda_on_cpu.stub(monkeypatch)
     assert tables.check("cpu", 300, lambda: None) == (300, [])
+
+
+def test_stages_agree_which_steps_are_active():
+    """Wherever a program acts: code with taps may differ from stock's in the last bits, for batchmates too."""
+    vector = pc.Add([1.0] * WIDTH, at=pc.resid_post[0], tokens=pc.prompt[1:3])
+    for there in (slice(None), slice(0, 6), slice(6, None)):  # the whole model, and stages with and without layer 0
+        runtime = Runtime(SiteMap(LLAMA, LAYERS, WIDTH, 61), Limits(max_programs=4, max_records=512, bank_bytes=1 << 16))
+        runtime.here[:] = False
+        runtime.here[there] = True
+        program = bind(Program.of([vector], ()), "run", Prompt([1] * 5, lambda: ("", [])), 9, runtime.sites, None)
+        runtime.hold({key: torch.ones(1, WIDTH) for op in program.ops for key in op.values},
+                     [key for op in program.ops for key in op.values])  # fmt: skip
+        runtime.reserve(program)
+        runtime.link("request", "run")
+        assert [runtime.concerns([("request", at)]) for at in (0, 2, 3)] == [True, True, False]

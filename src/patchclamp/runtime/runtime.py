@@ -219,7 +219,9 @@ class Runtime:
             raise
         # of all that happens here, whoever keeps it: workers of one stage must choose the same graphs
         size = sum(self._token_size(op) for op in here if op.kind == CAPTURE)
-        stop = max((piece[1] for op in here if op.points for piece in op.pieces), default=0)
+        # of all that happens anywhere: code with taps may differ from stock's in the last bits, and what a request's
+        # batchmates get must not depend on which stage a program acts on
+        stop = max((piece[1] for op in bound.ops if op.points for piece in op.pieces), default=0)
         self._seats[bound.run] = _Seat(slot, keys, size, stop)
         if size:
             self._token_bytes[size] += 1
