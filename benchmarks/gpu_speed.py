@@ -358,7 +358,7 @@ class Engines:
     """A shape's model, and both sides beginning to start (one after the other, unless together)."""
 
     def __init__(self, shape: str, args: argparse.Namespace) -> None:
-        from tests.models import SHAPES, shape_only
+        from tests.models import SHAPES, UNTIMED, shape_only
 
         self.model = shape_only(Path(f"/tmp/shape-{shape}-{args.layers}"), shape, args.layers)
         self.options, of = {}, SHAPES[shape] | ({"num_hidden_layers": args.layers} if args.layers else {})
@@ -368,7 +368,7 @@ class Engines:
         if args.sizes:
             compilation["cudagraph_capture_sizes"] = [int(n) for n in args.sizes.split(",")]
         if not args.timed:
-            compilation["inductor_compile_config"] = {"deterministic": True}
+            compilation["inductor_compile_config"] = UNTIMED
         longest = PROMPT + args.pairs * (STEPS[256] + 3) + 128
         numbers = of["num_hidden_layers"] * 2 * of["num_key_value_heads"] * of["head_dim"]
         self.room = max(256 * longest * 2 * numbers, 1 << 30)

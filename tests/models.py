@@ -13,6 +13,10 @@ SHAPES = {
                  vocab_size=151936, rope_theta=1000000.0, max_position_embeddings=8192, tie_word_embeddings=True,
                  architectures=["Qwen3ForCausalLM"], model_type="qwen3", num_hidden_layers=28),
 }  # fmt: skip
+# `inductor_compile_config`: Inductor times the kernels it could use, so that stock vLLM compiled twice need not agree with
+# itself.  Of Inductor's own variable, TORCHINDUCTOR_DETERMINISTIC, code compiled ahead of time knows nothing, and vLLM
+# 0.26 has it time combined kernels all the same.
+UNTIMED = {"deterministic": True, "combo_kernels": True, "benchmark_combo_kernel": False}
 COMMON = dict(hidden_act="silu", rms_norm_eps=1e-6, torch_dtype="bfloat16", bos_token_id=1, eos_token_id=2)
 
 

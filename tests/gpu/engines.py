@@ -10,6 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.models import UNTIMED
+
 PROMPTS = [[(7 * i * i + 13 * i + n) % 30000 + 100 for i in range(n)] for n in (5, 33, 90, 17)]
 TOKENS = 12
 COMPILED = Path(tempfile.gettempdir()) / "patchclamp-check-compiled"
@@ -17,9 +19,7 @@ BASE = {
     "skip_tokenizer_init": True, "max_model_len": 1024, "max_num_seqs": 32, "max_num_batched_tokens": 2048,
     "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30,  # others may start at the same time
     "enable_prefix_caching": False,  # a cached prefix was computed in another batch: equal, but not to the last bit
-    # Inductor times the kernels it could use, so that stock vLLM compiled twice need not agree with itself; of its own
-    # variable, TORCHINDUCTOR_DETERMINISTIC, code compiled ahead of time knows nothing.
-    "compilation_config": {"inductor_compile_config": {"deterministic": True}},
+    "compilation_config": {"inductor_compile_config": UNTIMED},
 }  # fmt: skip
 
 
