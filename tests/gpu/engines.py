@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import subprocess
@@ -61,7 +62,7 @@ class Stock:
 
 def setting(mode: str) -> tuple[dict, dict[str, str]]:
     """Engine options and environment of a mode such as "v1 graphs" or "tp2 eager"."""
-    options: dict = {**BASE, "dtype": "bfloat16", "enforce_eager": mode.endswith("eager")}
+    options: dict = {**copy.deepcopy(BASE), "dtype": "bfloat16", "enforce_eager": mode.endswith("eager")}
     if "tp2" in mode:
         options["tensor_parallel_size"] = 2
     if "pp2" in mode:
