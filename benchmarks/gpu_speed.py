@@ -224,7 +224,7 @@ def table(result: dict[str, Any]) -> str:
 
 def verdicts(result: dict[str, Any]) -> list[str]:
     """What missed its bar, or could not be measured."""
-    missed = []
+    missed, one = [], result.get("tensor_parallel", 1) == 1  # the workers of several are not looked into
     for row in [*result["decode"], *result["prefill"]]:
         bar = bar_of(row, result)
         name = f"{row['case']}, batch {row['batch']}" if "batch" in row else f"{row['case']}, prefill"
@@ -238,6 +238,8 @@ def verdicts(result: dict[str, Any]) -> list[str]:
             missed.append(f"{name}: {row['ours_tokens_s']} tokens/s, below 80 % of {row['stock_tokens_s']}")
         if row.get("kernels_are_stocks") is False:
             missed.append(f"{name}: kernels differ from stock's")
+        elif row["case"] == "idle" and "batch" in row and not row.keys() & {"kernels_are_stocks", "error"} and one:
+            missed.append(f"{name}: no kernels were seen")
         if any(row.get("steady", {}).get(what) for what in ("plans", "copies")):
             missed.append(f"{name}: {row['steady']} while nothing changed")
         if row.get("pairs", 20) < 20 and bar is not None:

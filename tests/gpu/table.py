@@ -8,13 +8,21 @@ MARKS = {True: "✓", False: "✗", None: "·"}
 
 
 def table(files: list[dict[str, Any]]) -> str:
-    """Rows are checks, columns modes and versions of vLLM; ✗ did not hold, · is a fact about stock vLLM."""
-    columns = [(file["vllm"], part) for file in files for part in dict.fromkeys(c["mode"] for c in file["checks"])]
-    cells: dict[str, dict[tuple[str, str], Any]] = {}
+    """Rows are checks, columns modes and versions of vLLM; ✗ did not hold, · is a fact about stock vLLM.
+
+    Of a part that several files have the last one counts.
+    """
+    parts: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for file in files:
+        new = dict.fromkeys((file["vllm"], check["mode"]) for check in file["checks"])
+        parts |= {part: [] for part in new}
         for check in file["checks"]:
-            cells.setdefault(check["check"].strip(), {})[file["vllm"], check["mode"]] = check["holds"]
-    shared = [(version, mode) for version, mode in columns if mode.endswith(("eager", "graphs"))]
+            parts[file["vllm"], check["mode"]].append(check)
+    cells: dict[str, dict[tuple[str, str], Any]] = {}
+    for part, checks in parts.items():
+        for check in checks:
+            cells.setdefault(check["check"].strip(), {})[part] = check["holds"]
+    shared = [(version, mode) for version, mode in parts if mode.endswith(("eager", "graphs"))]
     dates = ", ".join(dict.fromkeys(file["date"] for file in files))
     gpus = ", ".join(dict.fromkeys(file["gpu"] for file in files))
     lines = [f"# What holds on a GPU, {dates}", "", f"{gpus}. Weights are random, the shape Llama-3.1-8B's with 4 layers.",
@@ -22,10 +30,12 @@ def table(files: list[dict[str, Any]]) -> str:
     for check, found in cells.items():
         if any(column in found for column in shared):
             lines.append(f"| {check} | " + " | ".join(MARKS[found[c]] if c in found else "" for c in shared) + " |")
-    lines += ["", "| beside | vLLM | holds |", "|---|---|---|"]
-    for check, found in cells.items():
-        lines += [f"| {mode}: {check} | {version} | {MARKS[held]} |" for (version, mode), held in found.items()
-                  if (version, mode) not in shared]  # fmt: skip
+    versions = sorted({version for version, _ in parts})
+    lines += ["", f"| beside | {' | '.join(versions)} |", "|---" * (len(versions) + 1) + "|"]
+    for mode in dict.fromkeys(mode for version, mode in parts if (version, mode) not in shared):
+        for check, found in cells.items():
+            held = [MARKS[found[version, mode]] if (version, mode) in found else "" for version in versions]
+            lines += [f"| {mode}: {check} | {' | '.join(held)} |"] if any(held) else []
     failed = sum(held is False for found in cells.values() for held in found.values())
     count = sum(len(found) for found in cells.values())
     return "\n".join([*lines, "", f"{count} entries, {failed} of which do not hold."]) + "\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 from benchmarks.gpu_speed import BARS, STEPS, applies, verdicts
+from tests.gpu.table import table
 
 FINE = {"ratio": 1.0, "high": 1.001, "stock_tokens_s": 100, "ours_tokens_s": 99, "kernels_are_stocks": True,
         "steady": {"steps": 20, "plans": 0, "copies": 0}, "pairs": 20}  # fmt: skip
@@ -29,6 +30,8 @@ def test_a_bar_that_is_missed_is_said_once_and_by_name():
     assert changed("decode", 0, ratio=1.02) == ["idle, batch 1: 1.020 above 1.01"]
     assert changed("decode", 0, high=1.03) == ["idle, batch 1: the interval reaches 1.030"]
     assert changed("decode", 0, kernels_are_stocks=False) == ["idle, batch 1: kernels differ from stock's"]
+    unseen = {name: value for name, value in GOOD["decode"][0].items() if name != "kernels_are_stocks"}
+    assert verdicts({**GOOD, "decode": [unseen, *GOOD["decode"][1:]]}) == ["idle, batch 1: no kernels were seen"]
     assert len(changed("prefill", 1, ours_tokens_s=79)) == 1
     assert verdicts({**GOOD, "planning": {"x": {"changed": 151.0}}}) == ["planning, x: 151 µs above 150"]
     assert verdicts({**GOOD, "fetch": {"GB_s": 1.9}}) == ["fetch: 1.9 GB/s below 2"]
@@ -52,6 +55,24 @@ def test_what_failed_or_was_not_measured_is_no_success():
     assert changed("decode", 1, pairs=5) == ["steer every layer, batch 1: 5 pairs, fewer than 20"]
     assert len(changed("decode", 1, steady={"steps": 20, "plans": 3, "copies": 0})) == 1
     assert verdicts({**GOOD, "layers": 4}) == ["only 4 layers"]
+
+
+def test_of_a_part_that_was_checked_twice_the_last_run_counts():
+    def run(*checks: tuple[str, str, bool | None]) -> dict:
+        told = [{"mode": mode, "check": check, "holds": holds} for mode, check, holds in checks]
+        return {"vllm": "1.0", "gpu": "a GPU", "date": "today", "checks": told}
+
+    first = run(("eager", "it starts", True), ("v1 graphs", "it starts", True), ("v1 graphs", "ran to its end", False))
+    again = run(("v1 graphs", "it starts", False), ("sleep", "it wakes", True))
+    lines = table([first]).splitlines()
+    assert "| | 1.0 eager | 1.0 v1 graphs |" in lines
+    assert "| it starts | ✓ | ✓ |" in lines
+    assert "| ran to its end |  | ✗ |" in lines
+    assert lines[-1] == "3 entries, 1 of which do not hold."
+    lines = table([first, again]).splitlines()
+    assert "| it starts | ✓ | ✗ |" in lines
+    assert "| sleep: it wakes | ✓ |" in lines
+    assert lines[-1] == "3 entries, 1 of which do not hold."
 
 
 def test_two_gpus_and_the_v1_runner_have_bars_of_their_own():

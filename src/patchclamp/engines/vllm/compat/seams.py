@@ -22,7 +22,7 @@ class Seam(msgspec.Struct, frozen=True):
     place: str
     why: str
     takes: tuple[str, ...] = ()
-    checked: tuple[str, ...] = ("0.32.0",)
+    checked: tuple[str, ...] = ("0.26.0", "0.32.0")
 
     @property
     def told(self) -> str:
