@@ -21,7 +21,24 @@ from patchclamp.errors import (
     UnknownName,
     UnsupportedSite,
 )
-from patchclamp.spec import Add, Capture, From, Program, Replace, Site, Vector, Zero, every, generated, prompt, span
+from patchclamp.spec import (
+    Ablate,
+    Add,
+    Capture,
+    Clamp,
+    From,
+    Noise,
+    Program,
+    Replace,
+    Scale,
+    Site,
+    Vector,
+    Zero,
+    every,
+    generated,
+    prompt,
+    span,
+)
 
 if TYPE_CHECKING:
     from patchclamp import studies
@@ -61,20 +78,24 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "LM",
+    "Ablate",
     "Add",
     "AddressMoved",
     "CapacityError",
     "Capture",
+    "Clamp",
     "EngineError",
     "From",
     "MissingSource",
     "ModelError",
+    "Noise",
     "PatchclampError",
     "Program",
     "ProgramError",
     "Replace",
     "Run",
     "RunError",
+    "Scale",
     "SeamMoved",
     "ShapeError",
     "Site",

@@ -13,9 +13,9 @@ from patchclamp.engines.base import Answer, Engine, Request
 from patchclamp.engines.open import open_engine
 from patchclamp.errors import EngineError, MissingSource, PatchclampError, ProgramError, TokensError
 from patchclamp.plan import CAPTURE, Bound, Prompt, bind
-from patchclamp.plan.bind import vector_key
+from patchclamp.plan.bind import vector_key, vectors_of
 from patchclamp.proofs import ensure_proved
-from patchclamp.spec import At, Capture, Op, Program, Site, Vector
+from patchclamp.spec import At, Capture, Op, Program, Site
 from patchclamp.spec.ops import DTYPES
 from patchclamp.spec.site import site as read_site
 from patchclamp.spec.tokens import Tokens
@@ -208,9 +208,7 @@ class LM:
             bound = bind(program, key, spelled, max_tokens, self.sites, self._source) if program else None
         except PatchclampError as error:
             raise error if number is False else error.under(f"prompt {number}") from None
-        vectors = {
-            vector_key(v): v.rows() for op in program.edits if isinstance(v := getattr(op, "value", None), Vector)
-        }
+        vectors = {vector_key(v): v.rows() for op in program.edits for v in vectors_of(op)}
         return Request(key, ids, max_tokens, bound, vectors, sampling, tuple(int(i) for i in score))
 
     def _source(self, run: str) -> Run:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from patchclamp.kernels.cuda import RECORD_WORDS
 from patchclamp.runtime import Runtime, cuda, device, drain, pinned
 from patchclamp.runtime.cuda import CudaStep
 from patchclamp.runtime.device import CudaTables
@@ -61,7 +62,7 @@ class _Kernel:
     @staticmethod
     def site(tables: Tables, point: int, hidden: torch.Tensor, residual: Any, kept: torch.Tensor, base: int,
              sampled: bool) -> None:  # fmt: skip
-        records = tables.records.reshape(-1, 8)
+        records = tables.records.reshape(-1, RECORD_WORDS)
         for out in range(len(hidden)):
             row = int(tables.row_of_sample[out]) if sampled else out
             slot, position = int(tables.slot_of_row[row]), int(tables.position_of_row[row])

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from patchclamp.kernels import fused, reference
-from patchclamp.plan import CAPTURE, LINEAR, RECORD, Batch, ProgramTable, StepPlan, make_plan
+from patchclamp.kernels import fused, noise, reference
+from patchclamp.plan import BLEND, CAPTURE, LINEAR, NOISE, PROJECT, Batch, ProgramTable, StepPlan, make_plan
+from tests.reference.records import record_array
 
 WIDTHS, SAMPLED = np.array([4, 4, 7]), np.array([False, False, True])
 POINTS, BANK = len(WIDTHS), 28 * 20
@@ -31,25 +32,33 @@ def numbers(draw: np.random.Generator, *shape: int) -> np.ndarray:
     return made.astype(np.float32)
 
 
-def records(draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def records(draw: np.random.Generator, kinds: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """Up to six records at each point; captures of a point and op do not overlap, as `bind` makes them."""
     counts, made = draw.integers(0, 7, POINTS), []
     for point, count in enumerate(counts):
         for ordinal in range(count):
-            start, length = int(draw.integers(0, 12)), int(draw.integers(1, 7))
-            kind, step = (LINEAR if draw.random() < 0.6 else CAPTURE), int(draw.integers(0, 2))
-            value = int(draw.integers(0, BANK // WIDTHS[point] - 7)) * WIDTHS[point] if kind == LINEAR else ordinal
-            x, y = draw.choice(FACTORS, 2) if kind == LINEAR else (float(draw.integers(0, 3)), 0.0)
-            made.append((start, start + length, kind, step, value, x, y))
-    return np.array(made, RECORD), counts
+            start, length, step = int(draw.integers(0, 12)), int(draw.integers(1, 7)), int(draw.integers(0, 2))
+            kind, (x, y) = int(draw.choice(kinds)), draw.choice(FACTORS, 2)
+            value, other = draw.integers(0, BANK // WIDTHS[point] - 7, 2) * WIDTHS[point]
+            if kind == CAPTURE:
+                value, x, y = ordinal, float(draw.integers(0, 3)), 0.0
+            elif kind == NOISE:
+                value, other, step = draw.integers(1 << 31), draw.integers(1 << 62), step * (PROJECT in kinds)
+            elif kind == PROJECT:
+                x, y, step = min(x, y), max(x, y), 0
+            made.append((start, start + length, kind, step, value, x, y, other))
+    return record_array(made), counts
+
+
+EXACT = [CAPTURE, CAPTURE, LINEAR, LINEAR, BLEND, NOISE]
 
 
 @st.composite
-def steps(draw) -> Step:
+def steps(draw, kinds: list[int] = EXACT) -> Step:
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     table = ProgramTable(4, POINTS, 100, SAMPLED)
     for _ in range(draw(st.integers(1, 4))):
-        table.admit(*records(rng))
+        table.admit(*records(rng, kinds))
     slots = np.array(draw(st.permutations([*range(1, len(table) + 1), 0, 0])))
     count = rng.integers(1, 6, len(slots))
     row = np.cumsum(count) - count + np.cumsum(rng.integers(0, 2, len(slots)))
@@ -93,7 +102,41 @@ def test_fused_equals_reference_bit_for_bit(step):
         assert edited.any() or not (h != value).any()
 
 
-@given(steps())
+def by_definition(
+    record: np.void, s: np.ndarray, position: int, bank: np.ndarray, largest: float
+) -> tuple[np.ndarray, float]:
+    """What `plan.table` says of a record; and the largest number that came up, against which errors are small."""
+    width, x, y = len(s), float(record["x"]), float(record["y"])
+    if record["kind"] == NOISE:
+        e = y * noise.normals(int(record["other"]), position, int(record["value"]), width).astype(np.float64)
+        return s + e * (np.sqrt(np.mean(s * s)) if record["step"] else 1.0), max(largest, np.abs(e).max())
+    begin, other = record["value"] + (position - record["start"]) * record["step"] * width, record["other"]
+    v, m = bank[begin : begin + width], bank[other : other + width]
+    if record["kind"] == LINEAR:
+        terms = x * s, y * v
+    elif record["kind"] == BLEND:
+        terms = (1 - y * m) * s, y * m * v
+    else:
+        p = float(s @ v)
+        terms, largest = (s, (min(max(p, x), y) - p) * v), max(largest, np.abs(p * v).max(), np.abs(s * v).max())
+    return sum(terms), max(largest, *(np.abs(term).max() for term in terms))
+
+
+@given(steps([*EXACT, PROJECT, PROJECT]))
+def test_fused_sums_over_rows_as_the_reference_does(step):
+    """To the last bits but a few: the sums are in another order.  Directions are short, or rows would grow and grow."""
+    step.bank = np.float32(0.3) * np.sign(step.bank) * np.abs(step.bank) ** np.float32(0.1)
+    kept, kept_fused = step.kept.copy(), torch.from_numpy(step.kept.copy())
+    for point, value in enumerate(step.values):
+        value = np.sign(value) * np.abs(value) ** np.float32(0.1)
+        h, hidden = value.copy(), torch.from_numpy(value.copy())
+        by_reference(step, point, h, kept)
+        by_fused(step, point, hidden, None, kept_fused)
+        for ours, theirs in ((hidden, h), (kept_fused, kept)):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5 * np.abs(theirs).max(initial=1))
+
+
+@given(steps([*EXACT, PROJECT]))
 def test_reference_is_what_the_records_say(step):
     """Each row again, from the definitions of the ops, in double precision."""
     kept = step.kept.copy()
@@ -114,18 +157,14 @@ def test_reference_is_what_the_records_say(step):
                     at += (position - step.plan.begin[c]) * WIDTHS[point]
                     np.testing.assert_allclose(kept[at : at + WIDTHS[point]], s, rtol=1e-5, atol=1e-6 * largest)
                     continue
-                begin = record["value"] + (position - record["start"]) * record["step"] * WIDTHS[point]
-                v = step.bank[begin : begin + WIDTHS[point]].astype(np.float64)
-                s, v = float(record["x"]) * s, float(record["y"]) * v
-                largest = max(largest, np.abs(s).max(), np.abs(v).max())
-                s = s + v
+                s, largest = by_definition(record, s, int(position), step.bank.astype(np.float64), largest)
             np.testing.assert_allclose(h[r], s, rtol=1e-5, atol=1e-6 * largest)
 
 
 def program(*made: tuple, position: int = 0, rows: int = 2, width: int = 4) -> tuple[ProgramTable, StepPlan]:
     """One request of `rows` rows from `position` on, with records (start, stop, kind, step, value, x, y) at point 0."""
     table = ProgramTable(1, 1, 8)
-    slot = table.admit(np.array(list(made), RECORD), np.array([len(made)]))
+    slot = table.admit(record_array(made), np.array([len(made)]))
     batch = Batch(np.array([slot]), np.array([0]), np.array([position]), np.array([rows]), rows)
     return table, make_plan(batch, table, np.array([width]))
 

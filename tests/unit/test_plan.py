@@ -10,13 +10,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import patchclamp as pc
-from patchclamp.plan import CAPTURE, LINEAR, RECORD, Batch, ProgramTable, Prompt, bind, make_plan
-from patchclamp.plan.bind import pieces_of, run_key, vector_key
+from patchclamp.plan import (
+    BLEND,
+    CAPTURE,
+    LINEAR,
+    NOISE,
+    PROJECT,
+    RECORD,
+    Batch,
+    ProgramTable,
+    Prompt,
+    bind,
+    make_plan,
+)
+from patchclamp.plan.bind import pieces_of, run_key, site_number, vector_key, vectors_of
 from patchclamp.plan.reuse import block_key, lowest_capture
 from patchclamp.plan.step import BYTES
 from patchclamp.plan.table import records_of
 from patchclamp.sites import SiteMap
+from patchclamp.spec.ops import LARGEST
 from patchclamp.spec.program import Program
+from tests.reference.records import record_array
 
 D, V, LAYERS = 4, 7, 3
 SITES = SiteMap("llama", LAYERS, D, V)
@@ -101,6 +115,75 @@ def test_ops_become_numbers():
     assert {k: p.tolist() for k, p in made.captured().items()} == {
         point("embed"): [5, 6, 7], point("resid_post[1]"): list(range(8)), point("resid_post[2]"): list(range(8)),
     }  # fmt: skip
+
+
+def test_ops_with_arithmetic_of_their_own_become_numbers():
+    v, mask, two = [3.0, 0.0, 4.0, 0.0], [0.0, 1.0, 0.5, 0.0], [[1.0, 0.0, 0.0, 0.0], [1.0, 2.0, 0.0, 0.0]]
+    edits = [
+        pc.Replace(v, "embed", "prompt[1:3]", 0.5, mask), pc.Scale(0.25, "resid_mid[1]"),
+        pc.Ablate(two, "resid_post[0:2]", "every[1, 2, 4]"), pc.Clamp(v, "mlp_out[0]", "prompt[0]", low=-1),
+        pc.Noise(0.5, "resid_post[0:2]", "generated", seed=7, relative=True), pc.Noise(0, "embed"),
+    ]  # fmt: skip
+    made = bound(edits)
+    blend, scale, ablate, clamp, noise, none = made.ops
+    v_key, mask_key = (vector_key(pc.Vector.of(row)) for row in (v, mask))
+    assert (blend.kind, blend.values, blend.mask, blend.y) == (BLEND, (v_key,), mask_key, 0.5)
+    assert blend.keys == (v_key, mask_key)
+    assert blend.reads() == [(v_key, point("embed")), (mask_key, point("embed"))]
+    assert (scale.kind, scale.x, scale.y, scale.values, scale.pieces) == (LINEAR, 0.25, 0.0, (), ((0, 8, 0, 0),))
+    basis = pc.Vector.of([[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]])
+    assert (ablate.kind, ablate.values, ablate.x, ablate.y) == (PROJECT, (vector_key(basis),), 0.0, 0.0)
+    assert ablate.pieces == ((1, 3, 0, 0), (4, 5, 0, 0), (1, 3, 1, 0), (4, 5, 1, 0))
+    unit = pc.Vector.of([[0.6, 0.0, 0.8, 0.0]])
+    assert (clamp.kind, clamp.values, clamp.x, clamp.y) == (PROJECT, (vector_key(unit),), -1.0, LARGEST)
+    assert (noise.kind, noise.y, noise.seed, noise.relative, noise.pieces) == (NOISE, 0.5, 7, True, ((5, 8, 0, 0),))
+    assert noise.sites == (site_number("stream", 1), site_number("stream", 2))
+    assert none.pieces == ()  # not a bit is changed
+    assert all(op.reaches_cache for op in made.ops)
+    assert {v.content for op in edits for v in vectors_of(op)} == {
+        pc.Vector.of(row).content for row in (v, mask, basis.array(), unit.array())
+    }  # fmt: skip
+    here = np.zeros(POINTS, bool)
+    here[point("resid_post[1]")] = True
+    assert (noise.at(here).points, noise.at(here).sites) == ((point("resid_post[1]"),), (site_number("stream", 2),))
+    assert (blend.at(here).points, blend.at(here).keys) == ((), ())
+    with pytest.raises(pc.ShapeError, match=r"edits\[0\].mask: embed is 4 wide; the vector is \[2\]"):
+        bound(pc.Replace(v, "embed", mask=[1.0, 2.0]))
+    with pytest.raises(pc.ShapeError, match=r"edits\[0\].directions: embed is 4 wide; the vector is \[1, 2\]"):
+        bound(pc.Ablate([1.0, 2.0], "embed"))
+
+
+def test_their_records_say_all_of_it():
+    v, mask = [3.0, 0.0, 4.0, 0.0], [0.0, 1.0, 0.5, 0.0]
+    made = bound([
+        pc.Replace(v, "embed", "prompt[1:3]", 0.5, mask), pc.Ablate([v, mask], "embed", "prompt[0]"),
+        pc.Noise(0.5, "embed", "prompt[-1]", seed=(1 << 62) + 3, relative=True),
+    ])  # fmt: skip
+    addresses = {key: (100 * (1 + i), D) for i, key in enumerate(dict.fromkeys(k for op in made.ops for k in op.keys))}
+    records, counts = records_of(made.ops, addresses, POINTS)
+    assert counts.sum() == counts[point("embed")] == 4
+    assert records.tolist() == record_array([
+        (1, 3, BLEND, 0, 100, 0.0, 0.5, 200),
+        (0, 1, PROJECT, 0, 300, 0.0, 0.0), (0, 1, PROJECT, 0, 300 + D, 0.0, 0.0),
+        (4, 5, NOISE, 1, site_number("stream", 0), 0.0, 0.5, (1 << 62) + 3),
+    ]).tolist()  # fmt: skip
+
+
+def test_blocks_of_the_cache_tell_noise_and_masks_apart():
+    def key(op) -> str | None:
+        return block_key(bound(op), 0, 16)
+
+    v = [3.0, 0.0, 4.0, 0.0]
+    different = [
+        pc.Noise(0.5, "embed"), pc.Noise(0.5, "embed", seed=1), pc.Noise(0.5, "embed", relative=True),
+        pc.Noise(0.25, "embed"), pc.Noise(0.5, "resid_mid[0]"), pc.Replace(v, "embed"), pc.Replace(v, "embed", mask=v),
+        pc.Replace(v, "embed", mask=[0.0, 0.0, 4.0, 0.0]), pc.Ablate(v, "embed"), pc.Clamp(v, "embed", low=0),
+        pc.Scale(0.0, "embed"), pc.Scale(0.5, "embed"),
+    ]  # fmt: skip
+    assert len({key(op) for op in different}) == len(different)
+    assert key(pc.Noise(0.5, "embed")) == key(pc.Noise(0.5, "embed", seed=0))
+    assert key(pc.Noise(0, "embed")) is None
+    assert key(pc.Ablate(v, "embed")) == key(pc.Ablate([6.0, 0.0, 8.0, 0.0], "embed"))
 
 
 def test_captures_of_one_site_are_a_union():
@@ -236,7 +319,7 @@ def test_records_are_by_point_in_program_order():
         (1, 3, LINEAR, 0, 40, 1, 1), (2, 3, CAPTURE, 0, 1, 0, 0), (2, 3, LINEAR, 0, 8, 0.5, 0.5),
         (5, 6, LINEAR, 0, 8 + D, 0.5, 0.5), (1, 3, LINEAR, 0, 40, 1, 1),
     ]  # fmt: skip
-    assert records.tolist() == expected
+    assert records.tolist() == record_array(expected).tolist()
     assert [len(part) for part in records_of((), {}, POINTS)] == [0, POINTS]
 
 
@@ -376,7 +459,7 @@ def steps(draw):
                 rows += [(at, (*piece, kind, 0, ordinal, 0, 0)) for at in sorted({number, *others})]
         rows.sort(key=lambda row: row[0])
         counts = np.bincount([number for number, _ in rows], minlength=POINTS) if rows else np.zeros(POINTS, int)
-        table.admit(np.array([record for _, record in rows], RECORD), counts)
+        table.admit(record_array([record for _, record in rows]), counts)
     slots = draw(st.permutations([*range(1, len(table) + 1), 0, 0]))[: draw(st.integers(1, len(table) + 2))]
     count = [draw(st.integers(1, 6)) for _ in slots]
     row = np.cumsum([0, *count[:-1]]) + np.cumsum([draw(st.integers(0, 2)) for _ in slots])
@@ -470,7 +553,7 @@ def test_while_a_plan_holds_the_next_one_need_not_be_made(data):
         ranges = [
             (int(a), int(a) + int(n), CAPTURE, 0, o, 0.0, 0.0) for o, (a, n) in enumerate(rng.integers(1, 9, (4, 2)))
         ]
-        table.admit(np.array(ranges, RECORD), np.array([1] * 4 + [0] * (POINTS - 4)))
+        table.admit(record_array(ranges), np.array([1] * 4 + [0] * (POINTS - 4)))
     batch = Batch(np.array([1, 2, 0, 3]), np.arange(4), rng.integers(0, 9, 4), np.ones(4, np.int64), 4)
     plan = lazy = make_plan(batch, table, WIDTHS)
     for step in range(1, min(plan.holds, 12) + 2):
@@ -562,7 +645,7 @@ def test_captures_must_be_computed():
 
 def test_captures_of_a_long_prefill_pass_two_gigabytes_and_do_not_wrap():
     table = ProgramTable(1, 2, 8)
-    table.admit(np.array([(0, 1 << 20, CAPTURE, 0, 0, 0.0, 0.0)] * 2, RECORD), np.array([1, 1]))
+    table.admit(record_array([(0, 1 << 20, CAPTURE)] * 2), np.array([1, 1]))
     tokens = 1 << 17
     batch = Batch(np.array([1]), np.array([0]), np.array([0]), np.array([tokens]), tokens)
     plan = make_plan(batch, table, np.array([8192, 8192]), BYTES)

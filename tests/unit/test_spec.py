@@ -56,12 +56,26 @@ def vectors(draw) -> pc.Vector:
 
 froms = st.builds(pc.From, st.text("0123456789abcdef", min_size=1), st.none() | sites(), st.none() | selections)
 values = vectors() | froms
+rows = vectors().map(lambda given: pc.Vector.of(given.rows()[0]))
+
+
+def has_directions(given: pc.Vector) -> bool:
+    return bool(given.array().any(axis=-1).all())
+
+
 captures = st.builds(pc.Capture, sites(), selections, st.sampled_from(DTYPES))
 ops = (
     captures
     | st.builds(pc.Add, values, sites(), selections, factors)
     | st.builds(pc.Replace, values, sites(), selections, factors)
     | st.builds(pc.Zero, sites(), selections)
+    | st.builds(pc.Replace, values, sites(), selections, factors, rows)
+    | st.builds(pc.Scale, factors, sites(), selections)
+    | st.builds(pc.Ablate, vectors().filter(has_directions), sites(), selections)
+    | st.builds(
+        pc.Clamp, rows.filter(has_directions), sites(), selections, st.floats(-9, 0), st.none() | st.floats(0, 9)
+    )
+    | st.builds(pc.Noise, st.floats(0, 9), sites(), selections, st.integers(0, (1 << 63) - 1), st.booleans())
 )
 programs = st.builds(Program, st.lists(ops, max_size=4).map(tuple), st.lists(captures, max_size=3).map(tuple))
 
@@ -305,6 +319,7 @@ def test_at_carries_tokens_into_any_op():
 
 # -- errors: what was asked, what is there, what was perhaps meant, and where
 
+ALL_OPS = "capture, add, replace, zero, scale, ablate, clamp, noise"
 ALL_SITES = (
     "embed, resid_pre, resid_mid, resid_post, attn_in, attn_out, mlp_in, mlp_out, q, k, v, z, neurons, router, "
     "final_norm, logits"
@@ -394,6 +409,20 @@ ERRORS = [
     (lambda: pc.Zero(pc.embed @ pc.prompt, pc.prompt[1]), pc.ProgramError,
      "tokens: the tokens are given twice: embed @ prompt and tokens=prompt[1]"),
     (lambda: pc.Add([1.0], "embed", scale="much"), pc.ProgramError, "scale: a number is needed, not 'much'"),
+    (lambda: pc.Replace([1.0], "embed", mask=[[1.0]]), pc.ShapeError, "mask: one row [D] is needed; this is [1, 1]"),
+    (lambda: pc.Ablate([[1.0, 0.0], [0.0, 0.0]], "embed"), pc.ShapeError, "directions: a direction is all zeros"),
+    (lambda: pc.Clamp([1.0], "embed"), pc.ProgramError, "low: a bound is needed: low, high or both"),
+    (lambda: pc.Clamp([1.0], "embed", low=2, high=1), pc.ProgramError, "low: low (2.0) is above high (1.0)"),
+    (lambda: pc.Clamp([0.0], "embed", low=2), pc.ShapeError, "direction: a direction is all zeros"),
+    (lambda: pc.Noise(-1, "embed"), pc.ProgramError, "std: a number of at least 0 is needed, not -1.0"),
+    (lambda: pc.Noise(1, "embed", seed=1.5), pc.ProgramError, "seed: a seed is a whole number, not 1.5"),
+    (lambda: pc.Noise(1, "embed", seed=1 << 63), pc.ProgramError,
+     f"seed: a seed is at least 0 and below 2**63, not {1 << 63}"),
+    (lambda: pc.Noise(1, "embed", relative="yes"), pc.ProgramError, "relative: True or False is needed, not 'yes'"),
+    (lambda: read({"type": "noise", "at": "embed"}), pc.ProgramError, "edits[1]: Noise needs 'std'"),
+    (lambda: read({"type": "ablate", "at": "embed", "directions": {"type": "from", "run": "r"}}), pc.ProgramError,
+     "edits[1].directions: numbers are needed here, not a row still to be read: give run[site][i] for "
+     "From(run='r', site=None, position=None)"),
     (lambda: pc.Replace([1.0], "embed", alpha=float("inf")), pc.ProgramError,
      "alpha: a finite number is needed, not inf"),
     (lambda: pc.Capture("embed", dtype="torch.flot32"), pc.UnknownName,
@@ -422,9 +451,9 @@ ERRORS = [
      "capture[0]: only Capture may stand here, not Zero"),
     (lambda: read([]), pc.ProgramError, "edits[1]: an op is an object, not list"),
     (lambda: read({"type": "replce"}), pc.UnknownName,
-     "edits[1].type: no op 'replce' (did you mean 'replace'?); there are: capture, add, replace, zero"),
+     f"edits[1].type: no op 'replce' (did you mean 'replace'?); there are: {ALL_OPS}"),
     (lambda: read({"at": "embed"}), pc.UnknownName,
-     "edits[1].type: no op 'None'; there are: capture, add, replace, zero"),
+     f"edits[1].type: no op 'None'; there are: {ALL_OPS}"),
     (lambda: read({"type": "zero", "at": "embed", "token": "prompt"}), pc.UnknownName,
      "edits[1].token: no field of Zero 'token' (did you mean 'tokens'?); there are: at, tokens"),
     (lambda: read({"type": "zero"}), pc.ProgramError, "edits[1]: Zero needs 'at'"),
@@ -486,6 +515,18 @@ def test_the_error_tree_is_drawn_as_it_is():
 
 
 def test_every_op_names_its_fields():
-    assert set(OPS) == {"capture", "add", "replace", "zero"}
+    assert ", ".join(OPS) == ALL_OPS
     for kind in OPS.values():
         assert {"at", "tokens"} <= set(kind.__struct_fields__)
+
+
+@given(st.integers(1, 6), st.integers(1, 9), st.integers(0, 1 << 30))
+def test_a_basis_is_orthonormal_and_spans_what_was_given(count, width, seed):
+    rng = np.random.default_rng(seed)
+    given = rng.standard_normal((count, width)) * 10.0 ** rng.integers(-3, 4, (count, 1))
+    given[-1] = given[: max(count - 1, 1)].sum(0)  # adds nothing
+    basis = pc.Ablate(given, "embed").basis.array().astype(np.float64)
+    assert len(basis) == np.linalg.matrix_rank(given / np.linalg.norm(given, axis=1, keepdims=True), tol=1e-5)
+    np.testing.assert_allclose(basis @ basis.T, np.eye(len(basis)), atol=1e-6)
+    left = given - given @ basis.T @ basis
+    assert (np.linalg.norm(left, axis=1) <= 1e-5 * np.linalg.norm(given, axis=1)).all()

@@ -22,7 +22,14 @@ def test_triton_equals_the_torch_kernel_bit_for_bit():
     made = subprocess.run(asked, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert made.returncode == 0, made.stderr[-2000:]
     compared = json.loads(made.stdout)
-    for what in ("hidden float32", "residual float32", "hidden float16", "captures float32", "rows not finite"):
+    for what in (
+        "hidden float32",
+        "residual float32",
+        "hidden float16",
+        "captures float32",
+        "rows not finite",
+        "sums float32",
+    ):
         assert compared.get(what, 0) > 0, compared
 
 

@@ -151,7 +151,7 @@ class FakeEngine:
             raise TokensError(f"the request exceeds max_model_len={self.model.max_model_len}")
         found: dict[str, np.ndarray] = {}
         for op in request.bound.ops if request.bound is not None else ():
-            for key in op.values:
+            for key in op.keys:
                 try:
                     found[key] = self._value(key, request)
                 except PatchclampError as error:

@@ -2,7 +2,8 @@
 
 Every program takes one row: it finds the row's slot, walks the slot's records at the point in order, and
 writes the row back once, unless it is not finite.  Rows without records leave after three loads.  A new op is a branch
-in `_walk`; a new view is other strides.
+in `_walk`; a new view is other strides.  A row wider than a program takes at once (logits) goes in several passes; what
+an op needs of such a row as a whole, a sum over its columns, is found beforehand, op by op, and left in its record.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
@@ -15,8 +16,14 @@ import torch
 import triton
 import triton.language as tl
 
+from patchclamp.kernels import noise
+
 WIDEST = 8192  # columns that a program takes at once; wider rows (logits) go in several passes
-RECORD_WORDS = 8  # a record as 32-bit words: start, stop, kind, step, value (two), x, y
+RECORD_WORDS = 12  # a record as 32-bit words: start, stop, kind, step, value (two), x, y, other (two), found, none
+WORDS, FOUND = tl.constexpr(RECORD_WORDS), tl.constexpr(10)
+LINEAR, BLEND, PROJECT, NOISE = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
+PARTS, OCTAVES, BORDERS = (tl.constexpr(n) for n in (noise.PARTS, noise.OCTAVES, (1 << noise.PARTS) + 1))
+UNIT = tl.constexpr(2.0**-noise.FRACTION)
 
 
 @triton.jit
@@ -26,13 +33,54 @@ def _look(address):
 
 
 @triton.jit
+def _normals(seed, position, site, first, quantiles, BLOCK: tl.constexpr):
+    """ε of columns first … first + BLOCK − 1, both multiples of 4: `noise.normals`."""
+    group = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
+    a, b, c, d = tl.philox(seed, group, position.to(tl.uint32), site.to(tl.uint32), (group * 0).to(tl.uint32))
+    words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [BLOCK])  # the four of a group side by side
+    m = (words >> 1).to(tl.int32)
+    # the leading one, without a bit after it that fp32 could round up to the next octave
+    octave = ((m & ~(m >> 1)).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+    octave = tl.where(m == 0, 0, octave)
+    rest, fine = m - (1 << octave), tl.maximum(octave - PARTS, 0)
+    part = tl.where(octave >= PARTS, rest >> fine, rest << tl.maximum(PARTS - octave, 0))
+    at = quantiles + tl.where(m == 0, OCTAVES, octave) * BORDERS + tl.where(m == 0, 0, part)
+    here, there = _look(at), _look(at + 1)
+    off = (here - there).to(tl.int64) * (rest & ((1 << fine) - 1)).to(tl.int64) >> fine.to(tl.int64)
+    magnitude = here - tl.where(m == 0, 0, off.to(tl.int32))
+    return tl.where((words & 1) == 1, -magnitude, magnitude).to(tl.float32) * UNIT
+
+
+@triton.jit
+def _part(h, columns, inside, value, kind, bank):
+    """What these columns add to the sum over a row that an op needs: of h·v, or of h²."""
+    v = h
+    if kind == PROJECT:
+        v = tl.load(bank + value + columns, mask=inside, other=0.0)
+    return tl.sum(tl.where(inside, h * v, 0.0), axis=0)
+
+
+@triton.jit
+def _factor(total, width, kind, x, y):
+    """By how much v or ε is added, from the sum over the row."""
+    clamped = tl.minimum(tl.maximum(total, x), y) - total
+    return tl.where(kind == PROJECT, clamped, y * tl.sqrt_rn(tl.where(kind == PROJECT, 0.0, total) / width))
+
+
+@triton.jit
+def _needs_a_sum(kind, step):
+    return (kind == PROJECT) | ((kind == NOISE) & (step != 0))
+
+
+@triton.jit
 def _walk(
-    h, columns, inside, width, begin, end, position, row, rank_of_row, records, base, offset, bank, kept,
-    SAMPLED: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr,
+    h, column, inside, width, begin, end, position, row, rank_of_row, records, base, offset, bank, kept, quantiles,
+    SAMPLED: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Columns of a row after its records, and whether any of them is an edit."""
-    edited = 0
-    record = records + begin.to(tl.int64) * 8
+    """Columns of a row, from `column` on, after its records, and whether any of them is an edit; `WHOLE`: they are all
+    of the row's."""
+    edited, columns = 0, column + tl.arange(0, BLOCK)
+    record = records + begin.to(tl.int64) * WORDS
     for _ in range(begin, end):  # all of a record at once: loads that wait for each other cost most
         start, stop, kind, step = _look(record), _look(record + 1), _look(record + 2), _look(record + 3)
         value = _look((record + 4).to(tl.pointer_type(tl.int64)))
@@ -54,7 +102,7 @@ def _walk(
                         tl.store(to.to(tl.pointer_type(tl.bfloat16)) + at, h.to(tl.bfloat16), mask=inside)
                     else:
                         tl.store(to.to(tl.pointer_type(tl.float16)) + at, h.to(tl.float16), mask=inside)
-            else:  # LINEAR; a factor of 0 leaves its term out, NaN or not
+            elif kind == LINEAR:  # a factor of 0 leaves its term out, NaN or not
                 edited = 1
                 h = tl.where(x == 0.0, 0.0, h * x)
                 if y != 0.0:
@@ -63,8 +111,56 @@ def _walk(
                         begins = tl.multiple_of(begins, 16)
                     added = tl.load(bank + begins + columns, mask=inside, other=0.0) * y
                     h = tl.where(x == 0.0, added, h + added)
-        record += 8
+            elif kind == BLEND:
+                edited = 1
+                begins = value + (position - start).to(tl.int64) * step * width
+                mask = _look((record + 8).to(tl.pointer_type(tl.int64)))
+                v = tl.load(bank + begins + columns, mask=inside, other=0.0)
+                a = tl.load(bank + mask + columns, mask=inside, other=0.0) * y
+                h = tl.where(a == 0.0, h, tl.where(a == 1.0, v, (1.0 - a) * h + a * v))
+            else:
+                edited = 1
+                factor = y
+                if _needs_a_sum(kind, step):
+                    if WHOLE:
+                        factor = _factor(_part(h, columns, inside, value, kind, bank), width, kind, x, y)
+                    else:
+                        factor = tl.load((record + FOUND).to(tl.pointer_type(tl.float32)))
+                if factor != 0.0:
+                    if kind == PROJECT:
+                        added = tl.load(bank + value + columns, mask=inside, other=0.0)
+                    else:
+                        seed = _look((record + 8).to(tl.pointer_type(tl.int64)))
+                        added = _normals(seed, position, value, column, quantiles, BLOCK)
+                    h += factor * added
+        record += WORDS
     return h, edited
+
+
+@triton.jit
+def _sums(
+    hidden, residual, width, begin, end, position, row, rank_of_row, records, base, offset, bank, kept, quantiles,
+    PAIR: tl.constexpr, SAMPLED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, PASSES: tl.constexpr,
+):  # fmt: skip
+    """Leaves in each record what its op needs of the whole row, as it is when the op's turn comes."""
+    record = records + begin.to(tl.int64) * WORDS
+    for number in range(begin, end):
+        start, stop, kind, step = _look(record), _look(record + 1), _look(record + 2), _look(record + 3)
+        if (position >= start) & (position < stop) & _needs_a_sum(kind, step):
+            value = _look((record + 4).to(tl.pointer_type(tl.int64)))
+            x = _look((record + 6).to(tl.pointer_type(tl.float32)))
+            y = _look((record + 7).to(tl.pointer_type(tl.float32)))
+            total = 0.0
+            for block in range(PASSES):
+                columns = block * BLOCK + tl.arange(0, BLOCK)
+                inside = columns < width
+                h = _read(hidden, residual, columns, inside, PAIR)
+                h, _ = _walk(h, block * BLOCK, inside, width, begin, number, position, row, rank_of_row, records, base,
+                             offset, bank, kept, quantiles, SAMPLED, False, ALIGNED, False, BLOCK)  # fmt: skip
+                total += _part(h, columns, inside, value, kind, bank)
+            tl.store((record + FOUND).to(tl.pointer_type(tl.float32)), _factor(total, width, kind, x, y))
+            tl.debug_barrier()  # the threads of this program read it
+        record += WORDS
 
 
 @triton.jit
@@ -96,7 +192,7 @@ def _finite(h, inside):
 def _site(
     hidden, residual, hidden_stride, residual_stride, width,
     slot_of_row, rank_of_row, position_of_row, row_of_sample, generation,
-    first, records, base, offset, bank, kept, bad, point, points,
+    first, records, base, offset, bank, kept, quantiles, bad, point, points,
     PAIR: tl.constexpr, SAMPLED: tl.constexpr, BLOCK: tl.constexpr, PASSES: tl.constexpr, ALIGNED: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -115,12 +211,15 @@ def _site(
     hidden += out_row * hidden_stride
     residual += out_row * residual_stride
     edited, finite = 0, 1
+    if PASSES > 1:
+        _sums(hidden, residual, width, begin, end, position, row, rank_of_row, records, base, offset, bank, kept,
+              quantiles, PAIR, SAMPLED, ALIGNED, BLOCK, PASSES)  # fmt: skip
     for block in range(PASSES):
         columns = block * BLOCK + tl.arange(0, BLOCK)
         inside = columns < width
         h = _read(hidden, residual, columns, inside, PAIR)
-        h, edited = _walk(h, columns, inside, width, begin, end, position, row, rank_of_row, records, base, offset,
-                          bank, kept, SAMPLED, True, ALIGNED)  # fmt: skip
+        h, edited = _walk(h, block * BLOCK, inside, width, begin, end, position, row, rank_of_row, records, base,
+                          offset, bank, kept, quantiles, SAMPLED, True, ALIGNED, PASSES == 1, BLOCK)  # fmt: skip
         if edited != 0:
             finite = finite & _finite(h.to(hidden.dtype.element_ty), inside)
         if (PASSES == 1) & (edited != 0) & (finite != 0):
@@ -133,8 +232,8 @@ def _site(
             columns = block * BLOCK + tl.arange(0, BLOCK)
             inside = columns < width
             h = _read(hidden, residual, columns, inside, PAIR)
-            h, edited = _walk(h, columns, inside, width, begin, end, position, row, rank_of_row, records, base,
-                              offset, bank, kept, SAMPLED, False, ALIGNED)  # fmt: skip
+            h, edited = _walk(h, block * BLOCK, inside, width, begin, end, position, row, rank_of_row, records, base,
+                              offset, bank, kept, quantiles, SAMPLED, False, ALIGNED, False, BLOCK)  # fmt: skip
             _write(hidden, residual, columns, inside, h, PAIR)
 
 
@@ -153,13 +252,13 @@ def site(
     """
     rows, width = hidden_RW.shape
     other = hidden_RW if residual_RW is None else residual_RW
-    block = min(triton.next_power_of_2(width), WIDEST)
+    block = min(max(triton.next_power_of_2(width), 4), WIDEST)
     _site[(rows,)](
         hidden_RW, other, hidden_RW.stride(0), other.stride(0), width,
         tables.slot_of_row, tables.rank_of_row, tables.position_of_row, tables.row_of_sample, tables.generation,
         tables.first, tables.records, tables.base, tables.offset, tables.bank, kept.data_ptr() - kept_begin,
-        tables.bad_address, point, tables.points, PAIR=residual_RW is not None, SAMPLED=sampled, BLOCK=block,
-        PASSES=triton.cdiv(width, block), ALIGNED=width % 16 == 0, num_warps=4 if block <= 2048 else 8,
+        tables.quantiles, tables.bad_address, point, tables.points, PAIR=residual_RW is not None, SAMPLED=sampled,
+        BLOCK=block, PASSES=triton.cdiv(width, block), ALIGNED=width % 16 == 0, num_warps=4 if block <= 2048 else 8,
         enable_fp_fusion=False, **_early(),
     )  # fmt: skip
 

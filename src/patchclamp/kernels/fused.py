@@ -8,10 +8,13 @@ r' = round(s), h' = round(s − r') loses nothing that the pair could hold (TwoS
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 
-from patchclamp.plan import CAPTURE, ProgramTable, StepPlan
+from patchclamp.kernels.noise import FRACTION, MASK, MULTIPLIERS, OCTAVES, PARTS, STEPS, quantiles
+from patchclamp.plan import BLEND, CAPTURE, LINEAR, NOISE, PROJECT, ProgramTable, StepPlan
 from patchclamp.plan.step import Rows
 
 
@@ -43,10 +46,14 @@ def apply(
         records = table.records[first[mine] + place]
         holds = (records["start"] <= position[mine]) & (position[mine] < records["stop"])
         mine, records = mine[holds], records[holds]
-        is_capture = records["kind"] == CAPTURE
-        _keep(h_AW, mine[is_capture], records[is_capture], position, plan, kept_K)
-        _linear(h_AW, mine[~is_capture], records[~is_capture], position, bank_B)
-        edited[mine[~is_capture]] = True
+        kind = records["kind"]
+        edited[mine[kind != CAPTURE]] = True
+        for each in np.unique(kind):
+            some, chosen = mine[kind == each], records[kind == each]
+            if each == CAPTURE:
+                _keep(h_AW, some, chosen, position, plan, kept_K)
+            else:
+                _EDITS[int(each)](h_AW, some, chosen, position[some], bank_B)
     write = np.flatnonzero(edited)
     finite = h_AW[_on(h_AW, write)].to(hidden_RW.dtype).isfinite().all(dim=1).cpu().numpy()
     good = _on(hidden_RW, write[finite])
@@ -79,8 +86,6 @@ def _keep(
     plan: StepPlan,
     kept_K: torch.Tensor,
 ) -> None:
-    if len(mine) == 0:
-        return
     width = h_AW.shape[1]
     begin = plan.begin[plan.spans.spans_by_number[records["step"]]]
     row = plan.target(records["step"], records["value"]) // width + (position[mine] - begin)
@@ -90,17 +95,65 @@ def _keep(
 def _linear(
     h_AW: torch.Tensor, mine: np.ndarray, records: np.ndarray, position: np.ndarray, bank_B: torch.Tensor
 ) -> None:
-    if len(mine) == 0:
-        return
-    width = h_AW.shape[1]
-    x_A1, y_A1 = (_on(h_AW, records[field].copy())[:, None] for field in ("x", "y"))
+    x_A1, y_A1 = _scalars(h_AW, records)
     mine_A = _on(h_AW, mine)
-    row = records["value"] // width + (position[mine] - records["start"]).astype(np.int64) * records["step"]
-    row[records["y"] == 0] = 0  # no value is read
-    v_AW = _rows(bank_B, width).index_select(0, _on(h_AW, row))
+    v_AW = _values(h_AW, records, position, bank_B, records["y"] != 0)
     kept_AW = torch.where(x_A1 == 0, 0.0, h_AW[mine_A] * x_A1)
     added_AW = torch.where(y_A1 == 0, 0.0, v_AW * y_A1)
     h_AW[mine_A] = torch.where(x_A1 == 0, added_AW, torch.where(y_A1 == 0, kept_AW, kept_AW + added_AW))
+
+
+def _blend(
+    h_AW: torch.Tensor, mine: np.ndarray, records: np.ndarray, position: np.ndarray, bank_B: torch.Tensor
+) -> None:
+    _, y_A1 = _scalars(h_AW, records)
+    mine_A, width = _on(h_AW, mine), h_AW.shape[1]
+    v_AW = _values(h_AW, records, position, bank_B)
+    a_AW = y_A1 * _rows(bank_B, width).index_select(0, _on(h_AW, records["other"] // width))
+    before_AW = h_AW[mine_A]
+    mixed_AW = (1 - a_AW) * before_AW + a_AW * v_AW
+    h_AW[mine_A] = torch.where(a_AW == 0, before_AW, torch.where(a_AW == 1, v_AW, mixed_AW))
+
+
+def _project(
+    h_AW: torch.Tensor, mine: np.ndarray, records: np.ndarray, position: np.ndarray, bank_B: torch.Tensor
+) -> None:
+    low_A1, high_A1 = _scalars(h_AW, records)
+    mine_A = _on(h_AW, mine)
+    v_AW, before_AW = _values(h_AW, records, position, bank_B), h_AW[mine_A]
+    found_A1 = (before_AW.double() * v_AW.double()).sum(1, keepdim=True).float()
+    move_A1 = torch.minimum(torch.maximum(found_A1, low_A1), high_A1) - found_A1
+    h_AW[mine_A] = torch.where(move_A1 == 0, before_AW, before_AW + move_A1 * v_AW)
+
+
+def _noise(
+    h_AW: torch.Tensor, mine: np.ndarray, records: np.ndarray, position: np.ndarray, bank_B: torch.Tensor
+) -> None:
+    _, std_A1 = _scalars(h_AW, records)
+    mine_A, relative = _on(h_AW, mine), _on(h_AW, records["step"] == 1)[:, None]
+    seed, site = (_on(h_AW, records[field].copy()) for field in ("other", "value"))
+    e_AW, before_AW = normals_of(seed, _on(h_AW, position.astype(np.int64)), site, h_AW.shape[1]), h_AW[mine_A]
+    size_A1 = before_AW.double().square().mean(1, keepdim=True).sqrt().float()
+    std_A1 = torch.where(relative, std_A1 * size_A1, std_A1)
+    h_AW[mine_A] = torch.where(std_A1 == 0, before_AW, before_AW + std_A1 * e_AW)
+
+
+_EDITS = {LINEAR: _linear, BLEND: _blend, PROJECT: _project, NOISE: _noise}
+
+
+def _scalars(h_AW: torch.Tensor, records: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """x and y of each record, [A, 1]."""
+    x, y = (_on(h_AW, records[field].copy())[:, None] for field in ("x", "y"))
+    return x, y
+
+
+def _values(
+    h_AW: torch.Tensor, records: np.ndarray, position: np.ndarray, bank_B: torch.Tensor, read: np.ndarray | None = None
+) -> torch.Tensor:
+    """The value's row for each record at a position, [A, W]; any row where it is not `read`."""
+    width = h_AW.shape[1]
+    row = records["value"] // width + (position - records["start"]).astype(np.int64) * records["step"]
+    return _rows(bank_B, width).index_select(0, _on(h_AW, row if read is None else np.where(read, row, 0)))
 
 
 def _rows(flat: torch.Tensor, width: int) -> torch.Tensor:
@@ -111,3 +164,38 @@ def _rows(flat: torch.Tensor, width: int) -> torch.Tensor:
 def _on(rows: torch.Tensor, numbers: np.ndarray) -> torch.Tensor:
     """Index or factor arrays where the rows are."""
     return torch.from_numpy(numbers).to(rows.device)
+
+
+def normals_of(seed: torch.Tensor, position: torch.Tensor, site: torch.Tensor, width: int) -> torch.Tensor:
+    """ε of rows, fp32 [A, W], each by its own seed, position and site, int64 [A]; `noise.normals`, vectorised."""
+    words = _philox(seed, position, site, -(-width // 4)).reshape(len(seed), -1)[:, :width]
+    sign, m = words & 1, words >> 1
+    # the leading one, without a bit after it that fp32 could round up to the next octave
+    octave = ((m & ~(m >> 1)).float().view(torch.int32).long() >> 23) - 127
+    octave = torch.where(m == 0, OCTAVES, octave)
+    rest = torch.where(m == 0, 0, m - (1 << octave.clamp(max=OCTAVES - 1)))
+    fine = torch.where(m == 0, 0, octave - PARTS).clamp(min=0)
+    part = torch.where(octave >= PARTS, rest >> fine, rest << (PARTS - octave).clamp(min=0))
+    table = _table(str(seed.device))
+    at = octave * ((1 << PARTS) + 1) + part
+    here, there = table[at], table[at + 1]
+    magnitude = here - (((here - there) * (rest & ((1 << fine) - 1))) >> fine)
+    return torch.where(sign == 1, -magnitude, magnitude).float() * 2.0**-FRACTION
+
+
+def _philox(seed: torch.Tensor, position: torch.Tensor, site: torch.Tensor, groups: int) -> torch.Tensor:
+    """Words [A, groups, 4], in int64, whose products wrap and whose shifts keep the sign: hence the masks."""
+    c0 = torch.arange(groups, device=seed.device).expand(len(seed), groups)
+    c1, c2 = (word[:, None].expand(len(seed), groups) for word in (position, site))
+    c3, k0, k1 = torch.zeros_like(c0), (seed & MASK)[:, None], ((seed >> 32) & MASK)[:, None]
+    for _ in range(10):
+        low, high = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0, c2 = (high >> 32 & MASK) ^ c1 ^ k0, (low >> 32 & MASK) ^ c3 ^ k1
+        c1, c3 = high & MASK, low & MASK
+        k0, k1 = (k0 + STEPS[0]) & MASK, (k1 + STEPS[1]) & MASK
+    return torch.stack((c0, c1, c2, c3), 2)
+
+
+@functools.cache
+def _table(device: str) -> torch.Tensor:
+    return torch.from_numpy(quantiles().reshape(-1).astype(np.int64)).to(device)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from patchclamp.plan import CAPTURE, LINEAR, ProgramTable, StepPlan
+from patchclamp.kernels.noise import normals
+from patchclamp.plan import BLEND, CAPTURE, LINEAR, NOISE, PROJECT, ProgramTable, StepPlan
 from patchclamp.plan.step import Rows
 
 
@@ -35,10 +36,20 @@ def apply(
                 c, a = spans[int(record["step"])], areas[int(record["value"])]
                 begin = plan.base[a] + (plan.offset[c] + position - plan.begin[c]) * width
                 kept_K[begin : begin + width] = h_RW[r]
-            elif record["kind"] == LINEAR:
-                begin = record["value"] + (position - record["start"]) * record["step"] * width
-                h_RW[r] = linear(h_RW[r], bank_B[begin : begin + width], record["x"], record["y"])
-                edited_R[r] = True
+                continue
+            h_W, x, y, edited_R[r] = h_RW[r], record["x"], record["y"], True
+            if record["kind"] == NOISE:
+                row = (int(record["other"]), position, int(record["value"]), width)
+                h_RW[r] = noise(h_W, normals(*row), y, bool(record["step"]))
+                continue
+            begin = record["value"] + (position - record["start"]) * record["step"] * width
+            v_W, mask = bank_B[begin : begin + width], record["other"]
+            if record["kind"] == LINEAR:
+                h_RW[r] = linear(h_W, v_W, x, y)
+            elif record["kind"] == BLEND:
+                h_RW[r] = blend(h_W, v_W, y * bank_B[mask : mask + width])
+            elif record["kind"] == PROJECT:
+                h_RW[r] = project(h_W, v_W, x, y)
     return edited_R
 
 
@@ -46,3 +57,23 @@ def linear(h_W: np.ndarray, v_W: np.ndarray, x: np.float32, y: np.float32) -> np
     """x·h + y·v in fp32, each product and the sum rounded; a factor of 0 leaves its term out, NaN or not."""
     terms = [factor * term if factor != 1 else term for factor, term in ((x, h_W), (y, v_W)) if factor != 0]
     return sum(terms[1:], terms[0]) if terms else np.zeros_like(h_W)
+
+
+def blend(h_W: np.ndarray, v_W: np.ndarray, a_W: np.ndarray) -> np.ndarray:
+    """(1 − a)·h + a·v in fp32, rounded as it goes; where a is 0 h alone, where it is 1 v alone, NaN or not."""
+    mixed_W = (np.float32(1) - a_W) * h_W + a_W * v_W
+    return np.where(a_W == 0, h_W, np.where(a_W == 1, v_W, mixed_W))
+
+
+def project(h_W: np.ndarray, v_W: np.ndarray, low: np.float32, high: np.float32) -> np.ndarray:
+    """h with its projection on the unit vector v brought to low … high; as it is, if it lies there already."""
+    found = np.float32(h_W.astype(np.float64) @ v_W.astype(np.float64))
+    move = np.minimum(np.maximum(found, low), high) - found
+    return h_W + move * v_W if move != 0 else h_W
+
+
+def noise(h_W: np.ndarray, e_W: np.ndarray, std: np.float32, relative: bool) -> np.ndarray:
+    """h + std·ε; `relative`: of the root mean square of h."""
+    if relative:
+        std = std * np.float32(np.sqrt(np.mean(h_W.astype(np.float64) ** 2)))
+    return h_W + std * e_W if std != 0 else h_W

@@ -7,9 +7,9 @@ Batch   --plan--> StepPlan                 which row belongs to which slot, wher
 
 from patchclamp.plan.bind import Bound, BoundOp, Prompt, Source, bind
 from patchclamp.plan.step import Batch, StepPlan, make_plan
-from patchclamp.plan.table import CAPTURE, LINEAR, RECORD, ProgramTable
+from patchclamp.plan.table import BLEND, CAPTURE, LINEAR, NOISE, PROJECT, RECORD, ProgramTable
 
 __all__ = [
-    "CAPTURE", "LINEAR", "RECORD", "Batch", "Bound", "BoundOp", "ProgramTable", "Prompt", "Source", "StepPlan", "bind",
-    "make_plan",
+    "BLEND", "CAPTURE", "LINEAR", "NOISE", "PROJECT", "RECORD", "Batch", "Bound", "BoundOp", "ProgramTable", "Prompt",
+    "Source", "StepPlan", "bind", "make_plan",
 ]  # fmt: skip

@@ -6,25 +6,28 @@ of the op's value; step is 1 for a row each, 0 for one row for all.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
 from patchclamp.errors import MissingSource, PatchclampError, ShapeError, TokensError, UnsupportedSite
-from patchclamp.plan.table import CAPTURE, LINEAR
+from patchclamp.plan.table import BLEND, CAPTURE, LINEAR, NOISE, PROJECT
 from patchclamp.sites import Place, SiteMap
-from patchclamp.spec import Add, Capture, From, Program, Replace, Vector, Zero
-from patchclamp.spec.ops import DTYPES, Op
+from patchclamp.spec import Ablate, Add, Capture, Clamp, From, Noise, Program, Replace, Scale, Vector
+from patchclamp.spec.ops import DTYPES, LARGEST, Op
 from patchclamp.spec.tokens import Positions, TextSpan, Tokens
 
 Piece = tuple[int, int, int, int]
 
 
 class BoundOp(msgspec.Struct, frozen=True, array_like=True):
-    """One op in numbers. `values` has a bank key for each point, one for all, or none; `x`, `y` are the op's scalars.
+    """One op in numbers. `values` has a bank key for each point, one for all, or none; `x`, `y` are the op's scalars
+    (`plan.table`), `mask` the bank key of a factor a column. Of noise: its `seed`, the number of each point's site, and
+    whether it is `relative`.
 
     `reaches_cache`: whether the op can change keys and values that later tokens read.
     """
@@ -37,12 +40,34 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
     x: float = 0.0
     y: float = 0.0
     reaches_cache: bool = False
+    mask: str = ""
+    seed: int = 0
+    sites: tuple[int, ...] = ()
+    relative: bool = False
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Every bank key that is read."""
+        return (*self.values, self.mask) if self.mask else self.values
 
     def reads(self) -> list[tuple[str, int]]:
         """Bank keys, each with a point where it is read."""
         if len(self.values) == len(self.points):
-            return list(zip(self.values, self.points, strict=True))
-        return [(key, point) for key in self.values for point in self.points]
+            found = list(zip(self.values, self.points, strict=True))
+        else:
+            found = [(key, point) for key in self.values for point in self.points]
+        return found + [(self.mask, point) for point in self.points if self.mask]
+
+    def at(self, here: np.ndarray) -> BoundOp:
+        """The part of the op at the points that are `here` [P]; it keeps its place in the program though nothing be
+        left."""
+        if here.all():
+            return self
+        mine = [i for i, point in enumerate(self.points) if here[point]]
+        points = tuple(self.points[i] for i in mine)
+        values = self.values if len(self.values) != len(self.points) else tuple(self.values[i] for i in mine)
+        changed = {"points": points, "values": values, "sites": tuple(self.sites[i] for i in mine if self.sites)}
+        return msgspec.structs.replace(self, **(changed if points else changed | {"values": (), "mask": ""}))
 
 
 class Bound(msgspec.Struct, frozen=True, array_like=True):
@@ -104,14 +129,33 @@ class _Binder:
         if len(positions) == 0:
             raise TokensError(f"{op.tokens} selects no position of this request, so nothing would be edited", "tokens")  # type: ignore[attr-defined]
         values, rows = self._value(op, places, positions)
+        pieces, points = pieces_of(positions, rows), _points(places)
+        cached = any(self.sites.points[point].kind not in ("final_norm", "logits") for point in points)
+        numbers = {"kind": LINEAR, "pieces": pieces} | self._numbers(op, places, pieces)
+        return BoundOp(path, points=points, values=values, reaches_cache=cached, **numbers)
+
+    def _numbers(self, op: Op, places: list[Place], pieces: tuple[Piece, ...]) -> dict[str, Any]:
+        """What else there is to an op: kind, scalars, and pieces where they are not those of its value."""
         if isinstance(op, Add):
-            x, y = 1.0, op.scale
-        elif isinstance(op, Replace):
-            x, y = 1.0 - op.alpha, op.alpha
-        else:
-            x, y = 0.0, 0.0
-        cached = any(self.sites.points[p].kind not in ("final_norm", "logits") for p in _points(places))
-        return BoundOp(path, LINEAR, _points(places), values, pieces_of(positions, rows), x, y, cached)
+            return {"x": 1.0, "y": op.scale}
+        if isinstance(op, Replace) and op.mask is None:
+            return {"x": 1.0 - op.alpha, "y": op.alpha}
+        if isinstance(op, Replace):
+            self._fits(op.mask, places, "mask")
+            return {"kind": BLEND, "y": op.alpha, "mask": vector_key(op.mask)}
+        if isinstance(op, Scale):
+            return {"x": op.factor}
+        if isinstance(op, (Ablate, Clamp)):
+            low, high = (0.0, 0.0) if isinstance(op, Ablate) else (op.low, op.high)
+            bounds = {"x": -LARGEST if low is None else low, "y": LARGEST if high is None else high}
+            rows = range(op.basis.shape[0])  # one after the other, at every position
+            return {"kind": PROJECT, "pieces": tuple((a, b, row, 0) for row in rows for a, b, *_ in pieces), **bounds}
+        if isinstance(op, Noise):
+            points = [self.sites.points[place.point] for place in places]
+            sites = tuple(site_number(point.kind, point.layer) for point in points)
+            return {"kind": NOISE, "y": op.std, "seed": op.seed, "sites": sites, "relative": op.relative,
+                    "pieces": pieces if op.std else ()}  # fmt: skip
+        return {}
 
     def _places(self, op: Op) -> list[Place]:
         try:
@@ -146,7 +190,10 @@ class _Binder:
 
     def _value(self, op: Op, places: list[Place], positions: np.ndarray) -> tuple[tuple[str, ...], np.ndarray | None]:
         """Bank keys and, for each position, its row of the value (None: row 0 for all)."""
-        if isinstance(op, Zero):
+        if isinstance(op, (Ablate, Clamp)):
+            field = "directions" if isinstance(op, Ablate) else "direction"
+            return (self._fits(op.basis, places, field),), None
+        if not hasattr(op, "value"):
             return (), None
         try:
             if isinstance(op.value, Vector):  # type: ignore[attr-defined]
@@ -155,17 +202,22 @@ class _Binder:
         except PatchclampError as error:
             raise error.under("value") from None
 
+    def _fits(self, vector: Vector, places: list[Place], field: str = "") -> str:
+        """The vector's key. Raises `ShapeError` if it is not as wide as the site."""
+        width = self.sites.points[places[0].point].width
+        if vector.shape[-1] != width:
+            raise ShapeError(f"{places[0]} is {width} wide; the vector is {list(vector.shape)}", field)
+        return vector_key(vector)
+
     def _vector(
         self, vector: Vector, places: list[Place], positions: np.ndarray
     ) -> tuple[tuple[str, ...], np.ndarray | None]:
-        width = self.sites.points[places[0].point].width
-        if vector.shape[-1] != width:
-            raise ShapeError(f"{places[0]} is {width} wide; the vector is {list(vector.shape)}")
+        key = self._fits(vector, places)
         if len(vector.shape) == 1:
-            return (vector_key(vector),), None
+            return (key,), None
         if vector.shape[0] != len(positions):
             raise ShapeError(f"the selection has {len(positions)} positions; the vector has {vector.shape[0]} rows")
-        return (vector_key(vector),), np.arange(len(positions))
+        return (key,), np.arange(len(positions))
 
     def _from(
         self, given: From, places: list[Place], positions: np.ndarray
@@ -204,6 +256,13 @@ def bind(
     return Bound(run, len(prompt.ids), tuple(ops))
 
 
+def vectors_of(op: Op) -> list[Vector]:
+    """The vectors that an op brings along, as they go to the bank."""
+    if isinstance(op, (Ablate, Clamp)):
+        return [op.basis]
+    return [given for field in ("value", "mask") if isinstance(given := getattr(op, field, None), Vector)]
+
+
 def vector_key(vector: Vector) -> str:
     """The bank's key of an inline vector: its content."""
     return f"v:{vector.content}"
@@ -236,6 +295,13 @@ def pieces_of(positions: np.ndarray, rows: np.ndarray | None) -> tuple[Piece, ..
         (int(positions[a]), int(positions[b - 1]) + 1, int(rows[a]), int(rows[a + 1] - rows[a]) if b - a > 1 else 0)
         for a, b in itertools.pairwise(edges)
     )
+
+
+def site_number(kind: str, layer: int | None) -> int:
+    """A point's number in the counter that noise is made from (`kernels.noise`): 31 bits of a hash of its name, so that
+    it depends on nothing else."""
+    digest = hashlib.blake2s(f"{kind}[{layer}]".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def _points(places: list[Place]) -> tuple[int, ...]:

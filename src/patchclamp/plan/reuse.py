@@ -38,4 +38,6 @@ def _clip(op: BoundOp, start: int, end: int) -> tuple | None:
         for a, b, row, step in op.pieces
         if a < end and b > start
     ]
-    return (op.kind, op.points, op.values, pieces, op.x, op.y) if pieces else None
+    if not pieces:
+        return None
+    return (op.kind, op.points, op.values, pieces, op.x, op.y, op.mask, op.seed, op.sites, op.relative)

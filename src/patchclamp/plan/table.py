@@ -12,14 +12,20 @@ import numpy as np
 from patchclamp.errors import CapacityError
 from patchclamp.plan.captures import Captures
 
-CAPTURE, LINEAR = 0, 1  # LINEAR: x·h + y·v, where x or y of 0 leaves h or v out altogether
+CAPTURE = 0
+LINEAR = 1  # x·h + y·v, where x or y of 0 leaves h or v out altogether
+BLEND = 2  # (1 − a)·h + a·v for a = y·m, m a number a column, at `other` in the bank
+PROJECT = 3  # h + (p′ − p)·v, for p = h·v and p′ the nearest to it of x … y
+NOISE = 4  # h + y·ε; with step 1 y is of the row's root mean square. `value`: the site's number, `other`: the seed
 
 RECORD = np.dtype(
     [
         ("start", "<i4"), ("stop", "<i4"),   # positions
-        ("kind", "<i4"), ("step", "<i4"),    # CAPTURE or LINEAR; 1: a row of the value a position, 0: one for all
+        ("kind", "<i4"), ("step", "<i4"),    # 1: a row of the value a position, 0: one for all
         ("value", "<i8"),                    # the value's first number in the bank; for CAPTURE the op's ordinal
         ("x", "<f4"), ("y", "<f4"),          # the op's scalars; for CAPTURE x is the dtype's number
+        ("other", "<i8"),
+        ("found", "<f4"), ("none", "<i4"),   # on a device, for rows wider than a program takes at once: y·r or p′ − p
     ]
 )  # fmt: skip
 # In a table, step and value of a CAPTURE are the numbers of its span and of its area (`store.spans`).
@@ -156,10 +162,14 @@ def _records_at(op, ordinal: int, addresses: dict[str, tuple[int, int]]) -> tupl
     pieces, points = np.array(op.pieces, np.int64).reshape(-1, 4), np.array(op.points, np.int64)
     records = np.zeros((len(points), len(pieces)), RECORD)
     records["start"], records["stop"], records["step"] = pieces[:, 0], pieces[:, 1], pieces[:, 3]
-    records["kind"], records["x"], records["y"] = op.kind, op.x, op.y
+    records["kind"], records["x"], records["y"], records["other"] = op.kind, op.x, op.y, op.seed
     if op.kind == CAPTURE:
         records["value"] = ordinal
+    elif op.kind == NOISE:
+        records["value"], records["step"] = np.array(op.sites, np.int64).reshape(-1, 1), op.relative
     elif op.values:
         begin, width = np.array([addresses[key] for key in op.values], np.int64).T
         records["value"] = begin[:, None] + pieces[:, 2] * width[:, None]
+    if op.mask and op.points:
+        records["other"] = addresses[op.mask][0]
     return records.reshape(-1), np.repeat(points, len(pieces))

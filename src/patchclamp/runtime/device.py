@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from patchclamp.kernels import cuda
+from patchclamp.kernels.noise import quantiles
 from patchclamp.plan import ProgramTable, StepPlan
 
 DEPTH = 4  # staging buffers: more steps in flight than any scheduler keeps
@@ -53,6 +54,7 @@ class CudaTables:
         self._words = torch.zeros(ends[-1], dtype=torch.int32, device=self.device)
         views = {name: self._words[at : at + sizes[name]] for name, at in self._at.items()}
         self.base = views.pop("base").view(torch.int64)
+        self.quantiles = torch.from_numpy(quantiles()).reshape(-1).to(self.device)
         for name, view in views.items():
             setattr(self, name, view)
         self._number = np.arange(len(self._words))
@@ -74,13 +76,13 @@ class CudaTables:
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """What the kernel reads, by name."""
-        names = ("position_of_row", "bank", "base", *self._at)
+        names = ("position_of_row", "bank", "base", "quantiles", *self._at)
         return {name: getattr(self, name) for name in names}
 
     @property
     def bytes(self) -> int:
         """Device memory held."""
-        return self._words.nbytes + self._inbox.nbytes
+        return self._words.nbytes + self._inbox.nbytes + self.quantiles.nbytes
 
     def failed(self) -> list[tuple[int, int]]:
         """Slots whose present program's edits were not finite, and the point; of steps whose results have arrived."""

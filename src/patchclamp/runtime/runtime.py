@@ -204,11 +204,11 @@ class Runtime:
         """
         keys: list[str] = []
         addresses: dict[str, tuple[int, int]] = {}
-        here = [_at(op, self.here) for op in bound.ops]
+        here = [op.at(self.here) for op in bound.ops]
         nowhere = np.zeros_like(self.here)
-        ops = here if self.keeps else [_at(op, nowhere) if op.kind == CAPTURE else op for op in here]
+        ops = here if self.keeps else [op.at(nowhere) if op.kind == CAPTURE else op for op in here]
         try:
-            for key in dict.fromkeys(key for op in ops for key in op.values):
+            for key in dict.fromkeys(key for op in ops for key in op.keys):
                 self._load(key)
                 addresses[key] = self.bank.pin(key)
                 keys.append(key)
@@ -357,13 +357,3 @@ def _source(key: str) -> tuple[str, int]:
     found = source_of(key)
     assert found is not None, key
     return found
-
-
-def _at(op: BoundOp, here: np.ndarray) -> BoundOp:
-    """The part of an op at the points that are `here` [P]; it keeps its place in the program though nothing be left."""
-    if here.all():
-        return op
-    mine = [i for i, point in enumerate(op.points) if here[point]]
-    values = op.values if len(op.values) != len(op.points) else tuple(op.values[i] for i in mine)
-    points = tuple(op.points[i] for i in mine)
-    return msgspec.structs.replace(op, points=points, values=values if points else ())

@@ -6,15 +6,17 @@ Each op is placed `at` a site (an object or its text form) on a selection of `to
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from patchclamp.errors import PatchclampError, ProgramError, unknown
+from patchclamp.errors import PatchclampError, ProgramError, ShapeError, unknown
 from patchclamp.spec.site import At, site
 from patchclamp.spec.tokens import every
 from patchclamp.spec.tokens import tokens as as_tokens
+from patchclamp.spec.values import Vector, orthonormal
 from patchclamp.spec.values import value as as_value
 
 LARGEST = (2 - 2**-23) * 2.0**127  # of fp32
@@ -71,7 +73,8 @@ class Add(Op, frozen=True, forbid_unknown_fields=True):
 
 
 class Replace(Op, frozen=True, forbid_unknown_fields=True):
-    """(1 − alpha) · h + alpha · v; with `From` an activation patch, with alpha 1 exactly v.
+    """(1 − a) · h + a · v, where a is `alpha`, times the `mask` [D] if there is one; with `From` an activation patch,
+    where a is 1 exactly v.
 
     Source: interchange interventions; Vig et al. 2020 (arXiv:2004.12265), causal tracing; Meng et al. 2022
     (arXiv:2202.05262).
@@ -81,11 +84,14 @@ class Replace(Op, frozen=True, forbid_unknown_fields=True):
     at: Any
     tokens: Any = every
     alpha: Any = 1.0
+    mask: Any = None
 
     def __post_init__(self) -> None:
         self._place()
         self._read("value", as_value)
         self._read("alpha", _number)
+        if self.mask is not None:
+            self._read("mask", _row)
 
 
 class Zero(Op, frozen=True, forbid_unknown_fields=True):
@@ -98,7 +104,93 @@ class Zero(Op, frozen=True, forbid_unknown_fields=True):
         self._place()
 
 
-OPS: dict[str, type[Op]] = {kind.__name__.lower(): kind for kind in (Capture, Add, Replace, Zero)}
+class Scale(Op, frozen=True, forbid_unknown_fields=True):
+    """factor · h."""
+
+    factor: Any
+    at: Any
+    tokens: Any = every
+
+    def __post_init__(self) -> None:
+        self._place()
+        self._read("factor", _number)
+
+
+class Ablate(Op, frozen=True, forbid_unknown_fields=True):
+    """h − Σ (h · u) u over an orthonormal basis u of `directions`, [D] or [k, D]: h without what lies in their span.
+
+    The basis is made once, in fp64, by Gram and Schmidt's way; directions that add nothing to the span are left out.
+    Source: directional ablation; Arditi et al. 2024 (arXiv:2406.11717).
+    """
+
+    directions: Any
+    at: Any
+    tokens: Any = every
+
+    def __post_init__(self) -> None:
+        self._place()
+        self._read("directions", _span)
+
+    @property
+    def basis(self) -> Vector:
+        """The orthonormal rows, [k, D]."""
+        return orthonormal(self.directions)
+
+
+class Clamp(Op, frozen=True, forbid_unknown_fields=True):
+    """h with its projection on a `direction` [D], h · d / |d|, at least `low` and at most `high` (None: no bound).
+
+    Source: clamping a feature; Templeton et al. 2024, "Scaling monosemanticity", with a direction in its place.
+    """
+
+    direction: Any
+    at: Any
+    tokens: Any = every
+    low: Any = None
+    high: Any = None
+
+    def __post_init__(self) -> None:
+        self._place()
+        self._read("direction", _span)
+        self._read("direction", _row)
+        for bound in ("low", "high"):
+            if getattr(self, bound) is not None:
+                self._read(bound, _number)
+        if self.low is None and self.high is None:
+            raise ProgramError("a bound is needed: low, high or both", "low")
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise ProgramError(f"low ({self.low}) is above high ({self.high})", "low")
+
+    @property
+    def basis(self) -> Vector:
+        """The unit vector, [1, D]."""
+        return orthonormal(self.direction)
+
+
+class Noise(Op, frozen=True, forbid_unknown_fields=True):
+    """h + std · ε; `relative`: std times the root mean square of the row.
+
+    ε is standard normal and depends on nothing but `seed`, the token's position, the site and the index in the row
+    (`kernels.noise`): the same on every engine, in every batch.
+    Source: fuzzing; Roger 2025 (LessWrong, "Fuzzing LLMs sometimes makes them reveal their secrets").
+    """
+
+    std: Any
+    at: Any
+    tokens: Any = every
+    seed: Any = 0
+    relative: Any = False
+
+    def __post_init__(self) -> None:
+        self._place()
+        self._read("std", _size)
+        self._read("seed", _seed)
+        self._read("relative", _flag)
+
+
+OPS: dict[str, type[Op]] = {
+    kind.__name__.lower(): kind for kind in (Capture, Add, Replace, Zero, Scale, Ablate, Clamp, Noise)
+}
 
 
 def _number(given: Any) -> float:
@@ -111,6 +203,50 @@ def _number(given: Any) -> float:
     if abs(number) > LARGEST:
         raise ProgramError(f"a number of fp32 is needed, at most {LARGEST:.2e}, not {number}")
     return number
+
+
+def _size(given: Any) -> float:
+    number = _number(given)
+    if number < 0:
+        raise ProgramError(f"a number of at least 0 is needed, not {number}")
+    return number
+
+
+def _seed(given: Any) -> int:
+    try:
+        seed = operator.index(given)
+    except TypeError:
+        raise ProgramError(f"a seed is a whole number, not {given!r}") from None
+    if not 0 <= seed < 1 << 63:
+        raise ProgramError(f"a seed is at least 0 and below 2**63, not {seed}")
+    return seed
+
+
+def _flag(given: Any) -> bool:
+    if given not in (True, False):
+        raise ProgramError(f"True or False is needed, not {given!r}")
+    return bool(given)
+
+
+def _row(given: Any) -> Vector:
+    vector = _inline(given)
+    if len(vector.shape) != 1:
+        raise ShapeError(f"one row [D] is needed; this is {list(vector.shape)}")
+    return vector
+
+
+def _inline(given: Any) -> Vector:
+    vector = as_value(given)
+    if not isinstance(vector, Vector):
+        raise ProgramError(f"numbers are needed here, not a row still to be read: give run[site][i] for {given}")
+    return vector
+
+
+def _span(given: Any) -> Vector:
+    vector = _inline(given)
+    if not vector.array().any(axis=-1).all():
+        raise ShapeError("a direction is all zeros")
+    return vector
 
 
 def _dtype(given: Any) -> str:

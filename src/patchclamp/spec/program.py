@@ -15,6 +15,8 @@ from patchclamp.spec.site import At, Site
 from patchclamp.spec.tokens import Positions, TextSpan
 from patchclamp.spec.values import From, Vector, value
 
+VECTORS = {"value", "mask", "direction", "directions"}  # fields that hold numbers
+
 
 class Program(msgspec.Struct, frozen=True):
     """`edits` in order, then `capture`, which therefore sees the values after all edits."""
@@ -103,14 +105,16 @@ def _read_op(data: Any, path: str) -> Op:
     for field in fields:
         if field not in known:
             raise unknown(f"field of {kind.__name__}", field, known, f"{path}.{field}")
-    for field in ("at", "value"):
-        if field in known and field not in fields:
+    needed = known[: len(known) - len(kind.__struct_defaults__)]
+    for field in sorted(needed, key=lambda field: field != "at"):
+        if field not in fields:
             raise ProgramError(f"{kind.__name__} needs {field!r}", path)
     for field in ("at", "tokens"):
         if field in fields and not isinstance(fields[field], str):
             raise ProgramError("the text form is needed, such as 'resid_post[12]' or 'prompt[-1]'", f"{path}.{field}")
-    if "value" in fields:
-        fields["value"] = _read_value(fields["value"], f"{path}.value")
+    for field in VECTORS & fields.keys():
+        if fields[field] is not None:
+            fields[field] = _read_value(fields[field], f"{path}.{field}")
     return _told(lambda words: kind(**words), fields, path)
 
 

@@ -70,6 +70,22 @@ class Vector(msgspec.Struct, frozen=True, tag="vector"):
         return f"Vector({'x'.join(map(str, self.shape))} {self.content[:8]})"
 
 
+def orthonormal(given: Vector) -> Vector:
+    """An orthonormal basis, [k, D], of the span of some rows, in their order; a row that adds less than a millionth of
+    its length to the span is left out."""
+    import numpy as np
+
+    basis: list[np.ndarray] = []
+    for row in given.rows().astype(np.float64):
+        rest, length = row, np.linalg.norm(row)
+        for _ in range(2):  # twice is enough (Kahan; Parlett, The symmetric eigenvalue problem, 6.9)
+            for unit in basis:
+                rest = rest - (rest @ unit) * unit
+        if np.linalg.norm(rest) > 1e-6 * length:
+            basis.append(rest / np.linalg.norm(rest))
+    return Vector.of(np.stack(basis))
+
+
 class From(msgspec.Struct, frozen=True, tag="from", dict=True):
     """The row that `run` captured at `site` and `position`; without them, at the place being written.
 

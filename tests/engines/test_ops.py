@@ -1,0 +1,168 @@
+"""Every op, on selections of every kind, mixed in one batch: what its formula says, and the same however it is run."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import patchclamp as pc
+from patchclamp.kernels.noise import normals
+from patchclamp.plan.bind import site_number
+
+from .conftest import PROMPTS
+
+D, V = 576, 49152
+CHUNKED = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "enable_prefix_caching": False}
+MODES = {
+    "eager": ("vllm", "float32"), "compiled": ("vllm", "float32", True), "chunks of 16": ("vllm", "float32", CHUNKED),
+}  # fmt: skip
+RNG = np.random.default_rng()
+V1, V2, MASK = (RNG.standard_normal(D).astype(np.float32) for _ in range(3))
+MASK = np.where(RNG.random(D) < 0.3, 0, np.where(RNG.random(D) < 0.3, 1, MASK)).astype(np.float32)
+WORD = np.zeros(V, np.float32)
+WORD[[198, 260]] = 1.0, 0.5  # tokens
+EDITS = {
+    "add": pc.Add(V1, pc.resid_post[3], pc.prompt[-1], scale=2.0),
+    "add a row each": pc.Add(np.stack([V1, V2]), pc.resid_pre[5], pc.prompt[1:3]),
+    "replace": pc.Replace(V1, pc.attn_out[9], pc.every[2], alpha=0.5),
+    "replace where masked": pc.Replace(V2, pc.resid_mid[12], pc.prompt[1:], alpha=0.75, mask=MASK),
+    "zero": pc.Zero(pc.mlp_out[4], pc.every[1, 3]),
+    "scale": pc.Scale(0.5, pc.attn_out[7]),
+    "ablate": pc.Ablate(V1, pc.resid_post[10]),
+    "ablate several": pc.Ablate(np.stack([V1, V2, V1 + V2]), pc.resid_post[17], pc.prompt),
+    "clamp": pc.Clamp(V1, pc.resid_mid[20], low=-0.5, high=0.5),
+    "clamp below": pc.Clamp(V2, pc.mlp_out[15], pc.prompt[-1], high=-3.0),
+    "noise": pc.Noise(0.05, pc.resid_post[1], pc.prompt, seed=(1 << 40) + 7),
+    "relative noise": pc.Noise(0.2, pc.embed, seed=3, relative=True),
+    "noise of generated tokens": pc.Noise(0.3, pc.resid_mid[8], pc.generated, relative=True),
+    "noise of logits": pc.Noise(0.5, pc.logits, seed=11, relative=True),
+    "ablate in logits": pc.Ablate(WORD, pc.logits),
+    "scale the last norm": pc.Scale(1.5, pc.final_norm, pc.prompt[-1]),
+}  # fmt: skip
+
+
+def worst_row(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """The largest ‖a − b‖₂ / ‖b‖₂ over rows, where b is not nearly 0."""
+    return float(((ours - theirs).norm(dim=1) / theirs.norm(dim=1).clamp(min=1e-3)).max())
+
+
+def by_formula(op, before: torch.Tensor, positions: list[int]) -> torch.Tensor:
+    """An op's effect on rows [n, W], in double precision, from its docstring."""
+    h, made = before.double(), []
+    chosen = {name: torch.as_tensor(np.array(getattr(op, name).array(), np.float64)) for name in (
+        "value", "mask", "directions", "direction") if getattr(op, name, None) is not None}  # fmt: skip
+    for i, row in enumerate(h):
+        v = chosen.get("value")
+        v = v[i] if v is not None and v.ndim == 2 else v
+        if isinstance(op, pc.Add):
+            made.append(row + op.scale * v)
+        elif isinstance(op, pc.Replace):
+            a = op.alpha * chosen.get("mask", torch.ones(1))
+            made.append((1 - a) * row + a * v)
+        elif isinstance(op, pc.Zero):
+            made.append(0 * row)
+        elif isinstance(op, pc.Scale):
+            made.append(op.factor * row)
+        elif isinstance(op, pc.Ablate):
+            directions = torch.atleast_2d(chosen["directions"])
+            inside = (
+                torch.linalg.lstsq(directions.T, row[:, None], rcond=1e-5, driver="gelsd").solution[:, 0] @ directions
+            )
+            made.append(row - inside)
+        elif isinstance(op, pc.Clamp):
+            unit = chosen["direction"] / chosen["direction"].norm()
+            p = row @ unit
+            low, high = (-np.inf if op.low is None else op.low), (np.inf if op.high is None else op.high)
+            made.append(row + (p.clamp(low, high) - p) * unit)
+        else:
+            kind, layer = {"embed": ("stream", 0), "resid_post": ("stream", 2), "resid_mid": ("mid", 8),
+                           "logits": ("logits", None)}[op.at.name]  # fmt: skip
+            e = torch.from_numpy(normals(op.seed, positions[i], site_number(kind, layer), len(row))).double()
+            made.append(row + op.std * (row.square().mean().sqrt() if op.relative else 1.0) * e)
+    return torch.stack(made)
+
+
+@pytest.fixture(scope="module")
+def runs(engines):
+    """`runs(mode)`: of each op, one request, all in one batch; and the same prompt without edits."""
+    done: dict[str, dict[str, pc.Run]] = {}
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(EDITS))]
+
+    def run(mode: str) -> dict[str, pc.Run]:
+        if mode not in done:
+            engine, dtype, *rest = MODES.get(mode, (mode, "float32"))
+            options = rest[0] if rest and isinstance(rest[0], dict) else {}
+            lm = engines.get(engine, dtype, rest == [True], **options)
+            keep = [[op.at, pc.resid_post[29]] for op in EDITS.values()]
+            edited = lm.run(prompts, edits=[[op] for op in EDITS.values()], capture=keep, max_tokens=4)
+            plain = lm.run(prompts, capture=keep, max_tokens=4)
+            done[mode] = dict(zip(EDITS, zip(edited, plain, strict=True), strict=True))
+        return done[mode]
+
+    return run
+
+
+@pytest.mark.parametrize("mode", ["transformers", *MODES])
+@pytest.mark.parametrize("name", EDITS)
+def test_an_op_does_what_its_formula_says(runs, mode, name):
+    """On the rows it selects, the others keeping their values; until the first row that differs is fed back."""
+    edited, plain = runs(mode)[name]
+    op, last = EDITS[name], len(plain.prompt_token_ids)
+    positions = plain.positions(op.at)
+    selected = {"prompt": range(last), "generated": range(last, last + 3)}.get(str(op.tokens))
+    if selected is None:
+        selected = np.arange(last + 3)[slice_of(op.tokens, last)]
+    rows = [i for i, p in enumerate(positions) if p in set(np.atleast_1d(selected)) and p <= last]
+    others = [i for i, p in enumerate(positions) if p < last and i not in rows]
+    generated = "generated" in name
+    assert rows
+    before, after = plain[op.at], edited[op.at]
+    rows = rows[:1] if generated or op.at.name == "logits" else [i for i in rows if positions[i] < last]
+    expected = by_formula(op, before[rows], [positions[i] for i in rows])
+    assert worst_row(after[rows].double(), expected) <= 1e-4
+    assert float((after[rows] - before[rows]).abs().max()) > 1e-3
+    if others:
+        assert worst_row(after[others], before[others]) <= 1e-4
+
+
+def slice_of(tokens: pc.spec.Positions, last: int):
+    """The positions that a selection of `EDITS` names, as an index."""
+    text = str(tokens)
+    if text == "every":
+        return slice(None)
+    inside = text[text.index("[") + 1 : -1]
+    if ":" in inside:
+        start, stop = inside.split(":")
+        return slice(int(start), int(stop) if stop else last)
+    numbers = [int(number) for number in inside.split(",")]
+    return [number % last if number < 0 else number for number in numbers]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", EDITS)
+def test_every_way_to_run_gives_what_transformers_gives(runs, mode, name):
+    ours, theirs = runs(mode)[name][0], runs("transformers")[name][0]
+    assert ours.token_ids == theirs.token_ids
+    np.testing.assert_allclose(ours.logprobs, theirs.logprobs, rtol=1e-4, atol=1e-4)
+    for site in {EDITS[name].at, pc.resid_post[29]}:
+        assert ours.positions(site) == theirs.positions(site)
+        assert worst_row(ours[site], theirs[site]) <= 2e-4
+
+
+def test_noise_of_no_strength_is_stock(engines):
+    for engine in ("vllm", "transformers"):
+        lm = engines.get(engine, "float32")
+        plain = lm.run(PROMPTS[0], max_tokens=4)
+        none = lm.run(PROMPTS[0], max_tokens=4, edits=[pc.Noise(0.0, pc.embed, relative=True), pc.Noise(0, pc.logits)])
+        assert (none.token_ids, none.logprobs) == (plain.token_ids, plain.logprobs)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_epsilon_is_the_same_bits_in_every_engine(engines, engine):
+    """Zero the row, add noise: what is captured is ε itself."""
+    lm, at = engines.get(engine, "float32"), pc.resid_mid[3]
+    run = lm.run(PROMPTS[0], max_tokens=1, edits=[pc.Zero(at), pc.Noise(1.0, at, seed=99)], capture=[at])
+    for position, row in zip(run.positions(at), run[at], strict=True):
+        expected = normals(99, position, site_number("mid", 3), D)
+        assert np.array_equal(row.numpy().view(np.int32), expected.view(np.int32))
