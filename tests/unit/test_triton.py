@@ -9,12 +9,15 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from patchclamp.kernels import cuda
 from patchclamp.plan import ProgramTable
 from patchclamp.runtime.device import DEPTH
 from tests.reference import cuda_on_cpu
+from tests.reference.compiled import resources
 
 
 def test_triton_equals_the_torch_kernel_bit_for_bit():
@@ -31,6 +34,20 @@ def test_triton_equals_the_torch_kernel_bit_for_bit():
         "sums float32",
     ):
         assert compared.get(what, 0) > 0, compared
+
+
+@pytest.mark.parametrize(("width", "dtype", "pair", "capability", "most"), [
+    (1024, "bf16", True, 90, 64), (4096, "bf16", True, 90, 80), (4096, "bf16", False, 90, 80), (5120, "fp16", False, 80, 255),
+])  # fmt: skip
+def test_triton_compiles_for_gpus_and_nothing_spills(width, dtype, pair, capability, most):
+    used = resources(width, dtype, pair, False, capability)
+    assert 0 < used["REG"] <= most
+    assert used["STACK"] == 0
+
+
+def test_triton_compiles_for_rows_in_several_passes():
+    assert cuda.launched(128_256, False, True)["PASSES"] > 1
+    assert resources(128_256, "fp32", False, True, 90)["REG"] <= 255
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from patchclamp.kernels import noise
 
-WIDEST = 8192  # columns that a program takes at once; wider rows (logits) go in several passes
+WIDEST, A_PASS = 8192, 4096  # columns that a program takes at once; wider rows (logits) go in passes of fewer
 RECORD_WORDS = 12  # a record as 32-bit words: start, stop, kind, step, value (two), x, y, other (two), found, none
 WORDS, FOUND = tl.constexpr(RECORD_WORDS), tl.constexpr(10)
 LINEAR, BLEND, PROJECT, NOISE = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
@@ -46,8 +46,8 @@ def _normals(seed, position, site, first, quantiles, BLOCK: tl.constexpr):
     part = tl.where(octave >= PARTS, rest >> fine, rest << tl.maximum(PARTS - octave, 0))
     at = quantiles + tl.where(m == 0, OCTAVES, octave) * BORDERS + tl.where(m == 0, 0, part)
     here, there = _look(at), _look(at + 1)
-    off = (here - there).to(tl.int64) * (rest & ((1 << fine) - 1)).to(tl.int64) >> fine.to(tl.int64)
-    magnitude = here - tl.where(m == 0, 0, off.to(tl.int32))
+    within = (rest & ((1 << fine) - 1)).to(tl.uint32) << 1 << (31 - fine)  # of the part, in units of 2^-32
+    magnitude = here - tl.umulhi((here - there).to(tl.uint32), tl.where(m == 0, 0, within)).to(tl.int32)
     return tl.where((words & 1) == 1, -magnitude, magnitude).to(tl.float32) * UNIT
 
 
@@ -252,15 +252,25 @@ def site(
     """
     rows, width = hidden_RW.shape
     other = hidden_RW if residual_RW is None else residual_RW
-    block = min(max(triton.next_power_of_2(width), 4), WIDEST)
     _site[(rows,)](
         hidden_RW, other, hidden_RW.stride(0), other.stride(0), width,
         tables.slot_of_row, tables.rank_of_row, tables.position_of_row, tables.row_of_sample, tables.generation,
         tables.first, tables.records, tables.base, tables.offset, tables.bank, kept.data_ptr() - kept_begin,
-        tables.quantiles, tables.bad_address, point, tables.points, PAIR=residual_RW is not None, SAMPLED=sampled,
-        BLOCK=block, PASSES=triton.cdiv(width, block), ALIGNED=width % 16 == 0, num_warps=4 if block <= 2048 else 8,
-        enable_fp_fusion=False, **_early(),
+        tables.quantiles, tables.bad_address, point, tables.points,
+        **launched(width, residual_RW is not None, sampled), **_early(),
     )  # fmt: skip
+
+
+def launched(width: int, pair: bool, sampled: bool) -> dict[str, Any]:
+    """How the kernel is launched for rows of so many columns."""
+    block = max(triton.next_power_of_2(width), 4)
+    block = block if block <= WIDEST else min(WIDEST, A_PASS)
+    return {
+        "PAIR": pair, "SAMPLED": sampled, "BLOCK": block, "PASSES": triton.cdiv(width, block),
+        "ALIGNED": width % 16 == 0, "num_warps": 4 if block <= 2048 else 8, "enable_fp_fusion": False,
+        # what 2,048 and 4,096 columns take without noise; with it nothing spills, so that as many rows share a processor
+        "maxnreg": 80 if width <= block and block in (2048, 4096) else None,
+    }  # fmt: skip
 
 
 @functools.cache
