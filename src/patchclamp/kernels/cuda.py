@@ -268,7 +268,7 @@ def launched(width: int, pair: bool, sampled: bool) -> dict[str, Any]:
     return {
         "PAIR": pair, "SAMPLED": sampled, "BLOCK": block, "PASSES": triton.cdiv(width, block),
         "ALIGNED": width % 16 == 0, "num_warps": 4 if block <= 2048 else 8, "enable_fp_fusion": False,
-        # what 2,048 and 4,096 columns take without noise; with it nothing spills, so that as many rows share a processor
+        # what 2,048 and 4,096 columns take without noise; with it nothing spills, and as many rows share a processor
         "maxnreg": 80 if width <= block and block in (2048, 4096) else None,
     }  # fmt: skip
 
