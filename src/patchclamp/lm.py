@@ -13,12 +13,13 @@ from patchclamp.engines.base import Answer, Engine, Request
 from patchclamp.engines.open import open_engine
 from patchclamp.errors import EngineError, MissingSource, PatchclampError, ProgramError, TokensError
 from patchclamp.plan import CAPTURE, Bound, Prompt, bind
-from patchclamp.plan.bind import vector_key, vectors_of
 from patchclamp.proofs import ensure_proved
-from patchclamp.spec import At, Capture, Op, Program, Site
+from patchclamp.spec import At, Op, Program, Site
 from patchclamp.spec.ops import DTYPES
 from patchclamp.spec.site import site as read_site
 from patchclamp.spec.tokens import Tokens
+from patchclamp.spec.tokens import tokens as as_tokens
+from patchclamp.store.named import NamedBank
 
 MOST_SCORES = 128  # token ids graded in one run: what vLLM's sampler takes
 
@@ -36,6 +37,7 @@ class LM:
 
     def __init__(self, model: str, engine: str | Engine | None = None, *, prove: bool = True, **options: Any) -> None:
         self.engine: Engine = open_engine(model, engine, options)
+        self.bank = NamedBank()
         self._runs: weakref.WeakValueDictionary[str, Run] = weakref.WeakValueDictionary()
         self._close = weakref.finalize(self, self.engine.close) if self.engine is not engine else self.engine.close
         if prove:
@@ -203,12 +205,13 @@ class LM:
             raise ProgramError(f"at most {MOST_SCORES} tokens can be scored, not {len(set(score))}", "score")
         if outside:
             raise TokensError(f"{outside[0]!r} is not a token id below {self.model.d_vocab}", "score")
+        vectors: dict[str, np.ndarray] = {}
         spelled = Prompt(ids, lambda: self.tokenizer.spell(ids, text))
         try:
-            bound = bind(program, key, spelled, max_tokens, self.sites, self._source) if program else None
+            known = (self.sites, self._source, self.bank, vectors)
+            bound = bind(program, key, spelled, max_tokens, *known) if program else None
         except PatchclampError as error:
             raise error if number is False else error.under(f"prompt {number}") from None
-        vectors = {vector_key(v): v.rows() for op in program.edits for v in vectors_of(op)}
         return Request(key, ids, max_tokens, bound, vectors, sampling, tuple(int(i) for i in score))
 
     def _source(self, run: str) -> Run:
@@ -300,15 +303,20 @@ class Run:
         self.closed = True
         self._release()
 
+    def places(self, site: Site | str) -> list[tuple[str, str]]:
+        """The places that a site names, each by its label in the bank's means and as `run[...]` takes it."""
+        places = self._lm.sites.resolve(read_site(site))
+        return [(self._lm.sites.label(place.point), str(place)) for place in places]
+
     # -- as a source for `From`
 
     def positions_of(self, point: int) -> np.ndarray:
         captured = self._bound.captured() if self._bound is not None else {}
         return captured.get(point, np.zeros(0, np.int64))[: self._length(captured.get(point))]
 
-    def select(self, tokens: Tokens) -> np.ndarray:
+    def select(self, tokens: Tokens | str) -> np.ndarray:
         prompt = Prompt(self.prompt_token_ids, lambda: self._lm.tokenizer.spell(self.prompt_token_ids, None))
-        return prompt.select(tokens, self._positions)
+        return prompt.select(as_tokens(tokens), self._positions)
 
     @property
     def _positions(self) -> int:
@@ -327,9 +335,9 @@ class Run:
 
     def _named(self, site: Site | str) -> tuple[int, int | None]:
         """The point that a site names or an op's path captured at, and the op."""
-        for ordinal, (path, op) in enumerate(self.program.ops):
-            if site == path and isinstance(op, Capture):
-                return self._one_point(op.at), ordinal
+        for ordinal, op in enumerate(self._bound.ops if self._bound is not None else ()):
+            if site == op.path and op.kind == CAPTURE:
+                return self._one_point(next(kept.at for path, kept in self.program.ops if path == site)), ordinal  # type: ignore[attr-defined]
         return self._one_point(read_site(site)), None
 
     def _one_point(self, site: Site) -> int:

@@ -17,6 +17,7 @@ from patchclamp.spec import SITES, Range, TextSpan
 from patchclamp.spec.ops import DTYPES, OPS, capture
 from patchclamp.spec.program import Program, to_dict
 from patchclamp.spec.tokens import GROUPS, Positions
+from patchclamp.spec.values import orthonormal
 
 ends = st.none() | st.integers(-40, 40)
 ranges = st.builds(Range, ends, ends, st.none() | st.integers(1, 5)).filter(lambda made: made != Range())
@@ -55,7 +56,8 @@ def vectors(draw) -> pc.Vector:
 
 
 froms = st.builds(pc.From, st.text("0123456789abcdef", min_size=1), st.none() | sites(), st.none() | selections)
-values = vectors() | froms
+names = st.builds(pc.Named, st.text(min_size=1))
+values = vectors() | froms | names
 rows = vectors().map(lambda given: pc.Vector.of(given.rows()[0]))
 
 
@@ -69,6 +71,8 @@ ops = (
     | st.builds(pc.Add, values, sites(), selections, factors)
     | st.builds(pc.Replace, values, sites(), selections, factors)
     | st.builds(pc.Zero, sites(), selections)
+    | st.builds(pc.Mean, values, sites(), selections)
+    | st.builds(pc.Use, st.text(min_size=1), factors, st.none() | selections)
     | st.builds(pc.Replace, values, sites(), selections, factors, rows)
     | st.builds(pc.Scale, factors, sites(), selections)
     | st.builds(pc.Ablate, vectors().filter(has_directions), sites(), selections)
@@ -319,7 +323,7 @@ def test_at_carries_tokens_into_any_op():
 
 # -- errors: what was asked, what is there, what was perhaps meant, and where
 
-ALL_OPS = "capture, add, replace, zero, scale, ablate, clamp, noise"
+ALL_OPS = "capture, add, replace, zero, mean, scale, ablate, clamp, noise, use"
 ALL_SITES = (
     "embed, resid_pre, resid_mid, resid_post, attn_in, attn_out, mlp_in, mlp_out, q, k, v, z, neurons, router, "
     "final_norm, logits"
@@ -394,10 +398,9 @@ ERRORS = [
     (lambda: pc.Vector((-1, -1), b"\0" * 4), pc.ShapeError,
      "a vector is [D] or [n, D] and not empty; this one is [-1, -1]"),
     (lambda: pc.Vector((2,), b"\0" * 4), pc.ShapeError, "4 bytes are not [2] fp32 numbers"),
-    (lambda: pc.Add("steer", "embed"), pc.ProgramError,
-     "value: a value is a vector or pc.From(run, site), not 'steer'"),
+    (lambda: pc.Add("", "embed"), pc.ProgramError, "value.name: a name is text, and not empty: not ''"),
     (lambda: pc.Add(pc.embed, "embed"), pc.ProgramError,
-     "value: a value is a vector or pc.From(run, site), not pc.embed"),
+     "value: a value is a vector, its name in the bank, or pc.From(run, site), not pc.embed"),
     (lambda: pc.From(3), pc.ProgramError, "run: From takes a Run (what lm.run returned), not int"),
     (lambda: pc.From(Keyed(), "embd"), pc.UnknownName,
      f"site: no site 'embd' (did you mean 'embed'?); there are: {ALL_SITES}"),
@@ -466,7 +469,7 @@ ERRORS = [
      "edits[1].tokens: generated[-1]: " + OPEN_END.format("generated")),
     (lambda: read({"type": "add", "at": "embed", "value": [1], "scale": 10**400}), pc.ProgramError, None),
     (lambda: read({"type": "add", "at": "embed", "value": 1}), pc.ProgramError,
-     "edits[1].value: a value is a list of numbers, or an object of type 'vector' or 'from'"),
+     "edits[1].value: a value is a list of numbers, or an object of type 'vector', 'from' or 'named'"),
     (lambda: read({"type": "add", "at": "embed", "value": [[1, 2], [3, 4], [float("inf"), 0]]}), pc.ShapeError,
      "edits[1].value: a vector's numbers must be finite; this one has NaN or infinity"),
     (lambda: read({"type": "add", "at": "embed", "value": {"type": "vector", "shape": [2], "data": "AAAA"}}),
@@ -517,7 +520,7 @@ def test_the_error_tree_is_drawn_as_it_is():
 def test_every_op_names_its_fields():
     assert ", ".join(OPS) == ALL_OPS
     for kind in OPS.values():
-        assert {"at", "tokens"} <= set(kind.__struct_fields__)
+        assert ({"name", "tokens"} if kind is pc.Use else {"at", "tokens"}) <= set(kind.__struct_fields__)
 
 
 @given(st.integers(1, 6), st.integers(1, 9), st.integers(0, 1 << 30))
@@ -525,7 +528,7 @@ def test_a_basis_is_orthonormal_and_spans_what_was_given(count, width, seed):
     rng = np.random.default_rng(seed)
     given = rng.standard_normal((count, width)) * 10.0 ** rng.integers(-3, 4, (count, 1))
     given[-1] = given[: max(count - 1, 1)].sum(0)  # adds nothing
-    basis = pc.Ablate(given, "embed").basis.array().astype(np.float64)
+    basis = orthonormal(pc.Vector.of(given)).array().astype(np.float64)
     assert len(basis) == np.linalg.matrix_rank(given / np.linalg.norm(given, axis=1, keepdims=True), tol=1e-5)
     np.testing.assert_allclose(basis @ basis.T, np.eye(len(basis)), atol=1e-6)
     left = given - given @ basis.T @ basis

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
-from patchclamp.errors import MissingSource, PatchclampError, ShapeError, TokensError, UnsupportedSite
+from patchclamp.errors import MissingSource, PatchclampError, ProgramError, ShapeError, TokensError, UnsupportedSite
 from patchclamp.plan.table import BLEND, CAPTURE, LINEAR, NOISE, PROJECT
 from patchclamp.sites import Place, SiteMap
-from patchclamp.spec import Ablate, Add, Capture, Clamp, From, Noise, Program, Replace, Scale, Vector
+from patchclamp.spec import Ablate, Add, Capture, Clamp, From, Mean, Named, Noise, Program, Replace, Scale, Use, Vector
 from patchclamp.spec.ops import DTYPES, LARGEST, Op
 from patchclamp.spec.tokens import Positions, TextSpan, Tokens
+from patchclamp.spec.values import orthonormal
+from patchclamp.store.named import NamedBank
 
 Piece = tuple[int, int, int, int]
+NO_BANK = NamedBank()
 
 
 class BoundOp(msgspec.Struct, frozen=True, array_like=True):
@@ -117,10 +120,40 @@ class Source(Protocol):
 
 
 class _Binder:
-    def __init__(self, prompt: Prompt, limit: int, sites: SiteMap, source: Callable[[str], Source]) -> None:
-        self.prompt, self.limit, self.sites, self.source = prompt, limit, sites, source
+    """`vectors` takes the rows [n, W] of every vector that is bound, by its key."""
 
-    def bind(self, path: str, op: Op) -> BoundOp:
+    def __init__(
+        self, prompt: Prompt, limit: int, sites: SiteMap, source: Callable[[str], Source], bank: Mapping[str, Any],
+        vectors: dict[str, np.ndarray],
+    ) -> None:  # fmt: skip
+        self.prompt, self.limit, self.sites, self.source = prompt, limit, sites, source
+        self.bank, self.vectors = bank, vectors
+
+    def bind(self, path: str, op: Op, within: tuple[str, ...] = ()) -> list[BoundOp]:
+        """An op, or those of the program in the bank that it uses; `within`: the programs that use it."""
+        try:
+            if not isinstance(op, Use):
+                return [self._bind(path, op)]
+            if op.name in within:
+                raise ProgramError(f"{' uses '.join((*within, op.name))}: a program cannot use itself", "name")
+            program = self._entry(op.name, "name")
+            if not isinstance(program, Program):
+                raise ProgramError(
+                    f"{op.name!r} is {type(program).__name__}, not a program: name it as a value", "name"
+                )
+            scaled = [op.scaled(each) for each in program.edits]
+        except PatchclampError as error:
+            raise error.under(path) from None
+        made = [self.bind(f"{path}.{op.name}[{i}]", each, (*within, op.name)) for i, each in enumerate(scaled)]
+        return [bound for many in made for bound in many]
+
+    def _entry(self, name: str, field: str = "") -> Any:
+        try:
+            return self.bank[name]
+        except PatchclampError as error:
+            raise error.under(field) if field else error from None
+
+    def _bind(self, path: str, op: Op) -> BoundOp:
         places = self._places(op)
         positions = self._positions(op, places)
         if isinstance(op, Capture):
@@ -128,27 +161,32 @@ class _Binder:
             return BoundOp(path, CAPTURE, _points(places), (), pieces, float(DTYPES.index(op.dtype)))
         if len(positions) == 0:
             raise TokensError(f"{op.tokens} selects no position of this request, so nothing would be edited", "tokens")  # type: ignore[attr-defined]
-        values, rows = self._value(op, places, positions)
+        values, rows, count = self._value(op, places, positions)
         pieces, points = pieces_of(positions, rows), _points(places)
         cached = any(self.sites.points[point].kind not in ("final_norm", "logits") for point in points)
-        numbers = {"kind": LINEAR, "pieces": pieces} | self._numbers(op, places, pieces)
+        numbers = {"kind": LINEAR, "pieces": pieces} | self._numbers(op, places, pieces, count)
         return BoundOp(path, points=points, values=values, reaches_cache=cached, **numbers)
 
-    def _numbers(self, op: Op, places: list[Place], pieces: tuple[Piece, ...]) -> dict[str, Any]:
-        """What else there is to an op: kind, scalars, and pieces where they are not those of its value."""
+    def _numbers(self, op: Op, places: list[Place], pieces: tuple[Piece, ...], count: int) -> dict[str, Any]:
+        """What else there is to an op: kind, scalars, and pieces where they are not those of its value, of which there
+        are `count` rows."""
         if isinstance(op, Add):
             return {"x": 1.0, "y": op.scale}
+        if isinstance(op, Mean):
+            return {"x": 0.0, "y": 1.0}
         if isinstance(op, Replace) and op.mask is None:
             return {"x": 1.0 - op.alpha, "y": op.alpha}
         if isinstance(op, Replace):
-            self._fits(op.mask, places, "mask")
-            return {"kind": BLEND, "y": op.alpha, "mask": vector_key(op.mask)}
+            (mask,) = self._rows(op.mask, places, "mask", alike=True)
+            if len(mask.shape) != 1:
+                raise ShapeError(f"one row [D] is needed; this is {list(mask.shape)}", "mask")
+            return {"kind": BLEND, "y": op.alpha, "mask": self._put(mask)}
         if isinstance(op, Scale):
             return {"x": op.factor}
         if isinstance(op, (Ablate, Clamp)):
             low, high = (0.0, 0.0) if isinstance(op, Ablate) else (op.low, op.high)
             bounds = {"x": -LARGEST if low is None else low, "y": LARGEST if high is None else high}
-            rows = range(op.basis.shape[0])  # one after the other, at every position
+            rows = range(count)  # one after the other, at every position
             return {"kind": PROJECT, "pieces": tuple((a, b, row, 0) for row in rows for a, b, *_ in pieces), **bounds}
         if isinstance(op, Noise):
             points = [self.sites.points[place.point] for place in places]
@@ -188,36 +226,63 @@ class _Binder:
             )
         return chosen
 
-    def _value(self, op: Op, places: list[Place], positions: np.ndarray) -> tuple[tuple[str, ...], np.ndarray | None]:
-        """Bank keys and, for each position, its row of the value (None: row 0 for all)."""
+    def _value(
+        self, op: Op, places: list[Place], positions: np.ndarray
+    ) -> tuple[tuple[str, ...], np.ndarray | None, int]:
+        """Bank keys; for each position its row of the value (None: row 0 for all); and how many rows a key has."""
         if isinstance(op, (Ablate, Clamp)):
             field = "directions" if isinstance(op, Ablate) else "direction"
-            return (self._fits(op.basis, places, field),), None
+            (given,) = self._rows(getattr(op, field), places, field, alike=True)
+            if not given.array().any(axis=-1).all():
+                raise ShapeError("a direction is all zeros", field)
+            if isinstance(op, Clamp) and len(given.shape) != 1:
+                raise ShapeError(f"one row [D] is needed; this is {list(given.shape)}", field)
+            basis = orthonormal(given)
+            return (self._put(basis),), None, basis.shape[0]
         if not hasattr(op, "value"):
-            return (), None
-        try:
-            if isinstance(op.value, Vector):  # type: ignore[attr-defined]
-                return self._vector(op.value, places, positions)  # type: ignore[attr-defined]
-            return self._from(op.value, places, positions)  # type: ignore[attr-defined]
-        except PatchclampError as error:
-            raise error.under("value") from None
+            return (), None, 0
+        if isinstance(op.value, From):  # type: ignore[attr-defined]
+            try:
+                return (*self._from(op.value, places, positions), 0)  # type: ignore[attr-defined]
+            except PatchclampError as error:
+                raise error.under("value") from None
+        vectors = self._rows(op.value, places, "value")  # type: ignore[attr-defined]
+        shape = vectors[0].shape
+        if len(shape) == 2 and shape[0] != len(positions):
+            told = f"the selection has {len(positions)} positions; the vector has {shape[0]} rows"
+            raise ShapeError(told, "value")
+        return tuple(map(self._put, vectors)), np.arange(len(positions)) if len(shape) == 2 else None, 0
 
-    def _fits(self, vector: Vector, places: list[Place], field: str = "") -> str:
-        """The vector's key. Raises `ShapeError` if it is not as wide as the site."""
+    def _rows(self, given: Vector | Named, places: list[Place], field: str, alike: bool = False) -> list[Vector]:
+        """One vector for all places, or one for each, and only one if they are to be `alike`.
+
+        Raises `MissingSource` for what the bank lacks and `ShapeError` if they are not as wide as the site.
+        """
+        found = [given] if isinstance(given, Vector) else self._named(given, places, field)
         width = self.sites.points[places[0].point].width
-        if vector.shape[-1] != width:
-            raise ShapeError(f"{places[0]} is {width} wide; the vector is {list(vector.shape)}", field)
-        return vector_key(vector)
+        for vector in found:
+            if vector.shape[-1] != width:
+                raise ShapeError(f"{places[0]} is {width} wide; the vector is {list(vector.shape)}", field)
+        if alike and len({vector.content for vector in found}) > 1:
+            raise ShapeError(f"{given.name!r} has a row a place, and here one is needed for all", field)  # type: ignore[union-attr]
+        return found[:1] if alike else found
 
-    def _vector(
-        self, vector: Vector, places: list[Place], positions: np.ndarray
-    ) -> tuple[tuple[str, ...], np.ndarray | None]:
-        key = self._fits(vector, places)
-        if len(vector.shape) == 1:
-            return (key,), None
-        if vector.shape[0] != len(positions):
-            raise ShapeError(f"the selection has {len(positions)} positions; the vector has {vector.shape[0]} rows")
-        return (key,), np.arange(len(positions))
+    def _named(self, given: Named, places: list[Place], field: str) -> list[Vector]:
+        entry = self._entry(given.name, field)
+        if isinstance(entry, Program):
+            raise ProgramError(f"{given.name!r} is a program: pc.Use({given.name!r}) uses it", field)
+        if isinstance(entry, Vector):
+            return [entry]
+        labels = [self.sites.label(place.point) for place in places]
+        lacking = [place for place, label in zip(places, labels, strict=True) if label not in entry.rows]
+        if lacking:
+            raise MissingSource(f"{given.name!r} has no mean of {lacking[0]}; it has {', '.join(entry.rows)}", field)
+        return [entry.rows[label] for label in labels]
+
+    def _put(self, vector: Vector) -> str:
+        key = vector_key(vector)
+        self.vectors[key] = vector.rows()
+        return key
 
     def _from(
         self, given: From, places: list[Place], positions: np.ndarray
@@ -240,27 +305,19 @@ class _Binder:
 
 
 def bind(
-    program: Program, run: str, prompt: Prompt, max_tokens: int, sites: SiteMap, source: Callable[[str], Source]
-) -> Bound:
-    """Checks a program against a prompt, a model and the runs it reads, and puts it into numbers.
+    program: Program, run: str, prompt: Prompt, max_tokens: int, sites: SiteMap, source: Callable[[str], Source],
+    bank: Mapping[str, Any] | None = None, vectors: dict[str, np.ndarray] | None = None,
+) -> Bound:  # fmt: skip
+    """Checks a program against a prompt, a model, and the runs and names (`bank`) it reads, and puts it into numbers.
 
-    Positions are those that are inputs: below len(prompt) + max_tokens − 1.
+    Positions are those that are inputs: below len(prompt) + max_tokens − 1. `vectors` takes the rows of every vector,
+    by its key.
     """
-    binder = _Binder(prompt, len(prompt.ids) + max_tokens - 1, sites, source)
-    ops = []
-    for path, op in program.ops:
-        try:
-            ops.append(binder.bind(path, op))
-        except PatchclampError as error:
-            raise error.under(path) from None
-    return Bound(run, len(prompt.ids), tuple(ops))
-
-
-def vectors_of(op: Op) -> list[Vector]:
-    """The vectors that an op brings along, as they go to the bank."""
-    if isinstance(op, (Ablate, Clamp)):
-        return [op.basis]
-    return [given for field in ("value", "mask") if isinstance(given := getattr(op, field, None), Vector)]
+    limit = len(prompt.ids) + max_tokens - 1
+    binder = _Binder(
+        prompt, limit, sites, source, NO_BANK if bank is None else bank, {} if vectors is None else vectors
+    )
+    return Bound(run, len(prompt.ids), tuple(made for path, op in program.ops for made in binder.bind(path, op)))
 
 
 def vector_key(vector: Vector) -> str:

@@ -16,7 +16,7 @@ from patchclamp.errors import PatchclampError, ProgramError, ShapeError, unknown
 from patchclamp.spec.site import At, site
 from patchclamp.spec.tokens import every
 from patchclamp.spec.tokens import tokens as as_tokens
-from patchclamp.spec.values import Vector, orthonormal
+from patchclamp.spec.values import Named, Vector
 from patchclamp.spec.values import value as as_value
 
 LARGEST = (2 - 2**-23) * 2.0**127  # of fp32
@@ -104,6 +104,50 @@ class Zero(Op, frozen=True, forbid_unknown_fields=True):
         self._place()
 
 
+class Mean(Op, frozen=True, forbid_unknown_fields=True):
+    """v, in h's place: mean ablation, where `value` is the name of means in the bank (`lm.bank.mean`).
+
+    Source: Wang et al. 2022 (arXiv:2211.00593).
+    """
+
+    value: Any
+    at: Any
+    tokens: Any = every
+
+    def __post_init__(self) -> None:
+        self._place()
+        self._read("value", as_value)
+
+
+class Use(Op, frozen=True, forbid_unknown_fields=True):
+    """The edits of a program in the bank, in its place; each vector added, and each noise, `scale` times as strong.
+
+    `tokens`, if given, stand for the tokens of every one of them. A steering module, for example: `lm.bank["happy"] =
+    [pc.Add(...), pc.Add(...)]`, and then `pc.Use("happy", scale=2.0)`.
+    """
+
+    name: Any
+    scale: Any = 1.0
+    tokens: Any = None
+
+    def __post_init__(self) -> None:
+        self._read("name", Named)
+        self._read("scale", _number)
+        if self.tokens is not None:
+            self._read("tokens", as_tokens)
+        msgspec.structs.force_setattr(self, "name", self.name.name)
+
+    def scaled(self, op: Op) -> Op:
+        """An op of the program as it is used. Raises `ProgramError` for one that has no strength to be scaled."""
+        changed: dict[str, Any] = {} if self.tokens is None else {"tokens": self.tokens}
+        strength = {Add: "scale", Noise: "std", Use: "scale"}.get(type(op))
+        if self.scale != 1.0:
+            if strength is None or (isinstance(op, Noise) and self.scale < 0):
+                raise ProgramError(f"{type(op).__name__} cannot be scaled by {self.scale}: Add and Noise can", "scale")
+            changed[strength] = self.scale * getattr(op, strength)
+        return msgspec.structs.replace(op, **changed)
+
+
 class Scale(Op, frozen=True, forbid_unknown_fields=True):
     """factor · h."""
 
@@ -131,11 +175,6 @@ class Ablate(Op, frozen=True, forbid_unknown_fields=True):
         self._place()
         self._read("directions", _span)
 
-    @property
-    def basis(self) -> Vector:
-        """The orthonormal rows, [k, D]."""
-        return orthonormal(self.directions)
-
 
 class Clamp(Op, frozen=True, forbid_unknown_fields=True):
     """h with its projection on a `direction` [D], h · d / |d|, at least `low` and at most `high` (None: no bound).
@@ -152,7 +191,8 @@ class Clamp(Op, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         self._place()
         self._read("direction", _span)
-        self._read("direction", _row)
+        if isinstance(self.direction, Vector):
+            self._read("direction", _row)
         for bound in ("low", "high"):
             if getattr(self, bound) is not None:
                 self._read(bound, _number)
@@ -160,11 +200,6 @@ class Clamp(Op, frozen=True, forbid_unknown_fields=True):
             raise ProgramError("a bound is needed: low, high or both", "low")
         if self.low is not None and self.high is not None and self.low > self.high:
             raise ProgramError(f"low ({self.low}) is above high ({self.high})", "low")
-
-    @property
-    def basis(self) -> Vector:
-        """The unit vector, [1, D]."""
-        return orthonormal(self.direction)
 
 
 class Noise(Op, frozen=True, forbid_unknown_fields=True):
@@ -189,7 +224,7 @@ class Noise(Op, frozen=True, forbid_unknown_fields=True):
 
 
 OPS: dict[str, type[Op]] = {
-    kind.__name__.lower(): kind for kind in (Capture, Add, Replace, Zero, Scale, Ablate, Clamp, Noise)
+    kind.__name__.lower(): kind for kind in (Capture, Add, Replace, Zero, Mean, Scale, Ablate, Clamp, Noise, Use)
 }
 
 
@@ -228,23 +263,23 @@ def _flag(given: Any) -> bool:
     return bool(given)
 
 
-def _row(given: Any) -> Vector:
-    vector = _inline(given)
-    if len(vector.shape) != 1:
+def _row(given: Any) -> Vector | Named:
+    vector = _known(given)
+    if isinstance(vector, Vector) and len(vector.shape) != 1:
         raise ShapeError(f"one row [D] is needed; this is {list(vector.shape)}")
     return vector
 
 
-def _inline(given: Any) -> Vector:
+def _known(given: Any) -> Vector | Named:
     vector = as_value(given)
-    if not isinstance(vector, Vector):
+    if not isinstance(vector, (Vector, Named)):
         raise ProgramError(f"numbers are needed here, not a row still to be read: give run[site][i] for {given}")
     return vector
 
 
-def _span(given: Any) -> Vector:
-    vector = _inline(given)
-    if not vector.array().any(axis=-1).all():
+def _span(given: Any) -> Vector | Named:
+    vector = _known(given)
+    if isinstance(vector, Vector) and not vector.array().any(axis=-1).all():
         raise ShapeError("a direction is all zeros")
     return vector
 

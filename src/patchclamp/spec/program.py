@@ -10,11 +10,12 @@ from typing import Any
 import msgspec
 
 from patchclamp.errors import PatchclampError, ProgramError, unknown
-from patchclamp.spec.ops import OPS, Capture, Op, capture
+from patchclamp.spec.ops import OPS, Capture, Op, Use, capture
 from patchclamp.spec.site import At, Site
 from patchclamp.spec.tokens import Positions, TextSpan
-from patchclamp.spec.values import From, Vector, value
+from patchclamp.spec.values import From, Named, Vector, value
 
+VALUES = {"vector": Vector, "from": From, "named": Named}
 VECTORS = {"value", "mask", "direction", "directions"}  # fields that hold numbers
 
 
@@ -67,7 +68,8 @@ def to_dict(program: Program) -> dict[str, Any]:
 
 
 def _texts(op: Op) -> dict[str, Any]:
-    texts: dict[str, Any] = {"at": str(op.at), "tokens": str(op.tokens)}  # type: ignore[attr-defined]
+    given = {name: getattr(op, name, None) for name in ("at", "tokens")}
+    texts: dict[str, Any] = {name: str(said) for name, said in given.items() if said is not None}
     given = getattr(op, "value", None)
     if isinstance(given, From):
         words = {"run": given.run, "site": given.site, "position": given.position}
@@ -110,7 +112,7 @@ def _read_op(data: Any, path: str) -> Op:
         if field not in fields:
             raise ProgramError(f"{kind.__name__} needs {field!r}", path)
     for field in ("at", "tokens"):
-        if field in fields and not isinstance(fields[field], str):
+        if field in fields and not isinstance(fields[field], str) and (kind is not Use or fields[field] is not None):
             raise ProgramError("the text form is needed, such as 'resid_post[12]' or 'prompt[-1]'", f"{path}.{field}")
     for field in VECTORS & fields.keys():
         if fields[field] is not None:
@@ -122,15 +124,15 @@ def _read_value(data: Any, path: str) -> Any:
     if isinstance(data, list):
         return _told(value, data, path)
     tag = data.get("type") if isinstance(data, dict) else None
-    if tag not in ("vector", "from"):
-        raise ProgramError("a value is a list of numbers, or an object of type 'vector' or 'from'", path)
+    if tag not in VALUES:
+        raise ProgramError("a value is a list of numbers, or an object of type 'vector', 'from' or 'named'", path)
     words = {k: v for k, v in data.items() if k != "type"}
-    kind = Vector if tag == "vector" else From
+    kind = VALUES[tag]
     for field in words:
         if field not in kind.__struct_fields__:
             raise unknown(f"field of a {tag}", field, kind.__struct_fields__, f"{path}.{field}")
     try:
-        return msgspec.convert(data, Vector) if tag == "vector" else From(**words)
+        return msgspec.convert(data, Vector) if tag == "vector" else kind(**words)
     except PatchclampError as error:
         raise error.under(path) from None
     except (msgspec.ValidationError, TypeError, ValueError) as error:

@@ -1,4 +1,5 @@
-"""Values: the vectors an op writes. A `Vector` carries its numbers; `From` names a row that another run captured."""
+"""Values: the vectors an op writes. A `Vector` carries its numbers; `Named` and `From` say where they are: in the bank,
+or in what another run captured."""
 
 from __future__ import annotations
 
@@ -119,13 +120,26 @@ def _position(value: Any) -> Tokens:
     return as_tokens(value)
 
 
-Value = Vector | From
+class Named(msgspec.Struct, frozen=True, tag="named"):
+    """What the bank has under a name when the request is made: a vector, or means, of which the row of the place that
+    is written."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ProgramError(f"a name is text, and not empty: not {self.name!r}", "name")
+
+
+Value = Vector | From | Named
 
 
 def value(given: Any) -> Value:
-    """A value from a vector's numbers, a `From`, or a value itself."""
-    if isinstance(given, (Vector, From)):
+    """A value from a vector's numbers, a name in the bank, or a value itself."""
+    if isinstance(given, (Vector, From, Named)):
         return given
-    if isinstance(given, (Site, str)):
-        raise ProgramError(f"a value is a vector or pc.From(run, site), not {given!r}")
+    if isinstance(given, str):
+        return Named(given)
+    if isinstance(given, Site):
+        raise ProgramError(f"a value is a vector, its name in the bank, or pc.From(run, site), not {given!r}")
     return Vector.of(given)

@@ -1,0 +1,171 @@
+"""The bank of names: vectors, means and whole programs that ops use by name. `lm.bank`.
+
+A name is resolved when a request is made; what goes to the worker, and into the keys of the prefix cache, is the
+content.
+
+File: safetensors. A vector is a tensor of its name; means are one tensor [n, D], whose places stand in the metadata
+under `means` (JSON: name to a list of places), and programs there under `programs` (JSON: name to `Program`'s form).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from patchclamp.errors import MissingSource, PatchclampError, ProgramError, ShapeError, near
+from patchclamp.spec import Capture, Program, Vector
+from patchclamp.spec.program import from_dict, to_dict
+
+
+class Means(msgspec.Struct, frozen=True):
+    """A row for each of some places, by their names: what `Named` writes is the row of the place that is written."""
+
+    rows: dict[str, Vector]
+
+    def __repr__(self) -> str:
+        return f"Means({', '.join(self.rows)})"
+
+
+Entry = Vector | Means | Program
+
+
+class NamedBank(MutableMapping[str, Entry]):
+    """Vectors [D] or [n, D] (tensors, arrays or lists are taken, too), `Means`, and programs of edits, by name."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, Entry] = {}
+
+    def __setitem__(self, name: str, given: Any) -> None:
+        if not isinstance(name, str) or not name:
+            raise ProgramError(f"a name is text, and not empty: not {name!r}")
+        self._entries[name] = _entry(given)
+
+    def __getitem__(self, name: str) -> Entry:
+        if name not in self._entries:
+            there = ", ".join(self._entries) or "nothing yet"
+            raise MissingSource(f"nothing in the bank is named {name!r}{near(name, self._entries)}; there is: {there}")
+        return self._entries[name]
+
+    def __delitem__(self, name: str) -> None:
+        self[name]
+        del self._entries[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        return f"<bank of {len(self)}: {', '.join(self)}>"
+
+    def mean(self, name: str, runs: Iterable[Any], site: Any, tokens: Any = None) -> Means:
+        """Names the means of what some runs captured at a site, a row for each layer, over all positions or those of
+        `tokens`.
+
+        Source: mean ablation; Wang et al. 2022 (arXiv:2211.00593). Raises `MissingSource` for what a run
+        did not capture and `ProgramError` where nothing is selected.
+        """
+        runs = list(runs)
+        if not runs:
+            raise ProgramError("a mean of no runs", "runs")
+        made = {}
+        for label, place in runs[0].places(site):
+            rows = [np.asarray(_selected(run, place, tokens), np.float64) for run in runs]
+            count = sum(map(len, rows))
+            if not count:
+                raise ProgramError(f"{tokens} selects no position that was captured at {place}", "tokens")
+            made[label] = Vector.of(sum(part.sum(0) for part in rows) / count)
+        self[name] = Means(made)
+        return self._entries[name]  # type: ignore[return-value]
+
+    def save(self, file: str | Path, names: Iterable[str] | None = None) -> None:
+        """Writes everything, or what is named, to a safetensors file."""
+        from safetensors.numpy import save_file
+
+        chosen = {name: self[name] for name in (self if names is None else names)}
+        tensors = {name: entry.array() for name, entry in chosen.items() if isinstance(entry, Vector)}
+        means = {name: entry.rows for name, entry in chosen.items() if isinstance(entry, Means)}
+        tensors |= {name: np.stack([row.array() for row in rows.values()]) for name, rows in means.items()}
+        told = {"means": {name: list(rows) for name, rows in means.items()},
+                "programs": {name: msgspec.to_builtins(to_dict(entry)) for name, entry in chosen.items()
+                             if isinstance(entry, Program)}}  # fmt: skip
+        save_file(tensors, str(file), {part: json.dumps(said) for part, said in told.items()})
+
+    def load(self, file: str | Path, prefix: str = "") -> list[str]:
+        """Takes what a safetensors file has, our own or anybody's whose tensors are [D] or [n, D]; returns the names.
+
+        Raises `ProgramError` with the file's and the tensor's name for what cannot be taken; then nothing is.
+        """
+        tensors, metadata = _read(Path(file))
+        found: dict[str, Entry] = {}
+        try:
+            means = json.loads(metadata.get("means", "{}"))
+            for name, tensor in tensors.items():
+                places = means.get(name)
+                found[name] = Vector.of(tensor) if places is None else Means(
+                    {place: Vector.of(row) for place, row in zip(places, tensor, strict=True)})  # fmt: skip
+            programs = json.loads(metadata.get("programs", "{}"))
+            found |= {name: _entry(from_dict(program)) for name, program in programs.items()}
+        except PatchclampError as error:
+            raise ProgramError(f"{file}: {error}") from None
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ProgramError(f"{file}: {type(error).__name__}: {error}") from None
+        for name, entry in found.items():
+            self[prefix + name] = entry
+        return [prefix + name for name in found]
+
+
+def _entry(given: Any) -> Entry:
+    if isinstance(given, (Vector, Means)):
+        return given
+    if isinstance(given, Program) or _is_program(given):
+        program = given if isinstance(given, Program) else Program.of(given)
+        if program.capture or not program.edits or any(isinstance(op, Capture) for op in program.edits):
+            raise ProgramError("a named program has edits and captures nothing")
+        return program
+    vector = Vector.of(given)
+    if len(vector.shape) > 2:
+        raise ShapeError(f"a vector is [D] or [n, D], not {list(vector.shape)}")
+    return vector
+
+
+def _is_program(given: Any) -> bool:
+    from patchclamp.spec import Op
+
+    return isinstance(given, Op) or (
+        isinstance(given, (list, tuple)) and bool(given) and all(isinstance(op, Op) for op in given)
+    )
+
+
+def _selected(run: Any, place: Any, tokens: Any) -> Any:
+    rows = run[place]
+    if tokens is None:
+        return rows
+    chosen = set(run.select(tokens).tolist())
+    return rows[[i for i, position in enumerate(run.positions(place)) if position in chosen]]
+
+
+def _read(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Tensors, by way of torch where a file has what NumPy does not (bfloat16), and the file's metadata."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        for framework in ("numpy", "pt"):
+            try:
+                with safe_open(str(file), framework) as opened:
+                    return {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata() or {}  # noqa: SIM118
+            except (TypeError, AttributeError):  # a dtype that NumPy does not know
+                if framework == "pt":
+                    raise
+    except (OSError, SafetensorError, ImportError) as error:
+        raise ProgramError(f"{file} cannot be read as safetensors: {error}") from None
+    raise AssertionError(file)

@@ -1,0 +1,140 @@
+"""The bank of names: what may stand in it, what ops make of it, means over runs, and its file."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import patchclamp as pc
+from patchclamp.spec import Program
+from patchclamp.store.named import Means, NamedBank
+
+D = 16  # of the fake model
+PROMPTS = ["The Eiffel Tower is in", "The Colosseum is"]
+
+
+@pytest.fixture(scope="module")
+def lm():
+    with pc.LM("fake") as made:
+        yield made
+
+
+def test_a_vector_is_used_by_its_name(lm):
+    v = np.random.default_rng().standard_normal(D).astype(np.float32)
+    lm.bank["happy"] = v
+    for edit in (lambda value: pc.Add(value, pc.resid_post[0], scale=2.0), lambda value: pc.Ablate(value, pc.resid_mid[1]),
+                 lambda value: pc.Clamp(value, pc.embed, low=1.0),
+                 lambda value: pc.Replace(v, pc.embed, alpha=0.5, mask=value)):  # fmt: skip
+        named, inline = (lm.run(PROMPTS[0], max_tokens=3, edits=[edit(value)]) for value in ("happy", v))
+        assert named.logprobs == inline.logprobs
+        assert named.logprobs != lm.run(PROMPTS[0], max_tokens=3).logprobs
+        assert named.program.fingerprint != inline.program.fingerprint
+        again = Program.from_json(named.program.to_json())
+        assert again == named.program
+
+
+def test_a_program_is_used_by_its_name_and_scaled(lm):
+    v, w = np.random.default_rng().standard_normal((2, D)).astype(np.float32)
+    lm.bank["module"] = [pc.Add(v, pc.resid_post[0], scale=0.5), pc.Noise(0.25, pc.resid_mid[1], seed=4)]
+    lm.bank["more"] = [pc.Use("module", scale=3.0, tokens=pc.prompt[-1]), pc.Add(w, pc.attn_out[1])]
+    plainly = [
+        pc.Add(v, pc.resid_post[0], pc.prompt[-1], 3.0), pc.Noise(1.5, pc.resid_mid[1], pc.prompt[-1], 4),
+        pc.Add(w, pc.attn_out[1], scale=2.0),
+    ]  # fmt: skip
+    used, spelled = (lm.run(PROMPTS[0], max_tokens=3, edits=edits, capture=[pc.resid_post])
+                     for edits in ([pc.Use("more", scale=2.0)], plainly))  # fmt: skip
+    assert used.logprobs == spelled.logprobs
+    assert all(np.array_equal(used[pc.resid_post[i]], spelled[pc.resid_post[i]]) for i in range(lm.model.layers))
+    assert Program.from_json(used.program.to_json()) == used.program
+    inside = lm.run(PROMPTS[0], max_tokens=1, edits=[pc.Use("module"), pc.Capture(pc.resid_post[0]), pc.Use("more")])
+    assert inside["edits[1]"].shape == (len(inside.prompt_token_ids), D)
+
+
+def test_means_are_over_runs_and_positions_layer_by_layer(lm):
+    runs = lm.run(PROMPTS, max_tokens=3, capture=[pc.resid_post])
+    made = lm.bank.mean("usual", runs, pc.resid_post)
+    for layer in range(lm.model.layers):
+        rows = np.concatenate([run[pc.resid_post[layer]] for run in runs])
+        label = lm.sites.label(lm.sites.resolve(pc.resid_post[layer])[0].point)
+        np.testing.assert_allclose(made.rows[label].array(), rows.mean(0), rtol=1e-5, atol=1e-6)
+    edited = lm.run(PROMPTS[0], max_tokens=1, edits=[pc.Mean("usual", pc.resid_post)], capture=[pc.resid_post])
+    for layer, row in enumerate(made.rows.values()):
+        assert np.array_equal(edited[pc.resid_post[layer]], np.tile(row.array(), (len(edited.prompt_token_ids), 1)))
+    shifted = lm.run(PROMPTS[0], max_tokens=1, edits=[pc.Mean("usual", pc.resid_pre[1])])
+    assert shifted.logprobs == lm.run(PROMPTS[0], max_tokens=1, edits=[pc.Mean("usual", pc.resid_post[0])]).logprobs
+    last = lm.bank.mean("last", runs, pc.resid_post[1], pc.prompt[-1])
+    rows = [run[pc.resid_post[1]][len(run.prompt_token_ids) - 1] for run in runs]
+    np.testing.assert_allclose(next(iter(last.rows.values())).array(), np.mean(rows, 0), rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_not_there_or_does_not_fit_is_said(lm):
+    bank = lm.bank
+    bank["vector"], bank["short"], bank["loop"] = np.ones(D), np.ones(3), [pc.Use("loop")]
+    bank["ends"], bank["rows"], bank["none"] = [pc.Zero(pc.embed)], np.ones((2, D)), np.zeros(D)
+    bank["deep"] = [pc.Zero(pc.embed), pc.Use("short-sighted")]
+    bank["means"] = Means({lm.sites.label(0): pc.Vector.of(np.ones(D))})
+    for edit, kind, text in (
+        (pc.Add("vectr", pc.embed), pc.MissingSource, r"edits\[0\].value: nothing in the bank is named 'vectr' \(did you"),
+        (pc.Add("short", pc.embed), pc.ShapeError, r"edits\[0\].value: embed is 16 wide; the vector is \[3\]"),
+        (pc.Add("ends", pc.embed), pc.ProgramError, r"edits\[0\].value: 'ends' is a program: pc.Use\('ends'\) uses it"),
+        (pc.Add("rows", pc.embed), pc.ShapeError, r"edits\[0\].value: the selection has \d+ positions; the vector has 2"),
+        (pc.Mean("means", pc.resid_post), pc.MissingSource, r"edits\[0\].value: 'means' has no mean of resid_post\[0\]"),
+        (pc.Ablate("none", pc.embed), pc.ShapeError, r"edits\[0\].directions: a direction is all zeros"),
+        (pc.Clamp("rows", pc.embed, low=0), pc.ShapeError, r"edits\[0\].direction: one row \[D\] is needed"),
+        (pc.Use("vector"), pc.ProgramError, r"edits\[0\].name: 'vector' is Vector, not a program"),
+        (pc.Use("gone"), pc.MissingSource, r"edits\[0\].name: nothing in the bank is named 'gone'"),
+        (pc.Use("loop"), pc.ProgramError, r"edits\[0\].loop\[0\].name: loop uses loop: a program cannot use itself"),
+        (pc.Use("ends", scale=2), pc.ProgramError, r"edits\[0\].scale: Zero cannot be scaled by 2.0: Add and Noise can"),
+        (pc.Use("deep"), pc.MissingSource, r"edits\[0\].deep\[1\].name: nothing in the bank is named 'short-sighted'"),
+    ):  # fmt: skip
+        with pytest.raises(kind, match=text):
+            lm.run(PROMPTS[0], edits=[edit])
+    for name, given, kind in (
+        ("", np.ones(D), pc.ProgramError), (3, np.ones(D), pc.ProgramError), ("x", "text", pc.ShapeError),
+        ("x", np.ones((2, 2, 2)), pc.ShapeError), ("x", [pc.Capture(pc.embed)], pc.ProgramError),
+        ("x", [], pc.ShapeError), ("x", [float("nan")], pc.ShapeError),
+    ):  # fmt: skip
+        with pytest.raises(kind):
+            bank[name] = given
+    with pytest.raises(pc.MissingSource):
+        del bank["x"]
+    with pytest.raises(pc.ProgramError, match="a mean of no runs"):
+        bank.mean("x", [], pc.embed)
+    with pytest.raises(pc.MissingSource, match="was not captured"):
+        bank.mean("x", [lm.run(PROMPTS[0], capture=[pc.embed])], pc.resid_mid)
+    with pytest.raises(pc.ProgramError, match="selects no position"):
+        bank.mean("x", [lm.run(PROMPTS[0], capture=[pc.embed @ pc.prompt[0]])], pc.embed, pc.prompt[1])
+    assert "x" not in bank
+
+
+def test_the_bank_reads_back_from_its_file(tmp_path):
+    bank, v = NamedBank(), np.random.default_rng().standard_normal((3, D)).astype(np.float32)
+    bank["a"], bank["rows"] = v[0], v
+    bank["means"] = Means({"embed": pc.Vector.of(v[1]), "resid_pre[1]": pc.Vector.of(v[2])})
+    bank["program"] = [pc.Add("a", pc.resid_post[3], scale=2.0), pc.Noise(1.0, pc.embed, seed=3)]
+    bank.save(tmp_path / "bank.safetensors")
+    again = NamedBank()
+    assert sorted(again.load(tmp_path / "bank.safetensors", prefix="my ")) == [
+        "my a", "my means", "my program", "my rows",
+    ]  # fmt: skip
+    assert {name: again[f"my {name}"] for name in bank} == dict(bank)
+    bank.save(tmp_path / "one.safetensors", ["a"])
+    assert again.load(tmp_path / "one.safetensors") == ["a"]
+
+
+def test_files_of_others_are_read_and_broken_ones_refused(tmp_path):
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import save_file
+
+    save_file({"refusal": torch.arange(D).to(torch.bfloat16)}, tmp_path / "bf16.safetensors")
+    bank = NamedBank()
+    assert bank.load(tmp_path / "bf16.safetensors") == ["refusal"]
+    assert bank["refusal"].array().tolist() == list(range(D))
+    save_file({"deep": torch.ones(2, 2, 2)}, tmp_path / "deep.safetensors")
+    (tmp_path / "no.safetensors").write_bytes(b"not at all")
+    save_file({"m": torch.ones(2, 3)}, tmp_path / "means.safetensors", {"means": '{"m": ["embed"]}'})
+    save_file({}, tmp_path / "bad.safetensors", {"programs": '{"p": {"edits": [{"type": "ad"}]}}'})
+    for name in ("deep", "no", "gone", "means", "bad"):
+        with pytest.raises(pc.ProgramError, match=f"{name}.safetensors"):
+            bank.load(tmp_path / f"{name}.safetensors")
+    assert list(bank) == ["refusal"]
