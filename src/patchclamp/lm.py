@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import secrets
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from patchclamp.engines.base import Answer, Engine, Request
@@ -15,6 +16,7 @@ from patchclamp.errors import EngineError, MissingSource, PatchclampError, Progr
 from patchclamp.plan import CAPTURE, Bound, Prompt, bind
 from patchclamp.proofs import ensure_proved
 from patchclamp.spec import At, Op, Program, Site
+from patchclamp.spec.fuzz import fuzz
 from patchclamp.spec.ops import DTYPES
 from patchclamp.spec.site import site as read_site
 from patchclamp.spec.tokens import Tokens
@@ -69,28 +71,34 @@ class LM:
         max_tokens: int = 16,
         edits: Any = (),
         capture: Any = (),
-        sampling: dict[str, Any] | None = None,
+        sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         score: Sequence[Any] = (),
     ) -> Any:
         """Runs one prompt (returns a `Run`) or a list of them as one batch (returns a list of `Run`).
 
         `prompt`: text or token ids, or a list of either; `messages`: a chat instead. `edits` and `capture`: one program
-        for all prompts, or a list of lists, one a prompt. `sampling`: vLLM's names, greedy if not given. `score`: token
-        ids whose log-probability as the next token after the prompt is wanted (`run.scores`), or a list of such lists.
+        for all prompts, or a list of lists, one a prompt. `sampling`: vLLM's names, greedy if not given, or a list of
+        such, one a prompt; its `extra_args` may have `fuzz_strength`, `fuzz_seed` and `fuzz_mode` (`spec.fuzz`), which
+        act after the edits. `score`: token ids whose log-probability as the next token after the prompt is wanted
+        (`run.scores`), or a list of such lists.
 
         One prompt raises its error; of a list every `Run` comes back, with `error` set on those that failed. Errors in
         the programs themselves are raised before anything runs.
         """
         prompts, many = self._prompts(prompt, messages)
-        sampling = dict(sampling or {})
-        self.engine.check_sampling(sampling)
         each = (_each(edits, len(prompts), "edits"), _each(capture, len(prompts), "capture"))
         programs = [Program.of(*parts) for parts in zip(*each, strict=True)]
+        samplings = [dict(one) for one in self._samplings(sampling, len(prompts))]
+        fuzzes = [_fuzz(one.pop("extra_args", None)) for one in samplings]
+        programs = [msgspec.structs.replace(program, edits=program.edits + fuzz) if fuzz else program
+                    for program, fuzz in zip(programs, fuzzes, strict=True)]  # fmt: skip
+        for one in samplings if isinstance(sampling, (list, tuple)) else samplings[:1]:
+            self.engine.check_sampling(one)
         scores = _each(score, len(prompts), "score")
         keys = [secrets.token_hex(8) for _ in prompts]
         requests = [
-            self._request(*given, max_tokens, sampling, many and i)
-            for i, given in enumerate(zip(keys, prompts, programs, scores, strict=True))
+            self._request(*given, max_tokens, many and i)
+            for i, given in enumerate(zip(keys, prompts, programs, scores, samplings, strict=True))
         ]
         futures = self.engine.submit(requests)
         try:
@@ -156,6 +164,12 @@ class LM:
         made = [self._prompt(one, f"prompt[{i}]" if many else "prompt") for i, one in enumerate(given)]
         return made, many
 
+    def _samplings(self, given: Any, prompts: int) -> Sequence[Mapping[str, Any]]:
+        many = list(given) if isinstance(given, (list, tuple)) else [given or {}] * prompts
+        if len(many) != prompts or not all(isinstance(one, Mapping) for one in many):
+            raise ProgramError(f"names and values are needed, or a list of {prompts} of them, one a prompt", "sampling")
+        return many
+
     def _chat(self, messages: Any) -> list[int]:
         try:
             return self.tokenizer.chat(list(messages))
@@ -188,8 +202,8 @@ class LM:
         prompt: tuple[list[int], str | None],
         program: Program,
         score: Any,
-        max_tokens: int,
         sampling: dict[str, Any],
+        max_tokens: int,
         number: int | bool,
     ) -> Request:
         ids, text = prompt
@@ -370,6 +384,15 @@ class Run:
         if self.error is not None:
             return f"<Run {self.key}: {type(self.error).__name__}: {self.error}>"
         return f"<Run {self.key}: {len(self.prompt_token_ids)} + {len(self.token_ids)} tokens, {self.text!r}>"
+
+
+def _fuzz(extra: Any) -> tuple[Op, ...]:
+    if extra is not None and not isinstance(extra, Mapping):
+        raise ProgramError(f"names and values are needed, not {type(extra).__name__}", "sampling.extra_args")
+    try:
+        return fuzz(dict(extra or {}))
+    except PatchclampError as error:
+        raise error.under("sampling.extra_args") from None
 
 
 def _is_id(value: Any) -> bool:

@@ -161,6 +161,43 @@ def test_noise_of_no_strength_is_stock(engines):
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_strengths_stay_with_their_requests(engines, engine):
+    """Fuzzing as a scalar of each request, mixed with none: 0 is stock bit for bit, the others as if alone."""
+    lm = engines.get(engine, "float32")
+    strengths = [0.0, 0.05, 0.3, 0.0, 0.3]
+    many = [{"ignore_eos": True, "extra_args": {"fuzz_strength": s, "fuzz_seed": 5}} for s in strengths]
+    mixed = lm.run([PROMPTS[0]] * 5, max_tokens=4, sampling=many, capture=[pc.resid_pre[0]])
+    plain = lm.run([PROMPTS[0]] * 5, max_tokens=4, sampling={"ignore_eos": True}, capture=[pc.resid_pre[0]])
+    for i, strength in enumerate(strengths):
+        before, after = plain[i][pc.resid_pre[0]], mixed[i][pc.resid_pre[0]]
+        if strength == 0:
+            assert (mixed[i].token_ids, mixed[i].logprobs) == (plain[i].token_ids, plain[i].logprobs)
+        prompt = len(plain[i].prompt_token_ids)
+        size = (after - before)[:prompt].square().mean(1).sqrt() / before[:prompt].square().mean(1).sqrt()
+        assert float((size - strength).abs().max()) <= 0.2 * strength  # of 576 numbers a row
+    np.testing.assert_allclose(mixed[2].logprobs, mixed[4].logprobs, atol=1e-4)
+    assert mixed[1].logprobs != mixed[2].logprobs
+
+
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_a_steering_module_is_used_by_name(engines, engine):
+    lm = engines.get(engine, "float32")
+    lm.bank["module"] = [pc.Add(V1, pc.resid_post[i], scale=0.1) for i in range(5, 9)]
+    used = lm.run(PROMPTS[0], max_tokens=4, edits=[pc.Use("module", scale=3.0)])
+    spelled = lm.run(
+        PROMPTS[0], max_tokens=4, edits=[pc.Add(V1, pc.resid_post[i], scale=3.0 * 0.1) for i in range(5, 9)]
+    )
+    assert (used.token_ids, used.logprobs) == (spelled.token_ids, spelled.logprobs)
+    runs = lm.run(list(PROMPTS), max_tokens=1, capture=[pc.attn_out])
+    lm.bank.mean("attention", runs, pc.attn_out)
+    edited = lm.run(PROMPTS[0], max_tokens=1, edits=[pc.Mean("attention", pc.attn_out[3:6])], capture=[pc.attn_out])
+    for layer in range(3, 6):
+        rows = torch.cat([run[pc.attn_out[layer]] for run in runs])
+        assert torch.allclose(edited[pc.attn_out[layer]], rows.mean(0).expand_as(edited[pc.attn_out[layer]]), atol=1e-5)
+    assert not torch.equal(edited[pc.attn_out[6]], runs[0][pc.attn_out[6]])
+
+
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
 def test_epsilon_is_the_same_bits_in_every_engine(engines, engine):
     """Zero the row, add noise: what is captured is ε itself."""
     lm, at = engines.get(engine, "float32"), pc.resid_mid[3]

@@ -467,3 +467,56 @@ def test_chat(lm):
         pc.ProgramError, match=r"messages\[0\]: a message is an object with the texts 'role' and 'content'"
     ):
         lm.run(messages=[{"role": "user"}])
+
+
+# -- fuzzing as scalars of a request
+
+
+def test_fuzz_strength_is_shorthand_for_noise_at_the_embedding():
+    lm = pc.LM("fake", prove=False)
+
+    def run(extra=None, edits=()) -> pc.Run:
+        sampling = {"ignore_eos": True} | ({} if extra is None else {"extra_args": extra})
+        return lm.run(EIFFEL, max_tokens=3, edits=edits, sampling=sampling)
+
+    plain = run()
+    assert run({}).logprobs == plain.logprobs
+    for extra, edit in (
+        ({"fuzz_strength": 0.3}, pc.Noise(0.3, pc.embed, relative=True)),
+        ({"fuzz_strength": 0.3, "fuzz_seed": 7}, pc.Noise(0.3, pc.embed, seed=7, relative=True)),
+        ({"fuzz_strength": 0.3, "fuzz_mode": "scale"}, pc.Scale(0.7, pc.embed)),
+        ({"fuzz_strength": 5, "fuzz_mode": "scale"}, pc.Scale(0.0, pc.embed)),
+    ):
+        fuzzed, spelled = run(extra), run(edits=[edit])
+        assert fuzzed.logprobs == spelled.logprobs != plain.logprobs
+        assert fuzzed.program.fingerprint == spelled.program.fingerprint
+    for none in ({"fuzz_strength": 0}, {"fuzz_strength": 0.0, "fuzz_mode": "scale"}):
+        assert not run(none).program  # no program at all: stock, to the last bit
+    before = run({"fuzz_strength": 0.3}, [pc.Capture(pc.embed), pc.Zero(pc.embed)])
+    assert before["edits[0]"].any()  # paths are those of what was given
+
+
+def test_strengths_of_a_batch_are_each_requests_own():
+    lm = pc.LM("fake", prove=False)
+    strengths = [0.0, 0.1, 0.5, 0.0, 0.5]
+    mixed = lm.run([EIFFEL] * 5, max_tokens=2, sampling=[{"extra_args": {"fuzz_strength": s}} for s in strengths])
+    alone = {s: lm.run(EIFFEL, max_tokens=2, sampling={"extra_args": {"fuzz_strength": s}}) for s in set(strengths)}
+    assert [run.logprobs for run in mixed] == [alone[s].logprobs for s in strengths]
+    assert len({tuple(run.logprobs) for run in mixed}) == 3
+
+
+@pytest.mark.parametrize(("sampling", "text"), [
+    ({"extra_args": {"fuzz_strenth": 1}}, "sampling.extra_args.fuzz_strenth: no extra argument 'fuzz_strenth' (did you"),
+    ({"extra_args": {"fuzz_strength": "much"}}, "sampling.extra_args.fuzz_strength: a number is needed, not 'much'"),
+    ({"extra_args": {"fuzz_strength": -1}}, "sampling.extra_args.fuzz_strength: a number of at least 0 is needed"),
+    ({"extra_args": {"fuzz_strength": 1, "fuzz_seed": 0.5}}, "sampling.extra_args.fuzz_seed: a seed is a whole number"),
+    ({"extra_args": {"fuzz_strength": 1, "fuzz_mode": "add"}}, "sampling.extra_args.fuzz_mode: no way to fuzz 'add'"),
+    ({"extra_args": {"fuzz_seed": 1}}, "sampling.extra_args.fuzz_seed: a fuzz_strength is needed"),
+    ({"extra_args": [1]}, "sampling.extra_args: names and values are needed, not list"),
+    ([{}, {}], "sampling: names and values are needed, or a list of 1 of them, one a prompt"),
+    ("greedy", "sampling: names and values are needed, or a list of 1 of them, one a prompt"),
+])  # fmt: skip
+def test_fuzzing_that_is_not_understood_is_refused(sampling, text):
+    with pytest.raises(pc.ProgramError) as caught:
+        pc.LM("fake", prove=False).run(EIFFEL, sampling=sampling)
+    assert str(caught.value).startswith(text)

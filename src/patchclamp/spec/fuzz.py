@@ -1,0 +1,41 @@
+"""Fuzzing as scalars of a request, in `extra_args` (`vllm_xargs` over HTTP): shorthand for an op at the embedding.
+
+fuzz_strength   noise, times the row's root mean square; 0 is no program at all
+fuzz_seed       of the noise, 0 if not given
+fuzz_mode       "noise", or "scale": embeddings times 1 − strength, at least 0
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from patchclamp.errors import PatchclampError, ProgramError, unknown
+from patchclamp.spec.ops import Noise, Op, Scale
+from patchclamp.spec.site import Site
+
+NAMES, MODES = ("fuzz_strength", "fuzz_seed", "fuzz_mode"), ("noise", "scale")
+
+
+def fuzz(extra: dict[str, Any]) -> tuple[Op, ...]:
+    """The op that these arguments stand for, or none.
+
+    Source: Roger 2025 (LessWrong, "Fuzzing LLMs sometimes makes them reveal their secrets"). Raises `UnknownName` and
+    `ProgramError` with the argument's name.
+    """
+    for name in extra:
+        if name not in NAMES:
+            raise unknown("extra argument", str(name), NAMES, str(name))
+    strength, seed, mode = extra.get("fuzz_strength"), extra.get("fuzz_seed"), extra.get("fuzz_mode") or "noise"
+    if strength is None:
+        if extra:
+            raise ProgramError("a fuzz_strength is needed", next(iter(extra)))
+        return ()
+    if mode not in MODES:
+        raise unknown("way to fuzz", str(mode), MODES, "fuzz_mode")
+    try:
+        made = Noise(strength, Site("embed"), seed=0 if seed is None else seed, relative=True)
+    except PatchclampError as error:
+        raise ProgramError(error.message, {"std": "fuzz_strength", "seed": "fuzz_seed"}[str(error.path)]) from None
+    if made.std == 0:
+        return ()
+    return (made,) if mode == "noise" else (Scale(1.0 - min(made.std, 1.0), Site("embed")),)
