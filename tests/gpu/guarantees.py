@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tests.gpu.board import note
 from tests.gpu.engines import COMPILED, PROMPTS, TOKENS, Stock, attached, bits, fresh, setting, surroundings
+from tests.gpu.ops import ops
 
 
 def unsynchronised(mode: str, lm) -> None:
@@ -112,6 +113,7 @@ def guarantees(mode: str, model: str) -> None:
             expected = stock.answer()
             answers(mode).write_text(json.dumps(expected))
             checks(mode, lm, expected)
+            ops(mode, lm)
 
 
 def answers(mode: str) -> Path:

@@ -1,0 +1,73 @@
+"""The ops on one engine: what their formulas say, and noise to the last bit."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.gpu.board import note
+from tests.gpu.engines import PROMPTS
+
+
+def ops(mode: str, lm) -> None:
+    """Every op beside the others in one batch, prompt and generated tokens, against the plain kernel's arithmetic."""
+    import torch
+
+    import patchclamp as pc
+    from patchclamp.kernels import noise, reference
+    from patchclamp.plan.bind import site_number
+
+    width, rng = lm.model.d_model, np.random.default_rng()
+    v, w = (rng.standard_normal(width).astype(np.float32) for _ in range(2))
+    unit, mask = v / np.linalg.norm(v), rng.random(width).astype(np.float32)
+    at = pc.resid_post[1]
+    point = lm.sites.points[lm.sites.resolve(at)[0].point]
+    site = site_number(point.kind, point.layer)
+
+    def epsilon(position: int) -> np.ndarray:
+        return noise.normals(77, position, site, width)
+
+    asked = {
+        "Scale": (pc.Scale(0.5, at), lambda h, _: 0.5 * h),
+        "Ablate": (pc.Ablate(v, at), lambda h, _: reference.project(h, unit, np.float32(0), np.float32(0))),
+        "Clamp": (pc.Clamp(v, at, low=2.0), lambda h, _: reference.project(h, unit, np.float32(2), np.float32(3e38))),
+        "Replace, masked": (pc.Replace(w, at, alpha=0.5, mask=mask),
+                            lambda h, _: reference.blend(h, w, np.float32(0.5) * mask)),
+        "Noise": (pc.Noise(0.1, at, seed=77), lambda h, p: reference.noise(h, epsilon(p), np.float32(0.1), False)),
+        "Noise, relative": (pc.Noise(0.1, at, seed=77, relative=True),
+                            lambda h, p: reference.noise(h, epsilon(p), np.float32(0.1), True)),
+    }  # fmt: skip
+    edits = [[pc.Capture(at), op, pc.Capture(at)] for op, _ in asked.values()]
+    runs = lm.run([PROMPTS[2]] * len(asked), max_tokens=12, edits=edits, sampling={"ignore_eos": True})
+    far = {}
+    for run, (name, (_, formula)) in zip(runs, asked.items(), strict=True):
+        before, after, positions = run["edits[0]"].numpy(), run["edits[2]"].numpy(), run.positions("edits[0]")
+        expected = np.stack([formula(row, p) for row, p in zip(before, positions, strict=True)])
+        far[name] = float(np.abs(after - expected).max() / np.abs(expected).max())
+        if np.array_equal(before, after) or len(positions) != len(PROMPTS[2]) + 11:
+            far[name] = float("inf")
+    told = ", ".join(f"{name} {gap:.1g}" for name, gap in far.items())
+    note(mode, "every op is its formula, at every token", max(far.values()) < 1e-4, told)
+    drawn = [pc.Zero(at), pc.Noise(1.0, at, seed=77), pc.Capture(at)]
+    found = lm.run(PROMPTS[2], max_tokens=6, edits=drawn, sampling={"ignore_eos": True})
+    exact = np.stack([epsilon(position) for position in found.positions("edits[2]")])
+    same = np.array_equal(found["edits[2]"].numpy().view(np.int32), exact.view(np.int32))
+    note(mode, "noise is the same bits as anywhere", same, f"{exact.size} numbers")
+    wide = lm.run(PROMPTS[1], max_tokens=3, sampling={"ignore_eos": True}, edits=[
+        pc.Capture(pc.logits), pc.Noise(0.5, pc.logits, seed=3, relative=True), pc.Capture(pc.logits)])  # fmt: skip
+    before, after = wide["edits[0]"].numpy(), wide["edits[2]"].numpy()
+    expected = np.stack([
+        reference.noise(row, noise.normals(3, p, site_number("logits", None), len(row)), np.float32(0.5), True)
+        for row, p in zip(before, wide.positions("edits[0]"), strict=True)
+    ])  # fmt: skip
+    gap = float(np.abs(after - expected).max() / np.abs(expected).max())
+    note(mode, "an op that sums over logits, in several passes", gap < 1e-4 and not np.array_equal(before, after),
+         f"{gap:.1g}, {before.shape[1]} wide")  # fmt: skip
+    none = lm.run(PROMPTS[1], max_tokens=4, edits=[pc.Noise(0.0, pc.embed, relative=True)])
+    plain = lm.run(PROMPTS[1], max_tokens=4)
+    same = [x.hex() for x in none.logprobs] == [x.hex() for x in plain.logprobs]
+    note(
+        mode,
+        "noise of no strength is no program, bit for bit",
+        same and not torch.isnan(torch.tensor(none.logprobs)).any(),
+        "",
+    )
