@@ -45,7 +45,8 @@ from patchclamp.spec import (
 
 if TYPE_CHECKING:
     from patchclamp import studies
-    from patchclamp.lm import LM, Run
+    from patchclamp.lm import LM
+    from patchclamp.run import Run
 
 __version__ = "0.1.0"
 
@@ -68,7 +69,7 @@ logits = Site("logits")
 site = spec.site
 tokens = spec.tokens
 
-_LAZY = {"LM": ("patchclamp.lm", "LM"), "Run": ("patchclamp.lm", "Run"), "studies": ("patchclamp.studies", None)}
+_LAZY = {"LM": ("patchclamp.lm", "LM"), "Run": ("patchclamp.run", "Run"), "studies": ("patchclamp.studies", None)}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,11 +1,13 @@
-"""`pc.LM`: a model on an engine, and `Run`: what came of one request."""
+"""`pc.LM`: a model on an engine."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import secrets
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -13,14 +15,11 @@ import numpy as np
 from patchclamp.engines.base import Answer, Engine, Request
 from patchclamp.engines.open import open_engine
 from patchclamp.errors import EngineError, MissingSource, PatchclampError, ProgramError, TokensError
-from patchclamp.plan import CAPTURE, Bound, Prompt, bind
+from patchclamp.plan import Prompt, bind
 from patchclamp.proofs import ensure_proved
+from patchclamp.run import Run
 from patchclamp.spec import At, Op, Program, Site
 from patchclamp.spec.fuzz import fuzz
-from patchclamp.spec.ops import DTYPES
-from patchclamp.spec.site import site as read_site
-from patchclamp.spec.tokens import Tokens
-from patchclamp.spec.tokens import tokens as as_tokens
 from patchclamp.store.named import NamedBank
 
 MOST_SCORES = 128  # token ids graded in one run: what vLLM's sampler takes
@@ -79,12 +78,48 @@ class LM:
         `prompt`: text or token ids, or a list of either; `messages`: a chat instead. `edits` and `capture`: one program
         for all prompts, or a list of lists, one a prompt. `sampling`: vLLM's names, greedy if not given, or a list of
         such, one a prompt; its `extra_args` may have `fuzz_strength`, `fuzz_seed` and `fuzz_mode` (`spec.fuzz`), which
-        act after the edits. `score`: token ids whose log-probability as the next token after the prompt is wanted
-        (`run.scores`), or a list of such lists.
+        act after the edits. With `n` in it above 1 a prompt has a list of so many runs in place of one, each with its
+        program, captures and seed (`seed` + its number). `score`: token ids whose log-probability as the next token
+        after the prompt is wanted (`run.scores`), or a list of such lists.
 
-        One prompt raises its error; of a list every `Run` comes back, with `error` set on those that failed. Errors in
-        the programs themselves are raised before anything runs.
+        One prompt raises its error; of several runs every `Run` comes back, with `error` set on those that failed.
+        Errors in the programs themselves are raised before anything runs.
         """
+        asked = self._ask(prompt, messages, max_tokens, edits, capture, sampling, score)
+        futures = self.engine.submit(asked.requests)
+        try:
+            answers = [_wait(future) for future in futures]
+        except BaseException:
+            self.engine.abort(asked.keys)  # interrupted: nothing goes on computing or keeps captures
+            raise
+        return self._runs_of(asked, answers)
+
+    async def arun(
+        self,
+        prompt: str | Sequence[Any] | None = None,
+        *,
+        messages: list[Any] | None = None,
+        max_tokens: int = 16,
+        edits: Any = (),
+        capture: Any = (),
+        sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        score: Sequence[Any] = (),
+    ) -> Any:
+        """As `run`, for asyncio: calls that are awaited together are under way together, and on vLLM share its batches.
+        A call that is cancelled stops computing."""
+        asked = self._ask(prompt, messages, max_tokens, edits, capture, sampling, score)
+        futures = await asyncio.get_running_loop().run_in_executor(None, self.engine.submit, asked.requests)
+        try:
+            answers = await asyncio.gather(*map(_awaited, futures))
+        except BaseException:
+            self.engine.abort(asked.keys)
+            raise
+        return self._runs_of(asked, answers)
+
+    def _ask(
+        self, prompt: Any, messages: Any, max_tokens: int, edits: Any, capture: Any, sampling: Any, score: Any
+    ) -> _Asked:
+        """The requests of a call."""
         prompts, many = self._prompts(prompt, messages)
         each = (_each(edits, len(prompts), "edits"), _each(capture, len(prompts), "capture"))
         programs = [Program.of(*parts) for parts in zip(*each, strict=True)]
@@ -92,26 +127,29 @@ class LM:
         fuzzes = [_fuzz(one.pop("extra_args", None)) for one in samplings]
         programs = [msgspec.structs.replace(program, edits=program.edits + fuzz) if fuzz else program
                     for program, fuzz in zip(programs, fuzzes, strict=True)]  # fmt: skip
+        counts = [_count(one) for one in samplings]
         for one in samplings if isinstance(sampling, (list, tuple)) else samplings[:1]:
             self.engine.check_sampling(one)
-        scores = _each(score, len(prompts), "score")
-        keys = [secrets.token_hex(8) for _ in prompts]
+        scores = list(_each(score, len(prompts), "score"))
         requests = [
-            self._request(*given, max_tokens, many and i)
-            for i, given in enumerate(zip(keys, prompts, programs, scores, samplings, strict=True))
+            self._request(
+                secrets.token_hex(8), prompts[i], programs[i], scores[i], _seeded(one, number), max_tokens, many and i
+            )
+            for i, one in enumerate(samplings)
+            for number in range(counts[i])
         ]
-        futures = self.engine.submit(requests)
-        try:
-            answers = [_wait(future) for future in futures]
-        except BaseException:
-            self.engine.abort(keys)  # interrupted: nothing goes on computing or keeps captures
-            raise
-        runs = [Run(self, *made) for made in zip(requests, programs, answers, strict=True)]
+        programs = [program for program, count in zip(programs, counts, strict=True) for _ in range(count)]
+        return _Asked(requests, programs, counts, many)
+
+    def _runs_of(self, asked: _Asked, answers: list[Answer | PatchclampError]) -> Any:
+        runs = [Run(self, *made) for made in zip(asked.requests, asked.programs, answers, strict=True)]
         for run in runs:
             self._runs[run.key] = run
-        if not many and runs[0].error is not None:
+        if asked.counts == [1] and not asked.many and runs[0].error is not None:
             raise runs[0].error
-        return runs if many else runs[0]
+        rest = iter(runs)
+        grouped = [next(rest) if n == 1 else [next(rest) for _ in range(n)] for n in asked.counts]
+        return grouped if asked.many else grouped[0]
 
     def tokens(self, text: str) -> list[int]:
         """Token ids of a prompt's text, with the tokenizer's special tokens."""
@@ -239,151 +277,34 @@ class LM:
         return found
 
 
-class Run:
-    """One executed request: its text and tokens, log-probabilities, captures, and the error it met.
+class _Asked(NamedTuple):
+    """What a call asks for: `counts` requests of each prompt, one after the other; `many`: prompts came as a list."""
 
-    `prompt_token_ids` and `token_ids` (generated) are lists; `logprobs` has a float for each generated token; `scores`
-    maps each token id of `score=` to its log-probability as the next token. Captures stay with the worker until the run
-    is dropped or `close`d; `run[site]` fetches them, once.
-    """
-
-    def __init__(self, lm: LM, request: Request, program: Program, answer: Answer | PatchclampError) -> None:
-        self.key, self.prompt_token_ids, self.program = request.run, request.prompt_token_ids, program
-        self.error: PatchclampError | None = None if isinstance(answer, Answer) else answer
-        self.closed = False
-        self._lm, self._answer = lm, answer
-        self._bound: Bound | None = request.bound
-        self._fetched: dict[tuple[int, int | None], tuple[np.ndarray, Any]] = {}
-        self._release = weakref.finalize(self, lm.engine.release, [self.key])
-        self._release.atexit = False
-        if not program:
-            self._release.detach()
+    requests: list[Request]
+    programs: list[Program]
+    counts: list[int]
+    many: bool
 
     @property
-    def answer(self) -> Answer:
-        if isinstance(self._answer, PatchclampError):
-            raise self._answer
-        return self._answer
+    def keys(self) -> list[str]:
+        return [request.run for request in self.requests]
 
-    @property
-    def text(self) -> str:
-        """The generated text."""
-        return self.answer.text
 
-    @property
-    def token_ids(self) -> list[int]:
-        return self.answer.token_ids
+def _count(sampling: dict[str, Any]) -> int:
+    """Takes `n` out of what is given for a prompt."""
+    count = sampling.pop("n", None)
+    count = 1 if count is None else count
+    if not _is_id(count) or count < 1:
+        raise ProgramError(f"a whole number of at least 1 is needed, not {count!r}", "sampling.n")
+    if count > 1 and not sampling.get("temperature"):
+        raise ProgramError(f"{count} runs without a temperature would all be the same: give one", "sampling.n")
+    return int(count)
 
-    @property
-    def logprobs(self) -> list[float]:
-        return self.answer.logprobs
 
-    @property
-    def scores(self) -> dict[int, float]:
-        return self.answer.scores
-
-    @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens that were read from the engine's prefix cache instead of computed."""
-        return self.answer.cached_tokens
-
-    @property
-    def finish_reason(self) -> str | None:
-        return self.answer.finish_reason
-
-    def __getitem__(self, site: Site | str) -> Any:
-        """What was captured at one site: a CPU tensor [T, W] of the asked positions, in the capture's dtype.
-
-        A site captured twice gives the union of positions; where both have one, the later in the program's order. A
-        path such as "edits[0]" gives what that `Capture` kept, at its own place in the order.
-
-        Raises `MissingSource` if it was not captured, and the run's own error if it failed.
-        """
-        return self._fetch(site)[1]
-
-    def positions(self, site: Site | str) -> list[int]:
-        """The positions that label the rows of `run[site]`."""
-        return [int(position) for position in self._fetch(site)[0]]
-
-    @property
-    def sites(self) -> list[str]:
-        """Every captured site, as text."""
-        bound = self._bound
-        points = bound.captured() if bound is not None else {}
-        return [str(place) for place in self._lm.sites.places() if place.point in points]
-
-    def close(self) -> None:
-        """Lets the captures go now."""
-        self.closed = True
-        self._release()
-
-    def places(self, site: Site | str) -> list[tuple[str, str]]:
-        """The places that a site names, each by its label in the bank's means and as `run[...]` takes it."""
-        places = self._lm.sites.resolve(read_site(site))
-        return [(self._lm.sites.label(place.point), str(place)) for place in places]
-
-    # -- as a source for `From`
-
-    def positions_of(self, point: int) -> np.ndarray:
-        captured = self._bound.captured() if self._bound is not None else {}
-        return captured.get(point, np.zeros(0, np.int64))[: self._length(captured.get(point))]
-
-    def select(self, tokens: Tokens | str) -> np.ndarray:
-        prompt = Prompt(self.prompt_token_ids, lambda: self._lm.tokenizer.spell(self.prompt_token_ids, None))
-        return prompt.select(as_tokens(tokens), self._positions)
-
-    @property
-    def _positions(self) -> int:
-        """How many positions have activations: the last sampled token was never an input."""
-        return len(self.prompt_token_ids) + len(self.token_ids) - 1
-
-    def _length(self, positions: np.ndarray | None) -> int:
-        return 0 if positions is None else int(np.searchsorted(positions, self._positions))
-
-    def _fetch(self, site: Site | str) -> tuple[np.ndarray, Any]:
-        self.answer  # noqa: B018  raises the run's own error
-        point, op = self._named(site)
-        if (point, op) not in self._fetched:
-            self._fetched[point, op] = self._read(point, op, str(site))
-        return self._fetched[point, op]
-
-    def _named(self, site: Site | str) -> tuple[int, int | None]:
-        """The point that a site names or an op's path captured at, and the op."""
-        for ordinal, op in enumerate(self._bound.ops if self._bound is not None else ()):
-            if site == op.path and op.kind == CAPTURE:
-                return self._one_point(next(kept.at for path, kept in self.program.ops if path == site)), ordinal  # type: ignore[attr-defined]
-        return self._one_point(read_site(site)), None
-
-    def _one_point(self, site: Site) -> int:
-        places = self._lm.sites.resolve(site)
-        if len(places) > 1:
-            raise ProgramError(f"run[...] takes one layer: {site} names {len(places)}, as in run[pc.{places[0]}]")
-        return places[0].point
-
-    def _read(self, point: int, ordinal: int | None, name: str) -> tuple[np.ndarray, Any]:
-        ops = self._bound.ops if self._bound is not None else ()
-        mine = [o for i, o in enumerate(ops) if o.kind == CAPTURE and point in o.points and ordinal in (None, i)]
-        if not mine:
-            raise MissingSource(f"{name} was not captured; this run has: {', '.join(self.sites) or 'no captures'}")
-        if self.closed:
-            raise MissingSource(f"run {self.key} was closed before {name} was read")
-        wanted = Bound(self.key, len(self.prompt_token_ids), tuple(mine)).captured()[point]
-        wanted = wanted[: self._length(wanted)]
-        found, rows = self._lm.engine.fetch(self.key, point, ordinal)
-        kept = np.searchsorted(found, self._positions)
-        found, rows = found[:kept], rows[:kept]
-        if not np.array_equal(found, wanted):
-            raise PatchclampError(f"{name}: {len(wanted)} positions were asked for and {len(found)} were captured")
-        dtypes = {DTYPES[int(op.x)] for op in mine}
-        return found, rows if dtypes == {"float32"} or len(dtypes) > 1 else _cast(rows, dtypes.pop())
-
-    def __reduce__(self):
-        raise ProgramError("a Run belongs to its engine and cannot be copied or pickled; take its tensors instead")
-
-    def __repr__(self) -> str:
-        if self.error is not None:
-            return f"<Run {self.key}: {type(self.error).__name__}: {self.error}>"
-        return f"<Run {self.key}: {len(self.prompt_token_ids)} + {len(self.token_ids)} tokens, {self.text!r}>"
+def _seeded(sampling: dict[str, Any], number: int) -> dict[str, Any]:
+    """For the run of that number of a prompt, as vLLM seeds its own."""
+    seed = sampling.get("seed")
+    return {**sampling, "seed": seed + number} if number and isinstance(seed, int) else sampling
 
 
 def _fuzz(extra: Any) -> tuple[Op, ...]:
@@ -397,12 +318,6 @@ def _fuzz(extra: Any) -> tuple[Op, ...]:
 
 def _is_id(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def _cast(rows: Any, dtype: str) -> Any:
-    import torch
-
-    return torch.as_tensor(rows).to(getattr(torch, dtype))
 
 
 def _each(given: Any, prompts: int, name: str) -> Iterable[Any]:
@@ -419,6 +334,20 @@ def _each(given: Any, prompts: int, name: str) -> Iterable[Any]:
             raise ProgramError(f"{len(given)} lists for {prompts} prompts", name)
         return given
     return [given] * prompts
+
+
+async def _awaited(future: Any) -> Answer | PatchclampError:
+    """A future of the engine's, which is not cancelled with the one who waits for it."""
+    loop = asyncio.get_running_loop()
+    done = loop.create_future()
+
+    def tell(_: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(lambda: done.done() or done.set_result(None))
+
+    future.add_done_callback(tell)
+    await done
+    return _wait(future)
 
 
 def _wait(future: Any) -> Answer | PatchclampError:

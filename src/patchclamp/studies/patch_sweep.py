@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from patchclamp.errors import PatchclampError, ProgramError, TokensError, UnsupportedSite
-from patchclamp.lm import LM, Run
+from patchclamp.lm import LM
+from patchclamp.run import Run
 from patchclamp.spec import From, Range, Replace, Site
 from patchclamp.spec.site import Index, parse_index, site
 from patchclamp.spec.tokens import Positions, TextSpan, every

@@ -1,0 +1,170 @@
+"""`pc.Run`: what came of one request."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import numpy as np
+
+from patchclamp.engines.base import Answer, Request
+from patchclamp.errors import MissingSource, PatchclampError, ProgramError
+from patchclamp.plan import CAPTURE, Bound, Prompt
+from patchclamp.spec import Program, Site
+from patchclamp.spec.ops import DTYPES
+from patchclamp.spec.site import site as read_site
+from patchclamp.spec.tokens import Tokens
+from patchclamp.spec.tokens import tokens as as_tokens
+
+
+class Run:
+    """One executed request: its text and tokens, log-probabilities, captures, and the error it met.
+
+    `prompt_token_ids` and `token_ids` (generated) are lists; `logprobs` has a float for each generated token; `scores`
+    maps each token id of `score=` to its log-probability as the next token. Captures stay with the worker until the run
+    is dropped or `close`d; `run[site]` fetches them, once.
+    """
+
+    def __init__(self, lm: Any, request: Request, program: Program, answer: Answer | PatchclampError) -> None:
+        self.key, self.prompt_token_ids, self.program = request.run, request.prompt_token_ids, program
+        self.error: PatchclampError | None = None if isinstance(answer, Answer) else answer
+        self.closed = False
+        self._lm, self._answer = lm, answer
+        self._bound: Bound | None = request.bound
+        self._fetched: dict[tuple[int, int | None], tuple[np.ndarray, Any]] = {}
+        self._release = weakref.finalize(self, lm.engine.release, [self.key])
+        self._release.atexit = False
+        if not program:
+            self._release.detach()
+
+    @property
+    def answer(self) -> Answer:
+        if isinstance(self._answer, PatchclampError):
+            raise self._answer
+        return self._answer
+
+    @property
+    def text(self) -> str:
+        """The generated text."""
+        return self.answer.text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.answer.token_ids
+
+    @property
+    def logprobs(self) -> list[float]:
+        return self.answer.logprobs
+
+    @property
+    def scores(self) -> dict[int, float]:
+        return self.answer.scores
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were read from the engine's prefix cache instead of computed."""
+        return self.answer.cached_tokens
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.answer.finish_reason
+
+    def __getitem__(self, site: Site | str) -> Any:
+        """What was captured at one site: a CPU tensor [T, W] of the asked positions, in the capture's dtype.
+
+        A site captured twice gives the union of positions; where both have one, the later in the program's order. A
+        path such as "edits[0]" gives what that `Capture` kept, at its own place in the order.
+
+        Raises `MissingSource` if it was not captured, and the run's own error if it failed.
+        """
+        return self._fetch(site)[1]
+
+    def positions(self, site: Site | str) -> list[int]:
+        """The positions that label the rows of `run[site]`."""
+        return [int(position) for position in self._fetch(site)[0]]
+
+    @property
+    def sites(self) -> list[str]:
+        """Every captured site, as text."""
+        bound = self._bound
+        points = bound.captured() if bound is not None else {}
+        return [str(place) for place in self._lm.sites.places() if place.point in points]
+
+    def close(self) -> None:
+        """Lets the captures go now."""
+        self.closed = True
+        self._release()
+
+    def places(self, site: Site | str) -> list[tuple[str, str]]:
+        """The places that a site names, each by its label in the bank's means and as `run[...]` takes it."""
+        places = self._lm.sites.resolve(read_site(site))
+        return [(self._lm.sites.label(place.point), str(place)) for place in places]
+
+    # -- as a source for `From`
+
+    def positions_of(self, point: int) -> np.ndarray:
+        captured = self._bound.captured() if self._bound is not None else {}
+        return captured.get(point, np.zeros(0, np.int64))[: self._length(captured.get(point))]
+
+    def select(self, tokens: Tokens | str) -> np.ndarray:
+        prompt = Prompt(self.prompt_token_ids, lambda: self._lm.tokenizer.spell(self.prompt_token_ids, None))
+        return prompt.select(as_tokens(tokens), self._positions)
+
+    @property
+    def _positions(self) -> int:
+        """How many positions have activations: the last sampled token was never an input."""
+        return len(self.prompt_token_ids) + len(self.token_ids) - 1
+
+    def _length(self, positions: np.ndarray | None) -> int:
+        return 0 if positions is None else int(np.searchsorted(positions, self._positions))
+
+    def _fetch(self, site: Site | str) -> tuple[np.ndarray, Any]:
+        self.answer  # noqa: B018  raises the run's own error
+        point, op = self._named(site)
+        if (point, op) not in self._fetched:
+            self._fetched[point, op] = self._read(point, op, str(site))
+        return self._fetched[point, op]
+
+    def _named(self, site: Site | str) -> tuple[int, int | None]:
+        """The point that a site names or an op's path captured at, and the op."""
+        for ordinal, op in enumerate(self._bound.ops if self._bound is not None else ()):
+            if site == op.path and op.kind == CAPTURE:
+                return self._one_point(next(kept.at for path, kept in self.program.ops if path == site)), ordinal  # type: ignore[attr-defined]
+        return self._one_point(read_site(site)), None
+
+    def _one_point(self, site: Site) -> int:
+        places = self._lm.sites.resolve(site)
+        if len(places) > 1:
+            raise ProgramError(f"run[...] takes one layer: {site} names {len(places)}, as in run[pc.{places[0]}]")
+        return places[0].point
+
+    def _read(self, point: int, ordinal: int | None, name: str) -> tuple[np.ndarray, Any]:
+        ops = self._bound.ops if self._bound is not None else ()
+        mine = [o for i, o in enumerate(ops) if o.kind == CAPTURE and point in o.points and ordinal in (None, i)]
+        if not mine:
+            raise MissingSource(f"{name} was not captured; this run has: {', '.join(self.sites) or 'no captures'}")
+        if self.closed:
+            raise MissingSource(f"run {self.key} was closed before {name} was read")
+        wanted = Bound(self.key, len(self.prompt_token_ids), tuple(mine)).captured()[point]
+        wanted = wanted[: self._length(wanted)]
+        found, rows = self._lm.engine.fetch(self.key, point, ordinal)
+        kept = np.searchsorted(found, self._positions)
+        found, rows = found[:kept], rows[:kept]
+        if not np.array_equal(found, wanted):
+            raise PatchclampError(f"{name}: {len(wanted)} positions were asked for and {len(found)} were captured")
+        dtypes = {DTYPES[int(op.x)] for op in mine}
+        return found, rows if dtypes == {"float32"} or len(dtypes) > 1 else _cast(rows, dtypes.pop())
+
+    def __reduce__(self):
+        raise ProgramError("a Run belongs to its engine and cannot be copied or pickled; take its tensors instead")
+
+    def __repr__(self) -> str:
+        if self.error is not None:
+            return f"<Run {self.key}: {type(self.error).__name__}: {self.error}>"
+        return f"<Run {self.key}: {len(self.prompt_token_ids)} + {len(self.token_ids)} tokens, {self.text!r}>"
+
+
+def _cast(rows: Any, dtype: str) -> Any:
+    import torch
+
+    return torch.as_tensor(rows).to(getattr(torch, dtype))

@@ -1,0 +1,89 @@
+"""Requests as they come: several runs of one prompt, and calls that are awaited together."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+
+import pytest
+import torch
+
+import patchclamp as pc
+
+from .conftest import PROMPTS
+
+BOTH = pytest.mark.parametrize("engine", ["vllm", "transformers"])
+
+
+@BOTH
+def test_n_runs_of_a_prompt_are_runs_of_their_own(engines, engine):
+    lm, at = engines.get(engine, "float32"), pc.resid_post[12]
+    v = torch.randn(lm.model.d_model)
+    sampling = {"n": 3, "temperature": 1.0, "seed": 11, "ignore_eos": True}
+    program = {"edits": [pc.Add(v, at=pc.resid_post[5], tokens=pc.generated)], "capture": [at]}
+    runs = lm.run(PROMPTS[0], max_tokens=6, sampling=sampling, **program)
+    assert len(runs) == 3
+    assert len({tuple(run.token_ids) for run in runs}) == 3
+    for i, run in enumerate(runs):
+        assert run.positions(at) == list(range(len(run.prompt_token_ids) + 5))
+        fed = lm.run(run.prompt_token_ids + run.token_ids[:-1], max_tokens=1, capture=[at],
+                     edits=[pc.Add(v, at=pc.resid_post[5], tokens=pc.every[len(run.prompt_token_ids) :])])  # fmt: skip
+        far = (run[at] - fed[at][: len(run[at])]).norm(dim=1) / run[at].norm(dim=1)
+        assert float(far.max()) <= 1e-4
+        alone = lm.run(PROMPTS[0], max_tokens=6, sampling={**sampling, "n": 1, "seed": 11 + i}, **program)
+        assert alone.token_ids == run.token_ids
+    mixed = lm.run([PROMPTS[0], PROMPTS[1]], max_tokens=2, sampling=[sampling, {"n": 1}])
+    assert [len(mixed[0]), type(mixed[1])] == [3, pc.Run]
+    for wrong, text in (({"n": 0}, "sampling.n: a whole number of at least 1"), ({"n": 2}, "would all be the same")):
+        with pytest.raises(pc.ProgramError, match=text):
+            lm.run(PROMPTS[0], sampling=wrong)
+
+
+@BOTH
+def test_calls_awaited_together_are_each_as_if_alone(engines, engine):
+    lm, at = engines.get(engine, "float32"), pc.resid_post[20]
+    vectors = torch.randn(12, lm.model.d_model)
+    edits = [[pc.Add(v, at=pc.resid_post[i % 8], scale=0.5)] for i, v in enumerate(vectors)]
+
+    async def all_at_once() -> list[pc.Run]:
+        calls = [lm.arun(PROMPTS[i % 3], max_tokens=4, edits=edit, capture=[at]) for i, edit in enumerate(edits)]
+        return await asyncio.gather(*calls, lm.arun(PROMPTS, max_tokens=2), lm.arun(PROMPTS[0], max_tokens=3))
+
+    *runs, many, plain = asyncio.run(all_at_once())
+    assert [len(run.token_ids) for run in many] == [2, 2, 2]
+    assert plain.token_ids == lm.run(PROMPTS[0], max_tokens=3).token_ids
+    for i, (run, edit) in enumerate(zip(runs, edits, strict=True)):
+        alone = lm.run(PROMPTS[i % 3], max_tokens=4, edits=edit, capture=[at])
+        prompt = slice(0, len(run.prompt_token_ids))
+        far = (run[at][prompt] - alone[at][prompt]).norm(dim=1) / alone[at][prompt].norm(dim=1)
+        assert float(far.max()) <= 1e-4
+
+
+@BOTH
+def test_errors_and_cancelled_calls_leave_nothing_behind(engines, engine):
+    lm = engines.get(engine, "float32")
+    before = lm.engine.status()
+
+    async def go() -> list:
+        hot = [pc.Add([3e38] * lm.model.d_model, at=pc.resid_post[3], scale=1e30)]
+        long = asyncio.create_task(lm.arun(PROMPTS[1], max_tokens=200, capture=[pc.resid_post[1]],
+                                           sampling={"ignore_eos": True}))  # fmt: skip
+        short = asyncio.create_task(lm.arun(PROMPTS[0], max_tokens=3))
+        await asyncio.sleep(0.3)
+        long.cancel()
+        bad = lm.arun(PROMPTS[0], max_tokens=2, edits=hot)
+        return await asyncio.gather(long, short, bad, return_exceptions=True)
+
+    cancelled, run, error = asyncio.run(go())
+    assert isinstance(cancelled, asyncio.CancelledError)
+    assert len(run.token_ids) == 3
+    assert isinstance(error, pc.RunError)
+    with pytest.raises(pc.ProgramError, match="give either a prompt or messages"):
+        asyncio.run(lm.arun())
+    del run, error, cancelled
+    gc.collect()  # an error's traceback holds on to its run
+    lm.run(PROMPTS[0], max_tokens=1)  # after the aborted one, on the engine's thread
+    after = lm.engine.status()
+    assert {name: after[name] for name in ("programs", "runs", "pinned", "vectors")} == {
+        name: before[name] for name in ("programs", "runs", "pinned", "vectors")
+    }  # fmt: skip
