@@ -490,7 +490,11 @@ def test_fuzz_strength_is_shorthand_for_noise_at_the_embedding():
         fuzzed, spelled = run(extra), run(edits=[edit])
         assert fuzzed.logprobs == spelled.logprobs != plain.logprobs
         assert fuzzed.program.fingerprint == spelled.program.fingerprint
-    for none in ({"fuzz_strength": 0}, {"fuzz_strength": 0.0, "fuzz_mode": "scale"}):
+    for none in (
+        {"fuzz_strength": 0},
+        {"fuzz_strength": 0.0, "fuzz_mode": "scale"},
+        {"fuzz_strength": -2, "fuzz_mode": "scale"},
+    ):
         assert not run(none).program  # no program at all: stock, to the last bit
     before = run({"fuzz_strength": 0.3}, [pc.Capture(pc.embed), pc.Zero(pc.embed)])
     assert before["edits[0]"].any()  # paths are those of what was given
@@ -509,6 +513,8 @@ def test_strengths_of_a_batch_are_each_requests_own():
     ({"extra_args": {"fuzz_strenth": 1}}, "sampling.extra_args.fuzz_strenth: no extra argument 'fuzz_strenth' (did you"),
     ({"extra_args": {"fuzz_strength": "much"}}, "sampling.extra_args.fuzz_strength: a number is needed, not 'much'"),
     ({"extra_args": {"fuzz_strength": -1}}, "sampling.extra_args.fuzz_strength: a number of at least 0 is needed"),
+    ({"extra_args": {"fuzz_strength": 1, "fuzz_mode": ""}}, "sampling.extra_args.fuzz_mode: no way to fuzz ''"),
+    ({"extra_args": {"fuzz_strength": 1, "fuzz_mode": "scale", "fuzz_seed": 1}}, "sampling.extra_args.fuzz_seed: scaling"),
     ({"extra_args": {"fuzz_strength": 1, "fuzz_seed": 0.5}}, "sampling.extra_args.fuzz_seed: a seed is a whole number"),
     ({"extra_args": {"fuzz_strength": 1, "fuzz_mode": "add"}}, "sampling.extra_args.fuzz_mode: no way to fuzz 'add'"),
     ({"extra_args": {"fuzz_seed": 1}}, "sampling.extra_args.fuzz_seed: a fuzz_strength is needed"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -72,6 +74,13 @@ def test_what_is_not_there_or_does_not_fit_is_said(lm):
     bank["vector"], bank["short"], bank["loop"] = np.ones(D), np.ones(3), [pc.Use("loop")]
     bank["ends"], bank["rows"], bank["none"] = [pc.Zero(pc.embed)], np.ones((2, D)), np.zeros(D)
     bank["deep"] = [pc.Zero(pc.embed), pc.Use("short-sighted")]
+    for i in range(20):
+        bank[f"chain {i}"] = [pc.Use(f"chain {i + 1}")]
+    for i in range(5):
+        bank[f"tree {i}"] = [pc.Use(f"tree {i - 1}") if i else pc.Zero(pc.embed)] * 10
+    for rows in ({}, {"embed": np.ones(D)}, {"embed": pc.Vector.of(np.ones((2, D)))}):
+        with pytest.raises(pc.ShapeError, match="means are vectors"):
+            Means(rows)
     bank["means"] = Means({lm.sites.label(0): pc.Vector.of(np.ones(D))})
     for edit, kind, text in (
         (pc.Add("vectr", pc.embed), pc.MissingSource, r"edits\[0\].value: nothing in the bank is named 'vectr' \(did you"),
@@ -85,12 +94,15 @@ def test_what_is_not_there_or_does_not_fit_is_said(lm):
         (pc.Use("gone"), pc.MissingSource, r"edits\[0\].name: nothing in the bank is named 'gone'"),
         (pc.Use("loop"), pc.ProgramError, r"edits\[0\].loop\[0\].name: loop uses loop: a program cannot use itself"),
         (pc.Use("ends", scale=2), pc.ProgramError, r"edits\[0\].scale: Zero cannot be scaled by 2.0: Add and Noise can"),
+        (pc.Use("chain 0"), pc.ProgramError, r"name: programs use programs more than 16 deep"),
+        (pc.Use("tree 4"), pc.ProgramError, r"name: the programs that are used have more than 10000 edits"),
         (pc.Use("deep"), pc.MissingSource, r"edits\[0\].deep\[1\].name: nothing in the bank is named 'short-sighted'"),
     ):  # fmt: skip
         with pytest.raises(kind, match=text):
             lm.run(PROMPTS[0], edits=[edit])
     for name, given, kind in (
-        ("", np.ones(D), pc.ProgramError), (3, np.ones(D), pc.ProgramError), ("x", "text", pc.ShapeError),
+        ("", np.ones(D), pc.ProgramError), ("\ud800", np.ones(D), pc.ProgramError),
+        ("__metadata__", np.ones(D), pc.ProgramError), (3, np.ones(D), pc.ProgramError), ("x", "text", pc.ShapeError),
         ("x", np.ones((2, 2, 2)), pc.ShapeError), ("x", [pc.Capture(pc.embed)], pc.ProgramError),
         ("x", [], pc.ShapeError), ("x", [float("nan")], pc.ShapeError),
     ):  # fmt: skip
@@ -133,8 +145,25 @@ def test_files_of_others_are_read_and_broken_ones_refused(tmp_path):
     save_file({"deep": torch.ones(2, 2, 2)}, tmp_path / "deep.safetensors")
     (tmp_path / "no.safetensors").write_bytes(b"not at all")
     save_file({"m": torch.ones(2, 3)}, tmp_path / "means.safetensors", {"means": '{"m": ["embed"]}'})
-    save_file({}, tmp_path / "bad.safetensors", {"programs": '{"p": {"edits": [{"type": "ad"}]}}'})
-    for name in ("deep", "no", "gone", "means", "bad"):
+    one = torch.ones(D)
+    save_file({"m": torch.ones(2, 3)}, tmp_path / "twice.safetensors", {"means": '{"m": ["embed", "embed"]}'})
+    save_file({"m": torch.ones(2, 3, 4)}, tmp_path / "deep_means.safetensors", {"means": '{"m": ["a", "b"]}'})
+    save_file({"m": one}, tmp_path / "letters.safetensors", {"means": '{"m": "ab"}'})
+    save_file({"m": one}, tmp_path / "stray.safetensors", {"means": '{"other": ["a"]}'})
+    save_file({"a": one, "": 2 * one}, tmp_path / "nameless.safetensors")
+    save_file({"a": one, "b": one.to(torch.complex64)}, tmp_path / "complex.safetensors")
+    save_file({"a": one, "b": one * float("nan")}, tmp_path / "nan.safetensors")
+    nested = "[" * 100_000
+    save_file({"a": one}, tmp_path / "nested.safetensors", {"means": nested})
+    save_file({"a": one}, tmp_path / "both.safetensors", {"programs": '{"a": "{}"}'})
+    save_file(
+        {"a": one}, tmp_path / "doubled.safetensors", {"programs": json.dumps({"p": '{"edits": [], "edits": []}'})}
+    )
+    save_file({"a": one}, tmp_path / "bad.safetensors", {"programs": json.dumps({"p": '{"edits": [{"type": "ad"}]}'})})
+    for name in ("deep", "no", "gone", "means", "bad", "twice", "deep_means", "letters", "stray", "nameless", "complex",
+                 "nan", "nested", "both", "doubled"):  # fmt: skip
         with pytest.raises(pc.ProgramError, match=f"{name}.safetensors"):
             bank.load(tmp_path / f"{name}.safetensors")
     assert list(bank) == ["refusal"]
+    with pytest.raises(pc.ProgramError, match="cannot be written"):
+        bank.save(tmp_path / "no such folder" / "bank.safetensors")

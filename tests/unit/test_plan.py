@@ -117,6 +117,17 @@ def test_ops_become_numbers():
     }  # fmt: skip
 
 
+@given(st.sets(st.integers(0, 7)), st.sets(st.integers(0, 7)), st.sets(st.integers(0, 7)))
+def test_joined_selections_are_sets(a, b, c):
+    one, two, three = (pc.every[tuple(each)] if each else pc.every[0:0] for each in (a, b, c))
+    for joined, expected in ((one | two, a | b), (one - two, a - b), ((one | two) - three, (a | b) - c),
+                             (one | two - three, a | (b - c)), (one - (two - three), a - (b - c))):  # fmt: skip
+        kept = bound((), pc.embed @ joined).ops[0].pieces
+        assert [p for start, stop, *_ in kept for p in range(start, stop)] == sorted(expected)
+    span = bound((), pc.embed @ (pc.span("bc") | 0) - pc.every[1]).ops[0].pieces
+    assert span == ((0, 1, 0, 0), (2, 3, 0, 0))
+
+
 def test_ops_with_arithmetic_of_their_own_become_numbers():
     v, mask, two = [3.0, 0.0, 4.0, 0.0], [0.0, 1.0, 0.5, 0.0], [[1.0, 0.0, 0.0, 0.0], [1.0, 2.0, 0.0, 0.0]]
     edits = [

@@ -16,7 +16,7 @@ from patchclamp.errors import TREE, pack, unpack
 from patchclamp.spec import SITES, Range, TextSpan
 from patchclamp.spec.ops import DTYPES, OPS, capture
 from patchclamp.spec.program import Program, to_dict
-from patchclamp.spec.tokens import GROUPS, Positions
+from patchclamp.spec.tokens import GROUPS, Joined, Positions
 from patchclamp.spec.values import orthonormal
 
 ends = st.none() | st.integers(-40, 40)
@@ -43,7 +43,9 @@ def positions(draw) -> Positions:
 
 texts = st.text(min_size=1) | st.text("\"'\\\n\r\t \x00\x7f\u2028é\U0001f600, )]", min_size=1)
 spans = st.builds(TextSpan, texts, st.integers(-9, 9))
-selections = positions() | spans
+selections = st.recursive(
+    positions() | spans, lambda inner: st.builds(Joined, st.sampled_from(["|", "-"]), inner, inner), max_leaves=5
+)
 numbers = st.floats(width=32, allow_nan=False, allow_infinity=False)
 factors = st.floats(-3e38, 3e38)
 
@@ -56,7 +58,7 @@ def vectors(draw) -> pc.Vector:
 
 
 froms = st.builds(pc.From, st.text("0123456789abcdef", min_size=1), st.none() | sites(), st.none() | selections)
-names = st.builds(pc.Named, st.text(min_size=1))
+names = st.builds(pc.Named, st.text(min_size=1, max_size=20))
 values = vectors() | froms | names
 rows = vectors().map(lambda given: pc.Vector.of(given.rows()[0]))
 
@@ -72,7 +74,7 @@ ops = (
     | st.builds(pc.Replace, values, sites(), selections, factors)
     | st.builds(pc.Zero, sites(), selections)
     | st.builds(pc.Mean, values, sites(), selections)
-    | st.builds(pc.Use, st.text(min_size=1), factors, st.none() | selections)
+    | st.builds(pc.Use, st.text(min_size=1, max_size=20), factors, st.none() | selections)
     | st.builds(pc.Replace, values, sites(), selections, factors, rows)
     | st.builds(pc.Scale, factors, sites(), selections)
     | st.builds(pc.Ablate, vectors().filter(has_directions), sites(), selections)
@@ -364,7 +366,7 @@ ERRORS = [
     (lambda: pc.tokens("promt[-1]"), pc.UnknownName,
      "no group of tokens 'promt' (did you mean 'prompt'?); there are: prompt, generated, every"),
     (lambda: pc.tokens("prompt[-1"), pc.ProgramError,
-     "'prompt[-1' is not a selection; write 'prompt[-1]', 'generated[0:8]' or 'span(\"text\")'"),
+     "'prompt[-1' is not a selection; write 'prompt[-1]', 'generated[0:8]' or 'span(\"text\")', joined by | and -"),
     (lambda: pc.tokens(1.5), pc.ProgramError, "tokens are pc.prompt[-1] or 'prompt[-1]', not float 1.5"),
     (lambda: pc.tokens("prompt[1, 2:3]"), pc.ProgramError, "'prompt[1, 2:3]': a list of positions holds numbers only"),
     (lambda: pc.prompt[[]], pc.TokensError, "prompt[()] selects nothing: give at least one position"),
@@ -398,7 +400,7 @@ ERRORS = [
     (lambda: pc.Vector((-1, -1), b"\0" * 4), pc.ShapeError,
      "a vector is [D] or [n, D] and not empty; this one is [-1, -1]"),
     (lambda: pc.Vector((2,), b"\0" * 4), pc.ShapeError, "4 bytes are not [2] fp32 numbers"),
-    (lambda: pc.Add("", "embed"), pc.ProgramError, "value.name: a name is text, and not empty: not ''"),
+    (lambda: pc.Add("", "embed"), pc.ProgramError, "value: a name is text, not empty and of at most 200 characters: not ''"),
     (lambda: pc.Add(pc.embed, "embed"), pc.ProgramError,
      "value: a value is a vector, its name in the bank, or pc.From(run, site), not pc.embed"),
     (lambda: pc.From(3), pc.ProgramError, "run: From takes a Run (what lm.run returned), not int"),
@@ -417,6 +419,16 @@ ERRORS = [
     (lambda: pc.Clamp([1.0], "embed"), pc.ProgramError, "low: a bound is needed: low, high or both"),
     (lambda: pc.Clamp([1.0], "embed", low=2, high=1), pc.ProgramError, "low: low (2.0) is above high (1.0)"),
     (lambda: pc.Clamp([0.0], "embed", low=2), pc.ShapeError, "direction: a direction is all zeros"),
+    (lambda: pc.tokens("prompt |"), pc.ProgramError,
+     "'prompt |' is not a selection; write 'prompt[-1]', 'generated[0:8]' or 'span(\"text\")', joined by | and -"),
+    (lambda: pc.tokens("(" * 9999 + "prompt" + ")" * 9999), pc.ProgramError, None),
+    (lambda: pc.tokens("prompt" + " | generated" * 70), pc.TokensError, "a selection is joined of others at most 64 deep"),
+    (lambda: pc.prompt | pc.embed, pc.ProgramError, "tokens are pc.prompt[-1] or 'prompt[-1]', not Site pc.embed"),
+    (lambda: pc.Use("\ud800"), pc.ProgramError, "name: '\\ud800' cannot be written to a file: choose another name"),
+    (lambda: pc.Use("x" * 201), pc.ProgramError, None),
+    (lambda: pc.Use(3), pc.ProgramError, "name: a name is text, not empty and of at most 200 characters: not 3"),
+    (lambda: read({"type": "ablate", "at": "embed", "directions": {"type": ["x"]}}), pc.ProgramError,
+     "edits[1].directions: a value is a list of numbers, or an object of type 'vector', 'from' or 'named'"),
     (lambda: pc.Noise(-1, "embed"), pc.ProgramError, "std: a number of at least 0 is needed, not -1.0"),
     (lambda: pc.Noise(1, "embed", seed=1.5), pc.ProgramError, "seed: a seed is a whole number, not 1.5"),
     (lambda: pc.Noise(1, "embed", seed=1 << 63), pc.ProgramError,

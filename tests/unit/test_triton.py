@@ -37,7 +37,7 @@ def test_triton_equals_the_torch_kernel_bit_for_bit():
 
 
 @pytest.mark.parametrize(("width", "dtype", "pair", "capability", "most"), [
-    (1024, "bf16", True, 90, 64), (4096, "bf16", True, 90, 80), (4096, "bf16", False, 90, 80), (5120, "fp16", False, 80, 255),
+    (1024, "bf16", True, 90, 64), (4096, "bf16", True, 90, 80), (4096, "bf16", False, 90, 80), (12_288, "bf16", True, 90, 255), (5120, "fp16", False, 80, 255),
 ])  # fmt: skip
 def test_triton_compiles_for_gpus_and_nothing_spills(width, dtype, pair, capability, most):
     used = resources(width, dtype, pair, False, capability)

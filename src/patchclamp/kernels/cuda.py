@@ -2,8 +2,8 @@
 
 Every program takes one row: it finds the row's slot, walks the slot's records at the point in order, and
 writes the row back once, unless it is not finite.  Rows without records leave after three loads.  A new op is a branch
-in `_walk`; a new view is other strides.  A row wider than a program takes at once (logits) goes in several passes; what
-an op needs of such a row as a whole, a sum over its columns, is found beforehand, op by op, and left in its record.
+in `_walk`; a new view is other strides.  A row of logits, which is wide, goes in several passes; what an op needs of
+such a row as a whole, a sum over its columns, is found beforehand, op by op, and left in its record.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
@@ -18,7 +18,7 @@ import triton.language as tl
 
 from patchclamp.kernels import noise
 
-WIDEST, A_PASS = 8192, 4096  # columns that a program takes at once; wider rows (logits) go in passes of fewer
+WIDEST, A_PASS = 8192, 4096  # columns of a sampled row that are taken at once; wider ones go in passes of fewer
 RECORD_WORDS = 12  # a record as 32-bit words: start, stop, kind, step, value (two), x, y, other (two), found, none
 WORDS, FOUND = tl.constexpr(RECORD_WORDS), tl.constexpr(10)
 LINEAR, BLEND, PROJECT, NOISE = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
@@ -53,18 +53,20 @@ def _normals(seed, position, site, first, quantiles, BLOCK: tl.constexpr):
 
 @triton.jit
 def _part(h, columns, inside, value, kind, bank):
-    """What these columns add to the sum over a row that an op needs: of h·v, or of h²."""
+    """What these columns add to the sum over a row that an op needs: of h·v, or of h², in fp64."""
     v = h
     if kind == PROJECT:
         v = tl.load(bank + value + columns, mask=inside, other=0.0)
-    return tl.sum(tl.where(inside, h * v, 0.0), axis=0)
+    return tl.sum(tl.where(inside, h.to(tl.float64) * v.to(tl.float64), 0.0), axis=0)
 
 
 @triton.jit
 def _factor(total, width, kind, x, y):
     """By how much v or ε is added, from the sum over the row."""
-    clamped = tl.minimum(tl.maximum(total, x), y) - total
-    return tl.where(kind == PROJECT, clamped, y * tl.sqrt_rn(tl.where(kind == PROJECT, 0.0, total) / width))
+    found = total.to(tl.float32)
+    clamped = tl.minimum(tl.maximum(found, x), y) - found
+    size = tl.sqrt(tl.where(kind == PROJECT, 0.0, total) / width).to(tl.float32)
+    return tl.where(kind == PROJECT, clamped, y * size)
 
 
 @triton.jit
@@ -150,7 +152,7 @@ def _sums(
             value = _look((record + 4).to(tl.pointer_type(tl.int64)))
             x = _look((record + 6).to(tl.pointer_type(tl.float32)))
             y = _look((record + 7).to(tl.pointer_type(tl.float32)))
-            total = 0.0
+            total = tl.zeros([], tl.float64)
             for block in range(PASSES):
                 columns = block * BLOCK + tl.arange(0, BLOCK)
                 inside = columns < width
@@ -262,12 +264,14 @@ def site(
 
 
 def launched(width: int, pair: bool, sampled: bool) -> dict[str, Any]:
-    """How the kernel is launched for rows of so many columns."""
+    """How the kernel is launched for rows of so many columns: whole, but for sampled ones, which are wide and few, and
+    of which a request has one a step, so that a record is a place to leave its sums in."""
     block = max(triton.next_power_of_2(width), 4)
-    block = block if block <= WIDEST else min(WIDEST, A_PASS)
+    block = block if block <= WIDEST or not sampled else min(WIDEST, A_PASS)
     return {
         "PAIR": pair, "SAMPLED": sampled, "BLOCK": block, "PASSES": triton.cdiv(width, block),
-        "ALIGNED": width % 16 == 0, "num_warps": 4 if block <= 2048 else 8, "enable_fp_fusion": False,
+        "ALIGNED": width % 16 == 0, "num_warps": min(max(block // 1024, 8), 32) if block > 2048 else 4,
+        "enable_fp_fusion": False,
         # what 2,048 and 4,096 columns take without noise; with it nothing spills, and as many rows share a processor
         "maxnreg": 80 if width <= block and block in (2048, 4096) else None,
     }  # fmt: skip

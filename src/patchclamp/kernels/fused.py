@@ -132,12 +132,15 @@ def _noise(
     _, std_A1 = _scalars(h_AW, records)
     mine_A, relative = _on(h_AW, mine), _on(h_AW, records["step"] == 1)[:, None]
     seed, site = (_on(h_AW, records[field].copy()) for field in ("other", "value"))
-    e_AW, before_AW = normals_of(seed, _on(h_AW, position.astype(np.int64)), site, h_AW.shape[1]), h_AW[mine_A]
+    at, before_AW = _on(h_AW, position.astype(np.int64)), h_AW[mine_A]
+    cut = zip(seed.split(A_PIECE), at.split(A_PIECE), site.split(A_PIECE), strict=True)
+    e_AW = torch.cat([normals_of(one, two, three, h_AW.shape[1]) for one, two, three in cut])
     size_A1 = before_AW.double().square().mean(1, keepdim=True).sqrt().float()
     std_A1 = torch.where(relative, std_A1 * size_A1, std_A1)
     h_AW[mine_A] = torch.where(std_A1 == 0, before_AW, before_AW + std_A1 * e_AW)
 
 
+A_PIECE = 256  # rows of noise made at once, in thirty times the memory that they take
 _EDITS = {LINEAR: _linear, BLEND: _blend, PROJECT: _project, NOISE: _noise}
 
 

@@ -19,12 +19,13 @@ from patchclamp.plan.table import BLEND, CAPTURE, LINEAR, NOISE, PROJECT
 from patchclamp.sites import Place, SiteMap
 from patchclamp.spec import Ablate, Add, Capture, Clamp, From, Mean, Named, Noise, Program, Replace, Scale, Use, Vector
 from patchclamp.spec.ops import DTYPES, LARGEST, Op
-from patchclamp.spec.tokens import Positions, TextSpan, Tokens
+from patchclamp.spec.tokens import Joined, Positions, TextSpan, Tokens
 from patchclamp.spec.values import orthonormal
 from patchclamp.store.named import NamedBank
 
 Piece = tuple[int, int, int, int]
 NO_BANK = NamedBank()
+DEEPEST, MOST_USED = 16, 10_000  # programs that use programs, and the edits of all that are used
 
 
 class BoundOp(msgspec.Struct, frozen=True, array_like=True):
@@ -103,6 +104,9 @@ class Prompt(msgspec.Struct):
 
     def select(self, tokens: Tokens, limit: int) -> np.ndarray:
         """Selected positions below `limit`, in the selection's order: ascending but for a list that is not."""
+        if isinstance(tokens, Joined):
+            left, right = self.select(tokens.left, limit), self.select(tokens.right, limit)
+            return np.union1d(left, right) if tokens.op == "|" else np.setdiff1d(left, right)
         if isinstance(tokens, TextSpan):
             text, offsets = self.spell()
             return np.asarray(tokens.find(offsets, text), np.int64)
@@ -127,13 +131,15 @@ class _Binder:
         vectors: dict[str, np.ndarray],
     ) -> None:  # fmt: skip
         self.prompt, self.limit, self.sites, self.source = prompt, limit, sites, source
-        self.bank, self.vectors = bank, vectors
+        self.bank, self.vectors, self.used = bank, vectors, 0
 
     def bind(self, path: str, op: Op, within: tuple[str, ...] = ()) -> list[BoundOp]:
         """An op, or those of the program in the bank that it uses; `within`: the programs that use it."""
         try:
             if not isinstance(op, Use):
                 return [self._bind(path, op)]
+            if len(within) == DEEPEST:
+                raise ProgramError(f"programs use programs more than {DEEPEST} deep", "name")
             if op.name in within:
                 raise ProgramError(f"{' uses '.join((*within, op.name))}: a program cannot use itself", "name")
             program = self._entry(op.name, "name")
@@ -142,6 +148,9 @@ class _Binder:
                     f"{op.name!r} is {type(program).__name__}, not a program: name it as a value", "name"
                 )
             scaled = [op.scaled(each) for each in program.edits]
+            self.used += len(scaled)
+            if self.used > MOST_USED:
+                raise ProgramError(f"the programs that are used have more than {MOST_USED} edits", "name")
         except PatchclampError as error:
             raise error.under(path) from None
         made = [self.bind(f"{path}.{op.name}[{i}]", each, (*within, op.name)) for i, each in enumerate(scaled)]

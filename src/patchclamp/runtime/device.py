@@ -46,7 +46,8 @@ class CudaTables:
         self.points = table.first.shape[1] - 1
         records = len(table.records)
         sizes = {
-            "base": 2 * records, "offset": records, "records": cuda.RECORD_WORDS * records, "first": table.first.size,
+            # "base" and "records" hold numbers of 64 bits: at even words
+            "base": 2 * records, "records": cuda.RECORD_WORDS * records, "offset": records, "first": table.first.size,
             "generation": len(table.first), "slot_of_row": rows, "rank_of_row": rows, "row_of_sample": samples,
         }  # fmt: skip
         ends = np.cumsum(list(sizes.values())).tolist()

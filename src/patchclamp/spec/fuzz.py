@@ -2,7 +2,7 @@
 
 fuzz_strength   noise, times the row's root mean square; 0 is no program at all
 fuzz_seed       of the noise, 0 if not given
-fuzz_mode       "noise", or "scale": embeddings times 1 − strength, at least 0
+fuzz_mode       "noise", or "scale": embeddings times 1 − strength, with strength brought to 0 … 1
 """
 
 from __future__ import annotations
@@ -25,17 +25,20 @@ def fuzz(extra: dict[str, Any]) -> tuple[Op, ...]:
     for name in extra:
         if name not in NAMES:
             raise unknown("extra argument", str(name), NAMES, str(name))
-    strength, seed, mode = extra.get("fuzz_strength"), extra.get("fuzz_seed"), extra.get("fuzz_mode") or "noise"
+    strength, seed, mode = (extra.get(name) for name in NAMES)
     if strength is None:
         if extra:
             raise ProgramError("a fuzz_strength is needed", next(iter(extra)))
         return ()
-    if mode not in MODES:
+    if mode is not None and (not isinstance(mode, str) or mode not in MODES):
         raise unknown("way to fuzz", str(mode), MODES, "fuzz_mode")
+    if mode == "scale" and seed is not None:
+        raise ProgramError("scaling has no noise, and so no seed", "fuzz_seed")
     try:
+        if mode == "scale":
+            factor = 1.0 - min(max(Scale(strength, Site("embed")).factor, 0.0), 1.0)
+            return () if factor == 1.0 else (Scale(factor, Site("embed")),)
         made = Noise(strength, Site("embed"), seed=0 if seed is None else seed, relative=True)
+        return (made,) if made.std else ()
     except PatchclampError as error:
-        raise ProgramError(error.message, {"std": "fuzz_strength", "seed": "fuzz_seed"}[str(error.path)]) from None
-    if made.std == 0:
-        return ()
-    return (made,) if mode == "noise" else (Scale(1.0 - min(made.std, 1.0), Site("embed")),)
+        raise ProgramError(error.message, "fuzz_seed" if error.path == "seed" else "fuzz_strength") from None

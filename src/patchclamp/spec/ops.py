@@ -16,7 +16,7 @@ from patchclamp.errors import PatchclampError, ProgramError, ShapeError, unknown
 from patchclamp.spec.site import At, site
 from patchclamp.spec.tokens import every
 from patchclamp.spec.tokens import tokens as as_tokens
-from patchclamp.spec.values import Named, Vector
+from patchclamp.spec.values import Named, Vector, check_name
 from patchclamp.spec.values import value as as_value
 
 LARGEST = (2 - 2**-23) * 2.0**127  # of fp32
@@ -131,11 +131,10 @@ class Use(Op, frozen=True, forbid_unknown_fields=True):
     tokens: Any = None
 
     def __post_init__(self) -> None:
-        self._read("name", Named)
+        self._read("name", check_name)
         self._read("scale", _number)
         if self.tokens is not None:
             self._read("tokens", as_tokens)
-        msgspec.structs.force_setattr(self, "name", self.name.name)
 
     def scaled(self, op: Op) -> Op:
         """An op of the program as it is used. Raises `ProgramError` for one that has no strength to be scaled."""
@@ -258,7 +257,7 @@ def _seed(given: Any) -> int:
 
 
 def _flag(given: Any) -> bool:
-    if given not in (True, False):
+    if type(given).__name__ not in ("bool", "bool_"):  # NumPy's, too
         raise ProgramError(f"True or False is needed, not {given!r}")
     return bool(given)
 

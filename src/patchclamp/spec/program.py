@@ -12,7 +12,7 @@ import msgspec
 from patchclamp.errors import PatchclampError, ProgramError, unknown
 from patchclamp.spec.ops import OPS, Capture, Op, Use, capture
 from patchclamp.spec.site import At, Site
-from patchclamp.spec.tokens import Positions, TextSpan
+from patchclamp.spec.tokens import Selection
 from patchclamp.spec.values import From, Named, Vector, value
 
 VALUES = {"vector": Vector, "from": From, "named": Named}
@@ -124,7 +124,7 @@ def _read_value(data: Any, path: str) -> Any:
     if isinstance(data, list):
         return _told(value, data, path)
     tag = data.get("type") if isinstance(data, dict) else None
-    if tag not in VALUES:
+    if not isinstance(tag, str) or tag not in VALUES:
         raise ProgramError("a value is a list of numbers, or an object of type 'vector', 'from' or 'named'", path)
     words = {k: v for k, v in data.items() if k != "type"}
     kind = VALUES[tag]
@@ -159,7 +159,7 @@ def _many(given: Any) -> Sequence[Any]:
         return ()
     if isinstance(given, (Op, Site, At, str)):
         return (given,)
-    if isinstance(given, (Positions, TextSpan)):
+    if isinstance(given, Selection):
         raise ProgramError(f"{given} is a selection of tokens; a site is needed, as in pc.resid_post @ {given}")
     return list(given) if isinstance(given, Iterable) else (given,)
 

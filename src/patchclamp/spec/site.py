@@ -140,6 +140,12 @@ class At(msgspec.Struct, frozen=True):
     site: Site
     tokens: Any
 
+    def __or__(self, other: Any) -> At:
+        return At(self.site, self.tokens | other)
+
+    def __sub__(self, other: Any) -> At:
+        return At(self.site, self.tokens - other)
+
     def __str__(self) -> str:
         return f"{self.site} @ {self.tokens}"
 

@@ -19,7 +19,23 @@ from patchclamp.spec.site import Index, Range, parse_index, whole
 GROUPS = ("prompt", "generated", "every")
 
 
-class Positions(msgspec.Struct, frozen=True, tag="positions"):
+class Selection(msgspec.Struct, frozen=True):
+    """Base of all selections: a | b selects what either does, a - b what a does and b does not, in ascending order."""
+
+    def __or__(self, other: Any) -> Joined:
+        return Joined("|", self, tokens(other))
+
+    def __sub__(self, other: Any) -> Joined:
+        return Joined("-", self, tokens(other))
+
+    def __ror__(self, other: Any) -> Joined:
+        return Joined("|", tokens(other), self)
+
+    def __rsub__(self, other: Any) -> Joined:
+        return Joined("-", tokens(other), self)
+
+
+class Positions(Selection, frozen=True, tag="positions"):
     """Positions of a group (`prompt`, `generated` or `every`), by number, list or range; None is all of them."""
 
     of: str
@@ -96,7 +112,7 @@ class Positions(msgspec.Struct, frozen=True, tag="positions"):
         return f"pc.{self}"
 
 
-class TextSpan(msgspec.Struct, frozen=True, tag="span"):
+class TextSpan(Selection, frozen=True, tag="span"):
     """The prompt tokens that spell `text`: every token that shares a character with its `occurrence`-th appearance."""
 
     text: str
@@ -129,7 +145,44 @@ class TextSpan(msgspec.Struct, frozen=True, tag="span"):
         return f"pc.{self}"
 
 
-Tokens = Positions | TextSpan
+class Joined(Selection, frozen=True, tag="joined"):
+    """What two selections give together ("|") or the first without the second ("-")."""
+
+    op: str
+    left: Any
+    right: Any
+
+    def __post_init__(self) -> None:
+        if self.op not in ("|", "-"):
+            raise unknown("way to join selections", str(self.op), ("|", "-"))
+        for side in ("left", "right"):
+            msgspec.structs.force_setattr(self, side, tokens(getattr(self, side)))
+        if _depth(self) > DEEPEST:
+            raise TokensError(f"a selection is joined of others at most {DEEPEST} deep")
+
+    def __str__(self) -> str:
+        left = f"({self.left})" if isinstance(self.left, Joined) and self.left.op != self.op else str(self.left)
+        right = f"({self.right})" if isinstance(self.right, Joined) else str(self.right)
+        return f"{left} {self.op} {right}"
+
+    def __repr__(self) -> str:
+        return f"pc.tokens({str(self)!r})"
+
+
+DEEPEST = 64
+
+
+def _depth(selection: Any) -> int:
+    found, level = 0, [selection]
+    while level and found <= DEEPEST:
+        found, level = (
+            found + 1,
+            [side for each in level if isinstance(each, Joined) for side in (each.left, each.right)],
+        )
+    return found
+
+
+Tokens = Positions | TextSpan | Joined
 
 prompt = Positions("prompt")
 generated = Positions("generated")
@@ -141,23 +194,65 @@ def span(text: str, occurrence: int = 0) -> TextSpan:
     return TextSpan(text, occurrence)
 
 
+_OPEN, _CLOSE = re.compile(r"\s*\(\s*"), re.compile(r"\s*\)\s*")
 _GROUP = re.compile(r"\s*(?P<of>[A-Za-z_]\w*)\s*(?:\[(?P<keys>[^\]]*)\])?\s*")
 _SPAN = re.compile(r'\s*span\(\s*(?P<text>"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\')\s*(?:,\s*(?P<n>-?\d{1,9})\s*)?\)\s*')
 
 
 def tokens(text: Any) -> Tokens:
     """A selection from its text form, from a position or positions of `every`, or a selection itself."""
-    if isinstance(text, (Positions, TextSpan)):
+    if isinstance(text, (Positions, TextSpan, Joined)):
         return text
     if isinstance(text, (int, slice, range, list, tuple)) and not isinstance(text, bool):
         return every[slice(text.start, text.stop, text.step) if isinstance(text, range) else text]
     if not isinstance(text, str):
         raise ProgramError(f"tokens are pc.prompt[-1] or 'prompt[-1]', not {type(text).__name__} {text!r}")
-    if found := _SPAN.fullmatch(text):
-        return TextSpan(_unquote(found["text"]), int(found["n"] or 0))
-    found = _GROUP.fullmatch(text)
-    if found is None:
-        raise ProgramError(f"{text!r} is not a selection; write 'prompt[-1]', 'generated[0:8]' or 'span(\"text\")'")
+    made, end = _either(text, 0, 0)
+    if end < len(text):
+        raise _malformed(text)
+    return made
+
+
+def _malformed(text: str) -> ProgramError:
+    return ProgramError(
+        f"{text!r} is not a selection; write 'prompt[-1]', 'generated[0:8]' or 'span(\"text\")', joined by | and -"
+    )
+
+
+def _either(text: str, at: int, depth: int) -> tuple[Tokens, int]:
+    """Selections joined by |, or where those are stronger by -, from a character on; and where they end."""
+    made, at = _without(text, at, depth)
+    while text[at : at + 1] == "|":
+        other, at = _without(text, at + 1, depth)
+        made = Joined("|", made, other)
+    return made, at
+
+
+def _without(text: str, at: int, depth: int) -> tuple[Tokens, int]:
+    made, at = _one(text, at, depth)
+    while text[at : at + 1] == "-":
+        other, at = _one(text, at + 1, depth)
+        made = Joined("-", made, other)
+    return made, at
+
+
+def _one(text: str, at: int, depth: int) -> tuple[Tokens, int]:
+    if opened := _OPEN.match(text, at):
+        if depth == DEEPEST:
+            raise _malformed(text)
+        made, at = _either(text, opened.end(), depth + 1)
+        closed = _CLOSE.match(text, at)
+        if closed is None:
+            raise _malformed(text)
+        return made, closed.end()
+    if found := _SPAN.match(text, at):
+        return TextSpan(_unquote(found["text"]), int(found["n"] or 0)), found.end()
+    if found := _GROUP.match(text, at):
+        return _group(found, text), found.end()
+    raise _malformed(text)
+
+
+def _group(found: re.Match[str], text: str) -> Positions:
     if found["of"] not in GROUPS:
         raise unknown("group of tokens", found["of"], GROUPS)
     if found["keys"] is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -120,6 +121,15 @@ def _position(value: Any) -> Tokens:
     return as_tokens(value)
 
 
+def check_name(name: Any) -> str:
+    """A name in the bank, or `ProgramError`: text that a file can hold, of at most 200 characters."""
+    if not isinstance(name, str) or not name or len(name) > 200:
+        raise ProgramError(f"a name is text, not empty and of at most 200 characters: not {name!r:.300}")
+    if name == "__metadata__" or re.search("[\ud800-\udfff]", name):
+        raise ProgramError(f"{name!r} cannot be written to a file: choose another name")
+    return name
+
+
 class Named(msgspec.Struct, frozen=True, tag="named"):
     """What the bank has under a name when the request is made: a vector, or means, of which the row of the place that
     is written."""
@@ -127,8 +137,7 @@ class Named(msgspec.Struct, frozen=True, tag="named"):
     name: str
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name:
-            raise ProgramError(f"a name is text, and not empty: not {self.name!r}", "name")
+        check_name(self.name)
 
 
 Value = Vector | From | Named

@@ -4,7 +4,7 @@ A name is resolved when a request is made; what goes to the worker, and into the
 content.
 
 File: safetensors. A vector is a tensor of its name; means are one tensor [n, D], whose places stand in the metadata
-under `means` (JSON: name to a list of places), and programs there under `programs` (JSON: name to `Program`'s form).
+under `means` (JSON: name to a list of places), and programs there under `programs` (JSON: name to `Program.to_json`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,20 @@ import numpy as np
 
 from patchclamp.errors import MissingSource, PatchclampError, ProgramError, ShapeError, near
 from patchclamp.spec import Capture, Program, Vector
-from patchclamp.spec.program import from_dict, to_dict
+from patchclamp.spec.values import check_name
 
 
 class Means(msgspec.Struct, frozen=True):
     """A row for each of some places, by their names: what `Named` writes is the row of the place that is written."""
 
     rows: dict[str, Vector]
+
+    def __post_init__(self) -> None:
+        rows = list(self.rows.values())
+        if not rows or not all(isinstance(row, Vector) and row.shape == (rows[0].shape[-1],) for row in rows):
+            raise ShapeError("means are vectors [D] of one width, one for each of at least one place")
+        if not all(isinstance(place, str) for place in self.rows):
+            raise ProgramError("the places of means are named by text")
 
     def __repr__(self) -> str:
         return f"Means({', '.join(self.rows)})"
@@ -41,9 +48,7 @@ class NamedBank(MutableMapping[str, Entry]):
         self._entries: dict[str, Entry] = {}
 
     def __setitem__(self, name: str, given: Any) -> None:
-        if not isinstance(name, str) or not name:
-            raise ProgramError(f"a name is text, and not empty: not {name!r}")
-        self._entries[name] = _entry(given)
+        self._entries[check_name(name)] = _entry(given)
 
     def __getitem__(self, name: str) -> Entry:
         if name not in self._entries:
@@ -74,31 +79,42 @@ class NamedBank(MutableMapping[str, Entry]):
         Source: mean ablation; Wang et al. 2022 (arXiv:2211.00593). Raises `MissingSource` for what a run
         did not capture and `ProgramError` where nothing is selected.
         """
+        check_name(name)
         runs = list(runs)
         if not runs:
             raise ProgramError("a mean of no runs", "runs")
         made = {}
         for label, place in runs[0].places(site):
-            rows = [np.asarray(_selected(run, place, tokens), np.float64) for run in runs]
-            count = sum(map(len, rows))
+            total, count = np.zeros(1), 0
+            for i, run in enumerate(runs):
+                try:
+                    rows = _selected(run, place, tokens)
+                except PatchclampError as error:
+                    raise error.under(f"runs[{i}]") from None
+                total, count = total + rows.sum(0), count + len(rows)
             if not count:
                 raise ProgramError(f"{tokens} selects no position that was captured at {place}", "tokens")
-            made[label] = Vector.of(sum(part.sum(0) for part in rows) / count)
+            made[label] = Vector.of(total / count)
         self[name] = Means(made)
         return self._entries[name]  # type: ignore[return-value]
 
     def save(self, file: str | Path, names: Iterable[str] | None = None) -> None:
-        """Writes everything, or what is named, to a safetensors file."""
+        """Writes everything, or what is named, to a safetensors file; one that was there stays until it is written."""
+        from safetensors import SafetensorError
         from safetensors.numpy import save_file
 
         chosen = {name: self[name] for name in (self if names is None else names)}
         tensors = {name: entry.array() for name, entry in chosen.items() if isinstance(entry, Vector)}
         means = {name: entry.rows for name, entry in chosen.items() if isinstance(entry, Means)}
         tensors |= {name: np.stack([row.array() for row in rows.values()]) for name, rows in means.items()}
-        told = {"means": {name: list(rows) for name, rows in means.items()},
-                "programs": {name: msgspec.to_builtins(to_dict(entry)) for name, entry in chosen.items()
-                             if isinstance(entry, Program)}}  # fmt: skip
-        save_file(tensors, str(file), {part: json.dumps(said) for part, said in told.items()})
+        places = {name: list(rows) for name, rows in means.items()}
+        programs = {name: entry.to_json() for name, entry in chosen.items() if isinstance(entry, Program)}
+        new = Path(f"{file}.new")
+        try:
+            save_file(tensors, str(new), {"means": json.dumps(places), "programs": json.dumps(programs)})
+            new.replace(file)
+        except (OSError, SafetensorError) as error:
+            raise ProgramError(f"{file} cannot be written: {error}") from None
 
     def load(self, file: str | Path, prefix: str = "") -> list[str]:
         """Takes what a safetensors file has, our own or anybody's whose tensors are [D] or [n, D]; returns the names.
@@ -107,21 +123,32 @@ class NamedBank(MutableMapping[str, Entry]):
         """
         tensors, metadata = _read(Path(file))
         found: dict[str, Entry] = {}
+        name = "its metadata"
         try:
-            means = json.loads(metadata.get("means", "{}"))
+            means = msgspec.json.decode(metadata.get("means", "{}"), type=dict[str, list[str]])
+            programs = msgspec.json.decode(metadata.get("programs", "{}"), type=dict[str, str])
+            stray = sorted((means.keys() - tensors.keys()) | (programs.keys() & tensors.keys()))
+            if stray:
+                raise ProgramError(f"{stray[0]!r} is told of in the metadata, and is no such thing")
             for name, tensor in tensors.items():
-                places = means.get(name)
-                found[name] = Vector.of(tensor) if places is None else Means(
-                    {place: Vector.of(row) for place, row in zip(places, tensor, strict=True)})  # fmt: skip
-            programs = json.loads(metadata.get("programs", "{}"))
-            found |= {name: _entry(from_dict(program)) for name, program in programs.items()}
-        except PatchclampError as error:
-            raise ProgramError(f"{file}: {error}") from None
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ProgramError(f"{file}: {type(error).__name__}: {error}") from None
-        for name, entry in found.items():
-            self[prefix + name] = entry
-        return [prefix + name for name in found]
+                found[check_name(prefix + name)] = _tensor(tensor, means.get(name))
+            for name, program in programs.items():
+                found[check_name(prefix + name)] = _entry(Program.from_json(program))
+        except (PatchclampError, msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise ProgramError(f"{file}: {name}: {error}") from None
+        self._entries |= found
+        return list(found)
+
+
+def _tensor(tensor: Any, places: list[str] | None) -> Entry:
+    """A tensor of a file: a vector, or the means of some places."""
+    if "complex" in str(tensor.dtype):
+        raise ShapeError("a vector is of real numbers")
+    if places is None:
+        return _entry(tensor)
+    if len(tensor.shape) != 2 or len(set(places)) != len(places) or len(places) != tensor.shape[0]:
+        raise ShapeError(f"means of {len(places)} different places are [{len(places)}, D], not {list(tensor.shape)}")
+    return Means({place: Vector.of(row) for place, row in zip(places, tensor, strict=True)})
 
 
 def _entry(given: Any) -> Entry:
@@ -146,8 +173,9 @@ def _is_program(given: Any) -> bool:
     )
 
 
-def _selected(run: Any, place: Any, tokens: Any) -> Any:
+def _selected(run: Any, place: Any, tokens: Any) -> np.ndarray:
     rows = run[place]
+    rows = np.asarray(rows.float() if hasattr(rows, "float") else rows, np.float64)
     if tokens is None:
         return rows
     chosen = set(run.select(tokens).tolist())

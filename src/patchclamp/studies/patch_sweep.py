@@ -20,7 +20,7 @@ from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.spec import From, Range, Replace, Site
 from patchclamp.spec.site import Index, parse_index, site
-from patchclamp.spec.tokens import Positions, TextSpan, every
+from patchclamp.spec.tokens import Positions, Tokens, every
 from patchclamp.spec.tokens import tokens as read_tokens
 from patchclamp.studies.align import Alignment, align
 from patchclamp.studies.metric import Graded, grade, single_token
@@ -181,7 +181,7 @@ def _columns(lm: LM, source: Run, base: Run, alignment: Alignment, positions: Se
     return columns
 
 
-def _selection(given: Any) -> Positions | TextSpan:
+def _selection(given: Any) -> Tokens:
     return Positions("prompt", given) if isinstance(given, int) else read_tokens(given)
 
 
