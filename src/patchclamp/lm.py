@@ -22,6 +22,7 @@ from patchclamp.spec import At, Op, Program, Site
 from patchclamp.spec.fuzz import fuzz
 from patchclamp.store.named import NamedBank
 
+MOST_RUNS = 16_384  # of one prompt, as in vLLM
 MOST_SCORES = 128  # token ids graded in one run: what vLLM's sampler takes
 
 
@@ -108,7 +109,7 @@ class LM:
         """As `run`, for asyncio: calls that are awaited together are under way together, and on vLLM share its batches.
         A call that is cancelled stops computing."""
         asked = self._ask(prompt, messages, max_tokens, edits, capture, sampling, score)
-        futures = await asyncio.get_running_loop().run_in_executor(None, self.engine.submit, asked.requests)
+        futures = self.engine.submit(asked.requests)  # which waits for nothing, so that no cancelled call slips through
         try:
             answers = await asyncio.gather(*map(_awaited, futures))
         except BaseException:
@@ -203,7 +204,7 @@ class LM:
         return made, many
 
     def _samplings(self, given: Any, prompts: int) -> Sequence[Mapping[str, Any]]:
-        many = list(given) if isinstance(given, (list, tuple)) else [given or {}] * prompts
+        many = list(given) if isinstance(given, (list, tuple)) else [{} if given is None else given] * prompts
         if len(many) != prompts or not all(isinstance(one, Mapping) for one in many):
             raise ProgramError(f"names and values are needed, or a list of {prompts} of them, one a prompt", "sampling")
         return many
@@ -294,8 +295,8 @@ def _count(sampling: dict[str, Any]) -> int:
     """Takes `n` out of what is given for a prompt."""
     count = sampling.pop("n", None)
     count = 1 if count is None else count
-    if not _is_id(count) or count < 1:
-        raise ProgramError(f"a whole number of at least 1 is needed, not {count!r}", "sampling.n")
+    if not _is_id(count) or not 1 <= count <= MOST_RUNS:
+        raise ProgramError(f"a whole number from 1 to {MOST_RUNS} is needed, not {count!r}", "sampling.n")
     if count > 1 and not sampling.get("temperature"):
         raise ProgramError(f"{count} runs without a temperature would all be the same: give one", "sampling.n")
     return int(count)

@@ -34,7 +34,11 @@ def test_n_runs_of_a_prompt_are_runs_of_their_own(engines, engine):
         assert alone.token_ids == run.token_ids
     mixed = lm.run([PROMPTS[0], PROMPTS[1]], max_tokens=2, sampling=[sampling, {"n": 1}])
     assert [len(mixed[0]), type(mixed[1])] == [3, pc.Run]
-    for wrong, text in (({"n": 0}, "sampling.n: a whole number of at least 1"), ({"n": 2}, "would all be the same")):
+    for wrong, text in (
+        ({"n": 0}, "sampling.n: a whole number from 1 to 16384"),
+        ({"n": 2}, "would all be the same"),
+        ({"n": 10**9, "temperature": 1.0}, "sampling.n: a whole number from 1 to 16384"),
+    ):
         with pytest.raises(pc.ProgramError, match=text):
             lm.run(PROMPTS[0], sampling=wrong)
 
@@ -65,6 +69,10 @@ def test_errors_and_cancelled_calls_leave_nothing_behind(engines, engine):
     before = lm.engine.status()
 
     async def go() -> list:
+        at_once = asyncio.create_task(lm.arun(PROMPTS[2], max_tokens=200, capture=[pc.resid_post[1]],
+                                              sampling={"ignore_eos": True}))  # fmt: skip
+        await asyncio.sleep(0)  # it is asked for, and no more
+        at_once.cancel()
         hot = [pc.Add([3e38] * lm.model.d_model, at=pc.resid_post[3], scale=1e30)]
         long = asyncio.create_task(lm.arun(PROMPTS[1], max_tokens=200, capture=[pc.resid_post[1]],
                                            sampling={"ignore_eos": True}))  # fmt: skip

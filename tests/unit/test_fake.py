@@ -520,6 +520,7 @@ def test_strengths_of_a_batch_are_each_requests_own():
     ({"extra_args": {"fuzz_seed": 1}}, "sampling.extra_args.fuzz_seed: a fuzz_strength is needed"),
     ({"extra_args": [1]}, "sampling.extra_args: names and values are needed, not list"),
     ([{}, {}], "sampling: names and values are needed, or a list of 1 of them, one a prompt"),
+    ("", "sampling: names and values are needed, or a list of 1 of them, one a prompt"),
     ("greedy", "sampling: names and values are needed, or a list of 1 of them, one a prompt"),
 ])  # fmt: skip
 def test_fuzzing_that_is_not_understood_is_refused(sampling, text):

@@ -6,6 +6,7 @@ B prompts of the batch · T longest prompt · V vocabulary
 from __future__ import annotations
 
 import collections
+import contextlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal
@@ -96,8 +97,9 @@ class TransformersEngine:
         self._released.extend(runs)
 
     def abort(self, runs: list[str]) -> None:
-        """A batch under way runs to its end; what it captures is let go."""
-        self.release(runs)
+        """A batch that was submitted runs to its end; then what it captured is let go."""
+        with contextlib.suppress(EngineError):  # closed: nothing is held any more
+            self._call(self.runtime.release, runs)
 
     def status(self) -> dict[str, int]:
         """Counts: programs admitted, runs kept, vectors pinned, records free, steps planned."""

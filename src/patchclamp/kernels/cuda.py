@@ -16,12 +16,15 @@ import torch
 import triton
 import triton.language as tl
 
+from patchclamp import plan
 from patchclamp.kernels import noise
+from patchclamp.plan import RECORD
 
 WIDEST, A_PASS = 8192, 4096  # columns of a sampled row that are taken at once; wider ones go in passes of fewer
-RECORD_WORDS = 12  # a record as 32-bit words: start, stop, kind, step, value (two), x, y, other (two), found, none
-WORDS, FOUND = tl.constexpr(RECORD_WORDS), tl.constexpr(10)
-LINEAR, BLEND, PROJECT, NOISE = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
+RECORD_WORDS = RECORD.itemsize // 4  # start, stop, kind, step, value (two), x, y, other (two), found, none
+WORDS, FOUND = tl.constexpr(RECORD_WORDS), tl.constexpr(RECORD.fields["found"][1] // 4)  # type: ignore[index]
+CAPTURE, LINEAR, BLEND = (tl.constexpr(n) for n in (plan.CAPTURE, plan.LINEAR, plan.BLEND))
+PROJECT, NOISE = (tl.constexpr(n) for n in (plan.PROJECT, plan.NOISE))
 PARTS, OCTAVES, BORDERS = (tl.constexpr(n) for n in (noise.PARTS, noise.OCTAVES, (1 << noise.PARTS) + 1))
 UNIT = tl.constexpr(2.0**-noise.FRACTION)
 
@@ -89,7 +92,7 @@ def _walk(
         x = _look((record + 6).to(tl.pointer_type(tl.float32)))
         y = _look((record + 7).to(tl.pointer_type(tl.float32)))
         if (position >= start) & (position < stop):
-            if kind == 0:  # CAPTURE; x is the dtype, step the span, value the area
+            if kind == CAPTURE:  # x is the dtype, step the span, value the area
                 if KEEP:
                     lowest = tl.maximum(start, position - _look(rank_of_row + row))
                     if SAMPLED:

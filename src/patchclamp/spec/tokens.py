@@ -207,7 +207,7 @@ def tokens(text: Any) -> Tokens:
         return every[slice(text.start, text.stop, text.step) if isinstance(text, range) else text]
     if not isinstance(text, str):
         raise ProgramError(f"tokens are pc.prompt[-1] or 'prompt[-1]', not {type(text).__name__} {text!r}")
-    made, end = _either(text, 0, 0)
+    made, end = _joined(text, 0, 0)
     if end < len(text):
         raise _malformed(text)
     return made
@@ -219,20 +219,14 @@ def _malformed(text: str) -> ProgramError:
     )
 
 
-def _either(text: str, at: int, depth: int) -> tuple[Tokens, int]:
-    """Selections joined by |, or where those are stronger by -, from a character on; and where they end."""
-    made, at = _without(text, at, depth)
-    while text[at : at + 1] == "|":
-        other, at = _without(text, at + 1, depth)
-        made = Joined("|", made, other)
-    return made, at
-
-
-def _without(text: str, at: int, depth: int) -> tuple[Tokens, int]:
-    made, at = _one(text, at, depth)
-    while text[at : at + 1] == "-":
-        other, at = _one(text, at + 1, depth)
-        made = Joined("-", made, other)
+def _joined(text: str, at: int, depth: int, ops: str = "|-") -> tuple[Tokens, int]:
+    """Selections joined by `ops`, the weaker first, from a character on; and where they end."""
+    if not ops:
+        return _one(text, at, depth)
+    made, at = _joined(text, at, depth, ops[1:])
+    while text[at : at + 1] == ops[0]:
+        other, at = _joined(text, at + 1, depth, ops[1:])
+        made = Joined(ops[0], made, other)
     return made, at
 
 
@@ -240,7 +234,7 @@ def _one(text: str, at: int, depth: int) -> tuple[Tokens, int]:
     if opened := _OPEN.match(text, at):
         if depth == DEEPEST:
             raise _malformed(text)
-        made, at = _either(text, opened.end(), depth + 1)
+        made, at = _joined(text, opened.end(), depth + 1)
         closed = _CLOSE.match(text, at)
         if closed is None:
             raise _malformed(text)

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.errors import MissingSource, PatchclampError, ProgramError, ShapeError, near
-from patchclamp.spec import Capture, Program, Vector
+from patchclamp.spec import Capture, Op, Program, Vector
 from patchclamp.spec.values import check_name
 
 
@@ -159,15 +159,10 @@ def _entry(given: Any) -> Entry:
         if program.capture or not program.edits or any(isinstance(op, Capture) for op in program.edits):
             raise ProgramError("a named program has edits and captures nothing")
         return program
-    vector = Vector.of(given)
-    if len(vector.shape) > 2:
-        raise ShapeError(f"a vector is [D] or [n, D], not {list(vector.shape)}")
-    return vector
+    return Vector.of(given)
 
 
 def _is_program(given: Any) -> bool:
-    from patchclamp.spec import Op
-
     return isinstance(given, Op) or (
         isinstance(given, (list, tuple)) and bool(given) and all(isinstance(op, Op) for op in given)
     )
