@@ -32,11 +32,14 @@ from benchmarks.side import PROMPT, WITHIN, Remote, quiet_cores
 
 STEPS = {1: 20, 64: 16, 256: 12}  # of a block, by batch: short ones and many, for the host is noisy
 ROUNDS = 3
-PROFILED = ("idle", "steer every layer", "steer one layer", "capture every layer")
+PROFILED = ("idle", "steer every layer", "steer one layer", "capture every layer",
+            "an op each, every layer", "six ops each, every layer")  # fmt: skip
 BARS = {
     "idle": (1.01, 1.01), "steer every layer": (1.03, 1.05), "steer every layer, all distinct": (1.10, 1.10),
     "steer one layer": (1.01, 1.01), "capture every layer": (1.05, None), "one in eight steered": (1.03, 1.03),
     "one in eight captured": (1.03, 1.03),
+    "an op each, every layer": (1.05, None), "six ops each, every layer": (1.05, None),
+    "an op each, one layer": (1.02, None), "six ops each, one layer": (1.02, None),
 }  # fmt: skip
 BARS_V1 = {"idle": 1.01, "steer one layer": 1.01}  # of a V1 runner
 BARS_TP = {"idle": 1.01, "steer every layer": 1.05}  # of two GPUs
@@ -268,8 +271,8 @@ def verdicts(result: dict[str, Any]) -> list[str]:
 
 
 def applies(case: str, batch: int) -> bool:
-    """One in eight of one request is all of them."""
-    return batch > 1 or "in eight" not in case
+    """One in eight of one request is all of them; ops are measured at one batch."""
+    return batch == 64 if "each," in case else batch > 1 or "in eight" not in case
 
 
 def special(result: dict[str, Any]) -> bool:

@@ -60,8 +60,26 @@ def cases(layers: int, width: int) -> dict[str, list[Any]]:
         "capture every layer, requests change": [made],
         **{f"steer {n} layers": [steer(pc.resid_post[:n])] for n in (2, 8, 16) if n < layers},
         **{f"{n} of 64 steered": [every] * n + [None] * (64 - n) for n in (1, 16, 32)},
+        "an op each, every layer": [Program.of([op]) for op in ops(pc.resid_post, width)],
+        "an op each, one layer": [Program.of([op]) for op in ops(pc.resid_post[layers // 2], width)],
+        "six ops each, every layer": [Program.of(ops(pc.resid_post, width)[:6])],
+        "six ops each, one layer": [Program.of(ops(pc.resid_post[layers // 2], width)[:6])],
         "steer four sites a layer": [Program.of([pc.Add(0.01 * torch.randn(width), at=s) for s in four])],
     }  # fmt: skip
+
+
+def ops(at: Any, width: int) -> list[Any]:
+    """One of every op; the last two put the same numbers in every row: GEMMs of a random model get faster by that."""
+    import torch
+
+    import patchclamp as pc
+
+    v = torch.randn(width)
+    return [
+        pc.Add(0.01 * v, at=at), pc.Scale(0.999, at=at), pc.Ablate(v, at=at), pc.Clamp(v, at=at, low=-1.0, high=1.0),
+        pc.Replace(v, at=at, alpha=0.01, mask=torch.rand(width)), pc.Noise(0.01, at=at, relative=True, seed=1),
+        pc.Zero(at=at), pc.Replace(0.1 * v, at=at),
+    ]  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -156,15 +174,13 @@ class Side:
         from vllm.sampling_params import RequestOutputKind
 
         from patchclamp.plan import Prompt, bind
-        from patchclamp.plan.bind import vector_key
-        from patchclamp.spec import Vector
 
         self.count += 1
         run, ids = f"run{self.count}", np.random.default_rng(self.count).integers(100, 30000, prompt).tolist()
         program, given = self.cases[case][number % len(self.cases[case])], {}
         if program is not None and self.ours:
-            bound = bind(program, run, Prompt(ids, lambda: ("", [])), most, self.sites, None)
-            values = {vector_key(op.value): op.value.rows() for op in program.edits if isinstance(op.value, Vector)}
+            values: dict[str, np.ndarray] = {}
+            bound = bind(program, run, Prompt(ids, lambda: ("", [])), most, self.sites, None, None, values)
             if values:
                 self.rpc("hold", safetensors.numpy.save(values), list(values))
                 self.vectors += values

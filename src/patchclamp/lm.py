@@ -147,6 +147,7 @@ class LM:
         for run in runs:
             self._runs[run.key] = run
         if asked.counts == [1] and not asked.many and runs[0].error is not None:
+            runs[0].close()  # nobody gets hold of it
             raise runs[0].error
         rest = iter(runs)
         grouped = [next(rest) if n == 1 else [next(rest) for _ in range(n)] for n in asked.counts]

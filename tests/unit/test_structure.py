@@ -42,8 +42,9 @@ MODULES = {module(name) for name in FILES}
 
 
 def room(name: str) -> str:
-    """The first word of a module's path in the package; `face` for the package itself."""
-    return (*module(name).split("."), "face")[1]
+    """The first word of a module's path in the package; `face` for the package itself and what runs it."""
+    word = (*module(name).split("."), "face")[1]
+    return "face" if word == "__main__" else word
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
