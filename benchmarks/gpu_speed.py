@@ -45,6 +45,7 @@ BARS_V1 = {"idle": 1.01, "steer one layer": 1.01}  # of a V1 runner
 BARS_TP = {"idle": 1.01, "steer every layer": 1.05}  # of two GPUs
 PARTS = ("planning", "fetch")  # with bars of their own
 LAYERS = {"8b": 32, "0.6b": 28}
+IDLE: dict[int, dict[str, tuple[float, float]]] = {}  # by batch: the kernels of a step of ours without programs
 GROWTH = ["steer 2 layers", "steer 8 layers", "steer 16 layers", "steer four sites a layer",
           "1 of 64 steered", "16 of 64 steered", "32 of 64 steered",
           "steer every layer, requests change", "capture every layer, requests change"]  # fmt: skip
@@ -68,6 +69,15 @@ def blocks(a: Callable[[int], float], b: Callable[[int], float], count: int) -> 
         for side in (0, 1) if i % 2 else (1, 0):
             found[side].append((a, b)[side](cores[i // 2 % len(cores)]))
     return found
+
+
+def beside(idle: dict[str, tuple[float, float]], active: dict[str, tuple[float, float]]) -> dict[str, list[float]]:
+    """Kernels of a step with programs that differ by a microsecond from those of an idle one, most first: how many
+    more, and how many microseconds more."""
+    none = (0.0, 0.0)
+    more = {name: [active.get(name, none)[i] - idle.get(name, none)[i] for i in (0, 1)] for name in idle | active}
+    names = sorted((name for name in more if abs(more[name][1]) >= 1), key=lambda name: -abs(more[name][1]))
+    return {name[:120]: [round(number, 1) for number in more[name]] for name in names}
 
 
 def decode(stock: Remote, ours: Remote, batch: int, case: str, count: int) -> dict[str, Any]:
@@ -104,6 +114,10 @@ def decode(stock: Remote, ours: Remote, batch: int, case: str, count: int) -> di
             finally:
                 ours.empty()
     found = ratio(a, b) | {"steady": steady} | ({"replays": replayed} if replayed else {})
+    if case == "idle":
+        IDLE[batch] = kernels
+    elif kernels:
+        found["kernels_beside_idle"] = beside(IDLE.get(batch, {}), kernels)
     for name, many in (("gpu_us", kernels), ("stock_gpu_us", theirs)):
         if many:
             found[name] = round(sum(us for _, us in many.values()))
