@@ -41,6 +41,7 @@ from patchclamp.spec import (
     generated,
     prompt,
     span,
+    token,
 )
 
 if TYPE_CHECKING:
@@ -131,6 +132,7 @@ __all__ = [
     "site",
     "span",
     "studies",
+    "token",
     "tokens",
     "v",
     "z",

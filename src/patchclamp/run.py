@@ -9,7 +9,7 @@ import numpy as np
 
 from patchclamp.engines.base import Answer, Request
 from patchclamp.errors import MissingSource, PatchclampError, ProgramError
-from patchclamp.plan import CAPTURE, Bound, Prompt
+from patchclamp.plan import CAPTURE, Bound, BoundOp, Prompt
 from patchclamp.spec import Program, Site
 from patchclamp.spec.ops import DTYPES
 from patchclamp.spec.site import site as read_site
@@ -108,7 +108,7 @@ class Run:
 
     def select(self, tokens: Tokens | str) -> np.ndarray:
         prompt = Prompt(self.prompt_token_ids, lambda: self._lm.tokenizer.spell(self.prompt_token_ids, None))
-        return prompt.select(as_tokens(tokens), self._positions)
+        return prompt.select(as_tokens(tokens), self._positions, [*self.prompt_token_ids, *self.token_ids])
 
     @property
     def _positions(self) -> int:
@@ -140,20 +140,34 @@ class Run:
 
     def _read(self, point: int, ordinal: int | None, name: str) -> tuple[np.ndarray, Any]:
         ops = self._bound.ops if self._bound is not None else ()
-        mine = [o for i, o in enumerate(ops) if o.kind == CAPTURE and point in o.points and ordinal in (None, i)]
+        mine = {i: o for i, o in enumerate(ops) if o.kind == CAPTURE and point in o.points and ordinal in (None, i)}
         if not mine:
             raise MissingSource(f"{name} was not captured; this run has: {', '.join(self.sites) or 'no captures'}")
         if self.closed:
             raise MissingSource(f"run {self.key} was closed before {name} was read")
-        wanted = Bound(self.key, len(self.prompt_token_ids), tuple(mine)).captured()[point]
+        dtypes = {DTYPES[int(op.x)] for op in mine.values()}
+        if any(op.tokens for op in mine.values()):
+            found, rows = _merged([self._matching(point, op, i, name) for i, op in mine.items()])
+        else:
+            found, rows = self._stored(point, tuple(mine.values()), ordinal, name)
+        return found, rows if dtypes == {"float32"} or len(dtypes) > 1 else _cast(rows, dtypes.pop())
+
+    def _matching(self, point: int, op: BoundOp, ordinal: int, name: str) -> tuple[np.ndarray, Any]:
+        """What one op captured, of the tokens that it asks for, which are known now."""
+        found, rows = self._stored(point, (op,), ordinal, name)
+        kept = np.isin(found, self.select(op.tokens)) if op.tokens else np.ones(len(found), bool)
+        return found[kept], rows[kept]
+
+    def _stored(self, point: int, ops: tuple[BoundOp, ...], ordinal: int | None, name: str) -> tuple[np.ndarray, Any]:
+        """What the engine has of some ops at a point, of the positions that came to be."""
+        wanted = Bound(self.key, len(self.prompt_token_ids), ops).captured()[point]
         wanted = wanted[: self._length(wanted)]
         found, rows = self._lm.engine.fetch(self.key, point, ordinal)
         kept = np.searchsorted(found, self._positions)
         found, rows = found[:kept], rows[:kept]
         if not np.array_equal(found, wanted):
             raise PatchclampError(f"{name}: {len(wanted)} positions were asked for and {len(found)} were captured")
-        dtypes = {DTYPES[int(op.x)] for op in mine}
-        return found, rows if dtypes == {"float32"} or len(dtypes) > 1 else _cast(rows, dtypes.pop())
+        return found, rows
 
     def __reduce__(self):
         raise ProgramError("a Run belongs to its engine and cannot be copied or pickled; take its tensors instead")
@@ -162,6 +176,17 @@ class Run:
         if self.error is not None:
             return f"<Run {self.key}: {type(self.error).__name__}: {self.error}>"
         return f"<Run {self.key}: {len(self.prompt_token_ids)} + {len(self.token_ids)} tokens, {self.text!r}>"
+
+
+def _merged(parts: list[tuple[np.ndarray, Any]]) -> tuple[np.ndarray, Any]:
+    """Positions and rows of several ops together; of two that have a position the later counts."""
+    import torch
+
+    last = {int(position): (part, row) for part, (found, _) in enumerate(parts) for row, position in enumerate(found)}
+    kinds = {str(rows.dtype) for _, rows in parts}
+    tensors = [torch.as_tensor(rows) if len(kinds) == 1 else torch.as_tensor(rows).float() for _, rows in parts]
+    rows = [tensors[part][row] for _, (part, row) in sorted(last.items())]
+    return np.array(sorted(last), np.int64), torch.stack(rows) if rows else tensors[0][:0]
 
 
 def _cast(rows: Any, dtype: str) -> Any:

@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 from patchclamp.kernels import cuda
 
 POINTERS = {
-    "*i32": ("slot_of_row", "rank_of_row", "row_of_sample", "generation", "first", "records", "offset", "quantiles"),
+    "*i32": ("slot_of_row", "rank_of_row", "token_of_row", "row_of_sample", "generation", "first", "records", "offset", "quantiles"),
     "*i64": ("position_of_row", "base"), "*fp32": ("bank",), "i64": ("kept", "bad"),
     "i32": ("hidden_stride", "residual_stride", "width", "point", "points"),
 }  # fmt: skip

@@ -50,7 +50,7 @@ class Tables(CudaTables):
     """The device's tables in host memory."""
 
     def __init__(self, table: Any, rows: int, samples: int, positions: np.ndarray) -> None:
-        super().__init__(table, rows, samples, torch.zeros(1), torch.from_numpy(positions))
+        super().__init__(table, rows, samples, torch.zeros(1), torch.from_numpy(positions), torch.zeros(rows))
         for name in (*self._at, "position_of_row"):  # the same memory, read faster
             setattr(self, name, getattr(self, name).numpy())
 

@@ -19,7 +19,9 @@ def check(device: str, turns: int, wait: Callable[[], None]) -> tuple[int, list[
     """Copies made, and what differed after which; `wait` returns once the device has done all it was given."""
     rng, width, sampled = np.random.default_rng(), np.array([64, 128, 256]), np.array([False, False, True])
     table, held, different = ProgramTable(SLOTS, 3, 200, sampled), [], []
-    made = CudaTables(table, ROWS, 16, torch.zeros(64, device=device), torch.zeros(ROWS, dtype=torch.int64).to(device))
+    made = CudaTables(
+        table, ROWS, 16, torch.zeros(64, device=device), *torch.zeros(2, ROWS, dtype=torch.int64).to(device)
+    )
     for turn in range(turns):
         if held and (len(held) == SLOTS or rng.random() < 0.5):
             table.drop(held.pop(int(rng.integers(len(held)))))

@@ -16,25 +16,27 @@ import numpy as np
 import torch
 
 from patchclamp.kernels import cuda, fused, noise
-from patchclamp.plan import BLEND, CAPTURE, LINEAR, NOISE, PROJECT, Batch, ProgramTable, StepPlan, make_plan
+from patchclamp.plan import BLEND, CAPTURE, LINEAR, MATCH, NOISE, PROJECT, Batch, ProgramTable, StepPlan, make_plan
 from patchclamp.plan.step import BYTES
 from tests.reference.records import record_array
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ASKED = {"cpu": [0, 2], "cuda": [0, 1, 2]}
 SLOTS, POINTS, BANK = 6, 3, 40_000
+IDS, VOCABULARY = BANK, 60  # token ids come after the vectors
 
 
 def tables_of(
-    table: ProgramTable, plan: StepPlan, position: np.ndarray, batch: Batch, bank: torch.Tensor, device: str
-) -> SimpleNamespace:
+    table: ProgramTable, plan: StepPlan, position: np.ndarray, batch: Batch, bank: torch.Tensor, token: np.ndarray,
+    device: str,
+) -> SimpleNamespace:  # fmt: skip
     """What the kernel reads, plainly laid out."""
     base, offset = np.zeros(len(table.records), np.int64), np.zeros(len(table.records), np.int32)
     base[plan.spans.area], offset[plan.spans.number] = plan.base, plan.offset
     bad = torch.zeros(SLOTS + 1, dtype=torch.int64, pin_memory=device == "cuda")
     arrays = {
         "slot_of_row": plan.tokens.slot, "rank_of_row": plan.tokens.rank,
-        "position_of_row": position.astype(np.int64), "base": base, "offset": offset,
+        "position_of_row": position.astype(np.int64), "token_of_row": token, "base": base, "offset": offset,
         "row_of_sample": (batch.row + batch.count - 1).astype(np.int32), "generation": table.generation,
         "first": table.first.reshape(-1), "records": table.records.view(np.int32),
     }  # fmt: skip
@@ -51,9 +53,7 @@ def records(
     for point, count in enumerate(counts):
         for ordinal in range(count):
             start, length = int(rng.integers(0, 9)), int(rng.integers(1, 9))
-            kind = int(
-                rng.choice([CAPTURE, LINEAR, BLEND, NOISE, PROJECT] if sums else [CAPTURE, LINEAR, BLEND, NOISE])
-            )
+            kind = int(rng.choice([CAPTURE, LINEAR, BLEND, NOISE, *([PROJECT] if sums else [])]))
             value, other = (int(rng.integers(0, BANK // width[point] - 10)) * width[point] for _ in range(2))
             step = int(rng.integers(0, 2))
             if kind == CAPTURE:
@@ -70,6 +70,10 @@ def records(
             else:
                 large = [0.25, 0.35, 0.22, 0.18, 0.0] if sums else [0.25, 0.35, 0.2, 0.18, 0.02]
                 x, y = rng.choice([0.0, 1.0, 0.5, -2.0, 3e38], 2, p=large)
+            if kind != CAPTURE and rng.random() < 0.3:
+                ids = IDS + int(rng.integers(0, 200)), int(rng.integers(1, 300))
+                made.append((start, start + length, MATCH, ids[1], ids[0], float(rng.integers(0, 2))))
+                counts[point] += 1
             made.append((start, start + length, kind, step, value, x, y, other))
     return record_array(made), counts
 
@@ -103,7 +107,9 @@ def one_round(rng: np.random.Generator, device: str, found: dict[str, int], sums
     bank = torch.from_numpy(rng.standard_normal(BANK).astype(np.float32))
     if not sums:
         bank[torch.from_numpy(rng.integers(0, BANK, 20))] = float("nan")
-    tables = tables_of(table, in_bytes, in_numbers.tokens.position, batch, bank, device)
+    bank = torch.cat([bank, torch.from_numpy(np.sort(rng.integers(0, 3 * VOCABULARY, 500))).float()])
+    token = rng.integers(0, VOCABULARY, batch.rows).astype(np.int32)
+    tables = tables_of(table, in_bytes, in_numbers.tokens.position, batch, bank, token, device)
     kept = torch.zeros(in_bytes.size + 16, dtype=torch.uint8, device=device)
     expected = torch.zeros(in_numbers.size)
     failed = set()
@@ -113,7 +119,8 @@ def one_round(rng: np.random.Generator, device: str, found: dict[str, int], sums
         hidden = rows(rng, len(labels.slot), int(width[point]), dtype, device)
         residual = rows(rng, *hidden.shape, dtype, device) if rng.random() < 0.5 else None
         mine = hidden.cpu().clone(), None if residual is None else residual.cpu().clone()
-        bad = fused.apply(*mine, labels, point, table, in_numbers, bank, expected)
+        mine_R = torch.from_numpy(token[batch.row + batch.count - 1] if sampled[point] else token)
+        bad = fused.apply(*mine, labels, point, table, in_numbers, bank, expected, mine_R)
         failed |= set() if bad is None else set(bad.tolist())
         cuda.site(tables, point, hidden, residual, kept, 0, bool(sampled[point]))
         for name, got, want in zip(("hidden", "residual"), (hidden, residual), mine, strict=True):

@@ -44,7 +44,9 @@ def positions(draw) -> Positions:
 texts = st.text(min_size=1) | st.text("\"'\\\n\r\t \x00\x7f\u2028é\U0001f600, )]", min_size=1)
 spans = st.builds(TextSpan, texts, st.integers(-9, 9))
 selections = st.recursive(
-    positions() | spans, lambda inner: st.builds(Joined, st.sampled_from(["|", "-"]), inner, inner), max_leaves=5
+    positions() | spans | st.builds(pc.token, st.integers(0, 99), st.integers(0, (1 << 24) - 1)),
+    lambda inner: st.builds(Joined, st.sampled_from(["|", "&", "-"]), inner, inner),
+    max_leaves=5,
 )
 numbers = st.floats(width=32, allow_nan=False, allow_infinity=False)
 factors = st.floats(-3e38, 3e38)
@@ -366,7 +368,8 @@ ERRORS = [
     (lambda: pc.tokens("promt[-1]"), pc.UnknownName,
      "no group of tokens 'promt' (did you mean 'prompt'?); there are: prompt, generated, every"),
     (lambda: pc.tokens("prompt[-1"), pc.ProgramError,
-     "'prompt[-1' is not a selection; write 'prompt[-1]', 'generated[0:8]' or 'span(\"text\")', joined by | and -"),
+     "'prompt[-1' is not a selection; write 'prompt[-1]', 'generated[0:8]', 'token(464)' or 'span(\"text\")', "
+     "joined by |, & and -"),
     (lambda: pc.tokens(1.5), pc.ProgramError, "tokens are pc.prompt[-1] or 'prompt[-1]', not float 1.5"),
     (lambda: pc.tokens("prompt[1, 2:3]"), pc.ProgramError, "'prompt[1, 2:3]': a list of positions holds numbers only"),
     (lambda: pc.prompt[[]], pc.TokensError, "prompt[()] selects nothing: give at least one position"),
@@ -420,7 +423,8 @@ ERRORS = [
     (lambda: pc.Clamp([1.0], "embed", low=2, high=1), pc.ProgramError, "low: low (2.0) is above high (1.0)"),
     (lambda: pc.Clamp([0.0], "embed", low=2), pc.ShapeError, "direction: a direction is all zeros"),
     (lambda: pc.tokens("prompt |"), pc.ProgramError,
-     "'prompt |' is not a selection; write 'prompt[-1]', 'generated[0:8]' or 'span(\"text\")', joined by | and -"),
+     "'prompt |' is not a selection; write 'prompt[-1]', 'generated[0:8]', 'token(464)' or 'span(\"text\")', "
+     "joined by |, & and -"),
     (lambda: pc.tokens("(" * 9999 + "prompt" + ")" * 9999), pc.ProgramError, None),
     (lambda: pc.tokens("prompt" + " | generated" * 70), pc.TokensError, "a selection is joined of others at most 64 deep"),
     (lambda: pc.prompt | pc.embed, pc.ProgramError, "tokens are pc.prompt[-1] or 'prompt[-1]', not Site pc.embed"),

@@ -181,7 +181,8 @@ class FakeEngine:
         first = np.cumsum([0, *counts[:-1]])
         slots = np.array([programs.slot.get(writer.request.run, 0) for writer in writers])
         position = np.array([writer.computed for writer in writers])
-        tap = programs.begin(Batch(slots, first, position, np.array(counts), sum(counts)))
+        tokens = np.concatenate([w.tokens[w.computed : w.computed + n] for w, n in zip(writers, counts, strict=True)])
+        tap = programs.begin(Batch(slots, first, position, np.array(counts), sum(counts)), tokens)
         self._planned += int(slots.any())
         logits_NV = self._net.forward(writers, counts, tap)
         for run, captured in programs.end():
@@ -218,16 +219,19 @@ class _Programs:
         self._plan: StepPlan | None = None
         self._buffer = np.zeros(0, np.float32)
 
-    def begin(self, batch: Batch) -> Tap:
-        """Plans a step; returns what carries it out, given a point's kind and layer and its rows, in place."""
+    def begin(self, batch: Batch, token_R: np.ndarray) -> Tap:
+        """Plans a step of such token ids; returns what carries it out, given a point's kind and layer and its rows, in
+        place."""
         plan = self._plan = make_plan(batch, self._table, self._widths)
         self._buffer = np.zeros(plan.size, np.float32)
 
         def tap(kind: str, layer: int | None, h_RW: np.ndarray) -> None:
             point = self._number[kind, layer]
             if plan.active[point]:
-                rows = plan.sampled if self._sampled[point] else plan.tokens
-                reference.apply(h_RW, rows, point, self._table, plan, self._bank, self._buffer)
+                rows, tokens = plan.tokens, token_R
+                if self._sampled[point]:
+                    rows, tokens = plan.sampled, token_R[batch.row + batch.count - 1]
+                reference.apply(h_RW, rows, point, self._table, plan, self._bank, self._buffer, tokens)
 
         return tap
 

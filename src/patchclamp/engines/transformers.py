@@ -21,6 +21,7 @@ from patchclamp.errors import EngineError, ProgramError, RunError, told, unknown
 from patchclamp.plan import Batch
 from patchclamp.runtime import Limits, Runtime
 from patchclamp.runtime.op import at_work
+from patchclamp.runtime.step import HostStep
 from patchclamp.runtime.taps import attach
 from patchclamp.sites import SiteMap, family_of
 
@@ -76,6 +77,8 @@ class TransformersEngine:
         )  # fmt: skip
         self._width, self._left = max_num_seqs, padding_side == "left"
         self.runtime = Runtime(self.sites, Limits(max_num_seqs, max_records, bank_bytes), self.device)
+        assert isinstance(self.runtime.step, HostStep)
+        self._host = self.runtime.step
         self._logits = next(point.number for point in self.sites.points if point.rows == "sampled")
         attach(self._net, [(p, tap) for p, tap in self.sites.taps("transformers") if p.rows == "tokens"])
         self._released: collections.deque[str] = collections.deque()
@@ -168,6 +171,7 @@ class TransformersEngine:
     def _forward(self, step: _Step, slots: np.ndarray) -> torch.Tensor:
         """One pass of the model over what `step` holds; returns the logits to sample from, [B, V]."""
         self.runtime.begin(step.batch(slots))
+        self._host.token_of_row = step.ids_BT.reshape(-1)
         with at_work(self.runtime):
             out = self._net(
                 input_ids=step.ids_BT, attention_mask=step.mask_BT, position_ids=step.positions_BT,

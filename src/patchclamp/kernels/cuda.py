@@ -24,7 +24,7 @@ WIDEST, A_PASS = 8192, 4096  # columns of a sampled row that are taken at once; 
 RECORD_WORDS = RECORD.itemsize // 4  # start, stop, kind, step, value (two), x, y, other (two), found, none
 WORDS, FOUND = tl.constexpr(RECORD_WORDS), tl.constexpr(RECORD.fields["found"][1] // 4)  # type: ignore[index]
 CAPTURE, LINEAR, BLEND = (tl.constexpr(n) for n in (plan.CAPTURE, plan.LINEAR, plan.BLEND))
-PROJECT, NOISE = (tl.constexpr(n) for n in (plan.PROJECT, plan.NOISE))
+PROJECT, NOISE, MATCH = (tl.constexpr(n) for n in (plan.PROJECT, plan.NOISE, plan.MATCH))
 PARTS, OCTAVES, BORDERS = (tl.constexpr(n) for n in (noise.PARTS, noise.OCTAVES, (1 << noise.PARTS) + 1))
 UNIT = tl.constexpr(2.0**-noise.FRACTION)
 
@@ -78,15 +78,28 @@ def _needs_a_sum(kind, step):
 
 
 @triton.jit
+def _matches(token, ids, count, x):
+    """Whether a token's id is, or, where x is 0, is not one of `count` ascending ones."""
+    low, high = 0, count
+    while low < high:
+        middle = (low + high) // 2
+        below = _look(ids + middle) < token
+        low, high = tl.where(below, middle + 1, low), tl.where(below, high, middle)
+    return (_look(ids + tl.minimum(low, count - 1)) == token) == (x != 0.0)
+
+
+@triton.jit
 def _walk(
-    h, column, inside, width, begin, end, position, row, rank_of_row, records, base, offset, bank, kept, quantiles,
+    h, column, inside, width, begin, end, position, row, rank_of_row, token_of_row, records, base, offset, bank, kept,
+    quantiles,
     SAMPLED: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Columns of a row, from `column` on, after its records, and whether any of them is an edit; `WHOLE`: they are all
     of the row's."""
     edited, columns = 0, column + tl.arange(0, BLOCK)
-    record = records + begin.to(tl.int64) * WORDS
-    for _ in range(begin, end):  # all of a record at once: loads that wait for each other cost most
+    number = begin
+    while number < end:  # all of a record at once: loads that wait for each other cost most
+        record = records + number.to(tl.int64) * WORDS
         start, stop, kind, step = _look(record), _look(record + 1), _look(record + 2), _look(record + 3)
         value = _look((record + 4).to(tl.pointer_type(tl.int64)))
         x = _look((record + 6).to(tl.pointer_type(tl.float32)))
@@ -123,6 +136,9 @@ def _walk(
                 v = tl.load(bank + begins + columns, mask=inside, other=0.0)
                 a = tl.load(bank + mask + columns, mask=inside, other=0.0) * y
                 h = tl.where(a == 0.0, h, tl.where(a == 1.0, v, (1.0 - a) * h + a * v))
+            elif kind == MATCH:
+                holds = _matches(_look(token_of_row + row).to(tl.float32), bank + value, step, x)
+                number += tl.where(holds, 0, 1)  # or the next one is passed by
             else:
                 edited = 1
                 factor = y
@@ -138,30 +154,35 @@ def _walk(
                         seed = _look((record + 8).to(tl.pointer_type(tl.int64)))
                         added = _normals(seed, position, value, column, quantiles, BLOCK)
                     h += factor * added
-        record += WORDS
+        number += 1
     return h, edited
 
 
 @triton.jit
 def _sums(
-    hidden, residual, width, begin, end, position, row, rank_of_row, records, base, offset, bank, kept, quantiles,
+    hidden, residual, width, begin, end, position, row, rank_of_row, token_of_row, records, base, offset, bank, kept,
+    quantiles,
     PAIR: tl.constexpr, SAMPLED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, PASSES: tl.constexpr,
 ):  # fmt: skip
     """Leaves in each record what its op needs of the whole row, as it is when the op's turn comes."""
-    record = records + begin.to(tl.int64) * WORDS
+    record, matched = records + begin.to(tl.int64) * WORDS, 1
     for number in range(begin, end):
         start, stop, kind, step = _look(record), _look(record + 1), _look(record + 2), _look(record + 3)
-        if (position >= start) & (position < stop) & _needs_a_sum(kind, step):
-            value = _look((record + 4).to(tl.pointer_type(tl.int64)))
-            x = _look((record + 6).to(tl.pointer_type(tl.float32)))
+        value = _look((record + 4).to(tl.pointer_type(tl.int64)))
+        x = _look((record + 6).to(tl.pointer_type(tl.float32)))
+        holds, matched = (position >= start) & (position < stop) & (matched != 0), 1
+        if holds & (kind == MATCH):
+            matched = _matches(_look(token_of_row + row).to(tl.float32), bank + value, step, x).to(tl.int32)
+        if holds & _needs_a_sum(kind, step):
             y = _look((record + 7).to(tl.pointer_type(tl.float32)))
             total = tl.zeros([], tl.float64)
             for block in range(PASSES):
                 columns = block * BLOCK + tl.arange(0, BLOCK)
                 inside = columns < width
                 h = _read(hidden, residual, columns, inside, PAIR)
-                h, _ = _walk(h, block * BLOCK, inside, width, begin, number, position, row, rank_of_row, records, base,
-                             offset, bank, kept, quantiles, SAMPLED, False, ALIGNED, False, BLOCK)  # fmt: skip
+                h, _ = _walk(h, block * BLOCK, inside, width, begin, number, position, row, rank_of_row, token_of_row,
+                             records, base, offset, bank, kept, quantiles, SAMPLED, False, ALIGNED, False,
+                             BLOCK)  # fmt: skip
                 total += _part(h, columns, inside, value, kind, bank)
             tl.store((record + FOUND).to(tl.pointer_type(tl.float32)), _factor(total, width, kind, x, y))
             tl.debug_barrier()  # the threads of this program read it
@@ -196,7 +217,7 @@ def _finite(h, inside):
 @triton.jit(do_not_specialize=["kept", "bad", "point", "points"])
 def _site(
     hidden, residual, hidden_stride, residual_stride, width,
-    slot_of_row, rank_of_row, position_of_row, row_of_sample, generation,
+    slot_of_row, rank_of_row, position_of_row, token_of_row, row_of_sample, generation,
     first, records, base, offset, bank, kept, quantiles, bad, point, points,
     PAIR: tl.constexpr, SAMPLED: tl.constexpr, BLOCK: tl.constexpr, PASSES: tl.constexpr, ALIGNED: tl.constexpr,
     EARLY: tl.constexpr,
@@ -217,14 +238,15 @@ def _site(
     residual += out_row * residual_stride
     edited, finite = 0, 1
     if PASSES > 1:
-        _sums(hidden, residual, width, begin, end, position, row, rank_of_row, records, base, offset, bank, kept,
-              quantiles, PAIR, SAMPLED, ALIGNED, BLOCK, PASSES)  # fmt: skip
+        _sums(hidden, residual, width, begin, end, position, row, rank_of_row, token_of_row, records, base, offset,
+              bank, kept, quantiles, PAIR, SAMPLED, ALIGNED, BLOCK, PASSES)  # fmt: skip
     for block in range(PASSES):
         columns = block * BLOCK + tl.arange(0, BLOCK)
         inside = columns < width
         h = _read(hidden, residual, columns, inside, PAIR)
-        h, edited = _walk(h, block * BLOCK, inside, width, begin, end, position, row, rank_of_row, records, base,
-                          offset, bank, kept, quantiles, SAMPLED, True, ALIGNED, PASSES == 1, BLOCK)  # fmt: skip
+        h, edited = _walk(h, block * BLOCK, inside, width, begin, end, position, row, rank_of_row, token_of_row,
+                          records, base, offset, bank, kept, quantiles, SAMPLED, True, ALIGNED, PASSES == 1,
+                          BLOCK)  # fmt: skip
         if edited != 0:
             finite = finite & _finite(h.to(hidden.dtype.element_ty), inside)
         if (PASSES == 1) & (edited != 0) & (finite != 0):
@@ -237,8 +259,9 @@ def _site(
             columns = block * BLOCK + tl.arange(0, BLOCK)
             inside = columns < width
             h = _read(hidden, residual, columns, inside, PAIR)
-            h, edited = _walk(h, block * BLOCK, inside, width, begin, end, position, row, rank_of_row, records, base,
-                              offset, bank, kept, quantiles, SAMPLED, False, ALIGNED, False, BLOCK)  # fmt: skip
+            h, edited = _walk(h, block * BLOCK, inside, width, begin, end, position, row, rank_of_row, token_of_row,
+                              records, base, offset, bank, kept, quantiles, SAMPLED, False, ALIGNED, False,
+                              BLOCK)  # fmt: skip
             _write(hidden, residual, columns, inside, h, PAIR)
 
 
@@ -259,7 +282,8 @@ def site(
     other = hidden_RW if residual_RW is None else residual_RW
     _site[(rows,)](
         hidden_RW, other, hidden_RW.stride(0), other.stride(0), width,
-        tables.slot_of_row, tables.rank_of_row, tables.position_of_row, tables.row_of_sample, tables.generation,
+        tables.slot_of_row, tables.rank_of_row, tables.position_of_row, tables.token_of_row, tables.row_of_sample,
+        tables.generation,
         tables.first, tables.records, tables.base, tables.offset, tables.bank, kept.data_ptr() - kept_begin,
         tables.quantiles, tables.bad_address, point, tables.points,
         **launched(width, residual_RW is not None, sampled), **_early(),
@@ -273,7 +297,7 @@ def launched(width: int, pair: bool, sampled: bool) -> dict[str, Any]:
     block = block if block <= WIDEST or not sampled else min(WIDEST, A_PASS)
     return {
         "PAIR": pair, "SAMPLED": sampled, "BLOCK": block, "PASSES": triton.cdiv(width, block),
-        "ALIGNED": width % 16 == 0, "num_warps": min(max(block // 1024, 8), 32) if block > 2048 else 4,
+        "ALIGNED": width % 16 == 0, "num_warps": 4 if block <= 2048 else 8 if block <= 8192 else 32,
         "enable_fp_fusion": False,
         # what 2,048 and 4,096 columns take without noise; with it nothing spills, and as many rows share a processor
         "maxnreg": 80 if width <= block and block in (2048, 4096) else None,

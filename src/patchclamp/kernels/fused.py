@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from patchclamp.kernels.noise import FRACTION, MASK, MULTIPLIERS, OCTAVES, PARTS, STEPS, quantiles
-from patchclamp.plan import BLEND, CAPTURE, LINEAR, NOISE, PROJECT, ProgramTable, StepPlan
+from patchclamp.plan import BLEND, CAPTURE, LINEAR, MATCH, NOISE, PROJECT, ProgramTable, StepPlan
 from patchclamp.plan.step import Rows
 
 
@@ -27,8 +27,10 @@ def apply(
     plan: StepPlan,
     bank_B: torch.Tensor,
     kept_K: torch.Tensor,
+    token_R: torch.Tensor | None = None,
 ) -> np.ndarray | None:
-    """Applies a point's records to the rows in place and writes captured rows into `kept_K`.
+    """Applies a point's records to the rows in place and writes captured rows into `kept_K`; `token_R` are the rows'
+    token ids, if any record asks for them.
 
     A row whose edits are not finite in the tensor's dtype is left as it was: kept keys and values would carry NaN to
     other requests. Returns the slots of such rows.
@@ -40,18 +42,22 @@ def apply(
     first, last, position = first[at], last[at], rows.position[at]
     at_A = _on(hidden_RW, at)
     h_AW = join(hidden_RW, residual_RW, at_A)
-    edited = np.zeros(len(at), bool)
+    edited, matched = np.zeros(len(at), bool), np.ones(len(at), bool)
     for place in range(int((last - first).max())):
         mine = np.flatnonzero(first + place < last)
         records = table.records[first[mine] + place]
-        holds = (records["start"] <= position[mine]) & (position[mine] < records["stop"])
+        holds = (records["start"] <= position[mine]) & (position[mine] < records["stop"]) & matched[mine]
+        matched[mine] = True
         mine, records = mine[holds], records[holds]
         kind = records["kind"]
-        edited[mine[kind != CAPTURE]] = True
+        edited[mine[(kind != CAPTURE) & (kind != MATCH)]] = True
         for each in np.unique(kind):
             some, chosen = mine[kind == each], records[kind == each]
             if each == CAPTURE:
                 _keep(h_AW, some, chosen, position, plan, kept_K)
+            elif each == MATCH:
+                assert token_R is not None, "a record asks for token ids, and the engine gave none"
+                matched[some] = _match(token_R[_on(token_R, at[some])], chosen, bank_B)
             else:
                 _EDITS[int(each)](h_AW, some, chosen, position[some], bank_B)
     write = np.flatnonzero(edited)
@@ -90,6 +96,17 @@ def _keep(
     begin = plan.begin[plan.spans.spans_by_number[records["step"]]]
     row = plan.target(records["step"], records["value"]) // width + (position[mine] - begin)
     _rows(kept_K, width).index_copy_(0, _on(h_AW, row), h_AW[_on(h_AW, mine)])
+
+
+def _match(token_A: torch.Tensor, records: np.ndarray, bank_B: torch.Tensor) -> np.ndarray:
+    """Whether each token is, or is not, as its record asks, one of the ids in the bank."""
+    found = np.zeros(len(records), bool)
+    asked, which = np.unique(records[["value", "step", "x"]], return_inverse=True)
+    for i, (value, count, among) in enumerate(asked.tolist()):
+        mine = which == i
+        ids = bank_B[value : value + count].long()
+        found[mine] = torch.isin(token_A[_on(token_A, mine)].long(), ids).cpu().numpy() == (among == 1)
+    return found
 
 
 def _linear(

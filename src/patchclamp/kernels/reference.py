@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from patchclamp.kernels.noise import normals
-from patchclamp.plan import BLEND, CAPTURE, LINEAR, NOISE, PROJECT, ProgramTable, StepPlan
+from patchclamp.plan import BLEND, CAPTURE, LINEAR, MATCH, NOISE, PROJECT, ProgramTable, StepPlan
 from patchclamp.plan.step import Rows
 
 
@@ -20,17 +20,26 @@ def apply(
     plan: StepPlan,
     bank_B: np.ndarray,
     kept_K: np.ndarray,
+    token_R: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Applies a point's records to fp32 rows in place, writes captured rows to `kept_K`; returns edited [R] bool."""
+    """Applies a point's records to fp32 rows in place, writes captured rows to `kept_K`; returns edited [R] bool.
+
+    `token_R`: the token ids of the rows, if any record asks for them.
+    """
     width = h_RW.shape[1]
     spans = {int(number): c for c, number in enumerate(plan.spans.number)}
     areas = {int(number): a for a, number in enumerate(plan.spans.area)}
     edited_R = np.zeros(len(h_RW), bool)
     for r in range(len(h_RW)):
-        slot, position = int(rows.slot[r]), int(rows.position[r])
+        slot, position, matched = int(rows.slot[r]), int(rows.position[r]), True
         for number in range(table.first[slot, point], table.first[slot, point + 1]):
-            record = table.records[number]
-            if not record["start"] <= position < record["stop"]:
+            record, holds, matched = table.records[number], matched, True
+            if not holds or not record["start"] <= position < record["stop"]:
+                continue
+            if record["kind"] == MATCH:
+                ids = bank_B[record["value"] : record["value"] + record["step"]]
+                assert token_R is not None
+                matched = (token_R[r] in ids) == (record["x"] == 1)
                 continue
             if record["kind"] == CAPTURE:
                 c, a = spans[int(record["step"])], areas[int(record["value"])]

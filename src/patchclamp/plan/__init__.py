@@ -5,11 +5,12 @@ Bound   --admit-> ProgramTable             records by slot and point; changes on
 Batch   --plan--> StepPlan                 which row belongs to which slot, where captured rows go
 """
 
-from patchclamp.plan.bind import Bound, BoundOp, Prompt, Source, bind
+from patchclamp.plan.bind import Bound, BoundOp, Source, bind
+from patchclamp.plan.prompt import Prompt
 from patchclamp.plan.step import Batch, StepPlan, make_plan
-from patchclamp.plan.table import BLEND, CAPTURE, LINEAR, NOISE, PROJECT, RECORD, ProgramTable
+from patchclamp.plan.table import BLEND, CAPTURE, LINEAR, MATCH, NOISE, PROJECT, RECORD, ProgramTable
 
 __all__ = [
-    "BLEND", "CAPTURE", "LINEAR", "NOISE", "PROJECT", "RECORD", "Batch", "Bound", "BoundOp", "ProgramTable", "Prompt",
-    "Source", "StepPlan", "bind", "make_plan",
+    "BLEND", "CAPTURE", "LINEAR", "MATCH", "NOISE", "PROJECT", "RECORD", "Batch", "Bound", "BoundOp", "ProgramTable",
+    "Prompt", "Source", "StepPlan", "bind", "make_plan",
 ]  # fmt: skip

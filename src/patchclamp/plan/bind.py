@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
 from patchclamp.errors import MissingSource, PatchclampError, ProgramError, ShapeError, TokensError, UnsupportedSite
+from patchclamp.plan.prompt import Case, Prompt
 from patchclamp.plan.table import BLEND, CAPTURE, LINEAR, NOISE, PROJECT
 from patchclamp.sites import Place, SiteMap
 from patchclamp.spec import Ablate, Add, Capture, Clamp, From, Mean, Named, Noise, Program, Replace, Scale, Use, Vector
 from patchclamp.spec.ops import DTYPES, LARGEST, Op
-from patchclamp.spec.tokens import Joined, Positions, TextSpan, Tokens
+from patchclamp.spec.tokens import Positions, Tokens
 from patchclamp.spec.values import orthonormal
 from patchclamp.store.named import NamedBank
 
@@ -31,7 +32,8 @@ DEEPEST, MOST_USED = 16, 10_000  # programs that use programs, and the edits of 
 class BoundOp(msgspec.Struct, frozen=True, array_like=True):
     """One op in numbers. `values` has a bank key for each point, one for all, or none; `x`, `y` are the op's scalars
     (`plan.table`), `mask` the bank key of a factor a column. Of noise: its `seed`, the number of each point's site, and
-    whether it is `relative`.
+    whether it is `relative`. `only`: the bank key of token ids, where the op acts only on those, or on all but those
+    (`others`). `tokens`: what a capture keeps of its pieces, as text, where that depends on what is generated.
 
     `reaches_cache`: whether the op can change keys and values that later tokens read.
     """
@@ -48,11 +50,14 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
     seed: int = 0
     sites: tuple[int, ...] = ()
     relative: bool = False
+    only: str = ""
+    others: bool = False
+    tokens: str = ""
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Every bank key that is read."""
-        return (*self.values, self.mask) if self.mask else self.values
+        return (*self.values, *(key for key in (self.mask, self.only) if key))
 
     def reads(self) -> list[tuple[str, int]]:
         """Bank keys, each with a point where it is read."""
@@ -60,7 +65,7 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
             found = list(zip(self.values, self.points, strict=True))
         else:
             found = [(key, point) for key in self.values for point in self.points]
-        return found + [(self.mask, point) for point in self.points if self.mask]
+        return found + [(key, point) for key in (self.mask, self.only) if key for point in self.points]
 
     def at(self, here: np.ndarray) -> BoundOp:
         """The part of the op at the points that are `here` [P]; it keeps its place in the program though nothing be
@@ -71,7 +76,9 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
         points = tuple(self.points[i] for i in mine)
         values = self.values if len(self.values) != len(self.points) else tuple(self.values[i] for i in mine)
         changed = {"points": points, "values": values, "sites": tuple(self.sites[i] for i in mine if self.sites)}
-        return msgspec.structs.replace(self, **(changed if points else changed | {"values": (), "mask": ""}))
+        return msgspec.structs.replace(
+            self, **(changed if points else changed | {"values": (), "mask": "", "only": ""})
+        )
 
 
 class Bound(msgspec.Struct, frozen=True, array_like=True):
@@ -94,23 +101,6 @@ class Bound(msgspec.Struct, frozen=True, array_like=True):
                 for point in op.points:
                     found.setdefault(point, []).extend(ranges)
         return {point: np.unique(np.concatenate(r)) if r else np.arange(0) for point, r in found.items()}
-
-
-class Prompt(msgspec.Struct):
-    """A prompt's tokens; `spell` gives its text and each token's (first, last+1) character when a span asks."""
-
-    ids: Sequence[int]
-    spell: Callable[[], tuple[str, list[tuple[int, int]]]]
-
-    def select(self, tokens: Tokens, limit: int) -> np.ndarray:
-        """Selected positions below `limit`, in the selection's order: ascending but for a list that is not."""
-        if isinstance(tokens, Joined):
-            left, right = self.select(tokens.left, limit), self.select(tokens.right, limit)
-            return np.union1d(left, right) if tokens.op == "|" else np.setdiff1d(left, right)
-        if isinstance(tokens, TextSpan):
-            text, offsets = self.spell()
-            return np.asarray(tokens.find(offsets, text), np.int64)
-        return np.asarray(tokens.select(len(self.ids), limit), np.int64)
 
 
 class Source(Protocol):
@@ -137,7 +127,7 @@ class _Binder:
         """An op, or those of the program in the bank that it uses; `within`: the programs that use it."""
         try:
             if not isinstance(op, Use):
-                return [self._bind(path, op)]
+                return self._bind(path, op)
             if len(within) == DEEPEST:
                 raise ProgramError(f"programs use programs more than {DEEPEST} deep", "name")
             if op.name in within:
@@ -162,19 +152,28 @@ class _Binder:
         except PatchclampError as error:
             raise error.under(field) if field else error from None
 
-    def _bind(self, path: str, op: Op) -> BoundOp:
+    def _bind(self, path: str, op: Op) -> list[BoundOp]:
+        """An op; one of its own for each condition under which it acts."""
         places = self._places(op)
-        positions = self._positions(op, places)
+        cases, points = self._cases(op, places), _points(places)
         if isinstance(op, Capture):
-            pieces = pieces_of(positions, None)
-            return BoundOp(path, CAPTURE, _points(places), (), pieces, float(DTYPES.index(op.dtype)))
-        if len(positions) == 0:
+            positions = np.concatenate([case.positions for case in cases]) if len(cases) > 1 else cases[0].positions
+            told = str(op.tokens) if len(cases) > 1 else ""
+            pieces, dtype = pieces_of(np.unique(positions), None), float(DTYPES.index(op.dtype))
+            return [BoundOp(path, CAPTURE, points, (), pieces, dtype, tokens=told)]
+        cases = [case for case in cases if len(case.positions)]
+        if not cases:
             raise TokensError(f"{op.tokens} selects no position of this request, so nothing would be edited", "tokens")  # type: ignore[attr-defined]
-        values, rows, count = self._value(op, places, positions)
-        pieces, points = pieces_of(positions, rows), _points(places)
         cached = any(self.sites.points[point].kind not in ("final_norm", "logits") for point in points)
+        return [self._edit(path, op, places, case, cached) for case in cases]
+
+    def _edit(self, path: str, op: Op, places: list[Place], case: Case, cached: bool) -> BoundOp:
+        values, rows, count = self._value(op, places, case)
+        pieces = pieces_of(case.positions, rows)
         numbers = {"kind": LINEAR, "pieces": pieces} | self._numbers(op, places, pieces, count)
-        return BoundOp(path, points=points, values=values, reaches_cache=cached, **numbers)
+        if case.ids:
+            numbers |= {"only": self._put(Vector.of(case.ids)), "others": case.others}
+        return BoundOp(path, points=_points(places), values=values, reaches_cache=cached, **numbers)
 
     def _numbers(self, op: Op, places: list[Place], pieces: tuple[Piece, ...], count: int) -> dict[str, Any]:
         """What else there is to an op: kind, scalars, and pieces where they are not those of its value, of which there
@@ -210,17 +209,19 @@ class _Binder:
         except PatchclampError as error:
             raise error.under("at") from None
 
-    def _positions(self, op: Op, places: list[Place]) -> np.ndarray:
+    def _cases(self, op: Op, places: list[Place]) -> list[Case]:
+        """What the op's selection names: positions for certain, then those that it names on condition."""
         tokens: Tokens = op.tokens  # type: ignore[attr-defined]
         try:
-            chosen = self.prompt.select(tokens, self.limit)
+            cases = self.prompt.cases(tokens, self.limit)
         except PatchclampError as error:
             raise error.under("tokens") from None
-        if chosen.size and chosen.max() >= self.limit:
-            raise TokensError(f"{tokens}: there is no position {chosen.max()}", "tokens")
-        if self.sites.points[places[0].point].rows == "sampled":
-            return self._sampled(tokens, chosen)
-        return chosen
+        for case in cases:
+            if case.positions.size and case.positions.max() >= self.limit:
+                raise TokensError(f"{tokens}: there is no position {case.positions.max()}", "tokens")
+            if self.sites.points[places[0].point].rows == "sampled":
+                case.positions = self._sampled(tokens, case.positions)
+        return cases
 
     def _sampled(self, tokens: Tokens, chosen: np.ndarray) -> np.ndarray:
         """Logits exist only where a token is sampled; asking for all positions means all of those."""
@@ -235,10 +236,9 @@ class _Binder:
             )
         return chosen
 
-    def _value(
-        self, op: Op, places: list[Place], positions: np.ndarray
-    ) -> tuple[tuple[str, ...], np.ndarray | None, int]:
+    def _value(self, op: Op, places: list[Place], case: Case) -> tuple[tuple[str, ...], np.ndarray | None, int]:
         """Bank keys; for each position its row of the value (None: row 0 for all); and how many rows a key has."""
+        positions = case.positions
         if isinstance(op, (Ablate, Clamp)):
             field = "directions" if isinstance(op, Ablate) else "direction"
             (given,) = self._rows(getattr(op, field), places, field, alike=True)
@@ -252,11 +252,14 @@ class _Binder:
             return (), None, 0
         if isinstance(op.value, From):  # type: ignore[attr-defined]
             try:
-                return (*self._from(op.value, places, positions), 0)  # type: ignore[attr-defined]
+                return (*self._from(op.value, places, case), 0)  # type: ignore[attr-defined]
             except PatchclampError as error:
                 raise error.under("value") from None
         vectors = self._rows(op.value, places, "value")  # type: ignore[attr-defined]
         shape = vectors[0].shape
+        if len(shape) == 2 and not case.alone:
+            told = f"how many tokens {op.tokens} selects is known when they are there: give one row [D]"  # type: ignore[attr-defined]
+            raise ShapeError(told, "value")
         if len(shape) == 2 and shape[0] != len(positions):
             told = f"the selection has {len(positions)} positions; the vector has {shape[0]} rows"
             raise ShapeError(told, "value")
@@ -293,16 +296,16 @@ class _Binder:
         self.vectors[key] = vector.rows()
         return key
 
-    def _from(
-        self, given: From, places: list[Place], positions: np.ndarray
-    ) -> tuple[tuple[str, ...], np.ndarray | None]:
-        source = self.source(given.run)
+    def _from(self, given: From, places: list[Place], case: Case) -> tuple[tuple[str, ...], np.ndarray | None]:
+        source, positions = self.source(given.run), case.positions
         read = places if given.site is None else self.sites.resolve(given.site)
         if len(read) not in (1, len(places)):
             raise ShapeError(f"{given.site} names {len(read)} layers; {len(places)} are written: give one, or as many")
         if self.sites.points[read[0].point].width != self.sites.points[places[0].point].width:
             raise ShapeError(f"{read[0]} and {places[0]} differ in width")
         wanted = positions if given.position is None else source.select(given.position)
+        if given.position is not None and len(wanted) != 1 and not case.alone:
+            raise ShapeError(f"{given.position} names {len(wanted)} positions; for tokens yet to come it must be one")
         if len(wanted) not in (1, len(positions)):
             raise ShapeError(f"{given.position} names {len(wanted)} positions; {len(positions)} are written")
         rows = {_rows(source.positions_of(place.point), wanted, given.run, place).tobytes() for place in read}

@@ -40,4 +40,6 @@ def _clip(op: BoundOp, start: int, end: int) -> tuple | None:
     ]
     if not pieces:
         return None
-    return (op.kind, op.points, op.values, pieces, op.x, op.y, op.mask, op.seed, op.sites, op.relative)
+    return (
+        op.kind, op.points, op.values, pieces, op.x, op.y, op.mask, op.seed, op.sites, op.relative, op.only, op.others,
+    )  # fmt: skip

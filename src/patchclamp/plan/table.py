@@ -7,6 +7,7 @@ have a fixed size and are written only when a request comes or goes, so a device
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
 from patchclamp.errors import CapacityError
@@ -17,6 +18,8 @@ LINEAR = 1  # x·h + y·v, where x or y of 0 leaves h or v out altogether
 BLEND = 2  # (1 − a)·h + a·v for a = y·m, m a number a column, at `other` in the bank
 PROJECT = 3  # h + (p′ − p)·v, for p = h·v and p′ the nearest to it of x … y
 NOISE = 4  # h + y·ε; with step 1 y is of the row's root mean square. `value`: the site's number, `other`: the seed
+MATCH = 5  # the next record holds only where the token's id is (x = 1), or is not (x = 0), one of `step` at `value`,
+# which ascend
 
 RECORD = np.dtype(
     [
@@ -159,6 +162,8 @@ def records_of(ops, addresses: dict[str, tuple[int, int]], points: int) -> tuple
 
 def _records_at(op, ordinal: int, addresses: dict[str, tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
     """One op's records, every piece at every point, and the point of each."""
+    if op.only:
+        return _records_if(op, ordinal, addresses)
     pieces, points = np.array(op.pieces, np.int64).reshape(-1, 4), np.array(op.points, np.int64)
     records = np.zeros((len(points), len(pieces)), RECORD)
     records["start"], records["stop"], records["step"] = pieces[:, 0], pieces[:, 1], pieces[:, 3]
@@ -173,3 +178,12 @@ def _records_at(op, ordinal: int, addresses: dict[str, tuple[int, int]]) -> tupl
     if op.mask and op.points:
         records["other"] = addresses[op.mask][0]
     return records.reshape(-1), np.repeat(points, len(pieces))
+
+
+def _records_if(op, ordinal: int, addresses: dict[str, tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    """The records of an op that acts on some tokens only: before each, one that asks for the token."""
+    then, at = _records_at(msgspec.structs.replace(op, only=""), ordinal, addresses)
+    asked = np.zeros_like(then)
+    asked["start"], asked["stop"], asked["kind"], asked["x"] = then["start"], then["stop"], MATCH, not op.others
+    asked["value"], asked["step"] = addresses[op.only]
+    return np.stack([asked, then], 1).reshape(-1), np.repeat(at, 2)

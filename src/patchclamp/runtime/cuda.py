@@ -20,7 +20,8 @@ from patchclamp.store.captures import Apart, Block, Place
 
 
 class CudaStep:
-    """Carries out steps of at most `rows` rows and `samples` sampled ones; `positions` is the engine's tensor of them.
+    """Carries out steps of at most `rows` rows and `samples` sampled ones; `positions` and `tokens` are the engine's
+    tensors of every row's position and token id.
 
     `kept_bytes` bounds what a step with a graph may capture, `ring_bytes` what is on its way to the host, and
     `pinned_bytes` what waits there in pinned memory.
@@ -29,10 +30,10 @@ class CudaStep:
     unit = BYTES
 
     def __init__(
-        self, table: ProgramTable, bank: Bank, rows: int, samples: int, positions: torch.Tensor,
+        self, table: ProgramTable, bank: Bank, rows: int, samples: int, positions: torch.Tensor, tokens: torch.Tensor,
         kept_bytes: int, ring_bytes: int, pinned_bytes: int,
     ) -> None:  # fmt: skip
-        self.tables = CudaTables(table, rows, samples, bank.data, positions)
+        self.tables = CudaTables(table, rows, samples, bank.data, positions, tokens)
         self.kept = torch.empty(kept_bytes, dtype=torch.uint8, device=bank.data.device)
         self.drain = Drain(bank.data.device, ring_bytes, pinned_bytes)
         self.recorded = Recorded()

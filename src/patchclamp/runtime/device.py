@@ -36,13 +36,16 @@ class _Parcel(msgspec.Struct, frozen=True):
 class CudaTables:
     """Device copies of a `ProgramTable` and of a step's rows, as the kernel reads them.
 
-    `position_of_row` is the engine's own tensor of positions [R], which it fills before every step.
+    `position_of_row` and `token_of_row` are the engine's own tensors of positions and token ids [R], which it fills
+    before every step.
     """
 
     def __init__(
-        self, table: ProgramTable, rows: int, samples: int, bank: torch.Tensor, positions: torch.Tensor
-    ) -> None:
-        self._table, self.bank, self.position_of_row, self.device = table, bank, positions, bank.device
+        self, table: ProgramTable, rows: int, samples: int, bank: torch.Tensor, positions: torch.Tensor,
+        tokens: torch.Tensor,
+    ) -> None:  # fmt: skip
+        self._table, self.bank, self.device = table, bank, bank.device
+        self.position_of_row, self.token_of_row = positions, tokens
         self.points = table.first.shape[1] - 1
         records = len(table.records)
         sizes = {
@@ -77,7 +80,7 @@ class CudaTables:
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """What the kernel reads, by name."""
-        names = ("position_of_row", "bank", "base", "quantiles", *self._at)
+        names = ("position_of_row", "token_of_row", "bank", "base", "quantiles", *self._at)
         return {name: getattr(self, name) for name in names}
 
     @property

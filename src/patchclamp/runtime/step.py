@@ -61,6 +61,7 @@ class HostStep:
     """On the CPU: rows are kept in one fp32 buffer a step."""
 
     unit, recording = NUMBERS, False
+    token_of_row: torch.Tensor | None = None  # the engine's own, of every row of the step at hand
 
     @property
     def memory(self) -> dict[str, int]:
@@ -71,12 +72,17 @@ class HostStep:
 
     def begin(self, plan: StepPlan, batch: Batch, fresh: bool) -> None:
         self._plan, self._kept = plan, torch.empty(plan.size, device=self._bank.data.device)
+        self._last_rows = batch.row + batch.count - 1
 
     def apply(
         self, point: int, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, sampled: bool
     ) -> np.ndarray | None:
         rows = self._plan.sampled if sampled else self._plan.tokens
-        return fused.apply(hidden_RW, residual_RW, rows, point, self._table, self._plan, self._bank.data, self._kept)
+        token_R = self.token_of_row
+        if token_R is not None and sampled:
+            token_R = token_R[torch.from_numpy(self._last_rows).to(token_R.device)]
+        given = (rows, point, self._table, self._plan, self._bank.data, self._kept, token_R)
+        return fused.apply(hidden_RW, residual_RW, *given)
 
     def end(self, plan: StepPlan) -> Place | Apart | None:
         return Place(Block(self._kept.cpu()), 0) if plan.size else None

@@ -3,11 +3,11 @@
 from patchclamp.spec.ops import Ablate, Add, Capture, Clamp, Mean, Noise, Op, Replace, Scale, Use, Zero
 from patchclamp.spec.program import Program
 from patchclamp.spec.site import SITES, At, Range, Site, site
-from patchclamp.spec.tokens import Positions, TextSpan, Tokens, every, generated, prompt, span, tokens
+from patchclamp.spec.tokens import Positions, TextSpan, TokenIds, Tokens, every, generated, prompt, span, token, tokens
 from patchclamp.spec.values import From, Named, Value, Vector
 
 __all__ = [
     "SITES", "Ablate", "Add", "At", "Capture", "Clamp", "From", "Mean", "Named", "Noise", "Op", "Positions", "Program",
-    "Range", "Replace", "Scale", "Site", "TextSpan", "Tokens", "Use", "Value", "Vector", "Zero", "every", "generated",
-    "prompt", "site", "span", "tokens",
+    "Range", "Replace", "Scale", "Site", "TextSpan", "TokenIds", "Tokens", "Use", "Value", "Vector", "Zero", "every",
+    "generated", "prompt", "site", "span", "token", "tokens",
 ]  # fmt: skip

@@ -1,8 +1,8 @@
 """Tokens: which positions of one request an op acts on, named by what the tokens are.
 
-`prompt[-1]`, `generated[0:8]`, `every[3]`, `span("Eiffel Tower")`.  Positions are absolute and 0-based: the prompt's
-come first, `generated[0]` is the first sampled token *as an input*.  Which step of the engine computes a position
-never matters; a selection is a predicate on positions.
+`prompt[-1]`, `generated[0:8]`, `every[3]`, `span("Eiffel Tower")`, `token(464)`.  Positions are absolute and 0-based:
+the prompt's come first, `generated[0]` is the first sampled token *as an input*.  Which step of the engine computes a
+position never matters; a selection is a predicate on positions and tokens.
 """
 
 from __future__ import annotations
@@ -20,16 +20,23 @@ GROUPS = ("prompt", "generated", "every")
 
 
 class Selection(msgspec.Struct, frozen=True):
-    """Base of all selections: a | b selects what either does, a - b what a does and b does not, in ascending order."""
+    """Base of all selections: a | b selects what either does, a & b what both do, a - b what a does and b does not, in
+    ascending order."""
 
     def __or__(self, other: Any) -> Joined:
         return Joined("|", self, tokens(other))
+
+    def __and__(self, other: Any) -> Joined:
+        return Joined("&", self, tokens(other))
 
     def __sub__(self, other: Any) -> Joined:
         return Joined("-", self, tokens(other))
 
     def __ror__(self, other: Any) -> Joined:
         return Joined("|", tokens(other), self)
+
+    def __rand__(self, other: Any) -> Joined:
+        return Joined("&", tokens(other), self)
 
     def __rsub__(self, other: Any) -> Joined:
         return Joined("-", tokens(other), self)
@@ -145,16 +152,46 @@ class TextSpan(Selection, frozen=True, tag="span"):
         return f"pc.{self}"
 
 
+class TokenIds(Selection, frozen=True, tag="token"):
+    """Every token that is one of some ids: of the prompt, and of what is generated as it comes."""
+
+    ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        try:
+            made = tuple(sorted({whole(given) for given in self.ids}))
+        except ProgramError:
+            raise ProgramError(
+                f"token ids are whole numbers, not {self.ids!r}; lm.tokenizer.bare(text) gives them"
+            ) from None
+        if not made:
+            raise TokensError("token() selects nothing: give at least one token id")
+        if made[0] < 0 or made[-1] >= MOST_TOKENS:
+            raise TokensError(f"token id {made[0] if made[0] < 0 else made[-1]} is not one: 0 to {MOST_TOKENS - 1}")
+        if len(made) > MOST_IDS:
+            raise TokensError(f"at most {MOST_IDS} token ids can be selected, not {len(made)}")
+        msgspec.structs.force_setattr(self, "ids", made)
+
+    def __str__(self) -> str:
+        return f"token({', '.join(map(str, self.ids))})"
+
+    def __repr__(self) -> str:
+        return f"pc.{self}"
+
+
+MOST_TOKENS, MOST_IDS = 1 << 24, 1 << 12  # ids that an fp32 number can hold, and of one selection
+
+
 class Joined(Selection, frozen=True, tag="joined"):
-    """What two selections give together ("|") or the first without the second ("-")."""
+    """What either of two selections gives ("|"), both do ("&"), or the first without the second ("-")."""
 
     op: str
     left: Any
     right: Any
 
     def __post_init__(self) -> None:
-        if self.op not in ("|", "-"):
-            raise unknown("way to join selections", str(self.op), ("|", "-"))
+        if self.op not in OPS:
+            raise unknown("way to join selections", str(self.op), OPS)
         for side in ("left", "right"):
             msgspec.structs.force_setattr(self, side, tokens(getattr(self, side)))
         if _depth(self) > DEEPEST:
@@ -169,7 +206,7 @@ class Joined(Selection, frozen=True, tag="joined"):
         return f"pc.tokens({str(self)!r})"
 
 
-DEEPEST = 64
+OPS, DEEPEST = "|&-", 64  # the weaker first, as in Python
 
 
 def _depth(selection: Any) -> int:
@@ -182,7 +219,7 @@ def _depth(selection: Any) -> int:
     return found
 
 
-Tokens = Positions | TextSpan | Joined
+Tokens = Positions | TextSpan | TokenIds | Joined
 
 prompt = Positions("prompt")
 generated = Positions("generated")
@@ -194,14 +231,27 @@ def span(text: str, occurrence: int = 0) -> TextSpan:
     return TextSpan(text, occurrence)
 
 
+def token(*ids: int) -> TokenIds:
+    """The tokens that are one of some ids, in the prompt and in generated text: `pc.generated & pc.token(13)`."""
+    return TokenIds(ids)
+
+
+def ids_in(selection: Tokens) -> list[TokenIds]:
+    """The selections of token ids that a selection is joined of."""
+    if isinstance(selection, Joined):
+        return ids_in(selection.left) + ids_in(selection.right)
+    return [selection] if isinstance(selection, TokenIds) else []
+
+
 _OPEN, _CLOSE = re.compile(r"\s*\(\s*"), re.compile(r"\s*\)\s*")
 _GROUP = re.compile(r"\s*(?P<of>[A-Za-z_]\w*)\s*(?:\[(?P<keys>[^\]]*)\])?\s*")
+_TOKEN = re.compile(r"\s*token\(\s*(?P<ids>\d{1,9}(?:\s*,\s*\d{1,9})*)\s*\)\s*")
 _SPAN = re.compile(r'\s*span\(\s*(?P<text>"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\')\s*(?:,\s*(?P<n>-?\d{1,9})\s*)?\)\s*')
 
 
 def tokens(text: Any) -> Tokens:
     """A selection from its text form, from a position or positions of `every`, or a selection itself."""
-    if isinstance(text, (Positions, TextSpan, Joined)):
+    if isinstance(text, (Positions, TextSpan, TokenIds, Joined)):
         return text
     if isinstance(text, (int, slice, range, list, tuple)) and not isinstance(text, bool):
         return every[slice(text.start, text.stop, text.step) if isinstance(text, range) else text]
@@ -215,11 +265,12 @@ def tokens(text: Any) -> Tokens:
 
 def _malformed(text: str) -> ProgramError:
     return ProgramError(
-        f"{text!r} is not a selection; write 'prompt[-1]', 'generated[0:8]' or 'span(\"text\")', joined by | and -"
+        f"{text!r} is not a selection; write 'prompt[-1]', 'generated[0:8]', 'token(464)' or 'span(\"text\")', "
+        "joined by |, & and -"
     )
 
 
-def _joined(text: str, at: int, depth: int, ops: str = "|-") -> tuple[Tokens, int]:
+def _joined(text: str, at: int, depth: int, ops: str = OPS) -> tuple[Tokens, int]:
     """Selections joined by `ops`, the weaker first, from a character on; and where they end."""
     if not ops:
         return _one(text, at, depth)
@@ -241,6 +292,8 @@ def _one(text: str, at: int, depth: int) -> tuple[Tokens, int]:
         return made, closed.end()
     if found := _SPAN.match(text, at):
         return TextSpan(_unquote(found["text"]), int(found["n"] or 0)), found.end()
+    if found := _TOKEN.match(text, at):
+        return TokenIds(tuple(map(int, found["ids"].split(",")))), found.end()
     if found := _GROUP.match(text, at):
         return _group(found, text), found.end()
     raise _malformed(text)

@@ -20,6 +20,7 @@ from patchclamp.errors import EngineError, pack
 from patchclamp.plan import Batch, Bound
 from patchclamp.runtime import Limits, Runtime, addresses
 from patchclamp.runtime.op import at_work
+from patchclamp.runtime.step import HostStep
 from patchclamp.runtime.taps import attach as attach_taps
 from patchclamp.sites import SiteMap, family_of
 
@@ -87,6 +88,8 @@ class Attached:
         self._sender = shared.Sender()
         if self.runtime.device.type == "cuda":
             self._on_cuda(runner, limits)
+        elif isinstance(self.runtime.step, HostStep):
+            self.runtime.step.token_of_row = compat.token_ids(runner, self.kind)
         hooked = attach_taps(runner.get_model(), [(p, tap) for p, tap in sites.taps("vllm") if p.rows == "tokens"])
         self.runtime.keeps, last = compat.place()
         self.runtime.here[:] = False
@@ -101,7 +104,7 @@ class Attached:
         rows, samples, positions = compat.device_facts(runner, self.kind)
         runtime = self.runtime
         runtime.step = step = CudaStep(
-            runtime.table, runtime.bank, rows, samples, positions,
+            runtime.table, runtime.bank, rows, samples, positions, compat.token_ids(runner, self.kind),
             limits.kept_bytes, limits.ring_bytes, limits.pinned_bytes,
         )  # fmt: skip
         watch = Watch(step.buffers) if addresses.wanted() else None

@@ -202,6 +202,11 @@ def device_facts(runner: Any, kind: str) -> tuple[int, int, Any]:
     return runner.max_num_tokens, runner.max_num_reqs, runner.positions
 
 
+def token_ids(runner: Any, kind: str) -> Any:
+    """The tensor of every row's token id, which the runner fills before every step."""
+    return runner.input_buffers.input_ids if kind == "v2" else runner.input_ids.gpu
+
+
 def scheduled(scheduler_output: Any) -> tuple[dict[str, int], int]:
     """Tokens of each request of a step, and of all."""
     return scheduler_output.num_scheduled_tokens, scheduler_output.total_num_scheduled_tokens

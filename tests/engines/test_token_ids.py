@@ -1,0 +1,109 @@
+"""Selections by token id: of the prompt, and of generated text as it comes, however the request is run."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import patchclamp as pc
+
+from .conftest import PROMPTS
+from .test_ops import CHUNKED, V1
+
+AT = pc.resid_post[3]
+MODES = {
+    "transformers": ("transformers", {}), "eager": ("vllm", {}), "compiled": ("vllm", {"compiled": True}),
+    "chunks of 16": ("vllm", CHUNKED),
+}  # fmt: skip
+SAMPLING = {"ignore_eos": True}
+
+
+def engine_of(engines, mode: str) -> pc.LM:
+    engine, options = MODES[mode]
+    return engines.get(engine, "float32", **options)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_of_some_tokens_are_edited_and_no_others(engines, mode):
+    """What the edit adds at its own site reaches no other row there, so that every row tells."""
+    lm = engine_of(engines, mode)
+    plain = lm.run(list(PROMPTS), max_tokens=16, sampling=SAMPLING, capture=[AT])
+    often = [max(run.token_ids[:-1], key=run.token_ids[:-1].count) for run in plain]  # a token of each generated text
+    asked = [
+        lambda ids: pc.token(*ids), lambda ids: pc.generated & pc.token(*ids), lambda ids: pc.every - pc.token(*ids),
+        lambda ids: pc.prompt[0] | pc.token(*ids), lambda ids: (pc.generated[0:7] - pc.token(ids[0])) | pc.token(ids[1]),
+        lambda ids: pc.token(49151) | (pc.generated[2:] & pc.token(*range(0, 49152, 13), *ids)),
+    ]  # fmt: skip
+    cases = [(i, choose((often[i], run.prompt_token_ids[-1]))) for i, run in enumerate(plain) for choose in asked]
+    edits = [[pc.Add(V1, AT, tokens, scale=0.02)] for _, tokens in cases]
+    captures = [[pc.Capture(AT), pc.resid_post[29] @ tokens] for _, tokens in cases]
+    edited = lm.run([PROMPTS[i] for i, _ in cases], max_tokens=16, sampling=SAMPLING, edits=edits, capture=captures)
+    v, acted = torch.from_numpy(0.02 * V1), 0
+    for (i, tokens), run in zip(cases, edited, strict=True):
+        same = next((n for n, (a, b) in enumerate(zip(run.token_ids, plain[i].token_ids, strict=True)) if a != b), 16)
+        known = len(run.prompt_token_ids) + same  # positions of the same tokens
+        chosen = run.select(tokens)
+        assert run.positions(pc.resid_post[29]) == chosen.tolist()
+        assert len(run[pc.resid_post[29]]) == len(chosen)
+        change = run[AT] - plain[i][AT]
+        hit = np.isin(np.arange(len(change)), chosen)[:known]
+        expected = v * torch.from_numpy(hit)[:, None]
+        noise = 2e-4 + 1e-6 * plain[i][AT][:known].abs().amax(1, keepdim=True)
+        assert ((change[:known] - expected).abs() <= noise).all(), tokens
+        acted += int(hit[len(run.prompt_token_ids) :].sum())
+    assert acted > 10  # of generated tokens
+
+
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_an_op_over_a_whole_row_and_one_at_logits(engines, engine):
+    """Whichever token follows a given one: its logits are those that the op makes."""
+    lm = engines.get(engine, "float32")
+    plain = lm.run(PROMPTS[1], max_tokens=12, sampling=SAMPLING, capture=[pc.logits])
+    token = plain.token_ids[3]
+    at = pc.generated & pc.token(token)
+    run = lm.run(PROMPTS[1], max_tokens=12, sampling=SAMPLING, capture=[pc.logits, AT], edits=[
+        pc.Scale(0.5, pc.logits, at), pc.Ablate(V1, AT, at), pc.Noise(0.1, AT, pc.generated - pc.token(token), seed=4)])  # fmt: skip
+    first = len(run.prompt_token_ids)
+    chosen = [p for p in run.select(at).tolist() if p < first + 12 - 1]
+    assert chosen
+    unit = torch.from_numpy(V1 / np.linalg.norm(V1))
+    for position, row in zip(run.positions(AT), run[AT], strict=True):
+        assert (abs(float(row @ unit)) < 1e-3) == (position in chosen) or position < first
+    assert run.positions(pc.logits) == list(range(first - 1, first + 11))
+
+
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_captures_at_their_places_keep_to_their_tokens(engines, engine):
+    """Of two captures that have a position the later one counts, where it asks for that token."""
+    lm = engines.get(engine, "float32")
+    token = lm.run(PROMPTS[0], max_tokens=12, sampling=SAMPLING).token_ids[2]
+    at = pc.token(token)
+    run = lm.run(PROMPTS[0], max_tokens=12, sampling=SAMPLING, edits=[
+        pc.Capture(AT, pc.generated), pc.Add(V1, AT, scale=0.01), pc.Capture(AT, at)])  # fmt: skip
+    before, after = run["edits[0]"], run["edits[2]"]
+    generated, chosen = np.arange(len(run.prompt_token_ids), len(run.prompt_token_ids) + 11), run.select(at)
+    assert len(before) == 11
+    assert len(after) == len(chosen) > 0
+    merged = dict(zip(run.positions(AT), run[AT], strict=True))
+    assert sorted(merged) == sorted({*generated.tolist(), *chosen.tolist()})
+    for i, position in enumerate(generated.tolist()):
+        expected = after[chosen.tolist().index(position)] if position in chosen else before[i]
+        assert torch.equal(merged[position], expected)
+
+
+def test_patching_by_token_and_what_is_refused(engines):
+    lm = engines.get("vllm", "float32")
+    clean = lm.run(PROMPTS[0], max_tokens=8, sampling=SAMPLING, capture=[AT])
+    token = clean.token_ids[2]
+    patched = lm.run(PROMPTS[0], max_tokens=8, sampling=SAMPLING, capture=[AT], edits=[
+        pc.Zero(AT, pc.token(token)), pc.Replace(pc.From(clean), AT, pc.token(token))])  # fmt: skip
+    assert (patched.token_ids, patched.logprobs) == (clean.token_ids, clean.logprobs)
+    two = np.stack([V1, V1])
+    with pytest.raises(pc.ShapeError, match=r"edits\[0\].value: how many tokens generated & token"):
+        lm.run(PROMPTS[0], max_tokens=8, edits=[pc.Add(two, AT, pc.generated & pc.token(token))])
+    with pytest.raises(pc.TokensError, match="selects no position of this request"):
+        lm.run(PROMPTS[0], max_tokens=1, edits=[pc.Zero(AT, pc.token(49151))])
+    known = lm.run(PROMPTS[0], max_tokens=1, capture=[AT], edits=[  # in the prompt, all is known
+        pc.Add(two, AT, pc.token(*clean.prompt_token_ids[1:3]))])  # fmt: skip
+    assert torch.allclose(known[AT][1] - clean[AT][1], torch.from_numpy(V1), atol=1e-4)

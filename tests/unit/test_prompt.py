@@ -1,0 +1,39 @@
+"""What a selection names before anything is generated: positions, some of them under conditions on the token."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+import patchclamp as pc
+from patchclamp.plan import Prompt
+from patchclamp.spec.tokens import Joined, ids_in
+
+ids = st.integers(0, 5)
+leaves = st.one_of(
+    st.builds(pc.token, ids), st.builds(pc.token, ids, ids, ids), st.just(pc.generated), st.just(pc.prompt),
+    st.builds(lambda a, b: pc.every[a:b], st.integers(0, 9), st.integers(0, 9)),
+    st.builds(lambda a: pc.generated[a:], st.integers(0, 4)),
+)  # fmt: skip
+selections = st.recursive(leaves, lambda inner: st.builds(Joined, st.sampled_from("|&-"), inner, inner), max_leaves=6)
+
+
+@given(selections, st.lists(ids, min_size=1, max_size=6), st.lists(ids, max_size=6))
+def test_cases_are_what_the_selection_is_once_the_tokens_are_known(selection, prompt, generated):
+    limit = len(prompt) + len(generated)
+    tokens, asked = np.array([*prompt, *generated]), Prompt(prompt, lambda: ("", []))
+    expected = asked.select(selection, limit, tokens)
+    found: list[int] = []
+    cases = asked.cases(selection, limit)
+    for case in cases:
+        assert list(case.ids) == sorted(set(case.ids))
+        under = (
+            np.isin(tokens[case.positions], case.ids) != case.others if case.ids else np.ones(len(case.positions), bool)
+        )
+        found += case.positions[under].tolist()
+    assert sorted(found) == sorted(set(expected.tolist()))
+    assert len(set(found)) == len(found)
+    assert all(case.ids for case in cases[1:])
+    assert all(case.alone == (len(cases) == 1) for case in cases[:1])
+    assert len(cases) == 1 or ids_in(selection)
