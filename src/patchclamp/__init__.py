@@ -24,6 +24,7 @@ from patchclamp.errors import (
 from patchclamp.spec import (
     Ablate,
     Add,
+    Apply,
     Capture,
     Clamp,
     From,
@@ -86,6 +87,7 @@ __all__ = [
     "Ablate",
     "Add",
     "AddressMoved",
+    "Apply",
     "CapacityError",
     "Capture",
     "Clamp",

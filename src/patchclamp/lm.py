@@ -16,6 +16,7 @@ from patchclamp.engines.base import Answer, Engine, Request
 from patchclamp.engines.open import open_engine
 from patchclamp.errors import EngineError, MissingSource, PatchclampError, ProgramError, TokensError
 from patchclamp.plan import Prompt, bind
+from patchclamp.plan.bind import Code
 from patchclamp.proofs import ensure_proved
 from patchclamp.run import Run
 from patchclamp.spec import At, Op, Program, Site
@@ -32,14 +33,26 @@ class LM:
     `engine`: "vllm" (where it is installed, the default), "transformers", or "fake"; `options` are the engine's own,
     by its own names (vLLM's engine arguments; for Transformers see `TransformersEngine`). `prove`: a site is offered
     only once it has been proved on this live model (a few seconds on a CPU, remembered for the model and versions).
+    `allow_code`: programs may have `Apply`, Python that runs in the engine; the engine must be in this process.
 
     Raises: `ModelError` for a model without a site table, `EngineError` if the engine does not start,
     `UnknownName` for an option it does not have.
     """
 
-    def __init__(self, model: str, engine: str | Engine | None = None, *, prove: bool = True, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str,
+        engine: str | Engine | None = None,
+        *,
+        prove: bool = True,
+        allow_code: bool = False,
+        **options: Any,
+    ) -> None:
         self.engine: Engine = open_engine(model, engine, options)
-        self.bank = NamedBank()
+        self.bank, self._allow_code = NamedBank(), allow_code
+        if allow_code and getattr(self.engine, "remote", False):
+            self.engine.close()
+            raise EngineError("allow_code needs the engine in this process: one worker, and no multiprocess_mode")
         self._runs: weakref.WeakValueDictionary[str, Run] = weakref.WeakValueDictionary()
         self._close = weakref.finalize(self, self.engine.close) if self.engine is not engine else self.engine.close
         if prove:
@@ -260,13 +273,14 @@ class LM:
         if outside:
             raise TokensError(f"{outside[0]!r} is not a token id below {self.model.d_vocab}", "score")
         vectors: dict[str, np.ndarray] = {}
+        code: dict[int, Code] | None = {} if self._allow_code else None
         spelled = Prompt(ids, lambda: self.tokenizer.spell(ids, text))
         try:
-            known = (self.sites, self._source, self.bank, vectors)
+            known = (self.sites, self._source, self.bank, vectors, code)
             bound = bind(program, key, spelled, max_tokens, *known) if program else None
         except PatchclampError as error:
             raise error if number is False else error.under(f"prompt {number}") from None
-        return Request(key, ids, max_tokens, bound, vectors, sampling, tuple(int(i) for i in score))
+        return Request(key, ids, max_tokens, bound, vectors, sampling, tuple(int(i) for i in score), code or {})
 
     def _source(self, run: str) -> Run:
         found = self._runs.get(run)

@@ -17,16 +17,16 @@ from patchclamp.kernels import cuda
 POINTERS = {
     "*i32": ("slot_of_row", "rank_of_row", "token_of_row", "row_of_sample", "generation", "first", "records", "offset", "quantiles"),
     "*i64": ("position_of_row", "base"), "*fp32": ("bank",), "i64": ("kept", "bad"),
-    "i32": ("hidden_stride", "residual_stride", "width", "point", "points"),
+    "i32": ("hidden_stride", "residual_stride", "width", "point", "points", "phase"),
 }  # fmt: skip
-ANY = ("kept", "bad", "point", "points")  # of no known alignment
+ANY = ("kept", "bad", "point", "points", "phase")  # of no known alignment
 
 
-def resources(width: int, dtype: str, pair: bool, sampled: bool, capability: int) -> dict[str, int]:
+def resources(width: int, dtype: str, pair: bool, sampled: bool, capability: int, code: bool = False) -> dict[str, int]:
     """Registers and bytes of stack (spills) of a thread of the kernel, as `cuda.site` launches it."""
     made = cuda.launched(width, pair, sampled)
     options = {name: made.pop(name) for name in ("num_warps", "maxnreg", "enable_fp_fusion")}
-    constants = {**made, "EARLY": capability >= 90}
+    constants = {**made, "EARLY": capability >= 90, "CODE": code}
     types = {name: kind for kind, names in POINTERS.items() for name in names} | dict.fromkeys(
         ("hidden", "residual"), f"*{dtype}"
     )

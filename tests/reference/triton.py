@@ -11,13 +11,27 @@ from __future__ import annotations
 import argparse
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
 
 from patchclamp.kernels import cuda, fused, noise
-from patchclamp.plan import BLEND, CAPTURE, LINEAR, MATCH, NOISE, PROJECT, Batch, ProgramTable, StepPlan, make_plan
+from patchclamp.plan import (
+    APPLY,
+    BLEND,
+    CAPTURE,
+    LINEAR,
+    MATCH,
+    NOISE,
+    PROJECT,
+    Batch,
+    ProgramTable,
+    StepPlan,
+    make_plan,
+)
 from patchclamp.plan.step import BYTES
+from patchclamp.runtime.cuda import CudaStep
 from tests.reference.records import record_array
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -42,22 +56,26 @@ def tables_of(
     }  # fmt: skip
     made = {name: torch.from_numpy(np.ascontiguousarray(array)).to(device) for name, array in arrays.items()}
     made["quantiles"] = torch.from_numpy(noise.quantiles()).reshape(-1).to(device)
-    return SimpleNamespace(**made, bank=bank.to(device), bad=bad, bad_address=bad.data_ptr(), points=POINTS)
+    return SimpleNamespace(
+        **made, table=table, bank=bank.to(device), bad=bad, bad_address=bad.data_ptr(), points=POINTS
+    )
 
 
 def records(
-    rng: np.random.Generator, width: np.ndarray, device: str, sums: bool = False
+    rng: np.random.Generator, width: np.ndarray, device: str, sums: bool = False, coded: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Up to four records at each point; `sums`: of ops, too, that need a sum over a row."""
+    """Up to four records at each point; `sums`: of ops, too, that need a sum over a row; `coded`: of code, too."""
     counts, made = rng.integers(0, 5, POINTS), []
     for point, count in enumerate(counts):
         for ordinal in range(count):
             start, length = int(rng.integers(0, 9)), int(rng.integers(1, 9))
-            kind = int(rng.choice([CAPTURE, LINEAR, BLEND, NOISE, *([PROJECT] if sums else [])]))
+            kind = int(rng.choice([CAPTURE, LINEAR, BLEND, NOISE, *[APPLY] * coded, *[PROJECT] * sums]))
             value, other = (int(rng.integers(0, BANK // width[point] - 10)) * width[point] for _ in range(2))
             step = int(rng.integers(0, 2))
             if kind == CAPTURE:
                 step, value, x, y = 0, ordinal, float(rng.choice(ASKED[device])), 0.0
+            elif kind == APPLY:
+                step, value, x, y = 0, int(rng.integers(0, 4)), 0.0, 0.0
             elif kind == PROJECT:
                 step, (x, y) = 0, sorted(rng.choice([-10.0, -0.5, 0.0, 0.5, 10.0], 2))
             elif kind == NOISE:
@@ -69,7 +87,7 @@ def records(
                 x, y = 0.0, rng.choice([0.0, 0.1, 3.0])
             else:
                 large = [0.25, 0.35, 0.22, 0.18, 0.0] if sums else [0.25, 0.35, 0.2, 0.18, 0.02]
-                x, y = rng.choice([0.0, 1.0, 0.5, -2.0, 3e38], 2, p=large)
+                x, y = rng.choice([0.0, 1.0, 0.5, -2.0, 0.25 if coded else 3e38], 2, p=large)
             if kind != CAPTURE and rng.random() < 0.3:
                 ids = IDS + int(rng.integers(0, 200)), int(rng.integers(1, 300))
                 made.append((start, start + length, MATCH, ids[1], ids[0], float(rng.integers(0, 2))))
@@ -92,43 +110,49 @@ def _as_strided(rows: torch.Tensor, device: str) -> torch.Tensor:
     return made.copy_(rows)
 
 
-def one_round(rng: np.random.Generator, device: str, found: dict[str, int], sums: bool) -> None:
-    """One random step; with `sums`, which are added up in another order, close is good enough."""
+def one_round(rng: np.random.Generator, device: str, found: dict[str, int], sums: bool, coded: bool = False) -> None:
+    """One random step; with `sums`, which are added up in another order, close is good enough; `coded`, with code among
+    the records, in fp32, for rows are rounded where code begins."""
     width = np.array(rng.choice([16, 40, 100, 256], POINTS))
     sampled = np.array([False, False, True])
     table = ProgramTable(SLOTS, POINTS, 200, sampled)
     for _ in range(int(rng.integers(1, SLOTS))):
-        table.admit(*records(rng, width, device, sums))
+        table.admit(*records(rng, width, device, sums, coded))
     slots = rng.permutation(SLOTS)
     slots[slots > len(table)] = 0
     count = rng.integers(1, 7, SLOTS)
     batch = Batch(slots, np.cumsum(count) - count, rng.integers(0, 9, SLOTS), count, int(count.sum()))
     in_bytes, in_numbers = (make_plan(batch, table, width, *unit) for unit in ((BYTES,), ()))
     bank = torch.from_numpy(rng.standard_normal(BANK).astype(np.float32))
-    if not sums:
+    if not sums and not coded:
         bank[torch.from_numpy(rng.integers(0, BANK, 20))] = float("nan")
     bank = torch.cat([bank, torch.from_numpy(np.sort(rng.integers(0, 3 * VOCABULARY, 500))).float()])
     token = rng.integers(0, VOCABULARY, batch.rows).astype(np.int32)
     tables = tables_of(table, in_bytes, in_numbers.tokens.position, batch, bank, token, device)
     kept = torch.zeros(in_bytes.size + 16, dtype=torch.uint8, device=device)
     expected = torch.zeros(in_numbers.size)
-    failed = set()
+    failed, calls = set(), []
+    step: Any = CudaStep.__new__(CudaStep)
+    step.tables, step._plan, step._batch, step.code = tables, in_bytes, batch, code
     for point in range(POINTS):
-        dtype = DTYPES[int(rng.choice(ASKED[device]))]
+        dtype = DTYPES[0 if coded else int(rng.choice(ASKED[device]))]
         labels = in_numbers.sampled if sampled[point] else in_numbers.tokens
         hidden = rows(rng, len(labels.slot), int(width[point]), dtype, device)
         residual = rows(rng, *hidden.shape, dtype, device) if rng.random() < 0.5 else None
         mine = hidden.cpu().clone(), None if residual is None else residual.cpu().clone()
         mine_R = torch.from_numpy(token[batch.row + batch.count - 1] if sampled[point] else token)
-        bad = fused.apply(*mine, labels, point, table, in_numbers, bank, expected, mine_R)
+        bad = fused.apply(*mine, labels, point, table, in_numbers, bank, expected, mine_R, code)
         failed |= set() if bad is None else set(bad.tolist())
-        cuda.site(tables, point, hidden, residual, kept, 0, bool(sampled[point]))
+        bad = step._carry_out(point, hidden, residual, kept, 0, bool(sampled[point]))
+        assert bad is None or len(bad) == 0
+        calls.append(len(step._calls(point)))
         for name, got, want in zip(("hidden", "residual"), (hidden, residual), mine, strict=True):
             if want is not None and not (sums and name == "residual"):
                 told = "sums" if sums else name
                 whole = (got.cpu(), want) if residual is None or not sums else (got.cpu() + residual.cpu(), sum(mine))
                 assert close(*whole) if sums else torch.equal(bits(got.cpu()), bits(want)), (told, dtype, point)
                 found[f"{told} {str(dtype)[6:]}"] = found.get(f"{told} {str(dtype)[6:]}", 0) + 1
+    found["calls of code"] = found.get("calls of code", 0) + sum(calls)
     tables.failed = {s for s in range(1, SLOTS + 1) if int(tables.bad[s]) >> 32 == table.generation[s] > 0}
     assert tables.failed == failed, (tables.failed, failed)
     found["rows not finite"] = found.get("rows not finite", 0) + len(failed)
@@ -144,6 +168,11 @@ def one_round(rng: np.random.Generator, device: str, found: dict[str, int], sums
             continue
         assert torch.equal(bits(got), bits(want)), ("capture", dtype)
         found[f"captures {str(dtype)[6:]}"] = found.get(f"captures {str(dtype)[6:]}", 0) + 1
+
+
+def code(number: int, rows: torch.Tensor) -> torch.Tensor:
+    """What code of a number does."""
+    return rows * 0.5 + number
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -165,6 +194,8 @@ def check(device: str, rounds: int, seed: int | None = None) -> dict[str, int]:
         for i in range(rounds):
             cuda.WIDEST = 64 if i % 2 else widest
             one_round(rng, device, found, i % 4 > 1)
+            if i % 3 == 0:
+                one_round(rng, device, found, sums=False, coded=True)
     finally:
         cuda.WIDEST = widest
     return found

@@ -31,6 +31,7 @@ def test_triton_equals_the_torch_kernel_bit_for_bit():
         "hidden float16",
         "captures float32",
         "rows not finite",
+        "calls of code",
         "sums float32",
     ):
         assert compared.get(what, 0) > 0, compared

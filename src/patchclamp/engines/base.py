@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.plan import Bound
+from patchclamp.plan.bind import Code
 from patchclamp.sites import SiteMap
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ class Model(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct):
-    """One request. `bound` is None for a request without a program; `vectors` are the inline ones it reads, [n, W].
+    """One request. `bound` is None for a request without a program; `vectors` are the inline ones it reads, [n, W], and
+    `code` what its `Apply`s run, by number.
 
     `score` are token ids whose log-probability as the next token is wanted; `sampling` has vLLM's own names.
     """
@@ -44,6 +46,7 @@ class Request(msgspec.Struct):
     vectors: dict[str, np.ndarray] = {}
     sampling: dict[str, Any] = {}
     score: tuple[int, ...] = ()
+    code: dict[int, Code] = {}
 
 
 class Answer(msgspec.Struct):

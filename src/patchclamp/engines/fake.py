@@ -28,12 +28,14 @@ from patchclamp.errors import (
     MissingSource,
     PatchclampError,
     ProgramError,
+    RunError,
     TokensError,
     told,
     unknown,
 )
 from patchclamp.kernels import reference
 from patchclamp.plan import Batch, Bound, ProgramTable, StepPlan, make_plan
+from patchclamp.plan.bind import Code
 from patchclamp.plan.table import records_of
 from patchclamp.sites import SiteMap
 from patchclamp.sites.families import LLAMA
@@ -137,7 +139,7 @@ class FakeEngine:
                 failed[request.run] = error
         writers = [_Writer(request, self._net) for request in requests if request.run not in failed]
         try:
-            self._generate(writers, values)
+            failed |= self._generate(writers, values)
         except Exception as error:
             failed |= {writer.request.run: told(error) for writer in writers}
         self._programs = 0
@@ -169,12 +171,14 @@ class FakeEngine:
             raise MissingSource(f"run {run} captured nothing at {self.sites.label(int(point))}")
         return rows
 
-    def _generate(self, writers: list[_Writer], values: dict[str, np.ndarray]) -> None:
+    def _generate(self, writers: list[_Writer], values: dict[str, np.ndarray]) -> dict[str, RunError]:
         bounds = [writer.request.bound for writer in writers if writer.request.bound is not None]
         self._kept |= {bound.run: [] for bound in bounds}
-        programs, self._programs = _Programs(self.sites, bounds, values), len(bounds)
+        code = {number: (w.request.run, each) for w in writers for number, each in w.request.code.items()}
+        programs, self._programs = _Programs(self.sites, bounds, values, code), len(bounds)
         while working := [writer for writer in writers if writer.reason is None]:
             self._step(working, programs)
+        return programs.errors
 
     def _step(self, writers: list[_Writer], programs: _Programs) -> None:
         counts = [min(self._chunk, len(writer.tokens) - writer.computed) for writer in writers]
@@ -204,7 +208,9 @@ class _Captured(msgspec.Struct, frozen=True):
 class _Programs:
     """The programs of one batch in tables of just their size; `slot` is by run."""
 
-    def __init__(self, sites: SiteMap, bounds: list[Bound], values: dict[str, np.ndarray]) -> None:
+    def __init__(
+        self, sites: SiteMap, bounds: list[Bound], values: dict[str, np.ndarray], code: dict[int, tuple[str, Code]]
+    ) -> None:
         self._number = {(point.kind, point.layer): point.number for point in sites.points}
         self._widths = np.array([point.width for point in sites.points])
         self._sampled = np.array([point.rows == "sampled" for point in sites.points])
@@ -216,6 +222,8 @@ class _Programs:
         self._table = ProgramTable(len(bounds), len(sites.points), size, self._sampled)
         self.slot = {bound.run: self._table.admit(*records) for bound, records in zip(bounds, made, strict=True)}
         self._run = {slot: run for run, slot in self.slot.items()}
+        self._code = code
+        self.errors: dict[str, RunError] = {}
         self._plan: StepPlan | None = None
         self._buffer = np.zeros(0, np.float32)
 
@@ -231,9 +239,21 @@ class _Programs:
                 rows, tokens = plan.tokens, token_R
                 if self._sampled[point]:
                     rows, tokens = plan.sampled, token_R[batch.row + batch.count - 1]
-                reference.apply(h_RW, rows, point, self._table, plan, self._bank, self._buffer, tokens)
+                given = (rows, point, self._table, plan, self._bank, self._buffer, tokens, self._apply)
+                reference.apply(h_RW, *given)
 
         return tap
+
+    def _apply(self, number: int, rows: np.ndarray) -> np.ndarray | None:
+        """What code makes of rows [n, W]; None, and its run's error, where it failed."""
+        import torch
+
+        run, code = self._code[number]
+        try:
+            return code.run(torch.from_numpy(rows)).float().numpy()
+        except RunError as error:
+            self.errors.setdefault(run, error)
+            return None
 
     def end(self) -> list[tuple[str, _Captured]]:
         """What the step captured, with the run it belongs to."""

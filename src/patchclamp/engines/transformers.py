@@ -147,6 +147,7 @@ class TransformersEngine:
     def _reserve(self, request: Request) -> Exception | None:
         """Holds a request's vectors and seats its program; returns what stands against it."""
         self.runtime.hold({key: torch.tensor(rows) for key, rows in request.vectors.items()}, request.vectors)
+        self.runtime.hold_code(request.run, request.code)
         try:
             if request.bound is not None:
                 self.runtime.reserve(request.bound)

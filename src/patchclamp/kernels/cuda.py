@@ -24,7 +24,7 @@ WIDEST, A_PASS = 8192, 4096  # columns of a sampled row that are taken at once; 
 RECORD_WORDS = RECORD.itemsize // 4  # start, stop, kind, step, value (two), x, y, other (two), found, none
 WORDS, FOUND = tl.constexpr(RECORD_WORDS), tl.constexpr(RECORD.fields["found"][1] // 4)  # type: ignore[index]
 CAPTURE, LINEAR, BLEND = (tl.constexpr(n) for n in (plan.CAPTURE, plan.LINEAR, plan.BLEND))
-PROJECT, NOISE, MATCH = (tl.constexpr(n) for n in (plan.PROJECT, plan.NOISE, plan.MATCH))
+PROJECT, NOISE, MATCH, APPLY = (tl.constexpr(n) for n in (plan.PROJECT, plan.NOISE, plan.MATCH, plan.APPLY))
 PARTS, OCTAVES, BORDERS = (tl.constexpr(n) for n in (noise.PARTS, noise.OCTAVES, (1 << noise.PARTS) + 1))
 UNIT = tl.constexpr(2.0**-noise.FRACTION)
 
@@ -214,13 +214,27 @@ def _finite(h, inside):
     return tl.min(tl.where(inside, (tl.abs(h.to(tl.float32)) < float("inf")).to(tl.int32), 1), axis=0)
 
 
-@triton.jit(do_not_specialize=["kept", "bad", "point", "points"])
+@triton.jit
+def _between(records, begin, end, phase):
+    """Of records begin … end − 1 those after as many that run code as `phase` says, up to the next such."""
+    low, high, seen = begin, end, 0
+    kind = records + begin.to(tl.int64) * WORDS + 2
+    for number in range(begin, end):
+        if _look(kind) == APPLY:
+            seen += 1
+            low = tl.where(seen == phase, number + 1, low)
+            high = tl.where(seen == phase + 1, number, high)
+        kind += WORDS
+    return tl.where(seen < phase, high, low), high
+
+
+@triton.jit(do_not_specialize=["kept", "bad", "point", "points", "phase"])
 def _site(
     hidden, residual, hidden_stride, residual_stride, width,
     slot_of_row, rank_of_row, position_of_row, token_of_row, row_of_sample, generation,
-    first, records, base, offset, bank, kept, quantiles, bad, point, points,
+    first, records, base, offset, bank, kept, quantiles, bad, point, points, phase,
     PAIR: tl.constexpr, SAMPLED: tl.constexpr, BLOCK: tl.constexpr, PASSES: tl.constexpr, ALIGNED: tl.constexpr,
-    EARLY: tl.constexpr,
+    CODE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     out_row = tl.program_id(0).to(tl.int64)
     row = out_row
@@ -232,6 +246,8 @@ def _site(
     end = _look(first + slot * (points + 1) + point + 1)
     if EARLY:  # launched while the kernel before ends: the tables were there before it began, but nothing of the stream
         tl.extra.cuda.gdc_wait()  # is read, and nobody leaves, before it is done
+    if CODE:
+        begin, end = _between(records, begin, end, phase)
     if begin == end:
         return
     hidden += out_row * hidden_stride
@@ -273,10 +289,12 @@ def site(
     kept: torch.Tensor,
     kept_begin: int,
     sampled: bool,
+    phase: int | None = None,
 ) -> None:
     """Launches the kernel for a point over `tables` (`runtime.device.CudaTables`).
 
-    `kept` [bytes] takes the captured rows; its first byte is byte `kept_begin`, a multiple of 16, of the step's.
+    `kept` [bytes] takes the captured rows; its first byte is byte `kept_begin`, a multiple of 16, of the step's. Where
+    there is code among the records, those are carried out that come after `phase` calls of it and before the next.
     """
     rows, width = hidden_RW.shape
     other = hidden_RW if residual_RW is None else residual_RW
@@ -285,7 +303,7 @@ def site(
         tables.slot_of_row, tables.rank_of_row, tables.position_of_row, tables.token_of_row, tables.row_of_sample,
         tables.generation,
         tables.first, tables.records, tables.base, tables.offset, tables.bank, kept.data_ptr() - kept_begin,
-        tables.quantiles, tables.bad_address, point, tables.points,
+        tables.quantiles, tables.bad_address, point, tables.points, phase or 0, CODE=phase is not None,
         **launched(width, residual_RW is not None, sampled), **_early(),
     )  # fmt: skip
 

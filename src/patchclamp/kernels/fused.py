@@ -9,12 +9,14 @@ r' = round(s), h' = round(s − r') loses nothing that the pair could hold (TwoS
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 
 from patchclamp.kernels.noise import FRACTION, MASK, MULTIPLIERS, OCTAVES, PARTS, STEPS, quantiles
-from patchclamp.plan import BLEND, CAPTURE, LINEAR, MATCH, NOISE, PROJECT, ProgramTable, StepPlan
+from patchclamp.plan import APPLY, BLEND, CAPTURE, LINEAR, MATCH, NOISE, PROJECT, ProgramTable, StepPlan
 from patchclamp.plan.step import Rows
 
 
@@ -28,9 +30,10 @@ def apply(
     bank_B: torch.Tensor,
     kept_K: torch.Tensor,
     token_R: torch.Tensor | None = None,
+    code: Callable[[int, torch.Tensor], torch.Tensor | None] | None = None,
 ) -> np.ndarray | None:
     """Applies a point's records to the rows in place and writes captured rows into `kept_K`; `token_R` are the rows'
-    token ids, if any record asks for them.
+    token ids, if any record asks for them; `code` runs that of a number on rows [n, W], and gives None if it failed.
 
     A row whose edits are not finite in the tensor's dtype is left as it was: kept keys and values would carry NaN to
     other requests. Returns the slots of such rows.
@@ -42,7 +45,7 @@ def apply(
     first, last, position = first[at], last[at], rows.position[at]
     at_A = _on(hidden_RW, at)
     h_AW = join(hidden_RW, residual_RW, at_A)
-    edited, matched = np.zeros(len(at), bool), np.ones(len(at), bool)
+    edited, broken, matched = np.zeros(len(at), bool), np.zeros(len(at), bool), np.ones(len(at), bool)
     for place in range(int((last - first).max())):
         mine = np.flatnonzero(first + place < last)
         records = table.records[first[mine] + place]
@@ -58,9 +61,12 @@ def apply(
             elif each == MATCH:
                 assert token_R is not None, "a record asks for token ids, and the engine gave none"
                 matched[some] = _match(token_R[_on(token_R, at[some])], chosen, bank_B)
+            elif each == APPLY:
+                assert code is not None, "a record asks for code, and there is none"
+                broken[some] |= ~_run(h_AW, some, chosen, code)
             else:
                 _EDITS[int(each)](h_AW, some, chosen, position[some], bank_B)
-    write = np.flatnonzero(edited)
+    write = np.flatnonzero(edited & ~broken)
     finite = h_AW[_on(h_AW, write)].to(hidden_RW.dtype).isfinite().all(dim=1).cpu().numpy()
     good = _on(hidden_RW, write[finite])
     split(hidden_RW, residual_RW, at_A[good], h_AW[good])
@@ -96,6 +102,18 @@ def _keep(
     begin = plan.begin[plan.spans.spans_by_number[records["step"]]]
     row = plan.target(records["step"], records["value"]) // width + (position[mine] - begin)
     _rows(kept_K, width).index_copy_(0, _on(h_AW, row), h_AW[_on(h_AW, mine)])
+
+
+def _run(h_AW: torch.Tensor, mine: np.ndarray, records: np.ndarray, code: Callable[..., Any]) -> np.ndarray:
+    """Runs the code of each record on its rows; whether it gave rows."""
+    done = np.zeros(len(mine), bool)
+    for number in np.unique(records["value"]).tolist():
+        some = records["value"] == number
+        at_A = _on(h_AW, mine[some])
+        made = code(number, h_AW[at_A])
+        if made is not None:
+            h_AW[at_A], done[some] = made, True
+    return done
 
 
 def _match(token_A: torch.Tensor, records: np.ndarray, bank_B: torch.Tensor) -> np.ndarray:

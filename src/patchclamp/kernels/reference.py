@@ -5,10 +5,12 @@ R rows · W width of the point · B numbers in the bank · K numbers in the step
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from patchclamp.kernels.noise import normals
-from patchclamp.plan import BLEND, CAPTURE, LINEAR, MATCH, NOISE, PROJECT, ProgramTable, StepPlan
+from patchclamp.plan import APPLY, BLEND, CAPTURE, LINEAR, MATCH, NOISE, PROJECT, ProgramTable, StepPlan
 from patchclamp.plan.step import Rows
 
 
@@ -21,10 +23,12 @@ def apply(
     bank_B: np.ndarray,
     kept_K: np.ndarray,
     token_R: np.ndarray | None = None,
+    code: Callable[[int, np.ndarray], np.ndarray | None] | None = None,
 ) -> np.ndarray:
     """Applies a point's records to fp32 rows in place, writes captured rows to `kept_K`; returns edited [R] bool.
 
-    `token_R`: the token ids of the rows, if any record asks for them.
+    `token_R`: the token ids of the rows, if any record asks for them; `code` runs that of a number on rows [n, W], and
+    gives None where it failed.
     """
     width = h_RW.shape[1]
     spans = {int(number): c for c, number in enumerate(plan.spans.number)}
@@ -47,6 +51,11 @@ def apply(
                 kept_K[begin : begin + width] = h_RW[r]
                 continue
             h_W, x, y, edited_R[r] = h_RW[r], record["x"], record["y"], True
+            if record["kind"] == APPLY:
+                assert code is not None
+                made = code(int(record["value"]), h_W[None].copy())
+                h_RW[r] = h_W if made is None else made[0]
+                continue
             if record["kind"] == NOISE:
                 row = (int(record["other"]), position, int(record["value"]), width)
                 h_RW[r] = noise(h_W, normals(*row), y, bool(record["step"]))

@@ -8,9 +8,9 @@ Batch   --plan--> StepPlan                 which row belongs to which slot, wher
 from patchclamp.plan.bind import Bound, BoundOp, Source, bind
 from patchclamp.plan.prompt import Prompt
 from patchclamp.plan.step import Batch, StepPlan, make_plan
-from patchclamp.plan.table import BLEND, CAPTURE, LINEAR, MATCH, NOISE, PROJECT, RECORD, ProgramTable
+from patchclamp.plan.table import APPLY, BLEND, CAPTURE, LINEAR, MATCH, NOISE, PROJECT, RECORD, ProgramTable
 
 __all__ = [
-    "BLEND", "CAPTURE", "LINEAR", "MATCH", "NOISE", "PROJECT", "RECORD", "Batch", "Bound", "BoundOp", "ProgramTable",
-    "Prompt", "Source", "StepPlan", "bind", "make_plan",
+    "APPLY", "BLEND", "CAPTURE", "LINEAR", "MATCH", "NOISE", "PROJECT", "RECORD", "Batch", "Bound", "BoundOp",
+    "ProgramTable", "Prompt", "Source", "StepPlan", "bind", "make_plan",
 ]  # fmt: skip

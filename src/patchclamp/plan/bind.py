@@ -9,16 +9,39 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
-from patchclamp.errors import MissingSource, PatchclampError, ProgramError, ShapeError, TokensError, UnsupportedSite
+from patchclamp.errors import (
+    MissingSource,
+    PatchclampError,
+    ProgramError,
+    RunError,
+    ShapeError,
+    TokensError,
+    UnsupportedSite,
+)
 from patchclamp.plan.prompt import Case, Prompt
-from patchclamp.plan.table import BLEND, CAPTURE, LINEAR, NOISE, PROJECT
+from patchclamp.plan.table import APPLY, BLEND, CAPTURE, LINEAR, NOISE, PROJECT
 from patchclamp.sites import Place, SiteMap
-from patchclamp.spec import Ablate, Add, Capture, Clamp, From, Mean, Named, Noise, Program, Replace, Scale, Use, Vector
+from patchclamp.spec import (
+    Ablate,
+    Add,
+    Apply,
+    Capture,
+    Clamp,
+    From,
+    Mean,
+    Named,
+    Noise,
+    Program,
+    Replace,
+    Scale,
+    Use,
+    Vector,
+)
 from patchclamp.spec.ops import DTYPES, LARGEST, Op
 from patchclamp.spec.tokens import Positions, Tokens
 from patchclamp.spec.values import orthonormal
@@ -32,8 +55,9 @@ DEEPEST, MOST_USED = 16, 10_000  # programs that use programs, and the edits of 
 class BoundOp(msgspec.Struct, frozen=True, array_like=True):
     """One op in numbers. `values` has a bank key for each point, one for all, or none; `x`, `y` are the op's scalars
     (`plan.table`), `mask` the bank key of a factor a column. Of noise: its `seed`, the number of each point's site, and
-    whether it is `relative`. `only`: the bank key of token ids, where the op acts only on those, or on all but those
-    (`others`). `tokens`: what a capture keeps of its pieces, as text, where that depends on what is generated.
+    whether it is `relative`; of code, its number (`seed`). `only`: the bank key of token ids, where the op acts only on
+    those, or on all but those (`others`). `tokens`: what a capture keeps of its pieces, as text, where that depends on
+    what is generated.
 
     `reaches_cache`: whether the op can change keys and values that later tokens read.
     """
@@ -113,15 +137,38 @@ class Source(Protocol):
     def select(self, tokens: Tokens) -> np.ndarray: ...
 
 
+class Code(NamedTuple):
+    """What `Apply` runs, and the op's place in its program."""
+
+    path: str
+    fn: Callable[[Any], Any]
+
+    def run(self, rows: Any) -> Any:
+        """What the code makes of rows [n, W], a tensor. Raises `RunError` for what it raises, and for anything but as
+        many rows."""
+        try:
+            made = self.fn(rows)
+        except BaseException as error:  # it must not end the engine, whatever it is
+            raise RunError(f"Apply raised {type(error).__name__}: {error}", self.path) from error
+        shape = list(getattr(made, "shape", ()))
+        if shape != list(rows.shape) or not hasattr(made, "detach"):
+            told = f"{type(made).__name__} {shape}" if shape else type(made).__name__
+            raise RunError(f"Apply must give a tensor {list(rows.shape)}, as it got; it gave {told}", self.path)
+        return made
+
+
+_numbers = itertools.count(1)
+
+
 class _Binder:
-    """`vectors` takes the rows [n, W] of every vector that is bound, by its key."""
+    """`vectors` takes the rows [n, W] of every vector that is bound, by its key, `code` all code by its number."""
 
     def __init__(
         self, prompt: Prompt, limit: int, sites: SiteMap, source: Callable[[str], Source], bank: Mapping[str, Any],
-        vectors: dict[str, np.ndarray],
+        vectors: dict[str, np.ndarray], code: dict[int, Code] | None,
     ) -> None:  # fmt: skip
         self.prompt, self.limit, self.sites, self.source = prompt, limit, sites, source
-        self.bank, self.vectors, self.used = bank, vectors, 0
+        self.bank, self.vectors, self.code, self.used = bank, vectors, code, 0
 
     def bind(self, path: str, op: Op, within: tuple[str, ...] = ()) -> list[BoundOp]:
         """An op, or those of the program in the bank that it uses; `within`: the programs that use it."""
@@ -171,6 +218,8 @@ class _Binder:
         values, rows, count = self._value(op, places, case)
         pieces = pieces_of(case.positions, rows)
         numbers = {"kind": LINEAR, "pieces": pieces} | self._numbers(op, places, pieces, count)
+        if isinstance(op, Apply):
+            numbers |= {"kind": APPLY, "seed": self._code(path, op)}
         if case.ids:
             numbers |= {"only": self._put(Vector.of(case.ids)), "others": case.others}
         return BoundOp(path, points=_points(places), values=values, reaches_cache=cached, **numbers)
@@ -202,6 +251,16 @@ class _Binder:
             return {"kind": NOISE, "y": op.std, "seed": op.seed, "sites": sites, "relative": op.relative,
                     "pieces": pieces if op.std else ()}  # fmt: skip
         return {}
+
+    def _code(self, path: str, op: Apply) -> int:
+        """The number that code goes by, another one each time it is bound: nobody shares its cached blocks."""
+        if self.code is None:
+            raise ProgramError(
+                "Apply runs Python of yours in the engine: allow it with pc.LM(..., allow_code=True)", "fn"
+            )
+        number = next(_numbers)
+        self.code[number] = Code(path, op.fn)
+        return number
 
     def _places(self, op: Op) -> list[Place]:
         try:
@@ -319,15 +378,16 @@ class _Binder:
 def bind(
     program: Program, run: str, prompt: Prompt, max_tokens: int, sites: SiteMap, source: Callable[[str], Source],
     bank: Mapping[str, Any] | None = None, vectors: dict[str, np.ndarray] | None = None,
+    code: dict[int, Code] | None = None,
 ) -> Bound:  # fmt: skip
     """Checks a program against a prompt, a model, and the runs and names (`bank`) it reads, and puts it into numbers.
 
     Positions are those that are inputs: below len(prompt) + max_tokens − 1. `vectors` takes the rows of every vector,
-    by its key.
+    by its key, `code` all code by its number (None: no code is allowed).
     """
     limit = len(prompt.ids) + max_tokens - 1
     binder = _Binder(
-        prompt, limit, sites, source, NO_BANK if bank is None else bank, {} if vectors is None else vectors
+        prompt, limit, sites, source, NO_BANK if bank is None else bank, {} if vectors is None else vectors, code
     )
     return Bound(run, len(prompt.ids), tuple(made for path, op in program.ops for made in binder.bind(path, op)))
 

@@ -20,6 +20,7 @@ PROJECT = 3  # h + (p′ − p)·v, for p = h·v and p′ the nearest to it of x
 NOISE = 4  # h + y·ε; with step 1 y is of the row's root mean square. `value`: the site's number, `other`: the seed
 MATCH = 5  # the next record holds only where the token's id is (x = 1), or is not (x = 0), one of `step` at `value`,
 # which ascend
+APPLY = 6  # what the code of number `value` makes of it
 
 RECORD = np.dtype(
     [
@@ -53,6 +54,7 @@ class ProgramTable:
         self.changed: tuple[set[int], list[tuple[int, int]]] = (set(), [])
         self.sampled = np.zeros(points, bool) if sampled is None else sampled
         self.captures = Captures(self.sampled)
+        self.coded: set[int] = set()  # slots with code among their records
         self._free_slots = list(range(slots, 0, -1))
         self._free = [(0, records)]  # (begin, end), ascending
 
@@ -72,6 +74,8 @@ class ProgramTable:
         self._acts[slot] = counts > 0
         self._acting += self._acts[slot]
         self._add_captures(slot, begin, records, counts)
+        if (records["kind"] == APPLY).any():
+            self.coded.add(slot)
         self._note(slot, begin, begin + len(records))
         return slot
 
@@ -81,6 +85,7 @@ class ProgramTable:
         self._acting -= self._acts[slot]
         self.first[slot] = self._acts[slot] = 0
         self.captures.drop(slot)
+        self.coded.discard(slot)
         self._free_slots.append(slot)
         self._note(slot, 0, 0)
 
@@ -170,6 +175,8 @@ def _records_at(op, ordinal: int, addresses: dict[str, tuple[int, int]]) -> tupl
     records["kind"], records["x"], records["y"], records["other"] = op.kind, op.x, op.y, op.seed
     if op.kind == CAPTURE:
         records["value"] = ordinal
+    elif op.kind == APPLY:
+        records["value"] = op.seed
     elif op.kind == NOISE:
         records["value"], records["step"] = np.array(op.sites, np.int64).reshape(-1, 1), op.relative
     elif op.values:

@@ -7,10 +7,13 @@ itself, and what one layer left is on its way while the next ones compute.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import torch
 
-from patchclamp.kernels import cuda
-from patchclamp.plan import Batch, ProgramTable, StepPlan
+from patchclamp.kernels import cuda, fused
+from patchclamp.plan import APPLY, MATCH, Batch, ProgramTable, StepPlan
 from patchclamp.plan.step import BYTES
 from patchclamp.runtime.device import CudaTables
 from patchclamp.runtime.drain import Drain
@@ -28,6 +31,7 @@ class CudaStep:
     """
 
     unit = BYTES
+    code: Callable[[int, torch.Tensor], torch.Tensor | None] | None = None
 
     def __init__(
         self, table: ProgramTable, bank: Bank, rows: int, samples: int, positions: torch.Tensor, tokens: torch.Tensor,
@@ -60,30 +64,92 @@ class CudaStep:
         return sum(self.memory.values())
 
     def begin(self, plan: StepPlan, batch: Batch, fresh: bool) -> None:
-        self._plan, self._left = plan, []
+        self._plan, self._batch, self._left = plan, batch, []
         self._drained.clear()
         if fresh:
             self._parts = self._kept_apart = None
             self.tables.load(plan, batch.row + batch.count - 1)
             self.recorded.use(plan.active)
 
-    def apply(self, point: int, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, sampled: bool) -> None:
+    def apply(
+        self, point: int, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, sampled: bool
+    ) -> np.ndarray | None:
         if self.recording:
             cuda.site(self.tables, point, hidden_RW, residual_RW, self.kept, 0, sampled)
             self.recorded.note(point)
-            return
+            return None
         part = None
         if self._plan is not None and self._plan.size:
             self._parts = self._plan.parts() if self._parts is None else self._parts
             part = self._parts.get(point)
-        if part is None or self._plan is None:
-            cuda.site(self.tables, point, hidden_RW, residual_RW, self.kept, 0, sampled)
-            return
-        begin, end = part
-        rows, block, offset = self.drain.reserve(end - begin)
-        cuda.site(self.tables, point, hidden_RW, residual_RW, rows, begin, sampled)
-        self._left.append((begin, end, block, offset))
-        self._drained.add(point)
+        kept, begin = self.kept, 0
+        if part is not None:
+            begin, end = part
+            kept, block, offset = self.drain.reserve(end - begin)
+            self._left.append((begin, end, block, offset))
+            self._drained.add(point)
+        return self._carry_out(point, hidden_RW, residual_RW, kept, begin, sampled)
+
+    def _carry_out(
+        self, point: int, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, kept: torch.Tensor, begin: int,
+        sampled: bool,
+    ) -> np.ndarray | None:  # fmt: skip
+        """The kernel, and code between as many launches of it as there are calls."""
+        calls = self._calls(point) if self._plan is not None and self.tables.table.coded else []
+        given = (self.tables, point, hidden_RW, residual_RW, kept, begin, sampled)
+        if not calls:
+            cuda.site(*given)
+            return None
+        bad: list[int] = []
+        for phase, many in enumerate(calls):  # the kernel up to the code, the code, and on
+            cuda.site(*given, phase)
+            for n, records in many:
+                bad += self._run(n, records, hidden_RW, residual_RW, sampled)
+        cuda.site(*given, len(calls))
+        return np.array(bad, np.int64)
+
+    def _calls(self, point: int) -> list[list[tuple[int, np.ndarray]]]:
+        """What code is called at a point, one call of each request after the other: the request's number in the batch,
+        and the call's record, after the one, if there is one, that asks for the token."""
+        table, found = self.tables.table, []
+        for n, slot in enumerate(self._batch.slot.tolist()):
+            if slot not in table.coded:
+                continue
+            records = table.records[table.first[slot, point] : table.first[slot, point + 1]]
+            for phase, at in enumerate(np.flatnonzero(records["kind"] == APPLY).tolist()):
+                if phase == len(found):
+                    found.append([])
+                asked = at > 0 and records["kind"][at - 1] == MATCH
+                found[phase].append((n, records[at - asked : at + 1]))
+        return found
+
+    def _run(
+        self, n: int, records: np.ndarray, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, sampled: bool
+    ) -> list[int]:
+        """Runs a request's code on its rows; its slot, if what that gave is not finite and was not written."""
+        assert self._plan is not None
+        assert self.code is not None
+        batch, record = self._batch, records[-1]
+        rows = batch.row[n] + np.arange(batch.count[n])
+        position = batch.position[n] + self._plan.behind + np.arange(batch.count[n])
+        if sampled:
+            rows, position = rows[-1:], position[-1:]
+        holds = (record["start"] <= position) & (position < record["stop"])
+        if len(records) > 1 and holds.any():
+            first, count = int(records[0]["value"]), int(records[0]["step"])
+            token = self.tables.token_of_row[torch.from_numpy(rows).to(hidden_RW.device)].long()
+            among = torch.isin(token, self.tables.bank[first : first + count].long()).cpu().numpy()
+            holds &= among == (records[0]["x"] == 1)
+        at = np.array([n]) if sampled else rows[holds]
+        if not holds.any():
+            return []
+        at_A = torch.from_numpy(at).to(hidden_RW.device)
+        made = self.code(int(record["value"]), fused.join(hidden_RW, residual_RW, at_A))
+        if made is None:
+            return []
+        finite_A = made.to(hidden_RW.dtype).isfinite().all(1)
+        fused.split(hidden_RW, residual_RW, at_A[finite_A], made[finite_A])
+        return [] if bool(finite_A.all()) else [int(batch.slot[n])]
 
     def end(self, plan: StepPlan) -> Place | Apart | None:
         """What a graph left in `kept`, beside what eager taps did."""

@@ -44,7 +44,7 @@ class CudaTables:
         self, table: ProgramTable, rows: int, samples: int, bank: torch.Tensor, positions: torch.Tensor,
         tokens: torch.Tensor,
     ) -> None:  # fmt: skip
-        self._table, self.bank, self.device = table, bank, bank.device
+        self.table, self.bank, self.device = table, bank, bank.device
         self.position_of_row, self.token_of_row = positions, tokens
         self.points = table.first.shape[1] - 1
         records = len(table.records)
@@ -91,7 +91,7 @@ class CudaTables:
     def failed(self) -> list[tuple[int, int]]:
         """Slots whose present program's edits were not finite, and the point; of steps whose results have arrived."""
         told = np.flatnonzero(self._failures)
-        told = told[self._failures[told] >> 32 == self._table.generation[told]]
+        told = told[self._failures[told] >> 32 == self.table.generation[told]]
         return [(int(slot), int(self._failures[slot]) & 0xFFFFFFFF) for slot in told]
 
     def load(self, plan: StepPlan, sample_rows: np.ndarray) -> None:
@@ -117,11 +117,11 @@ class CudaTables:
         return [(self._at[name], words)]
 
     def _changed(self) -> list[tuple[int, np.ndarray]]:
-        slots, records = self._table.take_changed()
-        stride = self._table.first.shape[1]
-        found = [(self._at["first"] + slot * stride, self._table.first[slot]) for slot in sorted(slots)]
-        found += [(self._at["generation"] + slot, self._table.generation[slot : slot + 1]) for slot in sorted(slots)]
-        words = self._table.records.view(np.int32)
+        slots, records = self.table.take_changed()
+        stride = self.table.first.shape[1]
+        found = [(self._at["first"] + slot * stride, self.table.first[slot]) for slot in sorted(slots)]
+        found += [(self._at["generation"] + slot, self.table.generation[slot : slot + 1]) for slot in sorted(slots)]
+        words = self.table.records.view(np.int32)
         size = cuda.RECORD_WORDS
         return found + [(self._at["records"] + a * size, words[a * size : b * size]) for a, b in records]
 

@@ -17,7 +17,7 @@ import torch
 
 from patchclamp.errors import MissingSource, RunError, ShapeError, pack
 from patchclamp.plan import CAPTURE, Batch, Bound, ProgramTable, StepPlan, make_plan
-from patchclamp.plan.bind import BoundOp, source_of
+from patchclamp.plan.bind import BoundOp, Code, source_of
 from patchclamp.plan.step import NUMBERS
 from patchclamp.plan.table import records_of
 from patchclamp.runtime.step import HostStep, Step
@@ -95,7 +95,9 @@ class Runtime:
         self._next = np.zeros(0, np.int64)  # positions of the step after the last one, if it goes on like that
         self._growing: _Growing | None = None  # what the last step captured, to be gone on with
         self._token_bytes: collections.Counter[int] = collections.Counter()  # seats by what a token of theirs captures
+        self._code: dict[int, tuple[str, Code]] = {}  # by number: its run, and what it runs
         self.step: Step = HostStep(self.table, self.bank)
+        self.step.code = self.run_code
 
     # -- vectors and results, between steps
 
@@ -104,6 +106,21 @@ class Runtime:
         for key in holders:
             held, count = self._vectors.get(key) or (vectors[key], 0)
             self._vectors[key] = (held, count + 1)
+
+    def hold_code(self, run: str, code: Mapping[int, Code]) -> None:
+        """Keeps what a run's `Apply`s run, until it is finished."""
+        self._code |= {number: (run, each) for number, each in code.items()}
+
+    def run_code(self, number: int, rows: torch.Tensor) -> torch.Tensor | None:
+        """Code on rows [n, W]; what it raises is its run's error, and then None is given."""
+        run, code = self._code[number]
+        try:
+            return code.run(rows).to(rows)
+        except RunError as error:
+            if run not in self._errors:
+                self._errors[run] = pack(error)
+                self.failures += 1
+            return None
 
     def let_go(self, keys: Iterable[str]) -> None:
         """One holder less; a vector without holders stays only as long as the bank has room."""
@@ -160,6 +177,7 @@ class Runtime:
             "brought": sum(map(len, self._brought.values())),
             "pinned": self.bank.pinned,
             "vectors": len(self._vectors),
+            "code": len(self._code),
             "free_records": self.table.free_records,
             "steps_planned": self.steps_planned,
         }
@@ -168,6 +186,13 @@ class Runtime:
         """Whether a program of any of the requests, given with their next positions, has something left to do."""
         stops = self._stop_of
         return any(position < stops.get(request, 0) for request, position in positions)
+
+    def runs_code(self, positions: Iterable[tuple[str, int]]) -> bool:
+        """Whether a program of any of the requests has code that may still run: such steps have no graph."""
+        coded, slots, stops = self.table.coded, self._slot_of, self._stop_of
+        return bool(coded) and any(
+            slots.get(request) in coded and position < stops[request] for request, position in positions
+        )
 
     def captures_at_most(self, tokens: Mapping[str, int], total: int, limit: int) -> bool:
         """Whether a step of so many tokens of each request, `total` in all, captures at most `limit` bytes."""
@@ -244,6 +269,8 @@ class Runtime:
 
     def finish(self, run: str) -> None:
         """Frees a run's seat; its captures stay until released."""
+        if self._code:
+            self._code = {number: held for number, held in self._code.items() if held[0] != run}
         if run not in self._seats:
             return
         self.hear()

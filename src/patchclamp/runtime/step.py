@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -15,10 +16,12 @@ from patchclamp.store.captures import Apart, Block, Place
 
 
 class Step(Protocol):
-    """`unit`: what captured rows are measured in; `recording`: every tap launches, for a graph is being recorded."""
+    """`unit`: what captured rows are measured in; `recording`: every tap launches, for a graph is being recorded;
+    `code`: runs that of a number on rows [n, W], and gives None if it failed."""
 
     unit: np.ndarray
     recording: bool
+    code: Callable[[int, torch.Tensor], torch.Tensor | None] | None
 
     @property
     def memory(self) -> dict[str, int]:
@@ -61,6 +64,7 @@ class HostStep:
     """On the CPU: rows are kept in one fp32 buffer a step."""
 
     unit, recording = NUMBERS, False
+    code: Callable[[int, torch.Tensor], torch.Tensor | None] | None = None
     token_of_row: torch.Tensor | None = None  # the engine's own, of every row of the step at hand
 
     @property
@@ -81,7 +85,7 @@ class HostStep:
         token_R = self.token_of_row
         if token_R is not None and sampled:
             token_R = token_R[torch.from_numpy(self._last_rows).to(token_R.device)]
-        given = (rows, point, self._table, self._plan, self._bank.data, self._kept, token_R)
+        given = (rows, point, self._table, self._plan, self._bank.data, self._kept, token_R, self.code)
         return fused.apply(hidden_RW, residual_RW, *given)
 
     def end(self, plan: StepPlan) -> Place | Apart | None:

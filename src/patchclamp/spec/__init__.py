@@ -1,13 +1,13 @@
 """WHAT: the language. Sites, tokens, ops, values and programs; frozen, hashable, with text forms. No torch."""
 
-from patchclamp.spec.ops import Ablate, Add, Capture, Clamp, Mean, Noise, Op, Replace, Scale, Use, Zero
+from patchclamp.spec.ops import Ablate, Add, Apply, Capture, Clamp, Mean, Noise, Op, Replace, Scale, Use, Zero
 from patchclamp.spec.program import Program
 from patchclamp.spec.site import SITES, At, Range, Site, site
 from patchclamp.spec.tokens import Positions, TextSpan, TokenIds, Tokens, every, generated, prompt, span, token, tokens
 from patchclamp.spec.values import From, Named, Value, Vector
 
 __all__ = [
-    "SITES", "Ablate", "Add", "At", "Capture", "Clamp", "From", "Mean", "Named", "Noise", "Op", "Positions", "Program",
-    "Range", "Replace", "Scale", "Site", "TextSpan", "TokenIds", "Tokens", "Use", "Value", "Vector", "Zero", "every",
-    "generated", "prompt", "site", "span", "token", "tokens",
+    "SITES", "Ablate", "Add", "Apply", "At", "Capture", "Clamp", "From", "Mean", "Named", "Noise", "Op", "Positions",
+    "Program", "Range", "Replace", "Scale", "Site", "TextSpan", "TokenIds", "Tokens", "Use", "Value", "Vector", "Zero",
+    "every", "generated", "prompt", "site", "span", "token", "tokens",
 ]  # fmt: skip

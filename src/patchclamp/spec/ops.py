@@ -222,7 +222,26 @@ class Noise(Op, frozen=True, forbid_unknown_fields=True):
         self._read("relative", _flag)
 
 
-OPS: dict[str, type[Op]] = {
+class Apply(Op, frozen=True, forbid_unknown_fields=True):
+    """fn(h): any Python on the rows, [n, D] fp32 on the model's device, that gives as many of the same shape.
+
+    It is called once for each request, place and step of the engine with the selected rows that the step computes, as
+    few or many as those are, on the engine's thread; a row's result should depend on that row alone. What it raises is
+    its run's error. Only where `pc.LM(..., allow_code=True)` says so, on engines in this process; its steps run
+    without CUDA graphs, and a program with it cannot be written down or sent.
+    """
+
+    fn: Any
+    at: Any
+    tokens: Any = every
+
+    def __post_init__(self) -> None:
+        if not callable(self.fn):
+            raise ProgramError(f"a function of rows is needed, not {self.fn!r}", "fn")
+        self._place()
+
+
+OPS: dict[str, type[Op]] = {  # those that can be written down
     kind.__name__.lower(): kind for kind in (Capture, Add, Replace, Zero, Mean, Scale, Ablate, Clamp, Noise, Use)
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from patchclamp.errors import PatchclampError, ProgramError, unknown
-from patchclamp.spec.ops import OPS, Capture, Op, Use, capture
+from patchclamp.spec.ops import OPS, Apply, Capture, Op, Use, capture
 from patchclamp.spec.site import At, Site
 from patchclamp.spec.tokens import Selection
 from patchclamp.spec.values import From, Named, Vector, value
@@ -60,7 +60,11 @@ class Program(msgspec.Struct, frozen=True):
 
 
 def to_dict(program: Program) -> dict[str, Any]:
-    """Plain data: sites and tokens as text, vectors as shape and base64."""
+    """Plain data: sites and tokens as text, vectors as shape and base64. Raises `ProgramError` for `Apply`, which is
+    code."""
+    for path, op in program.ops:
+        if isinstance(op, Apply):
+            raise ProgramError("Apply is code, which is neither written down nor sent", path)
     return {
         part: [msgspec.to_builtins(op, enc_hook=str) | _texts(op) for op in getattr(program, part)]
         for part in ("edits", "capture")

@@ -88,7 +88,7 @@ class VllmEngine:
         def ask(to: str, mapped: list[int], at: int, files: bool) -> Any:
             return self._call(lambda: self._workers.one("fetch", run, point, op, to, mapped, at, files)).result()
 
-        return self._receiver.fetch(ask) if self._remote else ask("", [], 0, False)
+        return self._receiver.fetch(ask) if self.remote else ask("", [], 0, False)
 
     def release(self, runs: list[str]) -> None:
         # called by the garbage collector, wherever it happens to run: it may wait for no lock
@@ -180,7 +180,7 @@ class VllmEngine:
             told.__cause__ = error
             self._fail(told)
         finally:
-            if not self._remote:  # elsewhere it ends with its process
+            if not self.remote:  # elsewhere it ends with its process
                 with suppress(Exception):  # of an engine that broke, say
                     self._workers.one("close")
             with _one_at_a_time:
@@ -223,7 +223,7 @@ class VllmEngine:
         wrong = configuration.unrecorded(config, limits.active_sizes or ())
         if wrong is not None:
             raise EngineError(wrong)
-        self._remote = separate or config.parallel_config.world_size > 1
+        self.remote = separate or config.parallel_config.world_size > 1
         # what was compiled for other taps must not be found in vLLM's caches
         taps = repr(site_map(config).taps("vllm")).encode()
         ours["taps"] = hashlib.sha256(taps).hexdigest()[:16]
@@ -331,6 +331,9 @@ class VllmEngine:
             self._workers.one(
                 "hold", safetensors.numpy.save(held), [key for request in requests for key in request.vectors]
             )
+        for request in requests:
+            if request.code:
+                self._workers.one("hold_code", request.run, request.code)
         self._held_back.extend(zip(requests, futures, strict=True))
 
     def _admit(self) -> None:

@@ -18,6 +18,7 @@ from patchclamp.engines.vllm.compat.addresses import Watch
 from patchclamp.engines.vllm.compat.graphs import Graphs, fusions_of, lacks_a_body
 from patchclamp.errors import EngineError, pack
 from patchclamp.plan import Batch, Bound
+from patchclamp.plan.bind import Code
 from patchclamp.runtime import Limits, Runtime, addresses
 from patchclamp.runtime.op import at_work
 from patchclamp.runtime.step import HostStep
@@ -107,6 +108,7 @@ class Attached:
             runtime.table, runtime.bank, rows, samples, positions, compat.token_ids(runner, self.kind),
             limits.kept_bytes, limits.ring_bytes, limits.pinned_bytes,
         )  # fmt: skip
+        step.code = runtime.run_code
         watch = Watch(step.buffers) if addresses.wanted() else None
         self._graphs = Graphs(limits.active_sizes, self.recording, step.recorded.tapped, step.recorded.forget, watch)
 
@@ -137,7 +139,8 @@ class Attached:
         tokens, total = compat.scheduled(scheduler_output)
         self._total = total
         self._active = len(self.runtime) > 0 and self.runtime.concerns(compat.positions(scheduler_output))
-        return self._active, not self._active or self.runtime.captures_at_most(tokens, total, self._most_kept)
+        fits = not self._active or self.runtime.captures_at_most(tokens, total, self._most_kept)
+        return self._active, fits and not self.runtime.runs_code(compat.positions(scheduler_output))
 
     def planned(self, requests: list[str], row: np.ndarray, position: np.ndarray, count: np.ndarray) -> None:
         """Plans the step; the arrays are the runner's own and change with the next one."""
@@ -192,6 +195,10 @@ class Attached:
     def do_hold(self, vectors: bytes, holders: list[str]) -> None:
         """Takes inline vectors, as safetensors, each once for every time it is named among `holders`."""
         self.runtime.hold(safetensors.torch.load(vectors), holders)
+
+    def do_hold_code(self, run: str, code: dict[int, Code]) -> None:
+        """Takes what a run's program runs; only where the front end is in this process."""
+        self.runtime.hold_code(run, code)
 
     def do_lacking(self, read: list[tuple[str, int]]) -> list[str]:
         """Of keys of runs' rows, each with a point where it is read, those that are needed here and not at hand."""
