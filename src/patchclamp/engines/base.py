@@ -31,10 +31,35 @@ class Model(msgspec.Struct, frozen=True):
     settings: str = ""
 
 
+class Part(msgspec.Struct, frozen=True):
+    """What a run has newly generated: `logprobs` has a float for each of `token_ids`.
+
+    `text` is what is certain by now: a character that is not whole yet, or what may become a stop text, comes with a
+    later part. Put together, the parts are the run's text, token ids and log-probabilities.
+    """
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+class Listener(Protocol):
+    """Hears every part of a run, in order and before the run's answer, on the engine's thread: it waits for nothing and
+    raises nothing. It belongs to this process and goes nowhere with the request.
+
+    `gone`: nobody listens any more; the run is stopped as far as the engine can.
+    """
+
+    gone: bool
+
+    def __call__(self, part: Part) -> None: ...
+
+
 class Request(msgspec.Struct):
     """One request. `bound` is None for a request without a program; `vectors` are the inline ones it reads, [n, W].
 
     `score` are token ids whose log-probability as the next token is wanted; `sampling` has vLLM's own names.
+    `listener` hears what is generated as it is made.
     """
 
     run: str
@@ -44,6 +69,12 @@ class Request(msgspec.Struct):
     vectors: dict[str, np.ndarray] = {}
     sampling: dict[str, Any] = {}
     score: tuple[int, ...] = ()
+    listener: Listener | None = None
+
+    @property
+    def unheard(self) -> bool:
+        """Whether someone listened, and does no more."""
+        return self.listener is not None and self.listener.gone
 
 
 class Answer(msgspec.Struct):
@@ -72,6 +103,10 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
+
+    def settled(self, ids: Sequence[int]) -> str:
+        """The beginning of these ids' text that no further ids change."""
+        ...
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Each token's text on its own."""
@@ -115,7 +150,10 @@ class Engine(Protocol):
         ...
 
     def release(self, runs: list[str]) -> None:
-        """Lets runs' captures go."""
+        """Lets runs' captures go, and stops one under way whose listener is gone.
+
+        The garbage collector calls this, wherever it happens to run: it may wait for no lock.
+        """
         ...
 
     def abort(self, runs: list[str]) -> None:

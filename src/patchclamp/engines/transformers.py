@@ -14,10 +14,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from patchclamp.engines.base import Answer, Model, Request, Tokenizer, settle
+from patchclamp.engines.base import Answer, Model, Part, Request, Tokenizer, settle
 from patchclamp.engines.sampling import Sampler
 from patchclamp.engines.tokenizer import HubTokenizer
-from patchclamp.errors import EngineError, ProgramError, RunError, told, unknown, unpack
+from patchclamp.errors import EngineError, PatchclampError, ProgramError, RunError, told, unknown, unpack
 from patchclamp.plan import Batch
 from patchclamp.runtime import Limits, Runtime
 from patchclamp.runtime.op import at_work
@@ -97,7 +97,8 @@ class TransformersEngine:
         self._released.extend(runs)
 
     def abort(self, runs: list[str]) -> None:
-        """A batch that was submitted runs to its end; then what it captured is let go."""
+        """A batch that was submitted runs to its end, but for runs whose listener is gone; then what it captured is let
+        go."""
         with contextlib.suppress(EngineError):  # closed: nothing is held any more
             self._call(self.runtime.release, runs)
 
@@ -144,6 +145,8 @@ class TransformersEngine:
     def _reserve(self, request: Request) -> Exception | None:
         """Holds a request's vectors and seats its program; returns what stands against it."""
         self.runtime.hold({key: torch.tensor(rows) for key, rows in request.vectors.items()}, request.vectors)
+        if request.unheard:
+            return EngineError("the run was aborted")
         try:
             if request.bound is not None:
                 self.runtime.reserve(request.bound)
@@ -159,11 +162,21 @@ class TransformersEngine:
         while not all(writer.done for writer in writers):
             logits_BV = self._forward(step, self.runtime.slots(["" if w.done else w.request.run for w in writers]))
             for writer, logits_V in zip(writers, logits_BV.float(), strict=True):
-                writer.take(logits_V)
+                if not writer.done:
+                    self._write(writer, logits_V)
             self.runtime.drop(writer.request.run for writer in writers if writer.done)
             step.advance([writer.last for writer in writers])
-        errors = [self.runtime.take_error(request.run) for request in requests]
-        return [w.answer() if error is None else unpack(error) for w, error in zip(writers, errors, strict=True)]
+        return [writer.answer() for writer in writers]
+
+    def _write(self, writer: _Writer, logits_V: torch.Tensor) -> None:
+        """The next token of a request, unless its run has failed or nobody listens to it any more."""
+        error = self.runtime.take_error(writer.request.run)
+        if error is not None:
+            writer.fail(unpack(error))
+        elif writer.request.unheard:
+            writer.fail(EngineError("the run was aborted"))
+        else:
+            writer.take(logits_V)
 
     def _forward(self, step: _Step, slots: np.ndarray) -> torch.Tensor:
         """One pass of the model over what `step` holds; returns the logits to sample from, [B, V]."""
@@ -221,7 +234,7 @@ class _Step:
 
 
 class _Writer:
-    """Collects one request's tokens and decides when it is done."""
+    """Collects one request's tokens, tells them to who listens, and decides when it is done."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer, eos: set[int]) -> None:
         self.request, self.tokenizer = request, tokenizer
@@ -230,15 +243,18 @@ class _Writer:
         self.logprobs: list[float] = []
         self.scores: dict[int, float] = {}
         self.reason: str | None = None
+        self.error: PatchclampError | None = None
         self.last = 0
+        self._told = ""
 
     @property
     def done(self) -> bool:
-        return self.reason is not None
+        return self.reason is not None or self.error is not None
+
+    def fail(self, error: PatchclampError) -> None:
+        self.error = error
 
     def take(self, logits_V: torch.Tensor) -> None:
-        if self.done:
-            return
         logprobs_V = logits_V.log_softmax(-1)
         if not self.ids:
             self.scores = {token: float(logprobs_V[token]) for token in self.request.score}
@@ -246,13 +262,28 @@ class _Writer:
         self.ids.append(self.last)
         self.logprobs.append(float(logprobs_V[self.last]))
         self.reason = self.sampler.finish(self.ids, self.request.max_tokens, self._text)
+        if self.request.listener is not None:
+            self.request.listener(Part(self._news(), [self.last], [self.logprobs[-1]]))
+
+    def _news(self) -> str:
+        """What may be told of the text and was not yet."""
+        text = self._final() if self.done else self.sampler.safe(self.tokenizer.settled(self.ids))
+        if not text.startswith(self._told):
+            if self.done:
+                self.fail(RunError(f"the tokenizer took back text that was given already: {text!r} is no longer "
+                                   f"{self._told!r} and more; run this prompt without streaming"))  # fmt: skip
+            return ""
+        told, self._told = self._told, text
+        return text[len(told) :]
 
     def _text(self) -> str:
         return self.tokenizer.decode(self.ids)
 
-    def answer(self) -> Answer:
-        text = self.sampler.cut(self._text())
-        return Answer(self.ids, text, self.logprobs, self.scores, self.reason)
+    def _final(self) -> str:
+        return self.sampler.cut(self._text())
+
+    def answer(self) -> Answer | PatchclampError:
+        return self.error or Answer(self.ids, self._final(), self.logprobs, self.scores, self.reason)
 
 
 def _dtype(name: Any) -> Any:
