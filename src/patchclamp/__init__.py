@@ -47,8 +47,10 @@ from patchclamp.spec import (
 
 if TYPE_CHECKING:
     from patchclamp import studies
+    from patchclamp.engines.base import Part
     from patchclamp.lm import LM
     from patchclamp.run import Run
+    from patchclamp.stream import Stream
 
 __version__ = "0.1.0"
 
@@ -71,7 +73,13 @@ logits = Site("logits")
 site = spec.site
 tokens = spec.tokens
 
-_LAZY = {"LM": ("patchclamp.lm", "LM"), "Run": ("patchclamp.run", "Run"), "studies": ("patchclamp.studies", None)}
+_LAZY = {
+    "LM": ("patchclamp.lm", "LM"),
+    "Part": ("patchclamp.engines.base", "Part"),
+    "Run": ("patchclamp.run", "Run"),
+    "Stream": ("patchclamp.stream", "Stream"),
+    "studies": ("patchclamp.studies", None),
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -98,6 +106,7 @@ __all__ = [
     "ModelError",
     "Named",
     "Noise",
+    "Part",
     "PatchclampError",
     "Program",
     "ProgramError",
@@ -108,6 +117,7 @@ __all__ = [
     "SeamMoved",
     "ShapeError",
     "Site",
+    "Stream",
     "TokensError",
     "UnknownName",
     "UnsupportedSite",

@@ -22,6 +22,7 @@ from patchclamp.run import Run
 from patchclamp.spec import At, Op, Program, Site
 from patchclamp.spec.fuzz import fuzz
 from patchclamp.store.named import NamedBank
+from patchclamp.stream import Stream
 
 MOST_RUNS = 16_384  # of one prompt, as in vLLM
 MOST_SCORES = 128  # token ids graded in one run: what vLLM's sampler takes
@@ -129,6 +130,26 @@ class LM:
             self.engine.abort(asked.keys)
             raise
         return self._runs_of(asked, answers)
+
+    def stream(
+        self,
+        prompt: str | Sequence[Any] | None = None,
+        *,
+        messages: list[Any] | None = None,
+        max_tokens: int = 16,
+        edits: Any = (),
+        capture: Any = (),
+        sampling: Mapping[str, Any] | None = None,
+        score: Sequence[Any] = (),
+    ) -> Stream:
+        """As `run` of one prompt, which gives what it generates as it is made: `for part in lm.stream(...)`, or `async
+        for`; then `stream.run` is the `Run`. What is wrong with the call is raised here, before anything runs."""
+        asked = self._ask(prompt, messages, max_tokens, edits, capture, sampling, score)
+        if asked.many:
+            raise ProgramError("one at a time is streamed, not a list", "prompt" if messages is None else "messages")
+        if asked.counts != [1]:
+            raise ProgramError(f"one run is streamed, not {asked.counts[0]}: ask for several streams", "sampling.n")
+        return Stream(self.engine, asked.requests[0], lambda answer: self._runs_of(asked, [answer]))
 
     def _ask(
         self, prompt: Any, messages: Any, max_tokens: int, edits: Any, capture: Any, sampling: Any, score: Any

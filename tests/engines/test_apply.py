@@ -54,8 +54,11 @@ def test_what_goes_wrong_is_its_runs_error_alone(lm):
     def ends(h):
         raise SystemExit(3)
 
-    wrong = [breaks, ends, lambda h: h[:, :1], lambda h: None, lambda h: h / 0.0, lambda h: "rows"]
-    told = ["Apply raised KeyError: 'nothing here'", "Apply raised SystemExit: 3", "Apply must give a tensor", "it gave NoneType",
+    def waits(h):
+        return lm.run(PROMPTS[0], max_tokens=1)
+
+    wrong = [waits, breaks, ends, lambda h: h[:, :1], lambda h: None, lambda h: h / 0.0, lambda h: "rows"]
+    told = ["from within Apply", "Apply raised KeyError: 'nothing here'", "Apply raised SystemExit: 3", "Apply must give a tensor", "it gave NoneType",
             "not finite", "it gave str"]  # fmt: skip
     programs = [[pc.Zero(AT, pc.prompt[0]), pc.Apply(fn, AT, pc.prompt[-1])] for fn in wrong]
     *failed, mate = lm.run(

@@ -19,6 +19,7 @@ def test_every_python_example_runs(engines, tmp_path, monkeypatch):
         exec(compile(block, str(README), "exec"), names)
     assert names["run"].text.startswith(" Paris")
     assert names["run"][pc.resid_post[10]].shape == (len(names["run"].prompt_token_ids) + 7, lm.model.d_model)
+    assert names["text"] == names["stream"].run.text == names["run"].text
     assert len(names["runs"]) == 2
     assert len(names["patched"].scores) == 1
     assert names["sweep"].best(1)[0].value > 0 > names["sweep"].corrupt

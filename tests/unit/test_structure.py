@@ -17,7 +17,7 @@ ROOT = Path(patchclamp.__file__).parent
 FILES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 ORDER = (
-    "cli", "plots", "studies", "trace", "doctor", "lm", "run", "proofs", "serve", "engines", "runtime", "kernels", "plan", "sites",
+    "cli", "plots", "studies", "trace", "doctor", "lm", "stream", "run", "proofs", "serve", "engines", "runtime", "kernels", "plan", "sites",
     "store", "spec", "errors",
 )  # fmt: skip
 ABOVE_THE_FACE = ORDER[: ORDER.index("lm")]  # these may `import patchclamp as pc`

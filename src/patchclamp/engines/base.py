@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     import torch
 
 
+FROM_WITHIN = "called from within Apply, where it would wait for itself: have what it needs before the run"
+
+
 class Model(msgspec.Struct, frozen=True):
     """Facts of a loaded model: what it is called, who runs it and with which `settings`, and its sizes."""
 
@@ -32,11 +35,36 @@ class Model(msgspec.Struct, frozen=True):
     settings: str = ""
 
 
+class Part(msgspec.Struct, frozen=True):
+    """What a run has newly generated: `logprobs` has a float for each of `token_ids`.
+
+    `text` is what is certain by now: a character that is not whole yet, or what may become a stop text, comes with a
+    later part. Put together, the parts are the run's text, token ids and log-probabilities.
+    """
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+class Listener(Protocol):
+    """Hears every part of a run, in order and before the run's answer, on the engine's thread: it waits for nothing and
+    raises nothing. It belongs to this process and goes nowhere with the request.
+
+    `gone`: nobody listens any more; the run is stopped as far as the engine can.
+    """
+
+    gone: bool
+
+    def __call__(self, part: Part) -> None: ...
+
+
 class Request(msgspec.Struct):
     """One request. `bound` is None for a request without a program; `vectors` are the inline ones it reads, [n, W], and
     `code` what its `Apply`s run, by number.
 
     `score` are token ids whose log-probability as the next token is wanted; `sampling` has vLLM's own names.
+    `listener` hears what is generated as it is made.
     """
 
     run: str
@@ -47,6 +75,12 @@ class Request(msgspec.Struct):
     sampling: dict[str, Any] = {}
     score: tuple[int, ...] = ()
     code: dict[int, Code] = {}
+    listener: Listener | None = None
+
+    @property
+    def unheard(self) -> bool:
+        """Whether someone listened, and does no more."""
+        return self.listener is not None and self.listener.gone
 
 
 class Answer(msgspec.Struct):
@@ -75,6 +109,10 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
+
+    def settled(self, ids: Sequence[int]) -> str:
+        """The beginning of these ids' text that no further ids change."""
+        ...
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Each token's text on its own."""
@@ -118,7 +156,10 @@ class Engine(Protocol):
         ...
 
     def release(self, runs: list[str]) -> None:
-        """Lets runs' captures go."""
+        """Lets runs' captures go, and stops one under way whose listener is gone.
+
+        The garbage collector calls this, wherever it happens to run: it may wait for no lock.
+        """
         ...
 
     def abort(self, runs: list[str]) -> None:

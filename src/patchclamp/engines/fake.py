@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from patchclamp import __version__
-from patchclamp.engines.base import Answer, Model, Request, Tokenizer
+from patchclamp.engines.base import Answer, Model, Part, Request, Tokenizer
 from patchclamp.errors import (
     EngineError,
     MissingSource,
@@ -137,14 +137,14 @@ class FakeEngine:
                 values |= self._values(request)
             except PatchclampError as error:
                 failed[request.run] = error
-        writers = [_Writer(request, self._net) for request in requests if request.run not in failed]
+        writers = [_Writer(request, self._net, self.tokenizer) for request in requests if request.run not in failed]
         try:
             failed |= self._generate(writers, values)
         except Exception as error:
             failed |= {writer.request.run: told(error) for writer in writers}
         self._programs = 0
         self.release(list(failed))
-        answers = {writer.request.run: writer.answer(self.tokenizer) for writer in writers} | failed
+        answers = {writer.request.run: writer.answer() for writer in writers} | failed
         return [answers[request.run] for request in requests]
 
     def _values(self, request: Request) -> dict[str, np.ndarray]:
@@ -273,8 +273,8 @@ class _Programs:
 class _Writer:
     """One request at work: its tokens, its key/value cache, and what it has answered so far."""
 
-    def __init__(self, request: Request, net: _Net) -> None:
-        self.request = request
+    def __init__(self, request: Request, net: _Net, tokenizer: Tokenizer) -> None:
+        self.request, self._tokenizer = request, tokenizer
         self.tokens = list(request.prompt_token_ids)
         self.computed = 0
         self.logprobs: list[float] = []
@@ -298,10 +298,12 @@ class _Writer:
             self.reason = "stop"
         elif len(self.logprobs) == self.request.max_tokens:
             self.reason = "length"
+        if self.request.listener is not None:  # here every token has a text of its own
+            self.request.listener(Part(self._tokenizer.decode([token]), [token], self.logprobs[-1:]))
 
-    def answer(self, tokenizer: Tokenizer) -> Answer:
+    def answer(self) -> Answer:
         ids = self.tokens[len(self.request.prompt_token_ids) :]
-        return Answer(ids, tokenizer.decode(ids), self.logprobs, self.scores, self.reason)
+        return Answer(ids, self._tokenizer.decode(ids), self.logprobs, self.scores, self.reason)
 
 
 class _Layer(msgspec.Struct, frozen=True):
@@ -444,6 +446,8 @@ class FakeTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens."""
         return "".join(self._texts[i] for i in ids if i >= len(SPECIAL))
+
+    settled = decode
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         return [self._texts[i] for i in ids]

@@ -64,6 +64,11 @@ class Sampler:
             return "stop"
         return "length" if len(ids) >= max_tokens else None
 
+    def safe(self, text: str) -> str:
+        """The text without an end that may be the beginning of a stop text."""
+        held = (n for word in self.stop for n in range(1, len(word)) if text.endswith(word[:n]))
+        return text[: len(text) - max(held, default=0)]
+
     def cut(self, text: str) -> str:
         """The text before the first stop text."""
         ends = [found for word in self.stop if (found := text.find(word)) >= 0]

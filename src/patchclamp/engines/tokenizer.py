@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from patchclamp.errors import ProgramError
+
+BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token that is one byte, where a vocabulary falls back on bytes
 
 
 class HubTokenizer:
@@ -28,6 +31,20 @@ class HubTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.inner.decode(list(ids), skip_special_tokens=True)
+
+    def settled(self, ids: Sequence[int]) -> str:
+        """Without a character that is not whole yet; bytes in a row are taken together, and one bad end spoils all of
+        them; and where the tokenizer tidies spaces, without the last word."""
+        end = len(ids)
+        while end and self._open(ids[end - 1]):
+            end -= 1
+        text = self.decode(ids[:end]).rstrip("\ufffd")
+        return text.rpartition(" ")[0] if getattr(self.inner, "clean_up_tokenization_spaces", False) else text
+
+    def _open(self, token: int) -> bool:
+        """Whether a token is one byte, or passed over between such."""
+        piece = self.inner.convert_ids_to_tokens(token) or ""  # a vocabulary may be padded
+        return BYTE.fullmatch(piece) is not None or token in self.inner.all_special_ids
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         return [self.inner.decode([i], skip_special_tokens=False, clean_up_tokenization_spaces=False) for i in ids]
@@ -66,6 +83,8 @@ class NoTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return ""
+
+    settled = decode
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         return [str(token) for token in ids]

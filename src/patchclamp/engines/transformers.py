@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal
@@ -14,10 +15,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from patchclamp.engines.base import Answer, Model, Request, Tokenizer, settle
+from patchclamp.engines.base import FROM_WITHIN, Answer, Model, Part, Request, Tokenizer, settle
 from patchclamp.engines.sampling import Sampler
 from patchclamp.engines.tokenizer import HubTokenizer
-from patchclamp.errors import EngineError, ProgramError, RunError, told, unknown, unpack
+from patchclamp.errors import EngineError, PatchclampError, ProgramError, RunError, told, unknown, unpack
 from patchclamp.plan import Batch
 from patchclamp.runtime import Limits, Runtime
 from patchclamp.runtime.op import at_work
@@ -82,7 +83,9 @@ class TransformersEngine:
         self._logits = next(point.number for point in self.sites.points if point.rows == "sampled")
         attach(self._net, [(p, tap) for p, tap in self.sites.taps("transformers") if p.rows == "tokens"])
         self._released: collections.deque[str] = collections.deque()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="patchclamp")
+        self._idents: set[int] = set()  # of the engine's thread
+        note = lambda: self._idents.add(threading.get_ident())  # noqa: E731
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="patchclamp", initializer=note)
 
     def submit(self, requests: list[Request]) -> list[Future[Answer]]:
         futures: list[Future[Answer]] = [Future() for _ in requests]
@@ -100,7 +103,8 @@ class TransformersEngine:
         self._released.extend(runs)
 
     def abort(self, runs: list[str]) -> None:
-        """A batch that was submitted runs to its end; then what it captured is let go."""
+        """A batch that was submitted runs to its end, but for runs whose listener is gone; then what it captured is let
+        go."""
         with contextlib.suppress(EngineError):  # closed: nothing is held any more
             self._call(self.runtime.release, runs)
 
@@ -115,6 +119,8 @@ class TransformersEngine:
             self.runtime.release([self._released.popleft() for _ in range(len(self._released))])
             return job(*args)
 
+        if threading.get_ident() in self._idents:
+            raise EngineError(FROM_WITHIN)
         try:
             return self._thread.submit(run)
         except RuntimeError:
@@ -141,6 +147,7 @@ class TransformersEngine:
                 answers[i] = told(error)
         for request, future, answer in zip(requests, futures, answers, strict=True):
             self.runtime.drop([request.run])
+            self.runtime.finish(request.run)  # that was never seated, too
             self.runtime.let_go(request.vectors)
             settle(future, answer)
 
@@ -148,6 +155,8 @@ class TransformersEngine:
         """Holds a request's vectors and seats its program; returns what stands against it."""
         self.runtime.hold({key: torch.tensor(rows) for key, rows in request.vectors.items()}, request.vectors)
         self.runtime.hold_code(request.run, request.code)
+        if request.unheard:
+            return EngineError("the run was aborted")
         try:
             if request.bound is not None:
                 self.runtime.reserve(request.bound)
@@ -163,11 +172,21 @@ class TransformersEngine:
         while not all(writer.done for writer in writers):
             logits_BV = self._forward(step, self.runtime.slots(["" if w.done else w.request.run for w in writers]))
             for writer, logits_V in zip(writers, logits_BV.float(), strict=True):
-                writer.take(logits_V)
+                if not writer.done:
+                    self._write(writer, logits_V)
             self.runtime.drop(writer.request.run for writer in writers if writer.done)
             step.advance([writer.last for writer in writers])
-        errors = [self.runtime.take_error(request.run) for request in requests]
-        return [w.answer() if error is None else unpack(error) for w, error in zip(writers, errors, strict=True)]
+        return [writer.answer() for writer in writers]
+
+    def _write(self, writer: _Writer, logits_V: torch.Tensor) -> None:
+        """The next token of a request, unless its run has failed or nobody listens to it any more."""
+        error = self.runtime.take_error(writer.request.run)
+        if error is not None:
+            writer.fail(unpack(error))
+        elif writer.request.unheard:
+            writer.fail(EngineError("the run was aborted"))
+        else:
+            writer.take(logits_V)
 
     def _forward(self, step: _Step, slots: np.ndarray) -> torch.Tensor:
         """One pass of the model over what `step` holds; returns the logits to sample from, [B, V]."""
@@ -226,7 +245,7 @@ class _Step:
 
 
 class _Writer:
-    """Collects one request's tokens and decides when it is done."""
+    """Collects one request's tokens, tells them to who listens, and decides when it is done."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer, eos: set[int]) -> None:
         self.request, self.tokenizer = request, tokenizer
@@ -235,15 +254,18 @@ class _Writer:
         self.logprobs: list[float] = []
         self.scores: dict[int, float] = {}
         self.reason: str | None = None
+        self.error: PatchclampError | None = None
         self.last = 0
+        self._told = ""
 
     @property
     def done(self) -> bool:
-        return self.reason is not None
+        return self.reason is not None or self.error is not None
+
+    def fail(self, error: PatchclampError) -> None:
+        self.error = error
 
     def take(self, logits_V: torch.Tensor) -> None:
-        if self.done:
-            return
         logprobs_V = logits_V.log_softmax(-1)
         if not self.ids:
             self.scores = {token: float(logprobs_V[token]) for token in self.request.score}
@@ -251,13 +273,28 @@ class _Writer:
         self.ids.append(self.last)
         self.logprobs.append(float(logprobs_V[self.last]))
         self.reason = self.sampler.finish(self.ids, self.request.max_tokens, self._text)
+        if self.request.listener is not None:
+            self.request.listener(Part(self._news(), [self.last], [self.logprobs[-1]]))
+
+    def _news(self) -> str:
+        """What may be told of the text and was not yet."""
+        text = self._final() if self.done else self.sampler.safe(self.tokenizer.settled(self.ids))
+        if not text.startswith(self._told):
+            if self.done:
+                self.fail(RunError(f"the tokenizer took back text that was given already: {text!r} is no longer "
+                                   f"{self._told!r} and more; run this prompt without streaming"))  # fmt: skip
+            return ""
+        told, self._told = self._told, text
+        return text[len(told) :]
 
     def _text(self) -> str:
         return self.tokenizer.decode(self.ids)
 
-    def answer(self) -> Answer:
-        text = self.sampler.cut(self._text())
-        return Answer(self.ids, text, self.logprobs, self.scores, self.reason)
+    def _final(self) -> str:
+        return self.sampler.cut(self._text())
+
+    def answer(self) -> Answer | PatchclampError:
+        return self.error or Answer(self.ids, self._final(), self.logprobs, self.scores, self.reason)
 
 
 def _dtype(name: Any) -> Any:

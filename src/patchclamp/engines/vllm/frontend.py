@@ -18,10 +18,11 @@ import numpy as np
 import safetensors.numpy
 
 from patchclamp import __version__
-from patchclamp.engines.base import Answer, Model, Request, Tokenizer, settle
+from patchclamp.engines.base import FROM_WITHIN, Answer, Model, Request, Tokenizer, settle
 from patchclamp.engines.findings import Finding
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
 from patchclamp.engines.vllm import plugin, shared
+from patchclamp.engines.vllm.answers import Growing
 from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.compat.seams import require, version
 from patchclamp.engines.vllm.report import running
@@ -45,6 +46,7 @@ SET_BY_US = (
     "detokenize",
     "skip_clone",
 )
+ABORTED = "the run was aborted"
 
 
 _one_at_a_time = threading.Lock()  # vLLM keeps the step at hand in globals: engines of one process take turns
@@ -68,7 +70,8 @@ class VllmEngine:
         self._receiver = shared.Receiver()
         self._engine: Any = None
         self._held_back: collections.deque[tuple[Request, Future[Answer]]] = collections.deque()
-        self._waiting: dict[str, tuple[Request, Future[Answer]]] = {}
+        self._waiting: dict[str, tuple[Request, Future[Answer], Growing]] = {}
+        self._heard: set[str] = set()  # runs that somebody listens to, waiting or held back
         started: Future[None] = Future()
         self._thread = threading.Thread(
             target=self._live, args=(name, options, started), name="patchclamp", daemon=True
@@ -149,6 +152,8 @@ class VllmEngine:
             self._thread.join()
 
     def _call(self, job: Callable[[], Any]) -> Future[Any]:
+        if threading.current_thread() is self._thread:
+            raise EngineError(FROM_WITHIN)
         future: Future[Any] = Future()
         with self._wake:
             if self._stop:
@@ -260,7 +265,7 @@ class VllmEngine:
                 self._wake.wait()
             jobs = [self._queue.popleft() for _ in range(len(self._queue))]
         if self._released:
-            self._workers.release([self._released.popleft() for _ in range(len(self._released))])
+            self._let_go([self._released.popleft() for _ in range(len(self._released))])
         for job, future in jobs:
             try:
                 future.set_result(job())
@@ -278,17 +283,24 @@ class VllmEngine:
             return
         with _one_at_a_time:
             outputs = self._engine.step()
-        done = [output for output in outputs if output.finished]
-        mine = [(output, *self._waiting[output.request_id]) for output in done if output.request_id in self._waiting]
-        programs = [request for _, request, _ in mine if request.bound is not None]
+        mine = [(output, *self._waiting[output.request_id]) for output in outputs if output.request_id in self._waiting]
+        for output, _, _, growing in mine:
+            if not output.finished:
+                growing.take(output)
+        self._end([made for made in mine if made[0].finished])
+
+    def _end(self, done: list[tuple[Any, Request, Future[Answer], Growing]]) -> None:
+        """Settles requests, each with its last output."""
+        programs = [request for _, request, _, _ in done if request.bound is not None]
         errors: dict[str, Any] = {}
         if programs:
             vectors = [key for request in programs for key in request.vectors]
             # edits that were not written left blocks in the cache under keys that say they were: keys change with that
             errors = self._workers.finish([request.run for request in programs], vectors)
-        for _, request, _ in mine:
+        for _, request, _, _ in done:
             del self._waiting[request.run]
-        for output, request, future in mine:
+            self._heard.discard(request.run)
+        for output, request, future, growing in done:
             if request.run in errors:
                 settle(future, unpack(errors[request.run]))
             elif self._spoiled(output, request):
@@ -297,7 +309,8 @@ class VllmEngine:
                     "finite, and they may be of that one; run it again"
                 ))  # fmt: skip
             else:
-                settle(future, _answer(output, request))
+                growing.take(output)
+                settle(future, growing.answer(output))
 
     def _spoiled(self, output: Any, request: Request) -> bool:
         """Whether a run of before the last failure read edited blocks that others had made."""
@@ -326,15 +339,28 @@ class VllmEngine:
     def _add(self, requests: list[Request], futures: list[Future[Answer]]) -> None:
         if self._asleep:
             raise EngineError("the engine sleeps: wake it with lm.wake()")
-        held = {key: np.ascontiguousarray(rows) for request in requests for key, rows in request.vectors.items()}
+        asked: list[tuple[Request, Future[Answer]]] = []
+        for request, future in zip(requests, futures, strict=True):
+            if request.unheard:  # let go of before it came here
+                settle(future, EngineError(ABORTED))
+            else:
+                asked.append((request, future))
+        keys = [key for request, _ in asked for key in request.vectors]
+        held = {key: np.ascontiguousarray(rows) for request, _ in asked for key, rows in request.vectors.items()}
         if held:
-            self._workers.one(
-                "hold", safetensors.numpy.save(held), [key for request in requests for key in request.vectors]
-            )
-        for request in requests:
+            self._workers.one("hold", safetensors.numpy.save(held), keys)
+        for request, _ in asked:
             if request.code:
                 self._workers.one("hold_code", request.run, request.code)
-        self._held_back.extend(zip(requests, futures, strict=True))
+        self._heard.update(request.run for request, _ in asked if request.listener is not None)
+        self._held_back.extend(asked)
+
+    def _let_go(self, runs: list[str]) -> None:
+        """Lets captures go, and stops what nobody listens to any more."""
+        unheard = self._heard.intersection(runs)
+        if unheard:
+            self._abort(unheard)
+        self._workers.release(runs)
 
     def _admit(self) -> None:
         """Lets requests in, in order, as far as their programs fit beside those that run; the rest wait their turn."""
@@ -355,12 +381,12 @@ class VllmEngine:
             if refusal is None:
                 continue
             error = unpack(refusal)
-            if isinstance(error, CapacityError) and any(r.bound is not None for r, _ in self._waiting.values()):
+            if isinstance(error, CapacityError) and any(r.bound is not None for r, *_ in self._waiting.values()):
                 return  # there will be room when a running program ends
             self._refuse(*self._held_back.popleft(), error)
 
     def _start(self, request: Request, future: Future[Answer]) -> None:
-        self._waiting[request.run] = (request, future)
+        self._waiting[request.run] = (request, future, Growing(request))
         try:
             self._engine.add_request(request.run, {"prompt_token_ids": request.prompt_token_ids}, self._params(request))
         except Exception as error:
@@ -368,19 +394,20 @@ class VllmEngine:
             self._refuse(request, future, error)
 
     def _refuse(self, request: Request, future: Future[Answer], error: BaseException) -> None:
+        self._heard.discard(request.run)
         self._workers.finish([request.run], list(request.vectors), aborted=True)
         settle(future, _told(error))
 
     def _abort(self, runs: set[str]) -> None:
         """Takes runs back, wherever they are."""
-        told = EngineError("the run was aborted")
+        told = EngineError(ABORTED)
         for request, future in [pair for pair in self._held_back if pair[0].run in runs]:
             self._held_back.remove((request, future))
             self._refuse(request, future, told)
         under_way = [run for run in runs if run in self._waiting]
         self._engine.abort_request(under_way)
         for run in under_way:
-            self._refuse(*self._waiting.pop(run), told)
+            self._refuse(*self._waiting.pop(run)[:2], told)
         self._workers.release(list(runs))
 
     def _params(self, request: Request) -> Any:
@@ -395,7 +422,7 @@ class VllmEngine:
         return SamplingParams(
             max_tokens=request.max_tokens,
             logprobs=len(given.get("logprob_token_ids", ())),
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.FINAL_ONLY if request.listener is None else RequestOutputKind.DELTA,
             detokenize=not isinstance(self.tokenizer, NoTokenizer),
             **given,
         )
@@ -406,7 +433,7 @@ class VllmEngine:
             self._stop, self._ended = True, told
             jobs, self._queue = list(self._queue), collections.deque()
         waiting = [*self._waiting.values(), *self._held_back]
-        for future in [future for _, future in waiting] + [future for _, future in jobs]:
+        for future in [future for _, future, *_ in waiting] + [future for _, future in jobs]:
             settle(future, told)
         self._held_back.clear()
         self._waiting.clear()
@@ -417,15 +444,6 @@ def _pass_on(done: Future[Any], futures: list[Future[Answer]]) -> None:
     error = done.exception()
     for future in futures if error is not None else ():
         settle(future, _told(error))  # type: ignore[arg-type]
-
-
-def _answer(output: Any, request: Request) -> Answer:
-    best = output.outputs[0]
-    tables = best.logprobs or []
-    ids = list(best.token_ids)
-    logprobs = [float(table[token].logprob) for table, token in zip(tables, ids, strict=True)]
-    scores = {token: float(tables[0][token].logprob) for token in request.score}
-    return Answer(ids, best.text, logprobs, scores, best.finish_reason, output.num_cached_tokens or 0)
 
 
 def _told(error: BaseException) -> PatchclampError:

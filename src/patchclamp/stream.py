@@ -1,0 +1,179 @@
+"""`pc.Stream`: what a run generates, as it is made."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import functools
+import queue
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from patchclamp.engines.base import Answer, Engine, Part, Request
+from patchclamp.errors import EngineError, PatchclampError, ProgramError, told
+from patchclamp.run import Run
+
+
+class Stream:
+    """What one run generates, as it is made: `for part in stream`, or `async for`; each part is a `Part`.
+
+    Put together, the parts are what `lm.run` gives. After the last one, `stream.run` is the `Run`, with its captures.
+    An error of the run is raised where the next part would come; one that is known only at the end, such as edits that
+    are not finite on vLLM, comes after parts that were given.
+
+    A stream that is closed, left by its `with` or `async with`, or dropped, or whose reader is cancelled, stops the
+    run and leaves nothing behind. After the end the run is on its own, until it is dropped or closed.
+    """
+
+    def __init__(self, engine: Engine, request: Request, made: Callable[[Answer | PatchclampError], Run]) -> None:
+        self._engine, self._key, self._made = engine, request.run, made
+        self._mail = request.listener = mail = _Mail()
+        self._run: Run | None = None
+        self._error: PatchclampError | None = None
+        self._unread = weakref.finalize(self, _drop, mail, engine, request.run)  # while it has not come to an end
+        self._unread.atexit = False
+        [future] = engine.submit([request])
+        future.add_done_callback(mail.end)
+
+    @property
+    def run(self) -> Run:
+        """The run, once its last part was read; raises its error if it failed."""
+        if self._error is not None:
+            raise self._error
+        if self._run is None:
+            raise ProgramError(
+                "the stream has not ended: read its parts to the last one, then take its run"
+                if self._unread.alive
+                else "the stream was closed before its end, so there is no run"
+            )
+        return self._run
+
+    def close(self) -> None:
+        """Stops the run and lets go of all that it holds; a stream that has ended stays as it is."""
+        if self._unread.detach() is None:
+            return
+        self._mail.gone = True
+        self._mail.post(EngineError("the stream was closed"))  # whoever waits for a part in another thread
+        with contextlib.suppress(EngineError):  # of an engine that is closed: it holds nothing any more
+            self._engine.abort([self._key])
+
+    async def aclose(self) -> None:
+        """As `close`, which waits for nothing."""
+        self.close()
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Part:
+        try:
+            part = self._read(self._mail.take())
+        except BaseException:  # interrupted, perhaps
+            self.close()
+            raise
+        if part is None:
+            raise StopIteration
+        return part
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Part:
+        try:
+            part = self._read(await self._mail.awaited())
+        except BaseException:  # cancelled, perhaps
+            self.close()
+            raise
+        if part is None:
+            raise StopAsyncIteration
+        return part
+
+    def _read(self, item: Part | Answer | PatchclampError) -> Part | None:
+        """A part, or None at the end; raises the run's error, once."""
+        if isinstance(item, Part):
+            return item if self._unread.alive else None
+        self._mail.post(item)  # the end stays, for whoever asks again
+        if self._unread.detach() is None:
+            return None
+        made, self._made = self._made, None  # which holds vectors
+        assert made is not None
+        try:
+            self._run = made(item)
+        except PatchclampError as error:
+            self._error = error
+            raise
+        return None
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Stream:
+        return self
+
+    async def __aexit__(self, *_: Any) -> None:
+        self.close()
+
+    def __reduce__(self):
+        raise ProgramError("a Stream belongs to its engine and cannot be copied or pickled; take its parts instead")
+
+    def __repr__(self) -> str:
+        ended = self._error or self._run
+        state = "under way" if self._unread.alive else "closed" if ended is None else repr(ended)
+        return f"<Stream {self._key}: {state}>"
+
+
+class _Mail:
+    """Parts on their way from the engine's thread to whoever reads, and at the end the answer. There is always room."""
+
+    def __init__(self) -> None:
+        self.gone = False
+        self._items: queue.SimpleQueue[Part | Answer | PatchclampError] = queue.SimpleQueue()
+        self._bells: collections.deque[Callable[[], None]] = collections.deque()
+
+    def __call__(self, part: Part) -> None:
+        if not self.gone:
+            self.post(part)
+
+    def end(self, future: Future[Answer]) -> None:
+        """What came of the run."""
+        try:
+            self.post(future.result())
+        except Exception as error:
+            self.post(told(error))
+
+    def post(self, item: Part | Answer | PatchclampError) -> None:
+        self._items.put(item)
+        for _ in range(len(self._bells)):
+            with contextlib.suppress(IndexError):  # another took it
+                self._bells.popleft()()
+
+    def take(self) -> Part | Answer | PatchclampError:
+        """The next item, waited for."""
+        return self._items.get()
+
+    async def awaited(self) -> Part | Answer | PatchclampError:
+        """The next item, awaited."""
+        loop = asyncio.get_running_loop()
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._items.get_nowait()
+            rung = loop.create_future()
+            self._bells.append(functools.partial(_ring, loop, rung))
+            if self._items.empty():  # still, now that the bell hangs
+                await rung
+
+
+def _ring(loop: asyncio.AbstractEventLoop, rung: asyncio.Future[None]) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+        loop.call_soon_threadsafe(lambda: rung.done() or rung.set_result(None))
+
+
+def _drop(mail: _Mail, engine: Engine, run: str) -> None:
+    """Of a stream that is no more. The garbage collector calls this: it waits for no lock."""
+    mail.gone = True
+    engine.release([run])

@@ -1,0 +1,336 @@
+"""What a run generates, as it is made: the same as without streaming, on real engines, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import threading
+import time
+
+import pytest
+import torch
+
+import patchclamp as pc
+
+from .conftest import PROMPTS
+
+BOTH = pytest.mark.parametrize("engine", ["vllm", "transformers"])
+LONG = {"max_tokens": 400, "sampling": {"ignore_eos": True}}
+COUNTS = ("programs", "runs", "pinned", "vectors")
+
+
+def counts(lm: pc.LM) -> dict[str, int]:
+    """What the engine holds, once what was asked of it before is done."""
+    gc.collect()
+    lm.engine.status()
+    status = lm.engine.status()
+    return {name: status[name] for name in COUNTS}
+
+
+def push(lm: pc.LM, seed: int = 0) -> torch.Tensor:
+    return torch.randn(lm.model.d_model, generator=torch.Generator().manual_seed(seed))
+
+
+def read(stream: pc.Stream, run: pc.Run) -> list[pc.Part]:
+    """The parts, put together and compared with a run that was not streamed."""
+    parts = list(stream)
+    text, ids = "".join(part.text for part in parts), [token for part in parts for token in part.token_ids]
+    logprobs = [number for part in parts for number in part.logprobs]
+    assert (text, ids) == (run.text, run.token_ids)
+    assert (stream.run.text, stream.run.token_ids, stream.run.logprobs) == (text, ids, logprobs)
+    assert logprobs == pytest.approx(run.logprobs, abs=2e-4)
+    assert stream.run.finish_reason == run.finish_reason
+    assert stream.run.scores == pytest.approx(run.scores, abs=2e-4)
+    assert all(len(part.token_ids) == len(part.logprobs) for part in parts)
+    assert len(parts) == len(ids)
+    return parts
+
+
+@BOTH
+def test_parts_are_the_run(engines, engine):
+    lm, at = engines.get(engine, "float32"), pc.resid_post[12]
+    steer = [pc.Add(push(lm), at=pc.resid_post[5], tokens=pc.generated, scale=2.0)]
+    for call in (
+        {},
+        {"max_tokens": 1, "score": [7042, 30]},
+        {"edits": steer, "capture": [at, pc.logits]},
+        {"sampling": {"temperature": 1.0, "seed": 7, "ignore_eos": True}, "max_tokens": 24, "capture": at},
+        {"sampling": {"extra_args": {"fuzz_strength": 0.2}}},
+    ):
+        run, stream = lm.run(PROMPTS[0], **call), lm.stream(PROMPTS[0], **call)
+        read(stream, run)
+        for site in run.sites:
+            assert stream.run.positions(site) == run.positions(site)
+            far = (stream.run[site] - run[site]).norm(dim=1) / run[site].norm(dim=1)
+            assert float(far.max()) <= 1e-4
+    steered = lm.run(PROMPTS[0], edits=steer)
+    assert steered.logprobs[0] == pytest.approx(lm.run(PROMPTS[0]).logprobs[0], abs=2e-4)
+    assert steered.logprobs[1:] != pytest.approx(lm.run(PROMPTS[0]).logprobs[1:], abs=0.01)
+
+
+@BOTH
+def test_stop_texts_are_never_begun(engines, engine):
+    lm = engines.get(engine, "float32")
+    whole = lm.run(PROMPTS[0], max_tokens=16, sampling={"ignore_eos": True})
+    across = whole.text[9:16]  # of several tokens, and begins within one
+    assert len(lm.tokens(across)) > 1
+    ends = {
+        across: "stop",
+        whole.text[5:9] + "\0": "length",  # is begun, and never is
+        whole.text[:1]: "stop",
+    }
+    for stop, reason in ends.items():
+        for given in (stop, [stop, "never there"]):
+            call = {"max_tokens": 16, "sampling": {"ignore_eos": True, "stop": given}}
+            run = lm.run(PROMPTS[0], **call)
+            assert run.finish_reason == reason
+            assert (run.text == whole.text) == (reason == "length")
+            read(lm.stream(PROMPTS[0], **call), run)
+
+
+@BOTH
+def test_characters_of_several_tokens_come_whole(engines, engine):
+    lm = engines.get(engine, "float32")
+    broken = 0
+    for seed in range(3):
+        call = {"max_tokens": 32, "sampling": {"temperature": 1.0, "seed": seed, "ignore_eos": True}}
+        run = lm.run("日本語の文章です。今日は🎉", **call)
+        parts = read(lm.stream("日本語の文章です。今日は🎉", **call), run)
+        broken += sum(not part.text for part in parts[:-1])
+        assert sum(part.text.count("\ufffd") for part in parts) == run.text.count("\ufffd")
+    assert broken > 0  # some had to be waited for
+
+
+@BOTH
+def test_parts_come_while_the_run_is_under_way(engines, engine):
+    lm = engines.get(engine, "float32")
+    under_way = (lambda: bool(lm.engine._waiting)) if engine == "vllm" else (lambda: len(lm.engine.runtime) > 0)
+    before = counts(lm)
+    with lm.stream(PROMPTS[0], capture=[pc.resid_post[3]], **LONG) as stream:
+        first, second = next(stream), next(stream)
+        assert under_way()
+        with pytest.raises(pc.ProgramError, match="the stream has not ended"):
+            stream.run  # noqa: B018
+        assert len(first.token_ids) == len(second.token_ids) == 1
+    assert counts(lm) == before
+    assert not under_way()
+
+
+@BOTH
+def test_nobody_waits_for_a_slow_reader(engines, engine):
+    lm = engines.get(engine, "float32")
+    slow = lm.stream(PROMPTS[0], max_tokens=30, sampling={"ignore_eos": True})
+    assert next(slow).text == " Paris"
+    plain = lm.run(PROMPTS[0], max_tokens=30, sampling={"ignore_eos": True})
+    rest = list(slow)
+    assert [token for part in rest for token in part.token_ids] == plain.token_ids[1:]
+    assert slow.run.text == plain.text
+
+
+@BOTH
+def test_streams_that_are_given_up_stop_and_leave_nothing_behind(engines, engine):
+    lm = engines.get(engine, "float32")
+    call = {"edits": [pc.Add(push(lm), at=pc.resid_post[5])], "capture": [pc.resid_post[1]], **LONG}
+    lm.run(PROMPTS[0], max_tokens=1, edits=call["edits"])
+    before, planned = counts(lm), lm.engine.status()["steps_planned"]
+
+    def broken_out_of() -> None:
+        for _ in lm.stream(PROMPTS[1], **call):
+            break
+
+    def left() -> None:
+        with lm.stream(PROMPTS[1], **call) as stream:
+            next(stream)
+            raise ZeroDivisionError
+
+    def closed_at_once() -> None:
+        lm.stream(PROMPTS[1], **call).close()
+
+    async def awaited() -> None:
+        async for _ in lm.stream(PROMPTS[1], **call):
+            break
+        stream = lm.stream(PROMPTS[1], **call)
+        await anext(stream)
+        await stream.aclose()
+        assert [part async for part in stream] == []
+        async with lm.stream(PROMPTS[1], **call) as stream:
+            await anext(stream)
+
+        async def forever() -> None:
+            async for _ in lm.stream(PROMPTS[1], **call):
+                pass
+
+        task = asyncio.create_task(forever())
+        await asyncio.sleep(0.5)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    def finished_and_unread() -> None:
+        stream = lm.stream(PROMPTS[1], **{**call, "max_tokens": 3})
+        counts(lm)  # it has ended there
+        next(stream)
+
+    for give_up in (broken_out_of, closed_at_once, lambda: lm.stream(PROMPTS[1], **call), finished_and_unread):
+        give_up()
+        assert counts(lm) == before
+    with pytest.raises(ZeroDivisionError):
+        left()
+    assert counts(lm) == before
+    asyncio.run(awaited())
+    assert counts(lm) == before
+    assert lm.engine.status()["steps_planned"] - planned < LONG["max_tokens"]  # of eight streams together
+    if engine == "vllm":
+        assert [len(held) for held in (lm.engine._waiting, lm.engine._held_back, lm.engine._heard)] == [0, 0, 0]
+
+
+@BOTH
+def test_a_dropped_stream_waits_for_no_lock(engines, engine):
+    lm = engines.get(engine, "float32")
+    before = counts(lm)
+    stream = lm.stream(PROMPTS[0], capture=[pc.resid_post[1]], **LONG)
+    next(stream)
+    lock = lm.engine._wake if engine == "vllm" else lm.engine._thread._shutdown_lock
+    held, enough = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            enough.wait(20)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    begin = time.monotonic()
+    del stream
+    took = time.monotonic() - begin
+    enough.set()
+    thread.join()
+    assert took < 1
+    assert counts(lm) == before
+
+
+@BOTH
+def test_edits_that_are_not_finite_raise_from_the_iteration(engines, engine):
+    lm = engines.get(engine, "float32")
+    before = counts(lm)
+    hot = [pc.Add([3e38] * lm.model.d_model, at=pc.resid_post[3], scale=1e30)]
+    stream = lm.stream(PROMPTS[0], max_tokens=3, edits=hot, capture=[pc.resid_post[5]])
+    parts = []
+    with pytest.raises(pc.RunError, match=r"the edits at resid_p\S+ make numbers that are not finite"):
+        parts.extend(stream)
+    assert list(stream) == []
+    assert len(parts) < 3  # never a whole run under an edited label
+    with pytest.raises(pc.RunError, match="not finite"):
+        stream.run  # noqa: B018
+    assert counts(lm) == before  # though the stream is still held
+
+    async def go() -> None:
+        async for _ in lm.stream(PROMPTS[0], max_tokens=3, edits=hot):
+            pass
+
+    with pytest.raises(pc.RunError, match="not finite"):
+        asyncio.run(go())
+    assert counts(lm) == before
+
+
+@BOTH
+def test_what_is_wrong_with_a_call_is_raised_by_it(engines, engine):
+    lm = engines.get(engine, "float32")
+    for call, text in (
+        ({"prompt": [PROMPTS[0]]}, "prompt: one at a time is streamed, not a list"),
+        ({"prompt": PROMPTS[0], "edits": pc.Zero("resid_post[99]")}, r"edits\[0\]\.at: resid_post\[99\]"),
+        ({"prompt": PROMPTS[0], "sampling": {"top_q": 1}}, "sampling.top_q: no sampling parameter"),
+        ({"prompt": PROMPTS[0], "sampling": {"n": 2, "temperature": 1.0}}, "sampling.n: one run is streamed, not 2"),
+    ):
+        with pytest.raises(pc.ProgramError if "Zero" not in str(call) else pc.PatchclampError, match=text):
+            lm.stream(**call)
+
+
+@BOTH
+def test_many_streams_at_once_are_each_as_if_alone(engines, engine):
+    lm, number = engines.get(engine, "float32"), 12
+    edits = [[pc.Add(push(lm, i), at=pc.resid_post[i % 8], scale=0.5)] for i in range(number)]
+    alone = [lm.run(PROMPTS[i % 3], max_tokens=10, edits=edits[i]) for i in range(number)]
+    before, order = counts(lm), []
+
+    async def one(i: int) -> pc.Run:
+        stream = lm.stream(PROMPTS[i % 3], max_tokens=10, edits=edits[i], capture=[pc.resid_post[20]])
+        text = ""
+        async for part in stream:
+            order.append(i)
+            text += part.text
+        assert text == stream.run.text
+        return stream.run
+
+    async def all_at_once() -> list[pc.Run]:
+        calls = [lm.arun(PROMPTS[0], max_tokens=6), lm.arun(PROMPTS, max_tokens=2)]
+        return await asyncio.gather(*map(one, range(number)), *calls)
+
+    *runs, plain, many = asyncio.run(all_at_once())
+    for run, single in zip(runs, alone, strict=True):
+        assert run.token_ids == single.token_ids
+        assert run.logprobs == pytest.approx(single.logprobs, abs=2e-4)
+        assert len(run[pc.resid_post[20]]) == len(run.prompt_token_ids) + len(run.token_ids) - 1
+    assert plain.token_ids == lm.run(PROMPTS[0], max_tokens=6).token_ids
+    assert [len(run.token_ids) for run in many] == [2, 2, 2]
+    if engine == "vllm":  # they share its batches; on Transformers they take turns
+        changes = sum(a != b for a, b in itertools.pairwise(order))
+        assert changes > 2 * number
+    del runs, run, plain, many
+    assert counts(lm) == before
+
+
+def test_streams_wait_their_turn_for_a_seat(engines):
+    """More programs than the table seats: the rest are held back, and those given up there leave too."""
+    lm = engines.get("vllm", "float32")
+    before, same = counts(lm), [pc.Scale(1.0, at=pc.resid_post[3], tokens=pc.prompt[0])]
+    streams = [lm.stream(PROMPTS[0], max_tokens=6, edits=same) for _ in range(70)]
+    lm.engine.status()
+    assert len(lm.engine._held_back) > 2
+    streams.pop()
+    streams.pop().close()
+    plain = lm.run(PROMPTS[0], max_tokens=6)
+    for stream in streams:
+        read(stream, plain)
+    del streams, stream
+    assert counts(lm) == before
+    assert not lm.engine._heard
+
+
+@BOTH
+def test_threads_read_streams_too(engines, engine):
+    lm = engines.get(engine, "float32")
+    plain = [lm.run(prompt, max_tokens=6) for prompt in PROMPTS]
+    found: dict[int, str] = {}
+
+    def work(i: int) -> None:
+        found[i] = "".join(part.text for part in lm.stream(PROMPTS[i], max_tokens=6))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [found[i] for i in range(3)] == [run.text for run in plain]
+
+
+def test_with_the_core_in_another_process_and_without_a_tokenizer(smollm2):
+    """What listens stays here: nothing of it goes to the core. And closing the engine tells who reads."""
+    with pc.LM(str(smollm2), engine="vllm", dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=4,
+               kv_cache_memory_bytes=1 << 27, multiprocess_mode=True, skip_tokenizer_init=True, prove=False,
+               block_size=32) as lm:  # fmt: skip
+        before, ids = counts(lm), list(range(1000, 1010))
+        run = lm.run(ids, max_tokens=5, capture=[pc.resid_post[4]])
+        stream = lm.stream(ids, max_tokens=5, capture=[pc.resid_post[4]])
+        read(stream, run)
+        assert torch.equal(stream.run[pc.resid_post[4]], run[pc.resid_post[4]])
+        del run, stream
+        for _ in lm.stream(ids, capture=[pc.resid_post[4]], **LONG):
+            break
+        assert counts(lm) == before
+        stream = lm.stream(ids, **LONG)
+        next(stream)
+    with pytest.raises(pc.EngineError, match="the engine is closed"):
+        list(stream)
