@@ -45,7 +45,7 @@ from patchclamp.spec import (
 from patchclamp.spec.ops import DTYPES, LARGEST, Op
 from patchclamp.spec.tokens import Positions, Tokens
 from patchclamp.spec.values import orthonormal
-from patchclamp.store.named import NamedBank
+from patchclamp.store.named import NamedBank, is_run
 
 Piece = tuple[int, int, int, int]
 NO_BANK = NamedBank()
@@ -342,6 +342,8 @@ class _Binder:
         entry = self._entry(given.name, field)
         if isinstance(entry, Program):
             raise ProgramError(f"{given.name!r} is a program: pc.Use({given.name!r}) uses it", field)
+        if is_run(entry):
+            raise ProgramError(f"{given.name!r} is a run: pc.From({given.name!r}, site) reads it", field)
         if isinstance(entry, Vector):
             return [entry]
         labels = [self.sites.label(place.point) for place in places]
@@ -355,8 +357,17 @@ class _Binder:
         self.vectors[key] = vector.rows()
         return key
 
+    def _run(self, name: str) -> tuple[str, Source]:
+        """A run by its key or its name in the bank: its key, and what it captured."""
+        kept = self.bank[name] if name in self.bank else None  # noqa: SIM401  a bank's `get` raises
+        key = kept.key if kept is not None and is_run(kept) else name
+        try:
+            return key, self.source(key)
+        except MissingSource as error:
+            raise error if key == name else MissingSource(f"{name!r} in the bank: {error.message}") from None
+
     def _from(self, given: From, places: list[Place], case: Case) -> tuple[tuple[str, ...], np.ndarray | None]:
-        source, positions = self.source(given.run), case.positions
+        (run, source), positions = self._run(given.run), case.positions
         read = places if given.site is None else self.sites.resolve(given.site)
         if len(read) not in (1, len(places)):
             raise ShapeError(f"{given.site} names {len(read)} layers; {len(places)} are written: give one, or as many")
@@ -367,11 +378,11 @@ class _Binder:
             raise ShapeError(f"{given.position} names {len(wanted)} positions; for tokens yet to come it must be one")
         if len(wanted) not in (1, len(positions)):
             raise ShapeError(f"{given.position} names {len(wanted)} positions; {len(positions)} are written")
-        rows = {_rows(source.positions_of(place.point), wanted, given.run, place).tobytes() for place in read}
+        rows = {_rows(source.positions_of(place.point), wanted, run, place).tobytes() for place in read}
         if len(rows) > 1:
             raise MissingSource(f"run {given.run} captured other positions at some of the layers of {read[0].name}")
         found = np.frombuffer(rows.pop(), np.int64)
-        keys = tuple(run_key(given.run, place.point) for place in read)
+        keys = tuple(run_key(run, place.point) for place in read)
         return keys, np.repeat(found, len(positions)) if len(found) == 1 else found
 
 

@@ -91,8 +91,8 @@ def orthonormal(given: Vector) -> Vector:
 class From(msgspec.Struct, frozen=True, tag="from", dict=True):
     """The row that `run` captured at `site` and `position`; without them, at the place being written.
 
-    `run` is a `Run`, which is then kept until this value is dropped, or a run's key.  A selection of one position
-    gives that row to every written position; one of n gives n written positions a row each, in order.
+    `run` is a `Run`, which is then kept until this value is dropped, its name in the bank, or its key.  A selection of
+    one position gives that row to every written position; one of n gives n written positions a row each, in order.
     """
 
     run: Any

@@ -1,4 +1,4 @@
-"""The bank of names: vectors, means and whole programs that ops use by name. `lm.bank`.
+"""The bank of names: vectors, means, whole programs and runs that ops use by name. `lm.bank`.
 
 A name is resolved when a request is made; what goes to the worker, and into the keys of the prefix cache, is the
 content.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -38,11 +38,20 @@ class Means(msgspec.Struct, frozen=True):
         return f"Means({', '.join(self.rows)})"
 
 
-Entry = Vector | Means | Program
+class Kept(Protocol):
+    """A run, whose captures stay as long as the bank has it; `From` reads them by its name."""
+
+    key: str
+
+    def positions_of(self, point: int) -> np.ndarray: ...
+    def select(self, tokens: Any) -> np.ndarray: ...
+
+
+Entry = Vector | Means | Program | Kept
 
 
 class NamedBank(MutableMapping[str, Entry]):
-    """Vectors [D] or [n, D] (tensors, arrays or lists are taken, too), `Means`, and programs of edits, by name."""
+    """By name: vectors [D] or [n, D] (tensors, arrays and lists are taken, too), `Means`, edits, and runs."""
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
@@ -104,6 +113,10 @@ class NamedBank(MutableMapping[str, Entry]):
         from safetensors.numpy import save_file
 
         chosen = {name: self[name] for name in (self if names is None else names)}
+        runs = [name for name, entry in chosen.items() if is_run(entry)]
+        if runs:
+            told = f"{runs[0]!r} is a run, which stays with its engine: name what is to be written"
+            raise ProgramError(told, "names")
         tensors = {name: entry.array() for name, entry in chosen.items() if isinstance(entry, Vector)}
         means = {name: entry.rows for name, entry in chosen.items() if isinstance(entry, Means)}
         tensors |= {name: np.stack([row.array() for row in rows.values()]) for name, rows in means.items()}
@@ -152,7 +165,7 @@ def _tensor(tensor: Any, places: list[str] | None) -> Entry:
 
 
 def _entry(given: Any) -> Entry:
-    if isinstance(given, (Vector, Means)):
+    if isinstance(given, (Vector, Means)) or is_run(given):
         return given
     if isinstance(given, Program) or _is_program(given):
         program = given if isinstance(given, Program) else Program.of(given)
@@ -160,6 +173,10 @@ def _entry(given: Any) -> Entry:
             raise ProgramError("a named program has edits and captures nothing")
         return program
     return Vector.of(given)
+
+
+def is_run(given: Any) -> bool:
+    return isinstance(getattr(given, "key", None), str) and hasattr(given, "positions_of")
 
 
 def _is_program(given: Any) -> bool:
