@@ -3,6 +3,9 @@
 import os
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+# OpenMP's threads spin while they wait, for milliseconds wherever another process has their core: steps of small models
+# then take ten times as long
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from pathlib import Path
 

@@ -12,8 +12,12 @@ import pytest
 
 import patchclamp as pc
 
+from ..models import with_weights
+
 VLLM = {"block_size": 32, "max_model_len": 512, "max_num_seqs": 32, "kv_cache_memory_bytes": 1 << 28}
 EMULATE = {"inductor_compile_config": {"emulate_precision_casts": True}}
+TINY = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 32, "vocab_size": 512}  # fmt: skip
 PROMPTS = (
     "The capital of France is",
     "When John and Mary went to the store, John gave a drink to",
@@ -65,6 +69,12 @@ def shortened(smollm2, tmp_path_factory) -> str:
     net.save_pretrained(folder)
     AutoTokenizer.from_pretrained(smollm2).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> str:
+    """A Llama of three layers with random weights and no tokenizer: thousands of requests take seconds."""
+    return with_weights(tmp_path_factory.mktemp("tiny"), "8b", 3, **TINY)
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ import patchclamp as pc
 from patchclamp.kernels.noise import normals
 from patchclamp.plan.bind import site_number
 
+from ..reference.formulas import by_formula
 from .conftest import PROMPTS
 
 D, V = 576, 49152
@@ -45,42 +46,6 @@ EDITS = {
 def worst_row(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """The largest ‖a − b‖₂ / ‖b‖₂ over rows, where b is not nearly 0."""
     return float(((ours - theirs).norm(dim=1) / theirs.norm(dim=1).clamp(min=1e-3)).max())
-
-
-def by_formula(op, before: torch.Tensor, positions: list[int]) -> torch.Tensor:
-    """An op's effect on rows [n, W], in double precision, from its docstring."""
-    h, made = before.double(), []
-    chosen = {name: torch.as_tensor(np.array(getattr(op, name).array(), np.float64)) for name in (
-        "value", "mask", "directions", "direction") if getattr(op, name, None) is not None}  # fmt: skip
-    for i, row in enumerate(h):
-        v = chosen.get("value")
-        v = v[i] if v is not None and v.ndim == 2 else v
-        if isinstance(op, pc.Add):
-            made.append(row + op.scale * v)
-        elif isinstance(op, pc.Replace):
-            a = op.alpha * chosen.get("mask", torch.ones(1))
-            made.append((1 - a) * row + a * v)
-        elif isinstance(op, pc.Zero):
-            made.append(0 * row)
-        elif isinstance(op, pc.Scale):
-            made.append(op.factor * row)
-        elif isinstance(op, pc.Ablate):
-            directions = torch.atleast_2d(chosen["directions"])
-            inside = (
-                torch.linalg.lstsq(directions.T, row[:, None], rcond=1e-5, driver="gelsd").solution[:, 0] @ directions
-            )
-            made.append(row - inside)
-        elif isinstance(op, pc.Clamp):
-            unit = chosen["direction"] / chosen["direction"].norm()
-            p = row @ unit
-            low, high = (-np.inf if op.low is None else op.low), (np.inf if op.high is None else op.high)
-            made.append(row + (p.clamp(low, high) - p) * unit)
-        else:
-            kind, layer = {"embed": ("stream", 0), "resid_post": ("stream", 2), "resid_mid": ("mid", 8),
-                           "logits": ("logits", None)}[op.at.name]  # fmt: skip
-            e = torch.from_numpy(normals(op.seed, positions[i], site_number(kind, layer), len(row))).double()
-            made.append(row + op.std * (row.square().mean().sqrt() if op.relative else 1.0) * e)
-    return torch.stack(made)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +84,7 @@ def test_an_op_does_what_its_formula_says(runs, mode, name):
     assert rows
     before, after = plain[op.at], edited[op.at]
     rows = rows[:1] if generated or op.at.name == "logits" else [i for i in rows if positions[i] < last]
-    expected = by_formula(op, before[rows], [positions[i] for i in rows])
+    expected = by_formula(op, before[rows], [positions[i] for i in rows], layers=30)
     assert worst_row(after[rows].double(), expected) <= 1e-4
     assert float((after[rows] - before[rows]).abs().max()) > 1e-3
     if others:

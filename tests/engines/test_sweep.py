@@ -1,5 +1,7 @@
 """The patch sweep equals a plain loop of Transformers hooks, cell by cell, and the fake engine can carry it too."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -31,17 +33,45 @@ def expected(engines, smollm2):
     return plain_grid(plain, clean, corrupt, SITES, LAYERS, [(p, p) for p in range(len(clean))], answer, foil)
 
 
+@pytest.fixture(scope="module")
+def sweeps(engines):
+    """The sweep of that on each engine, made once."""
+    asked = dict(clean=CLEAN, corrupt=CORRUPT, answer=" Paris", foil=" Rome", sites=SITES, layers=LAYERS)
+    return functools.cache(lambda engine: patch_sweep(engines.get(engine, "float32"), **asked))
+
+
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_the_grid_equals_a_plain_hook_loop(engines, expected, engine):
-    lm, sites, layers = engines.get(engine, "float32"), SITES, LAYERS
-    sweep = patch_sweep(lm, clean=CLEAN, corrupt=CORRUPT, answer=" Paris", foil=" Rome", sites=sites, layers=layers)
+def test_the_grid_equals_a_plain_hook_loop(sweeps, expected, engine):
+    sweep = sweeps(engine)
     assert sweep.grid.shape == (3, 4, 10)
     assert np.abs(sweep.grid - expected).max() <= 1e-3
     top = np.unravel_index(expected.argmax(), expected.shape)
     best = sweep.best(1)[0]
-    assert (best.site, best.layer, best.column.corrupt) == (sites[top[0]], layers[top[1]], (int(top[2]),))
+    assert (best.site, best.layer, best.column.corrupt) == (SITES[top[0]], LAYERS[top[1]], (int(top[2]),))
     assert sweep.clean > 3 > -3 > sweep.corrupt
     assert sweep.noise_floor < 1e-3
+
+
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_at_the_best_place_alpha_leads_from_corrupt_to_clean(engines, sweeps, engine):
+    """Denoising: the stronger the clean row is mixed in, the more the answer wins; not at all at 0, all of it at 1."""
+    lm, sweep = engines.get(engine, "float32"), sweeps(engine)
+    answer, foil = (lm.tokenizer.bare(word)[0] for word in (" Paris", " Rome"))
+    best = sweep.best(1)[0]
+    at, clean = pc.Site(best.site, best.layer), lm.run(CLEAN, max_tokens=1, capture=[best.site])
+    ((read,), (written,)) = best.column.clean, best.column.corrupt
+
+    def difference(alpha: float) -> float:
+        row = pc.From(clean, at, pc.prompt[read])
+        run = lm.run(CORRUPT, max_tokens=1, score=[answer, foil],
+                     edits=[pc.Replace(row, at=at, tokens=pc.prompt[written], alpha=alpha)])  # fmt: skip
+        return run.scores[answer] - run.scores[foil]
+
+    none, half, whole = map(difference, (0.0, 0.5, 1.0))
+    assert abs(none - sweep.corrupt) <= max(10 * sweep.noise_floor, 1e-4)
+    assert abs(whole - best.value) <= 1e-3
+    assert sweep.corrupt < -3 < 0 < whole
+    assert none + 1 < half < whole - 1
 
 
 def test_prompts_of_unequal_length_are_aligned_and_the_rest_reported(engines, smollm2):

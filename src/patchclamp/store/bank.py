@@ -5,6 +5,7 @@ A key in use by a request is pinned; the others are kept while there is room and
 
 from __future__ import annotations
 
+import bisect
 from collections import OrderedDict
 
 import torch
@@ -25,6 +26,7 @@ class Bank:
     def __init__(self, numbers: int, device: str | torch.device = "cpu") -> None:
         self.data = torch.empty(numbers, dtype=torch.float32, device=device)
         self._blocks: OrderedDict[str, _Block] = OrderedDict()  # least recently used first
+        self._free = [(0, numbers)]  # (begin, end), ascending, no two side by side
 
     def __contains__(self, key: str) -> bool:
         return key in self._blocks
@@ -33,7 +35,7 @@ class Bank:
         """Stores rows [n, W] under `key`, evicting unpinned blocks. Raises `CapacityError` if they do not fit."""
         if key in self._blocks:
             return
-        begin = self._find(rows.numel(), rows.shape[-1])
+        begin = self._take(rows.numel(), rows.shape[-1])
         self.data[begin : begin + rows.numel()].copy_(rows.reshape(-1))
         self._blocks[key] = _Block(begin, begin + rows.numel(), rows.shape[-1])
 
@@ -51,27 +53,38 @@ class Bank:
         """Drops a key that nobody pins; a pinned or unknown one is left."""
         block = self._blocks.get(key)
         if block is not None and block.pins == 0:
-            del self._blocks[key]
+            self._drop(key)
 
     @property
     def pinned(self) -> int:
         """Keys in use."""
         return sum(block.pins > 0 for block in self._blocks.values())
 
-    def _find(self, count: int, width: int) -> int:
+    def _take(self, count: int, width: int) -> int:
         """Room for `count` numbers at a multiple of `width`, so that the flat tensor can be seen as rows."""
         while True:
-            begin = 0
-            for block in sorted(self._blocks.values(), key=lambda block: block.begin):
-                if block.begin - begin >= count:
-                    return begin
-                begin = -(-block.end // width) * width
-            if len(self.data) - begin >= count:
-                return begin
+            for i, (begin, end) in enumerate(self._free):
+                first = -(-begin // width) * width
+                if end - first >= count:
+                    rest = ((begin, first), (first + count, end))
+                    self._free[i : i + 1] = [gap for gap in rest if gap[0] < gap[1]]
+                    return first
             oldest = next((key for key, block in self._blocks.items() if block.pins == 0), None)
             if oldest is None:
                 raise CapacityError(
                     f"the bank has no room for {4 * count} bytes beside what running requests use "
                     f"({4 * len(self.data)} bytes in all); raise bank_bytes, or run fewer programs at once"
                 )
-            del self._blocks[oldest]
+            self._drop(oldest)
+
+    def _drop(self, key: str) -> None:
+        """Forgets a key, and joins its room to the free room beside it."""
+        block = self._blocks.pop(key)
+        begin, end = block.begin, block.end
+        i = bisect.bisect(self._free, (begin, end))
+        if i < len(self._free) and self._free[i][0] == end:
+            end = self._free.pop(i)[1]
+        if i > 0 and self._free[i - 1][1] == begin:
+            i -= 1
+            begin = self._free.pop(i)[0]
+        self._free.insert(i, (begin, end))

@@ -1,0 +1,124 @@
+"""What prompts give after they were run edited, and what they give in an engine that never saw an edit; prints JSON.
+
+Chunks are of one block and requests run one at a time, so that a block is computed by the same work whether those before
+it were cached or not, and results can be compared bit for bit.
+"""
+
+import json
+import os
+import sys
+
+import numpy as np
+
+import patchclamp as pc
+from patchclamp.engines.vllm import cache
+
+BLOCK, LENGTH, FORCED = 32, 133, 77
+OPTIONS = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, "block_size": BLOCK,
+           "max_num_batched_tokens": BLOCK, "max_num_seqs": 8, "max_model_len": 256, "prove": False,
+           "kv_cache_memory_bytes": 1 << 26}  # fmt: skip
+LENGTHS = (64, 70, 97)  # of prompts that are edited at their last token
+GREEDY = {"ignore_eos": True}
+
+
+def prompt_of(number: int, length: int = LENGTH) -> list[int]:
+    return np.random.default_rng(1000 + number).integers(3, 500, length).tolist()
+
+
+def edits(width: int) -> dict[str, list]:
+    """A program of every op that edits, in the second block of a prompt of four: two full blocks lie beyond it."""
+    v, w, x = np.random.default_rng(7).standard_normal((3, width)).astype(np.float32)
+    post, mid, span = pc.resid_post[0], pc.resid_mid[1], pc.prompt[35:44]
+    return {
+        "add": [pc.Add(v, post, pc.prompt[40], scale=2.0)],
+        "add a row each": [pc.Add(np.stack([v, w]), pc.resid_pre[1], pc.prompt[43, 36])],
+        "replace": [pc.Replace(v, pc.attn_out[0], span, alpha=0.5)],
+        "replace where masked": [pc.Replace(w, mid, span, mask=x > 0)],
+        "zero": [pc.Zero(pc.mlp_out[0:2], span)],
+        "scale": [pc.Scale(0.2, post, pc.prompt[40] | pc.prompt[44])],
+        "ablate": [pc.Ablate(np.stack([v, w, x]), pc.embed, pc.prompt[33:60] - pc.prompt[40])],
+        "clamp": [pc.Clamp(v, post, span, low=3.0)],
+        "noise": [pc.Noise(0.5, mid, span, seed=5)],
+        "relative noise": [pc.Noise(0.5, pc.embed, span, relative=True)],
+        "mean": [pc.Mean("usual", pc.mlp_out[1], span), pc.Mean("usual", pc.mlp_out[0], span)],
+        "use": [pc.Use("module", scale=2.0, tokens=span)],
+    }
+
+
+def edited(lm: pc.LM) -> dict[str, list]:
+    """Runs everything edited; bits, and what was cached, first and again."""
+    width, found = lm.model.d_model, {}
+    told = lm.run([prompt_of(900), prompt_of(901)], max_tokens=1, capture=[pc.mlp_out])
+    lm.bank.mean("usual", told, pc.mlp_out)
+    lm.bank["module"] = [pc.Add(np.ones(width), pc.resid_post[i]) for i in (0, 1)]
+    for turn in ("edited", "edited again"):
+        for number, (name, program) in enumerate(edits(width).items()):
+            found[f"{turn}: {name}"] = told_of(lm.run(prompt_of(number), max_tokens=4, edits=program, sampling=GREEDY))
+        fuzz = {**GREEDY, "extra_args": {"fuzz_strength": 0.3, "fuzz_seed": 4}}
+        found[f"{turn}: fuzz"] = told_of(lm.run(prompt_of(20), max_tokens=4, sampling=fuzz))
+        for length in LENGTHS:
+            last = [pc.Add(np.full(width, 3.0), pc.resid_post[0], pc.prompt[-1])]
+            run = lm.run(prompt_of(21)[:length], max_tokens=4, edits=last, sampling=GREEDY)
+            found[f"{turn}: last of {length}"] = told_of(run)
+        late = [pc.Add(np.full(width, 3.0), pc.resid_post[0], pc.generated)]
+        run = lm.run(prompt_of(22, 40), max_tokens=100, edits=late, sampling={**GREEDY, "allowed_token_ids": [FORCED]})
+        found[f"{turn}: generated"] = told_of(run)
+    return found
+
+
+def unedited(lm: pc.LM) -> dict[str, list]:
+    """The same prompts, and one that goes on with what was generated, without edits."""
+    prompts = {name: prompt_of(number) for number, name in enumerate(edits(lm.model.d_model))}
+    prompts |= {"fuzz": prompt_of(20), "last": prompt_of(21)}
+    prompts |= {f"last of {length}": prompt_of(21)[:length] for length in LENGTHS}
+    prompts |= {"generated": prompt_of(22, 40) + [FORCED] * 80}
+    return {name: told_of(lm.run(ids, max_tokens=4, sampling=GREEDY)) for name, ids in prompts.items()}
+
+
+def told_of(run: pc.Run) -> list:
+    return [run.token_ids, [x.hex() for x in run.logprobs], run.cached_tokens]
+
+
+def shared(lm: pc.LM) -> dict[str, object]:
+    """How many tokens of a prompt come from the cache, in turn, and whether what is captured then is complete."""
+    width, ids, found = lm.model.d_model, prompt_of(500), {}
+    asked = {
+        "first": ([pc.Add(np.ones(width), pc.resid_post[0], pc.prompt[70], scale=5.0)], []),
+        "the same again": ([pc.Add([1.0] * width, "resid_post[0]", "every[70:71]", scale=5.0)], []),
+        "another strength": ([pc.Add(np.ones(width), pc.resid_post[0], pc.prompt[70], scale=4.0)], []),
+        "another place": ([pc.Add(np.ones(width), pc.resid_post[0], pc.prompt[71], scale=5.0)], []),
+        "none": ([], []),
+        "none again": ([], []),
+        "captured late": ([], [pc.resid_post[2] @ pc.prompt[100:]]),
+        "captured everywhere": ([], [pc.resid_post[2]]),
+        "edited and captured late": ([pc.Add(np.ones(width), pc.resid_post[0], pc.prompt[70], scale=5.0)],
+                                     [pc.resid_post[2] @ pc.prompt[100:]]),
+    }  # fmt: skip
+    rows = {}
+    for name, (program, capture) in asked.items():
+        run = lm.run(ids, max_tokens=2, edits=program, capture=capture, sampling=GREEDY)
+        found[name] = run.cached_tokens
+        if capture:
+            rows[name] = run[pc.resid_post[2]]
+            found[f"rows {name}"] = run.positions(pc.resid_post[2])
+    late, everywhere, changed = rows.values()
+    found["late rows are the same bits"] = bool((late == everywhere[100:LENGTH]).all())
+    found["edited rows are others"] = bool((late != changed).any(dim=1).all())
+    return found
+
+
+if __name__ == "__main__":
+    model, kind = sys.argv[1:]
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    told: dict[str, object] = {}
+    with pc.LM(model, engine="vllm", **OPTIONS) as lm:
+        if kind == "edited":
+            told |= {"edited": edited(lm), "unedited": unedited(lm), "shared": shared(lm)}
+        else:
+            told["fresh"] = unedited(lm)
+    if kind == "fresh":
+        cache.block_key = lambda bound, start, end: None
+        with pc.LM(model, engine="vllm", **OPTIONS) as lm:
+            edited(lm)
+            told["without keys"] = unedited(lm)
+    print(json.dumps(told))

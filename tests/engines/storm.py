@@ -1,0 +1,276 @@
+"""Random programs on random prompts, coming and going as they like, together; then each alone, which must be the same.
+
+`python -m tests.engines.storm --minutes 5 --seed 7` runs it for as long as is wanted, on engines of several settings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import os
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+import patchclamp as pc
+from patchclamp.plan import Prompt
+
+SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "head_dim": 32, "vocab_size": 512}  # fmt: skip
+D, V, LAYERS, LONGEST, BLOCK = SHAPE["hidden_size"], SHAPE["vocab_size"], 3, 100, 32
+BLOCK_BYTES = LAYERS * 2 * 2 * 32 * 4 * BLOCK
+CROWDED = {"max_num_batched_tokens": 48, "max_num_seqs": 8, "kv_cache_memory_bytes": 10 * BLOCK_BYTES}
+SETTINGS = {
+    "crowded": CROWDED, "roomy": {"max_num_seqs": 32, "kv_cache_memory_bytes": 400 * BLOCK_BYTES},
+    "without a prefix cache": {**CROWDED, "enable_prefix_caching": False},
+    "few seats and records": {**CROWDED, "max_num_seqs": 3, "max_records": 150, "bank_bytes": 4 * max(D, V) * 64},
+}  # fmt: skip
+LAYERED = [pc.resid_pre, pc.resid_mid, pc.resid_post, pc.attn_out, pc.mlp_out]
+NOISE, MARGIN = 1e-5, 1e-3  # of a row's length; of a logit
+EMPTY = ("programs", "runs", "captured_bytes", "brought", "pinned", "vectors")
+AGAIN = "run it again"  # what a run is told that may have read what a failing one left
+
+
+def engine(folder: str, setting: str) -> pc.LM:
+    return pc.LM(folder, engine="vllm", prove=False, dtype="float32", enforce_eager=True, skip_tokenizer_init=True,
+                 block_size=BLOCK, max_model_len=128, **SETTINGS[setting])  # fmt: skip
+
+
+class Asked(NamedTuple):
+    """One request, when it comes (seconds) and when it is taken back (None: never)."""
+
+    prompt: list[int]
+    edits: list[pc.Op]
+    capture: list[Any]
+    max_tokens: int
+    sampling: dict[str, Any]
+    comes_s: float
+    leaves_s: float | None
+    fails: bool
+
+
+class Storm:
+    """Rounds of requests on one engine, from one seed. `seen` counts what happened."""
+
+    def __init__(self, lm: pc.LM, seed: int) -> None:
+        self.lm, self.seed, self.random, self.seen = lm, seed, np.random.default_rng(seed), Counter()
+        self.worst, self.turn = 0.0, 0
+        self.bases = [self.random.integers(3, V, LONGEST).tolist() for _ in range(4)]
+        self.sources: list[pc.Run] = []
+        self.earlier: list[Asked] = []
+
+    def run(self, seconds: float, requests: int = 40) -> None:
+        """Rounds for so long; then nothing may be held."""
+        before, end = self.lm.engine.status(), time.monotonic() + seconds
+        everywhere = [pc.embed, *LAYERED, pc.final_norm]
+        self.sources = self.lm.run([base[:20] for base in self.bases[:2]], max_tokens=3, capture=everywhere)
+        told = self.sources[0]
+        self.lm.bank.mean("usual", self.sources, pc.mlp_out)
+        self.lm.bank["module"] = [
+            pc.Add(told[pc.resid_post[0]][3], pc.resid_post[0:2]),
+            pc.Noise(0.05, pc.resid_mid[1]),
+        ]
+        del told
+        while time.monotonic() < end:
+            self.round(requests)
+            self.turn += 1
+        self.sources, self.earlier = [], []
+        gc.collect()
+        self.lm.run([5], max_tokens=1)
+        after = self.lm.engine.status()
+        assert {name: after[name] for name in EMPTY} == dict.fromkeys(EMPTY, 0), f"{self.where()}: {after}"
+        assert after["free_records"] == before["free_records"], self.where()
+        assert not self.lm.engine._waiting
+        assert not self.lm.engine._held_back
+        self.seen["preempted"] += after["preemptions"] - before["preemptions"]
+
+    def round(self, requests: int) -> None:
+        asked = [self.request() for _ in range(requests)]
+        for one, run in zip(asked, asyncio.run(self.together(asked)), strict=True):
+            self.check(one, run)
+
+    def where(self) -> str:
+        return f"seed {self.seed}, round {self.turn}"
+
+    # -- together and alone
+
+    async def together(self, asked: list[Asked]) -> list[Any]:
+        async def one(each: Asked) -> Any:
+            await asyncio.sleep(each.comes_s)
+            return await self.lm.arun(each.prompt, max_tokens=each.max_tokens, edits=each.edits, capture=each.capture,
+                                      sampling=each.sampling)  # fmt: skip
+
+        async def taken_back(task: asyncio.Task, each: Asked) -> None:
+            await asyncio.sleep(each.comes_s + each.leaves_s)
+            task.cancel()
+
+        tasks = [asyncio.create_task(one(each)) for each in asked]
+        ends = [taken_back(task, each) for task, each in zip(tasks, asked, strict=True) if each.leaves_s is not None]
+        made = await asyncio.gather(*tasks, *ends, return_exceptions=True)
+        return made[: len(asked)]
+
+    def check(self, asked: Asked, run: Any) -> None:
+        """What came of a request among others against what comes of it alone."""
+        if isinstance(run, asyncio.CancelledError):
+            assert asked.leaves_s is not None, self.where()
+            self.seen["taken back"] += 1
+            return
+        if isinstance(run, BaseException):
+            expected = isinstance(run, pc.RunError) and (asked.fails or AGAIN in str(run))
+            assert expected, f"{self.where()}: {run!r}: {asked}"
+            self.seen["not finite" if asked.fails else "to be run again"] += 1
+            return
+        assert not asked.fails, f"{self.where()}: {asked}"
+        sampling = {**asked.sampling, "skip_reading_prefix_cache": bool(self.random.random() < 0.7)}
+        alone = self.lm.run(asked.prompt, max_tokens=asked.max_tokens, edits=asked.edits, capture=asked.capture,
+                            sampling=sampling)  # fmt: skip
+        self.seen["runs"] += 1
+        self.seen["from the cache"] += run.cached_tokens > 0
+        told = f"{self.where()}: {asked}"
+        same = self.tokens_agree(run, alone, told)
+        np.testing.assert_allclose(run.logprobs[:same], alone.logprobs[:same], atol=MARGIN, rtol=MARGIN, err_msg=told)
+        paths = [f"edits[{i}]" for i, op in enumerate(asked.edits) if isinstance(op, pc.Capture)]
+        paths += [f"capture[{i}]" for i in range(len(asked.capture))]
+        for path in paths:
+            assert run.positions(path) == alone.positions(path), f"{path} {told}"
+            rows = [i for i, p in enumerate(alone.positions(path)) if p < len(asked.prompt) + same]
+            far = self.apart(run[path][rows], alone[path][rows])
+            self.worst = max(self.worst, far)
+            assert far <= NOISE, f"{path} {far} {told}"
+
+    def tokens_agree(self, run: pc.Run, alone: pc.Run, told: str) -> int:
+        """How many tokens are the same; the first that is not must be as likely."""
+        assert len(run.token_ids) == len(alone.token_ids), told
+        pairs = list(zip(run.token_ids, alone.token_ids, strict=True))
+        same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+        if same < len(pairs):
+            logits, (ours, theirs) = alone[pc.logits][same], pairs[same]
+            margin = float(logits[theirs] - logits[ours]) / max(1.0, float(logits.abs().max()))
+            assert margin <= MARGIN, f"{margin} at token {same} {told}"
+            self.seen["as likely"] += 1
+        return same
+
+    def apart(self, ours: torch.Tensor, theirs: torch.Tensor) -> float:
+        if not len(ours):
+            return 0.0
+        return float(((ours - theirs).norm(dim=1) / theirs.norm(dim=1).clamp(min=1e-1)).max())
+
+    # -- at random
+
+    def number(self, low: int, high: int) -> int:
+        return int(self.random.integers(low, high))
+
+    def chance(self, share: float) -> bool:
+        return bool(self.random.random() < share)
+
+    def any(self, *makers: Any) -> Any:
+        return makers[self.number(0, len(makers))]()
+
+    def request(self) -> Asked:
+        """Something new, or something earlier again: to find its own blocks in the cache."""
+        leaves = float(self.random.exponential(0.15)) if self.chance(0.12) else None
+        comes = float(self.random.uniform(0, 0.6))
+        if self.earlier and self.chance(0.3):
+            return self.earlier[self.number(0, len(self.earlier))]._replace(comes_s=comes, leaves_s=leaves)
+        base = self.bases[self.number(0, len(self.bases))]
+        length = self.any(lambda: 1, lambda: self.number(2, 20), *[lambda: self.number(20, LONGEST)] * 3, lambda: 64)
+        prompt = base[:length] if self.chance(0.6) else self.random.integers(3, V, length).tolist()
+        new = self.any(lambda: 1, lambda: self.number(2, 6), lambda: self.number(6, 24))
+        p, n = length, length + new - 1
+        edits = [op for _ in range(self.number(0, 6)) for op in self.ops(p, n)]
+        fails = self.chance(0.01)
+        if fails:
+            edits.append(pc.Add(np.full(D, 3e38), pc.resid_post[1], pc.prompt[-1], scale=1e30))
+        late = [self.site() @ pc.every[p - 1 - self.number(0, min(p, 30)) :]] if self.chance(0.5) else []
+        others = [self.site() @ self.tokens(p, n) for _ in range(self.number(0, 3))] if self.chance(0.3) else late
+        fuzz = {"extra_args": {"fuzz_strength": 0.1, "fuzz_seed": self.number(0, 99)}} if self.chance(0.1) else {}
+        made = Asked(prompt, edits, [pc.logits, *others], new, {"ignore_eos": True, **fuzz}, comes, leaves, fails)
+        self.earlier = [*self.earlier[-20:], made]
+        return made
+
+    def site(self) -> pc.Site:
+        return self.any(
+            lambda: pc.embed, lambda: pc.final_norm, *[lambda s=s: s[self.number(0, LAYERS)] for s in LAYERED]
+        )
+
+    def tokens(self, p: int, n: int) -> Any:
+        """A selection that selects something, of p prompt tokens and n inputs."""
+        while True:
+            made = self.selection(p, n)
+            if len(Prompt([0] * p, lambda: ("", [])).select(made, n)):
+                return made
+
+    def selection(self, p: int, n: int, deep: bool = True) -> Any:
+        some = [
+            lambda: pc.prompt, lambda: pc.prompt[-1], lambda: pc.every, lambda: pc.every[:: self.number(1, 6)],
+            lambda: pc.prompt[self.number(-p, p)], lambda: pc.prompt[self.number(-p, p) :],
+            lambda: pc.prompt[: self.number(-p, 0)], lambda: pc.every[self.number(0, n) : self.number(0, n + 1)],
+            lambda: pc.prompt[self.random.permutation(p)[: self.number(1, 5)].tolist()],
+        ]  # fmt: skip
+        if n > p:
+            some += 2 * [lambda: pc.generated, lambda: pc.generated[self.number(0, n - p)], lambda: pc.generated[1:]]
+        if deep:
+            some += 2 * [lambda: self.selection(p, n, False) | self.selection(p, n, False),
+                         lambda: self.selection(p, n, False) - self.selection(p, n, False)]  # fmt: skip
+        return self.any(*some)
+
+    def vector(self, *shape: int) -> np.ndarray:
+        return self.random.standard_normal(shape).astype(np.float32)
+
+    def ops(self, p: int, n: int) -> list[pc.Op]:
+        """One edit, or a capture at its place in the order."""
+        if self.chance(0.08):
+            return [pc.Capture(self.site(), self.tokens(p, n))]
+        if self.chance(0.08):
+            strength = self.vector(V) if self.chance(0.5) else None
+            tokens = pc.prompt[-1] if n == p or self.chance(0.5) else pc.generated
+            return [pc.Noise(0.3, pc.logits, tokens, seed=self.number(0, 9), relative=True) if strength is None
+                    else pc.Add(strength, pc.logits, tokens)]  # fmt: skip
+        at, tokens = self.site(), self.tokens(p, n)
+        if at.layers is not None and self.chance(0.15):
+            at = pc.Site(at.name, slice(0, at.layers + 1))
+        rows = len(Prompt([0] * p, lambda: ("", [])).select(tokens, n))
+        source = self.sources[self.number(0, 2)]
+        return [self.any(
+            lambda: pc.Add(self.vector(D), at, tokens, scale=float(self.random.uniform(-2, 2))),
+            lambda: pc.Add(self.vector(rows, D), at, tokens),
+            lambda: pc.Replace(self.vector(D), at, tokens, alpha=float(self.random.uniform(0, 1))),
+            lambda: pc.Replace(self.vector(rows, D), at, tokens, mask=self.random.random(D)),
+            lambda: pc.Replace(pc.From(source, position=self.number(0, 20)), at, tokens),
+            lambda: pc.Zero(at, tokens), lambda: pc.Scale(float(self.random.uniform(-1, 2)), at, tokens),
+            lambda: pc.Ablate(self.vector(self.number(1, 4), D), at, tokens),
+            lambda: pc.Clamp(self.vector(D), at, tokens, low=-0.2, high=1.0),
+            lambda: pc.Noise(0.3, at, tokens, seed=self.number(0, 9), relative=self.chance(0.5)),
+            lambda: pc.Mean("usual", pc.mlp_out[self.number(0, LAYERS)], tokens),
+            lambda: pc.Use("module", scale=float(self.random.uniform(0, 2)), tokens=tokens),
+        )]  # fmt: skip
+
+
+def main() -> None:
+    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    given = argparse.ArgumentParser(description=__doc__)
+    given.add_argument("--minutes", type=float, default=5.0)
+    given.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(3)))
+    asked = given.parse_args()
+    from tests.models import with_weights
+
+    with tempfile.TemporaryDirectory() as folder:
+        with_weights(Path(folder), "8b", LAYERS, **SHAPE)
+        for i, setting in enumerate(SETTINGS):
+            with engine(folder, setting) as lm:
+                storm = Storm(lm, asked.seed + i)
+                storm.run(60 * asked.minutes / len(SETTINGS))
+                told = {**storm.seen, "rounds": storm.turn, "worst row": float(f"{storm.worst:.2g}")}
+                print(f"{setting}, seed {storm.seed}: {json.dumps(told)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

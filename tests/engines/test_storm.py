@@ -1,0 +1,22 @@
+"""A short storm; `python -m tests.engines.storm` is the long one."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from .storm import Storm, engine
+
+
+@pytest.mark.parametrize("setting", ["crowded", "few seats and records"])
+def test_whoever_comes_and_goes_beside_it_a_request_is_as_if_alone(tiny, setting):
+    """PATCHCLAMP_STORM_SEED and PATCHCLAMP_STORM_SECONDS make it that one, and longer."""
+    seed = int(os.environ.get("PATCHCLAMP_STORM_SEED", int.from_bytes(os.urandom(3))))
+    with engine(tiny, setting) as lm:
+        storm = Storm(lm, seed)
+        storm.run(float(os.environ.get("PATCHCLAMP_STORM_SECONDS", "8")))
+    assert storm.seen["runs"] >= 30, storm.where()
+    assert storm.seen["taken back"], storm.where()
+    assert storm.seen["from the cache"], storm.where()
+    assert setting != "crowded" or storm.seen["preempted"], storm.where()
