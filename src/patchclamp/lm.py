@@ -51,11 +51,12 @@ class LM:
     ) -> None:
         self.engine: Engine = open_engine(model, engine, options)
         self.bank, self._allow_code = NamedBank(), allow_code
-        if allow_code and getattr(self.engine, "remote", False):
-            self.engine.close()
-            raise EngineError("allow_code needs the engine in this process: one worker, and no multiprocess_mode")
         self._runs: weakref.WeakValueDictionary[str, Run] = weakref.WeakValueDictionary()
         self._close = weakref.finalize(self, self.engine.close) if self.engine is not engine else self.engine.close
+        if allow_code and getattr(self.engine, "remote", False):
+            if self.engine is not engine:
+                self.close()
+            raise EngineError("allow_code needs the engine in this process: one worker, and no multiprocess_mode")
         if prove:
             try:
                 ensure_proved(self)

@@ -62,6 +62,7 @@ def ops(mode: str, lm) -> None:
     gap = float(np.abs(after - expected).max() / np.abs(expected).max())
     note(mode, "an op that sums over logits, in several passes", gap < 1e-4 and not np.array_equal(before, after),
          f"{gap:.1g}, {before.shape[1]} wide")  # fmt: skip
+    by_token(mode, lm)
     none = lm.run(PROMPTS[1], max_tokens=4, edits=[pc.Noise(0.0, pc.embed, relative=True)])
     plain = lm.run(PROMPTS[1], max_tokens=4)
     same = [x.hex() for x in none.logprobs] == [x.hex() for x in plain.logprobs]
@@ -71,3 +72,63 @@ def ops(mode: str, lm) -> None:
         same and not torch.isnan(torch.tensor(none.logprobs)).any(),
         "",
     )
+
+
+def by_token(mode: str, lm) -> None:
+    """An edit by token id, of tokens as they are generated, and code on rows; what it does at its own site tells."""
+    import patchclamp as pc
+
+    at, sampling = pc.resid_post[1], {"ignore_eos": True}
+    v = np.random.default_rng().standard_normal(lm.model.d_model).astype(np.float32)
+    plain = lm.run(PROMPTS[2], max_tokens=16, sampling=sampling, capture=[pc.resid_post[3]])
+    token = plain.token_ids[3]
+    chosen = pc.generated - pc.token(token), pc.token(token), pc.token(*range(0, lm.model.d_vocab, 13), token)
+    edits = [[pc.Capture(at), pc.Add(v, at, tokens), pc.Capture(at), pc.Capture(at, tokens)] for tokens in chosen]
+    wrong = []
+    for tokens, run in zip(
+        chosen, lm.run([PROMPTS[2]] * 3, max_tokens=16, edits=edits, sampling=sampling), strict=True
+    ):
+        before, after, hit = run["edits[0]"].numpy(), run["edits[2]"].numpy(), run.select(tokens)
+        expected = before + v * np.isin(np.arange(len(before)), hit)[:, None]
+        same = np.array_equal(after, expected) and run.positions("edits[3]") == hit.tolist()
+        if not same or not len(hit) or len(hit) == len(before):
+            wrong.append(f"{str(tokens)[:30]}: {len(hit)} of {len(before)} rows")
+    note(mode, "an edit by token id acts on those tokens alone", not wrong, "; ".join(wrong))
+    code(mode, lm)
+
+
+def code(mode: str, lm) -> None:
+    """Code between ops, beside a run without; where the engine is in another process it is refused."""
+    import torch
+
+    import patchclamp as pc
+    from patchclamp.errors import EngineError
+
+    at, sampling = pc.resid_post[1], {"ignore_eos": True}
+    try:
+        leave = pc.LM("", lm.engine, prove=False, allow_code=True)
+    except EngineError as error:
+        note(mode, "code on rows, between ops", getattr(lm.engine, "remote", False), str(error))
+        return
+    v = torch.randn(lm.model.d_model)
+    plain = leave.run(PROMPTS[1], max_tokens=8, sampling=sampling)
+
+    def breaks(h: torch.Tensor) -> torch.Tensor:
+        raise KeyError("nothing here")
+
+    programs = [
+        [pc.Add(v, at), pc.Capture(at), pc.Apply(lambda h: h * 0.5 + 1.0, at), pc.Scale(2.0, at), pc.Capture(at)],
+        [pc.Apply(breaks, at, pc.prompt[-1])],
+        [],
+    ]
+    run, broken, mate = leave.run([PROMPTS[2], PROMPTS[2], PROMPTS[1]], max_tokens=8, edits=programs, sampling=sampling)
+    gap = float((run["edits[4]"] - 2.0 * (run["edits[1]"] * 0.5 + 1.0)).abs().max() / run["edits[4]"].abs().max())
+    told = f"{gap:.1g}; {broken.error}"
+    fine = (
+        gap < 0.01
+        and "edits[0]: Apply raised KeyError" in str(broken.error)
+        and len(run["edits[4]"]) == len(PROMPTS[2]) + 7
+    )
+    note(mode, "code on rows, between ops; what it raises is its run's error", fine, told)
+    same = mate.error is None and max(abs(a - b) for a, b in zip(mate.logprobs, plain.logprobs, strict=True)) < 0.1
+    note(mode, "and its batchmates go on", same, "")
