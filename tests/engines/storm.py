@@ -66,8 +66,8 @@ class Storm:
         self.sources: list[pc.Run] = []
         self.earlier: list[Asked] = []
 
-    def run(self, seconds: float, requests: int = 40) -> None:
-        """Rounds for so long; then nothing may be held."""
+    def run(self, seconds: float, wanted: tuple[str, ...] = (), requests: int = 40) -> None:
+        """Rounds for so long, and up to four times as long until what is wanted was seen; then nothing may be held."""
         before, end = self.lm.engine.status(), time.monotonic() + seconds
         everywhere = [pc.embed, *LAYERED, pc.final_norm]
         self.sources = self.lm.run([base[:20] for base in self.bases[:2]], max_tokens=3, capture=everywhere)
@@ -78,9 +78,10 @@ class Storm:
             pc.Noise(0.05, pc.resid_mid[1]),
         ]
         del told
-        while time.monotonic() < end:
+        while (now := time.monotonic()) < end or (now < end + 3 * seconds and not all(self.seen[w] for w in wanted)):
             self.round(requests)
             self.turn += 1
+            self.seen["preempted"] = self.lm.engine.status()["preemptions"] - before["preemptions"]
         self.sources, self.earlier = [], []
         gc.collect()
         self.lm.run([5], max_tokens=1)
@@ -89,7 +90,6 @@ class Storm:
         assert after["free_records"] == before["free_records"], self.where()
         assert not self.lm.engine._waiting
         assert not self.lm.engine._held_back
-        self.seen["preempted"] += after["preemptions"] - before["preemptions"]
 
     def round(self, requests: int) -> None:
         asked = [self.request() for _ in range(requests)]
@@ -121,6 +121,12 @@ class Storm:
         if isinstance(run, asyncio.CancelledError):
             assert asked.leaves_s is not None, self.where()
             self.seen["taken back"] += 1
+            return
+        if isinstance(run, pc.CapacityError):  # then it is too large by itself
+            (alone,) = self.lm.run([asked.prompt], max_tokens=asked.max_tokens, edits=asked.edits, capture=asked.capture,
+                                   sampling=asked.sampling)  # fmt: skip
+            assert str(alone.error) == str(run), f"{self.where()}: {run!r}: {asked}"
+            self.seen["too large"] += 1
             return
         if isinstance(run, BaseException):
             expected = isinstance(run, pc.RunError) and (asked.fails or AGAIN in str(run))
