@@ -296,13 +296,15 @@ class LM:
             raise TokensError(f"{outside[0]!r} is not a token id below {self.model.d_vocab}", "score")
         vectors: dict[str, np.ndarray] = {}
         code: dict[int, Code] | None = {} if self._allow_code else None
+        sources: dict[str, Run] = {}
         spelled = Prompt(ids, lambda: self.tokenizer.spell(ids, text))
         try:
-            known = (self.sites, self._source, self.bank, vectors, code)
+            known = (self.sites, lambda run: sources.setdefault(run, self._source(run)), self.bank, vectors, code)
             bound = bind(program, key, spelled, max_tokens, *known) if program else None
         except PatchclampError as error:
             raise error if number is False else error.under(f"prompt {number}") from None
-        return Request(key, ids, max_tokens, bound, vectors, sampling, tuple(int(i) for i in score), code or {})
+        read, score = tuple(sources.values()), tuple(int(i) for i in score)
+        return Request(key, ids, max_tokens, bound, vectors, sampling, score, code or {}, text, read)
 
     def _source(self, run: str) -> Run:
         found = self._runs.get(run)

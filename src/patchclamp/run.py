@@ -29,7 +29,7 @@ class Run:
         self.key, self.prompt_token_ids, self.program = request.run, request.prompt_token_ids, program
         self.error: PatchclampError | None = None if isinstance(answer, Answer) else answer
         self.closed = False
-        self._lm, self._answer = lm, answer
+        self._lm, self._answer, self._text = lm, answer, request.text
         self._bound: Bound | None = request.bound
         self._fetched: dict[tuple[int, int | None], tuple[np.ndarray, Any]] = {}
         self._release = weakref.finalize(self, lm.engine.release, [self.key])
@@ -103,11 +103,17 @@ class Run:
     # -- as a source for `From`
 
     def positions_of(self, point: int) -> np.ndarray:
+        mine = [op for op in self._bound.ops if op.kind == CAPTURE and point in op.points] if self._bound else []
+        if len(mine) > 1 and any(op.tokens for op in mine):
+            raise MissingSource(
+                f"run {self.key} captured {self._lm.sites.label(point)} {len(mine)} times, one of them by token id: "
+                "capture it once to read it with From, or give the rows of run[site]"
+            )
         captured = self._bound.captured() if self._bound is not None else {}
         return captured.get(point, np.zeros(0, np.int64))[: self._length(captured.get(point))]
 
     def select(self, tokens: Tokens | str) -> np.ndarray:
-        prompt = Prompt(self.prompt_token_ids, lambda: self._lm.tokenizer.spell(self.prompt_token_ids, None))
+        prompt = Prompt(self.prompt_token_ids, lambda: self._lm.tokenizer.spell(self.prompt_token_ids, self._text))
         return prompt.select(as_tokens(tokens), self._positions, [*self.prompt_token_ids, *self.token_ids])
 
     @property
@@ -155,7 +161,10 @@ class Run:
     def _matching(self, point: int, op: BoundOp, ordinal: int, name: str) -> tuple[np.ndarray, Any]:
         """What one op captured, of the tokens that it asks for, which are known now."""
         found, rows = self._stored(point, (op,), ordinal, name)
-        kept = np.isin(found, self.select(op.tokens)) if op.tokens else np.ones(len(found), bool)
+        if not op.tokens:
+            return found, rows
+        tokens = next(asked.tokens for path, asked in self.program.ops if path == op.path)  # type: ignore[attr-defined]
+        kept = np.isin(found, self.select(tokens))
         return found[kept], rows[kept]
 
     def _stored(self, point: int, ops: tuple[BoundOp, ...], ordinal: int | None, name: str) -> tuple[np.ndarray, Any]:

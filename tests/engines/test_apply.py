@@ -46,33 +46,64 @@ def test_code_does_what_an_op_does(lm):
 
 
 def test_what_goes_wrong_is_its_runs_error_alone(lm):
-    plain = lm.run(PROMPTS[1], max_tokens=6, sampling=SAMPLING)
+    """Its batchmates go on, those with edited blocks in the cache among them, and it is not called again."""
+    mates = [[], [pc.Scale(0.9, AT)]]
+    plain = lm.run([PROMPTS[1]] * 2, max_tokens=6, sampling=SAMPLING, edits=mates)
+    calls = []
 
-    def breaks(h):
-        raise KeyError("nothing here")
+    class Unsaid(Exception):
+        def __str__(self):
+            raise ValueError("not even that")
 
-    def ends(h):
-        raise SystemExit(3)
+    def fails(error):
+        def fn(h):
+            calls.append(len(h))
+            raise error
 
-    def waits(h):
-        return lm.run(PROMPTS[0], max_tokens=1)
+        return fn
 
-    wrong = [waits, breaks, ends, lambda h: h[:, :1], lambda h: None, lambda h: h / 0.0, lambda h: "rows"]
-    told = ["from within Apply", "Apply raised KeyError: 'nothing here'", "Apply raised SystemExit: 3", "Apply must give a tensor", "it gave NoneType",
-            "not finite", "it gave str"]  # fmt: skip
-    programs = [[pc.Zero(AT, pc.prompt[0]), pc.Apply(fn, AT, pc.prompt[-1])] for fn in wrong]
-    *failed, mate = lm.run(
-        [PROMPTS[0]] * len(wrong) + [PROMPTS[1]], edits=[*programs, []], max_tokens=6, sampling=SAMPLING
-    )
-    for run, text in zip(failed, told, strict=True):
+    wrong = {
+        "from within Apply": lambda h: lm.run(PROMPTS[0], max_tokens=1), "SystemExit: 3": fails(SystemExit(3)),
+        "KeyError: 'nothing here'": fails(KeyError("nothing here")), "Apply raised Unsaid": fails(Unsaid()),
+        "and gave [9, 1]": lambda h: h.new_zeros(9, 1), "gave NoneType": lambda h: None, "gave str": lambda h: "rows",
+        "gave [576,": lambda h: h.t_(), "gave [8, 576]": lambda h: h.repeat(2, 1), "NotImplementedError": lambda h: h.to("meta"),
+        "torch.sparse": lambda h: h.to_sparse(), "not finite": lambda h: h / 0.0,
+    }  # fmt: skip
+    programs = [[pc.Zero(AT, pc.prompt[0]), pc.Apply(fn, AT, pc.prompt[1:] | pc.generated)] for fn in wrong.values()]
+    prompts = [PROMPTS[0]] * len(wrong) + [PROMPTS[1]] * 2
+    *failed, one, other = lm.run(prompts, edits=[*programs, *mates], max_tokens=6, sampling=SAMPLING)
+    for run, text in zip(failed, wrong, strict=True):
         assert isinstance(run.error, pc.RunError)
         assert text in str(run.error)
         assert text == "not finite" or str(run.error).startswith("edits[1]: ")
-    assert mate.error is None
-    np.testing.assert_allclose(mate.logprobs, plain.logprobs, atol=2e-4)
-    again = lm.run(PROMPTS[1], max_tokens=6, sampling=SAMPLING)
-    np.testing.assert_allclose(again.logprobs, plain.logprobs, atol=2e-4)
+    for run, before in zip((one, other), plain, strict=True):
+        assert run.error is None
+        np.testing.assert_allclose(run.logprobs, before.logprobs, atol=2e-4)
+    again = lm.run([PROMPTS[1]] * 2, max_tokens=6, sampling=SAMPLING, edits=mates)
+    np.testing.assert_allclose(again[1].logprobs, plain[1].logprobs, atol=2e-4)
+    assert len(calls) == 3
     assert lm.engine.status()["code"] == 0
+
+
+def test_rows_are_the_codes_own(lm):
+    """Kept, changed in place, asked for gradients: nothing of the model's changes but by what is given back."""
+    kept = []
+
+    def reads(h):
+        kept.append(h)
+        h.mul_(7.0)
+        return (h / 7.0).double().requires_grad_()
+
+    plain = lm.run(PROMPTS[0], max_tokens=3, sampling=SAMPLING, capture=[AT])
+    run = lm.run(
+        PROMPTS[0], max_tokens=3, sampling=SAMPLING, capture=[AT], edits=[pc.Apply(reads, AT, pc.prompt[0, 2, 3])]
+    )
+    np.testing.assert_allclose(run.logprobs, plain.logprobs, atol=2e-4)
+    rows = torch.cat(kept)
+    torch.testing.assert_close(rows / 7.0, plain[AT][[0, 2, 3]], rtol=1e-4, atol=1e-4)
+    probe = torch.zeros(rows.shape[1], requires_grad=True)
+    (rows @ probe).sum().backward()
+    assert probe.grad is not None
 
 
 def test_code_needs_leave(engines):

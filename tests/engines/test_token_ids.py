@@ -57,20 +57,23 @@ def test_rows_of_some_tokens_are_edited_and_no_others(engines, mode):
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
 def test_an_op_over_a_whole_row_and_one_at_logits(engines, engine):
-    """Whichever token follows a given one: its logits are those that the op makes."""
+    """Whichever token follows a given one: its logits are those that the op makes of what was there."""
     lm = engines.get(engine, "float32")
-    plain = lm.run(PROMPTS[1], max_tokens=12, sampling=SAMPLING, capture=[pc.logits])
-    token = plain.token_ids[3]
+    plain = lm.run(PROMPTS[1], max_tokens=12, sampling=SAMPLING)
+    token, first = plain.token_ids[3], len(plain.prompt_token_ids)
     at = pc.generated & pc.token(token)
-    run = lm.run(PROMPTS[1], max_tokens=12, sampling=SAMPLING, capture=[pc.logits, AT], edits=[
-        pc.Scale(0.5, pc.logits, at), pc.Ablate(V1, AT, at), pc.Noise(0.1, AT, pc.generated - pc.token(token), seed=4)])  # fmt: skip
-    first = len(run.prompt_token_ids)
-    chosen = [p for p in run.select(at).tolist() if p < first + 12 - 1]
+    run = lm.run(PROMPTS[1], max_tokens=12, sampling=SAMPLING, capture=[AT], edits=[
+        pc.Capture(pc.logits), pc.Scale(0.5, pc.logits, at), pc.Capture(pc.logits),
+        pc.Ablate(V1, AT, at), pc.Noise(0.1, AT, pc.generated - pc.token(token), seed=4)])  # fmt: skip
+    chosen = run.select(at).tolist()
     assert chosen
+    before, after = run["edits[0]"], run["edits[2]"]
+    assert run.positions("edits[0]") == list(range(first - 1, first + 11))
+    for position, one, two in zip(run.positions("edits[0]"), before, after, strict=True):
+        assert torch.equal(two, 0.5 * one if position in chosen else one)
     unit = torch.from_numpy(V1 / np.linalg.norm(V1))
     for position, row in zip(run.positions(AT), run[AT], strict=True):
         assert (abs(float(row @ unit)) < 1e-3) == (position in chosen) or position < first
-    assert run.positions(pc.logits) == list(range(first - 1, first + 11))
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
@@ -99,6 +102,15 @@ def test_patching_by_token_and_what_is_refused(engines):
     patched = lm.run(PROMPTS[0], max_tokens=8, sampling=SAMPLING, capture=[AT], edits=[
         pc.Zero(AT, pc.token(token)), pc.Replace(pc.From(clean), AT, pc.token(token))])  # fmt: skip
     assert (patched.token_ids, patched.logprobs) == (clean.token_ids, clean.logprobs)
+    without = lm.run(PROMPTS[0], max_tokens=8, sampling=SAMPLING, edits=[pc.Zero(AT, pc.token(token))])
+    assert without.logprobs != clean.logprobs  # it was there to be zeroed
+    with pytest.raises(pc.TokensError, match=r"edits\[0\].tokens: token id 49152 is outside the vocabulary of 49152"):
+        lm.run(PROMPTS[0], edits=[pc.Zero(AT, pc.generated - pc.token(49152))])
+    twice = lm.run(PROMPTS[0], max_tokens=8, capture=[AT], edits=[pc.Capture(AT, pc.token(token)), pc.Add(V1, AT)])
+    with pytest.raises(pc.MissingSource, match=r"captured resid_.* 2 times, one of them by token id"):
+        lm.run(PROMPTS[0], edits=[pc.Replace(pc.From(twice), AT, pc.prompt[-1])])
+    told = lm.run("A span here", max_tokens=4, capture=[AT @ (pc.span("span") | pc.token(token))])
+    assert len(told[AT]) >= 1
     two = np.stack([V1, V1])
     with pytest.raises(pc.ShapeError, match=r"edits\[0\].value: how many tokens generated & token"):
         lm.run(PROMPTS[0], max_tokens=8, edits=[pc.Add(two, AT, pc.generated & pc.token(token))])

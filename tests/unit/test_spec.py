@@ -346,6 +346,13 @@ def read(op: dict) -> Program:
     return Program.from_json(json.dumps({"edits": [{"type": "zero", "at": "embed"}, op]}))
 
 
+def doubled(selection, times: int):
+    """A selection joined with itself again and again: few objects, and more leaves than anybody could walk."""
+    for _ in range(times):
+        selection = selection | selection
+    return selection
+
+
 ERRORS = [
     # sites
     (lambda: pc.site("resid_pots[3]"), pc.UnknownName,
@@ -426,7 +433,10 @@ ERRORS = [
      "'prompt |' is not a selection; write 'prompt[-1]', 'generated[0:8]', 'token(464)' or 'span(\"text\")', "
      "joined by |, & and -"),
     (lambda: pc.tokens("(" * 9999 + "prompt" + ")" * 9999), pc.ProgramError, None),
-    (lambda: pc.tokens("prompt" + " | generated" * 70), pc.TokensError, "a selection is joined of others at most 64 deep"),
+    (lambda: pc.tokens("prompt" + " | generated" * 70), pc.TokensError, "a selection is joined of at most 128 others, 64 deep, 8 of "
+     "them by token id; one token(...) takes many ids"),
+    (lambda: pc.tokens("token(1)" + " | token(1)" * 8), pc.TokensError, None),
+    (lambda: doubled(pc.prompt, 60), pc.TokensError, None),
     (lambda: pc.prompt | pc.embed, pc.ProgramError, "tokens are pc.prompt[-1] or 'prompt[-1]', not Site pc.embed"),
     (lambda: pc.Use("\ud800"), pc.ProgramError, "name: '\\ud800' cannot be written to a file: choose another name"),
     (lambda: pc.Use("x" * 201), pc.ProgramError, None),

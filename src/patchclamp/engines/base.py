@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     import torch
 
 
-FROM_WITHIN = "called from within Apply, where it would wait for itself: have what it needs before the run"
-
-
 class Model(msgspec.Struct, frozen=True):
     """Facts of a loaded model: what it is called, who runs it and with which `settings`, and its sizes."""
 
@@ -60,8 +57,9 @@ class Listener(Protocol):
 
 
 class Request(msgspec.Struct):
-    """One request. `bound` is None for a request without a program; `vectors` are the inline ones it reads, [n, W], and
-    `code` what its `Apply`s run, by number.
+    """One request, of a prompt whose `text` may be known. `bound` is None for a request without a program; `vectors`
+    are the inline ones it reads, [n, W], `code` is what its `Apply`s run, by number, and `sources` are the runs it
+    reads, which stay as long as it does.
 
     `score` are token ids whose log-probability as the next token is wanted; `sampling` has vLLM's own names.
     `listener` hears what is generated as it is made.
@@ -75,6 +73,8 @@ class Request(msgspec.Struct):
     sampling: dict[str, Any] = {}
     score: tuple[int, ...] = ()
     code: dict[int, Code] = {}
+    text: str | None = None
+    sources: tuple[Any, ...] = ()
     listener: Listener | None = None
 
     @property

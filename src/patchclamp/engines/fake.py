@@ -34,6 +34,7 @@ from patchclamp.errors import (
     unknown,
 )
 from patchclamp.kernels import reference
+from patchclamp.kernels.code import call, check_outside
 from patchclamp.plan import Batch, Bound, ProgramTable, StepPlan, make_plan
 from patchclamp.plan.bind import Code
 from patchclamp.plan.table import records_of
@@ -74,6 +75,7 @@ class FakeEngine:
         self._open = True
 
     def submit(self, requests: list[Request]) -> list[Future[Answer]]:
+        check_outside()
         with self._lock, np.errstate(all="ignore"):
             self._check_open()
             answers = self._serve(requests)
@@ -250,7 +252,7 @@ class _Programs:
 
         run, code = self._code[number]
         try:
-            return code.run(torch.from_numpy(rows)).float().numpy()
+            return call(code, torch.from_numpy(rows)).numpy()
         except RunError as error:
             self.errors.setdefault(run, error)
             return None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal
@@ -15,10 +14,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from patchclamp.engines.base import FROM_WITHIN, Answer, Model, Part, Request, Tokenizer, settle
+from patchclamp.engines.base import Answer, Model, Part, Request, Tokenizer, settle
 from patchclamp.engines.sampling import Sampler
 from patchclamp.engines.tokenizer import HubTokenizer
 from patchclamp.errors import EngineError, PatchclampError, ProgramError, RunError, told, unknown, unpack
+from patchclamp.kernels.code import check_outside
 from patchclamp.plan import Batch
 from patchclamp.runtime import Limits, Runtime
 from patchclamp.runtime.op import at_work
@@ -83,9 +83,7 @@ class TransformersEngine:
         self._logits = next(point.number for point in self.sites.points if point.rows == "sampled")
         attach(self._net, [(p, tap) for p, tap in self.sites.taps("transformers") if p.rows == "tokens"])
         self._released: collections.deque[str] = collections.deque()
-        self._idents: set[int] = set()  # of the engine's thread
-        note = lambda: self._idents.add(threading.get_ident())  # noqa: E731
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="patchclamp", initializer=note)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="patchclamp")
 
     def submit(self, requests: list[Request]) -> list[Future[Answer]]:
         futures: list[Future[Answer]] = [Future() for _ in requests]
@@ -119,8 +117,7 @@ class TransformersEngine:
             self.runtime.release([self._released.popleft() for _ in range(len(self._released))])
             return job(*args)
 
-        if threading.get_ident() in self._idents:
-            raise EngineError(FROM_WITHIN)
+        check_outside()
         try:
             return self._thread.submit(run)
         except RuntimeError:

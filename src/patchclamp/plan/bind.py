@@ -18,7 +18,6 @@ from patchclamp.errors import (
     MissingSource,
     PatchclampError,
     ProgramError,
-    RunError,
     ShapeError,
     TokensError,
     UnsupportedSite,
@@ -43,7 +42,7 @@ from patchclamp.spec import (
     Vector,
 )
 from patchclamp.spec.ops import DTYPES, LARGEST, Op
-from patchclamp.spec.tokens import Positions, Tokens
+from patchclamp.spec.tokens import Positions, Tokens, ids_in
 from patchclamp.spec.values import orthonormal
 from patchclamp.store.named import NamedBank, is_run
 
@@ -142,19 +141,6 @@ class Code(NamedTuple):
 
     path: str
     fn: Callable[[Any], Any]
-
-    def run(self, rows: Any) -> Any:
-        """What the code makes of rows [n, W], a tensor. Raises `RunError` for what it raises, and for anything but as
-        many rows."""
-        try:
-            made = self.fn(rows)
-        except BaseException as error:  # it must not end the engine, whatever it is
-            raise RunError(f"Apply raised {type(error).__name__}: {error}", self.path) from error
-        shape = list(getattr(made, "shape", ()))
-        if shape != list(rows.shape) or not hasattr(made, "detach"):
-            told = f"{type(made).__name__} {shape}" if shape else type(made).__name__
-            raise RunError(f"Apply must give a tensor {list(rows.shape)}, as it got; it gave {told}", self.path)
-        return made
 
 
 _numbers = itertools.count(1)
@@ -271,6 +257,7 @@ class _Binder:
     def _cases(self, op: Op, places: list[Place]) -> list[Case]:
         """What the op's selection names: positions for certain, then those that it names on condition."""
         tokens: Tokens = op.tokens  # type: ignore[attr-defined]
+        self._check_ids(tokens)
         try:
             cases = self.prompt.cases(tokens, self.limit)
         except PatchclampError as error:
@@ -281,6 +268,14 @@ class _Binder:
             if self.sites.points[places[0].point].rows == "sampled":
                 case.positions = self._sampled(tokens, case.positions)
         return cases
+
+    def _check_ids(self, tokens: Tokens, field: str = "tokens") -> None:
+        beyond = [leaf for leaf in ids_in(tokens) if leaf.ids[-1] >= self.sites.d_vocab]
+        if beyond:
+            raise TokensError(
+                f"token id {beyond[0].ids[-1]} is outside the vocabulary of {self.sites.d_vocab}: it would never come",
+                field,
+            )
 
     def _sampled(self, tokens: Tokens, chosen: np.ndarray) -> np.ndarray:
         """Logits exist only where a token is sampled; asking for all positions means all of those."""
@@ -360,7 +355,9 @@ class _Binder:
     def _run(self, name: str) -> tuple[str, Source]:
         """A run by its key or its name in the bank: its key, and what it captured."""
         kept = self.bank[name] if name in self.bank else None  # noqa: SIM401  a bank's `get` raises
-        key = kept.key if kept is not None and is_run(kept) else name
+        if kept is not None and not is_run(kept):
+            raise ProgramError(f"{name!r} in the bank is {type(kept).__name__}, not a run")
+        key = name if kept is None else kept.key
         try:
             return key, self.source(key)
         except MissingSource as error:
@@ -374,6 +371,8 @@ class _Binder:
         if self.sites.points[read[0].point].width != self.sites.points[places[0].point].width:
             raise ShapeError(f"{read[0]} and {places[0]} differ in width")
         wanted = positions if given.position is None else source.select(given.position)
+        if given.position is not None:
+            self._check_ids(given.position, "position")
         if given.position is not None and len(wanted) != 1 and not case.alone:
             raise ShapeError(f"{given.position} names {len(wanted)} positions; for tokens yet to come it must be one")
         if len(wanted) not in (1, len(positions)):

@@ -47,8 +47,9 @@ class Prompt(msgspec.Struct):
             return [Case(certain, alone=True)]
         later, none = np.arange(first, limit), np.zeros(0, np.int64)
         alike: dict[tuple[bool, ...], list[int]] = {(False,) * len(leaves): []}  # by what they are to the selection
-        for token in sorted({token for leaf in leaves for token in leaf.ids}):
-            alike.setdefault(tuple(token in leaf.ids for leaf in leaves), []).append(token)
+        named = np.unique(np.concatenate([leaf.ids for leaf in leaves]))
+        for token, among in zip(named.tolist(), np.stack([np.isin(named, leaf.ids) for leaf in leaves]).T, strict=True):
+            alike.setdefault(tuple(among.tolist()), []).append(token)
         found: dict[bytes, tuple[np.ndarray, list[int], bool]] = {}  # by the positions that are selected
         for signature, ids in alike.items():
             hits = iter(signature)

@@ -111,7 +111,9 @@ class CudaStep:
     def _calls(self, point: int) -> list[list[tuple[int, np.ndarray]]]:
         """What code is called at a point, one call of each request after the other: the request's number in the batch,
         and the call's record, after the one, if there is one, that asks for the token."""
+        assert self._plan is not None
         table, found = self.tables.table, []
+        first = self._batch.position + self._plan.behind
         for n, slot in enumerate(self._batch.slot.tolist()):
             if slot not in table.coded:
                 continue
@@ -119,9 +121,10 @@ class CudaStep:
             for phase, at in enumerate(np.flatnonzero(records["kind"] == APPLY).tolist()):
                 if phase == len(found):
                     found.append([])
-                asked = at > 0 and records["kind"][at - 1] == MATCH
-                found[phase].append((n, records[at - asked : at + 1]))
-        return found
+                if records["start"][at] < first[n] + self._batch.count[n] and first[n] < records["stop"][at]:
+                    asked = at > 0 and records["kind"][at - 1] == MATCH
+                    found[phase].append((n, records[at - asked : at + 1]))
+        return found if any(found) else []
 
     def _run(
         self, n: int, records: np.ndarray, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, sampled: bool

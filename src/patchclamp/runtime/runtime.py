@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from patchclamp.errors import MissingSource, RunError, ShapeError, pack
-from patchclamp.plan import CAPTURE, Batch, Bound, ProgramTable, StepPlan, make_plan
+from patchclamp.kernels.code import call
+from patchclamp.plan import APPLY, CAPTURE, Batch, Bound, ProgramTable, StepPlan, make_plan
 from patchclamp.plan.bind import BoundOp, Code, source_of
 from patchclamp.plan.step import NUMBERS
 from patchclamp.plan.table import records_of
@@ -48,12 +49,13 @@ class Limits(msgspec.Struct, frozen=True):
 
 class _Seat(msgspec.Struct):
     """A seated program: its slot, the keys it pins, the bytes it captures a token at most, and the first position from
-    which on it does nothing any more."""
+    which on it does nothing any more, and runs no code."""
 
     slot: int
     keys: list[str]
     token_bytes: int
     stop: int
+    code_stop: int
 
 
 class _Growing(msgspec.Struct):
@@ -96,6 +98,8 @@ class Runtime:
         self._growing: _Growing | None = None  # what the last step captured, to be gone on with
         self._token_bytes: collections.Counter[int] = collections.Counter()  # seats by what a token of theirs captures
         self._code: dict[int, tuple[str, Code]] = {}  # by number: its run, and what it runs
+        self._code_of: dict[str, list[int]] = {}
+        self._code_stop: dict[str, int] = {}  # by the engine's name of a request: where its code has done its work
         self.step: Step = HostStep(self.table, self.bank)
         self.step.code = self.run_code
 
@@ -110,16 +114,21 @@ class Runtime:
     def hold_code(self, run: str, code: Mapping[int, Code]) -> None:
         """Keeps what a run's `Apply`s run, until it is finished."""
         self._code |= {number: (run, each) for number, each in code.items()}
+        if code:
+            self._code_of[run] = list(code)
 
     def run_code(self, number: int, rows: torch.Tensor) -> torch.Tensor | None:
-        """Code on rows [n, W]; what it raises is its run's error, and then None is given."""
+        """Code on rows [n, W]; what it raises is its run's error, and then None is given, from then on.
+
+        Such a run does not count among the `failures`: nobody shares the cached blocks of code.
+        """
         run, code = self._code[number]
+        if run in self._errors:
+            return None
         try:
-            return code.run(rows).to(rows)
+            return call(code, rows)
         except RunError as error:
-            if run not in self._errors:
-                self._errors[run] = pack(error)
-                self.failures += 1
+            self._errors[run] = pack(error)
             return None
 
     def let_go(self, keys: Iterable[str]) -> None:
@@ -189,10 +198,8 @@ class Runtime:
 
     def runs_code(self, positions: Iterable[tuple[str, int]]) -> bool:
         """Whether a program of any of the requests has code that may still run: such steps have no graph."""
-        coded, slots, stops = self.table.coded, self._slot_of, self._stop_of
-        return bool(coded) and any(
-            slots.get(request) in coded and position < stops[request] for request, position in positions
-        )
+        stops = self._code_stop
+        return bool(stops) and any(position < stops.get(request, 0) for request, position in positions)
 
     def captures_at_most(self, tokens: Mapping[str, int], total: int, limit: int) -> bool:
         """Whether a step of so many tokens of each request, `total` in all, captures at most `limit` bytes."""
@@ -247,7 +254,8 @@ class Runtime:
         # of all that happens anywhere: code with taps may differ from stock's in the last bits, and what a request's
         # batchmates get must not depend on which stage a program acts on
         stop = max((piece[1] for op in bound.ops if op.points for piece in op.pieces), default=0)
-        self._seats[bound.run] = _Seat(slot, keys, size, stop)
+        code = max((piece[1] for op in bound.ops if op.kind == APPLY for piece in op.pieces), default=0)
+        self._seats[bound.run] = _Seat(slot, keys, size, stop, code)
         if size:
             self._token_bytes[size] += 1
             self.step.prepare()
@@ -264,13 +272,15 @@ class Runtime:
         if run in self._seats:
             self._run_of[request], self._request_of[run] = run, request
             self._slot_of[request], self._stop_of[request] = self._seats[run].slot, self._seats[run].stop
+            if self._seats[run].code_stop:
+                self._code_stop[request] = self._seats[run].code_stop
         else:
             self._errors[run] = pack(MissingSource(f"run {run} was not reserved before its request"))
 
     def finish(self, run: str) -> None:
         """Frees a run's seat; its captures stay until released."""
-        if self._code:
-            self._code = {number: held for number, held in self._code.items() if held[0] != run}
+        for number in self._code_of.pop(run, ()):
+            del self._code[number]
         if run not in self._seats:
             return
         self.hear()
@@ -278,6 +288,7 @@ class Runtime:
         seat, request = self._seats.pop(run), self._request_of.pop(run, "")
         self._slot_of.pop(request, None)
         self._stop_of.pop(request, None)
+        self._code_stop.pop(request, None)
         if seat.token_bytes:
             self._token_bytes[seat.token_bytes] -= 1
             if not self._token_bytes[seat.token_bytes]:

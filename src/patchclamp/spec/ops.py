@@ -225,10 +225,12 @@ class Noise(Op, frozen=True, forbid_unknown_fields=True):
 class Apply(Op, frozen=True, forbid_unknown_fields=True):
     """fn(h): any Python on the rows, [n, D] fp32 on the model's device, that gives as many of the same shape.
 
-    It is called once for each request, place and step of the engine with the selected rows that the step computes, as
-    few or many as those are, on the engine's thread; a row's result should depend on that row alone. What it raises is
-    its run's error. Only where `pc.LM(..., allow_code=True)` says so, on engines in this process; its steps run
-    without CUDA graphs, and a program with it cannot be written down or sent.
+    It is called on the engine's thread with rows of one request and place, as few or many as come together: of one run
+    of consecutive positions, in one step of the engine; so a row's result must depend on that row alone. The rows are
+    its own to keep or change. What it raises is its run's error, and it is not called again. It may not wait for an
+    engine. Only where `pc.LM(..., allow_code=True)` says so, on engines in this process; its steps run without CUDA
+    graphs, and a program with it cannot be written down or sent. On a GPU rows are rounded to the model's dtype where
+    code begins.
     """
 
     fn: Any

@@ -182,7 +182,7 @@ class TokenIds(Selection, frozen=True, tag="token"):
 MOST_TOKENS, MOST_IDS = 1 << 24, 1 << 12  # ids that an fp32 number can hold, and of one selection
 
 
-class Joined(Selection, frozen=True, tag="joined"):
+class Joined(Selection, frozen=True, tag="joined", dict=True):
     """What either of two selections gives ("|"), both do ("&"), or the first without the second ("-")."""
 
     op: str
@@ -194,8 +194,12 @@ class Joined(Selection, frozen=True, tag="joined"):
             raise unknown("way to join selections", str(self.op), OPS)
         for side in ("left", "right"):
             msgspec.structs.force_setattr(self, side, tokens(getattr(self, side)))
-        if _depth(self) > DEEPEST:
-            raise TokensError(f"a selection is joined of others at most {DEEPEST} deep")
+        depth, many, ids = _size(self)
+        if depth > DEEPEST or many > MOST_JOINED or ids > MOST_OF_IDS:
+            raise TokensError(
+                f"a selection is joined of at most {MOST_JOINED} others, {DEEPEST} deep, {MOST_OF_IDS} of them by "
+                "token id; one token(...) takes many ids"
+            )
 
     def __str__(self) -> str:
         left = f"({self.left})" if isinstance(self.left, Joined) and self.left.op != self.op else str(self.left)
@@ -207,16 +211,18 @@ class Joined(Selection, frozen=True, tag="joined"):
 
 
 OPS, DEEPEST = "|&-", 64  # the weaker first, as in Python
+MOST_JOINED, MOST_OF_IDS = 128, 8
 
 
-def _depth(selection: Any) -> int:
-    found, level = 0, [selection]
-    while level and found <= DEEPEST:
-        found, level = (
-            found + 1,
-            [side for each in level if isinstance(each, Joined) for side in (each.left, each.right)],
-        )
-    return found
+def _size(selection: Any) -> tuple[int, int, int]:
+    """How deep a selection is joined, of how many others, and how many of those are of token ids."""
+    if isinstance(selection, Joined):
+        known = selection.__dict__.get("size")
+        if known is None:
+            (a, many, ids), (b, more, others) = _size(selection.left), _size(selection.right)
+            known = selection.__dict__["size"] = (1 + max(a, b), many + more, ids + others)  # type: ignore[index]
+        return known
+    return 0, 1, int(isinstance(selection, TokenIds))
 
 
 Tokens = Positions | TextSpan | TokenIds | Joined

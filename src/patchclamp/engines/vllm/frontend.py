@@ -18,7 +18,7 @@ import numpy as np
 import safetensors.numpy
 
 from patchclamp import __version__
-from patchclamp.engines.base import FROM_WITHIN, Answer, Model, Request, Tokenizer, settle
+from patchclamp.engines.base import Answer, Model, Request, Tokenizer, settle
 from patchclamp.engines.findings import Finding
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
 from patchclamp.engines.vllm import plugin, shared
@@ -29,6 +29,7 @@ from patchclamp.engines.vllm.report import running
 from patchclamp.engines.vllm.worker import site_map, too_deep
 from patchclamp.engines.vllm.workers import Workers
 from patchclamp.errors import CapacityError, EngineError, PatchclampError, ProgramError, RunError, unknown, unpack
+from patchclamp.kernels.code import check_outside
 from patchclamp.plan.reuse import lowest_edit
 from patchclamp.runtime import Limits
 
@@ -152,8 +153,7 @@ class VllmEngine:
             self._thread.join()
 
     def _call(self, job: Callable[[], Any]) -> Future[Any]:
-        if threading.current_thread() is self._thread:
-            raise EngineError(FROM_WITHIN)
+        check_outside()
         future: Future[Any] = Future()
         with self._wake:
             if self._stop:
@@ -223,18 +223,20 @@ class VllmEngine:
         """The engine and its workers, of a configuration; `ours` is our part of it, to be completed."""
         from vllm.v1.engine.llm_engine import LLMEngine
         from vllm.v1.executor import Executor
+        from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
         self._check(config)
         wrong = configuration.unrecorded(config, limits.active_sizes or ())
         if wrong is not None:
             raise EngineError(wrong)
-        self.remote = separate or config.parallel_config.world_size > 1
+        executor = Executor.get_class(config)
+        self.remote = separate or config.parallel_config.world_size > 1 or not issubclass(executor, UniProcExecutor)
         # what was compiled for other taps must not be found in vLLM's caches
         taps = repr(site_map(config).taps("vllm")).encode()
         ours["taps"] = hashlib.sha256(taps).hexdigest()[:16]
         ours["limits"]["max_programs"] = 2 * configuration.model_facts(config)["max_num_seqs"]
         self._engine = LLMEngine(
-            config, Executor.get_class(config), log_stats=False,
+            config, executor, log_stats=False,
             multiprocess_mode=separate,
         )  # fmt: skip
         self._workers = Workers(self._engine)
