@@ -34,12 +34,12 @@ SETTINGS = {
 }  # fmt: skip
 LAYERED = [pc.resid_pre, pc.resid_mid, pc.resid_post, pc.attn_out, pc.mlp_out]
 NOISE, MARGIN = 1e-5, 1e-3  # of a row's length; of a logit
-EMPTY = ("programs", "runs", "captured_bytes", "brought", "pinned", "vectors")
+EMPTY = ("programs", "runs", "captured_bytes", "brought", "pinned", "vectors", "code")
 AGAIN = "run it again"  # what a run is told that may have read what a failing one left
 
 
 def engine(folder: str, setting: str) -> pc.LM:
-    return pc.LM(folder, engine="vllm", prove=False, dtype="float32", enforce_eager=True, skip_tokenizer_init=True,
+    return pc.LM(folder, engine="vllm", prove=False, allow_code=True, dtype="float32", enforce_eager=True, skip_tokenizer_init=True,
                  block_size=BLOCK, max_model_len=128, **SETTINGS[setting])  # fmt: skip
 
 
@@ -145,9 +145,10 @@ class Storm:
         paths = [f"edits[{i}]" for i, op in enumerate(asked.edits) if isinstance(op, pc.Capture)]
         paths += [f"capture[{i}]" for i in range(len(asked.capture))]
         for path in paths:
-            assert run.positions(path) == alone.positions(path), f"{path} {told}"
-            rows = [i for i, p in enumerate(alone.positions(path)) if p < len(asked.prompt) + same]
-            far = self.apart(run[path][rows], alone[path][rows])
+            known = len(asked.prompt) + same  # positions of the same tokens
+            ours, theirs = ([p for p in each.positions(path) if p < known] for each in (run, alone))
+            assert ours == theirs, f"{path} {told}"
+            far = self.apart(run[path][: len(ours)], alone[path][: len(ours)])
             self.worst = max(self.worst, far)
             assert far <= NOISE, f"{path} {far} {told}"
 
@@ -239,6 +240,8 @@ class Storm:
             tokens = pc.prompt[-1] if n == p or self.chance(0.5) else pc.generated
             return [pc.Noise(0.3, pc.logits, tokens, seed=self.number(0, 9), relative=True) if strength is None
                     else pc.Add(strength, pc.logits, tokens)]  # fmt: skip
+        if self.chance(0.15):
+            return [self.open_ended(p, n)]
         at, tokens = self.site(), self.tokens(p, n)
         if at.layers is not None and self.chance(0.15):
             at = pc.Site(at.name, slice(0, at.layers + 1))
@@ -257,6 +260,20 @@ class Storm:
             lambda: pc.Mean("usual", pc.mlp_out[self.number(0, LAYERS)], tokens),
             lambda: pc.Use("module", scale=float(self.random.uniform(0, 2)), tokens=tokens),
         )]  # fmt: skip
+
+    def open_ended(self, p: int, n: int) -> pc.Op:
+        """An op by token id, whose tokens are known when they are there, or of code, or both."""
+        half = pc.token(*self.random.permutation(V)[: V // 2].tolist())
+        at, v = self.site(), self.vector(D)
+        tokens = self.any(lambda: pc.prompt[0] | half, lambda: pc.every - (half - pc.prompt[-1]),
+                          lambda: pc.prompt[-1] | (pc.generated & half))  # fmt: skip
+        w = torch.from_numpy(v)
+        return self.any(
+            lambda: pc.Add(v, at, tokens), lambda: pc.Ablate(v, at, tokens), lambda: pc.Scale(0.5, at, tokens),
+            lambda: pc.Noise(0.3, at, tokens, seed=self.number(0, 9)), lambda: pc.Capture(at, tokens),
+            lambda: pc.Apply(lambda h: 0.5 * h + w, at, tokens),
+            lambda: pc.Apply(lambda h: h.flip(1), at, self.tokens(p, n)),
+        )  # fmt: skip
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ EDITS = {
     "ablate": pc.Ablate(V1, pc.resid_post[10]),
     "ablate several": pc.Ablate(np.stack([V1, V2, V1 + V2]), pc.resid_post[17], pc.prompt),
     "clamp": pc.Clamp(V1, pc.resid_mid[20], low=-0.5, high=0.5),
-    "clamp below": pc.Clamp(V2, pc.mlp_out[15], pc.prompt[-1], high=-3.0),
+    "clamp below": pc.Clamp(V2, pc.mlp_out[15], pc.prompt[-1], high=-20.0),
     "noise": pc.Noise(0.05, pc.resid_post[1], pc.prompt, seed=(1 << 40) + 7),
     "relative noise": pc.Noise(0.2, pc.embed, seed=3, relative=True),
     "noise of generated tokens": pc.Noise(0.3, pc.resid_mid[8], pc.generated, relative=True),
