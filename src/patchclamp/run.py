@@ -104,7 +104,7 @@ class Run:
 
     def positions_of(self, point: int) -> np.ndarray:
         mine = [op for op in self._bound.ops if op.kind == CAPTURE and point in op.points] if self._bound else []
-        if len(mine) > 1 and any(op.tokens for op in mine):
+        if len(mine) > 1 and any(op.depends for op in mine):
             raise MissingSource(
                 f"run {self.key} captured {self._lm.sites.label(point)} {len(mine)} times, one of them by token id: "
                 "capture it once to read it with From, or give the rows of run[site]"
@@ -152,7 +152,7 @@ class Run:
         if self.closed:
             raise MissingSource(f"run {self.key} was closed before {name} was read")
         dtypes = {DTYPES[int(op.x)] for op in mine.values()}
-        if any(op.tokens for op in mine.values()):
+        if any(op.depends for op in mine.values()):
             found, rows = _merged([self._matching(point, op, i, name) for i, op in mine.items()])
         else:
             found, rows = self._stored(point, tuple(mine.values()), ordinal, name)
@@ -161,7 +161,7 @@ class Run:
     def _matching(self, point: int, op: BoundOp, ordinal: int, name: str) -> tuple[np.ndarray, Any]:
         """What one op captured, of the tokens that it asks for, which are known now."""
         found, rows = self._stored(point, (op,), ordinal, name)
-        if not op.tokens:
+        if not op.depends:
             return found, rows
         tokens = next(asked.tokens for path, asked in self.program.ops if path == op.path)  # type: ignore[attr-defined]
         kept = np.isin(found, self.select(tokens))

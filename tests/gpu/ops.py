@@ -125,7 +125,7 @@ def code(mode: str, lm) -> None:
     gap = float((run["edits[4]"] - 2.0 * (run["edits[1]"] * 0.5 + 1.0)).abs().max() / run["edits[4]"].abs().max())
     told = f"{gap:.1g}; {broken.error}"
     fine = (
-        gap < 0.01
+        gap < 1e-3
         and "edits[0]: Apply raised KeyError" in str(broken.error)
         and len(run["edits[4]"]) == len(PROMPTS[2]) + 7
     )

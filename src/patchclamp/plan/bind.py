@@ -55,8 +55,7 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
     """One op in numbers. `values` has a bank key for each point, one for all, or none; `x`, `y` are the op's scalars
     (`plan.table`), `mask` the bank key of a factor a column. Of noise: its `seed`, the number of each point's site, and
     whether it is `relative`; of code, its number (`seed`). `only`: the bank key of token ids, where the op acts only on
-    those, or on all but those (`others`). `tokens`: what a capture keeps of its pieces, as text, where that depends on
-    what is generated.
+    those, or on all but those (`others`). `depends`: what a capture keeps of its pieces depends on what is generated.
 
     `reaches_cache`: whether the op can change keys and values that later tokens read.
     """
@@ -75,7 +74,7 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
     relative: bool = False
     only: str = ""
     others: bool = False
-    tokens: str = ""
+    depends: bool = False
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -191,9 +190,8 @@ class _Binder:
         cases, points = self._cases(op, places), _points(places)
         if isinstance(op, Capture):
             positions = np.concatenate([case.positions for case in cases]) if len(cases) > 1 else cases[0].positions
-            told = str(op.tokens) if len(cases) > 1 else ""
             pieces, dtype = pieces_of(np.unique(positions), None), float(DTYPES.index(op.dtype))
-            return [BoundOp(path, CAPTURE, points, (), pieces, dtype, tokens=told)]
+            return [BoundOp(path, CAPTURE, points, (), pieces, dtype, depends=len(cases) > 1)]
         cases = [case for case in cases if len(case.positions)]
         if not cases:
             raise TokensError(f"{op.tokens} selects no position of this request, so nothing would be edited", "tokens")  # type: ignore[attr-defined]

@@ -204,7 +204,12 @@ def device_facts(runner: Any, kind: str) -> tuple[int, int, Any]:
 
 def token_ids(runner: Any, kind: str) -> Any:
     """The tensor of every row's token id, which the runner fills before every step."""
-    return runner.input_buffers.input_ids if kind == "v2" else runner.input_ids.gpu
+    try:
+        return runner.input_buffers.input_ids if kind == "v2" else runner.input_ids.gpu
+    except AttributeError as error:
+        raise SeamMoved(
+            f"vLLM {version()} keeps the token ids of a step elsewhere than expected ({kind} runner): {error}"
+        ) from None
 
 
 def scheduled(scheduler_output: Any) -> tuple[dict[str, int], int]:
