@@ -34,6 +34,7 @@ def unsynchronised(mode: str, lm) -> None:
                 torch.cuda.set_sync_debug_mode("default")
 
         setattr(owner, name, outer)
+        undo.append((owner, name, inner))
 
     def watched(owner: object, name: str) -> None:  # the debug mode does not see these
         inner = getattr(owner, name)

@@ -37,13 +37,14 @@ def test_triton_equals_the_torch_kernel_bit_for_bit():
         assert compared.get(what, 0) > 0, compared
 
 
-@pytest.mark.parametrize(("width", "dtype", "pair", "capability", "most"), [
-    (1024, "bf16", True, 90, 64), (4096, "bf16", True, 90, 80), (4096, "bf16", False, 90, 80), (12_288, "bf16", True, 90, 255), (5120, "fp16", False, 80, 255),
+@pytest.mark.parametrize(("width", "dtype", "pair", "capability", "most", "stack"), [
+    (1024, "bf16", True, 90, 80, 0), (4096, "bf16", True, 90, 128, 0), (4096, "bf16", False, 90, 128, 0),
+    (12_288, "bf16", True, 90, 64, 8), (5120, "fp16", False, 80, 255, 0),
 ])  # fmt: skip
-def test_triton_compiles_for_gpus_and_nothing_spills(width, dtype, pair, capability, most):
+def test_triton_compiles_for_gpus_and_hardly_spills(width, dtype, pair, capability, most, stack):
     used = resources(width, dtype, pair, False, capability)
     assert 0 < used["REG"] <= most
-    assert used["STACK"] == 0
+    assert used["STACK"] <= stack
 
 
 def test_triton_compiles_for_rows_in_several_passes():

@@ -55,12 +55,9 @@ def _normals(seed, position, site, first, quantiles, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _part(h, columns, inside, value, kind, bank):
-    """What these columns add to the sum over a row that an op needs: of h·v, or of h², in fp64."""
-    v = h
-    if kind == PROJECT:
-        v = tl.load(bank + value + columns, mask=inside, other=0.0)
-    return tl.sum(tl.where(inside, h.to(tl.float64) * v.to(tl.float64), 0.0), axis=0)
+def _dot(a, b, inside):
+    """What these columns add to the sum over a row that an op needs, in fp64."""
+    return tl.sum(tl.where(inside, a.to(tl.float64) * b.to(tl.float64), 0.0), axis=0)
 
 
 @triton.jit
@@ -89,22 +86,67 @@ def _matches(token, ids, count, x):
 
 
 @triton.jit
+def _record(records, number):
+    """A record's words: all at once, for loads that wait for each other cost most."""
+    record = records + number.to(tl.int64) * WORDS
+    start, stop, kind, step = _look(record), _look(record + 1), _look(record + 2), _look(record + 3)
+    value = _look((record + 4).to(tl.pointer_type(tl.int64)))
+    x = _look((record + 6).to(tl.pointer_type(tl.float32)))
+    y = _look((record + 7).to(tl.pointer_type(tl.float32)))
+    return start, stop, kind, step, value, x, y
+
+
+@triton.jit
+def _vector(bank, columns, width, position, start, stop, kind, step, value, y, ALIGNED: tl.constexpr):
+    """The columns of the vector that a record works with; nothing where it has none."""
+    begins = value + (position - start).to(tl.int64) * step * width
+    if ALIGNED:
+        begins = tl.multiple_of(begins, 16)
+    needs = (kind == BLEND) | (kind == PROJECT) | ((kind == LINEAR) & (y != 0.0))
+    needs = needs & (position >= start) & (position < stop)
+    return tl.load(bank + begins + columns, mask=columns < tl.where(needs, width, 0), other=0.0)
+
+
+@triton.jit
+def _given(
+    v, bank, columns, inside, width, position, start, step, value, ALIGNED: tl.constexpr, AHEAD: tl.constexpr
+):  # fmt: skip
+    """The columns of the vector that a record has: there already, or loaded now."""
+    if AHEAD:
+        return v
+    else:
+        begins = value + (position - start).to(tl.int64) * step * width
+        if ALIGNED:
+            begins = tl.multiple_of(begins, 16)
+        return tl.load(bank + begins + columns, mask=inside, other=0.0)
+
+
+@triton.jit
 def _walk(
     h, column, inside, width, begin, end, position, row, rank_of_row, token_of_row, records, base, offset, bank, kept,
     quantiles,
     SAMPLED: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Columns of a row, from `column` on, after its records, and whether any of them is an edit; `WHOLE`: they are all
-    of the row's."""
-    edited, columns = 0, column + tl.arange(0, BLOCK)
+    of the row's. The next record, and its vector, are on their way while one is carried out."""
+    AHEAD: tl.constexpr = BLOCK <= 8192  # of wider rows a thread could not hold two vectors
+    edited, matched, columns = 0, 1, column + tl.arange(0, BLOCK)
+    start, stop, kind, step, value, x, y = _record(records, begin)
+    v = 0.0
+    if AHEAD:
+        v = _vector(bank, columns, width, position, start, stop, kind, step, value, y, ALIGNED)
     number = begin
-    while number < end:  # all of a record at once: loads that wait for each other cost most
+    while number < end:
         record = records + number.to(tl.int64) * WORDS
-        start, stop, kind, step = _look(record), _look(record + 1), _look(record + 2), _look(record + 3)
-        value = _look((record + 4).to(tl.pointer_type(tl.int64)))
-        x = _look((record + 6).to(tl.pointer_type(tl.float32)))
-        y = _look((record + 7).to(tl.pointer_type(tl.float32)))
-        if (position >= start) & (position < stop):
+        if not AHEAD:
+            start, stop, kind, step, value, x, y = _record(records, number)
+        holds, matched = (position >= start) & (position < stop) & (matched != 0), 1
+        if AHEAD:
+            coming = tl.minimum(number + 1, end - 1)
+            start_2, stop_2, kind_2, step_2, value_2, x_2, y_2 = _record(records, coming)
+            stop_2 = tl.where(coming > number, stop_2, 0)  # there is none after the last
+            v_2 = _vector(bank, columns, width, position, start_2, stop_2, kind_2, step_2, value_2, y_2, ALIGNED)
+        if holds:
             if kind == CAPTURE:  # x is the dtype, step the span, value the area
                 if KEEP:
                     lowest = tl.maximum(start, position - _look(rank_of_row + row))
@@ -124,37 +166,39 @@ def _walk(
                 edited = 1
                 h = tl.where(x == 0.0, 0.0, h * x)
                 if y != 0.0:
-                    begins = value + (position - start).to(tl.int64) * step * width
-                    if ALIGNED:
-                        begins = tl.multiple_of(begins, 16)
-                    added = tl.load(bank + begins + columns, mask=inside, other=0.0) * y
+                    added = _given(v, bank, columns, inside, width, position, start, step, value, ALIGNED, AHEAD) * y
                     h = tl.where(x == 0.0, added, h + added)
             elif kind == BLEND:
                 edited = 1
-                begins = value + (position - start).to(tl.int64) * step * width
                 mask = _look((record + 8).to(tl.pointer_type(tl.int64)))
-                v = tl.load(bank + begins + columns, mask=inside, other=0.0)
                 a = tl.load(bank + mask + columns, mask=inside, other=0.0) * y
-                h = tl.where(a == 0.0, h, tl.where(a == 1.0, v, (1.0 - a) * h + a * v))
-            elif kind == MATCH:
-                holds = _matches(_look(token_of_row + row).to(tl.float32), bank + value, step, x)
-                number += tl.where(holds, 0, 1)  # or the next one is passed by
+                put = _given(v, bank, columns, inside, width, position, start, step, value, ALIGNED, AHEAD)
+                h = tl.where(a == 0.0, h, tl.where(a == 1.0, put, (1.0 - a) * h + a * put))
+            elif kind == MATCH:  # or the next one is passed by
+                matched = _matches(_look(token_of_row + row).to(tl.float32), bank + value, step, x).to(tl.int32)
+            elif kind == PROJECT:
+                edited = 1
+                along = _given(v, bank, columns, inside, width, position, start, step, value, ALIGNED, AHEAD)
+                if WHOLE:
+                    factor = _factor(_dot(h, along, inside), width, kind, x, y)
+                else:
+                    factor = tl.load((record + FOUND).to(tl.pointer_type(tl.float32)))
+                if factor != 0.0:
+                    h += factor * along
             else:
                 edited = 1
                 factor = y
-                if _needs_a_sum(kind, step):
+                if step != 0:
                     if WHOLE:
-                        factor = _factor(_part(h, columns, inside, value, kind, bank), width, kind, x, y)
+                        factor = _factor(_dot(h, h, inside), width, kind, x, y)
                     else:
                         factor = tl.load((record + FOUND).to(tl.pointer_type(tl.float32)))
                 if factor != 0.0:
-                    if kind == PROJECT:
-                        added = tl.load(bank + value + columns, mask=inside, other=0.0)
-                    else:
-                        seed = _look((record + 8).to(tl.pointer_type(tl.int64)))
-                        added = _normals(seed, position, value, column, quantiles, BLOCK)
-                    h += factor * added
+                    seed = _look((record + 8).to(tl.pointer_type(tl.int64)))
+                    h += factor * _normals(seed, position, value, column, quantiles, BLOCK)
         number += 1
+        if AHEAD:
+            start, stop, kind, step, value, x, y, v = start_2, stop_2, kind_2, step_2, value_2, x_2, y_2, v_2
     return h, edited
 
 
@@ -183,7 +227,10 @@ def _sums(
                 h, _ = _walk(h, block * BLOCK, inside, width, begin, number, position, row, rank_of_row, token_of_row,
                              records, base, offset, bank, kept, quantiles, SAMPLED, False, ALIGNED, False,
                              BLOCK)  # fmt: skip
-                total += _part(h, columns, inside, value, kind, bank)
+                if kind == PROJECT:
+                    total += _dot(h, tl.load(bank + value + columns, mask=inside, other=0.0), inside)
+                else:
+                    total += _dot(h, h, inside)
             tl.store((record + FOUND).to(tl.pointer_type(tl.float32)), _factor(total, width, kind, x, y))
             tl.debug_barrier()  # the threads of this program read it
         record += WORDS
@@ -317,8 +364,8 @@ def launched(width: int, pair: bool, sampled: bool) -> dict[str, Any]:
         "PAIR": pair, "SAMPLED": sampled, "BLOCK": block, "PASSES": triton.cdiv(width, block),
         "ALIGNED": width % 16 == 0, "num_warps": 4 if block <= 2048 else 8 if block <= 8192 else 32,
         "enable_fp_fusion": False,
-        # what 2,048 and 4,096 columns take without noise; with it nothing spills, and as many rows share a processor
-        "maxnreg": 80 if width <= block and block in (2048, 4096) else None,
+        # with which nothing spills, and 264 rows are worked on at once
+        "maxnreg": 128 if width <= block and block in (2048, 4096) else None,
     }  # fmt: skip
 
 
