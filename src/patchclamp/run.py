@@ -70,14 +70,22 @@ class Run:
         return self.answer.finish_reason
 
     def __getitem__(self, site: Site | str) -> Any:
-        """What was captured at one site: a CPU tensor [T, W] of the asked positions, in the capture's dtype.
+        """What was captured at one site: a CPU tensor [T, W] of the asked positions, in the capture's dtype; of heads
+        [T, H, E], where an integer index drops its axis, so that `run[pc.z[5, 3]]` is [T, E].
 
         A site captured twice gives the union of positions; where both have one, the later in the program's order. A
         path such as "edits[0]" gives what that `Capture` kept, at its own place in the order.
 
         Raises `MissingSource` if it was not captured, and the run's own error if it failed.
         """
-        return self._fetch(site)[1]
+        found, at = self._fetch(site)[1], self._at(site)
+        parts = self._lm.sites.parts(at.name)
+        if parts is None:
+            return found
+        first, end = self._lm.sites.resolve(at)[0].columns or (0, found.shape[1])
+        found = found[:, first:end].reshape((len(found), -1, parts[1]))
+        found = found[:, 0] if isinstance(at.index, int) else found
+        return found[..., 0] if parts[1] == 1 else found
 
     def positions(self, site: Site | str) -> list[int]:
         """The positions that label the rows of `run[site]`."""
@@ -135,8 +143,13 @@ class Run:
         """The point that a site names or an op's path captured at, and the op."""
         for ordinal, op in enumerate(self._bound.ops if self._bound is not None else ()):
             if site == op.path and op.kind == CAPTURE:
-                return self._one_point(next(kept.at for path, kept in self.program.ops if path == site)), ordinal  # type: ignore[attr-defined]
+                return self._one_point(self._at(site)), ordinal
         return self._one_point(read_site(site)), None
+
+    def _at(self, site: Site | str) -> Site:
+        """The site that is named, or that of the `Capture` at a path."""
+        paths = {op.path for op in self._bound.ops if op.kind == CAPTURE} if self._bound is not None else set()
+        return next(kept.at for path, kept in self.program.ops if path == site) if site in paths else read_site(site)  # type: ignore[attr-defined]
 
     def _one_point(self, site: Site) -> int:
         places = self._lm.sites.resolve(site)

@@ -10,5 +10,5 @@ from patchclamp.plan import RECORD
 
 
 def record_array(rows: Sequence[tuple]) -> np.ndarray:
-    """Rows (start, stop, kind, step, value, x, y, other, found, none) as `RECORD`."""
+    """Rows (start, stop, kind, step, value, x, y, other, found, columns) as `RECORD`."""
     return np.array([(*row, *[0] * (len(RECORD) - len(row))) for row in rows], RECORD)

@@ -31,6 +31,7 @@ from patchclamp.plan import (
     make_plan,
 )
 from patchclamp.plan.step import BYTES
+from patchclamp.plan.table import packed
 from patchclamp.runtime.cuda import CudaStep
 from tests.reference.records import record_array
 
@@ -92,7 +93,10 @@ def records(
                 ids = IDS + int(rng.integers(0, 200)), int(rng.integers(1, 300))
                 made.append((start, start + length, MATCH, ids[1], ids[0], float(rng.integers(0, 2))))
                 counts[point] += 1
-            made.append((start, start + length, kind, step, value, x, y, other))
+            columns = 0
+            if kind != CAPTURE and point < POINTS - 1 and rng.random() < 0.3:  # sampled rows have no parts
+                columns = packed(tuple(sorted(rng.choice(width[point] + 1, 2, replace=False).tolist())))
+            made.append((start, start + length, kind, step, value, x, y, other, 0, columns))
     return record_array(made), counts
 
 

@@ -14,8 +14,8 @@ import torch
 import patchclamp as pc
 from patchclamp.plan import Batch, Prompt, bind
 from patchclamp.runtime import Limits, Runtime
-from patchclamp.sites import SiteMap
-from patchclamp.sites.families import LLAMA
+from patchclamp.sites import SiteMap, Sizes
+from patchclamp.sites.tables import LLAMA
 from patchclamp.spec import Program
 from patchclamp.store.captures import Captured
 from tests.reference import cuda_on_cpu, tables
@@ -40,7 +40,7 @@ class Engine:
 
     def __init__(self, seed: int, vocabulary: int, calm: bool) -> None:
         self.rng, self.calm = random.Random(seed), calm
-        self.sites = SiteMap(LLAMA, LAYERS, WIDTH, vocabulary)
+        self.sites = SiteMap(LLAMA, Sizes(LAYERS, WIDTH, vocabulary))
         self.limits = Limits(max_programs=8, max_records=4096, bank_bytes=1 << 16,
                              kept_bytes=self.rng.choice([1 << 9, 1 << 12, 1 << 15]))  # fmt: skip
         self.runtime = Runtime(self.sites, self.limits)
@@ -200,7 +200,9 @@ def test_an_eager_step_that_a_graph_goes_on_with_keeps_points_of_equal_bytes_apa
     """A prompt of one token is an eager step, whose plan the first decode step, a graph, goes on with; then what is left
     comes in another order: the logits, of 6 bf16 numbers and so of as many bytes as 4 fp32 ones, before the rest."""
     cuda_on_cpu.stub(monkeypatch)
-    runtime = Runtime(SiteMap(LLAMA, LAYERS, WIDTH, 6), Limits(max_programs=2, max_records=512, bank_bytes=1 << 16))
+    runtime = Runtime(
+        SiteMap(LLAMA, Sizes(LAYERS, WIDTH, 6)), Limits(max_programs=2, max_records=512, bank_bytes=1 << 16)
+    )
     step, positions = cuda_on_cpu.on_cpu(runtime, ROWS, 16, 1 << 12, 1 << 13, 1 << 15)
     program = Program.of((), [pc.Capture(pc.final_norm), pc.Capture(pc.logits, dtype="bfloat16")])
     runtime.reserve(bind(program, "run", Prompt([1], lambda: ("", [])), 9, runtime.sites, None))
@@ -229,7 +231,9 @@ def test_an_eager_step_that_a_graph_goes_on_with_keeps_points_of_equal_bytes_apa
 def test_a_piece_that_releases_made_smaller_is_not_gone_on_with(monkeypatch):
     """Runs are released while they still have their seats; the run that stays has its own rows alone."""
     cuda_on_cpu.stub(monkeypatch)
-    runtime = Runtime(SiteMap(LLAMA, LAYERS, WIDTH, 61), Limits(max_programs=4, max_records=512, bank_bytes=1 << 16))
+    runtime = Runtime(
+        SiteMap(LLAMA, Sizes(LAYERS, WIDTH, 61)), Limits(max_programs=4, max_records=512, bank_bytes=1 << 16)
+    )
     step, positions = cuda_on_cpu.on_cpu(runtime, ROWS, 16, 1 << 12, 1 << 13, 1 << 15)
     names, three = ["request0", "request1", "request2"], np.arange(3)
     for i, name in enumerate(names):
@@ -259,7 +263,9 @@ def test_what_is_released_is_not_held_by_the_last_step(monkeypatch):
     cuda_on_cpu.stub(monkeypatch)
     kept = [piece for piece in gc.get_objects() if type(piece) is Captured]  # kept, so that no new one has its id
     others = set(map(id, kept))
-    runtime = Runtime(SiteMap(LLAMA, LAYERS, WIDTH, 61), Limits(max_programs=2, max_records=512, bank_bytes=1 << 16))
+    runtime = Runtime(
+        SiteMap(LLAMA, Sizes(LAYERS, WIDTH, 61)), Limits(max_programs=2, max_records=512, bank_bytes=1 << 16)
+    )
     step, positions = cuda_on_cpu.on_cpu(runtime, ROWS, 16, 1 << 12, 1 << 13, 1 << 15)
     program = Program.of((), [pc.Capture(pc.resid_post)])
     runtime.reserve(bind(program, "run", Prompt([1], lambda: ("", [])), 60, runtime.sites, None))
@@ -295,7 +301,7 @@ def test_stages_agree_which_steps_are_active():
     vector = pc.Add([1.0] * WIDTH, at=pc.resid_post[0], tokens=pc.prompt[1:3])
     for there in (slice(None), slice(0, 6), slice(6, None)):  # the whole model, and stages with and without layer 0
         runtime = Runtime(
-            SiteMap(LLAMA, LAYERS, WIDTH, 61), Limits(max_programs=4, max_records=512, bank_bytes=1 << 16)
+            SiteMap(LLAMA, Sizes(LAYERS, WIDTH, 61)), Limits(max_programs=4, max_records=512, bank_bytes=1 << 16)
         )
         runtime.here[:] = False
         runtime.here[there] = True

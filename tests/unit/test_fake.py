@@ -9,7 +9,7 @@ import pytest
 
 import patchclamp as pc
 from patchclamp.engines.base import Request
-from patchclamp.engines.fake import BOS, EOS, FakeTokenizer
+from patchclamp.engines.fake_tokenizer import BOS, EOS, FakeTokenizer
 from patchclamp.plan import Prompt, bind
 from patchclamp.plan.bind import vector_key
 from patchclamp.spec.program import Program
@@ -102,8 +102,11 @@ def test_facts_and_seeds():
         "resid_pre",
         "resid_mid",
         "resid_post",
+        "attn_in",
         "attn_out",
+        "mlp_in",
         "mlp_out",
+        *("q", "k", "v", "z", "neurons"),
         "final_norm",
         "logits",
     ]
@@ -278,9 +281,10 @@ def test_a_patch_of_another_site_and_position(lm):
 
 def test_errors_before_the_run(lm):
     with pytest.raises(
-        pc.UnsupportedSite, match=r"^edits\[0\]\.at: z is not available on llama models; there are: embed, "
+        pc.UnsupportedSite,
+        match=r"^edits\[0\]\.at: router is not available on llama models: its layers have one MLP each",
     ):
-        lm.run(EIFFEL, edits=pc.Zero("z[1]"))
+        lm.run(EIFFEL, edits=pc.Zero("router[1]"))
     with pytest.raises(
         pc.UnsupportedSite, match=r"^capture\[0\]\.at: resid_post\[3\]: this model has 3 layers \(0 to 2\)"
     ):

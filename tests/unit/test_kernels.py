@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from patchclamp.kernels import fused, noise, reference
 from patchclamp.plan import BLEND, CAPTURE, LINEAR, MATCH, NOISE, PROJECT, Batch, ProgramTable, StepPlan, make_plan
+from patchclamp.plan.table import packed
 from tests.reference.records import record_array
 
 WIDTHS, SAMPLED = np.array([4, 4, 7]), np.array([False, False, True])
@@ -51,7 +52,9 @@ def records(draw: np.random.Generator, kinds: list[int]) -> tuple[np.ndarray, np
             if kind != CAPTURE and draw.random() < 0.3:
                 made.append((start, start + length, MATCH, int(draw.integers(1, 8)), BANK, float(draw.integers(0, 2))))
                 counts[point] += 1
-            made.append((start, start + length, kind, step, value, x, y, other))
+            first, end = sorted(draw.choice(WIDTHS[point] + 1, 2, replace=False).tolist())
+            columns = packed((first, end)) if kind != CAPTURE and draw.random() < 0.3 else 0
+            made.append((start, start + length, kind, step, value, x, y, other, 0, columns))
     return record_array(made), counts
 
 
@@ -118,13 +121,20 @@ def test_fused_equals_reference_bit_for_bit(step):
 
 
 def by_definition(
-    record: np.void, s: np.ndarray, position: int, bank: np.ndarray, largest: float
+    record: np.void, s: np.ndarray, position: int, bank: np.ndarray, largest: float, within: np.ndarray | None = None
 ) -> tuple[np.ndarray, float]:
     """What `plan.table` says of a record; and the largest number that came up, against which errors are small."""
+    if word := int(record["columns"]):
+        within = (word & 0xFFFF <= np.arange(len(s))) & (np.arange(len(s)) < word >> 16)
+        record = record.copy()
+        record["columns"] = 0
+        made, largest = by_definition(record, np.where(within, s, 0), position, bank, largest, within)
+        return np.where(within, made, s), largest
     width, x, y = len(s), float(record["x"]), float(record["y"])
     if record["kind"] == NOISE:
         e = y * noise.normals(int(record["other"]), position, int(record["value"]), width).astype(np.float64)
-        return s + e * (np.sqrt(np.mean(s * s)) if record["step"] else 1.0), max(largest, np.abs(e).max())
+        many = width if within is None else within.sum()
+        return s + e * (np.sqrt((s * s).sum() / many) if record["step"] else 1.0), max(largest, np.abs(e).max())
     begin, other = record["value"] + (position - record["start"]) * record["step"] * width, record["other"]
     v, m = bank[begin : begin + width], bank[other : other + width]
     if record["kind"] == LINEAR:

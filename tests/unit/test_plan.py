@@ -27,13 +27,13 @@ from patchclamp.plan.bind import pieces_of, run_key, site_number, vector_key
 from patchclamp.plan.reuse import block_key, lowest_capture
 from patchclamp.plan.step import BYTES
 from patchclamp.plan.table import records_of
-from patchclamp.sites import SiteMap
+from patchclamp.sites import SiteMap, Sizes
 from patchclamp.spec.ops import LARGEST
 from patchclamp.spec.program import Program
 from tests.reference.records import record_array
 
 D, V, LAYERS = 4, 7, 3
-SITES = SiteMap("llama", LAYERS, D, V)
+SITES = SiteMap("llama", Sizes(LAYERS, D, V))
 POINTS = len(SITES.points)
 WIDTHS = np.array([point.width for point in SITES.points])
 SAMPLED = np.array([point.rows == "sampled" for point in SITES.points])
@@ -259,7 +259,7 @@ def test_what_another_run_lacks():
          "mlp_out[0:2] names 2 layers; 3 are written: give one, or as many"),
         (pc.From("abc", "logits", 4), at, pc.ShapeError, "logits and resid_pre[1] differ in width"),
         (pc.From("odd"), pc.resid_pre @ pc.every[1], pc.MissingSource, None),
-        (pc.From("abc", "z[1]"), at, pc.UnsupportedSite, None),
+        (pc.From("abc", "router[1]"), at, pc.UnsupportedSite, None),
     ]  # fmt: skip
     for value, place, kind, text in cases:
         with pytest.raises(pc.PatchclampError) as caught:
@@ -294,8 +294,9 @@ def test_logits_are_where_tokens_are_sampled():
 
 def test_a_program_is_checked_before_it_runs():
     cases = [
-        (pc.Zero("z[0]"), pc.UnsupportedSite, "edits[0].at: z is not available on llama models; there are: embed, "
-         "resid_pre, resid_mid, resid_post, attn_out, mlp_out, final_norm, logits"),
+        (pc.Zero("router[0]"), pc.UnsupportedSite, "edits[0].at: router is not available on llama models: its layers have "
+         "one MLP each, and no experts to choose from; there are: embed, resid_pre, resid_mid, resid_post, attn_in, "
+         "attn_out, mlp_in, mlp_out, q, k, v, z, neurons, final_norm, logits"),
         (pc.Zero("resid_post[3]"), pc.UnsupportedSite,
          "edits[0].at: resid_post[3]: this model has 3 layers (0 to 2)"),
         (pc.Zero("resid_post[2:9]"), pc.UnsupportedSite,
@@ -512,7 +513,7 @@ def test_a_plan_is_what_a_loop_over_rows_says(step):
         assert not kept or target % WIDTHS[number] == 0
         taken += range(target, target + len(kept) * WIDTHS[number])
     assert len(taken) == len(set(taken) & set(range(plan.size)))
-    assert plan.size <= len(taken) + int(WIDTHS.max())
+    assert plan.size <= len(taken) + int(np.unique(WIDTHS).sum())  # each width begins at a multiple of it
 
 
 def scenario(name: str) -> bytes:

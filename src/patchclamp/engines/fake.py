@@ -11,10 +11,8 @@ reference kernel: what this engine does is what the others must do.
 from __future__ import annotations
 
 import math
-import re
 import threading
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -23,6 +21,7 @@ import numpy as np
 
 from patchclamp import __version__
 from patchclamp.engines.base import Answer, Model, Part, Request, Tokenizer
+from patchclamp.engines.fake_tokenizer import EOS, SPECIAL, FakeTokenizer
 from patchclamp.errors import (
     EngineError,
     MissingSource,
@@ -38,8 +37,8 @@ from patchclamp.kernels.code import call, check_outside
 from patchclamp.plan import Batch, Bound, ProgramTable, StepPlan, make_plan
 from patchclamp.plan.bind import Code
 from patchclamp.plan.table import records_of
-from patchclamp.sites import SiteMap
-from patchclamp.sites.families import LLAMA
+from patchclamp.sites import SiteMap, Sizes
+from patchclamp.sites.tables import LLAMA
 
 SAMPLING = ("temperature", "ignore_eos")
 
@@ -65,7 +64,7 @@ class FakeEngine:
     ) -> None:
         _check_sizes(layers, d_model, d_vocab, heads, max_model_len, chunk)
         self.model = Model("fake", "fake", __version__, LLAMA.name, layers, d_model, d_vocab, "float32", max_model_len)
-        self.sites = SiteMap(LLAMA, layers, d_model, d_vocab)
+        self.sites = SiteMap(LLAMA, Sizes(layers, d_model, d_vocab, heads, heads, d_model // heads, 2 * d_model))
         self.tokenizer: Tokenizer = FakeTokenizer(d_vocab)
         self._net = _Net(layers, d_model, d_vocab, heads, max_model_len, seed)
         self._chunk = chunk or max_model_len
@@ -349,11 +348,17 @@ class _Net:
         h_RD = self._embedding_VD[ids_R]
         for number, layer in enumerate(self._layers):
             tap("stream", number, h_RD)
-            attn_RD = self._attention(number, layer, _norm(h_RD), rows)
+            in_RD = _norm(h_RD)
+            tap("attn_in", number, in_RD)
+            attn_RD = self._attention(number, layer, in_RD, rows, tap)
             tap("attn_out", number, attn_RD)
             h_RD = h_RD + attn_RD
             tap("mid", number, h_RD)
-            mlp_RD = _mlp(layer, _norm(h_RD))
+            in_RD = _norm(h_RD)
+            tap("mlp_in", number, in_RD)
+            neurons_RM = _neurons(layer, in_RD)
+            tap("neurons", number, neurons_RM)
+            mlp_RD = _times(neurons_RM, layer.down_MD)
             tap("mlp_out", number, mlp_RD)
             h_RD = h_RD + mlp_RD
         tap("stream_end", None, h_RD)
@@ -363,17 +368,22 @@ class _Net:
         tap("logits", None, logits_NV)
         return logits_NV
 
-    def _attention(self, number: int, layer: _Layer, h_RD: np.ndarray, rows: list[tuple[_Writer, int]]) -> np.ndarray:
+    def _attention(
+        self, number: int, layer: _Layer, h_RD: np.ndarray, rows: list[tuple[_Writer, int]], tap: Tap
+    ) -> np.ndarray:
         """Attention of every row over its own request's cache, which the rows' keys and values enter first."""
         positions = [p for _, p in rows]
-        q_RHE, k_RHE = (self._rotate(_times(h_RD, w), positions) for w in (layer.q_DD, layer.k_DD))
-        v_RHE = self._split(_times(h_RD, layer.v_DD))
+        q_RD, k_RD, v_RD = made = [_times(h_RD, w) for w in (layer.q_DD, layer.k_DD, layer.v_DD)]
+        for kind, made_RD in zip("qkv", made, strict=True):
+            tap(kind, number, made_RD)
+        q_RHE, k_RHE, v_RHE = self._rotate(q_RD, positions), self._rotate(k_RD, positions), self._split(v_RD)
         for (writer, p), k_HE, v_HE in zip(rows, k_RHE, v_RHE, strict=True):
             writer.keys[number, p], writer.values[number, p] = k_HE, v_HE
         z_RD = np.stack([
             _attend(q_HE, writer.keys[number, : p + 1], writer.values[number, : p + 1]).ravel()
             for (writer, p), q_HE in zip(rows, q_RHE, strict=True)
         ])  # fmt: skip
+        tap("z", number, z_RD)
         return _times(z_RD, layer.o_DD)
 
     def _split(self, x_RD: np.ndarray) -> np.ndarray:
@@ -398,9 +408,9 @@ def _norm(x_RD: np.ndarray) -> np.ndarray:
     return x_RD / np.sqrt((x_RD * x_RD).mean(axis=-1, keepdims=True) + np.float32(1e-5))
 
 
-def _mlp(layer: _Layer, x_RD: np.ndarray) -> np.ndarray:
+def _neurons(layer: _Layer, x_RD: np.ndarray) -> np.ndarray:
     gate_RM = _times(x_RD, layer.gate_DM)
-    return _times(gate_RM / (1 + np.exp(-gate_RM)) * _times(x_RD, layer.up_DM), layer.down_MD)
+    return gate_RM / (1 + np.exp(-gate_RM)) * _times(x_RD, layer.up_DM)
 
 
 def _attend(q_HE: np.ndarray, k_THE: np.ndarray, v_THE: np.ndarray) -> np.ndarray:
@@ -408,70 +418,6 @@ def _attend(q_HE: np.ndarray, k_THE: np.ndarray, v_THE: np.ndarray) -> np.ndarra
     score_TH = (k_THE * q_HE).sum(axis=-1) / np.float32(math.sqrt(q_HE.shape[-1]))
     weight_TH = np.exp(score_TH - score_TH.max(axis=0))
     return (weight_TH[:, :, None] * v_THE).sum(axis=0) / weight_TH.sum(axis=0)[:, None]
-
-
-BOS, EOS = 0, 1
-SPECIAL = ("<s>", "</s>")
-LETTERS = tuple(" abcdefghijklmnopqrstuvwxyz.,?!':\n")
-WORDS = (
-    "The", "the", "hello", "user", "assistant", " Paris", " Rome", " Berlin", " France", " Italy", " Germany",
-    " Eiffel", " Tower", " Colosseum", " capital", " city", " of", " is", " in", " on", " the", " a", " and", " world",
-    " cat", " dog", " sat", " not",
-)  # fmt: skip
-
-
-class FakeTokenizer:
-    """Words with their leading space and single characters, the longest that fits first; total.
-
-    A character outside the vocabulary becomes one of the letter tokens, by its hash; `spell` still knows where it was.
-    A smaller vocabulary has fewer words, a larger one tokens that no text is made of.
-    """
-
-    def __init__(self, d_vocab: int) -> None:
-        made = [*SPECIAL, *LETTERS, *WORDS][:d_vocab]
-        self._texts = made + [f"<{i}>" for i in range(len(made), d_vocab)]
-        self._letters = min(len(LETTERS), d_vocab - len(SPECIAL))
-        self._ids = {text: i for i, text in enumerate(made) if i >= len(SPECIAL)}
-        longest_first = sorted(self._ids, key=len, reverse=True)
-        self._next = re.compile("|".join([*map(re.escape, longest_first), "."]), re.DOTALL)
-
-    def encode(self, text: str) -> list[int]:
-        return [BOS, *self.bare(text)]
-
-    def bare(self, text: str) -> list[int]:
-        return [self._id(piece) for piece in self._next.findall(text)]
-
-    def _id(self, piece: str) -> int:
-        hashed = len(SPECIAL) + zlib.crc32(piece.encode("utf-8", "surrogatepass")) % self._letters
-        return self._ids.get(piece, hashed)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text without special tokens."""
-        return "".join(self._texts[i] for i in ids if i >= len(SPECIAL))
-
-    settled = decode
-
-    def pieces(self, ids: Sequence[int]) -> list[str]:
-        return [self._texts[i] for i in ids]
-
-    def spell(self, ids: Sequence[int], text: str | None) -> tuple[str, list[tuple[int, int]]]:
-        """The text that made these ids, or else their decoded text; a special token takes no characters."""
-        ids = list(ids)
-        bare = [i for i in ids if i >= len(SPECIAL)]
-        made = text is not None and ids in (self.encode(text), self.bare(text))
-        pieces = self._next.findall(text) if text is not None and made else [self._texts[i] for i in bare]
-        widths, begin, offsets = iter(pieces), 0, []
-        for i in ids:
-            end = begin + (len(next(widths)) if i >= len(SPECIAL) else 0)
-            offsets.append((begin, end))
-            begin = end
-        return "".join(pieces), offsets
-
-    def chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        for i, message in enumerate(messages):
-            if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-                raise ProgramError("a message is an object with the texts 'role' and 'content'", f"messages[{i}]")
-        return self.encode("".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant:")
 
 
 def _check_sizes(layers: int, d_model: int, d_vocab: int, heads: int, max_model_len: int, chunk: int | None) -> None:

@@ -24,7 +24,7 @@ from patchclamp.runtime import Limits, Runtime
 from patchclamp.runtime.op import at_work
 from patchclamp.runtime.step import HostStep
 from patchclamp.runtime.taps import attach
-from patchclamp.sites import SiteMap, family_of
+from patchclamp.sites import SiteMap, family_of, sizes_of
 
 OPTIONS = (
     "dtype",
@@ -70,7 +70,7 @@ class TransformersEngine:
         self.tokenizer: Tokenizer = HubTokenizer.load(name, trust_remote_code=trust_remote_code)
         config = self._net.config
         family = family_of(config.architectures)
-        self.sites = SiteMap(family, config.num_hidden_layers, config.hidden_size, config.vocab_size)
+        self.sites = SiteMap(family, sizes_of(config))
         kind, longest = str(self._net.dtype).removeprefix("torch."), max_model_len or config.max_position_embeddings
         self.model = Model(
             name, "transformers", transformers.__version__, family.name, config.num_hidden_layers, config.hidden_size,
@@ -81,7 +81,7 @@ class TransformersEngine:
         assert isinstance(self.runtime.step, HostStep)
         self._host = self.runtime.step
         self._logits = next(point.number for point in self.sites.points if point.rows == "sampled")
-        attach(self._net, [(p, tap) for p, tap in self.sites.taps("transformers") if p.rows == "tokens"])
+        self.runtime.views |= attach(self._net, self.sites.taps("transformers"), self.sites.view)
         self._released: collections.deque[str] = collections.deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="patchclamp")
 

@@ -21,8 +21,9 @@ from patchclamp.kernels import noise
 from patchclamp.plan import RECORD
 
 WIDEST, A_PASS = 8192, 4096  # columns of a sampled row that are taken at once; wider ones go in passes of fewer
-RECORD_WORDS = RECORD.itemsize // 4  # start, stop, kind, step, value (two), x, y, other (two), found, none
+RECORD_WORDS = RECORD.itemsize // 4  # start, stop, kind, step, value (two), x, y, other (two), found, columns
 WORDS, FOUND = tl.constexpr(RECORD_WORDS), tl.constexpr(RECORD.fields["found"][1] // 4)  # type: ignore[index]
+COLUMNS = tl.constexpr(RECORD.fields["columns"][1] // 4)  # type: ignore[index]
 CAPTURE, LINEAR, BLEND = (tl.constexpr(n) for n in (plan.CAPTURE, plan.LINEAR, plan.BLEND))
 PROJECT, NOISE, MATCH, APPLY = (tl.constexpr(n) for n in (plan.PROJECT, plan.NOISE, plan.MATCH, plan.APPLY))
 PARTS, OCTAVES, BORDERS = (tl.constexpr(n) for n in (noise.PARTS, noise.OCTAVES, (1 << noise.PARTS) + 1))
@@ -93,7 +94,7 @@ def _record(records, number):
     value = _look((record + 4).to(tl.pointer_type(tl.int64)))
     x = _look((record + 6).to(tl.pointer_type(tl.float32)))
     y = _look((record + 7).to(tl.pointer_type(tl.float32)))
-    return start, stop, kind, step, value, x, y
+    return start, stop, kind, step, value, x, y, _look(record + COLUMNS)
 
 
 @triton.jit
@@ -122,6 +123,19 @@ def _given(
 
 
 @triton.jit
+def _keep(h, to, at, inside, dtype, ALIGNED: tl.constexpr):
+    """Columns of a row, as they are, into the step's captures."""
+    if ALIGNED:
+        to = tl.multiple_of(to, 16)
+    if dtype == 0.0:
+        tl.store(to.to(tl.pointer_type(tl.float32)) + at, h, mask=inside)
+    elif dtype == 1.0:
+        tl.store(to.to(tl.pointer_type(tl.bfloat16)) + at, h.to(tl.bfloat16), mask=inside)
+    else:
+        tl.store(to.to(tl.pointer_type(tl.float16)) + at, h.to(tl.float16), mask=inside)
+
+
+@triton.jit
 def _walk(
     h, column, inside, width, begin, end, position, row, rank_of_row, token_of_row, records, base, offset, bank, kept,
     quantiles,
@@ -131,7 +145,7 @@ def _walk(
     of the row's. The next record, and its vector, are on their way while one is carried out."""
     AHEAD: tl.constexpr = BLOCK <= 8192  # of wider rows a thread could not hold two vectors
     edited, matched, columns = 0, 1, column + tl.arange(0, BLOCK)
-    start, stop, kind, step, value, x, y = _record(records, begin)
+    start, stop, kind, step, value, x, y, word = _record(records, begin)
     v = 0.0
     if AHEAD:
         v = _vector(bank, columns, width, position, start, stop, kind, step, value, y, ALIGNED)
@@ -139,66 +153,63 @@ def _walk(
     while number < end:
         record = records + number.to(tl.int64) * WORDS
         if not AHEAD:
-            start, stop, kind, step, value, x, y = _record(records, number)
+            start, stop, kind, step, value, x, y, word = _record(records, number)
         holds, matched = (position >= start) & (position < stop) & (matched != 0), 1
         if AHEAD:
             coming = tl.minimum(number + 1, end - 1)
-            start_2, stop_2, kind_2, step_2, value_2, x_2, y_2 = _record(records, coming)
+            start_2, stop_2, kind_2, step_2, value_2, x_2, y_2, word_2 = _record(records, coming)
             stop_2 = tl.where(coming > number, stop_2, 0)  # there is none after the last
             v_2 = _vector(bank, columns, width, position, start_2, stop_2, kind_2, step_2, value_2, y_2, ALIGNED)
         if holds:
+            low, high = word & 0xFFFF, tl.where(word == 0, width, (word >> 16) & 0xFFFF)
+            mine = (columns >= low) & (columns < high)  # that it changes
             if kind == CAPTURE:  # x is the dtype, step the span, value the area
                 if KEEP:
-                    lowest = tl.maximum(start, position - _look(rank_of_row + row))
+                    nth = position - tl.maximum(start, position - _look(rank_of_row + row))
                     if SAMPLED:
-                        lowest = position
-                    to = kept + _look(base + value)
-                    if ALIGNED:
-                        to = tl.multiple_of(to, 16)
-                    at = (_look(offset + step) + position - lowest).to(tl.int64) * width + columns
-                    if x == 0.0:
-                        tl.store(to.to(tl.pointer_type(tl.float32)) + at, h, mask=inside)
-                    elif x == 1.0:
-                        tl.store(to.to(tl.pointer_type(tl.bfloat16)) + at, h.to(tl.bfloat16), mask=inside)
-                    else:
-                        tl.store(to.to(tl.pointer_type(tl.float16)) + at, h.to(tl.float16), mask=inside)
+                        nth = 0
+                    at = (_look(offset + step) + nth).to(tl.int64) * width + columns
+                    _keep(h, kept + _look(base + value), at, inside, x, ALIGNED)
             elif kind == LINEAR:  # a factor of 0 leaves its term out, NaN or not
                 edited = 1
-                h = tl.where(x == 0.0, 0.0, h * x)
+                made = tl.where(x == 0.0, 0.0, h * x)
                 if y != 0.0:
                     added = _given(v, bank, columns, inside, width, position, start, step, value, ALIGNED, AHEAD) * y
-                    h = tl.where(x == 0.0, added, h + added)
+                    made = tl.where(x == 0.0, added, made + added)
+                h = tl.where(mine, made, h)
             elif kind == BLEND:
                 edited = 1
                 mask = _look((record + 8).to(tl.pointer_type(tl.int64)))
                 a = tl.load(bank + mask + columns, mask=inside, other=0.0) * y
                 put = _given(v, bank, columns, inside, width, position, start, step, value, ALIGNED, AHEAD)
-                h = tl.where(a == 0.0, h, tl.where(a == 1.0, put, (1.0 - a) * h + a * put))
+                made = tl.where(a == 1.0, put, (1.0 - a) * h + a * put)
+                h = tl.where(mine & (a != 0.0), made, h)
             elif kind == MATCH:  # or the next one is passed by
                 matched = _matches(_look(token_of_row + row).to(tl.float32), bank + value, step, x).to(tl.int32)
             elif kind == PROJECT:
                 edited = 1
                 along = _given(v, bank, columns, inside, width, position, start, step, value, ALIGNED, AHEAD)
                 if WHOLE:
-                    factor = _factor(_dot(h, along, inside), width, kind, x, y)
+                    factor = _factor(_dot(h, along, inside & mine), width, kind, x, y)
                 else:
                     factor = tl.load((record + FOUND).to(tl.pointer_type(tl.float32)))
                 if factor != 0.0:
-                    h += factor * along
+                    h = tl.where(mine, h + factor * along, h)
             else:
                 edited = 1
                 factor = y
                 if step != 0:
                     if WHOLE:
-                        factor = _factor(_dot(h, h, inside), width, kind, x, y)
+                        factor = _factor(_dot(h, h, inside & mine), high - low, kind, x, y)
                     else:
                         factor = tl.load((record + FOUND).to(tl.pointer_type(tl.float32)))
                 if factor != 0.0:
                     seed = _look((record + 8).to(tl.pointer_type(tl.int64)))
-                    h += factor * _normals(seed, position, value, column, quantiles, BLOCK)
+                    h = tl.where(mine, h + factor * _normals(seed, position, value, column, quantiles, BLOCK), h)
         number += 1
         if AHEAD:
             start, stop, kind, step, value, x, y, v = start_2, stop_2, kind_2, step_2, value_2, x_2, y_2, v_2
+            word = word_2
     return h, edited
 
 

@@ -18,6 +18,7 @@ import torch
 from patchclamp.kernels.noise import FRACTION, MASK, MULTIPLIERS, OCTAVES, PARTS, STEPS, quantiles
 from patchclamp.plan import APPLY, BLEND, CAPTURE, LINEAR, MATCH, NOISE, PROJECT, ProgramTable, StepPlan
 from patchclamp.plan.step import Rows
+from patchclamp.plan.table import columns_of
 
 
 def apply(
@@ -65,7 +66,7 @@ def apply(
                 assert code is not None, "a record asks for code, and there is none"
                 broken[some] |= ~_run(h_AW, some, chosen, code)
             else:
-                _EDITS[int(each)](h_AW, some, chosen, position[some], bank_B)
+                _edit(int(each), h_AW, some, chosen, position[some], bank_B)
     write = np.flatnonzero(edited & ~broken)
     finite = h_AW[_on(h_AW, write)].to(hidden_RW.dtype).isfinite().all(dim=1).cpu().numpy()
     good = _on(hidden_RW, write[finite])
@@ -110,10 +111,29 @@ def _run(h_AW: torch.Tensor, mine: np.ndarray, records: np.ndarray, code: Callab
     for number in np.unique(records["value"]).tolist():
         some = records["value"] == number
         at_A = _on(h_AW, mine[some])
-        made = code(number, h_AW[at_A])
+        within = torch.arange(h_AW.shape[1], device=h_AW.device)[columns_of(records[some][0])]
+        made = code(number, h_AW[at_A[:, None], within])
         if made is not None:
-            h_AW[at_A], done[some] = made, True
+            h_AW[at_A[:, None], within], done[some] = made, True
     return done
+
+
+def _edit(
+    kind: int, h_AW: torch.Tensor, mine: np.ndarray, records: np.ndarray, position: np.ndarray, bank_B: torch.Tensor
+) -> None:
+    """Ops of a kind, each on the columns that its record names; the others are as they were, and count for nothing."""
+    if not records["columns"].any():
+        _EDITS[kind](h_AW, mine, records, position, bank_B)
+        return
+    mine_A = _on(h_AW, mine)
+    first = records["columns"].astype(np.int64) & 0xFFFF
+    end = records["columns"].astype(np.int64) >> 16 & 0xFFFF
+    end = np.where(records["columns"] == 0, h_AW.shape[1], end)
+    column_W = torch.arange(h_AW.shape[1], device=h_AW.device)
+    within_AW = (_on(h_AW, first)[:, None] <= column_W) & (column_W < _on(h_AW, end)[:, None])
+    part_AW = torch.where(within_AW, h_AW[mine_A], 0.0)
+    _EDITS[kind](part_AW, np.arange(len(mine)), records, position, bank_B)
+    h_AW[mine_A] = torch.where(within_AW, part_AW, h_AW[mine_A])
 
 
 def _match(token_A: torch.Tensor, records: np.ndarray, bank_B: torch.Tensor) -> np.ndarray:
@@ -170,7 +190,9 @@ def _noise(
     at, before_AW = _on(h_AW, position.astype(np.int64)), h_AW[mine_A]
     cut = zip(seed.split(A_PIECE), at.split(A_PIECE), site.split(A_PIECE), strict=True)
     e_AW = torch.cat([normals_of(one, two, three, h_AW.shape[1]) for one, two, three in cut])
-    size_A1 = before_AW.double().square().mean(1, keepdim=True).sqrt().float()
+    columns = records["columns"].astype(np.int64)
+    many = np.where(columns == 0, h_AW.shape[1], (columns >> 16 & 0xFFFF) - (columns & 0xFFFF))
+    size_A1 = (before_AW.double().square().sum(1, keepdim=True) / _on(h_AW, many)[:, None]).sqrt().float()
     std_A1 = torch.where(relative, std_A1 * size_A1, std_A1)
     h_AW[mine_A] = torch.where(std_A1 == 0, before_AW, before_AW + std_A1 * e_AW)
 

@@ -12,6 +12,7 @@ import numpy as np
 from patchclamp.kernels.noise import normals
 from patchclamp.plan import APPLY, BLEND, CAPTURE, LINEAR, MATCH, NOISE, PROJECT, ProgramTable, StepPlan
 from patchclamp.plan.step import Rows
+from patchclamp.plan.table import columns_of
 
 
 def apply(
@@ -50,24 +51,24 @@ def apply(
                 begin = plan.base[a] + (plan.offset[c] + position - plan.begin[c]) * width
                 kept_K[begin : begin + width] = h_RW[r]
                 continue
-            h_W, x, y, edited_R[r] = h_RW[r], record["x"], record["y"], True
+            h_W, x, y, edited_R[r], mine = h_RW[r], record["x"], record["y"], True, columns_of(record)
             if record["kind"] == APPLY:
                 assert code is not None
-                made = code(int(record["value"]), h_W[None].copy())
-                h_RW[r] = h_W if made is None else made[0]
+                made = code(int(record["value"]), h_W[None, mine].copy())
+                h_RW[r, mine] = h_W[mine] if made is None else made[0]
                 continue
             if record["kind"] == NOISE:
                 row = (int(record["other"]), position, int(record["value"]), width)
-                h_RW[r] = noise(h_W, normals(*row), y, bool(record["step"]))
+                h_RW[r, mine] = noise(h_W[mine], normals(*row)[mine], y, bool(record["step"]))
                 continue
             begin = record["value"] + (position - record["start"]) * record["step"] * width
             v_W, mask = bank_B[begin : begin + width], record["other"]
             if record["kind"] == LINEAR:
-                h_RW[r] = linear(h_W, v_W, x, y)
+                h_RW[r, mine] = linear(h_W[mine], v_W[mine], x, y)
             elif record["kind"] == BLEND:
-                h_RW[r] = blend(h_W, v_W, y * bank_B[mask : mask + width])
+                h_RW[r, mine] = blend(h_W[mine], v_W[mine], y * bank_B[mask : mask + width][mine])
             elif record["kind"] == PROJECT:
-                h_RW[r] = project(h_W, v_W, x, y)
+                h_RW[r, mine] = project(h_W[mine], v_W[mine], x, y)
     return edited_R
 
 

@@ -23,7 +23,7 @@ from patchclamp.errors import (
     UnsupportedSite,
 )
 from patchclamp.plan.prompt import Case, Prompt
-from patchclamp.plan.table import APPLY, BLEND, CAPTURE, LINEAR, NOISE, PROJECT
+from patchclamp.plan.table import APPLY, BLEND, CAPTURE, LINEAR, NOISE, PROJECT, packed
 from patchclamp.sites import Place, SiteMap
 from patchclamp.spec import (
     Ablate,
@@ -54,7 +54,8 @@ DEEPEST, MOST_USED = 16, 10_000  # programs that use programs, and the edits of 
 class BoundOp(msgspec.Struct, frozen=True, array_like=True):
     """One op in numbers. `values` has a bank key for each point, one for all, or none; `x`, `y` are the op's scalars
     (`plan.table`), `mask` the bank key of a factor a column. Of noise: its `seed`, the number of each point's site, and
-    whether it is `relative`; of code, its number (`seed`). `only`: the bank key of token ids, where the op acts only on
+    whether it is `relative`; of code, its number (`seed`). `columns`: those of a row that the op changes and works
+    with, as a record holds them. `only`: the bank key of token ids, where the op acts only on
     those, or on all but those (`others`). `depends`: what a capture keeps of its pieces depends on what is generated.
 
     `reaches_cache`: whether the op can change keys and values that later tokens read.
@@ -75,6 +76,7 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
     only: str = ""
     others: bool = False
     depends: bool = False
+    columns: int = 0
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -204,6 +206,8 @@ class _Binder:
         numbers = {"kind": LINEAR, "pieces": pieces} | self._numbers(op, places, pieces, count)
         if isinstance(op, Apply):
             numbers |= {"kind": APPLY, "seed": self._code(path, op)}
+        if places[0].columns is not None:
+            numbers |= {"columns": packed(places[0].columns)}
         if case.ids:
             numbers |= {"only": self._put(Vector.of(case.ids)), "others": case.others}
         return BoundOp(path, points=_points(places), values=values, reaches_cache=cached, **numbers)
@@ -323,13 +327,24 @@ class _Binder:
         Raises `MissingSource` for what the bank lacks and `ShapeError` if they are not as wide as the site.
         """
         found = [given] if isinstance(given, Vector) else self._named(given, places, field)
-        width = self.sites.points[places[0].point].width
-        for vector in found:
-            if vector.shape[-1] != width:
-                raise ShapeError(f"{places[0]} is {width} wide; the vector is {list(vector.shape)}", field)
+        found = [self._whole(vector, places[0], isinstance(given, Named), field) for vector in found]
         if alike and len({vector.content for vector in found}) > 1:
             raise ShapeError(f"{given.name!r} has a row a place, and here one is needed for all", field)  # type: ignore[union-attr]
         return found[:1] if alike else found
+
+    def _whole(self, vector: Vector, place: Place, named: bool, field: str) -> Vector:
+        """A vector as wide as its point, with 0 outside the columns that the place names; a row of heads may be
+        [H, E]. What is named may be as wide as the point already."""
+        width, parts = self.sites.points[place.point].width, self.sites.parts(place.name)
+        first, end = place.columns or (0, width)
+        if parts is not None and vector.shape == ((end - first) // parts[1], parts[1]):
+            vector = Vector.of(vector.array().reshape(-1))
+        wide = vector.shape[len(vector.shape) - 1]
+        if wide == width and (named or place.columns in (None, (0, width))):
+            return vector
+        if wide == end - first:
+            return Vector.of(np.pad(vector.array(), [(0, 0)] * (len(vector.shape) - 1) + [(first, width - end)]))
+        raise ShapeError(f"{place} is {end - first} wide; the vector is {list(vector.shape)}", field)
 
     def _named(self, given: Named, places: list[Place], field: str) -> list[Vector]:
         entry = self._entry(given.name, field)
@@ -368,6 +383,8 @@ class _Binder:
             raise ShapeError(f"{given.site} names {len(read)} layers; {len(places)} are written: give one, or as many")
         if self.sites.points[read[0].point].width != self.sites.points[places[0].point].width:
             raise ShapeError(f"{read[0]} and {places[0]} differ in width")
+        if read[0].columns not in (None, places[0].columns):
+            raise ShapeError(f"{read[0]} and {places[0]} are not the same part of a row: give the rows of run[...]")
         wanted = positions if given.position is None else source.select(given.position)
         if given.position is not None:
             self._check_ids(given.position, "position")

@@ -29,7 +29,8 @@ RECORD = np.dtype(
         ("value", "<i8"),                    # the value's first number in the bank; for CAPTURE the op's ordinal
         ("x", "<f4"), ("y", "<f4"),          # the op's scalars; for CAPTURE x is the dtype's number
         ("other", "<i8"),
-        ("found", "<f4"), ("none", "<i4"),   # on a device, for rows wider than a program takes at once: y·r or p′ − p
+        ("found", "<f4"),                    # on a device, for rows wider than a program takes at once: y·r or p′ − p
+        ("columns", "<i4"),                  # those that are changed: the first, and the end << 16; 0: all of the row
     ]
 )  # fmt: skip
 # In a table, step and value of a CAPTURE are the numbers of its span and of its area (`store.spans`).
@@ -151,6 +152,17 @@ class ProgramTable:
         self._free = merged
 
 
+def packed(columns: tuple[int, int]) -> int:
+    """Columns first … end − 1 as a record holds them."""
+    return columns[0] | columns[1] << 16
+
+
+def columns_of(record) -> slice:
+    """The columns that a record changes."""
+    word = int(record["columns"]) & 0xFFFFFFFF
+    return slice(word & 0xFFFF, word >> 16) if word else slice(None)
+
+
 def records_of(ops, addresses: dict[str, tuple[int, int]], points: int) -> tuple[np.ndarray, np.ndarray]:
     """A bound program's records sorted by point (stably: program order within), and how many each point has.
 
@@ -173,6 +185,7 @@ def _records_at(op, ordinal: int, addresses: dict[str, tuple[int, int]]) -> tupl
     records = np.zeros((len(points), len(pieces)), RECORD)
     records["start"], records["stop"], records["step"] = pieces[:, 0], pieces[:, 1], pieces[:, 3]
     records["kind"], records["x"], records["y"], records["other"] = op.kind, op.x, op.y, op.seed
+    records["columns"] = np.array(op.columns, np.int64).astype(np.int32)
     if op.kind == CAPTURE:
         records["value"] = ordinal
     elif op.kind == APPLY:

@@ -15,6 +15,7 @@ import torch
 from patchclamp.kernels import cuda, fused
 from patchclamp.plan import APPLY, MATCH, Batch, ProgramTable, StepPlan
 from patchclamp.plan.step import BYTES
+from patchclamp.plan.table import columns_of
 from patchclamp.runtime.device import CudaTables
 from patchclamp.runtime.drain import Drain
 from patchclamp.runtime.graphs import Recorded
@@ -147,9 +148,12 @@ class CudaStep:
         if not holds.any():
             return []
         at_A = torch.from_numpy(at).to(hidden_RW.device)
-        made = self.code(int(record["value"]), fused.join(hidden_RW, residual_RW, at_A))
-        if made is None:
+        h_AW, within = fused.join(hidden_RW, residual_RW, at_A), columns_of(record)
+        part = self.code(int(record["value"]), h_AW[:, within])
+        if part is None:
             return []
+        made = h_AW.clone()
+        made[:, within] = part
         finite_A = made.to(hidden_RW.dtype).isfinite().all(1)
         fused.split(hidden_RW, residual_RW, at_A[finite_A], made[finite_A])
         return [] if bool(finite_A.all()) else [int(batch.slot[n])]

@@ -22,7 +22,7 @@ from patchclamp.plan.bind import BoundOp, Code, source_of
 from patchclamp.plan.step import NUMBERS
 from patchclamp.plan.table import records_of
 from patchclamp.runtime.step import HostStep, Step
-from patchclamp.sites import SiteMap
+from patchclamp.sites import SiteMap, View
 from patchclamp.store.bank import Bank
 from patchclamp.store.captures import ALIGNED, ITEM_BYTES, Captured, CaptureStore
 
@@ -86,6 +86,7 @@ class Runtime:
         self._request_of: dict[str, str] = {}
         self._slot_of: dict[str, int] = {}  # by the engine's name of a request, while its run has a seat
         self._stop_of: dict[str, int] = {}
+        self.views: dict[int, View | None] = {}  # where a point's columns lie in the tensor of its tap
         self.here = np.ones(len(sites.points), bool)  # points of which this worker has the tap
         self.keeps = True  # whether what is captured is kept here; of workers that see the same rows one keeps it
         self._brought: dict[str, dict[str, torch.Tensor]] = {}  # by run: rows that another worker captured, by key
@@ -351,11 +352,25 @@ class Runtime:
     def apply(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Carries out the step's plan at a point: what every tap ends in."""
         if self.step.recording or (self.plan is not None and self.plan.active[point]):
-            width = self.widths[point]
+            width, view = int(self.widths[point]), self.views.get(point)
+            if view is not None and view.heads:
+                self._apply_mixed(point, hidden, view)
+                return
             pair = None if residual is None else residual.view(-1, width)
-            bad = self.step.apply(point, hidden.view(-1, width), pair, bool(self.sampled[point]))
-            if bad is not None and len(bad):
-                self.fail(bad, point)
+            rows = hidden.view(-1, width) if view is None else columns(hidden, view, width)
+            self._carry_out(point, rows, pair)
+
+    def _carry_out(self, point: int, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None) -> None:
+        bad = self.step.apply(point, hidden_RW, residual_RW, bool(self.sampled[point]))
+        if bad is not None and len(bad):
+            self.fail(bad, point)
+
+    def _apply_mixed(self, point: int, hidden: torch.Tensor, view: View) -> None:
+        """A point of which every head has its columns apart: they are brought together, and go back."""
+        theirs_RHE = hidden.view(-1, view.heads, view.whole // view.heads)[..., view.first : view.first + view.size]
+        together_RW = theirs_RHE.reshape(len(theirs_RHE), -1)
+        self._carry_out(point, together_RW, None)
+        theirs_RHE.copy_(together_RW.view(theirs_RHE.shape))
 
     def end(self) -> None:
         """Hands the step's captures to the store."""
@@ -389,6 +404,11 @@ class Runtime:
             raise MissingSource(f"run {run} captured nothing at {self.sites.label(point)}")
         self.bank.put(key, rows)
         self._banked.setdefault(run, set()).add(key)
+
+
+def columns(hidden: torch.Tensor, view: View, width: int) -> torch.Tensor:
+    """A point's columns of a tensor that has others beside them, [R, W], as a view."""
+    return hidden.view(-1, view.whole)[:, view.first : view.first + width]
 
 
 def _source(key: str) -> tuple[str, int]:

@@ -9,24 +9,29 @@ import torch
 
 from patchclamp.errors import ModelError
 from patchclamp.runtime.op import site
-from patchclamp.sites import Point, Tap
+from patchclamp.sites import Point, Tap, View
 
 
-def attach(model: torch.nn.Module, taps: list[tuple[Point, Tap]]) -> list[int]:
-    """Hooks every tap whose module is here; returns their points. Raises `ModelError` for a module that is missing.
+def attach(
+    model: torch.nn.Module, taps: list[tuple[Point, Tap]], view: Callable[[Tap], View | None]
+) -> dict[int, View | None]:
+    """Hooks every tap of tokens' rows whose module is here; returns their points, and where each lies in its tensor.
+    Raises `ModelError` for a module that is missing.
 
     A module without submodules and parameters of its own kind stands for a layer that another pipeline stage holds.
     """
-    hooked = []
+    hooked = {}
     for point, tap in taps:
+        if point.rows != "tokens":
+            continue
         module = find(model, tap.module)
         if type(module).__name__ == "PPMissingLayer":
             continue
         if tap.moment == "in":
-            module.register_forward_pre_hook(_before(point.number, tap))
+            module.register_forward_pre_hook(_before(point.number, tap), with_kwargs=True)
         else:
             module.register_forward_hook(_after(point.number, tap))
-        hooked.append(point.number)
+        hooked[point.number] = view(tap)
     return hooked
 
 
@@ -48,15 +53,16 @@ def find(model: torch.nn.Module, path: str) -> torch.nn.Module:
 def _before(point: int, tap: Tap) -> Callable[..., None]:
     hidden, residual = tap.hidden, tap.residual
 
-    def hook(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+    def hook(module: torch.nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         other = args[residual] if residual is not None and len(args) > residual else None
-        site(args[hidden], other, point)
+        site(named[hidden] if isinstance(hidden, str) else args[hidden], other, point)  # type: ignore[index]
 
     return hook
 
 
 def _after(point: int, tap: Tap) -> Callable[..., None]:
     place = tap.hidden
+    assert isinstance(place, int)
 
     def hook(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
         site(output[place] if isinstance(output, tuple) else output, None, point)

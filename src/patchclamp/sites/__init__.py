@@ -1,6 +1,7 @@
 """WHERE: one table a model family, Transformers and vLLM side by side; the map of a live model; the prover."""
 
-from patchclamp.sites.families import FAMILIES, Family, Tap, family_of
-from patchclamp.sites.map import Place, Point, SiteMap
+from patchclamp.sites.families import Family, Sizes, Tap, sizes_of
+from patchclamp.sites.map import Place, Point, SiteMap, View
+from patchclamp.sites.tables import FAMILIES, family_of
 
-__all__ = ["FAMILIES", "Family", "Place", "Point", "SiteMap", "Tap", "family_of"]
+__all__ = ["FAMILIES", "Family", "Place", "Point", "SiteMap", "Sizes", "Tap", "View", "family_of", "sizes_of"]

@@ -1,95 +1,103 @@
-"""The site tables: for each model family, where each named tensor is made, on both engines.
+"""What a site table says: where each named tensor of a model family is made, on both engines.
 
 A *point* is one place in the model where a tensor (or the pair whose sum is the stream) can be read and written; a
 site word names a point, shifted by some layers.  `resid_post[l]` and `resid_pre[l+1]` are one point.
 
-    D model width · V vocabulary · l layer
+    D model width · V vocabulary · Q all query heads · K all key/value heads · M MLP width · X experts · l layer
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
-from patchclamp.errors import ModelError
-
 Moment = Literal["in", "out"]
+Size = Literal["D", "V", "Q", "K", "M", "X"]
 
 
 class Tap(msgspec.Struct, frozen=True):
     """A tensor at a module's border.
 
-    `hidden` is its place among the positional arguments (`in`) or in the returned tuple (`out`; a bare tensor is
-    place 0); `residual`, where the engine carries the stream as two tensors, is the place of the other one.
+    `hidden` is its place among the positional arguments, or its name among the others (`in`), or its place in the
+    returned tuple (`out`; a bare tensor is place 0); `residual`, where the engine carries the stream as two tensors, is
+    the place of the other one. Where the tensor is several side by side, their sizes are `of`, and the point's is
+    number `part` of them; `mixed`: head by head, those of a head side by side. `again`: the module is run again on what
+    was edited, for it has made more of it already (a router, its choice).
     """
 
     module: str
     moment: Moment
-    hidden: int = 0
+    hidden: int | str = 0
     residual: int | None = None
+    of: tuple[Size, ...] = ()
+    part: int = 0
+    mixed: bool = False
+    again: bool = False
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One kind of point on both engines. `last` marks the point after the last layer, which has no layer of its own."""
+    """One kind of point on both engines. Without `per_layer` it is one for the model, such as the point after the last
+    layer; `dense`: only layers with an ordinary MLP have it, `sparse`: only those with experts."""
 
     transformers: Tap
     vllm: Tap
-    width: Literal["D", "V"] = "D"
+    width: Size = "D"
     layout: Literal["replicated", "sharded", "partial sum"] = "replicated"
     per_layer: bool = True
     rows: Literal["tokens", "sampled"] = "tokens"
+    layers: Literal["all", "dense", "sparse"] = "all"
 
 
 class Family(msgspec.Struct, frozen=True):
-    """Model classes that share one table. `sites` maps a word to (kind of point, layers to shift by)."""
+    """Model classes that share one table. `sites` maps a word to (kind of point, layers to shift by); `lacks` says of
+    every other word why it is not there. `backend`: vLLM runs it through its Transformers backend."""
 
     name: str
     architectures: tuple[str, ...]
-    layers: str
     points: dict[str, Row]
     sites: dict[str, tuple[str, int]]
+    lacks: dict[str, str] = {}
+    backend: bool = False
 
 
-_LAYER = "model.layers.{l}"
-_NORM = "model.norm"
+class Sizes(msgspec.Struct, frozen=True):
+    """Of a model: its layers, and how wide things are. `sparse`: the layers whose MLP is a mixture of experts."""
 
-LLAMA = Family(
-    name="llama",
-    architectures=("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
-    layers="model.layers",
-    points={
-        # vLLM hands a layer (positions, hidden, residual); the stream is hidden + residual
-        "stream": Row(Tap(_LAYER, "in", 0), Tap(_LAYER, "in", 1, 2)),
-        "stream_end": Row(Tap(_NORM, "in", 0), Tap(_NORM, "in", 0, 1), per_layer=False),
-        # the fused norm's two inputs are what attention added and the stream before it
-        "mid": Row(
-            Tap(_LAYER + ".post_attention_layernorm", "in", 0), Tap(_LAYER + ".post_attention_layernorm", "in", 0, 1)
-        ),
-        "attn_out": Row(Tap(_LAYER + ".self_attn", "out", 0), Tap(_LAYER + ".self_attn", "out", 0)),
-        "mlp_out": Row(Tap(_LAYER + ".mlp", "out", 0), Tap(_LAYER + ".mlp", "out", 0)),
-        "final_norm": Row(Tap(_NORM, "out", 0), Tap(_NORM, "out", 0), per_layer=False),
-        "logits": Row(Tap("lm_head", "out", 0), Tap("compute_logits", "out", 0), "V", per_layer=False, rows="sampled"),
-    },
-    sites={
-        "embed": ("stream", 0),
-        "resid_pre": ("stream", 0),
-        "resid_mid": ("mid", 0),
-        "resid_post": ("stream", 1),
-        "attn_out": ("attn_out", 0),
-        "mlp_out": ("mlp_out", 0),
-        "final_norm": ("final_norm", 0),
-        "logits": ("logits", 0),
-    },
-)
+    layers: int
+    d_model: int
+    d_vocab: int
+    heads: int = 1
+    kv_heads: int = 1
+    d_head: int = 1
+    d_mlp: int = 1
+    experts: int = 0
+    sparse: tuple[int, ...] = ()
 
-FAMILIES: tuple[Family, ...] = (LLAMA,)
+    def __getitem__(self, size: Size) -> int:
+        return {"D": self.d_model, "V": self.d_vocab, "Q": self.heads * self.d_head, "K": self.kv_heads * self.d_head,
+                "M": self.d_mlp, "X": self.experts}[size]  # fmt: skip
 
 
-def family_of(architectures: list[str] | tuple[str, ...] | None) -> Family:
-    """The family whose table lists one of a config's `architectures`. Raises `ModelError` where none does."""
-    for family in FAMILIES:
-        if set(family.architectures) & set(architectures or ()):
-            return family
-    known = sorted(name for family in FAMILIES for name in family.architectures)
-    raise ModelError(f"no site table for {list(architectures or ())}; there are tables for {', '.join(known)}")
+def sizes_of(config: Any, d_vocab: int | None = None) -> Sizes:
+    """The sizes that a Transformers config tells, by whichever name it tells them."""
+
+    def told(*names: str, otherwise: Any = None) -> Any:
+        return next((found for name in names if (found := getattr(config, name, None)) is not None), otherwise)
+
+    width, heads, layers = config.hidden_size, config.num_attention_heads, config.num_hidden_layers
+    experts = told("num_local_experts", "num_experts", "n_routed_experts", otherwise=0)
+    return Sizes(
+        layers, width, d_vocab or config.vocab_size, heads, told("num_key_value_heads", otherwise=heads),
+        told("head_dim", otherwise=width // heads),
+        told("ffn_dim", "n_inner", "intermediate_size", otherwise=4 * width), experts,
+        _sparse(config, layers) if experts else (),
+    )  # fmt: skip
+
+
+def _sparse(config: Any, layers: int) -> tuple[int, ...]:
+    """The layers with experts."""
+    every = getattr(config, "decoder_sparse_step", None) or getattr(config, "moe_layer_freq", None) or 1
+    first, dense = getattr(config, "first_k_dense_replace", 0), getattr(config, "mlp_only_layers", None) or ()
+    shifted = 1 if hasattr(config, "decoder_sparse_step") else 0  # which counts from one
+    return tuple(layer for layer in range(first, layers) if (layer + shifted) % every == 0 and layer not in dense)

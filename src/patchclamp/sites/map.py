@@ -7,8 +7,11 @@ from typing import Literal
 import msgspec
 
 from patchclamp.errors import ModelError, UnsupportedSite
-from patchclamp.sites.families import FAMILIES, Family, Tap
-from patchclamp.spec.site import SITES, Index, Site
+from patchclamp.sites.families import Family, Sizes, Tap
+from patchclamp.sites.tables import FAMILIES
+from patchclamp.spec.site import SITES, Index, Range, Site
+
+WIDEST_PART = 0xFFFF  # columns of a point whose parts can be named (`plan.table`)
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -21,40 +24,65 @@ class Point(msgspec.Struct, frozen=True):
     rows: Literal["tokens", "sampled"]
 
 
+class View(msgspec.Struct, frozen=True):
+    """Where a point's columns lie in the tensor of its tap, of `whole` columns: from `first` on; where heads are mixed,
+    `size` from `first` on in each of `heads` equal parts."""
+
+    whole: int
+    first: int
+    heads: int = 0
+    size: int = 0
+
+
 class Place(msgspec.Struct, frozen=True):
-    """A site word of one layer: `resid_post[3]`, and its point."""
+    """A site word of one layer: `resid_post[3]`, and its point; of a part of its row, `z[3, 5]`, the columns too."""
 
     name: str
     layer: int | None
     point: int
+    index: str = ""
+    columns: tuple[int, int] | None = None
 
     def __str__(self) -> str:
-        return self.name if self.layer is None else f"{self.name}[{self.layer}]"
+        inner = str(self.layer) + (f", {self.index}" if self.index else "")
+        return self.name if self.layer is None else f"{self.name}[{inner}]"
 
 
 class SiteMap:
-    """Points and places of a model of `family` with `layers` layers, width `D` and vocabulary `V`."""
+    """Points and places of a model of `family`, of such `sizes`."""
 
-    def __init__(self, family: Family | str, layers: int, d_model: int, d_vocab: int) -> None:
+    def __init__(self, family: Family | str, sizes: Sizes) -> None:
         if isinstance(family, str):
             found = [f for f in FAMILIES if f.name == family]
             if not found:
                 raise ModelError(f"no family {family!r}; there are {', '.join(f.name for f in FAMILIES)}")
             family = found[0]
-        self.family, self.layers, self.d_model, self.d_vocab = family, layers, d_model, d_vocab
+        self.family, self.sizes = family, sizes
+        self.layers, self.d_model, self.d_vocab = sizes.layers, sizes.d_model, sizes.d_vocab
         self.withdrawn: dict[str, str] = {}
         self.points: list[Point] = []
         self._number: dict[tuple[str, int | None], int] = {}
+        self._has = {kind: self._layers_with(row.layers) for kind, row in family.points.items()}
         for kind, row in family.points.items():
-            for layer in range(layers) if row.per_layer else (None,):
+            for layer in self._has[kind] if row.per_layer else (None,):
                 self._number[kind, layer] = len(self.points)
-                width = {"D": d_model, "V": d_vocab}[row.width]
-                self.points.append(Point(len(self.points), kind, layer, width, row.rows))
+                self.points.append(Point(len(self.points), kind, layer, sizes[row.width], row.rows))
 
     @property
     def names(self) -> list[str]:
         """The site words this model has, in the language's order."""
-        return [name for name in SITES if name in self.family.sites and name not in self.withdrawn]
+        return [name for name in SITES if self._known(name) and name not in self.withdrawn]
+
+    def _layers_with(self, which: str) -> list[int]:
+        """All layers, those with an ordinary MLP, or those with experts."""
+        sparse = set(self.sizes.sparse)
+        return [layer for layer in range(self.layers) if which == "all" or (layer in sparse) == (which == "sparse")]
+
+    def _known(self, name: str) -> bool:
+        if name not in self.family.sites:
+            return False
+        kind = self.family.sites[name][0]
+        return not self.family.points[kind].per_layer or bool(self._has[kind])
 
     def taps(self, engine: Literal["transformers", "vllm"]) -> list[tuple[Point, Tap]]:
         """Every point with its tap on an engine, module paths filled in."""
@@ -64,38 +92,85 @@ class SiteMap:
         tap: Tap = getattr(self.family.points[point.kind], engine)
         return msgspec.structs.replace(tap, module=tap.module.format(l=point.layer))
 
+    def view(self, tap: Tap) -> View | None:
+        """Where a tap's part of its tensor lies; None if it is all of it."""
+        if not tap.of:
+            return None
+        sizes = [self.sizes[size] for size in tap.of]
+        if not tap.mixed:
+            return View(sum(sizes), sum(sizes[: tap.part]))
+        heads = self.sizes.heads
+        return View(sum(sizes), sum(sizes[: tap.part]) // heads, heads, sizes[tap.part] // heads)
+
     def places(self) -> list[Place]:
         """Every place of the model, word by word."""
         return [place for name in self.names for place in self.resolve(Site(name))]
 
+    def parts(self, name: str) -> tuple[int, int] | None:
+        """Into how many heads, neurons or experts a site's row falls, and how wide each is; None if it does not."""
+        sizes = self.sizes
+        heads, groups = (sizes.heads, sizes.d_head), (sizes.kv_heads, sizes.d_head)
+        return {"q": heads, "z": heads, "k": groups, "v": groups, "neurons": (sizes.d_mlp, 1),
+                "router": (sizes.experts, 1)}.get(name)  # fmt: skip
+
     def resolve(self, site: Site) -> list[Place]:
-        """The places a site names, by layer. Raises `UnsupportedSite` for a word or layer this model does not have."""
-        if site.name not in self.family.sites:
+        """The places a site names, by layer. Raises `UnsupportedSite` for a word, layer or index this model does not
+        have."""
+        if not self._known(site.name):
+            why = self.family.lacks.get(site.name) or "no layer of it has one"
             raise UnsupportedSite(
-                f"{site.name} is not available on {self.family.name} models; there are: {', '.join(self.names)}"
+                f"{site.name} is not available on {self.family.name} models: {why}; there are: {', '.join(self.names)}"
             )
         if site.name in self.withdrawn:
             raise UnsupportedSite(f"{site.name} was not proved on this model: {self.withdrawn[site.name]}")
-        if site.index is not None:
-            raise UnsupportedSite(f"{site}: heads, neurons and experts cannot be indexed on this model yet")
         if not SITES[site.name].layered:
             return [Place(site.name, None, self._point(site.name, 0))]
-        return [Place(site.name, layer, self._point(site.name, layer)) for layer in self._layers(site)]
+        index, columns = ("", None) if site.index is None else (str(site.index), self._columns(site))
+        return [Place(site.name, layer, self._point(site.name, layer), index, columns) for layer in self._layers(site)]
+
+    def _columns(self, site: Site) -> tuple[int, int]:
+        """The columns of a site's row that its second index names."""
+        parts, index = self.parts(site.name), site.index
+        assert parts is not None
+        (count, size), kind = parts, SITES[site.name].index
+        if count * size > WIDEST_PART:
+            raise UnsupportedSite(
+                f"{site}: rows of {count * size} numbers cannot be indexed; at most {WIDEST_PART} can"
+            )
+        if isinstance(index, int):
+            first, end, step = index, index + 1, 1
+            fits = -count <= index < count
+            first, end = first % count, first % count + 1
+        else:
+            assert isinstance(index, Range)
+            chosen = index.indices(count)
+            first, end, step = chosen.start, chosen.stop, chosen.step
+            ends = [e for e in (index.start, index.stop) if e is not None]
+            fits = len(chosen) > 0 and all(-count <= e <= count for e in ends)
+        if not fits:
+            raise UnsupportedSite(f"{site}: this model has {count} {kind}s (0 to {count - 1})")
+        if step != 1:
+            raise UnsupportedSite(f"{site}: name each {kind}, or neighbours, as in {site.name}[0, 2:5]")
+        return first * size, end * size
 
     def _layers(self, site: Site) -> list[int]:
         given: Index | None = site.layers
+        kind, shift = self.family.sites[site.name]
+        there = self._has[kind] if shift == 0 else list(range(self.layers))
         if given is None:
-            return list(range(self.layers))
+            return there
         if isinstance(given, int):
             if not -self.layers <= given < self.layers:
                 raise UnsupportedSite(f"{site}: this model has {self.layers} layers (0 to {self.layers - 1})")
-            return [given % self.layers]
-        chosen = list(given.indices(self.layers))
-        beyond = [
-            end for end in (given.start, given.stop) if end is not None and not -self.layers <= end <= self.layers
-        ]
-        if beyond or not chosen:
-            raise UnsupportedSite(f"{site}: this model has {self.layers} layers (0 to {self.layers - 1})")
+            chosen = [given % self.layers]
+        else:
+            chosen = list(given.indices(self.layers))
+            ends = [end for end in (given.start, given.stop) if end is not None]
+            if not chosen or not all(-self.layers <= end <= self.layers for end in ends):
+                raise UnsupportedSite(f"{site}: this model has {self.layers} layers (0 to {self.layers - 1})")
+        lacking = [layer for layer in chosen if layer not in there] if len(there) < self.layers else []
+        if lacking:
+            raise UnsupportedSite(f"{site}: layer {lacking[0]} has no {site.name}; there it is at {there}")
         return chosen
 
     def _point(self, name: str, layer: int) -> int:

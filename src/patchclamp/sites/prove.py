@@ -76,10 +76,20 @@ def _moved(lm: Any, ids: list[int], base: Any, names: list[str]) -> dict[str, bo
 
 def _push(base: Any, place: Any) -> Add:
     """An edit as large as the row itself, in a direction that no norm removes."""
-    row = np.asarray(base[str(place)])[-1].astype(np.float64)
+    row = _row(base, place).astype(np.float64)
     signs = np.where(np.arange(len(row)) * 2654435761 % 7 < 3, 1.0, -1.0)
     size = max(float(np.sqrt(np.mean(row**2))), 1e-3)
     return Add((size * signs).tolist(), at=str(place), tokens=prompt[-1])
+
+
+def _right(base: Any, place: Any, rows: int, width: int) -> bool:
+    found = np.asarray(base[str(place)])
+    return (len(found), found.size) == (rows, rows * width) and bool(np.isfinite(found).all())
+
+
+def _row(base: Any, place: Any) -> np.ndarray:
+    """The last row at a place, heads one after the other."""
+    return np.asarray(base[str(place)])[-1].reshape(-1)
 
 
 def _logits(run: Any) -> np.ndarray:
@@ -90,11 +100,7 @@ def _proof(lm: Any, base: Any, name: str, noop: bool, moved: dict[str, bool]) ->
     places = lm.sites.resolve(Site(name))
     point = lm.sites.points[places[0].point]
     rows = 1 if name == "logits" else LENGTH
-    wrong = [
-        p
-        for p in places
-        if tuple(base[str(p)].shape) != (rows, point.width) or not np.isfinite(np.asarray(base[str(p)])).all()
-    ]
+    wrong = [p for p in places if not _right(base, p, rows, point.width)]
     still = [place for place in places if not moved[str(place)]]
     notes = [f"{wrong[0]} has shape {list(base[str(wrong[0])].shape)} or is not finite"] if wrong else []
     notes += ["writing back what was read changes the logits"] if not noop else []

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 class Vector(msgspec.Struct, frozen=True, tag="vector"):
-    """Numbers: one row [D] for every selected position, or [n, D] for the n selected positions in order.
+    """Numbers: one row [D] for every selected position, or [n, D] for the n selected positions in order; one row
+    of heads may be [H, E].
 
     `data` is little-endian fp32, row by row.
     """

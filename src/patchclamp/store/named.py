@@ -186,7 +186,7 @@ def _is_program(given: Any) -> bool:
 
 
 def _selected(run: Any, place: Any, tokens: Any) -> np.ndarray:
-    rows = run[place]
+    rows = run[place].reshape((len(run.positions(place)), -1))
     rows = np.asarray(rows.float() if hasattr(rows, "float") else rows, np.float64)
     if tokens is None:
         return rows

@@ -23,13 +23,13 @@ from patchclamp.runtime import Limits, Runtime, addresses
 from patchclamp.runtime.op import at_work
 from patchclamp.runtime.step import HostStep
 from patchclamp.runtime.taps import attach as attach_taps
-from patchclamp.sites import SiteMap, family_of
+from patchclamp.sites import SiteMap, family_of, sizes_of
 
 
 def site_map(vllm_config: Any) -> SiteMap:
     """The site map of an engine's model; the same in the front end and in every worker."""
     facts = configuration.model_facts(vllm_config)
-    return SiteMap(family_of(facts["architectures"]), facts["layers"], facts["d_model"], facts["d_vocab"])
+    return SiteMap(family_of(facts["architectures"]), sizes_of(facts["config"], facts["d_vocab"]))
 
 
 def attach(worker: Any) -> None:
@@ -91,10 +91,11 @@ class Attached:
             self._on_cuda(runner, limits)
         elif isinstance(self.runtime.step, HostStep):
             self.runtime.step.token_of_row = compat.token_ids(runner, self.kind)
-        hooked = attach_taps(runner.get_model(), [(p, tap) for p, tap in sites.taps("vllm") if p.rows == "tokens"])
+        hooked = attach_taps(runner.get_model(), sites.taps("vllm"), sites.view)
+        self.runtime.views |= hooked
         self.runtime.keeps, last = compat.place()
         self.runtime.here[:] = False
-        self.runtime.here[hooked] = True
+        self.runtime.here[list(hooked)] = True
         self.runtime.here[self._logits] = last
         self.hooks = compat.Hooks(self.before, self.planned, self.logits, self.after, self.at_work)
         compat.hook_runner(runner, kind, self.hooks, self._graphs)

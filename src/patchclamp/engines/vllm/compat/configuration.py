@@ -113,6 +113,7 @@ def model_facts(vllm_config: Any) -> dict[str, Any]:
     config = model.hf_text_config
     return {
         "architectures": list(model.hf_config.architectures or ()),
+        "config": config,
         "layers": config.num_hidden_layers,
         "d_model": config.hidden_size,
         "d_vocab": model.get_vocab_size(),
