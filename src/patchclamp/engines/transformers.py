@@ -16,7 +16,7 @@ import torch
 
 from patchclamp.engines.base import Answer, Model, Part, Request, Tokenizer, settle
 from patchclamp.engines.sampling import Sampler
-from patchclamp.engines.tokenizer import HubTokenizer
+from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
 from patchclamp.errors import EngineError, PatchclampError, ProgramError, RunError, told, unknown, unpack
 from patchclamp.kernels.code import check_outside
 from patchclamp.plan import Batch
@@ -33,6 +33,7 @@ OPTIONS = (
     "max_num_seqs",
     "padding_side",
     "trust_remote_code",
+    "skip_tokenizer_init",
     "max_records",
     "bank_bytes",
 )
@@ -42,7 +43,7 @@ class TransformersEngine:
     """A causal language model from a hub id or a folder.
 
     `dtype`: a torch dtype's name, or "auto" for the checkpoint's; `max_num_seqs`: prompts of one batch;
-    `padding_side`: where shorter prompts of a batch are padded.
+    `padding_side`: where shorter prompts of a batch are padded; `skip_tokenizer_init`: prompts are token ids.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class TransformersEngine:
         max_num_seqs: int = 64,
         padding_side: Literal["left", "right"] = "left",
         trust_remote_code: bool = False,
+        skip_tokenizer_init: bool = False,
         max_records: int = Limits().max_records,
         bank_bytes: int = Limits().bank_bytes,
     ) -> None:
@@ -63,13 +65,18 @@ class TransformersEngine:
         if padding_side not in ("left", "right"):
             raise unknown("padding side", str(padding_side), ("left", "right"), "padding_side")
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        # scores that are capped: fused attention leaves the cap out
+        exact = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
         self._net: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            name, dtype=_dtype(dtype), trust_remote_code=trust_remote_code
+            name, dtype=_dtype(dtype), trust_remote_code=trust_remote_code, **exact
         )
         self._net.to(self.device).eval()
-        self.tokenizer: Tokenizer = HubTokenizer.load(name, trust_remote_code=trust_remote_code)
+        self.tokenizer: Tokenizer = (
+            NoTokenizer() if skip_tokenizer_init else HubTokenizer.load(name, trust_remote_code=trust_remote_code)
+        )
         config = self._net.config
-        family = family_of(config.architectures)
+        family = family_of(config.architectures, config)
         self.sites = SiteMap(family, sizes_of(config))
         kind, longest = str(self._net.dtype).removeprefix("torch."), max_model_len or config.max_position_embeddings
         self.model = Model(

@@ -8,14 +8,14 @@ the thread that steps the engine.
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 
 import msgspec
 import numpy as np
 import torch
 
-from patchclamp.errors import MissingSource, RunError, ShapeError, pack
+from patchclamp.errors import MissingSource, ModelError, RunError, ShapeError, pack
 from patchclamp.kernels.code import call
 from patchclamp.plan import APPLY, CAPTURE, Batch, Bound, ProgramTable, StepPlan, make_plan
 from patchclamp.plan.bind import BoundOp, Code, source_of
@@ -353,8 +353,13 @@ class Runtime:
         """Carries out the step's plan at a point: what every tap ends in."""
         if self.step.recording or (self.plan is not None and self.plan.active[point]):
             width, view = int(self.widths[point]), self.views.get(point)
-            if view is not None and view.heads:
-                self._apply_mixed(point, hidden, view)
+            shape = hidden.shape if view is None or not view.by_head else (hidden.shape[1], hidden.shape[3])
+            if not fits(shape, view.whole if view is not None and view.whole else width):
+                raise ModelError(
+                    f"{self.sites.label(point)} should be {width} wide; its tensor is {list(hidden.shape)}"
+                )
+            if view is not None and (view.heads or view.by_head or view.factor != 1.0):
+                self._apply_apart(point, hidden, view, width)
                 return
             pair = None if residual is None else residual.view(-1, width)
             rows = hidden.view(-1, width) if view is None else columns(hidden, view, width)
@@ -365,12 +370,18 @@ class Runtime:
         if bad is not None and len(bad):
             self.fail(bad, point)
 
-    def _apply_mixed(self, point: int, hidden: torch.Tensor, view: View) -> None:
-        """A point of which every head has its columns apart: they are brought together, and go back."""
-        theirs_RHE = hidden.view(-1, view.heads, view.whole // view.heads)[..., view.first : view.first + view.size]
-        together_RW = theirs_RHE.reshape(len(theirs_RHE), -1)
-        self._carry_out(point, together_RW, None)
-        theirs_RHE.copy_(together_RW.view(theirs_RHE.shape))
+    def _apply_apart(self, point: int, hidden: torch.Tensor, view: View, width: int) -> None:
+        """A point that is no part of its tensor as it lies: it is made of it, and what was changed goes back."""
+        theirs = hidden
+        if view.heads:
+            theirs = hidden.view(-1, view.heads, view.whole // view.heads)[..., view.first : view.first + view.size]
+        elif view.by_head:
+            theirs = hidden.transpose(1, 2)
+        made_RW = (theirs.float() * view.factor if view.factor != 1.0 else theirs).reshape(-1, width).contiguous()
+        before_RW = made_RW.clone()
+        self._carry_out(point, made_RW, None)
+        after = torch.where(made_RW == before_RW, theirs.reshape(-1, width).to(made_RW.dtype), made_RW / view.factor)
+        theirs.copy_(after.view(theirs.shape))
 
     def end(self) -> None:
         """Hands the step's captures to the store."""
@@ -404,6 +415,16 @@ class Runtime:
             raise MissingSource(f"run {run} captured nothing at {self.sites.label(point)}")
         self.bank.put(key, rows)
         self._banked.setdefault(run, set()).add(key)
+
+
+def fits(shape: Sequence[int], width: int) -> bool:
+    """Whether a tensor's last dimensions are a row of so many columns."""
+    size = 1
+    for many in reversed(shape):
+        size *= many
+        if size >= width:
+            break
+    return size == width
 
 
 def columns(hidden: torch.Tensor, view: View, width: int) -> torch.Tensor:

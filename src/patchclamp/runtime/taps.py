@@ -29,6 +29,8 @@ def attach(
             continue
         if tap.moment == "in":
             module.register_forward_pre_hook(_before(point.number, tap), with_kwargs=True)
+        elif tap.again:
+            module.register_forward_hook(_again(point.number))
         else:
             module.register_forward_hook(_after(point.number, tap))
         hooked[point.number] = view(tap)
@@ -56,6 +58,33 @@ def _before(point: int, tap: Tap) -> Callable[..., None]:
     def hook(module: torch.nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         other = args[residual] if residual is not None and len(args) > residual else None
         site(named[hidden] if isinstance(hidden, str) else args[hidden], other, point)  # type: ignore[index]
+
+    return hook
+
+
+def _again(point: int) -> Callable[..., Any]:
+    """Of a router that gives its logits and what it chose by them: what it would have chosen by those that are edited.
+    Its weights stand aside for ones that leave the logits as they are."""
+
+    def hook(module: Any, args: tuple[Any, ...], output: tuple[Any, ...]) -> Any:
+        logits_RX = output[0].clone()
+        site(logits_RX, None, point)
+        if torch.equal(logits_RX, output[0]):
+            return None
+        stood, forward = {}, type(module).forward
+        same = torch.eye(logits_RX.shape[-1], dtype=logits_RX.dtype, device=logits_RX.device)
+        for name, aside in {"weight": same, "bias": torch.zeros_like(same[0])}.items():
+            if name in module._parameters and module._parameters[name] is not None:
+                stood[name] = module._parameters[name]
+                module._parameters[name] = torch.nn.Parameter(aside, requires_grad=False)
+        width = getattr(module, "hidden_dim", None)
+        module.hidden_dim = logits_RX.shape[-1]
+        try:
+            made = forward(module, logits_RX)
+        finally:
+            module._parameters |= stood
+            module.hidden_dim = width
+        return (logits_RX, *made[1:])
 
     return hook
 

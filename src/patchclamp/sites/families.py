@@ -3,7 +3,8 @@
 A *point* is one place in the model where a tensor (or the pair whose sum is the stream) can be read and written; a
 site word names a point, shifted by some layers.  `resid_post[l]` and `resid_pre[l+1]` are one point.
 
-    D model width · V vocabulary · Q all query heads · K all key/value heads · M MLP width · X experts · l layer
+    D model width · V vocabulary · Q all query heads · K all key/value heads · Z all heads' results · M MLP width
+    X experts · l layer
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 Moment = Literal["in", "out"]
-Size = Literal["D", "V", "Q", "K", "M", "X"]
+Size = Literal["D", "V", "Q", "K", "Z", "M", "X"]
 
 
 class Tap(msgspec.Struct, frozen=True):
@@ -22,7 +23,8 @@ class Tap(msgspec.Struct, frozen=True):
     `hidden` is its place among the positional arguments, or its name among the others (`in`), or its place in the
     returned tuple (`out`; a bare tensor is place 0); `residual`, where the engine carries the stream as two tensors, is
     the place of the other one. Where the tensor is several side by side, their sizes are `of`, and the point's is
-    number `part` of them; `mixed`: head by head, those of a head side by side. `again`: the module is run again on what
+    number `part` of them; `mixed`: head by head, those of a head side by side. `by_head`: the tensor is [B, H, T, E].
+    `scale`: the config's name of a factor; the site is the tensor times that. `again`: the module is run again on what
     was edited, for it has made more of it already (a router, its choice).
     """
 
@@ -33,6 +35,8 @@ class Tap(msgspec.Struct, frozen=True):
     of: tuple[Size, ...] = ()
     part: int = 0
     mixed: bool = False
+    by_head: bool = False
+    scale: str = ""
     again: bool = False
 
 
@@ -51,18 +55,19 @@ class Row(msgspec.Struct, frozen=True):
 
 class Family(msgspec.Struct, frozen=True):
     """Model classes that share one table. `sites` maps a word to (kind of point, layers to shift by); `lacks` says of
-    every other word why it is not there. `backend`: vLLM runs it through its Transformers backend."""
+    every other word why it is not there; `needs`: what a config must say for the table to be about it."""
 
     name: str
     architectures: tuple[str, ...]
     points: dict[str, Row]
     sites: dict[str, tuple[str, int]]
     lacks: dict[str, str] = {}
-    backend: bool = False
+    needs: dict[str, Any] = {}
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """Of a model: its layers, and how wide things are. `sparse`: the layers whose MLP is a mixture of experts."""
+    """Of a model: its layers, and how wide things are. `sparse`: the layers whose MLP is a mixture of experts;
+    `d_result`: how wide a head's result is, where that is not `d_head`; `factors` by the config's names of them."""
 
     layers: int
     d_model: int
@@ -73,10 +78,12 @@ class Sizes(msgspec.Struct, frozen=True):
     d_mlp: int = 1
     experts: int = 0
     sparse: tuple[int, ...] = ()
+    d_result: int = 0
+    factors: dict[str, float] = {}
 
     def __getitem__(self, size: Size) -> int:
         return {"D": self.d_model, "V": self.d_vocab, "Q": self.heads * self.d_head, "K": self.kv_heads * self.d_head,
-                "M": self.d_mlp, "X": self.experts}[size]  # fmt: skip
+                "Z": self.heads * (self.d_result or self.d_head), "M": self.d_mlp, "X": self.experts}[size]  # fmt: skip
 
 
 def sizes_of(config: Any, d_vocab: int | None = None) -> Sizes:
@@ -91,8 +98,12 @@ def sizes_of(config: Any, d_vocab: int | None = None) -> Sizes:
         layers, width, d_vocab or config.vocab_size, heads, told("num_key_value_heads", otherwise=heads),
         told("head_dim", otherwise=width // heads),
         told("ffn_dim", "n_inner", "intermediate_size", otherwise=4 * width), experts,
-        _sparse(config, layers) if experts else (),
+        _sparse(config, layers) if experts else (), told("v_head_dim", otherwise=0),
+        {name: float(getattr(config, name)) for name in FACTORS if getattr(config, name, None) is not None},
     )  # fmt: skip
+
+
+FACTORS = ("residual_multiplier",)
 
 
 def _sparse(config: Any, layers: int) -> tuple[int, ...]:

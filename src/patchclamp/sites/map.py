@@ -26,12 +26,15 @@ class Point(msgspec.Struct, frozen=True):
 
 class View(msgspec.Struct, frozen=True):
     """Where a point's columns lie in the tensor of its tap, of `whole` columns: from `first` on; where heads are mixed,
-    `size` from `first` on in each of `heads` equal parts."""
+    `size` from `first` on in each of `heads` equal parts. `by_head`: the tensor is [B, H, T, E]. `factor`: the point is
+    the tensor times that."""
 
     whole: int
-    first: int
+    first: int = 0
     heads: int = 0
     size: int = 0
+    by_head: bool = False
+    factor: float = 1.0
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -94,6 +97,10 @@ class SiteMap:
 
     def view(self, tap: Tap) -> View | None:
         """Where a tap's part of its tensor lies; None if it is all of it."""
+        if tap.by_head:
+            return View(0, by_head=True)  # of which only the heads are known
+        if tap.scale:
+            return View(self.d_model, factor=self.sizes.factors[tap.scale])
         if not tap.of:
             return None
         sizes = [self.sizes[size] for size in tap.of]
@@ -108,10 +115,10 @@ class SiteMap:
 
     def parts(self, name: str) -> tuple[int, int] | None:
         """Into how many heads, neurons or experts a site's row falls, and how wide each is; None if it does not."""
-        sizes = self.sizes
-        heads, groups = (sizes.heads, sizes.d_head), (sizes.kv_heads, sizes.d_head)
-        return {"q": heads, "z": heads, "k": groups, "v": groups, "neurons": (sizes.d_mlp, 1),
-                "router": (sizes.experts, 1)}.get(name)  # fmt: skip
+        s = self.sizes
+        heads, groups = (s.heads, s.d_head), (s.kv_heads, s.d_head)
+        z, neurons, router = (s.heads, s.d_result or s.d_head), (s.d_mlp, 1), (s.experts, 1)
+        return {"q": heads, "k": groups, "v": groups, "z": z, "neurons": neurons, "router": router}.get(name)
 
     def resolve(self, site: Site) -> list[Place]:
         """The places a site names, by layer. Raises `UnsupportedSite` for a word, layer or index this model does not

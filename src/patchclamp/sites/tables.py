@@ -2,82 +2,245 @@
 
 from __future__ import annotations
 
-import msgspec
+from typing import Any
 
 from patchclamp.errors import ModelError
 from patchclamp.sites.families import Family, Row, Size, Tap
 
-_LAYER, _NORM = "model.layers.{l}", "model.norm"
-_ATTENTION, _MLP = _LAYER + ".self_attn", _LAYER + ".mlp"
-_QKV: tuple[Size, ...] = ("Q", "K", "K")
-
-SITES_OF_ALL = {
+L, NORM = "model.layers.{l}", "model.norm"
+ATTENTION, MLP = L + ".self_attn", L + ".mlp"
+QKV: tuple[Size, ...] = ("Q", "K", "K")
+PARTS: tuple[tuple[str, Size], ...] = (("q", "Q"), ("k", "K"), ("v", "K"))
+ALL = {
     "embed": ("stream", 0), "resid_pre": ("stream", 0), "resid_mid": ("mid", 0), "resid_post": ("stream", 1),
     "attn_in": ("attn_in", 0), "attn_out": ("attn_out", 0), "mlp_in": ("mlp_in", 0), "mlp_out": ("mlp_out", 0),
-    "q": ("q", 0), "k": ("k", 0), "v": ("v", 0), "z": ("z", 0), "neurons": ("neurons", 0),
+    "q": ("q", 0), "k": ("k", 0), "v": ("v", 0), "z": ("z", 0), "neurons": ("neurons", 0), "router": ("router", 0),
     "final_norm": ("final_norm", 0), "logits": ("logits", 0),
 }  # fmt: skip
-DENSE = {"router": "its layers have one MLP each, and no experts to choose from"}
+NO_EXPERTS = {"router": "its layers have one MLP each, and no experts to choose from"}
+FUSED = {"neurons": "its experts run in one fused kernel, which keeps what they hold to itself"}
 
 
-def same(module: str, moment: str = "out", width: Size = "D", **row: object) -> Row:
-    """A row whose tensor both engines have bare at the same border, first among what is given or returned."""
-    tap = Tap(module, moment)  # type: ignore[arg-type]
-    return Row(tap, tap, width, **row)  # type: ignore[arg-type]
+def row(ours: Tap, theirs: Tap | None = None, width: Size = "D", **rest: Any) -> Row:
+    """A row of the Transformers tap and vLLM's, which is the same if it is not given."""
+    return Row(ours, ours if theirs is None else theirs, width, **rest)
 
 
-def merged(module: str, merged_module: str, part: int, width: Size) -> Row:
-    """Queries, keys or values: a projection's own on Transformers, a part of a merged one on vLLM."""
-    return Row(Tap(module, "out"), Tap(merged_module, "out", of=_QKV, part=part), width, "sharded")
+def same(module: str, moment: Any = "out", width: Size = "D", **rest: Any) -> Row:
+    """A row whose tensor both engines have at the same border, bare or first among others."""
+    return row(Tap(module, moment), width=width, **rest)
 
 
-LOGITS = Row(Tap("lm_head", "out"), Tap("compute_logits", "out"), "V", per_layer=False, rows="sampled")
+def sharded(ours: Tap, theirs: Tap | None = None, width: Size = "Q", **rest: Any) -> Row:
+    return row(ours, theirs, width, layout="sharded", **rest)
 
+
+def projections(ours: str, theirs: str, *words: str) -> dict[str, Row]:
+    """Queries, keys or values: a projection's own on Transformers (`ours` with the word in it), and on vLLM their part
+    of a merged one."""
+    made = {}
+    for part, (word, width) in enumerate(PARTS):
+        if word in words:
+            own, theirs_part = Tap(ours.format(w=word, l="{l}"), "out"), Tap(theirs, "out", of=QKV, part=part)
+            made[word] = sharded(own, theirs_part, width)
+    return made
+
+
+def merged(module: str, ours: str | None = None, mixed: bool = False) -> dict[str, Row]:
+    """Queries, keys and values side by side on both engines."""
+    made = {}
+    for part, (word, width) in enumerate(PARTS):
+        theirs, own = (Tap(name, "out", of=QKV, part=part, mixed=mixed) for name in (module, ours or module))
+        made[word] = sharded(own, theirs, width)
+    return made
+
+
+def end(ours: str, theirs: str | None = None, pair: bool = False) -> dict[str, Row]:
+    """The stream after the last layer, what its norm makes of it, and the logits."""
+    theirs = theirs or ours
+    return {
+        "stream_end": row(Tap(ours, "in"), Tap(theirs, "in", 0, 1 if pair else None), per_layer=False),
+        "final_norm": row(Tap(ours, "out"), Tap(theirs, "out"), per_layer=False),
+        "logits": row(Tap("lm_head", "out"), Tap("compute_logits", "out"), "V", per_layer=False, rows="sampled"),
+    }
+
+
+def without(family: Family, name: str, architectures: str, why: dict[str, str], **points: Row) -> Family:
+    """A family like another, but for some points and the words that it lacks."""
+    sites = {word: place for word, place in ALL.items() if word not in why}
+    kept = {kind: each for kind, each in (family.points | points).items() if kind not in why or kind in points}
+    return Family(name, tuple(architectures.split()), kept, sites, why)
+
+
+# vLLM hands a layer (positions, hidden, residual): the stream is hidden + residual; a fused norm's two inputs are what
+# was added last and the stream before it
 LLAMA = Family(
     name="llama",
     architectures=("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"),
     points={
-        # vLLM hands a layer (positions, hidden, residual); the stream is hidden + residual
-        "stream": Row(Tap(_LAYER, "in", 0), Tap(_LAYER, "in", 1, 2)),
-        "stream_end": Row(Tap(_NORM, "in", 0), Tap(_NORM, "in", 0, 1), per_layer=False),
-        # the fused norm's two inputs are what attention added and the stream before it
-        "mid": Row(
-            Tap(_LAYER + ".post_attention_layernorm", "in", 0), Tap(_LAYER + ".post_attention_layernorm", "in", 0, 1)
-        ),
-        "attn_in": same(_LAYER + ".input_layernorm"),
-        "q": merged(_ATTENTION + ".q_proj", _ATTENTION + ".qkv_proj", 0, "Q"),
-        "k": merged(_ATTENTION + ".k_proj", _ATTENTION + ".qkv_proj", 1, "K"),
-        "v": merged(_ATTENTION + ".v_proj", _ATTENTION + ".qkv_proj", 2, "K"),
-        "z": same(_ATTENTION + ".o_proj", "in", "Q", layout="sharded"),
-        "attn_out": same(_ATTENTION),
-        "mlp_in": same(_LAYER + ".post_attention_layernorm"),
-        "neurons": same(_MLP + ".down_proj", "in", "M", layout="sharded"),
-        "mlp_out": same(_MLP),
-        "final_norm": same(_NORM, per_layer=False),
-        "logits": LOGITS,
+        "stream": row(Tap(L, "in"), Tap(L, "in", 1, 2)),
+        "mid": row(Tap(L + ".post_attention_layernorm", "in"), Tap(L + ".post_attention_layernorm", "in", 0, 1)),
+        "attn_in": same(L + ".input_layernorm"),
+        **projections(ATTENTION + ".{w}_proj", ATTENTION + ".qkv_proj", "q", "k", "v"),
+        "z": sharded(Tap(ATTENTION + ".o_proj", "in")),
+        "attn_out": same(ATTENTION),
+        "mlp_in": same(L + ".post_attention_layernorm"),
+        "neurons": sharded(Tap(MLP + ".down_proj", "in"), width="M"),
+        "mlp_out": same(MLP),
+        **end(NORM, pair=True),
     },
-    sites=SITES_OF_ALL,
-    lacks=DENSE,
+    sites={word: place for word, place in ALL.items() if word != "router"},
+    lacks=NO_EXPERTS,
+)
+NORMED = {
+    "q": sharded(Tap(ATTENTION + ".q_norm", "out")),
+    "k": sharded(Tap(ATTENTION + ".k_norm", "out"), width="K"),
+}
+QWEN3 = without(LLAMA, "qwen3", "Qwen3ForCausalLM", NO_EXPERTS, **NORMED)
+PHI3 = without(LLAMA, "phi3", "Phi3ForCausalLM", NO_EXPERTS, **merged(ATTENTION + ".qkv_proj"))
+# a norm before and another after attention and MLP: what comes out of the second is added to the stream
+GEMMA2 = without(
+    LLAMA, "gemma2", "Gemma2ForCausalLM", NO_EXPERTS,
+    mid=row(Tap(L + ".pre_feedforward_layernorm", "in"), Tap(L + ".pre_feedforward_layernorm", "in", 0, 1)),
+    attn_out=same(L + ".post_attention_layernorm"),
+    mlp_in=same(L + ".pre_feedforward_layernorm"),
+    mlp_out=same(L + ".post_feedforward_layernorm"),
+)  # fmt: skip
+GEMMA3 = without(
+    GEMMA2, "gemma3", "Gemma3ForCausalLM", NO_EXPERTS,
+    q=sharded(Tap(ATTENTION + ".q_norm", "out", by_head=True), Tap(ATTENTION + ".q_norm", "out")),
+    k=sharded(Tap(ATTENTION + ".k_norm", "out", by_head=True), Tap(ATTENTION + ".k_norm", "out"), "K"),
+)  # fmt: skip
+# what attention and MLP make is added times a factor; `attn_out` and `mlp_out` are what is added
+GRANITE = without(
+    LLAMA, "granite", "GraniteForCausalLM", NO_EXPERTS,
+    stream=row(Tap(L, "in"), Tap(L, "in", 1)),
+    mid=same(L + ".post_attention_layernorm", "in"),
+    attn_out=row(Tap(ATTENTION, "out", scale="residual_multiplier")),
+    mlp_out=row(Tap(MLP, "out", scale="residual_multiplier")),
+    **end(NORM),
+)  # fmt: skip
+MIXTRAL = without(
+    LLAMA, "mixtral", "MixtralForCausalLM", FUSED,
+    router=row(Tap(MLP + ".gate", "out", again=True), Tap(L + ".block_sparse_moe.gate", "out"), "X"),
+    mlp_out=row(Tap(MLP, "out"), Tap(L + ".block_sparse_moe", "out")),
+)  # fmt: skip
+QWEN3_MOE = without(
+    LLAMA, "qwen3_moe", "Qwen3MoeForCausalLM", {}, **NORMED,
+    neurons=sharded(Tap(MLP + ".down_proj", "in"), width="M", layers="dense"),
+    router=row(Tap(MLP + ".gate", "out", again=True), Tap(MLP + ".gate", "out"), "X", layers="sparse"),
+)  # fmt: skip
+GPT_OSS = without(
+    LLAMA, "gpt_oss", "GptOssForCausalLM", FUSED,
+    stream=row(Tap(L, "in"), Tap(L, "in", 0, 2)),
+    **projections(ATTENTION + ".{w}_proj", L + ".attn.qkv_proj", "q", "k", "v"),
+    z=sharded(Tap(ATTENTION + ".o_proj", "in"), Tap(L + ".attn.o_proj", "in")),
+    attn_out=row(Tap(ATTENTION, "out"), Tap(L + ".attn", "out")),
+    router=row(Tap(MLP + ".router", "out", again=True), Tap(MLP + ".router", "out"), "X"),
+)  # fmt: skip
+LATENT = "its attention keeps one latent row for all heads, from which the kernel makes keys and values"
+DEEPSEEK = without(
+    LLAMA, "deepseek", "DeepseekV2ForCausalLM DeepseekV3ForCausalLM",
+    {"q": LATENT + ", and what it asks with", "k": LATENT, "v": LATENT},
+    z=sharded(Tap(ATTENTION + ".o_proj", "in"), width="Z"),
+    neurons=sharded(Tap(MLP + ".down_proj", "in"), width="M", layers="dense"),
+    router=row(Tap(MLP + ".gate", "out", again=True), Tap(MLP + ".gate", "out"), "X", layers="sparse"),
+)  # fmt: skip
+
+_H = "transformer.h.{l}"
+GPT2 = Family(
+    name="gpt2",
+    architectures=("GPT2LMHeadModel",),
+    points={
+        "embed": same("transformer.wte", per_layer=False),
+        "stream": same(_H, "in"),
+        "mid": same(_H + ".ln_2", "in"),
+        "attn_in": same(_H + ".ln_1"),
+        **merged(_H + ".attn.c_attn"),
+        "z": sharded(Tap(_H + ".attn.c_proj", "in")),
+        "attn_out": same(_H + ".attn"),
+        "mlp_in": same(_H + ".ln_2"),
+        "neurons": sharded(Tap(_H + ".mlp.c_proj", "in"), width="M"),
+        "mlp_out": same(_H + ".mlp"),
+        **end("transformer.ln_f"),
+    },
+    sites={**LLAMA.sites, "embed": ("embed", 0)},
+    lacks=NO_EXPERTS,
+)
+_O = "model.decoder.layers.{l}"
+OPT = Family(
+    name="opt",
+    architectures=("OPTForCausalLM",),
+    points={
+        "embed": same("model.decoder.embed_tokens", per_layer=False),
+        "stream": same(_O, "in"),
+        "mid": same(_O + ".final_layer_norm", "in"),
+        "attn_in": same(_O + ".self_attn_layer_norm"),
+        **projections(_O + ".self_attn.{w}_proj", _O + ".self_attn.qkv_proj", "q", "k", "v"),
+        "z": sharded(Tap(_O + ".self_attn.out_proj", "in")),
+        "attn_out": same(_O + ".self_attn"),
+        "mlp_in": same(_O + ".final_layer_norm"),
+        "neurons": sharded(Tap(_O + ".fc2", "in"), width="M"),
+        "mlp_out": same(_O + ".fc2"),
+        **end("model.decoder.final_layer_norm"),
+    },
+    sites=GPT2.sites,
+    lacks=NO_EXPERTS,
+    needs={"do_layer_norm_before": True},
 )
 
-QWEN3 = msgspec.structs.replace(
-    LLAMA,
-    name="qwen3",
-    architectures=("Qwen3ForCausalLM",),
-    points=LLAMA.points
-    | {
-        "q": same(_ATTENTION + ".q_norm", "out", "Q", layout="sharded"),
-        "k": same(_ATTENTION + ".k_norm", "out", "K", layout="sharded"),
+# through vLLM's Transformers backend: the same modules, below `model`, with merged projections, on rows [1, T, D]
+OLMO2 = without(
+    LLAMA, "olmo2", "Olmo2ForCausalLM",
+    NO_EXPERTS | {"attn_in": "its attention reads the stream itself, resid_pre",
+                  "mlp_in": "its MLP reads the stream itself, resid_mid"},
+    stream=same(L, "in"), mid=same(MLP, "in"), **NORMED,
+    attn_out=same(L + ".post_attention_layernorm"), mlp_out=same(L + ".post_feedforward_layernorm"),
+    **end(NORM),
+)  # fmt: skip
+_N, _M = "gpt_neox.layers.{l}", "model.layers.{l}"
+
+
+def _neox(module: str, moment: Any = "out", width: Size = "D", **rest: Any) -> Row:
+    return row(Tap(_N + module, moment), Tap(_M + module, moment), width, **rest)
+
+
+GPT_NEOX = Family(
+    name="gpt_neox",
+    architectures=("GPTNeoXForCausalLM",),
+    points={
+        "stream": _neox("", "in"),
+        "attn_in": _neox(".input_layernorm"),
+        **merged(_M + ".attention.query_key_value", _N + ".attention.query_key_value", mixed=True),
+        "z": _neox(".attention.dense", "in", "Q", layout="sharded"),
+        "attn_out": _neox(".attention"),
+        "mlp_in": _neox(".post_attention_layernorm"),
+        "neurons": _neox(".mlp.dense_4h_to_h", "in", "M", layout="sharded"),
+        "mlp_out": _neox(".mlp"),
+        **end("gpt_neox.final_layer_norm", "model.final_layer_norm"),
     },
+    sites={word: place for word, place in LLAMA.sites.items() if word != "resid_mid"},
+    lacks=NO_EXPERTS
+    | {"resid_mid": "attention and MLP both read the stream before the layer, and none is between them"},
+    needs={"use_parallel_residual": True},
 )
 
-FAMILIES: tuple[Family, ...] = (LLAMA, QWEN3)
+FAMILIES: tuple[Family, ...] = (
+    LLAMA, QWEN3, PHI3, GEMMA2, GEMMA3, GRANITE, OLMO2, GPT2, OPT, GPT_NEOX, MIXTRAL, QWEN3_MOE, GPT_OSS, DEEPSEEK,
+)  # fmt: skip
 
 
-def family_of(architectures: list[str] | tuple[str, ...] | None) -> Family:
-    """The family whose table lists one of a config's `architectures`. Raises `ModelError` where none does."""
+def family_of(architectures: list[str] | tuple[str, ...] | None, config: Any = None) -> Family:
+    """The family whose table lists one of a config's `architectures`. Raises `ModelError` where none does, and for a
+    model that its family's table is not about."""
     for family in FAMILIES:
         if set(family.architectures) & set(architectures or ()):
+            for name, needed in family.needs.items():
+                if config is not None and getattr(config, name, needed) != needed:
+                    raise ModelError(
+                        f"the table of {family.name} models is for {name}={needed}, and this one has "
+                        f"{getattr(config, name)}"
+                    )
             return family
     known = sorted(name for family in FAMILIES for name in family.architectures)
     raise ModelError(f"no site table for {list(architectures or ())}; there are tables for {', '.join(known)}")

@@ -29,7 +29,7 @@ from patchclamp.sites import SiteMap, family_of, sizes_of
 def site_map(vllm_config: Any) -> SiteMap:
     """The site map of an engine's model; the same in the front end and in every worker."""
     facts = configuration.model_facts(vllm_config)
-    return SiteMap(family_of(facts["architectures"]), sizes_of(facts["config"], facts["d_vocab"]))
+    return SiteMap(family_of(facts["architectures"], facts["config"]), sizes_of(facts["config"], facts["d_vocab"]))
 
 
 def attach(worker: Any) -> None:
