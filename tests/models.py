@@ -12,6 +12,9 @@ SHAPES = {
     "0.6b": dict(hidden_size=1024, intermediate_size=3072, num_attention_heads=16, num_key_value_heads=8, head_dim=128,
                  vocab_size=151936, rope_theta=1000000.0, max_position_embeddings=8192, tie_word_embeddings=True,
                  architectures=["Qwen3ForCausalLM"], model_type="qwen3", num_hidden_layers=28),
+    "135m": dict(hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3, head_dim=64,
+                 vocab_size=49152, rope_theta=100000.0, max_position_embeddings=8192, tie_word_embeddings=True,
+                 architectures=["LlamaForCausalLM"], model_type="llama", num_hidden_layers=30),
 }  # fmt: skip
 # `inductor_compile_config`: Inductor times the kernels it could use, so that stock vLLM compiled twice need not agree with
 # itself.  Of Inductor's own variable, TORCHINDUCTOR_DETERMINISTIC, code compiled ahead of time knows nothing, and vLLM
@@ -44,3 +47,16 @@ def with_weights(folder: Path, name: str, layers: int, seed: int = 0, **changed)
             torch.nn.init.normal_(weights, mean=1.0, std=0.1)
     net.save_pretrained(folder)
     return path
+
+
+def with_words(path: str, size: int) -> None:
+    """Puts a tokenizer beside a model: words w3, w4, … with spaces between them, each the token of its number."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(3, size))]
+    made = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=made, unk_token="<unk>", bos_token="<s>", eos_token="</s>", clean_up_tokenization_spaces=False
+    ).save_pretrained(path)

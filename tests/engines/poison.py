@@ -1,12 +1,15 @@
 """What prompts give after they were run edited, and what they give in an engine that never saw an edit; prints JSON.
 
 Chunks are of one block and requests run one at a time, so that a block is computed by the same work whether those before
-it were cached or not, and results can be compared bit for bit.
+it were cached or not, and results can be compared bit for bit. `start` and `end` run this in a process of its own;
+`reused`, `again` and `counted` say what of two such processes' words is not as it must be.
 """
 
 import json
 import os
+import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +21,10 @@ OPTIONS = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": Tru
            "max_num_batched_tokens": BLOCK, "max_num_seqs": 8, "max_model_len": 256, "prove": False,
            "kv_cache_memory_bytes": 1 << 26}  # fmt: skip
 LENGTHS = (64, 70, 97)  # of prompts that are edited at their last token
+FULL = LENGTH // BLOCK * BLOCK
+KINDS = ["add", "add a row each", "replace", "replace where masked", "zero", "scale", "ablate", "clamp", "noise",
+         "relative noise", "mean", "use", "fuzz", "last", *[f"last of {length}" for length in LENGTHS],
+         "generated"]  # fmt: skip
 GREEDY = {"ignore_eos": True}
 
 
@@ -66,20 +73,20 @@ def edited(lm: pc.LM) -> dict[str, list]:
     return found
 
 
-def unedited(lm: pc.LM) -> dict[str, list]:
-    """The same prompts, and one that goes on with what was generated, without edits."""
+def unedited(lm: pc.LM, watch: list) -> dict[str, list]:
+    """The same prompts, and one that goes on with what was generated, without edits; `watch` is captured."""
     prompts = {name: prompt_of(number) for number, name in enumerate(edits(lm.model.d_model))}
     prompts |= {"fuzz": prompt_of(20), "last": prompt_of(21)}
     prompts |= {f"last of {length}": prompt_of(21)[:length] for length in LENGTHS}
     prompts |= {"generated": prompt_of(22, 40) + [FORCED] * 80}
-    return {name: told_of(lm.run(ids, max_tokens=4, sampling=GREEDY)) for name, ids in prompts.items()}
+    return {name: told_of(lm.run(ids, max_tokens=4, capture=watch, sampling=GREEDY)) for name, ids in prompts.items()}
 
 
 def told_of(run: pc.Run) -> list:
     return [run.token_ids, [x.hex() for x in run.logprobs], run.cached_tokens]
 
 
-def shared(lm: pc.LM) -> dict[str, object]:
+def shared(lm: pc.LM, watch: list) -> dict[str, object]:
     """How many tokens of a prompt come from the cache, in turn, and whether what is captured then is complete."""
     width, ids, found = lm.model.d_model, prompt_of(500), {}
     asked = {
@@ -96,7 +103,7 @@ def shared(lm: pc.LM) -> dict[str, object]:
     }  # fmt: skip
     rows = {}
     for name, (program, capture) in asked.items():
-        run = lm.run(ids, max_tokens=2, edits=program, capture=capture, sampling=GREEDY)
+        run = lm.run(ids, max_tokens=2, edits=program, capture=[*capture, *watch], sampling=GREEDY)
         found[name] = run.cached_tokens
         if capture:
             rows[name] = run[pc.resid_post[2]]
@@ -104,21 +111,106 @@ def shared(lm: pc.LM) -> dict[str, object]:
     late, everywhere, changed = rows.values()
     found["late rows are the same bits"] = bool((late == everywhere[100:LENGTH]).all())
     found["edited rows are others"] = bool((late != changed).any(dim=1).all())
+    for program in (asked["first"][0], []):
+        run = lm.run(prompt_of(501), max_tokens=1, edits=program)
+    found["no program at all"] = run.cached_tokens
     return found
 
 
-if __name__ == "__main__":
-    model, kind = sys.argv[1:]
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    told: dict[str, object] = {}
-    with pc.LM(model, engine="vllm", **OPTIONS) as lm:
-        if kind == "edited":
-            told |= {"edited": edited(lm), "unedited": unedited(lm), "shared": shared(lm)}
+def start(model: str, kind: str, options: dict[str, Any], environ: dict[str, str]) -> subprocess.Popen:
+    """This script, which is of a kind: "edited", an engine that runs everything edited and then unedited, or "fresh",
+    one that runs all of it unedited, and then one without our part of the blocks' keys.
+
+    `options`: of the engines, beside `OPTIONS`; "watched" is ours: whether requests without edits capture what they
+    generate, so that there is a program in their steps too.
+    """
+    command = [sys.executable, __file__, model, kind, json.dumps(options)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | environ, text=True
+    )
+
+
+def end(process: subprocess.Popen, timeout_s: float) -> dict[str, Any]:
+    """What it told. Raises `RuntimeError` with its last complaints."""
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    finally:
+        process.kill()
+    if process.returncode != 0:
+        raise RuntimeError(err[-3000:])
+    return json.loads(out.splitlines()[-1])
+
+
+def reused(told: dict[str, Any], name: str) -> list[str]:
+    """What is wrong with prompts of that kind unedited after edited, which must be as never edited: bit for bit; and
+    without our part of the keys they would not be."""
+    wrong = [] if set(told["fresh"]) == set(KINDS) else ["not all kinds were run"]
+    *ours, cached = told["unedited"][name]
+    *fresh, none = told["fresh"][name]
+    if ours != fresh:
+        wrong.append("not the same bits as never edited")
+    *poisoned, _ = told["without keys"][name]
+    if name != "last of 64" and poisoned == fresh:  # whose last token is in a block that is always computed
+        wrong.append("the same bits without keys")
+    if not name.startswith("last") and (none, cached) != (0, {"fuzz": 0}.get(name, BLOCK)):
+        wrong.append(f"{none} and {cached} tokens cached")
+    return wrong
+
+
+def again(told: dict[str, Any]) -> list[str]:
+    """What is wrong with prompts edited as before: programs that say the same share even edited blocks, and nothing
+    changes; they differ from unedited."""
+    runs, wrong = told["edited"], []
+    for name in KINDS:
+        if name == "last":
+            continue
+        (*first, none), (*second, cached) = runs[f"edited: {name}"], runs[f"edited again: {name}"]
+        if first != second:
+            wrong.append(f"{name}: not the same bits again")
+        if name.startswith("last"):
+            right = cached == (int(name.split()[-1]) - 1) // BLOCK * BLOCK
+        elif name == "generated":
+            right = cached == BLOCK
         else:
-            told["fresh"] = unedited(lm)
+            right = (none, cached) == (0, FULL)
+            if first == told["fresh"][name][:2]:
+                wrong.append(f"{name}: as if unedited")
+        if not right:
+            wrong.append(f"{name}: {none} and {cached} tokens cached")
+    return wrong
+
+
+def counted(told: dict[str, Any]) -> list[str]:
+    """What is wrong with what is shared: below the edit with everyone, the edited blocks with the same program, none
+    above a capture."""
+    shared, late = told["shared"], list(range(100, LENGTH))
+    expected = {
+        "first": 0, "the same again": FULL, "another strength": 2 * BLOCK, "another place": 2 * BLOCK,
+        "none": 2 * BLOCK, "none again": FULL, "no program at all": 2 * BLOCK,
+        "captured late": 3 * BLOCK, "captured everywhere": 0, "edited and captured late": 3 * BLOCK,
+        "rows captured late": late, "rows edited and captured late": late,
+        "rows captured everywhere": list(range(LENGTH + 1)),
+        "late rows are the same bits": True, "edited rows are others": True,
+    }  # fmt: skip
+    return [f"{name}: {shared[name]}" for name, value in expected.items() if shared[name] != value]
+
+
+if __name__ == "__main__":
+    model, kind, given = sys.argv[1:]
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    options: dict[str, Any] = {**OPTIONS, **json.loads(given)}
+    watch = [pc.embed @ pc.generated] if options.pop("watched", False) else []
+    told: dict[str, Any] = {}
+    with pc.LM(model, engine="vllm", **options) as lm:
+        if kind == "edited":
+            told |= {"edited": edited(lm), "unedited": unedited(lm, watch), "shared": shared(lm, watch)}
+            status = lm.engine.status()
+            told["status"] = {name: status[name] for name in ("runner", "active_graphs") if name in status}
+        else:
+            told["fresh"] = unedited(lm, watch)
     if kind == "fresh":
         cache.block_key = lambda bound, start, end: None
-        with pc.LM(model, engine="vllm", **OPTIONS) as lm:
+        with pc.LM(model, engine="vllm", **options) as lm:
             edited(lm)
-            told["without keys"] = unedited(lm)
+            told["without keys"] = unedited(lm, watch)
     print(json.dumps(told))

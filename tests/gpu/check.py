@@ -5,7 +5,7 @@
     python -m tests.gpu.check --table FILE.json ...   # several, side by side
 
 Each part runs in a process of its own, several at a time; stock vLLM in others, without the plugin.  Weights are random,
-prompts are token ids.
+prompts are token ids; parity alone has text, of words with a tokenizer made on the spot.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.gpu import board
+from tests.gpu import board, modes
 from tests.gpu.engines import COMPILED, fresh
 from tests.gpu.table import table
 
@@ -37,16 +37,20 @@ BESIDE = (
     "v1 addresses",
     "two runners",
 )
+HOW = modes.parts()  # how requests are run, and what of them others may reuse, in both dtypes
 TWO = ("tp2 eager", "tp2 graphs", "pp2 eager", "pp2 graphs", "tp2 graphs again", "pp2 graphs again")
 ALONE = ("bounded", "v1 bounded", "sleep", "v1 sleep")  # they look at the memory of the whole GPU
 MODELS = {"8b": Path("/tmp/model-8b-4"), "0.6b": Path("/tmp/model-0.6b-4")}
+SMALL = {"parity": Path("/tmp/model-135m-30"), "poison": Path("/tmp/model-135m-3")}
 
 
 def make_models() -> None:
-    from tests.models import with_weights
+    from tests.models import with_weights, with_words
 
     for shape, folder in MODELS.items():
         with_weights(folder, shape, 4)
+    for layers, folder in zip((30, 3), SMALL.values(), strict=True):
+        with_words(with_weights(folder, "135m", layers, vocab_size=modes.VOCABULARY), modes.VOCABULARY)
 
 
 def carry_out(part: str) -> None:
@@ -61,6 +65,9 @@ def carry_out(part: str) -> None:
         elif part == "kernel":
             corners.kernel(part)
             corners.drain("drain")
+        elif part in HOW:
+            what = part.split()[0]
+            {"parity": modes.parity, "poison": modes.poison}[what](part, str(SMALL[what]))
         elif part.endswith(("eager", "graphs")):
             guarantees(part, model)
         elif part.endswith(" again"):
@@ -100,7 +107,7 @@ def in_a_process(part: str, folder: Path, seconds: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--parts", default=";".join((*MODES, *BESIDE, *ALONE)), help="separated by semicolons")
+    parser.add_argument("--parts", default=";".join((*MODES, *BESIDE, *HOW, *ALONE)), help="separated by semicolons")
     parser.add_argument("--two", dest="parts", action="store_const", const=";".join(TWO), help="those for two GPUs")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     parser.add_argument("--at-once", type=int, default=3, help="parts that run at the same time")
@@ -137,7 +144,7 @@ def main() -> None:
              "seconds": round(time.time() - began)}  # fmt: skip
     checks = [check for each in found for check in each["checks"]]
     named = {parser.get_default("parts"): "", ";".join(TWO): "-two_gpus"}
-    some = named.get(args.parts, "-" + parts[0].replace(" ", "_"))
+    some = named.get(args.parts, "-" + parts[0].replace(",", "").replace(" ", "_"))
     file = args.out / f"gpu_check{some}-{facts['vllm']}-{facts['date']}.json"
     file.write_text(json.dumps({**facts, "checks": checks}, indent=1) + "\n")
     missing = [part for part in parts if not any(check["mode"] == part for check in checks)]

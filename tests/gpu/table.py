@@ -25,7 +25,9 @@ def table(files: list[dict[str, Any]]) -> str:
     shared = [(version, mode) for version, mode in parts if mode.endswith(("eager", "graphs"))]
     dates = ", ".join(dict.fromkeys(file["date"] for file in files))
     gpus = ", ".join(dict.fromkeys(file["gpu"] for file in files))
-    lines = [f"# What holds on a GPU, {dates}", "", f"{gpus}. Weights are random, the shape Llama-3.1-8B's with 4 layers.",
+    small = any(mode.startswith(("parity", "poison")) for _, mode in parts)
+    shapes = "the shape Llama-3.1-8B's with 4 layers" + ("; of parity and poison SmolLM2-135M's" if small else "")
+    lines = [f"# What holds on a GPU, {dates}", "", f"{gpus}. Weights are random, {shapes}.",
              "", "| | " + " | ".join(f"{version} {mode}" for version, mode in shared) + " |", "|---" * (len(shared) + 1) + "|"]  # fmt: skip
     for check, found in cells.items():
         if any(column in found for column in shared):
