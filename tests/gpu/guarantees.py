@@ -163,7 +163,7 @@ def checks(mode: str, lm, expected: list) -> None:
     tokens = sum(a == r.token_ids for (a, _), r in zip(expected, plain, strict=True))
     told = f"logprobs up to {max(apart):g} apart, {tokens}/{len(PROMPTS)} texts equal"
     note(mode, "1 off is stock, bit for bit", mine == expected, told)
-    stream = [pc.resid_pre, pc.resid_mid, pc.resid_post, pc.attn_out, pc.mlp_out, pc.final_norm]
+    stream = [pc.Site(name) for name in lm.sites.names if name not in ("embed", "logits")]
     run = lm.run(PROMPTS[1], capture=[*stream, pc.logits], **greedy)
     base = lm.run(PROMPTS[1], edits=[pc.Add([0.0] * lm.model.d_model, at=pc.resid_pre[0])], **greedy)
     note(mode, "4 captures change nothing; a no-op edit neither", bits(run) == bits(base), run.text[:0])
