@@ -21,14 +21,15 @@ class Run:
     """One executed request: its text and tokens, log-probabilities, captures, and the error it met.
 
     `prompt_token_ids` and `token_ids` (generated) are lists; `logprobs` has a float for each generated token; `scores`
-    maps each token id of `score=` to its log-probability as the next token. Captures stay with the worker until the run
-    is dropped or `close`d; `run[site]` fetches them, once.
+    maps each token id of `score=` to its log-probability as the next token; `lora` is the folder of its adapter.
+    Captures stay with the worker until the run is dropped or `close`d; `run[site]` fetches them, once.
     """
 
     def __init__(self, lm: Any, request: Request, program: Program, answer: Answer | PatchclampError) -> None:
         self.key, self.prompt_token_ids, self.program = request.run, request.prompt_token_ids, program
         self.error: PatchclampError | None = None if isinstance(answer, Answer) else answer
         self.closed = False
+        self.lora = None if request.adapter is None else request.adapter.folder
         self._lm, self._answer, self._text = lm, answer, request.text
         self._bound: Bound | None = request.bound
         self._fetched: dict[tuple[int, int | None], tuple[np.ndarray, Any]] = {}
