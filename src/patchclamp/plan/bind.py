@@ -136,10 +136,13 @@ class Source(Protocol):
 
 
 class Code(NamedTuple):
-    """What `Apply` runs, and the op's place in its program."""
+    """What `Apply` runs, the op's place in its program, what `fn` is `told` beside the rows, and what the op calls the
+    site of each point."""
 
     path: str
-    fn: Callable[[Any], Any]
+    fn: Callable[..., Any]
+    told: tuple[str, ...] = ()
+    sites: Mapping[int, str] = {}
 
 
 _numbers = itertools.count(1)
@@ -203,7 +206,7 @@ class _Binder:
         pieces = pieces_of(case.positions, rows)
         numbers = {"kind": LINEAR, "pieces": pieces} | self._numbers(op, places, pieces, count)
         if isinstance(op, Apply):
-            numbers |= {"kind": APPLY, "seed": self._code(path, op)}
+            numbers |= {"kind": APPLY, "seed": self._code(path, op, places)}
         if case.ids:
             numbers |= {"only": self._put(Vector.of(case.ids)), "others": case.others}
         return BoundOp(path, points=_points(places), values=values, reaches_cache=cached, **numbers)
@@ -236,14 +239,14 @@ class _Binder:
                     "pieces": pieces if op.std else ()}  # fmt: skip
         return {}
 
-    def _code(self, path: str, op: Apply) -> int:
+    def _code(self, path: str, op: Apply, places: list[Place]) -> int:
         """The number that code goes by, another one each time it is bound: nobody shares its cached blocks."""
         if self.code is None:
             raise ProgramError(
                 "Apply runs Python of yours in the engine: allow it with pc.LM(..., allow_code=True)", "fn"
             )
         number = next(_numbers)
-        self.code[number] = Code(path, op.fn)
+        self.code[number] = Code(path, op.fn, op.told(), {place.point: str(place) for place in places})
         return number
 
     def _places(self, op: Op) -> list[Place]:

@@ -7,8 +7,6 @@ itself, and what one layer left is on its way while the next ones compute.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
@@ -31,7 +29,7 @@ class CudaStep:
     """
 
     unit = BYTES
-    code: Callable[[int, torch.Tensor], torch.Tensor | None] | None = None
+    code: fused.Run | None = None
 
     def __init__(
         self, table: ProgramTable, bank: Bank, rows: int, samples: int, positions: torch.Tensor, tokens: torch.Tensor,
@@ -104,7 +102,7 @@ class CudaStep:
         for phase, many in enumerate(calls):  # the kernel up to the code, the code, and on
             cuda.site(*given, phase)
             for n, records in many:
-                bad += self._run(n, records, hidden_RW, residual_RW, sampled)
+                bad += self._run(point, n, records, hidden_RW, residual_RW, sampled)
         cuda.site(*given, len(calls))
         return np.array(bad, np.int64)
 
@@ -127,8 +125,9 @@ class CudaStep:
         return found if any(found) else []
 
     def _run(
-        self, n: int, records: np.ndarray, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, sampled: bool
-    ) -> list[int]:
+        self, point: int, n: int, records: np.ndarray, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None,
+        sampled: bool,
+    ) -> list[int]:  # fmt: skip
         """Runs a request's code on its rows; its slot, if what that gave is not finite and was not written."""
         assert self._plan is not None
         assert self.code is not None
@@ -147,7 +146,7 @@ class CudaStep:
         if not holds.any():
             return []
         at_A = torch.from_numpy(at).to(hidden_RW.device)
-        made = self.code(int(record["value"]), fused.join(hidden_RW, residual_RW, at_A))
+        made = self.code(int(record["value"]), fused.join(hidden_RW, residual_RW, at_A), point, position[holds])
         if made is None:
             return []
         finite_A = made.to(hidden_RW.dtype).isfinite().all(1)
