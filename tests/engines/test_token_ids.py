@@ -77,6 +77,25 @@ def test_an_op_over_a_whole_row_and_one_at_logits(engines, engine):
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_every_token_but_some_at_logits(engines, engine):
+    """`every` there is where a token is sampled, within a joined selection as alone."""
+    lm = engines.get(engine, "float32")
+    plain = lm.run(PROMPTS[1], max_tokens=12, sampling=SAMPLING)
+    first = len(plain.prompt_token_ids) - 1
+    others = pc.every - pc.token(plain.token_ids[3], plain.prompt_token_ids[1])
+    run = lm.run(PROMPTS[1], max_tokens=12, sampling=SAMPLING, capture=[pc.logits @ others], edits=[
+        pc.Capture(pc.logits), pc.Scale(0.5, pc.logits, others), pc.Capture(pc.logits),
+        pc.Zero(pc.logits, pc.every & pc.token(*plain.prompt_token_ids[:2]))])  # fmt: skip
+    chosen = [position for position in run.select(others).tolist() if position >= first]
+    assert run.positions("capture[0]") == chosen
+    assert 0 < len(chosen) < 12
+    for position, one, two in zip(run.positions("edits[0]"), run["edits[0]"], run["edits[2]"], strict=True):
+        assert torch.equal(two, 0.5 * one if position in chosen else one)
+    with pytest.raises(pc.UnsupportedSite, match=r"or every & [.]{3} for those of a selection that are"):
+        lm.run(PROMPTS[1], edits=[pc.Zero(pc.logits, pc.token(plain.prompt_token_ids[1]))])
+
+
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
 def test_captures_at_their_places_keep_to_their_tokens(engines, engine):
     """Of two captures that have a position the later one counts, where it asks for that token."""
     lm = engines.get(engine, "float32")
