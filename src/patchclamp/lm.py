@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from patchclamp.engines.adapters import Adapter, adapters_of
 from patchclamp.engines.base import Answer, Engine, Request
 from patchclamp.engines.open import open_engine
 from patchclamp.errors import EngineError, MissingSource, PatchclampError, ProgramError, TokensError
@@ -88,6 +89,7 @@ class LM:
         capture: Any = (),
         sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         score: Sequence[Any] = (),
+        lora: Any = None,
     ) -> Any:
         """Runs one prompt (returns a `Run`) or a list of them as one batch (returns a list of `Run`).
 
@@ -96,12 +98,14 @@ class LM:
         such, one a prompt; its `extra_args` may have `fuzz_strength`, `fuzz_seed` and `fuzz_mode` (`spec.fuzz`), which
         act after the edits. With `n` in it above 1 a prompt has a list of so many runs in place of one, each with its
         program, captures and seed (`seed` + its number). `score`: token ids whose log-probability as the next token
-        after the prompt is wanted (`run.scores`), or a list of such lists.
+        after the prompt is wanted (`run.scores`), or a list of such lists. `lora`: the folder of an adapter that PEFT
+        has written, to run on top of the model (vLLM, started with `enable_lora=True`), or a list of such, one a
+        prompt, None for none.
 
         One prompt raises its error; of several runs every `Run` comes back, with `error` set on those that failed.
         Errors in the programs themselves are raised before anything runs.
         """
-        asked = self._ask(prompt, messages, max_tokens, edits, capture, sampling, score)
+        asked = self._ask(prompt, messages, max_tokens, edits, capture, sampling, score, lora)
         futures = self.engine.submit(asked.requests)
         try:
             answers = [_wait(future) for future in futures]
@@ -120,10 +124,11 @@ class LM:
         capture: Any = (),
         sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         score: Sequence[Any] = (),
+        lora: Any = None,
     ) -> Any:
         """As `run`, for asyncio: calls that are awaited together are under way together, and on vLLM share its batches.
         A call that is cancelled stops computing."""
-        asked = self._ask(prompt, messages, max_tokens, edits, capture, sampling, score)
+        asked = self._ask(prompt, messages, max_tokens, edits, capture, sampling, score, lora)
         futures = self.engine.submit(asked.requests)  # which waits for nothing, so that no cancelled call slips through
         try:
             answers = await asyncio.gather(*map(_awaited, futures))
@@ -142,10 +147,11 @@ class LM:
         capture: Any = (),
         sampling: Mapping[str, Any] | None = None,
         score: Sequence[Any] = (),
+        lora: Any = None,
     ) -> Stream:
         """As `run` of one prompt, which gives what it generates as it is made: `for part in lm.stream(...)`, or `async
         for`; then `stream.run` is the `Run`. What is wrong with the call is raised here, before anything runs."""
-        asked = self._ask(prompt, messages, max_tokens, edits, capture, sampling, score)
+        asked = self._ask(prompt, messages, max_tokens, edits, capture, sampling, score, lora)
         if asked.many:
             raise ProgramError("one at a time is streamed, not a list", "prompt" if messages is None else "messages")
         if asked.counts != [1]:
@@ -153,8 +159,9 @@ class LM:
         return Stream(self.engine, asked.requests[0], lambda answer: self._runs_of(asked, [answer]))
 
     def _ask(
-        self, prompt: Any, messages: Any, max_tokens: int, edits: Any, capture: Any, sampling: Any, score: Any
-    ) -> _Asked:
+        self, prompt: Any, messages: Any, max_tokens: int, edits: Any, capture: Any, sampling: Any, score: Any,
+        lora: Any,
+    ) -> _Asked:  # fmt: skip
         """The requests of a call."""
         prompts, many = self._prompts(prompt, messages)
         each = (_each(edits, len(prompts), "edits"), _each(capture, len(prompts), "capture"))
@@ -167,10 +174,9 @@ class LM:
         for one in samplings if isinstance(sampling, (list, tuple)) else samplings[:1]:
             self.engine.check_sampling(one)
         scores = list(_each(score, len(prompts), "score"))
+        adapters = self._adapters(lora, len(prompts))
         requests = [
-            self._request(
-                secrets.token_hex(8), prompts[i], programs[i], scores[i], _seeded(one, number), max_tokens, many and i
-            )
+            self._request(prompts[i], programs[i], scores[i], _seeded(one, number), max_tokens, adapters[i], many and i)
             for i, one in enumerate(samplings)
             for number in range(counts[i])
         ]
@@ -245,6 +251,19 @@ class LM:
             raise ProgramError(f"names and values are needed, or a list of {prompts} of them, one a prompt", "sampling")
         return many
 
+    def _adapters(self, given: Any, prompts: int) -> list[Adapter | None]:
+        check = getattr(self.engine, "check_adapter", None)
+        if given is not None and check is None:
+            raise EngineError(
+                f"the {self.model.engine} engine runs no LoRA adapters: merge it into the model first "
+                "(peft_model.merge_and_unload()) and load that, or use vLLM with enable_lora=True", "lora"
+            )  # fmt: skip
+        found = adapters_of(given, prompts)
+        for adapter in {adapter for adapter in found if adapter is not None}:
+            assert check is not None
+            check(adapter)
+        return found
+
     def _chat(self, messages: Any) -> list[int]:
         try:
             return self.tokenizer.chat(list(messages))
@@ -273,15 +292,15 @@ class LM:
 
     def _request(
         self,
-        key: str,
         prompt: tuple[list[int], str | None],
         program: Program,
         score: Any,
         sampling: dict[str, Any],
         max_tokens: int,
+        adapter: Adapter | None,
         number: int | bool,
     ) -> Request:
-        ids, text = prompt
+        key, (ids, text) = secrets.token_hex(8), prompt
         if not _is_id(max_tokens) or max_tokens < 1:
             raise ProgramError(f"at least one token must be generated, not {max_tokens!r}", "max_tokens")
         if len(ids) + max_tokens > self.model.max_model_len:
@@ -304,7 +323,7 @@ class LM:
         except PatchclampError as error:
             raise error if number is False else error.under(f"prompt {number}") from None
         read, score = tuple(sources.values()), tuple(int(i) for i in score)
-        return Request(key, ids, max_tokens, bound, vectors, sampling, score, code or {}, text, read)
+        return Request(key, ids, max_tokens, bound, vectors, sampling, score, code or {}, text, read, adapter=adapter)
 
     def _source(self, run: str) -> Run:
         found = self._runs.get(run)

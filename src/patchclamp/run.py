@@ -21,16 +21,19 @@ class Run:
     """One executed request: its text and tokens, log-probabilities, captures, and the error it met.
 
     `prompt_token_ids` and `token_ids` (generated) are lists; `logprobs` has a float for each generated token; `scores`
-    maps each token id of `score=` to its log-probability as the next token. Captures stay with the worker until the run
-    is dropped or `close`d; `run[site]` fetches them, once.
+    maps each token id of `score=` to its log-probability as the next token; `lora` is the folder of its adapter.
+    Captures stay with the worker until the run is dropped or `close`d; `run[site]` fetches them, once.
     """
 
     def __init__(self, lm: Any, request: Request, program: Program, answer: Answer | PatchclampError) -> None:
         self.key, self.prompt_token_ids, self.program = request.run, request.prompt_token_ids, program
         self.error: PatchclampError | None = None if isinstance(answer, Answer) else answer
         self.closed = False
+        self.lora = None if request.adapter is None else request.adapter.folder
         self._lm, self._answer, self._text = lm, answer, request.text
         self._bound: Bound | None = request.bound
+        conditions = {op.only for op in self._bound.ops if op.only} if self._bound is not None else set()
+        self._ids_of = {key: request.vectors[key].reshape(-1).astype(np.int64) for key in conditions}
         self._fetched: dict[tuple[int, int | None], tuple[np.ndarray, Any]] = {}
         self._release = weakref.finalize(self, lm.engine.release, [self.key])
         self._release.atexit = False
@@ -97,6 +100,25 @@ class Run:
         bound = self._bound
         points = bound.captured() if bound is not None else {}
         return [str(place) for place in self._lm.sites.places() if place.point in points]
+
+    @property
+    def idle_edits(self) -> list[str]:
+        """Paths of the edits that acted on no row, such as "edits[0]", in order: those whose tokens never came, or that
+        were meant for tokens after the end. Worked out here from the run's positions and token ids, and exact."""
+        tokens = np.array([*self.prompt_token_ids, *self.token_ids][: self._positions], np.int64)
+        acted: dict[str, bool] = {}
+        for op in self._bound.ops if self._bound is not None else ():
+            if op.kind != CAPTURE:
+                acted[op.path] = acted.get(op.path, False) or self._acted(op, tokens)
+        return [path for path, did in acted.items() if not did]
+
+    def _acted(self, op: BoundOp, tokens: np.ndarray) -> bool:
+        """Whether an op had a row among positions of such tokens."""
+        for start, stop, _, _ in op.pieces:
+            here = tokens[start:stop]
+            if len(here) and (not op.only or bool((np.isin(here, self._ids_of[op.only]) != op.others).any())):
+                return True
+        return False
 
     def close(self) -> None:
         """Lets the captures go now."""

@@ -13,6 +13,7 @@ import os
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ import torch
 import patchclamp as pc
 from patchclamp.plan import Prompt
 
+from .lora import LINEAR, adapter
+
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
          "head_dim": 32, "vocab_size": 512}  # fmt: skip
 D, V, LAYERS, LONGEST, BLOCK = SHAPE["hidden_size"], SHAPE["vocab_size"], 3, 100, 32
@@ -30,6 +33,7 @@ CROWDED = {"max_num_batched_tokens": 48, "max_num_seqs": 8, "kv_cache_memory_byt
 SETTINGS = {
     "crowded": CROWDED, "roomy": {"max_num_seqs": 32, "kv_cache_memory_bytes": 400 * BLOCK_BYTES},
     "without a prefix cache": {**CROWDED, "enable_prefix_caching": False},
+    "with adapters": {**CROWDED, "enable_lora": True, "max_loras": 2, "max_lora_rank": 8},
     "few seats and records": {**CROWDED, "max_num_seqs": 3, "max_records": 150, "bank_bytes": 4 * max(D, V) * 64},
 }  # fmt: skip
 LAYERED = [pc.resid_pre, pc.resid_mid, pc.resid_post, pc.attn_out, pc.mlp_out]
@@ -43,6 +47,12 @@ def engine(folder: str, setting: str) -> pc.LM:
                  block_size=BLOCK, max_model_len=128, **SETTINGS[setting])  # fmt: skip
 
 
+def adapters_of(folder: str, into: Path) -> list[str]:
+    """Three adapters of a model: more than there is room for at once."""
+    targets = (LINEAR, ("embed_tokens", "lm_head", "down_proj"), ("q_proj", "v_proj"))
+    return [adapter(folder, into / f"adapter {i}", i, some) for i, some in enumerate(targets)]
+
+
 class Asked(NamedTuple):
     """One request, when it comes (seconds) and when it is taken back (None: never)."""
 
@@ -54,12 +64,14 @@ class Asked(NamedTuple):
     comes_s: float
     leaves_s: float | None
     fails: bool
+    lora: str | None = None
 
 
 class Storm:
-    """Rounds of requests on one engine, from one seed. `seen` counts what happened."""
+    """Rounds of requests on one engine, from one seed, some of them with one of `adapters`. `seen` counts what happened."""
 
-    def __init__(self, lm: pc.LM, seed: int) -> None:
+    def __init__(self, lm: pc.LM, seed: int, adapters: Sequence[str] = ()) -> None:
+        self.adapters = adapters
         self.lm, self.seed, self.random, self.seen = lm, seed, np.random.default_rng(seed), Counter()
         self.worst, self.turn = 0.0, 0
         self.bases = [self.random.integers(3, V, LONGEST).tolist() for _ in range(4)]
@@ -105,7 +117,7 @@ class Storm:
         async def one(each: Asked) -> Any:
             await asyncio.sleep(each.comes_s)
             return await self.lm.arun(each.prompt, max_tokens=each.max_tokens, edits=each.edits, capture=each.capture,
-                                      sampling=each.sampling)  # fmt: skip
+                                      sampling=each.sampling, lora=each.lora)  # fmt: skip
 
         async def taken_back(task: asyncio.Task, each: Asked) -> None:
             await asyncio.sleep(each.comes_s + each.leaves_s)
@@ -124,7 +136,7 @@ class Storm:
             return
         if isinstance(run, pc.CapacityError):  # then it is too large by itself
             (alone,) = self.lm.run([asked.prompt], max_tokens=asked.max_tokens, edits=asked.edits, capture=asked.capture,
-                                   sampling=asked.sampling)  # fmt: skip
+                                   sampling=asked.sampling, lora=asked.lora)  # fmt: skip
             assert str(alone.error) == str(run), f"{self.where()}: {run!r}: {asked}"
             self.seen["too large"] += 1
             return
@@ -136,9 +148,10 @@ class Storm:
         assert not asked.fails, f"{self.where()}: {asked}"
         sampling = {**asked.sampling, "skip_reading_prefix_cache": bool(self.random.random() < 0.7)}
         alone = self.lm.run(asked.prompt, max_tokens=asked.max_tokens, edits=asked.edits, capture=asked.capture,
-                            sampling=sampling)  # fmt: skip
+                            sampling=sampling, lora=asked.lora)  # fmt: skip
         self.seen["runs"] += 1
         self.seen["from the cache"] += run.cached_tokens > 0
+        self.seen["with an adapter"] += asked.lora is not None
         told = f"{self.where()}: {asked}"
         same = self.tokens_agree(run, alone, told)
         np.testing.assert_allclose(run.logprobs[:same], alone.logprobs[:same], atol=MARGIN, rtol=MARGIN, err_msg=told)
@@ -198,7 +211,8 @@ class Storm:
         late = [self.site() @ pc.every[p - 1 - self.number(0, min(p, 30)) :]] if self.chance(0.5) else []
         others = [self.site() @ self.tokens(p, n) for _ in range(self.number(0, 3))] if self.chance(0.3) else late
         fuzz = {"extra_args": {"fuzz_strength": 0.1, "fuzz_seed": self.number(0, 99)}} if self.chance(0.1) else {}
-        made = Asked(prompt, edits, [pc.logits, *others], new, {"ignore_eos": True, **fuzz}, comes, leaves, fails)
+        made = Asked(prompt, edits, [pc.logits, *others], new, {"ignore_eos": True, **fuzz}, comes, leaves, fails,
+                     self.any(*[lambda a=a: a for a in (*self.adapters, None)]))  # fmt: skip
         self.earlier = [*self.earlier[-20:], made]
         return made
 
@@ -289,7 +303,9 @@ def main() -> None:
         with_weights(Path(folder), "8b", LAYERS, **SHAPE)
         for i, setting in enumerate(SETTINGS):
             with engine(folder, setting) as lm:
-                storm = Storm(lm, asked.seed + i)
+                storm = Storm(
+                    lm, asked.seed + i, adapters_of(folder, Path(folder)) if setting == "with adapters" else ()
+                )
                 storm.run(60 * asked.minutes / len(SETTINGS))
                 told = {**storm.seen, "rounds": storm.turn, "worst row": float(f"{storm.worst:.2g}")}
                 print(f"{setting}, seed {storm.seed}: {json.dumps(told)}", flush=True)

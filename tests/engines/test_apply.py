@@ -45,6 +45,39 @@ def test_code_does_what_an_op_does(lm):
     assert plain.logprobs != a.logprobs
 
 
+def test_code_is_told_positions_and_site_by_name(lm):
+    """Every row once, at every layer, by the words of the program; in a batch with others and in any chunks."""
+    seen: dict[str, list] = {}
+
+    def noted(h, *, site, positions):
+        assert (h.shape[0], positions.dtype, positions.device) == (len(positions), torch.int64, h.device)
+        seen.setdefault(site, []).append(positions)
+        return h + 0.01 * positions[:, None]
+
+    def known(h, positions):
+        return h + 0.01 * positions[:, None]
+
+    tokens, sampling = pc.prompt[2:5] | pc.prompt[-1] | pc.generated[1:], {"max_tokens": 6, "sampling": SAMPLING}
+    edits = [pc.Apply(noted, pc.resid_pre[3:5], tokens), pc.Apply(known, pc.logits, pc.generated)]
+    run, mate = lm.run([PROMPTS[1], PROMPTS[0]], edits=[edits, [pc.Apply(known, pc.resid_post[1])]],
+                       capture=[pc.resid_post[2], pc.logits], **sampling)  # fmt: skip
+    plain = lm.run(PROMPTS[1], capture=[pc.resid_post[2]], **sampling)
+    assert mate.error is None
+    chosen = run.select(tokens)
+    assert {site: torch.cat(many).tolist() for site, many in seen.items()} == {
+        "resid_pre[3]": chosen.tolist(), "resid_pre[4]": chosen.tolist()}  # fmt: skip
+    prompt = run.prompt_token_ids
+    same = slice(0, len(prompt))  # what was generated then may be other tokens
+    added = (
+        0.01 * torch.arange(len(prompt))[:, None] * torch.from_numpy(np.isin(np.arange(len(prompt)), chosen))[:, None]
+    )
+    torch.testing.assert_close(run[pc.resid_post[2]][same], plain[pc.resid_post[2]][same] + added, rtol=1e-5, atol=1e-3)
+    again = lm.run(PROMPTS[1], capture=[pc.logits], edits=edits[:1], **sampling)
+    gap = run[pc.logits][1] - again[pc.logits][1]
+    assert run.token_ids[0] == again.token_ids[0]
+    torch.testing.assert_close(gap, torch.full_like(gap, 0.01 * len(prompt)), rtol=1e-2, atol=1e-3)
+
+
 def test_what_goes_wrong_is_its_runs_error_alone(lm):
     """Its batchmates go on, those with edited blocks in the cache among them, and it is not called again."""
     mates = [[], [pc.Scale(0.9, AT)]]

@@ -58,6 +58,7 @@ def seen(lm: pc.LM) -> tuple[dict[str, torch.Tensor], int]:
         edited = lm.run([SHORT, LONG], max_tokens=4, edits=[pc.Add(VECTOR, at=pc.resid_post[layer], scale=0.5)])
         found |= {f"{i} steered {layer}": torch.tensor(run.logprobs) for i, run in enumerate(edited)}
     found["logits"] = torch.tensor(lm.run(SHORT, max_tokens=3, edits=[pc.Zero(pc.logits, pc.prompt[-1])]).logprobs)
+    found |= by_token_id(lm)
     for a, b in ((0, LAYERS - 1), (LAYERS - 1, 0), (1, 2)):  # from one stage's rows into the other's, and back
         value = pc.From(runs[1], pc.resid_post[a], pc.prompt[3])
         patched = lm.run(SHORT, max_tokens=3, edits=[pc.Replace(value, at=pc.resid_pre[b], tokens=pc.prompt[2])])
@@ -67,6 +68,29 @@ def seen(lm: pc.LM) -> tuple[dict[str, torch.Tensor], int]:
     sweep = pc.studies.patch_sweep(lm, clean=SHORT, corrupt=[*SHORT[:3], 23, *SHORT[4:]], sites=[pc.resid_pre],
                                    answer=9, foil=11, metric="logit_diff")  # fmt: skip
     return found | {"swept": torch.as_tensor(sweep.grid)}, size
+
+
+def by_token_id(lm: pc.LM) -> dict[str, torch.Tensor]:
+    """What edits and captures of some tokens do at every layer and at logits, of a prompt of several chunks; the rows
+    that an edit acts on are those of its tokens, and no others."""
+    found, size = {}, {"max_tokens": 12, "sampling": {"ignore_eos": True}}
+    plain = lm.run(LONG, **size)
+    often = max(plain.token_ids[:-1], key=plain.token_ids[:-1].count)
+    for name, tokens in {"some": pc.token(often, LONG[3], LONG[40]), "others": pc.every - pc.token(often, LONG[40]),
+                         "generated": pc.generated & pc.token(often)}.items():  # fmt: skip
+        for n in range(LAYERS):
+            at = pc.resid_post[n]
+            run = lm.run(LONG, edits=[pc.Capture(at), pc.Add(VECTOR, at, tokens, scale=0.01), pc.Capture(at)],
+                         capture=[pc.mlp_out[n] @ tokens], **size)  # fmt: skip
+            acted = (run["edits[2]"] != run["edits[0]"]).any(dim=1).nonzero()[:, 0]
+            assert acted.tolist() == run.positions("capture[0]") == run.select(tokens).tolist()
+            assert 0 < len(acted) < len(LONG) + 11
+            assert run.idle_edits == []
+            found |= {f"{name} {n} tokens": torch.tensor(run.token_ids), f"{name} {n}": run["capture[0]"]}
+            found[f"{name} {n} logprobs"] = torch.tensor(run.logprobs)
+    run = lm.run(LONG, edits=[pc.Add(-4 * torch.eye(512)[often], pc.logits, pc.every - pc.token(often))],
+                 capture=[pc.logits @ (pc.every - pc.token(often))], **size)  # fmt: skip
+    return found | {"logits of others": run[pc.logits], "their logprobs": torch.tensor(run.logprobs)}
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +105,15 @@ def alone(start):
 def test_two_workers_do_what_one_does(start, alone, options):
     lm, (alone, bytes_alone) = start(**options), alone
     assert lm.engine.status()["workers"] == 2
+    with pytest.raises(pc.EngineError, match="allow_code needs the engine in this process: one worker"):
+        pc.LM("", lm.engine, prove=False, allow_code=True)
+    with pytest.raises(pc.ProgramError, match=r"edits\[0\].fn: Apply runs Python of yours in the engine: allow it"):
+        lm.run(SHORT, edits=[pc.Apply(lambda h: h, pc.resid_post[0])])
     found, size = seen(lm)
     assert found.keys() == alone.keys()
-    apart = {name: float((rows - alone[name]).abs().max() / alone[name].abs().max()) for name, rows in found.items()}
+    apart = {
+        name: float((rows - alone[name]).float().abs().max() / alone[name].abs().max()) for name, rows in found.items()
+    }
     assert {name: far for name, far in apart.items() if not far <= 1e-4} == {}
     assert abs(size - bytes_alone) < 0.01 * bytes_alone  # each row once
     changed = [float((alone[f"0 steered {n}"] - alone["0 plain"]).abs().max()) for n in range(LAYERS)]

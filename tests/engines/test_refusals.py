@@ -174,7 +174,6 @@ def test_sizes_that_no_graph_is_recorded_for_are_named():
 
 @pytest.mark.parametrize(("options", "named"), [
     ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}}, "speculative decoding"),
-    ({"enable_lora": True}, "LoRA"),
 ])  # fmt: skip
 def test_configurations_that_break_a_guarantee_are_refused(smollm2, options, named):
     with pytest.raises(pc.EngineError, match=f"patchclamp does not run with {named}.*: "):
@@ -222,6 +221,25 @@ def test_every_refused_configuration_is_named(configuration, part, option, value
     config.model_config.__dict__.pop("is_encoder_decoder", None)
     assert list(refused(config)) == [named]
     with pytest.raises(pc.EngineError, match=r"patchclamp does not run with .+: .+"):
+        check(config)
+
+
+@pytest.mark.parametrize(("part", "option", "value", "named"), [
+    ("device_config", "device_type", "cuda", "LoRA (enable_lora) on a GPU"),
+    ("parallel_config", "world_size", 2, "LoRA (enable_lora) over several workers"),
+])  # fmt: skip
+def test_where_adapters_are_not_tested_they_are_refused(configuration, part, option, value, named):
+    from vllm.config import LoRAConfig
+
+    from patchclamp.engines.vllm.compat.configuration import check, refused
+
+    config = configuration()
+    config.lora_config = LoRAConfig()
+    assert refused(config) == {}
+    assert hasattr(getattr(config, part), option)
+    object.__setattr__(getattr(config, part), option, value)
+    assert list(refused(config)) == [named]
+    with pytest.raises(pc.EngineError, match="merge the adapter into the model"):
         check(config)
 
 

@@ -77,6 +77,25 @@ def test_an_op_over_a_whole_row_and_one_at_logits(engines, engine):
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_every_token_but_some_at_logits(engines, engine):
+    """`every` there is where a token is sampled, within a joined selection as alone."""
+    lm = engines.get(engine, "float32")
+    plain = lm.run(PROMPTS[1], max_tokens=12, sampling=SAMPLING)
+    first = len(plain.prompt_token_ids) - 1
+    others = pc.every - pc.token(plain.token_ids[3], plain.prompt_token_ids[1])
+    run = lm.run(PROMPTS[1], max_tokens=12, sampling=SAMPLING, capture=[pc.logits @ others], edits=[
+        pc.Capture(pc.logits), pc.Scale(0.5, pc.logits, others), pc.Capture(pc.logits),
+        pc.Zero(pc.logits, pc.every & pc.token(*plain.prompt_token_ids[:2]))])  # fmt: skip
+    chosen = [position for position in run.select(others).tolist() if position >= first]
+    assert run.positions("capture[0]") == chosen
+    assert 0 < len(chosen) < 12
+    for position, one, two in zip(run.positions("edits[0]"), run["edits[0]"], run["edits[2]"], strict=True):
+        assert torch.equal(two, 0.5 * one if position in chosen else one)
+    with pytest.raises(pc.UnsupportedSite, match=r"or every & [.]{3} for those of a selection that are"):
+        lm.run(PROMPTS[1], edits=[pc.Zero(pc.logits, pc.token(plain.prompt_token_ids[1]))])
+
+
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
 def test_captures_at_their_places_keep_to_their_tokens(engines, engine):
     """Of two captures that have a position the later one counts, where it asks for that token."""
     lm = engines.get(engine, "float32")
@@ -119,3 +138,27 @@ def test_patching_by_token_and_what_is_refused(engines):
     known = lm.run(PROMPTS[0], max_tokens=1, capture=[AT], edits=[  # in the prompt, all is known
         pc.Add(two, AT, pc.token(*clean.prompt_token_ids[1:3]))])  # fmt: skip
     assert torch.allclose(known[AT][1] - clean[AT][1], torch.from_numpy(V1), atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_edits_that_never_acted_are_named(engines, mode):
+    """What a run says of its edits is what its rows say, before and after each; also where it ended early."""
+    lm = engine_of(engines, mode)
+    plain = lm.run(PROMPTS[0], max_tokens=12, sampling=SAMPLING)
+    there, stop = plain.token_ids[2], plain.token_ids[5]
+    asked = [
+        pc.token(49151), pc.token(there), pc.generated & pc.token(49151), pc.generated - pc.token(there),
+        pc.generated[8:], pc.generated[9], pc.every[15], pc.prompt[0] | pc.token(49151), pc.prompt[-1],
+        pc.generated[8:] | (pc.generated & pc.token(there)), pc.every[14:] - pc.token(49151),
+    ]  # fmt: skip
+    ops = [[pc.Capture(AT), pc.Add(V1, AT, tokens, scale=1e-3), pc.Capture(AT)] for tokens in asked]
+    idle = []
+    for sampling in (SAMPLING, {"stop_token_ids": [stop]}):
+        run = lm.run(PROMPTS[0], max_tokens=12, sampling=sampling, edits=[op for many in ops for op in many])
+        paths = [f"edits[{n}]" for n in range(3 * len(ops))]
+        around = zip(paths[::3], paths[1::3], paths[2::3], strict=True)
+        idle.append([path for before, path, after in around if torch.equal(run[before], run[after])])
+        assert run.idle_edits == idle[-1]
+    assert len(run.token_ids) < 12
+    assert set(idle[0]) < set(idle[1]) < set(paths[1::3])
+    assert plain.idle_edits == []

@@ -174,9 +174,9 @@ def one_round(rng: np.random.Generator, device: str, found: dict[str, int], sums
         found[f"captures {str(dtype)[6:]}"] = found.get(f"captures {str(dtype)[6:]}", 0) + 1
 
 
-def code(number: int, rows: torch.Tensor) -> torch.Tensor:
-    """What code of a number does."""
-    return rows * 0.5 + number
+def code(number: int, rows: torch.Tensor, point: int, position: np.ndarray) -> torch.Tensor:
+    """What code of a number does at a point, and at positions."""
+    return rows * 0.5 + number + point + torch.tensor(position, device=rows.device)[:, None]
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

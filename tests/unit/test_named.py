@@ -167,3 +167,18 @@ def test_files_of_others_are_read_and_broken_ones_refused(tmp_path):
     assert list(bank) == ["refusal"]
     with pytest.raises(pc.ProgramError, match="cannot be written"):
         bank.save(tmp_path / "no such folder" / "bank.safetensors")
+
+
+def test_an_entry_with_code_is_named_when_it_cannot_be_written(tmp_path):
+    bank = NamedBank()
+    bank["fine"] = np.ones(D)
+    bank["mood"] = [pc.Scale(0.5, pc.embed), pc.Apply(lambda h: h, pc.embed)]
+    with pytest.raises(pc.ProgramError) as caught:
+        bank.save(tmp_path / "bank.safetensors")
+    assert str(caught.value) == (
+        "names: 'mood' cannot be written: edits[1]: Apply is code, which is neither written down nor sent; "
+        "name what is to be written"
+    )
+    assert list(tmp_path.iterdir()) == []
+    bank.save(tmp_path / "bank.safetensors", ["fine"])
+    assert NamedBank().load(tmp_path / "bank.safetensors") == ["fine"]

@@ -283,11 +283,16 @@ def test_logits_are_where_tokens_are_sampled():
     assert positions(pc.every) == [4, 5, 6, 7]
     assert positions(pc.generated) == [5, 6, 7]
     assert positions(pc.prompt[-1]) == positions(pc.every[4]) == positions(pc.span("e")) == [4]
+    assert positions(pc.every - pc.token(1)) == positions(pc.every | pc.token(4)) == [4, 5, 6, 7]
+    assert positions(pc.every - pc.prompt) == [5, 6, 7]
+    assert positions(pc.every & pc.prompt) == positions(pc.every[:5]) == [4]
+    assert positions(pc.every[::3] | pc.every[5]) == [5, 6]
     text = (
         r"^capture\[0\]\.tokens: logits exist only where a token is sampled \(position 4 on\), not at 0; "
-        r"use prompt\[-1\] or generated, or capture final_norm and apply the unembedding$"
+        r"use prompt\[-1\] or generated, or every & ... for those of a selection that are, or capture final_norm and "
+        r"apply the unembedding$"
     )
-    for tokens in (pc.prompt, pc.prompt[0], pc.every[0, 5], pc.span("a")):
+    for tokens in (pc.prompt, pc.prompt[0], pc.every[0, 5], pc.span("a"), pc.token(0), pc.every | pc.prompt[0]):
         with pytest.raises(pc.UnsupportedSite, match=text):
             positions(tokens)
 

@@ -37,3 +37,18 @@ def test_cases_are_what_the_selection_is_once_the_tokens_are_known(selection, pr
     assert all(case.ids for case in cases[1:])
     assert all(case.alone == (len(cases) == 1) for case in cases[:1])
     assert len(cases) == 1 or ids_in(selection)
+
+
+@given(selections, st.lists(ids, min_size=1, max_size=6), st.lists(ids, max_size=6))
+def test_where_there_are_fewer_rows_every_means_those_and_no_other_position_does(selection, prompt, generated):
+    """Of the rows that there are the same are selected; a row that is not there, only where it is named otherwise."""
+    limit, lowest = len(prompt) + len(generated), len(prompt) - 1
+    tokens, asked = np.array([*prompt, *generated]), Prompt(prompt, lambda: ("", []))
+    found: list[int] = []
+    for case in asked.cases(selection, limit, lowest):
+        alike = np.isin(tokens[case.positions], case.ids) != case.others if case.ids else case.positions >= 0
+        found += case.positions[alike].tolist()
+    expected = set(asked.select(selection, limit, tokens).tolist())
+    assert {p for p in found if p >= lowest} == {p for p in expected if p >= lowest}
+    without = asked.select(Joined("&", pc.every, selection), limit, tokens, lowest).tolist()
+    assert set(without) == {p for p in expected if p >= lowest}

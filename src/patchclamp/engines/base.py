@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 import numpy as np
 
+from patchclamp.engines.adapters import Adapter
 from patchclamp.plan import Bound
 from patchclamp.plan.bind import Code
 from patchclamp.sites import SiteMap
@@ -62,7 +63,7 @@ class Request(msgspec.Struct):
     reads, which stay as long as it does.
 
     `score` are token ids whose log-probability as the next token is wanted; `sampling` has vLLM's own names.
-    `listener` hears what is generated as it is made.
+    `listener` hears what is generated as it is made; `adapter` is what runs on top of the model's weights.
     """
 
     run: str
@@ -76,6 +77,7 @@ class Request(msgspec.Struct):
     text: str | None = None
     sources: tuple[Any, ...] = ()
     listener: Listener | None = None
+    adapter: Adapter | None = None
 
     @property
     def unheard(self) -> bool:

@@ -245,15 +245,15 @@ class _Programs:
 
         return tap
 
-    def _apply(self, number: int, rows: np.ndarray) -> np.ndarray | None:
+    def _apply(self, number: int, rows: np.ndarray, point: int, position: np.ndarray) -> np.ndarray | None:
         """What code makes of rows [n, W]; None, and its run's error, where it failed."""
         import torch
 
         run, code = self._code[number]
         try:
-            return call(code, torch.from_numpy(rows)).numpy()
+            return None if run in self.errors else call(code, torch.from_numpy(rows), point, position).numpy()
         except RunError as error:
-            self.errors.setdefault(run, error)
+            self.errors[run] = error
             return None
 
     def end(self) -> list[tuple[str, _Captured]]:

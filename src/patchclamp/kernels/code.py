@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from patchclamp.errors import EngineError, RunError
 from patchclamp.plan.bind import Code
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 
@@ -25,15 +26,20 @@ def check_outside() -> None:
         raise EngineError("called from within Apply, where it would wait for itself: have what it needs before the run")
 
 
-def call(code: Code, rows: torch.Tensor) -> torch.Tensor:
-    """What code makes of rows [n, W], in their dtype and on their device. Raises `RunError` for whatever it raises, and
-    for anything but as many rows."""
+def call(code: Code, rows: torch.Tensor, point: int, position: np.ndarray) -> torch.Tensor:
+    """What code makes of rows [n, W] at a point and at positions [n], in their dtype and on their device. Raises
+    `RunError` for whatever it raises, and for anything but as many rows."""
     import torch
 
     _within.code = True
     try:
         with torch.inference_mode(False), torch.no_grad():
-            made = code.fn(rows.clone())  # an ordinary tensor of its own, to be kept or changed
+            known: dict[str, Any] = {}
+            if "positions" in code.told:
+                known["positions"] = torch.tensor(position, dtype=torch.int64, device=rows.device)
+            if "site" in code.told:
+                known["site"] = code.sites[point]
+            made = code.fn(rows.clone(), **known)  # an ordinary tensor of its own, to be kept or changed
             if not isinstance(made, torch.Tensor):
                 raise TypeError(f"it must give a tensor {list(rows.shape)}, and gave {type(made).__name__}")
             if made.shape != rows.shape or made.layout != torch.strided:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +18,8 @@ from patchclamp.kernels.noise import FRACTION, MASK, MULTIPLIERS, OCTAVES, PARTS
 from patchclamp.plan import APPLY, BLEND, CAPTURE, LINEAR, MATCH, NOISE, PROJECT, ProgramTable, StepPlan
 from patchclamp.plan.step import Rows
 from patchclamp.plan.table import columns_of
+
+Run = Callable[[int, torch.Tensor, int, np.ndarray], torch.Tensor | None]
 
 
 def apply(
@@ -31,10 +32,11 @@ def apply(
     bank_B: torch.Tensor,
     kept_K: torch.Tensor,
     token_R: torch.Tensor | None = None,
-    code: Callable[[int, torch.Tensor], torch.Tensor | None] | None = None,
+    code: Run | None = None,
 ) -> np.ndarray | None:
     """Applies a point's records to the rows in place and writes captured rows into `kept_K`; `token_R` are the rows'
-    token ids, if any record asks for them; `code` runs that of a number on rows [n, W], and gives None if it failed.
+    token ids, if any record asks for them; `code` runs that of a number on rows [n, W] at a point and at positions [n],
+    and gives None if it failed.
 
     A row whose edits are not finite in the tensor's dtype is left as it was: kept keys and values would carry NaN to
     other requests. Returns the slots of such rows.
@@ -64,7 +66,7 @@ def apply(
                 matched[some] = _match(token_R[_on(token_R, at[some])], chosen, bank_B)
             elif each == APPLY:
                 assert code is not None, "a record asks for code, and there is none"
-                broken[some] |= ~_run(h_AW, some, chosen, code)
+                broken[some] |= ~_run(h_AW, some, chosen, point, position[some], code)
             else:
                 _edit(int(each), h_AW, some, chosen, position[some], bank_B)
     write = np.flatnonzero(edited & ~broken)
@@ -105,14 +107,16 @@ def _keep(
     _rows(kept_K, width).index_copy_(0, _on(h_AW, row), h_AW[_on(h_AW, mine)])
 
 
-def _run(h_AW: torch.Tensor, mine: np.ndarray, records: np.ndarray, code: Callable[..., Any]) -> np.ndarray:
+def _run(
+    h_AW: torch.Tensor, mine: np.ndarray, records: np.ndarray, point: int, position: np.ndarray, code: Run
+) -> np.ndarray:
     """Runs the code of each record on its rows; whether it gave rows."""
     done = np.zeros(len(mine), bool)
     for number in np.unique(records["value"]).tolist():
         some = records["value"] == number
         at_A = _on(h_AW, mine[some])
         within = torch.arange(h_AW.shape[1], device=h_AW.device)[columns_of(records[some][0])]
-        made = code(number, h_AW[at_A[:, None], within])
+        made = code(number, h_AW[at_A[:, None], within], point, position[some])
         if made is not None:
             h_AW[at_A[:, None], within], done[some] = made, True
     return done

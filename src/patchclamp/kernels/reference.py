@@ -24,12 +24,12 @@ def apply(
     bank_B: np.ndarray,
     kept_K: np.ndarray,
     token_R: np.ndarray | None = None,
-    code: Callable[[int, np.ndarray], np.ndarray | None] | None = None,
+    code: Callable[[int, np.ndarray, int, np.ndarray], np.ndarray | None] | None = None,
 ) -> np.ndarray:
     """Applies a point's records to fp32 rows in place, writes captured rows to `kept_K`; returns edited [R] bool.
 
-    `token_R`: the token ids of the rows, if any record asks for them; `code` runs that of a number on rows [n, W], and
-    gives None where it failed.
+    `token_R`: the token ids of the rows, if any record asks for them; `code` runs that of a number on rows [n, W] at a
+    point and at positions [n], and gives None where it failed.
     """
     width = h_RW.shape[1]
     spans = {int(number): c for c, number in enumerate(plan.spans.number)}
@@ -54,7 +54,7 @@ def apply(
             h_W, x, y, edited_R[r], mine = h_RW[r], record["x"], record["y"], True, columns_of(record)
             if record["kind"] == APPLY:
                 assert code is not None
-                made = code(int(record["value"]), h_W[None, mine].copy())
+                made = code(int(record["value"]), h_W[None, mine].copy(), point, np.array([position]))
                 h_RW[r, mine] = h_W[mine] if made is None else made[0]
                 continue
             if record["kind"] == NOISE:

@@ -42,7 +42,7 @@ from patchclamp.spec import (
     Vector,
 )
 from patchclamp.spec.ops import DTYPES, LARGEST, Op
-from patchclamp.spec.tokens import Positions, Tokens, ids_in
+from patchclamp.spec.tokens import Tokens, ids_in
 from patchclamp.spec.values import orthonormal
 from patchclamp.store.named import NamedBank, is_run
 
@@ -138,10 +138,13 @@ class Source(Protocol):
 
 
 class Code(NamedTuple):
-    """What `Apply` runs, and the op's place in its program."""
+    """What `Apply` runs, the op's place in its program, what `fn` is `told` beside the rows, and what the op calls the
+    site of each point."""
 
     path: str
-    fn: Callable[[Any], Any]
+    fn: Callable[..., Any]
+    told: tuple[str, ...] = ()
+    sites: Mapping[int, str] = {}
 
 
 _numbers = itertools.count(1)
@@ -205,7 +208,7 @@ class _Binder:
         pieces = pieces_of(case.positions, rows)
         numbers = {"kind": LINEAR, "pieces": pieces} | self._numbers(op, places, pieces, count)
         if isinstance(op, Apply):
-            numbers |= {"kind": APPLY, "seed": self._code(path, op)}
+            numbers |= {"kind": APPLY, "seed": self._code(path, op, places)}
         if places[0].columns is not None:
             numbers |= {"columns": packed(places[0].columns)}
         if case.ids:
@@ -240,14 +243,14 @@ class _Binder:
                     "pieces": pieces if op.std else ()}  # fmt: skip
         return {}
 
-    def _code(self, path: str, op: Apply) -> int:
+    def _code(self, path: str, op: Apply, places: list[Place]) -> int:
         """The number that code goes by, another one each time it is bound: nobody shares its cached blocks."""
         if self.code is None:
             raise ProgramError(
                 "Apply runs Python of yours in the engine: allow it with pc.LM(..., allow_code=True)", "fn"
             )
         number = next(_numbers)
-        self.code[number] = Code(path, op.fn)
+        self.code[number] = Code(path, op.fn, op.told(), {place.point: str(place) for place in places})
         return number
 
     def _places(self, op: Op) -> list[Place]:
@@ -260,15 +263,16 @@ class _Binder:
         """What the op's selection names: positions for certain, then those that it names on condition."""
         tokens: Tokens = op.tokens  # type: ignore[attr-defined]
         self._check_ids(tokens)
+        sampled = self.sites.points[places[0].point].rows == "sampled"
         try:
-            cases = self.prompt.cases(tokens, self.limit)
+            cases = self.prompt.cases(tokens, self.limit, len(self.prompt.ids) - 1 if sampled else 0)
         except PatchclampError as error:
             raise error.under("tokens") from None
         for case in cases:
             if case.positions.size and case.positions.max() >= self.limit:
                 raise TokensError(f"{tokens}: there is no position {case.positions.max()}", "tokens")
-            if self.sites.points[places[0].point].rows == "sampled":
-                case.positions = self._sampled(tokens, case.positions)
+            if sampled:
+                self._check_sampled(case.positions)
         return cases
 
     def _check_ids(self, tokens: Tokens, field: str = "tokens") -> None:
@@ -279,18 +283,16 @@ class _Binder:
                 field,
             )
 
-    def _sampled(self, tokens: Tokens, chosen: np.ndarray) -> np.ndarray:
-        """Logits exist only where a token is sampled; asking for all positions means all of those."""
+    def _check_sampled(self, chosen: np.ndarray) -> None:
+        """Logits exist only where a token is sampled; `every` means all of those."""
         first = len(self.prompt.ids) - 1
-        if isinstance(tokens, Positions) and tokens.of == "every" and not isinstance(tokens.index, (int, tuple)):
-            return chosen[chosen >= first]
         if chosen.size and chosen.min() < first:
             raise UnsupportedSite(
                 f"logits exist only where a token is sampled (position {first} on), not at {chosen.min()}; "
-                "use prompt[-1] or generated, or capture final_norm and apply the unembedding",
+                "use prompt[-1] or generated, or every & ... for those of a selection that are, or capture "
+                "final_norm and apply the unembedding",
                 "tokens",
             )
-        return chosen
 
     def _value(self, op: Op, places: list[Place], case: Case) -> tuple[tuple[str, ...], np.ndarray | None, int]:
         """Bank keys; for each position its row of the value (None: row 0 for all); and how many rows a key has."""

@@ -30,19 +30,20 @@ class Prompt(msgspec.Struct):
     ids: Sequence[int]
     spell: Callable[[], tuple[str, list[tuple[int, int]]]]
 
-    def select(self, tokens: Tokens, limit: int, known: Sequence[int] | None = None) -> np.ndarray:
+    def select(self, tokens: Tokens, limit: int, known: Sequence[int] | None = None, lowest: int = 0) -> np.ndarray:
         """Selected positions below `limit`, in the selection's order: ascending but for a list that is not.
 
-        Token ids are looked for among the `known` tokens, the prompt's if not given.
+        Token ids are looked for among the `known` tokens, the prompt's if not given; `lowest` as in `cases`.
         """
         there = np.asarray((self.ids if known is None else known)[:limit], np.int64)
-        return self._select(tokens, limit, lambda leaf: np.flatnonzero(np.isin(there, leaf.ids)))
+        return self._select(tokens, limit, lambda leaf: np.flatnonzero(np.isin(there, leaf.ids)), lowest)
 
-    def cases(self, tokens: Tokens, limit: int) -> list[Case]:
+    def cases(self, tokens: Tokens, limit: int, lowest: int = 0) -> list[Case]:
         """What a selection names below `limit`, whatever tokens are generated: first the positions that it names in any
-        case, then those that it names on condition, none of them twice."""
+        case, then those that it names on condition, none of them twice. Where there are rows only from position
+        `lowest` on, `every`, or a range of it, means those."""
         leaves, first = ids_in(tokens), len(self.ids)
-        certain = self.select(tokens, limit)
+        certain = self.select(tokens, limit, lowest=lowest)
         if not leaves or first >= limit:
             return [Case(certain, alone=True)]
         later, none = np.arange(first, limit), np.zeros(0, np.int64)
@@ -72,10 +73,12 @@ class Prompt(msgspec.Struct):
         """All ids that are named but for some."""
         return sorted({token for many in alike.values() for token in many} - set(ids))
 
-    def _select(self, tokens: Tokens, limit: int, match: Callable[[TokenIds], np.ndarray]) -> np.ndarray:
+    def _select(
+        self, tokens: Tokens, limit: int, match: Callable[[TokenIds], np.ndarray], lowest: int = 0
+    ) -> np.ndarray:
         """Positions of a selection, `match` giving those of token ids; asked of them in their order in the text."""
         if isinstance(tokens, Joined):
-            left, right = self._select(tokens.left, limit, match), self._select(tokens.right, limit, match)
+            left, right = (self._select(side, limit, match, lowest) for side in (tokens.left, tokens.right))
             joined = {"|": np.union1d, "&": np.intersect1d, "-": np.setdiff1d}[tokens.op]
             return joined(left, right)
         if isinstance(tokens, TextSpan):
@@ -83,4 +86,6 @@ class Prompt(msgspec.Struct):
             return np.asarray(tokens.find(offsets, text), np.int64)
         if isinstance(tokens, TokenIds):
             return match(tokens)
-        return np.asarray(tokens.select(len(self.ids), limit), np.int64)
+        chosen = np.asarray(tokens.select(len(self.ids), limit), np.int64)
+        numbered = tokens.of != "every" or isinstance(tokens.index, (int, tuple))
+        return chosen if numbered else chosen[chosen >= lowest]

@@ -7,8 +7,6 @@ itself, and what one layer left is on its way while the next ones compute.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
@@ -32,7 +30,7 @@ class CudaStep:
     """
 
     unit = BYTES
-    code: Callable[[int, torch.Tensor], torch.Tensor | None] | None = None
+    code: fused.Run | None = None
 
     def __init__(
         self, table: ProgramTable, bank: Bank, rows: int, samples: int, positions: torch.Tensor, tokens: torch.Tensor,
@@ -105,7 +103,7 @@ class CudaStep:
         for phase, many in enumerate(calls):  # the kernel up to the code, the code, and on
             cuda.site(*given, phase)
             for n, records in many:
-                bad += self._run(n, records, hidden_RW, residual_RW, sampled)
+                bad += self._run(point, n, records, hidden_RW, residual_RW, sampled)
         cuda.site(*given, len(calls))
         return np.array(bad, np.int64)
 
@@ -128,8 +126,9 @@ class CudaStep:
         return found if any(found) else []
 
     def _run(
-        self, n: int, records: np.ndarray, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, sampled: bool
-    ) -> list[int]:
+        self, point: int, n: int, records: np.ndarray, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None,
+        sampled: bool,
+    ) -> list[int]:  # fmt: skip
         """Runs a request's code on its rows; its slot, if what that gave is not finite and was not written."""
         assert self._plan is not None
         assert self.code is not None
@@ -149,7 +148,7 @@ class CudaStep:
             return []
         at_A = torch.from_numpy(at).to(hidden_RW.device)
         h_AW, within = fused.join(hidden_RW, residual_RW, at_A), columns_of(record)
-        part = self.code(int(record["value"]), h_AW[:, within])
+        part = self.code(int(record["value"]), h_AW[:, within], point, position[holds])
         if part is None:
             return []
         made = h_AW.clone()

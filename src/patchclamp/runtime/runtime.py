@@ -118,8 +118,9 @@ class Runtime:
         if code:
             self._code_of[run] = list(code)
 
-    def run_code(self, number: int, rows: torch.Tensor) -> torch.Tensor | None:
-        """Code on rows [n, W]; what it raises is its run's error, and then None is given, from then on.
+    def run_code(self, number: int, rows: torch.Tensor, point: int, position: np.ndarray) -> torch.Tensor | None:
+        """Code on rows [n, W] at a point and at positions [n]; what it raises is its run's error, and None is given
+        from then on.
 
         Such a run does not count among the `failures`: nobody shares the cached blocks of code.
         """
@@ -127,7 +128,7 @@ class Runtime:
         if run in self._errors:
             return None
         try:
-            return call(code, rows)
+            return call(code, rows, point, position)
         except RunError as error:
             self._errors[run] = pack(error)
             return None

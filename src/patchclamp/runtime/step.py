@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -17,11 +16,11 @@ from patchclamp.store.captures import Apart, Block, Place
 
 class Step(Protocol):
     """`unit`: what captured rows are measured in; `recording`: every tap launches, for a graph is being recorded;
-    `code`: runs that of a number on rows [n, W], and gives None if it failed."""
+    `code`: runs that of a number on rows [n, W] at a point and at positions [n], and gives None if it failed."""
 
     unit: np.ndarray
     recording: bool
-    code: Callable[[int, torch.Tensor], torch.Tensor | None] | None
+    code: fused.Run | None
 
     @property
     def memory(self) -> dict[str, int]:
@@ -64,7 +63,7 @@ class HostStep:
     """On the CPU: rows are kept in one fp32 buffer a step."""
 
     unit, recording = NUMBERS, False
-    code: Callable[[int, torch.Tensor], torch.Tensor | None] | None = None
+    code: fused.Run | None = None
     token_of_row: torch.Tensor | None = None  # the engine's own, of every row of the step at hand
 
     @property

@@ -5,6 +5,7 @@ Each op is placed `at` a site (an object or its text form) on a selection of `to
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 from collections.abc import Callable
@@ -225,6 +226,10 @@ class Noise(Op, frozen=True, forbid_unknown_fields=True):
 class Apply(Op, frozen=True, forbid_unknown_fields=True):
     """fn(h): any Python on the rows, [n, D] fp32 on the model's device, that gives as many of the same shape.
 
+    It is told more where it has parameters for that, by these names and without a default: `positions`, the rows' own
+    in their request, ascending, int64 [n] on the same device, and `site`, the text of the one at hand, such as
+    "resid_post[3]": `def fn(h, positions, site)`.
+
     It is called on the engine's thread with rows of one request and place, as few or many as come together: of one run
     of consecutive positions, in one step of the engine; so a row's result must depend on that row alone. The rows are
     its own to keep or change. What it raises is its run's error, and it is not called again. It may not wait for an
@@ -240,9 +245,29 @@ class Apply(Op, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if not callable(self.fn):
             raise ProgramError(f"a function of rows is needed, not {self.fn!r}", "fn")
+        self.told()
         self._place()
 
+    def told(self) -> tuple[str, ...]:
+        """What `fn` is told beside the rows. Raises `ProgramError` if it needs anything else."""
+        try:
+            taken = list(inspect.signature(self.fn).parameters.values())
+        except (ValueError, TypeError):  # what it takes is not known, as of functions in C: the rows
+            return ()
+        by_place = [each for each in taken if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        rows = by_place[:1] or [each for each in taken if each.kind is each.VAR_POSITIONAL]
+        needed = [each for each in taken if each not in rows and each.default is each.empty
+                  and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]  # fmt: skip
+        wrong = [each.name for each in needed if each.name not in TOLD or each.kind is each.POSITIONAL_ONLY]
+        if wrong or not rows:
+            raise ProgramError(
+                f"a function of rows is needed, and of {' and '.join(TOLD)}, by these names, if it is to know them; "
+                f"this one takes {', '.join(map(str, taken)) or 'nothing'}: give any other a default", "fn"
+            )  # fmt: skip
+        return tuple(each.name for each in needed)
 
+
+TOLD = ("positions", "site")  # what `Apply` tells a function that asks for it
 OPS: dict[str, type[Op]] = {  # those that can be written down
     kind.__name__.lower(): kind for kind in (Capture, Add, Replace, Zero, Mean, Scale, Ablate, Clamp, Noise, Use)
 }

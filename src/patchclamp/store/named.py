@@ -121,7 +121,7 @@ class NamedBank(MutableMapping[str, Entry]):
         means = {name: entry.rows for name, entry in chosen.items() if isinstance(entry, Means)}
         tensors |= {name: np.stack([row.array() for row in rows.values()]) for name, rows in means.items()}
         places = {name: list(rows) for name, rows in means.items()}
-        programs = {name: entry.to_json() for name, entry in chosen.items() if isinstance(entry, Program)}
+        programs = {name: _written(name, entry) for name, entry in chosen.items() if isinstance(entry, Program)}
         new = Path(f"{file}.new")
         try:
             save_file(tensors, str(new), {"means": json.dumps(places), "programs": json.dumps(programs)})
@@ -151,6 +151,14 @@ class NamedBank(MutableMapping[str, Entry]):
             raise ProgramError(f"{file}: {name}: {error}") from None
         self._entries |= found
         return list(found)
+
+
+def _written(name: str, program: Program) -> str:
+    try:
+        return program.to_json()
+    except PatchclampError as error:
+        told = f"{name!r} cannot be written: {error}; name what is to be written"
+        raise ProgramError(told, "names") from None
 
 
 def _tensor(tensor: Any, places: list[str] | None) -> Entry:

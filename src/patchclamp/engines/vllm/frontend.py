@@ -18,10 +18,12 @@ import numpy as np
 import safetensors.numpy
 
 from patchclamp import __version__
+from patchclamp.engines.adapters import Adapter
 from patchclamp.engines.base import Answer, Model, Request, Tokenizer, settle
 from patchclamp.engines.findings import Finding
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
 from patchclamp.engines.vllm import plugin, shared
+from patchclamp.engines.vllm.adapters import Adapters
 from patchclamp.engines.vllm.answers import Growing
 from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.compat.seams import require, version
@@ -145,6 +147,10 @@ class VllmEngine:
         except Exception as error:  # vLLM's own validation error among them, which is not a ValueError
             raise ProgramError(str(error), "sampling") from None
 
+    def check_adapter(self, adapter: Adapter) -> None:
+        """Raises `EngineError` or `CapacityError` for an adapter that this engine cannot run."""
+        self._adapters.check(adapter)
+
     def close(self) -> None:
         with self._wake:
             self._stop = True
@@ -240,6 +246,7 @@ class VllmEngine:
             multiprocess_mode=separate,
         )  # fmt: skip
         self._workers = Workers(self._engine)
+        self._adapters = Adapters(self._engine, self._workers, config.lora_config)
 
     def _config(self, limits: Limits) -> dict[str, Any]:
         return {"version": __version__, "op": "site(hidden, residual, point)", "limits": msgspec.to_builtins(limits)}
@@ -301,6 +308,7 @@ class VllmEngine:
             errors = self._workers.finish([request.run for request in programs], vectors)
         for _, request, _, _ in done:
             del self._waiting[request.run]
+            self._adapters.give(request)
             self._heard.discard(request.run)
         for output, request, future, growing in done:
             if request.run in errors:
@@ -367,13 +375,16 @@ class VllmEngine:
     def _admit(self) -> None:
         """Lets requests in, in order, as far as their programs fit beside those that run; the rest wait their turn."""
         while self._held_back:
-            first = [request for request, _ in itertools.islice(self._held_back, BATCH) if request.bound is not None]
+            most = self._adapters.admits(request for request, _ in itertools.islice(self._held_back, BATCH))
+            if most == 0:
+                return  # there will be room for its adapter when runs with others end
+            first = [request for request, _ in itertools.islice(self._held_back, most) if request.bound is not None]
             for request in first:
                 assert request.bound is not None
                 request.bound = msgspec.structs.replace(request.bound, salt=self._workers.salt)
             programs = [request.bound for request in first if request.bound is not None]
             seated, refusal = self._workers.reserve(programs)
-            for _ in range(min(len(self._held_back), BATCH)):
+            for _ in range(most):
                 request, future = self._held_back[0]
                 if request.bound is not None and seated == 0:
                     break
@@ -390,13 +401,16 @@ class VllmEngine:
     def _start(self, request: Request, future: Future[Answer]) -> None:
         self._waiting[request.run] = (request, future, Growing(request))
         try:
-            self._engine.add_request(request.run, {"prompt_token_ids": request.prompt_token_ids}, self._params(request))
+            adapter = self._adapters.take(request)
+            prompt = {"prompt_token_ids": request.prompt_token_ids}
+            self._engine.add_request(request.run, prompt, self._params(request), lora_request=adapter)
         except Exception as error:
             del self._waiting[request.run]
             self._refuse(request, future, error)
 
     def _refuse(self, request: Request, future: Future[Answer], error: BaseException) -> None:
         self._heard.discard(request.run)
+        self._adapters.give(request)
         self._workers.finish([request.run], list(request.vectors), aborted=True)
         settle(future, _told(error))
 

@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 from patchclamp.engines.vllm import shared
-from patchclamp.engines.vllm.compat import configuration
+from patchclamp.engines.vllm.compat import configuration, lora
 from patchclamp.engines.vllm.compat import runner as compat
 from patchclamp.engines.vllm.compat.addresses import Watch
 from patchclamp.engines.vllm.compat.graphs import Graphs, fusions_of, lacks_a_body
@@ -84,6 +84,7 @@ class Attached:
         self._preemptions = self._total = 0
         self._most_kept = limits.kept_bytes
         self._graphs: Graphs | None = None
+        self._runner = runner
         self._config = worker.vllm_config
         self._fusions = fusions_of(self._config)
         self._sender = shared.Sender()
@@ -91,6 +92,8 @@ class Attached:
             self._on_cuda(runner, limits)
         elif isinstance(self.runtime.step, HostStep):
             self.runtime.step.token_of_row = compat.token_ids(runner, self.kind)
+        if self._config.lora_config is not None:
+            lora.prepare(runner)
         hooked = attach_taps(runner.get_model(), sites.taps("vllm"), sites.view)
         self.runtime.views |= hooked
         self.runtime.keeps, last = compat.place()
@@ -200,6 +203,10 @@ class Attached:
     def do_hold_code(self, run: str, code: dict[int, Code]) -> None:
         """Takes what a run's program runs; only where the front end is in this process."""
         self.runtime.hold_code(run, code)
+
+    def do_unfit(self, adapter: int) -> list[str]:
+        """What of a loaded adapter, by its number, does not fit the model."""
+        return lora.unfit(self._runner, adapter)
 
     def do_lacking(self, read: list[tuple[str, int]]) -> list[str]:
         """Of keys of runs' rows, each with a point where it is read, those that are needed here and not at hand."""

@@ -62,6 +62,8 @@ SEAMS: dict[str, Seam] = {
         Seam("v2 dispatch", _V2 + "dispatch_cg_and_sync_dp", "choose no graph (V2)", ("num_reqs",)),
         Seam("block keys", _CORE + "kv_cache_utils:generate_block_hash_extra_keys", "key edited blocks",
              ("request", "start_token_idx", "end_token_idx", "start_mm_idx")),
+        Seam("adapters", "vllm.lora.model_manager:LoRAModelManager.set_adapter_mapping", "run adapters",
+             ("mapping",), ("0.32.0",)),
         Seam("cache search", _CORE + "kv_cache_manager:KVCacheManager.get_computed_blocks", "compute what is captured",
              ("request",)),
     )

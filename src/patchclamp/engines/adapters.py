@@ -1,0 +1,71 @@
+"""LoRA adapters: what a call asks for, read from the folder that PEFT writes before anything runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from patchclamp.errors import MissingSource, PatchclampError, ProgramError
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+class Adapter(msgspec.Struct, frozen=True):
+    """An adapter of rank at most `rank` in a `folder`; its `name` is another one once its files have changed."""
+
+    folder: str
+    name: str
+    rank: int
+
+
+def adapters_of(given: Any, prompts: int) -> list[Adapter | None]:
+    """The adapter of each prompt: none, one for all, or a list of such, one a prompt. Raises what `read` does."""
+    if not isinstance(given, (list, tuple)):
+        return [None if given is None else _told(given, "lora")] * prompts
+    if len(given) != prompts:
+        raise ProgramError(f"{len(given)} adapters for {prompts} prompts: give one for all, or one a prompt", "lora")
+    known: dict[Any, Adapter | None] = {None: None}
+    for i, one in enumerate(given):
+        if not isinstance(one, (str, os.PathLike, type(None))) or one not in known:
+            known[one] = _told(one, f"lora[{i}]")
+    return [known[one] for one in given]
+
+
+def _told(given: Any, path: str) -> Adapter:
+    try:
+        return read(given)
+    except PatchclampError as error:
+        raise error.under(path) from None
+
+
+def read(given: Any) -> Adapter:
+    """An adapter by its folder. Raises `MissingSource` where there is none, `ProgramError` for what is no LoRA."""
+    if not isinstance(given, (str, os.PathLike)):
+        raise ProgramError(f"the folder of an adapter is needed, not {type(given).__name__} {given!r}")
+    folder = Path(given).expanduser().resolve()
+    if not folder.is_dir():
+        raise MissingSource(f"there is no folder {str(given)!r}; give that of an adapter which PEFT has written")
+    missing = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
+    if missing:
+        there = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
+        raise MissingSource(
+            f"{folder} has no {' and no '.join(missing)} (there is: {there}); peft_model.save_pretrained(folder) "
+            "writes what is needed"
+        )
+    try:
+        config = json.loads((folder / CONFIG).read_bytes())
+        ranks = [config["r"], *(config.get("rank_pattern") or {}).values()]
+        rank, kind = max(int(rank) for rank in ranks), config.get("peft_type", "LORA")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ProgramError(f"{folder / CONFIG} is not an adapter's: {type(error).__name__}: {error}") from None
+    if kind != "LORA":
+        raise ProgramError(f"{folder} is an adapter of type {kind}; only LORA runs beside programs")
+    marks = [(mark.st_size, mark.st_mtime_ns) for mark in ((folder / name).stat() for name in (CONFIG, WEIGHTS))]
+    return Adapter(
+        str(folder), f"{folder.name}-{hashlib.sha256(repr((folder, marks)).encode()).hexdigest()[:16]}", rank
+    )

@@ -1,0 +1,102 @@
+"""LoRA adapters at hand in an engine's workers: loaded between steps, and kept while a run uses them.
+
+Left to itself, vLLM reads an adapter in the step that needs it first, where a bad one ends the engine, and throws the
+least recently used out, whoever still runs with it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from patchclamp.engines.adapters import Adapter
+from patchclamp.engines.base import Request
+from patchclamp.engines.vllm.compat import lora
+from patchclamp.engines.vllm.workers import Workers
+from patchclamp.errors import CapacityError, EngineError, ModelError
+
+
+class _Held(msgspec.Struct):
+    """An adapter as vLLM knows it, and the runs that use it."""
+
+    request: Any
+    runs: set[str]
+
+
+class Adapters:
+    """The adapters of one engine with `config`, vLLM's own for them (None: it runs none)."""
+
+    def __init__(self, engine: Any, workers: Workers, config: Any) -> None:
+        self._engine, self._workers, self._config = engine, workers, config
+        self._room: int = 0 if config is None else config.max_cpu_loras
+        self._held: dict[str, _Held] = {}  # by name, in the order in which they were loaded
+        self._numbers = itertools.count(1)
+
+    def check(self, adapter: Adapter) -> None:
+        """Raises `EngineError` or `CapacityError` for an adapter that this engine cannot run."""
+        if self._config is None:
+            raise EngineError(
+                "this engine runs no LoRA adapters: start it with pc.LM(..., enable_lora=True), and max_loras for how "
+                "many at once", "lora"
+            )  # fmt: skip
+        if adapter.rank > self._config.max_lora_rank:
+            raise CapacityError(
+                f"{adapter.folder} is of rank {adapter.rank} and max_lora_rank={self._config.max_lora_rank}: start the "
+                "engine with a larger one", "lora"
+            )  # fmt: skip
+
+    def admits(self, requests: Iterable[Request]) -> int:
+        """How many of some requests, the first ones, find room for their adapters beside those in use."""
+        used = {name for name, held in self._held.items() if held.runs}
+        for i, request in enumerate(requests := list(requests)):
+            if request.adapter is not None:
+                used.add(request.adapter.name)
+                if len(used) > self._room:
+                    return i
+        return len(requests)
+
+    def take(self, request: Request) -> Any:
+        """What vLLM is given for a request's adapter, which is loaded and kept until `give`; None without one.
+
+        Raises `ModelError` for one that vLLM does not load, or that is not, or not wholly, of this model.
+        """
+        adapter = request.adapter
+        if adapter is None:
+            return None
+        if adapter.name not in self._held:
+            self._make_room()
+            self._held[adapter.name] = _Held(self._load(adapter), set())
+        held = self._held[adapter.name]
+        held.runs.add(request.run)
+        return held.request
+
+    def give(self, request: Request) -> None:
+        """A request needs its adapter no more."""
+        held = None if request.adapter is None else self._held.get(request.adapter.name)
+        if held is not None:
+            held.runs.discard(request.run)
+
+    def _make_room(self) -> None:
+        for name in [name for name, held in self._held.items() if not held.runs]:
+            if len(self._held) < self._room:
+                return
+            self._engine.remove_lora(self._held.pop(name).request.lora_int_id)
+
+    def _load(self, adapter: Adapter) -> Any:
+        number = next(self._numbers)
+        made = lora.request(adapter.name, number, adapter.folder)
+        try:
+            self._engine.add_lora(made)
+            unfit = self._workers.one("unfit", number)
+        except Exception as error:
+            with suppress(Exception):  # of one that was not loaded
+                self._engine.remove_lora(number)
+            raise ModelError(f"{adapter.folder} cannot be loaded: {type(error).__name__}: {error}", "lora") from error
+        if unfit:
+            self._engine.remove_lora(number)
+            raise ModelError(f"{adapter.folder} is not an adapter of this model: {'; '.join(unfit[:3])}", "lora")
+        return made

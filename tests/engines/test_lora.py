@@ -1,0 +1,212 @@
+"""LoRA beside programs: one batch of requests with adapters and without, each captured and edited as if it were alone."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import patchclamp as pc
+
+from .lora import LINEAR, adapter, merged
+
+OPTIONS = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, "block_size": 32,
+           "max_model_len": 128, "max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 26}  # fmt: skip
+EVERYTHING = ["embed", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "final_norm", "logits"]
+SAMPLING = {"ignore_eos": True}
+D = 128
+VECTOR = np.random.default_rng(3).standard_normal(D).astype(np.float32)
+IDS = np.random.default_rng(4).integers(3, 500, 70).tolist()
+
+
+@pytest.fixture(scope="module")
+def adapters(tiny, tmp_path_factory) -> dict[str, str]:
+    """By name: every linear layer of every decoder layer; the embedding, the unembedding and two more."""
+    root = tmp_path_factory.mktemp("adapters")
+    return {
+        "linear": adapter(tiny, root / "linear", 1),
+        "borders": adapter(tiny, root / "borders", 2, ("embed_tokens", "lm_head", "q_proj", "down_proj")),
+        "third": adapter(tiny, root / "third", 3, ("v_proj", "up_proj"), rank=8, use_rslora=False),
+    }
+
+
+@pytest.fixture(scope="module")
+def hubs(tiny, smollm2, adapters, tmp_path_factory):
+    """Transformers engines of the model as it is (None), and with each adapter merged into its weights."""
+    from transformers import AutoTokenizer
+
+    root = tmp_path_factory.mktemp("merged")
+    folders = {None: shutil.copytree(tiny, root / "plain")}
+    folders |= {name: merged(tiny, given, root / name) for name, given in adapters.items()}
+    for folder in folders.values():
+        AutoTokenizer.from_pretrained(smollm2).save_pretrained(folder)  # any will do: prompts are token ids
+    made = {
+        name: pc.LM(str(folder), engine="transformers", dtype="float32", prove=False)
+        for name, folder in folders.items()
+    }
+    yield made
+    for lm in made.values():
+        lm.close()
+
+
+@pytest.fixture(scope="module")
+def lm(tiny):
+    """Room for two adapters in a step, and for as many in memory: a third must wait."""
+    with pc.LM(tiny, engine="vllm", enable_lora=True, max_loras=2, max_lora_rank=8, **OPTIONS) as made:
+        yield made
+
+
+def worst_row(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float(((ours - theirs).norm(dim=1) / theirs.norm(dim=1)).max())
+
+
+def test_every_site_of_a_mixed_batch_equals_merged_weights(lm, hubs, adapters):
+    """Two adapters, one that must wait for room, and none; some of each edited; in one call."""
+    assert lm.sites.withdrawn == {}
+    names = [None, "linear", "borders", "third", "linear", None, "borders", "third"]
+    edits = [[]] * 4 + [[pc.Add(VECTOR, pc.resid_post[0], pc.every[3:], scale=0.5), pc.Scale(0.5, pc.mlp_out[1])]] * 4
+    prompts = [IDS[:length] for length in (5, 40, 33, 9, 64, 7, 40, 1)]
+    asked = {"max_tokens": 6, "sampling": SAMPLING, "capture": EVERYTHING}
+    runs = lm.run(prompts, edits=edits, lora=[name and adapters[name] for name in names], **asked)
+    for prompt, program, name, run in zip(prompts, edits, names, runs, strict=True):
+        expected = hubs[name].run(prompt, edits=program, **asked)
+        assert run.lora == (name and adapters[name])
+        assert run.token_ids == expected.token_ids, name
+        np.testing.assert_allclose(run.logprobs, expected.logprobs, atol=1e-4)
+        for place in lm.sites.places():
+            assert run.positions(str(place)) == expected.positions(str(place))
+            assert worst_row(run[str(place)], expected[str(place)]) <= 1e-4, (name, place)
+    texts = {tuple(run.token_ids) for run in lm.run([IDS] * 4, lora=[None, *adapters.values()], sampling=SAMPLING)}
+    assert len(texts) == 4  # adapters matter
+
+
+def test_a_clean_run_with_an_adapter_patched_into_one_without(lm, hubs, adapters):
+    tuned = lm.run(IDS[:20], max_tokens=1, lora=adapters["linear"], capture=[pc.resid_pre, pc.logits])
+    program = [pc.Replace(pc.From(tuned), pc.resid_pre[1])]
+    patched = lm.run(IDS[:20], max_tokens=1, lora=adapters["linear"], edits=program, capture=[pc.logits])
+    assert torch.equal(patched[pc.logits], tuned[pc.logits])
+    plain, crossed = (lm.run(IDS[:20], max_tokens=1, edits=e, capture=[pc.logits]) for e in ([], program))
+    expected = hubs[None].run(IDS[:20], max_tokens=1, capture=[pc.logits], edits=[
+        pc.Replace(tuned[pc.resid_pre[1]], pc.resid_pre[1], pc.prompt)])  # fmt: skip
+    assert worst_row(crossed[pc.logits], expected[pc.logits]) <= 1e-4
+    assert worst_row(crossed[pc.logits], plain[pc.logits]) > 1e-2
+
+
+def test_cached_blocks_are_never_shared_between_adapters(lm, hubs, adapters):
+    """Nor between edits under one; what is the same is shared."""
+    ids = np.random.default_rng(5).integers(3, 500, 100).tolist()
+    edit = [pc.Add(VECTOR, pc.resid_post[0], pc.prompt[40])]
+    for name, program, cached in (
+        ("linear", [], 0), (None, [], 0), ("borders", [], 0), ("linear", [], 96), (None, [], 96),
+        ("linear", edit, 32), (None, edit, 32), ("linear", edit, 96), ("borders", edit, 32), (None, edit, 96),
+        ("third", edit, 0), ("linear", [], 96),
+    ):  # fmt: skip
+        run = lm.run(ids, max_tokens=3, edits=program, lora=name and adapters[name], sampling=SAMPLING)
+        expected = hubs[name].run(ids, max_tokens=3, edits=program, sampling=SAMPLING)
+        assert (run.cached_tokens, run.token_ids) == (cached, expected.token_ids), (name, bool(program))
+        np.testing.assert_allclose(run.logprobs, expected.logprobs, atol=1e-4)
+
+
+def test_a_folder_that_has_changed_is_another_adapter(lm, hubs, adapters, tmp_path):
+    folder = shutil.copytree(adapters["linear"], tmp_path / "adapter")
+    asked = {"max_tokens": 4, "lora": folder, "sampling": SAMPLING}
+    first = lm.run(IDS, **asked)
+    shutil.rmtree(folder)
+    shutil.copytree(adapters["borders"], folder)
+    second = lm.run(IDS, **asked)
+    for name, run in (("linear", first), ("borders", second)):
+        expected = hubs[name].run(IDS, max_tokens=4, sampling=SAMPLING)
+        assert run.token_ids == expected.token_ids
+        np.testing.assert_allclose(run.logprobs, expected.logprobs, atol=1e-4)
+
+
+def test_an_adapter_whose_files_are_gone_while_it_runs_is_kept(lm, tiny, adapters, tmp_path):
+    """Others wait for its room instead of throwing it out."""
+    folders = [adapter(tiny, tmp_path / str(i), 10 + i, ("q_proj",)) for i in range(5)]
+    stream = lm.stream(IDS[:8], max_tokens=100, lora=folders[0], sampling=SAMPLING)
+    next(stream)
+    shutil.rmtree(folders[0])
+    others = lm.run([IDS[:8]] * 4, max_tokens=2, lora=folders[1:], sampling=SAMPLING, edits=[pc.Scale(0.9, pc.embed)])
+    assert len({tuple(run.logprobs) for run in others}) == 4
+    assert len(list(stream)) > 10
+    assert len(stream.run.token_ids) == 100
+
+
+def test_what_is_no_adapter_of_the_model_is_its_requests_error_alone(lm, tiny, adapters, tmp_path):
+    """Found when it is loaded, between steps; vLLM would leave out or cut what does not fit, or end its engine."""
+    config = json.loads((Path(tiny) / "config.json").read_text())
+    from tests.models import with_weights
+
+    kept = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+    shape = {name: config[name] for name in kept}
+    deep = with_weights(tmp_path / "deep", "8b", 5, **shape)
+    narrow = with_weights(tmp_path / "narrow", "8b", 3, **{**shape, "intermediate_size": 128})
+    wrong = {
+        "the model has no model.layers.3": adapter(deep, tmp_path / "a", 1),
+        "down_proj is 256 wide and the adapter 128": adapter(narrow, tmp_path / "b", 1, ("down_proj",)),
+        "DoRA": adapter(tiny, tmp_path / "c", 1, use_dora=True),
+        "cannot be loaded: SafetensorError": adapter(tiny, tmp_path / "d", 1),
+    }
+    (tmp_path / "d" / "adapter_model.safetensors").write_bytes(b"nothing")
+    plain = lm.run(IDS, max_tokens=2, lora=adapters["linear"])
+    runs = lm.run([IDS] * 6, max_tokens=2, lora=[*wrong.values(), adapters["linear"], None],
+                  edits=[pc.Scale(1.0, pc.embed)])  # fmt: skip
+    for text, run in zip(wrong, runs, strict=False):
+        assert isinstance(run.error, pc.ModelError), text
+        assert text in str(run.error)
+        assert str(run.error).startswith(f"lora: {tmp_path}")
+    assert [run.error for run in runs[4:]] == [None, None]
+    assert runs[4].token_ids == plain.token_ids
+    gc.collect()
+    lm.run(IDS[:3], max_tokens=1)
+    assert {lm.engine.status()[name] for name in ("programs", "vectors", "pinned")} == {0}
+
+
+def test_what_is_asked_wrongly_is_told_before_it_runs(lm, engines, tiny, adapters, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "README").write_text("")
+    prefix = shutil.copytree(adapters["linear"], tmp_path / "prefix")
+    (prefix / "adapter_config.json").write_text('{"peft_type": "PREFIX_TUNING", "r": 4}')
+    broken = shutil.copytree(adapters["linear"], tmp_path / "broken")
+    (broken / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    wide = adapter(tiny, tmp_path / "wide", 1, ("q_proj",), rank=16)
+    for given, error, text in (
+        ("/not/here", pc.MissingSource, "lora: there is no folder '/not/here'; give that of an adapter"),
+        (
+            tmp_path / "empty",
+            pc.MissingSource,
+            "has no adapter_config.json and no adapter_model.safetensors (there is: README)",
+        ),
+        (prefix, pc.ProgramError, "is an adapter of type PREFIX_TUNING; only LORA"),
+        (broken, pc.ProgramError, "adapter_config.json is not an adapter's: KeyError: 'r'"),
+        (wide, pc.CapacityError, "is of rank 16 and max_lora_rank=8: start the engine with a larger one"),
+        (7, pc.ProgramError, "lora: the folder of an adapter is needed, not int 7"),
+        ([adapters["linear"]] * 2, pc.ProgramError, "lora: 2 adapters for 1 prompts"),
+        ([{}], pc.ProgramError, "lora[0]: the folder of an adapter is needed, not dict"),
+    ):
+        with pytest.raises(error) as caught:
+            lm.run(IDS, max_tokens=1, lora=given)
+        assert text in str(caught.value)
+    with pytest.raises(
+        pc.EngineError, match=r"lora: this engine runs no LoRA adapters: start it with .*enable_lora=True"
+    ):
+        engines.get("vllm", "float32").run("A", max_tokens=1, lora=adapters["linear"])
+    for other in (engines.get("transformers", "float32"), pc.LM("fake")):
+        with pytest.raises(
+            pc.EngineError, match=r"lora: the \w+ engine runs no LoRA adapters: merge it into the model"
+        ):
+            other.run("A", max_tokens=1, lora=adapters["linear"])
+        assert other.run("A", max_tokens=1, lora=None).lora is None
+
+
+def test_targets_are_every_linear_layer(tiny, adapters):
+    """What the proof above is worth."""
+    from safetensors import safe_open
+
+    with safe_open(Path(adapters["linear"]) / "adapter_model.safetensors", "np") as file:
+        assert len(file.keys()) == 3 * len(LINEAR) * 2

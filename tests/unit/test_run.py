@@ -1,0 +1,56 @@
+"""What a run says of itself, on the fake engine."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import patchclamp as pc
+
+LM = pc.LM("fake", prove=False)
+ONES = np.ones(16)
+SELECTIONS = st.recursive(
+    st.one_of(
+        st.sampled_from([pc.prompt, pc.prompt[-1], pc.generated, pc.generated[3:], pc.every[2::3], pc.generated[:2]]),
+        st.lists(st.integers(2, 63), min_size=1, max_size=20).map(lambda ids: pc.token(*ids)),
+    ),
+    lambda inner: st.tuples(inner, inner, st.sampled_from("|&-")).map(lambda t: _joined(*t)),
+    max_leaves=4,
+)  # fmt: skip
+
+
+def _joined(left, right, op):
+    return {"|": left.__or__, "&": left.__and__, "-": left.__sub__}[op](right)
+
+
+@settings(max_examples=60)
+@given(st.lists(SELECTIONS, min_size=1, max_size=4), st.lists(st.integers(2, 63), min_size=1, max_size=6))
+def test_idle_edits_are_those_whose_selection_names_no_row(asked, prompt):
+    """Whatever they are joined of: the same that `select` finds when all is known."""
+    kept = []
+    for tokens in asked:
+        try:
+            LM.run(prompt, max_tokens=6, edits=[pc.Add(ONES, pc.resid_post[1], tokens)])
+            kept.append(tokens)
+        except pc.TokensError:  # it can name none, whatever is generated
+            continue
+    run = LM.run(prompt, max_tokens=6, edits=[pc.Add(ONES, pc.resid_post[1], tokens) for tokens in kept])
+    assert run.idle_edits == [f"edits[{i}]" for i, tokens in enumerate(kept) if not len(run.select(tokens))]
+
+
+def test_edits_of_programs_in_the_bank_and_at_logits_are_named_where_they_stand():
+    with pc.LM("fake", prove=False, allow_code=True) as lm:
+        plain = lm.run([5, 6, 7], max_tokens=6, sampling={"ignore_eos": True})
+        never = next(token for token in range(2, 64) if token not in [5, 6, 7, *plain.token_ids])
+        lm.bank["some"] = [pc.Zero(pc.mlp_out[0], pc.token(never)), pc.Scale(1.0, pc.mlp_out[0], pc.prompt[0])]
+        run = lm.run([5, 6, 7], max_tokens=6, sampling={"ignore_eos": True}, edits=[
+            pc.Capture(pc.embed, pc.token(never)), pc.Use("some"), pc.Zero(pc.logits, pc.generated & pc.token(never)),
+            pc.Use("some", tokens=pc.generated & pc.token(never)), pc.Scale(1.0, pc.logits)])  # fmt: skip
+        assert run.token_ids == plain.token_ids
+        assert run.idle_edits == ["edits[1].some[0]", "edits[2]", "edits[3].some[0]", "edits[3].some[1]"]
+        assert plain.idle_edits == []
+        failed = lm.run([[5, 6]], max_tokens=2, edits=[pc.Apply(lambda h: None, pc.embed)])
+        with pytest.raises(pc.RunError):
+            _ = failed[0].idle_edits
