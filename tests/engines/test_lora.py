@@ -17,7 +17,8 @@ from .lora import LINEAR, adapter, merged
 
 OPTIONS = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, "block_size": 32,
            "max_model_len": 128, "max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 26}  # fmt: skip
-EVERYTHING = ["embed", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "final_norm", "logits"]
+EVERYTHING = ["embed", "resid_pre", "resid_mid", "resid_post", "attn_in", "attn_out", "mlp_in", "mlp_out",
+              "q", "k", "v", "z", "neurons", "final_norm", "logits"]  # fmt: skip
 SAMPLING = {"ignore_eos": True}
 D = 128
 VECTOR = np.random.default_rng(3).standard_normal(D).astype(np.float32)

@@ -16,7 +16,20 @@ D, LAYERS, RECORDS = 128, 4, 64
 SHAPE = {"hidden_size": D, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
          "head_dim": 32, "vocab_size": 512}  # fmt: skip
 SHORT, LONG = [3, 5, 7, 11, 13, 17, 19], list(range(100, 180))
-LAYERED = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
+LAYERED = (
+    "resid_pre",
+    "resid_mid",
+    "resid_post",
+    "attn_in",
+    "attn_out",
+    "mlp_in",
+    "mlp_out",
+    "q",
+    "k",
+    "v",
+    "z",
+    "neurons",
+)
 SINGLE = ("embed", "final_norm", "logits")
 VECTOR = torch.randn(D, generator=torch.Generator().manual_seed(0))
 
@@ -58,7 +71,7 @@ def seen(lm: pc.LM) -> tuple[dict[str, torch.Tensor], int]:
         edited = lm.run([SHORT, LONG], max_tokens=4, edits=[pc.Add(VECTOR, at=pc.resid_post[layer], scale=0.5)])
         found |= {f"{i} steered {layer}": torch.tensor(run.logprobs) for i, run in enumerate(edited)}
     found["logits"] = torch.tensor(lm.run(SHORT, max_tokens=3, edits=[pc.Zero(pc.logits, pc.prompt[-1])]).logprobs)
-    found |= by_token_id(lm)
+    found |= by_token_id(lm) | on_parts(lm, runs[1])
     for a, b in ((0, LAYERS - 1), (LAYERS - 1, 0), (1, 2)):  # from one stage's rows into the other's, and back
         value = pc.From(runs[1], pc.resid_post[a], pc.prompt[3])
         patched = lm.run(SHORT, max_tokens=3, edits=[pc.Replace(value, at=pc.resid_pre[b], tokens=pc.prompt[2])])
@@ -68,6 +81,33 @@ def seen(lm: pc.LM) -> tuple[dict[str, torch.Tensor], int]:
     sweep = pc.studies.patch_sweep(lm, clean=SHORT, corrupt=[*SHORT[:3], 23, *SHORT[4:]], sites=[pc.resid_pre],
                                    answer=9, foil=11, metric="logit_diff")  # fmt: skip
     return found | {"swept": torch.as_tensor(sweep.grid)}, size
+
+
+def on_parts(lm: pc.LM, source: pc.Run) -> dict[str, torch.Tensor]:
+    """What every op does to rows that workers have pieces of: whole, and a head or some neurons of them."""
+    draw, found = torch.Generator().manual_seed(1), {}
+    for name in ("q", "k", "v", "z", "neurons"):
+        count, size = lm.sites.parts(name)
+        site = pc.Site(name)
+        vector, row, mask = (torch.randn(count * size, generator=draw) for _ in range(3))
+        few, part = site[1, 1:3] if name == "neurons" else site[1, 1], torch.randn(2 if name == "neurons" else size)
+        part = torch.arange(len(part)) / len(part) - 0.7
+        asked = {
+            "add": pc.Add(vector, site[2]), "a row each": pc.Add(torch.stack([vector, row]), site[2], pc.prompt[3, 5]),
+            "replace": pc.Replace(row, site[0], alpha=0.5, mask=(mask > 0).float()), "scale": pc.Scale(0.3, site[1]),
+            "noise": pc.Noise(0.5, site[1], seed=3), "source": pc.Replace(pc.From(source, site[1]), site[1], pc.prompt[4]),
+            "add to a part": pc.Add(part, few), "scale a part": pc.Scale(-1.0, few), "clear a part": pc.Zero(few),
+            "noise in a part": pc.Noise(0.5, few, seed=4, relative=True), "ablate in a part": pc.Ablate(part, few),
+            "clamp in a part": pc.Clamp(part, few, low=1.0), "source of a part": pc.Replace(pc.From(source, few), few, pc.prompt[4]),
+        }  # fmt: skip
+        edits = [[pc.Capture(op.at), op, pc.Capture(op.at)] for op in asked.values()]
+        for what, run in zip(asked, lm.run([SHORT] * len(edits), max_tokens=3, edits=edits), strict=True):
+            at = asked[what].at
+            before, after = (run[f"edits[{i}]"].reshape(len(SHORT) + 2, -1) for i in (0, 2))
+            assert not torch.equal(before, after), (name, what)
+            assert before.shape[1] == len(part) or at.index is None
+            found |= {f"{name} {what} rows": after, f"{name} {what}": torch.tensor(run.logprobs)}
+    return found
 
 
 def by_token_id(lm: pc.LM) -> dict[str, torch.Tensor]:
@@ -112,7 +152,8 @@ def test_two_workers_do_what_one_does(start, alone, options):
     found, size = seen(lm)
     assert found.keys() == alone.keys()
     apart = {
-        name: float((rows - alone[name]).float().abs().max() / alone[name].abs().max()) for name, rows in found.items()
+        name: float((rows - alone[name]).float().abs().max() / alone[name].abs().max().clamp(min=1e-6))
+        for name, rows in found.items()
     }
     assert {name: far for name, far in apart.items() if not far <= 1e-4} == {}
     assert abs(size - bytes_alone) < 0.01 * bytes_alone  # each row once
@@ -135,6 +176,18 @@ def test_two_workers_do_what_one_does(start, alone, options):
     tensor_parallel = "tensor_parallel_size" in options  # there one worker keeps what both need
     assert lm.engine.status()["brought"] == (LAYERS if tensor_parallel else 0)
     assert back.logprobs == kept.logprobs
+    if tensor_parallel:
+        for op in (
+            pc.Ablate(VECTOR, pc.z[1]),
+            pc.Clamp(VECTOR, pc.q[1], low=0.0),
+            pc.Noise(0.1, pc.z[1], relative=True),
+        ):
+            with pytest.raises(
+                pc.UnsupportedSite, match=r"needs a sum over the row, and .\[1\] is cut among 2 GPUs: name"
+            ):
+                lm.run(SHORT, edits=[op])
+        with pytest.raises(pc.UnsupportedSite, match="are cut differently among GPUs"):
+            lm.run(SHORT, edits=[pc.Replace(pc.From(kept, pc.resid_post[0]), pc.z[1])])
     for layer in (0, LAYERS - 1):  # only the stage that has the layer can know
         hot = [pc.Add([3e38] * D, at=pc.resid_post[layer], scale=1e30)]
         bad, good = lm.run([SHORT, SHORT], max_tokens=3, edits=[hot, []])

@@ -192,8 +192,9 @@ def _noise(
     mine_A, relative = _on(h_AW, mine), _on(h_AW, records["step"] == 1)[:, None]
     seed, site = (_on(h_AW, records[field].copy()) for field in ("other", "value"))
     at, before_AW = _on(h_AW, position.astype(np.int64)), h_AW[mine_A]
-    cut = zip(seed.split(A_PIECE), at.split(A_PIECE), site.split(A_PIECE), strict=True)
-    e_AW = torch.cat([normals_of(one, two, three, h_AW.shape[1]) for one, two, three in cut])
+    first = _on(h_AW, records["x"].astype(np.int64))
+    cut = zip(*(each.split(A_PIECE) for each in (seed, at, site, first)), strict=True)
+    e_AW = torch.cat([normals_of(one, two, three, h_AW.shape[1], four) for one, two, three, four in cut])
     columns = records["columns"].astype(np.int64)
     many = np.where(columns == 0, h_AW.shape[1], (columns >> 16 & 0xFFFF) - (columns & 0xFFFF))
     size_A1 = (before_AW.double().square().sum(1, keepdim=True) / _on(h_AW, many)[:, None]).sqrt().float()
@@ -230,9 +231,13 @@ def _on(rows: torch.Tensor, numbers: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(numbers).to(rows.device)
 
 
-def normals_of(seed: torch.Tensor, position: torch.Tensor, site: torch.Tensor, width: int) -> torch.Tensor:
-    """ε of rows, fp32 [A, W], each by its own seed, position and site, int64 [A]; `noise.normals`, vectorised."""
-    words = _philox(seed, position, site, -(-width // 4)).reshape(len(seed), -1)[:, :width]
+def normals_of(
+    seed: torch.Tensor, position: torch.Tensor, site: torch.Tensor, width: int, first: torch.Tensor | None = None
+) -> torch.Tensor:
+    """ε of rows, fp32 [A, W], each by its own seed, position and site, int64 [A], from column `first` [A] on, which is
+    a multiple of 4; `noise.normals`, vectorised."""
+    group = torch.zeros_like(seed) if first is None else first // 4
+    words = _philox(seed, position, site, -(-width // 4), group).reshape(len(seed), -1)[:, :width]
     sign, m = words & 1, words >> 1
     # the leading one, without a bit after it that fp32 could round up to the next octave
     octave = ((m & ~(m >> 1)).float().view(torch.int32).long() >> 23) - 127
@@ -247,9 +252,11 @@ def normals_of(seed: torch.Tensor, position: torch.Tensor, site: torch.Tensor, w
     return torch.where(sign == 1, -magnitude, magnitude).float() * 2.0**-FRACTION
 
 
-def _philox(seed: torch.Tensor, position: torch.Tensor, site: torch.Tensor, groups: int) -> torch.Tensor:
+def _philox(
+    seed: torch.Tensor, position: torch.Tensor, site: torch.Tensor, groups: int, first: torch.Tensor
+) -> torch.Tensor:
     """Words [A, groups, 4], in int64, whose products wrap and whose shifts keep the sign: hence the masks."""
-    c0 = torch.arange(groups, device=seed.device).expand(len(seed), groups)
+    c0 = torch.arange(groups, device=seed.device) + first[:, None]
     c1, c2 = (word[:, None].expand(len(seed), groups) for word in (position, site))
     c3, k0, k1 = torch.zeros_like(c0), (seed & MASK)[:, None], ((seed >> 32) & MASK)[:, None]
     for _ in range(10):

@@ -58,8 +58,8 @@ def apply(
                 h_RW[r, mine] = h_W[mine] if made is None else made[0]
                 continue
             if record["kind"] == NOISE:
-                row = (int(record["other"]), position, int(record["value"]), width)
-                h_RW[r, mine] = noise(h_W[mine], normals(*row)[mine], y, bool(record["step"]))
+                row = (int(record["other"]), position, int(record["value"]), int(x) + width)
+                h_RW[r, mine] = noise(h_W[mine], normals(*row)[int(x) :][mine], y, bool(record["step"]))
                 continue
             begin = record["value"] + (position - record["start"]) * record["step"] * width
             v_W, mask = bank_B[begin : begin + width], record["other"]

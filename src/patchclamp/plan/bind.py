@@ -204,6 +204,7 @@ class _Binder:
         return [self._edit(path, op, places, case, cached) for case in cases]
 
     def _edit(self, path: str, op: Op, places: list[Place], case: Case, cached: bool) -> BoundOp:
+        self._summed(op, places[0])
         values, rows, count = self._value(op, places, case)
         pieces = pieces_of(case.positions, rows)
         numbers = {"kind": LINEAR, "pieces": pieces} | self._numbers(op, places, pieces, count)
@@ -214,6 +215,17 @@ class _Binder:
         if case.ids:
             numbers |= {"only": self._put(Vector.of(case.ids)), "others": case.others}
         return BoundOp(path, points=_points(places), values=values, reaches_cache=cached, **numbers)
+
+    def _summed(self, op: Op, place: Place) -> None:
+        """Raises `UnsupportedSite` for an op that needs a sum over columns that several workers have."""
+        summed = isinstance(op, (Ablate, Clamp)) or (isinstance(op, Noise) and op.relative)
+        if summed and not self.sites.whole(place):
+            kind, many = type(op).__name__, self.sites.pieces(place.point)
+            raise UnsupportedSite(
+                f"{kind} needs a sum over the row, and {place} is cut among {many} GPUs: name one head, as in "
+                f"{place.name}[{place.layer}, 0], or run with tensor_parallel_size=1",
+                "at",
+            )
 
     def _numbers(self, op: Op, places: list[Place], pieces: tuple[Piece, ...], count: int) -> dict[str, Any]:
         """What else there is to an op: kind, scalars, and pieces where they are not those of its value, of which there
@@ -385,6 +397,10 @@ class _Binder:
             raise ShapeError(f"{given.site} names {len(read)} layers; {len(places)} are written: give one, or as many")
         if self.sites.points[read[0].point].width != self.sites.points[places[0].point].width:
             raise ShapeError(f"{read[0]} and {places[0]} differ in width")
+        if self.sites.pieces(read[0].point) != self.sites.pieces(places[0].point):
+            raise UnsupportedSite(
+                f"{read[0]} and {places[0]} are cut differently among GPUs: give the rows of run[...]"
+            )
         if read[0].columns not in (None, places[0].columns):
             raise ShapeError(f"{read[0]} and {places[0]} are not the same part of a row: give the rows of run[...]")
         wanted = positions if given.position is None else source.select(given.position)

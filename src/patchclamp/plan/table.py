@@ -17,7 +17,8 @@ CAPTURE = 0
 LINEAR = 1  # x·h + y·v, where x or y of 0 leaves h or v out altogether
 BLEND = 2  # (1 − a)·h + a·v for a = y·m, m a number a column, at `other` in the bank
 PROJECT = 3  # h + (p′ − p)·v, for p = h·v and p′ the nearest to it of x … y
-NOISE = 4  # h + y·ε; with step 1 y is of the row's root mean square. `value`: the site's number, `other`: the seed
+NOISE = 4  # h + y·ε; with step 1 y is of the row's root mean square. `value`: the site's number, `other`: the seed, x:
+# the number of the row's first column, a multiple of 4
 MATCH = 5  # the next record holds only where the token's id is (x = 1), or is not (x = 0), one of `step` at `value`,
 # which ascend
 APPLY = 6  # what the code of number `value` makes of it

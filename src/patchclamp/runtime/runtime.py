@@ -21,6 +21,7 @@ from patchclamp.plan import APPLY, CAPTURE, Batch, Bound, ProgramTable, StepPlan
 from patchclamp.plan.bind import BoundOp, Code, source_of
 from patchclamp.plan.step import NUMBERS
 from patchclamp.plan.table import records_of
+from patchclamp.runtime.pieces import columns_in, cut
 from patchclamp.runtime.step import HostStep, Step
 from patchclamp.sites import SiteMap, View
 from patchclamp.store.bank import Bank
@@ -68,9 +69,10 @@ class _Growing(msgspec.Struct):
 class Runtime:
     """Programs of one model of `sites` on `device`."""
 
-    def __init__(self, sites: SiteMap, limits: Limits, device: torch.device | str = "cpu") -> None:
+    def __init__(self, sites: SiteMap, limits: Limits, device: torch.device | str = "cpu", rank: int = 0) -> None:
         self.sites, self.limits, self.device = sites, limits, torch.device(device)
-        self.widths = np.array([point.width for point in sites.points])
+        self.piece = [sites.piece(point.number, rank) for point in sites.points]  # of each point's row that is here
+        self.widths = np.array([piece.end - piece.first for piece in self.piece])
         self.sampled = np.array([point.rows == "sampled" for point in sites.points])
         if limits.bank_bytes < 4 * int(self.widths.max()):
             raise ShapeError(f"a row of this model is up to {4 * self.widths.max()} bytes; raise bank_bytes")
@@ -176,7 +178,11 @@ class Runtime:
                 self._brought.setdefault(_source(key)[0], {})[key] = brought
 
     def _captured(self, run: str, point: int) -> bool:
-        return self.keeps and bool(self.here[point]) and run in self.store
+        return self.keeps_at(point) and bool(self.here[point]) and run in self.store
+
+    def keeps_at(self, point: int) -> bool:
+        """Whether what is captured at a point is kept here, rather than by another worker that has the same."""
+        return self.piece[point].keeps if self.sites.pieces(point) > 1 else self.keeps
 
     def status(self) -> dict[str, int]:
         """Counts of what is held: all but the free records fall back to 0 when everything is done and released."""
@@ -238,9 +244,9 @@ class Runtime:
         """
         keys: list[str] = []
         addresses: dict[str, tuple[int, int]] = {}
-        here = [op.at(self.here) for op in bound.ops]
-        nowhere = np.zeros_like(self.here)
-        ops = here if self.keeps else [op.at(nowhere) if op.kind == CAPTURE else op for op in here]
+        here = [cut(op.at(self.here), self.piece, self.sites) for op in bound.ops]
+        kept = np.array([self.keeps_at(point.number) for point in self.sites.points])
+        ops = here if kept.all() else [op.at(kept) if op.kind == CAPTURE else op for op in here]
         try:
             for key in dict.fromkeys(key for op in ops for key in op.keys):
                 self._load(key)
@@ -406,9 +412,10 @@ class Runtime:
         if key in self.bank:
             return
         if key.startswith("v:"):
-            if key not in self._vectors:
+            name, first, end = columns_in(key)
+            if name not in self._vectors:
                 raise MissingSource(f"vector {key[2:14]} is not here")
-            self.bank.put(key, self._vectors[key][0])
+            self.bank.put(key, self._vectors[name][0][:, first:end])
             return
         run, point = _source(key)
         rows = self.rows(key)

@@ -1,7 +1,7 @@
 """WHERE: one table a model family, Transformers and vLLM side by side; the map of a live model; the prover."""
 
 from patchclamp.sites.families import Family, Sizes, Tap, sizes_of
-from patchclamp.sites.map import Place, Point, SiteMap, View
+from patchclamp.sites.map import Piece, Place, Point, SiteMap, View
 from patchclamp.sites.tables import FAMILIES, family_of
 
-__all__ = ["FAMILIES", "Family", "Place", "Point", "SiteMap", "Sizes", "Tap", "View", "family_of", "sizes_of"]
+__all__ = ["FAMILIES", "Family", "Piece", "Place", "Point", "SiteMap", "Sizes", "Tap", "View", "family_of", "sizes_of"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -51,16 +51,26 @@ class Place(msgspec.Struct, frozen=True):
         return self.name if self.layer is None else f"{self.name}[{inner}]"
 
 
-class SiteMap:
-    """Points and places of a model of `family`, of such `sizes`."""
+class Piece(NamedTuple):
+    """Columns first … end − 1 of a row, piece `number` of it; of workers that have the same one `keeps` what is
+    captured."""
 
-    def __init__(self, family: Family | str, sizes: Sizes) -> None:
+    number: int
+    first: int
+    end: int
+    keeps: bool
+
+
+class SiteMap:
+    """Points and places of a model of `family`, of such `sizes`, cut among `tensor_parallel` workers."""
+
+    def __init__(self, family: Family | str, sizes: Sizes, tensor_parallel: int = 1) -> None:
         if isinstance(family, str):
             found = [f for f in FAMILIES if f.name == family]
             if not found:
                 raise ModelError(f"no family {family!r}; there are {', '.join(f.name for f in FAMILIES)}")
             family = found[0]
-        self.family, self.sizes = family, sizes
+        self.family, self.sizes, self.tensor_parallel = family, sizes, tensor_parallel
         self.layers, self.d_model, self.d_vocab = sizes.layers, sizes.d_model, sizes.d_vocab
         self.withdrawn: dict[str, str] = {}
         self.points: list[Point] = []
@@ -95,6 +105,12 @@ class SiteMap:
         tap: Tap = getattr(self.family.points[point.kind], engine)
         return msgspec.structs.replace(tap, module=tap.module.format(l=point.layer))
 
+    def local(self) -> SiteMap:
+        """The map of what one of several workers has; its points are numbered alike."""
+        s, many = self.sizes, self.tensor_parallel
+        cut = {"heads": s.heads // many, "kv_heads": max(1, s.kv_heads // many), "d_mlp": s.d_mlp // many}
+        return self if many == 1 else SiteMap(self.family, msgspec.structs.replace(s, **cut))
+
     def view(self, tap: Tap) -> View | None:
         """Where a tap's part of its tensor lies; None if it is all of it."""
         if tap.by_head:
@@ -108,6 +124,26 @@ class SiteMap:
             return View(sum(sizes), sum(sizes[: tap.part]))
         heads = self.sizes.heads
         return View(sum(sizes), sum(sizes[: tap.part]) // heads, heads, sizes[tap.part] // heads)
+
+    def pieces(self, point: int) -> int:
+        """Into how many pieces a point's row is cut among workers of one stage."""
+        row = self.family.points[self.points[point].kind]
+        if row.layout != "sharded":
+            return 1
+        # with fewer key/value heads than workers, several have the same
+        return min(self.tensor_parallel, self.sizes.kv_heads) if row.width == "K" else self.tensor_parallel
+
+    def piece(self, point: int, rank: int) -> Piece:
+        """The piece of a point's row that a worker of one stage has."""
+        many = self.pieces(point)
+        number, size = rank * many // self.tensor_parallel, self.points[point].width // many
+        return Piece(number, number * size, (number + 1) * size, rank * many % self.tensor_parallel == 0)
+
+    def whole(self, place: Place) -> bool:
+        """Whether one worker has all the columns of a place, so that sums over them are known there."""
+        point, many = self.points[place.point], self.pieces(place.point)
+        first, end = place.columns or (0, point.width)
+        return first * many // point.width == (end - 1) * many // point.width
 
     def places(self) -> list[Place]:
         """Every place of the model, word by word."""

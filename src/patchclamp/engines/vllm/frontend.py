@@ -91,8 +91,14 @@ class VllmEngine:
         return futures
 
     def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, Any]:
+        import torch
+
+        found = [self._fetch(run, point, op, piece) for piece in range(self.sites.pieces(point))]
+        return found[0] if len(found) == 1 else (found[0][0], torch.cat([rows for _, rows in found], 1))
+
+    def _fetch(self, run: str, point: int, op: int | None, piece: int) -> tuple[np.ndarray, Any]:
         def ask(to: str, mapped: list[int], at: int, files: bool) -> Any:
-            return self._call(lambda: self._workers.one("fetch", run, point, op, to, mapped, at, files)).result()
+            return self._call(lambda: self._workers.one("fetch", run, point, op, piece, to, mapped, at, files)).result()
 
         return self._receiver.fetch(ask) if self.remote else ask("", [], 0, False)
 

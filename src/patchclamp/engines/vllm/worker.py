@@ -29,7 +29,11 @@ from patchclamp.sites import SiteMap, family_of, sizes_of
 def site_map(vllm_config: Any) -> SiteMap:
     """The site map of an engine's model; the same in the front end and in every worker."""
     facts = configuration.model_facts(vllm_config)
-    return SiteMap(family_of(facts["architectures"], facts["config"]), sizes_of(facts["config"], facts["d_vocab"]))
+    return SiteMap(
+        family_of(facts["architectures"], facts["config"]),
+        sizes_of(facts["config"], facts["d_vocab"]),
+        facts["tensor_parallel"],
+    )
 
 
 def attach(worker: Any) -> None:
@@ -75,7 +79,8 @@ class Attached:
     def __init__(self, worker: Any, runner: Any, kind: str, limits: Limits) -> None:
         sites = site_map(worker.vllm_config)
         self.kind = kind
-        self.runtime = Runtime(sites, limits, worker.device)
+        rank, first, last = compat.place()
+        self.runtime = Runtime(sites, limits, worker.device, rank)
         self._decode = msgspec.msgpack.Decoder(Bound).decode
         self._run_of = msgspec.msgpack.Decoder(_Head).decode
         self._logits = next(point.number for point in sites.points if point.rows == "sampled")
@@ -94,9 +99,9 @@ class Attached:
             self.runtime.step.token_of_row = compat.token_ids(runner, self.kind)
         if self._config.lora_config is not None:
             lora.prepare(runner)
-        hooked = attach_taps(runner.get_model(), sites.taps("vllm"), sites.view)
+        hooked = attach_taps(runner.get_model(), sites.taps("vllm"), sites.local().view)
         self.runtime.views |= hooked
-        self.runtime.keeps, last = compat.place()
+        self.runtime.keeps = first
         self.runtime.here[:] = False
         self.runtime.here[list(hooked)] = True
         self.runtime.here[self._logits] = last
@@ -255,9 +260,12 @@ class Attached:
         found = {run: self.runtime.take_error(run) for run in runs}
         return {run: error for run, error in found.items() if error is not None}, self.runtime.failures
 
-    def do_fetch(self, run: str, point: int, op: int | None, to: str, mapped: list[int], at: int, files: bool) -> Any:
-        """(positions, rows); for a receiver in another process, by its name, what `shared` hands it."""
-        if not (self.runtime.keeps and self.runtime.here[point]):
+    def do_fetch(
+        self, run: str, point: int, op: int | None, piece: int, to: str, mapped: list[int], at: int, files: bool
+    ) -> Any:
+        """(positions, rows), of a piece of the rows; for a receiver in another process, what `shared` hands it."""
+        runtime = self.runtime
+        if not (runtime.keeps_at(point) and runtime.here[point] and runtime.piece[point].number == piece):
             return None
         if not to:
             return self.runtime.fetch(run, point, op)

@@ -114,6 +114,7 @@ def model_facts(vllm_config: Any) -> dict[str, Any]:
     return {
         "architectures": list(model.hf_config.architectures or ()),
         "config": config,
+        "tensor_parallel": vllm_config.parallel_config.tensor_parallel_size,
         "layers": config.num_hidden_layers,
         "d_model": config.hidden_size,
         "d_vocab": model.get_vocab_size(),

@@ -187,12 +187,13 @@ def _profile_both(runner: Any, graphs: Graphs) -> None:
     runner._dummy_run = dummy_run
 
 
-def place() -> tuple[bool, bool]:
-    """Whether this worker is the first of its stage (all of which see the same rows), and whether logits are made here,
-    in the last stage."""
+def place() -> tuple[int, bool, bool]:
+    """This worker's number in its stage, whether it is the first of it (all see the same rows), and whether logits are
+    made here, in the last stage."""
     from vllm.distributed import get_pp_group, get_tp_group
 
-    return get_tp_group().rank_in_group == 0, get_pp_group().is_last_rank
+    rank = get_tp_group().rank_in_group
+    return rank, rank == 0, get_pp_group().is_last_rank
 
 
 def device_facts(runner: Any, kind: str) -> tuple[int, int, Any]:
