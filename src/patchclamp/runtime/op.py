@@ -25,7 +25,8 @@ _library = torch.library.Library("patchclamp", "DEF")
 _library.define("site(Tensor(a!) hidden, Tensor(b!)? residual, int point) -> ()")
 
 
-def _run(hidden: torch.Tensor, residual: torch.Tensor | None, point: int) -> None:
+def acting(hidden: torch.Tensor, residual: torch.Tensor | None, point: int) -> None:
+    """What the op does: on its own for taps that no compiler sees."""
     if _current.runtime is not None:
         _current.runtime.apply(point, hidden, residual)
 
@@ -34,8 +35,8 @@ def _trace(hidden: torch.Tensor, residual: torch.Tensor | None, point: int) -> N
     return None
 
 
-_library.impl("site", _run, "CPU")
-_library.impl("site", _run, "CUDA")
+_library.impl("site", acting, "CPU")
+_library.impl("site", acting, "CUDA")
 torch.library.register_fake("patchclamp::site", _trace, lib=_library)
 
 site = torch.ops.patchclamp.site

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from patchclamp.errors import ModelError
-from patchclamp.runtime.op import site
+from patchclamp.runtime.op import acting, site
 from patchclamp.sites import Point, Tap, View
 
 
 def attach(
-    model: torch.nn.Module, taps: list[tuple[Point, Tap]], view: Callable[[Tap], View | None]
-) -> dict[int, View | None]:
+    model: torch.nn.Module, taps: list[tuple[Point, Tap]], view: Callable[[Tap], View | None],
+    after_attention: Callable[[torch.nn.Module, Callable[[torch.Tensor], None]], None] | None = None,
+) -> dict[int, View | None]:  # fmt: skip
     """Hooks every tap of tokens' rows whose module is here; returns their points, and where each lies in its tensor.
     Raises `ModelError` for a module that is missing.
 
@@ -27,7 +28,10 @@ def attach(
         module = find(model, tap.module)
         if type(module).__name__ == "PPMissingLayer":
             continue
-        if tap.moment == "in":
+        if tap.moment == "attention":
+            assert after_attention is not None
+            after_attention(module, _computed(point.number))
+        elif tap.moment == "in":
             module.register_forward_pre_hook(_before(point.number, tap), with_kwargs=True)
         elif tap.again:
             module.register_forward_hook(_again(point.number))
@@ -60,6 +64,13 @@ def _before(point: int, tap: Tap) -> Callable[..., None]:
         site(named[hidden] if isinstance(hidden, str) else args[hidden], other, point)  # type: ignore[index]
 
     return hook
+
+
+def _computed(point: int) -> Callable[[torch.Tensor], None]:
+    def tap(computed: torch.Tensor) -> None:
+        acting(computed, None, point)
+
+    return tap
 
 
 def _again(point: int) -> Callable[..., Any]:

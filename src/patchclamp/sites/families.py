@@ -13,12 +13,12 @@ from typing import Any, Literal
 
 import msgspec
 
-Moment = Literal["in", "out"]
+Moment = Literal["in", "out", "attention"]
 Size = Literal["D", "V", "Q", "K", "Z", "M", "X"]
 
 
 class Tap(msgspec.Struct, frozen=True):
-    """A tensor at a module's border.
+    """A tensor at a module's border; of vLLM's attention layers (`attention`) what they compute.
 
     `hidden` is its place among the positional arguments, or its name among the others (`in`), or its place in the
     returned tuple (`out`; a bare tensor is place 0); `residual`, where the engine carries the stream as two tensors, is

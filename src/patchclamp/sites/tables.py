@@ -35,6 +35,11 @@ def sharded(ours: Tap, theirs: Tap | None = None, width: Size = "Q", **rest: Any
     return row(ours, theirs, width, layout="sharded", **rest)
 
 
+def results(o_proj: str, attention: str) -> Row:
+    """What each head brings together: what the output projection is given, and on vLLM what attention computes."""
+    return sharded(Tap(o_proj, "in"), Tap(attention, "attention"))
+
+
 def projections(ours: str, theirs: str, *words: str) -> dict[str, Row]:
     """Queries, keys or values: a projection's own on Transformers (`ours` with the word in it), and on vLLM their part
     of a merged one."""
@@ -82,7 +87,7 @@ LLAMA = Family(
         "mid": row(Tap(L + ".post_attention_layernorm", "in"), Tap(L + ".post_attention_layernorm", "in", 0, 1)),
         "attn_in": same(L + ".input_layernorm"),
         **projections(ATTENTION + ".{w}_proj", ATTENTION + ".qkv_proj", "q", "k", "v"),
-        "z": sharded(Tap(ATTENTION + ".o_proj", "in")),
+        "z": results(ATTENTION + ".o_proj", ATTENTION + ".attn"),
         "attn_out": same(ATTENTION),
         "mlp_in": same(L + ".post_attention_layernorm"),
         "neurons": sharded(Tap(MLP + ".down_proj", "in"), width="M"),
@@ -134,7 +139,7 @@ GPT_OSS = without(
     LLAMA, "gpt_oss", "GptOssForCausalLM", FUSED,
     stream=row(Tap(L, "in"), Tap(L, "in", 0, 2)),
     **projections(ATTENTION + ".{w}_proj", L + ".attn.qkv_proj", "q", "k", "v"),
-    z=sharded(Tap(ATTENTION + ".o_proj", "in"), Tap(L + ".attn.o_proj", "in")),
+    z=results(ATTENTION + ".o_proj", L + ".attn.attn"),
     attn_out=row(Tap(ATTENTION, "out"), Tap(L + ".attn", "out")),
     router=row(Tap(MLP + ".router", "out", again=True), Tap(MLP + ".router", "out"), "X"),
 )  # fmt: skip
@@ -157,7 +162,7 @@ GPT2 = Family(
         "mid": same(_H + ".ln_2", "in"),
         "attn_in": same(_H + ".ln_1"),
         **merged(_H + ".attn.c_attn"),
-        "z": sharded(Tap(_H + ".attn.c_proj", "in")),
+        "z": results(_H + ".attn.c_proj", _H + ".attn.attn"),
         "attn_out": same(_H + ".attn"),
         "mlp_in": same(_H + ".ln_2"),
         "neurons": sharded(Tap(_H + ".mlp.c_proj", "in"), width="M"),
@@ -177,7 +182,7 @@ OPT = Family(
         "mid": same(_O + ".final_layer_norm", "in"),
         "attn_in": same(_O + ".self_attn_layer_norm"),
         **projections(_O + ".self_attn.{w}_proj", _O + ".self_attn.qkv_proj", "q", "k", "v"),
-        "z": sharded(Tap(_O + ".self_attn.out_proj", "in")),
+        "z": results(_O + ".self_attn.out_proj", _O + ".self_attn.attn"),
         "attn_out": same(_O + ".self_attn"),
         "mlp_in": same(_O + ".final_layer_norm"),
         "neurons": sharded(Tap(_O + ".fc2", "in"), width="M"),

@@ -15,6 +15,7 @@ from patchclamp.engines.vllm import shared
 from patchclamp.engines.vllm.compat import configuration, lora
 from patchclamp.engines.vllm.compat import runner as compat
 from patchclamp.engines.vllm.compat.addresses import Watch
+from patchclamp.engines.vllm.compat.attention import after as after_attention
 from patchclamp.engines.vllm.compat.graphs import Graphs, fusions_of, lacks_a_body
 from patchclamp.errors import EngineError, pack
 from patchclamp.plan import Batch, Bound
@@ -99,7 +100,7 @@ class Attached:
             self.runtime.step.token_of_row = compat.token_ids(runner, self.kind)
         if self._config.lora_config is not None:
             lora.prepare(runner)
-        hooked = attach_taps(runner.get_model(), sites.taps("vllm"), sites.local().view)
+        hooked = attach_taps(runner.get_model(), sites.taps("vllm"), sites.local().view, after_attention)
         self.runtime.views |= hooked
         self.runtime.keeps = first
         self.runtime.here[:] = False

@@ -60,6 +60,8 @@ SEAMS: dict[str, Seam] = {
         Seam("v2 graphs", _V2 + "GPUModelRunner.capture_model", "record taps (V2)"),
         Seam("v2 estimate", _V2 + "GPUModelRunner.profile_cudagraph_memory", "count the memory of graphs (V2)"),
         Seam("v2 dispatch", _V2 + "dispatch_cg_and_sync_dp", "choose no graph (V2)", ("num_reqs",)),
+        Seam("attention", "vllm.model_executor.layers.attention.attention:unified_attention_with_output",
+             "read and write what heads bring together", ("output",)),
         Seam("block keys", _CORE + "kv_cache_utils:generate_block_hash_extra_keys", "key edited blocks",
              ("request", "start_token_idx", "end_token_idx", "start_mm_idx")),
         Seam("adapters", "vllm.lora.model_manager:LoRAModelManager.set_adapter_mapping", "run adapters",
