@@ -103,15 +103,16 @@ DIFFERENCES: tuple[Difference, ...] = (
     Difference(("mlps_input", "mlps_output"), ("opt",), "nnterp has none, for want of an MLP module; ours are what "
                "`fc1` reads and what `fc2` returns"),
     Difference(("logits",), (), "nnterp's has a row for every position; ours for those that a token is sampled from"),
-    Difference(_QK, ("qwen3", "qwen3_moe", "gemma3", "olmo2"), "TransformerLens' is before the norm of queries and keys; "
-               "`q` and `k` are after it, what rotary embedding reads"),
+    Difference(_QK, ("qwen3", "qwen3_moe", "gemma3", "olmo2"), "TransformerLens' is before queries and keys "
+               "are normed; `q` and `k` are after it, what rotary embedding reads"),
     Difference(_ADDED, ("olmo2",), "TransformerLens' is before the norm that follows; `attn_out` and `mlp_out` are "
                "after it: what is added to the stream"),
     Difference(_ADDED, ("granite",), "TransformerLens' is before the factor `residual_multiplier`; ours is after it"),
     Difference(("hook_embed", "embed.hook_out"), ("granite",), "TransformerLens' is before the factor "
                "`embedding_multiplier`; ours is after it"),
     Difference(("blocks.{l}.ln1.hook_out", "blocks.{l}.ln2.hook_out"), ("olmo2",), "TransformerLens' is after "
-               "attention and MLP; there is no `attn_in` or `mlp_in`, and asking is an error: use `attn_out` and `mlp_out`"),
+               "attention and MLP; there is no `attn_in` or `mlp_in`, and asking is an error: use `attn_out` and "
+               "`mlp_out`"),
 )  # fmt: skip
 
 
