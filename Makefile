@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check clean
+.PHONY: help setup demo test check docs clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12)
 VENV := .venv
@@ -27,6 +27,9 @@ check: setup  ## lint, formatting, types, and the rules of the package's structu
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/python -m pytest tests/unit/test_structure.py
+
+docs: setup  ## make docs/sites.md anew from the site tables
+	$(BIN)/python -m patchclamp.sites.page > docs/sites.md
 
 clean:  ## remove what runs leave behind; .venv stays
 	rm -rf out build dist .pytest_cache .ruff_cache .hypothesis

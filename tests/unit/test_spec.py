@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 import patchclamp as pc
 from patchclamp import errors
 from patchclamp.errors import TREE, pack, unpack
+from patchclamp.sites.tables import FAMILIES
 from patchclamp.spec import SITES, Range, TextSpan
+from patchclamp.spec.aliases import DIFFERENCES, ELSEWHERE, NNTERP, TRANSFORMER_LENS
 from patchclamp.spec.ops import DTYPES, OPS, capture
 from patchclamp.spec.program import Program, to_dict
 from patchclamp.spec.tokens import GROUPS, Joined, Positions
@@ -305,19 +307,54 @@ def test_vectors_keep_their_numbers():
 @pytest.mark.parametrize(
     ("alias", "name"),
     [
-        ("hook_embed", "embed"), ("ln_final.hook_normalized", "final_norm"),
-        ("blocks.7.hook_resid_pre", "resid_pre[7]"), ("blocks.7.hook_resid_mid", "resid_mid[7]"),
+        ("hook_embed", "embed"), ("blocks.7.hook_resid_pre", "resid_pre[7]"), ("blocks.7.hook_resid_mid", "resid_mid[7]"),
         ("blocks.7.hook_resid_post", "resid_post[7]"), ("blocks.7.hook_attn_out", "attn_out[7]"),
-        ("blocks.7.hook_mlp_out", "mlp_out[7]"), ("blocks.7.ln1.hook_normalized", "attn_in[7]"),
-        ("blocks.7.ln2.hook_normalized", "mlp_in[7]"), ("blocks.7.attn.hook_q", "q[7]"),
+        ("blocks.7.hook_mlp_out", "mlp_out[7]"), ("blocks.7.attn.hook_q", "q[7]"),
         ("blocks.7.attn.hook_k", "k[7]"), ("blocks.7.attn.hook_v", "v[7]"), ("blocks.12.attn.hook_z", "z[12]"),
         ("blocks.0.mlp.hook_post", "neurons[0]"),
+        ("embed.hook_out", "embed"), ("blocks.7.hook_in", "resid_pre[7]"), ("blocks.7.hook_out", "resid_post[7]"),
+        ("blocks.7.ln1.hook_out", "attn_in[7]"), ("blocks.7.ln2.hook_out", "mlp_in[7]"),
+        ("ln_final.hook_out", "final_norm"),
     ],
 )  # fmt: skip
 def test_transformer_lens_names(alias, name):
-    assert pc.site(alias) == pc.site(name)
+    assert pc.site(alias) == pc.site(f" {alias} ") == pc.site(name)
     assert str(pc.site(alias)) == name
     assert Program.of((), f"{alias} @ prompt[-1]").capture[0] == pc.Capture(name, "prompt[-1]")
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [
+        ("token_embeddings", "embed"), ("layers_input[0]", "resid_pre[0]"), ("layers_output[12]", "resid_post[12]"),
+        ("layers_output[3:5]", "resid_post[3:5]"), ("layers_output", "resid_post"), ("layers_output[-1]", "resid_post[-1]"),
+        ("attentions_input[::2]", "attn_in[::2]"), ("attentions_output[ 4 ]", "attn_out[4]"), ("mlps_input[4]", "mlp_in[4]"),
+        ("mlps_output[4:]", "mlp_out[4:]"), ("ln_final", "final_norm"), ("logits", "logits"),
+    ],
+)  # fmt: skip
+def test_nnterp_names(alias, name):
+    assert pc.site(alias) == pc.site(f" {alias} ") == pc.site(name)
+    assert str(pc.site(alias)) == name
+    assert Program.of((), f"{alias} @ prompt[-1]").capture[0] == pc.Capture(name, "prompt[-1]")
+    assert Program.of(pc.Zero(alias)).fingerprint == Program.of(pc.Zero(name)).fingerprint
+    assert pc.From("a", alias) == pc.From("a", name)
+
+
+@pytest.mark.parametrize(("sites", "count"), [(TRANSFORMER_LENS, 17), (NNTERP, 9)])
+def test_every_alias_names_a_site_and_takes_what_it_takes(sites, count):
+    assert len(sites) == count
+    for alias, name in sites.items():
+        layered = "{l}" in alias or (sites is NNTERP and SITES[name].layered)
+        assert layered == SITES[name].layered
+        assert alias not in ELSEWHERE
+        written = alias.format(l=3) if "{l}" in alias or not layered else f"{alias}[3]"
+        assert pc.site(written) == pc.Site(name, 3 if layered else None)
+
+
+def test_differences_are_of_aliases_and_families_that_there_are():
+    for difference in DIFFERENCES:
+        assert set(difference.aliases) <= TRANSFORMER_LENS.keys() | NNTERP.keys()
+        assert set(difference.families) <= {family.name for family in FAMILIES}
 
 
 def test_at_carries_tokens_into_any_op():
@@ -369,6 +406,18 @@ ERRORS = [
     (lambda: pc.site("resid_post[x]"), pc.ProgramError, "'x' is neither a number nor a range such as 8:12"),
     (lambda: pc.site("resid_post[1"), pc.ProgramError,
      "'resid_post[1' is not a site; write it as 'resid_post[12]' or 'z[5, 3]'"),
+    (lambda: pc.site("blocks.7.ln1.hook_normalized"), pc.UnknownName,
+     "blocks.7.ln1.hook_normalized is the row divided by its size, before the norm's weight: use attn_in[7], which is "
+     "after it"),
+    (lambda: pc.site(" ln_final.hook_normalized"), pc.UnknownName,
+     "ln_final.hook_normalized is the row divided by its size, before the norm's weight: use final_norm, which is after it"),
+    (lambda: pc.Zero("blocks.0.attn.hook_rot_k"), pc.UnknownName,
+     "at: blocks.0.attn.hook_rot_k is after rotary embedding: use k[0], which is before it"),
+    (lambda: pc.site("attention_probabilities[3]"), pc.UnknownName,
+     "attention_probabilities[3] are attention weights, which a fused kernel never makes: use q, k and z"),
+    (lambda: pc.site("mlps[2]"), pc.UnknownName,
+     "mlps[2] is a module, not a tensor: use mlps_input or mlps_output, or mlp_in and mlp_out"),
+    (lambda: pc.site("mlps_output[1, 2]"), pc.ProgramError, "mlp_out takes a layer only; it has no second index"),
     (lambda: pc.site(3), pc.ProgramError, "a site is pc.resid_post[12] or 'resid_post[12]', not int 3"),
     (lambda: pc.resid_post[8:4:-1], pc.ProgramError, "a range counts upwards: step -1 is not at least 1"),
     # tokens

@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from patchclamp import __version__
-from patchclamp.cli import demo, doctor, sites, sweep
+from patchclamp.cli import demo, doctor, parity, sites, sweep
 from patchclamp.cli.console import complain
 from patchclamp.errors import PatchclampError
 
@@ -29,6 +29,7 @@ app = typer.Typer(
 )
 app.command("sweep")(sweep.sweep)
 app.command("sites")(sites.sites)
+app.command("parity")(parity.parity)
 app.command("doctor")(doctor.doctor)
 app.command("demo")(demo.demo)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from patchclamp.errors import ProgramError, UnknownName, unknown
+from patchclamp.spec.aliases import NNTERP, elsewhere, hook
 
 if TYPE_CHECKING:
     from patchclamp.spec.tokens import Tokens
@@ -42,28 +43,6 @@ SITES: dict[str, Kind] = {
     "final_norm": Kind(layered=False),
     "logits": Kind(layered=False),
 }
-
-# TransformerLens 2's hook names, as (pattern, site); the layer is the pattern's group.
-_TRANSFORMER_LENS = {
-    "hook_embed": "embed",
-    "ln_final.hook_normalized": "final_norm",
-    "blocks.{l}.hook_resid_pre": "resid_pre",
-    "blocks.{l}.hook_resid_mid": "resid_mid",
-    "blocks.{l}.hook_resid_post": "resid_post",
-    "blocks.{l}.hook_attn_out": "attn_out",
-    "blocks.{l}.hook_mlp_out": "mlp_out",
-    "blocks.{l}.ln1.hook_normalized": "attn_in",
-    "blocks.{l}.ln2.hook_normalized": "mlp_in",
-    "blocks.{l}.attn.hook_q": "q",
-    "blocks.{l}.attn.hook_k": "k",
-    "blocks.{l}.attn.hook_v": "v",
-    "blocks.{l}.attn.hook_z": "z",
-    "blocks.{l}.mlp.hook_post": "neurons",
-}
-ALIASES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(re.escape(pattern).replace(r"\{l\}", r"(?P<layer>\d{1,9})")), name)
-    for pattern, name in _TRANSFORMER_LENS.items()
-)
 
 
 class Range(msgspec.Struct, frozen=True):
@@ -183,24 +162,28 @@ def parse_index(text: str) -> Index | None:
 
 
 def site(text: Site | str) -> Site:
-    """A site from its text form, a TransformerLens hook name, or a site itself."""
+    """A site from its text form, from its name in TransformerLens or nnterp (`spec.aliases`), or a site itself.
+
+    Raises `UnknownName`, which of a name of theirs that is no site of ours says what to use instead.
+    """
     if isinstance(text, Site):
         return text
     if not isinstance(text, str):
         raise ProgramError(f"a site is pc.resid_post[12] or 'resid_post[12]', not {type(text).__name__} {text!r}")
-    for pattern, name in ALIASES:
-        if found := pattern.fullmatch(text.strip()):
-            layer = found.groupdict().get("layer")
-            return Site(name, None if layer is None else int(layer))
+    if hooked := hook(text.strip()):
+        return Site(*hooked)
+    if other := elsewhere(text.strip()):
+        raise UnknownName(other)
     found = _BRACKETS.fullmatch(text)
     if found is None:
         raise ProgramError(f"{text!r} is not a site; write it as 'resid_post[12]' or 'z[5, 3]'")
-    if found["name"] not in SITES:
-        raise unknown("site", found["name"], SITES)
+    name = NNTERP.get(found["name"], found["name"])
+    if name not in SITES:
+        raise unknown("site", name, SITES)
     keys = [] if found["keys"] is None else found["keys"].split(",")
     if len(keys) > 2:
         raise ProgramError(f"{text!r}: a site takes a layer and at most one index")
-    return Site(found["name"], *(parse_index(key) for key in keys))
+    return Site(name, *(parse_index(key) for key in keys))
 
 
-__all__ = ["ALIASES", "SITES", "At", "Index", "Kind", "Range", "Site", "UnknownName", "parse_index", "site", "whole"]
+__all__ = ["SITES", "At", "Index", "Kind", "Range", "Site", "UnknownName", "parse_index", "site", "whole"]

@@ -1,6 +1,8 @@
 """ASK: questions made of many runs. One function to one frozen result; they know an `LM`, never vLLM."""
 
+from patchclamp.studies.parity import parity
+from patchclamp.studies.parity_result import Parity
 from patchclamp.studies.patch_sweep import patch_sweep
 from patchclamp.studies.sweep_result import Cell, Column, PatchSweep
 
-__all__ = ["Cell", "Column", "PatchSweep", "patch_sweep"]
+__all__ = ["Cell", "Column", "Parity", "PatchSweep", "parity", "patch_sweep"]

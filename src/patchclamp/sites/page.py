@@ -1,0 +1,228 @@
+"""The page `docs/sites.md`, made from the tables: `python -m patchclamp.sites.page > docs/sites.md`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from patchclamp.sites.families import Family, Row, Size, Tap
+from patchclamp.sites.remarks import BACKEND, Engine, raw
+from patchclamp.sites.tables import FAMILIES
+from patchclamp.spec.aliases import DIFFERENCES, ELSEWHERE, NNTERP, TRANSFORMER_LENS, Difference
+from patchclamp.spec.site import SITES
+
+ENGINES: tuple[Engine, ...] = ("transformers", "vllm")
+TITLES = {"transformers": "Transformers", "vllm": "vLLM"}
+MEANINGS = {
+    "embed": ("[T, D]", "what the token embedding puts into the stream, scaled where the model scales it"),
+    "resid_pre": ("[T, D]", "the whole residual stream before a layer"),
+    "resid_mid": ("[T, D]", "the stream between attention and MLP"),
+    "resid_post": ("[T, D]", "the stream after a layer; `resid_post[l]` is `resid_pre[l+1]`"),
+    "attn_in": ("[T, D]", "the normed input of attention"),
+    "attn_out": ("[T, D]", "what attention adds to the stream"),
+    "mlp_in": ("[T, D]", "the normed input of the MLP"),
+    "mlp_out": ("[T, D]", "what the MLP adds to the stream"),
+    "q": ("[T, H, E]", "queries before rotary embedding, after their norm where there is one"),
+    "k": ("[T, K, E]", "keys, likewise"),
+    "v": ("[T, K, E]", "values"),
+    "z": ("[T, H, E]", "each head's result before the output projection"),
+    "neurons": ("[T, M]", "MLP activations before the down projection"),
+    "router": ("[T, X]", "routing logits of a mixture of experts"),
+    "final_norm": ("[T, D]", "the normed last stream"),
+    "logits": ("[N, V]", "next-token logits, as the sampler receives them"),
+}
+COUNTS: dict[Size, str] = {"D": "D", "V": "V", "Q": "H·E", "K": "K·E", "Z": "H·E", "M": "M", "X": "X"}
+
+HEAD = """# Sites, family by family
+
+<!-- made by `make docs` from src/patchclamp/sites; a test says whether it is up to date -->
+
+Where each site lies on both engines, what a raw hook at that place would have returned, and what TransformerLens and
+nnterp call it. `patchclamp sites MODEL` proves these places on a live model; `patchclamp parity MODEL` compares both
+engines at each of them.
+
+T positions of a request · N generated tokens · D model width · H query heads · K key/value heads · E head size (Ev of
+a value, where it differs) · M MLP width · X experts · V vocabulary · l a layer, from 0
+
+{sites}
+
+**How to read the tables.** A place is a module and its input or output. Arguments are counted from 0, and "arguments
+1 + 2" is their sum. Columns are half-open. *Replicated* tensors are whole on every worker under tensor parallel; of
+*sharded* ones each worker has some of the heads or neurons, and patchclamp puts them together.
+
+**What holds for every raw hook.** On Transformers it sees a padded batch, [B, T, D]; here you get the rows of one
+request. On vLLM it sees one step: the rows of many requests one after the other, [rows, D], of each perhaps only a
+chunk of the prompt or one new token, and nothing of what came from the prefix cache. It does not run at all when a CUDA
+graph is replayed, and kernels that come later may write into the tensor it was given. `logits` are read from what the
+model returns, not at a module.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    families = [_section(family) for family in FAMILIES]
+    meaning = _table(("site", "shape", "what it is"), ([f"`{word}`", *MEANINGS[word]] for word in SITES))
+    contents = [f"- [{family.name}](#{family.name}): {', '.join(family.architectures)}" for family in FAMILIES]
+    parts = [HEAD.format(sites=meaning), "## Families\n", "\n".join(contents) + "\n", *families, _aliases()]
+    return "\n".join(parts)
+
+
+# -- a family
+
+
+def _section(family: Family) -> str:
+    words = [word for word in SITES if word in family.sites]
+    rows = ([f"`{word}`", _shape(family, word), _layout(family, word),
+             *(_where(family, word, engine) for engine in ENGINES)] for word in words)  # fmt: skip
+    table = _table(("site", "shape", "tensor parallel", "on Transformers", "on vLLM"), rows)
+    parts = [f"### {family.name}\n", _about(family), table, "", "**A raw hook would have returned**\n", _hooks(family)]
+    if family.lacks:
+        parts += ["", "**Not there**\n", *(f"- `{word}`: {why}" for word, why in family.lacks.items())]
+    named = [difference for difference in DIFFERENCES if family.name in difference.families]
+    if named:
+        parts += ["", "**Names that are another tensor elsewhere**\n", *(f"- {_told(each, False)}" for each in named)]
+    return "\n".join(parts) + "\n"
+
+
+def _about(family: Family) -> str:
+    told = [", ".join(f"`{name}`" for name in family.architectures) + "."]
+    if family.needs:
+        told.append("Only with " + " and ".join(f"`{name}={value}`" for name, value in family.needs.items()) + ".")
+    if family.name in BACKEND:
+        told.append("vLLM runs it through its Transformers backend: rows are [1, rows, D].")
+    return " ".join(told) + "\n"
+
+
+def _hooks(family: Family) -> str:
+    """A line for all words of which the same is to be said; of what is as in the first family, only that."""
+    texts, first = _texts(family), _texts(FAMILIES[0])
+    alike = [word for word, text in texts.items() if family is not FAMILIES[0] and first.get(word) == text]
+    groups: dict[tuple[str, str], list[str]] = {}
+    for word, text in texts.items():
+        if word not in alike:
+            groups.setdefault(text, []).append(word)
+    lines = [f"- {_words(words)}: {_sides(*text)}" for text, words in groups.items()]
+    if alike:
+        lines.append(f"- {_words(alike)}: as for [{FAMILIES[0].name}](#{FAMILIES[0].name})")
+    return "\n".join(lines)
+
+
+def _texts(family: Family) -> dict[str, tuple[str, str]]:
+    return {word: (raw(family, word, "transformers"), raw(family, word, "vllm"))
+            for word in SITES if word in family.sites}  # fmt: skip
+
+
+def _sides(ours: str, theirs: str) -> str:
+    if ours == theirs:
+        return f"{ours}."
+    return f"*Transformers*: {ours}. *vLLM*: {theirs}."
+
+
+def _shape(family: Family, word: str) -> str:
+    shape = MEANINGS[word][0]
+    own = family.points[family.sites[word][0]].width == "Z"
+    return shape.replace("E]", "Ev]") if own else shape
+
+
+def _layout(family: Family, word: str) -> str:
+    row: Row = family.points[family.sites[word][0]]
+    if row.layout == "sharded":
+        return "sharded by neuron" if word == "neurons" else "sharded by head"
+    return row.layout
+
+
+def _where(family: Family, word: str, engine: Engine) -> str:
+    kind, shift = family.sites[word]
+    row: Row = family.points[kind]
+    some = {"all": "", "dense": "; layers with an ordinary MLP", "sparse": "; layers with experts"}[row.layers]
+    tap: Tap = getattr(row, engine)
+    if word == "logits":
+        return "the model's `logits`" if engine == "transformers" else "`compute_logits`"
+    if not row.per_layer:
+        return _border(tap, tap.module) + some
+    if not SITES[word].layered:
+        return _border(tap, tap.module.replace("{l}", "0")) + some
+    if not shift:
+        return _border(tap, tap.module) + some
+    last: Tap = getattr(family.points[f"{kind}_end"], engine)
+    return f"{_border(tap, tap.module.replace('{l}', '{l+1}'))}; after the last layer {_border(last, last.module)}"
+
+
+def _border(tap: Tap, module: str) -> str:
+    told = f"`{module}` {'input' if tap.moment == 'in' else 'output'}"
+    if tap.residual is not None:
+        told += f", arguments {tap.hidden} + {tap.residual}"
+    elif tap.moment == "in" and tap.hidden:
+        told += f", argument {tap.hidden}"
+    if tap.of and tap.mixed:
+        told += f", the {('first', 'second', 'last')[tap.part]} third of each head's columns"
+    elif tap.of:
+        told += f", columns [{_sum(tap.of[: tap.part])}, {_sum(tap.of[: tap.part + 1])})"
+    return told + (f", times `{tap.scale}`" if tap.scale else "")
+
+
+def _sum(sizes: tuple[Size, ...]) -> str:
+    """(Q, K, K) as (H+2K)·E."""
+    queries, keys = sizes.count("Q"), sizes.count("K")
+    terms = ["H"] * queries + ([f"{keys if keys > 1 else ''}K"] if keys else [])
+    return "0" if not terms else f"{terms[0]}·E" if len(terms) == 1 else f"({'+'.join(terms)})·E"
+
+
+# -- names
+
+
+def _aliases() -> str:
+    ours = [[f"`{word}`", _listed(TRANSFORMER_LENS, word), _listed(NNTERP, word)] for word in SITES]
+    theirs = [[f"`{alias}`", f"`{_layered(site)}`"] for alias, site in TRANSFORMER_LENS.items()]
+    nnterp = [[f"`{_layered(alias)}`", f"`{_layered(site)}`"] for alias, site in NNTERP.items()]
+    refused = [[f"`{name}`", why.replace("{l}", "l")] for name, why in ELSEWHERE.items()]
+    return "\n".join([
+        "## Names in TransformerLens and nnterp\n",
+        "These names are read wherever a site's text is, and stand for our site on every engine: "
+        '`pc.site("layers_output[12]")` is `pc.resid_post[12]`. nnterp\'s take layers and ranges as ours do '
+        "(`layers_output[3:5]`). What is printed, saved or sent is our name.\n",
+        "### From ours\n", _table(("ours", "TransformerLens", "nnterp"), ours), "",
+        "### From nnterp's\n", _table(("nnterp", "ours"), nnterp), "",
+        "### From TransformerLens'\n", _table(("TransformerLens", "ours"), theirs), "",
+        "### Where they are another tensor\n",
+        "TransformerLens' numbers are ours where its weights are not processed (`from_pretrained_no_processing`, or "
+        "`TransformerBridge`). Its other ways of loading fold norms and biases into the weights and centre them, which "
+        "changes the stream, `attn_out`, `mlp_out`, `v` and `z`.\n",
+        *(f"- {_told(difference)}" for difference in DIFFERENCES), "",
+        "### Names that are no site\n",
+        "Asking for one is an error that says this.\n", _table(("name", "it"), refused), "",
+    ])  # fmt: skip
+
+
+def _listed(names: dict[str, str], word: str) -> str:
+    return ", ".join(f"`{_layered(alias) if names is NNTERP else alias}`" for alias, site in names.items()
+                     if site == word) or "–"  # fmt: skip
+
+
+def _layered(name: str) -> str:
+    """With its layer, where it takes one."""
+    return f"{name}[l]" if SITES[NNTERP.get(name, name)].layered else name
+
+
+def _told(difference: Difference, families: bool = True) -> str:
+    where = f" on {_words(difference.families)}" if families and difference.families else ""
+    return f"{_words(difference.aliases)}{where}: {difference.what}."
+
+
+# -- Markdown
+
+
+def _words(words: Iterable[str]) -> str:
+    return ", ".join(f"`{word}`" for word in words)
+
+
+def _table(head: tuple[str, ...], rows: Iterable[Iterable[str]]) -> str:
+    def lines() -> Iterator[str]:
+        yield f"| {' | '.join(head)} |"
+        yield "|" + "---|" * len(head)
+        yield from (f"| {' | '.join(row)} |" for row in rows)
+
+    return "\n".join(lines())
+
+
+if __name__ == "__main__":
+    print(page(), end="")

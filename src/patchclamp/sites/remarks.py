@@ -1,0 +1,133 @@
+"""What a raw hook where a site lies would have returned on each engine, and why that is not the site: from the tables'
+own facts, and what the tables do not say of some families."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from patchclamp.sites.families import Family, Tap
+
+Engine = Literal["transformers", "vllm"]
+
+BACKEND = ("olmo2", "gpt_neox")  # which vLLM runs through its Transformers backend
+POST_NORMED = ("gemma2", "gemma3", "olmo2")
+
+_ITSELF = "the site itself"
+_ONE_WORKER = "of this worker's heads only under tensor parallel"
+_INPUT = {
+    "z": "the site is the output projection's input. A hook on attention sees what the projection made, in which heads "
+         f"are mixed; one before the projection has what is there {_ONE_WORKER}",
+    "neurons": "the site is the down projection's input. A hook on the MLP sees what the projection made, in which "
+               "neurons are mixed; one before the projection has what is there of this worker's neurons only under "
+               "tensor parallel",
+}  # fmt: skip
+_CHOSEN = {
+    "transformers": "a tuple of logits, weights and chosen experts. The choice is made already, so that changed logits "
+                    "would change nothing: where the site is edited the router is run again on what was made of it",
+    "vllm": "the site itself. The experts are chosen by it in the fused kernel, which no hook reaches",
+}  # fmt: skip
+_SCALED = {  # of `embed`: what the module of that name returns
+    ("gemma2", "vllm"): "`embed_tokens` returns the embedding before it is scaled by √D; the site is after",
+    ("gemma3", "vllm"): "`embed_tokens` returns the embedding before it is scaled by √D; the site is after",
+    ("granite", "vllm"): "`embed_tokens` returns the embedding before `embedding_multiplier`; the site is after",
+    ("granite", "transformers"): "`embed_tokens` returns the embedding before `embedding_multiplier`; the site is "
+                                 "after",
+}  # fmt: skip
+_CAPPED = {
+    "gemma2": "are capped (`final_logit_softcapping`)", "gemma3": "are capped, if the config caps them",
+    "granite": "are divided by `logits_scaling`",
+}  # fmt: skip
+
+
+def raw(family: Family, word: str, engine: Engine) -> str:
+    """What a plain hook would see, for one site word of a family on an engine."""
+    kind, _ = family.sites[word]
+    tap: Tap = getattr(family.points[kind], engine)
+    if word == "logits":
+        return _logits(family, engine)
+    if word in _INPUT:
+        return _INPUT[word]
+    if word == "router":
+        return _CHOSEN[engine if tap.again or engine == "vllm" else "vllm"]
+    if word in ("q", "k", "v"):
+        return _projection(family, tap, engine)
+    if word in ("attn_out", "mlp_out"):
+        return _added(family, word, tap, engine)
+    if kind in ("stream", "mid", "embed"):
+        return _stream(family, word, tap, engine)
+    return _normed(family, word, engine)
+
+
+def paired(family: Family) -> bool:
+    """Whether vLLM carries this family's stream as two tensors."""
+    return family.points["stream"].vllm.residual is not None
+
+
+def _logits(family: Family, engine: Engine) -> str:
+    if family.name in _CAPPED:
+        return f"the head's logits before they {_CAPPED[family.name]}; the site is after"
+    if engine == "transformers":
+        return f"{_ITSELF}, of the positions that the call asked for"
+    return "under tensor parallel the head's logits lie split over the workers; the site is what the sampler receives"
+
+
+def _projection(family: Family, tap: Tap, engine: Engine) -> str:
+    normed = "norm" in tap.module
+    if tap.of and tap.mixed:
+        made = ["queries, keys and values interleaved head by head: [q, k, v] of the first head, then of the next"]
+    elif tap.of:
+        made = ["queries, keys and values side by side in one tensor"]
+    elif tap.by_head:
+        made = ["[B, H, T, E], heads before positions"]
+    else:
+        made = ["the site itself"]
+    if engine == "vllm" and family.name not in BACKEND and tap.of:
+        made.append("in a tuple with the bias")
+    if engine == "vllm":
+        made.append(_ONE_WORKER)
+    return ", ".join(made) + ("; one on the projection sees them before their norm" if normed else "")
+
+
+def _added(family: Family, word: str, tap: Tap, engine: Engine) -> str:
+    module, made = ("self_attn" if word == "attn_out" else "mlp"), []
+    hub = engine == "transformers" or family.name in BACKEND
+    if family.name in POST_NORMED:
+        made.append(f"`{module}` returns what it made before the norm that follows; the site is after that norm, what "
+                    "is added to the stream")  # fmt: skip
+    elif hub and word == "attn_out":
+        made.append("a tuple of the output and the attention weights; the first is the site")
+    elif tap.module.endswith("fc2"):
+        made.append((_ITSELF if hub else "a tuple with the bias") + "; there is no module for the whole MLP")
+    elif hub and family.name == "gpt_oss":
+        made.append("a tuple of the output and the router's scores; the first is the site")
+    if tap.scale:
+        made = [part.replace("the site", "what the site is made of") for part in made]
+        made.append(f"the stream gets it times `{tap.scale}`, and the site is that product")
+    if engine == "vllm" and paired(family):
+        made.append(("" if made else f"{_ITSELF}, but ") + "the next norm writes the stream into this tensor, so that "
+                    "a reference kept by a hook shows other numbers later")  # fmt: skip
+    return "; ".join(made) or _ITSELF
+
+
+def _stream(family: Family, word: str, tap: Tap, engine: Engine) -> str:
+    if word == "embed" and (scaled := _SCALED.get((family.name, engine))):
+        return scaled
+    if word == "embed":
+        return "the embedding alone; the position's is added after it" if "embed" in family.points else _ITSELF
+    if tap.residual is None:
+        if tap.hidden:
+            return "a layer's first argument is the positions; its second is the site"
+        return _ITSELF
+    if word == "resid_mid":
+        return ("the norm is handed what attention added and the stream before that. Neither is the stream: it is "
+                "their sum, in fp32")  # fmt: skip
+    order = "(hidden, positions, residual)" if tap.hidden == 0 else "(positions, hidden, residual)"
+    return (f"a layer is handed {order} and returns (hidden, residual): what the last MLP added, and the stream before "
+            "that. Neither is the stream: it is their sum, in fp32")  # fmt: skip
+
+
+def _normed(family: Family, word: str, engine: Engine) -> str:
+    if engine == "vllm" and paired(family):
+        first = ", but a bare tensor in layer 0" if word == "attn_in" else ""
+        return f"a tuple of the normed rows and the stream{first}; the first is the site"
+    return _ITSELF

@@ -1,0 +1,215 @@
+"""Do two engines mean the same by a model's sites? Every site of every layer captured on both, and one edit at each.
+
+The reference runs first and is closed before the other starts, so that a GPU holds one model at a time; of it only rows
+are kept. Differences are ‖a − b‖₂ / ‖b‖₂ of a row, b the reference's; a site's is its worst row's.
+
+    T positions · W width of a site · V vocabulary
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import patchclamp as pc
+from patchclamp.studies.parity_result import Bounds, Parity, SiteParity
+
+PROMPTS = ("The capital of France is", "When John and Mary went to the store, John gave a drink to")
+ENGINES = ("transformers", "vllm")
+SHARED = ("trust_remote_code", "skip_tokenizer_init")  # options that say how a model is read: for both engines
+# In bf16 and fp16 each engine rounds at places of its own what a layer makes. On a CPU SmolLM2's worst rows (30 layers)
+# were 0.09 and 0.007 apart, edits 0.47 and 0.055, log-probabilities 0.09 and 0.006 (in fp32: 2e-5, 7e-5, 8e-6); the
+# bounds are twice that. A site that is the wrong tensor shows at that too (it is off by 1), a subtle one only in fp32.
+BOUNDS = {
+    "float32": Bounds(rows=1e-4, edit=1e-3, logprobs=1e-3),
+    "float16": Bounds(rows=1.5e-2, edit=1.2e-1, logprobs=2e-2),
+    "bfloat16": Bounds(rows=2e-1, edit=1.0, logprobs=2e-1),
+}
+
+
+def parity(
+    model: str,
+    *,
+    dtype: str = "float32",
+    prompts: Sequence[Any] = PROMPTS,
+    tolerance: float | None = None,
+    max_tokens: int = 4,
+    engines: tuple[str, str] = ENGINES,
+    tell: Callable[[str], None] = lambda what: None,
+    **options: Any,
+) -> Parity:
+    """Runs `prompts` as one batch on both `engines` and compares every site that the model's table promises.
+
+    `tolerance`: of rows (`BOUNDS` by dtype, unless given); `max_tokens`: how many tokens are generated, so that steps
+    of one token are compared too, as far as both engines choose the same. `options` are the second engine's, by its own
+    names; what says how the model is read goes to the first as well. `tell` hears what is being done.
+
+    Raises: `ProgramError` for a dtype without bounds or no prompts, and whatever an engine's start raises.
+    """
+    bounds = _bounds(dtype, tolerance)
+    prompts = list(prompts)
+    if not prompts or isinstance(prompts[0], (int, np.integer)):
+        raise pc.ProgramError("a list of prompts is needed, each text or token ids", "prompts")
+    shared = {name: value for name, value in options.items() if name in SHARED}
+    tell(f"running {model} on {engines[0]} …")
+    theirs = _observe(model, engines[0], {"dtype": dtype, **shared}, prompts, max_tokens, None)
+    tell(f"running {model} on {engines[1]} …")
+    ours = _observe(model, engines[1], {"dtype": dtype, **options}, prompts, max_tokens, theirs.edits)
+    return _compared(model, ours, theirs, bounds)
+
+
+class _Kept(NamedTuple):
+    """A prompt's run, as plain data: rows [T, W] by place, of positions in order."""
+
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: np.ndarray
+    rows: dict[str, np.ndarray]
+
+
+class _Seen(NamedTuple):
+    """What an engine did. `edits`: for each site the place and the vector [W] added there; `moved`: by how much that
+    changed the next token's logits [V]."""
+
+    model: Any
+    kept: list[_Kept]
+    edits: dict[str, tuple[str, np.ndarray]]
+    moved: dict[str, np.ndarray]
+
+
+def _observe(
+    model: str, engine: str, options: dict[str, Any], prompts: list[Any], max_tokens: int, edits: Any
+) -> _Seen:
+    """Everything of one engine, which is gone afterwards."""
+    if engine == "fake":
+        options = {name: value for name, value in options.items() if name != "dtype"}
+    with pc.LM(model, engine, prove=False, **options) as lm:
+        names = [pc.Site(name) for name in lm.sites.names]
+        runs = lm.run(prompts, max_tokens=max_tokens, capture=names)
+        for run in runs:
+            run.answer  # noqa: B018  raises the run's own error
+        kept = [_kept(lm, run) for run in runs]
+        edits = edits or {name: _edit(lm, name, kept[0]) for name in lm.sites.names}
+        seen = _Seen(lm.model, kept, edits, _moves(lm, kept[0].prompt, edits))
+        del runs
+    del lm
+    _free()
+    return seen
+
+
+def _free() -> None:
+    """Gives back what a closed engine held, before the next one measures the memory that is left."""
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _kept(lm: pc.LM, run: Any) -> _Kept:
+    rows = {str(place): _flat(run[str(place)]) for place in lm.sites.places()}
+    return _Kept(run.prompt_token_ids, run.token_ids, np.array(run.logprobs, np.float64), rows)
+
+
+def _flat(rows: Any) -> np.ndarray:
+    """[T, W], heads one after the other."""
+    found = np.asarray(rows, np.float32)
+    return found.reshape(len(found), -1)
+
+
+def _edit(lm: pc.LM, name: str, kept: _Kept) -> tuple[str, np.ndarray]:
+    """The middle place of a site, and a push as large as its last row there, in a direction that no norm removes."""
+    places = lm.sites.resolve(pc.Site(name))
+    place = str(places[len(places) // 2])
+    row = kept.rows[place][0 if name == "logits" else len(kept.prompt) - 1].astype(np.float64)
+    signs = np.where(np.arange(len(row)) * 2654435761 % 7 < 3, 1.0, -1.0)
+    return place, (max(float(np.sqrt(np.mean(row**2))), 1e-3) * signs).astype(np.float32)
+
+
+def _moves(lm: pc.LM, prompt: list[int], edits: Mapping[str, tuple[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """How far each edit of the prompt's last token moves the next token's logits, [V]; all in one batch."""
+    here = {name: edit for name, edit in edits.items() if name in lm.sites.names}
+    programs = [[], *([pc.Add(vector, at=place, tokens=pc.prompt[-1])] for place, vector in here.values())]
+    at = pc.logits @ pc.prompt[-1]
+    plain, *rest = lm.run([prompt] * len(programs), max_tokens=1, edits=programs, capture=[at])
+    logits = _flat(plain["logits"])[0].astype(np.float64)
+    return {name: _flat(run["logits"])[0] - logits for name, run in zip(here, rest, strict=True)}
+
+
+# -- comparing
+
+
+def _bounds(dtype: str, tolerance: float | None) -> Bounds:
+    if dtype not in BOUNDS:
+        raise pc.ProgramError(f"no tolerances for {dtype!r}; there are: {', '.join(BOUNDS)}", "dtype")
+    bounds = BOUNDS[dtype]
+    if tolerance is not None and not tolerance > 0:
+        raise pc.ProgramError(f"a number above 0 is needed, not {tolerance!r}", "tolerance")
+    return bounds if tolerance is None else Bounds(float(tolerance), bounds.edit, bounds.logprobs)
+
+
+def _compared(model: str, ours: _Seen, theirs: _Seen, bounds: Bounds) -> Parity:
+    common = [_common(a, b) for a, b in zip(ours.kept, theirs.kept, strict=True)]
+    gaps = [_gaps(a, b, n) for a, b, n in zip(ours.kept, theirs.kept, common, strict=True)]
+    worst = {place: max(gap[place] for gap in gaps) for place in gaps[0]}
+    here, there = ours.kept[0].rows.keys(), theirs.kept[0].rows.keys()
+    logprobs = [
+        _largest(a.logprobs[:n] - b.logprobs[:n]) for a, b, n in zip(ours.kept, theirs.kept, common, strict=True)
+    ]
+    return Parity(
+        model=model, family=theirs.model.family, dtype=theirs.model.dtype,
+        engines=(f"{ours.model.engine} {ours.model.version}", f"{theirs.model.engine} {theirs.model.version}"),
+        prompts=len(common), positions=sum(_positions(b, n) for b, n in zip(theirs.kept, common, strict=True)),
+        alike=(sum(common), sum(len(kept.tokens) for kept in theirs.kept)), bounds=bounds,
+        sites=tuple(_site(name, worst, ours, theirs) for name in theirs.edits if name in ours.moved),
+        only=tuple(sorted(_names(here) ^ _names(there))), gaps=worst, logprobs=max(logprobs),
+    )  # fmt: skip
+
+
+def _names(places: Any) -> set[str]:
+    return {place.partition("[")[0] for place in places}
+
+
+def _common(a: _Kept, b: _Kept) -> int:
+    """How many generated tokens two runs begin with alike."""
+    same = [x == y for x, y in zip(a.tokens, b.tokens, strict=False)]
+    return same.index(False) if False in same else len(same)
+
+
+def _positions(kept: _Kept, common: int) -> int:
+    """How many positions have the same tokens up to them; the last token was never an input."""
+    return len(kept.prompt) + min(common, len(kept.tokens) - 1)
+
+
+def _gaps(a: _Kept, b: _Kept, common: int) -> dict[str, float]:
+    """By place, the worst row among positions whose tokens both runs have alike."""
+    positions = {place: (common + 1 if place == "logits" else _positions(b, common)) for place in a.rows}
+    return {place: apart(a.rows[place][:n], b.rows[place][:n]) for place, n in positions.items() if place in b.rows}
+
+
+def apart(ours_TW: np.ndarray, theirs_TW: np.ndarray) -> float:
+    """The largest ‖a − b‖₂ / ‖b‖₂ over rows; infinite where one has no number, or other rows."""
+    if ours_TW.shape[1:] != theirs_TW.shape[1:] or not len(ours_TW) or not len(theirs_TW):
+        return float("inf")
+    n = min(len(ours_TW), len(theirs_TW))
+    a_TW, b_TW = ours_TW[:n].astype(np.float64), theirs_TW[:n].astype(np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        gap_T, size_T = np.linalg.norm(a_TW - b_TW, axis=1), np.linalg.norm(b_TW, axis=1)
+        return _largest(np.where(gap_T == 0, 0.0, gap_T / size_T))
+
+
+def _largest(numbers: np.ndarray) -> float:
+    """The largest absolute value; infinite if one is not a number, 0 of none."""
+    return float(np.nan_to_num(np.abs(numbers), nan=np.inf, posinf=np.inf).max(initial=0.0))
+
+
+def _site(name: str, worst: Mapping[str, float], ours: _Seen, theirs: _Seen) -> SiteParity:
+    mine = {place: gap for place, gap in worst.items() if place.partition("[")[0] == name}
+    moved = _largest(theirs.moved[name])
+    gap = _largest(ours.moved[name] - theirs.moved[name]) / max(1.0, moved)
+    return SiteParity(
+        name, tuple(mine), max(mine.values()), max(mine, key=mine.__getitem__), theirs.edits[name][0], moved, gap
+    )

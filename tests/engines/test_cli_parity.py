@@ -1,0 +1,22 @@
+"""`patchclamp parity` on the small real model: both engines loaded, every site of every layer, an edit at each."""
+
+import json
+
+from typer.testing import CliRunner
+
+from patchclamp.cli.app import app
+
+
+def test_smollm2_means_the_same_on_both_engines():
+    options = ("enforce_eager=true", "max_model_len=256", "kv_cache_memory_bytes=67108864", "block_size=32")
+    given = [word for option in options for word in ("--option", option)]
+    done = CliRunner().invoke(app, ["parity", "smollm2", *given, "--max-tokens", "2", "--json"])
+    told = json.loads(done.stdout)
+    assert (done.exit_code, told["holds"], told["problems"]) == (0, True, [])
+    assert [engine.split()[0] for engine in told["engines"]] == ["vllm", "transformers"]
+    assert (told["model"], told["dtype"], told["prompts"], told["alike"]) == ("smollm2", "float32", 2, [4, 4])
+    sites = {site["name"]: site for site in told["sites"]}
+    assert len(sites) == 15
+    assert all(len(site["places"]) == (30 if "[" in site["worst_at"] else 1) for site in sites.values())
+    assert all(site["moved"] > 0.1 for site in sites.values())
+    assert 0 < max(max(site["places"].values()) for site in sites.values()) <= 1e-4

@@ -1,0 +1,109 @@
+"""docs/sites.md: up to date with the tables, complete, and true to what the tables say."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from patchclamp.sites.page import MEANINGS, page
+from patchclamp.sites.remarks import BACKEND, POST_NORMED, raw
+from patchclamp.sites.tables import FAMILIES
+from patchclamp.spec.aliases import ELSEWHERE, NNTERP, TRANSFORMER_LENS
+from patchclamp.spec.site import SITES
+
+FILE = Path(__file__).parents[2] / "docs" / "sites.md"
+PAGE = page()
+
+
+def section(name: str) -> str:
+    return re.split(r"\n(?=##)", PAGE.partition(f"\n### {name}\n")[2])[0]
+
+
+def row(family: str, word: str) -> list[str]:
+    """The cells of a site's row: name, shape, layout, Transformers, vLLM."""
+    (line,) = [line for line in section(family).splitlines() if line.startswith(f"| `{word}` |")]
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def told(family: str, word: str) -> str:
+    """What is said of a raw hook there."""
+    lines = section(family).partition("**A raw hook")[2].partition("**Not there")[0].splitlines()
+    (line,) = [line for line in lines if f"`{word}`" in line.partition(": ")[0]]
+    return line.partition(": ")[2]
+
+
+def test_the_file_is_up_to_date():
+    assert FILE.read_text(encoding="utf-8") == PAGE, "the site tables have changed: run make docs"
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_every_site_of_every_family_is_there_once(family):
+    assert MEANINGS.keys() == SITES.keys()
+    for word in SITES:
+        if word in family.sites:
+            assert len(row(family.name, word)) == 5
+            assert told(family.name, word)
+            assert raw(family, word, "transformers")
+            assert raw(family, word, "vllm")
+        else:
+            assert f"- `{word}`: {family.lacks[word]}" in section(family.name)
+    for architecture in family.architectures:
+        assert f"`{architecture}`" in section(family.name)
+
+
+def test_families_that_remarks_name_are_there():
+    assert {*BACKEND, *POST_NORMED} <= {family.name for family in FAMILIES}
+
+
+def test_places_are_those_of_the_tables():
+    assert row("llama", "resid_post")[3:] == [
+        "`model.layers.{l+1}` input; after the last layer `model.norm` input",
+        "`model.layers.{l+1}` input, arguments 1 + 2; after the last layer `model.norm` input, arguments 0 + 1",
+    ]
+    assert row("llama", "v")[1:] == [
+        "[T, K, E]", "sharded by head", "`model.layers.{l}.self_attn.v_proj` output",
+        "`model.layers.{l}.self_attn.qkv_proj` output, columns [(H+K)·E, (H+2K)·E)",
+    ]  # fmt: skip
+    assert row("llama", "q")[4].endswith("columns [0, H·E)")
+    assert row("llama", "k")[4].endswith("columns [H·E, (H+K)·E)")
+    assert row("llama", "embed")[3] == "`model.layers.0` input"
+    assert row("gpt2", "embed")[3] == "`transformer.wte` output"
+    assert row("gpt_neox", "v")[3].endswith("query_key_value` output, the last third of each head's columns")
+    assert row("granite", "mlp_out")[3].endswith("`model.layers.{l}.mlp` output, times `residual_multiplier`")
+    assert row("granite", "resid_pre")[4].endswith("input, argument 1")
+    assert row("qwen3_moe", "router")[3] == "`model.layers.{l}.mlp.gate` output; layers with experts"
+    assert row("deepseek", "z")[1] == "[T, H, Ev]"
+    assert row("mixtral", "logits")[3:] == ["the model's `logits`", "`compute_logits`"]
+
+
+def test_what_a_raw_hook_would_have_returned():
+    assert "a layer is handed (positions, hidden, residual) and returns (hidden, residual)" in told(
+        "llama", "resid_pre"
+    )
+    assert "it is their sum" in told("llama", "resid_mid")
+    assert "a tuple of the output and the attention weights" in told("llama", "attn_out")
+    assert "side by side in one tensor, in a tuple with the bias" in told("llama", "k")
+    assert "*Transformers*: queries, keys and values side by side" in told("phi3", "q")
+    assert "before their norm" in told("qwen3", "q")
+    assert "heads before positions" in told("gemma3", "k")
+    assert "before the norm that follows" in told("gemma2", "mlp_out")
+    assert "times `residual_multiplier`" in told("granite", "attn_out")
+    assert "interleaved head by head" in told("gpt_neox", "v")
+    assert "a tuple of the output and the attention weights" in told("gpt_neox", "attn_out")
+    assert "(hidden, positions, residual)" in told("gpt_oss", "resid_pre")
+    assert "The choice is made already" in told("mixtral", "router")
+    assert "√D" in told("gemma2", "embed")
+    assert told("deepseek", "resid_post") == "as for [llama](#llama)"
+
+
+def test_aliases_are_there_in_both_directions():
+    names = PAGE.partition("## Names in TransformerLens and nnterp")[2]
+    ours, _, theirs = names.partition("### From nnterp's")
+    for alias, site in (TRANSFORMER_LENS | NNTERP).items():
+        layer = "[l]" if SITES[site].layered else ""
+        shown = alias + layer if alias in NNTERP else alias
+        (line,) = [line for line in ours.splitlines() if line.startswith(f"| `{site}` |")]
+        assert f"`{shown}`" in line
+        assert f"| `{shown}` | `{site}{layer}` |" in theirs
+    for name in ELSEWHERE:
+        assert f"| `{name}` |" in theirs
