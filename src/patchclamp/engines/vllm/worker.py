@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 from patchclamp.engines.vllm import shared
-from patchclamp.engines.vllm.compat import configuration
+from patchclamp.engines.vllm.compat import backend, configuration
 from patchclamp.engines.vllm.compat import runner as compat
 from patchclamp.engines.vllm.compat.addresses import Watch
 from patchclamp.engines.vllm.compat.graphs import Graphs, fusions_of, lacks_a_body
@@ -38,6 +38,7 @@ def attach(worker: Any) -> None:
     assert config is not None
     configuration.check(worker.vllm_config)
     runner, kind = compat.runner_of(worker)
+    backend.share(runner.get_model(), worker.vllm_config)
     with torch.inference_mode(False):  # what is made here is written in steps and in calls alike
         worker.patchclamp = Attached(worker, runner, kind, msgspec.convert(config["limits"], Limits))
     compat.on_sleep(worker, too_deep)
