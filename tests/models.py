@@ -94,6 +94,15 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     # `scoring_func` as the real checkpoints say: Transformers knows no other, and vLLM's default is softmax
     "deepseek_v3": ("deepseek_v3", dict(_LATENT, q_lora_rank=64, topk_method="noaux_tc", scoring_func="sigmoid")),
 }  # fmt: skip
+# of architectures without a site table; vLLM runs the first three through its Transformers backend
+UNTABLED: dict[str, tuple[str, dict]] = {
+    "starcoder2": ("starcoder2", dict(_GROUPED, sliding_window=None)),
+    "phi": ("phi", dict(_PLAIN, intermediate_size=256)),
+    "flex_olmo": ("flex_olmo", dict(_GROUPED, num_experts=4, num_experts_per_tok=2)),
+    "nemotron": ("nemotron", _GROUPED),
+    "bloom": ("bloom", _PLAIN),
+    "glm4": ("glm4", _GROUPED),
+}
 
 
 def of_family(folder: Path, name: str, seed: int = 0, **changed) -> str:
@@ -102,7 +111,7 @@ def of_family(folder: Path, name: str, seed: int = 0, **changed) -> str:
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    kind, config = FAMILIES[name]
+    kind, config = (FAMILIES | UNTABLED)[name]
     torch.manual_seed(seed)
     net = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**config, **changed}), dtype=torch.float32)
     with torch.no_grad():

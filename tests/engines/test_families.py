@@ -20,6 +20,7 @@ from patchclamp.spec.site import SITES
 from ..models import FAMILIES, of_family
 from .test_parity import worst_row
 
+pytestmark = pytest.mark.usefixtures("inspected_here")
 EAGER = {"enforce_eager": True, "max_model_len": 128, "block_size": 32, "kv_cache_memory_bytes": 1 << 26}
 IDS = {"dtype": "float32", "skip_tokenizer_init": True}
 PROMPTS = [list(range(5, 25)), list(range(100, 112))]
@@ -51,7 +52,7 @@ def opened(name: str, folder: str, **options) -> Pair:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def pair(request, tmp_path_factory):
+def pair(request, tmp_path_factory, inspected_here):
     made = opened(request.param, of_family(tmp_path_factory.mktemp(request.param), request.param))
     yield made
     made.lm.close()
@@ -143,7 +144,11 @@ def everything_is_equal(pair: Pair) -> None:
     promised = [name for name in SITES if name not in LACKS[pair.name]]
     assert pair.lm.sites.names == pair.hub.sites.names == promised
     assert pair.lm.sites.withdrawn == pair.hub.sites.withdrawn == {}
-    ours, theirs = (m.run(PROMPTS, capture=[pc.Site(n) for n in promised], **SAMPLED) for m in (pair.lm, pair.hub))
+    rows_are_equal(pair, promised)
+
+
+def rows_are_equal(pair: Pair, names: list[str]) -> None:
+    ours, theirs = (m.run(PROMPTS, capture=[pc.Site(n) for n in names], **SAMPLED) for m in (pair.lm, pair.hub))
     for a, b in zip(ours, theirs, strict=True):
         assert a.token_ids == b.token_ids
         for place in map(str, pair.lm.sites.places()):
@@ -159,8 +164,8 @@ def every_edit_is_equal(pair: Pair) -> None:
     A difference of logits is made of rounded logits: what they differ by without edits, some 5 ulp of their length on
     either engine, is no part of what an edit does.
     """
-    base = pair.hub.run(PROMPTS[0], max_tokens=1, capture=[pc.Site(name) for name in pair.hub.sites.names])
-    edits = pushes(pair.hub, base)
+    base = pair.hub.run(PROMPTS[0], max_tokens=1, capture=[pc.Site(name) for name in pair.lm.sites.names])
+    edits = pushes(pair.lm, base)
     asked = [[], *([op] for op in edits)]
     ours, theirs = (
         torch.cat([run["logits"] for run in m.run([PROMPTS[0]] * len(asked), edits=asked, max_tokens=1,

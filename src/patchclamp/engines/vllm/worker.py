@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 
 from patchclamp.engines.vllm import shared
+from patchclamp.engines.vllm.architecture import site_map
 from patchclamp.engines.vllm.compat import backend, configuration
 from patchclamp.engines.vllm.compat import runner as compat
 from patchclamp.engines.vllm.compat.addresses import Watch
@@ -23,13 +24,6 @@ from patchclamp.runtime import Limits, Runtime, addresses
 from patchclamp.runtime.op import at_work
 from patchclamp.runtime.step import HostStep
 from patchclamp.runtime.taps import attach as attach_taps
-from patchclamp.sites import SiteMap, family_of, sizes_of
-
-
-def site_map(vllm_config: Any) -> SiteMap:
-    """The site map of an engine's model; the same in the front end and in every worker."""
-    facts = configuration.model_facts(vllm_config)
-    return SiteMap(family_of(facts["architectures"], facts["config"]), sizes_of(facts["config"], facts["d_vocab"]))
 
 
 def attach(worker: Any) -> None:

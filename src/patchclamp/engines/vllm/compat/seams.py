@@ -62,6 +62,10 @@ SEAMS: dict[str, Seam] = {
         Seam("v2 dispatch", _V2 + "dispatch_cg_and_sync_dp", "choose no graph (V2)", ("num_reqs",)),
         Seam("block keys", _CORE + "kv_cache_utils:generate_block_hash_extra_keys", "key edited blocks",
              ("request", "start_token_idx", "end_token_idx", "start_mm_idx")),
+        Seam("backend", "vllm.config:ModelConfig.using_transformers_backend", "know whose modules a model has",
+             checked=("0.32.0",)),
+        Seam("decorated", "vllm.compilation.wrapper:TorchCompileWithNoGuardsWrapper", "share Transformers' classes",
+             checked=("0.32.0",)),
         Seam("cache search", _CORE + "kv_cache_manager:KVCacheManager.get_computed_blocks", "compute what is captured",
              ("request",)),
     )
