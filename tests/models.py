@@ -1,4 +1,4 @@
-"""Models for GPU checks, made on the spot: a real model's shape with few layers and random weights."""
+"""Models made on the spot, with random weights: real shapes with few layers for GPU checks, tiny ones of every family."""
 
 from __future__ import annotations
 
@@ -60,3 +60,68 @@ def with_words(path: str, size: int) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=made, unk_token="<unk>", bos_token="<s>", eos_token="</s>", clean_up_tokenization_spaces=False
     ).save_pretrained(path)
+
+
+# -- tiny models of every family, for the CPU
+
+_PLAIN = dict(hidden_size=128, num_hidden_layers=3, num_attention_heads=4, vocab_size=512, max_position_embeddings=512,
+              bos_token_id=1, eos_token_id=2, pad_token_id=0)  # fmt: skip
+_GROUPED = dict(**_PLAIN, intermediate_size=256, num_key_value_heads=2, head_dim=32)
+_EXPERTS = dict(**_GROUPED, num_experts_per_tok=2, moe_intermediate_size=64)
+# vLLM's latent attention is made for these sizes
+_LATENT = dict(_EXPERTS, num_key_value_heads=4, head_dim=64, kv_lora_rank=512, qk_nope_head_dim=128,
+               qk_rope_head_dim=64, v_head_dim=128, n_group=1, topk_group=1, n_routed_experts=4, n_shared_experts=1,
+               first_k_dense_replace=1)  # fmt: skip
+# by family: the Transformers model type, and its config; windows are shorter than the tests' prompts
+FAMILIES: dict[str, tuple[str, dict]] = {
+    "llama": ("llama", _GROUPED),
+    "mistral": ("mistral", dict(_GROUPED, sliding_window=8)),
+    "qwen2": ("qwen2", _GROUPED),
+    "qwen3": ("qwen3", _GROUPED),
+    "gemma2": ("gemma2", dict(_GROUPED, query_pre_attn_scalar=32, sliding_window=8)),
+    "gemma3": ("gemma3_text", dict(_GROUPED, query_pre_attn_scalar=32, sliding_window=8)),
+    "gpt2": ("gpt2", _PLAIN),
+    "gpt_neox": ("gpt_neox", dict(_PLAIN, intermediate_size=256)),
+    "opt": ("opt", dict(_PLAIN, ffn_dim=256, word_embed_proj_dim=128)),
+    "phi3": ("phi3", _GROUPED),
+    "olmo2": ("olmo2", _GROUPED),
+    "granite": ("granite", dict(_GROUPED, residual_multiplier=0.22, embedding_multiplier=12.0, logits_scaling=4.0,
+                                attention_multiplier=0.2)),
+    "mixtral": ("mixtral", dict(_GROUPED, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)),
+    "qwen3_moe": ("qwen3_moe", dict(_EXPERTS, num_experts=4, mlp_only_layers=[1])),
+    "gpt_oss": ("gpt_oss", dict(_GROUPED, head_dim=64, num_local_experts=4, num_experts_per_tok=2, sliding_window=8)),
+    "deepseek_v2": ("deepseek_v2", dict(_LATENT, q_lora_rank=None, topk_method="greedy")),
+    # `scoring_func` as the real checkpoints say: Transformers knows no other, and vLLM's default is softmax
+    "deepseek_v3": ("deepseek_v3", dict(_LATENT, q_lora_rank=64, topk_method="noaux_tc", scoring_func="sigmoid")),
+}  # fmt: skip
+# of architectures without a site table; vLLM runs the first three through its Transformers backend
+UNTABLED: dict[str, tuple[str, dict]] = {
+    "starcoder2": ("starcoder2", dict(_GROUPED, sliding_window=None)),
+    "phi": ("phi", dict(_PLAIN, intermediate_size=256)),
+    "flex_olmo": ("flex_olmo", dict(_GROUPED, num_experts=4, num_experts_per_tok=2)),
+    "nemotron": ("nemotron", _GROUPED),
+    "bloom": ("bloom", _PLAIN),
+    "glm4": ("glm4", _GROUPED),
+}
+
+
+def of_family(folder: Path, name: str, seed: int = 0, **changed) -> str:
+    """A folder with a tiny model of a family, fp32, its weights random: matrices all alike, the rest (norms, biases)
+    near what they start from."""
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    kind, config = (FAMILIES | UNTABLED)[name]
+    torch.manual_seed(seed)
+    net = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**config, **changed}), dtype=torch.float32)
+    with torch.no_grad():
+        for weights in net.parameters():
+            if weights.dim() > 1:
+                weights.normal_(std=0.1)
+            else:
+                weights.add_(torch.randn_like(weights), alpha=0.1)
+        for place, bias in net.named_buffers():
+            if place.endswith("e_score_correction_bias"):
+                bias.normal_(std=0.1)
+    net.save_pretrained(folder)
+    return str(folder)

@@ -77,6 +77,17 @@ def tiny(tmp_path_factory) -> str:
     return with_weights(tmp_path_factory.mktemp("tiny"), "8b", 3, **TINY)
 
 
+@pytest.fixture(scope="module")
+def inspected_here():
+    """vLLM looks at a model class it has not seen before in a process of its own, so as not to start CUDA: seven seconds
+    each, and here is no CUDA."""
+    from vllm.model_executor.models import registry
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_run_in_subprocess", lambda look: look())
+        yield
+
+
 @pytest.fixture(scope="session")
 def alone(smollm2, shortened):
     """`alone("float32", compiled=True)` runs `PROMPTS` on stock vLLM without the plugin and on patchclamp without a

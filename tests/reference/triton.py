@@ -85,7 +85,7 @@ def records(
                     int(rng.integers(1 << 31)),
                     int(rng.integers(1 << 62)),
                 )
-                x, y = 0.0, rng.choice([0.0, 0.1, 3.0])
+                x, y = 4.0 * rng.integers(0, 5), rng.choice([0.0, 0.1, 3.0])
             else:
                 large = [0.25, 0.35, 0.22, 0.18, 0.0] if sums else [0.25, 0.35, 0.2, 0.18, 0.02]
                 x, y = rng.choice([0.0, 1.0, 0.5, -2.0, 0.25 if coded else 3e38], 2, p=large)

@@ -47,6 +47,7 @@ def records(draw: np.random.Generator, kinds: list[int]) -> tuple[np.ndarray, np
                 value, x, y = ordinal, float(draw.integers(0, 3)), 0.0
             elif kind == NOISE:
                 value, other, step = draw.integers(1 << 31), draw.integers(1 << 62), step * (PROJECT in kinds)
+                x = 4.0 * draw.integers(0, 5)
             elif kind == PROJECT:
                 x, y, step = min(x, y), max(x, y), 0
             if kind != CAPTURE and draw.random() < 0.3:
@@ -132,7 +133,9 @@ def by_definition(
         return np.where(within, made, s), largest
     width, x, y = len(s), float(record["x"]), float(record["y"])
     if record["kind"] == NOISE:
-        e = y * noise.normals(int(record["other"]), position, int(record["value"]), width).astype(np.float64)
+        first = int(record["x"])
+        drawn = noise.normals(int(record["other"]), position, int(record["value"]), first + width)[first:]
+        e = y * drawn.astype(np.float64)
         many = width if within is None else within.sum()
         return s + e * (np.sqrt((s * s).sum() / many) if record["step"] else 1.0), max(largest, np.abs(e).max())
     begin, other = record["value"] + (position - record["start"]) * record["step"] * width, record["other"]

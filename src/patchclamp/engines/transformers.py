@@ -24,7 +24,8 @@ from patchclamp.runtime import Limits, Runtime
 from patchclamp.runtime.op import at_work
 from patchclamp.runtime.step import HostStep
 from patchclamp.runtime.taps import attach
-from patchclamp.sites import SiteMap, family_of, sizes_of
+from patchclamp.sites import SiteMap, family_of, has_table, sizes_of
+from patchclamp.sites.untabled import untabled
 
 OPTIONS = (
     "dtype",
@@ -76,7 +77,8 @@ class TransformersEngine:
             NoTokenizer() if skip_tokenizer_init else HubTokenizer.load(name, trust_remote_code=trust_remote_code)
         )
         config = self._net.config
-        family = family_of(config.architectures, config)
+        tabled = has_table(config.architectures)
+        family = family_of(config.architectures, config) if tabled else untabled(config, trust_remote_code)
         self.sites = SiteMap(family, sizes_of(config))
         kind, longest = str(self._net.dtype).removeprefix("torch."), max_model_len or config.max_position_embeddings
         self.model = Model(

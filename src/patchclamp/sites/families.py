@@ -55,7 +55,8 @@ class Row(msgspec.Struct, frozen=True):
 
 class Family(msgspec.Struct, frozen=True):
     """Model classes that share one table. `sites` maps a word to (kind of point, layers to shift by); `lacks` says of
-    every other word why it is not there; `needs`: what a config must say for the table to be about it."""
+    every other word why it is not there; `needs`: what a config must say for the table to be about it; `backend`: on
+    vLLM the table is of the modules that its Transformers backend makes; `tabled`: not if made of a module tree."""
 
     name: str
     architectures: tuple[str, ...]
@@ -63,6 +64,8 @@ class Family(msgspec.Struct, frozen=True):
     sites: dict[str, tuple[str, int]]
     lacks: dict[str, str] = {}
     needs: dict[str, Any] = {}
+    backend: bool = False
+    tabled: bool = True
 
 
 class Sizes(msgspec.Struct, frozen=True):

@@ -11,13 +11,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from patchclamp.sites.sums import unexplained
 from patchclamp.spec import Add, From, Replace, Site, prompt
 
 LENGTH = 4  # tokens of the proof's prompt
 
 
 class Proof(msgspec.Struct, frozen=True):
-    """The proofs of one site word over all its layers. `note` names the first layer that fails, and how."""
+    """The proofs of one site word over all its layers. `note` names the first layer that fails, and how; `adds`: where
+    the table was made of modules, what is read is what the stream gains."""
 
     name: str
     layers: int | None
@@ -27,10 +29,11 @@ class Proof(msgspec.Struct, frozen=True):
     noop: bool
     edit: bool
     note: str = ""
+    adds: bool = True
 
     @property
     def holds(self) -> bool:
-        return self.shape and self.noop and self.edit
+        return self.shape and self.noop and self.edit and self.adds
 
 
 def prove(lm: Any) -> list[Proof]:
@@ -46,7 +49,8 @@ def prove(lm: Any) -> list[Proof]:
         for name in names
     }
     moved = _moved(lm, ids, base, names)
-    return [_proof(lm, base, name, noop[name], moved) for name in names]
+    wrong = {} if lm.sites.family.tabled else unexplained(lm, base)
+    return [_proof(lm, base, name, noop[name], moved, wrong.get(name, "")) for name in names]
 
 
 _LOGITS = Site("logits") @ prompt[-1]
@@ -96,7 +100,7 @@ def _logits(run: Any) -> np.ndarray:
     return np.asarray(run["logits"])
 
 
-def _proof(lm: Any, base: Any, name: str, noop: bool, moved: dict[str, bool]) -> Proof:
+def _proof(lm: Any, base: Any, name: str, noop: bool, moved: dict[str, bool], unexplained: str) -> Proof:
     places = lm.sites.resolve(Site(name))
     point = lm.sites.points[places[0].point]
     rows = 1 if name == "logits" else LENGTH
@@ -105,6 +109,7 @@ def _proof(lm: Any, base: Any, name: str, noop: bool, moved: dict[str, bool]) ->
     notes = [f"{wrong[0]} has shape {list(base[str(wrong[0])].shape)} or is not finite"] if wrong else []
     notes += ["writing back what was read changes the logits"] if not noop else []
     notes += [f"an edit at {still[0]} does not move the logits"] if still else []
+    notes += [unexplained] if unexplained else []
     layers = None if places[0].layer is None else len(places)
     layout = lm.sites.family.points[point.kind].layout
-    return Proof(name, layers, point.width, layout, not wrong, noop, not still, "; ".join(notes))
+    return Proof(name, layers, point.width, layout, not wrong, noop, not still, "; ".join(notes), not unexplained)

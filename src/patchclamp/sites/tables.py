@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from patchclamp.errors import ModelError
 from patchclamp.sites.families import Family, Row, Size, Tap
 
@@ -75,6 +77,11 @@ def without(family: Family, name: str, architectures: str, why: dict[str, str], 
     sites = {word: place for word, place in ALL.items() if word not in why}
     kept = {kind: each for kind, each in (family.points | points).items() if kind not in why or kind in points}
     return Family(name, tuple(architectures.split()), kept, sites, why)
+
+
+def on_backend(family: Family) -> Family:
+    """A family whose vLLM taps are of the modules that the Transformers backend makes."""
+    return msgspec.structs.replace(family, backend=True)
 
 
 # vLLM hands a layer (positions, hidden, residual): the stream is hidden + residual; a fused norm's two inputs are what
@@ -195,14 +202,14 @@ OPT = Family(
 )
 
 # through vLLM's Transformers backend: the same modules, below `model`, with merged projections, on rows [1, T, D]
-OLMO2 = without(
+OLMO2 = on_backend(without(
     LLAMA, "olmo2", "Olmo2ForCausalLM",
     NO_EXPERTS | {"attn_in": "its attention reads the stream itself, resid_pre",
                   "mlp_in": "its MLP reads the stream itself, resid_mid"},
     stream=same(L, "in"), mid=same(MLP, "in"), **NORMED,
     attn_out=same(L + ".post_attention_layernorm"), mlp_out=same(L + ".post_feedforward_layernorm"),
     **end(NORM),
-)  # fmt: skip
+))  # fmt: skip
 _N, _M = "gpt_neox.layers.{l}", "model.layers.{l}"
 
 
@@ -228,11 +235,17 @@ GPT_NEOX = Family(
     lacks=NO_EXPERTS
     | {"resid_mid": "attention and MLP both read the stream before the layer, and none is between them"},
     needs={"use_parallel_residual": True},
+    backend=True,
 )
 
 FAMILIES: tuple[Family, ...] = (
     LLAMA, QWEN3, PHI3, GEMMA2, GEMMA3, GRANITE, OLMO2, GPT2, OPT, GPT_NEOX, MIXTRAL, QWEN3_MOE, GPT_OSS, DEEPSEEK,
 )  # fmt: skip
+
+
+def has_table(architectures: list[str] | tuple[str, ...] | None) -> bool:
+    """Whether some family's table lists one of a config's `architectures`."""
+    return any(set(family.architectures) & set(architectures or ()) for family in FAMILIES)
 
 
 def family_of(architectures: list[str] | tuple[str, ...] | None, config: Any = None) -> Family:

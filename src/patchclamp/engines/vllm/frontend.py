@@ -25,10 +25,11 @@ from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
 from patchclamp.engines.vllm import plugin, shared
 from patchclamp.engines.vllm.adapters import Adapters
 from patchclamp.engines.vllm.answers import Growing
+from patchclamp.engines.vllm.architecture import site_map
 from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.compat.seams import require, version
 from patchclamp.engines.vllm.report import running
-from patchclamp.engines.vllm.worker import site_map, too_deep
+from patchclamp.engines.vllm.worker import too_deep
 from patchclamp.engines.vllm.workers import Workers
 from patchclamp.errors import CapacityError, EngineError, PatchclampError, ProgramError, RunError, unknown, unpack
 from patchclamp.kernels.code import check_outside

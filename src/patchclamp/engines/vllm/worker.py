@@ -12,7 +12,8 @@ import safetensors.torch
 import torch
 
 from patchclamp.engines.vllm import shared
-from patchclamp.engines.vllm.compat import configuration, lora
+from patchclamp.engines.vllm.architecture import site_map
+from patchclamp.engines.vllm.compat import backend, configuration, lora
 from patchclamp.engines.vllm.compat import runner as compat
 from patchclamp.engines.vllm.compat.addresses import Watch
 from patchclamp.engines.vllm.compat.attention import after as after_attention
@@ -24,17 +25,6 @@ from patchclamp.runtime import Limits, Runtime, addresses
 from patchclamp.runtime.op import at_work
 from patchclamp.runtime.step import HostStep
 from patchclamp.runtime.taps import attach as attach_taps
-from patchclamp.sites import SiteMap, family_of, sizes_of
-
-
-def site_map(vllm_config: Any) -> SiteMap:
-    """The site map of an engine's model; the same in the front end and in every worker."""
-    facts = configuration.model_facts(vllm_config)
-    return SiteMap(
-        family_of(facts["architectures"], facts["config"]),
-        sizes_of(facts["config"], facts["d_vocab"]),
-        facts["tensor_parallel"],
-    )
 
 
 def attach(worker: Any) -> None:
@@ -43,6 +33,7 @@ def attach(worker: Any) -> None:
     assert config is not None
     configuration.check(worker.vllm_config)
     runner, kind = compat.runner_of(worker)
+    backend.share(runner.get_model(), worker.vllm_config)
     with torch.inference_mode(False):  # what is made here is written in steps and in calls alike
         worker.patchclamp = Attached(worker, runner, kind, msgspec.convert(config["limits"], Limits))
     compat.on_sleep(worker, too_deep)

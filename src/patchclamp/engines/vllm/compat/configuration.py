@@ -121,6 +121,7 @@ def model_facts(vllm_config: Any) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "max_model_len": model.max_model_len,
         "max_num_seqs": vllm_config.scheduler_config.max_num_seqs,
+        "trust_remote_code": model.trust_remote_code,
     }
 
 

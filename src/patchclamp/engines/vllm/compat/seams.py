@@ -66,6 +66,10 @@ SEAMS: dict[str, Seam] = {
              ("request", "start_token_idx", "end_token_idx", "start_mm_idx")),
         Seam("adapters", "vllm.lora.model_manager:LoRAModelManager.set_adapter_mapping", "run adapters",
              ("mapping",), ("0.32.0",)),
+        Seam("backend", "vllm.config:ModelConfig.using_transformers_backend", "know whose modules a model has",
+             checked=("0.32.0",)),
+        Seam("decorated", "vllm.compilation.wrapper:TorchCompileWithNoGuardsWrapper", "share Transformers' classes",
+             checked=("0.32.0",)),
         Seam("cache search", _CORE + "kv_cache_manager:KVCacheManager.get_computed_blocks", "compute what is captured",
              ("request",)),
     )

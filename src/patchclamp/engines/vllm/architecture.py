@@ -1,0 +1,39 @@
+"""Which site table an engine's model has: its family's, or one made of its modules, if those are Transformers' own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from patchclamp.engines.vllm.compat import backend, configuration
+from patchclamp.errors import ModelError
+from patchclamp.sites import Family, SiteMap, family_of, has_table, sizes_of
+from patchclamp.sites.untabled import untabled
+
+ASK = 'model_impl="transformers" has vLLM run Transformers\' own class, for which a table can be made of its modules'
+
+
+def site_map(vllm_config: Any) -> SiteMap:
+    """The site map of an engine's model; the same in the front end and in every worker."""
+    facts = configuration.model_facts(vllm_config)
+    sizes = sizes_of(facts["config"], facts["d_vocab"])
+    return SiteMap(_family(vllm_config, facts), sizes, facts["tensor_parallel"])
+
+
+def _family(vllm_config: Any, facts: dict[str, Any]) -> Family:
+    architectures, config = facts["architectures"], facts["config"]
+    if not backend.used(vllm_config):
+        try:
+            family = family_of(architectures, config)
+        except ModelError as error:
+            raise ModelError(str(error) if has_table(architectures) else f"{error}. {ASK}") from None
+        if family.backend:
+            raise ModelError(f"the table of {family.name} models is for vLLM's Transformers backend. {ASK}")
+        return family
+    if has_table(architectures):
+        family = family_of(architectures, config)
+        if family.backend:
+            return family
+    if backend.nested(vllm_config):
+        raise ModelError(f"no site table for {architectures}, and none can be made of a model within another")
+    with backend.outside(vllm_config):
+        return untabled(config, facts["trust_remote_code"])

@@ -1,0 +1,94 @@
+"""Decoders without a site table, which vLLM runs through its Transformers backend: what can be made of their modules is
+proved and equal to Transformers, and the rest is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import patchclamp as pc
+from patchclamp.errors import ModelError, UnsupportedSite
+
+from ..models import of_family
+from . import test_families
+from .test_families import EAGER, IDS, PROMPTS, every_edit_is_equal, rows_are_equal
+
+pytestmark = pytest.mark.usefixtures("inspected_here")
+STREAM = ["embed", "resid_pre", "resid_post"]
+WHOLE = [*STREAM, "attn_out", "mlp_out", "z", "neurons", "final_norm", "logits"]
+# what each has, and what its own name is for what it does not have
+HAS = {"starcoder2": WHOLE, "phi": WHOLE, "nemotron": WHOLE, "flex_olmo": [*STREAM, "z", "final_norm", "logits"],
+       "llama": WHOLE}  # fmt: skip
+THROUGH = {"model_impl": "transformers"}
+OPTIONS = {"nemotron": THROUGH, "llama": THROUGH}
+
+
+@pytest.fixture(scope="module", params=HAS)
+def pair(request, tmp_path_factory, inspected_here):
+    name = request.param
+    folder = of_family(tmp_path_factory.mktemp(name), name)
+    hub = pc.LM(folder, engine="transformers", **IDS)
+    lm = pc.LM(folder, engine="vllm", **IDS, **EAGER, **OPTIONS.get(name, {}))
+    yield test_families.Pair(name, lm, hub)
+    lm.close()
+    hub.close()
+
+
+def test_what_is_certain_is_equal(pair):
+    assert pair.lm.sites.names == HAS[pair.name]
+    if pair.name != "llama":  # of which Transformers has the table
+        assert pair.lm.model.family == pair.hub.model.family == f"{pair.lm.model.family.split()[0]} (no table)"
+        assert pair.hub.sites.names == HAS[pair.name]
+        assert pair.lm.sites.withdrawn == pair.hub.sites.withdrawn
+    rows_are_equal(pair, HAS[pair.name])
+    every_edit_is_equal(pair)
+
+
+def test_what_is_not_says_why(pair):
+    with pytest.raises(UnsupportedSite, match=r"q is not available on \w+ \(no table\) models: .* not known where"):
+        pair.lm.run(PROMPTS[0], capture=["q"])
+    if pair.name == "flex_olmo":  # which norms what it adds
+        for lm in pair.lm, pair.hub:
+            with pytest.raises(
+                UnsupportedSite, match=r"attn_out was not proved .* \+ mlp_out\[0\] is not resid_post\[0"
+            ):
+                lm.run(PROMPTS[0], capture=["attn_out"])
+            with pytest.raises(
+                UnsupportedSite, match=r"neurons is not available .*of down_proj, .*\(0: gate, experts\)"
+            ):
+                lm.run(PROMPTS[0], capture=["neurons"])
+
+
+def test_transformers_runs_models_of_the_class_that_vllm_decorated(pair):
+    with pc.LM(pair.hub.model.name, engine="transformers", **IDS) as other:
+        made = [lm.run(PROMPTS[0], max_tokens=1, capture=["logits"])["logits"] for lm in (other, pair.hub)]
+    assert torch.equal(*made)
+
+
+def test_a_class_of_vllms_own_needs_a_table(tmp_path):
+    with pytest.raises(ModelError, match=r"no site table for \['Nemotron.*tables for .*model_impl=\"transformers\""):
+        pc.LM(of_family(tmp_path, "nemotron"), engine="vllm", **IDS, **EAGER)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "withdrawn"),
+    [("bloom", "word_embeddings", ["embed", "attn_out", "mlp_out"]), ("glm4", "embed_tokens", ["attn_out", "mlp_out"])],
+)
+def test_what_does_not_add_up_is_withdrawn(tmp_path, name, place, withdrawn):
+    """BLOOM norms its embedding, and its modules add the stream to what they make; GLM-4 norms what it adds."""
+    with pc.LM(of_family(tmp_path, name), engine="transformers", **IDS) as lm:
+        assert list(lm.sites.withdrawn) == withdrawn
+        assert lm.sites.names == [word for word in WHOLE if word not in withdrawn]
+        assert "resid_pre[0] + attn_out[0] + mlp_out[0] is not resid_post[0]" in lm.sites.withdrawn["mlp_out"]
+        taps = {point.kind: tap.module for point, tap in lm.sites.taps("vllm")}
+        assert taps["embed"] == f"model.{place}"
+
+
+def test_compiled_too(tmp_path):
+    folder = of_family(tmp_path, "starcoder2", num_hidden_layers=2)
+    with (
+        pc.LM(folder, engine="transformers", **IDS) as hub,
+        pc.LM(folder, engine="vllm", **IDS, **{**EAGER, "enforce_eager": False}) as lm,
+    ):
+        rows_are_equal(test_families.Pair("starcoder2", lm, hub), WHOLE)
+        every_edit_is_equal(test_families.Pair("starcoder2", lm, hub))
