@@ -40,7 +40,7 @@ if kind == "stock":
     from vllm import LLM, SamplingParams
 
     llm = LLM(asked["model"], **options)
-    sampling = SamplingParams(temperature=0, max_tokens=6, logprobs=0, ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(temperature=0, max_tokens=asked["tokens"], logprobs=0, ignore_eos=True, detokenize=False)
     made = llm.generate([{"prompt_token_ids": ids} for ids in asked["prompts"]], sampling, use_tqdm=False)
     assert "patchclamp" not in sys.modules
     told["plain"] = [
@@ -72,7 +72,8 @@ else:
         return [[run.token_ids, [x.hex() for x in run.logprobs]] for run in runs]
 
     with pc.LM(asked["model"], engine="vllm", prove=False, **options) as lm:
-        width, greedy = lm.model.d_model, {"max_tokens": 6, "sampling": {"ignore_eos": True}}
+        width, greedy = lm.model.d_model, {"max_tokens": asked["tokens"], "sampling": {"ignore_eos": True}}
+        Counted.looked = 0
         told["plain"] = bits(lm.run(asked["prompts"], **greedy))
         told["taps, idle"] = Counted.looked
         seen = lm.run(asked["prompts"], capture=[pc.resid_post], **greedy)

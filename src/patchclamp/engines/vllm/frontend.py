@@ -248,6 +248,8 @@ class VllmEngine:
         taps = repr(site_map(config).taps("vllm")).encode()
         ours["taps"] = hashlib.sha256(taps).hexdigest()[:16]
         ours["limits"]["max_programs"] = 2 * configuration.model_facts(config)["max_num_seqs"]
+        if not self.remote:
+            configuration.share_groups(config)
         self._engine = LLMEngine(
             config, executor, log_stats=False,
             multiprocess_mode=separate,

@@ -94,6 +94,28 @@ def shut_down(engine: Any, alone: bool) -> None:
         engine.engine_core.shutdown()
 
 
+def share_groups(config: Any) -> None:
+    """vLLM makes a group for experts where the first model of a process has some; here for one that comes after others.
+
+    A lone worker in this process, that is: others have processes of their own.
+    """
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    owner, name = require("experts")
+    if not parallel_state.model_parallel_is_initialized() or getattr(owner, name) is not None:
+        return
+    if not getattr(config.model_config, "is_moe", False):
+        return
+    world = parallel_state.get_world_group()
+    with set_current_vllm_config(config):
+        made = parallel_state.init_model_parallel_group(
+            [[world.rank]], world.local_rank, torch.distributed.get_backend(world.device_group), group_name="ep"
+        )
+    setattr(owner, name, made)
+
+
 @contextmanager
 def _nothing(place: str) -> Iterator[None]:
     """A module's function does nothing within."""

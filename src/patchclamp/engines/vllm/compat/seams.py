@@ -70,6 +70,8 @@ SEAMS: dict[str, Seam] = {
              checked=("0.32.0",)),
         Seam("decorated", "vllm.compilation.wrapper:TorchCompileWithNoGuardsWrapper", "share Transformers' classes",
              checked=("0.32.0",)),
+        Seam("experts", "vllm.distributed.parallel_state:_EP", "run models with experts after others",
+             checked=("0.32.0",)),
         Seam("cache search", _CORE + "kv_cache_manager:KVCacheManager.get_computed_blocks", "compute what is captured",
              ("request",)),
     )
