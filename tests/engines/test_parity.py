@@ -9,6 +9,7 @@ import patchclamp as pc
 from ..reference.hooks import PlainModel
 from .conftest import PROMPTS
 
+
 def worst_row(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """The largest ‖a − b‖₂ / ‖b‖₂ over rows, heads one after the other."""
     ours, theirs = ours.flatten(1), theirs.flatten(1)
