@@ -15,6 +15,16 @@ SHAPES = {
     "135m": dict(hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3, head_dim=64,
                  vocab_size=49152, rope_theta=100000.0, max_position_embeddings=8192, tie_word_embeddings=True,
                  architectures=["LlamaForCausalLM"], model_type="llama", num_hidden_layers=30),
+    "gemma3": dict(hidden_size=5376, intermediate_size=21504, num_attention_heads=32, num_key_value_heads=16,
+                   head_dim=128, query_pre_attn_scalar=168, vocab_size=262208, sliding_window=64,
+                   max_position_embeddings=8192, tie_word_embeddings=True, architectures=["Gemma3ForCausalLM"],
+                   model_type="gemma3_text", num_hidden_layers=62,
+                   layer_types=["sliding_attention"] * 3 + ["full_attention"]),
+    "qwen3_moe": dict(hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_experts=128,
+                      num_experts_per_tok=8, norm_topk_prob=True, num_attention_heads=32, num_key_value_heads=4,
+                      head_dim=128, vocab_size=151936, rope_theta=1000000.0, max_position_embeddings=8192,
+                      tie_word_embeddings=False, architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe",
+                      num_hidden_layers=48),
 }  # fmt: skip
 # `inductor_compile_config`: Inductor times the kernels it could use, so that stock vLLM compiled twice need not agree with
 # itself.  Of Inductor's own variable, TORCHINDUCTOR_DETERMINISTIC, code compiled ahead of time knows nothing, and vLLM

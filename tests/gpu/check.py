@@ -22,7 +22,7 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.gpu import board, modes
+from tests.gpu import board, families, modes
 from tests.gpu.engines import COMPILED, fresh
 from tests.gpu.table import table
 
@@ -38,8 +38,11 @@ BESIDE = (
     "two runners",
 )
 HOW = modes.parts()  # how requests are run, and what of them others may reuse, in both dtypes
-TWO = ("tp2 eager", "tp2 graphs", "pp2 eager", "pp2 graphs", "tp2 graphs again", "pp2 graphs again")
+SITES = tuple(families.PARTS)
+TWO = ("tp2 eager", "tp2 graphs", "pp2 eager", "pp2 graphs", "tp2 graphs again", "pp2 graphs again",
+       *(part for part in SITES if "tp2" in part))  # fmt: skip
 ALONE = ("bounded", "v1 bounded", "sleep", "v1 sleep")  # they look at the memory of the whole GPU
+ONE = (*MODES, *BESIDE, *HOW, *(part for part in SITES if part not in TWO), *ALONE)
 MODELS = {"8b": Path("/tmp/model-8b-4"), "0.6b": Path("/tmp/model-0.6b-4")}
 SMALL = {"parity": Path("/tmp/model-135m-30"), "poison": Path("/tmp/model-135m-3")}
 
@@ -65,6 +68,8 @@ def carry_out(part: str) -> None:
         elif part == "kernel":
             corners.kernel(part)
             corners.drain("drain")
+        elif part in SITES:
+            families.sites(part)
         elif part in HOW:
             what = part.split()[0]
             {"parity": modes.parity, "poison": modes.poison}[what](part, str(SMALL[what]))
@@ -107,7 +112,7 @@ def in_a_process(part: str, folder: Path, seconds: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--parts", default=";".join((*MODES, *BESIDE, *HOW, *ALONE)), help="separated by semicolons")
+    parser.add_argument("--parts", default=";".join(ONE), help="separated by semicolons")
     parser.add_argument("--two", dest="parts", action="store_const", const=";".join(TWO), help="those for two GPUs")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     parser.add_argument("--at-once", type=int, default=3, help="parts that run at the same time")
@@ -133,7 +138,8 @@ def main() -> None:
         if f"{part} again" in parts:
             go(f"{part} again")
 
-    go("models")
+    if set(parts) - set(SITES):  # they make their own
+        go("models")
     with ThreadPoolExecutor(args.at_once) as pool:
         list(pool.map(go, [part for part in parts if part not in ALONE and not part.endswith(" again")]))
     for part in [part for part in parts if part in ALONE]:
