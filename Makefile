@@ -19,8 +19,8 @@ setup: $(READY)  ## make .venv with everything pinned in requirements/cpu.txt (P
 demo: setup  ## run the demo on the CPU, with the small real model, into out/demo
 	$(BIN)/patchclamp demo --out out/demo
 
-test: setup  ## run the tests
-	$(BIN)/python -m pytest
+test: setup  ## run the tests, in two processes, each file in one (an engine of its own takes memory)
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: setup  ## lint, formatting, types, and the rules of the package's structure
 	$(BIN)/ruff check .

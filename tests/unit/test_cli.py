@@ -243,7 +243,8 @@ class TestSites:
             names = lm.sites.names
         for name in names:
             (row,) = [line for line in output.splitlines() if line.startswith(f"{name} ")]
-            assert row.count("✓") == 3
+            assert (row.count("✓"), row.count("–")) in {(4, 1), (3, 2), (3, 3)}  # sums, layers and modules may be none
+            assert "✗" not in row
         assert f"all {len(names)} sites hold" in output
         assert "[T, 16]" in output
         assert "[N, 64]" in output
@@ -254,16 +255,25 @@ class TestSites:
         assert status == 0
         assert rows["resid_post"] == {
             "site": "resid_post", "layers": 2, "shape": "[T, 16]", "layout": "replicated", "module": "–",
-            "proofs": {"shape": True, "noop": True, "edit": True}, "holds": True, "note": "",
+            "proofs": {"shape": True, "noop": True, "edit": True, "adds": True}, "edits_tried": 2, "holds": True, "note": "",
         }  # fmt: skip
         assert rows["embed"]["layers"] is None
+        assert rows["q"]["proofs"]["adds"] is None
+
+    def test_edits_are_tried_in_three_layers_or_in_all(self):
+        for told, tried in (([], 3), (["--full"], 5)):
+            status, output = run("sites", "fake", "--engine", "fake", "--json", "--option", "layers=5", *told)
+            rows = {row["site"]: row["edits_tried"] for row in json.loads(output)}
+            assert (status, rows["z"], rows["logits"]) == (0, tried, 1)
+            _, shown = run("sites", "fake", "--engine", "fake", "--option", "layers=5", *told)
+            assert ("--full tries all" in shown) == (not told)
 
     def test_a_site_that_is_not_proved_is_status_1(self, monkeypatch):
         proofs = [
             Proof("resid_pre", 3, 16, "replicated", True, True, True),
             Proof("mlp_out", 3, 16, "replicated", True, False, True, "writing back [changes] the logits"),
         ]
-        monkeypatch.setattr(prover, "prove", lambda lm: proofs)
+        monkeypatch.setattr(prover, "prove", lambda lm, full: proofs)
         status, output = run("sites", "fake", "--engine", "fake")
         assert status == 1
         assert "mlp_out: writing back [changes] the logits" in output

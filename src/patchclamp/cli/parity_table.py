@@ -17,15 +17,15 @@ def show_table(console: Console, found: Parity) -> None:
     prompts = f"{found.prompts} prompt{'s' if found.prompts != 1 else ''}, {found.positions} positions"
     same, generated = found.alike
     console.print(Text(f"{prompts}; {same} of {generated} generated tokens alike"))
-    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("site", "layers", "worst row", "at", "first out", "edit at", "moves logits by", "otherwise by"):
-        table.add_column(name, overflow="fold", justify="right" if name[-2:] in ("rs", "ow", "by") else "left")
+    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("site", "layers", "worst row", "in layer", "out from", "edit in", "logits moved", "otherwise"):
+        table.add_column(name, justify="left" if name == "site" else "right", no_wrap=True)
     for site in found.sites:
         out, layered = found.leaves(site), "[" in site.worst_at
         table.add_row(
             site.name, str(len(site.places)) if layered else "–", _bounded(site.worst, out is None),
-            Text(site.worst_at), Text(out or "–"), Text(site.edit_at), f"{site.moved:.2g}",
-            _bounded(site.edit, found.moves(site)),
+            _layer(site.worst_at), "–" if out is None else _layer(out) if layered else "out", _layer(site.edit_at),
+            f"{site.moved:.2g}", _bounded(site.edit, found.moves(site)),
         )  # fmt: skip
     console.print(table)
     near = found.logprobs <= found.bounds.logprobs
@@ -51,5 +51,10 @@ def _show_verdict(console: Console, found: Parity) -> None:
         console.print(Text(f"all {len(found.sites)} sites are equal: {told}", style="green"), soft_wrap=True)
 
 
+def _layer(place: str) -> str:
+    """Of "z[5]" 5; of a site that is one for the model a dash."""
+    return place.partition("[")[2].rstrip("]") or "–"
+
+
 def _bounded(number: float, within: bool) -> Text:
-    return Text(f"{number:.1e}", style="green" if within else "bold red")
+    return Text(f"{number:.1e}" if number else "0", style="green" if within else "bold red")

@@ -15,11 +15,11 @@ from patchclamp.sites.prove import Proof
 if TYPE_CHECKING:
     from patchclamp.lm import LM
 
-PROOFS = {"shape": "shape", "noop": "no-op", "edit": "edit"}  # field of a proof, its column
+PROOFS = {"shape": "shape", "noop": "no-op", "edit": "edit", "adds": "sums"}  # field of a proof, its column
 
 
 def show_table(console: Console, lm: LM, proofs: Sequence[Proof]) -> None:
-    """One row a site, its three proofs as ticks, and why one fails."""
+    """One row a site, its proofs as ticks ("–": no sum is about it), and why one fails."""
     console.print(Text(repr(lm).strip("<>"), style="bold"))
     table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("site", "layers", "shape", "layout", "module"):
@@ -36,6 +36,10 @@ def show_table(console: Console, lm: LM, proofs: Sequence[Proof]) -> None:
         console.print(Text(f"{proof.name}: {proof.note or 'not proved'}", style="red"), soft_wrap=True)
     if not failed:
         console.print(Text(f"all {len(proofs)} sites hold", style="green"))
+    if any(proof.tried < (proof.layers or 1) for proof in proofs):
+        console.print(
+            Text("an edit was tried in the first, middle and last layer of each; --full tries all", style="dim")
+        )
 
 
 def show_json(console: Console, lm: LM, proofs: Sequence[Proof]) -> None:
@@ -44,7 +48,7 @@ def show_json(console: Console, lm: LM, proofs: Sequence[Proof]) -> None:
         {
             "site": proof.name, "layers": proof.layers, "shape": shape(proof), "layout": proof.layout,
             "module": module(lm, proof.name), "proofs": {field: getattr(proof, field) for field in PROOFS},
-            "holds": proof.holds, "note": proof.note,
+            "edits_tried": proof.tried, "holds": proof.holds, "note": proof.note,
         }
         for proof in proofs
     ]  # fmt: skip
@@ -66,5 +70,7 @@ def module(lm: LM, name: str) -> str:
     return f"{path}, {'input' if tap.moment == 'in' else 'output'}"
 
 
-def _tick(held: bool) -> Text:
+def _tick(held: bool | None) -> Text:
+    if held is None:
+        return Text("–", style="dim")
     return Text("✓", style="green") if held else Text("✗", style="bold red")

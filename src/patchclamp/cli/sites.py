@@ -16,9 +16,10 @@ def sites(
     engine: Engine = None,
     dtype: Dtype = None,
     option: Options = None,
+    full: Annotated[bool, typer.Option("--full", help="Try an edit in every layer, not in three of a site.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Prove every site of a model: right shape, a no-op write changes nothing, an edit moves the logits.
+    """Prove every site of a model: right shape, a no-op write changes nothing, an edit moves the logits, sums hold.
 
     The exit status is 1 if a proof fails.
     """
@@ -27,6 +28,6 @@ def sites(
 
     with loaded(model, engine, read_options(option, dtype), prove=False) as lm:
         with ERR.status("proving every site …"):
-            proofs = prove(lm)
+            proofs = prove(lm, full)
         (show_json if as_json else show_table)(OUT, lm, proofs)
     raise typer.Exit(0 if all(proof.holds for proof in proofs) else 1)

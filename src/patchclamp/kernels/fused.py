@@ -112,8 +112,8 @@ def _run(
 ) -> np.ndarray:
     """Runs the code of each record on its rows; whether it gave rows."""
     done = np.zeros(len(mine), bool)
-    for number in np.unique(records["value"]).tolist():
-        some = records["value"] == number
+    for number, columns in np.unique(records[["value", "columns"]]).tolist():
+        some = (records["value"] == number) & (records["columns"] == columns)
         at_A = _on(h_AW, mine[some])
         within = torch.arange(h_AW.shape[1], device=h_AW.device)[columns_of(records[some][0])]
         made = code(number, h_AW[at_A[:, None], within], point, position[some])

@@ -1,7 +1,10 @@
 """The prover: a site exists on a live model only when it has been shown there to be what its table says.
 
-Three proofs of each place, all through the engine itself: its rows have the right shape and are finite; writing back
-what was read leaves the next-token logits bit-identical; an edit of it moves them.
+Four proofs of a site, all through the engine itself: its rows have the right shape and are finite; writing back what
+was read leaves the next-token logits bit-identical; an edit moves them; and what is read of the stream adds up.
+
+Cut over GPUs (tensor parallel), the same proofs show the layout: rows that are replicated come from one rank and are
+written on all, so that of a partial sum, or of a part, other logits would come; cut ones come together from all ranks.
 """
 
 from __future__ import annotations
@@ -11,15 +14,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from patchclamp.sites.sums import unexplained
+from patchclamp.sites.sums import sums
 from patchclamp.spec import Add, From, Replace, Site, prompt
 
 LENGTH = 4  # tokens of the proof's prompt
 
 
 class Proof(msgspec.Struct, frozen=True):
-    """The proofs of one site word over all its layers. `note` names the first layer that fails, and how; `adds`: where
-    the table was made of modules, what is read is what the stream gains."""
+    """The proofs of one site word over all its layers; an edit was tried at `tried` of its places. `note` names the
+    first layer that fails, and how; `adds`: whether the sums hold that are about it, None if none is."""
 
     name: str
     layers: int | None
@@ -29,28 +32,33 @@ class Proof(msgspec.Struct, frozen=True):
     noop: bool
     edit: bool
     note: str = ""
-    adds: bool = True
+    adds: bool | None = None
+    tried: int = 1
 
     @property
     def holds(self) -> bool:
-        return self.shape and self.noop and self.edit and self.adds
+        return self.shape and self.noop and self.edit and self.adds is not False
 
 
-def prove(lm: Any) -> list[Proof]:
-    """Proves every site word of a live `LM`."""
+def prove(lm: Any, full: bool = False) -> list[Proof]:
+    """Proves every site word of a live `LM`.
+
+    Edits are tried in its first, middle and last layer, unless `full`: then in every layer, and what is written back is
+    compared alone. Shapes, sums and what is written back are of all layers always.
+    """
     ids = [int(i) for i in np.linspace(3, lm.model.d_vocab - 1, LENGTH)]
     names = lm.sites.names
     base = lm.run(ids, max_tokens=1, capture=[*(_all(name) for name in names)])
-    logits = np.asarray(base["logits"])
-    noop = {
-        name: np.array_equal(
-            _logits(lm.run(ids, max_tokens=1, edits=_write_back(base, name), capture=[_LOGITS])), logits
-        )
-        for name in names
-    }
-    moved = _moved(lm, ids, base, names)
-    wrong = {} if lm.sites.family.tabled else unexplained(lm, base)
-    return [_proof(lm, base, name, noop[name], moved, wrong.get(name, "")) for name in names]
+    places = [place for name in names for place in _tried(lm.sites.resolve(Site(name)), full)]
+    tries: list[list[Any]] = [[_push(base, place)] for place in places]
+    tries += [] if full else [_write_back(base, name) for name in names]
+    first, *found, last = _logits_of(lm, ids, [[], *tries, []])
+    noise = max(float(np.abs(other - np.asarray(base["logits"])).max()) for other in (first, last))
+    moved = {str(place): _moves(there, first, noise) for place, there in zip(places, found, strict=False)}
+    same = {name: np.array_equal(there, first) for name, there in zip(names, found[len(places) :], strict=False)}
+    noop = {name: same.get(name, False) or _changes_nothing(lm, ids, base, name) for name in names}
+    added = sums(lm, base)
+    return [_proof(lm, base, name, noop[name], moved, added.get(name)) for name in names]
 
 
 _LOGITS = Site("logits") @ prompt[-1]
@@ -60,22 +68,33 @@ def _all(name: str) -> Any:
     return _LOGITS if name == "logits" else Site(name)
 
 
+def _tried(places: list[Any], full: bool) -> list[Any]:
+    """Where edits are tried, of a word's places."""
+    some = {0, len(places) // 2, len(places) - 1}
+    return places if full else [place for i, place in enumerate(places) if i in some]
+
+
 def _write_back(base: Any, name: str) -> list[Replace]:
     at = Site(name)
     return [Replace(From(base, at), at=at, tokens=prompt[-1] if name == "logits" else prompt)]
 
 
-def _moved(lm: Any, ids: list[int], base: Any, names: list[str]) -> dict[str, bool]:
-    """For every place, whether an edit there changes the logits beyond what the batch does by itself."""
-    places = [place for name in names for place in lm.sites.resolve(Site(name))]
-    edits: list[list[Any]] = [[], *([_push(base, place)] for place in places), []]
+def _changes_nothing(lm: Any, ids: list[int], base: Any, name: str) -> bool:
+    """Whether a run in which a site is written back says what `base` says, each alone: in a batch, where a run stands
+    may change how it is rounded."""
+    again = _logits_of(lm, ids, [_write_back(base, name)])[0]
+    return np.array_equal(again, np.asarray(base["logits"]))
+
+
+def _logits_of(lm: Any, ids: list[int], edits: list[list[Any]]) -> list[np.ndarray]:
+    """The next token's logits under each program, all in one batch."""
     runs = lm.run([ids] * len(edits), max_tokens=1, edits=edits, capture=[_LOGITS])
-    first, *edited, last = (_logits(run) for run in runs)
-    noise = max(float(np.abs(other - np.asarray(base["logits"])).max()) for other in (first, last))
-    return {
-        str(place): bool(np.isfinite(found).all() and np.abs(found - first).max() > 4 * noise + 1e-6)
-        for place, found in zip(places, edited, strict=True)
-    }
+    return [np.asarray(run["logits"]) for run in runs]
+
+
+def _moves(there: np.ndarray, plain: np.ndarray, noise: float) -> bool:
+    """Whether an edit changes the logits beyond what the batch does by itself."""
+    return bool(np.isfinite(there).all() and np.abs(there - plain).max() > 4 * noise + 1e-6)
 
 
 def _push(base: Any, place: Any) -> Add:
@@ -96,20 +115,18 @@ def _row(base: Any, place: Any) -> np.ndarray:
     return np.asarray(base[str(place)])[-1].reshape(-1)
 
 
-def _logits(run: Any) -> np.ndarray:
-    return np.asarray(run["logits"])
-
-
-def _proof(lm: Any, base: Any, name: str, noop: bool, moved: dict[str, bool], unexplained: str) -> Proof:
+def _proof(lm: Any, base: Any, name: str, noop: bool, moved: dict[str, bool], added: str | None) -> Proof:
     places = lm.sites.resolve(Site(name))
     point = lm.sites.points[places[0].point]
     rows = 1 if name == "logits" else LENGTH
     wrong = [p for p in places if not _right(base, p, rows, point.width)]
-    still = [place for place in places if not moved[str(place)]]
+    tried = [place for place in places if str(place) in moved]
+    still = [place for place in tried if not moved[str(place)]]
     notes = [f"{wrong[0]} has shape {list(base[str(wrong[0])].shape)} or is not finite"] if wrong else []
     notes += ["writing back what was read changes the logits"] if not noop else []
     notes += [f"an edit at {still[0]} does not move the logits"] if still else []
-    notes += [unexplained] if unexplained else []
+    notes += [added] if added else []
     layers = None if places[0].layer is None else len(places)
     layout = lm.sites.family.points[point.kind].layout
-    return Proof(name, layers, point.width, layout, not wrong, noop, not still, "; ".join(notes), not unexplained)
+    adds = None if added is None else not added
+    return Proof(name, layers, point.width, layout, not wrong, noop, not still, "; ".join(notes), adds, len(tried))

@@ -1,5 +1,5 @@
-"""Whether what a table made of modules says of a live model adds up: what attention and MLP give is what the stream
-gains, and the embedding is what it starts with. No module's name says so."""
+"""Whether a live model's stream adds up: what attention and MLP give is what it gains, and one layer's end is the next
+one's start. Where a table was made of modules, whose names say no such thing, the embedding is what it starts with."""
 
 from __future__ import annotations
 
@@ -9,19 +9,45 @@ import numpy as np
 
 EPS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 ADDED: tuple[str, ...] = ("attn_out", "mlp_out")
+STREAM: tuple[str, ...] = ("resid_pre", "resid_mid", "resid_post")
 
 
-def unexplained(lm: Any, base: Any) -> dict[str, str]:
-    """The words whose rows in `base`, a run that captured everything, do not add up, and why."""
+def sums(lm: Any, base: Any) -> dict[str, str]:
+    """The words that a sum is about, and why their rows in `base`, a run that captured everything, do not add up ("" if
+    they do). Where a sum fails all of its words do: it does not tell which of them is another tensor."""
+    return _of_table(lm, base) if lm.sites.family.tabled else _of_modules(lm, base)
+
+
+def _of_table(lm: Any, base: Any) -> dict[str, str]:
     names = lm.sites.names
-    found: dict[str, str] = {}
+    found = {name: "" for name in names if name in (*STREAM, *ADDED)}
+    steps = [("resid_pre", ("attn_out",), "resid_mid"), ("resid_mid", ("mlp_out",), "resid_post")]
+    if "resid_mid" not in names:
+        steps = [("resid_pre", ADDED, "resid_post")]
+    if not {"resid_pre", "resid_post", *ADDED} <= set(names):
+        return {}
+    for layer in range(lm.sites.layers):
+        for before, gains, after in steps:
+            terms = [f"{name}[{layer}]" for name in (before, *gains)]
+            if not _close(lm, [_rows(base, term) for term in terms], _rows(base, f"{after}[{layer}]")):
+                why = f"{' + '.join(terms)} is not {after}[{layer}]"
+                found |= {name: found[name] or why for name in (*gains, after)}
+        if layer and not np.array_equal(_rows(base, f"resid_post[{layer - 1}]"), _rows(base, f"resid_pre[{layer}]")):
+            why = f"resid_post[{layer - 1}] is not resid_pre[{layer}]"
+            found |= {name: found[name] or why for name in ("resid_pre", "resid_post")}
+    return found
+
+
+def _of_modules(lm: Any, base: Any) -> dict[str, str]:
+    names = lm.sites.names
+    found: dict[str, str] = {name: "" for name in (*ADDED, "embed") if name in names}
     if not set(ADDED) <= set(names):
-        found = {name: f"{name} alone cannot be seen to be what the stream gains" for name in ADDED if name in names}
+        found |= {name: f"{name} alone cannot be seen to be what the stream gains" for name in ADDED if name in names}
     else:
         wrong = next((layer for layer in range(lm.sites.layers) if not _adds_up(lm, base, layer)), None)
         if wrong is not None:
             why = f"resid_pre[{wrong}] + attn_out[{wrong}] + mlp_out[{wrong}] is not resid_post[{wrong}]: "
-            found = dict.fromkeys(ADDED, why + "it does something to them before it adds them")
+            found |= dict.fromkeys(ADDED, why + "it does something to them before it adds them")
     if "embed" in names and not _close(lm, [_rows(base, "embed")], _rows(base, "resid_pre[0]")):
         found["embed"] = "what its embedding gives is not resid_pre[0]: it scales it, or adds to it"
     return found
