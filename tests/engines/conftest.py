@@ -31,27 +31,45 @@ class Engines:
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self._made: dict[str, pc.LM] = {}
+        self._common: set[str] = set()
 
     def get(self, engine: str, dtype: str, compiled: bool = False, **options) -> pc.LM:
+        plain = dtype == "float32" and not options
         if engine == "vllm":
             options = {**VLLM, "enforce_eager": not compiled, **options}
         if compiled and dtype == "bfloat16":
             options["compilation_config"] = EMULATE
         key = json.dumps([engine, dtype, compiled, options], sort_keys=True)
+        if plain:
+            self._common.add(key)
         if key not in self._made:
             self._made[key] = pc.LM(self.folder, engine=engine, dtype=dtype, **options)
         return self._made[key]
 
-    def close(self) -> None:
-        for lm in self._made.values():
-            lm.close()
+    def close(self, rare: bool = False) -> None:
+        """Closes them; `rare`: but for those that most files use, in fp32 and without options."""
+        for key in [key for key in self._made if not rare or key not in self._common]:
+            self._made.pop(key).close()
+
+
+_made: list[Engines] = []
 
 
 @pytest.fixture(scope="session")
 def engines(smollm2):
     made = Engines(str(smollm2))
+    _made.append(made)
     yield made
+    _made.remove(made)
     made.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rare_engines_end():
+    """Engines that one file alone uses end with it: each holds a gigabyte."""
+    yield
+    for made in _made:
+        made.close(rare=True)
 
 
 @pytest.fixture(scope="session")

@@ -67,7 +67,7 @@ def module(lm: LM, name: str) -> str:
     if tap is None:
         return "–"
     path = tap.module.replace("{l}", f"{{l+{shift}}}") if shift else tap.module
-    return f"{path}, {'input' if tap.moment == 'in' else 'output'}"
+    return f"{path}, {'input' if tap.moment == 'in' else 'output' if tap.moment == 'out' else 'its op'}"
 
 
 def _tick(held: bool | None) -> Text:

@@ -148,7 +148,8 @@ def _where(family: Family, word: str, engine: Engine) -> str:
 
 
 def _border(tap: Tap, module: str) -> str:
-    told = f"`{module}` {'input' if tap.moment == 'in' else 'output'}"
+    moments = {"in": " input", "out": " output", "attention": ", what its attention op computes"}
+    told = f"`{module}`{moments[tap.moment]}"
     if tap.residual is not None:
         told += f", arguments {tap.hidden} + {tap.residual}"
     elif tap.moment == "in" and tap.hidden:

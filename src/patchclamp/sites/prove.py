@@ -52,8 +52,8 @@ def prove(lm: Any, full: bool = False) -> list[Proof]:
     places = [place for name in names for place in _tried(lm.sites.resolve(Site(name)), full)]
     tries: list[list[Any]] = [[_push(base, place)] for place in places]
     tries += [] if full else [_write_back(base, name) for name in names]
-    first, *found, last = _logits_of(lm, ids, [[], *tries, []])
-    noise = max(float(np.abs(other - np.asarray(base["logits"])).max()) for other in (first, last))
+    first, *found, last = _answers(lm, ids, [[], *tries, []])
+    noise = max(float(np.abs(other - _answer(base)).max()) for other in (first, last))
     moved = {str(place): _moves(there, first, noise) for place, there in zip(places, found, strict=False)}
     same = {name: np.array_equal(there, first) for name, there in zip(names, found[len(places) :], strict=False)}
     noop = {name: same.get(name, False) or _changes_nothing(lm, ids, base, name) for name in names}
@@ -82,14 +82,17 @@ def _write_back(base: Any, name: str) -> list[Replace]:
 def _changes_nothing(lm: Any, ids: list[int], base: Any, name: str) -> bool:
     """Whether a run in which a site is written back says what `base` says, each alone: in a batch, where a run stands
     may change how it is rounded."""
-    again = _logits_of(lm, ids, [_write_back(base, name)])[0]
-    return np.array_equal(again, np.asarray(base["logits"]))
+    return np.array_equal(_answers(lm, ids, [_write_back(base, name)])[0], _answer(base))
 
 
-def _logits_of(lm: Any, ids: list[int], edits: list[list[Any]]) -> list[np.ndarray]:
-    """The next token's logits under each program, all in one batch."""
-    runs = lm.run([ids] * len(edits), max_tokens=1, edits=edits, capture=[_LOGITS])
-    return [np.asarray(run["logits"]) for run in runs]
+def _answers(lm: Any, ids: list[int], edits: list[list[Any]]) -> list[np.ndarray]:
+    """What comes of each program, all in one batch."""
+    return [_answer(run) for run in lm.run([ids] * len(edits), max_tokens=1, edits=edits, capture=[_LOGITS])]
+
+
+def _answer(run: Any) -> np.ndarray:
+    """The next token's logits, and its log-probability, which is of what was written where they were."""
+    return np.append(np.asarray(run["logits"]).reshape(-1), run.logprobs)
 
 
 def _moves(there: np.ndarray, plain: np.ndarray, noise: float) -> bool:

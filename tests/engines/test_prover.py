@@ -1,0 +1,130 @@
+"""The prover on live models: what a right table says is proved, and what a wrong one says of a tensor that is something
+else is not, whichever proof it is that sees it."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+import pytest
+
+import patchclamp as pc
+from patchclamp.errors import ModelError, UnsupportedSite
+from patchclamp.kernels import fused
+from patchclamp.sites import tables
+from patchclamp.sites.families import Tap
+from patchclamp.sites.prove import prove
+
+from ..gpu.engines import attached
+from ..models import of_family
+from .test_families import EAGER, IDS
+
+pytestmark = pytest.mark.usefixtures("inspected_here")
+LAYERS = 5
+OPTIONS = {"transformers": IDS, "vllm": IDS | EAGER}
+ENGINES = tuple(OPTIONS)
+LAYER = "model.layers.{l}"
+# a kind of point, where a wrong table says that it is, the words that are to fail, and what is said of them
+WRONG = {
+    "the mlp for attention": ("attn_out", Tap(LAYER + ".mlp", "out"), {"attn_out", "resid_mid"},
+                              r"resid_pre\[0\] \+ attn_out\[0\] is not resid_mid\[0\]"),
+    "the projection for the block": ("mlp_out", Tap(LAYER + ".self_attn.o_proj", "out"), {"mlp_out", "resid_post"},
+                                     r"resid_mid\[0\] \+ mlp_out\[0\] is not resid_post\[0\]"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return of_family(tmp_path_factory.mktemp("llama"), "llama", num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def lm(request, folder):
+    with pc.LM(folder, engine=request.param, prove=False, **OPTIONS[request.param]) as made:
+        yield made
+
+
+def runtime_of(lm: pc.LM):
+    return lm.engine.runtime if lm.model.engine == "transformers" else attached(lm).runtime
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_right_table_is_proved(lm, full):
+    proofs = {proof.name: proof for proof in prove(lm, full)}
+    assert list(proofs) == lm.sites.names
+    assert all(proof.holds for proof in proofs.values()), [proof.note for proof in proofs.values()]
+    added = {name for name, proof in proofs.items() if proof.adds}
+    assert added == {"resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"}
+    for name, proof in proofs.items():
+        assert proof.tried == ((LAYERS if full else 3) if proof.layers else 1), name
+
+
+def says(monkeypatch, what: str) -> None:
+    """Has the table be wrong."""
+    kind, tap, _, _ = WRONG[what]
+    (right,) = (family for family in tables.FAMILIES if family.name == "llama")
+    row = msgspec.structs.replace(right.points[kind], transformers=tap)
+    wrong = msgspec.structs.replace(right, points=right.points | {kind: row})
+    monkeypatch.setattr(tables, "FAMILIES", tuple(wrong if each is right else each for each in tables.FAMILIES))
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_table_is_not(folder, monkeypatch, what, full):
+    """On Transformers: the table says of one tensor that it is another."""
+    _, _, words, note = WRONG[what]
+    says(monkeypatch, what)
+    with pc.LM(folder, engine="transformers", prove=False, **IDS) as lm:
+        proofs = {proof.name: proof for proof in prove(lm, full)}
+    failed = {name for name, proof in proofs.items() if not proof.holds}
+    assert words <= failed
+    assert any(re.search(note, proofs[name].note) for name in words), proofs
+
+
+def test_a_write_that_is_lost_is_seen(lm, monkeypatch):
+    """A site that is read and never written: writing it back is exact, and an edit does nothing."""
+    layer, runtime = LAYERS // 2, runtime_of(lm)
+    point = lm.sites.resolve(pc.attn_in[layer])[0].point
+    apply = runtime.apply
+
+    def lost(at, hidden, residual=None):
+        return apply(at, hidden.clone() if at == point else hidden, residual)
+
+    monkeypatch.setattr(runtime, "apply", lost)
+    proofs = {proof.name: proof for proof in prove(lm)}
+    assert not proofs["attn_in"].edit
+    assert f"an edit at attn_in[{layer}] does not move the logits" in proofs["attn_in"].note
+    assert [name for name, proof in proofs.items() if not proof.holds] == ["attn_in"]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_write_that_is_not_exact_is_seen(lm, monkeypatch, full):
+    """Rows that come back a little off: the logits are not the same to the bit."""
+    split = fused.split
+
+    def off(hidden_RW, residual_RW, at_A, h_AW):
+        split(hidden_RW, residual_RW, at_A, h_AW * (1 + 2.0**-18))
+
+    monkeypatch.setattr(fused, "split", off)
+    for proof in prove(lm, full):
+        assert not proof.noop, proof.name
+        assert "writing back what was read changes the logits" in proof.note
+
+
+def test_a_tensor_of_another_width_is_refused_at_load(folder, monkeypatch):
+    (right,) = (family for family in tables.FAMILIES if family.name == "llama")
+    row = msgspec.structs.replace(right.points["mlp_in"], transformers=Tap(LAYER + ".mlp.down_proj", "in"))
+    wrong = msgspec.structs.replace(right, points=right.points | {"mlp_in": row})
+    monkeypatch.setattr(tables, "FAMILIES", tuple(wrong if each is right else each for each in tables.FAMILIES))
+    with pytest.raises(ModelError, match=r"mlp_in\[0\] should be 128 wide; its tensor is \[1, 4, 256\]"):
+        pc.LM(folder, engine="transformers", **IDS)
+
+
+def test_what_fails_is_not_offered(folder, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    _, _, words, _ = WRONG["the mlp for attention"]
+    says(monkeypatch, "the mlp for attention")
+    with pc.LM(folder, engine="transformers", **IDS) as lm:
+        assert set(lm.sites.withdrawn) == words
+        with pytest.raises(UnsupportedSite, match=r"attn_out was not proved .* is not resid_mid"):
+            lm.run([3, 4, 5], capture=[pc.attn_out])
