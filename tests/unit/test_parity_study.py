@@ -108,9 +108,28 @@ class TestStudy:
 
     def test_an_edit_that_does_nothing_proves_nothing(self, monkeypatch):
         still = study._moves
-        monkeypatch.setattr(study, "_moves", lambda *given: {**still(*given), "v": np.zeros(64)})
+
+        def moves(*given):
+            moved, noise = still(*given)
+            return {**moved, "v": np.zeros(64)}, noise
+
+        monkeypatch.setattr(study, "_moves", moves)
         found = pc.studies.parity("fake", engines=FAKE)
-        assert found.problems == ("an edit at v[1] does not move the logits",)
+        assert found.problems == ("an edit at v[1] does not move the logits of fake 0.1.0 and fake 0.1.0",)
+
+    @pytest.mark.parametrize("noise", [0.0, 1.0])
+    @pytest.mark.parametrize("dtype", study.BOUNDS)
+    def test_a_write_that_is_lost_on_one_engine_is_seen_in_every_dtype(self, monkeypatch, dtype, noise):
+        monkeypatch.setattr(study, "_bounds", lambda *asked: study.BOUNDS[dtype])
+
+        def lost(found):
+            moved = found.moved["k"] * 0 if noise == 0 else found.moved["k"]
+            return found._replace(moved={**found.moved, "k": moved}, noise=noise)
+
+        disturbed(monkeypatch, lost)
+        found = pc.studies.parity("fake", engines=FAKE)
+        assert "an edit at k[1] does not move the logits of fake 0.1.0" in found.problems
+        assert not found.holds
 
     def test_log_probabilities_and_sites_of_one_engine(self, monkeypatch):
         def change(found):
@@ -141,7 +160,7 @@ class TestStudy:
 
     def test_the_first_place_is_the_first_that_is_computed(self):
         gaps = {"embed": 0.0, "attn_in[10]": 1.0, "resid_post[2]": 1.0, "z[2]": 1.0, "final_norm": 1.0, "q[3]": 1.0}
-        site = SiteParity("z", ("z[2]",), 1.0, "z[2]", "z[2]", 1.0, 0.0)
+        site = SiteParity("z", ("z[2]",), 1.0, "z[2]", "z[2]", 1.0, 0.0, 1.0)
         found = Parity("m", "llama", "float32", ("a", "b"), 1, 1, (1, 1), Bounds(0.1, 0.1, 0.1), (site,), (), gaps, 0.0)
         assert found.first == "z[2]"
         assert msgspec.structs.replace(found, gaps={"logits": 1.0, "final_norm": 1.0}).first == "final_norm"

@@ -15,11 +15,17 @@ from patchclamp.sites.prove import Proof
 if TYPE_CHECKING:
     from patchclamp.lm import LM
 
-PROOFS = {"shape": "shape", "noop": "no-op", "edit": "edit", "adds": "sums"}  # field of a proof, its column
+PROOFS = {
+    "shape": "shape",
+    "noop": "no-op",
+    "edit": "edit",
+    "order": "order",
+    "adds": "sums",
+}  # field of a proof, its column
 
 
 def show_table(console: Console, lm: LM, proofs: Sequence[Proof]) -> None:
-    """One row a site, its proofs as ticks ("–": no sum is about it), and why one fails."""
+    """One row a site, its proofs as ticks ("–": none is about it), and why one fails."""
     console.print(Text(repr(lm).strip("<>"), style="bold"))
     table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("site", "layers", "shape", "layout", "module"):

@@ -1,7 +1,8 @@
 """The prover: a site exists on a live model only when it has been shown there to be what its table says.
 
-Four proofs of a site, all through the engine itself: its rows have the right shape and are finite; writing back what
-was read leaves the next-token logits bit-identical; an edit moves them; and what is read of the stream adds up.
+Five proofs of a site, all through the engine itself: its rows have the right shape and are finite; writing back what
+was read leaves the next-token logits bit-identical; an edit moves them, and of its layer what is made of the site and
+nothing else (`order`); and what is read adds up (`sums`).
 
 Cut over GPUs (tensor parallel), the same proofs show the layout: rows that are replicated come from one rank and are
 written on all, so that of a partial sum, or of a part, other logits would come; cut ones come together from all ranks.
@@ -14,15 +15,17 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from patchclamp.sites.order import disorder, watched
 from patchclamp.sites.sums import sums
-from patchclamp.spec import Add, From, Replace, Site, prompt
+from patchclamp.spec import Add, Capture, From, Replace, Site, prompt
 
 LENGTH = 4  # tokens of the proof's prompt
 
 
 class Proof(msgspec.Struct, frozen=True):
     """The proofs of one site word over all its layers; an edit was tried at `tried` of its places. `note` names the
-    first layer that fails, and how; `adds`: whether the sums hold that are about it, None if none is."""
+    first layer that fails, and how; `adds`, `order`: whether the sums hold that are about it, and whether an edit moved
+    what it is to move and nothing else; None if none is about it."""
 
     name: str
     layers: int | None
@@ -33,11 +36,12 @@ class Proof(msgspec.Struct, frozen=True):
     edit: bool
     note: str = ""
     adds: bool | None = None
+    order: bool | None = None
     tried: int = 1
 
     @property
     def holds(self) -> bool:
-        return self.shape and self.noop and self.edit and self.adds is not False
+        return self.shape and self.noop and self.edit and self.adds is not False and self.order is not False
 
 
 def prove(lm: Any, full: bool = False) -> list[Proof]:
@@ -50,15 +54,23 @@ def prove(lm: Any, full: bool = False) -> list[Proof]:
     names = lm.sites.names
     base = lm.run(ids, max_tokens=1, capture=[*(_all(name) for name in names)])
     places = [place for name in names for place in _tried(lm.sites.resolve(Site(name)), full)]
-    tries: list[list[Any]] = [[_push(base, place)] for place in places]
+    there = {str(place) for place in lm.sites.places()} if lm.sites.family.tabled else set()
+    seen = {str(place): watched(place, there) for place in places}
+    everywhere = [Capture(at, prompt[-1]) for at in sorted({at for many in seen.values() for at in many})]
+    tries: list[list[Any]] = [[*_captures(seen[str(place)]), _push(base, place)] for place in places]
     tries += [] if full else [_write_back(base, name) for name in names]
-    first, *found, last = _answers(lm, ids, [[], *tries, []])
-    noise = max(float(np.abs(other - _answer(base)).max()) for other in (first, last))
-    moved = {str(place): _moves(there, first, noise) for place, there in zip(places, found, strict=False)}
-    same = {name: np.array_equal(there, first) for name, there in zip(names, found[len(places) :], strict=False)}
+    first, *found, last = _runs(lm, ids, [everywhere, *tries, []])
+    plain = _answer(first)
+    noise = max(float(np.abs(other - _answer(base)).max()) for other in (plain, _answer(last)))
+    edited = dict(zip(map(str, places), found, strict=False))
+    moved = {at: _moves(_answer(run), plain, noise) for at, run in edited.items()}
+    disordered = {str(place): disorder(place, first, edited[str(place)], seen[str(place)]) for place in places}
+    back = dict(zip(names, found[len(places) :], strict=False))
+    same = {name: np.array_equal(_answer(run), plain) for name, run in back.items()}
     noop = {name: same.get(name, False) or _changes_nothing(lm, ids, base, name) for name in names}
     added = sums(lm, base)
-    return [_proof(lm, base, name, noop[name], moved, added.get(name)) for name in names]
+    made = [_proof(lm, base, name, noop[name], moved, added.get(name)) for name in names]
+    return [_ordered(proof, lm, seen, disordered) for proof in made]
 
 
 _LOGITS = Site("logits") @ prompt[-1]
@@ -82,12 +94,16 @@ def _write_back(base: Any, name: str) -> list[Replace]:
 def _changes_nothing(lm: Any, ids: list[int], base: Any, name: str) -> bool:
     """Whether a run in which a site is written back says what `base` says, each alone: in a batch, where a run stands
     may change how it is rounded."""
-    return np.array_equal(_answers(lm, ids, [_write_back(base, name)])[0], _answer(base))
+    return np.array_equal(_answer(_runs(lm, ids, [_write_back(base, name)])[0]), _answer(base))
 
 
-def _answers(lm: Any, ids: list[int], edits: list[list[Any]]) -> list[np.ndarray]:
-    """What comes of each program, all in one batch."""
-    return [_answer(run) for run in lm.run([ids] * len(edits), max_tokens=1, edits=edits, capture=[_LOGITS])]
+def _captures(at: list[str]) -> list[Capture]:
+    return [Capture(each, prompt[-1]) for each in at]
+
+
+def _runs(lm: Any, ids: list[int], programs: list[list[Any]]) -> list[Any]:
+    """A run of each program, all in one batch."""
+    return lm.run([ids] * len(programs), max_tokens=1, edits=programs, capture=[_LOGITS])
 
 
 def _answer(run: Any) -> np.ndarray:
@@ -101,8 +117,11 @@ def _moves(there: np.ndarray, plain: np.ndarray, noise: float) -> bool:
 
 
 def _push(base: Any, place: Any) -> Add:
-    """An edit as large as the row itself, in a direction that no norm removes."""
+    """An edit as large as the row itself, in a direction that no norm removes; of a router one that turns its choice
+    round: what all chosen experts get alike changes nothing where their weights are normed."""
     row = _row(base, place).astype(np.float64)
+    if place.name == "router":
+        return Add((-2 * row).tolist(), at=str(place), tokens=prompt[-1])
     signs = np.where(np.arange(len(row)) * 2654435761 % 7 < 3, 1.0, -1.0)
     size = max(float(np.sqrt(np.mean(row**2))), 1e-3)
     return Add((size * signs).tolist(), at=str(place), tokens=prompt[-1])
@@ -132,4 +151,15 @@ def _proof(lm: Any, base: Any, name: str, noop: bool, moved: dict[str, bool], ad
     layers = None if places[0].layer is None else len(places)
     layout = lm.sites.family.points[point.kind].layout
     adds = None if added is None else not added
-    return Proof(name, layers, point.width, layout, not wrong, noop, not still, "; ".join(notes), adds, len(tried))
+    return Proof(
+        name, layers, point.width, layout, not wrong, noop, not still, "; ".join(notes), adds, tried=len(tried)
+    )
+
+
+def _ordered(proof: Proof, lm: Any, seen: dict[str, list[str]], disordered: dict[str, str]) -> Proof:
+    """With what edits at the word's places did in their layers."""
+    places = [str(place) for place in lm.sites.resolve(Site(proof.name)) if str(place) in seen]
+    wrong = [disordered[at] for at in places if disordered[at]]
+    order = None if not any(seen[at] for at in places) else not wrong
+    note = "; ".join([*([proof.note] if proof.note else []), *wrong[:1]])
+    return msgspec.structs.replace(proof, order=order, note=note)

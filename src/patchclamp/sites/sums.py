@@ -7,8 +7,12 @@ from typing import Any
 
 import numpy as np
 
-EPS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+from patchclamp.spec import Site
+
+EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+COARSE = 2.0**-3  # of whatever else a model is in
 ADDED: tuple[str, ...] = ("attn_out", "mlp_out")
+NEAR = 0.1  # of a head: keys and values may be kept in eight bits
 STREAM: tuple[str, ...] = ("resid_pre", "resid_mid", "resid_post")
 
 
@@ -31,10 +35,47 @@ def _of_table(lm: Any, base: Any) -> dict[str, str]:
             terms = [f"{name}[{layer}]" for name in (before, *gains)]
             if not _close(lm, [_rows(base, term) for term in terms], _rows(base, f"{after}[{layer}]")):
                 why = f"{' + '.join(terms)} is not {after}[{layer}]"
-                found |= {name: found[name] or why for name in (*gains, after)}
+                # what lies on one point is one tensor: with a layer's end the next one's start
+                words = (*gains, after, *(["resid_pre"] if after == "resid_post" else []))
+                found |= {name: found[name] or why for name in words}
         if layer and not np.array_equal(_rows(base, f"resid_post[{layer - 1}]"), _rows(base, f"resid_pre[{layer}]")):
             why = f"resid_post[{layer - 1}] is not resid_pre[{layer}]"
             found |= {name: found[name] or why for name in ("resid_pre", "resid_post")}
+    return found | _of_heads(lm, base) | _of_norms(lm, base)
+
+
+def _of_heads(lm: Any, base: Any) -> dict[str, str]:
+    """The first token sees itself alone, so that each head brings together its own value: all of it, or, where
+    attention may go to nothing (sinks), a part. A value of another head, or of another place, lies elsewhere."""
+    if not {"v", "z"} <= set(lm.sites.names):
+        return {}
+    for place in lm.sites.resolve(Site("z")):
+        z_HE, v_KE = (_rows(base, f"{name}[{place.layer}]")[0] for name in ("z", "v"))
+        if z_HE.shape[-1] != v_KE.shape[-1]:
+            return {}
+        v_HE = np.repeat(v_KE, len(z_HE) // len(v_KE), axis=0)
+        part_H = (z_HE * v_HE).sum(1) / np.maximum((v_HE**2).sum(1), 1e-30)
+        gap_H = np.linalg.norm(z_HE - part_H[:, None] * v_HE, axis=1)
+        wrong = (gap_H > NEAR * np.linalg.norm(z_HE, axis=1)) | (part_H < -NEAR) | (part_H > 1 + NEAR)
+        if wrong.any():
+            head = int(wrong.argmax())
+            group = head * len(v_KE) // len(z_HE)
+            why = f"z[{place.layer}, {head}] of the first token is not along v[{place.layer}, {group}], all it can see"
+            return {"v": why, "z": why}
+    return {"v": "", "z": ""}
+
+
+def _of_norms(lm: Any, base: Any) -> dict[str, str]:
+    """What a norm makes of the stream is not the stream."""
+    names, last = lm.sites.names, lm.sites.layers - 1
+    found: dict[str, str] = {}
+    for name, stream in (("attn_in", "resid_pre"), ("mlp_in", "resid_mid"), ("final_norm", "resid_post")):
+        if name in names and stream in names:
+            pairs = [(name, f"{stream}[{last}]")] if name == "final_norm" else [
+                (f"{name}[{layer}]", f"{stream}[{layer}]") for layer in range(last + 1)
+            ]  # fmt: skip
+            same = next((pair for pair in pairs if np.array_equal(*(_rows(base, at) for at in pair))), None)
+            found[name] = "" if same is None else f"{same[0]} is {same[1]}, and not what a norm makes of it"
     return found
 
 
@@ -61,7 +102,7 @@ def _adds_up(lm: Any, base: Any, layer: int) -> bool:
 
 def _close(lm: Any, terms: list[np.ndarray], total: np.ndarray) -> bool:
     """Whether terms add up to `total`, number by number, but for the rounding of each in the model's dtype."""
-    slack = 2 * EPS[lm.model.dtype] * sum(np.abs(each) for each in (*terms, total))
+    slack = 2 * EPS.get(lm.model.dtype, COARSE) * sum(np.abs(each) for each in (*terms, total))
     return bool((np.abs(sum(terms) - total) <= slack).all())
 
 

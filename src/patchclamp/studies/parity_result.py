@@ -23,7 +23,8 @@ class Bounds(msgspec.Struct, frozen=True):
 
 class SiteParity(msgspec.Struct, frozen=True):
     """One site word: its places, the worst of them, and one edit at `edit_at`, which `moved` the reference's logits so
-    far, and the other engine's by `edit` otherwise (of the largest move if that is above 1)."""
+    far, the examined engine's `here` so far, and by `edit` otherwise (of the largest move if that is above 1). What an
+    engine's batch may have done is no move."""
 
     name: str
     places: tuple[str, ...]
@@ -32,6 +33,7 @@ class SiteParity(msgspec.Struct, frozen=True):
     edit_at: str
     moved: float
     edit: float
+    here: float
 
 
 class Parity(msgspec.Struct, frozen=True):
@@ -58,7 +60,7 @@ class Parity(msgspec.Struct, frozen=True):
 
     def moves(self, site: SiteParity) -> bool:
         """Whether the edit moved the logits, and both engines' alike."""
-        return site.moved > 0 and site.edit <= self.bounds.edit
+        return site.moved > 0 and site.here > 0 and site.edit <= self.bounds.edit
 
     @property
     def first(self) -> str | None:
@@ -73,8 +75,11 @@ class Parity(msgspec.Struct, frozen=True):
         found += [f"{at} is out of tolerance, and with it {site.worst_at}: {site.worst:.2g} (at most "
                   f"{self.bounds.rows:g})" for site in self.sites if (at := self.leaves(site))]  # fmt: skip
         for site in self.sites:
-            if not site.moved > 0:
-                found.append(f"an edit at {site.edit_at} does not move the logits")
+            still = [
+                engine for engine, moved in zip(self.engines, (site.here, site.moved), strict=True) if not moved > 0
+            ]
+            if still:
+                found.append(f"an edit at {site.edit_at} does not move the logits of {' and '.join(still)}")
             elif not self.moves(site):
                 found.append(
                     f"an edit at {site.edit_at} moves the logits otherwise, by {site.edit:.2g} (at most "
