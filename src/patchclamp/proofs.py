@@ -22,7 +22,8 @@ def ensure_proved(lm: Any) -> list[Proof]:
         proofs = msgspec.json.decode(path.read_bytes(), type=list[Proof])
     except (OSError, msgspec.DecodeError):
         proofs = prove(lm)
-        if all(proof.holds for proof in proofs):
+        # what a table made of modules could not be sure of stays so
+        if all(proof.holds for proof in proofs) or not lm.sites.family.tabled:
             _write(path, msgspec.json.encode(proofs))
     lm.sites.withdrawn = {proof.name: proof.note for proof in proofs if not proof.holds}
     return proofs
@@ -40,11 +41,9 @@ def _key(lm: Any) -> str:
 def _code() -> str:
     """The code that reads and writes sites; a change of it voids old proofs."""
     root = Path(__file__).parent
-    files = [
-        file
-        for room in ("sites", "kernels", "runtime", "engines", "plan")
-        for file in sorted((root / room).rglob("*.py"))
-    ]
+    rooms = ("sites", "spec", "kernels", "runtime", "engines", "plan", "store")
+    files = [file for room in rooms for file in sorted((root / room).rglob("*.py"))]
+    files += [root / name for name in ("proofs.py", "lm.py", "run.py")]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 

@@ -413,8 +413,12 @@ ERRORS = [
      "ln_final.hook_normalized is the row divided by its size, before the norm's weight: use final_norm, which is after it"),
     (lambda: pc.Zero("blocks.0.attn.hook_rot_k"), pc.UnknownName,
      "at: blocks.0.attn.hook_rot_k is after rotary embedding: use k[0], which is before it"),
-    (lambda: pc.site("attention_probabilities[3]"), pc.UnknownName,
+    (lambda: pc.site("attention_probabilities[3]"), pc.UnsupportedSite,
      "attention_probabilities[3] are attention weights, which a fused kernel never makes: use q, k and z"),
+    (lambda: pc.site("pattern[0]"), pc.UnsupportedSite, "pattern[0] are attention weights, which a fused kernel never "
+     "makes: use q, k and z"),
+    (lambda: pc.site("blocks.1.attn.hook_pattern"), pc.UnsupportedSite,
+     "blocks.1.attn.hook_pattern are attention weights, which a fused kernel never makes: use q[1], k[1] and z[1]"),
     (lambda: pc.site("mlps[2]"), pc.UnknownName,
      "mlps[2] is a module, not a tensor: use mlps_input or mlps_output, or mlp_in and mlp_out"),
     (lambda: pc.site("mlps_output[1, 2]"), pc.ProgramError, "mlp_out takes a layer only; it has no second index"),
@@ -566,7 +570,7 @@ def test_errors_say_what_where_and_what_else(act, kind, text):
     with pytest.raises(pc.PatchclampError) as caught:
         act()
     assert type(caught.value) is kind
-    assert caught.value.status == 400
+    assert caught.value.status == (422 if kind is pc.UnsupportedSite else 400)
     if text is not None:
         assert str(caught.value) == text
         assert caught.value.path is None or text.startswith(f"{caught.value.path}: ")

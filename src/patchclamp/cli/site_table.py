@@ -38,8 +38,10 @@ def show_table(console: Console, lm: LM, proofs: Sequence[Proof]) -> None:
         table.add_row(proof.name, layers, Text(shape(proof)), proof.layout, Text(module(lm, proof.name)), *ticks)
     console.print(table)
     failed = [proof for proof in proofs if not proof.holds]
+    tabled = lm.sites.family.tabled
     for proof in failed:
-        console.print(Text(f"{proof.name}: {proof.note or 'not proved'}", style="red"), soft_wrap=True)
+        told = f"{proof.name}{'' if tabled else ' is withdrawn'}: {proof.note or 'not proved'}"
+        console.print(Text(told, style="red" if tabled else "yellow"), soft_wrap=True)
     if not failed:
         console.print(Text(f"all {len(proofs)} sites hold", style="green"))
     if any(proof.tried < (proof.layers or 1) for proof in proofs):

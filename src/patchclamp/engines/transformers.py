@@ -17,7 +17,7 @@ import torch
 from patchclamp.engines.base import Answer, Model, Part, Request, Tokenizer, settle
 from patchclamp.engines.sampling import Sampler
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
-from patchclamp.errors import EngineError, PatchclampError, ProgramError, RunError, told, unknown, unpack
+from patchclamp.errors import EngineError, ModelError, PatchclampError, ProgramError, RunError, told, unknown, unpack
 from patchclamp.kernels.code import check_outside
 from patchclamp.plan import Batch
 from patchclamp.runtime import Limits, Runtime
@@ -25,7 +25,7 @@ from patchclamp.runtime.op import at_work
 from patchclamp.runtime.step import HostStep
 from patchclamp.runtime.taps import attach
 from patchclamp.sites import SiteMap, family_of, has_table, sizes_of
-from patchclamp.sites.untabled import untabled
+from patchclamp.sites.untabled import WITHIN, untabled
 
 OPTIONS = (
     "dtype",
@@ -77,7 +77,9 @@ class TransformersEngine:
             NoTokenizer() if skip_tokenizer_init else HubTokenizer.load(name, trust_remote_code=trust_remote_code)
         )
         config = self._net.config
-        tabled = has_table(config.architectures)
+        tabled = has_table(config.architectures, config)
+        if not tabled and config.get_text_config() is not config:
+            raise ModelError(f"no site table for {config.architectures}, {WITHIN}")
         family = family_of(config.architectures, config) if tabled else untabled(config, trust_remote_code)
         self.sites = SiteMap(family, sizes_of(config))
         kind, longest = str(self._net.dtype).removeprefix("torch."), max_model_len or config.max_position_embeddings
@@ -308,6 +310,6 @@ def _dtype(name: Any) -> Any:
     if word == "auto":
         return word
     found = getattr(torch, {"half": "float16", "float": "float32"}.get(word, word), None)
-    if not isinstance(found, torch.dtype):
+    if found not in (torch.float32, torch.bfloat16, torch.float16):
         raise ProgramError(f"no dtype {name!r}; there are auto, float32, bfloat16, float16", "dtype")
     return found

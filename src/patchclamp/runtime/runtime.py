@@ -362,8 +362,11 @@ class Runtime:
             width, view = int(self.widths[point]), self.views.get(point)
             shape = hidden.shape if view is None or not view.by_head else (hidden.shape[1], hidden.shape[3])
             if not fits(shape, view.whole if view is not None and view.whole else width):
+                raise ModelError(f"{self.sites.told(point)} should be {width} wide; its tensor is {list(hidden.shape)}")
+            if residual is not None and residual.shape != hidden.shape:
                 raise ModelError(
-                    f"{self.sites.label(point)} should be {width} wide; its tensor is {list(hidden.shape)}"
+                    f"{self.sites.told(point)}: the two halves of the stream do not match, {list(hidden.shape)} and "
+                    f"{list(residual.shape)}"
                 )
             if view is not None and (view.heads or view.by_head or view.factor != 1.0):
                 self._apply_apart(point, hidden, view, width)

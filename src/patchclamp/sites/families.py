@@ -56,7 +56,8 @@ class Row(msgspec.Struct, frozen=True):
 class Family(msgspec.Struct, frozen=True):
     """Model classes that share one table. `sites` maps a word to (kind of point, layers to shift by); `lacks` says of
     every other word why it is not there; `needs`: what a config must say for the table to be about it; `backend`: on
-    vLLM the table is of the modules that its Transformers backend makes; `tabled`: not if made of a module tree."""
+    vLLM the table is of the modules that its Transformers backend makes; `tabled`: not if made of a module tree;
+    `divided_by`: the config's name of what vLLM divides the stream by in float16."""
 
     name: str
     architectures: tuple[str, ...]
@@ -66,6 +67,7 @@ class Family(msgspec.Struct, frozen=True):
     needs: dict[str, Any] = {}
     backend: bool = False
     tabled: bool = True
+    divided_by: str = ""
 
 
 class Sizes(msgspec.Struct, frozen=True):

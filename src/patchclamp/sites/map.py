@@ -160,7 +160,14 @@ class SiteMap:
         """The places a site names, by layer. Raises `UnsupportedSite` for a word, layer or index this model does not
         have."""
         if not self._known(site.name):
-            why = self.family.lacks.get(site.name) or "no layer of it has one"
+            kind = self.family.sites.get(site.name, ("", 0))[0]
+            rows = self.family.points[kind].layers if kind else "all"
+            none = {
+                "dense": "each of its layers has experts, which run in one fused kernel",
+                "sparse": "none of its layers has experts",
+                "all": "no layer of it has one",
+            }
+            why = self.family.lacks.get(site.name) or none[rows]
             raise UnsupportedSite(
                 f"{site.name} is not available on {self.family.name} models: {why}; there are: {', '.join(self.names)}"
             )
@@ -189,11 +196,13 @@ class SiteMap:
             chosen = index.indices(count)
             first, end, step = chosen.start, chosen.stop, chosen.step
             ends = [e for e in (index.start, index.stop) if e is not None]
-            fits = len(chosen) > 0 and all(-count <= e <= count for e in ends)
+            fits = all(-count <= e <= count for e in ends)
+            if fits and not len(chosen):
+                raise UnsupportedSite(f"{site}: the range has no {kind} in it; it ends where it begins, or before")
         if not fits:
             raise UnsupportedSite(f"{site}: this model has {count} {kind}s (0 to {count - 1})")
         if step != 1:
-            raise UnsupportedSite(f"{site}: name each {kind}, or neighbours, as in {site.name}[0, 2:5]")
+            raise UnsupportedSite(f"{site}: name each {kind}, or neighbours, as in {site.name}[0, 0:{min(count, 2)}]")
         return first * size, end * size
 
     def _layers(self, site: Site) -> list[int]:
@@ -228,3 +237,9 @@ class SiteMap:
     def label(self, point: int) -> str:
         """A point's name for people: the first site word that reaches it."""
         return next(str(place) for place in self.places() if place.point == point)
+
+    def told(self, point: int) -> str:
+        """A point with the modules where the table says that it is: `mlp_in[0] (model.layers.0.mlp)`."""
+        engines: tuple[Literal["transformers", "vllm"], ...] = ("transformers", "vllm")
+        taps = [tap for engine in engines for known, tap in self.taps(engine) if known.number == point]
+        return f"{self.label(point)} ({' or '.join(dict.fromkeys(tap.module for tap in taps))})"

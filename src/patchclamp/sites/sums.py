@@ -74,7 +74,7 @@ def _of_norms(lm: Any, base: Any) -> dict[str, str]:
             pairs = [(name, f"{stream}[{last}]")] if name == "final_norm" else [
                 (f"{name}[{layer}]", f"{stream}[{layer}]") for layer in range(last + 1)
             ]  # fmt: skip
-            same = next((pair for pair in pairs if np.array_equal(*(_rows(base, at) for at in pair))), None)
+            same = next((pair for pair in pairs if np.array_equal(_rows(base, pair[0]), _rows(base, pair[1]))), None)
             found[name] = "" if same is None else f"{same[0]} is {same[1]}, and not what a norm makes of it"
     return found
 

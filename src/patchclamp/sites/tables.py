@@ -151,13 +151,13 @@ GPT_OSS = without(
     router=row(Tap(MLP + ".router", "out", again=True), Tap(MLP + ".router", "out"), "X"),
 )  # fmt: skip
 LATENT = "its attention keeps one latent row for all heads, from which the kernel makes keys and values"
-DEEPSEEK = without(
+DEEPSEEK = msgspec.structs.replace(without(
     LLAMA, "deepseek", "DeepseekV2ForCausalLM DeepseekV3ForCausalLM",
     {"q": LATENT + ", and what it asks with", "k": LATENT, "v": LATENT},
     z=sharded(Tap(ATTENTION + ".o_proj", "in"), width="Z"),
     neurons=sharded(Tap(MLP + ".down_proj", "in"), width="M", layers="dense"),
     router=row(Tap(MLP + ".gate", "out", again=True), Tap(MLP + ".gate", "out"), "X", layers="sparse"),
-)  # fmt: skip
+), divided_by="routed_scaling_factor")  # fmt: skip
 
 _H = "transformer.h.{l}"
 GPT2 = Family(
@@ -243,9 +243,12 @@ FAMILIES: tuple[Family, ...] = (
 )  # fmt: skip
 
 
-def has_table(architectures: list[str] | tuple[str, ...] | None) -> bool:
-    """Whether some family's table lists one of a config's `architectures`."""
-    return any(set(family.architectures) & set(architectures or ()) for family in FAMILIES)
+def has_table(architectures: list[str] | tuple[str, ...] | None, config: Any = None) -> bool:
+    """Whether some family's table lists one of a config's `architectures`, and is about models of such a config."""
+    try:
+        return bool(family_of(architectures, config))
+    except ModelError:
+        return False
 
 
 def family_of(architectures: list[str] | tuple[str, ...] | None, config: Any = None) -> Family:

@@ -23,6 +23,10 @@ ATTENTION = ("self_attn", "self_attention", "attention", "attn")
 ATTENTION_END = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 MLP = ("mlp", "feed_forward", "ffn")
 MLP_END = ("down_proj", "c_proj", "dense_4h_to_h", "fc2", "fc_out", "w2")
+WITHIN = (
+    "and none can be made: its text decoder is a part of it, beside one for images or sound. Only models of text alone "
+    "have sites; many families have such checkpoints too"
+)
 UNKNOWN = "this model has no site table, and without one it is not known where that is made"
 
 

@@ -47,7 +47,8 @@ NNTERP: dict[str, str] = {
 
 _UNNORMED = "is the row divided by its size, before the norm's weight"
 _PER_HEAD = "is the stream before the norm, once a head: use resid_pre[{l}], or attn_in[{l}] for the normed input"
-_WEIGHTS = "are attention weights, which a fused kernel never makes: use q[{l}], k[{l}] and z[{l}]"
+_NEVER = "are attention weights, which a fused kernel never makes"
+_WEIGHTS = f"{_NEVER}: use q[{{l}}], k[{{l}}] and z[{{l}}]"
 _MODULE = "is a module, not a tensor"
 ELSEWHERE: dict[str, str] = {
     "blocks.{l}.ln1.hook_normalized": f"{_UNNORMED}: use attn_in[{{l}}], which is after it",
@@ -70,7 +71,8 @@ ELSEWHERE: dict[str, str] = {
                                    "output projection",
     "blocks.{l}.mlp.hook_pre": "is before the activation: use neurons[{l}], which is what the down projection reads",
     "blocks.{l}.mlp.hook_pre_linear": "is one factor of a neuron: use neurons[{l}], the product",
-    "attention_probabilities": "are attention weights, which a fused kernel never makes: use q, k and z",
+    **dict.fromkeys(("attention_probabilities", "attn_weights", "attn_scores", "pattern"),
+                    f"{_NEVER}: use q, k and z"),
     "next_token_probs": "is computed from the logits: capture logits and take their softmax",
     "layers": f"{_MODULE}: use layers_input or layers_output, or resid_pre and resid_post",
     "attentions": f"{_MODULE}: use attentions_input or attentions_output, or attn_in and attn_out",
@@ -133,9 +135,10 @@ def hook(text: str) -> tuple[str, int | None] | None:
     return None
 
 
-def elsewhere(text: str) -> str | None:
-    """What a name means that is no site of ours, and what to use instead; None if we do not know the name."""
+def elsewhere(text: str) -> tuple[str, bool] | None:
+    """What a name means that is no site of ours, and what to use instead; and whether no engine makes it at all. None
+    if we do not know the name."""
     for pattern, why in _ELSEWHERE:
         if found := pattern.fullmatch(text.partition("[")[0].strip()):
-            return f"{text} {why.format(l=found.groupdict().get('layer'))}"
+            return f"{text} {why.format(l=found.groupdict().get('layer'))}", why.startswith(_NEVER)
     return None

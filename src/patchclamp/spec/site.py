@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from patchclamp.errors import ProgramError, UnknownName, unknown
+from patchclamp.errors import ProgramError, UnknownName, UnsupportedSite, unknown
 from patchclamp.spec.aliases import NNTERP, elsewhere, hook
 
 if TYPE_CHECKING:
@@ -164,7 +164,8 @@ def parse_index(text: str) -> Index | None:
 def site(text: Site | str) -> Site:
     """A site from its text form, from its name in TransformerLens or nnterp (`spec.aliases`), or a site itself.
 
-    Raises `UnknownName`, which of a name of theirs that is no site of ours says what to use instead.
+    Raises `UnknownName`, which of a name of theirs that is no site of ours says what to use instead, and
+    `UnsupportedSite` for attention weights.
     """
     if isinstance(text, Site):
         return text
@@ -173,7 +174,8 @@ def site(text: Site | str) -> Site:
     if hooked := hook(text.strip()):
         return Site(*hooked)
     if other := elsewhere(text.strip()):
-        raise UnknownName(other)
+        why, never = other
+        raise (UnsupportedSite if never else UnknownName)(why)
     found = _BRACKETS.fullmatch(text)
     if found is None:
         raise ProgramError(f"{text!r} is not a site; write it as 'resid_post[12]' or 'z[5, 3]'")

@@ -7,7 +7,7 @@ from typing import Any
 from patchclamp.engines.vllm.compat import backend, configuration
 from patchclamp.errors import ModelError
 from patchclamp.sites import Family, SiteMap, family_of, has_table, sizes_of
-from patchclamp.sites.untabled import untabled
+from patchclamp.sites.untabled import WITHIN, untabled
 
 ASK = 'model_impl="transformers" has vLLM run Transformers\' own class, for which a table can be made of its modules'
 
@@ -25,15 +25,23 @@ def _family(vllm_config: Any, facts: dict[str, Any]) -> Family:
         try:
             family = family_of(architectures, config)
         except ModelError as error:
-            raise ModelError(str(error) if has_table(architectures) else f"{error}. {ASK}") from None
+            if backend.nested(vllm_config):
+                raise ModelError(f"no site table for {architectures}, {WITHIN}") from None
+            raise ModelError(f"{error}. {ASK}") from None
         if family.backend:
             raise ModelError(f"the table of {family.name} models is for vLLM's Transformers backend. {ASK}")
+        factor = getattr(config, family.divided_by, None) if family.divided_by else None
+        if facts["dtype"] == "float16" and factor not in (None, 1):
+            raise ModelError(
+                f"in float16 vLLM divides the stream of {family.name} models by {family.divided_by} ({factor}), and "
+                'no site is that; use dtype="bfloat16"'
+            )
         return family
-    if has_table(architectures):
+    if has_table(architectures, config):
         family = family_of(architectures, config)
         if family.backend:
             return family
     if backend.nested(vllm_config):
-        raise ModelError(f"no site table for {architectures}, and none can be made of a model within another")
+        raise ModelError(f"no site table for {architectures}, {WITHIN}")
     with backend.outside(vllm_config):
         return untabled(config, facts["trust_remote_code"])
