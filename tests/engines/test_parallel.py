@@ -10,6 +10,7 @@ import torch
 from vllm.envs import disable_envs_cache
 
 import patchclamp as pc
+from patchclamp.sites.prove import prove
 from tests.models import with_weights
 
 D, LAYERS, RECORDS = 128, 4, 64
@@ -150,6 +151,7 @@ def test_two_workers_do_what_one_does(start, alone, options):
     with pytest.raises(pc.ProgramError, match=r"edits\[0\].fn: Apply runs Python of yours in the engine: allow it"):
         lm.run(SHORT, edits=[pc.Apply(lambda h: h, pc.resid_post[0])])
     found, size = seen(lm)
+    assert {proof.name: proof.note for proof in prove(lm, full=True) if not proof.holds} == {}
     assert found.keys() == alone.keys()
     apart = {
         name: float((rows - alone[name]).float().abs().max() / alone[name].abs().max().clamp(min=1e-6))
