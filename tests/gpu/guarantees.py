@@ -101,6 +101,7 @@ def cut_down(mode: str, lm) -> None:
 def guarantees(mode: str, model: str) -> None:
     """Everything that is promised, on an engine of that mode, beside stock vLLM in the same one."""
     import patchclamp as pc
+    from patchclamp.sites.prove import prove
 
     options, environ = setting(mode)
     with contextlib.ExitStack() as running:
@@ -115,6 +116,8 @@ def guarantees(mode: str, model: str) -> None:
             answers(mode).write_text(json.dumps(expected))
             checks(mode, lm, expected)
             ops(mode, lm)
+            wrong = {proof.name: proof.note for proof in prove(lm, full=True) if not proof.holds}
+            note(mode, "every site is proved, in every layer", not wrong, json.dumps(wrong)[:600])
 
 
 def answers(mode: str) -> Path:
