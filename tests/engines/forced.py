@@ -14,6 +14,7 @@ os.environ["VLLM_USE_AOT_COMPILE"] = "1"
 
 from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
 from vllm.config import CompilationMode
+from vllm.model_executor.models import registry
 from vllm.platforms.cpu import CpuPlatform
 
 adapt = CpuPlatform.check_and_update_config.__func__
@@ -29,6 +30,7 @@ def leave_the_compiler(cls, config) -> None:
 
 CpuPlatform.check_and_update_config = classmethod(leave_the_compiler)
 FixFunctionalizationPass.__call__ = lambda self, graph: None
+registry._run_in_subprocess = lambda look: look()  # what a model class is: see `inspected_here`
 
 from vllm.compilation.counter import compilation_counter  # noqa: E402
 

@@ -16,11 +16,11 @@ SAMPLING = {"ignore_eos": True}
 
 
 @pytest.fixture(scope="module", params=["eager", "compiled", "chunks of 16", "transformers"])
-def lm(engines, request):
+def lm(shallow, request):
     """An engine that allows code: the shared ones, asked another way."""
     engine, options = ("transformers", {}) if request.param == "transformers" else ("vllm", {})
     options = {"compiled": {"compiled": True}, "chunks of 16": CHUNKED}.get(request.param, options)
-    shared = engines.get(engine, "float32", **options)
+    shared = shallow.get(engine, "float32", **options)
     return pc.LM("", shared.engine, prove=False, allow_code=True)
 
 
@@ -139,8 +139,8 @@ def test_rows_are_the_codes_own(lm):
     assert probe.grad is not None
 
 
-def test_code_needs_leave(engines):
-    lm = engines.get("vllm", "float32")
+def test_code_needs_leave(shallow):
+    lm = shallow.get("vllm", "float32")
     with pytest.raises(pc.ProgramError, match=r"edits\[0\].fn: Apply runs Python of yours .* allow_code=True"):
         lm.run(PROMPTS[0], edits=[pc.Apply(lambda h: h, AT)])
     with pytest.raises(pc.ProgramError, match="a function of rows is needed"):
@@ -149,9 +149,9 @@ def test_code_needs_leave(engines):
         pc.Program.of([pc.Apply(lambda h: h, AT)]).to_json()
 
 
-def test_nobody_reads_cached_blocks_that_code_made(engines):
+def test_nobody_reads_cached_blocks_that_code_made(shallow):
     """Not even the same code again: what it does may have changed."""
-    shared = engines.get("vllm", "float32")
+    shared = shallow.get("vllm", "float32")
     lm = pc.LM("", shared.engine, prove=False, allow_code=True)
     prompt = lm.tokens(" ".join(["one two three four five six seven eight nine ten"] * 8))
     plain = lm.run(prompt, max_tokens=2)

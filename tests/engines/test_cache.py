@@ -5,14 +5,14 @@ import torch
 
 import patchclamp as pc
 
-from .conftest import PROMPTS
+from .conftest import PROMPTS, SHALLOW
 
 BLOCK = 32
 
 
 @pytest.fixture(scope="module")
-def lm(engines):
-    return engines.get("vllm", "float32")
+def lm(shallow):
+    return shallow.get("vllm", "float32")
 
 
 @pytest.fixture
@@ -30,8 +30,8 @@ def logits(lm, prompt, edits=()):
     return lm.run(prompt, max_tokens=1, edits=list(edits), capture=[pc.logits])[pc.logits]
 
 
-def test_unedited_after_edited_and_edited_after_unedited(lm, engines, prompt):
-    cold = engines.get("vllm", "float32", enable_prefix_caching=False)
+def test_unedited_after_edited_and_edited_after_unedited(lm, shallow, prompt):
+    cold = shallow.get("vllm", "float32", enable_prefix_caching=False)
     change = edit(lm, pc.prompt[2])
     expected_plain, expected_edited = logits(cold, prompt), logits(cold, prompt, [change])
     assert (expected_plain - expected_edited).abs().max() > 0.1
@@ -44,9 +44,9 @@ def test_unedited_after_edited_and_edited_after_unedited(lm, engines, prompt):
         assert (logits(lm, prompt, edits) - expected).abs().max() <= 1e-3
 
 
-def test_the_last_prompt_token_is_resolved_against_each_prompt(lm, engines, prompt):
+def test_the_last_prompt_token_is_resolved_against_each_prompt(lm, shallow, prompt):
     """`prompt[-1]` of a prompt of two blocks lies inside the second block of a longer one."""
-    cold = engines.get("vllm", "float32", enable_prefix_caching=False)
+    cold = shallow.get("vllm", "float32", enable_prefix_caching=False)
     change = edit(lm, pc.prompt[-1])
     for length in (2 * BLOCK, len(prompt), 2 * BLOCK):
         part = prompt[:length]
@@ -77,20 +77,20 @@ def test_captures_are_complete_on_a_warm_cache(lm, prompt):
     assert again.positions("mlp_out[5]") == [50]
 
 
-def test_preempted_requests_come_back_with_the_same_rows(engines):
+def test_preempted_requests_come_back_with_the_same_rows(shallow):
     """A cache of a few blocks: requests are thrown out, recomputed and still edited and captured as if alone."""
-    small = engines.get(
-        "vllm", "float32", kv_cache_memory_bytes=30 * 2 * 3 * 64 * 4 * BLOCK * 6, max_model_len=128, max_num_seqs=4
+    small = shallow.get(
+        "vllm", "float32", kv_cache_memory_bytes=SHALLOW * 2 * 3 * 64 * 4 * BLOCK * 6, max_model_len=128, max_num_seqs=4
     )
-    roomy = engines.get("vllm", "float32")
+    roomy = shallow.get("vllm", "float32")
     ids = roomy.tokens(" ".join(PROMPTS))
     prompts = [ids[i : i + 28] for i in range(4)]
     edits = [[pc.Add(torch.randn(roomy.model.d_model), at=pc.resid_post[6], tokens=pc.generated)] for _ in prompts]
-    wanted = {"capture": [pc.resid_post[20]], "max_tokens": 40, "sampling": {"ignore_eos": True}}
+    wanted = {"capture": [pc.resid_post[7]], "max_tokens": 40, "sampling": {"ignore_eos": True}}
     crowded = small.run(prompts, edits=edits, **wanted)
     assert small.engine.status()["preemptions"] > 0
     for prompt, change, run in zip(prompts, edits, crowded, strict=True):
         alone = roomy.run(prompt, edits=change, **wanted)
         assert run.token_ids == alone.token_ids
-        assert run.positions(pc.resid_post[20]) == list(range(len(prompt) + 39))
-        assert torch.allclose(run[pc.resid_post[20]], alone[pc.resid_post[20]], rtol=1e-3, atol=1e-3)
+        assert run.positions(pc.resid_post[7]) == list(range(len(prompt) + 39))
+        assert torch.allclose(run[pc.resid_post[7]], alone[pc.resid_post[7]], rtol=1e-3, atol=1e-3)

@@ -29,14 +29,14 @@ def test_a_seam_that_moved_is_told_by_our_engines_alone(monkeypatch, smollm2):
     plugin.register()
 
 
-def test_a_core_in_its_own_process_serves_the_same(smollm2, engines):
-    lm = pc.LM(str(smollm2), engine="vllm", dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=4,
+def test_a_core_in_its_own_process_serves_the_same(shortened, shallow):
+    lm = pc.LM(shortened, engine="vllm", dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=4,
                kv_cache_memory_bytes=1 << 26, multiprocess_mode=True, block_size=32)  # fmt: skip
     with lm:
         run = lm.run("The capital of France is", max_tokens=3, capture=[pc.resid_post])
         again = lm.run("The capital of France is", max_tokens=3, edits=[pc.Replace(pc.From(run), at=pc.resid_post)])
-        here = engines.get("vllm", "float32").run("The capital of France is", max_tokens=3, capture=[pc.resid_post[9]])
+        here = shallow.get("vllm", "float32").run("The capital of France is", max_tokens=3, capture=[pc.resid_post[3]])
         assert run.logprobs == again.logprobs == here.logprobs
-        assert (run[pc.resid_post[9]] == here[pc.resid_post[9]]).all()
-        steered = lm.run("The capital of France is", max_tokens=3, edits=[pc.Add([1.0] * 576, at=pc.resid_post[9])])
+        assert (run[pc.resid_post[3]] == here[pc.resid_post[3]]).all()
+        steered = lm.run("The capital of France is", max_tokens=3, edits=[pc.Add([1.0] * 576, at=pc.resid_post[3])])
         assert steered.logprobs != run.logprobs

@@ -15,8 +15,8 @@ BOTH = pytest.mark.parametrize("engine", ["vllm", "transformers"])
 
 
 @BOTH
-def test_n_runs_of_a_prompt_are_runs_of_their_own(engines, engine):
-    lm, at = engines.get(engine, "float32"), pc.resid_post[12]
+def test_n_runs_of_a_prompt_are_runs_of_their_own(shallow, engine):
+    lm, at = shallow.get(engine, "float32"), pc.resid_post[6]
     v = torch.randn(lm.model.d_model)
     sampling = {"n": 3, "temperature": 1.0, "seed": 11, "ignore_eos": True}
     program = {"edits": [pc.Add(v, at=pc.resid_post[5], tokens=pc.generated)], "capture": [at]}
@@ -43,8 +43,8 @@ def test_n_runs_of_a_prompt_are_runs_of_their_own(engines, engine):
 
 
 @BOTH
-def test_calls_awaited_together_are_each_as_if_alone(engines, engine):
-    lm, at = engines.get(engine, "float32"), pc.resid_post[20]
+def test_calls_awaited_together_are_each_as_if_alone(shallow, engine):
+    lm, at = shallow.get(engine, "float32"), pc.resid_post[7]
     vectors = torch.randn(12, lm.model.d_model)
     edits = [[pc.Add(v, at=pc.resid_post[i % 8], scale=0.5)] for i, v in enumerate(vectors)]
 
@@ -63,8 +63,8 @@ def test_calls_awaited_together_are_each_as_if_alone(engines, engine):
 
 
 @BOTH
-def test_errors_and_cancelled_calls_leave_nothing_behind(engines, engine):
-    lm = engines.get(engine, "float32")
+def test_errors_and_cancelled_calls_leave_nothing_behind(shallow, engine):
+    lm = shallow.get(engine, "float32")
     before = lm.engine.status()
 
     async def go() -> list:
@@ -96,9 +96,9 @@ def test_errors_and_cancelled_calls_leave_nothing_behind(engines, engine):
 
 
 @BOTH
-def test_a_run_by_its_name_in_the_bank(engines, engine):
+def test_a_run_by_its_name_in_the_bank(shallow, engine):
     """It stays as long as the name does, whoever drops it."""
-    lm, at = engines.get(engine, "float32"), pc.resid_pre[8]
+    lm, at = shallow.get(engine, "float32"), pc.resid_pre[5]
     clean = lm.run(PROMPTS[0], max_tokens=1, capture=[pc.resid_pre])
     spelled = [pc.Replace(pc.From(clean, at, pc.prompt[-1]), at, pc.prompt[-1])]
     expected = lm.run(PROMPTS[1], max_tokens=3, edits=spelled)

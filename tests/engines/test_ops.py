@@ -11,7 +11,7 @@ from patchclamp.kernels.noise import normals
 from patchclamp.plan.bind import site_number
 
 from ..reference.formulas import by_formula
-from .conftest import PROMPTS
+from .conftest import PROMPTS, SHALLOW
 
 D, V = 576, 49152
 CHUNKED = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "enable_prefix_caching": False}
@@ -26,17 +26,17 @@ WORD[[198, 260]] = 1.0, 0.5  # tokens
 EDITS = {
     "add": pc.Add(V1, pc.resid_post[3], pc.prompt[-1], scale=2.0),
     "add a row each": pc.Add(np.stack([V1, V2]), pc.resid_pre[5], pc.prompt[1:3]),
-    "replace": pc.Replace(V1, pc.attn_out[9], pc.every[2], alpha=0.5),
-    "replace where masked": pc.Replace(V2, pc.resid_mid[12], pc.prompt[1:], alpha=0.75, mask=MASK),
+    "replace": pc.Replace(V1, pc.attn_out[5], pc.every[2], alpha=0.5),
+    "replace where masked": pc.Replace(V2, pc.resid_mid[6], pc.prompt[1:], alpha=0.75, mask=MASK),
     "zero": pc.Zero(pc.mlp_out[4], pc.every[1, 3]),
-    "scale": pc.Scale(0.5, pc.attn_out[7]),
-    "ablate": pc.Ablate(V1, pc.resid_post[10]),
-    "ablate several": pc.Ablate(np.stack([V1, V2, V1 + V2]), pc.resid_post[17], pc.prompt),
-    "clamp": pc.Clamp(V1, pc.resid_mid[20], low=-0.5, high=0.5),
-    "clamp below": pc.Clamp(V2, pc.mlp_out[15], pc.prompt[-1], high=-20.0),
+    "scale": pc.Scale(0.5, pc.attn_out[2]),
+    "ablate": pc.Ablate(V1, pc.resid_post[5]),
+    "ablate several": pc.Ablate(np.stack([V1, V2, V1 + V2]), pc.resid_post[6], pc.prompt),
+    "clamp": pc.Clamp(V1, pc.resid_mid[7], low=-0.5, high=0.5),
+    "clamp below": pc.Clamp(V2, pc.mlp_out[6], pc.prompt[-1], high=-20.0),
     "noise": pc.Noise(0.05, pc.resid_post[1], pc.prompt, seed=(1 << 40) + 7),
     "relative noise": pc.Noise(0.2, pc.embed, seed=3, relative=True),
-    "noise of generated tokens": pc.Noise(0.3, pc.resid_mid[8], pc.generated, relative=True),
+    "noise of generated tokens": pc.Noise(0.3, pc.resid_mid[4], pc.generated, relative=True),
     "noise of logits": pc.Noise(0.5, pc.logits, seed=11, relative=True),
     "ablate in logits": pc.Ablate(WORD, pc.logits),
     "scale the last norm": pc.Scale(1.5, pc.final_norm, pc.prompt[-1]),
@@ -49,7 +49,7 @@ def worst_row(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 @pytest.fixture(scope="module")
-def runs(engines):
+def runs(shallow):
     """`runs(mode)`: of each op, one request, all in one batch; and the same prompt without edits."""
     done: dict[str, dict[str, pc.Run]] = {}
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(EDITS))]
@@ -58,8 +58,8 @@ def runs(engines):
         if mode not in done:
             engine, dtype, *rest = MODES.get(mode, (mode, "float32"))
             options = rest[0] if rest and isinstance(rest[0], dict) else {}
-            lm = engines.get(engine, dtype, rest == [True], **options)
-            keep = [[op.at, pc.resid_post[29]] for op in EDITS.values()]
+            lm = shallow.get(engine, dtype, rest == [True], **options)
+            keep = [[op.at, pc.resid_post[7]] for op in EDITS.values()]
             edited = lm.run(prompts, edits=[[op] for op in EDITS.values()], capture=keep, max_tokens=4)
             plain = lm.run(prompts, capture=keep, max_tokens=4)
             done[mode] = dict(zip(EDITS, zip(edited, plain, strict=True), strict=True))
@@ -84,7 +84,7 @@ def test_an_op_does_what_its_formula_says(runs, mode, name):
     assert rows
     before, after = plain[op.at], edited[op.at]
     rows = rows[:1] if generated or op.at.name == "logits" else [i for i in rows if positions[i] < last]
-    expected = by_formula(op, before[rows], [positions[i] for i in rows], layers=30)
+    expected = by_formula(op, before[rows], [positions[i] for i in rows], layers=SHALLOW)
     assert worst_row(after[rows].double(), expected) <= 1e-4
     assert float((after[rows] - before[rows]).abs().max()) > 1e-3
     if others:
@@ -111,24 +111,24 @@ def test_every_way_to_run_gives_what_transformers_gives(runs, mode, name):
     ours, theirs = runs(mode)[name][0], runs("transformers")[name][0]
     count = next((i + 1 for i, (a, b) in enumerate(zip(ours.token_ids, theirs.token_ids, strict=True)) if a != b), 4)
     np.testing.assert_allclose(ours.logprobs[:count], theirs.logprobs[:count], rtol=1e-4, atol=2e-4)
-    for site in {EDITS[name].at, pc.resid_post[29]}:
+    for site in {EDITS[name].at, pc.resid_post[7]}:
         assert ours.positions(site) == theirs.positions(site)
         rows = [i for i, p in enumerate(ours.positions(site)) if p < len(ours.prompt_token_ids) + count - 1]
         assert worst_row(ours[site][rows], theirs[site][rows]) <= 2e-4
 
 
-def test_noise_of_no_strength_is_stock(engines):
+def test_noise_of_no_strength_is_stock(shallow):
     for engine in ("vllm", "transformers"):
-        lm = engines.get(engine, "float32")
+        lm = shallow.get(engine, "float32")
         plain = lm.run(PROMPTS[0], max_tokens=4)
         none = lm.run(PROMPTS[0], max_tokens=4, edits=[pc.Noise(0.0, pc.embed, relative=True), pc.Noise(0, pc.logits)])
         assert (none.token_ids, none.logprobs) == (plain.token_ids, plain.logprobs)
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_strengths_stay_with_their_requests(engines, engine):
+def test_strengths_stay_with_their_requests(shallow, engine):
     """Fuzzing as a scalar of each request, mixed with none: 0 is stock bit for bit, the others as if alone."""
-    lm = engines.get(engine, "float32")
+    lm = shallow.get(engine, "float32")
     strengths = [0.0, 0.05, 0.3, 0.0, 0.3]
     many = [{"ignore_eos": True, "extra_args": {"fuzz_strength": s, "fuzz_seed": 5}} for s in strengths]
     mixed = lm.run([PROMPTS[0]] * 5, max_tokens=4, sampling=many, capture=[pc.resid_pre[0]])
@@ -145,12 +145,12 @@ def test_strengths_stay_with_their_requests(engines, engine):
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_a_steering_module_is_used_by_name(engines, engine):
-    lm = engines.get(engine, "float32")
-    lm.bank["module"] = [pc.Add(V1, pc.resid_post[i], scale=0.1) for i in range(5, 9)]
+def test_a_steering_module_is_used_by_name(shallow, engine):
+    lm = shallow.get(engine, "float32")
+    lm.bank["module"] = [pc.Add(V1, pc.resid_post[i], scale=0.1) for i in range(3, 7)]
     used = lm.run(PROMPTS[0], max_tokens=4, edits=[pc.Use("module", scale=3.0)])
     spelled = lm.run(
-        PROMPTS[0], max_tokens=4, edits=[pc.Add(V1, pc.resid_post[i], scale=3.0 * 0.1) for i in range(5, 9)]
+        PROMPTS[0], max_tokens=4, edits=[pc.Add(V1, pc.resid_post[i], scale=3.0 * 0.1) for i in range(3, 7)]
     )
     assert (used.token_ids, used.logprobs) == (spelled.token_ids, spelled.logprobs)
     runs = lm.run(list(PROMPTS), max_tokens=1, capture=[pc.attn_out])
@@ -163,9 +163,9 @@ def test_a_steering_module_is_used_by_name(engines, engine):
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_epsilon_is_the_same_bits_in_every_engine(engines, engine):
+def test_epsilon_is_the_same_bits_in_every_engine(shallow, engine):
     """Zero the row, add noise: what is captured is ε itself."""
-    lm, at = engines.get(engine, "float32"), pc.resid_mid[3]
+    lm, at = shallow.get(engine, "float32"), pc.resid_mid[3]
     run = lm.run(PROMPTS[0], max_tokens=1, edits=[pc.Zero(at), pc.Noise(1.0, at, seed=99)], capture=[at])
     for position, row in zip(run.positions(at), run[at], strict=True):
         expected = normals(99, position, site_number("mid", 3), D)

@@ -13,13 +13,13 @@ import torch
 
 import patchclamp as pc
 
-from .conftest import PROMPTS
+from .conftest import PROMPTS, SHALLOW
 
 D = 576
 BAD = [
     (dict(capture=["resid_pots[3]"]), pc.UnknownName, "capture[0].at: no site 'resid_pots' (did you mean 'resid_post'"),
-    (dict(capture=["resid_post[30]"]), pc.UnsupportedSite, "capture[0].at: resid_post[30]: this model has 30 layers (0 to 29)"),
-    (dict(capture=["resid_post[8:40]"]), pc.UnsupportedSite, "this model has 30 layers"),
+    (dict(capture=["resid_post[8]"]), pc.UnsupportedSite, "capture[0].at: resid_post[8]: this model has 8 layers (0 to 7)"),
+    (dict(capture=["resid_post[5:40]"]), pc.UnsupportedSite, "this model has 8 layers"),
     (dict(capture=["embed[0]"]), pc.ProgramError, "capture[0].at: embed has no layers"),
     (dict(capture=["z[3, 9]"]), pc.UnsupportedSite, "z[3, 9]: this model has 9 heads (0 to 8)"),
     (dict(capture=["router[3]"]), pc.UnsupportedSite, "router is not available on llama models: its layers have one MLP"),
@@ -48,8 +48,8 @@ BAD = [
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_bad_input_is_refused_before_it_runs(engines, engine):
-    lm = engines.get(engine, "float32", **({} if engine == "vllm" else {"max_model_len": 512}))
+def test_bad_input_is_refused_before_it_runs(shallow, engine):
+    lm = shallow.get(engine, "float32", **({} if engine == "vllm" else {"max_model_len": 512}))
     before = lm.run(PROMPTS[0], max_tokens=3)
     planned = lm.engine.status()["steps_planned"]
     for asked, error, text in BAD:
@@ -62,8 +62,8 @@ def test_bad_input_is_refused_before_it_runs(engines, engine):
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_sources_must_be_alive_and_hold_what_is_read(engines, engine):
-    lm = engines.get(engine, "float32")
+def test_sources_must_be_alive_and_hold_what_is_read(shallow, engine):
+    lm = shallow.get(engine, "float32")
     run = lm.run(PROMPTS[0], max_tokens=1, capture=[pc.resid_post[3] @ pc.prompt[1:3]])
     for value, text in (
         (pc.From(run), "did not capture resid_post[3] at position 0 (it has 2, 1 to 2)"),
@@ -84,8 +84,8 @@ def test_sources_must_be_alive_and_hold_what_is_read(engines, engine):
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_a_value_keeps_its_run_and_dropped_runs_leave_nothing(engines, engine):
-    lm = engines.get(engine, "float32")
+def test_a_value_keeps_its_run_and_dropped_runs_leave_nothing(shallow, engine):
+    lm = shallow.get(engine, "float32")
     gc.collect()
     before = lm.engine.status()["runs"]
     value = pc.From(lm.run(PROMPTS[0], max_tokens=1, capture=[pc.resid_post[3]]))
@@ -99,14 +99,14 @@ def test_a_value_keeps_its_run_and_dropped_runs_leave_nothing(engines, engine):
     assert lm.engine.status()["runs"] == before
 
 
-def test_many_threads_share_one_engine(engines):
-    lm = engines.get("vllm", "float32")
+def test_many_threads_share_one_engine(shallow):
+    lm = shallow.get("vllm", "float32")
     expected = {text: lm.run(text, max_tokens=4).token_ids for text in PROMPTS}
     wrong: list = []
 
     def client(number: int) -> None:
         text = PROMPTS[number % 3]
-        at = pc.resid_post[number % 30]
+        at = pc.resid_post[number % SHALLOW]
         run = lm.run(text, max_tokens=4, capture=[at])
         edited = lm.run(text, max_tokens=4, edits=[pc.Replace(pc.From(run, at), at=at)])
         if not run.token_ids == edited.token_ids == expected[text] or len(run[at]) != len(run.prompt_token_ids) + 3:
@@ -120,10 +120,12 @@ def test_many_threads_share_one_engine(engines):
     assert not wrong
 
 
-def test_many_programs_more_than_fit_at_once_leave_the_tables_empty(engines):
-    lm = engines.get("vllm", "float32")
+def test_many_programs_more_than_fit_at_once_leave_the_tables_empty(shallow):
+    lm = shallow.get("vllm", "float32")
     ids = lm.tokens(PROMPTS[0])
-    edits = [[pc.Add(torch.randn(D), at=pc.resid_post[n % 30], tokens=pc.prompt[n % 5])] for n in range(100)]
+    # what is done in the last layer to a token reaches no other
+    at = [pc.resid_post[n % (SHALLOW if n % 5 == 4 else SHALLOW - 1)] for n in range(100)]
+    edits = [[pc.Add(torch.randn(D), at=at[n], tokens=pc.prompt[n % 5])] for n in range(100)]
     runs = lm.run([ids] * 100, max_tokens=1, edits=edits, score=[7042])
     assert len({run.scores[7042] for run in runs}) == 100
     gc.collect()
@@ -132,10 +134,10 @@ def test_many_programs_more_than_fit_at_once_leave_the_tables_empty(engines):
     assert (status["programs"], status["pinned"], status["vectors"], status["free_records"]) == (0, 0, 0, 1 << 18)
 
 
-def test_a_program_that_does_not_fit_fails_alone(engines):
-    lm = engines.get("vllm", "float32", max_records=64, bank_bytes=300_000, prove=False)
+def test_a_program_that_does_not_fit_fails_alone(shallow):
+    lm = shallow.get("vllm", "float32", max_records=64, bank_bytes=300_000, prove=False)
     good = [pc.Add(torch.randn(D), at=pc.resid_post[3])]
-    too_many_records = [pc.Zero(pc.resid_post), pc.Zero(pc.resid_mid), pc.Zero(pc.attn_out)]
+    too_many_records = [pc.Zero(pc.resid_post), pc.Zero(pc.resid_mid), pc.Zero(pc.attn_out)] * 3
     too_many_rows = [pc.Add(torch.randn(200, D), at=pc.resid_post[3], tokens=pc.prompt)]
     ids = lm.tokens(PROMPTS[1])[:10] * 20
     runs = lm.run([ids] * 4, max_tokens=1, edits=[good, too_many_records, too_many_rows, []])
@@ -278,11 +280,11 @@ def test_code_saved_as_one_piece_is_refused(smollm2, monkeypatch):
     assert [os.environ.get(name) for name in names] == [None, "1"]  # what an engine needs is put back
 
 
-def test_a_compiled_model_without_a_body_of_stocks_is_refused(engines, monkeypatch):
+def test_a_compiled_model_without_a_body_of_stocks_is_refused(shallow, monkeypatch):
     """As a vLLM would leave it that compiles where patchclamp does not see it."""
     from vllm.config import CompilationMode
 
-    lm = engines.get("vllm", "float32")
+    lm = shallow.get("vllm", "float32")
     assert lm.engine._call(lambda: lm.engine._workers.one("started")).result() is None
     monkeypatch.setattr(lm.engine.config.compilation_config, "mode", CompilationMode.VLLM_COMPILE)
     with pytest.raises(pc.EngineError, match="compiled the model where patchclamp does not see it"):
@@ -308,8 +310,8 @@ def test_on_a_gpu_sizes_are_those_that_vllm_llm_chooses(smollm2, monkeypatch, cp
     assert asked == [context]
 
 
-def test_an_engine_sleeps_lightly_or_not_at_all(engines):
-    lm = engines.get("vllm", "float32")
+def test_an_engine_sleeps_lightly_or_not_at_all(shallow):
+    lm = shallow.get("vllm", "float32")
     with pytest.raises(pc.EngineError, match="does not run with sleep level 2"):
         lm.sleep(2)
     with pytest.raises(pc.EngineError, match="start it with enable_sleep_mode=True"):
@@ -318,14 +320,14 @@ def test_an_engine_sleeps_lightly_or_not_at_all(engines):
         lm.engine._call(lambda: lm.engine._engine.collective_rpc("sleep", args=(2,))).result()
     lm.wake()
     with pytest.raises(pc.EngineError, match="the transformers engine does not sleep"):
-        engines.get("transformers", "float32").sleep()
+        shallow.get("transformers", "float32").sleep()
     assert lm.run(PROMPTS[0], max_tokens=1).token_ids
 
 
 @pytest.mark.parametrize("prompt", [5, {"a": 1}, [1.0], [None], ["a", 3], [True, False], b"The", object()])
-def test_what_is_no_prompt_is_our_error(engines, prompt):
+def test_what_is_no_prompt_is_our_error(shallow, prompt):
     with pytest.raises(pc.ProgramError, match="a prompt is text or a list of token ids"):
-        engines.get("transformers", "float32").run(prompt, max_tokens=1)
+        shallow.get("transformers", "float32").run(prompt, max_tokens=1)
 
 
 def test_prompts_as_arrays_and_chats(engines):
@@ -340,11 +342,11 @@ def test_prompts_as_arrays_and_chats(engines):
             lm.run(messages=messages, max_tokens=1)
 
 
-def test_closing_one_engine_leaves_the_others_running(smollm2, engines):
+def test_closing_one_engine_leaves_the_others_running(shortened, shallow):
     """Two engines share a process; vLLM's own shutdown would take down what both use."""
-    lm = engines.get("vllm", "float32")
+    lm = shallow.get("vllm", "float32")
     expected = lm.run(PROMPTS[0], max_tokens=3).logprobs
-    other = pc.LM(str(smollm2), engine="vllm", dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=4,
+    other = pc.LM(shortened, engine="vllm", dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=4,
                   kv_cache_memory_bytes=1 << 26)  # fmt: skip
     run = other.run(PROMPTS[0], max_tokens=3, capture=[pc.embed])
     other.close()
@@ -355,10 +357,10 @@ def test_closing_one_engine_leaves_the_others_running(smollm2, engines):
         run[pc.embed]
 
 
-def test_programs_wait_for_room_and_never_run_without_themselves(engines):
+def test_programs_wait_for_room_and_never_run_without_themselves(shallow):
     """Each program fills most of the bank: they take turns, all are edited, and what they cached is theirs."""
-    lm = engines.get("vllm", "float32", max_records=64, bank_bytes=300_000, prove=False)
-    roomy = engines.get("vllm", "float32", enable_prefix_caching=False)
+    lm = shallow.get("vllm", "float32", max_records=64, bank_bytes=300_000, prove=False)
+    roomy = shallow.get("vllm", "float32", enable_prefix_caching=False)
     prompts = [torch.randint(100, 40000, (100,)).tolist() for _ in range(3)]
     edits = [[pc.Add(torch.randn(90, D) * 5, at=pc.resid_post[3], tokens=pc.prompt[0:90])] for _ in prompts]
     for _ in range(2):  # the second time from the cache
@@ -372,8 +374,8 @@ def test_programs_wait_for_room_and_never_run_without_themselves(engines):
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_edits_that_are_not_finite_fail_their_run_and_touch_nobody(engines, engine):
-    lm = engines.get(engine, "float32")
+def test_edits_that_are_not_finite_fail_their_run_and_touch_nobody(shallow, engine):
+    lm = shallow.get(engine, "float32")
     ids = lm.tokens(" ".join(PROMPTS))
     plain = lm.run([PROMPTS[0], ids], max_tokens=4)
     hot = [pc.Add([3e38] * D, at=pc.resid_post[3], scale=1e30), pc.Capture(pc.resid_post[4])]
@@ -393,9 +395,9 @@ def test_edits_that_are_not_finite_fail_their_run_and_touch_nobody(engines, engi
         pc.Add([1.0], at=pc.embed, scale=1e39)
 
 
-def test_a_run_beside_a_failing_one_never_takes_its_cached_blocks_for_edited(engines):
+def test_a_run_beside_a_failing_one_never_takes_its_cached_blocks_for_edited(shallow):
     """The failing run is still at work, or was aborted, when another with the same program could read its blocks."""
-    lm = engines.get("vllm", "float32")
+    lm = shallow.get("vllm", "float32")
     ids = (lm.tokens(" ".join(PROMPTS)) * 8)[:150]
     hot = [pc.Add([3e38] * D, at=pc.resid_post[3], tokens=pc.prompt[3:5], scale=1e30)]
     for aborted in (False, True):
@@ -423,9 +425,9 @@ def test_a_run_beside_a_failing_one_never_takes_its_cached_blocks_for_edited(eng
     assert all(run.error is None for run in fine)
 
 
-def test_closing_or_interrupting_settles_everyone(smollm2):
+def test_closing_or_interrupting_settles_everyone(shortened):
     """A thread that waits for a long run is told when another closes the engine; an interrupted run leaves nothing."""
-    lm = pc.LM(str(smollm2), engine="vllm", dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=4,
+    lm = pc.LM(shortened, engine="vllm", dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=4,
                kv_cache_memory_bytes=1 << 27)  # fmt: skip
     caught: list[BaseException] = []
 
@@ -460,8 +462,8 @@ def test_closing_or_interrupting_settles_everyone(smollm2):
     assert [str(error) for error in caught] == ["the engine is closed"]
 
 
-def test_a_kept_run_does_not_hold_its_batchmates(engines):
-    lm = engines.get("transformers", "float32")
+def test_a_kept_run_does_not_hold_its_batchmates(shallow):
+    lm = shallow.get("transformers", "float32")
     gc.collect()
     before = lm.engine.status()["captured_bytes"]
     kept, *others = lm.run([PROMPTS[2]] * 5, max_tokens=3, capture=[[pc.embed @ pc.prompt[0]], *[[pc.resid_post]] * 4])
@@ -473,8 +475,8 @@ def test_a_kept_run_does_not_hold_its_batchmates(engines):
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_iterators_lists_in_any_order_and_places_in_the_program(engines, engine):
-    lm = engines.get(engine, "float32")
+def test_iterators_lists_in_any_order_and_places_in_the_program(shallow, engine):
+    lm = shallow.get(engine, "float32")
     plain = lm.run([PROMPTS[0]] * 3, max_tokens=1)
     runs = lm.run([PROMPTS[0]] * 3, max_tokens=1, edits=(op for op in [pc.Zero(pc.attn_out)]), score=iter([7042]))
     assert all(run.logprobs != plain[0].logprobs and list(run.scores) == [7042] for run in runs)

@@ -19,15 +19,15 @@ MODES = {
 SAMPLING = {"ignore_eos": True}
 
 
-def engine_of(engines, mode: str) -> pc.LM:
+def engine_of(shallow, mode: str) -> pc.LM:
     engine, options = MODES[mode]
-    return engines.get(engine, "float32", **options)
+    return shallow.get(engine, "float32", **options)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_rows_of_some_tokens_are_edited_and_no_others(engines, mode):
+def test_rows_of_some_tokens_are_edited_and_no_others(shallow, mode):
     """What the edit adds at its own site reaches no other row there, so that every row tells."""
-    lm = engine_of(engines, mode)
+    lm = engine_of(shallow, mode)
     plain = lm.run(list(PROMPTS), max_tokens=16, sampling=SAMPLING, capture=[AT])
     often = [max(run.token_ids[:-1], key=run.token_ids[:-1].count) for run in plain]  # a token of each generated text
     asked = [
@@ -37,15 +37,15 @@ def test_rows_of_some_tokens_are_edited_and_no_others(engines, mode):
     ]  # fmt: skip
     cases = [(i, choose((often[i], run.prompt_token_ids[-1]))) for i, run in enumerate(plain) for choose in asked]
     edits = [[pc.Add(V1, AT, tokens, scale=0.02)] for _, tokens in cases]
-    captures = [[pc.Capture(AT), pc.resid_post[29] @ tokens] for _, tokens in cases]
+    captures = [[pc.Capture(AT), pc.resid_post[7] @ tokens] for _, tokens in cases]
     edited = lm.run([PROMPTS[i] for i, _ in cases], max_tokens=16, sampling=SAMPLING, edits=edits, capture=captures)
     v, acted = torch.from_numpy(0.02 * V1), 0
     for (i, tokens), run in zip(cases, edited, strict=True):
         same = next((n for n, (a, b) in enumerate(zip(run.token_ids, plain[i].token_ids, strict=True)) if a != b), 16)
         known = len(run.prompt_token_ids) + same  # positions of the same tokens
         chosen = run.select(tokens)
-        assert run.positions(pc.resid_post[29]) == chosen.tolist()
-        assert len(run[pc.resid_post[29]]) == len(chosen)
+        assert run.positions(pc.resid_post[7]) == chosen.tolist()
+        assert len(run[pc.resid_post[7]]) == len(chosen)
         change = run[AT] - plain[i][AT]
         hit = np.isin(np.arange(len(change)), chosen)[:known]
         expected = v * torch.from_numpy(hit)[:, None]
@@ -56,9 +56,9 @@ def test_rows_of_some_tokens_are_edited_and_no_others(engines, mode):
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_an_op_over_a_whole_row_and_one_at_logits(engines, engine):
+def test_an_op_over_a_whole_row_and_one_at_logits(shallow, engine):
     """Whichever token follows a given one: its logits are those that the op makes of what was there."""
-    lm = engines.get(engine, "float32")
+    lm = shallow.get(engine, "float32")
     plain = lm.run(PROMPTS[1], max_tokens=12, sampling=SAMPLING)
     token, first = plain.token_ids[3], len(plain.prompt_token_ids)
     at = pc.generated & pc.token(token)
@@ -77,9 +77,9 @@ def test_an_op_over_a_whole_row_and_one_at_logits(engines, engine):
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_every_token_but_some_at_logits(engines, engine):
+def test_every_token_but_some_at_logits(shallow, engine):
     """`every` there is where a token is sampled, within a joined selection as alone."""
-    lm = engines.get(engine, "float32")
+    lm = shallow.get(engine, "float32")
     plain = lm.run(PROMPTS[1], max_tokens=12, sampling=SAMPLING)
     first = len(plain.prompt_token_ids) - 1
     others = pc.every - pc.token(plain.token_ids[3], plain.prompt_token_ids[1])
@@ -96,9 +96,9 @@ def test_every_token_but_some_at_logits(engines, engine):
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_captures_at_their_places_keep_to_their_tokens(engines, engine):
+def test_captures_at_their_places_keep_to_their_tokens(shallow, engine):
     """Of two captures that have a position the later one counts, where it asks for that token."""
-    lm = engines.get(engine, "float32")
+    lm = shallow.get(engine, "float32")
     token = lm.run(PROMPTS[0], max_tokens=12, sampling=SAMPLING).token_ids[2]
     at = pc.token(token)
     run = lm.run(PROMPTS[0], max_tokens=12, sampling=SAMPLING, edits=[
@@ -114,8 +114,8 @@ def test_captures_at_their_places_keep_to_their_tokens(engines, engine):
         assert torch.equal(merged[position], expected)
 
 
-def test_patching_by_token_and_what_is_refused(engines):
-    lm = engines.get("vllm", "float32")
+def test_patching_by_token_and_what_is_refused(shallow):
+    lm = shallow.get("vllm", "float32")
     clean = lm.run(PROMPTS[0], max_tokens=8, sampling=SAMPLING, capture=[AT])
     token = clean.token_ids[2]
     patched = lm.run(PROMPTS[0], max_tokens=8, sampling=SAMPLING, capture=[AT], edits=[
@@ -141,9 +141,9 @@ def test_patching_by_token_and_what_is_refused(engines):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_edits_that_never_acted_are_named(engines, mode):
+def test_edits_that_never_acted_are_named(shallow, mode):
     """What a run says of its edits is what its rows say, before and after each; also where it ended early."""
-    lm = engine_of(engines, mode)
+    lm = engine_of(shallow, mode)
     plain = lm.run(PROMPTS[0], max_tokens=12, sampling=SAMPLING)
     there, stop = plain.token_ids[2], plain.token_ids[5]
     asked = [
