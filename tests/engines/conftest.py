@@ -86,21 +86,30 @@ def rare_engines_end():
 
 @pytest.fixture(scope="session")
 def shortened(smollm2, tmp_path_factory) -> str:
-    """The first four and the last four layers of SmolLM2: compiled and run in a third of the time. What they generate is
-    no sense, but varied; the first eight alone repeat themselves, whatever the prompt."""
+    """The first four and the last four layers of SmolLM2: run in a third of the time. What they generate is no sense, but
+    varied; the first eight alone repeat themselves, whatever the prompt."""
+    return _ends_of(smollm2, tmp_path_factory.mktemp("shortened"), SHALLOW)
+
+
+@pytest.fixture(scope="session")
+def shortest(smollm2, tmp_path_factory) -> str:
+    """The first two and the last two layers of SmolLM2, for processes that compile it anew each time."""
+    return _ends_of(smollm2, tmp_path_factory.mktemp("shortest"), 4)
+
+
+def _ends_of(model: Path, folder: Path, layers: int) -> str:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = str(tmp_path_factory.mktemp("shortened"))
-    net = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.bfloat16)
-    half = SHALLOW // 2
+    net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    half = layers // 2
     net.model.layers = net.model.layers[:half] + net.model.layers[-half:]
-    net.config.num_hidden_layers = SHALLOW
+    net.config.num_hidden_layers = layers
     if getattr(net.config, "layer_types", None):
-        net.config.layer_types = net.config.layer_types[:SHALLOW]
+        net.config.layer_types = net.config.layer_types[:layers]
     net.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(smollm2).save_pretrained(folder)
-    return folder
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture(scope="session")
@@ -121,24 +130,28 @@ def inspected_here():
 
 
 @pytest.fixture(scope="session")
-def alone(smollm2, shortened):
+def alone(smollm2, shortest):
     """`alone("float32", compiled=True)` runs `PROMPTS` on stock vLLM without the plugin and on patchclamp without a
-    program, each in a process of its own, side by side; gives tokens and logprobs of both. Compiled, of some layers."""
+    program, each in a process of its own, side by side; gives tokens and logprobs of both. Compiled, of some layers; run
+    eagerly, of both dtypes in one process, one engine after the other."""
     done: dict[tuple[str, bool], list[list]] = {}
 
     def run(dtype: str, compiled: bool) -> list[list]:
         if (dtype, compiled) not in done:
-            options = {**VLLM, "dtype": dtype, "enforce_eager": not compiled}
+            dtypes = [dtype] if compiled else ["float32", "bfloat16"]
+            options = [{**VLLM, "dtype": each, "enforce_eager": not compiled} for each in dtypes]
             if compiled and dtype == "bfloat16":
-                options["compilation_config"] = EMULATE
-            model = shortened if compiled else str(smollm2)
+                options[0]["compilation_config"] = EMULATE
+            model = shortest if compiled else str(smollm2)
             asked = json.dumps({"model": model, "options": options, "prompts": PROMPTS, "max_tokens": 8})
             environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
             made = [
                 _start("stock.py", asked, {**environment, "VLLM_PLUGINS": ""}),
                 _start("ours.py", asked, environment),
             ]
-            done[dtype, compiled] = [_finish(process) for process in made]
+            stock, ours = (_finish(process) for process in made)
+            for each, *both in zip(dtypes, stock, ours, strict=True):
+                done[each, compiled] = both
         return done[dtype, compiled]
 
     return run

@@ -5,8 +5,9 @@ import sys
 
 import patchclamp as pc
 
-asked = json.loads(sys.argv[1])
-lm = pc.LM(asked["model"], engine="vllm", prove=False, **asked["options"])
-runs = lm.run(list(asked["prompts"]), max_tokens=asked["max_tokens"])
-lm.close()
-print(json.dumps([[run.token_ids, [x.hex() for x in run.logprobs]] for run in runs]))
+asked, told = json.loads(sys.argv[1]), []
+for options in asked["options"]:
+    with pc.LM(asked["model"], engine="vllm", prove=False, **options) as lm:
+        runs = lm.run(list(asked["prompts"]), max_tokens=asked["max_tokens"])
+    told.append([[run.token_ids, [x.hex() for x in run.logprobs]] for run in runs])
+print(json.dumps(told))
