@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    MptConfig,
+    MptForCausalLM,
+)
 
 import patchclamp as pc
 from patchclamp.errors import ModelError
@@ -69,3 +76,21 @@ def test_a_decoder_within_another_model_is_refused(tmp_path):
         ModelError, match=r"no site table for .*Gemma3ForConditionalGeneration.*Only models of text alone"
     ):
         pc.LM(str(tmp_path), engine="transformers", **IDS)
+
+
+def test_how_many_tokens_fit_is_told_by_other_names_or_asked_for(tmp_path):
+    torch.manual_seed(0)
+    MptForCausalLM(MptConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=128, max_seq_len=96)).save_pretrained(
+        tmp_path / "mpt"
+    )
+    with pc.LM(str(tmp_path / "mpt"), engine="transformers", **IDS) as lm:
+        assert lm.model.max_model_len == 96
+        assert "attn_out" in lm.sites.withdrawn  # its MLP adds the stream itself
+    bloom = tmp_path / "bloom"
+    BloomForCausalLM(BloomConfig(hidden_size=64, n_head=4, n_layer=2, vocab_size=128)).save_pretrained(bloom)
+    with pytest.raises(
+        ModelError, match=r"\['BloomForCausalLM'\] does not say how many tokens fit: give max_model_len"
+    ):
+        pc.LM(str(bloom), engine="transformers", **IDS)
+    with pc.LM(str(bloom), engine="transformers", max_model_len=32, **IDS) as lm:
+        assert lm.run([3, 4, 5], max_tokens=1, capture=[pc.resid_post])[pc.resid_post[1]].shape == (3, 64)

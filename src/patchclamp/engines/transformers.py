@@ -82,7 +82,7 @@ class TransformersEngine:
             raise ModelError(f"no site table for {config.architectures}, {WITHIN}")
         family = family_of(config.architectures, config) if tabled else untabled(config, trust_remote_code)
         self.sites = SiteMap(family, sizes_of(config))
-        kind, longest = str(self._net.dtype).removeprefix("torch."), max_model_len or config.max_position_embeddings
+        kind, longest = str(self._net.dtype).removeprefix("torch."), max_model_len or _longest(config)
         self.model = Model(
             name, "transformers", transformers.__version__, family.name, config.num_hidden_layers, config.hidden_size,
             config.vocab_size, kind, longest, f"{self.device} {getattr(config, '_commit_hash', None)}",
@@ -303,6 +303,16 @@ class _Writer:
 
     def answer(self) -> Answer | PatchclampError:
         return self.error or Answer(self.ids, self._final(), self.logprobs, self.scores, self.reason)
+
+
+def _longest(config: Any) -> int:
+    """How many tokens a model takes, by whichever name its config tells it."""
+    names = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
+    told = [getattr(config, name, None) for name in names]
+    found = next((length for length in told if isinstance(length, int)), None)
+    if found is None:
+        raise ModelError(f"the config of {config.architectures} does not say how many tokens fit: give max_model_len")
+    return found
 
 
 def _dtype(name: Any) -> Any:
