@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import os
 import subprocess
@@ -82,6 +84,9 @@ def rare_engines_end():
     yield
     for made in _made:
         made.close(rare=True)
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # what was freed goes back
 
 
 @pytest.fixture(scope="session")
