@@ -85,6 +85,6 @@ def _model(model: str, engine: str | None, options: dict[str, Any]) -> list[Find
 def _site(proof: Any) -> Finding:
     layers = "" if proof.layers is None else f" in {proof.layers} layers"
     if proof.holds:
-        return Finding("sites", proof.name, "ok", f"proved{layers}: shape, no-op write, edit")
+        return Finding("sites", proof.name, "ok", f"proved{layers}: shape, no-op write, edit, order, sums")
     return Finding("sites", proof.name, "problem", proof.note or "not proved",
                    "programs that name it are refused; the others work")  # fmt: skip

@@ -19,7 +19,7 @@ def sites(
     full: Annotated[bool, typer.Option("--full", help="Try an edit in every layer, not in three of a site.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Prove every site of a model: right shape, a no-op write changes nothing, an edit moves the logits, sums hold.
+    """Prove every site of a model: right shape, a no-op write changes nothing, an edit moves what it must, sums hold.
 
     The exit status is 1 if a proof fails of what the model's table promises; what a table made of modules could not be
     sure of is withdrawn.

@@ -116,15 +116,19 @@ def _moves(there: np.ndarray, plain: np.ndarray, noise: float) -> bool:
     return bool(np.isfinite(there).all() and np.abs(there - plain).max() > 4 * noise + 1e-6)
 
 
+def push(name: str, row_W: np.ndarray) -> np.ndarray:
+    """A vector [W] to be added to a site's row [W]: as large as the row itself, in a direction that no norm removes; of
+    a router one that turns its choice round: what all chosen experts get alike changes nothing where their weights are
+    normed."""
+    row_W = row_W.astype(np.float64)
+    if name == "router":
+        return (-2 * row_W).astype(np.float32)
+    signs_W = np.where(np.arange(len(row_W)) * 2654435761 % 7 < 3, 1.0, -1.0)
+    return (max(float(np.sqrt(np.mean(row_W**2))), 1e-3) * signs_W).astype(np.float32)
+
+
 def _push(base: Any, place: Any) -> Add:
-    """An edit as large as the row itself, in a direction that no norm removes; of a router one that turns its choice
-    round: what all chosen experts get alike changes nothing where their weights are normed."""
-    row = _row(base, place).astype(np.float64)
-    if place.name == "router":
-        return Add((-2 * row).tolist(), at=str(place), tokens=prompt[-1])
-    signs = np.where(np.arange(len(row)) * 2654435761 % 7 < 3, 1.0, -1.0)
-    size = max(float(np.sqrt(np.mean(row**2))), 1e-3)
-    return Add((size * signs).tolist(), at=str(place), tokens=prompt[-1])
+    return Add(push(place.name, _row(base, place)), at=str(place), tokens=prompt[-1])
 
 
 def _right(base: Any, place: Any, rows: int, width: int) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import patchclamp as pc
+from patchclamp.sites.prove import push
 from patchclamp.studies.parity_result import Bounds, Parity, SiteParity
 
 PROMPTS = ("The capital of France is", "When John and Mary went to the store, John gave a drink to")
@@ -123,14 +124,10 @@ def _flat(rows: Any) -> np.ndarray:
 
 
 def _edit(lm: pc.LM, name: str, kept: _Kept) -> tuple[str, np.ndarray]:
-    """The middle place of a site, and a push as large as its last row there, in a direction that no norm removes."""
+    """The middle place of a site, and the prover's push of its last row there."""
     places = lm.sites.resolve(pc.Site(name))
     place = str(places[len(places) // 2])
-    row = kept.rows[place][0 if name == "logits" else len(kept.prompt) - 1].astype(np.float64)
-    if name == "router":  # its choice turned round: what all chosen experts get alike may change nothing
-        return place, (-2 * row).astype(np.float32)
-    signs = np.where(np.arange(len(row)) * 2654435761 % 7 < 3, 1.0, -1.0)
-    return place, (max(float(np.sqrt(np.mean(row**2))), 1e-3) * signs).astype(np.float32)
+    return place, push(name, kept.rows[place][0 if name == "logits" else len(kept.prompt) - 1])
 
 
 def _moves(
