@@ -116,26 +116,29 @@ FOREVER = 1 << 30
 
 def make_plan(batch: Batch, table: ProgramTable, widths: np.ndarray, unit: np.ndarray = NUMBERS) -> StepPlan:
     """The plan of one step. `widths` [P]: numbers in a row of each point."""
-    steady = bool((batch.count == 1).all())
+    steady = np.count_nonzero(batch.count == 1) == len(batch.count)
     tokens, last = _label(batch, steady, unit is NUMBERS)
     active, spans = table.active(batch.slot), table.captures.now()
     if len(spans) == 0:
         none = np.zeros(0, np.int64)
         nothing = (none, none, none, none, none, none)
         return StepPlan(tokens, last, active, spans, *nothing, 0, FOREVER if steady else 0)
-    position, stop = np.full((2, len(table.first)), -1)
-    position[batch.slot], stop[batch.slot] = batch.position, batch.position + batch.count
-    position[0] = stop[0] = -1  # nobody's
-    now = position.take(spans.slot)
-    end = now + 1 if steady else stop.take(spans.slot)
-    begin = np.maximum(spans.start, np.where(spans.sampled, end - 1, now) if spans.sampled.any() else now)
+    reach = np.full((2, len(table.first)), -1)  # of each slot: its first position, and where it ends
+    reach[0, batch.slot] = batch.position
+    reach[1, batch.slot] = batch.position + batch.count
+    reach[:, 0] = -1  # nobody's
+    now, end = reach.take(spans.slot, 1)
+    begin = np.maximum(spans.start, np.where(spans.sampled, end - 1, now) if spans.any_sampled else now)
     count = np.minimum(spans.stop, end)
     count -= begin
     np.maximum(count, 0, out=count)
-    rows = np.bincount(spans.spread, count, spans.spreads).astype(np.int64)
-    offset = np.cumsum(count)
+    offset = count.cumsum()
     offset -= count
-    offset -= (np.cumsum(rows) - rows).take(spans.spread)
+    if spans.spreads == 1:
+        rows = offset[-1:] + count[-1:]
+    else:
+        rows = np.bincount(spans.spread, count, spans.spreads).astype(np.int64)
+        offset -= (rows.cumsum() - rows).take(spans.spread)
     row = widths[spans.point] * unit[spans.dtype]
     base, size = (_side_by_side if unit is BYTES else _by_width)(rows[spans.owner] * row, row)
     holds = _holds(now, spans.start, spans.stop) if steady else 0
@@ -152,7 +155,7 @@ def _holds(now: np.ndarray, start: np.ndarray, stop: np.ndarray) -> int:
 def _side_by_side(taken: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, int]:
     """Where areas of so many bytes begin: each at a multiple of 16."""
     taken = (taken + 15) & -16
-    end = np.cumsum(taken)
+    end = taken.cumsum()
     return end - taken, int(end[-1])
 
 
@@ -172,15 +175,15 @@ def _label(batch: Batch, steady: bool, positions: bool) -> tuple[Rows, Rows]:
     slot, count, none = batch.slot.astype(np.int32), batch.count, np.zeros(0, np.int32)
     last = Rows(slot, (batch.position + count - 1).astype(np.int32), np.zeros_like(slot)) if positions else None
     ends = batch.row + count
-    if int(ends[-1]) != batch.rows or batch.row[0] != 0 or not np.array_equal(ends[:-1], batch.row[1:]):
+    if ends[-1] != batch.rows or batch.row[0] != 0 or ends[:-1].tobytes() != batch.row[1:].tobytes():
         return _label_apart(batch), last or Rows(slot, none, none)
     if steady:
         position = batch.position.astype(np.int32) if positions else none
         return Rows(slot, position, np.zeros_like(slot)), last or Rows(slot, none, none)
     rank = np.arange(batch.rows, dtype=np.int32)
-    rank -= np.repeat(batch.row.astype(np.int32), count)
-    position = np.repeat(batch.position, count).astype(np.int32) + rank if positions else none
-    return Rows(np.repeat(slot, count), position, rank), last or Rows(slot, none, none)
+    rank -= batch.row.astype(np.int32).repeat(count)
+    position = batch.position.repeat(count).astype(np.int32) + rank if positions else none
+    return Rows(slot.repeat(count), position, rank), last or Rows(slot, none, none)
 
 
 def _label_apart(batch: Batch) -> Rows:

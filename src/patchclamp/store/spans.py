@@ -56,6 +56,11 @@ class Spans(msgspec.Struct, dict=True, eq=False):
         return {pair: a for a, pair in enumerate(zip(self.owner.tolist(), self.point.tolist(), strict=True))}
 
     @functools.cached_property
+    def any_sampled(self) -> bool:
+        """Whether any span is of sampled rows."""
+        return bool(np.count_nonzero(self.sampled))
+
+    @functools.cached_property
     def spans_by_number(self) -> np.ndarray:
         """Which of the spans a number is."""
         return _inverse(self.number)
