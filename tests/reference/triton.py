@@ -58,7 +58,7 @@ def tables_of(
     made = {name: torch.from_numpy(np.ascontiguousarray(array)).to(device) for name, array in arrays.items()}
     made["quantiles"] = torch.from_numpy(noise.quantiles()).reshape(-1).to(device)
     return SimpleNamespace(
-        **made, table=table, bank=bank.to(device), bad=bad, bad_address=bad.data_ptr(), points=POINTS
+        **made, table=table, bank=bank.to(device), bad=bad, bad_address=bad.data_ptr(), points=POINTS, ready={}
     )
 
 

@@ -292,7 +292,7 @@ def _between(records, begin, end, phase):
 def _site(
     hidden, residual, hidden_stride, residual_stride, width,
     slot_of_row, rank_of_row, position_of_row, token_of_row, row_of_sample, generation,
-    first, records, base, offset, bank, kept, quantiles, bad, point, points, phase,
+    first, records, base, offset, bank, quantiles, bad, points, kept, point, phase,
     PAIR: tl.constexpr, SAMPLED: tl.constexpr, BLOCK: tl.constexpr, PASSES: tl.constexpr, ALIGNED: tl.constexpr,
     CODE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -357,15 +357,22 @@ def site(
     there is code among the records, those are carried out that come after `phase` calls of it and before the next.
     """
     rows, width = hidden_RW.shape
-    other = hidden_RW if residual_RW is None else residual_RW
-    _site[(rows,)](
-        hidden_RW, other, hidden_RW.stride(0), other.stride(0), width,
-        tables.slot_of_row, tables.rank_of_row, tables.position_of_row, tables.token_of_row, tables.row_of_sample,
-        tables.generation,
-        tables.first, tables.records, tables.base, tables.offset, tables.bank, kept.data_ptr() - kept_begin,
-        tables.quantiles, tables.bad_address, point, tables.points, phase or 0, CODE=phase is not None,
-        **launched(width, residual_RW is not None, sampled), **_early(),
-    )  # fmt: skip
+    other, coded = hidden_RW if residual_RW is None else residual_RW, phase is not None
+    at, beside, row, other_row = hidden_RW.data_ptr(), other.data_ptr(), hidden_RW.stride(0), other.stride(0)
+    changing = kept.data_ptr() - kept_begin, point, phase or 0
+    # all that Triton makes another kernel for: found by that, a launch takes the host a fifth of the time
+    how = (hidden_RW.dtype, other.dtype, row, other_row, width, residual_RW is not None, sampled, coded, at % 16,
+           beside % 16)  # fmt: skip
+    if how in tables.ready:
+        kernel, same, options = tables.ready[how]
+        kernel[rows, 1, 1](at, beside, row, other_row, width, *same, *changing, *options)
+        return
+    read, options = [getattr(tables, name) for name in READ], launched(width, residual_RW is not None, sampled)
+    same, options = (tables.bad_address, tables.points), options | {"CODE": coded} | _early()
+    kernel = _site[rows,](hidden_RW, other, row, other_row, width, *read, *same, *changing, **options)
+    if kernel is not None:  # Triton's interpreter has none
+        same = (*(each.data_ptr() for each in read), *same)
+        tables.ready[how] = kernel, same, tuple(options[name] for name in CONSTANTS)
 
 
 def launched(width: int, pair: bool, sampled: bool) -> dict[str, Any]:
@@ -380,6 +387,12 @@ def launched(width: int, pair: bool, sampled: bool) -> dict[str, Any]:
         # with which nothing spills, and 264 rows are worked on at once
         "maxnreg": 128 if width <= block and block in (2048, 4096) else None,
     }  # fmt: skip
+
+
+# in the kernel's order
+READ = ("slot_of_row", "rank_of_row", "position_of_row", "token_of_row", "row_of_sample", "generation", "first",
+        "records", "base", "offset", "bank", "quantiles")  # fmt: skip
+CONSTANTS = ("PAIR", "SAMPLED", "BLOCK", "PASSES", "ALIGNED", "CODE", "EARLY")
 
 
 @functools.cache

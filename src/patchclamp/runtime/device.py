@@ -10,6 +10,8 @@ step takes the host as long as it makes calls, so what a send needs is made once
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import torch
@@ -67,6 +69,7 @@ class CudaTables:
         self._done = [torch.cuda.Event() for _ in range(DEPTH)]
         self._turn, self._rows, self.copies = 0, 0, 0
         self._sent: dict[str, np.ndarray] = {}
+        self.ready: dict[Any, Any] = {}  # how the kernel was launched before (`kernels.cuda.site`)
         self._bad = _pinned(2 * len(table.first)).zero_().view(torch.int64)  # written by the device
         self._failures, self.bad_address = self._bad.numpy(), self._bad.data_ptr()
 
