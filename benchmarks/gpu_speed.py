@@ -204,7 +204,9 @@ def table(result: dict[str, Any]) -> str:
         for batch, row in result.get(part, {}).items() if "error" not in result.get(part, {}) else ():
             lines.append(f"| {named} | {batch.split()[-1]} | {row['stock']:.3f} | {row['ours']:.3f} | "
                          f"{row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}] | |")  # fmt: skip
-    lines += ["", "| prefill of 1,024-token prompts | stock tokens/s | ours tokens/s | ours, first time | time ratio |",
+    most = result.get("start", {}).get("stock", {}).get("max_num_batched_tokens")
+    at_once = f", {most:,} tokens a step" if most else ""
+    lines += ["", f"| prefill of 1,024-token prompts{at_once} | stock tokens/s | ours tokens/s | ours, first time | time ratio |",
               "|---|---|---|---|---|"]  # fmt: skip
     for row in result["prefill"]:
         if "error" in row:

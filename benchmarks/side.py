@@ -115,6 +115,7 @@ class Side:
         import msgspec
         import torch
         from vllm.engine.arg_utils import EngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
         from vllm.v1.executor import Executor
 
@@ -129,7 +130,9 @@ class Side:
         arguments = {**OPTIONS, "kv_cache_memory_bytes": kv_bytes, "enforce_eager": "eager" in kind, **options}
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         with configuration.surroundings(separate=False) if self.ours else contextlib.nullcontext():
-            config = EngineArgs(model=model, additional_config=extra, **arguments).create_engine_config()
+            config = EngineArgs(model=model, additional_config=extra, **arguments).create_engine_config(
+                UsageContext.OPENAI_API_SERVER  # as servers have it: 8,192 tokens a step at most, on an H200
+            )
             self.engine = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
         if self.ours:
             self.rpc("started")

@@ -29,6 +29,14 @@ def test_a_seam_that_moved_is_told_by_our_engines_alone(monkeypatch, smollm2):
     plugin.register()
 
 
+def test_the_cache_leaves_room_for_what_ours_takes():
+    theirs = SimpleNamespace(model_memory_usage=5)
+    runner.count_memory(theirs, 7)
+    assert theirs.model_memory_usage == 12
+    with pytest.raises(pc.SeamMoved, match="model_memory_usage"):
+        runner.count_memory(SimpleNamespace(), 7)
+
+
 def test_a_core_in_its_own_process_serves_the_same(shortened, shallow):
     lm = pc.LM(shortened, engine="vllm", dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=4,
                kv_cache_memory_bytes=1 << 26, multiprocess_mode=True, block_size=32)  # fmt: skip

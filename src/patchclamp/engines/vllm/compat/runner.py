@@ -49,6 +49,13 @@ def runner_of(worker: Any) -> tuple[Any, str]:
     raise SeamMoved(f"vLLM {version()} runs this model with {type(runner).__qualname__}, which is neither V1 nor V2")
 
 
+def count_memory(runner: Any, taken: int) -> None:
+    """Has vLLM count `taken` bytes of device memory with its model's, so that what it gives its cache leaves room."""
+    if not hasattr(runner, "model_memory_usage"):
+        raise SeamMoved(f"vLLM {version()} does not say where it counts its model's memory (`model_memory_usage`)")
+    runner.model_memory_usage += taken
+
+
 def on_sleep(worker: Any, refusal: Callable[[int], Exception | None]) -> None:
     """Has a worker sleep only at levels for which there is no `refusal`."""
     stock = worker.sleep
