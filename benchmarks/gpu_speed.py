@@ -206,8 +206,8 @@ def table(result: dict[str, Any]) -> str:
                          f"{row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}] | |")  # fmt: skip
     most = result.get("start", {}).get("stock", {}).get("max_num_batched_tokens")
     at_once = f", {most:,} tokens a step" if most else ""
-    lines += ["", f"| prefill of 1,024-token prompts{at_once} | stock tokens/s | ours tokens/s | ours, first time | time ratio |",
-              "|---|---|---|---|---|"]  # fmt: skip
+    lines += ["", f"| prefill of 1,024-token prompts{at_once} | stock tokens/s | ours tokens/s | ours, first time | "
+              "time ratio |", "|---|---|---|---|---|"]  # fmt: skip
     for row in result["prefill"]:
         if "error" in row:
             lines.append(f"| {row['case']} | {row['error']} | | | |")
