@@ -40,4 +40,9 @@ def table(files: list[dict[str, Any]]) -> str:
             lines += [f"| {mode}: {check} | {' | '.join(held)} |"] if any(held) else []
     failed = sum(held is False for found in cells.values() for held in found.values())
     count = sum(len(found) for found in cells.values())
-    return "\n".join([*lines, "", f"{count} entries, {failed} of which do not hold."]) + "\n"
+    lines += ["", f"{count} entries, {failed} of which do not hold{':' if failed else '.'}"]
+    lines += [
+        f"- {version} {mode}: {check['check'].strip()}: {check['found']}"
+        for (version, mode), checks in parts.items() for check in checks if check["holds"] is False
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
