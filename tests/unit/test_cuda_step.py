@@ -118,7 +118,7 @@ class Engine:
         count = np.array([n for _, n in batch], np.int32)
         position, total = np.array([request.position for request, _ in batch], np.int32), int(count.sum())
         runtime.plan = None
-        if not (len(runtime) and runtime.concerns(zip(names, position.tolist(), strict=True))):
+        if not (len(runtime) and runtime.steps_left(zip(names, position.tolist(), strict=True))):
             return
         fits = runtime.captures_at_most(dict(zip(names, count.tolist(), strict=True)), total, self.limits.kept_bytes)
         decode = all(n == 1 and (request.position >= request.prompt or request.position) for request, n in batch)
@@ -310,4 +310,4 @@ def test_stages_agree_which_steps_are_active():
                      [key for op in program.ops for key in op.values])  # fmt: skip
         runtime.reserve(program)
         runtime.link("request", "run")
-        assert [runtime.concerns([("request", at)]) for at in (0, 2, 3)] == [True, True, False]
+        assert [runtime.steps_left([("request", at)]) for at in (0, 2, 3)] == [3, 1, 0]

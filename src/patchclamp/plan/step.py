@@ -68,6 +68,11 @@ class StepPlan(msgspec.Struct, frozen=True):
     age: int = 0
     behind: int = 0
 
+    @property
+    def lasts(self) -> bool:
+        """Whether nothing is captured, nor will be in any step that goes on like this one."""
+        return self.size == 0 and self.holds == FOREVER
+
     def later(self, labels: bool = True) -> StepPlan:
         """The plan of the next step, when every request goes on by one token and `holds` is not 0.
 

@@ -199,10 +199,16 @@ class Runtime:
             "steps_planned": self.steps_planned,
         }
 
-    def concerns(self, positions: Iterable[tuple[str, int]]) -> bool:
-        """Whether a program of any of the requests, given with their next positions, has something left to do."""
+    def steps_left(self, positions: Iterable[tuple[str, int]]) -> int:
+        """For how many steps at least, of a token a request, a program of any of the requests, given with their next
+        positions, has something left to do; 0 if none has."""
         stops = self._stop_of
-        return any(position < stops.get(request, 0) for request, position in positions)
+        return next((stops[name] - position for name, position in positions if position < stops.get(name, 0)), 0)
+
+    @property
+    def has_code(self) -> bool:
+        """Whether any request here has code."""
+        return bool(self._code_stop)
 
     def runs_code(self, positions: Iterable[tuple[str, int]]) -> bool:
         """Whether a program of any of the requests has code that may still run: such steps have no graph."""
@@ -351,7 +357,9 @@ class Runtime:
         if self._next.tobytes() != position.tobytes():  # the cheapest comparison there is
             return False
         self._next += 1
-        self.plan = plan.later(self.step.unit is NUMBERS)
+        labels = self.step.unit is NUMBERS
+        # what a device does in this and in all steps that follow is the same, unless code asks for positions
+        self.plan = plan if plan.lasts and not labels and not self.table.coded else plan.later(labels)
         self._last = (batch, self.plan, version)
         self.step.begin(self.plan, batch, fresh=False)
         return True

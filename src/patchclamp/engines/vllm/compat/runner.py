@@ -225,6 +225,16 @@ def scheduled(scheduler_output: Any) -> tuple[dict[str, int], int]:
     return scheduler_output.num_scheduled_tokens, scheduler_output.total_num_scheduled_tokens
 
 
+def going_on(scheduler_output: Any) -> list[str] | None:
+    """The requests of a step that computes a token of each and to which none came, came back or was lost; None of
+    others."""
+    new, running = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
+    if new or running.resumed_req_ids or scheduler_output.finished_req_ids or preempted(scheduler_output):
+        return None
+    requests = running.req_ids
+    return requests if scheduler_output.total_num_scheduled_tokens == len(requests) else None
+
+
 def positions(scheduler_output: Any) -> Iterator[tuple[str, int]]:
     """Each request of a step and the first position it computes."""
     running = scheduler_output.scheduled_cached_reqs
