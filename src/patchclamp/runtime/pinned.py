@@ -42,10 +42,10 @@ def _cudart() -> Any:
 class Slab:
     """`data` [size] uint8 in pinned memory, as long as the slab is there; `used`: how much of it is, from 0 on."""
 
-    __slots__ = ("__weakref__", "data", "used")
+    __slots__ = ("__weakref__", "data", "size", "used")
 
     def __init__(self, memory: np.ndarray, unregister: Callable[[np.ndarray], None]) -> None:
-        self.data, self.used = torch.from_numpy(memory), 0
+        self.data, self.size, self.used = torch.from_numpy(memory), memory.nbytes, 0
         weakref.finalize(self, unregister, memory).atexit = False
 
 
@@ -89,9 +89,9 @@ class Pinned:
         """A slab that nobody reads or writes any more."""
         slab.used = 0
         if self.bytes <= self._limit:
-            self._free[len(slab.data)].append(slab)
+            self._free[slab.size].append(slab)
         else:
-            self.bytes -= len(slab.data)
+            self.bytes -= slab.size
 
     def close(self) -> None:
         self._maker.shutdown()
