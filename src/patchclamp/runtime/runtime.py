@@ -72,6 +72,8 @@ class Runtime:
     def __init__(self, sites: SiteMap, limits: Limits, device: torch.device | str = "cpu", rank: int = 0) -> None:
         self.sites, self.limits, self.device = sites, limits, torch.device(device)
         self.piece = [sites.piece(point.number, rank) for point in sites.points]  # of each point's row that is here
+        self._cut = np.array([sites.pieces(point.number) > 1 for point in sites.points])  # where a row has pieces
+        self._mine = np.array([piece.keeps for piece in self.piece])  # where that of this worker is kept here
         self.widths = np.array([piece.end - piece.first for piece in self.piece])
         self.sampled = np.array([point.rows == "sampled" for point in sites.points])
         if limits.bank_bytes < 4 * int(self.widths.max()):
@@ -182,7 +184,7 @@ class Runtime:
 
     def keeps_at(self, point: int) -> bool:
         """Whether what is captured at a point is kept here, rather than by another worker that has the same."""
-        return self.piece[point].keeps if self.sites.pieces(point) > 1 else self.keeps
+        return bool(self._mine[point]) if self._cut[point] else self.keeps
 
     def status(self) -> dict[str, int]:
         """Counts of what is held: all but the free records fall back to 0 when everything is done and released."""
@@ -251,7 +253,7 @@ class Runtime:
         keys: list[str] = []
         addresses: dict[str, tuple[int, int]] = {}
         here = [cut(op.at(self.here), self.piece, self.sites) for op in bound.ops]
-        kept = np.array([self.keeps_at(point.number) for point in self.sites.points])
+        kept = np.where(self._cut, self._mine, self.keeps)
         ops = here if kept.all() else [op.at(kept) if op.kind == CAPTURE else op for op in here]
         try:
             for key in dict.fromkeys(key for op in ops for key in op.keys):
