@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import hashlib
-import importlib.util
 import json
 import os
 import re
@@ -29,6 +27,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.side import PROMPT, WITHIN, Remote, quiet_cores
+from tests.gpu.board import source
 
 STEPS = {1: 20, 64: 16, 256: 12}  # of a block, by batch: short ones and many, for the host is noisy
 ROUNDS = 3
@@ -438,15 +437,6 @@ def measure(run: Run, engines: Engines, args: argparse.Namespace) -> None:
         if part not in args.without and (part == "control" or not special(run.result)):
             run.note(part, None, lambda kind=kind: engines.another(kind, args.pairs))
     stock.close()
-
-
-def source() -> str:
-    """Which code this is: a digest of the package's files, as `sha256sum` over them in order of name would see them."""
-    folder = Path(importlib.util.find_spec("patchclamp").origin).parent  # type: ignore[union-attr, arg-type]
-    digest = hashlib.sha256()
-    for file in sorted(folder.rglob("*.py")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def main() -> None:

@@ -33,7 +33,8 @@ def test_the_cache_leaves_room_for_what_ours_takes():
     theirs = SimpleNamespace(model_memory_usage=5)
     runner.count_memory(theirs, 7)
     assert theirs.model_memory_usage == 12
-    runner.count_memory(SimpleNamespace(), 7)  # a vLLM that counts by itself
+    with pytest.raises(pc.SeamMoved, match="model_memory_usage"):
+        runner.count_memory(SimpleNamespace(), 7)
 
 
 def test_a_core_in_its_own_process_serves_the_same(shortened, shallow):

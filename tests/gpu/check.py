@@ -98,14 +98,14 @@ def in_a_process(part: str, folder: Path, seconds: float) -> None:
     with (folder / f"{name}.log").open("w") as errors:
         process = subprocess.Popen(command, stderr=errors, start_new_session=True)
         try:
-            ended = process.wait(seconds)
+            ended, check = process.wait(seconds), "ran to its end"
         except subprocess.TimeoutExpired:
-            ended = f"stopped after {seconds:.0f} s"
+            ended, check = f"stopped after {seconds:.0f} s", "had time to end"
             os.killpg(process.pid, signal.SIGKILL)  # stock vLLM, which it started, too
             process.wait()
     if ended != 0:
         found = json.loads(file.read_text()) if file.exists() else {"checks": []}
-        found["checks"].append({"mode": part, "check": "ran to its end", "holds": False, "found": f"exit {ended}"})
+        found["checks"].append({"mode": part, "check": check, "holds": False, "found": f"exit {ended}"})
         file.write_text(json.dumps(found))
 
 

@@ -59,7 +59,7 @@ def test_what_failed_or_was_not_measured_is_no_success():
 
 def test_of_a_part_that_was_checked_twice_the_last_run_counts():
     def run(*checks: tuple[str, str, bool | None]) -> dict:
-        told = [{"mode": mode, "check": check, "holds": holds} for mode, check, holds in checks]
+        told = [{"mode": mode, "check": check, "holds": holds, "found": "so"} for mode, check, holds in checks]
         return {"vllm": "1.0", "gpu": "a GPU", "date": "today", "checks": told}
 
     first = run(("eager", "it starts", True), ("v1 graphs", "it starts", True), ("v1 graphs", "ran to its end", False))
@@ -68,11 +68,12 @@ def test_of_a_part_that_was_checked_twice_the_last_run_counts():
     assert "| | 1.0 eager | 1.0 v1 graphs |" in lines
     assert "| it starts | ✓ | ✓ |" in lines
     assert "| ran to its end |  | ✗ |" in lines
-    assert lines[-1] == "3 entries, 1 of which do not hold."
+    assert lines[-2:] == ["3 entries, 1 of which do not hold:", "- 1.0 v1 graphs: ran to its end: so"]
     lines = table([first, again]).splitlines()
     assert "| it starts | ✓ | ✗ |" in lines
     assert "| sleep: it wakes | ✓ |" in lines
-    assert lines[-1] == "3 entries, 1 of which do not hold."
+    assert lines[-2:] == ["3 entries, 1 of which do not hold:", "- 1.0 v1 graphs: it starts: so"]
+    assert table([run(("eager", "it starts", True))]).splitlines()[-1] == "1 entries, 0 of which do not hold."
 
 
 def test_two_gpus_and_the_v1_runner_have_bars_of_their_own():

@@ -69,7 +69,8 @@ class CudaTables:
         self._done = [torch.cuda.Event() for _ in range(DEPTH)]
         self._turn, self._rows, self.copies = 0, 0, 0
         self._sent: dict[str, np.ndarray] = {}
-        self.ready: dict[Any, Any] = {}  # how the kernel was launched before (`kernels.cuda.site`)
+        # how the kernel was launched before, with the addresses of what it reads here (`kernels.cuda.site`)
+        self.ready: dict[Any, Any] = {}
         self._bad = _pinned(2 * len(table.first)).zero_().view(torch.int64)  # written by the device
         self._failures, self.bad_address = self._bad.numpy(), self._bad.data_ptr()
 

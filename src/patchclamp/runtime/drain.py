@@ -155,7 +155,7 @@ class Drain:
         if self._held_bytes > self._pinned_bytes:
             self._give_back(len(self._held))
         while self._held_bytes > self._pinned_bytes:
-            held = self._held.pop(0)
+            held, self._next = self._held.pop(0), max(self._next - 1, 0)
             self._held_bytes -= held.slab.size
             self._spills.append((self._workers.submit(_spill, held), held))
             self.spilled += 1

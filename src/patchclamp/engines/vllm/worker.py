@@ -145,12 +145,14 @@ class Attached:
         """Takes note of who came and went; returns (active, whether what is captured fits beside a graph)."""
         self.runtime.plan = None
         self._awaits_logits = False
-        steady, requests, version = self._steady, compat.going_on(scheduler_output), self.runtime.table.version
+        steady, self._steady = self._steady, None
+        requests = compat.going_on(scheduler_output) if len(self.runtime) else None
+        version = self.runtime.table.version
         if steady is not None and steady.left and steady.version == version and steady.requests == requests:
             steady.left -= 1
+            self._steady = steady
             return steady.answer
         answer, left = self._look(scheduler_output)
-        self._steady = None
         if requests is not None and not self.runtime.has_code:
             self._steady = _Steady(list(requests), version, left, answer)
         return answer

@@ -50,10 +50,11 @@ def runner_of(worker: Any) -> tuple[Any, str]:
 
 
 def count_memory(runner: Any, taken: int) -> None:
-    """Has vLLM 0.26 count `taken` bytes of device memory with its model's, so that its cache leaves room for them;
-    0.32 looks at the device itself."""
-    if hasattr(runner, "model_memory_usage"):
-        runner.model_memory_usage += taken
+    """Has vLLM 0.26 count `taken` bytes of device memory with its model's, so that its cache leaves room for them; 0.32
+    sees them by itself, and only reports this."""
+    if not hasattr(runner, "model_memory_usage"):
+        raise SeamMoved(f"vLLM {version()} does not say where it counts its model's memory (`model_memory_usage`)")
+    runner.model_memory_usage += taken
 
 
 def on_sleep(worker: Any, refusal: Callable[[int], Exception | None]) -> None:
