@@ -129,7 +129,7 @@ def one_round(rng: np.random.Generator, device: str, found: dict[str, int], sums
     in_bytes, in_numbers = (make_plan(batch, table, width, *unit) for unit in ((BYTES,), ()))
     bank = torch.from_numpy(rng.standard_normal(BANK).astype(np.float32))
     if not sums and not coded:
-        bank[torch.from_numpy(rng.integers(0, BANK, 20))] = float("nan")
+        bank[torch.from_numpy(rng.integers(0, BANK, 400))] = float("nan")
     bank = torch.cat([bank, torch.from_numpy(np.sort(rng.integers(0, 3 * VOCABULARY, 500))).float()])
     token = rng.integers(0, VOCABULARY, batch.rows).astype(np.int32)
     tables = tables_of(table, in_bytes, in_numbers.tokens.position, batch, bank, token, device)
