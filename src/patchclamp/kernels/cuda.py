@@ -360,7 +360,7 @@ def site(
     other, coded = hidden_RW if residual_RW is None else residual_RW, phase is not None
     at, beside, row, other_row = hidden_RW.data_ptr(), other.data_ptr(), hidden_RW.stride(0), other.stride(0)
     changing = kept.data_ptr() - kept_begin, point, phase or 0
-    # all that Triton makes another kernel for: found by that, a launch takes the host a fifth of the time
+    # all that Triton makes another kernel for: found by that, a launch takes the host less than half the time
     how = (hidden_RW.dtype, other.dtype, row, other_row, width, residual_RW is not None, sampled, coded, at % 16,
            beside % 16)  # fmt: skip
     if how in tables.ready:
