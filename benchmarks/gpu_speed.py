@@ -232,6 +232,9 @@ def table(result: dict[str, Any]) -> str:
             f"Our host work in a step of 256 requests, {case}: {found['changed']:.0f} µs when one left and one came "
             f"({parts}, of which {within}; between steps {beside}), {found['steady']:.0f} µs when nothing changed.",
         ]
+    if "host" in result and "error" not in result["host"]:
+        told = ", ".join(f"{case} {us:.0f} µs" for case, us in result["host"].items())
+        lines += ["", f"The same of one request when nothing changed: {told}."]
     if "GB_s" in result.get("fetch", {}):
         lines += ["", f"Fetched into the caller's process, {result['fetch']['MB']} MB: {result['fetch']['GB_s']} GB/s "
                   f"({result['fetch']['first_GB_s']} the first time)."]  # fmt: skip
@@ -427,6 +430,9 @@ def measure(run: Run, engines: Engines, args: argparse.Namespace) -> None:
     if "planning" not in args.without and not special(run.result):
         changed = ("steer every layer", "capture every layer")
         run.note("planning", None, lambda: {case: ours.planning(256, case) for case in changed})
+        run.note(
+            "host", None, lambda: {case: ours.planning(1, case, 16)["steady"] for case in ("steer one layer", *changed)}
+        )
     if "growth" not in args.without and not special(run.result):
         for case in GROWTH:
             run.note("decode", {"case": case, "batch": 64}, lambda c=case: decode(stock, ours, 64, c, args.pairs // 2))

@@ -34,7 +34,8 @@ def drain(mode: str) -> None:
     random, generator = __import__("random").Random(), torch.Generator("cuda")
     for _ in range(600):
         size = random.choice([16, 1000, 1 << 16, 1 << 20, 5 << 20, 20 << 20])
-        data, block, offset = made.reserve(size)
+        memory, begin, block, offset = made.reserve(size)
+        data = memory[begin : begin + size]
         data.copy_(torch.randint(0, 256, (len(data),), dtype=torch.uint8, device="cuda", generator=generator))
         kept.append((block, offset, data.sum(dtype=torch.int64), data[-16:].clone(), len(data)))
         taken += len(data)

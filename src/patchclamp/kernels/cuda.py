@@ -10,6 +10,8 @@ such a row as a whole, a sum over its columns, is found beforehand, op by op, an
 from __future__ import annotations
 
 import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -363,16 +365,35 @@ def site(
     # all that Triton makes another kernel for: found by that, a launch takes the host less than half the time
     how = (hidden_RW.dtype, other.dtype, row, other_row, width, residual_RW is not None, sampled, coded, at % 16,
            beside % 16)  # fmt: skip
-    if how in tables.ready:
-        kernel, same, options = tables.ready[how]
-        kernel[rows, 1, 1](at, beside, row, other_row, width, *same, *changing, *options)
+    launch = tables.ready.get(how)
+    if launch is not None:
+        launch(rows, at, beside, row, other_row, width, *changing)
         return
     read, options = [getattr(tables, name) for name in READ], launched(width, residual_RW is not None, sampled)
     same, options = (tables.bad_address, tables.points), options | {"CODE": coded} | _early()
     kernel = _site[rows,](hidden_RW, other, row, other_row, width, *read, *same, *changing, **options)
     if kernel is not None:  # Triton's interpreter has none
         same = (*(each.data_ptr() for each in read), *same)
-        tables.ready[how] = kernel, same, tuple(options[name] for name in CONSTANTS)
+        tables.ready[how] = _again(kernel, same, tuple(options[name] for name in CONSTANTS), hidden_RW.device.index)
+
+
+def _again(kernel: Any, same: tuple[int, ...], options: tuple[Any, ...], device: int) -> Callable[..., None]:
+    """Launches a kernel that was launched before, for other rows; `same` and `options` are what does not change."""
+    run = kernel.run
+    if list(inspect.signature(type(run).__call__).parameters)[1:6] != GIVEN:
+
+        def launch(rows: int, *args: Any) -> None:
+            kernel[rows, 1, 1](*args[:5], *same, *args[5:], *options)
+
+        return launch
+
+    function, about, stream = kernel.function, kernel.packed_metadata, torch._C._cuda_getCurrentRawStream
+
+    def straight(rows: int, at: int, beside: int, row: int, other_row: int, width: int, *changing: int) -> None:
+        run(rows, 1, 1, stream(device), function, about, None, None, None, at, beside, row, other_row, width, *same,
+            *changing, *options)  # fmt: skip
+
+    return straight
 
 
 def launched(width: int, pair: bool, sampled: bool) -> dict[str, Any]:
@@ -393,6 +414,13 @@ def launched(width: int, pair: bool, sampled: bool) -> dict[str, Any]:
 READ = ("slot_of_row", "rank_of_row", "position_of_row", "token_of_row", "row_of_sample", "generation", "first",
         "records", "base", "offset", "bank", "quantiles")  # fmt: skip
 CONSTANTS = ("PAIR", "SAMPLED", "BLOCK", "PASSES", "ALIGNED", "CODE", "EARLY")
+GIVEN = [
+    "gridX",
+    "gridY",
+    "gridZ",
+    "stream",
+    "function",
+]  # to Triton's launcher (3.5 to 3.8), before metadata and hooks
 
 
 @functools.cache

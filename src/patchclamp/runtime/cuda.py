@@ -84,9 +84,10 @@ class CudaStep:
         kept, begin = self.kept, 0
         if part is not None:
             begin, end = part
-            kept, block, offset = self.drain.reserve(end - begin)
+            kept, at, block, offset = self.drain.reserve(end - begin)
             self._left.append((begin, end, block, offset))
             self._drained.add(point)
+            begin -= at
         return self._carry_out(point, hidden_RW, residual_RW, kept, begin, sampled)
 
     def _carry_out(
@@ -162,15 +163,11 @@ class CudaStep:
         if not plan.size:
             return None
         if not self._drained:
-            aside, block, offset = self.drain.reserve(plan.size)
-            aside.copy_(self.kept[: plan.size])
-            return Place(block, offset)
+            return Place(*self.drain.put(self.kept[: plan.size]))
         rest = self._rest()
         if rest is not None:
             begin, end = rest
-            aside, block, offset = self.drain.reserve(end - begin)
-            aside[: end - begin].copy_(self.kept[begin:end])
-            self._left.append((begin, end, block, offset))
+            self._left.append((begin, end, *self.drain.put(self.kept[begin:end])))
         return Apart(self._left)
 
     def _rest(self) -> tuple[int, int] | None:

@@ -152,7 +152,7 @@ class TappedGraph:
 
 def _stream() -> Any:
     """The current stream as the bindings want it; made once for each."""
-    number = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+    number = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
     if number not in _streams:
         _streams[number] = _runtime().cudaStream_t(init_value=number)
     return _streams[number]

@@ -369,8 +369,11 @@ class Runtime:
     def apply(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Carries out the step's plan at a point: what every tap ends in."""
         if self.step.recording or (self.plan is not None and self.plan.active[point]):
-            width, view = int(self.widths[point]), self.views.get(point)
-            shape = hidden.shape if view is None or not view.by_head else (hidden.shape[1], hidden.shape[3])
+            width, view, shape = int(self.widths[point]), self.views.get(point), hidden.shape
+            if view is None and shape[1:] == (width,) and (residual is None or residual.shape == shape):  # as most are
+                self._carry_out(point, hidden, residual)
+                return
+            shape = shape if view is None or not view.by_head else (hidden.shape[1], hidden.shape[3])
             if not fits(shape, view.whole if view is not None and view.whole else width):
                 raise ModelError(f"{self.sites.told(point)} should be {width} wide; its tensor is {list(hidden.shape)}")
             if residual is not None and residual.shape != hidden.shape:

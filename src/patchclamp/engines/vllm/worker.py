@@ -127,7 +127,7 @@ class Attached:
         self._graphs = Graphs(limits.active_sizes, self.recording, step.recorded.tapped, step.recorded.forget, watch)
 
     def at_work(self) -> Any:
-        return at_work(self.runtime)
+        return at_work(self.runtime, compiled=True)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
