@@ -5,7 +5,6 @@ What a GPU does by itself is imitated: events that are done sooner or later, cop
 
 from __future__ import annotations
 
-import contextlib
 import random
 from typing import Any
 
@@ -35,7 +34,7 @@ class _Stream:
 
 def stub(monkeypatch: Any) -> None:
     """Takes CUDA's place, with small slabs so that memory turns over."""
-    for name, value in (("Event", _Event), ("Stream", _Stream), ("stream", lambda stream: contextlib.nullcontext()),
+    for name, value in (("Event", _Event), ("Stream", _Stream), ("set_stream", lambda stream: None),
                         ("current_stream", lambda *device: _Stream())):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)

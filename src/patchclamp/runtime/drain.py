@@ -41,7 +41,7 @@ class Drain:
 
     def __init__(self, device: torch.device, ring_bytes: int, pinned_bytes: int) -> None:
         self._ring, self._ring_bytes = torch.empty(ring_bytes, dtype=torch.uint8, device=device), ring_bytes
-        self._stream = torch.cuda.Stream(device)
+        self._stream, self._ready = torch.cuda.Stream(device), torch.cuda.Event()
         self._head = self._unsent = 0  # bytes unsent … head−1 of the ring wait to be sent
         self._clear = 0  # up to where, from the head on, nothing waits to be copied any more
         self._share = min(SEND_BYTES, ring_bytes // 4)  # sent at once
@@ -96,9 +96,15 @@ class Drain:
         while self._sent and self._overlaps(self._head, self._clear):
             torch.cuda.current_stream().wait_event(self._sent.popleft()[2])
 
-    @torch.inference_mode()
     def send(self) -> None:
         """Sends off what has been written."""
+        if torch.is_inference_mode_enabled():  # as in steps
+            self._send()
+        else:
+            with torch.inference_mode():
+                self._send()
+
+    def _send(self) -> None:
         for data, block in self._loose:
             block.data, _ = self._copy(data)
             self._note(block)
@@ -148,12 +154,15 @@ class Drain:
         slab = held.slab
         target = slab.data[slab.used : slab.used + size]
         slab.used += size
-        ready, done = torch.cuda.Event(), torch.cuda.Event()
-        ready.record()
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(ready)
+        compute, done = torch.cuda.current_stream(), torch.cuda.Event()
+        self._ready.record(compute)
+        self._stream.wait_event(self._ready)
+        torch.cuda.set_stream(self._stream)  # like a `with` of PyTorch's, without its further questions
+        try:
             target.copy_(source, non_blocking=True)
-            done.record(self._stream)
+        finally:
+            torch.cuda.set_stream(compute)
+        done.record(self._stream)
         held.done = done
         self.bytes += size
         return target, done
