@@ -88,7 +88,10 @@ class CudaStep:
             self._left.append((begin, end, block, offset))
             self._drained.add(point)
             begin -= at
-        return self._carry_out(point, hidden_RW, residual_RW, kept, begin, sampled)
+        if self.tables.table.coded:
+            return self._carry_out(point, hidden_RW, residual_RW, kept, begin, sampled)
+        cuda.site(self.tables, point, hidden_RW, residual_RW, kept, begin, sampled)
+        return None
 
     def _carry_out(
         self, point: int, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, kept: torch.Tensor, begin: int,

@@ -9,7 +9,6 @@ this, the whole graph goes on being replayed.
 from __future__ import annotations
 
 import collections
-import functools
 import logging
 from typing import Any
 
@@ -81,6 +80,16 @@ class _Copy:
 
     def __init__(self, owner: TappedGraph, points: frozenset[int], executable: Any, nodes: int) -> None:
         self.owner, self.points, self.executable, self.nodes = owner, points, executable, nodes
+        self._launch, self._number, self._stream = _runtime().cudaGraphLaunch, -1, None
+
+    def launch(self) -> None:
+        """On the current stream. Raises `RuntimeError` if that is refused."""
+        number = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+        if number != self._number:
+            self._stream, self._number = _runtime().cudaStream_t(init_value=number), number
+        (error,) = self._launch(self.executable, self._stream)
+        if error:
+            raise RuntimeError(f"a CUDA graph could not be launched: {error}")
 
     def __del__(self) -> None:
         runtime = _bindings[0] if _bindings else None
@@ -109,14 +118,12 @@ class TappedGraph:
             return
         if self._key != self._recorded.key:
             self._choose()
-        if self._copy is None:
-            self._graph.replay()
-            if self._wanted != self._all:
-                self._wait_and_cut()
+        if self._copy is not None:
+            self._copy.launch()
             return
-        (error,) = _launch()(self._copy.executable, _stream())
-        if error:
-            raise RuntimeError(f"a CUDA graph could not be launched: {error}")
+        self._graph.replay()
+        if self._wanted != self._all:
+            self._wait_and_cut()
 
     def reset(self) -> None:
         self._graph.reset()
@@ -148,22 +155,6 @@ class TappedGraph:
             self._whole = True
             return
         self._recorded.keep(self._copy)
-
-
-def _stream() -> Any:
-    """The current stream as the bindings want it; made once for each."""
-    number = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
-    if number not in _streams:
-        _streams[number] = _runtime().cudaStream_t(init_value=number)
-    return _streams[number]
-
-
-_streams: dict[int, Any] = {}
-
-
-@functools.cache
-def _launch() -> Any:
-    return _runtime().cudaGraphLaunch
 
 
 def _cut(owner: TappedGraph, graph: torch.cuda.CUDAGraph, taps: list[tuple[Any, int]], wanted: frozenset[int]) -> _Copy:

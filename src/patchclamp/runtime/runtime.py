@@ -99,6 +99,7 @@ class Runtime:
         self._run_of_slot = np.full(limits.max_programs + 1, -1, np.int64)
         self._seated: tuple[list[str], int, np.ndarray] | None = None
         self._last: tuple[Batch, StepPlan, int] | None = None
+        self._acts = b""  # of the plan at hand: whether it does anything at a point, a byte each
         self._next = np.zeros(0, np.int64)  # positions of the step after the last one, if it goes on like that
         self._growing: _Growing | None = None  # what the last step captured, to be gone on with
         self._token_bytes: collections.Counter[int] = collections.Counter()  # seats by what a token of theirs captures
@@ -341,6 +342,7 @@ class Runtime:
         self.steps_planned += 1
         self._growing = None
         self.plan = make_plan(batch, self.table, self.widths, self.step.unit)
+        self._acts = self.plan.active.tobytes()
         self.step.begin(self.plan, batch, fresh=True)
         if self.plan.holds:
             self._last, self._next = (batch, self.plan, self.table.version), batch.position + 1
@@ -361,32 +363,35 @@ class Runtime:
         self._next += 1
         labels = self.step.unit is NUMBERS
         # what a device does in this and in all steps that follow is the same, unless code asks for positions
-        self.plan = plan if plan.lasts and not labels and not self.table.coded else plan.later(labels)
-        self._last = (batch, self.plan, version)
-        self.step.begin(self.plan, batch, fresh=False)
+        if labels or self.table.coded or not plan.lasts:
+            plan = plan.later(labels)
+            self._last = (batch, plan, version)
+        self.plan = plan
+        self.step.begin(plan, batch, fresh=False)
         return True
 
     def apply(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Carries out the step's plan at a point: what every tap ends in."""
-        if self.step.recording or (self.plan is not None and self.plan.active[point]):
-            width, view, shape = int(self.widths[point]), self.views.get(point), hidden.shape
-            if view is None and shape[1:] == (width,) and (residual is None or residual.shape == shape):  # as most are
-                self._carry_out(point, hidden, residual)
-                return
-            shape = shape if view is None or not view.by_head else (hidden.shape[1], hidden.shape[3])
-            if not fits(shape, view.whole if view is not None and view.whole else width):
-                raise ModelError(f"{self.sites.told(point)} should be {width} wide; its tensor is {list(hidden.shape)}")
-            if residual is not None and residual.shape != hidden.shape:
-                raise ModelError(
-                    f"{self.sites.told(point)}: the two halves of the stream do not match, {list(hidden.shape)} and "
-                    f"{list(residual.shape)}"
-                )
-            if view is not None and (view.heads or view.by_head or view.factor != 1.0):
-                self._apply_apart(point, hidden, view, width)
-                return
-            pair = None if residual is None else residual.view(-1, width)
-            rows = hidden.view(-1, width) if view is None else columns(hidden, view, width)
-            self._carry_out(point, rows, pair)
+        if (self.plan is None or not self._acts[point]) and not self.step.recording:
+            return
+        width, view, shape = int(self.widths[point]), self.views.get(point), hidden.shape
+        if view is None and shape[1:] == (width,) and (residual is None or residual.shape == shape):  # as most are
+            self._carry_out(point, hidden, residual)
+            return
+        shape = shape if view is None or not view.by_head else (hidden.shape[1], hidden.shape[3])
+        if not fits(shape, view.whole if view is not None and view.whole else width):
+            raise ModelError(f"{self.sites.told(point)} should be {width} wide; its tensor is {list(hidden.shape)}")
+        if residual is not None and residual.shape != hidden.shape:
+            raise ModelError(
+                f"{self.sites.told(point)}: the two halves of the stream do not match, {list(hidden.shape)} and "
+                f"{list(residual.shape)}"
+            )
+        if view is not None and (view.heads or view.by_head or view.factor != 1.0):
+            self._apply_apart(point, hidden, view, width)
+            return
+        pair = None if residual is None else residual.view(-1, width)
+        rows = hidden.view(-1, width) if view is None else columns(hidden, view, width)
+        self._carry_out(point, rows, pair)
 
     def _carry_out(self, point: int, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None) -> None:
         bad = self.step.apply(point, hidden_RW, residual_RW, bool(self.sampled[point]))
