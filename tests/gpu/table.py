@@ -7,17 +7,22 @@ from typing import Any
 MARKS = {True: "✓", False: "✗", None: "·"}
 
 
+def _cut_off(checks: list[dict[str, Any]]) -> bool:
+    """Whether nothing is wrong with a part but that it had no time to end."""
+    return [check["check"] for check in checks if check["holds"] is False] == ["had time to end"]
+
+
 def table(files: list[dict[str, Any]]) -> str:
     """Rows are checks, columns modes and versions of vLLM; ✗ did not hold, · is a fact about stock vLLM.
 
-    Of a part that several files have the last one counts.
+    Of a part that several files have the last one counts, unless it was cut off.
     """
     parts: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for file in files:
-        new = dict.fromkeys((file["vllm"], check["mode"]) for check in file["checks"])
-        parts |= {part: [] for part in new}
+        new: dict[tuple[str, str], list[dict[str, Any]]] = {}
         for check in file["checks"]:
-            parts[file["vllm"], check["mode"]].append(check)
+            new.setdefault((file["vllm"], check["mode"]), []).append(check)
+        parts |= {part: found for part, found in new.items() if part not in parts or not _cut_off(found)}
     cells: dict[str, dict[tuple[str, str], Any]] = {}
     for part, checks in parts.items():
         for check in checks:
