@@ -268,6 +268,21 @@ def test_breakable_graphs_are_refused_where_graphs_are_recorded(configuration, m
     assert list(refused(config)) == ["breakable CUDA graphs (set VLLM_USE_BREAKABLE_CUDAGRAPH=0)"]
 
 
+@pytest.mark.parametrize("mode", ["STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE"])
+def test_on_a_gpu_code_is_compiled_by_vllm_or_not_at_all(configuration, mode):
+    from vllm.config import CompilationMode
+
+    from patchclamp.engines.vllm.compat.configuration import refused
+
+    config = configuration()
+    config.compilation_config.mode = CompilationMode[mode]
+    assert refused(config) == {}  # vLLM's CPU build compiles in this way
+    object.__setattr__(config.device_config, "device_type", "cuda")
+    assert list(refused(config)) == [f"compilation mode {mode} on a GPU"]
+    config.compilation_config.mode = CompilationMode.VLLM_COMPILE
+    assert refused(config) == {}
+
+
 def test_code_saved_as_one_piece_is_refused(smollm2, monkeypatch):
     monkeypatch.setenv("VLLM_USE_MEGA_AOT_ARTIFACT", "1")
     with pytest.raises(pc.EngineError, match="does not run with VLLM_USE_MEGA_AOT_ARTIFACT=1: what it saves is one"):

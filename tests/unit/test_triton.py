@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -35,6 +36,52 @@ def test_triton_equals_the_torch_kernel_bit_for_bit():
         "sums float32",
     ):
         assert compared.get(what, 0) > 0, compared
+
+
+class Launched:
+    """A compiled kernel that notes what its launcher is given, and by which way."""
+
+    function, packed_metadata = "function", "about"
+
+    def __init__(self, launcher: type) -> None:
+        self.run, self.told = launcher(), []
+        self.run.told = self.told
+
+    def __getitem__(self, grid):
+        return lambda *args: self.told.append(("kernel", grid, args))
+
+
+class Old:
+    def __call__(self, gridX, gridY, gridZ, stream, function, *args):
+        about, *hooks, kernel_args = args[0], *args[1:4], args[4:]
+        self.told.append(("launcher", (gridX, gridY, gridZ, stream, function, about, *hooks), kernel_args))
+
+
+class New:
+    def __call__(self, gridX, gridY, gridZ, stream, function, kernel_metadata, launch_metadata, launch_enter_hook,
+                 launch_exit_hook, *args):  # fmt: skip
+        hooks = launch_metadata, launch_enter_hook, launch_exit_hook
+        self.told.append(("launcher", (gridX, gridY, gridZ, stream, function, kernel_metadata, *hooks), args))
+
+
+class Unknown:
+    def __call__(self, gridX, gridY, gridZ, stream, function, something, *args):
+        raise AssertionError("a launcher that is not known is not called")
+
+
+@pytest.mark.parametrize("launcher", [Old, New, Unknown])
+def test_a_kernel_is_launched_again_with_the_same_arguments_by_any_launcher(monkeypatch, launcher):
+    monkeypatch.setattr(cuda.torch._C, "_cuda_getCurrentRawStream", lambda device: 70 + device, raising=False)
+    kernel = Launched(launcher)
+    launch, gone = cuda._again(kernel, (11, 12), ("yes", "no"), 2), weakref.ref(kernel)
+    launch(5, 1, 2, 3, 4, 16, 21, 22, 23)
+    args = (1, 2, 3, 4, 16, 11, 12, 21, 22, 23, "yes", "no")
+    if launcher is Unknown:
+        assert kernel.told == [("kernel", (5, 1, 1), args)]
+    else:
+        assert kernel.told == [("launcher", (5, 1, 1, 72, "function", "about", None, None, None), args)]
+    del kernel
+    assert gone() is not None, "the kernel is held, so that it is not unloaded"
 
 
 @pytest.mark.parametrize(("width", "dtype", "pair", "capability", "most", "stack"), [

@@ -355,8 +355,9 @@ def site(
 ) -> None:
     """Launches the kernel for a point over `tables` (`runtime.device.CudaTables`).
 
-    `kept` [bytes] takes the captured rows; its first byte is byte `kept_begin`, a multiple of 16, of the step's. Where
-    there is code among the records, those are carried out that come after `phase` calls of it and before the next.
+    `kept` [bytes] takes the captured rows; its first byte is byte `kept_begin` of the step's, a multiple of 16 (below 0
+    where the step's begin further on). Where there is code among the records, those are carried out that come after
+    `phase` calls of it and before the next.
     """
     rows, width = hidden_RW.shape
     other, coded = hidden_RW if residual_RW is None else residual_RW, phase is not None
@@ -380,7 +381,7 @@ def site(
 def _again(kernel: Any, same: tuple[int, ...], options: tuple[Any, ...], device: int) -> Callable[..., None]:
     """Launches a kernel that was launched before, for other rows; `same` and `options` are what does not change."""
     run = kernel.run
-    if list(inspect.signature(type(run).__call__).parameters)[1:6] != GIVEN:
+    if tuple(inspect.signature(type(run).__call__).parameters)[1:] not in LAUNCHERS:
 
         def launch(rows: int, *args: Any) -> None:
             kernel[rows, 1, 1](*args[:5], *same, *args[5:], *options)
@@ -389,7 +390,9 @@ def _again(kernel: Any, same: tuple[int, ...], options: tuple[Any, ...], device:
 
     function, about, stream = kernel.function, kernel.packed_metadata, torch._C._cuda_getCurrentRawStream
 
-    def straight(rows: int, at: int, beside: int, row: int, other_row: int, width: int, *changing: int) -> None:
+    def straight(
+        rows: int, at: int, beside: int, row: int, other_row: int, width: int, *changing: int, held: Any = kernel
+    ) -> None:  # `held`: a kernel that nobody holds is unloaded
         run(rows, 1, 1, stream(device), function, about, None, None, None, at, beside, row, other_row, width, *same,
             *changing, *options)  # fmt: skip
 
@@ -414,13 +417,12 @@ def launched(width: int, pair: bool, sampled: bool) -> dict[str, Any]:
 READ = ("slot_of_row", "rank_of_row", "position_of_row", "token_of_row", "row_of_sample", "generation", "first",
         "records", "base", "offset", "bank", "quantiles")  # fmt: skip
 CONSTANTS = ("PAIR", "SAMPLED", "BLOCK", "PASSES", "ALIGNED", "CODE", "EARLY")
-GIVEN = [
-    "gridX",
-    "gridY",
-    "gridZ",
-    "stream",
-    "function",
-]  # to Triton's launcher (3.5 to 3.8), before metadata and hooks
+GIVEN = ("gridX", "gridY", "gridZ", "stream", "function")
+# what Triton's launcher takes: 3.5 and 3.6, and from 3.7 (to 3.9) on. Metadata and hooks, here none, are the next four
+# in either; a profiler that hooks launches sees the first of a kernel alone
+LAUNCHERS = (
+    (*GIVEN, "args"), (*GIVEN, "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook", "args"),
+)  # fmt: skip
 
 
 @functools.cache

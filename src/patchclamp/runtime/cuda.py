@@ -2,7 +2,7 @@
 
 A recorded graph writes captured rows to `kept`, whose address it knows; after the step they are copied to the drain's
 ring on the device (some microseconds).  A step without a graph, a large prefill say, has the kernel write to the ring
-itself, and what one layer left is on its way while the next ones compute.
+itself, and what some layers left, 64 MiB of it, is on its way while the next ones compute.
 """
 
 from __future__ import annotations

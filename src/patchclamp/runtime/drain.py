@@ -1,8 +1,9 @@
 """Captured rows leave the device: from a ring on it, over a side stream, into pinned memory that the store keeps.
 
 The engine's thread only queues.  A reservation in the ring makes the compute stream, not the host, wait until the bytes
-that lay there are gone.  Pinned memory is bounded: beyond `pinned_bytes` the oldest goes to ordinary memory on worker
-threads, and when they fall behind, the engine waits for them (back-pressure); nothing is lost and nothing grows.
+that lay there, and in some room ahead of it, are gone.  Pinned memory is bounded: beyond `pinned_bytes` the oldest goes
+to ordinary memory on worker threads, and when they fall behind, the engine waits for them (back-pressure); nothing is
+lost and nothing grows.
 """
 
 from __future__ import annotations
@@ -85,16 +86,19 @@ class Drain:
 
     def _clear_ahead(self, size: int) -> None:
         """Sees to it that `size` bytes may be written from the head on, and as many more as are sent at once."""
-        waiting = self._head - self._unsent
-        if (waiting and waiting + size > self._share) or self._head + size > self._ring_bytes:
-            self.send()
+        self.send()
         if self._head + size > self._ring_bytes:
-            self._head = self._unsent = 0
-        self._clear = min(max(self._unsent + self._share, self._head + size), self._ring_bytes)
+            self._head = self._unsent = self._clear = 0
+        rest = self._held[-1].slab.size - self._held[-1].slab.used if self._held else 0
+        share = (
+            rest if size <= rest < self._share else self._share
+        )  # what does not fit in a slab's rest leaves it empty
+        clear = min(self._head + max(share, size), self._ring_bytes)
         while self._sent and self._sent[0][2].query():
             self._sent.popleft()
-        while self._sent and self._overlaps(self._head, self._clear):
+        while self._sent and self._overlaps(self._head, clear):
             torch.cuda.current_stream().wait_event(self._sent.popleft()[2])
+        self._clear = clear
 
     def send(self) -> None:
         """Sends off what has been written."""

@@ -10,6 +10,7 @@ import threading
 from typing import Any, Protocol
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class AtWork(Protocol):
@@ -58,11 +59,19 @@ class _Packet(type(site)):  # type: ignore[misc]
         return acting if _current.compiled else _op
 
 
+class _Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args)
+
+
+with _Passing():  # PyTorch looks the op up by its name once, when a mode first meets it, and remembers what it found
+    _op(torch.zeros(1), None, 0)
 site.__class__ = _Packet
 
 
 class at_work:
-    """Taps on this thread act for `runtime` within; `compiled`: what runs there was compiled before."""
+    """Taps on this thread act for `runtime` within; `compiled`: all that runs there was compiled before, and nothing is
+    traced or compiled (Dynamo would not know what it finds)."""
 
     __slots__ = ("_before", "_now")
 

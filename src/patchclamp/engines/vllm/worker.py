@@ -17,7 +17,7 @@ from patchclamp.engines.vllm.compat import backend, configuration, lora
 from patchclamp.engines.vllm.compat import runner as compat
 from patchclamp.engines.vllm.compat.addresses import Watch
 from patchclamp.engines.vllm.compat.attention import after as after_attention
-from patchclamp.engines.vllm.compat.graphs import Graphs, fusions_of, lacks_a_body
+from patchclamp.engines.vllm.compat.graphs import Graphs, compiled_ahead, fusions_of, lacks_a_body
 from patchclamp.errors import EngineError, pack
 from patchclamp.plan import Batch, Bound
 from patchclamp.plan.bind import Code
@@ -94,7 +94,7 @@ class Attached:
         self._most_kept = limits.kept_bytes
         self._graphs: Graphs | None = None
         self._runner = runner
-        self._config = worker.vllm_config
+        self._config, self._compiled = worker.vllm_config, compiled_ahead(worker.vllm_config)
         self._fusions = fusions_of(self._config)
         self._sender = shared.Sender()
         if self.runtime.device.type == "cuda":
@@ -127,7 +127,7 @@ class Attached:
         self._graphs = Graphs(limits.active_sizes, self.recording, step.recorded.tapped, step.recorded.forget, watch)
 
     def at_work(self) -> Any:
-        return at_work(self.runtime, compiled=True)
+        return at_work(self.runtime, self._compiled)
 
     @contextmanager
     def recording(self) -> Iterator[None]:

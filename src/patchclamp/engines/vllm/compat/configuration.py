@@ -232,6 +232,10 @@ def refused(vllm_config: Any) -> dict[str, str]:
          "vLLM takes what lies there for its own, whoever compiled it: set VLLM_CACHE_ROOT instead"),
         ("CUDA graphs that sleep offloads (sleep_mode_offload_cudagraph)",
          _more(model, "sleep_mode_offload_cudagraph", 0), "it is not told of graphs with taps"),
+        (f"compilation mode {getattr(compilation.mode, 'name', None)} on a GPU",
+         getattr(compilation.mode, "name", "") in ("STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE")
+         and vllm_config.device_config.device_type != "cpu",
+         "only VLLM_COMPILE (3, the default) has code without taps for steps without programs; or enforce_eager=True"),
         ("breakable CUDA graphs (set VLLM_USE_BREAKABLE_CUDAGRAPH=0)",
          mode is not None and mode.name != "NONE" and _breakable(), "not supported yet: they are recorded in parts"),
     ]  # fmt: skip

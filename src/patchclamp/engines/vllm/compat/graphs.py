@@ -357,10 +357,18 @@ def on_compile() -> None:
     setattr(owner, name, compile_twice)
 
 
+def compiled_ahead(vllm_config: Any) -> bool:
+    """Whether all that steps run is compiled while the engine starts, without guards, so that nothing is in a step."""
+    return _mode(vllm_config) in ("VLLM_COMPILE", "DYNAMO_TRACE_ONCE")
+
+
 def lacks_a_body(vllm_config: Any) -> bool:
     """Whether an engine's model is compiled and never came by here, so that idle steps would run code with taps."""
-    mode = vllm_config.compilation_config.mode
-    return getattr(mode, "name", None) == "VLLM_COMPILE" and id(vllm_config) not in _compiled
+    return _mode(vllm_config) == "VLLM_COMPILE" and id(vllm_config) not in _compiled
+
+
+def _mode(vllm_config: Any) -> str | None:
+    return getattr(vllm_config.compilation_config.mode, "name", None)
 
 
 _IDLE = "_patchclamp_idle"
