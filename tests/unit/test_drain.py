@@ -151,5 +151,6 @@ def test_slabs_are_filled_however_much_is_fetched_at_once(
     held = sum(each.slab.size for each in made._held[:-1])
     used = sum(each.slab.used for each in made._held[:-1])
     assert held - used < (len(made._held) - 1) * (size + 16), "more is left empty than what did not fit"
-    assert len({id(block) for block, _ in kept}) < max(len(kept), 31), "what is captured leaves in parcels"
+    turns = made.bytes // made.device_bytes + 1
+    assert len({id(block) for block, _ in kept}) <= 30 + len(made._held) + turns, "a parcel ends for no reason"
     made.close()

@@ -90,9 +90,7 @@ class Drain:
         if self._head + size > self._ring_bytes:
             self._head = self._unsent = self._clear = 0
         rest = self._held[-1].slab.size - self._held[-1].slab.used if self._held else 0
-        share = (
-            rest if size <= rest < self._share else self._share
-        )  # what does not fit in a slab's rest leaves it empty
+        share = rest if size <= rest < self._share else self._share  # a parcel that does not fit leaves it empty
         clear = min(self._head + max(share, size), self._ring_bytes)
         while self._sent and self._sent[0][2].query():
             self._sent.popleft()
@@ -161,7 +159,7 @@ class Drain:
         compute, done = torch.cuda.current_stream(), torch.cuda.Event()
         self._ready.record(compute)
         self._stream.wait_event(self._ready)
-        torch.cuda.set_stream(self._stream)  # like a `with` of PyTorch's, without its further questions
+        torch.cuda.set_stream(self._stream)  # as a `with` of PyTorch's does, in fewer calls
         try:
             target.copy_(source, non_blocking=True)
         finally:

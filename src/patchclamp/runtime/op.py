@@ -42,8 +42,6 @@ _library.impl("site", acting, "CUDA")
 torch.library.register_fake("patchclamp::site", _trace, lib=_library)
 
 site = torch.ops.patchclamp.site
-
-
 _op = site.default
 
 
@@ -60,6 +58,8 @@ class _Packet(type(site)):  # type: ignore[misc]
 
 
 class _Passing(TorchDispatchMode):
+    """Calls what it is asked about."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args)
 

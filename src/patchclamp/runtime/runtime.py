@@ -378,7 +378,8 @@ class Runtime:
         if view is None and shape[1:] == (width,) and (residual is None or residual.shape == shape):  # as most are
             self._carry_out(point, hidden, residual)
             return
-        shape = shape if view is None or not view.by_head else (hidden.shape[1], hidden.shape[3])
+        if view is not None and view.by_head:
+            shape = hidden.shape[1], hidden.shape[3]
         if not fits(shape, view.whole if view is not None and view.whole else width):
             raise ModelError(f"{self.sites.told(point)} should be {width} wide; its tensor is {list(hidden.shape)}")
         if residual is not None and residual.shape != hidden.shape:

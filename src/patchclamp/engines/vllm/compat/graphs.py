@@ -358,7 +358,7 @@ def on_compile() -> None:
 
 
 def compiled_ahead(vllm_config: Any) -> bool:
-    """Whether all that steps run is compiled while the engine starts, without guards, so that nothing is in a step."""
+    """Whether all that is compiled is so while the engine starts, without guards, and nothing within a step."""
     return _mode(vllm_config) in ("VLLM_COMPILE", "DYNAMO_TRACE_ONCE")
 
 
