@@ -34,9 +34,12 @@ def drain(mode: str) -> None:
     random, generator = __import__("random").Random(), torch.Generator("cuda")
     for _ in range(600):
         size = random.choice([16, 1000, 1 << 16, 1 << 20, 5 << 20, 20 << 20])
-        memory, begin, block, offset = made.reserve(size)
-        data = memory[begin : begin + size]
-        data.copy_(torch.randint(0, 256, (len(data),), dtype=torch.uint8, device="cuda", generator=generator))
+        data = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda", generator=generator)
+        if size % 16 == 0 and random.random() < 0.5:
+            block, offset = made.put(data, 0, size)
+        else:
+            memory, begin, block, offset = made.reserve(size)
+            memory[begin : begin + size].copy_(data)
         kept.append((block, offset, data.sum(dtype=torch.int64), data[-16:].clone(), len(data)))
         taken += len(data)
         if random.random() < 0.3:

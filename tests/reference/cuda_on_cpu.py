@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from patchclamp.kernels import moves
 from patchclamp.kernels.cuda import RECORD_WORDS
 from patchclamp.runtime import Runtime, cuda, device, drain, pinned
 from patchclamp.runtime.cuda import CudaStep
@@ -42,7 +43,24 @@ def stub(monkeypatch: Any) -> None:
     monkeypatch.setattr(drain, "SEND_BYTES", 1 << 11)
     monkeypatch.setattr(drain, "Pinned", lambda limit: pinned.Pinned(limit, lambda memory: None, lambda memory: None))
     monkeypatch.setattr(cuda, "cuda", _Kernel)
+    monkeypatch.setattr(moves, "place", place)
+    monkeypatch.setattr(moves, "move", move)
     monkeypatch.setattr(device, "_pinned", lambda words: torch.empty(words, dtype=torch.int32))
+
+
+def place(staging: torch.Tensor, tables: torch.Tensor, chunks: int) -> None:
+    """`moves.place` on the host."""
+    for to, at, many in staging[: 3 * chunks].view(-1, 3).tolist():
+        assert 0 < many <= moves.CHUNK
+        tables[to : to + many] = staging[at : at + many]
+
+
+def move(source: torch.Tensor, begin: int, to: torch.Tensor, at: int, size: int) -> None:
+    """`moves.move` on the host."""
+    assert begin % 16 == at % 16 == 0
+    size = -(-size // 16) * 16
+    assert begin + size <= len(source), "what is moved must be there"
+    to[at : at + size].copy_(source[begin : begin + size])
 
 
 class Tables(CudaTables):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from patchclamp.kernels import cuda, fused, noise
+from patchclamp.kernels import cuda, fused, moves, noise
 from patchclamp.plan import (
     APPLY,
     BLEND,
@@ -197,6 +197,33 @@ def close(got: torch.Tensor, want: torch.Tensor) -> bool:
     return bool((gap <= step * largest + 1e-5).all())
 
 
+def moved(rng: np.random.Generator, device: str, found: dict[str, int]) -> None:
+    """Words put in place from pinned memory, and bytes moved: those asked for, and no others."""
+    tables = torch.from_numpy(rng.integers(0, 1 << 30, 20_000).astype(np.int32))
+    sizes = [int(size) for size in rng.choice([1, 7, 300, moves.CHUNK - 1, moves.CHUNK], int(rng.integers(1, 9)))]
+    chunks, at = len(sizes), 3 * len(sizes)
+    staging = torch.from_numpy(rng.integers(0, 1 << 30, at + sum(sizes)).astype(np.int32))
+    want, there = tables.clone(), tables.to(device)
+    for i, size in enumerate(sizes):
+        to = i * 2000 + int(rng.integers(0, 900))
+        staging[3 * i : 3 * i + 3] = torch.tensor([to, at, size])
+        want[to : to + size] = staging[at : at + size]
+        at += size
+    moves.place(staging.pin_memory() if device == "cuda" else staging, there, chunks)
+    assert torch.equal(there.cpu(), want), "words put in place"
+    found["words put in place"] = found.get("words put in place", 0) + sum(sizes)
+    size = int(rng.choice([1, 16, 40, 16 * moves.MOVED, 16 * moves.MOVED + 100]))
+    taken = -(-size // 16) * 16
+    begin, at = (16 * int(n) for n in rng.integers(0, 9, 2))
+    source = torch.from_numpy(rng.integers(0, 256, begin + taken + 64).astype(np.uint8))
+    want = torch.from_numpy(rng.integers(0, 256, at + taken + 64).astype(np.uint8))
+    there = want.to(device, copy=True)
+    want[at : at + taken] = source[begin : begin + taken]
+    moves.move(source.to(device), begin, there, at, size)
+    assert torch.equal(there.cpu(), want), "bytes moved"
+    found["bytes moved"] = found.get("bytes moved", 0) + size
+
+
 def check(device: str, rounds: int, seed: int | None = None) -> dict[str, int]:
     """Compares on so many random steps, some with rows wider than a program takes at once; counts what was compared."""
     rng, found, widest = np.random.default_rng(seed), {}, cuda.WIDEST
@@ -206,6 +233,7 @@ def check(device: str, rounds: int, seed: int | None = None) -> dict[str, int]:
             one_round(rng, device, found, i % 4 > 1)
             if i % 3 == 0:
                 one_round(rng, device, found, sums=False, coded=True)
+            moved(rng, device, found)
     finally:
         cuda.WIDEST = widest
     return found

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from patchclamp.kernels import moves
 from patchclamp.runtime import drain, pinned
+from tests.reference.cuda_on_cpu import move
 
 DONE: Callable[[], bool] = lambda: True  # noqa: E731
 
@@ -91,6 +93,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[Device], Stream]:
                             ("current_stream", lambda: current[0])):  # fmt: skip
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+        monkeypatch.setattr(moves, "move", move)
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
         monkeypatch.setattr(pinned, "SLAB_BYTES", 1 << 14)
         slabs = lambda limit: pinned.Pinned(limit, lambda memory: None, lambda memory: None)  # noqa: E731
@@ -112,7 +115,7 @@ def test_what_was_captured_is_what_arrives(on: Callable[[Device], Stream], seed:
     for number in range(250):
         size, value = rng.choice(sizes), number % 251 + 1
         if rng.random() < 0.4:
-            block, offset = made.put(torch.full((size,), value, dtype=torch.uint8))
+            block, offset = made.put(torch.full((16 + -(-size // 16) * 16,), value, dtype=torch.uint8), 16, 16 + size)
         else:
             memory, begin, block, offset = made.reserve(size)
             assert begin % 16 == 0
@@ -146,7 +149,7 @@ def test_slabs_are_filled_however_much_is_fetched_at_once(
     made = drain.Drain(torch.device("cpu"), 4 * pinned.SLAB_BYTES, 1 << 30)
     kept = []
     for _ in range(30):
-        kept += [made.put(torch.zeros(size, dtype=torch.uint8)) for _ in range(fetched)]
+        kept += [made.put(torch.zeros(-(-size // 16) * 16, dtype=torch.uint8), 0, size) for _ in range(fetched)]
         made.flush()
     held = sum(each.slab.size for each in made._held[:-1])
     used = sum(each.slab.used for each in made._held[:-1])

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from patchclamp.kernels import cuda
+from patchclamp.kernels import cuda, launch
 from patchclamp.plan import ProgramTable
 from patchclamp.runtime.device import DEPTH
 from tests.reference import cuda_on_cpu
@@ -34,6 +34,8 @@ def test_triton_equals_the_torch_kernel_bit_for_bit():
         "rows not finite",
         "calls of code",
         "sums float32",
+        "words put in place",
+        "bytes moved",
     ):
         assert compared.get(what, 0) > 0, compared
 
@@ -71,11 +73,11 @@ class Unknown:
 
 @pytest.mark.parametrize("launcher", [Old, New, Unknown])
 def test_a_kernel_is_launched_again_with_the_same_arguments_by_any_launcher(monkeypatch, launcher):
-    monkeypatch.setattr(cuda.torch._C, "_cuda_getCurrentRawStream", lambda device: 70 + device, raising=False)
+    monkeypatch.setattr(launch.torch._C, "_cuda_getCurrentRawStream", lambda device: 70 + device, raising=False)
     kernel = Launched(launcher)
-    launch, gone = cuda._again(kernel, (11, 12), ("yes", "no"), 2), weakref.ref(kernel)
-    launch(5, 1, 2, 3, 4, 16, 21, 22, 23)
-    args = (1, 2, 3, 4, 16, 11, 12, 21, 22, 23, "yes", "no")
+    again, gone = launch.again(kernel, (11, 12), ("yes", "no"), 2), weakref.ref(kernel)
+    again(5, 1, 2, 3)
+    args = (11, 12, 1, 2, 3, "yes", "no")
     if launcher is Unknown:
         assert kernel.told == [("kernel", (5, 1, 1), args)]
     else:

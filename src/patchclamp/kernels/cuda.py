@@ -10,8 +10,6 @@ such a row as a whole, a sum over its columns, is found beforehand, op by op, an
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ import triton.language as tl
 
 from patchclamp import plan
 from patchclamp.kernels import noise
+from patchclamp.kernels.launch import again
 from patchclamp.plan import RECORD
 
 WIDEST, A_PASS = 8192, 4096  # columns of a sampled row that are taken at once; wider ones go in passes of fewer
@@ -292,9 +291,9 @@ def _between(records, begin, end, phase):
 
 @triton.jit(do_not_specialize=["kept", "bad", "point", "points", "phase"])
 def _site(
-    hidden, residual, hidden_stride, residual_stride, width,
     slot_of_row, rank_of_row, position_of_row, token_of_row, row_of_sample, generation,
-    first, records, base, offset, bank, quantiles, bad, points, kept, point, phase,
+    first, records, base, offset, bank, quantiles, bad, points,
+    hidden, residual, hidden_stride, residual_stride, width, kept, point, phase,
     PAIR: tl.constexpr, SAMPLED: tl.constexpr, BLOCK: tl.constexpr, PASSES: tl.constexpr, ALIGNED: tl.constexpr,
     CODE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -362,41 +361,20 @@ def site(
     rows, width = hidden_RW.shape
     other, coded = hidden_RW if residual_RW is None else residual_RW, phase is not None
     at, beside, row, other_row = hidden_RW.data_ptr(), other.data_ptr(), hidden_RW.stride(0), other.stride(0)
-    changing = kept.data_ptr() - kept_begin, point, phase or 0
+    given = row, other_row, width, kept.data_ptr() - kept_begin, point, phase or 0
     # all that Triton makes another kernel for: found by that, a launch takes the host less than half the time
     how = (hidden_RW.dtype, other.dtype, row, other_row, width, residual_RW is not None, sampled, coded, at % 16,
            beside % 16)  # fmt: skip
     launch = tables.ready.get(how)
     if launch is not None:
-        launch(rows, at, beside, row, other_row, width, *changing)
+        launch(rows, at, beside, *given)
         return
     read, options = [getattr(tables, name) for name in READ], launched(width, residual_RW is not None, sampled)
     same, options = (tables.bad_address, tables.points), options | {"CODE": coded} | _early()
-    kernel = _site[rows,](hidden_RW, other, row, other_row, width, *read, *same, *changing, **options)
+    kernel = _site[rows,](*read, *same, hidden_RW, other, *given, **options)
     if kernel is not None:  # Triton's interpreter has none
-        same = (*(each.data_ptr() for each in read), *same)
-        tables.ready[how] = _again(kernel, same, tuple(options[name] for name in CONSTANTS), hidden_RW.device.index)
-
-
-def _again(kernel: Any, same: tuple[int, ...], options: tuple[Any, ...], device: int) -> Callable[..., None]:
-    """Launches a kernel that was launched before, for other rows; `same` and `options` are what does not change."""
-    run = kernel.run
-    if tuple(inspect.signature(type(run).__call__).parameters)[1:] not in LAUNCHERS:
-
-        def launch(rows: int, *args: Any) -> None:
-            kernel[rows, 1, 1](*args[:5], *same, *args[5:], *options)
-
-        return launch
-
-    function, about, stream = kernel.function, kernel.packed_metadata, torch._C._cuda_getCurrentRawStream
-
-    def straight(
-        rows: int, at: int, beside: int, row: int, other_row: int, width: int, *changing: int, held: Any = kernel
-    ) -> None:  # `held`: a kernel that nobody holds is unloaded
-        run(rows, 1, 1, stream(device), function, about, None, None, None, at, beside, row, other_row, width, *same,
-            *changing, *options)  # fmt: skip
-
-    return straight
+        same, constants = (*(each.data_ptr() for each in read), *same), tuple(options[name] for name in CONSTANTS)
+        tables.ready[how] = again(kernel, same, constants, hidden_RW.device.index)
 
 
 def launched(width: int, pair: bool, sampled: bool) -> dict[str, Any]:
@@ -417,12 +395,6 @@ def launched(width: int, pair: bool, sampled: bool) -> dict[str, Any]:
 READ = ("slot_of_row", "rank_of_row", "position_of_row", "token_of_row", "row_of_sample", "generation", "first",
         "records", "base", "offset", "bank", "quantiles")  # fmt: skip
 CONSTANTS = ("PAIR", "SAMPLED", "BLOCK", "PASSES", "ALIGNED", "CODE", "EARLY")
-GIVEN = ("gridX", "gridY", "gridZ", "stream", "function")
-# what Triton's launcher takes: 3.5 and 3.6, and from 3.7 (to 3.9) on. Metadata and hooks, here none, are the next four
-# in either; a profiler that hooks launches sees the first of a kernel alone
-LAUNCHERS = (
-    (*GIVEN, "args"), (*GIVEN, "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook", "args"),
-)  # fmt: skip
 
 
 @functools.cache

@@ -166,11 +166,11 @@ class CudaStep:
         if not plan.size:
             return None
         if not self._drained:
-            return Place(*self.drain.put(self.kept[: plan.size]))
+            return Place(*self.drain.put(self.kept, 0, plan.size))
         rest = self._rest()
         if rest is not None:
             begin, end = rest
-            self._left.append((begin, end, *self.drain.put(self.kept[begin:end])))
+            self._left.append((begin, end, *self.drain.put(self.kept, begin, end)))
         return Apart(self._left)
 
     def _rest(self) -> tuple[int, int] | None:

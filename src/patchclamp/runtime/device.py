@@ -1,9 +1,8 @@
 """On a CUDA device: the program table and the step's rows at fixed addresses, brought up to date by one copy a change.
 
 All tables lie in one tensor of 32-bit words.  What changed is packed into pinned staging memory with where it belongs,
-crosses in one copy, and one small kernel puts it in place; staging rotates, because with asynchronous scheduling the
-next step is prepared while the last one still runs.  In steady decode nothing changes and nothing is copied.  A changed
-step takes the host as long as it makes calls, so what a send needs is made once for each size (`_Parcel`).
+and one small kernel reads it there and puts it in place; staging rotates, because with asynchronous scheduling the next
+step is prepared while the last one still runs.  In steady decode nothing changes and nothing is copied.
 
     R rows of a step at most · N requests of a step at most · S slots · P points · O records
 """
@@ -12,27 +11,30 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 
-from patchclamp.kernels import cuda
+from patchclamp.kernels import cuda, moves
+from patchclamp.kernels.moves import CHUNK
 from patchclamp.kernels.noise import quantiles
 from patchclamp.plan import ProgramTable, StepPlan
 
 DEPTH = 4  # staging buffers: more steps in flight than any scheduler keeps
-LEAST = 1 << 10  # words of the smallest parcel
+LEAST = 1 << 14  # words of the smallest
 
 
-class _Parcel(msgspec.Struct, frozen=True):
-    """Room for so many words and where they belong: in pinned memory, as arrays, and in the device's inbox."""
+class _Staging:
+    """Pinned memory for so many words, and when what the device reads there has been read."""
 
-    pinned: torch.Tensor
-    where: np.ndarray
-    words: np.ndarray
-    inbox: torch.Tensor
-    to: torch.Tensor
-    what: torch.Tensor
+    def __init__(self, words: int) -> None:
+        self.done, self.pinned = torch.cuda.Event(), _pinned(words)
+        self.words = self.pinned.numpy()
+
+    def room(self, words: int) -> None:
+        """Sees to room for so many words, now that nobody reads there."""
+        if words > len(self.words):
+            self.pinned = _pinned(1 << (words - 1).bit_length())
+            self.words = self.pinned.numpy()
 
 
 class CudaTables:
@@ -63,10 +65,7 @@ class CudaTables:
         self.quantiles = torch.from_numpy(quantiles()).reshape(-1).to(self.device)
         for name, view in views.items():
             setattr(self, name, view)
-        self._number = np.arange(len(self._words))
-        self._inbox = torch.empty(3 << 15, dtype=torch.int32, device=self.device)
-        self._parcels: list[dict[int, _Parcel]] = [{} for _ in range(DEPTH)]
-        self._done = [torch.cuda.Event() for _ in range(DEPTH)]
+        self._staging = [_Staging(LEAST) for _ in range(DEPTH)]
         self._turn, self._rows, self.copies = 0, 0, 0
         self._sent: dict[str, np.ndarray] = {}
         # how the kernel was launched before, with the addresses of what it reads here (`kernels.cuda.site`)
@@ -90,7 +89,7 @@ class CudaTables:
     @property
     def bytes(self) -> int:
         """Device memory held."""
-        return self._words.nbytes + self._inbox.nbytes + self.quantiles.nbytes
+        return self._words.nbytes + self.quantiles.nbytes
 
     def failed(self) -> list[tuple[int, int]]:
         """Slots whose present program's edits were not finite, and the point; of steps whose results have arrived."""
@@ -138,39 +137,26 @@ class CudaTables:
         return [(self._at["offset"] + low, offset), (self._at["base"] + 2 * lowest, base.view(np.int32))]
 
     def _send(self, segments: list[tuple[int, np.ndarray]]) -> None:
-        """Brings words to the device and puts each segment where it begins: one copy, then one kernel."""
-        count = sum(len(words) for _, words in segments)
-        if not count:
+        """Brings words to the device, each segment to where it begins."""
+        chunks = sum(-(-len(words) // CHUNK) for _, words in segments)
+        if not chunks:
             return
         self._turn = (self._turn + 1) % DEPTH
-        done = self._done[self._turn]
-        if not done.query():
-            done.synchronize()
-        parcel = self._parcel(count)
-        where, words = parcel.where, parcel.words
-        np.concatenate([self._number[to : to + len(many)] for to, many in segments], out=where[:count])
-        np.concatenate([many for _, many in segments], out=words[:count])
-        where[count:], words[count:] = where[count - 1], words[count - 1]  # the last word several times
-        parcel.inbox.copy_(parcel.pinned, non_blocking=True)
-        done.record()
-        self._words.index_copy_(0, parcel.to, parcel.what)
+        staging = self._staging[self._turn]
+        if not staging.done.query():
+            staging.done.synchronize()
+        count, at, told = sum(len(words) for _, words in segments), 3 * chunks, []
+        staging.room(at + count)
+        np.concatenate([words for _, words in segments], out=staging.words[at : at + count])
+        for to, words in segments:
+            for begin in range(0, len(words), CHUNK):
+                many = min(len(words) - begin, CHUNK)
+                told += to + begin, at, many
+                at += many
+        staging.words[: len(told)] = told
+        moves.place(staging.pinned, self._words, chunks)
+        staging.done.record()
         self.copies += 1
-
-    def _parcel(self, count: int) -> _Parcel:
-        """This turn's parcel for so many words: the next larger power of two."""
-        size = max(1 << (count - 1).bit_length(), LEAST)
-        found = self._parcels[self._turn].get(size)
-        if found is None:
-            if 3 * size > len(self._inbox):
-                self._inbox = torch.empty(3 * size, dtype=torch.int32, device=self.device)
-                self._parcels = [{} for _ in range(DEPTH)]
-            pinned, inbox = _pinned(3 * size), self._inbox
-            room = pinned.numpy()
-            found = self._parcels[self._turn][size] = _Parcel(
-                pinned, room[: 2 * size].view(np.int64), room[2 * size :], inbox[: 3 * size],
-                inbox[: 2 * size].view(torch.int64), inbox[2 * size : 3 * size],
-            )  # fmt: skip
-        return found
 
 
 def _by_number(number: np.ndarray, values: np.ndarray, dtype: type) -> tuple[int, np.ndarray]:

@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import torch
 
+from patchclamp.kernels import moves
 from patchclamp.runtime.pinned import Pinned, Slab
 from patchclamp.store.captures import ALIGNED, Block
 
@@ -78,10 +79,11 @@ class Drain:
         self._head += size
         return self._ring, begin, self._block, begin - self._unsent
 
-    def put(self, source: torch.Tensor) -> tuple[Block, int]:
-        """Takes bytes [n] from the current stream; returns the block and offset that they will have."""
-        data, begin, block, offset = self.reserve(source.numel())
-        data[begin : begin + source.numel()].copy_(source)
+    def put(self, source: torch.Tensor, begin: int, end: int) -> tuple[Block, int]:
+        """Takes bytes begin … end − 1 of a tensor from the current stream; returns the block and offset that they will
+        have. `begin` is a multiple of 16; what is missing from `end` to one is there, and taken too."""
+        data, at, block, offset = self.reserve(end - begin)
+        moves.move(source, begin, data, at, end - begin)
         return block, offset
 
     def _clear_ahead(self, size: int) -> None:

@@ -146,6 +146,9 @@ class Attached:
         self.runtime.plan = None
         self._awaits_logits = False
         steady, self._steady = self._steady, None
+        if not len(self.runtime) and compat.same_requests(scheduler_output):
+            self._active = False
+            return False, True
         requests = compat.going_on(scheduler_output) if len(self.runtime) else None
         version = self.runtime.table.version
         if steady is not None and steady.left and steady.version == version and steady.requests == requests:

@@ -113,14 +113,17 @@ def _hook_v1(runner: Any, hooks: Hooks, graphs: Graphs | None) -> None:
         two_graphs_v1(runner, graphs)
         _profile_both(runner, graphs)
 
+    acts = False  # programs, in the step at hand
+
     @functools.wraps(execute)
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        active, fits = hooks.before(scheduler_output)
+        nonlocal acts
+        acts, fits = hooks.before(scheduler_output)
         usable = None
         if graphs is not None:
-            graphs.use(active)
+            graphs.use(acts)
             usable = graphs.has if fits else _never
-        if not active:
+        if not acts:
             return execute(scheduler_output, *args, **kwargs)
         with hooks.at_work(), body(tapped=True, usable=usable):
             result = execute(scheduler_output, *args, **kwargs)
@@ -130,6 +133,8 @@ def _hook_v1(runner: Any, hooks: Hooks, graphs: Graphs | None) -> None:
     @functools.wraps(prepare)
     def prepare_inputs(scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
         result = prepare(scheduler_output, num_scheduled_tokens)
+        if not acts:
+            return result
         batch = runner.input_batch
         requests = list(batch.req_ids)
         position = batch.num_computed_tokens_cpu[: len(requests)]
@@ -144,9 +149,11 @@ def _hook_v2(runner: Any, hooks: Hooks, graphs: Graphs) -> None:
 
     two_graphs(runner, graphs)
     on_dispatch()
+    acts = False  # programs, in the step at hand
 
     @functools.wraps(execute)
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal acts
         if kwargs.get("dummy_run") or (len(args) > 1 and args[1]):
             graphs.use(active=False)
             if kwargs.get("is_profile"):  # what steps with programs run is compiled, tuned and measured like the rest
@@ -154,9 +161,9 @@ def _hook_v2(runner: Any, hooks: Hooks, graphs: Graphs) -> None:
                     execute(scheduler_output, *args, **kwargs)
                 runner.execute_model_state = None
             return execute(scheduler_output, *args, **kwargs)
-        active, fits = hooks.before(scheduler_output)
-        graphs.use(active)
-        if not active:
+        acts, fits = hooks.before(scheduler_output)
+        graphs.use(acts)
+        if not acts:
             return execute(scheduler_output, *args, **kwargs)
         with hooks.at_work(), body(tapped=True, usable=graphs.has if fits else _never):
             return execute(scheduler_output, *args, **kwargs)
@@ -164,6 +171,8 @@ def _hook_v2(runner: Any, hooks: Hooks, graphs: Graphs) -> None:
     @functools.wraps(prepare)
     def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
         batch = prepare(*args, **kwargs)
+        if not acts:
+            return batch
         start, position = batch.query_start_loc_np[: batch.num_reqs], batch.num_computed_tokens_np[: batch.num_reqs]
         hooks.planned(list(batch.req_ids), start, position, batch.num_scheduled_tokens)
         return batch
@@ -171,7 +180,8 @@ def _hook_v2(runner: Any, hooks: Hooks, graphs: Graphs) -> None:
     @functools.wraps(sample)
     def sample_tokens(*args: Any, **kwargs: Any) -> Any:
         result = sample(*args, **kwargs)
-        hooks.after()
+        if acts:
+            hooks.after()
         return result
 
     runner.execute_model, runner.prepare_inputs, runner.sample_tokens = execute_model, prepare_inputs, sample_tokens
@@ -234,6 +244,12 @@ def going_on(scheduler_output: Any) -> list[str] | None:
         return None
     requests = running.req_ids
     return requests if scheduler_output.total_num_scheduled_tokens == len(requests) else None
+
+
+def same_requests(scheduler_output: Any) -> bool:
+    """Whether nobody came for the first time, ended, or was thrown out."""
+    new, gone = scheduler_output.scheduled_new_reqs, scheduler_output.finished_req_ids
+    return not (new or gone or preempted(scheduler_output))
 
 
 def positions(scheduler_output: Any) -> Iterator[tuple[str, int]]:
