@@ -81,7 +81,8 @@ class Scheduler:
     def come(self) -> None:
         self.count += 1
         name, program, prompt = f"request{self.count}", self.rng.choice(PROGRAMS), self.rng.choice([1, 1, 3, 6, 9])
-        programs = [None if program is None else side.seat(name, program, prompt) for side in self.sides]
+        sides = self.sides if self.rng.random() < 0.9 else [Side(looks=False)]  # seated elsewhere
+        programs = [None if program is None else side.seat(name, program, prompt) for side in sides]
         self.carried[name] = SimpleNamespace(extra_args={} if program is None else {KEY: programs[0]})
         self.waiting[name] = prompt, True
 
@@ -162,6 +163,10 @@ def remembered(seed: int) -> collections.Counter:
         assert said == found
         for name in ("_active", "_preemptions", *["_total"] * said[0]):
             assert getattr(sides[0].worker, name) == getattr(sides[1].worker, name), name
+        runtimes = [side.worker.runtime for side in sides]
+        assert runtimes[0]._errors == runtimes[1]._errors
+        assert runtimes[0]._run_of == runtimes[1]._run_of
+        told["errors"] += len(runtimes[0]._errors)
         told[said] += known
         scheduler.go()
     return told
@@ -175,3 +180,4 @@ def test_what_is_remembered_is_what_would_be_found(seed):
 def test_every_answer_of_a_step_with_programs_is_remembered():
     told = sum(map(remembered, SEEDS), collections.Counter())
     assert all(told[answer] > 20 for answer in ((True, True), (True, False))), told
+    assert told["errors"] > 0, "every program was seated"

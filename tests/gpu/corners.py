@@ -23,6 +23,14 @@ def kernel(mode: str) -> None:
     same = copies == 200 and not different
     note(mode, "device tables equal the host's after 200 changes, one copy each", same, str(different))
 
+    def wait() -> None:
+        torch.cuda.synchronize()
+        torch.cuda._sleep(20_000_000)  # what comes next is prepared long before it is done
+
+    wait()
+    _, different = tables.check("cuda", 200, wait, every=20)
+    note(mode, "and where the host is 20 changes ahead", not different, str(different))
+
 
 def drain(mode: str) -> None:
     """Rows of random sizes through a small ring and little pinned memory: nothing lost, reordered or overwritten."""

@@ -6,6 +6,7 @@ import re
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import triton
 from triton.backends import nvidia
@@ -20,6 +21,14 @@ POINTERS = {
     "i32": ("hidden_stride", "residual_stride", "width", "point", "points", "phase"),
 }  # fmt: skip
 ANY = ("kept", "bad", "point", "points", "phase")  # of no known alignment
+
+
+def ptx(kernel: Any, types: dict[str, str], block: int, capability: int) -> str:
+    """What becomes of a kernel whose arguments have these types, and its `BLOCK` this size."""
+    names = kernel.arg_names
+    signature = {name: types.get(name, "constexpr") for name in names}
+    source = ASTSource(kernel, signature, {(names.index("BLOCK"),): block}, {})
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"]
 
 
 def resources(width: int, dtype: str, pair: bool, sampled: bool, capability: int, code: bool = False) -> dict[str, int]:

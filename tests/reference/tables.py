@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from patchclamp.kernels.cuda import RECORD_WORDS
 from patchclamp.plan import Batch, ProgramTable, make_plan
 from patchclamp.plan.step import BYTES
 from patchclamp.runtime.device import CudaTables
@@ -15,8 +16,12 @@ from tests.reference.triton import records
 SLOTS, ROWS = 6, 60_000
 
 
-def check(device: str, turns: int, wait: Callable[[], None]) -> tuple[int, list[str]]:
-    """Copies made, and what differed after which; `wait` returns once the device has done all it was given."""
+def check(device: str, turns: int, wait: Callable[[], None], every: int = 1) -> tuple[int, list[str]]:
+    """How often the tables were brought up to date, and what differed after which of so many turns.
+
+    `wait` returns once the device has done all it was given; only `every` so many turns it is asked, and the tables are
+    compared.
+    """
     rng, width, sampled = np.random.default_rng(), np.array([64, 128, 256]), np.array([False, False, True])
     table, held, different = ProgramTable(SLOTS, 3, 200, sampled), [], []
     made = CudaTables(
@@ -32,6 +37,8 @@ def check(device: str, turns: int, wait: Callable[[], None]) -> tuple[int, list[
         batch = Batch(slots, np.cumsum(count) - count, rng.integers(0, 9, len(slots)), count, int(count.sum()))
         plan = make_plan(batch, table, width, BYTES)
         made.load(plan, batch.row + batch.count - 1)
+        if turn % every != every - 1:
+            continue
         wait()
         live = np.concatenate([np.arange(table.first[s, 0], table.first[s, -1]) for s in held] or [np.zeros(0, int)])
         rows = np.zeros(ROWS, np.int32)
@@ -41,7 +48,7 @@ def check(device: str, turns: int, wait: Callable[[], None]) -> tuple[int, list[
             "rank_of_row": (made.rank_of_row[: batch.rows], plan.tokens.rank),
             "row_of_sample": (made.row_of_sample[: len(slots)], batch.row + batch.count - 1),
             "generation": (made.generation[held], table.generation[held]),
-            "records": (made.records.view(-1, 8)[live], table.records.view(np.int32).reshape(-1, 8)[live]),
+            "records": (made.records.view(-1, RECORD_WORDS)[live], table.records.view(np.int32).reshape(-1, RECORD_WORDS)[live]),
         }  # fmt: skip
         if plan.size:  # otherwise nothing reads them
             there["base"] = made.base[plan.spans.area], plan.base

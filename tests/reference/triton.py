@@ -209,7 +209,8 @@ def moved(rng: np.random.Generator, device: str, found: dict[str, int]) -> None:
         staging[3 * i : 3 * i + 3] = torch.tensor([to, at, size])
         want[to : to + size] = staging[at : at + size]
         at += size
-    moves.place(staging.pin_memory() if device == "cuda" else staging, there, chunks)
+    staging = staging.pin_memory() if device == "cuda" else staging
+    moves.place(staging, there, chunks)
     assert torch.equal(there.cpu(), want), "words put in place"
     found["words put in place"] = found.get("words put in place", 0) + sum(sizes)
     size = int(rng.choice([1, 16, 40, 16 * moves.MOVED, 16 * moves.MOVED + 100]))

@@ -140,6 +140,16 @@ def test_what_was_captured_is_what_arrives(on: Callable[[Device], Stream], seed:
     made.close()
 
 
+def test_bytes_that_are_not_there_are_not_taken(on: Callable[[Device], Stream]) -> None:
+    on(Device(random.Random(0)))
+    made, kept = drain.Drain(torch.device("cpu"), 1 << 10, 1 << 15), torch.zeros(64, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="bytes 16 to 65 of captures were asked for; there are 64"):
+        made.put(kept, 16, 65)
+    assert made.bytes == 0
+    made.put(kept, 16, 57)
+    made.close()
+
+
 @pytest.mark.parametrize(("size", "fetched"), [(1 << 10, 5), (600, 9), (100, 40), (24, 200), (5000, 1)])
 def test_slabs_are_filled_however_much_is_fetched_at_once(
     on: Callable[[Device], Stream], monkeypatch: pytest.MonkeyPatch, size: int, fetched: int

@@ -16,7 +16,7 @@ CHUNK = 1024  # words that a program puts in place at most
 TOLD = tl.constexpr(3)  # words that say of a chunk where it belongs, where it lies and how long it is
 MOVED = 2048  # numbers of 64 bits that a program moves
 
-_ready: dict[Any, Callable[..., None]] = {}
+_ready: dict[tuple[str, int | None], Callable[..., None]] = {}
 
 
 @triton.jit(do_not_specialize=["staging", "tables"])
@@ -32,36 +32,47 @@ def _place(staging, tables, BLOCK: tl.constexpr):
     tl.store(tables + to + word, words, mask=word < many)
 
 
-@triton.jit(do_not_specialize=["source", "to", "numbers"])
-def _move(source, to, numbers, BLOCK: tl.constexpr):
-    source, to = tl.multiple_of(source, 16), tl.multiple_of(to, 16)
+@triton.jit(do_not_specialize=["source", "to", "pairs"])
+def _move(source, to, pairs, BLOCK: tl.constexpr):
+    source = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), 16)  # said of the number, it would be forgotten
+    to = tl.multiple_of(to.to(tl.pointer_type(tl.int64)), 16)
     number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    moved = tl.load(source.to(tl.pointer_type(tl.int64)) + number, mask=number < numbers)
-    tl.store(to.to(tl.pointer_type(tl.int64)) + number, moved, mask=number < numbers)
+    inside = number < pairs.to(tl.int64) * 2
+    tl.store(to + number, tl.load(source + number, mask=inside), mask=inside)
 
 
 def place(staging: torch.Tensor, tables: torch.Tensor, chunks: int) -> None:
     """Brings `chunks` runs of 32-bit words from pinned memory into `tables`, on the current stream.
 
     `staging` int32 begins with three words for each: where in `tables` it belongs, where in `staging` it lies, and how
-    many words it has, `CHUNK` at most.
+    many words it has, `CHUNK` at most.  Whoever calls holds it, and leaves it as it is, until the device has read it.
     """
-    _launch(_place, tables.device.index, chunks, (staging.data_ptr(), tables.data_ptr()), CHUNK)
+    _launch("place", _place, tables.device.index, chunks, (staging.data_ptr(), tables.data_ptr()), CHUNK)
 
 
 def move(source: torch.Tensor, begin: int, to: torch.Tensor, at: int, size: int) -> None:
     """Copies `size` bytes, and what is missing to a multiple of 16, from byte `begin` of `source` to byte `at` of `to`,
     on their device's current stream. `begin` and `at` are multiples of 16, as are the addresses of both tensors."""
-    numbers = -(-size // 16) * 2
+    pairs = -(-size // 16)
     ends = source.data_ptr() + begin, to.data_ptr() + at
-    _launch(_move, to.device.index, -(-numbers // MOVED), (*ends, numbers), MOVED)
+    _launch("move", _move, to.device.index, -(-2 * pairs // MOVED), (*ends, pairs), MOVED)
 
 
-def _launch(kernel: Any, device: int | None, programs: int, args: tuple[int, ...], constant: int) -> None:
-    launch = _ready.get((kernel, device))
+def warm(device: torch.device) -> None:
+    """Has both kernels compiled and at hand, rather than in the first step that needs them."""
+    words, staging = torch.zeros(16, dtype=torch.int32, device=device), torch.zeros(16, dtype=torch.int32).pin_memory()
+    place(staging, words, 1)
+    move(words, 0, words, 32, 32)
+    torch.cuda.synchronize(device)
+
+
+def _launch(
+    name: str, kernel: Any, device: int | None, programs: int, args: tuple[int, ...], constant: int
+) -> None:  # fmt: skip
+    launch = _ready.get((name, device))
     if launch is not None:
-        launch(programs, *args)
+        launch(programs, *args)  # of the types that they had the first time: 64 bits for addresses, 32 for numbers
         return
     launched = kernel[programs,](*args, constant)
     if launched is not None:  # Triton's interpreter has none
-        _ready[kernel, device] = again(launched, (), (constant,), device)
+        _ready[name, device] = again(launched, (), (constant,), device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from patchclamp.kernels import cuda, fused
+from patchclamp.kernels import cuda, fused, moves
 from patchclamp.plan import APPLY, MATCH, Batch, ProgramTable, StepPlan
 from patchclamp.plan.step import BYTES
 from patchclamp.plan.table import columns_of
@@ -41,6 +41,7 @@ class CudaStep:
         self.drain = Drain(bank.data.device, ring_bytes, pinned_bytes)
         self.recorded = Recorded()
         self.recording = False
+        moves.warm(bank.data.device)
         self._plan: StepPlan | None = None
         self._parts: dict[int, tuple[int, int]] | None = None
         self._kept_apart: tuple[set[int], tuple[int, int] | None] | None = None

@@ -1,4 +1,4 @@
-"""On a CUDA device: the program table and the step's rows at fixed addresses, brought up to date by one copy a change.
+"""On a CUDA device: the program table and the step's rows at fixed addresses, brought up to date at once.
 
 All tables lie in one tensor of 32-bit words.  What changed is packed into pinned staging memory with where it belongs,
 and one small kernel reads it there and puts it in place; staging rotates, because with asynchronous scheduling the next
@@ -20,7 +20,7 @@ from patchclamp.kernels.noise import quantiles
 from patchclamp.plan import ProgramTable, StepPlan
 
 DEPTH = 4  # staging buffers: more steps in flight than any scheduler keeps
-LEAST = 1 << 14  # words of the smallest
+LEAST = 1 << 14  # words of a staging buffer, to begin with
 
 
 class _Staging:

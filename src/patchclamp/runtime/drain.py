@@ -81,7 +81,12 @@ class Drain:
 
     def put(self, source: torch.Tensor, begin: int, end: int) -> tuple[Block, int]:
         """Takes bytes begin … end − 1 of a tensor from the current stream; returns the block and offset that they will
-        have. `begin` is a multiple of 16; what is missing from `end` to one is there, and taken too."""
+        have. `begin` is a multiple of 16; what lies between `end` and the next one is taken too.
+
+        Raises `ValueError` where the tensor ends before that.
+        """
+        if -(-end // ALIGNED) * ALIGNED > source.nbytes:
+            raise ValueError(f"bytes {begin} to {end} of captures were asked for; there are {source.nbytes}")
         data, at, block, offset = self.reserve(end - begin)
         moves.move(source, begin, data, at, end - begin)
         return block, offset

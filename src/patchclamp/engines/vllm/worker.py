@@ -176,9 +176,7 @@ class Attached:
         return answer, left - 1 if left else FOREVER
 
     def planned(self, requests: list[str], row: np.ndarray, position: np.ndarray, count: np.ndarray) -> None:
-        """Plans the step; the arrays are the runner's own and change with the next one."""
-        if not self._active:
-            return
+        """Plans a step with programs; the arrays are the runner's own and change with the next one."""
         total = self._total
         if not self.runtime.goes_on(requests, position, total):
             row, position, count = row.astype(np.int64), position.astype(np.int64), count.astype(np.int64)

@@ -75,7 +75,7 @@ class Hooks(msgspec.Struct):
     """What a worker does around a step.
 
     `before` says whether the step has programs in it ("active", else "idle") and whether what it captures fits beside
-    a graph; `at_work()` is a context in which taps act.
+    a graph; `at_work()` is a context in which taps act. `planned` and `after` are called in active steps alone.
     """
 
     before: Callable[[Any], tuple[bool, bool]]
@@ -165,8 +165,12 @@ def _hook_v2(runner: Any, hooks: Hooks, graphs: Graphs) -> None:
         graphs.use(acts)
         if not acts:
             return execute(scheduler_output, *args, **kwargs)
-        with hooks.at_work(), body(tapped=True, usable=graphs.has if fits else _never):
-            return execute(scheduler_output, *args, **kwargs)
+        try:
+            with hooks.at_work(), body(tapped=True, usable=graphs.has if fits else _never):
+                return execute(scheduler_output, *args, **kwargs)
+        except BaseException:
+            acts = False  # `sample_tokens` may be called all the same
+            raise
 
     @functools.wraps(prepare)
     def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
