@@ -200,6 +200,7 @@ def configuration(smollm2):
     ("parallel_config", "decode_context_parallel_size", 2, "decode_context_parallel_size above 1"),
     ("parallel_config", "data_parallel_size", 2, "data_parallel_size above 1"),
     ("parallel_config", "enable_elastic_ep", True, "elastic expert parallel (enable_elastic_ep)"),
+    ("parallel_config", "enable_batch_sharded_sampling", True, "sharded sampling (enable_batch_sharded_sampling)"),
     ("", "kv_transfer_config", object(), "KV connectors and offloading (kv_transfer_config, kv_offloading_size)"),
     ("cache_config", "kv_offloading_size", 0.5, "KV connectors and offloading (kv_transfer_config, kv_offloading_size)"),
     ("", "ec_transfer_config", object(), "encoder caches of other instances (ec_transfer_config)"),

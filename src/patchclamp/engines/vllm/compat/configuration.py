@@ -223,6 +223,8 @@ def refused(vllm_config: Any) -> dict[str, str]:
         ("sequence-parallel passes (enable_sp, fuse_gemm_comms)",
          _more(passes, "enable_sp", 0) or _more(passes, "fuse_gemm_comms", 0),
          "a worker sees a part of the rows, and programs name whole ones"),
+        ("sharded sampling (enable_batch_sharded_sampling)", _more(parallel, "enable_batch_sharded_sampling", 0),
+         "a worker computes the logits of some requests alone, past the tap"),
         ("quantized results of attention (pass_config.fuse_attn_quant)", _more(passes, "fuse_attn_quant", 0),
          "z would be read and written in units of a scale"),
         (f"pooling models (runner type {model.runner_type!r})", model.runner_type != "generate",
