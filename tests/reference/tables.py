@@ -16,11 +16,13 @@ from tests.reference.triton import records
 SLOTS, ROWS = 6, 60_000
 
 
-def check(device: str, turns: int, wait: Callable[[], None], every: int = 1) -> tuple[int, list[str]]:
+def check(
+    device: str, turns: int, wait: Callable[[], None], every: int = 1, before: Callable[[], None] = lambda: None
+) -> tuple[int, list[str]]:  # fmt: skip
     """How often the tables were brought up to date, and what differed after which of so many turns.
 
-    `wait` returns once the device has done all it was given; only `every` so many turns it is asked, and the tables are
-    compared.
+    `wait` returns once the device has done all it was given; after `every` so many turns it is asked, and the tables are
+    compared. `before` is called before the first of these turns.
     """
     rng, width, sampled = np.random.default_rng(), np.array([64, 128, 256]), np.array([False, False, True])
     table, held, different = ProgramTable(SLOTS, 3, 200, sampled), [], []
@@ -28,6 +30,8 @@ def check(device: str, turns: int, wait: Callable[[], None], every: int = 1) -> 
         table, ROWS, 16, torch.zeros(64, device=device), *torch.zeros(2, ROWS, dtype=torch.int64).to(device)
     )
     for turn in range(turns):
+        if turn % every == 0:
+            before()
         if held and (len(held) == SLOTS or rng.random() < 0.5):
             table.drop(held.pop(int(rng.integers(len(held)))))
         else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,45 +13,22 @@ from patchclamp.kernels import moves
 from patchclamp.plan import ProgramTable
 from tests.reference import cuda_on_cpu
 from tests.reference.compiled import ptx
-
-
-class Device:
-    """Does what it was given in order, when an event is waited for or by chance when one is looked at."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self.rng, self.given, self.done = rng, [], 0
-
-    def go_on(self, until: int) -> None:
-        for work in self.given[self.done : until]:
-            work()
-        self.done = max(self.done, until)
-
-
-def late(device: Device) -> type:
-    class Event:
-        at = 0
-
-        def record(self, *stream: Any) -> None:
-            self.at = len(device.given)
-
-        def query(self) -> bool:
-            if device.rng.random() < 0.3:
-                device.go_on(device.rng.randint(device.done, len(device.given)))
-            return device.done >= self.at
-
-        def synchronize(self) -> None:
-            device.go_on(self.at)
-
-    return Event
+from tests.unit import test_drain as streams
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_nothing_is_written_where_the_device_has_yet_to_read(monkeypatch, seed):
-    device, draw, longest = Device(random.Random(seed)), np.random.default_rng(seed), 0
+    device, draw, longest = streams.Device(random.Random(seed)), np.random.default_rng(seed), 0
+    compute = streams.Stream(device)
+
+    class Event(streams.Event):
+        def record(self, stream: streams.Stream = compute) -> None:
+            super().record(stream)
+
     cuda_on_cpu.stub(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "Event", late(device))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     work: Callable[..., None] = cuda_on_cpu.place
-    monkeypatch.setattr(moves, "place", lambda *args: device.given.append(lambda: work(*args)))
+    monkeypatch.setattr(moves, "place", lambda *args: compute.give(streams.DONE, lambda: work(*args)))
     tables = cuda_on_cpu.Tables(ProgramTable(4, 3, 6_000), 64, 16, np.zeros(64, int))
     words = tables._words.numpy()
     expected = words.copy()
@@ -61,9 +37,11 @@ def test_nothing_is_written_where_the_device_has_yet_to_read(monkeypatch, seed):
         at = int(draw.integers(0, len(words) - size))
         expected[at : at + size] = new = draw.integers(0, 1 << 30, size).astype(np.int32)
         tables._send([(at, new)])
-        longest = max(longest, len(device.given) - device.done)
-    device.go_on(len(device.given))
-    assert longest > 1, "nothing was late: this checked nothing"
+        longest = max(longest, len(compute.asked))
+        for _ in range(device.rng.randrange(4)):
+            compute.go_on()
+    compute.synchronize()
+    assert longest > 4, "nothing was late: this checked nothing"
     assert np.array_equal(words, expected)
 
 
