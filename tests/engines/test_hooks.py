@@ -8,8 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from patchclamp.engines.vllm import worker
 from patchclamp.engines.vllm.compat import runner as compat
+from patchclamp.runtime import Limits, Runtime
+from patchclamp.sites import SiteMap, Sizes
+from patchclamp.sites.tables import LLAMA
+from tests.reference import cuda_on_cpu
 
 PREPARED = SimpleNamespace(
     num_reqs=1, query_start_loc_np=np.zeros(2), num_computed_tokens_np=np.zeros(2), req_ids=["r"],
@@ -121,3 +127,18 @@ def test_v1_keeps_nothing_of_a_step_that_failed(v1, called):
     with pytest.raises(RuntimeError, match="out of memory"):
         v1.execute_model(True)
     assert called == ["before", "planned"]
+
+
+def test_a_worker_on_a_gpu_counts_what_lies_on_the_device(monkeypatch):
+    cuda_on_cpu.stub(monkeypatch)
+    limits = Limits(max_programs=4, max_records=64, bank_bytes=1 << 12, kept_bytes=1 << 12, ring_bytes=1 << 13)
+    attached: Any = worker.Attached.__new__(worker.Attached)
+    attached.runtime, attached.kind = Runtime(SiteMap(LLAMA, Sizes(2, 4, 6)), limits), "v2"
+    rows = SimpleNamespace(positions=torch.zeros(64, dtype=torch.int64), input_ids=torch.zeros(64, dtype=torch.int32))
+    runner = SimpleNamespace(max_num_tokens=64, max_num_reqs=16, input_buffers=rows, model_memory_usage=1000)
+    attached._on_cuda(runner, limits)
+    step = attached.runtime.step
+    assert runner.model_memory_usage == 1000 + limits.bank_bytes + step.bytes
+    assert step.bytes > limits.kept_bytes + limits.ring_bytes
+    assert step.tables.position_of_row.shape == (64,)
+    assert attached._graphs.has(None, 1) is False

@@ -13,6 +13,7 @@ import torch
 
 from patchclamp.kernels import moves
 from patchclamp.kernels.cuda import RECORD_WORDS
+from patchclamp.plan import ProgramTable
 from patchclamp.runtime import Runtime, cuda, device, drain, pinned
 from patchclamp.runtime.cuda import CudaStep
 from patchclamp.runtime.device import CudaTables
@@ -43,6 +44,8 @@ def stub(monkeypatch: Any) -> None:
     monkeypatch.setattr(drain, "SEND_BYTES", 1 << 11)
     monkeypatch.setattr(drain, "Pinned", lambda limit: pinned.Pinned(limit, lambda memory: None, lambda memory: None))
     monkeypatch.setattr(cuda, "cuda", _Kernel)
+    monkeypatch.setattr(cuda, "CudaTables", Tables)
+    monkeypatch.setattr(moves, "warm", lambda device: None)
     monkeypatch.setattr(moves, "place", place)
     monkeypatch.setattr(moves, "move", move)
     monkeypatch.setattr(device, "_pinned", lambda words: torch.empty(words, dtype=torch.int32))
@@ -66,8 +69,8 @@ def move(source: torch.Tensor, begin: int, to: torch.Tensor, at: int, size: int)
 class Tables(CudaTables):
     """The device's tables in host memory."""
 
-    def __init__(self, table: Any, rows: int, samples: int, positions: np.ndarray) -> None:
-        super().__init__(table, rows, samples, torch.zeros(1), torch.from_numpy(positions), torch.zeros(rows))
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         for name in (*self._at, "position_of_row"):  # the same memory, read faster
             setattr(self, name, getattr(self, name).numpy())
 
@@ -98,21 +101,19 @@ class _Kernel:
                 kept[to : to + len(data)] = data
 
 
-class _Recorded:
-    def use(self, active: np.ndarray) -> None: ...
-
-
 def on_cpu(runtime: Runtime, rows: int, samples: int, kept: int, ring: int, host: int) -> tuple[CudaStep, np.ndarray]:
     """A runtime's step as on a GPU, and the positions of its rows, which the engine would fill."""
-    positions, step = np.zeros(rows, np.int64), CudaStep.__new__(CudaStep)
-    made: Any = step
-    made.tables = Tables(runtime.table, rows, samples, positions)
-    made.kept = torch.zeros(kept, dtype=torch.uint8)
-    made.drain = drain.Drain(torch.device("cpu"), ring, host)
-    made.recorded, made.recording, made._plan, made._parts, made._kept_apart = _Recorded(), False, None, None, None
-    made._left, made._drained = [], set()
+    positions = np.zeros(rows, np.int64)
+    step = CudaStep(
+        runtime.table, runtime.bank, rows, samples, torch.from_numpy(positions), torch.zeros(rows), kept, ring, host
+    )
     runtime.step = step
     return step, positions
+
+
+def tables(table: ProgramTable, rows: int, samples: int) -> Tables:
+    """A device's tables alone."""
+    return Tables(table, rows, samples, torch.zeros(1), torch.zeros(rows, dtype=torch.int64), torch.zeros(rows))
 
 
 def graph(step: Any, point: int, hidden: torch.Tensor) -> None:

@@ -29,7 +29,7 @@ def test_nothing_is_written_where_the_device_has_yet_to_read(monkeypatch, seed):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     work: Callable[..., None] = cuda_on_cpu.place
     monkeypatch.setattr(moves, "place", lambda *args: compute.give(streams.DONE, lambda: work(*args)))
-    tables = cuda_on_cpu.Tables(ProgramTable(4, 3, 6_000), 64, 16, np.zeros(64, int))
+    tables = cuda_on_cpu.tables(ProgramTable(4, 3, 6_000), 64, 16)
     words = tables._words.numpy()
     expected = words.copy()
     for _ in range(60):

@@ -106,7 +106,7 @@ def test_triton_compiles_for_rows_in_several_passes():
 def test_what_changed_is_put_in_place_and_nothing_else(monkeypatch, sizes, seed):
     """Segments of any size, larger than what staging begins with too."""
     cuda_on_cpu.stub(monkeypatch)
-    rng, tables = np.random.default_rng(seed), cuda_on_cpu.Tables(ProgramTable(4, 3, 60_000), 64, 16, np.zeros(64, int))
+    rng, tables = np.random.default_rng(seed), cuda_on_cpu.tables(ProgramTable(4, 3, 60_000), 64, 16)
     words = tables._words.numpy()
     words[:] = rng.integers(0, 1 << 30, len(words))
     expected, room = words.copy(), len(words) // len(sizes)
