@@ -361,9 +361,9 @@ def _count(sampling: dict[str, Any]) -> int:
 
 
 def _seeded(sampling: dict[str, Any], number: int) -> dict[str, Any]:
-    """For the run of that number of a prompt, as vLLM seeds its own."""
-    seed = sampling.get("seed")
-    return {**sampling, "seed": seed + number} if number and isinstance(seed, int) else sampling
+    """For the run of that number of a prompt, as vLLM seeds its own; -1 is no seed there."""
+    seed: Any = sampling.get("seed")
+    return {**sampling, "seed": int(seed) + number} if _is_id(seed) and seed != -1 else sampling
 
 
 def _fuzz(extra: Any) -> tuple[Op, ...]:

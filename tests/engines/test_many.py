@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +19,7 @@ BOTH = pytest.mark.parametrize("engine", ["vllm", "transformers"])
 def test_n_runs_of_a_prompt_are_runs_of_their_own(shallow, engine):
     lm, at = shallow.get(engine, "float32"), pc.resid_post[6]
     v = torch.randn(lm.model.d_model)
-    sampling = {"n": 3, "temperature": 1.0, "seed": 11, "ignore_eos": True}
+    sampling = {"n": 3, "temperature": 1.0, "seed": np.int64(11), "ignore_eos": True}
     program = {"edits": [pc.Add(v, at=pc.resid_post[5], tokens=pc.generated)], "capture": [at]}
     runs = lm.run(PROMPTS[0], max_tokens=6, sampling=sampling, **program)
     assert len(runs) == 3

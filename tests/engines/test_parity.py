@@ -100,3 +100,25 @@ def test_one_token_prompts_and_many_lengths_at_once(engines):
         assert x.positions(pc.resid_post[3]) == list(range(len(x.prompt_token_ids) + 2))
         assert worst_row(x[pc.resid_post[3]], y[pc.resid_post[3]]) <= 1e-4
         assert worst_row(x[pc.logits], y[pc.logits]) <= 1e-4
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_tokens_are_drawn_from_what_vllm_draws_from(seed):
+    """By vLLM's own functions on the logits, in the order of its sampler."""
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+
+    from patchclamp.engines.sampling import Sampler
+
+    rng = np.random.default_rng(seed)
+    logits = torch.from_numpy(rng.normal(0, 3, 200).astype(np.float32))
+    for _ in range(40):
+        temperature, k = float(rng.uniform(0.3, 2)), int(rng.choice([1, 3, 20, 200]))
+        p, least = float(rng.uniform(0.05, 1)), float(rng.choice([0.0, 0.01, 0.3]))
+        theirs = logits / temperature
+        probs = theirs.softmax(-1)
+        theirs = theirs.masked_fill(probs < least * probs.max(), -torch.inf)[None]
+        theirs = apply_top_k_top_p_pytorch(theirs, torch.tensor([k]), torch.tensor([p]))[0].softmax(-1)
+        ours = Sampler({"temperature": temperature, "top_k": k, "top_p": p, "min_p": least}, set()).probabilities(
+            logits
+        )
+        assert torch.allclose(ours / ours.sum(), theirs, atol=1e-6)

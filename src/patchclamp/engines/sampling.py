@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from patchclamp.errors import ProgramError, unknown
 
+ANY = -1  # a seed that asks for none, as in vLLM
+COLDEST = 0.01  # a temperature above 0 is at least this, as in vLLM
 NAMES = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos")
 
 
@@ -16,15 +19,16 @@ class Sampler:
     """Greedy unless a temperature says otherwise; ends at an end-of-sequence token, a stop token or a stop text."""
 
     def __init__(self, sampling: dict[str, Any], eos: set[int]) -> None:
-        self.temperature = float(sampling.get("temperature", 0.0))
-        self.top_k = int(sampling.get("top_k", 0))
+        temperature = float(sampling.get("temperature", 0.0))
+        self.temperature = max(temperature, COLDEST) if temperature > 0 else 0.0
+        self.top_k = int(sampling.get("top_k") or 0)
         self.top_p = float(sampling.get("top_p", 1.0))
         self.min_p = float(sampling.get("min_p", 0.0))
         stop = sampling.get("stop") or []
         self.stop: list[str] = [stop] if isinstance(stop, str) else list(stop)
         self.ends = set(sampling.get("stop_token_ids") or ()) | (set() if sampling.get("ignore_eos") else eos)
         self.generator = torch.Generator()
-        if sampling.get("seed") is not None:
+        if sampling.get("seed") not in (None, ANY):
             self.generator.manual_seed(int(sampling["seed"]))
         else:
             self.generator.seed()
@@ -37,11 +41,11 @@ class Sampler:
                 raise unknown("sampling parameter", name, NAMES, f"sampling.{name}")
         for name, low, high in (("temperature", 0, 100), ("top_p", 1e-6, 1), ("min_p", 0, 1)):
             given = sampling.get(name, high)
-            if not isinstance(given, (int, float)) or not low <= given <= high:
+            if not isinstance(given, (int, float, np.number)) or not low <= given <= high:
                 raise ProgramError(f"a number from {low} to {high} is needed, not {given!r}", f"sampling.{name}")
         for name in ("top_k", "seed"):
             given = sampling.get(name, 0)
-            if given is not None and not isinstance(given, int):
+            if given is not None and not isinstance(given, (int, np.integer)):
                 raise ProgramError(f"a whole number is needed, not {given!r}", f"sampling.{name}")
         stop = sampling.get("stop") or []
         if not isinstance(stop, str) and not all(isinstance(word, str) for word in stop):
@@ -50,14 +54,17 @@ class Sampler:
     def pick(self, logits_V: torch.Tensor, step: int) -> int:
         if self.temperature == 0:
             return int(logits_V.argmax())
-        probs_V = (logits_V.cpu() / self.temperature).softmax(-1)
-        order = probs_V.argsort(descending=True)
-        ranked = probs_V[order]
+        return int(torch.multinomial(self.probabilities(logits_V), 1, generator=self.generator))
+
+    def probabilities(self, logits_V: torch.Tensor) -> torch.Tensor:
+        """What a token is drawn from, [V]: in vLLM's order, each bound on what the last one left."""
+        probs_V = (logits_V.cpu().float() / self.temperature).softmax(-1)
+        probs_V = probs_V * (probs_V >= self.min_p * probs_V.max())
+        if 0 < self.top_k < len(probs_V):
+            probs_V = probs_V * (probs_V >= probs_V.topk(self.top_k).values[-1])
+        ranked, order = (probs_V / probs_V.sum()).sort(descending=True)
         keep = ranked.cumsum(-1) - ranked < self.top_p
-        keep &= ranked >= self.min_p * ranked[0]
-        if self.top_k > 0:
-            keep &= torch.arange(len(ranked)) < self.top_k
-        return int(order[torch.multinomial(ranked * keep, 1, generator=self.generator)])
+        return torch.zeros_like(probs_V).scatter_(0, order, ranked * keep)
 
     def finish(self, ids: list[int], max_tokens: int, text: Callable[[], str]) -> str | None:
         if ids[-1] in self.ends or (self.stop and any(word in text() for word in self.stop)):
