@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
@@ -36,6 +37,7 @@ SETTINGS = {
     "with adapters": {**CROWDED, "enable_lora": True, "max_loras": 2, "max_lora_rank": 8},
     "few seats and records": {**CROWDED, "max_num_seqs": 3, "max_records": 150, "bank_bytes": 4 * max(D, V) * 64},
 }  # fmt: skip
+PARTED = {pc.z: 4, pc.q: 4, pc.k: 2, pc.v: 2, pc.neurons: SHAPE["intermediate_size"]}  # and how many parts each has
 LAYERED = [pc.resid_pre, pc.resid_mid, pc.resid_post, pc.attn_out, pc.mlp_out]
 NOISE, MARGIN = 1e-5, 1e-3  # of a row's length; of a logit
 EMPTY = ("programs", "runs", "captured_bytes", "brought", "pinned", "vectors", "code")
@@ -81,7 +83,7 @@ class Storm:
     def run(self, seconds: float, wanted: tuple[str, ...] = (), requests: int = 40) -> None:
         """Rounds for so long, and up to four times as long until what is wanted was seen; then nothing may be held."""
         before, end = self.lm.engine.status(), time.monotonic() + seconds
-        everywhere = [pc.embed, *LAYERED, pc.final_norm]
+        everywhere = [pc.embed, *LAYERED, *PARTED, pc.final_norm]
         self.sources = self.lm.run([base[:20] for base in self.bases[:2]], max_tokens=3, capture=everywhere)
         told = self.sources[0]
         self.lm.bank.mean("usual", self.sources, pc.mlp_out)
@@ -180,6 +182,7 @@ class Storm:
     def apart(self, ours: torch.Tensor, theirs: torch.Tensor) -> float:
         if not len(ours):
             return 0.0
+        ours, theirs = ours.flatten(1), theirs.flatten(1)
         return float(((ours - theirs).norm(dim=1) / theirs.norm(dim=1).clamp(min=1e-1)).max())
 
     # -- at random
@@ -198,7 +201,8 @@ class Storm:
         leaves = float(self.random.exponential(0.15)) if self.chance(0.12) else None
         comes = float(self.random.uniform(0, 0.6))
         if self.earlier and self.chance(0.3):
-            return self.earlier[self.number(0, len(self.earlier))]._replace(comes_s=comes, leaves_s=leaves)
+            again = self.earlier[self.number(0, len(self.earlier))]._replace(comes_s=comes, leaves_s=leaves)
+            return again if self.chance(0.5) else again._replace(edits=[self.elsewhere(op) for op in again.edits])
         base = self.bases[self.number(0, len(self.bases))]
         length = self.any(lambda: 1, lambda: self.number(2, 20), *[lambda: self.number(20, LONGEST)] * 3, lambda: 64)
         prompt = base[:length] if self.chance(0.6) else self.random.integers(3, V, length).tolist()
@@ -256,6 +260,8 @@ class Storm:
                     else pc.Add(strength, pc.logits, tokens)]  # fmt: skip
         if self.chance(0.15):
             return [self.open_ended(p, n)]
+        if self.chance(0.2):
+            return [self.of_a_part(p, n)]
         at, tokens = self.site(), self.tokens(p, n)
         if at.layers is not None and self.chance(0.15):
             at = pc.Site(at.name, slice(0, at.layers + 1))
@@ -274,6 +280,30 @@ class Storm:
             lambda: pc.Mean("usual", pc.mlp_out[self.number(0, LAYERS)], tokens),
             lambda: pc.Use("module", scale=float(self.random.uniform(0, 2)), tokens=tokens),
         )]  # fmt: skip
+
+    def part(self) -> pc.Site:
+        """A head, or some neurons, or all of them."""
+        site, many = list(PARTED.items())[self.number(0, len(PARTED))]
+        first, layer = self.number(0, many), self.number(0, LAYERS)
+        if site is pc.neurons:
+            return site[layer, first : self.number(first + 1, many + 1)]
+        return self.any(lambda: site[layer], *[lambda: site[layer, first]] * 3)
+
+    def of_a_part(self, p: int, n: int) -> pc.Op:
+        at, tokens, source = self.part(), self.tokens(p, n), self.sources[self.number(0, 2)]
+        return self.any(
+            lambda: pc.Zero(at, tokens), lambda: pc.Scale(-1.0, at, tokens), lambda: pc.Capture(at, tokens),
+            lambda: pc.Noise(0.5, at, tokens, seed=1),
+            lambda: pc.Replace(pc.From(source, position=self.number(0, 20)), at, tokens),
+        )  # fmt: skip
+
+    def elsewhere(self, op: pc.Op) -> pc.Op:
+        """An op on another part of the same rows, if it is on one: all else is as it was."""
+        at = getattr(op, "at", None)
+        if isinstance(op, pc.Capture) or not isinstance(at, pc.Site) or not isinstance(at.index, int):
+            return op
+        many = next(many for site, many in PARTED.items() if site.name == at.name)
+        return msgspec.structs.replace(op, at=pc.Site(at.name, at.layers, (at.index + 1) % many))
 
     def open_ended(self, p: int, n: int) -> pc.Op:
         """An op by token id, whose tokens are known when they are there, or of code, or both."""

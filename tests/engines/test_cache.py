@@ -44,6 +44,27 @@ def test_unedited_after_edited_and_edited_after_unedited(lm, shallow, prompt):
         assert (logits(lm, prompt, edits) - expected).abs().max() <= 1e-3
 
 
+@pytest.mark.parametrize("word", ["z", "q", "k", "v", "neurons"])
+def test_each_head_and_neuron_has_blocks_of_its_own(lm, shallow, prompt, word):
+    """One prompt, edited alike in one part of a row after the other, and in all of it."""
+    cold, site = shallow.get("vllm", "float32", enable_prefix_caching=False), getattr(pc, word)
+    source = {each: each.run(prompt[::-1], max_tokens=1, capture=[site[2]]) for each in (lm, cold)}
+    parts = [site[2, 0:700], site[2, 700:]] if word == "neurons" else [site[2, 0], site[2, 1], site[2, 2]]
+    tokens = pc.prompt[3:50]
+    for make in (
+        lambda engine, at: pc.Zero(at, tokens), lambda engine, at: pc.Scale(3.0, at, tokens),
+        lambda engine, at: pc.Noise(2.0, at, tokens), lambda engine, at: pc.Replace(pc.From(source[engine], at), at, tokens),
+    ):  # fmt: skip
+        found = []
+        for at in [*parts, site[2]]:
+            expected = logits(cold, prompt, [make(cold, at)])
+            assert (logits(lm, prompt, [make(lm, at)]) - expected).abs().max() <= 1e-3, at
+            found.append(expected)
+        assert (
+            min(float((a - b).abs().max()) for i, a in enumerate(found) for b in found[:i]) > 5e-3
+        )  # or it tells nothing
+
+
 def test_the_last_prompt_token_is_resolved_against_each_prompt(lm, shallow, prompt):
     """`prompt[-1]` of a prompt of two blocks lies inside the second block of a longer one."""
     cold = shallow.get("vllm", "float32", enable_prefix_caching=False)

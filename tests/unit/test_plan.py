@@ -4,6 +4,7 @@ import itertools
 from pathlib import Path
 from string import ascii_lowercase
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -23,7 +24,7 @@ from patchclamp.plan import (
     bind,
     make_plan,
 )
-from patchclamp.plan.bind import pieces_of, run_key, site_number, vector_key
+from patchclamp.plan.bind import Bound, BoundOp, pieces_of, run_key, site_number, vector_key
 from patchclamp.plan.reuse import block_key, lowest_capture
 from patchclamp.plan.step import BYTES
 from patchclamp.plan.table import records_of
@@ -622,6 +623,34 @@ def test_equal_edits_of_a_block_have_equal_keys():
     assert longer[2] != made[2]
     rows = keys(bound(pc.Add(np.eye(8, D), "embed", "prompt[0:8]"), prompt=9))
     assert rows[0] != rows[1]
+
+
+@pytest.mark.parametrize("field", BoundOp.__struct_fields__)
+def test_a_key_says_all_of_an_op_but_where_it_stands(field):
+    """Whatever an op comes to say: a field that a key left out would let one request read what another's edit made."""
+    op = BoundOp("edits[0]", LINEAR, (3,), ("v:abc",), ((2, 6, 0, 1),), 1.0, 1.0, reaches_cache=True)
+    other = {"path": "edits[1]", "points": (4,), "values": ("v:abd",), "pieces": ((2, 6, 1, 1),), "mask": "m", "only": "o",
+             "sites": (7,)}.get(field, not getattr(op, field))  # fmt: skip
+    changed = msgspec.structs.replace(op, **{field: other})
+    made, alike = (block_key(Bound("run", 9, (each,)), 0, 16) for each in (op, changed))
+    if field == "reaches_cache":
+        assert alike is None
+    else:
+        assert (made == alike) is (field == "path")
+
+
+def test_a_key_says_which_heads_and_neurons():
+    sites = SiteMap("llama", Sizes(2, D, 6, heads=4, kv_heads=2, d_head=2, d_mlp=8))
+    for make in (pc.Zero, lambda at: pc.Scale(0.5, at), lambda at: pc.Noise(0.5, at)):
+        for word in ("q", "k", "v", "z", "neurons"):
+            parts = [f"{word}[1]", f"{word}[1, 0]", f"{word}[1, 1]", f"{word}[1, 0:1]"]
+            made = [
+                bind(Program.of([make(at)]), "r", Prompt(list(range(9)), lambda: ("", [])), 1, sites, None)
+                for at in parts
+            ]
+            whole, first, second, same = (block_key(each, 0, 8) for each in made)
+            assert len({whole, first, second}) == 3
+            assert first == same
 
 
 def test_a_key_says_which_rows_a_block_reads():

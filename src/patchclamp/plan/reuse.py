@@ -32,14 +32,11 @@ def lowest_capture(bound: Bound) -> int | None:
     return min(starts, default=None)
 
 
-def _clip(op: BoundOp, start: int, end: int) -> tuple | None:
-    pieces = [
+def _clip(op: BoundOp, start: int, end: int) -> BoundOp | None:
+    """An op as it is at positions start … end−1: all that it says, but for where it stands in a program."""
+    pieces = tuple(
         (max(a, start), min(b, end), row + max(start - a, 0) * step, step)
         for a, b, row, step in op.pieces
         if a < end and b > start
-    ]
-    if not pieces:
-        return None
-    return (
-        op.kind, op.points, op.values, pieces, op.x, op.y, op.mask, op.seed, op.sites, op.relative, op.only, op.others,
-    )  # fmt: skip
+    )
+    return msgspec.structs.replace(op, path="", pieces=pieces) if pieces else None
