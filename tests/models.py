@@ -104,6 +104,9 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     # `scoring_func` as the real checkpoints say: Transformers knows no other, and vLLM's default is softmax
     "deepseek_v3": ("deepseek_v3", dict(_LATENT, q_lora_rank=64, topk_method="noaux_tc", scoring_func="sigmoid")),
 }  # fmt: skip
+_BOTH = dict(vocab_size=512, d_model=128, max_position_embeddings=512, encoder_layers=3, decoder_layers=3,
+             encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=256, decoder_ffn_dim=256,
+             pad_token_id=0, eos_token_id=2, bos_token_id=1)  # fmt: skip
 # of architectures without a site table; vLLM runs the first three through its Transformers backend
 UNTABLED: dict[str, tuple[str, dict]] = {
     "starcoder2": ("starcoder2", dict(_GROUPED, sliding_window=None)),
@@ -112,6 +115,10 @@ UNTABLED: dict[str, tuple[str, dict]] = {
     "nemotron": ("nemotron", _GROUPED),
     "bloom": ("bloom", _PLAIN),
     "glm4": ("glm4", _GROUPED),
+    "bitnet": ("bitnet", _GROUPED),
+    "diffllama": ("diffllama", _GROUPED),
+    "bart": ("bart", _BOTH),
+    "pegasus": ("pegasus", _BOTH),
 }
 
 

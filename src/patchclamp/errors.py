@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class PatchclampError(Exception):
@@ -112,11 +113,21 @@ def unknown(what: str, word: str, known: Iterable[str], path: str | None = None)
     return UnknownName(f"no {what} {word!r}{near(word, known)}; there are: {', '.join(known)}", path)
 
 
+def described(error: BaseException) -> str:
+    """A foreign error's class and text, and of one without text where it was raised."""
+    text, trace = str(error), error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if not text and trace is not None:
+        text = f"in {Path(trace.tb_frame.f_code.co_filename).name}, line {trace.tb_lineno}"
+    return f"{type(error).__name__}: {text}"
+
+
 def told(error: Exception) -> PatchclampError:
     """Any exception as one of ours; a foreign one becomes a `RunError` that names it and has it as its cause."""
     if isinstance(error, PatchclampError):
         return error
-    made = RunError(f"{type(error).__name__}: {error}")
+    made = RunError(described(error))
     made.__cause__ = error
     return made
 
@@ -125,7 +136,7 @@ def pack(error: Exception) -> tuple[str, str, str | None]:
     """An error as plain data (class, message, path), to cross a process."""
     if isinstance(error, PatchclampError):
         return type(error).__name__, error.message, error.path
-    return "RunError", f"{type(error).__name__}: {error}", None
+    return "RunError", described(error), None
 
 
 def unpack(packed: tuple[str, str, str | None]) -> PatchclampError:

@@ -166,7 +166,7 @@ class LM:
         prompts, many = self._prompts(prompt, messages)
         each = (_each(edits, len(prompts), "edits"), _each(capture, len(prompts), "capture"))
         programs = [Program.of(*parts) for parts in zip(*each, strict=True)]
-        samplings = [dict(one) for one in self._samplings(sampling, len(prompts))]
+        samplings = [_plain(one) for one in self._samplings(sampling, len(prompts))]
         fuzzes = [_fuzz(one.pop("extra_args", None)) for one in samplings]
         programs = [msgspec.structs.replace(program, edits=program.edits + fuzz) if fuzz else program
                     for program, fuzz in zip(programs, fuzzes, strict=True)]  # fmt: skip
@@ -360,10 +360,19 @@ def _count(sampling: dict[str, Any]) -> int:
     return int(count)
 
 
+def _plain(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling by names, with Python's own numbers."""
+    return {name: value.item() if isinstance(value, np.generic) else value for name, value in sampling.items()}
+
+
 def _seeded(sampling: dict[str, Any], number: int) -> dict[str, Any]:
     """For the run of that number of a prompt, as vLLM seeds its own; -1 is no seed there."""
-    seed: Any = sampling.get("seed")
-    return {**sampling, "seed": int(seed) + number} if _is_id(seed) and seed != -1 else sampling
+    seed = sampling.get("seed")
+    if seed in (None, -1):
+        return sampling
+    if not _is_id(seed) or not -(2**63) <= seed + number < 2**63:
+        raise ProgramError(f"a whole number of 64 bits is needed, not {seed!r}", "sampling.seed")
+    return {**sampling, "seed": seed + number}
 
 
 def _fuzz(extra: Any) -> tuple[Op, ...]:
@@ -381,7 +390,7 @@ def _is_id(value: Any) -> bool:
 
 def _each(given: Any, prompts: int, name: str) -> Iterable[Any]:
     """One program for all prompts, or a list of lists, one a prompt."""
-    if given is not None and not isinstance(given, (str, Site, At, Op, list, tuple)):
+    if given is not None and not isinstance(given, (str, Site, At, Op, list, tuple, Mapping)):
         try:
             given = list(given)
         except TypeError:

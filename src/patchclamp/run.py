@@ -32,6 +32,7 @@ class Run:
         self.lora = None if request.adapter is None else request.adapter.folder
         self._lm, self._answer, self._text = lm, answer, request.text
         self._bound: Bound | None = request.bound
+        self._limit = len(request.prompt_token_ids) + request.max_tokens - 1  # positions, had it gone on to the end
         conditions = {op.only for op in self._bound.ops if op.only} if self._bound is not None else set()
         self._ids_of = {key: request.vectors[key].reshape(-1).astype(np.int64) for key in conditions}
         self._fetched: dict[tuple[int, int | None], tuple[np.ndarray, Any]] = {}
@@ -86,7 +87,7 @@ class Run:
         if parts is None:
             return found
         first, end = self._lm.sites.resolve(at)[0].columns or (0, found.shape[1])
-        found = found[:, first:end].reshape((len(found), -1, parts[1]))
+        found = found[:, first:end].reshape((len(found), (end - first) // parts[1], parts[1]))
         found = found[:, 0] if isinstance(at.index, int) else found
         return found[..., 0] if parts[1] == 1 else found
 
@@ -143,8 +144,11 @@ class Run:
         return captured.get(point, np.zeros(0, np.int64))[: self._length(captured.get(point))]
 
     def select(self, tokens: Tokens | str) -> np.ndarray:
+        return self._select(as_tokens(tokens), self._positions)
+
+    def _select(self, tokens: Tokens, limit: int) -> np.ndarray:
         prompt = Prompt(self.prompt_token_ids, lambda: self._lm.tokenizer.spell(self.prompt_token_ids, self._text))
-        return prompt.select(as_tokens(tokens), self._positions, [*self.prompt_token_ids, *self.token_ids])
+        return prompt.select(tokens, limit, [*self.prompt_token_ids, *self.token_ids])
 
     @property
     def _positions(self) -> int:
@@ -199,7 +203,7 @@ class Run:
         if not op.depends:
             return found, rows
         tokens = next(asked.tokens for path, asked in self.program.ops if path == op.path)  # type: ignore[attr-defined]
-        kept = np.isin(found, self.select(tokens))
+        kept = np.isin(found, self._select(tokens, self._limit))
         return found[kept], rows[kept]
 
     def _stored(self, point: int, ops: tuple[BoundOp, ...], ordinal: int | None, name: str) -> tuple[np.ndarray, Any]:

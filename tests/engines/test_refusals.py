@@ -504,3 +504,44 @@ def test_iterators_lists_in_any_order_and_places_in_the_program(shallow, engine)
     swapped = lm.run(PROMPTS[0], max_tokens=1, capture=[pc.embed],
                      edits=[pc.Replace(pc.From(run, pc.embed, pc.every[3, 1]), at=pc.embed, tokens=[1, 3])])  # fmt: skip
     assert torch.equal(swapped[pc.embed][[1, 3]], torch.stack([a, b]))
+
+
+WRONG_SAMPLING = [
+    ({"seed": 1.5}, "sampling.seed: "), ({"seed": "a"}, "sampling.seed: "), ({"seed": True}, "sampling.seed: "),
+    ({"seed": 2**70}, "sampling.seed: a whole number of 64 bits"), ({"logit_bias": {5: "x"}}, "sampling.logit_bias: "),
+    ({"logit_bias": [1]}, "sampling.logit_bias: "), ({"logit_bias": {7: float("nan")}}, "a number is needed"),
+    ({"repetition_detection": 5}, "RepetitionDetectionParams of vLLM is needed, not 5"),
+    ({"structured_outputs": {"json": 1}}, "StructuredOutputsParams of vLLM is needed"),
+    ({"skip_reading_prefix_cache": "x"}, "sampling.skip_reading_prefix_cache: "), ({"min_tokens": 1.5}, "sampling.min_tokens: "),
+    ({"bad_words": "a"}, "sampling.bad_words: "), ({"stop": ("a",)}, "vLLM does not take"),
+    ({"temperature": None}, "sampling.temperature: "), ({"stop_token_ids": ["a"]}, "sampling.stop_token_ids: "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sampling", "text"), WRONG_SAMPLING)
+def test_sampling_of_a_wrong_type_is_refused_before_it_ends_the_engine(shallow, sampling, text):
+    lm = shallow.get("vllm", "float32")
+    with pytest.raises(pc.ProgramError, match="sampling") as caught:
+        lm.run(PROMPTS[0], max_tokens=2, sampling={"temperature": 0.7, **sampling})
+    assert text in str(caught.value)
+    right = {"temperature": np.float32(0.7), "seed": np.int64(3), "logit_bias": {5: 1}, "stop": ["never"], "top_k": 5}
+    assert len(lm.run(PROMPTS[0], max_tokens=2, sampling=right).token_ids) == 2
+
+
+@pytest.mark.parametrize("asked", [
+    {"capture": {"resid_post[3]": pc.prompt[-1]}}, {"edits": {"resid_post[3]": pc.prompt[-1]}},
+])  # fmt: skip
+def test_names_and_values_are_no_program(shallow, asked):
+    with pytest.raises(pc.ProgramError, match="a list is needed, not names and values"):
+        shallow.get("transformers", "float32").run(PROMPTS[0], **asked)
+
+
+def test_what_only_looks_like_numbers_is_refused():
+    for mask in ([True, False], np.array([True, False]), torch.tensor([True, False])):
+        with pytest.raises(pc.ProgramError, match="an index is a whole number, not"):
+            pc.prompt[mask]
+    with pytest.raises(pc.ProgramError, match="an index is a whole number, not True"):
+        pc.prompt[True]
+    for vector in (torch.ones(3, dtype=torch.complex64), np.ones(3, complex)):
+        with pytest.raises(pc.ShapeError, match="a vector is of real numbers"):
+            pc.Add(vector, pc.embed)

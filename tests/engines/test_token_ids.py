@@ -162,3 +162,41 @@ def test_edits_that_never_acted_are_named(shallow, mode):
     assert len(run.token_ids) < 12
     assert set(idle[0]) < set(idle[1]) < set(paths[1::3])
     assert plain.idle_edits == []
+
+
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_a_run_that_ended_early_is_read_as_far_as_it_went(shallow, engine):
+    """Positions that never came, asked for beside tokens by id."""
+    lm = shallow.get(engine, "float32")
+    plain = lm.run(PROMPTS[0], max_tokens=8, sampling=SAMPLING, capture=[AT])
+    last, p = plain.token_ids[2], len(plain.prompt_token_ids)
+    came = p + plain.token_ids.index(last)
+    never, half = pc.generated[5], pc.token(*plain.prompt_token_ids[:2])
+    for tokens, expected in (
+        (never | half, [0, 1]), (never | pc.token(last), []), (pc.every - (half | never), list(range(2, came))),
+        (never | pc.prompt[3], [3]), (pc.generated[6] | pc.generated[5] | half, [0, 1]),
+    ):  # fmt: skip
+        run = lm.run(PROMPTS[0], max_tokens=8, capture=[AT @ tokens], sampling={"stop_token_ids": [last]})
+        assert len(run.token_ids) == came - p + 1 < 4
+        assert run.positions(AT) == expected, tokens
+        assert torch.allclose(run[AT], plain[AT][expected], atol=1e-4), tokens
+
+
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_tokens_that_never_came_leave_empty_rows_of_the_right_shape(shallow, engine):
+    lm, never = shallow.get(engine, "float32"), pc.token(49151)
+    sites = [pc.z[5], pc.z[5, 3], pc.q[5, 1:3], pc.k[5], pc.neurons[5, 10:20], pc.neurons[5, 7], AT]
+    run = lm.run(PROMPTS[0], max_tokens=3, sampling=SAMPLING, capture=[at @ never for at in sites])
+    assert [list(run[at].shape) for at in sites] == [
+        [0, 9, 64], [0, 64], [0, 2, 64], [0, 3, 64], [0, 10], [0], [0, 576],
+    ]  # fmt: skip
+    some = lm.run(PROMPTS[0], max_tokens=3, sampling=SAMPLING, capture=[pc.z[5] @ pc.prompt])
+    for at in (pc.z[5], pc.resid_post[3]):
+        runs = [
+            lm.run(PROMPTS[0], max_tokens=2, capture=[at @ (never | tokens)])
+            for tokens in (pc.prompt, pc.generated[9:])
+        ]
+        assert len(runs[1][at]) == 0
+        mean = lm.bank.mean("never", runs, at)
+        assert np.allclose(next(iter(mean.rows.values())).array(), runs[0][at].flatten(1).mean(0), atol=1e-6)
+    assert some[pc.z[5]].shape[1:] == (9, 64)

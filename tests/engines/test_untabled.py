@@ -92,3 +92,36 @@ def test_compiled_too(tmp_path):
     ):
         rows_are_equal(test_families.Pair("starcoder2", lm, hub), WHOLE)
         every_edit_is_equal(test_families.Pair("starcoder2", lm, hub))
+
+
+def test_the_last_norm_is_the_one_called_last(tmp_path):
+    """OPT declares it before its layers; BART's, after them, is of its embedding."""
+    folder = of_family(tmp_path / "opt", "opt")
+    with (
+        pc.LM(folder, engine="transformers", **IDS) as hub,
+        pc.LM(folder, engine="vllm", **IDS, **EAGER, **THROUGH) as lm,
+    ):
+        assert lm.sites.names == [*STREAM[1:], "z", "final_norm", "logits"]
+        rows_are_equal(test_families.Pair("opt", lm, hub), lm.sites.names)
+    with pytest.raises(ModelError, match=r"not one norm is called after decoder\.layers, among: nothing"):
+        pc.LM(of_family(tmp_path / "bart", "bart"), engine="transformers", **IDS)
+
+
+def test_results_that_are_normed_before_they_are_projected_are_not_offered(tmp_path):
+    with pc.LM(of_family(tmp_path / "bitnet", "bitnet"), engine="transformers", **IDS) as lm:
+        assert lm.sites.names == [word for word in WHOLE if word not in ("z", "neurons")]
+        for word, norm in (("z", "self_attn.attn_sub_norm"), ("neurons", "mlp.ffn_sub_norm")):
+            with pytest.raises(UnsupportedSite, match=rf"takes was normed by layers\.0\.{norm}"):
+                lm.run(PROMPTS[0], capture=[word])
+    with pc.LM(of_family(tmp_path / "diffllama", "diffllama"), engine="transformers", **IDS) as lm:
+        assert "z" not in lm.sites.names
+        with pytest.raises(UnsupportedSite, match="half as many heads, twice as wide"):
+            lm.run(PROMPTS[0], capture=["z"])
+
+
+def test_parity_compares_what_both_tables_have(tmp_path):
+    folder = of_family(tmp_path, "gemma2", num_hidden_layers=2)
+    found = pc.studies.parity(folder, prompts=PROMPTS, max_tokens=2, skip_tokenizer_init=True, **EAGER, **THROUGH)
+    assert found.holds, found.problems
+    assert {"attn_in", "resid_mid", "attn_out"} <= set(found.left_out)
+    assert {site.name for site in found.sites} >= {"resid_pre", "resid_post", "z", "final_norm", "logits"}

@@ -94,3 +94,90 @@ def test_how_many_tokens_fit_is_told_by_other_names_or_asked_for(tmp_path):
         pc.LM(str(bloom), engine="transformers", **IDS)
     with pc.LM(str(bloom), engine="transformers", max_model_len=32, **IDS) as lm:
         assert lm.run([3, 4, 5], max_tokens=1, capture=[pc.resid_post])[pc.resid_post[1]].shape == (3, 64)
+
+
+def test_a_model_whose_runs_depend_on_each_other_is_refused(tmp_path):
+    """Pegasus' decoder counts places, padding among them."""
+    folder = of_family(tmp_path, "pegasus")
+    with pytest.raises(ModelError, match=r"a run depends on those beside it: .* change by .*max_num_seqs=1"):
+        pc.LM(folder, engine="transformers", **IDS)
+    with pc.LM(folder, engine="transformers", max_num_seqs=1, **IDS) as lm:
+        together = lm.run([list(range(5, 25)), list(range(100, 112))], max_tokens=2)
+        assert together[1].logprobs == lm.run(list(range(100, 112)), max_tokens=2).logprobs
+
+
+@pytest.mark.parametrize("name", ["mistral", "gpt_oss", "gemma3", "starcoder2"])
+def test_padding_on_the_right_is_refused_where_it_would_count(tmp_path, name):
+    folder = of_family(tmp_path, name)
+    why = "no site table" if name == "starcoder2" else "a sliding window"
+    with pytest.raises(ModelError, match=rf'lie behind the padding, and this one has {why}.*padding_side="left"'):
+        pc.LM(folder, engine="transformers", padding_side="right", **IDS)
+
+
+@pytest.mark.parametrize(("name", "side"), [(n, "left") for n in ("mistral", "gpt_oss", "gemma3", "starcoder2", "gpt2")]
+                         + [(n, "right") for n in ("llama", "gpt2", "opt", "gpt_neox")])  # fmt: skip
+def test_padding_changes_nothing_that_is_generated(tmp_path, name, side):
+    long, short = list(range(5, 40)), list(range(100, 103))
+    with pc.LM(of_family(tmp_path, name), engine="transformers", padding_side=side, prove=False, **IDS) as lm:
+        asked = {"max_tokens": 12, "sampling": {"ignore_eos": True}, "capture": [pc.resid_post]}
+        alone, (_, beside) = lm.run(short, **asked), lm.run([long, short], **asked)
+        assert beside.token_ids == alone.token_ids
+        for layer in range(lm.sites.layers):
+            assert torch.allclose(beside[pc.resid_post[layer]], alone[pc.resid_post[layer]], rtol=1e-4, atol=1e-4)
+
+
+def test_a_checkpoint_without_some_weights_is_refused(tmp_path):
+    from transformers import AutoModel
+
+    whole, bare = of_family(tmp_path / "whole", "llama", tie_word_embeddings=False), str(tmp_path / "bare")
+    AutoModel.from_pretrained(whole, dtype=torch.float32).save_pretrained(bare)
+    with pytest.raises(ModelError, match=r"the checkpoint has no lm_head.weight, which LlamaForCausalLM needs"):
+        pc.LM(bare, engine="transformers", **IDS)
+
+
+def test_a_config_that_names_no_class_has_that_of_its_model(tmp_path):
+    import json
+
+    folder = of_family(tmp_path, "llama")
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["architectures"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pc.LM(folder, engine="transformers", prove=False, **IDS) as lm:
+        assert lm.model.family == "llama"
+
+
+def test_numbers_that_are_not_finite_are_told_of(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    folder = of_family(tmp_path, "llama")
+    net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        net.model.layers[1].mlp.down_proj.weight *= 1e5
+    net.save_pretrained(folder)
+    with pytest.raises(ModelError, match=r"resid_pre\[2\] is not finite on this model in float16, before anything"):
+        pc.LM(folder, engine="transformers", **{**IDS, "dtype": "float16"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine", "why"),
+    [
+        ("mamba", "transformers", "the config of MambaForCausalLM does not tell one num_attention_heads for all layers"),
+        ("mamba", "vllm", "the config of MambaForCausalLM does not tell one num_attention_heads for all layers"),
+        ("bloom", "vllm", r"no site table for .*Bloom.* vLLM does not run Transformers' own BloomForCausalLM either"),
+    ],
+)  # fmt: skip
+def test_what_has_no_sites_says_so_in_our_words(tmp_path, kind, engine, why):
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    sizes = dict(vocab_size=512, hidden_size=128, num_hidden_layers=2)
+    config = CONFIG_MAPPING[kind](**sizes, **({"n_head": 4} if kind == "bloom" else {"state_size": 16}))
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=why):
+        pc.LM(str(tmp_path), engine=engine, **IDS, **(EAGER if engine == "vllm" else {}))
+
+
+@pytest.mark.parametrize("changed", [{"word_embed_proj_dim": 64}, {"_remove_final_layer_norm": True}])
+def test_an_opt_that_the_table_is_not_about_says_why(tmp_path, changed):
+    folder = of_family(tmp_path, "opt", **changed)
+    with pytest.raises(ModelError, match=f"the table of opt models is for {next(iter(changed))}="):
+        pc.LM(folder, engine="vllm", **IDS, **EAGER)

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+import patchclamp as pc
 from patchclamp.engines.sampling import Sampler
-from patchclamp.lm import _seeded
+from patchclamp.lm import _plain, _seeded
 
 
 def drawn_from(logits: list[float], **sampling: float) -> list[float]:
@@ -35,8 +36,30 @@ def test_values_that_mean_none():
 
 def test_each_of_several_runs_has_a_seed_of_its_own():
     for seed in (11, np.int64(11)):
-        found = [_seeded({"seed": seed}, number)["seed"] for number in range(3)]
+        found = [_seeded(_plain({"seed": seed}), number)["seed"] for number in range(3)]
         assert found == [11, 12, 13]
         assert {type(one) for one in found} == {int}
     assert [_seeded({"seed": -1}, number) for number in range(3)] == [{"seed": -1}] * 3  # none, as for vLLM
     assert _seeded({}, 2) == {}
+    for seed, number in ((1.5, 0), ("a", 0), (True, 0), (2**70, 0), (2**63 - 1, 1), (-(2**63) - 1, 0)):
+        with pytest.raises(pc.ProgramError, match=r"sampling.seed: a whole number of 64 bits is needed"):
+            _seeded({"seed": seed}, number)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "text"),
+    [
+        ({"top_k": -5}, "top_k: a whole number is needed, or 0 or -1"), ({"top_k": True}, "top_k: a whole number"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids: a list of token ids"), ({"stop_token_ids": 5}, "a list of token ids"),
+        ({"stop": [""]}, "stop: text or a list of texts is needed, none of them empty"), ({"stop": 5}, "list of texts"),
+        ({"ignore_eos": "no"}, "ignore_eos: True or False"), ({"top_p": "a"}, "top_p: a number from"),
+        ({"temperature": float("nan")}, "temperature: a number from"),
+    ],
+)  # fmt: skip
+def test_what_means_nothing_is_refused(sampling, text):
+    with pytest.raises(pc.ProgramError, match=text):
+        Sampler.check(sampling)
+
+
+def test_what_means_something_is_not():
+    Sampler.check({"top_k": -1, "stop": "end", "stop_token_ids": (3, 5), "ignore_eos": True, "seed": 4, "top_p": 1})

@@ -40,7 +40,7 @@ def test_a_width_that_the_config_does_not_tell_is_not_offered():
 @pytest.mark.parametrize(
     ("made", "why"),
     [
-        (dict(kind="bert", is_decoder=True), "not one norm after encoder.layer was found among: nothing"),
+        (dict(kind="bert", is_decoder=True), "not one norm is called after encoder.layer, among: nothing"),
         (dict(kind="gptj", rotary_dim=64), "a run of it without data fails, RuntimeError"),
         (dict(kind="t5"), "Unrecognized configuration class"),
         (dict(kind="albert"), "Unrecognized configuration class"),

@@ -28,6 +28,8 @@ def show_table(console: Console, found: Parity) -> None:
             f"{site.moved:.2g}", _bounded(site.edit, found.moves(site)),
         )  # fmt: skip
     console.print(table)
+    if found.left_out:
+        console.print(Text(f"on one engine only, by its table: {', '.join(found.left_out)}", style="dim"))
     near = found.logprobs <= found.bounds.logprobs
     console.print(Text.assemble("log-probabilities ", _bounded(found.logprobs, near), " apart at most"))
     _show_verdict(console, found)

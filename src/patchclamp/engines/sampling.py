@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
 from patchclamp.errors import ProgramError, unknown
@@ -41,15 +40,20 @@ class Sampler:
                 raise unknown("sampling parameter", name, NAMES, f"sampling.{name}")
         for name, low, high in (("temperature", 0, 100), ("top_p", 1e-6, 1), ("min_p", 0, 1)):
             given = sampling.get(name, high)
-            if not isinstance(given, (int, float, np.number)) or not low <= given <= high:
+            if not isinstance(given, (int, float)) or not low <= given <= high:
                 raise ProgramError(f"a number from {low} to {high} is needed, not {given!r}", f"sampling.{name}")
-        for name in ("top_k", "seed"):
-            given = sampling.get(name, 0)
-            if given is not None and not isinstance(given, (int, np.integer)):
-                raise ProgramError(f"a whole number is needed, not {given!r}", f"sampling.{name}")
+        top_k = sampling.get("top_k", 0)
+        if top_k is not None and (not _whole(top_k) or top_k < -1):
+            raise ProgramError(f"a whole number is needed, or 0 or -1 for all, not {top_k!r}", "sampling.top_k")
         stop = sampling.get("stop") or []
-        if not isinstance(stop, str) and not all(isinstance(word, str) for word in stop):
-            raise ProgramError(f"text or a list of texts is needed, not {stop!r}", "sampling.stop")
+        words = [stop] if isinstance(stop, str) else stop
+        if not isinstance(words, (list, tuple)) or not all(isinstance(word, str) and word for word in words):
+            raise ProgramError(f"text or a list of texts is needed, none of them empty, not {stop!r}", "sampling.stop")
+        ids = sampling.get("stop_token_ids") or []
+        if not isinstance(ids, (list, tuple)) or not all(_whole(token) and token >= 0 for token in ids):
+            raise ProgramError(f"a list of token ids is needed, not {ids!r}", "sampling.stop_token_ids")
+        if not isinstance(sampling.get("ignore_eos", False), bool):
+            raise ProgramError(f"True or False is needed, not {sampling['ignore_eos']!r}", "sampling.ignore_eos")
 
     def pick(self, logits_V: torch.Tensor, step: int) -> int:
         if self.temperature == 0:
@@ -80,3 +84,7 @@ class Sampler:
         """The text before the first stop text."""
         ends = [found for word in self.stop if (found := text.find(word)) >= 0]
         return text[: min(ends, default=len(text))]
+
+
+def _whole(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool)

@@ -44,7 +44,12 @@ class TransformersEngine:
     """A causal language model from a hub id or a folder.
 
     `dtype`: a torch dtype's name, or "auto" for the checkpoint's; `max_num_seqs`: prompts of one batch;
-    `padding_side`: where shorter prompts of a batch are padded; `skip_tokenizer_init`: prompts are token ids.
+    `padding_side`: where shorter prompts of a batch are padded ("right" only for models of a site table whose attention
+    sees everything: others count the padding that then lies before what is generated); `skip_tokenizer_init`: prompts
+    are token ids.
+
+    Raises: `ModelError` for a model without a table of which none can be made, for a checkpoint without some of the
+    model's weights, and for a model that cannot be padded on the right.
     """
 
     def __init__(
@@ -69,18 +74,22 @@ class TransformersEngine:
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         # scores that are capped: fused attention leaves the cap out
         exact = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
-        self._net: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            name, dtype=_dtype(dtype), trust_remote_code=trust_remote_code, **exact
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            name, dtype=_dtype(dtype), trust_remote_code=trust_remote_code, output_loading_info=True, **exact
         )
-        self._net.to(self.device).eval()
+        net, told = loaded
+        self._net: Any = _whole(net, told["missing_keys"]).to(self.device).eval()
         self.tokenizer: Tokenizer = (
             NoTokenizer() if skip_tokenizer_init else HubTokenizer.load(name, trust_remote_code=trust_remote_code)
         )
         config = self._net.config
-        tabled = has_table(config.architectures, config)
+        named = config.architectures or [type(self._net).__name__]
+        tabled = has_table(named, config)
         if not tabled and config.get_text_config() is not config:
-            raise ModelError(f"no site table for {config.architectures}, {WITHIN}")
-        family = family_of(config.architectures, config) if tabled else untabled(config, trust_remote_code)
+            raise ModelError(f"no site table for {named}, {WITHIN}")
+        if padding_side == "right":
+            _can_be_padded_right(config, tabled)
+        family = family_of(named, config) if tabled else untabled(config, trust_remote_code)
         self.sites = SiteMap(family, sizes_of(config))
         kind, longest = str(self._net.dtype).removeprefix("torch."), max_model_len or _longest(config)
         self.model = Model(
@@ -303,6 +312,30 @@ class _Writer:
 
     def answer(self) -> Answer | PatchclampError:
         return self.error or Answer(self.ids, self._final(), self.logprobs, self.scores, self.reason)
+
+
+def _whole(net: Any, missing: Iterable[str]) -> Any:
+    """A model all of whose weights were there. Raises `ModelError` where Transformers has made some up at random."""
+    names = sorted(missing)
+    if names:
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        raise ModelError(
+            f"the checkpoint has no {', '.join(names[:5])}{more}, which {type(net).__name__} needs; Transformers would "
+            "make them up. Is it a causal language model's?"
+        )
+    return net
+
+
+def _can_be_padded_right(config: Any, tabled: bool) -> None:
+    """Raises `ModelError` for a model whose layers may count the places in the cache rather than positions."""
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    window = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
+    if not tabled or kinds or window:
+        why = "a sliding window" if tabled else "no site table that would tell what its layers count"
+        raise ModelError(
+            f"padded on the right, what {config.model_type} models generate would lie behind the padding, and this one "
+            f'has {why}; use padding_side="left"'
+        )
 
 
 def _longest(config: Any) -> int:

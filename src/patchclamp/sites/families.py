@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from patchclamp.errors import ModelError
+
 Moment = Literal["in", "out", "attention"]
 Size = Literal["D", "V", "Q", "K", "Z", "M", "X"]
 
@@ -55,9 +57,10 @@ class Row(msgspec.Struct, frozen=True):
 
 class Family(msgspec.Struct, frozen=True):
     """Model classes that share one table. `sites` maps a word to (kind of point, layers to shift by); `lacks` says of
-    every other word why it is not there; `needs`: what a config must say for the table to be about it; `backend`: on
-    vLLM the table is of the modules that its Transformers backend makes; `tabled`: not if made of a module tree;
-    `divided_by`: the config's name of what vLLM divides the stream by in float16."""
+    every other word why it is not there; `needs`: what a config must say for the table to be about it (a name: the same
+    as that other setting); `backend`: on vLLM the table is of the modules that its Transformers backend makes;
+    `tabled`: not if made of a module tree; `divided_by`: the config's name of what vLLM divides the stream by in
+    float16."""
 
     name: str
     architectures: tuple[str, ...]
@@ -92,12 +95,14 @@ class Sizes(msgspec.Struct, frozen=True):
 
 
 def sizes_of(config: Any, d_vocab: int | None = None) -> Sizes:
-    """The sizes that a Transformers config tells, by whichever name it tells them."""
+    """The sizes that a Transformers config tells, by whichever name it tells them. Raises `ModelError` where it does
+    not tell one width, number of heads and number of layers."""
 
     def told(*names: str, otherwise: Any = None) -> Any:
         return next((found for name in names if (found := getattr(config, name, None)) is not None), otherwise)
 
-    width, heads, layers = config.hidden_size, config.num_attention_heads, config.num_hidden_layers
+    width, heads, layers = (_told_once(config, name) for name in ("hidden_size", "num_attention_heads",
+                                                                  "num_hidden_layers"))  # fmt: skip
     experts = told("num_local_experts", "num_experts", "n_routed_experts", otherwise=0)
     return Sizes(
         layers, width, d_vocab or config.vocab_size, heads, told("num_key_value_heads", otherwise=heads),
@@ -106,6 +111,20 @@ def sizes_of(config: Any, d_vocab: int | None = None) -> Sizes:
         _sparse(config, layers) if experts else (), told("v_head_dim", otherwise=0),
         {name: float(getattr(config, name)) for name in FACTORS if getattr(config, name, None) is not None},
     )  # fmt: skip
+
+
+def _told_once(config: Any, name: str) -> int:
+    try:
+        found = getattr(config, name, None)
+    except Exception:  # one that is another in each layer
+        found = None
+    if isinstance(found, int):
+        return found
+    named = ", ".join(getattr(config, "architectures", None) or [type(config).__name__])
+    raise ModelError(
+        f"the config of {named} does not tell one {name} for all layers: sites are those of decoders with attention in "
+        "every layer, alike"
+    )
 
 
 FACTORS = ("residual_multiplier",)

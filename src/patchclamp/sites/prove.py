@@ -15,11 +15,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from patchclamp.errors import ModelError
 from patchclamp.sites.order import disorder, watched
 from patchclamp.sites.sums import sums
 from patchclamp.spec import Add, Capture, From, Replace, Site, prompt
 
-LENGTH = 4  # tokens of the proof's prompt
+LENGTH, LONGER = 4, 11  # tokens of the proof's prompt, and of one that runs beside it
+# how far the logits of a run may be apart, alone and in a batch, of the largest: kernels round otherwise there
+ALIKE = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 2e-1}
 
 
 class Proof(msgspec.Struct, frozen=True):
@@ -49,19 +52,22 @@ def prove(lm: Any, full: bool = False) -> list[Proof]:
 
     Edits are tried in its first, middle and last layer, unless `full`: then in every layer, and what is written back is
     compared alone. Shapes, sums and what is written back are of all layers always.
+
+    Raises: `ModelError` for a model whose numbers are not finite, and where a run depends on those beside it.
     """
-    ids = [int(i) for i in np.linspace(3, lm.model.d_vocab - 1, LENGTH)]
+    ids, longer = ([int(i) for i in np.linspace(3, lm.model.d_vocab - 1, many)] for many in (LENGTH, LONGER))
     names = lm.sites.names
     base = lm.run(ids, max_tokens=1, capture=[*(_all(name) for name in names)])
+    _finite(lm, base)
     places = [place for name in names for place in _tried(lm.sites.resolve(Site(name)), full)]
     there = {str(place) for place in lm.sites.places()} if lm.sites.family.tabled else set()
     seen = {str(place): watched(place, there) for place in places}
     everywhere = [Capture(at, prompt[-1]) for at in sorted({at for many in seen.values() for at in many})]
     tries: list[list[Any]] = [[*_captures(seen[str(place)]), _push(base, place)] for place in places]
     tries += [] if full else [_write_back(base, name) for name in names]
-    first, *found, last = _runs(lm, ids, [everywhere, *tries, []])
+    first, *found, last = _runs(lm, ids, [everywhere, *tries, []], longer)
     plain = _answer(first)
-    noise = max(float(np.abs(other - _answer(base)).max()) for other in (plain, _answer(last)))
+    noise = _noise(lm, base, first, last)
     edited = dict(zip(map(str, places), found, strict=False))
     moved = {at: _moves(_answer(run), plain, noise) for at, run in edited.items()}
     disordered = {str(place): disorder(place, first, edited[str(place)], seen[str(place)]) for place in places}
@@ -101,9 +107,32 @@ def _captures(at: list[str]) -> list[Capture]:
     return [Capture(each, prompt[-1]) for each in at]
 
 
-def _runs(lm: Any, ids: list[int], programs: list[list[Any]]) -> list[Any]:
-    """A run of each program, all in one batch."""
-    return lm.run([ids] * len(programs), max_tokens=1, edits=programs, capture=[_LOGITS])
+def _runs(lm: Any, ids: list[int], programs: list[list[Any]], beside: list[int] | None = None) -> list[Any]:
+    """A run of each program, all in one batch, in which another prompt may be."""
+    prompts, programs = [ids] * len(programs) + ([beside] if beside else []), programs + ([[]] if beside else [])
+    return lm.run(prompts, max_tokens=1, edits=programs, capture=[_LOGITS])[: len(prompts) - bool(beside)]
+
+
+def _finite(lm: Any, base: Any) -> None:
+    for place in lm.sites.places():
+        if not np.isfinite(np.asarray(base[str(place)])).all():
+            raise ModelError(
+                f"{place} is not finite on this model in {lm.model.dtype}, before anything is edited; another dtype "
+                "may do (dtype=...)"
+            )
+
+
+def _noise(lm: Any, base: Any, *others: Any) -> float:
+    """By how much runs of one prompt differ in a batch with another one, from one that ran alone, at most."""
+    noise = max(float(np.abs(_answer(other) - _answer(base)).max()) for other in others)
+    size = float(np.abs(_answer(base)).max())
+    if noise > ALIKE.get(lm.model.dtype, max(ALIKE.values())) * size:
+        raise ModelError(
+            f"on this model a run depends on those beside it: with a longer prompt in the batch its logits, of up to "
+            f"{size:.2g}, change by {noise:.2g}. Nothing that is read or written there is one request's alone; run one "
+            "at a time (max_num_seqs=1), or another implementation of the model"
+        )
+    return noise
 
 
 def _answer(run: Any) -> np.ndarray:

@@ -198,7 +198,7 @@ OPT = Family(
     },
     sites=GPT2.sites,
     lacks=NO_EXPERTS,
-    needs={"do_layer_norm_before": True},
+    needs={"do_layer_norm_before": True, "word_embed_proj_dim": "hidden_size", "_remove_final_layer_norm": False},
 )
 
 # through vLLM's Transformers backend: the same modules, below `model`, with merged projections, on rows [1, T, D]
@@ -257,7 +257,8 @@ def family_of(architectures: list[str] | tuple[str, ...] | None, config: Any = N
     for family in FAMILIES:
         if set(family.architectures) & set(architectures or ()):
             for name, needed in family.needs.items():
-                if config is not None and getattr(config, name, needed) != needed:
+                right = getattr(config, needed, None) if isinstance(needed, str) else needed
+                if config is not None and getattr(config, name, right) != right:
                     raise ModelError(
                         f"the table of {family.name} models is for {name}={needed}, and this one has "
                         f"{getattr(config, name)}"

@@ -27,16 +27,21 @@ WITHIN = (
     "and none can be made: its text decoder is a part of it, beside one for images or sound. Only models of text alone "
     "have sites; many families have such checkpoints too"
 )
+OTHERWISE = {  # what is called alike and is something else
+    "diffllama": {"z": "what its projection takes is half as many heads, twice as wide: normed differences of two"},
+}
 UNKNOWN = "this model has no site table, and without one it is not known where that is made"
 
 
 class Call(msgspec.Struct):
-    """Of a module in the trial run: how often it was called, and the shapes of its first positional argument and of
-    what it gave (of the first of several)."""
+    """Of a module in the trial run: how often it was called, the shapes of its first positional argument and of what it
+    gave (of the first of several), and both themselves."""
 
     count: int = 0
     taken: tuple[int, ...] | None = None
     given: tuple[int, ...] | None = None
+    argument: Any = None
+    result: Any = None
 
 
 class Tree(msgspec.Struct):
@@ -84,16 +89,17 @@ def untabled(config: Any, trust_remote_code: bool = False) -> Family:
         points["embed"] = _row(tree, tree.embedding, "out", per_layer=False)
     else:
         lacks["embed"] = f"its embedding, {tree.embedding}, does not give rows as wide as the stream"
+    lacks |= OTHERWISE.get(config.model_type, {})
     for word, found in {
         "attn_out": _part(tree, layers, sizes, "attn_out", ATTENTION),
         "mlp_out": _part(tree, layers, sizes, "mlp_out", MLP),
         "z": _part(tree, layers, sizes, "z", ATTENTION, ATTENTION_END),
         "neurons": _part(tree, layers, sizes, "neurons", MLP, MLP_END),
     }.items():
-        if isinstance(found, Row):
+        if isinstance(found, Row) and word not in lacks:
             points[word] = found
-        else:
-            lacks[word] = found
+        elif word not in lacks:
+            lacks[word] = str(found)
     sites = {word: place for word, place in (ALL | {"embed": ("embed", 0)}).items() if word not in lacks}
     return Family(f"{config.model_type} (no table)", (tree.architecture,), points, sites, lacks, tabled=False)
 
@@ -127,11 +133,14 @@ def _run(net: Any, tree: Tree) -> None:
     def taken(path: str, module: Any, args: tuple[Any, ...]) -> None:
         call = tree.calls.setdefault(path, Call())
         call.count += 1
-        call.taken = tuple(args[0].shape) if args and torch.is_tensor(args[0]) else None
+        call.argument = args[0] if args and torch.is_tensor(args[0]) else None
+        call.taken = None if call.argument is None else tuple(call.argument.shape)
 
     def given(path: str, module: Any, args: Any, output: Any) -> None:
         first = output[0] if isinstance(output, tuple) and output else output
-        tree.calls[path].given = tuple(first.shape) if torch.is_tensor(first) else None
+        call = tree.calls[path]
+        call.result = first if torch.is_tensor(first) else None
+        call.given = None if call.result is None else tuple(call.result.shape)
 
     for path, module in tree.modules.items():
         module.register_forward_pre_hook(lambda *seen, path=path: taken(path, *seen))
@@ -139,8 +148,9 @@ def _run(net: Any, tree: Tree) -> None:
     # with a mask of its own, and positions: most models read none of their values then
     known = {"attention_mask": torch.zeros(1, 1, T, T), "position_ids": torch.zeros(1, T, dtype=torch.long)}
     failed: Exception | None = None
-    for given_too in (known, {}):
+    for given_too, dtype in ((known, torch.bfloat16), ({}, torch.bfloat16), (known, torch.float32)):
         tree.calls.clear()
+        net.to(dtype)
         try:
             net(input_ids=torch.zeros(1, T, dtype=torch.long), use_cache=False, **given_too)
             return
@@ -170,10 +180,10 @@ def _layers(tree: Tree, sizes: Sizes) -> str:
 
 
 def _last_norm(tree: Tree, layers: str, sizes: Sizes) -> str:
-    """The path of the norm after the layers, beside them."""
-    owner = layers.rpartition(".")[0]
-    names = tree.children(owner)
-    after = [f"{owner}.{name}".lstrip(".") for name in names[names.index(layers.rpartition(".")[2]) + 1 :]]
+    """The path of the norm beside the layers that is called after them, wherever it is declared."""
+    owner, order = layers.rpartition(".")[0], list(tree.calls)
+    called = order[order.index(f"{layers}.{sizes.layers - 1}") + 1 :]
+    after = [path for name in tree.children(owner) if (path := f"{owner}.{name}".lstrip(".")) in called]
     width = sizes.d_model
     found = [
         path
@@ -183,7 +193,7 @@ def _last_norm(tree: Tree, layers: str, sizes: Sizes) -> str:
         and tree.rows(path, "out", width)
     ]
     if len(found) != 1:
-        raise tree.refuse(f"not one norm after {layers} was found among: {', '.join(after) or 'nothing'}")
+        raise tree.refuse(f"not one norm is called after {layers}, among: {', '.join(after) or 'nothing'}")
     return found[0]
 
 
@@ -210,7 +220,22 @@ def _part(
                 f"it has no site table, and {path.format(l=layer)} has {list(shape) if shape else 'no tensor'} where "
                 f"[{T}, {sizes[width]}] would be right"
             )
+        norm = _norm_before(tree, path.format(l=layer)) if ends else None
+        if norm is not None:
+            return f"it has no site table, and what {path.format(l=layer)} takes was normed by {norm}"
     return _row(tree, path, moment, width, layout="sharded" if ends else "replicated")
+
+
+def _norm_before(tree: Tree, path: str) -> str | None:
+    """The norm beside a module whose result, as it is or reshaped, is what the module takes."""
+    taken, owner = tree.calls[path].argument, path.rpartition(".")[0]
+    for name in tree.children(owner):
+        beside = f"{owner}.{name}"
+        made = tree.calls.get(beside, Call()).result
+        is_norm = "norm" in name or "norm" in type(tree.modules[beside]).__name__.lower()
+        if is_norm and made is not None and made.untyped_storage()._cdata == taken.untyped_storage()._cdata:
+            return beside
+    return None
 
 
 def _row(tree: Tree, path: str, moment: Any, width: Size = "D", **rest: Any) -> Row:

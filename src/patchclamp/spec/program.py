@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -163,6 +163,10 @@ def _many(given: Any) -> Sequence[Any]:
         return ()
     if isinstance(given, (Op, Site, At, str)):
         return (given,)
+    if isinstance(given, Mapping):
+        raise ProgramError(
+            "a list is needed, not names and values: write a site's tokens as in pc.z[5] @ pc.prompt[-1]"
+        )
     if isinstance(given, Selection):
         raise ProgramError(f"{given} is a selection of tokens; a site is needed, as in pc.resid_post @ {given}")
     return list(given) if isinstance(given, Iterable) else (given,)

@@ -132,6 +132,8 @@ class At(msgspec.Struct, frozen=True):
 def whole(value: Any) -> int:
     """A number that counts, or `ProgramError`: 1.0 is not one."""
     try:
+        if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):  # a mask is no list of numbers
+            raise AttributeError
         return int(value.__index__())
     except AttributeError:
         raise ProgramError(f"an index is a whole number, not {value!r}") from None

@@ -44,6 +44,8 @@ class Vector(msgspec.Struct, frozen=True, tag="vector"):
         """From a torch tensor, a NumPy array or nested lists."""
         import numpy as np
 
+        if "complex" in str(getattr(numbers, "dtype", "")):
+            raise ShapeError("a vector is of real numbers")
         if hasattr(numbers, "detach"):
             numbers = numbers.detach().cpu().float().numpy()
         try:

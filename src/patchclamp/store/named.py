@@ -163,8 +163,6 @@ def _written(name: str, program: Program) -> str:
 
 def _tensor(tensor: Any, places: list[str] | None) -> Entry:
     """A tensor of a file: a vector, or the means of some places."""
-    if "complex" in str(tensor.dtype):
-        raise ShapeError("a vector is of real numbers")
     if places is None:
         return _entry(tensor)
     if len(tensor.shape) != 2 or len(set(places)) != len(places) or len(places) != tensor.shape[0]:
@@ -194,7 +192,8 @@ def _is_program(given: Any) -> bool:
 
 
 def _selected(run: Any, place: Any, tokens: Any) -> np.ndarray:
-    rows = run[place].reshape((len(run.positions(place)), -1))
+    rows = run[place]
+    rows = rows.reshape((len(rows), int(np.prod(rows.shape[1:]))))
     rows = np.asarray(rows.float() if hasattr(rows, "float") else rows, np.float64)
     if tokens is None:
         return rows

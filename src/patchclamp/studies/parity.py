@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import patchclamp as pc
+from patchclamp.proofs import ensure_proved
 from patchclamp.sites.prove import push
 from patchclamp.studies.parity_result import Bounds, Parity, SiteParity
 
@@ -91,6 +92,8 @@ def _observe(
     if engine == "fake":
         options = {name: value for name, value in options.items() if name != "dtype"}
     with pc.LM(model, engine, prove=False, **options) as lm:
+        if not lm.sites.family.tabled:  # what a table made of modules offers is only what is proved
+            ensure_proved(lm)
         names = [pc.Site(name) for name in lm.sites.names]
         runs = lm.run(prompts, max_tokens=max_tokens, capture=names)
         for run in runs:
@@ -159,7 +162,8 @@ def _compared(model: str, ours: _Seen, theirs: _Seen, bounds: Bounds) -> Parity:
     common = [_common(a, b) for a, b in zip(ours.kept, theirs.kept, strict=True)]
     gaps = [_gaps(a, b, n) for a, b, n in zip(ours.kept, theirs.kept, common, strict=True)]
     worst = {place: max(gap[place] for gap in gaps) for place in gaps[0]}
-    here, there = ours.kept[0].rows.keys(), theirs.kept[0].rows.keys()
+    one_sided = tuple(sorted(_names(ours.kept[0].rows) ^ _names(theirs.kept[0].rows)))
+    alike = ours.model.family == theirs.model.family
     logprobs = [
         _largest(a.logprobs[:n] - b.logprobs[:n]) for a, b, n in zip(ours.kept, theirs.kept, common, strict=True)
     ]
@@ -169,7 +173,7 @@ def _compared(model: str, ours: _Seen, theirs: _Seen, bounds: Bounds) -> Parity:
         prompts=len(common), positions=sum(_positions(b, n) for b, n in zip(theirs.kept, common, strict=True)),
         alike=(sum(common), sum(len(kept.tokens) for kept in theirs.kept)), bounds=bounds,
         sites=tuple(_site(name, worst, ours, theirs) for name in theirs.edits if name in ours.moved),
-        only=tuple(sorted(_names(here) ^ _names(there))), gaps=worst, logprobs=max(logprobs),
+        only=one_sided if alike else (), left_out=() if alike else one_sided, gaps=worst, logprobs=max(logprobs),
     )  # fmt: skip
 
 

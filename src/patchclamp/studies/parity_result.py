@@ -38,8 +38,9 @@ class SiteParity(msgspec.Struct, frozen=True):
 
 class Parity(msgspec.Struct, frozen=True):
     """What came of it. `engines`: with versions, first the one that is examined; `positions`: how many were compared;
-    `alike`: generated tokens on which both agree, of how many; `only`: sites that one engine has and the other has not;
-    `gaps`: the worst row of every place; `logprobs`: the largest difference among the tokens that are alike."""
+    `alike`: generated tokens on which both agree, of how many; `only`: sites that one engine has and the other has not,
+    by the same table; `left_out`: those that only one of two tables has, which is no fault; `gaps`: the worst row of
+    every place; `logprobs`: the largest difference among the tokens that are alike."""
 
     model: str
     family: str
@@ -53,6 +54,7 @@ class Parity(msgspec.Struct, frozen=True):
     only: tuple[str, ...]
     gaps: dict[str, float]
     logprobs: float
+    left_out: tuple[str, ...] = ()
 
     def leaves(self, site: SiteParity) -> str | None:
         """The first place of a site, layer by layer, that is out of tolerance."""

@@ -19,6 +19,16 @@ def site_map(vllm_config: Any) -> SiteMap:
     return SiteMap(_family(vllm_config, facts), sizes, facts["tensor_parallel"])
 
 
+def _asking(config: Any) -> str:
+    """What to do about a class of vLLM's that has no table."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as classes
+
+    kind: Any = classes.get(type(config), None)
+    if kind is None or getattr(kind, "_supports_attention_backend", False):
+        return ASK
+    return f'vLLM does not run Transformers\' own {kind.__name__} either; engine="transformers" may'
+
+
 def _family(vllm_config: Any, facts: dict[str, Any]) -> Family:
     architectures, config = facts["architectures"], facts["config"]
     if not backend.used(vllm_config):
@@ -27,7 +37,7 @@ def _family(vllm_config: Any, facts: dict[str, Any]) -> Family:
         except ModelError as error:
             if backend.nested(vllm_config):
                 raise ModelError(f"no site table for {architectures}, {WITHIN}") from None
-            raise ModelError(f"{error}. {ASK}") from None
+            raise ModelError(f"{error}. {_asking(config)}") from None
         if family.backend:
             raise ModelError(f"the table of {family.name} models is for vLLM's Transformers backend. {ASK}")
         factor = getattr(config, family.divided_by, None) if family.divided_by else None

@@ -23,6 +23,7 @@ from patchclamp.engines.base import Answer, Model, Request, Tokenizer, settle
 from patchclamp.engines.findings import Finding
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
 from patchclamp.engines.vllm import plugin, shared
+from patchclamp.engines.vllm import sampling as sampling_of_vllm
 from patchclamp.engines.vllm.adapters import Adapters
 from patchclamp.engines.vllm.answers import Growing
 from patchclamp.engines.vllm.architecture import site_map
@@ -31,7 +32,7 @@ from patchclamp.engines.vllm.compat.seams import require, version
 from patchclamp.engines.vllm.report import running
 from patchclamp.engines.vllm.worker import too_deep
 from patchclamp.engines.vllm.workers import Workers
-from patchclamp.errors import CapacityError, EngineError, PatchclampError, ProgramError, RunError, unknown, unpack
+from patchclamp.errors import CapacityError, EngineError, PatchclampError, RunError, described, unknown, unpack
 from patchclamp.kernels.code import check_outside
 from patchclamp.plan.reuse import lowest_edit
 from patchclamp.runtime import Limits
@@ -39,17 +40,6 @@ from patchclamp.runtime import Limits
 OURS = ("max_records", "bank_bytes", "kept_bytes", "ring_bytes", "pinned_bytes", "active_sizes", "multiprocess_mode")
 BATCH = 256  # programs seated in one call
 MOST_SCORES = 128  # what vLLM's sampler takes for one request
-NOT_GIVEN_BACK = ("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "flat_logprobs")
-SET_BY_US = (
-    "max_tokens",
-    "logprobs",
-    "logprob_token_ids",
-    "extra_args",
-    "output_kind",
-    "n",
-    "detokenize",
-    "skip_clone",
-)
 ABORTED = "the run was aborted"
 
 
@@ -135,24 +125,7 @@ class VllmEngine:
         self._call(self._wake_up).result()
 
     def check_sampling(self, sampling: dict[str, Any]) -> None:
-        from vllm import SamplingParams
-
-        names = [
-            name for name in SamplingParams.__struct_fields__ if not name.startswith("_") and name not in SET_BY_US
-        ]
-        for name in sampling:
-            if name in SET_BY_US:
-                raise ProgramError(f"{name} is set by patchclamp and cannot be given here", f"sampling.{name}")
-            if name in NOT_GIVEN_BACK:
-                raise ProgramError(
-                    f"{name} is not given back by a Run yet, so it cannot be asked for", f"sampling.{name}"
-                )
-            if name not in names:
-                raise unknown("sampling parameter", name, names, f"sampling.{name}")
-        try:
-            SamplingParams(**{"temperature": 0.0, **sampling})
-        except Exception as error:  # vLLM's own validation error among them, which is not a ValueError
-            raise ProgramError(str(error), "sampling") from None
+        sampling_of_vllm.check(sampling)
 
     def check_adapter(self, adapter: Adapter) -> None:
         """Raises `EngineError` or `CapacityError` for an adapter that this engine cannot run."""
@@ -186,7 +159,7 @@ class VllmEngine:
             self._stop = True
             if self._engine is not None:
                 configuration.shut_down(self._engine, alone=not _alive)
-            started.set_exception(_told(error))
+            started.set_exception(_told(error, EngineError))
             return
         started.set_result(None)
         try:
@@ -194,7 +167,7 @@ class VllmEngine:
                 self._step()
             self._fail(EngineError("the engine is closed"))
         except BaseException as error:
-            told = EngineError(f"vLLM stopped: {type(error).__name__}: {error}")
+            told = EngineError(f"vLLM stopped: {described(error)}")
             told.__cause__ = error
             self._fail(told)
         finally:
@@ -471,10 +444,10 @@ def _pass_on(done: Future[Any], futures: list[Future[Answer]]) -> None:
         settle(future, _told(error))  # type: ignore[arg-type]
 
 
-def _told(error: BaseException) -> PatchclampError:
+def _told(error: BaseException, kind: type[PatchclampError] | None = None) -> PatchclampError:
     if isinstance(error, PatchclampError):
         return error
-    kind = RunError if isinstance(error, (ValueError, TypeError)) else EngineError
-    made = kind(f"{type(error).__name__}: {error}")
+    kind = kind or (RunError if isinstance(error, (ValueError, TypeError)) else EngineError)
+    made = kind(described(error))
     made.__cause__ = error
     return made
