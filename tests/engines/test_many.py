@@ -11,6 +11,7 @@ import torch
 import patchclamp as pc
 
 from .conftest import PROMPTS
+from .test_ops import CHUNKED
 
 BOTH = pytest.mark.parametrize("engine", ["vllm", "transformers"])
 
@@ -119,3 +120,17 @@ def test_a_run_by_its_name_in_the_bank(shallow, engine):
     with pytest.raises(pc.ProgramError, match="names: 'clean run' is a run, which stays with its engine"):
         lm.bank.save("nowhere.safetensors")
     del lm.bank["clean run"]
+
+
+def test_seeded_prompts_that_come_in_chunks_draw_as_whole_ones(shallow):
+    """Stock vLLM's CPU build ends over them."""
+    whole, chunked = shallow.get("vllm", "float32"), shallow.get("vllm", "float32", **CHUNKED)
+    prompts = [whole.tokens(" ".join(PROMPTS))[: 17 + 11 * i] for i in range(4)]
+    sampling = [{"temperature": 1.0, "seed": 5 + i, "ignore_eos": True} for i in range(4)]
+    edits = [[pc.Scale(0.9, pc.resid_post[2])], [], [], []]
+    ours, theirs = (lm.run(prompts, max_tokens=6, sampling=sampling, edits=edits) for lm in (chunked, whole))
+    assert [run.token_ids for run in ours] == [run.token_ids for run in theirs]
+    again = chunked.run(prompts[3], max_tokens=6, sampling=sampling[3])
+    assert again.token_ids == ours[3].token_ids
+    other = chunked.run(prompts[3], max_tokens=6, sampling={**sampling[3], "seed": 99})
+    assert other.token_ids != ours[3].token_ids

@@ -14,6 +14,7 @@ import numpy as np
 from patchclamp.engines.vllm.compat.configuration import KEY, enabled
 from patchclamp.engines.vllm.compat.graphs import Graphs, body, on_dispatch, two_graphs, two_graphs_v1
 from patchclamp.engines.vllm.compat.seams import SEAMS, require, version
+from patchclamp.engines.vllm.compat.seeds import rewind
 from patchclamp.errors import SeamMoved
 
 # -- the worker
@@ -101,6 +102,8 @@ def hook_runner(runner: Any, kind: str, hooks: Hooks, graphs: Graphs | None) -> 
 
     model.compute_logits = compute_logits
     if kind == "v1":
+        if runner.device.type == "cpu":
+            rewind(runner)
         _hook_v1(runner, hooks, graphs)
     else:
         assert graphs is not None

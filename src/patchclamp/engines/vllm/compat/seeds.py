@@ -1,0 +1,43 @@
+"""Seeded requests whose prompts come in chunks, on the CPU.
+
+vLLM draws a token for every chunk of a prompt and takes that back by the offset of the request's generator, which those
+of a CPU do not have: the error would end the engine for everybody.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+
+class _Rewound(torch.Generator):
+    """A generator that goes back to where it was when its step began, whatever offset it is told."""
+
+    def keep(self) -> None:
+        self._kept = self.get_state()
+
+    def get_offset(self) -> int:
+        return 0
+
+    def set_offset(self, offset: int) -> None:
+        self.set_state(self._kept)
+
+
+def rewind(runner: Any) -> None:
+    """Has a V1 runner on a CPU give such requests generators that can be rewound; they draw the same numbers."""
+    prepare = runner._prepare_inputs
+
+    @functools.wraps(prepare)
+    def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
+        batch = runner.input_batch
+        for row, generator in batch.generators.items():
+            if not isinstance(generator, _Rewound):
+                made = _Rewound()
+                made.set_state(generator.get_state())
+                batch.generators[row] = runner.requests[batch.req_ids[row]].generator = made
+            batch.generators[row].keep()
+        return prepare(*args, **kwargs)
+
+    runner._prepare_inputs = prepare_inputs
