@@ -78,8 +78,8 @@ class Run:
         [T, H, E], where an integer index drops its axis, so that `run[pc.z[5, 3]]` is [T, E].
 
         A site captured twice gives the union of positions; where both have one, the later in the program's order. A
-        path such as "edits[0]" gives what that `Capture` kept, at its own place in the order. It is the same tensor each
-        time, and `resid_pre[l + 1]` is that of `resid_post[l]`: clone what is to be changed in place.
+        path such as "edits[0]" gives what that `Capture` kept, at its own place in the order. It is the same tensor
+        each time, and `resid_pre[l + 1]` is that of `resid_post[l]`: clone what is to be changed in place.
 
         Raises `MissingSource` if it was not captured, and the run's own error if it failed.
         """
