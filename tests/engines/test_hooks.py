@@ -129,9 +129,11 @@ def test_v1_keeps_nothing_of_a_step_that_failed(v1, called):
     assert called == ["before", "planned"]
 
 
-def test_a_worker_on_a_gpu_counts_what_lies_on_the_device(monkeypatch):
+@pytest.mark.parametrize(("kept", "ring", "least"), [(1 << 12, 1 << 14, 1 << 12), (1 << 12, 1 << 12, 1 << 11)])
+def test_a_worker_on_a_gpu_counts_what_lies_on_the_device(monkeypatch, kept, ring, least):
+    """And a step with a graph captures no more than half of what leaves at once."""
     cuda_on_cpu.stub(monkeypatch)
-    limits = Limits(max_programs=4, max_records=64, bank_bytes=1 << 12, kept_bytes=1 << 12, ring_bytes=1 << 13)
+    limits = Limits(max_programs=4, max_records=64, bank_bytes=1 << 12, kept_bytes=kept, ring_bytes=ring)
     attached: Any = worker.Attached.__new__(worker.Attached)
     attached.runtime, attached.kind = Runtime(SiteMap(LLAMA, Sizes(2, 4, 6)), limits), "v2"
     rows = SimpleNamespace(positions=torch.zeros(64, dtype=torch.int64), input_ids=torch.zeros(64, dtype=torch.int32))
@@ -139,6 +141,7 @@ def test_a_worker_on_a_gpu_counts_what_lies_on_the_device(monkeypatch):
     attached._on_cuda(runner, limits)
     step = attached.runtime.step
     assert runner.model_memory_usage == 1000 + limits.bank_bytes + step.bytes
-    assert step.bytes > limits.kept_bytes + limits.ring_bytes
+    assert limits.ring_bytes < step.bytes < limits.ring_bytes + (1 << 18)
+    assert attached._most_kept == step.most == least
     assert step.tables.position_of_row.shape == (64,)
     assert attached._graphs.has(None, 1) is False

@@ -37,12 +37,9 @@ def drain(mode: str) -> None:
     random, generator = __import__("random").Random(), torch.Generator("cuda")
     for _ in range(600):
         size = random.choice([16, 1000, 1 << 16, 1 << 20, 5 << 20, 20 << 20])
-        data = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda", generator=generator)
-        if size % 16 == 0 and random.random() < 0.5:
-            block, offset = made.put(data, 0, size)
-        else:
-            memory, begin, block, offset = made.reserve(size)
-            memory[begin : begin + size].copy_(data)
+        memory, begin, block, offset = made.reserve(size)
+        data = memory[begin : begin + size]
+        data.copy_(torch.randint(0, 256, (len(data),), dtype=torch.uint8, device="cuda", generator=generator))
         kept.append((block, offset, data.sum(dtype=torch.int64), data[-16:].clone(), len(data)))
         taken += len(data)
         if random.random() < 0.3:
@@ -233,7 +230,7 @@ def watched(mode: str, model: str) -> None:
         fine = plain.error is None and edited.error is None and looked > 0 and idle > 0
         note(mode, "all is well where nothing moved, idle and active", fine, f"{looked} and {idle} replays")
         ours, found = attached(lm), []
-        watch, runner = ours._graphs.watch, attached_runner(lm)
+        watch, runner, drain = ours._graphs.watch, attached_runner(lm), ours.runtime.step.drain
         compare = watch._compare
 
         def gently(*args):
@@ -252,7 +249,7 @@ def watched(mode: str, model: str) -> None:
             ("an argument by name", buffers, "positions", "kwargs['positions']"),
             ("attention metadata", buffers, "seq_lens", "attn_metadata["),
             ("a block table", *table),
-            ("a buffer of ours", ours.runtime.step, "kept", "patchclamp['kept']"),
+            ("a buffer of ours", drain, "ring", "patchclamp['ring']"),
         ):
             take, put = (list.__getitem__, list.__setitem__) if isinstance(owner, list) else (getattr, setattr)
             before = take(owner, name)
@@ -272,13 +269,13 @@ def watched(mode: str, model: str) -> None:
         found.clear()
         lm.run(PROMPTS[1], max_tokens=4, sampling=ignore, edits=edits)
         note(mode, "and put back, all is well again", not found, str(found[:1]))
-        watch._compare, ours.runtime.step.kept = compare, ours.runtime.step.kept.clone()
+        watch._compare, drain.ring = compare, drain.ring.clone()
         torch.cuda.synchronize()
         try:
             told = str(lm.run(PROMPTS[1], max_tokens=4, sampling=ignore, edits=edits).error)
         except pc.PatchclampError as error:
             told = str(error)
-        note(mode, "unprevented, it is the run's error", "changed: patchclamp['kept']" in told, told[:200])
+        note(mode, "unprevented, it is the run's error", "changed: patchclamp['ring']" in told, told[:200])
 
 
 def one_after_the_other(mode: str, model: str) -> None:

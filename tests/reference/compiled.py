@@ -16,8 +16,8 @@ from triton.compiler import ASTSource
 from patchclamp.kernels import cuda
 
 POINTERS = {
-    "*i32": ("slot_of_row", "rank_of_row", "token_of_row", "row_of_sample", "generation", "first", "records", "offset", "quantiles"),
-    "*i64": ("position_of_row", "base"), "*fp32": ("bank",), "i64": ("kept", "bad"),
+    "*i32": ("slot_of_row", "rank_of_row", "token_of_row", "row_of_sample", "generation", "first", "records", "offset", "origin_of_row", "quantiles"),
+    "*i64": ("position_of_row", "base", "stride"), "*fp32": ("bank",), "i64": ("kept", "bad"),
     "i32": ("hidden_stride", "residual_stride", "width", "point", "points", "phase"),
 }  # fmt: skip
 ANY = ("kept", "bad", "point", "points", "phase")  # of no known alignment

@@ -47,7 +47,6 @@ def stub(monkeypatch: Any) -> None:
     monkeypatch.setattr(cuda, "CudaTables", Tables)
     monkeypatch.setattr(moves, "warm", lambda device: None)
     monkeypatch.setattr(moves, "place", place)
-    monkeypatch.setattr(moves, "move", move)
     monkeypatch.setattr(device, "_pinned", lambda words: torch.empty(words, dtype=torch.int32))
 
 
@@ -56,14 +55,6 @@ def place(staging: torch.Tensor, tables: torch.Tensor, chunks: int) -> None:
     for to, at, many in staging[: 3 * chunks].view(-1, 3).tolist():
         assert 0 < many <= moves.CHUNK
         tables[to : to + many] = staging[at : at + many]
-
-
-def move(source: torch.Tensor, begin: int, to: torch.Tensor, at: int, size: int) -> None:
-    """`moves.move` on the host."""
-    assert begin % 16 == at % 16 == 0
-    size = -(-size // 16) * 16
-    assert begin + size <= len(source), "what is moved must be there"
-    to[at : at + size].copy_(source[begin : begin + size])
 
 
 class Tables(CudaTables):
@@ -97,6 +88,8 @@ class _Kernel:
                 data = hidden[out].to(dtype).contiguous().view(torch.uint8)
                 span, area = int(records[number, 3]), int(records[number, 4:6].view(np.int64)[0])
                 to = int(tables.base[area]) - base + (int(tables.offset[span]) + position - first) * len(data)
+                if not sampled:
+                    to += (position - int(tables.origin_of_row[row])) * int(tables.stride[0])
                 assert 0 <= to <= len(kept) - len(data), "a row is written outside of its memory"
                 kept[to : to + len(data)] = data
 
@@ -118,4 +111,4 @@ def tables(table: ProgramTable, rows: int, samples: int) -> Tables:
 
 def graph(step: Any, point: int, hidden: torch.Tensor) -> None:
     """What a recorded tap does when its graph is replayed: the kernel, into the memory that the graph knows."""
-    _Kernel.site(step.tables, point, hidden, None, step.kept, 0, False)
+    _Kernel.site(step.tables, point, hidden, None, step.drain.ring, 0, False)

@@ -40,7 +40,11 @@ def check(
         count = rng.integers(1, rng.choice([2, 30, ROWS // len(slots)], p=[0.5, 0.4, 0.1]), len(slots))
         batch = Batch(slots, np.cumsum(count) - count, rng.integers(0, 9, len(slots)), count, int(count.sum()))
         plan = make_plan(batch, table, width, BYTES)
-        made.load(plan, batch.row + batch.count - 1)
+        begin, stride = (16 * int(n) for n in rng.integers(0, 3, 2))
+        made.load(plan, batch, begin, stride)
+        if plan.size and rng.random() < 0.3:
+            begin -= 160
+            made.rebase(plan, begin)
         if turn % every != every - 1:
             continue
         wait()
@@ -54,8 +58,11 @@ def check(
             "generation": (made.generation[held], table.generation[held]),
             "records": (made.records.view(-1, RECORD_WORDS)[live], table.records.view(np.int32).reshape(-1, RECORD_WORDS)[live]),
         }  # fmt: skip
+        there["stride"] = made.stride, np.array([stride])
+        if stride:
+            there["origin_of_row"] = made.origin_of_row[batch.row], batch.position
         if plan.size:  # otherwise nothing reads them
-            there["base"] = made.base[plan.spans.area], plan.base
+            there["base"] = made.base[plan.spans.area], plan.base + begin
             there["offset"] = made.offset[plan.spans.number], plan.offset
         different += [f"{name} {turn}" for name, (a, b) in there.items() if not np.array_equal(a.cpu().numpy(), b)]
     return made.copies, different

@@ -43,9 +43,9 @@ IDS, VOCABULARY = BANK, 60  # token ids come after the vectors
 
 def tables_of(
     table: ProgramTable, plan: StepPlan, position: np.ndarray, batch: Batch, bank: torch.Tensor, token: np.ndarray,
-    device: str,
+    device: str, stride: int, behind: int,
 ) -> SimpleNamespace:  # fmt: skip
-    """What the kernel reads, plainly laid out."""
+    """What the kernel reads, plainly laid out, `behind` steps after one was planned."""
     base, offset = np.zeros(len(table.records), np.int64), np.zeros(len(table.records), np.int32)
     base[plan.spans.area], offset[plan.spans.number] = plan.base, plan.offset
     bad = torch.zeros(SLOTS + 1, dtype=torch.int64, pin_memory=device == "cuda")
@@ -53,9 +53,10 @@ def tables_of(
         "slot_of_row": plan.tokens.slot, "rank_of_row": plan.tokens.rank,
         "position_of_row": position.astype(np.int64), "token_of_row": token, "base": base, "offset": offset,
         "row_of_sample": (batch.row + batch.count - 1).astype(np.int32), "generation": table.generation,
-        "first": table.first.reshape(-1), "records": table.records.view(np.int32),
+        "origin_of_row": position.astype(np.int32) - behind, "first": table.first.reshape(-1), "records": table.records.view(np.int32),
     }  # fmt: skip
     made = {name: torch.from_numpy(np.ascontiguousarray(array)).to(device) for name, array in arrays.items()}
+    made["stride"] = torch.tensor([stride]).to(device)
     made["quantiles"] = torch.from_numpy(noise.quantiles()).reshape(-1).to(device)
     return SimpleNamespace(
         **made, table=table, bank=bank.to(device), bad=bad, bad_address=bad.data_ptr(), points=POINTS, ready={}
@@ -132,8 +133,9 @@ def one_round(rng: np.random.Generator, device: str, found: dict[str, int], sums
         bank[torch.from_numpy(rng.integers(0, BANK, 400))] = float("nan")
     bank = torch.cat([bank, torch.from_numpy(np.sort(rng.integers(0, 3 * VOCABULARY, 500))).float()])
     token = rng.integers(0, VOCABULARY, batch.rows).astype(np.int32)
-    tables = tables_of(table, in_bytes, in_numbers.tokens.position, batch, bank, token, device)
-    kept = torch.zeros(in_bytes.size + 16, dtype=torch.uint8, device=device)
+    stride, behind = 16 * int(rng.integers(0, 9)), int(rng.integers(0, 4))
+    tables = tables_of(table, in_bytes, in_numbers.tokens.position, batch, bank, token, device, stride, behind)
+    kept = torch.zeros(in_bytes.size + behind * stride + 16, dtype=torch.uint8, device=device)
     expected = torch.zeros(in_numbers.size)
     failed, calls = set(), []
     step: Any = CudaStep.__new__(CudaStep)
@@ -152,7 +154,8 @@ def one_round(rng: np.random.Generator, device: str, found: dict[str, int], sums
             for theirs, before in zip((hidden, residual), given, strict=True):
                 if again and theirs is not None:
                     theirs.copy_(before)
-            bad = step._carry_out(point, hidden, residual, kept, 0, bool(sampled[point]))
+            begin = -behind * stride if sampled[point] else 0
+            bad = step._carry_out(point, hidden, residual, kept, begin, bool(sampled[point]))
             assert bad is None or len(bad) == 0
         assert device == "cpu" or tables.ready
         calls.append(len(step._calls(point)))
@@ -171,6 +174,7 @@ def one_round(rng: np.random.Generator, device: str, found: dict[str, int], sums
     for c, a in np.argwhere((in_bytes.count > 0)[:, None] & (spans.spread[:, None] == spans.owner)):
         dtype, size = DTYPES[int(spans.dtype[a])], int(in_bytes.count[c] * width[spans.point[a]])
         at, to = (int(plan.target(spans.number[c], spans.area[a])) for plan in (in_bytes, in_numbers))
+        at += behind * stride
         got = host[at : at + size * dtype.itemsize].view(dtype)
         want = expected[to : to + size].to(dtype)
         if sums:
@@ -198,7 +202,7 @@ def close(got: torch.Tensor, want: torch.Tensor) -> bool:
 
 
 def moved(rng: np.random.Generator, device: str, found: dict[str, int]) -> None:
-    """Words put in place from pinned memory, and bytes moved: those asked for, and no others."""
+    """Words put in place from pinned memory: those asked for, and no others."""
     tables = torch.from_numpy(rng.integers(0, 1 << 30, 20_000).astype(np.int32))
     sizes = [int(size) for size in rng.choice([1, 7, 300, moves.CHUNK - 1, moves.CHUNK], int(rng.integers(1, 9)))]
     chunks, at = len(sizes), 3 * len(sizes)
@@ -213,16 +217,6 @@ def moved(rng: np.random.Generator, device: str, found: dict[str, int]) -> None:
     moves.place(staging, there, chunks)
     assert torch.equal(there.cpu(), want), "words put in place"
     found["words put in place"] = found.get("words put in place", 0) + sum(sizes)
-    size = int(rng.choice([1, 16, 40, 16 * moves.MOVED, 16 * moves.MOVED + 100]))
-    taken = -(-size // 16) * 16
-    begin, at = (16 * int(n) for n in rng.integers(0, 9, 2))
-    source = torch.from_numpy(rng.integers(0, 256, begin + taken + 64).astype(np.uint8))
-    want = torch.from_numpy(rng.integers(0, 256, at + taken + 64).astype(np.uint8))
-    there = want.to(device, copy=True)
-    want[at : at + taken] = source[begin : begin + taken]
-    moves.move(source.to(device), begin, there, at, size)
-    assert torch.equal(there.cpu(), want), "bytes moved"
-    found["bytes moved"] = found.get("bytes moved", 0) + size
 
 
 def check(device: str, rounds: int, seed: int | None = None) -> dict[str, int]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,18 +39,25 @@ class Request:
 class Engine:
     """A scheduler of sorts over a real `Runtime` and `CudaStep`; `value` says what each row would be."""
 
-    def __init__(self, seed: int, vocabulary: int, calm: bool) -> None:
+    def __init__(self, seed: int, sizes: Sizes, calm: bool) -> None:
         self.rng, self.calm = random.Random(seed), calm
-        self.sites = SiteMap(LLAMA, Sizes(LAYERS, WIDTH, vocabulary))
+        self.sites = SiteMap("mixtral" if sizes.experts else LLAMA, sizes)
         self.limits = Limits(max_programs=8, max_records=4096, bank_bytes=1 << 16,
                              kept_bytes=self.rng.choice([1 << 9, 1 << 12, 1 << 15]))  # fmt: skip
         self.runtime = Runtime(self.sites, self.limits)
-        ring = self.rng.choice([1 << 8, 1 << 13])  # a step may capture more than the ring holds
+        ring = self.rng.choice([1 << 8, 1 << 10, 1 << 11, 1 << 13])  # a step may capture more than the ring holds
         self.step, self.positions = cuda_on_cpu.on_cpu(self.runtime, ROWS, 16, self.limits.kept_bytes, ring, 1 << 15)
         self.running: list[Request] = []
         self.done: list[Request] = []
         self.gone: list[str] = []
-        self.count = self.went_on = self.planned = self.replayed = 0
+        self.count = self.went_on = self.planned = self.replayed = self.moved = 0
+        rebase = self.step.tables.rebase
+
+        def moved(plan: Any, begin: int) -> None:
+            self.moved += begin + plan.behind * self.step._whole == 0
+            rebase(plan, begin)
+
+        self.step.tables.rebase = moved  # type: ignore[method-assign]
 
     @staticmethod
     def value(request: Request, position: int, point: int) -> float:
@@ -120,7 +128,7 @@ class Engine:
         runtime.plan = None
         if not (len(runtime) and runtime.steps_left(zip(names, position.tolist(), strict=True))):
             return
-        fits = runtime.captures_at_most(dict(zip(names, count.tolist(), strict=True)), total, self.limits.kept_bytes)
+        fits = runtime.captures_at_most(dict(zip(names, count.tolist(), strict=True)), total, self.step.most)
         decode = all(n == 1 and (request.position >= request.prompt or request.position) for request, n in batch)
         rows = [(request, request.position + i) for request, n in batch for i in range(n)]
         self.positions[:] = -7
@@ -134,7 +142,7 @@ class Engine:
         if runtime.plan is None:
             return
         self.replayed += fits and decode
-        for point in self.sites.points:
+        for point in sorted(self.sites.points, key=lambda point: point.rows == "sampled"):
             mine = [(request, request.position + n - 1) for request, n in batch] if point.rows == "sampled" else rows
             hidden = torch.tensor([[self.value(r, at, point.number)] * point.width for r, at in mine])
             if fits and decode and point.rows != "sampled":
@@ -166,14 +174,18 @@ class Engine:
         self.done.remove(request)
 
 
-@pytest.mark.parametrize("vocabulary", [6, 61])  # with 6, rows of different points are of equal bytes
+@pytest.mark.parametrize("sizes", [
+    Sizes(LAYERS, WIDTH, 6),  # rows of different points are of equal bytes
+    Sizes(LAYERS, WIDTH, 61), Sizes(LAYERS, WIDTH, 1024),
+    Sizes(LAYERS, WIDTH, 61, experts=8, sparse=(0, 1)),  # points come after the logits
+])  # fmt: skip
 @pytest.mark.parametrize("calm", [False, True])
-def test_whatever_happens_every_captured_row_is_the_right_one(monkeypatch, vocabulary, calm):
+def test_whatever_happens_every_captured_row_is_the_right_one(monkeypatch, sizes, calm):
     cuda_on_cpu.stub(monkeypatch)
-    seeds, rows, counts = np.random.default_rng().integers(1 << 30, size=6).tolist(), 0, np.zeros(3, int)
+    seeds, rows, counts = np.random.default_rng().integers(1 << 30, size=6).tolist(), 0, np.zeros(4, int)
     for seed in seeds:
         random.seed(seed)
-        engine = Engine(seed, vocabulary, calm)
+        engine = Engine(seed, sizes, calm)
         for _ in range(150):
             engine.go()
             if engine.done and engine.rng.random() < 0.3:
@@ -190,10 +202,12 @@ def test_whatever_happens_every_captured_row_is_the_right_one(monkeypatch, vocab
             engine.runtime.finish(request.run)
             engine.runtime.release([request.run])
         assert engine.runtime.store.bytes == 0
-        counts += [engine.went_on, engine.planned, engine.replayed]
+        counts += [engine.went_on, engine.planned, engine.replayed, engine.moved]
         engine.step.close()
     assert rows > 1000
-    assert (counts > 50).all(), counts  # steps that went on with a plan, that were planned, that replayed a graph
+    # steps that went on with a plan, that were planned, that replayed a graph; and how often the ring was at its end
+    assert (counts[:3] > 50).all(), counts
+    assert counts[3] > 0, counts
 
 
 def test_an_eager_step_that_a_graph_goes_on_with_keeps_points_of_equal_bytes_apart(monkeypatch):

@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from patchclamp.kernels import moves
 from patchclamp.runtime import drain, pinned
-from tests.reference.cuda_on_cpu import move
 
 DONE: Callable[[], bool] = lambda: True  # noqa: E731
 
@@ -93,7 +91,6 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[Device], Stream]:
                             ("current_stream", lambda: current[0])):  # fmt: skip
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(torch.Tensor, "copy_", copy_)
-        monkeypatch.setattr(moves, "move", move)
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
         monkeypatch.setattr(pinned, "SLAB_BYTES", 1 << 14)
         slabs = lambda limit: pinned.Pinned(limit, lambda memory: None, lambda memory: None)  # noqa: E731
@@ -114,14 +111,11 @@ def test_what_was_captured_is_what_arrives(on: Callable[[Device], Stream], seed:
     speeds, kept = rng.choice([(0.05, 0.9), (0.9, 0.05), (0.5, 0.5), (0.02, 0.02)]), []
     for number in range(250):
         size, value = rng.choice(sizes), number % 251 + 1
-        if rng.random() < 0.4:
-            block, offset = made.put(torch.full((16 + -(-size // 16) * 16,), value, dtype=torch.uint8), 16, 16 + size)
-        else:
-            memory, begin, block, offset = made.reserve(size)
-            assert begin % 16 == 0
-            assert begin + size <= len(memory)
-            row = memory[begin : begin + size]
-            compute.give(DONE, lambda row=row, value=value: row.fill_(value))
+        memory, begin, block, offset = made.reserve(size)
+        assert begin % 16 == 0
+        assert begin + size <= len(memory)
+        row = memory[begin : begin + size]
+        compute.give(DONE, lambda row=row, value=value: row.fill_(value))
         kept.append((block, offset, size, value))
         if rng.random() < 0.2:
             kept.pop(rng.randrange(len(kept)))
@@ -140,16 +134,6 @@ def test_what_was_captured_is_what_arrives(on: Callable[[Device], Stream], seed:
     made.close()
 
 
-def test_bytes_that_are_not_there_are_not_taken(on: Callable[[Device], Stream]) -> None:
-    on(Device(random.Random(0)))
-    made, kept = drain.Drain(torch.device("cpu"), 1 << 10, 1 << 15), torch.zeros(64, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="bytes 16 to 65 of captures were asked for; there are 64"):
-        made.put(kept, 16, 65)
-    assert made.bytes == 0
-    made.put(kept, 16, 57)
-    made.close()
-
-
 @pytest.mark.parametrize(("size", "fetched"), [(1 << 10, 5), (600, 9), (100, 40), (24, 200), (5000, 1)])
 def test_slabs_are_filled_however_much_is_fetched_at_once(
     on: Callable[[Device], Stream], monkeypatch: pytest.MonkeyPatch, size: int, fetched: int
@@ -159,7 +143,7 @@ def test_slabs_are_filled_however_much_is_fetched_at_once(
     made = drain.Drain(torch.device("cpu"), 4 * pinned.SLAB_BYTES, 1 << 30)
     kept = []
     for _ in range(30):
-        kept += [made.put(torch.zeros(-(-size // 16) * 16, dtype=torch.uint8), 0, size) for _ in range(fetched)]
+        kept += [made.reserve(size)[2:] for _ in range(fetched)]
         made.flush()
     held = sum(each.slab.size for each in made._held[:-1])
     used = sum(each.slab.used for each in made._held[:-1])

@@ -46,8 +46,6 @@ def test_nothing_is_written_where_the_device_has_yet_to_read(monkeypatch, seed):
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-def test_bytes_are_moved_sixteen_at_once_and_words_are_read_anew(capability):
-    moved = ptx(moves._move, {"source": "i64", "to": "i64", "pairs": "i32"}, moves.MOVED, capability)
-    assert moved.count("ld.global.v2.b64") == moved.count("st.global.v2.b64") == moved.count("ld.global") > 0
+def test_words_are_read_anew(capability):
     placed = ptx(moves._place, {"staging": "i64", "tables": "i64"}, moves.CHUNK, capability)
     assert placed.count("ld.global.cv.") == placed.count("ld.global") > 3

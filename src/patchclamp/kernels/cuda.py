@@ -124,6 +124,21 @@ def _given(
 
 
 @triton.jit
+def _kept_row(
+    kept, row, position, start, span, area, width, rank_of_row, base, offset, origin_of_row, stride,
+    SAMPLED: tl.constexpr,
+):  # fmt: skip
+    """Where a captured row's area begins, and how many numbers of it come before the row. The captures of a step that
+    goes on like the one that was planned lie behind that one's."""
+    to, nth = kept + _look(base + area), position - tl.maximum(start, position - _look(rank_of_row + row))
+    if SAMPLED:
+        nth = 0
+    else:
+        to += (position - _look(origin_of_row + row)).to(tl.int64) * _look(stride)
+    return to, (_look(offset + span) + nth).to(tl.int64) * width
+
+
+@triton.jit
 def _keep(h, to, at, inside, dtype, ALIGNED: tl.constexpr):
     """Columns of a row, as they are, into the step's captures."""
     if ALIGNED:
@@ -138,8 +153,8 @@ def _keep(h, to, at, inside, dtype, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _walk(
-    h, column, inside, width, begin, end, position, row, rank_of_row, token_of_row, records, base, offset, bank, kept,
-    quantiles,
+    h, column, inside, width, begin, end, position, row, rank_of_row, token_of_row, records, base, offset,
+    origin_of_row, stride, bank, kept, quantiles,
     SAMPLED: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Columns of a row, from `column` on, after its records, and whether any of them is an edit; `WHOLE`: they are all
@@ -166,11 +181,9 @@ def _walk(
             mine = (columns >= low) & (columns < high)  # that it changes
             if kind == CAPTURE:  # x is the dtype, step the span, value the area
                 if KEEP:
-                    nth = position - tl.maximum(start, position - _look(rank_of_row + row))
-                    if SAMPLED:
-                        nth = 0
-                    at = (_look(offset + step) + nth).to(tl.int64) * width + columns
-                    _keep(h, kept + _look(base + value), at, inside, x, ALIGNED)
+                    to, before = _kept_row(kept, row, position, start, step, value, width, rank_of_row, base, offset,
+                                           origin_of_row, stride, SAMPLED)  # fmt: skip
+                    _keep(h, to, before + columns, inside, x, ALIGNED)
             elif kind == LINEAR:  # a factor of 0 leaves its term out, NaN or not
                 edited = 1
                 made = tl.where(x == 0.0, 0.0, h * x)
@@ -218,8 +231,8 @@ def _walk(
 
 @triton.jit
 def _sums(
-    hidden, residual, width, begin, end, position, row, rank_of_row, token_of_row, records, base, offset, bank, kept,
-    quantiles,
+    hidden, residual, width, begin, end, position, row, rank_of_row, token_of_row, records, base, offset,
+    origin_of_row, stride, bank, kept, quantiles,
     PAIR: tl.constexpr, SAMPLED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, PASSES: tl.constexpr,
 ):  # fmt: skip
     """Leaves in each record what its op needs of the whole row, as it is when the op's turn comes."""
@@ -239,8 +252,8 @@ def _sums(
                 inside = columns < width
                 h = _read(hidden, residual, columns, inside, PAIR)
                 h, _ = _walk(h, block * BLOCK, inside, width, begin, number, position, row, rank_of_row, token_of_row,
-                             records, base, offset, bank, kept, quantiles, SAMPLED, False, ALIGNED, False,
-                             BLOCK)  # fmt: skip
+                             records, base, offset, origin_of_row, stride, bank, kept, quantiles,
+                             SAMPLED, False, ALIGNED, False, BLOCK)  # fmt: skip
                 if kind == PROJECT:
                     total += _dot(h, tl.load(bank + value + columns, mask=inside, other=0.0), inside)
                 else:
@@ -292,7 +305,7 @@ def _between(records, begin, end, phase):
 @triton.jit(do_not_specialize=["kept", "bad", "point", "points", "phase"])
 def _site(
     slot_of_row, rank_of_row, position_of_row, token_of_row, row_of_sample, generation,
-    first, records, base, offset, bank, quantiles, bad, points,
+    first, records, base, offset, origin_of_row, stride, bank, quantiles, bad, points,
     hidden, residual, hidden_stride, residual_stride, width, kept, point, phase,
     PAIR: tl.constexpr, SAMPLED: tl.constexpr, BLOCK: tl.constexpr, PASSES: tl.constexpr, ALIGNED: tl.constexpr,
     CODE: tl.constexpr, EARLY: tl.constexpr,
@@ -316,14 +329,14 @@ def _site(
     edited, finite = 0, 1
     if PASSES > 1:
         _sums(hidden, residual, width, begin, end, position, row, rank_of_row, token_of_row, records, base, offset,
-              bank, kept, quantiles, PAIR, SAMPLED, ALIGNED, BLOCK, PASSES)  # fmt: skip
+              origin_of_row, stride, bank, kept, quantiles, PAIR, SAMPLED, ALIGNED, BLOCK, PASSES)  # fmt: skip
     for block in range(PASSES):
         columns = block * BLOCK + tl.arange(0, BLOCK)
         inside = columns < width
         h = _read(hidden, residual, columns, inside, PAIR)
         h, edited = _walk(h, block * BLOCK, inside, width, begin, end, position, row, rank_of_row, token_of_row,
-                          records, base, offset, bank, kept, quantiles, SAMPLED, True, ALIGNED, PASSES == 1,
-                          BLOCK)  # fmt: skip
+                          records, base, offset, origin_of_row, stride, bank, kept, quantiles,
+                          SAMPLED, True, ALIGNED, PASSES == 1, BLOCK)  # fmt: skip
         if edited != 0:
             finite = finite & _finite(h.to(hidden.dtype.element_ty), inside)
         if (PASSES == 1) & (edited != 0) & (finite != 0):
@@ -337,8 +350,8 @@ def _site(
             inside = columns < width
             h = _read(hidden, residual, columns, inside, PAIR)
             h, edited = _walk(h, block * BLOCK, inside, width, begin, end, position, row, rank_of_row, token_of_row,
-                              records, base, offset, bank, kept, quantiles, SAMPLED, False, ALIGNED, False,
-                              BLOCK)  # fmt: skip
+                              records, base, offset, origin_of_row, stride, bank, kept, quantiles,
+                              SAMPLED, False, ALIGNED, False, BLOCK)  # fmt: skip
             _write(hidden, residual, columns, inside, h, PAIR)
 
 
@@ -354,9 +367,9 @@ def site(
 ) -> None:
     """Launches the kernel for a point over `tables` (`runtime.device.CudaTables`).
 
-    `kept` [bytes] takes the captured rows; its first byte is byte `kept_begin` of the step's, a multiple of 16 (below 0
-    where the step's begin further on). Where there is code among the records, those are carried out that come after
-    `phase` calls of it and before the next.
+    `kept` [bytes] takes the captured rows; its first byte is byte `kept_begin`, a multiple of 16, as the tables count
+    them (below 0 where they begin further on). Where there is code among the records, those are carried out that come
+    after `phase` calls of it and before the next.
     """
     rows, width = hidden_RW.shape
     other, coded = hidden_RW if residual_RW is None else residual_RW, phase is not None
@@ -393,7 +406,7 @@ def launched(width: int, pair: bool, sampled: bool) -> dict[str, Any]:
 
 # in the kernel's order
 READ = ("slot_of_row", "rank_of_row", "position_of_row", "token_of_row", "row_of_sample", "generation", "first",
-        "records", "base", "offset", "bank", "quantiles")  # fmt: skip
+        "records", "base", "offset", "origin_of_row", "stride", "bank", "quantiles")  # fmt: skip
 CONSTANTS = ("PAIR", "SAMPLED", "BLOCK", "PASSES", "ALIGNED", "CODE", "EARLY")
 
 

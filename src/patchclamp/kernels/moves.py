@@ -14,7 +14,6 @@ from patchclamp.kernels.launch import again
 
 CHUNK = 1024  # words that a program puts in place at most
 TOLD = tl.constexpr(3)  # words that say of a chunk where it belongs, where it lies and how long it is
-MOVED = 2048  # numbers of 64 bits that a program moves
 
 _ready: dict[tuple[str, int | None], Callable[..., None]] = {}
 
@@ -32,15 +31,6 @@ def _place(staging, tables, BLOCK: tl.constexpr):
     tl.store(tables + to + word, words, mask=word < many)
 
 
-@triton.jit(do_not_specialize=["source", "to", "pairs"])
-def _move(source, to, pairs, BLOCK: tl.constexpr):
-    source = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), 16)  # said of the number, it would be forgotten
-    to = tl.multiple_of(to.to(tl.pointer_type(tl.int64)), 16)
-    number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = number < pairs.to(tl.int64) * 2
-    tl.store(to + number, tl.load(source + number, mask=inside), mask=inside)
-
-
 def place(staging: torch.Tensor, tables: torch.Tensor, chunks: int) -> None:
     """Brings `chunks` runs of 32-bit words from pinned memory into `tables`, on the current stream.
 
@@ -50,19 +40,10 @@ def place(staging: torch.Tensor, tables: torch.Tensor, chunks: int) -> None:
     _launch("place", _place, tables.device.index, chunks, (staging.data_ptr(), tables.data_ptr()), CHUNK)
 
 
-def move(source: torch.Tensor, begin: int, to: torch.Tensor, at: int, size: int) -> None:
-    """Copies `size` bytes, and what is missing to a multiple of 16, from byte `begin` of `source` to byte `at` of `to`,
-    on their device's current stream. `begin` and `at` are multiples of 16, as are the addresses of both tensors."""
-    pairs = -(-size // 16)
-    ends = source.data_ptr() + begin, to.data_ptr() + at
-    _launch("move", _move, to.device.index, -(-2 * pairs // MOVED), (*ends, pairs), MOVED)
-
-
 def warm(device: torch.device) -> None:
-    """Has both kernels compiled and at hand, rather than in the first step that needs them."""
+    """Has the kernel compiled and at hand, rather than in the first step that needs it."""
     words, staging = torch.zeros(16, dtype=torch.int32, device=device), torch.zeros(16, dtype=torch.int32).pin_memory()
     place(staging, words, 1)
-    move(words, 0, words, 32, 32)
     torch.cuda.synchronize(device)
 
 

@@ -145,7 +145,8 @@ def make_plan(batch: Batch, table: ProgramTable, widths: np.ndarray, unit: np.nd
         rows = np.bincount(spans.spread, count, spans.spreads).astype(np.int64)
         offset -= (rows.cumsum() - rows).take(spans.spread)
     row = widths[spans.point] * unit[spans.dtype]
-    base, size = (_side_by_side if unit is BYTES else _by_width)(rows[spans.owner] * row, row)
+    taken = rows[spans.owner] * row
+    base, size = _side_by_side(taken, table.sampled[spans.point]) if unit is BYTES else _by_width(taken, row)
     holds = _holds(now, spans.start, spans.stop) if steady else 0
     return StepPlan(tokens, last, active, spans, begin, count, offset, rows, base, row, size, holds)
 
@@ -157,11 +158,12 @@ def _holds(now: np.ndarray, start: np.ndarray, stop: np.ndarray) -> int:
     return int(left.min()) - 1 if len(left) else FOREVER
 
 
-def _side_by_side(taken: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, int]:
-    """Where areas of so many bytes begin: each at a multiple of 16."""
-    taken = (taken + 15) & -16
-    end = taken.cumsum()
-    return end - taken, int(end[-1])
+def _side_by_side(taken: np.ndarray, sampled: np.ndarray) -> tuple[np.ndarray, int]:
+    """Where areas of so many bytes begin: each at a multiple of 16, those of sampled rows after all others."""
+    taken, end = (taken + 15) & -16, np.zeros_like(taken)
+    order = sampled.argsort(kind="stable") if sampled.any() else slice(None)
+    end[order] = taken[order].cumsum()
+    return end - taken, int(end.max())
 
 
 def _by_width(taken: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, int]:

@@ -1,8 +1,10 @@
 """A step on a CUDA device: graphs replay with the kernel in them, eager steps launch it, captures leave behind both.
 
-A recorded graph writes captured rows to `kept`, whose address it knows; after the step they are copied to the drain's
-ring on the device (some microseconds).  A step without a graph, a large prefill say, has the kernel write to the ring
-itself, and what some layers left, 64 MiB of it, is on its way while the next ones compute.
+Captured rows are written to the drain's ring on the device, whose address recorded graphs know.  A step has its part
+reserved at once, from a byte that the tables tell; the parts of steps that go on alike lie one behind the other, so
+that nothing need be told again.  Of a step that captures more, a large prefill say, every tap reserves its own part and
+what some layers left, 64 MiB of it, is on its way while the next ones compute; so does the tap of sampled rows if they
+are what is too much.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from patchclamp.errors import ModelError
 from patchclamp.kernels import cuda, fused, moves
 from patchclamp.plan import APPLY, MATCH, Batch, ProgramTable, StepPlan
 from patchclamp.plan.step import BYTES
@@ -25,8 +28,8 @@ class CudaStep:
     """Carries out steps of at most `rows` rows and `samples` sampled ones; `positions` and `tokens` are the engine's
     tensors of every row's position and token id.
 
-    `kept_bytes` bounds what a step with a graph may capture, `ring_bytes` what is on its way to the host, and
-    `pinned_bytes` what waits there in pinned memory.
+    `kept_bytes` bounds what a step with a graph may capture, as half the ring does; `ring_bytes` what is on its way to
+    the host, and `pinned_bytes` what waits there in pinned memory.
     """
 
     unit = BYTES
@@ -37,26 +40,25 @@ class CudaStep:
         kept_bytes: int, ring_bytes: int, pinned_bytes: int,
     ) -> None:  # fmt: skip
         self.tables = CudaTables(table, rows, samples, bank.data, positions, tokens)
-        self.kept = torch.empty(kept_bytes, dtype=torch.uint8, device=bank.data.device)
         self.drain = Drain(bank.data.device, ring_bytes, pinned_bytes)
+        self.most = min(kept_bytes, ring_bytes // 2)  # bytes that a step with a graph may capture
         self.recorded = Recorded()
         self.recording = False
         moves.warm(bank.data.device)
         self._plan: StepPlan | None = None
         self._parts: dict[int, tuple[int, int]] | None = None
-        self._kept_apart: tuple[set[int], tuple[int, int] | None] | None = None
+        self._whole = self._begin = 0
+        self._place: Place | None = None
         self._left: list[tuple[int, int, Block, int]] = []
-        self._drained: set[int] = set()
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """What graphs read and write of ours, by name."""
-        return {"kept": self.kept, **self.tables.buffers()}
+        return {"ring": self.drain.ring, **self.tables.buffers()}
 
     @property
     def memory(self) -> dict[str, int]:
         """Device memory held, beside the bank, by what it is for."""
-        return {"captures of a graph (kept)": self.kept.nbytes, "captures on their way (ring)": self.drain.device_bytes,
-                "tables": self.tables.bytes}  # fmt: skip
+        return {"captures on their way (ring)": self.drain.device_bytes, "tables": self.tables.bytes}
 
     @property
     def bytes(self) -> int:
@@ -64,35 +66,56 @@ class CudaStep:
         return sum(self.memory.values())
 
     def begin(self, plan: StepPlan, batch: Batch, fresh: bool) -> None:
-        self._plan, self._batch, self._left = plan, batch, []
-        self._drained.clear()
+        self._plan, self._batch = plan, batch
         if fresh:
-            self._parts = self._kept_apart = None
-            self.tables.load(plan, batch.row + batch.count - 1)
+            self._parts, self._whole = None, self._at_once(plan)
             self.recorded.use(plan.active)
+        self._left, self._place, begin = [], None, 0
+        if self._whole:
+            _, at, block, offset = self.drain.reserve(self._whole)
+            self._place = Place(block, offset)
+            begin = at - plan.behind * self._whole  # where the step that was planned has, or would have, its captures
+        if fresh:
+            self.tables.load(plan, batch, begin, self._whole if plan.holds else 0)
+        elif begin != self._begin:
+            self.tables.rebase(plan, begin)
+        self._begin = begin
+
+    def _at_once(self, plan: StepPlan) -> int:
+        """How many bytes of a step's captures are reserved at once: all, or all but the sampled rows', which come last,
+        or none where they are too many."""
+        if plan.size <= self.most or not plan.spans.any_sampled:
+            return plan.size if plan.size <= self.most else 0
+        size = int(plan.base[self.tables.table.sampled[plan.spans.point]].min())
+        return size if size <= self.most else 0
 
     def apply(
         self, point: int, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, sampled: bool
     ) -> np.ndarray | None:
         if self.recording:
-            cuda.site(self.tables, point, hidden_RW, residual_RW, self.kept, 0, sampled)
+            cuda.site(self.tables, point, hidden_RW, residual_RW, self.drain.ring, 0, sampled)
             self.recorded.note(point)
             return None
-        part = None
-        if self._plan is not None and self._plan.size:
-            self._parts = self._plan.parts() if self._parts is None else self._parts
-            part = self._parts.get(point)
-        kept, begin = self.kept, 0
-        if part is not None:
-            begin, end = part
-            kept, at, block, offset = self.drain.reserve(end - begin)
-            self._left.append((begin, end, block, offset))
-            self._drained.add(point)
-            begin -= at
+        kept, begin, plan = self.drain.ring, 0, self._plan
+        if plan is not None and plan.size:
+            if self._whole == plan.size:
+                begin = -plan.behind * self._whole if sampled else 0  # of other rows the kernel knows it
+            elif sampled or not self._whole:
+                kept, begin = self._reserved(plan, point)
         if self.tables.table.coded:
             return self._carry_out(point, hidden_RW, residual_RW, kept, begin, sampled)
         cuda.site(self.tables, point, hidden_RW, residual_RW, kept, begin, sampled)
         return None
+
+    def _reserved(self, plan: StepPlan, point: int) -> tuple[torch.Tensor, int]:
+        """Memory for what a point captures, and which byte of the step's, as the tables count them, is its first."""
+        self._parts = plan.parts() if self._parts is None else self._parts
+        if point not in self._parts:
+            return self.drain.ring, 0
+        begin, end = self._parts[point]
+        kept, at, block, offset = self.drain.reserve(end - begin)
+        self._left.append((begin, end, block, offset))
+        return kept, begin + self._begin - at
 
     def _carry_out(
         self, point: int, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, kept: torch.Tensor, begin: int,
@@ -163,26 +186,18 @@ class CudaStep:
         return [] if bool(finite_A.all()) else [int(batch.slot[n])]
 
     def end(self, plan: StepPlan) -> Place | Apart | None:
-        """What a graph left in `kept`, beside what eager taps did."""
-        if not plan.size:
-            return None
-        if not self._drained:
-            return Place(*self.drain.put(self.kept, 0, plan.size))
-        rest = self._rest()
-        if rest is not None:
-            begin, end = rest
-            self._left.append((begin, end, *self.drain.put(self.kept, begin, end)))
-        return Apart(self._left)
-
-    def _rest(self) -> tuple[int, int] | None:
-        """The part of `kept` with the rows that eager taps did not keep; found once as long as the plan goes on and the
-        same taps are eager."""
-        if self._kept_apart is None or self._kept_apart[0] != self._drained:
-            assert self._parts is not None
-            rest = [part for point, part in self._parts.items() if point not in self._drained]
-            found = (min(begin for begin, _ in rest), max(end for _, end in rest)) if rest else None
-            self._kept_apart = set(self._drained), found
-        return self._kept_apart[1]
+        """Where its part of the ring will lie, and those of taps that reserved their own."""
+        place, self._place = self._place, None  # whoever is given them holds them, nobody else
+        left, self._left = self._left, []
+        if plan.size > self._whole:
+            self._parts = plan.parts() if self._parts is None else self._parts
+            if len(left) < sum(begin >= self._whole for begin, _ in self._parts.values()):
+                raise ModelError("rows that were to be captured did not come by their taps")
+        if not left:
+            return place
+        if place is not None:
+            left.append((0, self._whole, place.block, place.offset))
+        return Apart(left)
 
     def prepare(self) -> None:
         self.drain.prepare()

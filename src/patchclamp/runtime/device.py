@@ -2,7 +2,8 @@
 
 All tables lie in one tensor of 32-bit words.  What changed is packed into pinned staging memory with where it belongs,
 and one small kernel reads it there and puts it in place; staging rotates, because with asynchronous scheduling the next
-step is prepared while the last one still runs.  In steady decode nothing changes and nothing is copied.
+step is prepared while the last one still runs.  In steady decode nothing changes and nothing is copied, but
+where captures begin once the ring they go to is at its end.
 
     R rows of a step at most · N requests of a step at most · S slots · P points · O records
 """
@@ -17,7 +18,7 @@ import torch
 from patchclamp.kernels import cuda, moves
 from patchclamp.kernels.moves import CHUNK
 from patchclamp.kernels.noise import quantiles
-from patchclamp.plan import ProgramTable, StepPlan
+from patchclamp.plan import Batch, ProgramTable, StepPlan
 
 DEPTH = 4  # staging buffers: more steps in flight than any scheduler keeps
 LEAST = 1 << 14  # words of a staging buffer, to begin with
@@ -53,20 +54,21 @@ class CudaTables:
         self.points = table.first.shape[1] - 1
         records = len(table.records)
         sizes = {
-            # "base" and "records" hold numbers of 64 bits: at even words
-            "base": 2 * records, "records": cuda.RECORD_WORDS * records, "offset": records, "first": table.first.size,
-            "generation": len(table.first), "slot_of_row": rows, "rank_of_row": rows, "row_of_sample": samples,
+            # "base", "stride" and "records" hold numbers of 64 bits: at even words
+            "base": 2 * records, "stride": 2, "records": cuda.RECORD_WORDS * records, "offset": records,
+            "first": table.first.size, "generation": len(table.first), "slot_of_row": rows, "rank_of_row": rows,
+            "origin_of_row": rows, "row_of_sample": samples,
         }  # fmt: skip
         ends = np.cumsum(list(sizes.values())).tolist()
         self._at = {name: end - size for (name, size), end in zip(sizes.items(), ends, strict=True)}
         self._words = torch.zeros(ends[-1], dtype=torch.int32, device=self.device)
         views = {name: self._words[at : at + sizes[name]] for name, at in self._at.items()}
-        self.base = views.pop("base").view(torch.int64)
+        self.base, self.stride = (views.pop(name).view(torch.int64) for name in ("base", "stride"))
         self.quantiles = torch.from_numpy(quantiles()).reshape(-1).to(self.device)
         for name, view in views.items():
             setattr(self, name, view)
         self._staging = [_Staging(LEAST) for _ in range(DEPTH)]
-        self._turn, self._rows, self.copies = 0, 0, 0
+        self._turn, self._rows, self.copies, self.rebased = 0, 0, 0, 0
         self._sent: dict[str, np.ndarray] = {}
         # how the kernel was launched before, with the addresses of what it reads here (`kernels.cuda.site`)
         self.ready: dict[Any, Any] = {}
@@ -75,6 +77,7 @@ class CudaTables:
 
     slot_of_row: torch.Tensor
     rank_of_row: torch.Tensor
+    origin_of_row: torch.Tensor
     row_of_sample: torch.Tensor
     first: torch.Tensor
     generation: torch.Tensor
@@ -97,19 +100,31 @@ class CudaTables:
         told = told[self._failures[told] >> 32 == self.table.generation[told]]
         return [(int(slot), int(self._failures[slot]) & 0xFFFFFFFF) for slot in told]
 
-    def load(self, plan: StepPlan, sample_rows: np.ndarray) -> None:
-        """Makes the tables say what `plan` says; `sample_rows` [N] is the flat row of each sampled token."""
-        slot = plan.tokens.slot
+    def load(self, plan: StepPlan, batch: Batch, begin: int = 0, stride: int = 0) -> None:
+        """Makes the tables say what `plan` says of a batch: its captures lie from byte `begin` on, and those of each
+        further step, of one token a request, `stride` bytes behind those of the one before."""
+        slot, origin = plan.tokens.slot, []
+        if stride:
+            first = np.zeros(batch.rows, np.int32)
+            first[batch.row] = batch.position
+            origin = [(self._at["origin_of_row"], first)]
         if len(slot) < self._rows:  # rows of an earlier, longer step become nobody's
             slot = np.concatenate([slot, np.zeros(self._rows - len(slot), np.int32)])
         self._rows = len(plan.tokens.slot)
         self._send([
             (self._at["slot_of_row"], slot),
             *self._unless_there("rank_of_row", plan.tokens.rank),
-            *self._unless_there("row_of_sample", sample_rows.astype(np.int32)),
+            *self._unless_there("row_of_sample", (batch.row + batch.count - 1).astype(np.int32)),
+            *self._unless_there("stride", np.array([stride]).view(np.int32)),
+            *origin,
             *self._changed(),
-            *self._targets(plan),
+            *self._targets(plan, begin),
         ])  # fmt: skip
+
+    def rebase(self, plan: StepPlan, begin: int) -> None:
+        """The same with other memory for what is captured."""
+        self._send(self._targets(plan, begin)[1:])
+        self.copies, self.rebased = self.copies - 1, self.rebased + 1
 
     def _unless_there(self, name: str, words: np.ndarray) -> list[tuple[int, np.ndarray]]:
         """Words for the beginning of a table that only `load` writes, if others were sent last."""
@@ -128,12 +143,12 @@ class CudaTables:
         size = cuda.RECORD_WORDS
         return found + [(self._at["records"] + a * size, words[a * size : b * size]) for a, b in records]
 
-    def _targets(self, plan: StepPlan) -> list[tuple[int, np.ndarray]]:
+    def _targets(self, plan: StepPlan, begin: int) -> list[tuple[int, np.ndarray]]:
         """Where captured rows go, by span and area: of each one range from the lowest number to the highest."""
         if not plan.size:
             return []
         low, offset = _by_number(plan.spans.number, plan.offset, np.int32)
-        lowest, base = _by_number(plan.spans.area, plan.base, np.int64)
+        lowest, base = _by_number(plan.spans.area, plan.base + begin, np.int64)
         return [(self._at["offset"] + low, offset), (self._at["base"] + 2 * lowest, base.view(np.int32))]
 
     def _send(self, segments: list[tuple[int, np.ndarray]]) -> None:

@@ -15,7 +15,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import torch
 
-from patchclamp.kernels import moves
 from patchclamp.runtime.pinned import Pinned, Slab
 from patchclamp.store.captures import ALIGNED, Block
 
@@ -42,7 +41,7 @@ class Drain:
     """Moves device bytes to host memory in the background."""
 
     def __init__(self, device: torch.device, ring_bytes: int, pinned_bytes: int) -> None:
-        self._ring, self._ring_bytes = torch.empty(ring_bytes, dtype=torch.uint8, device=device), ring_bytes
+        self.ring, self._ring_bytes = torch.empty(ring_bytes, dtype=torch.uint8, device=device), ring_bytes
         self._stream, self._ready = torch.cuda.Stream(device), torch.cuda.Event()
         self._head = self._unsent = 0  # bytes unsent … head−1 of the ring wait to be sent
         self._clear = 0  # up to where, from the head on, nothing waits to be copied any more
@@ -60,7 +59,7 @@ class Drain:
 
     @property
     def device_bytes(self) -> int:
-        return self._ring.nbytes
+        return self.ring.nbytes
 
     def prepare(self) -> None:
         """Captures are coming: sees to host memory for them."""
@@ -69,6 +68,7 @@ class Drain:
     def reserve(self, size: int) -> tuple[torch.Tensor, int, Block, int]:
         """Device memory for `size` bytes to be written on the current stream, from a byte of a uint8 tensor on: the
         tensor, the byte, and the block and offset that they will have. (A view of them would cost as much as all else.)
+        Until what writes them is queued nothing may be sent, nor reserved, which may send.
         """
         size = -(-size // ALIGNED) * ALIGNED
         if self._head + size > self._clear:
@@ -77,19 +77,7 @@ class Drain:
             self._clear_ahead(size)
         begin = self._head
         self._head += size
-        return self._ring, begin, self._block, begin - self._unsent
-
-    def put(self, source: torch.Tensor, begin: int, end: int) -> tuple[Block, int]:
-        """Takes bytes begin … end − 1 of a tensor from the current stream; returns the block and offset that they will
-        have. `begin` is a multiple of 16; what lies between `end` and the next one is taken too.
-
-        Raises `ValueError` where the tensor ends before that.
-        """
-        if -(-end // ALIGNED) * ALIGNED > source.nbytes:
-            raise ValueError(f"bytes {begin} to {end} of captures were asked for; there are {source.nbytes}")
-        data, at, block, offset = self.reserve(end - begin)
-        moves.move(source, begin, data, at, end - begin)
-        return block, offset
+        return self.ring, begin, self._block, begin - self._unsent
 
     def _clear_ahead(self, size: int) -> None:
         """Sees to it that `size` bytes may be written from the head on, and as many more as are sent at once."""
@@ -121,7 +109,7 @@ class Drain:
         self._loose = []
         if self._head == self._unsent:
             return
-        self._block.data, event = self._copy(self._ring[self._unsent : self._head])
+        self._block.data, event = self._copy(self.ring[self._unsent : self._head])
         self._note(self._block)
         self._sent.append((self._unsent, self._head, event))
         self._unsent, self._block = self._head, Block()
@@ -146,11 +134,11 @@ class Drain:
     def _alone(self, size: int) -> tuple[torch.Tensor, int, Block, int]:
         """A reservation larger than the ring gets memory of its own."""
         try:
-            data = torch.empty(size, dtype=torch.uint8, device=self._ring.device)
+            data = torch.empty(size, dtype=torch.uint8, device=self.ring.device)
         except torch.OutOfMemoryError:
             self.flush()
             torch.cuda.empty_cache()
-            data = torch.empty(size, dtype=torch.uint8, device=self._ring.device)
+            data = torch.empty(size, dtype=torch.uint8, device=self.ring.device)
         block = Block()
         self.send()
         self._loose.append((data, block))

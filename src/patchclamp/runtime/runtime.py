@@ -33,10 +33,10 @@ Packed = tuple[str, str, str | None]
 class Limits(msgspec.Struct, frozen=True):
     """Sizes: programs at once, their records (one a point and piece) and bytes of vectors at hand.
 
-    On a GPU also: bytes that a step with a CUDA graph may capture (one that would capture more runs without a graph);
-    bytes of captures on their way off the device; bytes of captures in pinned host memory (the oldest move to ordinary
-    memory); and the sizes, in tokens of a step, for which graphs with taps are recorded (None: all that vLLM records;
-    steps of programs of other sizes run without a graph).
+    On a GPU also: bytes that a step with a CUDA graph may capture, at most half of what follows (one that would capture
+    more runs without a graph); bytes of captures on their way off the device; bytes of captures in pinned host memory
+    (the oldest move to ordinary memory); and the sizes, in tokens of a step, for which graphs with taps are recorded
+    (None: all that vLLM records; steps of programs of other sizes run without a graph).
     """
 
     max_programs: int = 256
