@@ -360,9 +360,13 @@ def _count(sampling: dict[str, Any]) -> int:
     return int(count)
 
 
-def _plain(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Sampling by names, with Python's own numbers."""
-    return {name: value.item() if isinstance(value, np.generic) else value for name, value in sampling.items()}
+def _plain(given: Any) -> Any:
+    """What is given, with Python's own numbers, lists and dicts."""
+    if isinstance(given, Mapping):
+        return {_plain(name): _plain(value) for name, value in given.items()}
+    if isinstance(given, (list, tuple)):
+        return [_plain(value) for value in given]
+    return given.tolist() if isinstance(given, (np.generic, np.ndarray)) else given
 
 
 def _seeded(sampling: dict[str, Any], number: int) -> dict[str, Any]:
