@@ -50,6 +50,9 @@ class LM:
         allow_code: bool = False,
         **options: Any,
     ) -> None:
+        self.batching = {
+            name: options.get(name) for name in ("max_num_seqs", "padding_side")
+        }  # what a proof depends on
         self.engine: Engine = open_engine(model, engine, options)
         self.bank, self._allow_code = NamedBank(), allow_code
         self._runs: weakref.WeakValueDictionary[str, Run] = weakref.WeakValueDictionary()
@@ -363,9 +366,11 @@ def _count(sampling: dict[str, Any]) -> int:
 def _plain(given: Any) -> Any:
     """What is given, with Python's own numbers, lists and dicts."""
     if isinstance(given, Mapping):
-        return {_plain(name): _plain(value) for name, value in given.items()}
+        return {name.item() if isinstance(name, np.generic) else name: _plain(value) for name, value in given.items()}
     if isinstance(given, (list, tuple)):
         return [_plain(value) for value in given]
+    if isinstance(given, (set, frozenset)):
+        return sorted(map(_plain, given), key=repr)
     return given.tolist() if isinstance(given, (np.generic, np.ndarray)) else given
 
 
@@ -376,6 +381,10 @@ def _seeded(sampling: dict[str, Any], number: int) -> dict[str, Any]:
         return sampling
     if not _is_id(seed) or not -(2**63) <= seed + number < 2**63:
         raise ProgramError(f"a whole number of 64 bits is needed, not {seed!r}", "sampling.seed")
+    if seed + number == -1:
+        raise ProgramError(
+            f"of runs from {seed} on one would have the seed -1, which is none: begin elsewhere", "sampling.seed"
+        )
     return {**sampling, "seed": seed + number}
 
 

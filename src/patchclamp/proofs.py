@@ -34,7 +34,7 @@ def _key(lm: Any) -> str:
     folder = Path(lm.model.name)
     files = sorted(folder.iterdir()) if folder.is_dir() else []
     marks = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    facts = (msgspec.structs.astuple(lm.model), marks, patchclamp.__version__, _code())
+    facts = (msgspec.structs.astuple(lm.model), lm.batching, marks, patchclamp.__version__, _code())
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 
 

@@ -513,7 +513,7 @@ WRONG_SAMPLING = [
     ({"repetition_detection": 5}, "RepetitionDetectionParams of vLLM is needed, not 5"),
     ({"structured_outputs": {"json": 1}}, "StructuredOutputsParams of vLLM is needed"),
     ({"skip_reading_prefix_cache": "x"}, "sampling.skip_reading_prefix_cache: "), ({"min_tokens": 1.5}, "sampling.min_tokens: "),
-    ({"bad_words": "a"}, "sampling.bad_words: "), ({"stop": (5,)}, "sampling.stop: "),
+    ({"logit_bias": {(1, 2): 0.5}}, "sampling.logit_bias: "), ({"bad_words": "a"}, "sampling.bad_words: "), ({"stop": (5,)}, "sampling.stop: "),
     ({"temperature": None}, "sampling.temperature: "), ({"stop_token_ids": ["a"]}, "sampling.stop_token_ids: "),
 ]  # fmt: skip
 
@@ -524,7 +524,7 @@ def test_sampling_of_a_wrong_type_is_refused_before_it_ends_the_engine(shallow, 
     with pytest.raises(pc.ProgramError, match="sampling") as caught:
         lm.run(PROMPTS[0], max_tokens=2, sampling={"temperature": 0.7, **sampling})
     assert text in str(caught.value)
-    right = {"temperature": np.float32(0.7), "seed": np.int64(3), "logit_bias": {np.int64(5): 1}, "stop": ("never",),
+    right = {"allowed_token_ids": {5, 6, 7}, "temperature": np.float32(0.7), "seed": np.int64(3), "logit_bias": {np.int64(5): 1}, "stop": ("never",),
              "stop_token_ids": np.array([3, 4]), "top_k": 5}  # fmt: skip
     assert len(lm.run(PROMPTS[0], max_tokens=2, sampling=right).token_ids) == 2
 

@@ -99,11 +99,14 @@ def test_how_many_tokens_fit_is_told_by_other_names_or_asked_for(tmp_path):
 def test_a_model_whose_runs_depend_on_each_other_is_refused(tmp_path):
     """Pegasus' decoder counts places, padding among them."""
     folder = of_family(tmp_path, "pegasus")
-    with pytest.raises(ModelError, match=r"a run depends on those beside it: .* change by .*max_num_seqs=1"):
-        pc.LM(folder, engine="transformers", **IDS)
+    for width in (2, 3, 8, 64):
+        with pytest.raises(ModelError, match=r"a run depends on those beside it: .* change by .*max_num_seqs=1"):
+            pc.LM(folder, engine="transformers", max_num_seqs=width, **IDS)
     with pc.LM(folder, engine="transformers", max_num_seqs=1, **IDS) as lm:
         together = lm.run([list(range(5, 25)), list(range(100, 112))], max_tokens=2)
         assert together[1].logprobs == lm.run(list(range(100, 112)), max_tokens=2).logprobs
+    with pytest.raises(ModelError, match="a run depends on those beside it"):  # what was proved of one is not of others
+        pc.LM(folder, engine="transformers", **IDS)
 
 
 @pytest.mark.parametrize("name", ["mistral", "gpt_oss", "gemma3", "starcoder2"])

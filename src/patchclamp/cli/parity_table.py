@@ -29,7 +29,7 @@ def show_table(console: Console, found: Parity) -> None:
         )  # fmt: skip
     console.print(table)
     if found.left_out:
-        console.print(Text(f"on one engine only, by its table: {', '.join(found.left_out)}", style="dim"))
+        console.print(Text(f"on one engine only, for the tables differ: {', '.join(found.left_out)}", style="dim"))
     near = found.logprobs <= found.bounds.logprobs
     console.print(Text.assemble("log-probabilities ", _bounded(found.logprobs, near), " apart at most"))
     _show_verdict(console, found)

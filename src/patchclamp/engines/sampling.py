@@ -38,9 +38,9 @@ class Sampler:
         for name in sampling:
             if name not in NAMES:
                 raise unknown("sampling parameter", name, NAMES, f"sampling.{name}")
-        for name, low, high in (("temperature", 0, 100), ("top_p", 1e-6, 1), ("min_p", 0, 1)):
+        for name, low, high in (("temperature", 0, 2), ("top_p", 1e-6, 1), ("min_p", 0, 1)):
             given = sampling.get(name, high)
-            if not isinstance(given, (int, float)) or not low <= given <= high:
+            if not isinstance(given, (int, float)) or isinstance(given, bool) or not low <= given <= high:
                 raise ProgramError(f"a number from {low} to {high} is needed, not {given!r}", f"sampling.{name}")
         top_k = sampling.get("top_k", 0)
         if top_k is not None and (not _whole(top_k) or top_k < -1):

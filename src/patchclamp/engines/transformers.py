@@ -87,11 +87,12 @@ class TransformersEngine:
         tabled = has_table(named, config)
         if not tabled and config.get_text_config() is not config:
             raise ModelError(f"no site table for {named}, {WITHIN}")
-        if padding_side == "right":
-            _can_be_padded_right(config, tabled)
-        family = family_of(named, config) if tabled else untabled(config, trust_remote_code)
-        self.sites = SiteMap(family, sizes_of(config))
+        sizes = sizes_of(config)
         kind, longest = str(self._net.dtype).removeprefix("torch."), max_model_len or _longest(config)
+        if padding_side == "right":
+            _can_be_padded_right(config, tabled, longest)
+        family = family_of(named, config) if tabled else untabled(config, trust_remote_code)
+        self.sites = SiteMap(family, sizes)
         self.model = Model(
             name, "transformers", transformers.__version__, family.name, config.num_hidden_layers, config.hidden_size,
             config.vocab_size, kind, longest, f"{self.device} {getattr(config, '_commit_hash', None)}",
@@ -326,11 +327,12 @@ def _whole(net: Any, missing: Iterable[str]) -> Any:
     return net
 
 
-def _can_be_padded_right(config: Any, tabled: bool) -> None:
-    """Raises `ModelError` for a model whose layers may count the places in the cache rather than positions."""
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    window = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
-    if not tabled or kinds or window:
+def _can_be_padded_right(config: Any, tabled: bool, longest: int) -> None:
+    """Raises `ModelError` for a model whose layers may count the places in the cache rather than positions: those with
+    a window that is shorter than what they may see."""
+    kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    windowed = set(kinds) != {"full_attention"} if kinds else getattr(config, "use_sliding_window", True)
+    if not tabled or (windowed and window is not None and window < longest):
         why = "a sliding window" if tabled else "no site table that would tell what its layers count"
         raise ModelError(
             f"padded on the right, what {config.model_type} models generate would lie behind the padding, and this one "

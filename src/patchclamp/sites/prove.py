@@ -110,31 +110,34 @@ def _captures(at: list[str]) -> list[Capture]:
 
 
 def _runs(lm: Any, ids: list[int], programs: list[list[Any]], beside: list[int] | None = None) -> list[Any]:
-    """A run of each program, all in one batch, in which another prompt may be."""
-    prompts, programs = [ids] * len(programs) + ([beside] if beside else []), programs + ([[]] if beside else [])
-    return lm.run(prompts, max_tokens=1, edits=programs, capture=[_LOGITS])[: len(prompts) - bool(beside)]
+    """A run of each program, all in one batch, after a prompt that may run beside them: where batches are small, beside
+    the first."""
+    others = [] if beside is None else [beside]
+    runs = lm.run([*others, *[ids] * len(programs)], max_tokens=1, edits=[*[[] for _ in others], *programs],
+                  capture=[_LOGITS])  # fmt: skip
+    return runs[len(others) :]
 
 
 def _finite(lm: Any, base: Any) -> None:
     for place in lm.sites.places():
         if not np.isfinite(np.asarray(base[str(place)])).all():
             raise ModelError(
-                f"{place} is not finite on this model in {lm.model.dtype}, before anything is edited; another dtype "
-                "may do (dtype=...)"
+                f"{place} is not finite on this model in {lm.model.dtype}, before anything is edited, and proves "
+                "nothing; another dtype may do (dtype=...), or prove=False"
             )
 
 
 def _noise(lm: Any, base: Any, *others: Any) -> float:
     """By how much runs of one prompt differ in a batch with another one, from one that ran alone, at most."""
-    noise = max(float(np.abs(_answer(other) - _answer(base)).max()) for other in others)
-    size = float(np.abs(_answer(base)).max())
+    gaps = [np.abs(_answer(other) - _answer(base)) for other in others]
+    size, noise = float(np.abs(_answer(base)[:-1]).max()), max(float(gap[:-1].max()) for gap in gaps)
     if noise > ALIKE.get(lm.model.dtype, max(ALIKE.values())) * size:
         raise ModelError(
             f"on this model a run depends on those beside it: with a longer prompt in the batch its logits, of up to "
             f"{size:.2g}, change by {noise:.2g}. Nothing that is read or written there is one request's alone; run one "
             "at a time (max_num_seqs=1), or another implementation of the model"
         )
-    return noise
+    return max(float(gap.max()) for gap in gaps)
 
 
 def _answer(run: Any) -> np.ndarray:
@@ -164,7 +167,7 @@ def _push(base: Any, place: Any) -> Add:
 
 def _right(base: Any, place: Any, rows: int, width: int) -> bool:
     found = np.asarray(base[str(place)])
-    return (len(found), found.size) == (rows, rows * width) and bool(np.isfinite(found).all())
+    return (len(found), found.size) == (rows, rows * width)
 
 
 def _row(base: Any, place: Any) -> np.ndarray:
@@ -179,7 +182,7 @@ def _proof(lm: Any, base: Any, name: str, noop: bool, moved: dict[str, bool], ad
     wrong = [p for p in places if not _right(base, p, rows, point.width)]
     tried = [place for place in places if str(place) in moved]
     still = [place for place in tried if not moved[str(place)]]
-    notes = [f"{wrong[0]} has shape {list(base[str(wrong[0])].shape)} or is not finite"] if wrong else []
+    notes = [f"{wrong[0]} has shape {list(base[str(wrong[0])].shape)}"] if wrong else []
     notes += ["writing back what was read changes the logits"] if not noop else []
     notes += [f"an edit at {still[0]} does not move the logits"] if still else []
     notes += [added] if added else []

@@ -10,6 +10,7 @@ not certain is not offered; whether attention and MLP add up to the stream, the 
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import msgspec
@@ -148,7 +149,7 @@ def _run(net: Any, tree: Tree) -> None:
     # with a mask of its own, and positions: most models read none of their values then
     known = {"attention_mask": torch.zeros(1, 1, T, T), "position_ids": torch.zeros(1, T, dtype=torch.long)}
     failed: Exception | None = None
-    for given_too, dtype in ((known, torch.bfloat16), ({}, torch.bfloat16), (known, torch.float32)):
+    for given_too, dtype in itertools.product((known, {}), (torch.bfloat16, torch.float32)):
         tree.calls.clear()
         net.to(dtype)
         try:
@@ -232,7 +233,8 @@ def _norm_before(tree: Tree, path: str) -> str | None:
     for name in tree.children(owner):
         beside = f"{owner}.{name}"
         made = tree.calls.get(beside, Call()).result
-        is_norm = "norm" in name or "norm" in type(tree.modules[beside]).__name__.lower()
+        kind = type(tree.modules[beside]).__name__
+        is_norm = ("norm" in name or "norm" in kind.lower()) and kind != "Identity"
         if is_norm and made is not None and made.untyped_storage()._cdata == taken.untyped_storage()._cdata:
             return beside
     return None

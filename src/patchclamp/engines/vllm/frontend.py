@@ -388,7 +388,7 @@ class VllmEngine:
             self._engine.add_request(request.run, prompt, self._params(request), lora_request=adapter)
         except Exception as error:
             del self._waiting[request.run]
-            self._refuse(request, future, error)
+            self._refuse(request, future, _told(error, RunError))  # vLLM's word on this request alone
 
     def _refuse(self, request: Request, future: Future[Answer], error: BaseException) -> None:
         self._heard.discard(request.run)

@@ -40,7 +40,7 @@ def check(sampling: dict[str, Any]) -> None:
             raise unknown("sampling parameter", name, names, f"sampling.{name}")
         _check_type(name, value, types[name])
     try:
-        SamplingParams(**{"temperature": 0.0, **sampling})
+        SamplingParams(**{"temperature": 0.0, "max_tokens": None, **sampling})
     except Exception as error:  # vLLM's own validation error among them, which is not a ValueError
         raise ProgramError(str(error) or f"vLLM does not take {sampling}", "sampling") from None
 
