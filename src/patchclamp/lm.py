@@ -50,9 +50,8 @@ class LM:
         allow_code: bool = False,
         **options: Any,
     ) -> None:
-        self.batching = {
-            name: options.get(name) for name in ("max_num_seqs", "padding_side")
-        }  # what a proof depends on
+        # of the options, what runs that share a batch depend on, and with that a proof (`proofs`)
+        self.batching = {name: options.get(name) for name in ("max_num_seqs", "padding_side")}
         self.engine: Engine = open_engine(model, engine, options)
         self.bank, self._allow_code = NamedBank(), allow_code
         self._runs: weakref.WeakValueDictionary[str, Run] = weakref.WeakValueDictionary()

@@ -546,3 +546,11 @@ def test_what_only_looks_like_numbers_is_refused():
     for vector in (torch.ones(3, dtype=torch.complex64), np.ones(3, complex)):
         with pytest.raises(pc.ShapeError, match="a vector is of real numbers"):
             pc.Add(vector, pc.embed)
+
+
+def test_what_vllm_says_of_one_request_is_that_requests_error(shallow):
+    lm = shallow.get("vllm", "float32")
+    with pytest.raises(pc.RunError):  # and no EngineError: the engine is well
+        lm.run(PROMPTS[0], max_tokens=2, sampling={"temperature": 0.7, "logit_bias": {-1: 1.0}})
+    long = lm.run(PROMPTS[0], max_tokens=20, sampling={"min_tokens": 18})
+    assert len(long.token_ids) >= 18

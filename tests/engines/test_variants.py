@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import (
@@ -14,6 +17,7 @@ from transformers import (
 )
 
 import patchclamp as pc
+from patchclamp.engines.transformers import _can_be_padded_right
 from patchclamp.errors import ModelError
 from patchclamp.sites.prove import prove
 
@@ -184,3 +188,17 @@ def test_an_opt_that_the_table_is_not_about_says_why(tmp_path, changed):
     folder = of_family(tmp_path, "opt", **changed)
     with pytest.raises(ModelError, match=f"the table of opt models is for {next(iter(changed))}="):
         pc.LM(folder, engine="vllm", **IDS, **EAGER)
+
+
+@pytest.mark.parametrize(
+    ("config", "refused"),
+    [
+        ({"sliding_window": 4096}, True), ({"sliding_window": None}, False), ({}, False),
+        ({"sliding_window": 262_144}, False), ({"sliding_window": 4096, "use_sliding_window": False}, False),
+        ({"sliding_window": 4096, "use_sliding_window": True, "layer_types": ["full_attention"] * 2}, False),
+        ({"sliding_window": 4096, "layer_types": ["sliding_attention", "full_attention"]}, True),
+    ],
+)  # fmt: skip
+def test_windows_that_never_bite_may_be_padded_on_the_right(config, refused):
+    with pytest.raises(ModelError, match="a sliding window") if refused else nullcontext():
+        _can_be_padded_right(SimpleNamespace(model_type="phi3", **config), True, 131_072)
