@@ -37,7 +37,7 @@ def cases(layers: int, width: int) -> dict[str, list[Any]]:
     import torch
 
     import patchclamp as pc
-    from patchclamp.spec import Program
+    from patchclamp.language import Program
 
     def steer(at: Any) -> Program:
         return Program.of([pc.Add(0.01 * torch.randn(width), at=at)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from patchclamp import spec
+from patchclamp import language
 from patchclamp.errors import (
     AddressMoved,
     CapacityError,
@@ -21,7 +21,7 @@ from patchclamp.errors import (
     UnknownName,
     UnsupportedSite,
 )
-from patchclamp.spec import (
+from patchclamp.language import (
     Ablate,
     Add,
     Apply,
@@ -70,8 +70,8 @@ neurons = Site("neurons")
 router = Site("router")
 final_norm = Site("final_norm")
 logits = Site("logits")
-site = spec.site
-tokens = spec.tokens
+site = language.site
+tokens = language.tokens
 
 _LAZY = {
     "LM": ("patchclamp.lm", "LM"),

@@ -20,8 +20,8 @@ from patchclamp.plan import Prompt, bind
 from patchclamp.plan.bind import Code
 from patchclamp.proofs import ensure_proved
 from patchclamp.run import Run
-from patchclamp.spec import At, Op, Program, Site
-from patchclamp.spec.fuzz import fuzz
+from patchclamp.language import At, Op, Program, Site
+from patchclamp.language.fuzz import fuzz
 from patchclamp.store.named import NamedBank
 from patchclamp.stream import Stream
 
@@ -97,7 +97,7 @@ class LM:
 
         `prompt`: text or token ids, or a list of either; `messages`: a chat instead. `edits` and `capture`: one program
         for all prompts, or a list of lists, one a prompt. `sampling`: vLLM's names, greedy if not given, or a list of
-        such, one a prompt; its `extra_args` may have `fuzz_strength`, `fuzz_seed` and `fuzz_mode` (`spec.fuzz`), which
+        such, one a prompt; its `extra_args` may have `fuzz_strength`, `fuzz_seed` and `fuzz_mode` (`language.fuzz`), which
         act after the edits. With `n` in it above 1 a prompt has a list of so many runs in place of one, each with its
         program, captures and seed (`seed` + its number). `score`: token ids whose log-probability as the next token
         after the prompt is wanted (`run.scores`), or a list of such lists. `lora`: the folder of an adapter that PEFT

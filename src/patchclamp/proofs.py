@@ -41,7 +41,7 @@ def _key(lm: Any) -> str:
 def _code() -> str:
     """The code that reads and writes sites; a change of it voids old proofs."""
     root = Path(__file__).parent
-    rooms = ("sites", "spec", "kernels", "runtime", "engines", "plan", "store")
+    rooms = ("sites", "language", "kernels", "runtime", "engines", "plan", "store")
     files = [file for room in rooms for file in sorted((root / room).rglob("*.py"))]
     files += [root / name for name in ("proofs.py", "lm.py", "run.py")]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

@@ -10,11 +10,11 @@ import numpy as np
 from patchclamp.engines.base import Answer, Request
 from patchclamp.errors import MissingSource, PatchclampError, ProgramError
 from patchclamp.plan import CAPTURE, Bound, BoundOp, Prompt
-from patchclamp.spec import Program, Site
-from patchclamp.spec.ops import DTYPES
-from patchclamp.spec.site import site as read_site
-from patchclamp.spec.tokens import Tokens
-from patchclamp.spec.tokens import tokens as as_tokens
+from patchclamp.language import Program, Site
+from patchclamp.language.ops import DTYPES
+from patchclamp.language.site import site as read_site
+from patchclamp.language.tokens import Tokens
+from patchclamp.language.tokens import tokens as as_tokens
 
 
 class Run:

@@ -91,7 +91,7 @@ def test_an_op_does_what_its_formula_says(runs, mode, name):
         assert worst_row(after[others], before[others]) <= 1e-4
 
 
-def slice_of(tokens: pc.spec.Positions, last: int):
+def slice_of(tokens: pc.language.Positions, last: int):
     """The positions that a selection of `EDITS` names, as an index."""
     text = str(tokens)
     if text == "every":

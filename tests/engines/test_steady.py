@@ -17,7 +17,7 @@ from patchclamp.plan import Prompt, bind
 from patchclamp.runtime import Limits, Runtime
 from patchclamp.sites import SiteMap
 from patchclamp.sites.map import Sizes
-from patchclamp.spec import Program
+from patchclamp.language import Program
 from tests.unit.test_cuda_step import LLAMA, WIDTH
 
 PROGRAMS = (

@@ -17,7 +17,7 @@ from patchclamp.plan import Batch, Prompt, bind
 from patchclamp.runtime import Limits, Runtime
 from patchclamp.sites import SiteMap, Sizes
 from patchclamp.sites.tables import LLAMA
-from patchclamp.spec import Program
+from patchclamp.language import Program
 from patchclamp.store.captures import Captured
 from tests.reference import cuda_on_cpu, tables
 

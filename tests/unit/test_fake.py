@@ -12,7 +12,7 @@ from patchclamp.engines.base import Request
 from patchclamp.engines.fake_tokenizer import BOS, EOS, FakeTokenizer
 from patchclamp.plan import Prompt, bind
 from patchclamp.plan.bind import vector_key
-from patchclamp.spec.program import Program
+from patchclamp.language.program import Program
 
 EIFFEL, COLOSSEUM = "The Eiffel Tower is in", "The Colosseum is in the"
 STREAM = ("embed", "resid_pre", "resid_mid", "resid_post")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import patchclamp as pc
-from patchclamp.spec import Program
+from patchclamp.language import Program
 from patchclamp.store.named import Means, NamedBank
 
 D = 16  # of the fake model

@@ -165,7 +165,7 @@ class TestStudy:
         assert found.first == "z[2]"
         assert msgspec.structs.replace(found, gaps={"logits": 1.0, "final_norm": 1.0}).first == "final_norm"
         assert msgspec.structs.replace(found, gaps={"mlp_out[0]": 1.0, "embed": np.nan}).first == "embed"
-        assert set(parity_result.FLOW) == set(pc.spec.SITES)
+        assert set(parity_result.FLOW) == set(pc.language.SITES)
 
     @pytest.mark.parametrize(
         ("wrong", "text"),

@@ -29,8 +29,8 @@ from patchclamp.plan.reuse import block_key, lowest_capture
 from patchclamp.plan.step import BYTES
 from patchclamp.plan.table import records_of
 from patchclamp.sites import SiteMap, Sizes
-from patchclamp.spec.ops import LARGEST
-from patchclamp.spec.program import Program
+from patchclamp.language.ops import LARGEST
+from patchclamp.language.program import Program
 from tests.reference.records import record_array
 
 D, V, LAYERS = 4, 7, 3

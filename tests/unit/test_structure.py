@@ -18,7 +18,7 @@ FILES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 ORDER = (
     "cli", "plots", "studies", "trace", "doctor", "lm", "stream", "run", "proofs", "serve", "engines", "runtime", "kernels", "plan", "sites",
-    "store", "spec", "errors",
+    "store", "language", "errors",
 )  # fmt: skip
 ABOVE_THE_FACE = ORDER[: ORDER.index("lm")]  # these may `import patchclamp as pc`
 COMPAT = "engines/vllm/compat/"
@@ -33,7 +33,7 @@ every_file = pytest.mark.parametrize("name", FILES)
 
 
 def module(name: str) -> str:
-    """`spec/site.py` → `patchclamp.spec.site`."""
+    """`language/site.py` → `patchclamp.language.site`."""
     parts = name.removesuffix(".py").removesuffix("__init__").strip("/").replace("/", ".")
     return f"patchclamp.{parts}" if parts else "patchclamp"
 
@@ -90,13 +90,13 @@ def test_the_order_knows_what_an_import_is():
         imports(ast.parse("def f():\n from patchclamp.lm import LM\nif TYPE_CHECKING:\n import patchclamp.plots"))
     )
     assert found == {"patchclamp.lm", "patchclamp.lm.LM", "patchclamp.plots"}
-    assert set(imports(ast.parse("from patchclamp.spec import site, tokens"))) == {
-        "patchclamp.spec.site",
-        "patchclamp.spec.tokens",
+    assert set(imports(ast.parse("from patchclamp.language import site, tokens"))) == {
+        "patchclamp.language.site",
+        "patchclamp.language.tokens",
     }
     assert rooms("engines/open.py") == {"engines", "errors"}
-    assert rooms("lm.py") >= {"engines", "errors", "plan", "spec"}
-    assert room("spec/site.py") == "spec"
+    assert rooms("lm.py") >= {"engines", "errors", "plan", "language"}
+    assert room("language/site.py") == "language"
     assert room("__init__.py") == "face"
 
 
@@ -108,14 +108,14 @@ def test_no_import_cycle():
         return {word for word in imports(direct) if word in MODULES}
 
     graph = {module(name): loaded(tree) - {module(name)} for name, tree in TREES.items()}
-    assert graph["patchclamp.spec.tokens"] >= {"patchclamp.spec.site", "patchclamp.errors"}
+    assert graph["patchclamp.language.tokens"] >= {"patchclamp.language.site", "patchclamp.errors"}
     assert set(graphlib.TopologicalSorter(graph).static_order()) >= MODULES
 
 
 @every_file
 def test_only_the_rooms_that_may_know_torch_and_vllm(name):
     roots = {word.split(".")[0] for word in imports(TREES[name])}
-    if room(name) in ("spec", "plan", "errors"):
+    if room(name) in ("language", "plan", "errors"):
         assert "torch" not in roots
     if not name.startswith("engines/vllm/"):
         assert "vllm" not in roots
@@ -145,7 +145,7 @@ def run_python(code: str) -> str:
 def test_importing_is_cheap():
     heavy = {"torch", "vllm", "matplotlib", "transformers", "pandas", "plotly", "safetensors"}
     loaded = set(run_python("import sys, patchclamp; print(*sys.modules)").split())
-    assert "patchclamp.spec.program" in loaded
+    assert "patchclamp.language.program" in loaded
     assert not (heavy | {"numpy"}) & loaded
     code = "import sys, patchclamp.lm, patchclamp.studies, patchclamp.engines.fake; print(*sys.modules)"
     loaded = set(run_python(code).split())

@@ -25,7 +25,7 @@ from patchclamp.errors import (
 from patchclamp.plan.prompt import Case, Prompt
 from patchclamp.plan.table import APPLY, BLEND, CAPTURE, LINEAR, NOISE, PROJECT, packed
 from patchclamp.sites import Place, SiteMap
-from patchclamp.spec import (
+from patchclamp.language import (
     Ablate,
     Add,
     Apply,
@@ -41,9 +41,9 @@ from patchclamp.spec import (
     Use,
     Vector,
 )
-from patchclamp.spec.ops import DTYPES, LARGEST, Op
-from patchclamp.spec.tokens import Tokens, ids_in
-from patchclamp.spec.values import orthonormal
+from patchclamp.language.ops import DTYPES, LARGEST, Op
+from patchclamp.language.tokens import Tokens, ids_in
+from patchclamp.language.values import orthonormal
 from patchclamp.store.named import NamedBank, is_run
 
 Piece = tuple[int, int, int, int]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from patchclamp.spec.ops import DTYPES
+from patchclamp.language.ops import DTYPES
 from patchclamp.store.spans import Spans
 
 _DTYPES = len(DTYPES)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from patchclamp.spec.tokens import Joined, TextSpan, TokenIds, Tokens, ids_in
+from patchclamp.language.tokens import Joined, TextSpan, TokenIds, Tokens, ids_in
 
 
 class Case(msgspec.Struct):

@@ -9,7 +9,7 @@ import msgspec
 from patchclamp.errors import ModelError, UnsupportedSite
 from patchclamp.sites.families import Family, Sizes, Tap
 from patchclamp.sites.tables import FAMILIES
-from patchclamp.spec.site import SITES, Index, Range, Site
+from patchclamp.language.site import SITES, Index, Range, Site
 
 WIDEST_PART = 0xFFFF  # columns of a point whose parts can be named (`plan.table`)
 

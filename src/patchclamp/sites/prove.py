@@ -18,7 +18,7 @@ import numpy as np
 from patchclamp.errors import ModelError
 from patchclamp.sites.order import disorder, watched
 from patchclamp.sites.sums import sums
-from patchclamp.spec import Add, Capture, From, Replace, Site, prompt
+from patchclamp.language import Add, Capture, From, Replace, Site, prompt
 
 LENGTH, LONGER = 4, 11  # tokens of the proof's prompt, and of one that runs beside it
 # how far the logits of a run may be apart, alone and in a batch, of the largest: kernels round otherwise there, and

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from patchclamp.spec import Site
+from patchclamp.language import Site
 
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 COARSE = 2.0**-3  # of whatever else a model is in

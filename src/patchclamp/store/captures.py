@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from patchclamp.errors import MissingSource
-from patchclamp.spec.ops import DTYPES
+from patchclamp.language.ops import DTYPES
 from patchclamp.store.spans import Spans
 
 

@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 
 from patchclamp.errors import MissingSource, PatchclampError, ProgramError, ShapeError, near
-from patchclamp.spec import Capture, Op, Program, Vector
-from patchclamp.spec.values import check_name
+from patchclamp.language import Capture, Op, Program, Vector
+from patchclamp.language.values import check_name
 
 
 class Means(msgspec.Struct, frozen=True):

@@ -18,10 +18,10 @@ import numpy as np
 from patchclamp.errors import PatchclampError, ProgramError, TokensError, UnsupportedSite
 from patchclamp.lm import LM
 from patchclamp.run import Run
-from patchclamp.spec import From, Range, Replace, Site
-from patchclamp.spec.site import Index, parse_index, site
-from patchclamp.spec.tokens import Positions, Tokens, every
-from patchclamp.spec.tokens import tokens as read_tokens
+from patchclamp.language import From, Range, Replace, Site
+from patchclamp.language.site import Index, parse_index, site
+from patchclamp.language.tokens import Positions, Tokens, every
+from patchclamp.language.tokens import tokens as read_tokens
 from patchclamp.studies.align import Alignment, align
 from patchclamp.studies.metric import Graded, grade, single_token
 from patchclamp.studies.progress import progress

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from patchclamp.errors import ProgramError, TokensError, unknown
-from patchclamp.spec.site import Index, Range, parse_index, whole
+from patchclamp.language.site import Index, Range, parse_index, whole
 
 GROUPS = ("prompt", "generated", "every")
 

@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 
 from patchclamp.errors import PatchclampError, ProgramError, ShapeError, unknown
-from patchclamp.spec.site import At, site
-from patchclamp.spec.tokens import every
-from patchclamp.spec.tokens import tokens as as_tokens
-from patchclamp.spec.values import Named, Vector, check_name
-from patchclamp.spec.values import value as as_value
+from patchclamp.language.site import At, site
+from patchclamp.language.tokens import every
+from patchclamp.language.tokens import tokens as as_tokens
+from patchclamp.language.values import Named, Vector, check_name
+from patchclamp.language.values import value as as_value
 
 LARGEST = (2 - 2**-23) * 2.0**127  # of fp32
 DTYPES = ("float32", "bfloat16", "float16")

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from patchclamp.errors import PatchclampError, ProgramError, unknown
-from patchclamp.spec.ops import Noise, Op, Scale
-from patchclamp.spec.site import Site
+from patchclamp.language.ops import Noise, Op, Scale
+from patchclamp.language.site import Site
 
 NAMES, MODES = ("fuzz_strength", "fuzz_seed", "fuzz_mode"), ("noise", "scale")
 

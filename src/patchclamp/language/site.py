@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from patchclamp.errors import ProgramError, UnknownName, UnsupportedSite, unknown
-from patchclamp.spec.aliases import NNTERP, elsewhere, hook
+from patchclamp.language.aliases import NNTERP, elsewhere, hook
 
 if TYPE_CHECKING:
-    from patchclamp.spec.tokens import Tokens
+    from patchclamp.language.tokens import Tokens
 
 
 class Kind(msgspec.Struct, frozen=True):
@@ -99,7 +99,7 @@ class Site(msgspec.Struct, frozen=True):
         return Site(self.name, *(_index(k) for k in keys))
 
     def __matmul__(self, tokens: Tokens | str) -> At:
-        from patchclamp.spec.tokens import tokens as as_tokens
+        from patchclamp.language.tokens import tokens as as_tokens
 
         return At(self, as_tokens(tokens))
 
@@ -164,7 +164,7 @@ def parse_index(text: str) -> Index | None:
 
 
 def site(text: Site | str) -> Site:
-    """A site from its text form, from its name in TransformerLens or nnterp (`spec.aliases`), or a site itself.
+    """A site from its text form, from its name in TransformerLens or nnterp (`language.aliases`), or a site itself.
 
     Raises `UnknownName`, which of a name of theirs that is no site of ours says what to use instead, and
     `UnsupportedSite` for attention weights.

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from patchclamp.errors import PatchclampError, ProgramError, ShapeError
-from patchclamp.spec.site import Site, site
-from patchclamp.spec.tokens import Tokens
-from patchclamp.spec.tokens import tokens as as_tokens
+from patchclamp.language.site import Site, site
+from patchclamp.language.tokens import Tokens
+from patchclamp.language.tokens import tokens as as_tokens
 
 if TYPE_CHECKING:
     import numpy as np

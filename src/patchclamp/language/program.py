@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 
 from patchclamp.errors import PatchclampError, ProgramError, unknown
-from patchclamp.spec.ops import OPS, Apply, Capture, Op, Use, capture
-from patchclamp.spec.site import At, Site
-from patchclamp.spec.tokens import Selection
-from patchclamp.spec.values import From, Named, Vector, value
+from patchclamp.language.ops import OPS, Apply, Capture, Op, Use, capture
+from patchclamp.language.site import At, Site
+from patchclamp.language.tokens import Selection
+from patchclamp.language.values import From, Named, Vector, value
 
 VALUES = {"vector": Vector, "from": From, "named": Named}
 VECTORS = {"value", "mask", "direction", "directions"}  # fields that hold numbers

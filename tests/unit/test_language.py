@@ -14,12 +14,12 @@ import patchclamp as pc
 from patchclamp import errors
 from patchclamp.errors import TREE, pack, unpack
 from patchclamp.sites.tables import FAMILIES
-from patchclamp.spec import SITES, Range, TextSpan
-from patchclamp.spec.aliases import DIFFERENCES, ELSEWHERE, NNTERP, TRANSFORMER_LENS
-from patchclamp.spec.ops import DTYPES, OPS, capture
-from patchclamp.spec.program import Program, to_dict
-from patchclamp.spec.tokens import GROUPS, Joined, Positions
-from patchclamp.spec.values import orthonormal
+from patchclamp.language import SITES, Range, TextSpan
+from patchclamp.language.aliases import DIFFERENCES, ELSEWHERE, NNTERP, TRANSFORMER_LENS
+from patchclamp.language.ops import DTYPES, OPS, capture
+from patchclamp.language.program import Program, to_dict
+from patchclamp.language.tokens import GROUPS, Joined, Positions
+from patchclamp.language.values import orthonormal
 
 ends = st.none() | st.integers(-40, 40)
 ranges = st.builds(Range, ends, ends, st.none() | st.integers(1, 5)).filter(lambda made: made != Range())
