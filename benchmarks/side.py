@@ -22,7 +22,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 PROMPT = 64
-IN_STEP, BESIDE = ("before", "planned", "after"), ("do_reserve", "do_finish", "do_release")
+IN_STEP, BESIDE = ("before", "planned", "after"), ("do_admit", "do_finish", "do_release")
 AGAIN = "make_plan at once again"
 WITHIN = ("make_plan", "load", AGAIN)  # of "planned", but for the last
 QUIET = 4  # cores that measurements take turns on

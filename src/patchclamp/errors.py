@@ -113,7 +113,7 @@ def unknown(what: str, word: str, known: Iterable[str], path: str | None = None)
     return UnknownName(f"no {what} {word!r}{near(word, known)}; there are: {', '.join(known)}", path)
 
 
-def described(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """A foreign error's class and text, and of one without text where it was raised."""
     text, trace = str(error), error.__traceback__
     while trace is not None and trace.tb_next is not None:
@@ -123,11 +123,11 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"
 
 
-def told(error: Exception) -> PatchclampError:
+def as_patchclamp_error(error: Exception) -> PatchclampError:
     """Any exception as one of ours; a foreign one becomes a `RunError` that names it and has it as its cause."""
     if isinstance(error, PatchclampError):
         return error
-    made = RunError(described(error))
+    made = RunError(describe_error(error))
     made.__cause__ = error
     return made
 
@@ -136,10 +136,10 @@ def pack(error: Exception) -> tuple[str, str, str | None]:
     """An error as plain data (class, message, path), to cross a process."""
     if isinstance(error, PatchclampError):
         return type(error).__name__, error.message, error.path
-    return "RunError", described(error), None
+    return "RunError", describe_error(error), None
 
 
 def unpack(packed: tuple[str, str, str | None]) -> PatchclampError:
-    """The error that `pack` described; a class this version does not know comes back as `RunError`."""
+    """The error that `pack` describe_error; a class this version does not know comes back as `RunError`."""
     name, message, path = packed
     return TREE.get(name, RunError)(message, path)

@@ -16,17 +16,17 @@ from patchclamp.engines.adapters import Adapter, adapters_of
 from patchclamp.engines.base import Answer, Engine, Request
 from patchclamp.engines.open import open_engine
 from patchclamp.errors import EngineError, MissingSource, PatchclampError, ProgramError, TokensError
+from patchclamp.language import At, Op, Program, Site
+from patchclamp.language.fuzz import fuzz
 from patchclamp.plan import Prompt, bind
 from patchclamp.plan.bind import Code
 from patchclamp.proofs import ensure_proved
 from patchclamp.run import Run
-from patchclamp.language import At, Op, Program, Site
-from patchclamp.language.fuzz import fuzz
 from patchclamp.store.named import NamedBank
 from patchclamp.stream import Stream
 
-MOST_RUNS = 16_384  # of one prompt, as in vLLM
-MOST_SCORES = 128  # token ids graded in one run: what vLLM's sampler takes
+MAX_RUNS = 16_384  # of one prompt, as in vLLM
+MAX_SCORES = 128  # token ids graded in one run: what vLLM's sampler takes
 
 
 class LM:
@@ -311,8 +311,8 @@ class LM:
             )
         max_tokens, score = int(max_tokens), list(score)
         outside = [i for i in score if not _is_id(i) or not 0 <= i < self.model.d_vocab]
-        if len(set(score)) > MOST_SCORES:
-            raise ProgramError(f"at most {MOST_SCORES} tokens can be scored, not {len(set(score))}", "score")
+        if len(set(score)) > MAX_SCORES:
+            raise ProgramError(f"at most {MAX_SCORES} tokens can be scored, not {len(set(score))}", "score")
         if outside:
             raise TokensError(f"{outside[0]!r} is not a token id below {self.model.d_vocab}", "score")
         vectors: dict[str, np.ndarray] = {}
@@ -355,8 +355,8 @@ def _count(sampling: dict[str, Any]) -> int:
     """Takes `n` out of what is given for a prompt."""
     count = sampling.pop("n", None)
     count = 1 if count is None else count
-    if not _is_id(count) or not 1 <= count <= MOST_RUNS:
-        raise ProgramError(f"a whole number from 1 to {MOST_RUNS} is needed, not {count!r}", "sampling.n")
+    if not _is_id(count) or not 1 <= count <= MAX_RUNS:
+        raise ProgramError(f"a whole number from 1 to {MAX_RUNS} is needed, not {count!r}", "sampling.n")
     if count > 1 and not sampling.get("temperature"):
         raise ProgramError(f"{count} runs without a temperature would all be the same: give one", "sampling.n")
     return int(count)

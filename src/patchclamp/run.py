@@ -9,12 +9,12 @@ import numpy as np
 
 from patchclamp.engines.base import Answer, Request
 from patchclamp.errors import MissingSource, PatchclampError, ProgramError
-from patchclamp.plan import CAPTURE, Bound, BoundOp, Prompt
 from patchclamp.language import Program, Site
 from patchclamp.language.ops import DTYPES
 from patchclamp.language.site import site as read_site
 from patchclamp.language.tokens import Tokens
 from patchclamp.language.tokens import tokens as as_tokens
+from patchclamp.plan import CAPTURE, BoundOp, BoundProgram, Prompt
 
 
 class Run:
@@ -31,7 +31,7 @@ class Run:
         self.closed = False
         self.lora = None if request.adapter is None else request.adapter.folder
         self._lm, self._answer, self._text = lm, answer, request.text
-        self._bound: Bound | None = request.bound
+        self._bound: BoundProgram | None = request.bound
         self._limit = len(request.prompt_token_ids) + request.max_tokens - 1  # positions, had it gone on to the end
         conditions = {op.only for op in self._bound.ops if op.only} if self._bound is not None else set()
         self._ids_of = {key: request.vectors[key].reshape(-1).astype(np.int64) for key in conditions}
@@ -116,7 +116,7 @@ class Run:
 
     def _acted(self, op: BoundOp, tokens: np.ndarray) -> bool:
         """Whether an op had a row among positions of such tokens."""
-        for start, stop, _, _ in op.pieces:
+        for start, stop, _, _ in op.ranges:
             here = tokens[start:stop]
             if len(here) and (not op.only or bool((np.isin(here, self._ids_of[op.only]) != op.others).any())):
                 return True
@@ -209,7 +209,7 @@ class Run:
 
     def _stored(self, point: int, ops: tuple[BoundOp, ...], ordinal: int | None, name: str) -> tuple[np.ndarray, Any]:
         """What the engine has of some ops at a point, of the positions that came to be."""
-        wanted = Bound(self.key, len(self.prompt_token_ids), ops).captured()[point]
+        wanted = BoundProgram(self.key, len(self.prompt_token_ids), ops).captured()[point]
         wanted = wanted[: self._length(wanted)]
         found, rows = self._lm.engine.fetch(self.key, point, ordinal)
         kept = np.searchsorted(found, self._positions)

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from patchclamp.engines.base import Answer, Engine, Part, Request
-from patchclamp.errors import EngineError, PatchclampError, ProgramError, told
+from patchclamp.errors import EngineError, PatchclampError, ProgramError, as_patchclamp_error
 from patchclamp.run import Run
 
 
@@ -133,7 +133,7 @@ class _Mail:
     def __init__(self) -> None:
         self.gone = False
         self._items: queue.SimpleQueue[Part | Answer | PatchclampError] = queue.SimpleQueue()
-        self._bells: collections.deque[Callable[[], None]] = collections.deque()
+        self._wakers: collections.deque[Callable[[], None]] = collections.deque()
 
     def __call__(self, part: Part) -> None:
         if not self.gone:
@@ -144,13 +144,13 @@ class _Mail:
         try:
             self.post(future.result())
         except Exception as error:
-            self.post(told(error))
+            self.post(as_patchclamp_error(error))
 
     def post(self, item: Part | Answer | PatchclampError) -> None:
         self._items.put(item)
-        for _ in range(len(self._bells)):
+        for _ in range(len(self._wakers)):
             with contextlib.suppress(IndexError):  # another took it
-                self._bells.popleft()()
+                self._wakers.popleft()()
 
     def take(self) -> Part | Answer | PatchclampError:
         """The next item, waited for."""
@@ -163,7 +163,7 @@ class _Mail:
             with contextlib.suppress(queue.Empty):
                 return self._items.get_nowait()
             rung = loop.create_future()
-            self._bells.append(functools.partial(_ring, loop, rung))
+            self._wakers.append(functools.partial(_ring, loop, rung))
             if self._items.empty():  # still, now that the bell hangs
                 await rung
 

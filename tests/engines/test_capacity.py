@@ -18,7 +18,7 @@ REQUESTS, BATCH, SEQS, RECORDS = 10_000, 1_000, 16, 600
 D, LAYERS = TINY["hidden_size"], 3
 SITES = [pc.embed, pc.final_norm] + [site[i] for i in range(LAYERS) for site in (
     pc.resid_pre, pc.resid_mid, pc.resid_post, pc.attn_out, pc.mlp_out)]  # fmt: skip
-EMPTY = ("programs", "runs", "captured_bytes", "brought", "pinned", "vectors")
+EMPTY = ("programs", "runs", "captured_bytes", "remote_rows", "pinned", "vectors")
 HELD = ("_banked", "_vectors", "_seats", "_run_of", "_request_of", "_slot_of", "_stop_of", "_brought", "_errors",
         "_token_bytes")  # fmt: skip
 RNG = np.random.default_rng()

@@ -33,7 +33,7 @@ class Modes:
     def __init__(self, engines, folder: str) -> None:
         self.engines, self.plain = engines, PlainModel(folder)
         lm = engines.get("vllm", "float32")
-        assert lm.tokenizer.pieces(lm.tokens(TEXT)[BEGIN : BEGIN + 2]) == [" France", " is"]
+        assert lm.tokenizer.token_strings(lm.tokens(TEXT)[BEGIN : BEGIN + 2]) == [" France", " is"]
         self.texts = parity.prompts(lm, TEXT, len(PROGRAMS))
         self.made: dict[str, list[pc.Run]] = {}
 

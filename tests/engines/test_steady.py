@@ -13,11 +13,11 @@ import pytest
 import patchclamp as pc
 from patchclamp.engines.vllm import worker
 from patchclamp.engines.vllm.compat.configuration import KEY
+from patchclamp.language import Program
 from patchclamp.plan import Prompt, bind
 from patchclamp.runtime import Limits, Runtime
 from patchclamp.sites import SiteMap
 from patchclamp.sites.map import Sizes
-from patchclamp.language import Program
 from tests.unit.test_cuda_step import LLAMA, WIDTH
 
 PROGRAMS = (
@@ -53,7 +53,7 @@ class Side:
         bound = bind(
             program, name, Prompt([1] * prompt, lambda: ("", [])), 50, self.worker.runtime.sites, None, code=code
         )
-        self.worker.runtime.reserve(bound)
+        self.worker.runtime.admit(bound)
         return msgspec.msgpack.encode(bound)
 
     def before(self, output: SimpleNamespace) -> tuple[tuple[bool, bool], bool]:

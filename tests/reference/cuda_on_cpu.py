@@ -46,12 +46,12 @@ def stub(monkeypatch: Any) -> None:
     monkeypatch.setattr(cuda, "cuda", _Kernel)
     monkeypatch.setattr(cuda, "CudaTables", Tables)
     monkeypatch.setattr(moves, "warm", lambda device: None)
-    monkeypatch.setattr(moves, "place", place)
+    monkeypatch.setattr(moves, "upload", place)
     monkeypatch.setattr(device, "_pinned", lambda words: torch.empty(words, dtype=torch.int32))
 
 
 def place(staging: torch.Tensor, tables: torch.Tensor, chunks: int) -> None:
-    """`moves.place` on the host."""
+    """`moves.upload` on the host."""
     for to, at, many in staging[: 3 * chunks].view(-1, 3).tolist():
         assert 0 < many <= moves.CHUNK
         tables[to : to + many] = staging[at : at + many]

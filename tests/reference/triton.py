@@ -214,7 +214,7 @@ def moved(rng: np.random.Generator, device: str, found: dict[str, int]) -> None:
         want[to : to + size] = staging[at : at + size]
         at += size
     staging = staging.pin_memory() if device == "cuda" else staging
-    moves.place(staging, there, chunks)
+    moves.upload(staging, there, chunks)
     assert torch.equal(there.cpu(), want), "words put in place"
     found["words put in place"] = found.get("words put in place", 0) + sum(sizes)
 

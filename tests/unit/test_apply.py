@@ -16,9 +16,9 @@ def test_a_function_says_by_its_parameters_what_it_is_told():
     """A default is the caller's own, whatever its name; what cannot be looked into gets the rows alone."""
     scale = 2.0
     for fn in (torch.relu, torch.nn.ReLU(), lambda h, scale=scale: h * scale, lambda h, site=3: h, lambda *h: h[0]):
-        assert pc.Apply(fn, AT).told() == ()
-    assert pc.Apply(lambda h, site, *, positions: h, AT).told() == ("site", "positions")
-    assert pc.Apply(functools.partial(lambda k, h, positions: h, 3), AT).told() == ("positions",)
+        assert pc.Apply(fn, AT).wanted_arguments() == ()
+    assert pc.Apply(lambda h, site, *, positions: h, AT).wanted_arguments() == ("site", "positions")
+    assert pc.Apply(functools.partial(lambda k, h, positions: h, 3), AT).wanted_arguments() == ("positions",)
 
 
 @pytest.mark.parametrize(("fn", "taken"), [

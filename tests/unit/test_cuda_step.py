@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import patchclamp as pc
+from patchclamp.language import Program
 from patchclamp.plan import Batch, Prompt, bind
 from patchclamp.runtime import Limits, Runtime
 from patchclamp.sites import SiteMap, Sizes
 from patchclamp.sites.tables import LLAMA
-from patchclamp.language import Program
-from patchclamp.store.captures import Captured
+from patchclamp.store.captures import CaptureChunk
 from tests.reference import cuda_on_cpu, tables
 
 ROWS, WIDTH, LAYERS = 64, 4, 2
@@ -54,7 +54,7 @@ class Engine:
         rebase = self.step.tables.rebase
 
         def moved(plan: Any, begin: int) -> None:
-            self.moved += begin + plan.behind * self.step._whole == 0
+            self.moved += begin + plan.label_lag * self.step._whole == 0
             rebase(plan, begin)
 
         self.step.tables.rebase = moved  # type: ignore[method-assign]
@@ -78,7 +78,7 @@ class Engine:
         if made.program is not None:
             prompt = Prompt(list(range(made.prompt)), lambda: ("", []))
             try:
-                self.runtime.reserve(bind(made.program, made.run, prompt, made.most, self.sites, None))
+                self.runtime.admit(bind(made.program, made.run, prompt, made.most, self.sites, None))
             except pc.CapacityError:
                 return
         self.running.append(made)
@@ -109,7 +109,7 @@ class Engine:
         for request, _ in batch:
             if request.program is not None and not request.linked:
                 request.linked = True
-                runtime.link(request.name, request.run)
+                runtime.assign_slot(request.name, request.run)
         self.compute(batch)
         for request, count in batch:
             request.position += count
@@ -158,7 +158,7 @@ class Engine:
         bound = bind(request.program, request.run, prompt, request.most, self.sites, None)
         checked = 0
         for point in {point for op in bound.ops for point in op.points}:
-            wanted = {at for op in bound.ops if point in op.points for piece in op.pieces for at in range(*piece[:2])}
+            wanted = {at for op in bound.ops if point in op.points for piece in op.ranges for at in range(*piece[:2])}
             lowest = request.prompt - 1 if self.sites.points[point].rows == "sampled" else 0
             wanted = {at for at in wanted if lowest <= at < request.computed}
             positions, rows = self.runtime.fetch(request.run, point)
@@ -219,8 +219,8 @@ def test_an_eager_step_that_a_graph_goes_on_with_keeps_points_of_equal_bytes_apa
     )
     step, positions = cuda_on_cpu.on_cpu(runtime, ROWS, 16, 1 << 12, 1 << 13, 1 << 15)
     program = Program.of((), [pc.Capture(pc.final_norm), pc.Capture(pc.logits, dtype="bfloat16")])
-    runtime.reserve(bind(program, "run", Prompt([1], lambda: ("", [])), 9, runtime.sites, None))
-    runtime.link("request", "run")
+    runtime.admit(bind(program, "run", Prompt([1], lambda: ("", [])), 9, runtime.sites, None))
+    runtime.assign_slot("request", "run")
     one = np.ones(1, np.int64)
     for at in range(4):
         positions[0] = at
@@ -252,8 +252,8 @@ def test_a_piece_that_releases_made_smaller_is_not_gone_on_with(monkeypatch):
     names, three = ["request0", "request1", "request2"], np.arange(3)
     for i, name in enumerate(names):
         program = Program.of((), [pc.Capture(pc.resid_post)])
-        runtime.reserve(bind(program, f"run{i}", Prompt([1], lambda: ("", [])), 60, runtime.sites, None))
-        runtime.link(name, f"run{i}")
+        runtime.admit(bind(program, f"run{i}", Prompt([1], lambda: ("", [])), 60, runtime.sites, None))
+        runtime.assign_slot(name, f"run{i}")
     for at in range(8):
         positions[:3] = at
         if not runtime.goes_on(names, np.full(3, at, np.int32), 3):
@@ -275,15 +275,15 @@ def test_a_piece_that_releases_made_smaller_is_not_gone_on_with(monkeypatch):
 
 def test_what_is_released_is_not_held_by_the_last_step(monkeypatch):
     cuda_on_cpu.stub(monkeypatch)
-    kept = [piece for piece in gc.get_objects() if type(piece) is Captured]  # kept, so that no new one has its id
+    kept = [piece for piece in gc.get_objects() if type(piece) is CaptureChunk]  # kept, so that no new one has its id
     others = set(map(id, kept))
     runtime = Runtime(
         SiteMap(LLAMA, Sizes(LAYERS, WIDTH, 61)), Limits(max_programs=2, max_records=512, bank_bytes=1 << 16)
     )
     step, positions = cuda_on_cpu.on_cpu(runtime, ROWS, 16, 1 << 12, 1 << 13, 1 << 15)
     program = Program.of((), [pc.Capture(pc.resid_post)])
-    runtime.reserve(bind(program, "run", Prompt([1], lambda: ("", [])), 60, runtime.sites, None))
-    runtime.link("request", "run")
+    runtime.admit(bind(program, "run", Prompt([1], lambda: ("", [])), 60, runtime.sites, None))
+    runtime.assign_slot("request", "run")
     for at in range(40):
         position = np.array([at], np.int32)
         positions[0] = at
@@ -294,7 +294,7 @@ def test_what_is_released_is_not_held_by_the_last_step(monkeypatch):
             cuda_on_cpu.graph(step, point.number, torch.zeros(1, WIDTH))
         runtime.end()
     step.flush()
-    found = [piece for piece in gc.get_objects() if type(piece) is Captured and id(piece) not in others]
+    found = [piece for piece in gc.get_objects() if type(piece) is CaptureChunk and id(piece) not in others]
     blocks = [weakref.ref(place.block) for piece in found for place in piece.places]
     del found
     assert len(blocks) > 0
@@ -320,8 +320,8 @@ def test_stages_agree_which_steps_are_active():
         runtime.here[:] = False
         runtime.here[there] = True
         program = bind(Program.of([vector], ()), "run", Prompt([1] * 5, lambda: ("", [])), 9, runtime.sites, None)
-        runtime.hold({key: torch.ones(1, WIDTH) for op in program.ops for key in op.values},
+        runtime.hold_vectors({key: torch.ones(1, WIDTH) for op in program.ops for key in op.values},
                      [key for op in program.ops for key in op.values])  # fmt: skip
-        runtime.reserve(program)
-        runtime.link("request", "run")
+        runtime.admit(program)
+        runtime.assign_slot("request", "run")
         assert [runtime.steps_left([("request", at)]) for at in (0, 2, 3)] == [3, 1, 0]

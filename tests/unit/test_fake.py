@@ -10,9 +10,9 @@ import pytest
 import patchclamp as pc
 from patchclamp.engines.base import Request
 from patchclamp.engines.fake_tokenizer import BOS, EOS, FakeTokenizer
+from patchclamp.language.program import Program
 from patchclamp.plan import Prompt, bind
 from patchclamp.plan.bind import vector_key
-from patchclamp.language.program import Program
 
 EIFFEL, COLOSSEUM = "The Eiffel Tower is in", "The Colosseum is in the"
 STREAM = ("embed", "resid_pre", "resid_mid", "resid_post")
@@ -438,12 +438,12 @@ def test_any_text_tokenises_and_spells_back(text):
 
 def test_words_are_one_token_and_decode_back():
     tokenizer = FakeTokenizer(64)
-    assert tokenizer.pieces(tokenizer.encode("The Eiffel Tower is in Paris")) == [
+    assert tokenizer.token_strings(tokenizer.encode("The Eiffel Tower is in Paris")) == [
         "<s>", "The", " Eiffel", " Tower", " is", " in", " Paris",
     ]  # fmt: skip
     assert tokenizer.decode(tokenizer.encode("The Eiffel Tower is in Paris")) == "The Eiffel Tower is in Paris"
     assert len(tokenizer.bare(" Paris")) == 1
-    assert tokenizer.pieces(tokenizer.bare(" island")) == [" is", "l", "a", "n", "d"]
+    assert tokenizer.token_strings(tokenizer.bare(" island")) == [" is", "l", "a", "n", "d"]
     assert tokenizer.bare("Ü") == tokenizer.bare("Ü") != tokenizer.bare("Ö")
 
 

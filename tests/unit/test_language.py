@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 import patchclamp as pc
 from patchclamp import errors
 from patchclamp.errors import TREE, pack, unpack
-from patchclamp.sites.tables import FAMILIES
 from patchclamp.language import SITES, Range, TextSpan
 from patchclamp.language.aliases import DIFFERENCES, ELSEWHERE, NNTERP, TRANSFORMER_LENS
 from patchclamp.language.ops import DTYPES, OPS, capture
 from patchclamp.language.program import Program, to_dict
 from patchclamp.language.tokens import GROUPS, Joined, Positions
 from patchclamp.language.values import orthonormal
+from patchclamp.sites.tables import FAMILIES
 
 ends = st.none() | st.integers(-40, 40)
 ranges = st.builds(Range, ends, ends, st.none() | st.integers(1, 5)).filter(lambda made: made != Range())

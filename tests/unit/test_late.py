@@ -64,7 +64,7 @@ def late(monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> streams.Device:
     monkeypatch.setattr(torch.Tensor, "copy_", copy_)
     monkeypatch.setattr(drain, "SEND_BYTES", rng.choice([1 << 6, 1 << 9, 1 << 11, 1 << 14]))
     monkeypatch.setattr(cuda_on_cpu._Kernel, "site", staticmethod(site))
-    monkeypatch.setattr(moves, "place", lambda *args: compute.give(streams.DONE, lambda: PLACE(*args)))
+    monkeypatch.setattr(moves, "upload", lambda *args: compute.give(streams.DONE, lambda: PLACE(*args)))
     return device
 
 

@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import patchclamp as pc
+from patchclamp.language.ops import MAX_FP32
+from patchclamp.language.program import Program
 from patchclamp.plan import (
     BLEND,
     CAPTURE,
@@ -24,13 +26,11 @@ from patchclamp.plan import (
     bind,
     make_plan,
 )
-from patchclamp.plan.bind import Bound, BoundOp, pieces_of, run_key, site_number, vector_key
+from patchclamp.plan.bind import BoundOp, BoundProgram, position_ranges, run_key, site_number, vector_key
 from patchclamp.plan.reuse import block_key, lowest_capture
 from patchclamp.plan.step import BYTES
 from patchclamp.plan.table import records_of
 from patchclamp.sites import SiteMap, Sizes
-from patchclamp.language.ops import LARGEST
-from patchclamp.language.program import Program
 from tests.reference.records import record_array
 
 D, V, LAYERS = 4, 7, 3
@@ -83,7 +83,7 @@ def test_pieces_are_the_positions_and_few(chosen, kind, data):
     some_rows = st.sets(st.integers(0, 60), min_size=size, max_size=size)
     rows = {"one": [0] * size, "each": range(size), "some": sorted(data.draw(some_rows))}[kind]
     rows = np.array(rows)
-    pieces = pieces_of(positions, None if kind == "one" else rows)
+    pieces = position_ranges(positions, None if kind == "one" else rows)
     read = [(p, row + (p - start) * step) for start, stop, row, step in pieces for p in range(start, stop)]
     assert read == list(zip(positions.tolist(), rows.tolist(), strict=True))
     breaks = sum(
@@ -105,12 +105,12 @@ def test_ops_become_numbers():
     key = (vector_key(pc.Vector.of(v)),)
     add, replace, zero, inside, after, capture = made.ops
     assert (made.run, made.prompt) == ("mine", 5)
-    assert (add.path, add.kind, add.values, add.pieces) == ("edits[0]", LINEAR, key, ((4, 5, 0, 0),))
+    assert (add.path, add.kind, add.values, add.ranges) == ("edits[0]", LINEAR, key, ((4, 5, 0, 0),))
     assert (add.x, add.y, add.reaches_cache) == (1.0, 2.5, True)
     assert add.points == (point("resid_post[0]"), point("resid_pre[2]"))
-    assert (replace.x, replace.y, replace.pieces) == (0.75, 0.25, ((0, 2, 0, 0), (4, 5, 0, 0)))
-    assert (zero.x, zero.y, zero.values, zero.pieces) == (0.0, 0.0, (), ((0, 8, 0, 0),))
-    assert (inside.path, inside.kind, inside.x, inside.pieces) == ("edits[3]", CAPTURE, 1.0, ((5, 8, 0, 0),))
+    assert (replace.x, replace.y, replace.ranges) == (0.75, 0.25, ((0, 2, 0, 0), (4, 5, 0, 0)))
+    assert (zero.x, zero.y, zero.values, zero.ranges) == (0.0, 0.0, (), ((0, 8, 0, 0),))
+    assert (inside.path, inside.kind, inside.x, inside.ranges) == ("edits[3]", CAPTURE, 1.0, ((5, 8, 0, 0),))
     assert (after.points, after.reaches_cache, inside.reaches_cache) == ((point("final_norm"),), False, False)
     assert (capture.path, capture.points) == ("capture[0]", (point("resid_post[1]"), point("resid_post[2]")))
     assert {k: p.tolist() for k, p in made.captured().items()} == {
@@ -123,9 +123,9 @@ def test_joined_selections_are_sets(a, b, c):
     one, two, three = (pc.every[tuple(each)] if each else pc.every[0:0] for each in (a, b, c))
     for joined, expected in ((one | two, a | b), (one - two, a - b), ((one | two) - three, (a | b) - c),
                              (one | two - three, a | (b - c)), (one - (two - three), a - (b - c))):  # fmt: skip
-        kept = bound((), pc.embed @ joined).ops[0].pieces
+        kept = bound((), pc.embed @ joined).ops[0].ranges
         assert [p for start, stop, *_ in kept for p in range(start, stop)] == sorted(expected)
-    span = bound((), pc.embed @ (pc.span("bc") | 0) - pc.every[1]).ops[0].pieces
+    span = bound((), pc.embed @ (pc.span("bc") | 0) - pc.every[1]).ops[0].ranges
     assert span == ((0, 1, 0, 0), (2, 3, 0, 0))
 
 
@@ -142,15 +142,15 @@ def test_ops_with_arithmetic_of_their_own_become_numbers():
     assert (blend.kind, blend.values, blend.mask, blend.y) == (BLEND, (v_key,), mask_key, 0.5)
     assert blend.keys == (v_key, mask_key)
     assert blend.reads() == [(v_key, point("embed")), (mask_key, point("embed"))]
-    assert (scale.kind, scale.x, scale.y, scale.values, scale.pieces) == (LINEAR, 0.25, 0.0, (), ((0, 8, 0, 0),))
+    assert (scale.kind, scale.x, scale.y, scale.values, scale.ranges) == (LINEAR, 0.25, 0.0, (), ((0, 8, 0, 0),))
     basis = pc.Vector.of([[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]])
     assert (ablate.kind, ablate.values, ablate.x, ablate.y) == (PROJECT, (vector_key(basis),), 0.0, 0.0)
-    assert ablate.pieces == ((1, 3, 0, 0), (4, 5, 0, 0), (1, 3, 1, 0), (4, 5, 1, 0))
+    assert ablate.ranges == ((1, 3, 0, 0), (4, 5, 0, 0), (1, 3, 1, 0), (4, 5, 1, 0))
     unit = pc.Vector.of([[0.6, 0.0, 0.8, 0.0]])
-    assert (clamp.kind, clamp.values, clamp.x, clamp.y) == (PROJECT, (vector_key(unit),), -1.0, LARGEST)
-    assert (noise.kind, noise.y, noise.seed, noise.relative, noise.pieces) == (NOISE, 0.5, 7, True, ((5, 8, 0, 0),))
+    assert (clamp.kind, clamp.values, clamp.x, clamp.y) == (PROJECT, (vector_key(unit),), -1.0, MAX_FP32)
+    assert (noise.kind, noise.y, noise.seed, noise.relative, noise.ranges) == (NOISE, 0.5, 7, True, ((5, 8, 0, 0),))
     assert noise.sites == (site_number("stream", 1), site_number("stream", 2))
-    assert none.pieces == ()  # not a bit is changed
+    assert none.ranges == ()  # not a bit is changed
     assert all(op.reaches_cache for op in made.ops)
     vectors = {}
     bind(Program.of(edits), "mine", spelled(5), 4, SITES, None, vectors=vectors)
@@ -210,12 +210,12 @@ def test_captures_of_one_site_are_a_union():
 def test_a_row_for_each_position():
     rows = np.arange(3 * D).reshape(3, D)
     made = bound(pc.Replace(rows, "resid_pre[1]", "every[1, 2, 6]"))
-    assert made.ops[0].pieces == ((1, 3, 0, 1), (6, 7, 2, 0))
+    assert made.ops[0].ranges == ((1, 3, 0, 1), (6, 7, 2, 0))
     with pytest.raises(pc.ShapeError, match=r"^edits\[0\]\.value: the selection has 8 positions; the vector has 3 "):
         bound(pc.Replace(rows, "resid_pre[1]"))
     with pytest.raises(pc.ShapeError, match=r"^edits\[0\]\.value: resid_pre\[1\] is 4 wide; the vector is \[3\]$"):
         bound(pc.Replace([1.0, 2.0, 3.0], "resid_pre[1]"))
-    assert bound(pc.Add([0.0] * V, "logits")).ops[0].pieces == ((4, 8, 0, 0),)
+    assert bound(pc.Add([0.0] * V, "logits")).ops[0].ranges == ((4, 8, 0, 0),)
 
 
 def test_rows_of_another_run():
@@ -226,18 +226,18 @@ def test_rows_of_another_run():
 
     here = run_key("abc", point("resid_pre[1]"))
     assert op(pc.From("abc")).values == (here,)
-    assert op(pc.From("abc")).pieces == ((0, 8, 0, 1),)
-    assert op(pc.From("abc"), tokens="prompt[2:4]").pieces == ((2, 4, 2, 1),)
-    assert op(pc.From("abc", position=3)).pieces == ((0, 8, 3, 0),)
-    assert op(pc.From("abc", position="prompt[-2:]"), tokens="every[5, 7]").pieces == ((5, 6, 3, 0), (7, 8, 4, 0))
+    assert op(pc.From("abc")).ranges == ((0, 8, 0, 1),)
+    assert op(pc.From("abc"), tokens="prompt[2:4]").ranges == ((2, 4, 2, 1),)
+    assert op(pc.From("abc", position=3)).ranges == ((0, 8, 3, 0),)
+    assert op(pc.From("abc", position="prompt[-2:]"), tokens="every[5, 7]").ranges == ((5, 6, 3, 0), (7, 8, 4, 0))
     assert op(pc.From("abc", "mlp_out[0]", "generated[0]")).values == (run_key("abc", point("mlp_out[0]")),)
-    assert op(pc.From("abc", "mlp_out[0]", "generated[0]")).pieces == ((0, 8, 5, 0),)
+    assert op(pc.From("abc", "mlp_out[0]", "generated[0]")).ranges == ((0, 8, 5, 0),)
     assert op(pc.From("abc"), at="resid_pre").values == tuple(
         run_key("abc", point(f"resid_pre[{i}]")) for i in range(3)
     )
     assert op(pc.From("abc", "resid_pre[1]"), at="resid_pre").values == (here,)
-    assert op(pc.From("gap", position='span("bc")'), tokens="prompt[3:5]").pieces == ((3, 5, 1, 1),)
-    assert op(pc.From("gap"), tokens="every[2, 4, 6]").pieces == ((2, 3, 2, 0), (4, 5, 3, 0), (6, 7, 4, 0))
+    assert op(pc.From("gap", position='span("bc")'), tokens="prompt[3:5]").ranges == ((3, 5, 1, 1),)
+    assert op(pc.From("gap"), tokens="every[2, 4, 6]").ranges == ((2, 3, 2, 0), (4, 5, 3, 0), (6, 7, 4, 0))
 
 
 def test_what_another_run_lacks():
@@ -272,7 +272,7 @@ def test_what_another_run_lacks():
 
 def test_layers_that_captured_different_positions_are_not_mixed():
     runs = {"odd": Ran([0, 1, 2], resid_mid=[1, 2])}
-    assert bound(pc.Replace(pc.From("odd"), "resid_mid[1:]", "prompt[1]"), **runs).ops[0].pieces == ((1, 2, 1, 0),)
+    assert bound(pc.Replace(pc.From("odd"), "resid_mid[1:]", "prompt[1]"), **runs).ops[0].ranges == ((1, 2, 1, 0),)
     with pytest.raises(pc.MissingSource, match=r"run odd captured other positions at some of the layers of resid_mid"):
         bound(pc.Replace(pc.From("odd"), "resid_mid", "prompt[1]"), **runs)
 
@@ -566,8 +566,8 @@ def test_a_plans_bytes_hold_every_array():
 
 
 @given(st.data())
-def test_while_a_plan_holds_the_next_one_need_not_be_made(data):
-    """Steady decode: `later` is what planning the next step would give, for as many steps as `holds` says."""
+def test_while_a_plan_is_steady_the_next_one_need_not_be_made(data):
+    """Steady decode: `later` is what planning the next step would give, for as many steps as `steady_steps` says."""
     table, rng = ProgramTable(4, POINTS, 64), np.random.default_rng(data.draw(st.integers(0, 1 << 30)))
     for _ in range(3):
         ranges = [
@@ -576,17 +576,17 @@ def test_while_a_plan_holds_the_next_one_need_not_be_made(data):
         table.admit(record_array(ranges), np.array([1] * 4 + [0] * (POINTS - 4)))
     batch = Batch(np.array([1, 2, 0, 3]), np.arange(4), rng.integers(0, 9, 4), np.ones(4, np.int64), 4)
     plan = lazy = make_plan(batch, table, WIDTHS)
-    for step in range(1, min(plan.holds, 12) + 2):
+    for step in range(1, min(plan.steady_steps, 12) + 2):
         batch = Batch(batch.slot, batch.row, batch.position + 1, batch.count, 4)
         fresh = make_plan(batch, table, WIDTHS)
         same = fresh.count.tolist() == plan.count.tolist()
-        if plan.holds == 0:
+        if plan.steady_steps == 0:
             assert not same, step
             return
         plan, lazy = plan.later(), lazy.later(labels=bool(rng.integers(2)))
         assert same
         assert lazy.begins()[plan.count > 0].tolist() == plan.begin[plan.count > 0].tolist()
-        assert lazy.behind or lazy.to_bytes() == plan.to_bytes()
+        assert lazy.label_lag or lazy.to_bytes() == plan.to_bytes()
         kept = plan.count > 0
         assert plan.begin[kept].tolist() == fresh.begin[kept].tolist()
         assert plan.tokens.position.tolist() == fresh.tokens.position.tolist()
@@ -629,10 +629,10 @@ def test_equal_edits_of_a_block_have_equal_keys():
 def test_a_key_says_all_of_an_op_but_where_it_stands(field):
     """Whatever an op comes to say: a field that a key left out would let one request read what another's edit made."""
     op = BoundOp("edits[0]", LINEAR, (3,), ("v:abc",), ((2, 6, 0, 1),), 1.0, 1.0, reaches_cache=True)
-    other = {"path": "edits[1]", "points": (4,), "values": ("v:abd",), "pieces": ((2, 6, 1, 1),), "mask": "m", "only": "o",
+    other = {"path": "edits[1]", "points": (4,), "values": ("v:abd",), "ranges": ((2, 6, 1, 1),), "mask": "m", "only": "o",
              "sites": (7,)}.get(field, not getattr(op, field))  # fmt: skip
     changed = msgspec.structs.replace(op, **{field: other})
-    made, alike = (block_key(Bound("run", 9, (each,)), 0, 16) for each in (op, changed))
+    made, alike = (block_key(BoundProgram("run", 9, (each,)), 0, 16) for each in (op, changed))
     if field == "reaches_cache":
         assert alike is None
     else:

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import patchclamp as pc
-from patchclamp.plan import Prompt
 from patchclamp.language.tokens import Joined, ids_in
+from patchclamp.plan import Prompt
 
 ids = st.integers(0, 5)
 leaves = st.one_of(

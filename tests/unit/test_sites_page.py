@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from patchclamp.language.aliases import ELSEWHERE, NNTERP, TRANSFORMER_LENS
+from patchclamp.language.site import SITES
 from patchclamp.sites.page import MEANINGS, page
 from patchclamp.sites.remarks import BACKEND, POST_NORMED, raw
 from patchclamp.sites.tables import FAMILIES
-from patchclamp.language.aliases import ELSEWHERE, NNTERP, TRANSFORMER_LENS
-from patchclamp.language.site import SITES
 
 FILE = Path(__file__).parents[2] / "docs" / "sites.md"
 PAGE = page()

@@ -28,7 +28,7 @@ def test_nothing_is_written_where_the_device_has_yet_to_read(monkeypatch, seed):
     cuda_on_cpu.stub(monkeypatch)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     work: Callable[..., None] = cuda_on_cpu.place
-    monkeypatch.setattr(moves, "place", lambda *args: compute.give(streams.DONE, lambda: work(*args)))
+    monkeypatch.setattr(moves, "upload", lambda *args: compute.give(streams.DONE, lambda: work(*args)))
     tables = cuda_on_cpu.tables(ProgramTable(4, 3, 6_000), 64, 16)
     words = tables._words.numpy()
     expected = words.copy()
@@ -47,5 +47,5 @@ def test_nothing_is_written_where_the_device_has_yet_to_read(monkeypatch, seed):
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_words_are_read_anew(capability):
-    placed = ptx(moves._place, {"staging": "i64", "tables": "i64"}, moves.CHUNK, capability)
+    placed = ptx(moves._upload, {"staging": "i64", "tables": "i64"}, moves.CHUNK, capability)
     assert placed.count("ld.global.cv.") == placed.count("ld.global") > 3

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import patchclamp as pc
 from patchclamp.engines.vllm import shared
 from patchclamp.runtime.pinned import AHEAD, SLAB_BYTES, Pinned
-from patchclamp.store.captures import ALIGNED, Apart, Block, Captured, CaptureStore, Place
+from patchclamp.store.captures import ALIGNED, BufferSlice, CaptureChunk, CaptureStore, HostBlock, ScatteredSlices
 from patchclamp.store.spans import Spans
 
 WIDTHS = np.array([4, 6])
@@ -51,15 +51,15 @@ def spans_of(spread, points, dtypes=None, op=None) -> Spans:
                  np.arange(len(owner))[order], owner[order], point[order], dtype[order], len(points))  # fmt: skip
 
 
-def captured(places, stride, spans, run, begin, count, base, row) -> Captured:
+def captured(places, stride, spans, run, begin, count, base, row) -> CaptureChunk:
     """The rows of a spread's spans lie one after the other."""
     rows = np.bincount(spans.spread, count, spans.spreads).astype(np.int64)
     offset = np.cumsum(count) - count - (np.cumsum(rows) - rows)[spans.spread]
-    return Captured(places, stride, spans, np.asarray(run), np.asarray(begin), np.asarray(count), offset, rows,
+    return CaptureChunk(places, stride, spans, np.asarray(run), np.asarray(begin), np.asarray(count), offset, rows,
                     np.asarray(base), np.asarray(row))  # fmt: skip
 
 
-def piece(draw: np.random.Generator, runs: dict[str, int], plain: Plain, in_bytes: bool) -> Captured:
+def piece(draw: np.random.Generator, runs: dict[str, int], plain: Plain, in_bytes: bool) -> CaptureChunk:
     """One step of a few rows a span, or several of one row each; some spans of nobody's, some empty, some rows apart."""
     count, steps, spreads = int(draw.integers(1, 9)), int(draw.integers(1, 5)), int(draw.integers(1, 4))
     names = [str(name) for name in draw.choice([*runs, "nobody"], count)]
@@ -92,12 +92,12 @@ def piece(draw: np.random.Generator, runs: dict[str, int], plain: Plain, in_byte
         if here == 1 and draw.random() < 0.5:  # each area in a block of its own, and one block for several that follow
             cut = int(draw.integers(len(row)))
             ends = [int(base[a]) for a in range(cut + 1)]
-            parts = [(x, y, Block(data[offset + x : offset + y].clone()), 0) for x, y in itertools.pairwise(ends)]
-            parts.append((ends[-1], stride, Block(data[offset - ALIGNED * (offset > 0) + ends[-1] :].clone()),
+            parts = [(x, y, HostBlock(data[offset + x : offset + y].clone()), 0) for x, y in itertools.pairwise(ends)]
+            parts.append((ends[-1], stride, HostBlock(data[offset - ALIGNED * (offset > 0) + ends[-1] :].clone()),
                           ALIGNED * (offset > 0)))  # fmt: skip
-            made.places.append(Apart(parts))
+            made.places.append(ScatteredSlices(parts))
         else:
-            made.places.append(Place(Block(data), offset, here))
+            made.places.append(BufferSlice(HostBlock(data), offset, here))
         done += here
     return made
 
@@ -130,9 +130,15 @@ def test_what_is_fetched_is_what_each_row_was(seed, in_bytes):
 
 
 def test_a_piece_grows_in_place_where_the_next_step_lies():
-    block, other = Block(torch.zeros(96)), Block(torch.zeros(96))
-    one = captured([Place(block, 16)], 32, spans_of([0], [[0]]), [0], [0], [1], [0], [4])
-    for place in (Place(block, 48), Place(block, 0), Place(other, 32), Apart([(0, 32, other, 64)]), Place(other, 64)):
+    block, other = HostBlock(torch.zeros(96)), HostBlock(torch.zeros(96))
+    one = captured([BufferSlice(block, 16)], 32, spans_of([0], [[0]]), [0], [0], [1], [0], [4])
+    for place in (
+        BufferSlice(block, 48),
+        BufferSlice(block, 0),
+        BufferSlice(other, 32),
+        ScatteredSlices([(0, 32, other, 64)]),
+        BufferSlice(other, 64),
+    ):
         one.grow(place)
     assert [place.steps for place in one.places] == [2, 1, 1, 1, 1]
     assert one.steps == 6
@@ -142,9 +148,9 @@ def test_what_is_still_on_its_way_is_waited_for_and_not_copied_out():
     """A piece without data yet survives the release of most of its runs, and `flush` is asked before it is read."""
     asked = []
     store = CaptureStore(WIDTHS, lambda: asked.append(1) or setattr(block, "data", data.view(torch.uint8)))
-    numbers, block = [store.open("a"), store.open("b"), store.open("c")], Block()
+    numbers, block = [store.open("a"), store.open("b"), store.open("c")], HostBlock()
     data = torch.arange(12.0)
-    store.add(captured([Place(block, 0)], 48, spans_of([0, 0, 0], [[0]]), numbers, [0] * 3, [1] * 3, [0], [16]))
+    store.add(captured([BufferSlice(block, 0)], 48, spans_of([0, 0, 0], [[0]]), numbers, [0] * 3, [1] * 3, [0], [16]))
     store.release("a"), store.release("b")
     assert (asked, store.bytes) == ([], 48)
     assert store.fetch("c", 0)[1].tolist() == [[8.0, 9.0, 10.0, 11.0]]
@@ -155,8 +161,8 @@ def test_a_run_has_the_pieces_of_its_time_and_no_piece_outlives_its_runs():
     store, one = CaptureStore(WIDTHS), spans_of([0], [[0]])
 
     def add(number: int, at: int) -> None:
-        block = Block(torch.full((16,), float(at)))
-        store.add(captured([Place(block, 0)], 16, one, [number], [at], [1], [0], [4]))
+        block = HostBlock(torch.full((16,), float(at)))
+        store.add(captured([BufferSlice(block, 0)], 16, one, [number], [at], [1], [0], [4]))
 
     a = store.open("a")
     add(a, 0), add(-1, 1)  # nobody's
@@ -180,9 +186,13 @@ def test_a_run_has_the_pieces_of_its_time_and_no_piece_outlives_its_runs():
 def test_large_rows_are_copied_by_several_threads_and_nothing_is_lost():
     store, rows = CaptureStore(np.array([64])), torch.randn(100_000, 64)
     number, one = [store.open("a")], spans_of([0], [[0]])
-    store.add(captured([Place(Block(rows.reshape(-1)), 0)], rows.numel(), one, number, [0], [100_000], [0], [64]))
+    store.add(
+        captured([BufferSlice(HostBlock(rows.reshape(-1)), 0)], rows.numel(), one, number, [0], [100_000], [0], [64])
+    )
     assert torch.equal(store.fetch("a", 0)[1], rows)
-    store.add(captured([Place(Block(rows.reshape(-1)), 0, 50_000)], 128, one, number, [200_000], [1], [0], [64]))
+    store.add(
+        captured([BufferSlice(HostBlock(rows.reshape(-1)), 0, 50_000)], 128, one, number, [200_000], [1], [0], [64])
+    )
     assert torch.equal(store.fetch("a", 0)[1][100_000:], rows[::2])
 
 
@@ -243,7 +253,7 @@ def left() -> set[str]:
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("rows", [5, 70_000, 400_001])
 def test_rows_cross_to_another_process_and_leave_nothing(monkeypatch, parts, rows):
-    monkeypatch.setattr(shared, "MOST", 1 << 22)
+    monkeypatch.setattr(shared, "MAX_BUFFER_BYTES", 1 << 22)
     line, before, open_files, kept = Line(), left(), len(os.listdir("/proc/self/fd")), []
     for _ in range(3):
         made = torch.randn(rows, 16).to(torch.bfloat16)
@@ -260,7 +270,7 @@ def test_rows_cross_to_another_process_and_leave_nothing(monkeypatch, parts, row
 
 
 def test_a_callers_memory_is_used_again_once_nobody_holds_it_and_is_bounded(monkeypatch):
-    monkeypatch.setattr(shared, "MOST_FREE", 8 << 20)
+    monkeypatch.setattr(shared, "MAX_FREE_BYTES", 8 << 20)
     line, made = (
         Line(),
         [torch.full((50_000, 16), float(i)) for i in range(6)],
@@ -320,7 +330,7 @@ def test_a_fetch_that_fails_or_is_interrupted_changes_nothing():
 
 
 def test_a_run_that_goes_on_between_two_parts_is_fetched_anew(monkeypatch):
-    monkeypatch.setattr(shared, "MOST", 1 << 21)
+    monkeypatch.setattr(shared, "MAX_BUFFER_BYTES", 1 << 21)
     line, rows, asked = Line(), [torch.randn(50_000, 16), torch.randn(60_000, 16)], []
 
     def ask(to, mapped, at, files):
@@ -381,7 +391,7 @@ def test_most_runs_of_a_wide_batch_leave_and_the_others_keep_their_rows(in_bytes
     rows = torch.randn(steps, points, runs, width)
     flat = rows.view(-1).view(torch.uint8) if in_bytes else rows.view(-1)
     halves = flat.split(len(flat) // steps * 2)
-    places = [Place(Block(half.clone()), 0, len(half) * steps // len(flat)) for half in halves]
+    places = [BufferSlice(HostBlock(half.clone()), 0, len(half) * steps // len(flat)) for half in halves]
     across = width * unit
     store.add(captured(places, points * runs * across, spans_of([0] * runs, [range(points)]), number, [7] * runs,
                        [1] * runs, np.arange(points) * runs * across, [across] * points))  # fmt: skip

@@ -74,7 +74,7 @@ class Unknown:
 def test_a_kernel_is_launched_again_with_the_same_arguments_by_any_launcher(monkeypatch, launcher):
     monkeypatch.setattr(launch.torch._C, "_cuda_getCurrentRawStream", lambda device: 70 + device, raising=False)
     kernel = Launched(launcher)
-    again, gone = launch.again(kernel, (11, 12), ("yes", "no"), 2), weakref.ref(kernel)
+    again, gone = launch.relauncher(kernel, (11, 12), ("yes", "no"), 2), weakref.ref(kernel)
     again(5, 1, 2, 3)
     args = (11, 12, 1, 2, 3, "yes", "no")
     if launcher is Unknown:

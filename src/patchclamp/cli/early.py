@@ -8,9 +8,9 @@ from typing import Any
 
 from patchclamp.engines.open import NAMES
 from patchclamp.errors import PatchclampError, unknown
-from patchclamp.plots import check_targets
 from patchclamp.language.site import parse_index, site
 from patchclamp.language.tokens import tokens
+from patchclamp.plots import check_targets
 from patchclamp.studies.metric import grade
 
 

@@ -25,7 +25,7 @@ def show_tables(console: Console, report: Report) -> None:
         table.add_column(overflow="fold")
         for finding in findings:
             mark, style = MARKS[finding.status]
-            told = Text(finding.told)
+            told = Text(finding.detail)
             if finding.advice:
                 told.append(f"\n→ {finding.advice}", style=style)
             table.add_row(Text(mark, style=style), finding.name, told)

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.engines.adapters import Adapter
-from patchclamp.plan import Bound
+from patchclamp.plan import BoundProgram
 from patchclamp.plan.bind import Code
 from patchclamp.sites import SiteMap
 
@@ -69,7 +69,7 @@ class Request(msgspec.Struct):
     run: str
     prompt_token_ids: list[int]
     max_tokens: int
-    bound: Bound | None = None
+    bound: BoundProgram | None = None
     vectors: dict[str, np.ndarray] = {}
     sampling: dict[str, Any] = {}
     score: tuple[int, ...] = ()
@@ -116,7 +116,7 @@ class Tokenizer(Protocol):
         """The beginning of these ids' text that no further ids change."""
         ...
 
-    def pieces(self, ids: Sequence[int]) -> list[str]:
+    def token_strings(self, ids: Sequence[int]) -> list[str]:
         """Each token's text on its own."""
         ...
 

@@ -29,12 +29,12 @@ from patchclamp.errors import (
     ProgramError,
     RunError,
     TokensError,
-    told,
+    as_patchclamp_error,
     unknown,
 )
 from patchclamp.kernels import reference
 from patchclamp.kernels.code import call, check_outside
-from patchclamp.plan import Batch, Bound, ProgramTable, StepPlan, make_plan
+from patchclamp.plan import Batch, BoundProgram, ProgramTable, StepPlan, make_plan
 from patchclamp.plan.bind import Code
 from patchclamp.plan.table import records_of
 from patchclamp.sites import SiteMap, Sizes
@@ -68,7 +68,7 @@ class FakeEngine:
         self.tokenizer: Tokenizer = FakeTokenizer(d_vocab)
         self._net = _Net(layers, d_model, d_vocab, heads, max_model_len, seed)
         self._chunk = chunk or max_model_len
-        self._kept: dict[str, list[_Captured]] = {}
+        self._kept: dict[str, list[_CapturedRows]] = {}
         self._programs = self._planned = 0
         self._lock = threading.RLock()
         self._open = True
@@ -142,7 +142,7 @@ class FakeEngine:
         try:
             failed |= self._generate(writers, values)
         except Exception as error:
-            failed |= {writer.request.run: told(error) for writer in writers}
+            failed |= {writer.request.run: as_patchclamp_error(error) for writer in writers}
         self._programs = 0
         self.release(list(failed))
         answers = {writer.request.run: writer.answer() for writer in writers} | failed
@@ -197,7 +197,7 @@ class FakeEngine:
             writer.take(count, logits_V)
 
 
-class _Captured(msgspec.Struct, frozen=True):
+class _CapturedRows(msgspec.Struct, frozen=True):
     """What one op of a run captured at a point in one step: positions [n] and rows [n, W]."""
 
     point: int
@@ -210,7 +210,11 @@ class _Programs:
     """The programs of one batch in tables of just their size; `slot` is by run."""
 
     def __init__(
-        self, sites: SiteMap, bounds: list[Bound], values: dict[str, np.ndarray], code: dict[int, tuple[str, Code]]
+        self,
+        sites: SiteMap,
+        bounds: list[BoundProgram],
+        values: dict[str, np.ndarray],
+        code: dict[int, tuple[str, Code]],
     ) -> None:
         self._number = {(point.kind, point.layer): point.number for point in sites.points}
         self._widths = np.array([point.width for point in sites.points])
@@ -256,7 +260,7 @@ class _Programs:
             self.errors[run] = error
             return None
 
-    def end(self) -> list[tuple[str, _Captured]]:
+    def end(self) -> list[tuple[str, _CapturedRows]]:
         """What the step captured, with the run it belongs to."""
         plan = self._plan
         assert plan is not None
@@ -266,7 +270,7 @@ class _Programs:
             for a in np.flatnonzero(spans.owner == spans.spread[c]):
                 begin, width = plan.base[a] + plan.offset[c] * plan.row[a], int(plan.row[a])
                 rows = self._buffer[begin : begin + plan.count[c] * width].reshape(-1, width).copy()
-                captured = _Captured(int(spans.point[a]), int(spans.op[c]), positions, rows)
+                captured = _CapturedRows(int(spans.point[a]), int(spans.op[c]), positions, rows)
                 found.append((self._run[int(spans.slot[c])], captured))
         return found
 

@@ -50,7 +50,7 @@ class FakeTokenizer:
 
     settled = decode
 
-    def pieces(self, ids: Sequence[int]) -> list[str]:
+    def token_strings(self, ids: Sequence[int]) -> list[str]:
         return [self._texts[i] for i in ids]
 
     def spell(self, ids: Sequence[int], text: str | None) -> tuple[str, list[tuple[int, int]]]:

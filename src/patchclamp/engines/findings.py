@@ -17,5 +17,5 @@ class Finding(msgspec.Struct, frozen=True):
     part: str
     name: str
     status: Literal["ok", "note", "problem"]
-    told: str
+    detail: str
     advice: str = ""

@@ -46,7 +46,7 @@ class HubTokenizer:
         piece = self.inner.convert_ids_to_tokens(token) or ""  # a vocabulary may be padded
         return BYTE.fullmatch(piece) is not None or token in self.inner.all_special_ids
 
-    def pieces(self, ids: Sequence[int]) -> list[str]:
+    def token_strings(self, ids: Sequence[int]) -> list[str]:
         return [self.inner.decode([i], skip_special_tokens=False, clean_up_tokenization_spaces=False) for i in ids]
 
     def spell(self, ids: Sequence[int], text: str | None) -> tuple[str, list[tuple[int, int]]]:
@@ -86,5 +86,5 @@ class NoTokenizer:
 
     settled = decode
 
-    def pieces(self, ids: Sequence[int]) -> list[str]:
+    def token_strings(self, ids: Sequence[int]) -> list[str]:
         return [str(token) for token in ids]

@@ -17,7 +17,16 @@ import torch
 from patchclamp.engines.base import Answer, Model, Part, Request, Tokenizer, settle
 from patchclamp.engines.sampling import Sampler
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
-from patchclamp.errors import EngineError, ModelError, PatchclampError, ProgramError, RunError, told, unknown, unpack
+from patchclamp.errors import (
+    EngineError,
+    ModelError,
+    PatchclampError,
+    ProgramError,
+    RunError,
+    as_patchclamp_error,
+    unknown,
+    unpack,
+)
 from patchclamp.kernels.code import check_outside
 from patchclamp.plan import Batch
 from patchclamp.runtime import Limits, Runtime
@@ -153,7 +162,7 @@ class TransformersEngine:
     # -- on the engine's thread
 
     def _serve(self, requests: list[Request], futures: list[Future[Answer]]) -> None:
-        errors = [self._reserve(request) for request in requests]
+        errors = [self._admit(request) for request in requests]
         ready = [i for i, error in enumerate(errors) if error is None]
         answers: list[Answer | Exception] = [error or RunError("not run") for error in errors]
         try:
@@ -162,25 +171,25 @@ class TransformersEngine:
                     answers[i] = answer
         except Exception as error:
             for i in ready:
-                answers[i] = told(error)
+                answers[i] = as_patchclamp_error(error)
         for request, future, answer in zip(requests, futures, answers, strict=True):
             self.runtime.drop([request.run])
             self.runtime.finish(request.run)  # that was never seated, too
-            self.runtime.let_go(request.vectors)
+            self.runtime.release_vectors(request.vectors)
             settle(future, answer)
 
-    def _reserve(self, request: Request) -> Exception | None:
+    def _admit(self, request: Request) -> Exception | None:
         """Holds a request's vectors and seats its program; returns what stands against it."""
-        self.runtime.hold({key: torch.tensor(rows) for key, rows in request.vectors.items()}, request.vectors)
+        self.runtime.hold_vectors({key: torch.tensor(rows) for key, rows in request.vectors.items()}, request.vectors)
         self.runtime.hold_code(request.run, request.code)
         if request.unheard:
             return EngineError("the run was aborted")
         try:
             if request.bound is not None:
-                self.runtime.reserve(request.bound)
-                self.runtime.link(request.run, request.run)
+                self.runtime.admit(request.bound)
+                self.runtime.assign_slot(request.run, request.run)
         except Exception as error:
-            return told(error)
+            return as_patchclamp_error(error)
         return None
 
     @torch.inference_mode()

@@ -35,9 +35,9 @@ def call(code: Code, rows: torch.Tensor, point: int, position: np.ndarray) -> to
     try:
         with torch.inference_mode(False), torch.no_grad():
             known: dict[str, Any] = {}
-            if "positions" in code.told:
+            if "positions" in code.arguments:
                 known["positions"] = torch.tensor(position, dtype=torch.int64, device=rows.device)
-            if "site" in code.told:
+            if "site" in code.arguments:
                 known["site"] = code.sites[point]
             made = code.fn(rows.clone(), **known)  # an ordinary tensor of its own, to be kept or changed
             if not isinstance(made, torch.Tensor):

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from patchclamp import plan
 from patchclamp.kernels import noise
-from patchclamp.kernels.launch import again
+from patchclamp.kernels.launch import relauncher
 from patchclamp.plan import RECORD
 
 WIDEST, A_PASS = 8192, 4096  # columns of a sampled row that are taken at once; wider ones go in passes of fewer
@@ -387,7 +387,7 @@ def site(
     kernel = _site[rows,](*read, *same, hidden_RW, other, *given, **options)
     if kernel is not None:  # Triton's interpreter has none
         same, constants = (*(each.data_ptr() for each in read), *same), tuple(options[name] for name in CONSTANTS)
-        tables.ready[how] = again(kernel, same, constants, hidden_RW.device.index)
+        tables.ready[how] = relauncher(kernel, same, constants, hidden_RW.device.index)
 
 
 def launched(width: int, pair: bool, sampled: bool) -> dict[str, Any]:

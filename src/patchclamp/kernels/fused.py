@@ -19,7 +19,7 @@ from patchclamp.plan import APPLY, BLEND, CAPTURE, LINEAR, MATCH, NOISE, PROJECT
 from patchclamp.plan.step import Rows
 from patchclamp.plan.table import columns_of
 
-Run = Callable[[int, torch.Tensor, int, np.ndarray], torch.Tensor | None]
+CodeRunner = Callable[[int, torch.Tensor, int, np.ndarray], torch.Tensor | None]
 
 
 def apply(
@@ -32,7 +32,7 @@ def apply(
     bank_B: torch.Tensor,
     kept_K: torch.Tensor,
     token_R: torch.Tensor | None = None,
-    code: Run | None = None,
+    code: CodeRunner | None = None,
 ) -> np.ndarray | None:
     """Applies a point's records to the rows in place and writes captured rows into `kept_K`; `token_R` are the rows'
     token ids, if any record asks for them; `code` runs that of a number on rows [n, W] at a point and at positions [n],
@@ -108,7 +108,7 @@ def _keep(
 
 
 def _run(
-    h_AW: torch.Tensor, mine: np.ndarray, records: np.ndarray, point: int, position: np.ndarray, code: Run
+    h_AW: torch.Tensor, mine: np.ndarray, records: np.ndarray, point: int, position: np.ndarray, code: CodeRunner
 ) -> np.ndarray:
     """Runs the code of each record on its rows; whether it gave rows."""
     done = np.zeros(len(mine), bool)

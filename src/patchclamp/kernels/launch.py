@@ -16,7 +16,7 @@ LAUNCHERS = (
 )  # fmt: skip
 
 
-def again(kernel: Any, same: tuple[int, ...], constants: tuple[Any, ...], device: int) -> Callable[..., None]:
+def relauncher(kernel: Any, same: tuple[int, ...], constants: tuple[Any, ...], device: int) -> Callable[..., None]:
     """`launch(programs, *args)` of a kernel that was launched before, on the current stream. What comes before `args`,
     `same`, and after them, `constants`, does not change."""
     run = kernel.run

@@ -10,18 +10,18 @@ import torch
 import triton
 import triton.language as tl
 
-from patchclamp.kernels.launch import again
+from patchclamp.kernels.launch import relauncher
 
 CHUNK = 1024  # words that a program puts in place at most
-TOLD = tl.constexpr(3)  # words that say of a chunk where it belongs, where it lies and how long it is
+HEADER_WORDS = tl.constexpr(3)  # words that say of a chunk where it belongs, where it lies and how long it is
 
 _ready: dict[tuple[str, int | None], Callable[..., None]] = {}
 
 
 @triton.jit(do_not_specialize=["staging", "tables"])
-def _place(staging, tables, BLOCK: tl.constexpr):
+def _upload(staging, tables, BLOCK: tl.constexpr):
     staging, tables = staging.to(tl.pointer_type(tl.int32)), tables.to(tl.pointer_type(tl.int32))
-    told, word = staging + TOLD * tl.program_id(0), tl.arange(0, BLOCK)
+    told, word = staging + HEADER_WORDS * tl.program_id(0), tl.arange(0, BLOCK)
     # the host's memory, read over the bus, and anew whenever it was written
     to, at, many = (
         tl.load(told, cache_modifier=".cv"), tl.load(told + 1, cache_modifier=".cv"),
@@ -31,19 +31,19 @@ def _place(staging, tables, BLOCK: tl.constexpr):
     tl.store(tables + to + word, words, mask=word < many)
 
 
-def place(staging: torch.Tensor, tables: torch.Tensor, chunks: int) -> None:
+def upload(staging: torch.Tensor, tables: torch.Tensor, chunks: int) -> None:
     """Brings `chunks` runs of 32-bit words from pinned memory into `tables`, on the current stream.
 
     `staging` int32 begins with three words for each: where in `tables` it belongs, where in `staging` it lies, and how
     many words it has, `CHUNK` at most.  Whoever calls holds it, and leaves it as it is, until the device has read it.
     """
-    _launch("place", _place, tables.device.index, chunks, (staging.data_ptr(), tables.data_ptr()), CHUNK)
+    _launch("upload", _upload, tables.device.index, chunks, (staging.data_ptr(), tables.data_ptr()), CHUNK)
 
 
 def warm(device: torch.device) -> None:
     """Has the kernel compiled and at hand, rather than in the first step that needs it."""
     words, staging = torch.zeros(16, dtype=torch.int32, device=device), torch.zeros(16, dtype=torch.int32).pin_memory()
-    place(staging, words, 1)
+    upload(staging, words, 1)
     torch.cuda.synchronize(device)
 
 
@@ -56,4 +56,4 @@ def _launch(
         return
     launched = kernel[programs,](*args, constant)
     if launched is not None:  # Triton's interpreter has none
-        _ready[name, device] = again(launched, (), (constant,), device)
+        _ready[name, device] = relauncher(launched, (), (constant,), device)

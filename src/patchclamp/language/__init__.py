@@ -3,7 +3,18 @@
 from patchclamp.language.ops import Ablate, Add, Apply, Capture, Clamp, Mean, Noise, Op, Replace, Scale, Use, Zero
 from patchclamp.language.program import Program
 from patchclamp.language.site import SITES, At, Range, Site, site
-from patchclamp.language.tokens import Positions, TextSpan, TokenIds, Tokens, every, generated, prompt, span, token, tokens
+from patchclamp.language.tokens import (
+    Positions,
+    TextSpan,
+    TokenIds,
+    Tokens,
+    every,
+    generated,
+    prompt,
+    span,
+    token,
+    tokens,
+)
 from patchclamp.language.values import From, Named, Value, Vector
 
 __all__ = [

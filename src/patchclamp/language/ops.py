@@ -20,7 +20,7 @@ from patchclamp.language.tokens import tokens as as_tokens
 from patchclamp.language.values import Named, Vector, check_name
 from patchclamp.language.values import value as as_value
 
-LARGEST = (2 - 2**-23) * 2.0**127  # of fp32
+MAX_FP32 = (2 - 2**-23) * 2.0**127  # of fp32
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -245,10 +245,10 @@ class Apply(Op, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if not callable(self.fn):
             raise ProgramError(f"a function of rows is needed, not {self.fn!r}", "fn")
-        self.told()
+        self.wanted_arguments()
         self._place()
 
-    def told(self) -> tuple[str, ...]:
+    def wanted_arguments(self) -> tuple[str, ...]:
         """What `fn` is told beside the rows. Raises `ProgramError` if it needs anything else."""
         try:
             taken = list(inspect.signature(self.fn).parameters.values())
@@ -258,16 +258,16 @@ class Apply(Op, frozen=True, forbid_unknown_fields=True):
         rows = by_place[:1] or [each for each in taken if each.kind is each.VAR_POSITIONAL]
         needed = [each for each in taken if each not in rows and each.default is each.empty
                   and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]  # fmt: skip
-        wrong = [each.name for each in needed if each.name not in TOLD or each.kind is each.POSITIONAL_ONLY]
+        wrong = [each.name for each in needed if each.name not in APPLY_ARGUMENTS or each.kind is each.POSITIONAL_ONLY]
         if wrong or not rows:
             raise ProgramError(
-                f"a function of rows is needed, and of {' and '.join(TOLD)}, by these names, if it is to know them; "
+                f"a function of rows is needed, and of {' and '.join(APPLY_ARGUMENTS)}, by these names, if it is to know them; "
                 f"this one takes {', '.join(map(str, taken)) or 'nothing'}: give any other a default", "fn"
             )  # fmt: skip
         return tuple(each.name for each in needed)
 
 
-TOLD = ("positions", "site")  # what `Apply` tells a function that asks for it
+APPLY_ARGUMENTS = ("positions", "site")  # what `Apply` tells a function that asks for it
 OPS: dict[str, type[Op]] = {  # those that can be written down
     kind.__name__.lower(): kind for kind in (Capture, Add, Replace, Zero, Mean, Scale, Ablate, Clamp, Noise, Use)
 }
@@ -280,8 +280,8 @@ def _number(given: Any) -> float:
         raise ProgramError(f"a number is needed, not {given!r}") from None
     if not math.isfinite(number):
         raise ProgramError(f"a finite number is needed, not {number}")
-    if abs(number) > LARGEST:
-        raise ProgramError(f"a number of fp32 is needed, at most {LARGEST:.2e}, not {number}")
+    if abs(number) > MAX_FP32:
+        raise ProgramError(f"a number of fp32 is needed, at most {MAX_FP32:.2e}, not {number}")
     return number
 
 

@@ -166,10 +166,10 @@ class TokenIds(Selection, frozen=True, tag="token"):
             ) from None
         if not made:
             raise TokensError("token() selects nothing: give at least one token id")
-        if made[0] < 0 or made[-1] >= MOST_TOKENS:
-            raise TokensError(f"token id {made[0] if made[0] < 0 else made[-1]} is not one: 0 to {MOST_TOKENS - 1}")
-        if len(made) > MOST_IDS:
-            raise TokensError(f"at most {MOST_IDS} token ids can be selected, not {len(made)}")
+        if made[0] < 0 or made[-1] >= MAX_TOKEN_ID:
+            raise TokensError(f"token id {made[0] if made[0] < 0 else made[-1]} is not one: 0 to {MAX_TOKEN_ID - 1}")
+        if len(made) > MAX_IDS:
+            raise TokensError(f"at most {MAX_IDS} token ids can be selected, not {len(made)}")
         msgspec.structs.force_setattr(self, "ids", made)
 
     def __str__(self) -> str:
@@ -179,7 +179,7 @@ class TokenIds(Selection, frozen=True, tag="token"):
         return f"pc.{self}"
 
 
-MOST_TOKENS, MOST_IDS = 1 << 24, 1 << 12  # ids that an fp32 number can hold, and of one selection
+MAX_TOKEN_ID, MAX_IDS = 1 << 24, 1 << 12  # ids that an fp32 number can hold, and of one selection
 
 
 class Joined(Selection, frozen=True, tag="joined", dict=True):
@@ -195,9 +195,9 @@ class Joined(Selection, frozen=True, tag="joined", dict=True):
         for side in ("left", "right"):
             msgspec.structs.force_setattr(self, side, tokens(getattr(self, side)))
         depth, many, ids = _size(self)
-        if depth > DEEPEST or many > MOST_JOINED or ids > MOST_OF_IDS:
+        if depth > MAX_DEPTH or many > MAX_JOINED or ids > MAX_ID_SELECTIONS:
             raise TokensError(
-                f"a selection is joined of at most {MOST_JOINED} others, {DEEPEST} deep, {MOST_OF_IDS} of them by "
+                f"a selection is joined of at most {MAX_JOINED} others, {MAX_DEPTH} deep, {MAX_ID_SELECTIONS} of them by "
                 "token id; one token(...) takes many ids"
             )
 
@@ -210,8 +210,8 @@ class Joined(Selection, frozen=True, tag="joined", dict=True):
         return f"pc.tokens({str(self)!r})"
 
 
-OPS, DEEPEST = "|&-", 64  # the weaker first, as in Python
-MOST_JOINED, MOST_OF_IDS = 128, 8
+OPS, MAX_DEPTH = "|&-", 64  # the weaker first, as in Python
+MAX_JOINED, MAX_ID_SELECTIONS = 128, 8
 
 
 def _size(selection: Any) -> tuple[int, int, int]:
@@ -289,7 +289,7 @@ def _joined(text: str, at: int, depth: int, ops: str = OPS) -> tuple[Tokens, int
 
 def _one(text: str, at: int, depth: int) -> tuple[Tokens, int]:
     if opened := _OPEN.match(text, at):
-        if depth == DEEPEST:
+        if depth == MAX_DEPTH:
             raise _malformed(text)
         made, at = _joined(text, opened.end(), depth + 1)
         closed = _CLOSE.match(text, at)

@@ -22,9 +22,6 @@ from patchclamp.errors import (
     TokensError,
     UnsupportedSite,
 )
-from patchclamp.plan.prompt import Case, Prompt
-from patchclamp.plan.table import APPLY, BLEND, CAPTURE, LINEAR, NOISE, PROJECT, packed
-from patchclamp.sites import Place, SiteMap
 from patchclamp.language import (
     Ablate,
     Add,
@@ -41,14 +38,17 @@ from patchclamp.language import (
     Use,
     Vector,
 )
-from patchclamp.language.ops import DTYPES, LARGEST, Op
+from patchclamp.language.ops import DTYPES, MAX_FP32, Op
 from patchclamp.language.tokens import Tokens, ids_in
 from patchclamp.language.values import orthonormal
+from patchclamp.plan.prompt import Case, Prompt
+from patchclamp.plan.table import APPLY, BLEND, CAPTURE, LINEAR, NOISE, PROJECT, packed
+from patchclamp.sites import SiteMap, SiteRef
 from patchclamp.store.named import NamedBank, is_run
 
-Piece = tuple[int, int, int, int]
+PositionRange = tuple[int, int, int, int]
 NO_BANK = NamedBank()
-DEEPEST, MOST_USED = 16, 10_000  # programs that use programs, and the edits of all that are used
+MAX_USE_DEPTH, MAX_USED_EDITS = 16, 10_000  # programs that use programs, and the edits of all that are used
 
 
 class BoundOp(msgspec.Struct, frozen=True, array_like=True):
@@ -56,7 +56,7 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
     (`plan.table`), `mask` the bank key of a factor a column. Of noise: its `seed`, the number of each point's site, and
     whether it is `relative`; of code, its number (`seed`). `columns`: those of a row that the op changes and works
     with, as a record holds them. `only`: the bank key of token ids, where the op acts only on
-    those, or on all but those (`others`). `depends`: what a capture keeps of its pieces depends on what is generated.
+    those, or on all but those (`others`). `depends`: what a capture keeps of its ranges depends on what is generated.
 
     `reaches_cache`: whether the op can change keys and values that later tokens read.
     """
@@ -65,7 +65,7 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
     kind: int
     points: tuple[int, ...]
     values: tuple[str, ...]
-    pieces: tuple[Piece, ...]
+    ranges: tuple[PositionRange, ...]
     x: float = 0.0
     y: float = 0.0
     reaches_cache: bool = False
@@ -105,7 +105,7 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
-class Bound(msgspec.Struct, frozen=True, array_like=True):
+class BoundProgram(msgspec.Struct, frozen=True, array_like=True):
     """A program bound to a prompt of `prompt` tokens, run under the key `run`.
 
     Edited blocks of the prefix cache are shared among programs of one `salt` only.
@@ -121,7 +121,7 @@ class Bound(msgspec.Struct, frozen=True, array_like=True):
         found: dict[int, list[np.ndarray]] = {}
         for op in self.ops:
             if op.kind == CAPTURE:
-                ranges = [np.arange(start, stop) for start, stop, _, _ in op.pieces]
+                ranges = [np.arange(start, stop) for start, stop, _, _ in op.ranges]
                 for point in op.points:
                     found.setdefault(point, []).extend(ranges)
         return {point: np.unique(np.concatenate(r)) if r else np.arange(0) for point, r in found.items()}
@@ -143,7 +143,7 @@ class Code(NamedTuple):
 
     path: str
     fn: Callable[..., Any]
-    told: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
     sites: Mapping[int, str] = {}
 
 
@@ -165,8 +165,8 @@ class _Binder:
         try:
             if not isinstance(op, Use):
                 return self._bind(path, op)
-            if len(within) == DEEPEST:
-                raise ProgramError(f"programs use programs more than {DEEPEST} deep", "name")
+            if len(within) == MAX_USE_DEPTH:
+                raise ProgramError(f"programs use programs more than {MAX_USE_DEPTH} deep", "name")
             if op.name in within:
                 raise ProgramError(f"{' uses '.join((*within, op.name))}: a program cannot use itself", "name")
             program = self._entry(op.name, "name")
@@ -176,8 +176,8 @@ class _Binder:
                 )
             scaled = [op.scaled(each) for each in program.edits]
             self.used += len(scaled)
-            if self.used > MOST_USED:
-                raise ProgramError(f"the programs that are used have more than {MOST_USED} edits", "name")
+            if self.used > MAX_USED_EDITS:
+                raise ProgramError(f"the programs that are used have more than {MAX_USED_EDITS} edits", "name")
         except PatchclampError as error:
             raise error.under(path) from None
         made = [self.bind(f"{path}.{op.name}[{i}]", each, (*within, op.name)) for i, each in enumerate(scaled)]
@@ -195,19 +195,19 @@ class _Binder:
         cases, points = self._cases(op, places), _points(places)
         if isinstance(op, Capture):
             positions = np.concatenate([case.positions for case in cases]) if len(cases) > 1 else cases[0].positions
-            pieces, dtype = pieces_of(np.unique(positions), None), float(DTYPES.index(op.dtype))
-            return [BoundOp(path, CAPTURE, points, (), pieces, dtype, depends=len(cases) > 1)]
+            ranges, dtype = position_ranges(np.unique(positions), None), float(DTYPES.index(op.dtype))
+            return [BoundOp(path, CAPTURE, points, (), ranges, dtype, depends=len(cases) > 1)]
         cases = [case for case in cases if len(case.positions)]
         if not cases:
             raise TokensError(f"{op.tokens} selects no position of this request, so nothing would be edited", "tokens")  # type: ignore[attr-defined]
         cached = any(self.sites.points[point].kind not in ("final_norm", "logits") for point in points)
         return [self._edit(path, op, places, case, cached) for case in cases]
 
-    def _edit(self, path: str, op: Op, places: list[Place], case: Case, cached: bool) -> BoundOp:
+    def _edit(self, path: str, op: Op, places: list[SiteRef], case: Case, cached: bool) -> BoundOp:
         self._summed(op, places[0])
         values, rows, count = self._value(op, places, case)
-        pieces = pieces_of(case.positions, rows)
-        numbers = {"kind": LINEAR, "pieces": pieces} | self._numbers(op, places, pieces, count)
+        ranges = position_ranges(case.positions, rows)
+        numbers = {"kind": LINEAR, "ranges": ranges} | self._numbers(op, places, ranges, count)
         if isinstance(op, Apply):
             numbers |= {"kind": APPLY, "seed": self._code(path, op, places)}
         if places[0].columns is not None:
@@ -216,19 +216,19 @@ class _Binder:
             numbers |= {"only": self._put(Vector.of(case.ids)), "others": case.others}
         return BoundOp(path, points=_points(places), values=values, reaches_cache=cached, **numbers)
 
-    def _summed(self, op: Op, place: Place) -> None:
+    def _summed(self, op: Op, place: SiteRef) -> None:
         """Raises `UnsupportedSite` for an op that needs a sum over columns that several workers have."""
         summed = isinstance(op, (Ablate, Clamp)) or (isinstance(op, Noise) and op.relative)
         if summed and not self.sites.whole(place):
-            kind, many = type(op).__name__, self.sites.pieces(place.point)
+            kind, many = type(op).__name__, self.sites.shard_count(place.point)
             raise UnsupportedSite(
                 f"{kind} needs a sum over the row, and {place} is cut among {many} GPUs: name one head, as in "
                 f"{place.name}[{place.layer}, 0], or run with tensor_parallel_size=1",
                 "at",
             )
 
-    def _numbers(self, op: Op, places: list[Place], pieces: tuple[Piece, ...], count: int) -> dict[str, Any]:
-        """What else there is to an op: kind, scalars, and pieces where they are not those of its value, of which there
+    def _numbers(self, op: Op, places: list[SiteRef], ranges: tuple[PositionRange, ...], count: int) -> dict[str, Any]:
+        """What else there is to an op: kind, scalars, and ranges where they are not those of its value, of which there
         are `count` rows."""
         if isinstance(op, Add):
             return {"x": 1.0, "y": op.scale}
@@ -245,33 +245,33 @@ class _Binder:
             return {"x": op.factor}
         if isinstance(op, (Ablate, Clamp)):
             low, high = (0.0, 0.0) if isinstance(op, Ablate) else (op.low, op.high)
-            bounds = {"x": -LARGEST if low is None else low, "y": LARGEST if high is None else high}
+            bounds = {"x": -MAX_FP32 if low is None else low, "y": MAX_FP32 if high is None else high}
             rows = range(count)  # one after the other, at every position
-            return {"kind": PROJECT, "pieces": tuple((a, b, row, 0) for row in rows for a, b, *_ in pieces), **bounds}
+            return {"kind": PROJECT, "ranges": tuple((a, b, row, 0) for row in rows for a, b, *_ in ranges), **bounds}
         if isinstance(op, Noise):
             points = [self.sites.points[place.point] for place in places]
             sites = tuple(site_number(point.kind, point.layer) for point in points)
             return {"kind": NOISE, "y": op.std, "seed": op.seed, "sites": sites, "relative": op.relative,
-                    "pieces": pieces if op.std else ()}  # fmt: skip
+                    "ranges": ranges if op.std else ()}  # fmt: skip
         return {}
 
-    def _code(self, path: str, op: Apply, places: list[Place]) -> int:
+    def _code(self, path: str, op: Apply, places: list[SiteRef]) -> int:
         """The number that code goes by, another one each time it is bound: nobody shares its cached blocks."""
         if self.code is None:
             raise ProgramError(
                 "Apply runs Python of yours in the engine: allow it with pc.LM(..., allow_code=True)", "fn"
             )
         number = next(_numbers)
-        self.code[number] = Code(path, op.fn, op.told(), {place.point: str(place) for place in places})
+        self.code[number] = Code(path, op.fn, op.wanted_arguments(), {place.point: str(place) for place in places})
         return number
 
-    def _places(self, op: Op) -> list[Place]:
+    def _places(self, op: Op) -> list[SiteRef]:
         try:
             return self.sites.resolve(op.at)  # type: ignore[attr-defined]
         except PatchclampError as error:
             raise error.under("at") from None
 
-    def _cases(self, op: Op, places: list[Place]) -> list[Case]:
+    def _cases(self, op: Op, places: list[SiteRef]) -> list[Case]:
         """What the op's selection names: positions for certain, then those that it names on condition."""
         tokens: Tokens = op.tokens  # type: ignore[attr-defined]
         self._check_ids(tokens)
@@ -306,7 +306,7 @@ class _Binder:
                 "tokens",
             )
 
-    def _value(self, op: Op, places: list[Place], case: Case) -> tuple[tuple[str, ...], np.ndarray | None, int]:
+    def _value(self, op: Op, places: list[SiteRef], case: Case) -> tuple[tuple[str, ...], np.ndarray | None, int]:
         """Bank keys; for each position its row of the value (None: row 0 for all); and how many rows a key has."""
         positions = case.positions
         if isinstance(op, (Ablate, Clamp)):
@@ -335,7 +335,7 @@ class _Binder:
             raise ShapeError(told, "value")
         return tuple(map(self._put, vectors)), np.arange(len(positions)) if len(shape) == 2 else None, 0
 
-    def _rows(self, given: Vector | Named, places: list[Place], field: str, alike: bool = False) -> list[Vector]:
+    def _rows(self, given: Vector | Named, places: list[SiteRef], field: str, alike: bool = False) -> list[Vector]:
         """One vector for all places, or one for each, and only one if they are to be `alike`.
 
         Raises `MissingSource` for what the bank lacks and `ShapeError` if they are not as wide as the site.
@@ -346,7 +346,7 @@ class _Binder:
             raise ShapeError(f"{given.name!r} has a row a place, and here one is needed for all", field)  # type: ignore[union-attr]
         return found[:1] if alike else found
 
-    def _whole(self, vector: Vector, place: Place, named: bool, field: str) -> Vector:
+    def _whole(self, vector: Vector, place: SiteRef, named: bool, field: str) -> Vector:
         """A vector as wide as its point, with 0 outside the columns that the place names; a row of heads may be
         [H, E]. What is named may be as wide as the point already."""
         width, parts = self.sites.points[place.point].width, self.sites.parts(place.name)
@@ -360,7 +360,7 @@ class _Binder:
             return Vector.of(np.pad(vector.array(), [(0, 0)] * (len(vector.shape) - 1) + [(first, width - end)]))
         raise ShapeError(f"{place} is {end - first} wide; the vector is {list(vector.shape)}", field)
 
-    def _named(self, given: Named, places: list[Place], field: str) -> list[Vector]:
+    def _named(self, given: Named, places: list[SiteRef], field: str) -> list[Vector]:
         entry = self._entry(given.name, field)
         if isinstance(entry, Program):
             raise ProgramError(f"{given.name!r} is a program: pc.Use({given.name!r}) uses it", field)
@@ -390,14 +390,14 @@ class _Binder:
         except MissingSource as error:
             raise error if key == name else MissingSource(f"{name!r} in the bank: {error.message}") from None
 
-    def _from(self, given: From, places: list[Place], case: Case) -> tuple[tuple[str, ...], np.ndarray | None]:
+    def _from(self, given: From, places: list[SiteRef], case: Case) -> tuple[tuple[str, ...], np.ndarray | None]:
         (run, source), positions = self._run(given.run), case.positions
         read = places if given.site is None else self.sites.resolve(given.site)
         if len(read) not in (1, len(places)):
             raise ShapeError(f"{given.site} names {len(read)} layers; {len(places)} are written: give one, or as many")
         if self.sites.points[read[0].point].width != self.sites.points[places[0].point].width:
             raise ShapeError(f"{read[0]} and {places[0]} differ in width")
-        if self.sites.pieces(read[0].point) != self.sites.pieces(places[0].point):
+        if self.sites.shard_count(read[0].point) != self.sites.shard_count(places[0].point):
             raise UnsupportedSite(
                 f"{read[0]} and {places[0]} are cut differently among GPUs: give the rows of run[...]"
             )
@@ -422,7 +422,7 @@ def bind(
     program: Program, run: str, prompt: Prompt, max_tokens: int, sites: SiteMap, source: Callable[[str], Source],
     bank: Mapping[str, Any] | None = None, vectors: dict[str, np.ndarray] | None = None,
     code: dict[int, Code] | None = None,
-) -> Bound:  # fmt: skip
+) -> BoundProgram:  # fmt: skip
     """Checks a program against a prompt, a model, and the runs and names (`bank`) it reads, and puts it into numbers.
 
     Positions are those that are inputs: below len(prompt) + max_tokens − 1. `vectors` takes the rows of every vector,
@@ -432,7 +432,7 @@ def bind(
     binder = _Binder(
         prompt, limit, sites, source, NO_BANK if bank is None else bank, {} if vectors is None else vectors, code
     )
-    return Bound(run, len(prompt.ids), tuple(made for path, op in program.ops for made in binder.bind(path, op)))
+    return BoundProgram(run, len(prompt.ids), tuple(made for path, op in program.ops for made in binder.bind(path, op)))
 
 
 def vector_key(vector: Vector) -> str:
@@ -452,8 +452,8 @@ def source_of(key: str) -> tuple[str, int] | None:
     return (run, int(point)) if kind == "r" else None
 
 
-def pieces_of(positions: np.ndarray, rows: np.ndarray | None) -> tuple[Piece, ...]:
-    """Different positions, and the row each reads (None: row 0), as pieces by ascending position."""
+def position_ranges(positions: np.ndarray, rows: np.ndarray | None) -> tuple[PositionRange, ...]:
+    """Different positions, and the row each reads (None: row 0), as ranges by ascending position."""
     if len(positions) == 0:
         return ()
     order = np.argsort(positions)
@@ -476,11 +476,11 @@ def site_number(kind: str, layer: int | None) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def _points(places: list[Place]) -> tuple[int, ...]:
+def _points(places: list[SiteRef]) -> tuple[int, ...]:
     return tuple(place.point for place in places)
 
 
-def _rows(have: np.ndarray, wanted: np.ndarray, run: str, place: Place) -> np.ndarray:
+def _rows(have: np.ndarray, wanted: np.ndarray, run: str, place: SiteRef) -> np.ndarray:
     """The row of each wanted position among the positions a run has. Raises `MissingSource` for one it lacks."""
     if len(have) == 0:
         raise MissingSource(f"run {run} did not capture {place}")

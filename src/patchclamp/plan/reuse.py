@@ -10,33 +10,33 @@ import hashlib
 
 import msgspec
 
-from patchclamp.plan.bind import Bound, BoundOp
+from patchclamp.plan.bind import BoundOp, BoundProgram
 from patchclamp.plan.table import CAPTURE
 
 
-def block_key(bound: Bound, start: int, end: int) -> str | None:
+def block_key(bound: BoundProgram, start: int, end: int) -> str | None:
     """The content of the edits at positions start … end−1, or None where nothing there is edited."""
     touched = [clipped for op in bound.ops if op.reaches_cache and (clipped := _clip(op, start, end))]
     return hashlib.sha256(msgspec.msgpack.encode((bound.salt, touched))).hexdigest() if touched else None
 
 
-def lowest_edit(bound: Bound) -> int | None:
+def lowest_edit(bound: BoundProgram) -> int | None:
     """The first position whose keys and values an edit can change."""
-    starts = [start for op in bound.ops if op.reaches_cache for start, _, _, _ in op.pieces]
+    starts = [start for op in bound.ops if op.reaches_cache for start, _, _, _ in op.ranges]
     return min(starts, default=None)
 
 
-def lowest_capture(bound: Bound) -> int | None:
+def lowest_capture(bound: BoundProgram) -> int | None:
     """The first position that must be computed, not read from a cache, because something there is captured."""
-    starts = [start for op in bound.ops if op.kind == CAPTURE for start, _, _, _ in op.pieces]
+    starts = [start for op in bound.ops if op.kind == CAPTURE for start, _, _, _ in op.ranges]
     return min(starts, default=None)
 
 
 def _clip(op: BoundOp, start: int, end: int) -> BoundOp | None:
     """An op as it is at positions start … end−1: all that it says, but for where it stands in a program."""
-    pieces = tuple(
+    ranges = tuple(
         (max(a, start), min(b, end), row + max(start - a, 0) * step, step)
-        for a, b, row, step in op.pieces
+        for a, b, row, step in op.ranges
         if a < end and b > start
     )
-    return msgspec.structs.replace(op, path="", pieces=pieces) if pieces else None
+    return msgspec.structs.replace(op, path="", ranges=ranges) if ranges else None

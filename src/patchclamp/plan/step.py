@@ -64,29 +64,33 @@ class StepPlan(msgspec.Struct, frozen=True):
     base: np.ndarray
     row: np.ndarray
     size: int
-    holds: int = 0
-    age: int = 0
-    behind: int = 0
+    steady_steps: int = 0
+    steps_since: int = 0
+    label_lag: int = 0
 
     @property
-    def lasts(self) -> bool:
+    def captures_nothing_ever(self) -> bool:
         """Whether nothing is captured, nor will be in any step that goes on like this one."""
-        return self.size == 0 and self.holds == FOREVER
+        return self.size == 0 and self.steady_steps == FOREVER
 
     def later(self, labels: bool = True) -> StepPlan:
         """The plan of the next step, when every request goes on by one token and `holds` is not 0.
 
         `labels`: with positions brought up to date, which a device knows by itself.
         """
-        changed: dict[str, Any] = {"holds": self.holds - 1, "age": self.age + 1, "behind": self.behind + 1}
+        changed: dict[str, Any] = {
+            "steady_steps": self.steady_steps - 1,
+            "steps_since": self.steps_since + 1,
+            "label_lag": self.label_lag + 1,
+        }
         if labels:
-            tokens, sampled = (rows.later(self.behind + 1) for rows in (self.tokens, self.sampled))
-            changed |= {"tokens": tokens, "sampled": sampled, "begin": self._begins(self.behind + 1), "behind": 0}
+            tokens, sampled = (rows.later(self.label_lag + 1) for rows in (self.tokens, self.sampled))
+            changed |= {"tokens": tokens, "sampled": sampled, "begin": self._begins(self.label_lag + 1), "label_lag": 0}
         return msgspec.structs.replace(self, **changed)
 
     def begins(self) -> np.ndarray:
         """The first position that each span keeps in the step at hand, [C]."""
-        return self._begins(self.behind)
+        return self._begins(self.label_lag)
 
     def _begins(self, steps: int) -> np.ndarray:
         return np.where(self.count > 0, self.begin + steps, self.begin) if steps and self.size else self.begin
@@ -147,11 +151,11 @@ def make_plan(batch: Batch, table: ProgramTable, widths: np.ndarray, unit: np.nd
     row = widths[spans.point] * unit[spans.dtype]
     taken = rows[spans.owner] * row
     base, size = _side_by_side(taken, table.sampled[spans.point]) if unit is BYTES else _by_width(taken, row)
-    holds = _holds(now, spans.start, spans.stop) if steady else 0
+    holds = _steady_steps(now, spans.start, spans.stop) if steady else 0
     return StepPlan(tokens, last, active, spans, begin, count, offset, rows, base, row, size, holds)
 
 
-def _holds(now: np.ndarray, start: np.ndarray, stop: np.ndarray) -> int:
+def _steady_steps(now: np.ndarray, start: np.ndarray, stop: np.ndarray) -> int:
     """For how many steps of one token no request, at position `now` (−1: not here), enters or leaves a span."""
     left = np.where(now < start, start, stop) - now
     left = left[(now >= 0) & (left > 0)]

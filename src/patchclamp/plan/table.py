@@ -182,9 +182,9 @@ def _records_at(op, ordinal: int, addresses: dict[str, tuple[int, int]]) -> tupl
     """One op's records, every piece at every point, and the point of each."""
     if op.only:
         return _records_if(op, ordinal, addresses)
-    pieces, points = np.array(op.pieces, np.int64).reshape(-1, 4), np.array(op.points, np.int64)
-    records = np.zeros((len(points), len(pieces)), RECORD)
-    records["start"], records["stop"], records["step"] = pieces[:, 0], pieces[:, 1], pieces[:, 3]
+    ranges, points = np.array(op.ranges, np.int64).reshape(-1, 4), np.array(op.points, np.int64)
+    records = np.zeros((len(points), len(ranges)), RECORD)
+    records["start"], records["stop"], records["step"] = ranges[:, 0], ranges[:, 1], ranges[:, 3]
     records["kind"], records["x"], records["y"], records["other"] = op.kind, op.x, op.y, op.seed
     records["columns"] = np.array(op.columns, np.int64).astype(np.int32)
     if op.kind == CAPTURE:
@@ -195,10 +195,10 @@ def _records_at(op, ordinal: int, addresses: dict[str, tuple[int, int]]) -> tupl
         records["value"], records["step"] = np.array(op.sites, np.int64).reshape(-1, 1), op.relative
     elif op.values:
         begin, width = np.array([addresses[key] for key in op.values], np.int64).T
-        records["value"] = begin[:, None] + pieces[:, 2] * width[:, None]
+        records["value"] = begin[:, None] + ranges[:, 2] * width[:, None]
     if op.mask and op.points:
         records["other"] = addresses[op.mask][0]
-    return records.reshape(-1), np.repeat(points, len(pieces))
+    return records.reshape(-1), np.repeat(points, len(ranges))
 
 
 def _records_if(op, ordinal: int, addresses: dict[str, tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:

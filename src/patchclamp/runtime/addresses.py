@@ -17,7 +17,7 @@ import torch
 from patchclamp.errors import AddressMoved
 
 VARIABLE = "PATCHCLAMP_CHECK_ADDRESSES"
-DEEPEST = 8
+MAX_DEPTH = 8
 
 
 def wanted() -> bool:
@@ -35,7 +35,7 @@ def _walk(value: Any, path: str, device: str, depth: int) -> Iterator[tuple[str,
     if isinstance(value, torch.Tensor):
         if value.device.type == device and value.numel():
             yield path, value.data_ptr()
-    elif depth < DEEPEST:
+    elif depth < MAX_DEPTH:
         for name, inner in _inside(value):
             yield from _walk(inner, path + name, device, depth + 1)
 

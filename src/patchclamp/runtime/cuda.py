@@ -21,7 +21,7 @@ from patchclamp.runtime.device import CudaTables
 from patchclamp.runtime.drain import Drain
 from patchclamp.runtime.graphs import Recorded
 from patchclamp.store.bank import Bank
-from patchclamp.store.captures import Apart, Block, Place
+from patchclamp.store.captures import BufferSlice, HostBlock, ScatteredSlices
 
 
 class CudaStep:
@@ -33,7 +33,7 @@ class CudaStep:
     """
 
     unit = BYTES
-    code: fused.Run | None = None
+    code: fused.CodeRunner | None = None
 
     def __init__(
         self, table: ProgramTable, bank: Bank, rows: int, samples: int, positions: torch.Tensor, tokens: torch.Tensor,
@@ -48,8 +48,8 @@ class CudaStep:
         self._plan: StepPlan | None = None
         self._parts: dict[int, tuple[int, int]] | None = None
         self._whole = self._begin = 0
-        self._place: Place | None = None
-        self._left: list[tuple[int, int, Block, int]] = []
+        self._place: BufferSlice | None = None
+        self._left: list[tuple[int, int, HostBlock, int]] = []
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """What graphs read and write of ours, by name."""
@@ -73,10 +73,12 @@ class CudaStep:
         self._left, self._place, begin = [], None, 0
         if self._whole:
             _, at, block, offset = self.drain.reserve(self._whole)
-            self._place = Place(block, offset)
-            begin = at - plan.behind * self._whole  # where the step that was planned has, or would have, its captures
+            self._place = BufferSlice(block, offset)
+            begin = (
+                at - plan.label_lag * self._whole
+            )  # where the step that was planned has, or would have, its captures
         if fresh:
-            self.tables.load(plan, batch, begin, self._whole if plan.holds else 0)
+            self.tables.load(plan, batch, begin, self._whole if plan.steady_steps else 0)
         elif begin != self._begin:
             self.tables.rebase(plan, begin)
         self._begin = begin
@@ -99,7 +101,7 @@ class CudaStep:
         kept, begin, plan = self.drain.ring, 0, self._plan
         if plan is not None and plan.size:
             if self._whole == plan.size:
-                begin = -plan.behind * self._whole if sampled else 0  # of other rows the kernel knows it
+                begin = -plan.label_lag * self._whole if sampled else 0  # of other rows the kernel knows it
             elif sampled or not self._whole:
                 kept, begin = self._reserved(plan, point)
         if self.tables.table.coded:
@@ -140,7 +142,7 @@ class CudaStep:
         and the call's record, after the one, if there is one, that asks for the token."""
         assert self._plan is not None
         table, found = self.tables.table, []
-        first = self._batch.position + self._plan.behind
+        first = self._batch.position + self._plan.label_lag
         for n, slot in enumerate(self._batch.slot.tolist()):
             if slot not in table.coded:
                 continue
@@ -162,7 +164,7 @@ class CudaStep:
         assert self.code is not None
         batch, record = self._batch, records[-1]
         rows = batch.row[n] + np.arange(batch.count[n])
-        position = batch.position[n] + self._plan.behind + np.arange(batch.count[n])
+        position = batch.position[n] + self._plan.label_lag + np.arange(batch.count[n])
         if sampled:
             rows, position = rows[-1:], position[-1:]
         holds = (record["start"] <= position) & (position < record["stop"])
@@ -185,7 +187,7 @@ class CudaStep:
         fused.split(hidden_RW, residual_RW, at_A[finite_A], made[finite_A])
         return [] if bool(finite_A.all()) else [int(batch.slot[n])]
 
-    def end(self, plan: StepPlan) -> Place | Apart | None:
+    def end(self, plan: StepPlan) -> BufferSlice | ScatteredSlices | None:
         """Where its part of the ring will lie, and those of taps that reserved their own."""
         place, self._place = self._place, None  # whoever is given them holds them, nobody else
         left, self._left = self._left, []
@@ -197,7 +199,7 @@ class CudaStep:
             return place
         if place is not None:
             left.append((0, self._whole, place.block, place.offset))
-        return Apart(left)
+        return ScatteredSlices(left)
 
     def prepare(self) -> None:
         self.drain.prepare()

@@ -21,7 +21,7 @@ from patchclamp.kernels.noise import quantiles
 from patchclamp.plan import Batch, ProgramTable, StepPlan
 
 DEPTH = 4  # staging buffers: more steps in flight than any scheduler keeps
-LEAST = 1 << 14  # words of a staging buffer, to begin with
+MIN_STAGING_WORDS = 1 << 14  # words of a staging buffer, to begin with
 
 
 class _Staging:
@@ -67,7 +67,7 @@ class CudaTables:
         self.quantiles = torch.from_numpy(quantiles()).reshape(-1).to(self.device)
         for name, view in views.items():
             setattr(self, name, view)
-        self._staging = [_Staging(LEAST) for _ in range(DEPTH)]
+        self._staging = [_Staging(MIN_STAGING_WORDS) for _ in range(DEPTH)]
         self._turn, self._rows, self.copies, self.rebased = 0, 0, 0, 0
         self._sent: dict[str, np.ndarray] = {}
         # how the kernel was launched before, with the addresses of what it reads here (`kernels.cuda.site`)
@@ -169,7 +169,7 @@ class CudaTables:
                 told += to + begin, at, many
                 at += many
         staging.words[: len(told)] = told
-        moves.place(staging.pinned, self._words, chunks)
+        moves.upload(staging.pinned, self._words, chunks)
         staging.done.record()
         self.copies += 1
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from patchclamp.runtime.pinned import Pinned, Slab
-from patchclamp.store.captures import ALIGNED, Block
+from patchclamp.store.captures import ALIGNED, HostBlock
 
 SEND_BYTES = 1 << 26  # gathered in the ring before it is sent: 1.2 ms on the way, against 0.3 of host time at worst
 LOOKED_AT = 8  # slabs, to see whether they are free again, whenever one is full
@@ -28,7 +28,7 @@ class _Held:
 
     def __init__(self, slab: Slab) -> None:
         self.slab = slab
-        self.blocks: list[weakref.ref[Block]] = []
+        self.blocks: list[weakref.ref[HostBlock]] = []
         self.done: torch.cuda.Event | None = None
 
     @property
@@ -46,9 +46,9 @@ class Drain:
         self._head = self._unsent = 0  # bytes unsent … head−1 of the ring wait to be sent
         self._clear = 0  # up to where, from the head on, nothing waits to be copied any more
         self._share = min(SEND_BYTES, ring_bytes // 4)  # sent at once
-        self._block = Block()
+        self._block = HostBlock()
         self._sent: collections.deque[tuple[int, int, torch.cuda.Event]] = collections.deque()
-        self._loose: list[tuple[torch.Tensor, Block]] = []
+        self._loose: list[tuple[torch.Tensor, HostBlock]] = []
         self._pinned_bytes = pinned_bytes
         self._pinned = Pinned(pinned_bytes)
         self._held: list[_Held] = []  # the last one is being filled
@@ -65,7 +65,7 @@ class Drain:
         """Captures are coming: sees to host memory for them."""
         self._pinned.prepare()
 
-    def reserve(self, size: int) -> tuple[torch.Tensor, int, Block, int]:
+    def reserve(self, size: int) -> tuple[torch.Tensor, int, HostBlock, int]:
         """Device memory for `size` bytes to be written on the current stream, from a byte of a uint8 tensor on: the
         tensor, the byte, and the block and offset that they will have. (A view of them would cost as much as all else.)
         Until what writes them is queued nothing may be sent, nor reserved, which may send.
@@ -112,7 +112,7 @@ class Drain:
         self._block.data, event = self._copy(self.ring[self._unsent : self._head])
         self._note(self._block)
         self._sent.append((self._unsent, self._head, event))
-        self._unsent, self._block = self._head, Block()
+        self._unsent, self._block = self._head, HostBlock()
 
     def flush(self) -> None:
         """Returns when everything written is in host memory."""
@@ -131,7 +131,7 @@ class Drain:
         """Whether bytes begin … end−1 still wait to be copied; older copies are done before younger ones."""
         return any(a < end and begin < b for a, b, _ in self._sent)
 
-    def _alone(self, size: int) -> tuple[torch.Tensor, int, Block, int]:
+    def _alone(self, size: int) -> tuple[torch.Tensor, int, HostBlock, int]:
         """A reservation larger than the ring gets memory of its own."""
         try:
             data = torch.empty(size, dtype=torch.uint8, device=self.ring.device)
@@ -139,7 +139,7 @@ class Drain:
             self.flush()
             torch.cuda.empty_cache()
             data = torch.empty(size, dtype=torch.uint8, device=self.ring.device)
-        block = Block()
+        block = HostBlock()
         self.send()
         self._loose.append((data, block))
         return data, 0, block, 0
@@ -164,7 +164,7 @@ class Drain:
         self.bytes += size
         return target, done
 
-    def _note(self, block: Block) -> None:
+    def _note(self, block: HostBlock) -> None:
         self._held[-1].blocks.append(weakref.ref(block))
 
     def _room(self, size: int) -> _Held:

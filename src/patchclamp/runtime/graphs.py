@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 PATIENCE = 12  # replays for the same points before a copy is made: making one costs about as much as it saves in these
-MOST_NODES = 1 << 15  # of all copies together
+MAX_NODES = 1 << 15  # of all copies together
 NODE_BYTES = 3600  # device memory that a copy takes a node (1.25 MiB for 368, vLLM 0.32 on an H200)
-MOST_COUNTED = 256  # sets of points whose replays a graph counts
+MAX_COUNTED = 256  # sets of points whose replays a graph counts
 
 logger = logging.getLogger("patchclamp")
 
@@ -62,7 +62,7 @@ class Recorded:
         """Bounds the copies kept: those chosen longest ago go first, once nothing that runs can need them."""
         self._copies[copy] = None
         self.cut += 1
-        while sum(kept.nodes for kept in self._copies) > MOST_NODES and len(self._copies) > 1:
+        while sum(kept.nodes for kept in self._copies) > MAX_NODES and len(self._copies) > 1:
             oldest, _ = self._copies.popitem(last=False)
             oldest.owner.drop(oldest)
             event = torch.cuda.Event()
@@ -143,7 +143,7 @@ class TappedGraph:
             self._recorded.chosen(self._copy)
 
     def _wait_and_cut(self) -> None:
-        if len(self._replays) > MOST_COUNTED:
+        if len(self._replays) > MAX_COUNTED:
             self._replays.clear()
         self._replays[self._wanted] += 1
         if self._replays[self._wanted] < PATIENCE:
@@ -193,13 +193,13 @@ def _join(graph: Any, earlier: Any, later: Any, edge: Any) -> None:
 
 
 def _neighbours(question: str, node: Any) -> list[tuple[Any, Any]]:
-    nodes, edges, count = _done(question, node, _MOST_NEIGHBOURS)
-    if count >= _MOST_NEIGHBOURS:
+    nodes, edges, count = _done(question, node, _MAX_NEIGHBOURS)
+    if count >= _MAX_NEIGHBOURS:
         raise RuntimeError(f"a graph node has {count} neighbours")
     return list(zip(nodes[:count], edges[:count], strict=True))
 
 
-_MOST_NEIGHBOURS = 64
+_MAX_NEIGHBOURS = 64
 _bindings: list[Any] = []
 
 

@@ -17,15 +17,15 @@ import torch
 
 from patchclamp.errors import MissingSource, ModelError, RunError, ShapeError, pack
 from patchclamp.kernels.code import call
-from patchclamp.plan import APPLY, CAPTURE, Batch, Bound, ProgramTable, StepPlan, make_plan
+from patchclamp.plan import APPLY, CAPTURE, Batch, BoundProgram, ProgramTable, StepPlan, make_plan
 from patchclamp.plan.bind import BoundOp, Code, source_of
 from patchclamp.plan.step import NUMBERS
 from patchclamp.plan.table import records_of
-from patchclamp.runtime.pieces import columns_in, cut
+from patchclamp.runtime.shards import columns_in, cut
 from patchclamp.runtime.step import HostStep, Step
 from patchclamp.sites import SiteMap, View
 from patchclamp.store.bank import Bank
-from patchclamp.store.captures import ALIGNED, ITEM_BYTES, Captured, CaptureStore
+from patchclamp.store.captures import ALIGNED, ITEM_BYTES, CaptureChunk, CaptureStore
 
 Packed = tuple[str, str, str | None]
 
@@ -48,7 +48,7 @@ class Limits(msgspec.Struct, frozen=True):
     active_sizes: tuple[int, ...] | None = None
 
 
-class _Seat(msgspec.Struct):
+class _Admitted(msgspec.Struct):
     """A seated program: its slot, the keys it pins, the bytes it captures a token at most, and the first position from
     which on it does nothing any more, and runs no code."""
 
@@ -59,11 +59,11 @@ class _Seat(msgspec.Struct):
     code_stop: int
 
 
-class _Growing(msgspec.Struct):
+class _OpenChunk(msgspec.Struct):
     """A piece that the next step may go on with, and the age of its last step's plan."""
 
-    piece: Captured
-    age: int
+    piece: CaptureChunk
+    steps_since: int
 
 
 class Runtime:
@@ -71,10 +71,10 @@ class Runtime:
 
     def __init__(self, sites: SiteMap, limits: Limits, device: torch.device | str = "cpu", rank: int = 0) -> None:
         self.sites, self.limits, self.device = sites, limits, torch.device(device)
-        self.piece = [sites.piece(point.number, rank) for point in sites.points]  # of each point's row that is here
-        self._cut = np.array([sites.pieces(point.number) > 1 for point in sites.points])  # where a row has pieces
-        self._mine = np.array([piece.keeps for piece in self.piece])  # where that of this worker is kept here
-        self.widths = np.array([piece.end - piece.first for piece in self.piece])
+        self.shards = [sites.shard(point.number, rank) for point in sites.points]  # of each point's row that is here
+        self._cut = np.array([sites.shard_count(point.number) > 1 for point in sites.points])  # where a row has pieces
+        self._mine = np.array([shard.keeps for shard in self.shards])  # where that of this worker is kept here
+        self.widths = np.array([shard.end - shard.first for shard in self.shards])
         self.sampled = np.array([point.rows == "sampled" for point in sites.points])
         if limits.bank_bytes < 4 * int(self.widths.max()):
             raise ShapeError(f"a row of this model is up to {4 * self.widths.max()} bytes; raise bank_bytes")
@@ -85,7 +85,7 @@ class Runtime:
         self.steps_planned = 0
         self._banked: dict[str, set[str]] = {}  # by run: keys of its rows that have been in the bank
         self._vectors: dict[str, tuple[torch.Tensor, int]] = {}  # host copies of inline vectors, and their holders
-        self._seats: dict[str, _Seat] = {}  # by run
+        self._admitted: dict[str, _Admitted] = {}  # by run
         self._run_of: dict[str, str] = {}  # by the engine's name of a request
         self._request_of: dict[str, str] = {}
         self._slot_of: dict[str, int] = {}  # by the engine's name of a request, while its run has a seat
@@ -93,15 +93,15 @@ class Runtime:
         self.views: dict[int, View | None] = {}  # where a point's columns lie in the tensor of its tap
         self.here = np.ones(len(sites.points), bool)  # points of which this worker has the tap
         self.keeps = True  # whether what is captured is kept here; of workers that see the same rows one keeps it
-        self._brought: dict[str, dict[str, torch.Tensor]] = {}  # by run: rows that another worker captured, by key
+        self._remote_rows: dict[str, dict[str, torch.Tensor]] = {}  # by run: rows that another worker captured, by key
         self.failures = 0  # runs whose edits were not finite
         self._errors: dict[str, Packed] = {}
         self._run_of_slot = np.full(limits.max_programs + 1, -1, np.int64)
-        self._seated: tuple[list[str], int, np.ndarray] | None = None
+        self._slots_of_last_batch: tuple[list[str], int, np.ndarray] | None = None
         self._last: tuple[Batch, StepPlan, int] | None = None
         self._acts = b""  # of the plan at hand: whether it does anything at a point, a byte each
         self._next = np.zeros(0, np.int64)  # positions of the step after the last one, if it goes on like that
-        self._growing: _Growing | None = None  # what the last step captured, to be gone on with
+        self._growing: _OpenChunk | None = None  # what the last step captured, to be gone on with
         self._token_bytes: collections.Counter[int] = collections.Counter()  # seats by what a token of theirs captures
         self._code: dict[int, tuple[str, Code]] = {}  # by number: its run, and what it runs
         self._code_of: dict[str, list[int]] = {}
@@ -111,7 +111,7 @@ class Runtime:
 
     # -- vectors and results, between steps
 
-    def hold(self, vectors: dict[str, torch.Tensor], holders: Iterable[str]) -> None:
+    def hold_vectors(self, vectors: dict[str, torch.Tensor], holders: Iterable[str]) -> None:
         """Keeps inline vectors [n, W], each for one more holder every time `holders` names it."""
         for key in holders:
             held, count = self._vectors.get(key) or (vectors[key], 0)
@@ -138,7 +138,7 @@ class Runtime:
             self._errors[run] = pack(error)
             return None
 
-    def let_go(self, keys: Iterable[str]) -> None:
+    def release_vectors(self, keys: Iterable[str]) -> None:
         """One holder less; a vector without holders stays only as long as the bank has room."""
         for key in keys:
             held, holders = self._vectors.pop(key)
@@ -153,32 +153,32 @@ class Runtime:
         """Lets runs' captures go."""
         for run in runs:
             self._errors.pop(run, None)
-            self._brought.pop(run, None)
+            self._remote_rows.pop(run, None)
             if run in self.store:
                 self.store.release(run)
                 for key in self._banked.pop(run, ()):
                     self.bank.forget(key)
 
-    def lacks(self, key: str) -> bool:
+    def is_missing(self, key: str) -> bool:
         """Whether a run's rows, by their key, are neither at hand nor captured here."""
         return key not in self.bank and not self.has(key)
 
     def has(self, key: str) -> bool:
         """Whether a run's rows, by their key, were captured here or brought."""
         run, point = _source(key)
-        return key in self._brought.get(run, ()) or self._captured(run, point)
+        return key in self._remote_rows.get(run, ()) or self._captured(run, point)
 
     def rows(self, key: str) -> torch.Tensor:
         """A run's rows [n, W], captured here or brought."""
         run, point = _source(key)
-        brought = self._brought.get(run, {}).get(key)
+        brought = self._remote_rows.get(run, {}).get(key)
         return self.fetch(run, point)[1] if brought is None else brought
 
-    def bring(self, rows: dict[str, torch.Tensor]) -> None:
+    def add_remote_rows(self, rows: dict[str, torch.Tensor]) -> None:
         """Keeps rows [n, W] of runs that another worker captured, until their runs are released."""
         for key, brought in rows.items():
             if not self.has(key):
-                self._brought.setdefault(_source(key)[0], {})[key] = brought
+                self._remote_rows.setdefault(_source(key)[0], {})[key] = brought
 
     def _captured(self, run: str, point: int) -> bool:
         return self.keeps_at(point) and bool(self.here[point]) and run in self.store
@@ -194,7 +194,7 @@ class Runtime:
             "failures": self.failures,
             "runs": len(self.store),
             "captured_bytes": self.store.bytes,
-            "brought": sum(map(len, self._brought.values())),
+            "remote_rows": sum(map(len, self._remote_rows.values())),
             "pinned": self.bank.pinned,
             "vectors": len(self._vectors),
             "code": len(self._code),
@@ -222,20 +222,20 @@ class Runtime:
         """Whether a step of so many tokens of each request, `total` in all, captures at most `limit` bytes."""
         if max(self._token_bytes, default=0) * total <= limit:
             return True
-        seats = ((self._seats.get(self._run_of.get(request, "")), count) for request, count in tokens.items())
+        seats = ((self._admitted.get(self._run_of.get(request, "")), count) for request, count in tokens.items())
         return sum(seat.token_bytes * count for seat, count in seats if seat is not None) <= limit
 
     def fail(self, slots: Iterable[int], point: int) -> None:
         """Tells the runs of some slots that their edits at a point are not finite; the first error counts."""
         where = self.sites.label(point)
         told = pack(RunError(f"the edits at {where} make numbers that are not finite; they were not written"))
-        runs = {seat.slot: run for run, seat in self._seats.items()}
+        runs = {seat.slot: run for run, seat in self._admitted.items()}
         for slot in slots:
             if slot in runs and runs[slot] not in self._errors:
                 self._errors[runs[slot]] = told
                 self.failures += 1
 
-    def hear(self) -> None:
+    def collect_failures(self) -> None:
         """Takes note of failures on the device, of whichever run."""
         for slot, point in self.step.failed():
             self.fail([slot], point)
@@ -246,14 +246,14 @@ class Runtime:
 
     # -- a step
 
-    def reserve(self, bound: Bound) -> None:
+    def admit(self, bound: BoundProgram) -> None:
         """Seats a program before its request is scheduled, so that no request ever runs without its program.
 
         Raises `CapacityError` when it does not fit (now, or ever) and `MissingSource` when what it reads is gone.
         """
         keys: list[str] = []
         addresses: dict[str, tuple[int, int]] = {}
-        here = [cut(op.at(self.here), self.piece, self.sites) for op in bound.ops]
+        here = [cut(op.at(self.here), self.shards, self.sites) for op in bound.ops]
         kept = np.where(self._cut, self._mine, self.keeps)
         ops = here if kept.all() else [op.at(kept) if op.kind == CAPTURE else op for op in here]
         try:
@@ -270,9 +270,9 @@ class Runtime:
         size = sum(self._token_size(op) for op in here if op.kind == CAPTURE)
         # of all that happens anywhere: code with taps may differ from stock's in the last bits, and what a request's
         # batchmates get must not depend on which stage a program acts on
-        stop = max((piece[1] for op in bound.ops if op.points for piece in op.pieces), default=0)
-        code = max((piece[1] for op in bound.ops if op.kind == APPLY for piece in op.pieces), default=0)
-        self._seats[bound.run] = _Seat(slot, keys, size, stop, code)
+        stop = max((piece[1] for op in bound.ops if op.points for piece in op.ranges), default=0)
+        code = max((piece[1] for op in bound.ops if op.kind == APPLY for piece in op.ranges), default=0)
+        self._admitted[bound.run] = _Admitted(slot, keys, size, stop, code)
         if size:
             self._token_bytes[size] += 1
             self.step.prepare()
@@ -284,13 +284,13 @@ class Runtime:
         rows = item * self.widths[points[~self.sampled[points]]]
         return int((-(-rows // ALIGNED) * ALIGNED).sum())
 
-    def link(self, request: str, run: str) -> None:
+    def assign_slot(self, request: str, run: str) -> None:
         """The engine's own name of a run's request; a run that was never reserved gets an error instead."""
-        if run in self._seats:
+        if run in self._admitted:
             self._run_of[request], self._request_of[run] = run, request
-            self._slot_of[request], self._stop_of[request] = self._seats[run].slot, self._seats[run].stop
-            if self._seats[run].code_stop:
-                self._code_stop[request] = self._seats[run].code_stop
+            self._slot_of[request], self._stop_of[request] = self._admitted[run].slot, self._admitted[run].stop
+            if self._admitted[run].code_stop:
+                self._code_stop[request] = self._admitted[run].code_stop
         else:
             self._errors[run] = pack(MissingSource(f"run {run} was not reserved before its request"))
 
@@ -298,11 +298,11 @@ class Runtime:
         """Frees a run's seat; its captures stay until released."""
         for number in self._code_of.pop(run, ()):
             del self._code[number]
-        if run not in self._seats:
+        if run not in self._admitted:
             return
-        self.hear()
+        self.collect_failures()
         self._growing = None  # whatever follows is planned anew, and what these hold may soon be let go
-        seat, request = self._seats.pop(run), self._request_of.pop(run, "")
+        seat, request = self._admitted.pop(run), self._request_of.pop(run, "")
         self._slot_of.pop(request, None)
         self._stop_of.pop(request, None)
         self._code_stop.pop(request, None)
@@ -324,14 +324,18 @@ class Runtime:
 
     def slots(self, requests: list[str]) -> np.ndarray:
         """The slots of a step's requests, [N]; 0 for one without a program."""
-        if self._seated is None or self._seated[0] != requests or self._seated[1] != self.table.version:
+        if (
+            self._slots_of_last_batch is None
+            or self._slots_of_last_batch[0] != requests
+            or self._slots_of_last_batch[1] != self.table.version
+        ):
             slots = np.fromiter(map(self._slot_of.get, requests, repeat(0)), np.int64, len(requests))
-            self._seated = (requests, self.table.version, slots)
-        return self._seated[2]
+            self._slots_of_last_batch = (requests, self.table.version, slots)
+        return self._slots_of_last_batch[2]
 
     def __len__(self) -> int:
         """Programs seated."""
-        return len(self._seats)
+        return len(self._admitted)
 
     def begin(self, batch: Batch) -> None:
         """Plans a step; without programs in it the step stays idle."""
@@ -344,17 +348,17 @@ class Runtime:
         self.plan = make_plan(batch, self.table, self.widths, self.step.unit)
         self._acts = self.plan.active.tobytes()
         self.step.begin(self.plan, batch, fresh=True)
-        if self.plan.holds:
+        if self.plan.steady_steps:
             self._last, self._next = (batch, self.plan, self.table.version), batch.position + 1
 
     def goes_on(self, requests: list[str], position: np.ndarray, total: int) -> bool:
         """Goes on with the last plan, if this step is the last one with every request one token on and nothing else to
         do; `total` is the number of its tokens."""
-        if self._last is None or self._seated is None:
+        if self._last is None or self._slots_of_last_batch is None:
             return False
         batch, plan, version = self._last
-        known = plan.holds > 0 and version == self.table.version and total == len(requests)
-        if not known or requests != self._seated[0]:
+        known = plan.steady_steps > 0 and version == self.table.version and total == len(requests)
+        if not known or requests != self._slots_of_last_batch[0]:
             return False
         if self._next.dtype != position.dtype:
             self._next = self._next.astype(position.dtype)
@@ -363,7 +367,7 @@ class Runtime:
         self._next += 1
         labels = self.step.unit is NUMBERS
         # what a device does in this and in all steps that follow is the same, unless code asks for positions
-        if labels or self.table.coded or not plan.lasts:
+        if labels or self.table.coded or not plan.captures_nothing_ever:
             plan = plan.later(labels)
             self._last = (batch, plan, version)
         self.plan = plan
@@ -381,10 +385,12 @@ class Runtime:
         if view is not None and view.by_head:
             shape = hidden.shape[1], hidden.shape[3]
         if not fits(shape, view.whole if view is not None and view.whole else width):
-            raise ModelError(f"{self.sites.told(point)} should be {width} wide; its tensor is {list(hidden.shape)}")
+            raise ModelError(
+                f"{self.sites.describe_point(point)} should be {width} wide; its tensor is {list(hidden.shape)}"
+            )
         if residual is not None and residual.shape != hidden.shape:
             raise ModelError(
-                f"{self.sites.told(point)}: the two halves of the stream do not match, {list(hidden.shape)} and "
+                f"{self.sites.describe_point(point)}: the two halves of the stream do not match, {list(hidden.shape)} and "
                 f"{list(residual.shape)}"
             )
         if view is not None and (view.heads or view.by_head or view.factor != 1.0):
@@ -419,14 +425,14 @@ class Runtime:
         if plan is None or place is None:
             return
         growing = self._growing
-        if growing is not None and growing.piece.offset is plan.offset and growing.age == plan.age - 1:
+        if growing is not None and growing.piece.offset is plan.offset and growing.steps_since == plan.steps_since - 1:
             growing.piece.grow(place)
-            growing.age = plan.age
+            growing.steps_since = plan.steps_since
             return
         run = self._run_of_slot[plan.spans.slot]
-        piece = Captured([place], plan.size, plan.spans, run, plan.begins(), plan.count, plan.offset, plan.rows,
+        piece = CaptureChunk([place], plan.size, plan.spans, run, plan.begins(), plan.count, plan.offset, plan.rows,
                          plan.base, plan.row)  # fmt: skip
-        self._growing = _Growing(piece, plan.age)
+        self._growing = _OpenChunk(piece, plan.steps_since)
         self.store.add(piece)
 
     def _load(self, key: str) -> None:

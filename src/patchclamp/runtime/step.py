@@ -11,7 +11,7 @@ from patchclamp.kernels import fused
 from patchclamp.plan import Batch, ProgramTable, StepPlan
 from patchclamp.plan.step import NUMBERS
 from patchclamp.store.bank import Bank
-from patchclamp.store.captures import Apart, Block, Place
+from patchclamp.store.captures import BufferSlice, HostBlock, ScatteredSlices
 
 
 class Step(Protocol):
@@ -20,7 +20,7 @@ class Step(Protocol):
 
     unit: np.ndarray
     recording: bool
-    code: fused.Run | None
+    code: fused.CodeRunner | None
 
     @property
     def memory(self) -> dict[str, int]:
@@ -37,7 +37,7 @@ class Step(Protocol):
         """Carries a point out; returns the slots whose edits were not written because they are not finite, if known."""
         ...
 
-    def end(self, plan: StepPlan) -> Place | Apart | None:
+    def end(self, plan: StepPlan) -> BufferSlice | ScatteredSlices | None:
         """Where what was captured lies, if anything was."""
         ...
 
@@ -63,7 +63,7 @@ class HostStep:
     """On the CPU: rows are kept in one fp32 buffer a step."""
 
     unit, recording = NUMBERS, False
-    code: fused.Run | None = None
+    code: fused.CodeRunner | None = None
     token_of_row: torch.Tensor | None = None  # the engine's own, of every row of the step at hand
 
     @property
@@ -87,8 +87,8 @@ class HostStep:
         given = (rows, point, self._table, self._plan, self._bank.data, self._kept, token_R, self.code)
         return fused.apply(hidden_RW, residual_RW, *given)
 
-    def end(self, plan: StepPlan) -> Place | Apart | None:
-        return Place(Block(self._kept.cpu()), 0) if plan.size else None
+    def end(self, plan: StepPlan) -> BufferSlice | ScatteredSlices | None:
+        return BufferSlice(HostBlock(self._kept.cpu()), 0) if plan.size else None
 
     def prepare(self) -> None:
         return None

@@ -33,8 +33,8 @@ def attach(
             after_attention(module, _computed(point.number))
         elif tap.moment == "in":
             module.register_forward_pre_hook(_before(point.number, tap), with_kwargs=True)
-        elif tap.again:
-            module.register_forward_hook(_again(point.number))
+        elif tap.rerun:
+            module.register_forward_hook(_rerun(point.number))
         else:
             module.register_forward_hook(_after(point.number, tap))
         hooked[point.number] = view(tap)
@@ -73,7 +73,7 @@ def _computed(point: int) -> Callable[[torch.Tensor], None]:
     return tap
 
 
-def _again(point: int) -> Callable[..., Any]:
+def _rerun(point: int) -> Callable[..., Any]:
     """Of a router that gives its logits and what it chose by them: what it would have chosen by those that are edited.
     Its weights stand aside for ones that leave the logits as they are."""
 

@@ -39,7 +39,7 @@ class Tap(msgspec.Struct, frozen=True):
     mixed: bool = False
     by_head: bool = False
     scale: str = ""
-    again: bool = False
+    rerun: bool = False
 
 
 class Row(msgspec.Struct, frozen=True):

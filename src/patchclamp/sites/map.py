@@ -7,11 +7,11 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from patchclamp.errors import ModelError, UnsupportedSite
+from patchclamp.language.site import SITES, Index, Range, Site
 from patchclamp.sites.families import Family, Sizes, Tap
 from patchclamp.sites.tables import FAMILIES
-from patchclamp.language.site import SITES, Index, Range, Site
 
-WIDEST_PART = 0xFFFF  # columns of a point whose parts can be named (`plan.table`)
+MAX_INDEXED_COLUMNS = 0xFFFF  # columns of a point whose parts can be named (`plan.table`)
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -37,7 +37,7 @@ class View(msgspec.Struct, frozen=True):
     factor: float = 1.0
 
 
-class Place(msgspec.Struct, frozen=True):
+class SiteRef(msgspec.Struct, frozen=True):
     """A site word of one layer: `resid_post[3]`, and its point; of a part of its row, `z[3, 5]`, the columns too."""
 
     name: str
@@ -51,7 +51,7 @@ class Place(msgspec.Struct, frozen=True):
         return self.name if self.layer is None else f"{self.name}[{inner}]"
 
 
-class Piece(NamedTuple):
+class Shard(NamedTuple):
     """Columns first … end − 1 of a row, piece `number` of it; of workers that have the same one `keeps` what is
     captured."""
 
@@ -125,7 +125,7 @@ class SiteMap:
         heads = self.sizes.heads
         return View(sum(sizes), sum(sizes[: tap.part]) // heads, heads, sizes[tap.part] // heads)
 
-    def pieces(self, point: int) -> int:
+    def shard_count(self, point: int) -> int:
         """Into how many pieces a point's row is cut among workers of one stage."""
         row = self.family.points[self.points[point].kind]
         if row.layout != "sharded":
@@ -133,19 +133,19 @@ class SiteMap:
         # with fewer key/value heads than workers, several have the same
         return min(self.tensor_parallel, self.sizes.kv_heads) if row.width == "K" else self.tensor_parallel
 
-    def piece(self, point: int, rank: int) -> Piece:
+    def shard(self, point: int, rank: int) -> Shard:
         """The piece of a point's row that a worker of one stage has."""
-        many = self.pieces(point)
+        many = self.shard_count(point)
         number, size = rank * many // self.tensor_parallel, self.points[point].width // many
-        return Piece(number, number * size, (number + 1) * size, rank * many % self.tensor_parallel == 0)
+        return Shard(number, number * size, (number + 1) * size, rank * many % self.tensor_parallel == 0)
 
-    def whole(self, place: Place) -> bool:
+    def whole(self, place: SiteRef) -> bool:
         """Whether one worker has all the columns of a place, so that sums over them are known there."""
-        point, many = self.points[place.point], self.pieces(place.point)
+        point, many = self.points[place.point], self.shard_count(place.point)
         first, end = place.columns or (0, point.width)
         return first * many // point.width == (end - 1) * many // point.width
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[SiteRef]:
         """Every place of the model, word by word."""
         return [place for name in self.names for place in self.resolve(Site(name))]
 
@@ -156,7 +156,7 @@ class SiteMap:
         z, neurons, router = (s.heads, s.d_result or s.d_head), (s.d_mlp, 1), (s.experts, 1)
         return {"q": heads, "k": groups, "v": groups, "z": z, "neurons": neurons, "router": router}.get(name)
 
-    def resolve(self, site: Site) -> list[Place]:
+    def resolve(self, site: Site) -> list[SiteRef]:
         """The places a site names, by layer. Raises `UnsupportedSite` for a word, layer or index this model does not
         have."""
         if not self._known(site.name):
@@ -174,18 +174,20 @@ class SiteMap:
         if site.name in self.withdrawn:
             raise UnsupportedSite(f"{site.name} was not proved on this model: {self.withdrawn[site.name]}")
         if not SITES[site.name].layered:
-            return [Place(site.name, None, self._point(site.name, 0))]
+            return [SiteRef(site.name, None, self._point(site.name, 0))]
         index, columns = ("", None) if site.index is None else (str(site.index), self._columns(site))
-        return [Place(site.name, layer, self._point(site.name, layer), index, columns) for layer in self._layers(site)]
+        return [
+            SiteRef(site.name, layer, self._point(site.name, layer), index, columns) for layer in self._layers(site)
+        ]
 
     def _columns(self, site: Site) -> tuple[int, int]:
         """The columns of a site's row that its second index names."""
         parts, index = self.parts(site.name), site.index
         assert parts is not None
         (count, size), kind = parts, SITES[site.name].index
-        if count * size > WIDEST_PART:
+        if count * size > MAX_INDEXED_COLUMNS:
             raise UnsupportedSite(
-                f"{site}: rows of {count * size} numbers cannot be indexed; at most {WIDEST_PART} can"
+                f"{site}: rows of {count * size} numbers cannot be indexed; at most {MAX_INDEXED_COLUMNS} can"
             )
         if isinstance(index, int):
             first, end, step = index, index + 1, 1
@@ -238,7 +240,7 @@ class SiteMap:
         """A point's name for people: the first site word that reaches it."""
         return next(str(place) for place in self.places() if place.point == point)
 
-    def told(self, point: int) -> str:
+    def describe_point(self, point: int) -> str:
         """A point with the modules where the table says that it is: `mlp_in[0] (model.layers.0.mlp)`."""
         engines: tuple[Literal["transformers", "vllm"], ...] = ("transformers", "vllm")
         taps = [tap for engine in engines for known, tap in self.taps(engine) if known.number == point]

@@ -20,7 +20,10 @@ KEEPS: dict[str, tuple[str, ...]] = {
     "attn_out": ATTENTION[:-1], "mlp_in": ATTENTION, "router": (*ATTENTION, "mlp_in"),
     "neurons": (*ATTENTION, "mlp_in", "router"), "mlp_out": (*ATTENTION, *MLP[:-1]),
 }  # fmt: skip
-LEAST, MOST = 1e-6, 0.05  # of a row: what moves does by more than one, what is kept by less than the other
+MIN_MOVED_RTOL, MAX_KEPT_RTOL = (
+    1e-6,
+    0.05,
+)  # of a row: what moves does by more than one, what is kept by less than the other
 
 
 def watched(place: Any, there: set[str]) -> list[str]:
@@ -34,9 +37,9 @@ def disorder(place: Any, plain: Any, edited: Any, at: list[str]) -> str:
     for each in at:
         name = each.partition("[")[0]
         gap = _gap(np.asarray(edited[each]), np.asarray(plain[each]))
-        if name in MOVES.get(place.name, ()) and gap <= LEAST:
+        if name in MOVES.get(place.name, ()) and gap <= MIN_MOVED_RTOL:
             return f"an edit at {place} does not move {each}, which is made of it"
-        if name in KEEPS.get(place.name, ()) and gap > MOST:
+        if name in KEEPS.get(place.name, ()) and gap > MAX_KEPT_RTOL:
             return f"an edit at {place} moves {each}, which is not made of it"
     return ""
 

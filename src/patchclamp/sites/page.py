@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from patchclamp.language.aliases import DIFFERENCES, ELSEWHERE, NNTERP, TRANSFORMER_LENS, Difference
+from patchclamp.language.site import SITES
 from patchclamp.sites.families import Family, Row, Size, Tap
 from patchclamp.sites.remarks import BACKEND, Engine, raw
 from patchclamp.sites.tables import FAMILIES
-from patchclamp.language.aliases import DIFFERENCES, ELSEWHERE, NNTERP, TRANSFORMER_LENS, Difference
-from patchclamp.language.site import SITES
 
 ENGINES: tuple[Engine, ...] = ("transformers", "vllm")
 TITLES = {"transformers": "Transformers", "vllm": "vLLM"}

@@ -16,14 +16,14 @@ import msgspec
 import numpy as np
 
 from patchclamp.errors import ModelError
+from patchclamp.language import Add, Capture, From, Replace, Site, prompt
 from patchclamp.sites.order import disorder, watched
 from patchclamp.sites.sums import sums
-from patchclamp.language import Add, Capture, From, Replace, Site, prompt
 
 LENGTH, LONGER = 4, 11  # tokens of the proof's prompt, and of one that runs beside it
 # how far the logits of a run may be apart, alone and in a batch, of the largest: kernels round otherwise there, and
 # where few bits are left a router may choose another expert for it
-ALIKE = {"float32": 1e-3, "float16": 0.3, "bfloat16": 0.5}
+LOGITS_RTOL = {"float32": 1e-3, "float16": 0.3, "bfloat16": 0.5}
 
 
 class Proof(msgspec.Struct, frozen=True):
@@ -131,7 +131,7 @@ def _noise(lm: Any, base: Any, *others: Any) -> float:
     """By how much runs of one prompt differ in a batch with another one, from one that ran alone, at most."""
     gaps = [np.abs(_answer(other) - _answer(base)) for other in others]
     size, noise = float(np.abs(_answer(base)[:-1]).max()), max(float(gap[:-1].max()) for gap in gaps)
-    if noise > ALIKE.get(lm.model.dtype, max(ALIKE.values())) * size:
+    if noise > LOGITS_RTOL.get(lm.model.dtype, max(LOGITS_RTOL.values())) * size:
         raise ModelError(
             f"on this model a run depends on those beside it: with a longer prompt in the batch its logits, of up to "
             f"{size:.2g}, change by {noise:.2g}. Nothing that is read or written there is one request's alone; run one "

@@ -48,7 +48,7 @@ def raw(family: Family, word: str, engine: Engine) -> str:
     if word in _INPUT:
         return _INPUT[word]
     if word == "router":
-        return _CHOSEN[engine if tap.again or engine == "vllm" else "vllm"]
+        return _CHOSEN[engine if tap.rerun or engine == "vllm" else "vllm"]
     if word in ("q", "k", "v"):
         return _projection(family, tap, engine)
     if word in ("attn_out", "mlp_out"):

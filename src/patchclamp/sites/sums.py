@@ -10,9 +10,9 @@ import numpy as np
 from patchclamp.language import Site
 
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-COARSE = 2.0**-3  # of whatever else a model is in
+DEFAULT_EPS = 2.0**-3  # of whatever else a model is in
 ADDED: tuple[str, ...] = ("attn_out", "mlp_out")
-NEAR = 0.1  # of a head: keys and values may be kept in eight bits
+HEAD_RTOL = 0.1  # of a head: keys and values may be kept in eight bits
 STREAM: tuple[str, ...] = ("resid_pre", "resid_mid", "resid_post")
 
 
@@ -56,7 +56,7 @@ def _of_heads(lm: Any, base: Any) -> dict[str, str]:
         v_HE = np.repeat(v_KE, len(z_HE) // len(v_KE), axis=0)
         part_H = (z_HE * v_HE).sum(1) / np.maximum((v_HE**2).sum(1), 1e-30)
         gap_H = np.linalg.norm(z_HE - part_H[:, None] * v_HE, axis=1)
-        wrong = (gap_H > NEAR * np.linalg.norm(z_HE, axis=1)) | (part_H < -NEAR) | (part_H > 1 + NEAR)
+        wrong = (gap_H > HEAD_RTOL * np.linalg.norm(z_HE, axis=1)) | (part_H < -HEAD_RTOL) | (part_H > 1 + HEAD_RTOL)
         if wrong.any():
             head = int(wrong.argmax())
             group = head * len(v_KE) // len(z_HE)
@@ -102,7 +102,7 @@ def _adds_up(lm: Any, base: Any, layer: int) -> bool:
 
 def _close(lm: Any, terms: list[np.ndarray], total: np.ndarray) -> bool:
     """Whether terms add up to `total`, number by number, but for the rounding of each in the model's dtype."""
-    slack = 2 * EPS.get(lm.model.dtype, COARSE) * sum(np.abs(each) for each in (*terms, total))
+    slack = 2 * EPS.get(lm.model.dtype, DEFAULT_EPS) * sum(np.abs(each) for each in (*terms, total))
     return bool((np.abs(sum(terms) - total) <= slack).all())
 
 

@@ -134,13 +134,13 @@ GRANITE = without(
 )  # fmt: skip
 MIXTRAL = without(
     LLAMA, "mixtral", "MixtralForCausalLM", FUSED,
-    router=row(Tap(MLP + ".gate", "out", again=True), Tap(L + ".block_sparse_moe.gate", "out"), "X"),
+    router=row(Tap(MLP + ".gate", "out", rerun=True), Tap(L + ".block_sparse_moe.gate", "out"), "X"),
     mlp_out=row(Tap(MLP, "out"), Tap(L + ".block_sparse_moe", "out")),
 )  # fmt: skip
 QWEN3_MOE = without(
     LLAMA, "qwen3_moe", "Qwen3MoeForCausalLM", {}, **NORMED,
     neurons=sharded(Tap(MLP + ".down_proj", "in"), width="M", layers="dense"),
-    router=row(Tap(MLP + ".gate", "out", again=True), Tap(MLP + ".gate", "out"), "X", layers="sparse"),
+    router=row(Tap(MLP + ".gate", "out", rerun=True), Tap(MLP + ".gate", "out"), "X", layers="sparse"),
 )  # fmt: skip
 GPT_OSS = without(
     LLAMA, "gpt_oss", "GptOssForCausalLM", FUSED,
@@ -148,7 +148,7 @@ GPT_OSS = without(
     **projections(ATTENTION + ".{w}_proj", L + ".attn.qkv_proj", "q", "k", "v"),
     z=results(ATTENTION + ".o_proj", L + ".attn.attn"),
     attn_out=row(Tap(ATTENTION, "out"), Tap(L + ".attn", "out")),
-    router=row(Tap(MLP + ".router", "out", again=True), Tap(MLP + ".router", "out"), "X"),
+    router=row(Tap(MLP + ".router", "out", rerun=True), Tap(MLP + ".router", "out"), "X"),
 )  # fmt: skip
 LATENT = "its attention keeps one latent row for all heads, from which the kernel makes keys and values"
 DEEPSEEK = msgspec.structs.replace(without(
@@ -156,7 +156,7 @@ DEEPSEEK = msgspec.structs.replace(without(
     {"q": LATENT + ", and what it asks with", "k": LATENT, "v": LATENT},
     z=sharded(Tap(ATTENTION + ".o_proj", "in"), width="Z"),
     neurons=sharded(Tap(MLP + ".down_proj", "in"), width="M", layers="dense"),
-    router=row(Tap(MLP + ".gate", "out", again=True), Tap(MLP + ".gate", "out"), "X", layers="sparse"),
+    router=row(Tap(MLP + ".gate", "out", rerun=True), Tap(MLP + ".gate", "out"), "X", layers="sparse"),
 ), divided_by="routed_scaling_factor")  # fmt: skip
 
 _H = "transformer.h.{l}"

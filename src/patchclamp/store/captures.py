@@ -18,7 +18,7 @@ from patchclamp.language.ops import DTYPES
 from patchclamp.store.spans import Spans
 
 
-class Block:
+class HostBlock:
     """Host memory that captured rows lie in, or will: flat, fp32 numbers or bytes. None until it is on its way."""
 
     __slots__ = ("__weakref__", "data")
@@ -27,15 +27,15 @@ class Block:
         self.data = data
 
 
-class Place(msgspec.Struct):
+class BufferSlice(msgspec.Struct):
     """Where some steps' rows lie in a block, from `offset` on, one step after the other."""
 
-    block: Block
+    block: HostBlock
     offset: int
     steps: int = 1
 
     @property
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[HostBlock]:
         return [self.block]
 
     def cut(self, begin: int, end: int, stride: int) -> np.ndarray:
@@ -45,15 +45,15 @@ class Place(msgspec.Struct):
         return data.reshape(self.steps, stride)[:, begin:end]
 
 
-class Apart(msgspec.Struct):
+class ScatteredSlices(msgspec.Struct):
     """One step's rows in several places: its numbers begin … end−1 lie in a block from `offset` on, for each of
     `parts`, of which the first that holds a number counts."""
 
-    parts: list[tuple[int, int, Block, int]]
+    parts: list[tuple[int, int, HostBlock, int]]
     steps: int = 1
 
     @property
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[HostBlock]:
         return [block for _, _, block, _ in self.parts]
 
     def cut(self, begin: int, end: int, stride: int) -> np.ndarray:
@@ -62,7 +62,7 @@ class Apart(msgspec.Struct):
         return block.data.numpy()[None, offset + begin - first : offset + end - first]
 
 
-class Captured(msgspec.Struct):
+class CaptureChunk(msgspec.Struct):
     """What some steps captured that captured alike: the same rows, in the same places of each step's `stride`.
 
     Span c of `spans` belongs to run `run[c]`, and has `count[c]` positions from `begin[c]` on in the first step, and in
@@ -72,7 +72,7 @@ class Captured(msgspec.Struct):
     belongs to runs still kept.
     """
 
-    places: list[Place | Apart]
+    places: list[BufferSlice | ScatteredSlices]
     stride: int
     spans: Spans
     run: np.ndarray
@@ -124,10 +124,10 @@ class Captured(msgspec.Struct):
         data = (block.data for place in self.places for block in place.blocks)
         return any(found is None or found.dtype == torch.uint8 for found in data)
 
-    def grow(self, place: Place | Apart) -> None:
+    def grow(self, place: BufferSlice | ScatteredSlices) -> None:
         """One step more."""
         last = self.places[-1]
-        if isinstance(place, Apart) or isinstance(last, Apart) or place.block is not last.block:
+        if isinstance(place, ScatteredSlices) or isinstance(last, ScatteredSlices) or place.block is not last.block:
             self.places.append(place)
         elif place.offset == last.offset + last.steps * self.stride:
             last.steps += 1
@@ -167,14 +167,17 @@ class Captured(msgspec.Struct):
                 np.take(all_rows, chosen, 1, to.reshape(place.steps, -1, size * unit), "clip")
                 at += place.steps
         data = torch.from_numpy(new.reshape(-1))
-        self.places, self.stride = [Place(Block(data if unit == 1 else data.view(torch.float32)), 0, len(new))], stride
+        self.places, self.stride = (
+            [BufferSlice(HostBlock(data if unit == 1 else data.view(torch.float32)), 0, len(new))],
+            stride,
+        )
         self.run, self.begin, self.count, self.rows, self.base = self.run[mine], self.begin[mine], count, rows, base
         self.spans, self.offset = spans, before - first[spans.spread]
         self.sort_out()
 
 
 ALIGNED = 16  # in either unit
-MOST_NEW = 8  # pieces that wait to be sorted out
+MAX_UNSORTED = 8  # pieces that wait to be sorted out
 _TORCH = tuple(getattr(torch, name) for name in DTYPES)
 ITEM_BYTES = np.array([dtype.itemsize for dtype in _TORCH])
 
@@ -194,7 +197,7 @@ class CaptureStore:
         self._widths, self._flush = widths.tolist(), flush
         self._runs: dict[str, _Run] = {}
         self._numbers: set[int] = set()  # of runs kept
-        self._pieces: dict[int, Captured] = {}  # by turn, a count of the pieces ever added
+        self._pieces: dict[int, CaptureChunk] = {}  # by turn, a count of the pieces ever added
         self._new: collections.deque[int] = collections.deque()  # turns of pieces not sorted out yet
         self._turn = self._next = 0
 
@@ -244,12 +247,12 @@ class CaptureStore:
         self._sort_out(len(self._new))
         return sum(piece.steps * piece.stride * (1 if piece.in_bytes else 4) for piece in self._pieces.values())
 
-    def add(self, piece: Captured) -> None:
+    def add(self, piece: CaptureChunk) -> None:
         """Keeps a piece, which may yet grow, for those of its runs that are kept."""
         self._pieces[self._turn] = piece
         self._new.append(self._turn)
         self._turn += 1
-        if len(self._new) > MOST_NEW:
+        if len(self._new) > MAX_UNSORTED:
             self._sort_out(1)
 
     def _sort_out(self, count: int) -> None:
@@ -264,7 +267,7 @@ class CaptureStore:
             if piece.live == 0:
                 del self._pieces[turn]
 
-    def _of(self, run: _Run) -> list[tuple[int, Captured]]:
+    def _of(self, run: _Run) -> list[tuple[int, CaptureChunk]]:
         """A run's pieces, each with its turn, oldest first."""
         until = self._turn if run.until is None else run.until
         while self._new and self._new[0] < until:
@@ -315,7 +318,7 @@ class CaptureStore:
         return found, records, order[first]
 
 
-Record = tuple[Captured, int, int]  # a span of a piece, in an area
+Record = tuple[CaptureChunk, int, int]  # a span of a piece, in an area
 
 
 def _gather(records: list[Record], chosen: np.ndarray | None, width: int) -> torch.Tensor:

@@ -63,7 +63,7 @@ def single_token(lm, text: str | int, path: str) -> int:
         return int(text)
     ids = lm.tokenizer.bare(text)
     if len(ids) != 1:
-        pieces = lm.tokenizer.pieces(ids)
+        pieces = lm.tokenizer.token_strings(ids)
         hint = (
             f"; did you mean {' ' + text!r}?"
             if not text.startswith(" ") and len(lm.tokenizer.bare(" " + text)) == 1

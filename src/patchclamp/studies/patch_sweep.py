@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from patchclamp.errors import PatchclampError, ProgramError, TokensError, UnsupportedSite
-from patchclamp.lm import LM
-from patchclamp.run import Run
 from patchclamp.language import From, Range, Replace, Site
 from patchclamp.language.site import Index, parse_index, site
 from patchclamp.language.tokens import Positions, Tokens, every
 from patchclamp.language.tokens import tokens as read_tokens
+from patchclamp.lm import LM
+from patchclamp.run import Run
 from patchclamp.studies.align import Alignment, align
 from patchclamp.studies.metric import Graded, grade, single_token
 from patchclamp.studies.progress import progress
@@ -74,10 +74,10 @@ def patch_sweep(
     return PatchSweep(
         model=lm.model.name, engine=f"{lm.model.engine} {lm.model.version}", dtype=lm.model.dtype, metric=metric,
         clean_prompt=_text(lm, clean), corrupt_prompt=_text(lm, corrupt),
-        clean_tokens=tuple(lm.tokenizer.pieces(source.prompt_token_ids)),
-        corrupt_tokens=tuple(lm.tokenizer.pieces(base.prompt_token_ids)),
-        answer=lm.tokenizer.pieces([graded.answer])[0],
-        foil=None if graded.foil is None else lm.tokenizer.pieces([graded.foil])[0],
+        clean_tokens=tuple(lm.tokenizer.token_strings(source.prompt_token_ids)),
+        corrupt_tokens=tuple(lm.tokenizer.token_strings(base.prompt_token_ids)),
+        answer=lm.tokenizer.token_strings([graded.answer])[0],
+        foil=None if graded.foil is None else lm.tokenizer.token_strings([graded.foil])[0],
         sites=tuple(dict.fromkeys(given.name for given in names)), layers=_layers(rows), columns=tuple(columns),
         grid=grid,
         clean=(source_value - offset) * factor, corrupt=(base_value - offset) * factor,
@@ -157,7 +157,7 @@ def _which(layers: Any, count: int) -> set[int]:
 
 def _columns(lm: LM, source: Run, base: Run, alignment: Alignment, positions: Sequence[Any] | None) -> list[Column]:
     partner = {corrupt: clean for clean, corrupt in alignment.pairs}
-    pieces = lm.tokenizer.pieces(base.prompt_token_ids)
+    pieces = lm.tokenizer.token_strings(base.prompt_token_ids)
     if positions is None:
         return [Column(pieces[corrupt], (clean,), (corrupt,)) for clean, corrupt in alignment.pairs]
     columns = []
@@ -213,7 +213,7 @@ def _grid(
 def _skipped(lm: LM, source: Run, base: Run, alignment: Alignment) -> tuple[tuple[str, int, str], ...]:
     sides = (("clean", source, alignment.clean_only), ("corrupt", base, alignment.corrupt_only))
     return tuple(
-        (side, position, lm.tokenizer.pieces([run.prompt_token_ids[position]])[0])
+        (side, position, lm.tokenizer.token_strings([run.prompt_token_ids[position]])[0])
         for side, run, alone in sides
         for position in alone
     )

@@ -7,7 +7,7 @@ from typing import Any
 from patchclamp.engines.base import Answer, Part, Request
 
 
-class Growing:
+class PartialAnswer:
     """What a request has answered so far; each of vLLM's outputs has what is new in it, which is everything where
     nobody listens. Its text is vLLM's own, which keeps back what may become a stop text."""
 

@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 
 from patchclamp.engines.vllm.compat import runner
-from patchclamp.plan import Bound
+from patchclamp.plan import BoundProgram
 from patchclamp.plan.reuse import block_key, lowest_capture
 
-_decoder = msgspec.msgpack.Decoder(Bound)
+_decoder = msgspec.msgpack.Decoder(BoundProgram)
 
 
 def install() -> None:
@@ -19,13 +19,13 @@ def install() -> None:
     runner.on_cache_search(lambda request, program: lowest_capture(_bound(request, program)))
 
 
-def _bound(request: Any, program: bytes) -> Bound:
+def _bound(request: Any, program: bytes) -> BoundProgram:
     """A request's program, decoded once; bytes that are no program of ours mean none, and then nothing is edited."""
     found = getattr(request, "patchclamp_bound", None)
     if found is None:
         try:
             found = _decoder.decode(program)
         except msgspec.DecodeError:
-            found = Bound("", 0, ())
+            found = BoundProgram("", 0, ())
         request.patchclamp_bound = found
     return found

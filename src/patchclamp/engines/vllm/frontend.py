@@ -25,21 +25,21 @@ from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
 from patchclamp.engines.vllm import plugin, shared
 from patchclamp.engines.vllm import sampling as sampling_of_vllm
 from patchclamp.engines.vllm.adapters import Adapters
-from patchclamp.engines.vllm.answers import Growing
+from patchclamp.engines.vllm.answers import PartialAnswer
 from patchclamp.engines.vllm.architecture import site_map
 from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.compat.seams import require, version
 from patchclamp.engines.vllm.report import running
 from patchclamp.engines.vllm.worker import too_deep
 from patchclamp.engines.vllm.workers import Workers
-from patchclamp.errors import CapacityError, EngineError, PatchclampError, RunError, described, unknown, unpack
+from patchclamp.errors import CapacityError, EngineError, PatchclampError, RunError, describe_error, unknown, unpack
 from patchclamp.kernels.code import check_outside
 from patchclamp.plan.reuse import lowest_edit
 from patchclamp.runtime import Limits
 
 OURS = ("max_records", "bank_bytes", "kept_bytes", "ring_bytes", "pinned_bytes", "active_sizes", "multiprocess_mode")
-BATCH = 256  # programs seated in one call
-MOST_SCORES = 128  # what vLLM's sampler takes for one request
+MAX_ADMITTED_PER_CALL = 256  # programs seated in one call
+MAX_SCORES = 128  # what vLLM's sampler takes for one request
 ABORTED = "the run was aborted"
 
 
@@ -64,7 +64,7 @@ class VllmEngine:
         self._receiver = shared.Receiver()
         self._engine: Any = None
         self._held_back: collections.deque[tuple[Request, Future[Answer]]] = collections.deque()
-        self._waiting: dict[str, tuple[Request, Future[Answer], Growing]] = {}
+        self._waiting: dict[str, tuple[Request, Future[Answer], PartialAnswer]] = {}
         self._heard: set[str] = set()  # runs that somebody listens to, waiting or held back
         started: Future[None] = Future()
         self._thread = threading.Thread(
@@ -84,7 +84,7 @@ class VllmEngine:
     def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, Any]:
         import torch
 
-        found = [self._fetch(run, point, op, piece) for piece in range(self.sites.pieces(point))]
+        found = [self._fetch(run, point, op, piece) for piece in range(self.sites.shard_count(point))]
         return found[0] if len(found) == 1 else (found[0][0], torch.cat([rows for _, rows in found], 1))
 
     def _fetch(self, run: str, point: int, op: int | None, piece: int) -> tuple[np.ndarray, Any]:
@@ -159,7 +159,7 @@ class VllmEngine:
             self._stop = True
             if self._engine is not None:
                 configuration.shut_down(self._engine, alone=not _alive)
-            started.set_exception(_told(error, EngineError))
+            started.set_exception(_as_error(error, EngineError))
             return
         started.set_result(None)
         try:
@@ -167,7 +167,7 @@ class VllmEngine:
                 self._step()
             self._fail(EngineError("the engine is closed"))
         except BaseException as error:
-            told = EngineError(f"vLLM stopped: {described(error)}")
+            told = EngineError(f"vLLM stopped: {describe_error(error)}")
             told.__cause__ = error
             self._fail(told)
         finally:
@@ -196,7 +196,7 @@ class VllmEngine:
         except msgspec.ValidationError as error:
             raise EngineError(f"engine options: {error}") from None
         extra = {**options.pop("additional_config", {}), configuration.KEY: self._config(limits)}
-        arguments = {"model": name, "disable_log_stats": True, "max_logprobs": MOST_SCORES, **options}
+        arguments = {"model": name, "disable_log_stats": True, "max_logprobs": MAX_SCORES, **options}
         configuration.spare_memory(arguments)
         separate = bool(ours.get("multiprocess_mode", False))
         with configuration.surroundings(separate):
@@ -261,7 +261,7 @@ class VllmEngine:
             try:
                 future.set_result(job())
             except Exception as error:
-                future.set_exception(_told(error))
+                future.set_exception(_as_error(error))
         if self._held_back and not self._stop:
             self._admit()
         return not self._stop
@@ -280,7 +280,7 @@ class VllmEngine:
                 growing.take(output)
         self._end([made for made in mine if made[0].finished])
 
-    def _end(self, done: list[tuple[Any, Request, Future[Answer], Growing]]) -> None:
+    def _end(self, done: list[tuple[Any, Request, Future[Answer], PartialAnswer]]) -> None:
         """Settles requests, each with its last output."""
         programs = [request for _, request, _, _ in done if request.bound is not None]
         errors: dict[str, Any] = {}
@@ -340,7 +340,7 @@ class VllmEngine:
         keys = [key for request, _ in asked for key in request.vectors]
         held = {key: np.ascontiguousarray(rows) for request, _ in asked for key, rows in request.vectors.items()}
         if held:
-            self._workers.one("hold", safetensors.numpy.save(held), keys)
+            self._workers.one("hold_vectors", safetensors.numpy.save(held), keys)
         for request, _ in asked:
             if request.code:
                 self._workers.one("hold_code", request.run, request.code)
@@ -357,7 +357,9 @@ class VllmEngine:
     def _admit(self) -> None:
         """Lets requests in, in order, as far as their programs fit beside those that run; the rest wait their turn."""
         while self._held_back:
-            most = self._adapters.admits(request for request, _ in itertools.islice(self._held_back, BATCH))
+            most = self._adapters.admits(
+                request for request, _ in itertools.islice(self._held_back, MAX_ADMITTED_PER_CALL)
+            )
             if most == 0:
                 return  # there will be room for its adapter when runs with others end
             first = [request for request, _ in itertools.islice(self._held_back, most) if request.bound is not None]
@@ -365,7 +367,7 @@ class VllmEngine:
                 assert request.bound is not None
                 request.bound = msgspec.structs.replace(request.bound, salt=self._workers.salt)
             programs = [request.bound for request in first if request.bound is not None]
-            seated, refusal = self._workers.reserve(programs)
+            seated, refusal = self._workers.admit(programs)
             for _ in range(most):
                 request, future = self._held_back[0]
                 if request.bound is not None and seated == 0:
@@ -381,20 +383,20 @@ class VllmEngine:
             self._refuse(*self._held_back.popleft(), error)
 
     def _start(self, request: Request, future: Future[Answer]) -> None:
-        self._waiting[request.run] = (request, future, Growing(request))
+        self._waiting[request.run] = (request, future, PartialAnswer(request))
         try:
             adapter = self._adapters.take(request)
             prompt = {"prompt_token_ids": request.prompt_token_ids}
             self._engine.add_request(request.run, prompt, self._params(request), lora_request=adapter)
         except Exception as error:
             del self._waiting[request.run]
-            self._refuse(request, future, _told(error, RunError))  # vLLM's word on this request alone
+            self._refuse(request, future, _as_error(error, RunError))  # vLLM's word on this request alone
 
     def _refuse(self, request: Request, future: Future[Answer], error: BaseException) -> None:
         self._heard.discard(request.run)
         self._adapters.give(request)
         self._workers.finish([request.run], list(request.vectors), aborted=True)
-        settle(future, _told(error))
+        settle(future, _as_error(error))
 
     def _abort(self, runs: set[str]) -> None:
         """Takes runs back, wherever they are."""
@@ -441,13 +443,13 @@ def _pass_on(done: Future[Any], futures: list[Future[Answer]]) -> None:
     """Requests that could not even be added get that error as theirs."""
     error = done.exception()
     for future in futures if error is not None else ():
-        settle(future, _told(error))  # type: ignore[arg-type]
+        settle(future, _as_error(error))  # type: ignore[arg-type]
 
 
-def _told(error: BaseException, kind: type[PatchclampError] | None = None) -> PatchclampError:
+def _as_error(error: BaseException, kind: type[PatchclampError] | None = None) -> PatchclampError:
     if isinstance(error, PatchclampError):
         return error
     kind = kind or (RunError if isinstance(error, (ValueError, TypeError)) else EngineError)
-    made = kind(described(error))
+    made = kind(describe_error(error))
     made.__cause__ = error
     return made

@@ -68,7 +68,7 @@ def seams() -> list[Finding]:
     """Every place where vLLM is entered."""
     found = []
     for seam in SEAMS.values():
-        told = f"{seam.why}; {seam.told}"
+        told = f"{seam.why}; {seam.checked_on}"
         try:
             require(seam.name)
             found.append(Finding("seams", seam.name, "ok", told))

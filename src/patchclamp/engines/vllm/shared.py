@@ -26,9 +26,9 @@ import numpy as np
 import safetensors.torch
 import torch
 
-SMALL = 1 << 20  # bytes that travel in the answer
-MOST = 1 << 26  # bytes of a buffer
-MOST_FREE = 1 << 28  # bytes that a receiver keeps to be used again
+MAX_INLINE_BYTES = 1 << 20  # bytes that travel in the answer
+MAX_BUFFER_BYTES = 1 << 26  # bytes of a buffer
+MAX_FREE_BYTES = 1 << 28  # bytes that a receiver keeps to be used again
 _HUGE = 1 << 21
 _SHARE = 1 << 20  # bytes that a thread copies at once
 _PATIENCE = 3  # fetches in a row without sight of the sender's files before they are asked for no more
@@ -63,7 +63,7 @@ class Sender:
         size = sum(part.nbytes for part in rows)
         if not files:
             self._drop(to)
-        buffer = self._buffer(to, mapped, min(size, MOST)) if files and size > SMALL else None
+        buffer = self._buffer(to, mapped, min(size, MAX_BUFFER_BYTES)) if files and size > MAX_INLINE_BYTES else None
         if buffer is None:
             joined = rows[0] if len(rows) == 1 else torch.cat(rows)
             return safetensors.torch.save({"positions": torch.from_numpy(positions), "rows": joined.contiguous()})
@@ -191,7 +191,7 @@ class _Rooms:
 
     def _back(self, room: mmap.mmap) -> None:
         # called wherever the last reference happens to go: it may wait for no lock
-        if sum(map(len, list(self._free))) + len(room) <= MOST_FREE:
+        if sum(map(len, list(self._free))) + len(room) <= MAX_FREE_BYTES:
             self._free.append(room)
 
 

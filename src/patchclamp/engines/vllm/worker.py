@@ -17,9 +17,9 @@ from patchclamp.engines.vllm.compat import backend, configuration, lora
 from patchclamp.engines.vllm.compat import runner as compat
 from patchclamp.engines.vllm.compat.addresses import Watch
 from patchclamp.engines.vllm.compat.attention import after as after_attention
-from patchclamp.engines.vllm.compat.graphs import Graphs, compiled_ahead, fusions_of, lacks_a_body
+from patchclamp.engines.vllm.compat.graphs import Graphs, compiled_ahead, fusions_of, lacks_idle_variant
 from patchclamp.errors import EngineError, pack
-from patchclamp.plan import Batch, Bound
+from patchclamp.plan import Batch, BoundProgram
 from patchclamp.plan.bind import Code
 from patchclamp.plan.step import FOREVER
 from patchclamp.runtime import Limits, Runtime, addresses
@@ -61,7 +61,7 @@ def answer(worker: Any, verb: str, *args: Any) -> tuple[Any, tuple[str, str, str
 
 
 class _Head(msgspec.Struct, array_like=True):
-    """The beginning of an encoded `Bound`."""
+    """The beginning of an encoded `BoundProgram`."""
 
     run: str
 
@@ -82,9 +82,9 @@ class Attached:
     def __init__(self, worker: Any, runner: Any, kind: str, limits: Limits) -> None:
         sites = site_map(worker.vllm_config)
         self.kind = kind
-        rank, first, last = compat.place()
+        rank, first, last = compat.worker_rank()
         self.runtime = Runtime(sites, limits, worker.device, rank)
-        self._decode = msgspec.msgpack.Decoder(Bound).decode
+        self._decode = msgspec.msgpack.Decoder(BoundProgram).decode
         self._run_of = msgspec.msgpack.Decoder(_Head).decode
         self._logits = next(point.number for point in sites.points if point.rows == "sampled")
         self._active = self._awaits_logits = False
@@ -167,7 +167,7 @@ class Attached:
         self.runtime.drop(compat.finished(scheduler_output))
         for request, program in compat.new_programs(scheduler_output):
             with suppress(msgspec.DecodeError):  # bytes of somebody else's: nothing is edited
-                self.runtime.link(request, self._run_of(program).run)
+                self.runtime.assign_slot(request, self._run_of(program).run)
         tokens, total = compat.scheduled(scheduler_output)
         self._total = total
         left = self.runtime.steps_left(compat.positions(scheduler_output)) if len(self.runtime) else 0
@@ -208,7 +208,7 @@ class Attached:
 
     def do_started(self) -> None:
         """Raises `EngineError` if guarantee 1 would not hold."""
-        if lacks_a_body(self._config):
+        if lacks_idle_variant(self._config):
             raise EngineError(
                 "vLLM compiled the model where patchclamp does not see it, so steps without programs would run code "
                 "with taps in it; set VLLM_USE_AOT_COMPILE=0, or enforce_eager=True"
@@ -224,9 +224,9 @@ class Attached:
                       "idle_graphs": self._graphs.idle}  # fmt: skip
         return found
 
-    def do_hold(self, vectors: bytes, holders: list[str]) -> None:
+    def do_hold_vectors(self, vectors: bytes, holders: list[str]) -> None:
         """Takes inline vectors, as safetensors, each once for every time it is named among `holders`."""
-        self.runtime.hold(safetensors.torch.load(vectors), holders)
+        self.runtime.hold_vectors(safetensors.torch.load(vectors), holders)
 
     def do_hold_code(self, run: str, code: dict[int, Code]) -> None:
         """Takes what a run's program runs; only where the front end is in this process."""
@@ -236,9 +236,9 @@ class Attached:
         """What of a loaded adapter, by its number, does not fit the model."""
         return lora.unfit(self._runner, adapter)
 
-    def do_lacking(self, read: list[tuple[str, int]]) -> list[str]:
+    def do_missing_rows(self, read: list[tuple[str, int]]) -> list[str]:
         """Of keys of runs' rows, each with a point where it is read, those that are needed here and not at hand."""
-        return [key for key, point in read if self.runtime.here[point] and self.runtime.lacks(key)]
+        return [key for key, point in read if self.runtime.here[point] and self.runtime.is_missing(key)]
 
     def do_rows(self, key: str) -> bytes | None:
         """A run's rows, as safetensors, if they were captured here."""
@@ -246,23 +246,23 @@ class Attached:
             return None
         return safetensors.torch.save({key: self.runtime.rows(key)})
 
-    def do_bring(self, rows: bytes, points: list[int]) -> None:
+    def do_add_remote_rows(self, rows: bytes, points: list[int]) -> None:
         """Takes rows that another worker captured, if they are read here, at any of some points."""
         if self.runtime.here[points].any():
-            self.runtime.bring(safetensors.torch.load(rows))
+            self.runtime.add_remote_rows(safetensors.torch.load(rows))
 
-    def do_unseat(self, runs: list[str]) -> None:
+    def do_evict(self, runs: list[str]) -> None:
         """Takes back seats that other workers had none for."""
         for run in runs:
             self.runtime.finish(run)
         self.runtime.release(runs)
 
-    def do_reserve(self, programs: list[bytes]) -> tuple[int, tuple[str, str, str | None] | None]:
+    def do_admit(self, programs: list[bytes]) -> tuple[int, tuple[str, str, str | None] | None]:
         """Seats programs in order until one does not fit; returns how many sit, and what stands against the next."""
         try:
             for i, program in enumerate(programs):
                 try:
-                    self.runtime.reserve(self._decode(program))
+                    self.runtime.admit(self._decode(program))
                 except Exception as error:
                     return i, pack(error)
             return len(programs), None
@@ -276,10 +276,10 @@ class Attached:
         of them may still be running). `aborted`: steps of these runs may still be under way."""
         if aborted and self.runtime.device.type == "cuda":
             torch.cuda.synchronize()
-        self.runtime.hear()
+        self.runtime.collect_failures()
         for run in runs:
             self.runtime.finish(run)
-        self.runtime.let_go(vectors)
+        self.runtime.release_vectors(vectors)
         found = {run: self.runtime.take_error(run) for run in runs}
         return {run: error for run, error in found.items() if error is not None}, self.runtime.failures
 
@@ -288,7 +288,7 @@ class Attached:
     ) -> Any:
         """(positions, rows), of a piece of the rows; for a receiver in another process, what `shared` hands it."""
         runtime = self.runtime
-        if not (runtime.keeps_at(point) and runtime.here[point] and runtime.piece[point].number == piece):
+        if not (runtime.keeps_at(point) and runtime.here[point] and runtime.shards[point].number == piece):
             return None
         if not to:
             return self.runtime.fetch(run, point, op)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from patchclamp.errors import unpack
-from patchclamp.plan import Bound
+from patchclamp.plan import BoundProgram
 from patchclamp.plan.bind import source_of
 
 
@@ -43,7 +43,7 @@ class Workers:
         """The workers' counts, as those of one."""
         found = self.all(verb)
         summed: dict[str, Any] = {
-            name: sum(worker[name] for worker in found) for name in ("captured_bytes", "brought", "failures")
+            name: sum(worker[name] for worker in found) for name in ("captured_bytes", "remote_rows", "failures")
         }
         if "active_graphs" in found[0]:
             summed["active_graphs"] = min(worker["active_graphs"] for worker in found)
@@ -51,30 +51,30 @@ class Workers:
             summed["active_graphs_problem"] = problems[0] if problems else ""
         return {**found[0], **summed, "workers": len(found)}
 
-    def reserve(self, programs: list[Bound]) -> tuple[int, Any]:
+    def admit(self, programs: list[BoundProgram]) -> tuple[int, Any]:
         """Seats programs on every worker, in order, until one of them has no room; how many, and what stands against
         the next."""
         if self.count > 1:
-            self._bring(programs)
-        answers = self.all("reserve", [msgspec.msgpack.encode(bound) for bound in programs])
+            self._share_rows(programs)
+        answers = self.all("admit", [msgspec.msgpack.encode(bound) for bound in programs])
         seated = min(count for count, _ in answers)
         more = [bound.run for bound in programs[seated : max(count for count, _ in answers)]]
         if more:
-            self.all("unseat", more)
+            self.all("evict", more)
         return seated, next((refusal for count, refusal in answers if count == seated and refusal is not None), None)
 
-    def _bring(self, programs: list[Bound]) -> None:
+    def _share_rows(self, programs: list[BoundProgram]) -> None:
         """Brings the rows of other runs that programs read to the workers that read them: one alone captured them."""
         read = dict.fromkeys(pair for bound in programs for op in bound.ops for pair in op.reads())
         runs = {pair: source[0] for pair in read if (source := source_of(pair[0])) is not None}
         new = {pair: run for pair, run in runs.items() if pair not in self._spread.get(run, ())}
         gone = set()
-        for key in dict.fromkeys(itertools.chain(*self.all("lacking", list(new)))) if new else ():
+        for key in dict.fromkeys(itertools.chain(*self.all("missing_rows", list(new)))) if new else ():
             rows = self.one("rows", key)
             if rows is None:  # nobody has them: seating the program says so
                 gone.add(key)
             else:
-                self.all("bring", rows, [point for name, point in new if name == key])
+                self.all("add_remote_rows", rows, [point for name, point in new if name == key])
         for pair, run in new.items():
             if pair[0] not in gone:
                 self._spread.setdefault(run, set()).add(pair)

@@ -20,7 +20,7 @@ from patchclamp.engines.vllm.compat.addresses import Watch
 from patchclamp.engines.vllm.compat.configuration import enabled
 from patchclamp.engines.vllm.compat.seams import require
 from patchclamp.errors import EngineError
-from patchclamp.runtime.graphs import MOST_NODES, NODE_BYTES
+from patchclamp.runtime.graphs import MAX_NODES, NODE_BYTES
 
 logger = logging.getLogger("patchclamp")
 
@@ -108,7 +108,7 @@ class Graphs:
         self._put(store)
         try:
             with self._weighed("with"):
-                with self.recording(), body(tapped=True), _made_by(_Kept, self.watch):
+                with self.recording(), compiled_variant(tapped=True), _made_by(_Kept, self.watch):
                     capture()
                 store = self._take()
                 for desc, graph in store[0].items():
@@ -159,7 +159,7 @@ class Graphs:
 
     def both(self, idle: int) -> int:
         """Bytes that graphs of both kinds take where the idle ones take `idle`."""
-        copies = MOST_NODES * NODE_BYTES if idle and self.share else 0
+        copies = MAX_NODES * NODE_BYTES if idle and self.share else 0
         return int(idle * (1 + self.share)) + copies
 
     def use(self, active: bool) -> None:
@@ -299,7 +299,7 @@ class _Step(threading.local):
 _step = _Step()
 
 
-class body:
+class compiled_variant:
     """Within, compiled models run the code with taps in it, or the code that never had any.
 
     A step whose graph is not `usable` runs without one, with the padding that its graph would have, so that its
@@ -362,7 +362,7 @@ def compiled_ahead(vllm_config: Any) -> bool:
     return _mode(vllm_config) in ("VLLM_COMPILE", "DYNAMO_TRACE_ONCE")
 
 
-def lacks_a_body(vllm_config: Any) -> bool:
+def lacks_idle_variant(vllm_config: Any) -> bool:
     """Whether an engine's model is compiled and never came by here, so that idle steps would run code with taps."""
     return _mode(vllm_config) == "VLLM_COMPILE" and id(vllm_config) not in _compiled
 

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.engines.vllm.compat.configuration import KEY, enabled
-from patchclamp.engines.vllm.compat.graphs import Graphs, body, on_dispatch, two_graphs, two_graphs_v1
+from patchclamp.engines.vllm.compat.graphs import Graphs, compiled_variant, on_dispatch, two_graphs, two_graphs_v1
 from patchclamp.engines.vllm.compat.seams import SEAMS, require, version
 from patchclamp.engines.vllm.compat.seeds import rewind
 from patchclamp.errors import SeamMoved
@@ -128,7 +128,7 @@ def _hook_v1(runner: Any, hooks: Hooks, graphs: Graphs | None) -> None:
             usable = graphs.has if fits else _never
         if not acts:
             return execute(scheduler_output, *args, **kwargs)
-        with hooks.at_work(), body(tapped=True, usable=usable):
+        with hooks.at_work(), compiled_variant(tapped=True, usable=usable):
             result = execute(scheduler_output, *args, **kwargs)
         hooks.after()
         return result
@@ -160,7 +160,7 @@ def _hook_v2(runner: Any, hooks: Hooks, graphs: Graphs) -> None:
         if kwargs.get("dummy_run") or (len(args) > 1 and args[1]):
             graphs.use(active=False)
             if kwargs.get("is_profile"):  # what steps with programs run is compiled, tuned and measured like the rest
-                with graphs.recording(), body(tapped=True):
+                with graphs.recording(), compiled_variant(tapped=True):
                     execute(scheduler_output, *args, **kwargs)
                 runner.execute_model_state = None
             return execute(scheduler_output, *args, **kwargs)
@@ -169,7 +169,7 @@ def _hook_v2(runner: Any, hooks: Hooks, graphs: Graphs) -> None:
         if not acts:
             return execute(scheduler_output, *args, **kwargs)
         try:
-            with hooks.at_work(), body(tapped=True, usable=graphs.has if fits else _never):
+            with hooks.at_work(), compiled_variant(tapped=True, usable=graphs.has if fits else _never):
                 return execute(scheduler_output, *args, **kwargs)
         except BaseException:
             acts = False  # `sample_tokens` may be called all the same
@@ -205,14 +205,14 @@ def _profile_both(runner: Any, graphs: Graphs) -> None:
     @functools.wraps(dummy)
     def dummy_run(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("is_profile"):
-            with graphs.recording(), body(tapped=True):
+            with graphs.recording(), compiled_variant(tapped=True):
                 dummy(*args, **kwargs)
         return dummy(*args, **kwargs)
 
     runner._dummy_run = dummy_run
 
 
-def place() -> tuple[int, bool, bool]:
+def worker_rank() -> tuple[int, bool, bool]:
     """This worker's number in its stage, whether it is the first of it (all see the same rows), and whether logits are
     made here, in the last stage."""
     from vllm.distributed import get_pp_group, get_tp_group

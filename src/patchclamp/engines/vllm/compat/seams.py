@@ -25,7 +25,7 @@ class Seam(msgspec.Struct, frozen=True):
     checked: tuple[str, ...] = ("0.26.0", "0.32.0")
 
     @property
-    def told(self) -> str:
+    def checked_on(self) -> str:
         """Where it was checked, in words."""
         return f"checked on {' and '.join(self.checked)}" if self.checked else "not checked yet"
 
@@ -105,5 +105,5 @@ def require(name: str) -> tuple[Any, str]:
 def _moved(seam: Seam, why: str) -> SeamMoved:
     return SeamMoved(
         f"vLLM {version()} has no seam {seam.name!r} where it is expected ({seam.place}, needed to {seam.why}; "
-        f"{seam.told}): {why}"
+        f"{seam.checked_on}): {why}"
     )

@@ -10,15 +10,15 @@ import numpy as np
 from patchclamp.plan import APPLY, CAPTURE, NOISE
 from patchclamp.plan.bind import BoundOp
 from patchclamp.plan.table import packed
-from patchclamp.sites import Piece, SiteMap
+from patchclamp.sites import Shard, SiteMap
 
 
-def cut(op: BoundOp, piece: Sequence[Piece], sites: SiteMap) -> BoundOp:
+def cut(op: BoundOp, piece: Sequence[Shard], sites: SiteMap) -> BoundOp:
     """The part of an op that acts on this worker's piece of each row; all points of an op are cut alike.
 
     Keys of vectors name the columns of them that are here; noise knows the number of its first column.
     """
-    if not op.points or sites.pieces(op.points[0]) == 1 or op.kind == CAPTURE:
+    if not op.points or sites.shard_count(op.points[0]) == 1 or op.kind == CAPTURE:
         return op
     assert op.kind != APPLY, "code runs where there is one worker"
     mine = piece[op.points[0]]
@@ -33,7 +33,7 @@ def cut(op: BoundOp, piece: Sequence[Piece], sites: SiteMap) -> BoundOp:
     )  # fmt: skip
 
 
-def _key(key: str, piece: Piece) -> str:
+def _key(key: str, piece: Shard) -> str:
     """Rows of runs were captured as they are cut; vectors are whole."""
     return f"{key}#{piece.first}:{piece.end}" if key.startswith("v:") else key
 
