@@ -29,7 +29,7 @@ check: setup  ## lint, formatting, types, and the rules of the package's structu
 	$(BIN)/python -m pytest tests/unit/test_structure.py
 
 docs: setup  ## make docs/sites.md anew from the site tables
-	$(BIN)/python -m patchclamp.sites.page > docs/sites.md
+	$(BIN)/python -m tools.sites_page > docs/sites.md
 
 clean:  ## remove what runs leave behind; .venv stays
 	rm -rf out build dist .pytest_cache .ruff_cache .hypothesis

@@ -1,4 +1,8 @@
-"""patchclamp records from, and intervenes on, the internals of a language model while stock vLLM serves it."""
+"""patchclamp records from, and intervenes on, the internals of a language model while stock vLLM serves it.
+
+The public face: programs (`Add`, `Replace`, …), selections (`prompt`, `generated`, …), one name for each site of the
+registry (`resid_post`, `z`, …), the errors, and what needs an engine, loaded when it is first used.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from patchclamp.errors import (
     TokensError,
     UnknownName,
     UnsupportedSite,
-)
+)  # fmt: skip
 from patchclamp.language import (
     Ablate,
     Add,
@@ -43,7 +47,7 @@ from patchclamp.language import (
     prompt,
     span,
     token,
-)
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from patchclamp import studies
@@ -54,24 +58,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-embed = Site("embed")
-resid_pre = Site("resid_pre")
-resid_mid = Site("resid_mid")
-resid_post = Site("resid_post")
-attn_in = Site("attn_in")
-attn_out = Site("attn_out")
-mlp_in = Site("mlp_in")
-mlp_out = Site("mlp_out")
-q = Site("q")
-k = Site("k")
-v = Site("v")
-z = Site("z")
-neurons = Site("neurons")
-router = Site("router")
-final_norm = Site("final_norm")
-logits = Site("logits")
-site = language.site
-tokens = language.tokens
+site = language.parse_site
+tokens = language.parse_tokens
+globals().update({name: Site(name) for name in language.SITES})  # pc.embed, pc.resid_pre, ...
 
 _LAZY = {
     "LM": ("patchclamp.lm", "LM"),
@@ -85,67 +74,16 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'patchclamp' has no attribute {name!r}")
-    module, attribute = _LAZY[name]
-    found = importlib.import_module(module)
-    return found if attribute is None else getattr(found, attribute)
+    path, attribute = _LAZY[name]
+    module = importlib.import_module(path)
+    return module if attribute is None else getattr(module, attribute)
 
 
 __all__ = [
-    "LM",
-    "Ablate",
-    "Add",
-    "AddressMoved",
-    "Apply",
-    "CapacityError",
-    "Capture",
-    "Clamp",
-    "EngineError",
-    "From",
-    "Mean",
-    "MissingSource",
-    "ModelError",
-    "Named",
-    "Noise",
-    "Part",
-    "PatchclampError",
-    "Program",
-    "ProgramError",
-    "Replace",
-    "Run",
-    "RunError",
-    "Scale",
-    "SeamMoved",
-    "ShapeError",
-    "Site",
-    "Stream",
-    "TokensError",
-    "UnknownName",
-    "UnsupportedSite",
-    "Use",
-    "Vector",
-    "Zero",
-    "attn_in",
-    "attn_out",
-    "embed",
-    "every",
-    "final_norm",
-    "generated",
-    "k",
-    "logits",
-    "mlp_in",
-    "mlp_out",
-    "neurons",
-    "prompt",
-    "q",
-    "resid_mid",
-    "resid_post",
-    "resid_pre",
-    "router",
-    "site",
-    "span",
-    "studies",
-    "token",
+    "LM", "Ablate", "Add", "AddressMoved", "Apply", "CapacityError", "Capture", "Clamp", "EngineError", "From", "Mean",
+    "MissingSource", "ModelError", "Named", "Noise", "Part", "PatchclampError", "Program", "ProgramError", "Replace",
+    "Run", "RunError", "Scale", "SeamMoved", "ShapeError", "Site", "Stream", "TokensError", "UnknownName",
+    "UnsupportedSite", "Use", "Vector", "Zero", "every", "generated", "prompt", "site", "span", "studies", "token",
     "tokens",
-    "v",
-    "z",
 ]  # fmt: skip
+__all__ += list(language.SITES)

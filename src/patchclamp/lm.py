@@ -95,14 +95,17 @@ class LM:
     ) -> Any:
         """Runs one prompt (returns a `Run`) or a list of them as one batch (returns a list of `Run`).
 
-        `prompt`: text or token ids, or a list of either; `messages`: a chat instead. `edits` and `capture`: one program
-        for all prompts, or a list of lists, one a prompt. `sampling`: vLLM's names, greedy if not given, or a list of
-        such, one a prompt; its `extra_args` may have `fuzz_strength`, `fuzz_seed` and `fuzz_mode` (`language.fuzz`), which
-        act after the edits. With `n` in it above 1 a prompt has a list of so many runs in place of one, each with its
-        program, captures and seed (`seed` + its number). `score`: token ids whose log-probability as the next token
-        after the prompt is wanted (`run.scores`), or a list of such lists. `lora`: the folder of an adapter that PEFT
-        has written, to run on top of the model (vLLM, started with `enable_lora=True`), or a list of such, one a
-        prompt, None for none.
+        prompt: text or token ids, or a list of either
+        messages: a chat in place of a prompt, or a list of chats
+        max_tokens: how many tokens are generated at most
+        edits, capture: one program for all prompts, or a list of lists, one a prompt
+        sampling: vLLM's own names, greedy if not given, or a list of such, one a prompt. With `n` above 1 a prompt has
+            a list of so many runs, each with its program, captures and seed (`seed` + its number). `extra_args` may
+            have `fuzz_strength`, `fuzz_seed` and `fuzz_mode` (`language.fuzz`), which act after the edits
+        score: token ids whose log-probability as the next token after the prompt is wanted (`run.scores`), or a list of
+            such lists, one a prompt
+        lora: the folder of an adapter that PEFT has written, to run on top of the model (vLLM with `enable_lora=True`),
+            or a list of such, one a prompt, None for none
 
         One prompt raises its error; of several runs every `Run` comes back, with `error` set on those that failed.
         Errors in the programs themselves are raised before anything runs.

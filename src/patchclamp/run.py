@@ -11,10 +11,10 @@ from patchclamp.engines.base import Answer, Request
 from patchclamp.errors import MissingSource, PatchclampError, ProgramError
 from patchclamp.language import Program, Site
 from patchclamp.language.ops import DTYPES
-from patchclamp.language.site import site as read_site
-from patchclamp.language.tokens import Tokens
-from patchclamp.language.tokens import tokens as as_tokens
+from patchclamp.language.site import parse_site
+from patchclamp.language.tokens import Tokens, parse_tokens
 from patchclamp.plan import CAPTURE, BoundOp, BoundProgram, Prompt
+from patchclamp.plan.bound import Keep
 
 
 class Run:
@@ -33,13 +33,17 @@ class Run:
         self._lm, self._answer, self._text = lm, answer, request.text
         self._bound: BoundProgram | None = request.bound
         self._limit = len(request.prompt_token_ids) + request.max_tokens - 1  # positions, had it gone on to the end
-        conditions = {op.only for op in self._bound.ops if op.only} if self._bound is not None else set()
+        conditions = {op.condition.ids for op in self._ops if op.condition}
         self._ids_of = {key: request.vectors[key].reshape(-1).astype(np.int64) for key in conditions}
         self._fetched: dict[tuple[int, int | None], tuple[np.ndarray, Any]] = {}
         self._release = weakref.finalize(self, lm.engine.release, [self.key])
         self._release.atexit = False
         if not program:
             self._release.detach()
+
+    @property
+    def _ops(self) -> tuple[BoundOp, ...]:
+        return self._bound.ops if self._bound is not None else ()
 
     @property
     def answer(self) -> Answer:
@@ -100,7 +104,7 @@ class Run:
     def sites(self) -> list[str]:
         """Every captured site, as text."""
         bound = self._bound
-        points = bound.captured() if bound is not None else {}
+        points = bound.captured if bound is not None else {}
         return [str(place) for place in self._lm.sites.places() if place.point in points]
 
     @property
@@ -109,7 +113,7 @@ class Run:
         were meant for tokens after the end. Worked out here from the run's positions and token ids, and exact."""
         tokens = np.array([*self.prompt_token_ids, *self.token_ids][: self._positions], np.int64)
         acted: dict[str, bool] = {}
-        for op in self._bound.ops if self._bound is not None else ():
+        for op in self._ops:
             if op.kind != CAPTURE:
                 acted[op.path] = acted.get(op.path, False) or self._acted(op, tokens)
         return [path for path, did in acted.items() if not did]
@@ -118,7 +122,8 @@ class Run:
         """Whether an op had a row among positions of such tokens."""
         for start, stop, _, _ in op.ranges:
             here = tokens[start:stop]
-            if len(here) and (not op.only or bool((np.isin(here, self._ids_of[op.only]) != op.others).any())):
+            condition = op.condition
+            if len(here) and (not condition or (np.isin(here, self._ids_of[condition.ids]) != condition.others).any()):
                 return True
         return False
 
@@ -127,25 +132,24 @@ class Run:
         self.closed = True
         self._release()
 
-    def places(self, site: Site | str) -> list[tuple[str, str]]:
-        """The places that a site names, each by its label in the bank's means and as `run[...]` takes it."""
-        places = self._lm.sites.resolve(read_site(site))
-        return [(self._lm.sites.label(place.point), str(place)) for place in places]
+    def refs(self, site: Site | str) -> list[str]:
+        """The site refs that a site names, layer by layer, as `run[...]` takes them."""
+        return [str(ref) for ref in self._lm.sites.resolve(parse_site(site))]
 
     # -- as a source for `From`
 
     def positions_of(self, point: int) -> np.ndarray:
-        mine = [op for op in self._bound.ops if op.kind == CAPTURE and point in op.points] if self._bound else []
-        if len(mine) > 1 and any(op.depends for op in mine):
+        mine = [op for op in self._ops if op.kind == CAPTURE and point in op.points]
+        if len(mine) > 1 and any(map(_conditional, mine)):
             raise MissingSource(
                 f"run {self.key} captured {self._lm.sites.label(point)} {len(mine)} times, one of them by token id: "
                 "capture it once to read it with From, or give the rows of run[site]"
             )
-        captured = self._bound.captured() if self._bound is not None else {}
+        captured = self._bound.captured if self._bound is not None else {}
         return captured.get(point, np.zeros(0, np.int64))[: self._length(captured.get(point))]
 
     def select(self, tokens: Tokens | str) -> np.ndarray:
-        return self._select(as_tokens(tokens), self._positions)
+        return self._select(parse_tokens(tokens), self._positions)
 
     def _select(self, tokens: Tokens, limit: int) -> np.ndarray:
         prompt = Prompt(self.prompt_token_ids, lambda: self._lm.tokenizer.spell(self.prompt_token_ids, self._text))
@@ -168,15 +172,15 @@ class Run:
 
     def _named(self, site: Site | str) -> tuple[int, int | None]:
         """The point that a site names or an op's path captured at, and the op."""
-        for ordinal, op in enumerate(self._bound.ops if self._bound is not None else ()):
+        for ordinal, op in enumerate(self._ops):
             if site == op.path and op.kind == CAPTURE:
                 return self._one_point(self._at(site)), ordinal
-        return self._one_point(read_site(site)), None
+        return self._one_point(parse_site(site)), None
 
     def _at(self, site: Site | str) -> Site:
         """The site that is named, or that of the `Capture` at a path."""
-        paths = {op.path for op in self._bound.ops if op.kind == CAPTURE} if self._bound is not None else set()
-        return next(kept.at for path, kept in self.program.ops if path == site) if site in paths else read_site(site)  # type: ignore[attr-defined]
+        paths = {op.path for op in self._ops if op.kind == CAPTURE}
+        return next(kept.at for path, kept in self.program.ops if path == site) if site in paths else parse_site(site)  # type: ignore[attr-defined]
 
     def _one_point(self, site: Site) -> int:
         places = self._lm.sites.resolve(site)
@@ -185,14 +189,14 @@ class Run:
         return places[0].point
 
     def _read(self, point: int, ordinal: int | None, name: str) -> tuple[np.ndarray, Any]:
-        ops = self._bound.ops if self._bound is not None else ()
-        mine = {i: o for i, o in enumerate(ops) if o.kind == CAPTURE and point in o.points and ordinal in (None, i)}
+        captures = ((i, op) for i, op in enumerate(self._ops) if op.kind == CAPTURE and point in op.points)
+        mine = {i: op for i, op in captures if ordinal in (None, i)}
         if not mine:
             raise MissingSource(f"{name} was not captured; this run has: {', '.join(self.sites) or 'no captures'}")
         if self.closed:
             raise MissingSource(f"run {self.key} was closed before {name} was read")
-        dtypes = {DTYPES[int(op.x)] for op in mine.values()}
-        if any(op.depends for op in mine.values()):
+        dtypes = {DTYPES[op.action.dtype] for op in mine.values() if isinstance(op.action, Keep)}
+        if any(map(_conditional, mine.values())):
             found, rows = _merged([self._matching(point, op, i, name) for i, op in mine.items()])
         else:
             found, rows = self._stored(point, tuple(mine.values()), ordinal, name)
@@ -201,7 +205,7 @@ class Run:
     def _matching(self, point: int, op: BoundOp, ordinal: int, name: str) -> tuple[np.ndarray, Any]:
         """What one op captured, of the tokens that it asks for, which are known now."""
         found, rows = self._stored(point, (op,), ordinal, name)
-        if not op.depends:
+        if not _conditional(op):
             return found, rows
         tokens = next(asked.tokens for path, asked in self.program.ops if path == op.path)  # type: ignore[attr-defined]
         kept = np.isin(found, self._select(tokens, self._limit))
@@ -209,7 +213,7 @@ class Run:
 
     def _stored(self, point: int, ops: tuple[BoundOp, ...], ordinal: int | None, name: str) -> tuple[np.ndarray, Any]:
         """What the engine has of some ops at a point, of the positions that came to be."""
-        wanted = BoundProgram(self.key, len(self.prompt_token_ids), ops).captured()[point]
+        wanted = BoundProgram(self.key, len(self.prompt_token_ids), ops).captured[point]
         wanted = wanted[: self._length(wanted)]
         found, rows = self._lm.engine.fetch(self.key, point, ordinal)
         kept = np.searchsorted(found, self._positions)
@@ -225,6 +229,11 @@ class Run:
         if self.error is not None:
             return f"<Run {self.key}: {type(self.error).__name__}: {self.error}>"
         return f"<Run {self.key}: {len(self.prompt_token_ids)} + {len(self.token_ids)} tokens, {self.text!r}>"
+
+
+def _conditional(op: BoundOp) -> bool:
+    """Whether which of an op's captured positions count depends on what was generated."""
+    return isinstance(op.action, Keep) and op.action.conditional
 
 
 def _merged(parts: list[tuple[np.ndarray, Any]]) -> tuple[np.ndarray, Any]:

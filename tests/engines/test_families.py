@@ -15,7 +15,7 @@ import torch
 
 import patchclamp as pc
 from patchclamp.errors import UnsupportedSite
-from patchclamp.language.site import SITES
+from patchclamp.language.registry import SITES
 
 from ..models import FAMILIES, of_family
 from .test_parity import worst_row

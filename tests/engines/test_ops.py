@@ -8,7 +8,7 @@ import torch
 
 import patchclamp as pc
 from patchclamp.kernels.noise import normals
-from patchclamp.plan.bind import site_number
+from patchclamp.plan.bound import noise_stream
 
 from ..reference.formulas import by_formula
 from .conftest import PROMPTS, SHALLOW
@@ -168,5 +168,5 @@ def test_epsilon_is_the_same_bits_in_every_engine(shallow, engine):
     lm, at = shallow.get(engine, "float32"), pc.resid_mid[3]
     run = lm.run(PROMPTS[0], max_tokens=1, edits=[pc.Zero(at), pc.Noise(1.0, at, seed=99)], capture=[at])
     for position, row in zip(run.positions(at), run[at], strict=True):
-        expected = normals(99, position, site_number("mid", 3), D)
+        expected = normals(99, position, noise_stream("mid", 3), D)
         assert np.array_equal(row.numpy().view(np.int32), expected.view(np.int32))

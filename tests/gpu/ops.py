@@ -14,14 +14,14 @@ def ops(mode: str, lm) -> None:
 
     import patchclamp as pc
     from patchclamp.kernels import noise, reference
-    from patchclamp.plan.bind import site_number
+    from patchclamp.plan.bound import noise_stream
 
     width, rng = lm.model.d_model, np.random.default_rng()
     v, w = (rng.standard_normal(width).astype(np.float32) for _ in range(2))
     unit, mask = v / np.linalg.norm(v), rng.random(width).astype(np.float32)
     at = pc.resid_post[1]
     point = lm.sites.points[lm.sites.resolve(at)[0].point]
-    site = site_number(point.kind, point.layer)
+    site = noise_stream(point.kind, point.layer)
 
     def epsilon(position: int) -> np.ndarray:
         return noise.normals(77, position, site, width)
@@ -56,7 +56,7 @@ def ops(mode: str, lm) -> None:
         pc.Capture(pc.logits), pc.Noise(0.5, pc.logits, seed=3, relative=True), pc.Capture(pc.logits)])  # fmt: skip
     before, after = wide["edits[0]"].numpy(), wide["edits[2]"].numpy()
     expected = np.stack([
-        reference.noise(row, noise.normals(3, p, site_number("logits", None), len(row)), np.float32(0.5), True)
+        reference.noise(row, noise.normals(3, p, noise_stream("logits", None), len(row)), np.float32(0.5), True)
         for row, p in zip(before, wide.positions("edits[0]"), strict=True)
     ])  # fmt: skip
     gap = float(np.abs(after - expected).max() / np.abs(expected).max())

@@ -13,7 +13,7 @@ import torch
 
 import patchclamp as pc
 from patchclamp.kernels.noise import normals
-from patchclamp.plan.bind import site_number
+from patchclamp.plan.bound import noise_stream
 
 
 def by_formula(op: Any, before_TW: torch.Tensor, positions: Sequence[int], layers: int,
@@ -56,7 +56,7 @@ def _row(op: Any, h: torch.Tensor, v: torch.Tensor | None, position: int, layers
         low, high = (-np.inf if op.low is None else op.low), (np.inf if op.high is None else op.high)
         return h + ((h @ unit).clamp(low, high) - h @ unit) * unit
     assert isinstance(op, pc.Noise), op
-    e = torch.from_numpy(normals(op.seed, position, site_number(*point(op.at, layers)), len(h))).double()
+    e = torch.from_numpy(normals(op.seed, position, noise_stream(*point(op.at, layers)), len(h))).double()
     return h + op.std * (h.square().mean().sqrt() if op.relative else 1.0) * e
 
 

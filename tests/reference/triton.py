@@ -30,8 +30,8 @@ from patchclamp.plan import (
     StepPlan,
     make_plan,
 )
+from patchclamp.plan.bound import pack_columns
 from patchclamp.plan.step import BYTES
-from patchclamp.plan.table import packed
 from patchclamp.runtime.cuda import CudaStep
 from tests.reference.records import record_array
 
@@ -96,7 +96,7 @@ def records(
                 counts[point] += 1
             columns = 0
             if kind != CAPTURE and point < POINTS - 1 and rng.random() < 0.3:  # sampled rows have no parts
-                columns = packed(tuple(sorted(rng.choice(width[point] + 1, 2, replace=False).tolist())))
+                columns = pack_columns(tuple(sorted(rng.choice(width[point] + 1, 2, replace=False).tolist())))
             made.append((start, start + length, kind, step, value, x, y, other, 0, columns))
     return record_array(made), counts
 

@@ -98,17 +98,8 @@ def test_facts_and_seeds():
     assert (lm.model.layers, lm.model.d_model, lm.model.d_vocab, lm.model.max_model_len) == (2, 8, 70, 32)
     assert (lm.model.name, lm.model.engine, lm.model.version) == ("fake", "fake", pc.__version__)
     assert lm.sites.names == [
-        "embed",
-        "resid_pre",
-        "resid_mid",
-        "resid_post",
-        "attn_in",
-        "attn_out",
-        "mlp_in",
-        "mlp_out",
-        *("q", "k", "v", "z", "neurons"),
-        "final_norm",
-        "logits",
+        *("embed", "resid_pre", "attn_in", "q", "k", "v", "z", "attn_out", "resid_mid", "mlp_in", "neurons", "mlp_out"),
+        *("resid_post", "final_norm", "logits"),
     ]
     again, other = pc.LM("fake", seed=5), pc.LM("fake", seed=6)
     first = pc.LM("fake", seed=5).run(EIFFEL)

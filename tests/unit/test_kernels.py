@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from patchclamp.kernels import fused, noise, reference
 from patchclamp.plan import BLEND, CAPTURE, LINEAR, MATCH, NOISE, PROJECT, Batch, ProgramTable, StepPlan, make_plan
-from patchclamp.plan.table import packed
+from patchclamp.plan.bound import pack_columns
 from tests.reference.records import record_array
 
 WIDTHS, SAMPLED = np.array([4, 4, 7]), np.array([False, False, True])
@@ -54,7 +54,7 @@ def records(draw: np.random.Generator, kinds: list[int]) -> tuple[np.ndarray, np
                 made.append((start, start + length, MATCH, int(draw.integers(1, 8)), BANK, float(draw.integers(0, 2))))
                 counts[point] += 1
             first, end = sorted(draw.choice(WIDTHS[point] + 1, 2, replace=False).tolist())
-            columns = packed((first, end)) if kind != CAPTURE and draw.random() < 0.3 else 0
+            columns = pack_columns((first, end)) if kind != CAPTURE and draw.random() < 0.3 else 0
             made.append((start, start + length, kind, step, value, x, y, other, 0, columns))
     return record_array(made), counts
 

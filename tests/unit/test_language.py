@@ -1,9 +1,11 @@
 """The language: laws of its text forms, selections and fingerprints, and every error's text."""
 
+import ast
 import itertools
 import json
 import pickle
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,9 +16,10 @@ import patchclamp as pc
 from patchclamp import errors
 from patchclamp.errors import TREE, pack, unpack
 from patchclamp.language import SITES, Range, TextSpan
-from patchclamp.language.aliases import DIFFERENCES, ELSEWHERE, NNTERP, TRANSFORMER_LENS
-from patchclamp.language.ops import DTYPES, OPS, capture
+from patchclamp.language.aliases import DIFFERENCES, ELSEWHERE
+from patchclamp.language.ops import DTYPES, OPS, as_capture
 from patchclamp.language.program import Program, to_dict
+from patchclamp.language.registry import NNTERP, TRANSFORMER_LENS, kept
 from patchclamp.language.tokens import GROUPS, Joined, Positions
 from patchclamp.language.values import orthonormal
 from patchclamp.sites.tables import FAMILIES
@@ -110,17 +113,17 @@ def test_tokens_read_back_from_their_text(made):
 
 @given(sites(), selections)
 def test_a_site_at_tokens_reads_back_from_its_text(site, tokens):
-    assert capture(str(site @ tokens)) == capture(site @ tokens) == pc.Capture(site, tokens)
+    assert as_capture(str(site @ tokens)) == as_capture(site @ tokens) == pc.Capture(site, tokens)
 
 
 @given(st.text(max_size=30) | st.text("[]():,-@\"'\\ 0123456789szpan", max_size=30))
 def test_any_text_is_read_or_refused(text):
-    for read in (pc.site, pc.tokens, capture, Program.from_json):
+    for read in (pc.site, pc.tokens, as_capture, Program.from_json):
         try:
             made = read(text)
         except pc.PatchclampError:
             continue
-        assert read(made.to_json() if isinstance(made, Program) else str(made.at) if read is capture else str(made))
+        assert read(made.to_json() if isinstance(made, Program) else str(made.at) if read is as_capture else str(made))
 
 
 @given(programs)
@@ -366,7 +369,7 @@ def test_at_carries_tokens_into_any_op():
 
 ALL_OPS = "capture, add, replace, zero, mean, scale, ablate, clamp, noise, use"
 ALL_SITES = (
-    "embed, resid_pre, resid_mid, resid_post, attn_in, attn_out, mlp_in, mlp_out, q, k, v, z, neurons, router, "
+    "embed, resid_pre, attn_in, q, k, v, z, attn_out, resid_mid, mlp_in, router, neurons, mlp_out, resid_post, "
     "final_norm, logits"
 )
 OPEN_END = (
@@ -612,3 +615,43 @@ def test_a_basis_is_orthonormal_and_spans_what_was_given(count, width, seed):
     np.testing.assert_allclose(basis @ basis.T, np.eye(len(basis)), atol=1e-6)
     left = given - given @ basis.T @ basis
     assert (np.linalg.norm(left, axis=1) <= 1e-5 * np.linalg.norm(given, axis=1)).all()
+
+
+# -- the registry
+
+
+def test_a_capture_joins_selections_as_they_are_joined():
+    at = pc.embed @ pc.generated
+    joined = {"|": at | pc.token(13), "&": at & pc.token(13), "-": at - pc.token(13)}
+    for op, made in joined.items():
+        assert str(made) == f"embed @ generated {op} token(13)"
+        assert as_capture(str(made)) == as_capture(made)
+
+
+def test_the_face_has_a_name_for_every_site():
+    assert all(getattr(pc, name) == pc.Site(name) and name in pc.__all__ for name in SITES)
+
+
+def test_lists_of_sites_are_in_the_registry_alone():
+    """Elsewhere a list of more than four site words would be one to be kept up to date."""
+    root = Path(pc.__file__).parent
+    may = {"language/registry.py", "sites/tables.py", "sites/untabled.py", "engines/fake.py"}
+    for file in sorted(root.rglob("*.py")):
+        if file.relative_to(root).as_posix() not in may:
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, (ast.List, ast.Tuple, ast.Set, ast.Dict)):
+                    items = node.keys if isinstance(node, ast.Dict) else node.elts
+                    words = [item.value for item in items if isinstance(item, ast.Constant) and item.value in SITES]
+                    assert len(words) <= 4, f"{file}: {words}"
+
+
+def test_what_an_edit_keeps_is_what_it_does_not_move():
+    attention, mlp = ("attn_in", "q", "k", "v", "z", "attn_out"), ("mlp_in", "router", "neurons", "mlp_out")
+    assert kept("attn_in") == ()
+    assert set(kept("q")) == {"attn_in", "k", "v"}
+    assert kept("z") == attention[:4]
+    assert kept("attn_out") == attention[:5]
+    assert kept("mlp_in") == attention
+    assert set(kept("neurons")) == {*attention, "mlp_in", "router"}
+    assert kept("mlp_out") == (*attention, *mlp[:3])
+    assert kept("resid_post") == ()

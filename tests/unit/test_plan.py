@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import patchclamp as pc
+from patchclamp.language import values
 from patchclamp.language.ops import MAX_FP32
 from patchclamp.language.program import Program
 from patchclamp.plan import (
@@ -26,10 +27,25 @@ from patchclamp.plan import (
     bind,
     make_plan,
 )
-from patchclamp.plan.bind import BoundOp, BoundProgram, position_ranges, run_key, site_number, vector_key
+from patchclamp.plan import bound as bound_module
+from patchclamp.plan.bind import vector_key
+from patchclamp.plan.bound import (
+    Blend,
+    BoundOp,
+    BoundProgram,
+    Condition,
+    Keep,
+    Linear,
+    Noisy,
+    PositionRange,
+    Project,
+    noise_stream,
+    position_ranges,
+    run_key,
+)  # fmt: skip
+from patchclamp.plan.records import records_of
 from patchclamp.plan.reuse import block_key, lowest_capture
 from patchclamp.plan.step import BYTES
-from patchclamp.plan.table import records_of
 from patchclamp.sites import SiteMap, Sizes
 from tests.reference.records import record_array
 
@@ -106,14 +122,14 @@ def test_ops_become_numbers():
     add, replace, zero, inside, after, capture = made.ops
     assert (made.run, made.prompt) == ("mine", 5)
     assert (add.path, add.kind, add.values, add.ranges) == ("edits[0]", LINEAR, key, ((4, 5, 0, 0),))
-    assert (add.x, add.y, add.reaches_cache) == (1.0, 2.5, True)
+    assert (add.action, add.reaches_cache) == (Linear(1.0, 2.5), True)
     assert add.points == (point("resid_post[0]"), point("resid_pre[2]"))
-    assert (replace.x, replace.y, replace.ranges) == (0.75, 0.25, ((0, 2, 0, 0), (4, 5, 0, 0)))
-    assert (zero.x, zero.y, zero.values, zero.ranges) == (0.0, 0.0, (), ((0, 8, 0, 0),))
-    assert (inside.path, inside.kind, inside.x, inside.ranges) == ("edits[3]", CAPTURE, 1.0, ((5, 8, 0, 0),))
+    assert (replace.action, replace.ranges) == (Linear(0.75, 0.25), ((0, 2, 0, 0), (4, 5, 0, 0)))
+    assert (zero.action, zero.values, zero.ranges) == (Linear(0.0, 0.0), (), ((0, 8, 0, 0),))
+    assert (inside.path, inside.action, inside.ranges) == ("edits[3]", Keep(1), ((5, 8, 0, 0),))
     assert (after.points, after.reaches_cache, inside.reaches_cache) == ((point("final_norm"),), False, False)
     assert (capture.path, capture.points) == ("capture[0]", (point("resid_post[1]"), point("resid_post[2]")))
-    assert {k: p.tolist() for k, p in made.captured().items()} == {
+    assert {k: p.tolist() for k, p in made.captured.items()} == {
         point("embed"): [5, 6, 7], point("resid_post[1]"): list(range(8)), point("resid_post[2]"): list(range(8)),
     }  # fmt: skip
 
@@ -139,17 +155,17 @@ def test_ops_with_arithmetic_of_their_own_become_numbers():
     made = bound(edits)
     blend, scale, ablate, clamp, noise, none = made.ops
     v_key, mask_key = (vector_key(pc.Vector.of(row)) for row in (v, mask))
-    assert (blend.kind, blend.values, blend.mask, blend.y) == (BLEND, (v_key,), mask_key, 0.5)
+    assert (blend.kind, blend.values, blend.action) == (BLEND, (v_key,), Blend(0.5, mask_key))
     assert blend.keys == (v_key, mask_key)
     assert blend.reads() == [(v_key, point("embed")), (mask_key, point("embed"))]
-    assert (scale.kind, scale.x, scale.y, scale.values, scale.ranges) == (LINEAR, 0.25, 0.0, (), ((0, 8, 0, 0),))
+    assert (scale.action, scale.values, scale.ranges) == (Linear(0.25, 0.0), (), ((0, 8, 0, 0),))
     basis = pc.Vector.of([[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]])
-    assert (ablate.kind, ablate.values, ablate.x, ablate.y) == (PROJECT, (vector_key(basis),), 0.0, 0.0)
+    assert (ablate.action, ablate.values) == (Project(0.0, 0.0), (vector_key(basis),))
     assert ablate.ranges == ((1, 3, 0, 0), (4, 5, 0, 0), (1, 3, 1, 0), (4, 5, 1, 0))
     unit = pc.Vector.of([[0.6, 0.0, 0.8, 0.0]])
-    assert (clamp.kind, clamp.values, clamp.x, clamp.y) == (PROJECT, (vector_key(unit),), -1.0, MAX_FP32)
-    assert (noise.kind, noise.y, noise.seed, noise.relative, noise.ranges) == (NOISE, 0.5, 7, True, ((5, 8, 0, 0),))
-    assert noise.sites == (site_number("stream", 1), site_number("stream", 2))
+    assert (clamp.action, clamp.values) == (Project(-1.0, MAX_FP32), (vector_key(unit),))
+    streams = (noise_stream("stream", 1), noise_stream("stream", 2))
+    assert (noise.action, noise.ranges) == (Noisy(0.5, 7, True, streams), ((5, 8, 0, 0),))
     assert none.ranges == ()  # not a bit is changed
     assert all(op.reaches_cache for op in made.ops)
     vectors = {}
@@ -159,7 +175,7 @@ def test_ops_with_arithmetic_of_their_own_become_numbers():
     assert all(np.allclose(vectors[key], rows) for key, rows in expected.items())
     here = np.zeros(POINTS, bool)
     here[point("resid_post[1]")] = True
-    assert (noise.at(here).points, noise.at(here).sites) == ((point("resid_post[1]"),), (site_number("stream", 2),))
+    assert (noise.at(here).points, noise.at(here).action.streams) == ((point("resid_post[1]"),), streams[1:])
     assert (blend.at(here).points, blend.at(here).keys) == ((), ())
     with pytest.raises(pc.ShapeError, match=r"edits\[0\].mask: embed is 4 wide; the vector is \[2\]"):
         bound(pc.Replace(v, "embed", mask=[1.0, 2.0]))
@@ -179,7 +195,7 @@ def test_their_records_say_all_of_it():
     assert records.tolist() == record_array([
         (1, 3, BLEND, 0, 100, 0.0, 0.5, 200),
         (0, 1, PROJECT, 0, 300, 0.0, 0.0), (0, 1, PROJECT, 0, 300 + D, 0.0, 0.0),
-        (4, 5, NOISE, 1, site_number("stream", 0), 0.0, 0.5, (1 << 62) + 3),
+        (4, 5, NOISE, 1, noise_stream("stream", 0), 0.0, 0.5, (1 << 62) + 3),
     ]).tolist()  # fmt: skip
 
 
@@ -203,8 +219,25 @@ def test_blocks_of_the_cache_tell_noise_and_masks_apart():
 def test_captures_of_one_site_are_a_union():
     kept = ["embed @ prompt[2:4]", "resid_pre[0] @ prompt[0]", "logits @ generated[1]"]
     made = bound(pc.Capture("embed", "prompt[1:3]"), kept)
-    assert {k: p.tolist() for k, p in made.captured().items()} == {point("embed"): [0, 1, 2, 3], point("logits"): [6]}
-    assert bound((), "embed @ generated", max_tokens=1).captured()[point("embed")].tolist() == []
+    assert {k: p.tolist() for k, p in made.captured.items()} == {point("embed"): [0, 1, 2, 3], point("logits"): [6]}
+    assert bound((), "embed @ generated", max_tokens=1).captured[point("embed")].tolist() == []
+
+
+def test_what_prompts_share_is_made_once(monkeypatch):
+    """A list of prompts with one program: its vectors are hashed, padded and made a basis once, its captures are
+    worked out once a run, however often they are asked for."""
+    hashed = []
+    sha256 = values.hashlib.sha256
+    monkeypatch.setattr(values.hashlib, "sha256", lambda data: hashed.append(1) or sha256(data))
+    v = np.random.default_rng(5).normal(size=D).tolist()
+    program = Program.of([pc.Add(v, "resid_post"), pc.Ablate(v, "embed"), pc.Clamp(v, "mlp_out", low=0)], "resid_post")
+    runs = [bind(program, f"run {i}", spelled(5), 4, SITES, None) for i in range(20)]
+    assert len(hashed) <= 6  # the vectors as they were given, and the basis that two of them share
+    arange, ranges = np.arange, []
+    monkeypatch.setattr(bound_module.np, "arange", lambda *args: ranges.append(args) or arange(*args))
+    for _ in range(3):
+        assert [len(positions) for positions in runs[0].captured.values()] == [8] * LAYERS
+    assert len(ranges) == 1
 
 
 def test_a_row_for_each_position():
@@ -279,7 +312,7 @@ def test_layers_that_captured_different_positions_are_not_mixed():
 
 def test_logits_are_where_tokens_are_sampled():
     def positions(tokens):
-        return bound((), pc.logits @ tokens).captured()[point("logits")].tolist()
+        return bound((), pc.logits @ tokens).captured[point("logits")].tolist()
 
     assert positions(pc.every) == [4, 5, 6, 7]
     assert positions(pc.generated) == [5, 6, 7]
@@ -301,8 +334,8 @@ def test_logits_are_where_tokens_are_sampled():
 def test_a_program_is_checked_before_it_runs():
     cases = [
         (pc.Zero("router[0]"), pc.UnsupportedSite, "edits[0].at: router is not available on llama models: its layers have "
-         "one MLP each, and no experts to choose from; there are: embed, resid_pre, resid_mid, resid_post, attn_in, "
-         "attn_out, mlp_in, mlp_out, q, k, v, z, neurons, final_norm, logits"),
+         "one MLP each, and no experts to choose from; there are: embed, resid_pre, attn_in, q, k, v, z, attn_out, "
+         "resid_mid, mlp_in, neurons, mlp_out, resid_post, final_norm, logits"),
         (pc.Zero("resid_post[3]"), pc.UnsupportedSite,
          "edits[0].at: resid_post[3]: this model has 3 layers (0 to 2)"),
         (pc.Zero("resid_post[2:9]"), pc.UnsupportedSite,
@@ -625,18 +658,40 @@ def test_equal_edits_of_a_block_have_equal_keys():
     assert rows[0] != rows[1]
 
 
+ACTIONS = (
+    (Linear(1.0, 1.0), {"h_scale": 2.0, "v_scale": 2.0}), (Blend(0.5, "m"), {"alpha": 1.0, "mask": "n"}),
+    (Project(0.0, 1.0), {"low": -1.0, "high": 2.0}),
+    (Noisy(0.5, 1, False, (7,)), {"std": 1.0, "seed": 2, "relative": True, "streams": (8,), "first_column": 4}),
+)  # fmt: skip
+
+
+def key_of(op: BoundOp) -> str | None:
+    return block_key(BoundProgram("run", 9, (op,)), 0, 16)
+
+
 @pytest.mark.parametrize("field", BoundOp.__struct_fields__)
 def test_a_key_says_all_of_an_op_but_where_it_stands(field):
     """Whatever an op comes to say: a field that a key left out would let one request read what another's edit made."""
-    op = BoundOp("edits[0]", LINEAR, (3,), ("v:abc",), ((2, 6, 0, 1),), 1.0, 1.0, reaches_cache=True)
-    other = {"path": "edits[1]", "points": (4,), "values": ("v:abd",), "ranges": ((2, 6, 1, 1),), "mask": "m", "only": "o",
-             "sites": (7,)}.get(field, not getattr(op, field))  # fmt: skip
-    changed = msgspec.structs.replace(op, **{field: other})
-    made, alike = (block_key(BoundProgram("run", 9, (each,)), 0, 16) for each in (op, changed))
+    op = BoundOp("edits[0]", Linear(1.0, 1.0), (3,), ("v:abc",), (PositionRange(2, 6, 0, 1),), reaches_cache=True)
+    other = {"path": "edits[1]", "action": Linear(1.0, 2.0), "points": (4,), "values": ("v:abd",),
+             "ranges": (PositionRange(2, 6, 1, 1),), "columns": 1 << 16, "condition": Condition("o", False),
+             "reaches_cache": False}[field]  # fmt: skip
+    made, alike = key_of(op), key_of(msgspec.structs.replace(op, **{field: other}))
     if field == "reaches_cache":
         assert alike is None
     else:
         assert (made == alike) is (field == "path")
+
+
+def test_a_key_says_all_of_an_action():
+    for action, changes in ACTIONS:
+        assert set(changes) == set(action.__struct_fields__)
+        op = BoundOp("edits[0]", action, (3,), (), (PositionRange(2, 6),), reaches_cache=True)
+        others = [msgspec.structs.replace(action, **{field: value}) for field, value in changes.items()]
+        keys = {key_of(msgspec.structs.replace(op, action=each)) for each in (action, *others)}
+        assert len(keys) == 1 + len(others)
+    conditions = [Condition("a", True), Condition("a", False), Condition("b", True)]
+    assert len({key_of(msgspec.structs.replace(op, condition=each)) for each in conditions}) == 3
 
 
 def test_a_key_says_which_heads_and_neurons():

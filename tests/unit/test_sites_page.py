@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from patchclamp.language.aliases import ELSEWHERE, NNTERP, TRANSFORMER_LENS
-from patchclamp.language.site import SITES
-from patchclamp.sites.page import MEANINGS, page
-from patchclamp.sites.remarks import BACKEND, POST_NORMED, raw
+from patchclamp.language.aliases import ELSEWHERE
+from patchclamp.language.registry import NNTERP, SITES, TRANSFORMER_LENS
 from patchclamp.sites.tables import FAMILIES
+from tools.raw_hooks import BACKEND, POST_NORMED, raw
+from tools.sites_page import page
 
 FILE = Path(__file__).parents[2] / "docs" / "sites.md"
 PAGE = page()
@@ -38,7 +38,7 @@ def test_the_file_is_up_to_date():
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_every_site_of_every_family_is_there_once(family):
-    assert MEANINGS.keys() == SITES.keys()
+    assert all(spec.shape and spec.meaning and word == spec.name for word, spec in SITES.items())
     for word in SITES:
         if word in family.sites:
             assert len(row(family.name, word)) == 5

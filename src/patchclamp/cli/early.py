@@ -8,8 +8,8 @@ from typing import Any
 
 from patchclamp.engines.open import NAMES
 from patchclamp.errors import PatchclampError, unknown
-from patchclamp.language.site import parse_index, site
-from patchclamp.language.tokens import tokens
+from patchclamp.language.site import parse_index, parse_site
+from patchclamp.language.tokens import parse_tokens
 from patchclamp.plots import check_targets
 from patchclamp.studies.metric import grade
 
@@ -33,12 +33,12 @@ def check_sweep(
     grade(metric, 0, None if foil is None else 1)
     check_targets(png, html)
     for text in sites:
-        _read(site, text, "--site")
+        _read(parse_site, text, "--site")
     if layers is not None:
         _read(parse_index, layers, "--layers")
     for text in positions or ():
         if isinstance(text, str):
-            _read(tokens, text, "--positions")
+            _read(parse_tokens, text, "--positions")
 
 
 def _read(how: Callable[[str], Any], text: str, argument: str) -> None:

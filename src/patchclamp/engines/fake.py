@@ -36,7 +36,7 @@ from patchclamp.kernels import reference
 from patchclamp.kernels.code import call, check_outside
 from patchclamp.plan import Batch, BoundProgram, ProgramTable, StepPlan, make_plan
 from patchclamp.plan.bind import Code
-from patchclamp.plan.table import records_of
+from patchclamp.plan.records import records_of
 from patchclamp.sites import SiteMap, Sizes
 from patchclamp.sites.tables import LLAMA
 

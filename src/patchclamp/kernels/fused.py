@@ -16,8 +16,8 @@ import torch
 
 from patchclamp.kernels.noise import FRACTION, MASK, MULTIPLIERS, OCTAVES, PARTS, STEPS, quantiles
 from patchclamp.plan import APPLY, BLEND, CAPTURE, LINEAR, MATCH, NOISE, PROJECT, ProgramTable, StepPlan
+from patchclamp.plan.records import columns_of
 from patchclamp.plan.step import Rows
-from patchclamp.plan.table import columns_of
 
 CodeRunner = Callable[[int, torch.Tensor, int, np.ndarray], torch.Tensor | None]
 

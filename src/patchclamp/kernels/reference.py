@@ -11,8 +11,8 @@ import numpy as np
 
 from patchclamp.kernels.noise import normals
 from patchclamp.plan import APPLY, BLEND, CAPTURE, LINEAR, MATCH, NOISE, PROJECT, ProgramTable, StepPlan
+from patchclamp.plan.records import columns_of
 from patchclamp.plan.step import Rows
-from patchclamp.plan.table import columns_of
 
 
 def apply(

@@ -12,38 +12,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-TRANSFORMER_LENS: dict[str, str] = {
-    "hook_embed": "embed",
-    "blocks.{l}.hook_resid_pre": "resid_pre",
-    "blocks.{l}.hook_resid_mid": "resid_mid",
-    "blocks.{l}.hook_resid_post": "resid_post",
-    "blocks.{l}.hook_attn_out": "attn_out",
-    "blocks.{l}.hook_mlp_out": "mlp_out",
-    "blocks.{l}.attn.hook_q": "q",
-    "blocks.{l}.attn.hook_k": "k",
-    "blocks.{l}.attn.hook_v": "v",
-    "blocks.{l}.attn.hook_z": "z",
-    "blocks.{l}.mlp.hook_post": "neurons",
-    # the names of TransformerLens 3's bridge
-    "embed.hook_out": "embed",
-    "blocks.{l}.hook_in": "resid_pre",
-    "blocks.{l}.hook_out": "resid_post",
-    "blocks.{l}.ln1.hook_out": "attn_in",
-    "blocks.{l}.ln2.hook_out": "mlp_in",
-    "ln_final.hook_out": "final_norm",
-}
-# these take layers and ranges as ours do: layers_output[3:5]
-NNTERP: dict[str, str] = {
-    "token_embeddings": "embed",
-    "layers_input": "resid_pre",
-    "layers_output": "resid_post",
-    "attentions_input": "attn_in",
-    "attentions_output": "attn_out",
-    "mlps_input": "mlp_in",
-    "mlps_output": "mlp_out",
-    "ln_final": "final_norm",
-    "logits": "logits",
-}
+from patchclamp.errors import PatchclampError, UnknownName, UnsupportedSite
+from patchclamp.language.registry import TRANSFORMER_LENS
 
 _UNNORMED = "is the row divided by its size, before the norm's weight"
 _PER_HEAD = "is the stream before the norm, once a head: use resid_pre[{l}], or attn_in[{l}] for the normed input"
@@ -129,16 +99,16 @@ _ELSEWHERE = tuple((_pattern(name), why) for name, why in ELSEWHERE.items())
 def hook(text: str) -> tuple[str, int | None] | None:
     """The site and layer that a TransformerLens hook name means; None if it is none that we read."""
     for pattern, site in _HOOKS:
-        if found := pattern.fullmatch(text):
-            layer = found.groupdict().get("layer")
+        if match := pattern.fullmatch(text):
+            layer = match.groupdict().get("layer")
             return site, None if layer is None else int(layer)
     return None
 
 
-def elsewhere(text: str) -> tuple[str, bool] | None:
-    """What a name means that is no site of ours, and what to use instead; and whether no engine makes it at all. None
-    if we do not know the name."""
+def elsewhere(text: str) -> PatchclampError | None:
+    """The error for a name of theirs that is no site of ours; it says what to use instead. None for other names."""
     for pattern, why in _ELSEWHERE:
-        if found := pattern.fullmatch(text.partition("[")[0].strip()):
-            return f"{text} {why.format(l=found.groupdict().get('layer'))}", why.startswith(_NEVER)
+        if match := pattern.fullmatch(text.partition("[")[0].strip()):
+            error = UnsupportedSite if why.startswith(_NEVER) else UnknownName
+            return error(f"{text} {why.format(l=match.groupdict().get('layer'))}")
     return None

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from patchclamp.errors import PatchclampError, ProgramError, unknown
-from patchclamp.language.ops import OPS, Apply, Capture, Op, Use, capture
+from patchclamp.language.ops import OPS, Apply, Capture, Op, Use, as_capture
 from patchclamp.language.site import At, Site
 from patchclamp.language.tokens import Selection
-from patchclamp.language.values import From, Named, Vector, value
+from patchclamp.language.values import From, Named, Vector, as_value
 
 VALUES = {"vector": Vector, "from": From, "named": Named}
 VECTORS = {"value", "mask", "direction", "directions"}  # fields that hold numbers
@@ -28,8 +28,8 @@ class Program(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, edits: Any = (), captures: Any = ()) -> Program:
         """From what `lm.run` takes: ops, and sites or captures; one or a sequence of each."""
-        ops = [_op(given, f"edits[{i}]") for i, given in enumerate(_many(edits))]
-        kept = [_told(capture, given, f"capture[{i}]") for i, given in enumerate(_many(captures))]
+        ops = [_check_op(item, f"edits[{i}]") for i, item in enumerate(_as_list(edits))]
+        kept = [_read_at(as_capture, item, f"capture[{i}]") for i, item in enumerate(_as_list(captures))]
         return cls(tuple(ops), tuple(kept))
 
     @property
@@ -121,12 +121,12 @@ def _read_op(data: Any, path: str) -> Op:
     for field in VECTORS & fields.keys():
         if fields[field] is not None:
             fields[field] = _read_value(fields[field], f"{path}.{field}")
-    return _told(lambda words: kind(**words), fields, path)
+    return _read_at(lambda words: kind(**words), fields, path)
 
 
 def _read_value(data: Any, path: str) -> Any:
     if isinstance(data, list):
-        return _told(value, data, path)
+        return _read_at(as_value, data, path)
     tag = data.get("type") if isinstance(data, dict) else None
     if not isinstance(tag, str) or tag not in VALUES:
         raise ProgramError("a value is a list of numbers, or an object of type 'vector', 'from' or 'named'", path)
@@ -145,37 +145,38 @@ def _read_value(data: Any, path: str) -> Any:
         raise ProgramError(str(error), path) from None
 
 
-def _op(given: Any, path: str) -> Op:
-    if isinstance(given, Op):
-        return given
-    raise ProgramError(f"an edit is an op such as pc.Add(...), not {type(given).__name__} {given!r}", path)
+def _check_op(op: Any, path: str) -> Op:
+    if isinstance(op, Op):
+        return op
+    raise ProgramError(f"an edit is an op such as pc.Add(...), not {type(op).__name__} {op!r}", path)
 
 
-def _told(read: Any, given: Any, path: str) -> Any:
+def _read_at(read: Callable[[Any], Any], data: Any, path: str) -> Any:
+    """What `read` makes of data; an error says at which path."""
     try:
-        return read(given)
+        return read(data)
     except PatchclampError as error:
         raise error.under(path) from None
 
 
-def _many(given: Any) -> Sequence[Any]:
-    if given is None:
+def _as_list(items: Any) -> Sequence[Any]:
+    if items is None:
         return ()
-    if isinstance(given, (Op, Site, At, str)):
-        return (given,)
-    if isinstance(given, Mapping):
+    if isinstance(items, (Op, Site, At, str)):
+        return (items,)
+    if isinstance(items, Mapping):
         raise ProgramError(
             "a list is needed, not names and values: write a site's tokens as in pc.z[5] @ pc.prompt[-1]"
         )
-    if isinstance(given, Selection):
-        raise ProgramError(f"{given} is a selection of tokens; a site is needed, as in pc.resid_post @ {given}")
-    return list(given) if isinstance(given, Iterable) else (given,)
+    if isinstance(items, Selection):
+        raise ProgramError(f"{items} is a selection of tokens; a site is needed, as in pc.resid_post @ {items}")
+    return list(items) if isinstance(items, Iterable) else (items,)
 
 
 def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for key, item in pairs:
-        if key in made:
+        if key in fields:
             raise ProgramError(f"the field {key!r} stands twice in one object")
-        made[key] = item
-    return made
+        fields[key] = item
+    return fields

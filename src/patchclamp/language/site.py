@@ -11,38 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from patchclamp.errors import ProgramError, UnknownName, UnsupportedSite, unknown
-from patchclamp.language.aliases import NNTERP, elsewhere, hook
+from patchclamp.errors import ProgramError, unknown
+from patchclamp.language.aliases import elsewhere, hook
+from patchclamp.language.registry import NNTERP, SITES
 
 if TYPE_CHECKING:
-    from patchclamp.language.tokens import Tokens
-
-
-class Kind(msgspec.Struct, frozen=True):
-    """What a site's brackets may hold: a layer or not, and what its second index counts (None: it takes none)."""
-
-    layered: bool
-    index: str | None = None
-
-
-SITES: dict[str, Kind] = {
-    "embed": Kind(layered=False),
-    "resid_pre": Kind(layered=True),
-    "resid_mid": Kind(layered=True),
-    "resid_post": Kind(layered=True),
-    "attn_in": Kind(layered=True),
-    "attn_out": Kind(layered=True),
-    "mlp_in": Kind(layered=True),
-    "mlp_out": Kind(layered=True),
-    "q": Kind(layered=True, index="head"),
-    "k": Kind(layered=True, index="key/value head"),
-    "v": Kind(layered=True, index="key/value head"),
-    "z": Kind(layered=True, index="head"),
-    "neurons": Kind(layered=True, index="neuron"),
-    "router": Kind(layered=True, index="expert"),
-    "final_norm": Kind(layered=False),
-    "logits": Kind(layered=False),
-}
+    from patchclamp.language.tokens import Selection
 
 
 class Range(msgspec.Struct, frozen=True):
@@ -80,14 +54,14 @@ class Site(msgspec.Struct, frozen=True):
     index: Index | None = None
 
     def __post_init__(self) -> None:
-        kind = SITES.get(self.name)
-        if kind is None:
+        spec = SITES.get(self.name)
+        if spec is None:
             raise unknown("site", self.name, SITES)
         for field in ("layers", "index"):
             msgspec.structs.force_setattr(self, field, _index(getattr(self, field)))
-        if self.layers is not None and not kind.layered:
+        if self.layers is not None and not spec.layered:
             raise ProgramError(f"{self.name} has no layers: write {self.name!r} without brackets")
-        if self.index is not None and kind.index is None:
+        if self.index is not None and not spec.index:
             raise ProgramError(f"{self.name} takes a layer only; it has no second index")
 
     def __getitem__(self, key: Any) -> Site:
@@ -98,10 +72,10 @@ class Site(msgspec.Struct, frozen=True):
             raise ProgramError(f"a site takes a layer and at most one index, not {len(keys)}")
         return Site(self.name, *(_index(k) for k in keys))
 
-    def __matmul__(self, tokens: Tokens | str) -> At:
-        from patchclamp.language.tokens import tokens as as_tokens
+    def __matmul__(self, tokens: Selection | str) -> At:
+        from patchclamp.language.tokens import parse_tokens
 
-        return At(self, as_tokens(tokens))
+        return At(self, parse_tokens(tokens))
 
     def __str__(self) -> str:
         if self.layers is None and self.index is None:
@@ -114,13 +88,19 @@ class Site(msgspec.Struct, frozen=True):
 
 
 class At(msgspec.Struct, frozen=True):
-    """A site at a selection of tokens: what `capture=` takes. Prints as `z[5, 3] @ prompt[-1]`."""
+    """A site at a selection of tokens: what `capture=` takes. Prints as `z[5, 3] @ prompt[-1]`.
+
+    `@` binds tighter than `|`, `&` and `-`, so those of `pc.embed @ pc.generated & pc.token(13)` join the selection.
+    """
 
     site: Site
-    tokens: Any
+    tokens: Selection
 
     def __or__(self, other: Any) -> At:
         return At(self.site, self.tokens | other)
+
+    def __and__(self, other: Any) -> At:
+        return At(self.site, self.tokens & other)
 
     def __sub__(self, other: Any) -> At:
         return At(self.site, self.tokens - other)
@@ -130,7 +110,7 @@ class At(msgspec.Struct, frozen=True):
 
 
 def whole(value: Any) -> int:
-    """A number that counts, or `ProgramError`: 1.0 is not one."""
+    """An integer of Python's or NumPy's as an int. Raises `ProgramError` for anything else, 1.0 and True included."""
     try:
         if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):  # a mask is no list of numbers
             raise AttributeError
@@ -143,8 +123,8 @@ def _index(key: Any) -> Index | None:
     if key is None or isinstance(key, Range):
         return None if key == Range() else key
     if isinstance(key, slice):
-        made = Range.of(key)
-        return None if made == Range() else made
+        key = Range.of(key)
+        return None if key == Range() else key
     return whole(key)
 
 
@@ -155,19 +135,19 @@ _SLICE = re.compile(r"\s*(-?\d{1,9})?\s*:\s*(-?\d{1,9})?\s*(?::\s*(-?\d{1,9})?\s
 
 def parse_index(text: str) -> Index | None:
     """`12` → 12, `8:12` → Range(8, 12), `:` → None."""
-    if found := re.fullmatch(_NUMBER, text):
-        return int(found[1])
-    if found := _SLICE.fullmatch(text):
-        made = Range(*(None if end is None else int(end) for end in found.groups()))
-        return None if made == Range() else made
+    if number := re.fullmatch(_NUMBER, text):
+        return int(number[1])
+    if ends := _SLICE.fullmatch(text):
+        index = Range(*(None if end is None else int(end) for end in ends.groups()))
+        return None if index == Range() else index
     raise ProgramError(f"{text.strip()!r} is neither a number nor a range such as 8:12")
 
 
-def site(text: Site | str) -> Site:
-    """A site from its text form, from its name in TransformerLens or nnterp (`language.aliases`), or a site itself.
+def parse_site(text: Site | str) -> Site:
+    """A site from its text form or its name in TransformerLens or nnterp; a site is returned as it is.
 
-    Raises `UnknownName`, which of a name of theirs that is no site of ours says what to use instead, and
-    `UnsupportedSite` for attention weights.
+    Raises: `UnknownName` for a word that is no site (for a name of TransformerLens or nnterp it says what to use
+    instead), `UnsupportedSite` for attention weights, `ProgramError` for malformed text.
     """
     if isinstance(text, Site):
         return text
@@ -175,19 +155,15 @@ def site(text: Site | str) -> Site:
         raise ProgramError(f"a site is pc.resid_post[12] or 'resid_post[12]', not {type(text).__name__} {text!r}")
     if hooked := hook(text.strip()):
         return Site(*hooked)
-    if other := elsewhere(text.strip()):
-        why, never = other
-        raise (UnsupportedSite if never else UnknownName)(why)
-    found = _BRACKETS.fullmatch(text)
-    if found is None:
+    if reason := elsewhere(text.strip()):
+        raise reason
+    words = _BRACKETS.fullmatch(text)
+    if words is None:
         raise ProgramError(f"{text!r} is not a site; write it as 'resid_post[12]' or 'z[5, 3]'")
-    name = NNTERP.get(found["name"], found["name"])
+    name = NNTERP.get(words["name"], words["name"])
     if name not in SITES:
         raise unknown("site", name, SITES)
-    keys = [] if found["keys"] is None else found["keys"].split(",")
+    keys = [] if words["keys"] is None else words["keys"].split(",")
     if len(keys) > 2:
         raise ProgramError(f"{text!r}: a site takes a layer and at most one index")
     return Site(name, *(parse_index(key) for key in keys))
-
-
-__all__ = ["SITES", "At", "Index", "Kind", "Range", "Site", "UnknownName", "parse_index", "site", "whole"]

@@ -7,6 +7,7 @@ position never matters; a selection is a predicate on positions and tokens.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from typing import Any
@@ -24,22 +25,22 @@ class Selection(msgspec.Struct, frozen=True):
     ascending order."""
 
     def __or__(self, other: Any) -> Joined:
-        return Joined("|", self, tokens(other))
+        return Joined("|", self, parse_tokens(other))
 
     def __and__(self, other: Any) -> Joined:
-        return Joined("&", self, tokens(other))
+        return Joined("&", self, parse_tokens(other))
 
     def __sub__(self, other: Any) -> Joined:
-        return Joined("-", self, tokens(other))
+        return Joined("-", self, parse_tokens(other))
 
     def __ror__(self, other: Any) -> Joined:
-        return Joined("|", tokens(other), self)
+        return Joined("|", parse_tokens(other), self)
 
     def __rand__(self, other: Any) -> Joined:
-        return Joined("&", tokens(other), self)
+        return Joined("&", parse_tokens(other), self)
 
     def __rsub__(self, other: Any) -> Joined:
-        return Joined("-", tokens(other), self)
+        return Joined("-", parse_tokens(other), self)
 
 
 class Positions(Selection, frozen=True, tag="positions"):
@@ -74,8 +75,8 @@ class Positions(Selection, frozen=True, tag="positions"):
         if self.index is not None:
             raise ProgramError(f"{self} is already indexed")
         if isinstance(key, slice):
-            made = Range.of(key)
-            return Positions(self.of, None if made == Range() else made)
+            index = Range.of(key)
+            return Positions(self.of, None if index == Range() else index)
         if isinstance(key, (tuple, list)):
             return Positions(self.of, tuple(whole(k) for k in key))
         return Positions(self.of, whole(key))
@@ -135,7 +136,7 @@ class TextSpan(Selection, frozen=True, tag="span"):
 
     def find(self, offsets: list[tuple[int, int]], prompt_text: str) -> list[int]:
         """Positions whose characters `offsets` overlap the span. Raises `TokensError` when it is not in the prompt."""
-        starts = [found.start() for found in re.finditer(f"(?={re.escape(self.text)})", prompt_text)]
+        starts = [match.start() for match in re.finditer(f"(?={re.escape(self.text)})", prompt_text)]
         if not starts:
             raise TokensError(f"{self}: not in the prompt {prompt_text!r}")
         if not -len(starts) <= self.occurrence < len(starts):
@@ -159,18 +160,18 @@ class TokenIds(Selection, frozen=True, tag="token"):
 
     def __post_init__(self) -> None:
         try:
-            made = tuple(sorted({whole(given) for given in self.ids}))
+            ids = tuple(sorted({whole(number) for number in self.ids}))
         except ProgramError:
             raise ProgramError(
                 f"token ids are whole numbers, not {self.ids!r}; lm.tokenizer.bare(text) gives them"
             ) from None
-        if not made:
+        if not ids:
             raise TokensError("token() selects nothing: give at least one token id")
-        if made[0] < 0 or made[-1] >= MAX_TOKEN_ID:
-            raise TokensError(f"token id {made[0] if made[0] < 0 else made[-1]} is not one: 0 to {MAX_TOKEN_ID - 1}")
-        if len(made) > MAX_IDS:
-            raise TokensError(f"at most {MAX_IDS} token ids can be selected, not {len(made)}")
-        msgspec.structs.force_setattr(self, "ids", made)
+        if ids[0] < 0 or ids[-1] > MAX_TOKEN_ID:
+            raise TokensError(f"token id {ids[0] if ids[0] < 0 else ids[-1]} is not one: 0 to {MAX_TOKEN_ID}")
+        if len(ids) > MAX_IDS:
+            raise TokensError(f"at most {MAX_IDS} token ids can be selected, not {len(ids)}")
+        msgspec.structs.force_setattr(self, "ids", ids)
 
     def __str__(self) -> str:
         return f"token({', '.join(map(str, self.ids))})"
@@ -179,26 +180,27 @@ class TokenIds(Selection, frozen=True, tag="token"):
         return f"pc.{self}"
 
 
-MAX_TOKEN_ID, MAX_IDS = 1 << 24, 1 << 12  # ids that an fp32 number can hold, and of one selection
+MAX_TOKEN_ID = (1 << 24) - 1  # token ids lie in the bank, as fp32 numbers
+MAX_IDS = 1 << 12  # of one selection
 
 
-class Joined(Selection, frozen=True, tag="joined", dict=True):
+class Joined(Selection, frozen=True, tag="joined"):
     """What either of two selections gives ("|"), both do ("&"), or the first without the second ("-")."""
 
     op: str
-    left: Any
-    right: Any
+    left: Selection
+    right: Selection
 
     def __post_init__(self) -> None:
         if self.op not in OPS:
             raise unknown("way to join selections", str(self.op), OPS)
         for side in ("left", "right"):
-            msgspec.structs.force_setattr(self, side, tokens(getattr(self, side)))
-        depth, many, ids = _size(self)
-        if depth > MAX_DEPTH or many > MAX_JOINED or ids > MAX_ID_SELECTIONS:
+            msgspec.structs.force_setattr(self, side, parse_tokens(getattr(self, side)))
+        depth, leaves, id_leaves = _size(self)
+        if depth > MAX_DEPTH or leaves > MAX_JOINED or id_leaves > MAX_ID_SELECTIONS:
             raise TokensError(
-                f"a selection is joined of at most {MAX_JOINED} others, {MAX_DEPTH} deep, {MAX_ID_SELECTIONS} of them by "
-                "token id; one token(...) takes many ids"
+                f"a selection is joined of at most {MAX_JOINED} others, {MAX_DEPTH} deep, {MAX_ID_SELECTIONS} of them "
+                "by token id; one token(...) takes many ids"
             )
 
     def __str__(self) -> str:
@@ -210,19 +212,17 @@ class Joined(Selection, frozen=True, tag="joined", dict=True):
         return f"pc.tokens({str(self)!r})"
 
 
-OPS, MAX_DEPTH = "|&-", 64  # the weaker first, as in Python
-MAX_JOINED, MAX_ID_SELECTIONS = 128, 8
+OPS = "|&-"  # the weaker first, as in Python
+MAX_DEPTH, MAX_JOINED, MAX_ID_SELECTIONS = 64, 128, 8
 
 
-def _size(selection: Any) -> tuple[int, int, int]:
-    """How deep a selection is joined, of how many others, and how many of those are of token ids."""
-    if isinstance(selection, Joined):
-        known = selection.__dict__.get("size")
-        if known is None:
-            (a, many, ids), (b, more, others) = _size(selection.left), _size(selection.right)
-            known = selection.__dict__["size"] = (1 + max(a, b), many + more, ids + others)  # type: ignore[index]
-        return known
-    return 0, 1, int(isinstance(selection, TokenIds))
+@functools.lru_cache(1 << 12)
+def _size(selection: Selection) -> tuple[int, int, int]:
+    """How deep a selection is joined, how many leaves it has, and how many of those are of token ids."""
+    if not isinstance(selection, Joined):
+        return 0, 1, int(isinstance(selection, TokenIds))
+    left, right = _size(selection.left), _size(selection.right)
+    return 1 + max(left[0], right[0]), left[1] + right[1], left[2] + right[2]
 
 
 Tokens = Positions | TextSpan | TokenIds | Joined
@@ -242,7 +242,7 @@ def token(*ids: int) -> TokenIds:
     return TokenIds(ids)
 
 
-def ids_in(selection: Tokens) -> list[TokenIds]:
+def ids_in(selection: Selection) -> list[TokenIds]:
     """The selections of token ids that a selection is joined of."""
     if isinstance(selection, Joined):
         return ids_in(selection.left) + ids_in(selection.right)
@@ -255,7 +255,7 @@ _TOKEN = re.compile(r"\s*token\(\s*(?P<ids>\d{1,9}(?:\s*,\s*\d{1,9})*)\s*\)\s*")
 _SPAN = re.compile(r'\s*span\(\s*(?P<text>"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\')\s*(?:,\s*(?P<n>-?\d{1,9})\s*)?\)\s*')
 
 
-def tokens(text: Any) -> Tokens:
+def parse_tokens(text: Any) -> Tokens:
     """A selection from its text form, from a position or positions of `every`, or a selection itself."""
     if isinstance(text, (Positions, TextSpan, TokenIds, Joined)):
         return text
@@ -263,10 +263,10 @@ def tokens(text: Any) -> Tokens:
         return every[slice(text.start, text.stop, text.step) if isinstance(text, range) else text]
     if not isinstance(text, str):
         raise ProgramError(f"tokens are pc.prompt[-1] or 'prompt[-1]', not {type(text).__name__} {text!r}")
-    made, end = _joined(text, 0, 0)
+    selection, end = _joined(text, 0, 0)
     if end < len(text):
         raise _malformed(text)
-    return made
+    return selection
 
 
 def _malformed(text: str) -> ProgramError:
@@ -280,48 +280,48 @@ def _joined(text: str, at: int, depth: int, ops: str = OPS) -> tuple[Tokens, int
     """Selections joined by `ops`, the weaker first, from a character on; and where they end."""
     if not ops:
         return _one(text, at, depth)
-    made, at = _joined(text, at, depth, ops[1:])
+    left, at = _joined(text, at, depth, ops[1:])
     while text[at : at + 1] == ops[0]:
-        other, at = _joined(text, at + 1, depth, ops[1:])
-        made = Joined(ops[0], made, other)
-    return made, at
+        right, at = _joined(text, at + 1, depth, ops[1:])
+        left = Joined(ops[0], left, right)
+    return left, at
 
 
 def _one(text: str, at: int, depth: int) -> tuple[Tokens, int]:
     if opened := _OPEN.match(text, at):
         if depth == MAX_DEPTH:
             raise _malformed(text)
-        made, at = _joined(text, opened.end(), depth + 1)
+        selection, at = _joined(text, opened.end(), depth + 1)
         closed = _CLOSE.match(text, at)
         if closed is None:
             raise _malformed(text)
-        return made, closed.end()
-    if found := _SPAN.match(text, at):
-        return TextSpan(_unquote(found["text"]), int(found["n"] or 0)), found.end()
-    if found := _TOKEN.match(text, at):
-        return TokenIds(tuple(map(int, found["ids"].split(",")))), found.end()
-    if found := _GROUP.match(text, at):
-        return _group(found, text), found.end()
+        return selection, closed.end()
+    if match := _SPAN.match(text, at):
+        return TextSpan(_unquote(match["text"]), int(match["n"] or 0)), match.end()
+    if match := _TOKEN.match(text, at):
+        return TokenIds(tuple(map(int, match["ids"].split(",")))), match.end()
+    if match := _GROUP.match(text, at):
+        return _group(match, text), match.end()
     raise _malformed(text)
 
 
-def _group(found: re.Match[str], text: str) -> Positions:
-    if found["of"] not in GROUPS:
-        raise unknown("group of tokens", found["of"], GROUPS)
-    if found["keys"] is None:
-        return Positions(found["of"])
-    if "," in found["keys"]:
-        keys = found["keys"].removesuffix(",") if found["keys"].count(",") == 1 else found["keys"]
+def _group(match: re.Match[str], text: str) -> Positions:
+    if match["of"] not in GROUPS:
+        raise unknown("group of tokens", match["of"], GROUPS)
+    if match["keys"] is None:
+        return Positions(match["of"])
+    if "," in match["keys"]:
+        keys = match["keys"].removesuffix(",") if match["keys"].count(",") == 1 else match["keys"]
         numbers = [parse_index(key) for key in keys.split(",")]
         if not all(isinstance(number, int) for number in numbers):
             raise ProgramError(f"{text!r}: a list of positions holds numbers only")
-        return Positions(found["of"], tuple(numbers))  # type: ignore[arg-type]
-    return Positions(found["of"], parse_index(found["keys"]))
+        return Positions(match["of"], tuple(numbers))  # type: ignore[arg-type]
+    return Positions(match["of"], parse_index(match["keys"]))
 
 
 def _unquote(literal: str) -> str:
     double = {"\\'": "'", '"': '\\"'}  # as in JSON, but for quotes
-    body = re.sub(r'\\.|"', lambda found: double.get(found[0], found[0]), literal[1:-1], flags=re.DOTALL)
+    body = re.sub(r'\\.|"', lambda match: double.get(match[0], match[0]), literal[1:-1], flags=re.DOTALL)
     try:
         return json.loads(f'"{body}"', strict=False)
     except ValueError as error:

@@ -3,27 +3,29 @@ or in what another run captured."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from patchclamp.errors import PatchclampError, ProgramError, ShapeError
-from patchclamp.language.site import Site, site
-from patchclamp.language.tokens import Tokens
-from patchclamp.language.tokens import tokens as as_tokens
+from patchclamp.language.site import Site, parse_site
+from patchclamp.language.tokens import Tokens, parse_tokens
 
 if TYPE_CHECKING:
     import numpy as np
 
 
-class Vector(msgspec.Struct, frozen=True, tag="vector"):
-    """Numbers: one row [D] for every selected position, or [n, D] for the n selected positions in order; one row
-    of heads may be [H, E].
+class Vector(msgspec.Struct, frozen=True, tag="vector", dict=True):
+    """Numbers: one row [D] for every selected position, or [n, D] for the n selected positions in order. One row of
+    heads may be [H, E].
 
-    `data` is little-endian fp32, row by row.
+    shape: of the numbers
+    data: little-endian fp32, row by row
     """
 
     shape: tuple[int, ...]
@@ -66,24 +68,28 @@ class Vector(msgspec.Struct, frozen=True, tag="vector"):
         """The numbers as [n, D]; n is 1 for a vector given as [D]."""
         return self.array().reshape(-1, self.shape[-1])
 
-    @property
+    @functools.cached_property
     def content(self) -> str:
-        """SHA-256 of shape and numbers, in hex: the vector's name in the bank."""
+        """SHA-256 of shape and numbers, in hex: the vector's name in the bank. Computed once."""
         return hashlib.sha256(repr(self.shape).encode() + self.data).hexdigest()
 
     def __repr__(self) -> str:
         return f"Vector({'x'.join(map(str, self.shape))} {self.content[:8]})"
 
 
-def orthonormal(given: Vector) -> Vector:
-    """An orthonormal basis, [k, D], of the span of some rows, in their order; a row that adds less than a millionth of
-    its length to the span is left out."""
+@functools.lru_cache(256)
+def orthonormal(directions: Vector) -> Vector:
+    """An orthonormal basis [k, D] of the span of rows, in their order. A row that adds less than a millionth of its
+    length to the span is left out.
+
+    Source: Gram and Schmidt's way, twice (Kahan; Parlett, The Symmetric Eigenvalue Problem, 6.9).
+    """
     import numpy as np
 
     basis: list[np.ndarray] = []
-    for row in given.rows().astype(np.float64):
+    for row in directions.rows().astype(np.float64):
         rest, length = row, np.linalg.norm(row)
-        for _ in range(2):  # twice is enough (Kahan; Parlett, The symmetric eigenvalue problem, 6.9)
+        for _ in range(2):
             for unit in basis:
                 rest = rest - (rest @ unit) * unit
         if np.linalg.norm(rest) > 1e-6 * length:
@@ -91,16 +97,24 @@ def orthonormal(given: Vector) -> Vector:
     return Vector.of(np.stack(basis))
 
 
-class From(msgspec.Struct, frozen=True, tag="from", dict=True):
-    """The row that `run` captured at `site` and `position`; without them, at the place being written.
+class RunLike(Protocol):
+    """A `Run`, as far as a value needs it."""
 
-    `run` is a `Run`, which is then kept until this value is dropped, its name in the bank, or its key.  A selection of
-    one position gives that row to every written position; one of n gives n written positions a row each, in order.
+    key: str
+
+
+class From(msgspec.Struct, frozen=True, tag="from", dict=True):
+    """Rows that another run captured.
+
+    run: a `Run`, which is kept as long as this value, or its name in the bank, or its key (text once it is made)
+    site: where the rows were captured; None: at the site that is written
+    position: which positions; None: those that are written. One position gives its row to every written position, n
+        give n written positions a row each, in order
     """
 
-    run: Any
-    site: Any = None
-    position: Any = None
+    run: RunLike | str
+    site: Site | str | None = None
+    position: Tokens | str | int | None = None
 
     def __post_init__(self) -> None:
         set_field = msgspec.structs.force_setattr
@@ -110,10 +124,10 @@ class From(msgspec.Struct, frozen=True, tag="from", dict=True):
                 raise ProgramError(f"From takes a Run (what lm.run returned), not {type(self.run).__name__}", "run")
             self.__dict__["owner"] = self.run  # type: ignore[index]
             set_field(self, "run", key)
-        for field, read in (("site", site), ("position", _position)):
+        for field, read in (("site", parse_site), ("position", _position)):
             try:
-                given = getattr(self, field)
-                set_field(self, field, None if given is None else read(given))
+                value = getattr(self, field)
+                set_field(self, field, None if value is None else read(value))
             except PatchclampError as error:
                 raise error.under(field) from None
 
@@ -121,7 +135,7 @@ class From(msgspec.Struct, frozen=True, tag="from", dict=True):
 def _position(value: Any) -> Tokens:
     if isinstance(value, int) and value < 0:
         raise ProgramError(f"position {value} counts from an end that depends on the run; write pc.prompt[{value}]")
-    return as_tokens(value)
+    return parse_tokens(value)
 
 
 def check_name(name: Any) -> str:
@@ -134,8 +148,8 @@ def check_name(name: Any) -> str:
 
 
 class Named(msgspec.Struct, frozen=True, tag="named"):
-    """What the bank has under a name when the request is made: a vector, or means, of which the row of the place that
-    is written."""
+    """What the bank has under a name when the request is made: a vector, or means (then the row of the site that is
+    written)."""
 
     name: str
 
@@ -146,12 +160,21 @@ class Named(msgspec.Struct, frozen=True, tag="named"):
 Value = Vector | From | Named
 
 
-def value(given: Any) -> Value:
-    """A value from a vector's numbers, a name in the bank, or a value itself."""
-    if isinstance(given, (Vector, From, Named)):
-        return given
-    if isinstance(given, str):
-        return Named(given)
-    if isinstance(given, Site):
-        raise ProgramError(f"a value is a vector, its name in the bank, or pc.From(run, site), not {given!r}")
-    return Vector.of(given)
+class Array(Protocol):
+    """What NumPy reads: its own arrays, and torch's tensors."""
+
+    def __array__(self) -> np.ndarray: ...
+
+
+ValueLike = Value | str | Array | Sequence[float] | Sequence[Sequence[float]]
+
+
+def as_value(value: Any) -> Value:
+    """A value from a vector's numbers or a name in the bank; a value is returned as it is."""
+    if isinstance(value, (Vector, From, Named)):
+        return value
+    if isinstance(value, str):
+        return Named(value)
+    if isinstance(value, Site):
+        raise ProgramError(f"a value is a vector, its name in the bank, or pc.From(run, site), not {value!r}")
+    return Vector.of(value)

@@ -1,31 +1,29 @@
 """WHEN: a program bound to one prompt, and a batch of them, become a step plan. NumPy only.
 
-Program --bind--> BoundProgram (one request)      names become points, selections become pieces of positions
-BoundProgram   --admit-> ProgramTable             records by slot and point; changes only when requests come and go
-Batch   --plan--> StepPlan                 which row belongs to which slot, where captured rows go
+Program       --bind, lower--> BoundProgram   one request: names become points, selections ranges of positions
+BoundProgram  --admit------->  ProgramTable   records by slot and point; changes only when requests come and go
+Batch         --make_plan--->  StepPlan       which row belongs to which slot, where captured rows go
 """
 
-from patchclamp.plan.bind import BoundOp, BoundProgram, Source, bind
+from patchclamp.plan.bind import Code, Source, bind
+from patchclamp.plan.bound import (
+    APPLY,
+    BLEND,
+    CAPTURE,
+    LINEAR,
+    MATCH,
+    NOISE,
+    PROJECT,
+    BoundOp,
+    BoundProgram,
+    PositionRange,
+)  # fmt: skip
 from patchclamp.plan.prompt import Prompt
+from patchclamp.plan.records import RECORD
 from patchclamp.plan.step import Batch, StepPlan, make_plan
-from patchclamp.plan.table import APPLY, BLEND, CAPTURE, LINEAR, MATCH, NOISE, PROJECT, RECORD, ProgramTable
+from patchclamp.plan.table import ProgramTable
 
 __all__ = [
-    "APPLY",
-    "BLEND",
-    "CAPTURE",
-    "LINEAR",
-    "MATCH",
-    "NOISE",
-    "PROJECT",
-    "RECORD",
-    "Batch",
-    "BoundOp",
-    "BoundProgram",
-    "ProgramTable",
-    "Prompt",
-    "Source",
-    "StepPlan",
-    "bind",
-    "make_plan",
+    "APPLY", "BLEND", "CAPTURE", "LINEAR", "MATCH", "NOISE", "PROJECT", "RECORD", "Batch", "BoundOp", "BoundProgram",
+    "Code", "PositionRange", "ProgramTable", "Prompt", "Source", "StepPlan", "bind", "make_plan",
 ]  # fmt: skip

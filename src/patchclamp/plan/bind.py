@@ -1,17 +1,12 @@
-"""Binding: a program and one prompt become plain numbers; every name and selection is checked here, before it runs.
-
-A *piece* is (start, stop, row, step): positions start … stop−1, of which position p reads row `row + (p − start)·step`
-of the op's value; step is 1 for a row each, 0 for one row for all.
-"""
+"""Binding: a program and one prompt become plain numbers; every name and selection is checked here, before it runs."""
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-import msgspec
 import numpy as np
 
 from patchclamp.errors import (
@@ -21,110 +16,19 @@ from patchclamp.errors import (
     ShapeError,
     TokensError,
     UnsupportedSite,
-)
-from patchclamp.language import (
-    Ablate,
-    Add,
-    Apply,
-    Capture,
-    Clamp,
-    From,
-    Mean,
-    Named,
-    Noise,
-    Program,
-    Replace,
-    Scale,
-    Use,
-    Vector,
-)
-from patchclamp.language.ops import DTYPES, MAX_FP32, Op
-from patchclamp.language.tokens import Tokens, ids_in
-from patchclamp.language.values import orthonormal
+)  # fmt: skip
+from patchclamp.language import Apply, Capture, From, Named, Program, Site, SiteOp, Use, Vector, parse_tokens
+from patchclamp.language.ops import Op
+from patchclamp.language.tokens import Selection, Tokens, ids_in
+from patchclamp.language.values import Value, ValueLike, as_value
+from patchclamp.plan.bound import BoundOp, BoundProgram, Condition, pack_columns, position_ranges, run_key
+from patchclamp.plan.lowering import lower
 from patchclamp.plan.prompt import Case, Prompt
-from patchclamp.plan.table import APPLY, BLEND, CAPTURE, LINEAR, NOISE, PROJECT, packed
 from patchclamp.sites import SiteMap, SiteRef
-from patchclamp.store.named import NamedBank, is_run
+from patchclamp.store.named import Means, NamedBank, is_run
 
-PositionRange = tuple[int, int, int, int]
 NO_BANK = NamedBank()
 MAX_USE_DEPTH, MAX_USED_EDITS = 16, 10_000  # programs that use programs, and the edits of all that are used
-
-
-class BoundOp(msgspec.Struct, frozen=True, array_like=True):
-    """One op in numbers. `values` has a bank key for each point, one for all, or none; `x`, `y` are the op's scalars
-    (`plan.table`), `mask` the bank key of a factor a column. Of noise: its `seed`, the number of each point's site, and
-    whether it is `relative`; of code, its number (`seed`). `columns`: those of a row that the op changes and works
-    with, as a record holds them. `only`: the bank key of token ids, where the op acts only on
-    those, or on all but those (`others`). `depends`: what a capture keeps of its ranges depends on what is generated.
-
-    `reaches_cache`: whether the op can change keys and values that later tokens read.
-    """
-
-    path: str
-    kind: int
-    points: tuple[int, ...]
-    values: tuple[str, ...]
-    ranges: tuple[PositionRange, ...]
-    x: float = 0.0
-    y: float = 0.0
-    reaches_cache: bool = False
-    mask: str = ""
-    seed: int = 0
-    sites: tuple[int, ...] = ()
-    relative: bool = False
-    only: str = ""
-    others: bool = False
-    depends: bool = False
-    columns: int = 0
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Every bank key that is read."""
-        return (*self.values, *(key for key in (self.mask, self.only) if key))
-
-    def reads(self) -> list[tuple[str, int]]:
-        """Bank keys, each with a point where it is read."""
-        if len(self.values) == len(self.points):
-            found = list(zip(self.values, self.points, strict=True))
-        else:
-            found = [(key, point) for key in self.values for point in self.points]
-        return found + [(key, point) for key in (self.mask, self.only) if key for point in self.points]
-
-    def at(self, here: np.ndarray) -> BoundOp:
-        """The part of the op at the points that are `here` [P]; it keeps its place in the program though nothing be
-        left."""
-        if here.all():
-            return self
-        mine = [i for i, point in enumerate(self.points) if here[point]]
-        points = tuple(self.points[i] for i in mine)
-        values = self.values if len(self.values) != len(self.points) else tuple(self.values[i] for i in mine)
-        changed = {"points": points, "values": values, "sites": tuple(self.sites[i] for i in mine if self.sites)}
-        return msgspec.structs.replace(
-            self, **(changed if points else changed | {"values": (), "mask": "", "only": ""})
-        )
-
-
-class BoundProgram(msgspec.Struct, frozen=True, array_like=True):
-    """A program bound to a prompt of `prompt` tokens, run under the key `run`.
-
-    Edited blocks of the prefix cache are shared among programs of one `salt` only.
-    """
-
-    run: str
-    prompt: int
-    ops: tuple[BoundOp, ...]
-    salt: str = ""
-
-    def captured(self) -> dict[int, np.ndarray]:
-        """Positions captured at each point, ascending, were every asked token generated."""
-        found: dict[int, list[np.ndarray]] = {}
-        for op in self.ops:
-            if op.kind == CAPTURE:
-                ranges = [np.arange(start, stop) for start, stop, _, _ in op.ranges]
-                for point in op.points:
-                    found.setdefault(point, []).extend(ranges)
-        return {point: np.unique(np.concatenate(r)) if r else np.arange(0) for point, r in found.items()}
 
 
 class Source(Protocol):
@@ -138,8 +42,13 @@ class Source(Protocol):
 
 
 class Code(NamedTuple):
-    """What `Apply` runs, the op's place in its program, what `fn` is `told` beside the rows, and what the op calls the
-    site of each point."""
+    """What an `Apply` runs.
+
+    path: the op's place in its program
+    fn: the function
+    arguments: the names that it takes beside the rows
+    sites: by point, the text of its site
+    """
 
     path: str
     fn: Callable[..., Any]
@@ -147,275 +56,7 @@ class Code(NamedTuple):
     sites: Mapping[int, str] = {}
 
 
-_numbers = itertools.count(1)
-
-
-class _Binder:
-    """`vectors` takes the rows [n, W] of every vector that is bound, by its key, `code` all code by its number."""
-
-    def __init__(
-        self, prompt: Prompt, limit: int, sites: SiteMap, source: Callable[[str], Source], bank: Mapping[str, Any],
-        vectors: dict[str, np.ndarray], code: dict[int, Code] | None,
-    ) -> None:  # fmt: skip
-        self.prompt, self.limit, self.sites, self.source = prompt, limit, sites, source
-        self.bank, self.vectors, self.code, self.used = bank, vectors, code, 0
-
-    def bind(self, path: str, op: Op, within: tuple[str, ...] = ()) -> list[BoundOp]:
-        """An op, or those of the program in the bank that it uses; `within`: the programs that use it."""
-        try:
-            if not isinstance(op, Use):
-                return self._bind(path, op)
-            if len(within) == MAX_USE_DEPTH:
-                raise ProgramError(f"programs use programs more than {MAX_USE_DEPTH} deep", "name")
-            if op.name in within:
-                raise ProgramError(f"{' uses '.join((*within, op.name))}: a program cannot use itself", "name")
-            program = self._entry(op.name, "name")
-            if not isinstance(program, Program):
-                raise ProgramError(
-                    f"{op.name!r} is {type(program).__name__}, not a program: name it as a value", "name"
-                )
-            scaled = [op.scaled(each) for each in program.edits]
-            self.used += len(scaled)
-            if self.used > MAX_USED_EDITS:
-                raise ProgramError(f"the programs that are used have more than {MAX_USED_EDITS} edits", "name")
-        except PatchclampError as error:
-            raise error.under(path) from None
-        made = [self.bind(f"{path}.{op.name}[{i}]", each, (*within, op.name)) for i, each in enumerate(scaled)]
-        return [bound for many in made for bound in many]
-
-    def _entry(self, name: str, field: str = "") -> Any:
-        try:
-            return self.bank[name]
-        except PatchclampError as error:
-            raise error.under(field) if field else error from None
-
-    def _bind(self, path: str, op: Op) -> list[BoundOp]:
-        """An op; one of its own for each condition under which it acts."""
-        places = self._places(op)
-        cases, points = self._cases(op, places), _points(places)
-        if isinstance(op, Capture):
-            positions = np.concatenate([case.positions for case in cases]) if len(cases) > 1 else cases[0].positions
-            ranges, dtype = position_ranges(np.unique(positions), None), float(DTYPES.index(op.dtype))
-            return [BoundOp(path, CAPTURE, points, (), ranges, dtype, depends=len(cases) > 1)]
-        cases = [case for case in cases if len(case.positions)]
-        if not cases:
-            raise TokensError(f"{op.tokens} selects no position of this request, so nothing would be edited", "tokens")  # type: ignore[attr-defined]
-        cached = any(self.sites.points[point].kind not in ("final_norm", "logits") for point in points)
-        return [self._edit(path, op, places, case, cached) for case in cases]
-
-    def _edit(self, path: str, op: Op, places: list[SiteRef], case: Case, cached: bool) -> BoundOp:
-        self._summed(op, places[0])
-        values, rows, count = self._value(op, places, case)
-        ranges = position_ranges(case.positions, rows)
-        numbers = {"kind": LINEAR, "ranges": ranges} | self._numbers(op, places, ranges, count)
-        if isinstance(op, Apply):
-            numbers |= {"kind": APPLY, "seed": self._code(path, op, places)}
-        if places[0].columns is not None:
-            numbers |= {"columns": packed(places[0].columns)}
-        if case.ids:
-            numbers |= {"only": self._put(Vector.of(case.ids)), "others": case.others}
-        return BoundOp(path, points=_points(places), values=values, reaches_cache=cached, **numbers)
-
-    def _summed(self, op: Op, place: SiteRef) -> None:
-        """Raises `UnsupportedSite` for an op that needs a sum over columns that several workers have."""
-        summed = isinstance(op, (Ablate, Clamp)) or (isinstance(op, Noise) and op.relative)
-        if summed and not self.sites.whole(place):
-            kind, many = type(op).__name__, self.sites.shard_count(place.point)
-            raise UnsupportedSite(
-                f"{kind} needs a sum over the row, and {place} is cut among {many} GPUs: name one head, as in "
-                f"{place.name}[{place.layer}, 0], or run with tensor_parallel_size=1",
-                "at",
-            )
-
-    def _numbers(self, op: Op, places: list[SiteRef], ranges: tuple[PositionRange, ...], count: int) -> dict[str, Any]:
-        """What else there is to an op: kind, scalars, and ranges where they are not those of its value, of which there
-        are `count` rows."""
-        if isinstance(op, Add):
-            return {"x": 1.0, "y": op.scale}
-        if isinstance(op, Mean):
-            return {"x": 0.0, "y": 1.0}
-        if isinstance(op, Replace) and op.mask is None:
-            return {"x": 1.0 - op.alpha, "y": op.alpha}
-        if isinstance(op, Replace):
-            (mask,) = self._rows(op.mask, places, "mask", alike=True)
-            if len(mask.shape) != 1:
-                raise ShapeError(f"one row [D] is needed; this is {list(mask.shape)}", "mask")
-            return {"kind": BLEND, "y": op.alpha, "mask": self._put(mask)}
-        if isinstance(op, Scale):
-            return {"x": op.factor}
-        if isinstance(op, (Ablate, Clamp)):
-            low, high = (0.0, 0.0) if isinstance(op, Ablate) else (op.low, op.high)
-            bounds = {"x": -MAX_FP32 if low is None else low, "y": MAX_FP32 if high is None else high}
-            rows = range(count)  # one after the other, at every position
-            return {"kind": PROJECT, "ranges": tuple((a, b, row, 0) for row in rows for a, b, *_ in ranges), **bounds}
-        if isinstance(op, Noise):
-            points = [self.sites.points[place.point] for place in places]
-            sites = tuple(site_number(point.kind, point.layer) for point in points)
-            return {"kind": NOISE, "y": op.std, "seed": op.seed, "sites": sites, "relative": op.relative,
-                    "ranges": ranges if op.std else ()}  # fmt: skip
-        return {}
-
-    def _code(self, path: str, op: Apply, places: list[SiteRef]) -> int:
-        """The number that code goes by, another one each time it is bound: nobody shares its cached blocks."""
-        if self.code is None:
-            raise ProgramError(
-                "Apply runs Python of yours in the engine: allow it with pc.LM(..., allow_code=True)", "fn"
-            )
-        number = next(_numbers)
-        self.code[number] = Code(path, op.fn, op.wanted_arguments(), {place.point: str(place) for place in places})
-        return number
-
-    def _places(self, op: Op) -> list[SiteRef]:
-        try:
-            return self.sites.resolve(op.at)  # type: ignore[attr-defined]
-        except PatchclampError as error:
-            raise error.under("at") from None
-
-    def _cases(self, op: Op, places: list[SiteRef]) -> list[Case]:
-        """What the op's selection names: positions for certain, then those that it names on condition."""
-        tokens: Tokens = op.tokens  # type: ignore[attr-defined]
-        self._check_ids(tokens)
-        sampled = self.sites.points[places[0].point].rows == "sampled"
-        try:
-            cases = self.prompt.cases(tokens, self.limit, len(self.prompt.ids) - 1 if sampled else 0)
-        except PatchclampError as error:
-            raise error.under("tokens") from None
-        for case in cases:
-            if case.positions.size and case.positions.max() >= self.limit:
-                raise TokensError(f"{tokens}: there is no position {case.positions.max()}", "tokens")
-            if sampled:
-                self._check_sampled(case.positions)
-        return cases
-
-    def _check_ids(self, tokens: Tokens, field: str = "tokens") -> None:
-        beyond = [leaf for leaf in ids_in(tokens) if leaf.ids[-1] >= self.sites.d_vocab]
-        if beyond:
-            raise TokensError(
-                f"token id {beyond[0].ids[-1]} is outside the vocabulary of {self.sites.d_vocab}: it would never come",
-                field,
-            )
-
-    def _check_sampled(self, chosen: np.ndarray) -> None:
-        """Logits exist only where a token is sampled; `every` means all of those."""
-        first = len(self.prompt.ids) - 1
-        if chosen.size and chosen.min() < first:
-            raise UnsupportedSite(
-                f"logits exist only where a token is sampled (position {first} on), not at {chosen.min()}; "
-                "use prompt[-1] or generated, or every & ... for those of a selection that are, or capture "
-                "final_norm and apply the unembedding",
-                "tokens",
-            )
-
-    def _value(self, op: Op, places: list[SiteRef], case: Case) -> tuple[tuple[str, ...], np.ndarray | None, int]:
-        """Bank keys; for each position its row of the value (None: row 0 for all); and how many rows a key has."""
-        positions = case.positions
-        if isinstance(op, (Ablate, Clamp)):
-            field = "directions" if isinstance(op, Ablate) else "direction"
-            (given,) = self._rows(getattr(op, field), places, field, alike=True)
-            if not given.array().any(axis=-1).all():
-                raise ShapeError("a direction is all zeros", field)
-            if isinstance(op, Clamp) and len(given.shape) != 1:
-                raise ShapeError(f"one row [D] is needed; this is {list(given.shape)}", field)
-            basis = orthonormal(given)
-            return (self._put(basis),), None, basis.shape[0]
-        if not hasattr(op, "value"):
-            return (), None, 0
-        if isinstance(op.value, From):  # type: ignore[attr-defined]
-            try:
-                return (*self._from(op.value, places, case), 0)  # type: ignore[attr-defined]
-            except PatchclampError as error:
-                raise error.under("value") from None
-        vectors = self._rows(op.value, places, "value")  # type: ignore[attr-defined]
-        shape = vectors[0].shape
-        if len(shape) == 2 and not case.alone:
-            told = f"how many tokens {op.tokens} selects is known when they are there: give one row [D]"  # type: ignore[attr-defined]
-            raise ShapeError(told, "value")
-        if len(shape) == 2 and shape[0] != len(positions):
-            told = f"the selection has {len(positions)} positions; the vector has {shape[0]} rows"
-            raise ShapeError(told, "value")
-        return tuple(map(self._put, vectors)), np.arange(len(positions)) if len(shape) == 2 else None, 0
-
-    def _rows(self, given: Vector | Named, places: list[SiteRef], field: str, alike: bool = False) -> list[Vector]:
-        """One vector for all places, or one for each, and only one if they are to be `alike`.
-
-        Raises `MissingSource` for what the bank lacks and `ShapeError` if they are not as wide as the site.
-        """
-        found = [given] if isinstance(given, Vector) else self._named(given, places, field)
-        found = [self._whole(vector, places[0], isinstance(given, Named), field) for vector in found]
-        if alike and len({vector.content for vector in found}) > 1:
-            raise ShapeError(f"{given.name!r} has a row a place, and here one is needed for all", field)  # type: ignore[union-attr]
-        return found[:1] if alike else found
-
-    def _whole(self, vector: Vector, place: SiteRef, named: bool, field: str) -> Vector:
-        """A vector as wide as its point, with 0 outside the columns that the place names; a row of heads may be
-        [H, E]. What is named may be as wide as the point already."""
-        width, parts = self.sites.points[place.point].width, self.sites.parts(place.name)
-        first, end = place.columns or (0, width)
-        if parts is not None and vector.shape == ((end - first) // parts[1], parts[1]):
-            vector = Vector.of(vector.array().reshape(-1))
-        wide = vector.shape[len(vector.shape) - 1]
-        if wide == width and (named or place.columns in (None, (0, width))):
-            return vector
-        if wide == end - first:
-            return Vector.of(np.pad(vector.array(), [(0, 0)] * (len(vector.shape) - 1) + [(first, width - end)]))
-        raise ShapeError(f"{place} is {end - first} wide; the vector is {list(vector.shape)}", field)
-
-    def _named(self, given: Named, places: list[SiteRef], field: str) -> list[Vector]:
-        entry = self._entry(given.name, field)
-        if isinstance(entry, Program):
-            raise ProgramError(f"{given.name!r} is a program: pc.Use({given.name!r}) uses it", field)
-        if is_run(entry):
-            raise ProgramError(f"{given.name!r} is a run: pc.From({given.name!r}, site) reads it", field)
-        if isinstance(entry, Vector):
-            return [entry]
-        labels = [self.sites.label(place.point) for place in places]
-        lacking = [place for place, label in zip(places, labels, strict=True) if label not in entry.rows]
-        if lacking:
-            raise MissingSource(f"{given.name!r} has no mean of {lacking[0]}; it has {', '.join(entry.rows)}", field)
-        return [entry.rows[label] for label in labels]
-
-    def _put(self, vector: Vector) -> str:
-        key = vector_key(vector)
-        self.vectors[key] = vector.rows()
-        return key
-
-    def _run(self, name: str) -> tuple[str, Source]:
-        """A run by its key or its name in the bank: its key, and what it captured."""
-        kept = self.bank[name] if name in self.bank else None  # noqa: SIM401  a bank's `get` raises
-        if kept is not None and not is_run(kept):
-            raise ProgramError(f"{name!r} in the bank is {type(kept).__name__}, not a run")
-        key = name if kept is None else kept.key
-        try:
-            return key, self.source(key)
-        except MissingSource as error:
-            raise error if key == name else MissingSource(f"{name!r} in the bank: {error.message}") from None
-
-    def _from(self, given: From, places: list[SiteRef], case: Case) -> tuple[tuple[str, ...], np.ndarray | None]:
-        (run, source), positions = self._run(given.run), case.positions
-        read = places if given.site is None else self.sites.resolve(given.site)
-        if len(read) not in (1, len(places)):
-            raise ShapeError(f"{given.site} names {len(read)} layers; {len(places)} are written: give one, or as many")
-        if self.sites.points[read[0].point].width != self.sites.points[places[0].point].width:
-            raise ShapeError(f"{read[0]} and {places[0]} differ in width")
-        if self.sites.shard_count(read[0].point) != self.sites.shard_count(places[0].point):
-            raise UnsupportedSite(
-                f"{read[0]} and {places[0]} are cut differently among GPUs: give the rows of run[...]"
-            )
-        if read[0].columns not in (None, places[0].columns):
-            raise ShapeError(f"{read[0]} and {places[0]} are not the same part of a row: give the rows of run[...]")
-        wanted = positions if given.position is None else source.select(given.position)
-        if given.position is not None:
-            self._check_ids(given.position, "position")
-        if given.position is not None and len(wanted) != 1 and not case.alone:
-            raise ShapeError(f"{given.position} names {len(wanted)} positions; for tokens yet to come it must be one")
-        if len(wanted) not in (1, len(positions)):
-            raise ShapeError(f"{given.position} names {len(wanted)} positions; {len(positions)} are written")
-        rows = {_rows(source.positions_of(place.point), wanted, run, place).tobytes() for place in read}
-        if len(rows) > 1:
-            raise MissingSource(f"run {given.run} captured other positions at some of the layers of {read[0].name}")
-        found = np.frombuffer(rows.pop(), np.int64)
-        keys = tuple(run_key(run, place.point) for place in read)
-        return keys, np.repeat(found, len(positions)) if len(found) == 1 else found
+_code_numbers = itertools.count(1)
 
 
 def bind(
@@ -425,70 +66,323 @@ def bind(
 ) -> BoundProgram:  # fmt: skip
     """Checks a program against a prompt, a model, and the runs and names (`bank`) it reads, and puts it into numbers.
 
-    Positions are those that are inputs: below len(prompt) + max_tokens − 1. `vectors` takes the rows of every vector,
-    by its key, `code` all code by its number (None: no code is allowed).
+    Positions are those that are inputs: below len(prompt) + max_tokens − 1. `vectors` receives the rows [n, W] of every
+    vector by its bank key, `code` the code by its number (None: code is not allowed).
+
+    Raises: what is wrong, with its path in the program: `ProgramError`, `TokensError`, `ShapeError`,
+    `UnsupportedSite`, `MissingSource`.
     """
-    limit = len(prompt.ids) + max_tokens - 1
     binder = _Binder(
-        prompt, limit, sites, source, NO_BANK if bank is None else bank, {} if vectors is None else vectors, code
-    )
-    return BoundProgram(run, len(prompt.ids), tuple(made for path, op in program.ops for made in binder.bind(path, op)))
+        prompt, len(prompt.ids) + max_tokens - 1, sites, source, NO_BANK if bank is None else bank,
+        {} if vectors is None else vectors, code,
+    )  # fmt: skip
+    ops = itertools.chain.from_iterable(binder.bind(path, op) for path, op in program.ops)
+    return BoundProgram(run, len(prompt.ids), tuple(ops))
+
+
+class _Binder:
+    """Binds the ops of one program to one prompt, at positions below `limit`."""
+
+    def __init__(
+        self, prompt: Prompt, limit: int, sites: SiteMap, source: Callable[[str], Source], bank: Mapping[str, Any],
+        vectors: dict[str, np.ndarray], code: dict[int, Code] | None,
+    ) -> None:  # fmt: skip
+        self.prompt, self.limit, self.sites, self._source = prompt, limit, sites, source
+        self._bank, self._vectors, self._code, self._used_edits = bank, vectors, code, 0
+
+    def bind(self, path: str, op: Op, users: tuple[str, ...] = ()) -> list[BoundOp]:
+        """An op, or those of the named program that it uses; `users`: the named programs that use that one."""
+        try:
+            if not isinstance(op, Use):
+                assert isinstance(op, SiteOp)
+                return self._bind(path, op)
+            edits = self._used(op, users)
+        except PatchclampError as error:
+            raise error.under(path) from None
+        bound = (self.bind(f"{path}.{op.name}[{i}]", edit, (*users, op.name)) for i, edit in enumerate(edits))
+        return list(itertools.chain.from_iterable(bound))
+
+    def _used(self, op: Use, users: tuple[str, ...]) -> list[Op]:
+        """The edits of the program that an op uses, scaled."""
+        if len(users) == MAX_USE_DEPTH:
+            raise ProgramError(f"programs use programs more than {MAX_USE_DEPTH} deep", "name")
+        if op.name in users:
+            raise ProgramError(f"{' uses '.join((*users, op.name))}: a program cannot use itself", "name")
+        program = self.entry(op.name, "name")
+        if not isinstance(program, Program):
+            raise ProgramError(f"{op.name!r} is {type(program).__name__}, not a program: name it as a value", "name")
+        self._used_edits += len(program.edits)
+        if self._used_edits > MAX_USED_EDITS:
+            raise ProgramError(f"the programs that are used have more than {MAX_USED_EDITS} edits", "name")
+        return [op.scaled(edit) for edit in program.edits]
+
+    def _bind(self, path: str, op: SiteOp) -> list[BoundOp]:
+        """An op; an edit for each condition under which it acts, a capture once."""
+        refs = self._resolve(op)
+        cases = self._select(op, refs[0])
+        if isinstance(op, Capture):
+            positions = np.unique(np.concatenate([case.positions for case in cases]))
+            return [_Place(self, path, op, refs, Case(positions), len(cases) > 1).bound()]
+        cases = [case for case in cases if len(case.positions)]
+        if not cases:
+            raise TokensError(
+                f"{op.selection} selects no position of this request, so nothing would be edited", "tokens"
+            )
+        return [_Place(self, path, op, refs, case, False).bound() for case in cases]
+
+    def _resolve(self, op: SiteOp) -> list[SiteRef]:
+        try:
+            return self.sites.resolve(op.site)
+        except PatchclampError as error:
+            raise error.under("at") from None
+
+    def _select(self, op: SiteOp, ref: SiteRef) -> list[Case]:
+        """What the op's selection names: positions for certain, then those that it names on condition."""
+        self.check_ids(op.selection, "tokens")
+        sampled = self.sites.points[ref.point].rows == "sampled"
+        try:
+            cases = self.prompt.cases(op.selection, self.limit, len(self.prompt.ids) - 1 if sampled else 0)
+        except PatchclampError as error:
+            raise error.under("tokens") from None
+        for case in cases:
+            if case.positions.size and case.positions.max() >= self.limit:
+                raise TokensError(f"{op.selection}: there is no position {case.positions.max()}", "tokens")
+            if sampled:
+                self._check_sampled(case.positions)
+        return cases
+
+    def check_ids(self, tokens: Selection, field: str) -> None:
+        beyond = [leaf for leaf in ids_in(tokens) if leaf.ids[-1] >= self.sites.d_vocab]
+        if beyond:
+            raise TokensError(
+                f"token id {beyond[0].ids[-1]} is outside the vocabulary of {self.sites.d_vocab}: it would never come",
+                field,
+            )
+
+    def _check_sampled(self, positions: np.ndarray) -> None:
+        """Logits exist only where a token is sampled; `every` means all of those."""
+        first = len(self.prompt.ids) - 1
+        if positions.size and positions.min() < first:
+            raise UnsupportedSite(
+                f"logits exist only where a token is sampled (position {first} on), not at {positions.min()}; "
+                "use prompt[-1] or generated, or every & ... for those of a selection that are, or capture "
+                "final_norm and apply the unembedding",
+                "tokens",
+            )
+
+    def entry(self, name: str, field: str) -> Any:
+        """What the bank has under a name."""
+        try:
+            return self._bank[name]
+        except PatchclampError as error:
+            raise error.under(field) from None
+
+    def run(self, name: str) -> tuple[str, Source]:
+        """A run by its key or its name in the bank: its key, and what it captured."""
+        named = self._bank[name] if name in self._bank else None  # noqa: SIM401  a bank's `get` raises
+        if named is not None and not is_run(named):
+            raise ProgramError(f"{name!r} in the bank is {type(named).__name__}, not a run")
+        key = name if named is None else named.key
+        try:
+            return key, self._source(key)
+        except MissingSource as error:
+            raise error if key == name else MissingSource(f"{name!r} in the bank: {error.message}") from None
+
+    def put(self, vector: Vector) -> str:
+        """The bank key of a vector, whose rows are noted."""
+        key = vector_key(vector)
+        self._vectors[key] = vector.rows()
+        return key
+
+    def number_code(self, path: str, op: Apply, sites: dict[int, str]) -> int:
+        """A number for an op's code, another one each time it is bound: nobody shares its cached blocks."""
+        if self._code is None:
+            raise ProgramError(
+                "Apply runs Python of yours in the engine: allow it with pc.LM(..., allow_code=True)", "fn"
+            )
+        number = next(_code_numbers)
+        self._code[number] = Code(path, op.fn, op.wanted_arguments(), sites)
+        return number
+
+
+class _Place:
+    """One op at its site refs and at the positions of one case: what `lowering` asks."""
+
+    def __init__(
+        self, binder: _Binder, path: str, op: SiteOp, refs: list[SiteRef], case: Case, conditional: bool
+    ) -> None:
+        self._binder, self._path, self._op, self._refs, self._case = binder, path, op, refs, case
+        self.conditional, self._sites = conditional, binder.sites
+
+    def bound(self) -> BoundOp:
+        lowered, columns = lower(self._op, self), self._refs[0].columns
+        ranges = position_ranges(self._case.positions, lowered.rows)
+        if lowered.repeats != 1:
+            ranges = tuple(each._replace(row=row) for row in range(lowered.repeats) for each in ranges)
+        ids = self._case.ids
+        return BoundOp(
+            self._path, lowered.action, tuple(ref.point for ref in self._refs), lowered.values, ranges,
+            reaches_cache=not isinstance(self._op, Capture) and any(map(self._before_keys, self._refs)),
+            columns=0 if columns is None or isinstance(self._op, Capture) else pack_columns(columns),
+            condition=Condition(self.put(Vector.of(ids)), self._case.others) if ids else None,
+        )  # fmt: skip
+
+    def _before_keys(self, ref: SiteRef) -> bool:
+        """Whether keys and values are made of what is there."""
+        return self._sites.points[ref.point].kind not in ("final_norm", "logits")
+
+    def put(self, vector: Vector) -> str:
+        return self._binder.put(vector)
+
+    def points(self) -> list[tuple[str, int | None]]:
+        return [(point.kind, point.layer) for point in (self._sites.points[ref.point] for ref in self._refs)]
+
+    def code(self, op: Apply) -> int:
+        return self._binder.number_code(self._path, op, {ref.point: str(ref) for ref in self._refs})
+
+    def needs_whole_rows(self, op: SiteOp) -> None:
+        ref = self._refs[0]
+        if not self._sites.whole(ref):
+            raise UnsupportedSite(
+                f"{type(op).__name__} needs a sum over the row, and {ref} is cut among "
+                f"{self._sites.shard_count(ref.point)} GPUs: name one head, as in {ref.name}[{ref.layer}, 0], or run "
+                "with tensor_parallel_size=1",
+                "at",
+            )
+
+    def vector(self, value: ValueLike, field: str) -> Vector:
+        value = as_value(value)
+        vectors = self._vectors(value, field)
+        if len({vector.content for vector in vectors}) > 1:
+            assert isinstance(value, Named)
+            raise ShapeError(f"{value.name!r} has a row for each site, and one is needed for all", field)
+        return vectors[0]
+
+    def value(self, value: Value) -> tuple[tuple[str, ...], np.ndarray | None]:
+        if isinstance(value, From):
+            try:
+                return self._rows_of(value)
+            except PatchclampError as error:
+                raise error.under("value") from None
+        vectors, count = self._vectors(value, "value"), len(self._case.positions)
+        keys, shape = tuple(map(self.put, vectors)), vectors[0].shape
+        if len(shape) == 1:
+            return keys, None
+        if not self._case.alone:
+            raise ShapeError(
+                f"how many tokens {self._op.selection} selects is known when they are there: give one row [D]", "value"
+            )
+        if shape[0] != count:
+            raise ShapeError(f"the selection has {count} positions; the vector has {shape[0]} rows", "value")
+        return keys, np.arange(count)
+
+    def _vectors(self, value: Value, field: str) -> list[Vector]:
+        """One vector for all site refs, or one for each. Raises `MissingSource` for what the bank lacks, `ShapeError`
+        if they are not as wide as the site."""
+        if isinstance(value, From):
+            raise ProgramError(f"numbers are needed here, not a row of a run: give run[site][i] for {value}", field)
+        vectors = [value] if isinstance(value, Vector) else self._named(value, field)
+        return [self._as_wide(vector, isinstance(value, Named), field) for vector in vectors]
+
+    def _as_wide(self, vector: Vector, named: bool, field: str) -> Vector:
+        """A vector as wide as its point, with 0 outside the columns of the site ref; a row of heads may be [H, E].
+        What is named may be as wide as the point already."""
+        ref = self._refs[0]
+        width, parts = self._sites.points[ref.point].width, self._sites.parts(ref.name)
+        first, end = ref.columns or (0, width)
+        if parts is not None and vector.shape == ((end - first) // parts[1], parts[1]):
+            vector = _flat(vector)
+        columns = vector.shape[-1]
+        if columns == width and (named or ref.columns in (None, (0, width))):
+            return vector
+        if columns == end - first:
+            return _padded(vector, first, width - end)
+        raise ShapeError(f"{ref} is {end - first} wide; the vector is {list(vector.shape)}", field)
+
+    def _named(self, value: Named, field: str) -> list[Vector]:
+        entry = self._binder.entry(value.name, field)
+        if isinstance(entry, Program):
+            raise ProgramError(f"{value.name!r} is a program: pc.Use({value.name!r}) uses it", field)
+        if is_run(entry):
+            raise ProgramError(f"{value.name!r} is a run: pc.From({value.name!r}, site) reads it", field)
+        if isinstance(entry, Vector):
+            return [entry]
+        return [self._mean(value.name, entry, ref, field) for ref in self._refs]
+
+    def _mean(self, name: str, means: Means, ref: SiteRef, field: str) -> Vector:
+        """The row of means for a site ref, whichever of its point's words they were taken under."""
+        for label in self._sites.labels(ref.point):
+            if label in means.rows:
+                return means.rows[label]
+        raise MissingSource(f"{name!r} has no mean of {ref}; it has {', '.join(means.rows)}", field)
+
+    def _rows_of(self, value: From) -> tuple[tuple[str, ...], np.ndarray]:
+        """The bank keys of another run's rows, and the row that each written position reads."""
+        assert isinstance(value.run, str)
+        run, source = self._binder.run(value.run)
+        assert value.site is None or isinstance(value.site, Site)
+        read = self._refs if value.site is None else self._sites.resolve(value.site)
+        self._check_alike(value, read)
+        written = self._case.positions
+        positions = written if value.position is None else self._source_positions(value, source)
+        if len(positions) not in (1, len(written)):
+            raise ShapeError(f"{value.position} names {len(positions)} positions; {len(written)} are written")
+        rows = {_rows(source.positions_of(ref.point), positions, run, ref).tobytes() for ref in read}
+        if len(rows) > 1:
+            raise MissingSource(f"run {value.run} captured other positions at some of the layers of {read[0].name}")
+        row = np.frombuffer(rows.pop(), np.int64)
+        keys = tuple(run_key(run, ref.point) for ref in read)
+        return keys, np.repeat(row, len(written)) if len(row) == 1 else row
+
+    def _source_positions(self, value: From, source: Source) -> np.ndarray:
+        tokens = parse_tokens(value.position)
+        positions = source.select(tokens)
+        self._binder.check_ids(tokens, "position")
+        if len(positions) != 1 and not self._case.alone:
+            raise ShapeError(f"{tokens} names {len(positions)} positions; for tokens yet to come it must be one")
+        return positions
+
+    def _check_alike(self, value: From, read: list[SiteRef]) -> None:
+        """Whether rows of what is read can stand where they are written."""
+        written, sites = self._refs, self._sites
+        if len(read) not in (1, len(written)):
+            raise ShapeError(f"{value.site} names {len(read)} layers; {len(written)} are written: give one, or as many")
+        if sites.points[read[0].point].width != sites.points[written[0].point].width:
+            raise ShapeError(f"{read[0]} and {written[0]} differ in width")
+        if sites.shard_count(read[0].point) != sites.shard_count(written[0].point):
+            raise UnsupportedSite(
+                f"{read[0]} and {written[0]} are cut differently among GPUs: give the rows of run[...]"
+            )
+        if read[0].columns not in (None, written[0].columns):
+            raise ShapeError(f"{read[0]} and {written[0]} are not the same part of a row: give the rows of run[...]")
 
 
 def vector_key(vector: Vector) -> str:
-    """The bank's key of an inline vector: its content."""
+    """The bank key of an inline vector: its content."""
     return f"v:{vector.content}"
 
 
-def run_key(run: str, point: int) -> str:
-    """The bank's key of what a run captured at a point."""
-    return f"r:{run}:{point}"
+@functools.lru_cache(1024)
+def _flat(vector: Vector) -> Vector:
+    """A row of heads [H, E] as [H · E]."""
+    return Vector((vector.shape[0] * vector.shape[1],), vector.data)
 
 
-def source_of(key: str) -> tuple[str, int] | None:
-    """The run and the point that a bank key names; None for an inline vector's."""
-    kind, _, rest = key.partition(":")
-    run, _, point = rest.rpartition(":")
-    return (run, int(point)) if kind == "r" else None
+@functools.lru_cache(1024)
+def _padded(vector: Vector, before: int, after: int) -> Vector:
+    """A vector with columns of zeros before and after its own: made, and hashed, once for all prompts."""
+    return Vector.of(np.pad(vector.array(), [(0, 0)] * (len(vector.shape) - 1) + [(before, after)]))
 
 
-def position_ranges(positions: np.ndarray, rows: np.ndarray | None) -> tuple[PositionRange, ...]:
-    """Different positions, and the row each reads (None: row 0), as ranges by ascending position."""
-    if len(positions) == 0:
-        return ()
-    order = np.argsort(positions)
-    positions, rows = positions[order], np.zeros(len(positions), np.int64) if rows is None else rows[order]
-    consecutive = np.diff(positions) == 1
-    step = np.diff(rows)
-    joined = consecutive & ((step == 0) | (step == 1))
-    joined[1:] &= ~joined[:-1] | (step[1:] == step[:-1])
-    edges = np.concatenate(([0], np.flatnonzero(~joined) + 1, [len(positions)]))
-    return tuple(
-        (int(positions[a]), int(positions[b - 1]) + 1, int(rows[a]), int(rows[a + 1] - rows[a]) if b - a > 1 else 0)
-        for a, b in itertools.pairwise(edges)
-    )
-
-
-def site_number(kind: str, layer: int | None) -> int:
-    """A point's number in the counter that noise is made from (`kernels.noise`): 31 bits of a hash of its name, so that
-    it depends on nothing else."""
-    digest = hashlib.blake2s(f"{kind}[{layer}]".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def _points(places: list[SiteRef]) -> tuple[int, ...]:
-    return tuple(place.point for place in places)
-
-
-def _rows(have: np.ndarray, wanted: np.ndarray, run: str, place: SiteRef) -> np.ndarray:
-    """The row of each wanted position among the positions a run has. Raises `MissingSource` for one it lacks."""
-    if len(have) == 0:
-        raise MissingSource(f"run {run} did not capture {place}")
-    rows = np.searchsorted(have, wanted)
-    missing = wanted[(rows == len(have)) | (have[np.minimum(rows, len(have) - 1)] != wanted)]
+def _rows(captured: np.ndarray, wanted: np.ndarray, run: str, ref: SiteRef) -> np.ndarray:
+    """The row of each wanted position among the captured ones. Raises `MissingSource` for one that was not captured."""
+    if len(captured) == 0:
+        raise MissingSource(f"run {run} did not capture {ref}")
+    rows = np.searchsorted(captured, wanted)
+    missing = wanted[(rows == len(captured)) | (captured[np.minimum(rows, len(captured) - 1)] != wanted)]
     if len(missing):
         raise MissingSource(
-            f"run {run} did not capture {place} at position {missing[0]} (it has {len(have)}, {have[0]} to {have[-1]})"
-            "; capture it there, or select fewer tokens"
+            f"run {run} did not capture {ref} at position {missing[0]} (it has {len(captured)}, {captured[0]} to "
+            f"{captured[-1]}); capture it there, or select fewer tokens"
         )
     return rows.astype(np.int64)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from patchclamp.language.tokens import Joined, TextSpan, TokenIds, Tokens, ids_in
+from patchclamp.language.tokens import Joined, Positions, Selection, TextSpan, TokenIds, Tokens, ids_in
 
 
 class Case(msgspec.Struct):
@@ -74,7 +74,7 @@ class Prompt(msgspec.Struct):
         return sorted({token for many in alike.values() for token in many} - set(ids))
 
     def _select(
-        self, tokens: Tokens, limit: int, match: Callable[[TokenIds], np.ndarray], lowest: int = 0
+        self, tokens: Selection, limit: int, match: Callable[[TokenIds], np.ndarray], lowest: int = 0
     ) -> np.ndarray:
         """Positions of a selection, `match` giving those of token ids; asked of them in their order in the text."""
         if isinstance(tokens, Joined):
@@ -86,6 +86,7 @@ class Prompt(msgspec.Struct):
             return np.asarray(tokens.find(offsets, text), np.int64)
         if isinstance(tokens, TokenIds):
             return match(tokens)
+        assert isinstance(tokens, Positions)
         chosen = np.asarray(tokens.select(len(self.ids), limit), np.int64)
         numbered = tokens.of != "every" or isinstance(tokens.index, (int, tuple))
         return chosen if numbered else chosen[chosen >= lowest]

@@ -10,8 +10,7 @@ import hashlib
 
 import msgspec
 
-from patchclamp.plan.bind import BoundOp, BoundProgram
-from patchclamp.plan.table import CAPTURE
+from patchclamp.plan.bound import CAPTURE, BoundOp, BoundProgram, PositionRange
 
 
 def block_key(bound: BoundProgram, start: int, end: int) -> str | None:
@@ -22,21 +21,19 @@ def block_key(bound: BoundProgram, start: int, end: int) -> str | None:
 
 def lowest_edit(bound: BoundProgram) -> int | None:
     """The first position whose keys and values an edit can change."""
-    starts = [start for op in bound.ops if op.reaches_cache for start, _, _, _ in op.ranges]
-    return min(starts, default=None)
+    return min((op.ranges[0].start for op in bound.ops if op.reaches_cache and op.ranges), default=None)
 
 
 def lowest_capture(bound: BoundProgram) -> int | None:
     """The first position that must be computed, not read from a cache, because something there is captured."""
-    starts = [start for op in bound.ops if op.kind == CAPTURE for start, _, _, _ in op.ranges]
-    return min(starts, default=None)
+    return min((op.ranges[0].start for op in bound.ops if op.kind == CAPTURE and op.ranges), default=None)
 
 
 def _clip(op: BoundOp, start: int, end: int) -> BoundOp | None:
     """An op as it is at positions start … end−1: all that it says, but for where it stands in a program."""
     ranges = tuple(
-        (max(a, start), min(b, end), row + max(start - a, 0) * step, step)
-        for a, b, row, step in op.ranges
-        if a < end and b > start
+        PositionRange(max(first, start), min(stop, end), row + max(start - first, 0) * step, step)
+        for first, stop, row, step in op.ranges
+        if first < end and stop > start
     )
     return msgspec.structs.replace(op, path="", ranges=ranges) if ranges else None

@@ -7,34 +7,12 @@ have a fixed size and are written only when a request comes or goes, so a device
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
 
 from patchclamp.errors import CapacityError
+from patchclamp.plan.bound import APPLY, CAPTURE
 from patchclamp.plan.captures import Captures
-
-CAPTURE = 0
-LINEAR = 1  # x·h + y·v, where x or y of 0 leaves h or v out altogether
-BLEND = 2  # (1 − a)·h + a·v for a = y·m, m a number a column, at `other` in the bank
-PROJECT = 3  # h + (p′ − p)·v, for p = h·v and p′ the nearest to it of x … y
-NOISE = 4  # h + y·ε; with step 1 y is of the row's root mean square. `value`: the site's number, `other`: the seed, x:
-# the number of the row's first column, a multiple of 4
-MATCH = 5  # the next record holds only where the token's id is (x = 1), or is not (x = 0), one of `step` at `value`,
-# which ascend
-APPLY = 6  # what the code of number `value` makes of it
-
-RECORD = np.dtype(
-    [
-        ("start", "<i4"), ("stop", "<i4"),   # positions
-        ("kind", "<i4"), ("step", "<i4"),    # 1: a row of the value a position, 0: one for all
-        ("value", "<i8"),                    # the value's first number in the bank; for CAPTURE the op's ordinal
-        ("x", "<f4"), ("y", "<f4"),          # the op's scalars; for CAPTURE x is the dtype's number
-        ("other", "<i8"),
-        ("found", "<f4"),                    # on a device, for rows wider than a program takes at once: y·r or p′ − p
-        ("columns", "<i4"),                  # those that are changed: the first, and the end << 16; 0: all of the row
-    ]
-)  # fmt: skip
-# In a table, step and value of a CAPTURE are the numbers of its span and of its area (`store.spans`).
+from patchclamp.plan.records import RECORD, named
 
 
 class ProgramTable:
@@ -122,9 +100,12 @@ class ProgramTable:
         if len(kept) == 0:
             return
         point = np.repeat(np.arange(len(counts)), counts)[kept]
-        op, start, stop, dtype = (records[field][kept].astype(np.int64) for field in ("value", "start", "stop", "x"))
-        span, area = self.captures.add(slot, op, start, stop, dtype, point)
-        self.records["step"][begin + kept], self.records["value"][begin + kept] = span, area
+        fields = named(records[kept], CAPTURE)
+        op, start, stop, dtype = (fields[name].astype(np.int64) for name in ("region", "start", "stop", "dtype"))
+        placed = named(self.records, CAPTURE)
+        placed["range"][begin + kept], placed["region"][begin + kept] = self.captures.add(
+            slot, op, start, stop, dtype, point
+        )
 
     def _take(self, count: int) -> int:
         if count == 0:
@@ -151,60 +132,3 @@ class ProgramTable:
             else:
                 merged.append((a, b))
         self._free = merged
-
-
-def packed(columns: tuple[int, int]) -> int:
-    """Columns first … end − 1 as a record holds them."""
-    return columns[0] | columns[1] << 16
-
-
-def columns_of(record) -> slice:
-    """The columns that a record changes."""
-    word = int(record["columns"]) & 0xFFFFFFFF
-    return slice(word & 0xFFFF, word >> 16) if word else slice(None)
-
-
-def records_of(ops, addresses: dict[str, tuple[int, int]], points: int) -> tuple[np.ndarray, np.ndarray]:
-    """A bound program's records sorted by point (stably: program order within), and how many each point has.
-
-    `addresses` gives for each bank key the number at which its rows begin and their width.
-    """
-    made = [_records_at(op, ordinal, addresses) for ordinal, op in enumerate(ops)]
-    if not made:
-        return np.zeros(0, RECORD), np.zeros(points, np.int64)
-    records = np.concatenate([records for records, _ in made])
-    owner = np.concatenate([at for _, at in made])
-    order = np.argsort(owner, kind="stable")
-    return records[order], np.bincount(owner, minlength=points)
-
-
-def _records_at(op, ordinal: int, addresses: dict[str, tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-    """One op's records, every piece at every point, and the point of each."""
-    if op.only:
-        return _records_if(op, ordinal, addresses)
-    ranges, points = np.array(op.ranges, np.int64).reshape(-1, 4), np.array(op.points, np.int64)
-    records = np.zeros((len(points), len(ranges)), RECORD)
-    records["start"], records["stop"], records["step"] = ranges[:, 0], ranges[:, 1], ranges[:, 3]
-    records["kind"], records["x"], records["y"], records["other"] = op.kind, op.x, op.y, op.seed
-    records["columns"] = np.array(op.columns, np.int64).astype(np.int32)
-    if op.kind == CAPTURE:
-        records["value"] = ordinal
-    elif op.kind == APPLY:
-        records["value"] = op.seed
-    elif op.kind == NOISE:
-        records["value"], records["step"] = np.array(op.sites, np.int64).reshape(-1, 1), op.relative
-    elif op.values:
-        begin, width = np.array([addresses[key] for key in op.values], np.int64).T
-        records["value"] = begin[:, None] + ranges[:, 2] * width[:, None]
-    if op.mask and op.points:
-        records["other"] = addresses[op.mask][0]
-    return records.reshape(-1), np.repeat(points, len(ranges))
-
-
-def _records_if(op, ordinal: int, addresses: dict[str, tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-    """The records of an op that acts on some tokens only: before each, one that asks for the token."""
-    then, at = _records_at(msgspec.structs.replace(op, only=""), ordinal, addresses)
-    asked = np.zeros_like(then)
-    asked["start"], asked["stop"], asked["kind"], asked["x"] = then["start"], then["stop"], MATCH, not op.others
-    asked["value"], asked["step"] = addresses[op.only]
-    return np.stack([asked, then], 1).reshape(-1), np.repeat(at, 2)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from patchclamp.language.site import SITES
+from patchclamp.language.registry import SITES
 from patchclamp.studies.sweep_result import PatchSweep
 
 

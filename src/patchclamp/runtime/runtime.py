@@ -18,10 +18,11 @@ import torch
 from patchclamp.errors import MissingSource, ModelError, RunError, ShapeError, pack
 from patchclamp.kernels.code import call
 from patchclamp.plan import APPLY, CAPTURE, Batch, BoundProgram, ProgramTable, StepPlan, make_plan
-from patchclamp.plan.bind import BoundOp, Code, source_of
+from patchclamp.plan.bind import Code
+from patchclamp.plan.bound import BoundOp, Keep, source_of
+from patchclamp.plan.records import records_of
 from patchclamp.plan.step import NUMBERS
-from patchclamp.plan.table import records_of
-from patchclamp.runtime.shards import columns_in, cut
+from patchclamp.runtime.shards import columns_in, shard_op
 from patchclamp.runtime.step import HostStep, Step
 from patchclamp.sites import SiteMap, View
 from patchclamp.store.bank import Bank
@@ -253,7 +254,7 @@ class Runtime:
         """
         keys: list[str] = []
         addresses: dict[str, tuple[int, int]] = {}
-        here = [cut(op.at(self.here), self.shards, self.sites) for op in bound.ops]
+        here = [shard_op(op.at(self.here), self.shards, self.sites) for op in bound.ops]
         kept = np.where(self._cut, self._mine, self.keeps)
         ops = here if kept.all() else [op.at(kept) if op.kind == CAPTURE else op for op in here]
         try:
@@ -270,8 +271,8 @@ class Runtime:
         size = sum(self._token_size(op) for op in here if op.kind == CAPTURE)
         # of all that happens anywhere: code with taps may differ from stock's in the last bits, and what a request's
         # batchmates get must not depend on which stage a program acts on
-        stop = max((piece[1] for op in bound.ops if op.points for piece in op.ranges), default=0)
-        code = max((piece[1] for op in bound.ops if op.kind == APPLY for piece in op.ranges), default=0)
+        stop = max((each.stop for op in bound.ops if op.points for each in op.ranges), default=0)
+        code = max((each.stop for op in bound.ops if op.kind == APPLY for each in op.ranges), default=0)
         self._admitted[bound.run] = _Admitted(slot, keys, size, stop, code)
         if size:
             self._token_bytes[size] += 1
@@ -280,7 +281,9 @@ class Runtime:
 
     def _token_size(self, op: BoundOp) -> int:
         """Bytes that an op captures of a token, aligned; sampled rows never pass through what a graph keeps."""
-        item, points = 4 if self.step.unit is NUMBERS else int(ITEM_BYTES[int(op.x)]), np.array(op.points, np.int64)
+        assert isinstance(op.action, Keep)
+        item = 4 if self.step.unit is NUMBERS else int(ITEM_BYTES[op.action.dtype])
+        points = np.array(op.points, np.int64)
         rows = item * self.widths[points[~self.sampled[points]]]
         return int((-(-rows // ALIGNED) * ALIGNED).sum())
 
@@ -390,8 +393,8 @@ class Runtime:
             )
         if residual is not None and residual.shape != hidden.shape:
             raise ModelError(
-                f"{self.sites.describe_point(point)}: the two halves of the stream do not match, {list(hidden.shape)} and "
-                f"{list(residual.shape)}"
+                f"{self.sites.describe_point(point)}: the two halves of the stream do not match, {list(hidden.shape)} "
+                f"and {list(residual.shape)}"
             )
         if view is not None and (view.heads or view.by_head or view.factor != 1.0):
             self._apply_apart(point, hidden, view, width)

@@ -14,9 +14,9 @@ from typing import Any, Literal
 import msgspec
 
 from patchclamp.errors import ModelError
+from patchclamp.language.registry import Width as Size
 
 Moment = Literal["in", "out", "attention"]
-Size = Literal["D", "V", "Q", "K", "Z", "M", "X"]
 
 
 class Tap(msgspec.Struct, frozen=True):
@@ -92,6 +92,12 @@ class Sizes(msgspec.Struct, frozen=True):
     def __getitem__(self, size: Size) -> int:
         return {"D": self.d_model, "V": self.d_vocab, "Q": self.heads * self.d_head, "K": self.kv_heads * self.d_head,
                 "Z": self.heads * (self.d_result or self.d_head), "M": self.d_mlp, "X": self.experts}[size]  # fmt: skip
+
+    def parts(self, size: Size) -> tuple[int, int]:
+        """How many heads, neurons or experts a row of a width has, and how wide each is."""
+        heads = {"Q": self.heads, "K": self.kv_heads, "Z": self.heads}
+        count = heads.get(size, self[size])
+        return count, self[size] // max(count, 1)
 
 
 def sizes_of(config: Any, d_vocab: int | None = None) -> Sizes:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Literal, NamedTuple
 
 import msgspec
 
 from patchclamp.errors import ModelError, UnsupportedSite
-from patchclamp.language.site import SITES, Index, Range, Site
+from patchclamp.language.registry import SITES
+from patchclamp.language.site import Index, Range, Site
 from patchclamp.sites.families import Family, Sizes, Tap
 from patchclamp.sites.tables import FAMILIES
 
@@ -72,7 +74,7 @@ class SiteMap:
             family = found[0]
         self.family, self.sizes, self.tensor_parallel = family, sizes, tensor_parallel
         self.layers, self.d_model, self.d_vocab = sizes.layers, sizes.d_model, sizes.d_vocab
-        self.withdrawn: dict[str, str] = {}
+        self.withdrawn: dict[str, str] = {}  # words that were not proved on the live model, and why
         self.points: list[Point] = []
         self._number: dict[tuple[str, int | None], int] = {}
         self._has = {kind: self._layers_with(row.layers) for kind, row in family.points.items()}
@@ -151,10 +153,7 @@ class SiteMap:
 
     def parts(self, name: str) -> tuple[int, int] | None:
         """Into how many heads, neurons or experts a site's row falls, and how wide each is; None if it does not."""
-        s = self.sizes
-        heads, groups = (s.heads, s.d_head), (s.kv_heads, s.d_head)
-        z, neurons, router = (s.heads, s.d_result or s.d_head), (s.d_mlp, 1), (s.experts, 1)
-        return {"q": heads, "k": groups, "v": groups, "z": z, "neurons": neurons, "router": router}.get(name)
+        return self.sizes.parts(SITES[name].width) if SITES[name].index else None
 
     def resolve(self, site: Site) -> list[SiteRef]:
         """The places a site names, by layer. Raises `UnsupportedSite` for a word, layer or index this model does not
@@ -237,8 +236,22 @@ class SiteMap:
         return self._number[kind, layer + shift]
 
     def label(self, point: int) -> str:
-        """A point's name for people: the first site word that reaches it."""
-        return next(str(place) for place in self.places() if place.point == point)
+        """A point's name for people: of its words the one of the earliest layer, `resid_post[3]` for `resid_pre[4]`."""
+        return self._labels[point][0]
+
+    def labels(self, point: int) -> list[str]:
+        """Every word of a point, those of the earliest layer first."""
+        return self._labels[point]
+
+    @functools.cached_property
+    def _labels(self) -> list[list[str]]:
+        labels: list[list[str]] = [[] for _ in self.points]
+        words = [name for name in SITES if self._known(name)]
+        for layer in (None, *range(self.layers)):
+            for name in words:
+                if SITES[name].layered == (layer is not None) and (layer is None or layer in self._layers(Site(name))):
+                    labels[self._point(name, layer or 0)].append(str(SiteRef(name, layer, 0)))
+        return labels
 
     def describe_point(self, point: int) -> str:
         """A point with the modules where the table says that it is: `mlp_in[0] (model.layers.0.mlp)`."""

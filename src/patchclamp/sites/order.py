@@ -7,19 +7,8 @@ from typing import Any
 
 import numpy as np
 
-ATTENTION: tuple[str, ...] = ("attn_in", "q", "k", "v", "z", "attn_out")
-MLP: tuple[str, ...] = ("mlp_in", "router", "neurons", "mlp_out")
-# by word: what an edit there moves in its layer, whatever the family, and what it does not
-MOVES: dict[str, tuple[str, ...]] = {
-    "attn_in": ("q", "k", "v", "z", "attn_out"), "q": ("z", "attn_out"), "k": ("z", "attn_out"),
-    "v": ("z", "attn_out"), "z": ("attn_out",), "mlp_in": ("router", "neurons", "mlp_out"), "router": ("mlp_out",),
-    "neurons": ("mlp_out",),
-}  # fmt: skip
-KEEPS: dict[str, tuple[str, ...]] = {
-    "q": ("attn_in", "k", "v"), "k": ("attn_in", "q", "v"), "v": ("attn_in", "q", "k"), "z": ("attn_in", "q", "k", "v"),
-    "attn_out": ATTENTION[:-1], "mlp_in": ATTENTION, "router": (*ATTENTION, "mlp_in"),
-    "neurons": (*ATTENTION, "mlp_in", "router"), "mlp_out": (*ATTENTION, *MLP[:-1]),
-}  # fmt: skip
+from patchclamp.language.registry import SITES, kept
+
 MIN_MOVED_RTOL, MAX_KEPT_RTOL = (
     1e-6,
     0.05,
@@ -28,7 +17,7 @@ MIN_MOVED_RTOL, MAX_KEPT_RTOL = (
 
 def watched(place: Any, there: set[str]) -> list[str]:
     """Of the places that are `there`, those that an edit at `place` is to move, or not to."""
-    names = (*MOVES.get(place.name, ()), *KEEPS.get(place.name, ()))
+    names = (*SITES[place.name].moves, *kept(place.name))
     return [at for name in names if (at := f"{name}[{place.layer}]") in there]
 
 
@@ -37,9 +26,9 @@ def disorder(place: Any, plain: Any, edited: Any, at: list[str]) -> str:
     for each in at:
         name = each.partition("[")[0]
         gap = _gap(np.asarray(edited[each]), np.asarray(plain[each]))
-        if name in MOVES.get(place.name, ()) and gap <= MIN_MOVED_RTOL:
+        if name in SITES[place.name].moves and gap <= MIN_MOVED_RTOL:
             return f"an edit at {place} does not move {each}, which is made of it"
-        if name in KEEPS.get(place.name, ()) and gap > MAX_KEPT_RTOL:
+        if name in kept(place.name) and gap > MAX_KEPT_RTOL:
             return f"an edit at {place} moves {each}, which is not made of it"
     return ""
 

@@ -92,20 +92,20 @@ class NamedBank(MutableMapping[str, Entry]):
         runs = list(runs)
         if not runs:
             raise ProgramError("a mean of no runs", "runs")
-        made = {}
-        for label, place in runs[0].places(site):
+        rows_by_ref = {}
+        for ref in runs[0].refs(site):
             total, count = np.zeros(1), 0
             for i, run in enumerate(runs):
                 try:
-                    rows = _selected(run, place, tokens)
+                    rows = _selected(run, ref, tokens)
                 except PatchclampError as error:
                     raise error.under(f"runs[{i}]") from None
                 total, count = total + rows.sum(0), count + len(rows)
             if not count:
-                raise ProgramError(f"{tokens} selects no position that was captured at {place}", "tokens")
-            made[label] = Vector.of(total / count)
-        self[name] = Means(made)
-        return self._entries[name]  # type: ignore[return-value]
+                raise ProgramError(f"{tokens} selects no position that was captured at {ref}", "tokens")
+            rows_by_ref[ref] = Vector.of(total / count)
+        self[name] = means = Means(rows_by_ref)
+        return means
 
     def save(self, file: str | Path, names: Iterable[str] | None = None) -> None:
         """Writes everything, or what is named, to a safetensors file; one that was there stays until it is written."""

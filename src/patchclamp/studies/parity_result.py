@@ -6,10 +6,7 @@ from typing import Any
 
 import msgspec
 
-FLOW = (
-    "embed", "resid_pre", "attn_in", "q", "k", "v", "z", "attn_out", "resid_mid", "mlp_in", "router", "neurons",
-    "mlp_out", "resid_post", "final_norm", "logits",
-)  # fmt: skip
+from patchclamp.language import SITES
 
 
 class Bounds(msgspec.Struct, frozen=True):
@@ -108,4 +105,4 @@ class Parity(msgspec.Struct, frozen=True):
 
 def _order(place: str) -> tuple[bool, int, int]:
     name, _, index = place.partition("[")
-    return name in ("final_norm", "logits"), int(index.rstrip("]") or -1), FLOW.index(name)
+    return name in ("final_norm", "logits"), int(index.rstrip("]") or -1), list(SITES).index(name)

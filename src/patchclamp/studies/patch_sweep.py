@@ -17,9 +17,8 @@ import numpy as np
 
 from patchclamp.errors import PatchclampError, ProgramError, TokensError, UnsupportedSite
 from patchclamp.language import From, Range, Replace, Site
-from patchclamp.language.site import Index, parse_index, site
-from patchclamp.language.tokens import Positions, Tokens, every
-from patchclamp.language.tokens import tokens as read_tokens
+from patchclamp.language.site import Index, parse_index, parse_site
+from patchclamp.language.tokens import Positions, Tokens, every, parse_tokens
 from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.studies.align import Alignment, align
@@ -122,7 +121,7 @@ def _patch(source: Run, row: Row, column: Column) -> Replace:
 
 def _site(given: Any, number: int) -> Site:
     try:
-        made = site(given)
+        made = parse_site(given)
     except PatchclampError as error:
         raise error.under(f"sites[{number}]") from None
     if made.index is not None:
@@ -182,7 +181,7 @@ def _columns(lm: LM, source: Run, base: Run, alignment: Alignment, positions: Se
 
 
 def _selection(given: Any) -> Tokens:
-    return Positions("prompt", given) if isinstance(given, int) else read_tokens(given)
+    return Positions("prompt", given) if isinstance(given, int) else parse_tokens(given)
 
 
 def _readable(name: str) -> Positions:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from patchclamp.language.site import SITES
+from patchclamp.language.registry import SITES
 
 if TYPE_CHECKING:
     import pandas

@@ -9,7 +9,7 @@ import msgspec
 
 from patchclamp.errors import unpack
 from patchclamp.plan import BoundProgram
-from patchclamp.plan.bind import source_of
+from patchclamp.plan.bound import source_of
 
 
 class Workers:

@@ -1,35 +1,17 @@
-"""The page `docs/sites.md`, made from the tables: `python -m patchclamp.sites.page > docs/sites.md`."""
+"""The page `docs/sites.md`, made from the tables: `make docs`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from patchclamp.language.aliases import DIFFERENCES, ELSEWHERE, NNTERP, TRANSFORMER_LENS, Difference
-from patchclamp.language.site import SITES
+from patchclamp.language.aliases import DIFFERENCES, ELSEWHERE, Difference
+from patchclamp.language.registry import NNTERP, SITES, TRANSFORMER_LENS
 from patchclamp.sites.families import Family, Row, Size, Tap
-from patchclamp.sites.remarks import BACKEND, Engine, raw
 from patchclamp.sites.tables import FAMILIES
+from tools.raw_hooks import BACKEND, Engine, raw
 
 ENGINES: tuple[Engine, ...] = ("transformers", "vllm")
 TITLES = {"transformers": "Transformers", "vllm": "vLLM"}
-MEANINGS = {
-    "embed": ("[T, D]", "what the token embedding puts into the stream, scaled where the model scales it"),
-    "resid_pre": ("[T, D]", "the whole residual stream before a layer"),
-    "resid_mid": ("[T, D]", "the stream between attention and MLP"),
-    "resid_post": ("[T, D]", "the stream after a layer; `resid_post[l]` is `resid_pre[l+1]`"),
-    "attn_in": ("[T, D]", "the normed input of attention"),
-    "attn_out": ("[T, D]", "what attention adds to the stream"),
-    "mlp_in": ("[T, D]", "the normed input of the MLP"),
-    "mlp_out": ("[T, D]", "what the MLP adds to the stream"),
-    "q": ("[T, H, E]", "queries before rotary embedding, after their norm where there is one"),
-    "k": ("[T, K, E]", "keys, likewise"),
-    "v": ("[T, K, E]", "values"),
-    "z": ("[T, H, E]", "each head's result before the output projection"),
-    "neurons": ("[T, M]", "MLP activations before the down projection"),
-    "router": ("[T, X]", "routing logits of a mixture of experts"),
-    "final_norm": ("[T, D]", "the normed last stream"),
-    "logits": ("[N, V]", "next-token logits, as the sampler receives them"),
-}
 COUNTS: dict[Size, str] = {"D": "D", "V": "V", "Q": "H·E", "K": "K·E", "Z": "H·E", "M": "M", "X": "X"}
 
 HEAD = """# Sites, family by family
@@ -60,7 +42,8 @@ model returns, not at a module.
 def page() -> str:
     """The whole page."""
     families = [_section(family) for family in FAMILIES]
-    meaning = _table(("site", "shape", "what it is"), ([f"`{word}`", *MEANINGS[word]] for word in SITES))
+    rows = ([f"`{spec.name}`", spec.shape, spec.meaning] for spec in SITES.values())
+    meaning = _table(("site", "shape", "what it is"), rows)
     contents = [f"- [{family.name}](#{family.name}): {', '.join(family.architectures)}" for family in FAMILIES]
     parts = [HEAD.format(sites=meaning), "## Families\n", "\n".join(contents) + "\n", *families, _aliases()]
     return "\n".join(parts)
@@ -118,7 +101,7 @@ def _sides(ours: str, theirs: str) -> str:
 
 
 def _shape(family: Family, word: str) -> str:
-    shape = MEANINGS[word][0]
+    shape = SITES[word].shape
     own = family.points[family.sites[word][0]].width == "Z"
     return shape.replace("E]", "Ev]") if own else shape
 

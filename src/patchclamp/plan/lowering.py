@@ -1,0 +1,163 @@
+"""Lowering: what each op is in numbers, one function an op.
+
+A new op of a kind that there is (`plan.bound`) is its struct in `language.ops` and one function here. What a function
+needs of the prompt, the model and the bank it asks of its `Place`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from patchclamp.errors import ShapeError
+from patchclamp.language import (
+    Ablate,
+    Add,
+    Apply,
+    Capture,
+    Clamp,
+    Mean,
+    Noise,
+    Replace,
+    Scale,
+    SiteOp,
+    Vector,
+    Zero,
+)  # fmt: skip
+from patchclamp.language.ops import DTYPES, MAX_FP32
+from patchclamp.language.values import Value, ValueLike, as_value, orthonormal
+from patchclamp.plan.bound import Action, Blend, Keep, Linear, Noisy, Project, RunCode, noise_stream
+
+
+class Place(Protocol):
+    """One op's site and selection in one prompt, as far as lowering needs them."""
+
+    conditional: bool
+
+    def value(self, value: Value) -> tuple[tuple[str, ...], np.ndarray | None]:
+        """Bank keys of a value (one for each point, or one for all), and the row that each selected position reads
+        (None: row 0). An error is told under `value`."""
+        ...
+
+    def vector(self, value: ValueLike, field: str) -> Vector:
+        """The one vector that a field names for all points, as wide as the site."""
+        ...
+
+    def put(self, vector: Vector) -> str:
+        """The bank key of a vector."""
+        ...
+
+    def needs_whole_rows(self, op: SiteOp) -> None:
+        """Raises `UnsupportedSite` where no worker has a whole row, over which the op needs a sum."""
+        ...
+
+    def points(self) -> list[tuple[str, int | None]]:
+        """Kind and layer of each point."""
+        ...
+
+    def code(self, op: Apply) -> int:
+        """The number of an op's code. Raises `ProgramError` where code is not allowed."""
+        ...
+
+
+class Lowered(msgspec.Struct, frozen=True):
+    """values: bank keys; rows: the row of each selected position (None: row 0 for all); repeats: how often the action
+    is carried out at every position, with row 0, 1, … of the value; 0: never."""
+
+    action: Action
+    values: tuple[str, ...] = ()
+    rows: np.ndarray | None = None
+    repeats: int = 1
+
+
+_LOWERINGS: dict[type[SiteOp], Callable[[Any, Place], Lowered]] = {}
+
+
+def lower(op: SiteOp, place: Place) -> Lowered:
+    """An op in numbers. Raises what its value, vectors and site raise, with the field's name as the path."""
+    return _LOWERINGS[type(op)](op, place)
+
+
+def _lowers(kind: type[SiteOp]) -> Callable[[Callable[[Any, Place], Lowered]], Callable[[Any, Place], Lowered]]:
+    def register(function: Callable[[Any, Place], Lowered]) -> Callable[[Any, Place], Lowered]:
+        _LOWERINGS[kind] = function
+        return function
+
+    return register
+
+
+@_lowers(Capture)
+def _capture(op: Capture, place: Place) -> Lowered:
+    return Lowered(Keep(DTYPES.index(op.dtype), place.conditional))
+
+
+@_lowers(Add)
+def _add(op: Add, place: Place) -> Lowered:
+    return Lowered(Linear(1.0, op.scale), *place.value(as_value(op.value)))
+
+
+@_lowers(Replace)
+def _replace(op: Replace, place: Place) -> Lowered:
+    values, rows = place.value(as_value(op.value))
+    if op.mask is None:
+        return Lowered(Linear(1.0 - op.alpha, op.alpha), values, rows)
+    return Lowered(Blend(op.alpha, place.put(_one_row(place.vector(op.mask, "mask"), "mask"))), values, rows)
+
+
+@_lowers(Zero)
+def _zero(op: Zero, place: Place) -> Lowered:
+    return Lowered(Linear(0.0, 0.0))
+
+
+@_lowers(Mean)
+def _mean(op: Mean, place: Place) -> Lowered:
+    return Lowered(Linear(0.0, 1.0), *place.value(as_value(op.value)))
+
+
+@_lowers(Scale)
+def _scale(op: Scale, place: Place) -> Lowered:
+    return Lowered(Linear(op.factor, 0.0))
+
+
+@_lowers(Ablate)
+def _ablate(op: Ablate, place: Place) -> Lowered:
+    place.needs_whole_rows(op)
+    basis = orthonormal(_directions(place, op.directions, "directions"))
+    return Lowered(Project(0.0, 0.0), (place.put(basis),), repeats=basis.shape[0])
+
+
+@_lowers(Clamp)
+def _clamp(op: Clamp, place: Place) -> Lowered:
+    place.needs_whole_rows(op)
+    unit = orthonormal(_one_row(_directions(place, op.direction, "direction"), "direction"))
+    bounds = -MAX_FP32 if op.low is None else op.low, MAX_FP32 if op.high is None else op.high
+    return Lowered(Project(*bounds), (place.put(unit),))
+
+
+@_lowers(Noise)
+def _noise(op: Noise, place: Place) -> Lowered:
+    if op.relative:
+        place.needs_whole_rows(op)
+    streams = tuple(noise_stream(kind, layer) for kind, layer in place.points())
+    return Lowered(Noisy(op.std, op.seed, op.relative, streams), repeats=1 if op.std else 0)
+
+
+@_lowers(Apply)
+def _apply(op: Apply, place: Place) -> Lowered:
+    return Lowered(RunCode(place.code(op)))
+
+
+def _directions(place: Place, value: ValueLike, field: str) -> Vector:
+    directions = place.vector(value, field)
+    if not directions.array().any(axis=-1).all():
+        raise ShapeError("a direction is all zeros", field)
+    return directions
+
+
+def _one_row(vector: Vector, field: str) -> Vector:
+    if len(vector.shape) != 1:
+        raise ShapeError(f"one row [D] is needed; this is {list(vector.shape)}", field)
+    return vector

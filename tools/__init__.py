@@ -1,0 +1,1 @@
+"""What makes the repository's generated pages; not part of the package."""
