@@ -52,7 +52,7 @@ from patchclamp.language import (
 if TYPE_CHECKING:
     from patchclamp import studies
     from patchclamp.engines.base import Part
-    from patchclamp.lm import LM
+    from patchclamp.proving.load import ProvedLM as LM
     from patchclamp.run import Run
     from patchclamp.stream import Stream
 
@@ -63,7 +63,7 @@ tokens = language.parse_tokens
 globals().update({name: Site(name) for name in language.SITES})  # pc.embed, pc.resid_pre, ...
 
 _LAZY = {
-    "LM": ("patchclamp.lm", "LM"),
+    "LM": ("patchclamp.proving.load", "ProvedLM"),
     "Part": ("patchclamp.engines.base", "Part"),
     "Run": ("patchclamp.run", "Run"),
     "Stream": ("patchclamp.stream", "Stream"),

@@ -13,7 +13,7 @@ from patchclamp import __version__
 from patchclamp.engines.findings import Finding
 from patchclamp.errors import PatchclampError
 from patchclamp.lm import LM
-from patchclamp.sites.prove import prove
+from patchclamp.proving import Proof, prove
 
 PACKAGES = ("torch", "transformers")
 
@@ -65,7 +65,7 @@ def _vllm(engine: str | None) -> list[Finding]:
 
 def _model(model: str, engine: str | None, options: dict[str, Any]) -> list[Finding]:
     try:
-        lm = LM(model, engine, prove=False, **options)
+        lm = LM(model, engine, **options)
     except PatchclampError as error:
         return [Finding("configuration", "start", "problem", str(error), "change what it names, and ask again")]
     with lm:
@@ -82,7 +82,7 @@ def _model(model: str, engine: str | None, options: dict[str, Any]) -> list[Find
         return [*found, *first, *sites, *(finding for finding in rest if finding.part != "configuration")]
 
 
-def _site(proof: Any) -> Finding:
+def _site(proof: Proof) -> Finding:
     layers = "" if proof.layers is None else f" in {proof.layers} layers"
     if proof.holds:
         return Finding("sites", proof.name, "ok", f"proved{layers}: shape, no-op write, edit, order, sums")

@@ -1,4 +1,4 @@
-"""`pc.LM`: a model on an engine."""
+"""`LM`: a model on an engine, and the calls that run prompts on it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from patchclamp.language import At, Op, Program, Site
 from patchclamp.language.fuzz import fuzz
 from patchclamp.plan import Prompt, bind
 from patchclamp.plan.bind import Code
-from patchclamp.proofs import ensure_proved
 from patchclamp.run import Run
 from patchclamp.store.named import NamedBank
 from patchclamp.stream import Stream
@@ -30,27 +29,17 @@ MAX_SCORES = 128  # token ids graded in one run: what vLLM's sampler takes
 
 
 class LM:
-    """A language model. `model` is a hub id, a folder, or "smollm2", the small real model of the demo extra.
-
-    `engine`: "vllm" (where it is installed, the default), "transformers", or "fake"; `options` are the engine's own,
-    by its own names (vLLM's engine arguments; for Transformers see `TransformersEngine`). `prove`: a site is offered
-    only once it has been proved on this live model (a few seconds on a CPU, remembered for the model and versions).
-    `allow_code`: programs may have `Apply`, Python that runs in the engine; the engine must be in this process.
-
-    Raises: `ModelError` for a model without a site table, `EngineError` if the engine does not start,
-    `UnknownName` for an option it does not have.
-    """
+    """A model on an engine, whose sites are taken as its table says; `pc.LM` (`proving.load`) proves them first."""
 
     def __init__(
         self,
         model: str,
         engine: str | Engine | None = None,
         *,
-        prove: bool = True,
         allow_code: bool = False,
         **options: Any,
     ) -> None:
-        # of the options, what runs that share a batch depend on, and with that a proof (`proofs`)
+        # of the options, those that runs in a batch depend on, and so their proofs (`proving.cache`)
         self.batching = {name: options.get(name) for name in ("max_num_seqs", "padding_side")}
         self.engine: Engine = open_engine(model, engine, options)
         self.bank, self._allow_code = NamedBank(), allow_code
@@ -60,12 +49,6 @@ class LM:
             if self.engine is not engine:
                 self.close()
             raise EngineError("allow_code needs the engine in this process: one worker, and no multiprocess_mode")
-        if prove:
-            try:
-                ensure_proved(self)
-            except BaseException:
-                self.close()
-                raise
 
     @property
     def model(self):

@@ -10,7 +10,7 @@ import torch
 from vllm.envs import disable_envs_cache
 
 import patchclamp as pc
-from patchclamp.sites.prove import prove
+from patchclamp.proving import prove
 from tests.models import with_weights
 
 D, LAYERS, RECORDS = 128, 4, 64

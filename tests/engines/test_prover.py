@@ -12,9 +12,9 @@ import torch
 import patchclamp as pc
 from patchclamp.errors import ModelError, UnsupportedSite
 from patchclamp.kernels import fused
+from patchclamp.proving import prove
 from patchclamp.sites import tables
 from patchclamp.sites.families import Tap
-from patchclamp.sites.prove import prove
 
 from ..gpu.engines import attached
 from ..models import of_family

@@ -19,7 +19,7 @@ from transformers import (
 import patchclamp as pc
 from patchclamp.engines.transformers import _can_be_padded_right
 from patchclamp.errors import ModelError
-from patchclamp.sites.prove import prove
+from patchclamp.proving import prove
 
 from ..models import FAMILIES, of_family
 from .test_families import EAGER, IDS, PROMPTS

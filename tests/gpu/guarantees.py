@@ -101,7 +101,7 @@ def cut_down(mode: str, lm) -> None:
 def guarantees(mode: str, model: str) -> None:
     """Everything that is promised, on an engine of that mode, beside stock vLLM in the same one."""
     import patchclamp as pc
-    from patchclamp.sites.prove import prove
+    from patchclamp.proving import prove
 
     options, environ = setting(mode)
     with contextlib.ExitStack() as running:

@@ -16,12 +16,12 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("plotly")
 
 import patchclamp as pc
+from patchclamp import proving
 from patchclamp.cli import demo as demo_command
 from patchclamp.cli.app import app
 from patchclamp.cli.arguments import read_options, read_positions
 from patchclamp.cli.early import check_sweep
-from patchclamp.sites import prove as prover
-from patchclamp.sites.prove import Proof
+from patchclamp.proving import Proof
 
 SWEEP = ("sweep", "fake", "--engine", "fake", "--clean", "The Eiffel is in the", "--corrupt", "The Colosseum is in the",
          "--answer", " Paris", "--foil", " Rome")  # fmt: skip
@@ -151,7 +151,7 @@ class TestErrors:
         def broken(*_, **__):
             raise pc.EngineError("[red]first[/red]\n  second " + "x" * 200, "engine")
 
-        monkeypatch.setattr("patchclamp.lm.LM", broken)
+        monkeypatch.setattr("patchclamp.proving.load.ProvedLM", broken)
         assert failed(*SWEEP) == "error: engine: [red]first[/red] second " + "x" * 200
 
     def test_a_missing_argument_is_the_usual_usage_error(self):
@@ -163,7 +163,7 @@ class TestErrors:
         def broken(*_, **__):
             raise ZeroDivisionError
 
-        monkeypatch.setattr("patchclamp.lm.LM", broken)
+        monkeypatch.setattr("patchclamp.proving.load.ProvedLM", broken)
         with pytest.raises(ZeroDivisionError):
             run(*SWEEP)
 
@@ -210,7 +210,7 @@ class TestSweep:
             asked["study"] = given
             raise pc.RunError("far enough")
 
-        monkeypatch.setattr("patchclamp.lm.LM", Closing)
+        monkeypatch.setattr("patchclamp.proving.load.ProvedLM", Closing)
         monkeypatch.setattr("patchclamp.studies.patch_sweep", study)
         line = failed(
             "sweep", "org/model", "--engine", "vllm", "--dtype", "float32", "--option", "seed=1", "--clean", "a",
@@ -274,7 +274,7 @@ class TestSites:
             Proof("resid_pre", 3, 16, "replicated", True, True, True),
             Proof("mlp_out", 3, 16, "replicated", True, False, True, "writing back [changes] the logits"),
         ]
-        monkeypatch.setattr(prover, "prove", lambda lm, full: proofs)
+        monkeypatch.setattr(proving, "prove", lambda lm, full: proofs)
         status, output = run("sites", "fake", "--engine", "fake")
         assert status == 1
         assert "mlp_out: writing back [changes] the logits" in output
@@ -316,7 +316,7 @@ class TestDemo:
             asked.append((given, options))
             raise pc.EngineError("far enough")
 
-        monkeypatch.setattr("patchclamp.lm.LM", lm)
+        monkeypatch.setattr("patchclamp.proving.load.ProvedLM", lm)
         vllm = object() if installed else None
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: vllm if name == "vllm" else find(name))
         status, output = run("demo", "--out", str(tmp_path))

@@ -17,10 +17,10 @@ ROOT = Path(patchclamp.__file__).parent
 FILES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 ORDER = (
-    "cli", "plots", "studies", "trace", "doctor", "lm", "stream", "run", "proofs", "serve", "engines", "runtime", "kernels", "plan", "sites",
+    "cli", "serve", "plots", "studies", "trace", "doctor", "proving", "lm", "stream", "run", "engines", "runtime", "kernels", "plan", "sites",
     "store", "language", "errors",
 )  # fmt: skip
-ABOVE_THE_FACE = ORDER[: ORDER.index("lm")]  # these may `import patchclamp as pc`
+ABOVE_THE_FACE = ORDER[: ORDER.index("proving")]  # these may `import patchclamp as pc`
 COMPAT = "engines/vllm/compat/"
 VLLM_PRIVATE = {
     "_prepare_inputs", "prepare_inputs", "execute_model", "sample_tokens", "model_runner", "input_batch", "hf_config",

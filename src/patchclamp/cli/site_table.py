@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from patchclamp.sites.prove import Proof
+from patchclamp.proving import Proof
 
 if TYPE_CHECKING:
     from patchclamp.lm import LM

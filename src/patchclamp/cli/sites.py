@@ -25,7 +25,7 @@ def sites(
     sure of is withdrawn.
     """
     from patchclamp.cli.site_table import show_json, show_table
-    from patchclamp.sites.prove import prove
+    from patchclamp.proving import prove
 
     with loaded(model, engine, read_options(option, dtype), prove=False) as lm:
         with ERR.status("proving every site …"):

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import patchclamp as pc
-from patchclamp.proofs import ensure_proved
-from patchclamp.sites.prove import push
+from patchclamp.proving import ensure_proved, push
 from patchclamp.studies.parity_result import Bounds, Parity, SiteParity
 
 PROMPTS = ("The capital of France is", "When John and Mary went to the store, John gave a drink to")

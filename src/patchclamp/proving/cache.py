@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-import patchclamp
+from patchclamp import __version__
 from patchclamp.engines.smollm2 import cache_folder
-from patchclamp.sites.prove import Proof, prove
+from patchclamp.proving.prove import Proof, prove
 
 
 def ensure_proved(lm: Any) -> list[Proof]:
@@ -34,16 +34,16 @@ def _key(lm: Any) -> str:
     folder = Path(lm.model.name)
     files = sorted(folder.iterdir()) if folder.is_dir() else []
     marks = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    facts = (msgspec.structs.astuple(lm.model), lm.batching, marks, patchclamp.__version__, _code())
+    facts = (msgspec.structs.astuple(lm.model), lm.batching, marks, __version__, _code())
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 
 
 def _code() -> str:
     """The code that reads and writes sites; a change of it voids old proofs."""
-    root = Path(__file__).parent
-    rooms = ("sites", "language", "kernels", "runtime", "engines", "plan", "store")
+    root = Path(__file__).parent.parent
+    rooms = ("sites", "language", "kernels", "runtime", "engines", "plan", "store", "proving")
     files = [file for room in rooms for file in sorted((root / room).rglob("*.py"))]
-    files += [root / name for name in ("proofs.py", "lm.py", "run.py")]
+    files += [root / name for name in ("lm.py", "run.py")]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 

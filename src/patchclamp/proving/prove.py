@@ -17,8 +17,8 @@ import numpy as np
 
 from patchclamp.errors import ModelError
 from patchclamp.language import Add, Capture, From, Replace, Site, prompt
-from patchclamp.sites.order import disorder, watched
-from patchclamp.sites.sums import sums
+from patchclamp.proving.order import disorder, watched
+from patchclamp.proving.sums import sums
 
 LENGTH, LONGER = 4, 11  # tokens of the proof's prompt, and of one that runs beside it
 # how far the logits of a run may be apart, alone and in a batch, of the largest: kernels round otherwise there, and
