@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import patchclamp as pc
+from patchclamp.lm import LM
 from patchclamp.proving import ensure_proved, push
 from patchclamp.studies.parity_result import Bounds, Parity, SiteParity
 
@@ -114,7 +115,7 @@ def _free() -> None:
         torch.cuda.empty_cache()
 
 
-def _kept(lm: pc.LM, run: Any) -> _Kept:
+def _kept(lm: LM, run: Any) -> _Kept:
     rows = {str(place): _flat(run[str(place)]) for place in lm.sites.places()}
     return _Kept(run.prompt_token_ids, run.token_ids, np.array(run.logprobs, np.float64), rows)
 
@@ -125,7 +126,7 @@ def _flat(rows: Any) -> np.ndarray:
     return found.reshape(len(found), -1)
 
 
-def _edit(lm: pc.LM, name: str, kept: _Kept) -> tuple[str, np.ndarray]:
+def _edit(lm: LM, name: str, kept: _Kept) -> tuple[str, np.ndarray]:
     """The middle place of a site, and the prover's push of its last row there."""
     places = lm.sites.resolve(pc.Site(name))
     place = str(places[len(places) // 2])
@@ -133,7 +134,7 @@ def _edit(lm: pc.LM, name: str, kept: _Kept) -> tuple[str, np.ndarray]:
 
 
 def _moves(
-    lm: pc.LM, prompt: list[int], edits: Mapping[str, tuple[str, np.ndarray]]
+    lm: LM, prompt: list[int], edits: Mapping[str, tuple[str, np.ndarray]]
 ) -> tuple[dict[str, np.ndarray], float]:
     """How far each edit of the prompt's last token moves the next token's logits, [V], and how far nothing does; all in
     one batch."""
