@@ -1,15 +1,17 @@
-# patchclamp: `make setup`, then `make demo`, `make test`, `make check`.
+# patchclamp: `make setup`, then `make demo`, `make test`, `make check`, `make soak`.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check docs clean
+.PHONY: help setup demo test soak check docs clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12)
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 READY := $(VENV)/.ready
+MINUTES ?= 2
+export PYTHONHASHSEED ?= 0
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,8 +21,11 @@ setup: $(READY)  ## make .venv with everything pinned in requirements/cpu.txt (P
 demo: setup  ## run the demo on the CPU, with the small real model, into out/demo
 	$(BIN)/patchclamp demo --out out/demo
 
-test: setup  ## run the tests, in two processes, each file in one (an engine of its own takes memory)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+test: setup  ## run the tests, in two processes, each group of files in one, which shares its engines (tests/conftest.py)
+	$(BIN)/python -m pytest -n 2
+
+soak: setup  ## random search for MINUTES=2, from SEED=... or one that it prints; what fails is kept for make test
+	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 check: setup  ## lint, formatting, types, and the rules of the package's structure
 	$(BIN)/ruff check .

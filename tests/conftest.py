@@ -1,23 +1,82 @@
-"""What all tests share: no hub, quiet engines, the small real model, and how golden files are made anew."""
+"""What all tests share: no hub, quiet engines, the small real model, one seed, and which tests run in one process."""
 
 import os
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+os.environ.setdefault("PYTHONHASHSEED", "0")  # of the processes that tests start
 # OpenMP's threads spin while they wait, for milliseconds wherever another process has their core: steps of small models
 # then take ten times as long
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
+    # one core for each worker: threads of two that share the cores wait for one another
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
+import random
+import sys
+import zlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import settings
 
-settings.register_profile("patchclamp", deadline=None)
-settings.load_profile("patchclamp")
+settings.register_profile("same every time", deadline=None, derandomize=True, database=None)
+settings.register_profile("soak", deadline=None, database=None, print_blob=True)
+settings.load_profile(os.environ.get("PATCHCLAMP_HYPOTHESIS", "same every time"))
+
+# Test files whose engines one worker process holds and shares, the longest group first; any other file is a group of its
+# own.  Files of a group run in this order, and their engines end with the group.
+GROUPS = {
+    "compiled": ("test_exact", "test_parity", "test_ops", "test_token_ids", "test_apply"),
+    "families": ("test_families", "test_untabled", "test_variants", "test_prover"),
+    "processes": ("test_off_is_stock", "test_two_bodies", "test_parallel"),
+    "eager": ("test_stream", "test_modes", "test_refusals", "test_cache", "test_many", "test_doctor", "test_inert"),
+    "tiny": ("test_storm", "test_capacity", "test_lora", "test_poison"),
+    "real": ("test_sweep", "test_readme", "test_cli_parity"),
+}
+GROUP_OF = {f"engines/{name}.py": group for group, names in GROUPS.items() for name in names}
+ORDER = {file: number for number, file in enumerate(GROUP_OF)}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--regen-golden", action="store_true", help="write the files in tests/golden instead of comparing")
+
+
+def group_of(nodeid: str) -> str:
+    """The group of a test: its file's."""
+    file = nodeid.partition("::")[0].removeprefix("tests/")
+    return GROUP_OF.get(file, file)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Orders the files by group, the files of no group last."""
+    items.sort(key=lambda item: ORDER.get(item.nodeid.partition("::")[0].removeprefix("tests/"), len(ORDER)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """One worker process runs all of a group. Marks for `--dist loadgroup` do not reach xdist 3.8 from pytest 9."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    config.option.loadscopereorder = False  # in the order of `GROUPS`
+    return Groups(config, log)
+
+
+@pytest.fixture(autouse=True)
+def seeded(request: pytest.FixtureRequest) -> None:
+    """Every test draws the same numbers each time, whichever tests ran before it."""
+    seed = zlib.crc32(request.node.nodeid.encode())
+    random.seed(seed)
+    np.random.seed(seed)
+    if "torch" in sys.modules:
+        import torch
+
+        torch.manual_seed(seed)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Engines are made once and shared; stock vLLM runs in a process of its own, with no plugin in it."""
+"""Engines are made once and shared by the files of a group; stock vLLM runs in a process of its own, without the plugin."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ import pytest
 
 import patchclamp as pc
 
+from ..conftest import group_of
 from ..models import with_weights
 
-VLLM = {"block_size": 32, "max_model_len": 512, "max_num_seqs": 32, "kv_cache_memory_bytes": 1 << 28}
+VLLM = {"block_size": 32, "max_model_len": 512, "max_num_seqs": 32, "kv_cache_memory_bytes": 1 << 26}
+CHUNKED = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "enable_prefix_caching": False}
 EMULATE = {"inductor_compile_config": {"emulate_precision_casts": True}}
 TINY = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 32, "vocab_size": 512}  # fmt: skip
@@ -38,20 +40,20 @@ class Engines:
         self._common: set[str] = set()
 
     def get(self, engine: str, dtype: str, compiled: bool = False, **options) -> pc.LM:
-        plain = dtype == "float32" and not options
+        common = dtype == "float32" and (not options or options == CHUNKED)
         if engine == "vllm":
             options = {**VLLM, "enforce_eager": not compiled, **options}
         if compiled and dtype == "bfloat16":
             options["compilation_config"] = EMULATE
         key = json.dumps([engine, dtype, compiled, options], sort_keys=True)
-        if plain:
+        if common:
             self._common.add(key)
         if key not in self._made:
             self._made[key] = pc.LM(self.folder, engine=engine, dtype=dtype, **options)
         return self._made[key]
 
     def close(self, rare: bool = False) -> None:
-        """Closes them; `rare`: but for those that most files use, in fp32 and without options."""
+        """Closes them; `rare`: but for those that most files use, in fp32 and without options or in chunks."""
         for key in [key for key in self._made if not rare or key not in self._common]:
             self._made.pop(key).close()
 
@@ -78,15 +80,16 @@ def _open(folder: str) -> Iterator[Engines]:
     made.close()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def rare_engines_end():
-    """Engines that one file alone uses end with it: each holds a gigabyte."""
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None):
+    """Engines that one file alone uses end with it, and the others with their group: each holds half a gigabyte."""
     yield
-    for made in _made:
-        made.close(rare=True)
-    gc.collect()
-    if sys.platform == "linux":
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # what was freed goes back
+    if nextitem is None or nextitem.path != item.path:
+        for made in _made:
+            made.close(rare=nextitem is not None and group_of(item.nodeid) == group_of(nextitem.nodeid))
+        gc.collect()
+        if sys.platform == "linux":
+            ctypes.CDLL("libc.so.6").malloc_trim(0)  # what was freed goes back
 
 
 @pytest.fixture(scope="session")
@@ -135,7 +138,7 @@ def inspected_here():
 
 
 @pytest.fixture(scope="session")
-def alone(smollm2, shortest):
+def alone(shortened, shortest):
     """`alone("float32", compiled=True)` runs `PROMPTS` on stock vLLM without the plugin and on patchclamp without a
     program, each in a process of its own, side by side; gives tokens and logprobs of both. Compiled, of some layers; run
     eagerly, of both dtypes in one process, one engine after the other."""
@@ -147,7 +150,7 @@ def alone(smollm2, shortest):
             options = [{**VLLM, "dtype": each, "enforce_eager": not compiled} for each in dtypes]
             if compiled and dtype == "bfloat16":
                 options[0]["compilation_config"] = EMULATE
-            model = shortest if compiled else str(smollm2)
+            model = shortest if compiled else shortened
             asked = json.dumps({"model": model, "options": options, "prompts": PROMPTS, "max_tokens": 8})
             environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
             made = [

@@ -1,17 +1,14 @@
 """Random programs on random prompts, coming and going as they like, together; then each alone, which must be the same.
 
-`python -m tests.engines.storm --minutes 5 --seed 7` runs it for as long as is wanted, on engines of several settings.
+Nothing waits for the clock: a request comes, or is taken back, when so many others have ended.  Each round holds requests
+that are taken back at once, one that is run again on its own blocks, and, where the cache is small, more than it can hold.
+`make soak` runs it for minutes, on engines of every setting.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
-import json
-import os
-import tempfile
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,15 +53,19 @@ def adapters_of(folder: str, into: Path) -> list[str]:
 
 
 class Asked(NamedTuple):
-    """One request, when it comes (seconds) and when it is taken back (None: never)."""
+    """One request.
+
+    `abreast`: how many requests of its round may be under way when it comes; `leaves_after`: how many others end before
+    it is taken back (0: it is taken back at once; None: never).
+    """
 
     prompt: list[int]
     edits: list[pc.Op]
     capture: list[Any]
     max_tokens: int
     sampling: dict[str, Any]
-    comes_s: float
-    leaves_s: float | None
+    abreast: int
+    leaves_after: int | None
     fails: bool
     lora: str | None = None
 
@@ -80,9 +81,9 @@ class Storm:
         self.sources: list[pc.Run] = []
         self.earlier: list[Asked] = []
 
-    def run(self, seconds: float, wanted: tuple[str, ...] = (), requests: int = 40) -> None:
-        """Rounds for so long, and up to four times as long until what is wanted was seen; then nothing may be held."""
-        before, end = self.lm.engine.status(), time.monotonic() + seconds
+    def run(self, rounds: int, requests: int = 25) -> None:
+        """So many rounds; then nothing may be held."""
+        before = self.lm.engine.status()
         everywhere = [pc.embed, *LAYERED, *PARTED, pc.final_norm]
         self.sources = self.lm.run([base[:20] for base in self.bases[:2]], max_tokens=3, capture=everywhere)
         told = self.sources[0]
@@ -92,10 +93,10 @@ class Storm:
             pc.Noise(0.05, pc.resid_mid[1]),
         ]
         del told
-        while (now := time.monotonic()) < end or (now < end + 3 * seconds and not all(self.seen[w] for w in wanted)):
+        for _ in range(rounds):
             self.round(requests)
             self.turn += 1
-            self.seen["preempted"] = self.lm.engine.status()["preemptions"] - before["preemptions"]
+        self.seen["preempted"] += self.lm.engine.status()["preemptions"] - before["preemptions"]
         self.sources, self.earlier = [], []
         gc.collect()
         self.lm.run([5], max_tokens=1)
@@ -106,9 +107,26 @@ class Storm:
         assert not self.lm.engine._held_back
 
     def round(self, requests: int) -> None:
-        asked = [self.request() for _ in range(requests)]
+        asked = [*self.crowd(), *(self.request() for _ in range(requests))]
         for one, run in zip(asked, asyncio.run(self.together(asked)), strict=True):
             self.check(one, run)
+        self.on_its_own_blocks()
+
+    def crowd(self) -> list[Asked]:
+        """Requests that come first: five that a small cache cannot hold to their end, and one that is taken back at once."""
+        some = [self.random.integers(3, V, 30).tolist() for _ in range(6)]
+        plain = Asked(some[0], [], [pc.logits], 45, {"ignore_eos": True}, 8, None, False)
+        return [plain._replace(leaves_after=0), *(plain._replace(prompt=prompt) for prompt in some[1:])]
+
+    def on_its_own_blocks(self) -> None:
+        """The same twice, one after the other: the second finds the first's blocks, if there is a prefix cache."""
+        prompt = self.random.integers(3, V, 70).tolist()
+        edits = [pc.Add(self.vector(D), self.site(), pc.prompt[-1])]
+        keep = [pc.logits, pc.resid_post[1] @ pc.prompt[-5:]]
+        asked = Asked(prompt, edits, keep, 3, {"ignore_eos": True}, 1, None, False)
+        for _ in range(2):
+            run = self.lm.run(prompt, max_tokens=3, edits=edits, capture=keep, sampling=asked.sampling)
+            self.check(asked, run)
 
     def where(self) -> str:
         return f"seed {self.seed}, round {self.turn}"
@@ -116,24 +134,42 @@ class Storm:
     # -- together and alone
 
     async def together(self, asked: list[Asked]) -> list[Any]:
-        async def one(each: Asked) -> Any:
-            await asyncio.sleep(each.comes_s)
-            return await self.lm.arun(each.prompt, max_tokens=each.max_tokens, edits=each.edits, capture=each.capture,
-                                      sampling=each.sampling, lora=each.lora)  # fmt: skip
+        """All of a round, each coming when the ones before it have ended but for as many as may be abreast of it."""
+        change, tasks, ended = asyncio.Condition(), [], 0
 
-        async def taken_back(task: asyncio.Task, each: Asked) -> None:
-            await asyncio.sleep(each.comes_s + each.leaves_s)
+        async def one(request: Asked) -> Any:
+            nonlocal ended
+            try:
+                return await self.lm.arun(request.prompt, max_tokens=request.max_tokens, edits=request.edits,
+                                          capture=request.capture, sampling=request.sampling, lora=request.lora)  # fmt: skip
+            finally:
+                async with change:
+                    ended += 1
+                    change.notify_all()
+
+        async def taken_back(task: asyncio.Task, end: int) -> None:
+            async with change:
+                await change.wait_for(lambda: ended >= end or task.done())
             task.cancel()
 
-        tasks = [asyncio.create_task(one(each)) for each in asked]
-        ends = [taken_back(task, each) for task, each in zip(tasks, asked, strict=True) if each.leaves_s is not None]
-        made = await asyncio.gather(*tasks, *ends, return_exceptions=True)
-        return made[: len(asked)]
+        leaving = []
+        for number, request in enumerate(asked):
+            async with change:
+                await change.wait_for(lambda least=number - request.abreast: ended > least)
+            tasks.append(asyncio.create_task(one(request)))
+            await asyncio.sleep(0)  # it is asked for
+            if request.leaves_after == 0:
+                tasks[-1].cancel()
+            elif request.leaves_after is not None:
+                leaving.append(asyncio.create_task(taken_back(tasks[-1], ended + request.leaves_after)))
+        made = await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*leaving)
+        return made
 
     def check(self, asked: Asked, run: Any) -> None:
         """What came of a request among others against what comes of it alone."""
         if isinstance(run, asyncio.CancelledError):
-            assert asked.leaves_s is not None, self.where()
+            assert asked.leaves_after is not None, self.where()
             self.seen["taken back"] += 1
             return
         if isinstance(run, pc.CapacityError):  # then it is too large by itself
@@ -198,10 +234,10 @@ class Storm:
 
     def request(self) -> Asked:
         """Something new, or something earlier again: to find its own blocks in the cache."""
-        leaves = float(self.random.exponential(0.15)) if self.chance(0.12) else None
-        comes = float(self.random.uniform(0, 0.6))
+        leaves = self.number(0, 6) if self.chance(0.12) else None
+        abreast = self.number(1, 20)
         if self.earlier and self.chance(0.3):
-            again = self.earlier[self.number(0, len(self.earlier))]._replace(comes_s=comes, leaves_s=leaves)
+            again = self.earlier[self.number(0, len(self.earlier))]._replace(abreast=abreast, leaves_after=leaves)
             return again if self.chance(0.5) else again._replace(edits=[self.elsewhere(op) for op in again.edits])
         base = self.bases[self.number(0, len(self.bases))]
         length = self.any(lambda: 1, lambda: self.number(2, 20), *[lambda: self.number(20, LONGEST)] * 3, lambda: 64)
@@ -215,7 +251,7 @@ class Storm:
         late = [self.site() @ pc.every[p - 1 - self.number(0, min(p, 30)) :]] if self.chance(0.5) else []
         others = [self.site() @ self.tokens(p, n) for _ in range(self.number(0, 3))] if self.chance(0.3) else late
         fuzz = {"extra_args": {"fuzz_strength": 0.1, "fuzz_seed": self.number(0, 99)}} if self.chance(0.1) else {}
-        made = Asked(prompt, edits, [pc.logits, *others], new, {"ignore_eos": True, **fuzz}, comes, leaves, fails,
+        made = Asked(prompt, edits, [pc.logits, *others], new, {"ignore_eos": True, **fuzz}, abreast, leaves, fails,
                      self.any(*[lambda a=a: a for a in (*self.adapters, None)]))  # fmt: skip
         self.earlier = [*self.earlier[-20:], made]
         return made
@@ -318,28 +354,3 @@ class Storm:
             lambda: pc.Apply(lambda h: 0.5 * h + w, at, tokens),
             lambda: pc.Apply(lambda h: h.flip(1), at, self.tokens(p, n)),
         )  # fmt: skip
-
-
-def main() -> None:
-    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    given = argparse.ArgumentParser(description=__doc__)
-    given.add_argument("--minutes", type=float, default=5.0)
-    given.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(3)))
-    asked = given.parse_args()
-    from tests.models import with_weights
-
-    with tempfile.TemporaryDirectory() as folder:
-        with_weights(Path(folder), "8b", LAYERS, **SHAPE)
-        for i, setting in enumerate(SETTINGS):
-            with engine(folder, setting) as lm:
-                storm = Storm(
-                    lm, asked.seed + i, adapters_of(folder, Path(folder)) if setting == "with adapters" else ()
-                )
-                storm.run(60 * asked.minutes / len(SETTINGS))
-                told = {**storm.seen, "rounds": storm.turn, "worst row": float(f"{storm.worst:.2g}")}
-                print(f"{setting}, seed {storm.seed}: {json.dumps(told)}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

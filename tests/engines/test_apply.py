@@ -8,8 +8,8 @@ import torch
 
 import patchclamp as pc
 
-from .conftest import PROMPTS
-from .test_ops import CHUNKED, V1
+from .conftest import CHUNKED, PROMPTS
+from .test_ops import V1
 
 AT = pc.resid_post[3]
 SAMPLING = {"ignore_eos": True}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ SITES = [pc.embed, pc.final_norm] + [site[i] for i in range(LAYERS) for site in 
 EMPTY = ("programs", "runs", "captured_bytes", "remote_rows", "pinned", "vectors")
 HELD = ("_banked", "_vectors", "_seats", "_run_of", "_request_of", "_slot_of", "_stop_of", "_brought", "_errors",
         "_token_bytes")  # fmt: skip
-RNG = np.random.default_rng()
+RNG = np.random.default_rng(0)
 
 
 @pytest.fixture(scope="module")
@@ -75,24 +74,26 @@ def check(run: pc.Run, program: list, chosen: list[int], source: pc.Run) -> None
     assert not torch.equal(after, before[chosen]), op
 
 
-def test_ten_thousand_programs_leave_every_table_empty(lm):
+def test_ten_thousand_programs_leave_every_table_empty(lm, monkeypatch):
     """More at once than there are seats, so that most of them wait; of each batch some do not even fit beside others,
     and one never does."""
     before = lm.engine.status()
     assert [before[name] for name in EMPTY] == [0] * len(EMPTY)
     assert before["free_records"] == RECORDS
     source = lm.run(list(range(3, 11)), max_tokens=1, capture=[pc.resid_mid[1]])
-    done, seated = threading.Event(), []
-    watch = threading.Thread(target=lambda: [seated.append(lm.engine.status()["programs"]) for _ in iter(
-        lambda: done.wait(0.1), True)])  # fmt: skip
-    watch.start()
-    try:
+    (runtime,) = lm.engine._engine.collective_rpc(lambda worker: worker.worker.patchclamp.runtime)
+    admit, admitted = runtime.admit, []
+
+    def counted(bound) -> None:
+        admit(bound)
+        admitted.append(len(runtime))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime, "admit", counted)
         for first in range(0, REQUESTS, BATCH):
             a_batch(lm, first, source)
-    finally:
-        done.set()
-        watch.join()
-    assert 0 < max(seated) <= 2 * SEQS
+    assert len(admitted) >= REQUESTS - REQUESTS // BATCH
+    assert SEQS <= max(admitted) <= 2 * SEQS
     del source
     gc.collect()
     lm.run([5], max_tokens=1)
@@ -101,7 +102,6 @@ def test_ten_thousand_programs_leave_every_table_empty(lm):
     assert after["free_records"] == RECORDS
     assert not lm.engine._waiting
     assert not lm.engine._held_back
-    (runtime,) = lm.engine._engine.collective_rpc(lambda worker: worker.worker.patchclamp.runtime)
     assert {name: len(getattr(runtime, name)) for name in HELD} == dict.fromkeys(HELD, 0)
     assert len(runtime.table.captures) == 0
 

@@ -9,8 +9,8 @@ from patchclamp.engines.vllm import report
 from patchclamp.engines.vllm.compat import seams
 
 
-def test_a_running_engine_is_described(engines):
-    lm = engines.get("vllm", "float32")
+def test_a_running_engine_is_described(shallow):
+    lm = shallow.get("vllm", "float32")
     found = {(finding.part, finding.name): finding for finding in lm.engine.report()}
     assert found["configuration", "runner"].told == "V1"
     assert found["configuration", "dtype"].told == "float32"
@@ -53,8 +53,8 @@ def test_a_plugin_that_is_not_installed_is_a_problem(monkeypatch):
     assert found.advice.startswith("install patchclamp with pip")
 
 
-def test_fusions_graphs_and_memory_of_a_gpu(engines):
-    config = engines.get("vllm", "float32").engine.config
+def test_fusions_graphs_and_memory_of_a_gpu(shallow):
+    config = shallow.get("vllm", "float32").engine.config
     status = {
         "runner": "v2", "workers": 2, "fusions": {"AllReduceFusionPass": [8, 0], "RMSNormQuantFusionPass": [16, 16]},
         "active_graphs": 35, "idle_graphs": 35, "active_graphs_problem": "", "memory": {"tables": 3 << 20},

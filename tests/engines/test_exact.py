@@ -20,70 +20,70 @@ def bits(run) -> tuple[list[int], list[str]]:
 
 
 @pytest.mark.parametrize("mode", MODES, ids=NAMES)
-def test_self_patch_is_bit_identical(engines, mode):
+def test_self_patch_is_bit_identical(shallow, mode):
     """Each stream word at all its layers at once, then single layers, over prompt and generated tokens."""
-    lm = engines.get(*mode)
+    lm = shallow.get(*mode)
     run = lm.run(PROMPTS[1], max_tokens=4, capture=[*STREAMS, pc.attn_out, pc.mlp_out, pc.final_norm])
     places = [[site] for site in (*STREAMS, pc.attn_out, pc.mlp_out, pc.final_norm)]
-    places += [[pc.resid_pre[0]], [pc.resid_mid[15]], [pc.resid_post[29]], [pc.resid_post[7], pc.resid_mid[8]], STREAMS]
+    places += [[pc.resid_pre[0]], [pc.resid_mid[4]], [pc.resid_post[7]], [pc.resid_post[2], pc.resid_mid[3]], STREAMS]
     for sites in places:
         again = lm.run(PROMPTS[1], max_tokens=4, edits=[pc.Replace(pc.From(run, at), at=at) for at in sites])
         assert bits(again) == bits(run), sites
-    row = pc.Replace(pc.From(run, pc.resid_post[20], pc.prompt[0]), at=pc.resid_post[20], tokens=pc.prompt[-1])
+    row = pc.Replace(pc.From(run, pc.resid_post[5], pc.prompt[0]), at=pc.resid_post[5], tokens=pc.prompt[-1])
     assert bits(lm.run(PROMPTS[1], max_tokens=4, edits=[row])) != bits(run)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=NAMES)
-def test_every_position_of_one_layer_from_the_clean_run_gives_its_logits(engines, mode):
-    lm = engines.get(*mode)
+def test_every_position_of_one_layer_from_the_clean_run_gives_its_logits(shallow, mode):
+    lm = shallow.get(*mode)
     corrupt = lm.tokens(PROMPTS[1])
     clean = [*reversed(corrupt)]
     clean_run = lm.run(clean, max_tokens=1, capture=[pc.resid_post, pc.logits])
     corrupt_run = lm.run(corrupt, max_tokens=1, capture=[pc.logits])
     assert not torch.equal(clean_run[pc.logits], corrupt_run[pc.logits])
-    for layer in (0, 14, 29):
+    for layer in (0, 4, 7):
         at = pc.resid_post[layer]
         run = lm.run(corrupt, max_tokens=1, edits=[pc.Replace(pc.From(clean_run, at), at=at)], capture=[pc.logits])
         assert torch.equal(run[pc.logits], clean_run[pc.logits]), layer
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_batchmates_of_edited_requests_are_unchanged(engines, engine):
-    lm = engines.get(engine, "float32")
+def test_batchmates_of_edited_requests_are_unchanged(shallow, engine):
+    lm = shallow.get(engine, "float32")
     prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[2], PROMPTS[1], PROMPTS[0]]
     hard = [
         pc.Add(torch.randn(lm.model.d_model), at=pc.resid_post[3], scale=20.0),
         pc.Zero(pc.attn_out),
         pc.Zero(pc.logits),
     ]
-    plain = lm.run(prompts, max_tokens=6, capture=[pc.resid_post[29]])
-    mixed = lm.run(prompts, max_tokens=6, edits=[[], hard, [], hard[:1], []], capture=[pc.resid_post[29]])
+    plain = lm.run(prompts, max_tokens=6, capture=[pc.resid_post[7]])
+    mixed = lm.run(prompts, max_tokens=6, edits=[[], hard, [], hard[:1], []], capture=[pc.resid_post[7]])
     for i in (0, 2, 4):
         assert bits(mixed[i]) == bits(plain[i])
-        assert torch.equal(mixed[i][pc.resid_post[29]], plain[i][pc.resid_post[29]])
+        assert torch.equal(mixed[i][pc.resid_post[7]], plain[i][pc.resid_post[7]])
     for i in (1, 3):
         assert mixed[i].logprobs != plain[i].logprobs
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_captures_are_not_aliases(engines, engine):
+def test_captures_are_not_aliases(shallow, engine):
     """What was captured is still the same after the engine has run other things."""
-    lm = engines.get(engine, "float32")
+    lm = shallow.get(engine, "float32")
     run = lm.run(PROMPTS[0], max_tokens=2, capture=[pc.resid_post])
-    before = {layer: run[pc.resid_post[layer]].clone() for layer in (0, 15)}
+    before = {layer: run[pc.resid_post[layer]].clone() for layer in (0, 4)}
     lm.run(list(PROMPTS), max_tokens=8, edits=[pc.Zero(pc.resid_post[2])], capture=[pc.resid_post])
     fresh = lm.run(PROMPTS[0], max_tokens=2, capture=[pc.resid_post])
     for layer, kept in before.items():
         assert torch.equal(run[pc.resid_post[layer]], kept)
         assert torch.equal(fresh[pc.resid_post[layer]], kept)
-    assert torch.equal(run[pc.resid_post[27]], fresh[pc.resid_post[27]])
+    assert torch.equal(run[pc.resid_post[6]], fresh[pc.resid_post[6]])
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_ops_act_in_order_and_captures_see_their_place(engines, engine):
-    lm = engines.get(engine, "float32")
+def test_ops_act_in_order_and_captures_see_their_place(shallow, engine):
+    lm = shallow.get(engine, "float32")
     v = torch.randn(lm.model.d_model)
-    at = pc.resid_post[10]
+    at = pc.resid_post[5]
     base = lm.run(PROMPTS[0], max_tokens=1, capture=[at])[at]
     run = lm.run(PROMPTS[0], max_tokens=1, capture=[at],
                  edits=[pc.Add(v, at=at, scale=2.0), pc.Replace(3 * v, at=at, tokens=pc.prompt[1], alpha=0.25)])  # fmt: skip

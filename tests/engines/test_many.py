@@ -10,8 +10,7 @@ import torch
 
 import patchclamp as pc
 
-from .conftest import PROMPTS
-from .test_ops import CHUNKED
+from .conftest import CHUNKED, PROMPTS
 
 BOTH = pytest.mark.parametrize("engine", ["vllm", "transformers"])
 
@@ -78,7 +77,8 @@ def test_errors_and_cancelled_calls_leave_nothing_behind(shallow, engine):
         long = asyncio.create_task(lm.arun(PROMPTS[1], max_tokens=200, capture=[pc.resid_post[1]],
                                            sampling={"ignore_eos": True}))  # fmt: skip
         short = asyncio.create_task(lm.arun(PROMPTS[0], max_tokens=3))
-        await asyncio.sleep(0.3)
+        while not (lm.engine._waiting if engine == "vllm" else len(lm.engine.runtime)):
+            await asyncio.sleep(0)  # until it is under way
         long.cancel()
         bad = lm.arun(PROMPTS[0], max_tokens=2, edits=hot)
         return await asyncio.gather(long, short, bad, return_exceptions=True)

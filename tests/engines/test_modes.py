@@ -13,10 +13,9 @@ from ..reference import parity
 from ..reference.forward import Forward
 from ..reference.hooks import PlainModel
 from ..reference.parity import BLOCK, NEW
-from .conftest import PROMPTS
+from .conftest import CHUNKED, PROMPTS, SHALLOW
 
-CHUNKED = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "enable_prefix_caching": False}
-SMALL = {"kv_cache_memory_bytes": 30 * 2 * 3 * 64 * 4 * BLOCK * 6, "max_model_len": 128, "max_num_seqs": 4}
+SMALL = {"kv_cache_memory_bytes": SHALLOW * 2 * 3 * 64 * 4 * BLOCK * 6, "max_model_len": 128, "max_num_seqs": 4}
 MODES = {
     "transformers": ("transformers", {}), "eager": ("vllm", {"enable_prefix_caching": False}),
     "chunks of 16": ("vllm", CHUNKED), "preempted": ("vllm", SMALL), "cold": ("vllm", {}), "warm": ("vllm", {}),
@@ -24,15 +23,15 @@ MODES = {
 FROM_THE_CACHE = ("cold", "warm")
 TEXT = " ".join([*PROMPTS, PROMPTS[1], PROMPTS[2]])
 SPAN, BEGIN = " France is", 3
-PROGRAMS = parity.programs(576, 30, SPAN, BEGIN)
+PROGRAMS = parity.programs(576, SHALLOW, SPAN, BEGIN)
 
 
 class Modes:
     """Runs of every program in every mode, and what the plain pass makes of them; each made once."""
 
-    def __init__(self, engines, folder: str) -> None:
-        self.engines, self.plain = engines, PlainModel(folder)
-        lm = engines.get("vllm", "float32")
+    def __init__(self, shallow, folder: str) -> None:
+        self.shallow, self.plain = shallow, PlainModel(folder)
+        lm = shallow.get("vllm", "float32")
         assert lm.tokenizer.token_strings(lm.tokens(TEXT)[BEGIN : BEGIN + 2]) == [" France", " is"]
         self.texts = parity.prompts(lm, TEXT, len(PROGRAMS))
         self.made: dict[str, list[pc.Run]] = {}
@@ -41,7 +40,7 @@ class Modes:
         """One batch of all programs. Where it is to come from the cache, only what is in a block's rest is captured."""
         if mode not in self.made:
             engine, options = MODES[mode]
-            lm, before = self.engines.get(engine, "float32", **options), 0
+            lm, before = self.shallow.get(engine, "float32", **options), 0
             if mode == "preempted":
                 before = lm.engine.status()["preemptions"]
             programs = [parity.ops(acts, BLOCK if mode in FROM_THE_CACHE else 0) for acts in PROGRAMS.values()]
@@ -60,8 +59,8 @@ class Modes:
 
 
 @pytest.fixture(scope="module")
-def modes(engines, smollm2) -> Modes:
-    return Modes(engines, str(smollm2))
+def modes(shallow, shortened) -> Modes:
+    return Modes(shallow, str(shortened))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -71,7 +70,7 @@ def test_it_does_not_matter_how_a_request_is_run(modes, mode, name):
     run = modes.run(mode)[list(PROGRAMS).index(name)]
     expected = modes.expected(name, tuple(run.token_ids))
     start = BLOCK if mode in FROM_THE_CACHE else 0
-    found = parity.compared(run, PROGRAMS[name], expected, 30, parity.TOLERANCES["float32"], start)
+    found = parity.compared(run, PROGRAMS[name], expected, SHALLOW, parity.TOLERANCES["float32"], start)
     assert not found.wrong, found.far
     if mode == "warm":
         assert run.cached_tokens == BLOCK
@@ -83,19 +82,25 @@ def test_the_comparison_sees_what_is_wrong(modes):
     run, (keep, (op, positions), again) = modes.run("transformers")[list(PROGRAMS).index(name)], PROGRAMS[name]
     weaker = msgspec.structs.replace(op, scale=0.999)
 
-    def wrong(*acts, start: int = 0) -> str:
+    def compared(*acts, start: int = 0) -> parity.Compared:
         plain = parity.expected(modes.plain, list(acts), run.prompt_token_ids, run.token_ids)
-        return " ".join(parity.compared(run, list(acts), plain, 30, parity.TOLERANCES["float32"], start).wrong)
+        return parity.compared(run, list(acts), plain, SHALLOW, bound, start)
 
-    assert wrong(keep, (op, positions), again) == ""
-    elsewhere = wrong(keep, (op, lambda p, n: [p - 2, 4, 40]), again)
-    assert all(part in elsewhere for part in ("at resid_mid[12]: touched [3, 40, ", "row 0.", "edit 0."))
-    assert wrong(keep, (weaker, positions), again).startswith("row 0.00")
-    assert "captured positions" in wrong(keep, (op, positions), again, start=1)
+    bound, site = parity.TOLERANCES["float32"], f"at {keep.at}"
+    assert compared(keep, (op, positions), again).wrong == []
+    last = len(run.prompt_token_ids)
+    elsewhere = compared(keep, (op, lambda p, n: [p - 3, 4, 40]), again)
+    assert elsewhere.wrong[0] == f"{site}: touched [3, 40, {last - 2}]"
+    assert {"row", "edit"} <= {what.split()[0] for what in elsewhere.wrong}
+    assert min(elsewhere.far["row"], elsewhere.far["edit"]) > 100 * bound.row
+    strong = compared(keep, (weaker, positions), again)
+    assert [what.split()[0] for what in strong.wrong[:2]] == ["row", "edit"]
+    assert bound.row < strong.far["row"] < 0.1
+    assert compared(keep, (op, positions), again, start=1).wrong[0] == f"{site}: captured positions"
     plain = modes.expected(name, tuple(run.token_ids))
     plain.kept[0][7, 0] = float("nan")
     try:
-        found = parity.compared(run, PROGRAMS[name], plain, 30, parity.TOLERANCES["float32"])
+        found = parity.compared(run, PROGRAMS[name], plain, SHALLOW, parity.TOLERANCES["float32"])
     finally:
         modes.expected.cache_clear()
     assert found.wrong == ["row nan"]

@@ -11,14 +11,14 @@ from patchclamp.kernels.noise import normals
 from patchclamp.plan.bound import noise_stream
 
 from ..reference.formulas import by_formula
-from .conftest import PROMPTS, SHALLOW
+from .conftest import CHUNKED, PROMPTS, SHALLOW
 
 D, V = 576, 49152
-CHUNKED = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "enable_prefix_caching": False}
+
 MODES = {
     "eager": ("vllm", "float32"), "compiled": ("vllm", "float32", True), "chunks of 16": ("vllm", "float32", CHUNKED),
 }  # fmt: skip
-RNG = np.random.default_rng()
+RNG = np.random.default_rng(0)
 V1, V2 = (0.5 * RNG.standard_normal(D).astype(np.float32) for _ in range(2))
 MASK = np.where(RNG.random(D) < 0.3, 0, np.where(RNG.random(D) < 0.3, 1, RNG.random(D))).astype(np.float32)
 WORD = np.zeros(V, np.float32)

@@ -7,7 +7,7 @@ import torch
 import patchclamp as pc
 
 from ..reference.hooks import PlainModel
-from .conftest import PROMPTS
+from .conftest import CHUNKED, PROMPTS, SHALLOW
 
 
 def worst_row(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -17,8 +17,8 @@ def worst_row(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_every_site_equals_transformers(engines, compiled):
-    lm, hub = engines.get("vllm", "float32", compiled), engines.get("transformers", "float32")
+def test_every_site_equals_transformers(shallow, compiled):
+    lm, hub = shallow.get("vllm", "float32", compiled), shallow.get("transformers", "float32")
     ours, theirs = (m.run(list(PROMPTS), max_tokens=4, capture=lm.sites.names) for m in (lm, hub))
     checked = 0
     for a, b in zip(ours, theirs, strict=True):
@@ -28,34 +28,34 @@ def test_every_site_equals_transformers(engines, compiled):
             assert len(a.positions(str(place))) == (4 if place.name == "logits" else len(a.prompt_token_ids) + 3)
             assert worst_row(a[str(place)], b[str(place)]) <= 1e-4, place
             checked += 1
-    assert checked == len(PROMPTS) * (12 * 30 + 3)
+    assert checked == len(PROMPTS) * (12 * SHALLOW + 3)
 
 
 @pytest.mark.parametrize("padding", ["left", "right"])
-def test_transformers_engine_equals_plain_hooks(engines, smollm2, padding):
-    lm, plain = engines.get("transformers", "float32", padding_side=padding), PlainModel(str(smollm2))
+def test_transformers_engine_equals_plain_hooks(shallow, shortened, padding):
+    lm, plain = shallow.get("transformers", "float32", padding_side=padding), PlainModel(str(shortened))
     runs = lm.run(list(PROMPTS), max_tokens=1, capture=lm.sites.names)
     for run in runs:
         ids = run.prompt_token_ids
         for site in ("resid_pre", "resid_mid", "attn_out", "mlp_out", "resid_post"):
-            for layer in (0, 13, 29):
+            for layer in (0, 3, 7):
                 assert worst_row(run[f"{site}[{layer}]"], plain.read(ids, site, layer)) <= 1e-5, (site, layer)
         assert worst_row(run["final_norm"], plain.read(ids, "final_norm")) <= 1e-5
         assert worst_row(run["logits"], plain.logits(ids)[None]) <= 1e-5
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_an_edit_does_what_a_plain_hook_does(engines, smollm2, engine):
-    lm, plain = engines.get(engine, "float32"), PlainModel(str(smollm2))
+def test_an_edit_does_what_a_plain_hook_does(shallow, shortened, engine):
+    lm, plain = shallow.get(engine, "float32"), PlainModel(str(shortened))
     ids = lm.tokens(PROMPTS[1])
-    generator = torch.Generator().manual_seed(int(np.random.default_rng().integers(1 << 30)))
+    generator = torch.Generator().manual_seed(int(np.random.default_rng(0).integers(1 << 30)))
     for site, layer, position in (
         ("resid_pre", 0, 3),
-        ("resid_mid", 7, 0),
-        ("attn_out", 12, 9),
-        ("mlp_out", 29, 13),
-        ("resid_post", 29, 13),
-        ("resid_post", 11, 5),
+        ("resid_mid", 2, 0),
+        ("attn_out", 4, 9),
+        ("mlp_out", 7, 13),
+        ("resid_post", 7, 13),
+        ("resid_post", 3, 5),
     ):
         row = torch.randn(lm.model.d_model, generator=generator)
         at = pc.Site(site, layer)
@@ -66,13 +66,13 @@ def test_an_edit_does_what_a_plain_hook_does(engines, smollm2, engine):
         assert torch.equal(run[at][position], row)
 
 
-def test_chunked_prefill_changes_nothing(engines):
+def test_chunked_prefill_changes_nothing(shallow):
     """Chunks of 16: prompts of several chunks, with captures and an edit that lies in a middle chunk."""
-    whole = engines.get("vllm", "float32")
-    chunked = engines.get("vllm", "float32", max_num_batched_tokens=16, max_num_seqs=8, enable_prefix_caching=False)
+    whole = shallow.get("vllm", "float32")
+    chunked = shallow.get("vllm", "float32", **CHUNKED)
     ids = whole.tokens(" ".join(PROMPTS) + " " + PROMPTS[1])
     assert len(ids) > 3 * 16
-    edit = pc.Add(torch.randn(whole.model.d_model), at=pc.resid_post[9], tokens=pc.prompt[14:35], scale=2.0)
+    edit = pc.Add(torch.randn(whole.model.d_model), at=pc.resid_post[5], tokens=pc.prompt[14:35], scale=2.0)
     late = pc.Add(torch.randn(whole.model.d_model), at=pc.mlp_out[4], tokens=pc.generated, scale=2.0)
     for edits in ([], [edit, late]):
         a, b = (
@@ -89,8 +89,8 @@ def test_chunked_prefill_changes_nothing(engines):
     assert not np.allclose(plain, edited, atol=1e-2)
 
 
-def test_one_token_prompts_and_many_lengths_at_once(engines):
-    lm, hub = engines.get("vllm", "float32"), engines.get("transformers", "float32")
+def test_one_token_prompts_and_many_lengths_at_once(shallow):
+    lm, hub = shallow.get("vllm", "float32"), shallow.get("transformers", "float32")
     ids = lm.tokens(" ".join(PROMPTS))
     prompts = [ids[:1], ids[:2], ids[3:4], ids[:33], ids]
     edits = [[pc.Add([0.5] * lm.model.d_model, at=pc.resid_mid[3], tokens=pc.prompt[-1])] for _ in prompts]

@@ -79,7 +79,7 @@ def add(scale: float, value: np.ndarray) -> Callable[[pc.Site, Any], Any]:
 def programs(width: int, layers: int, words: str, begin: int) -> dict[str, Acts]:
     """The programs, with vectors of their own, for a model of that width; its layers are those of one with 30, in
     proportion. `words`: a text of two tokens, the prompt's at `begin` and after."""
-    rng, spanned = np.random.default_rng(), [begin, begin + 1]
+    rng, spanned = np.random.default_rng(0), [begin, begin + 1]
     v1, v2, v3 = rng.standard_normal((3, width)).astype(np.float32)
     mask = np.where(rng.random(width) < 0.5, 1.0, rng.random(width))
 

@@ -22,7 +22,7 @@ def lm():
 
 
 def test_a_vector_is_used_by_its_name(lm):
-    v = np.random.default_rng().standard_normal(D).astype(np.float32)
+    v = np.random.default_rng(0).standard_normal(D).astype(np.float32)
     lm.bank["happy"] = v
     for edit in (lambda value: pc.Add(value, pc.resid_post[0], scale=2.0), lambda value: pc.Ablate(value, pc.resid_mid[1]),
                  lambda value: pc.Clamp(value, pc.embed, low=1.0),
@@ -36,7 +36,7 @@ def test_a_vector_is_used_by_its_name(lm):
 
 
 def test_a_program_is_used_by_its_name_and_scaled(lm):
-    v, w = np.random.default_rng().standard_normal((2, D)).astype(np.float32)
+    v, w = np.random.default_rng(0).standard_normal((2, D)).astype(np.float32)
     lm.bank["module"] = [pc.Add(v, pc.resid_post[0], scale=0.5), pc.Noise(0.25, pc.resid_mid[1], seed=4)]
     lm.bank["more"] = [pc.Use("module", scale=3.0, tokens=pc.prompt[-1]), pc.Add(w, pc.attn_out[1])]
     plainly = [
@@ -120,7 +120,7 @@ def test_what_is_not_there_or_does_not_fit_is_said(lm):
 
 
 def test_the_bank_reads_back_from_its_file(tmp_path):
-    bank, v = NamedBank(), np.random.default_rng().standard_normal((3, D)).astype(np.float32)
+    bank, v = NamedBank(), np.random.default_rng(0).standard_normal((3, D)).astype(np.float32)
     bank["a"], bank["rows"] = v[0], v
     bank["means"] = Means({"embed": pc.Vector.of(v[1]), "resid_pre[1]": pc.Vector.of(v[2])})
     bank["program"] = [pc.Add("a", pc.resid_post[3], scale=2.0), pc.Noise(1.0, pc.embed, seed=3)]
