@@ -149,11 +149,12 @@ class Side:
 
     def _start_threads(self) -> None:
         """Threads that begin within `on_core` would stay on that core for good."""
-        from patchclamp.store import captures
+        from patchclamp.store import host_memory
 
         drain = getattr(self._runtime.step, "drain", None) if self.ours and self.alone else None
-        pools = [captures._copiers] if drain is None else [captures._copiers, drain._workers, drain._pinned._maker,
-                                                          drain._pinned._touchers]  # fmt: skip
+        pools = [host_memory._copiers]
+        if drain is not None:
+            pools += drain._workers, drain._pinned._makers, drain._pinned._touchers
         for pool in pools:
             list(pool.map(lambda _: time.sleep(0.02), range(pool._max_workers)))
 

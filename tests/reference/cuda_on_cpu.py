@@ -14,9 +14,10 @@ import torch
 from patchclamp.kernels import moves
 from patchclamp.kernels.cuda import RECORD_WORDS
 from patchclamp.plan import ProgramTable
-from patchclamp.runtime import Runtime, cuda, device, drain, pinned
+from patchclamp.runtime import Runtime, cuda, device, drain
 from patchclamp.runtime.cuda import CudaStep
 from patchclamp.runtime.device import CudaTables
+from patchclamp.store import host_memory
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -40,9 +41,11 @@ def stub(monkeypatch: Any) -> None:
                         ("current_stream", lambda *device: _Stream())):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
-    monkeypatch.setattr(pinned, "SLAB_BYTES", 1 << 14)
+    monkeypatch.setattr(host_memory, "SLAB_BYTES", 1 << 14)
     monkeypatch.setattr(drain, "SEND_BYTES", 1 << 11)
-    monkeypatch.setattr(drain, "Pinned", lambda limit: pinned.Pinned(limit, lambda memory: None, lambda memory: None))
+    monkeypatch.setattr(
+        drain, "PinnedSlabs", lambda limit: host_memory.PinnedSlabs(limit, lambda memory: None, lambda memory: None)
+    )
     monkeypatch.setattr(cuda, "cuda", _Kernel)
     monkeypatch.setattr(cuda, "CudaTables", Tables)
     monkeypatch.setattr(moves, "warm", lambda device: None)

@@ -62,7 +62,7 @@ def check(
         if stride:
             there["origin_of_row"] = made.origin_of_row[batch.row], batch.position
         if plan.size:  # otherwise nothing reads them
-            there["base"] = made.base[plan.spans.area], plan.base + begin
-            there["offset"] = made.offset[plan.spans.number], plan.offset
+            there["base"] = made.base[plan.layout.region_number], plan.base + begin
+            there["offset"] = made.offset[plan.layout.range_number], plan.offset
         different += [f"{name} {turn}" for name, (a, b) in there.items() if not np.array_equal(a.cpu().numpy(), b)]
     return made.copies, different

@@ -47,7 +47,7 @@ def tables_of(
 ) -> SimpleNamespace:  # fmt: skip
     """What the kernel reads, plainly laid out, `behind` steps after one was planned."""
     base, offset = np.zeros(len(table.records), np.int64), np.zeros(len(table.records), np.int32)
-    base[plan.spans.area], offset[plan.spans.number] = plan.base, plan.offset
+    base[plan.layout.region_number], offset[plan.layout.range_number] = plan.base, plan.offset
     bad = torch.zeros(SLOTS + 1, dtype=torch.int64, pin_memory=device == "cuda")
     arrays = {
         "slot_of_row": plan.tokens.slot, "rank_of_row": plan.tokens.rank,
@@ -170,15 +170,18 @@ def one_round(rng: np.random.Generator, device: str, found: dict[str, int], sums
     assert tables.failed == failed, (tables.failed, failed)
     found["rows not finite"] = found.get("rows not finite", 0) + len(failed)
     host = kept.cpu()
-    spans = in_bytes.spans
-    for c, a in np.argwhere((in_bytes.count > 0)[:, None] & (spans.spread[:, None] == spans.owner)):
-        dtype, size = DTYPES[int(spans.dtype[a])], int(in_bytes.count[c] * width[spans.point[a]])
-        at, to = (int(plan.target(spans.number[c], spans.area[a])) for plan in (in_bytes, in_numbers))
+    layout = in_bytes.layout
+    for c, a in np.argwhere((in_bytes.count > 0)[:, None] & (layout.group[:, None] == layout.region_group)):
+        dtype, size = DTYPES[int(layout.dtype[a])], int(in_bytes.count[c] * width[layout.point[a]])
+        at, to = (int(plan.target(layout.range_number[c], layout.region_number[a])) for plan in (in_bytes, in_numbers))
         at += behind * stride
         got = host[at : at + size * dtype.itemsize].view(dtype)
         want = expected[to : to + size].to(dtype)
         if sums:
-            assert close(got.view(-1, width[spans.point[a]]), want.view(-1, width[spans.point[a]])), ("capture", dtype)
+            assert close(got.view(-1, width[layout.point[a]]), want.view(-1, width[layout.point[a]])), (
+                "capture",
+                dtype,
+            )
             continue
         assert torch.equal(bits(got), bits(want)), ("capture", dtype)
         found[f"captures {str(dtype)[6:]}"] = found.get(f"captures {str(dtype)[6:]}", 0) + 1

@@ -14,7 +14,7 @@ import torch
 
 import patchclamp as pc
 from patchclamp.language import Program
-from patchclamp.plan import Batch, Prompt, bind
+from patchclamp.plan import Prompt, bind
 from patchclamp.runtime import Limits, Runtime
 from patchclamp.sites import SiteMap, Sizes
 from patchclamp.sites.tables import LLAMA
@@ -54,7 +54,7 @@ class Engine:
         rebase = self.step.tables.rebase
 
         def moved(plan: Any, begin: int) -> None:
-            self.moved += begin + plan.label_lag * self.step._whole == 0
+            self.moved += begin + self.runtime.continuity.steps * self.step._reserved_bytes == 0
             rebase(plan, begin)
 
         self.step.tables.rebase = moved  # type: ignore[method-assign]
@@ -133,12 +133,9 @@ class Engine:
         rows = [(request, request.position + i) for request, n in batch for i in range(n)]
         self.positions[:] = -7
         self.positions[: len(rows)] = [at for _, at in rows]
-        if runtime.goes_on(names, position, total):
-            self.went_on += 1
-        else:
-            self.planned += 1
-            slots, row = runtime.slots(names), np.cumsum(count) - count
-            runtime.begin(Batch(slots, row.astype(np.int64), position.astype(np.int64), count.astype(np.int64), total))
+        went_on = runtime.begin_step(names, np.cumsum(count) - count, position, count, total) != "changed"
+        self.went_on += went_on
+        self.planned += not went_on
         if runtime.plan is None:
             return
         self.replayed += fits and decode
@@ -224,10 +221,8 @@ def test_an_eager_step_that_a_graph_goes_on_with_keeps_points_of_equal_bytes_apa
     one = np.ones(1, np.int64)
     for at in range(4):
         positions[0] = at
-        went_on = runtime.goes_on(["request"], np.array([at], np.int32), 1)
-        assert went_on == (at > 0)
-        if not went_on:
-            runtime.begin(Batch(runtime.slots(["request"]), 0 * one, at * one, one, 1))
+        sameness = runtime.begin_step(["request"], 0 * one, at * one, one, 1)
+        assert sameness == ("advanced" if at else "changed")
         for point in runtime.sites.points:
             row = torch.full((1, point.width), 10.0 * point.number + at)
             if at and point.rows != "sampled":
@@ -256,8 +251,7 @@ def test_a_piece_that_releases_made_smaller_is_not_gone_on_with(monkeypatch):
         runtime.assign_slot(name, f"run{i}")
     for at in range(8):
         positions[:3] = at
-        if not runtime.goes_on(names, np.full(3, at, np.int32), 3):
-            runtime.begin(Batch(runtime.slots(names), three, np.full(3, at), np.ones(3, np.int64), 3))
+        runtime.begin_step(names, three, np.full(3, at), np.ones(3, np.int64), 3)
         for point in runtime.sites.points[:-1]:
             cuda_on_cpu.graph(
                 step, point.number, torch.from_numpy(100.0 * three + at)[:, None].expand(3, WIDTH).float()
@@ -287,9 +281,8 @@ def test_what_is_released_is_not_held_by_the_last_step(monkeypatch):
     for at in range(40):
         position = np.array([at], np.int32)
         positions[0] = at
-        if not runtime.goes_on(["request"], position, 1):
-            one = np.ones(1, np.int64)
-            runtime.begin(Batch(runtime.slots(["request"]), 0 * one, position.astype(np.int64), one, 1))
+        one = np.ones(1, np.int64)
+        runtime.begin_step(["request"], 0 * one, position, one, 1)
         for point in runtime.sites.points[:-1]:
             cuda_on_cpu.graph(step, point.number, torch.zeros(1, WIDTH))
         runtime.end()

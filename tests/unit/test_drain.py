@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from patchclamp.runtime import drain, pinned
+from patchclamp.runtime import drain
+from patchclamp.store import host_memory
 
 DONE: Callable[[], bool] = lambda: True  # noqa: E731
 
@@ -92,9 +93,9 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[Device], Stream]:
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(torch.Tensor, "copy_", copy_)
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
-        monkeypatch.setattr(pinned, "SLAB_BYTES", 1 << 14)
-        slabs = lambda limit: pinned.Pinned(limit, lambda memory: None, lambda memory: None)  # noqa: E731
-        monkeypatch.setattr(drain, "Pinned", slabs)
+        monkeypatch.setattr(host_memory, "SLAB_BYTES", 1 << 14)
+        slabs = lambda limit: host_memory.PinnedSlabs(limit, lambda memory: None, lambda memory: None)  # noqa: E731
+        monkeypatch.setattr(drain, "PinnedSlabs", slabs)
         monkeypatch.setattr(drain, "SEND_BYTES", device.rng.choice([1 << 6, 1 << 9, 1 << 11, 1 << 14]))
         return current[0]
 
@@ -139,15 +140,15 @@ def test_slabs_are_filled_however_much_is_fetched_at_once(
     on: Callable[[Device], Stream], monkeypatch: pytest.MonkeyPatch, size: int, fetched: int
 ) -> None:
     on(Device(random.Random(0)))
-    monkeypatch.setattr(drain, "SEND_BYTES", pinned.SLAB_BYTES)
-    made = drain.Drain(torch.device("cpu"), 4 * pinned.SLAB_BYTES, 1 << 30)
+    monkeypatch.setattr(drain, "SEND_BYTES", host_memory.SLAB_BYTES)
+    made = drain.Drain(torch.device("cpu"), 4 * host_memory.SLAB_BYTES, 1 << 30)
     kept = []
     for _ in range(30):
         kept += [made.reserve(size)[2:] for _ in range(fetched)]
         made.flush()
-    held = sum(each.slab.size for each in made._held[:-1])
-    used = sum(each.slab.used for each in made._held[:-1])
-    assert held - used < (len(made._held) - 1) * (size + 16), "more is left empty than what did not fit"
+    held = sum(each.slab.size for each in made._filled[:-1])
+    used = sum(each.slab.used for each in made._filled[:-1])
+    assert held - used < (len(made._filled) - 1) * (size + 16), "more is left empty than what did not fit"
     turns = made.bytes // made.device_bytes + 1
-    assert len({id(block) for block, _ in kept}) <= 30 + len(made._held) + turns, "a parcel ends for no reason"
+    assert len({id(block) for block, _ in kept}) <= 30 + len(made._filled) + turns, "a parcel ends for no reason"
     made.close()

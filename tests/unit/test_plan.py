@@ -393,9 +393,10 @@ def test_slots_and_records_are_reused():
     assert (a, b, len(table), table.free_records, table.version) == (1, 2, 2, 4, 2)
     assert table.first[a].tolist() == [0, 1, 1, 3]
     assert table.first[b].tolist() == [3, 4, 4, 6]
-    spans = table.captures.now()
-    assert (spans.op.tolist(), spans.slot.tolist()) == ([100, 101, 102], [2, 2, 2])
-    assert spans.point[[spans.area_of(c, p) for c, p in enumerate([0, 2, 2])]].tolist() == [0, 2, 2]
+    layout = table.captures.layout()
+    assert (layout.op.tolist(), layout.slot.tolist()) == ([100, 101, 102], [2, 2, 2])
+    ranges, regions = layout.pairs(np.arange(3))
+    assert (ranges.tolist(), layout.point[regions].tolist()) == ([0, 1, 2], [0, 2, 2])
     table.drop(a)
     assert (len(table), table.free_records, table.first[a].tolist()) == (1, 7, [0, 0, 0, 0])
     assert table.admit(some([LINEAR] * 3, 7), counts) == a
@@ -443,23 +444,23 @@ def longest_gap(held, table) -> int:
 
 def check_captures(table, held) -> None:
     """Spans and areas say what the records do, and each record knows its own; nobody else's has the same number."""
-    spans, there, seen = table.captures.now(), set(), set()
+    layout, there, seen = table.captures.layout(), set(), set()
     for slot, (records, counts) in held.items():
         for i, (record, point) in enumerate(zip(records, np.repeat(np.arange(len(counts)), counts), strict=True)):
             if record["kind"] != CAPTURE:
                 continue
             mine = table.records[table.first[slot, 0] + i]
-            c, a = int(spans.spans_by_number[mine["step"]]), int(spans.areas_by_number[mine["value"]])
-            found = (spans.slot[c], spans.op[c], spans.start[c], spans.stop[c], spans.point[a], spans.dtype[a])
+            c, a = int(layout.range_of_number[mine["step"]]), int(layout.region_of_number[mine["value"]])
+            found = (layout.slot[c], layout.op[c], layout.start[c], layout.stop[c], layout.point[a], layout.dtype[a])
             assert found == (slot, record["value"], record["start"], record["stop"], point, record["x"])
-            assert spans.owner[a] == spans.spread[c]
+            assert layout.region_group[a] == layout.group[c]
             there.add(c), seen.add((c, a))
-    assert there == set(range(len(spans)))
-    pairs = np.argwhere(spans.spread[:, None] == spans.owner)
+    assert there == set(range(len(layout)))
+    pairs = np.argwhere(layout.group[:, None] == layout.region_group)
     assert seen == {(int(c), int(a)) for c, a in pairs}
-    assert (np.diff(spans.spread) >= 0).all()
-    assert (np.diff(spans.point) >= 0).all()
-    assert len(table.captures) == len(spans)
+    assert (np.diff(layout.group) >= 0).all()
+    assert (np.diff(layout.point) >= 0).all()
+    assert len(table.captures) == len(layout)
 
 
 @given(st.lists(st.integers(0, 8) | st.sampled_from(["drop"]), max_size=40), st.randoms(use_true_random=False))
@@ -546,7 +547,10 @@ def test_a_plan_is_what_a_loop_over_rows_says(step):
         kept = [p for p in computed[own] if record["start"] <= p < record["stop"]]
         if SAMPLED[number]:
             kept = [p for p in kept if p == computed[own][-1]]
-        c, target = plan.spans.number.tolist().index(record["step"]), int(plan.target(record["step"], record["value"]))
+        c, target = (
+            plan.layout.range_number.tolist().index(record["step"]),
+            int(plan.target(record["step"], record["value"])),
+        )
         assert plan.count[c] == len(kept)
         assert not kept or kept == list(range(plan.begin[c], plan.begin[c] + len(kept)))
         assert not kept or target % WIDTHS[number] == 0
@@ -600,7 +604,7 @@ def test_a_plans_bytes_hold_every_array():
 
 @given(st.data())
 def test_while_a_plan_is_steady_the_next_one_need_not_be_made(data):
-    """Steady decode: `later` is what planning the next step would give, for as many steps as `steady_steps` says."""
+    """Steady decode: `advanced` is what planning the next step would give, for as many steps as `steady_steps` says."""
     table, rng = ProgramTable(4, POINTS, 64), np.random.default_rng(data.draw(st.integers(0, 1 << 30)))
     for _ in range(3):
         ranges = [
@@ -608,18 +612,18 @@ def test_while_a_plan_is_steady_the_next_one_need_not_be_made(data):
         ]
         table.admit(record_array(ranges), np.array([1] * 4 + [0] * (POINTS - 4)))
     batch = Batch(np.array([1, 2, 0, 3]), np.arange(4), rng.integers(0, 9, 4), np.ones(4, np.int64), 4)
-    plan = lazy = make_plan(batch, table, WIDTHS)
-    for step in range(1, min(plan.steady_steps, 12) + 2):
+    plan = first = make_plan(batch, table, WIDTHS)
+    for step in range(1, min(first.steady_steps, 12) + 2):
         batch = Batch(batch.slot, batch.row, batch.position + 1, batch.count, 4)
         fresh = make_plan(batch, table, WIDTHS)
         same = fresh.count.tolist() == plan.count.tolist()
         if plan.steady_steps == 0:
             assert not same, step
             return
-        plan, lazy = plan.later(), lazy.later(labels=bool(rng.integers(2)))
+        plan, lazy = plan.advanced(1), first.advanced(step)
         assert same
-        assert lazy.begins()[plan.count > 0].tolist() == plan.begin[plan.count > 0].tolist()
-        assert lazy.label_lag or lazy.to_bytes() == plan.to_bytes()
+        assert first.begins(step)[plan.count > 0].tolist() == plan.begin[plan.count > 0].tolist()
+        assert lazy.to_bytes() == plan.to_bytes()
         kept = plan.count > 0
         assert plan.begin[kept].tolist() == fresh.begin[kept].tolist()
         assert plan.tokens.position.tolist() == fresh.tokens.position.tolist()
@@ -755,4 +759,4 @@ def test_captures_of_a_long_prefill_pass_two_gigabytes_and_do_not_wrap():
     size = tokens * 8192 * 4
     assert plan.size == 2 * size > 1 << 32
     assert plan.base.tolist() == [0, size]
-    assert plan.parts() == {0: (0, size), 1: (size, 2 * size)}
+    assert plan.bounds_of_point == {0: (0, size), 1: (size, 2 * size)}

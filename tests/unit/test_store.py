@@ -1,4 +1,4 @@
-"""Captured rows: kept in pieces of many steps, given back row by row, let go of; and the memory they travel through."""
+"""Captured rows: kept in chunks of many steps, given back row by row, let go of; and the memory they travel through."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 
 import patchclamp as pc
 from patchclamp.engines.vllm import shared
-from patchclamp.runtime.pinned import AHEAD, SLAB_BYTES, Pinned
-from patchclamp.store.captures import ALIGNED, BufferSlice, CaptureChunk, CaptureStore, HostBlock, ScatteredSlices
-from patchclamp.store.spans import Spans
+from patchclamp.plan.capture_layout import CaptureLayout
+from patchclamp.plan.step import PlannedCaptures, RowLabels, StepPlan, _offsets
+from patchclamp.store import host_memory
+from patchclamp.store.captures import ALIGNED, BufferSlice, CaptureChunk, CaptureStore, ScatteredSlices
+from patchclamp.store.host_memory import SLAB_BYTES, SLABS_AHEAD, HostBlock, PinnedSlabs
 
 WIDTHS = np.array([4, 6])
 TORCH = (torch.float32, torch.bfloat16, torch.float16)
@@ -38,60 +40,67 @@ class Plain:
         return {position: found[position][1] for position in sorted(found)}
 
 
-def spans_of(spread, points, dtypes=None, op=None) -> Spans:
-    """Spans of some spreads, each with its points."""
-    count, none = len(spread), np.zeros(len(spread), np.int64)
-    owner = np.repeat(np.arange(len(points)), [len(p) for p in points])
-    point, dtype = (
-        np.concatenate(points),
-        np.repeat([0] * len(points) if dtypes is None else dtypes, np.bincount(owner)),
-    )
+def layout_of(group, points, dtypes=None, op=None) -> CaptureLayout:
+    """Capture ranges, by their groups, and the points of each group."""
+    count, none = len(group), np.zeros(len(group), np.int64)
+    region_group = np.repeat(np.arange(len(points)), [len(p) for p in points])
+    point = np.concatenate(points)
+    dtype = np.repeat([0] * len(points) if dtypes is None else dtypes, np.bincount(region_group))
     order = np.argsort(point, kind="stable")
-    return Spans(np.arange(count), none + 1, none if op is None else op, none, none, np.asarray(spread), none > 0,
-                 np.arange(len(owner))[order], owner[order], point[order], dtype[order], len(points))  # fmt: skip
+    return CaptureLayout(
+        np.arange(count), none + 1, none if op is None else op, none, none, np.asarray(group), none > 0,
+        np.arange(len(point))[order], region_group[order], point[order], dtype[order], len(points),
+    )  # fmt: skip
 
 
-def captured(places, stride, spans, run, begin, count, base, row) -> CaptureChunk:
-    """The rows of a spread's spans lie one after the other."""
-    rows = np.bincount(spans.spread, count, spans.spreads).astype(np.int64)
-    offset = np.cumsum(count) - count - (np.cumsum(rows) - rows)[spans.spread]
-    return CaptureChunk(places, stride, spans, np.asarray(run), np.asarray(begin), np.asarray(count), offset, rows,
-                    np.asarray(base), np.asarray(row))  # fmt: skip
+def captured(places, size, layout, run, begin, count, base, row, unit_bytes=4) -> CaptureChunk:
+    """A chunk of steps of `size`; sizes are in numbers of `unit_bytes`, and a group's rows lie one after the other."""
+    none, labels = np.zeros(0, np.int64), RowLabels(*np.zeros((3, 0), np.int32))
+    offset, rows = _offsets(np.asarray(count), layout)
+    plan = StepPlan(labels, labels, none, layout, np.asarray(begin), np.asarray(count), offset, rows,
+                    np.asarray(base), np.asarray(row), size, unit_bytes)  # fmt: skip
+    return CaptureChunk(places, size * unit_bytes, PlannedCaptures(plan, np.asarray(run), 0))
 
 
-def piece(draw: np.random.Generator, runs: dict[str, int], plain: Plain, in_bytes: bool) -> CaptureChunk:
-    """One step of a few rows a span, or several of one row each; some spans of nobody's, some empty, some rows apart."""
-    count, steps, spreads = int(draw.integers(1, 9)), int(draw.integers(1, 5)), int(draw.integers(1, 4))
+def in_block(numbers: torch.Tensor) -> HostBlock:
+    return HostBlock(numbers.reshape(-1).view(torch.uint8))
+
+
+def chunk(draw: np.random.Generator, runs: dict[str, int], plain: Plain, in_bytes: bool) -> CaptureChunk:
+    """One step of a few rows a range, or several of one row each; some of nobody's, some empty, some rows scattered."""
+    count, steps, groups = int(draw.integers(1, 9)), int(draw.integers(1, 5)), int(draw.integers(1, 4))
     names = [str(name) for name in draw.choice([*runs, "nobody"], count)]
-    points = [np.flatnonzero(draw.random(2) < 0.6) for _ in range(spreads)]
-    points = [found if len(found) else np.array([1]) for found in points]
-    spans = spans_of(
-        np.sort(draw.integers(0, spreads, count)), points, draw.integers(0, 3, spreads), draw.permutation(count)
-    )  # fmt: skip; an op captures a position of a step once
-    many = np.ones(count, np.int64) if steps > 1 else draw.integers(0, 4, count)
-    begin, rows = draw.integers(0, 20, count), np.bincount(spans.spread, many, spreads).astype(np.int64)
-    row = WIDTHS[spans.point] * (np.array([4, 2, 2])[spans.dtype] if in_bytes else 1)
-    taken = -(-rows[spans.owner] * row // ALIGNED) * ALIGNED
-    base, stride = np.cumsum(taken) - taken, int(taken.sum())
-    made, done = captured([], stride, spans, [runs.get(name, -1) for name in names], begin, many, base, row), 0
+    points = [np.flatnonzero(draw.random(2) < 0.6) for _ in range(groups)]
+    points = [some if len(some) else np.array([1]) for some in points]
+    # an op captures a position of a step once
+    layout = layout_of(np.sort(draw.integers(0, groups, count)), points, draw.integers(0, 3, groups),
+                       draw.permutation(count))  # fmt: skip
+    counts = np.ones(count, np.int64) if steps > 1 else draw.integers(0, 4, count)
+    begin, rows = draw.integers(0, 20, count), np.bincount(layout.group, counts, groups).astype(np.int64)
+    row, unit = WIDTHS[layout.point] * (np.array([4, 2, 2])[layout.dtype] if in_bytes else 1), 1 if in_bytes else 4
+    sizes = -(-rows[layout.region_group] * row // ALIGNED) * ALIGNED
+    base, size = np.cumsum(sizes) - sizes, int(sizes.sum())
+    numbers = [runs.get(name, -1) for name in names]
+    made, done = captured([], size, layout, numbers, begin, counts, base, row, unit), 0
+    offsets, stride = _offsets(counts, layout)[0], made.stride
     while done < steps:  # some steps in one block, some in the next
         here, offset = int(draw.integers(1, steps - done + 1)), ALIGNED * int(draw.integers(0, 3))
-        kind = torch.uint8 if in_bytes else torch.float32
-        data = torch.zeros(offset + here * stride + 8, dtype=kind)
+        data = torch.zeros(offset + here * stride + 8, dtype=torch.uint8)
         for step, c, a in np.ndindex(here, count, len(row)):
-            if spans.owner[a] != spans.spread[c]:
+            if layout.region_group[a] != layout.group[c]:
                 continue
-            at, number = offset + step * stride + int(base[a] + made.offset[c] * row[a]), int(spans.point[a])
-            for i in range(int(many[c])):
-                one = torch.from_numpy(draw.standard_normal(WIDTHS[number]).astype(np.float32))
-                one = one.to(TORCH[spans.dtype[a]]) if in_bytes else one
-                mine = one.view(torch.uint8) if in_bytes else one
-                data[at + i * len(mine) : at + (i + 1) * len(mine)] = mine
+            at, point = offset + step * stride + unit * int(base[a] + offsets[c] * row[a]), int(layout.point[a])
+            for i in range(int(counts[c])):
+                one = torch.from_numpy(draw.standard_normal(WIDTHS[point]).astype(np.float32))
+                one = one.to(TORCH[layout.dtype[a]]) if in_bytes else one
+                data[at + i * one.nbytes : at + (i + 1) * one.nbytes] = one.view(torch.uint8)
                 if names[c] in plain.rows:
-                    plain.rows[names[c]].append((number, int(spans.op[c]), int(begin[c]) + done + step + i, one))
-        if here == 1 and draw.random() < 0.5:  # each area in a block of its own, and one block for several that follow
+                    plain.rows[names[c]].append((point, int(layout.op[c]), int(begin[c]) + done + step + i, one))
+        if (
+            here == 1 and draw.random() < 0.5
+        ):  # each region in a block of its own, and one block for several that follow
             cut = int(draw.integers(len(row)))
-            ends = [int(base[a]) for a in range(cut + 1)]
+            ends = [unit * int(base[a]) for a in range(cut + 1)]
             parts = [(x, y, HostBlock(data[offset + x : offset + y].clone()), 0) for x, y in itertools.pairwise(ends)]
             parts.append((ends[-1], stride, HostBlock(data[offset - ALIGNED * (offset > 0) + ends[-1] :].clone()),
                           ALIGNED * (offset > 0)))  # fmt: skip
@@ -109,7 +118,7 @@ def test_what_is_fetched_is_what_each_row_was(seed, in_bytes):
     for name in "abc":
         runs[name], plain.rows[name] = store.open(name), []
     for _ in range(int(draw.integers(1, 7))):
-        store.add(piece(draw, runs, plain, in_bytes))
+        store.add(chunk(draw, runs, plain, in_bytes))
         for name in list(runs):
             if draw.random() < 0.1:
                 store.release(name)
@@ -129,9 +138,9 @@ def test_what_is_fetched_is_what_each_row_was(seed, in_bytes):
     assert (len(store), store.bytes) == (0, 0)
 
 
-def test_a_piece_grows_in_place_where_the_next_step_lies():
+def test_a_chunk_grows_in_place_where_the_next_step_lies():
     block, other = HostBlock(torch.zeros(96)), HostBlock(torch.zeros(96))
-    one = captured([BufferSlice(block, 16)], 32, spans_of([0], [[0]]), [0], [0], [1], [0], [4])
+    one = captured([BufferSlice(block, 16)], 8, layout_of([0], [[0]]), [0], [0], [1], [0], [4])
     for place in (
         BufferSlice(block, 48),
         BufferSlice(block, 0),
@@ -139,7 +148,7 @@ def test_a_piece_grows_in_place_where_the_next_step_lies():
         ScatteredSlices([(0, 32, other, 64)]),
         BufferSlice(other, 64),
     ):
-        one.grow(place)
+        one.append(place)
     assert [place.steps for place in one.places] == [2, 1, 1, 1, 1]
     assert one.steps == 6
 
@@ -150,7 +159,7 @@ def test_what_is_still_on_its_way_is_waited_for_and_not_copied_out():
     store = CaptureStore(WIDTHS, lambda: asked.append(1) or setattr(block, "data", data.view(torch.uint8)))
     numbers, block = [store.open("a"), store.open("b"), store.open("c")], HostBlock()
     data = torch.arange(12.0)
-    store.add(captured([BufferSlice(block, 0)], 48, spans_of([0, 0, 0], [[0]]), numbers, [0] * 3, [1] * 3, [0], [16]))
+    store.add(captured([BufferSlice(block, 0)], 12, layout_of([0, 0, 0], [[0]]), numbers, [0] * 3, [1] * 3, [0], [4]))
     store.release("a"), store.release("b")
     assert (asked, store.bytes) == ([], 48)
     assert store.fetch("c", 0)[1].tolist() == [[8.0, 9.0, 10.0, 11.0]]
@@ -158,10 +167,10 @@ def test_what_is_still_on_its_way_is_waited_for_and_not_copied_out():
 
 
 def test_a_run_has_the_pieces_of_its_time_and_no_piece_outlives_its_runs():
-    store, one = CaptureStore(WIDTHS), spans_of([0], [[0]])
+    store, one = CaptureStore(WIDTHS), layout_of([0], [[0]])
 
     def add(number: int, at: int) -> None:
-        block = HostBlock(torch.full((16,), float(at)))
+        block = in_block(torch.full((16,), float(at)))
         store.add(captured([BufferSlice(block, 0)], 16, one, [number], [at], [1], [0], [4]))
 
     a = store.open("a")
@@ -185,20 +194,16 @@ def test_a_run_has_the_pieces_of_its_time_and_no_piece_outlives_its_runs():
 
 def test_large_rows_are_copied_by_several_threads_and_nothing_is_lost():
     store, rows = CaptureStore(np.array([64])), torch.randn(100_000, 64)
-    number, one = [store.open("a")], spans_of([0], [[0]])
-    store.add(
-        captured([BufferSlice(HostBlock(rows.reshape(-1)), 0)], rows.numel(), one, number, [0], [100_000], [0], [64])
-    )
+    number, one = [store.open("a")], layout_of([0], [[0]])
+    store.add(captured([BufferSlice(in_block(rows), 0)], rows.numel(), one, number, [0], [100_000], [0], [64]))
     assert torch.equal(store.fetch("a", 0)[1], rows)
-    store.add(
-        captured([BufferSlice(HostBlock(rows.reshape(-1)), 0, 50_000)], 128, one, number, [200_000], [1], [0], [64])
-    )
+    store.add(captured([BufferSlice(in_block(rows), 0, 50_000)], 128, one, number, [200_000], [1], [0], [64]))
     assert torch.equal(store.fetch("a", 0)[1][100_000:], rows[::2])
 
 
 def test_pinned_memory_is_made_ahead_used_again_and_bounded():
     pinned, gone = [], []
-    memory = Pinned(3 * SLAB_BYTES, register=pinned.append, unregister=gone.append)
+    memory = PinnedSlabs(3 * SLAB_BYTES, register=pinned.append, unregister=gone.append)
     first = memory.take(1)
     memory.give(first)
     assert memory.take(1) is first
@@ -206,7 +211,7 @@ def test_pinned_memory_is_made_ahead_used_again_and_bounded():
     assert (len(a.data), len(b.data)) == (SLAB_BYTES, SLAB_BYTES)
     big = memory.take(SLAB_BYTES + 1)
     assert (len(big.data), memory.bytes <= 3 * SLAB_BYTES + len(big.data)) == (2 * SLAB_BYTES, True)
-    assert len(pinned) <= 3 + 1 + AHEAD
+    assert len(pinned) <= 3 + 1 + SLABS_AHEAD
     before = memory.bytes
     memory.give(big)
     del big
@@ -220,7 +225,7 @@ def test_memory_that_cannot_be_pinned_serves_as_ordinary(caplog):
     def refuse(memory):
         raise MemoryError("not today")
 
-    memory = Pinned(1 << 30, register=refuse, unregister=lambda memory: pytest.fail("it was never registered"))
+    memory = PinnedSlabs(1 << 30, register=refuse, unregister=lambda memory: pytest.fail("it was never registered"))
     slab = memory.take(10)
     slab.data[:2] = 7
     assert (slab.data[:3].tolist(), "not today" in caplog.text) == ([7, 7, 0], True)
@@ -270,7 +275,7 @@ def test_rows_cross_to_another_process_and_leave_nothing(monkeypatch, parts, row
 
 
 def test_a_callers_memory_is_used_again_once_nobody_holds_it_and_is_bounded(monkeypatch):
-    monkeypatch.setattr(shared, "MAX_FREE_BYTES", 8 << 20)
+    monkeypatch.setattr(host_memory, "MAX_FREE_BYTES", 8 << 20)
     line, made = (
         Line(),
         [torch.full((50_000, 16), float(i)) for i in range(6)],
@@ -290,7 +295,7 @@ def test_a_callers_memory_is_used_again_once_nobody_holds_it_and_is_bounded(monk
     assert [rows[0, 0].item() for rows in held] == [1.0, 2.0, 3.0, 4.0, 5.0]
     del held, second, third
     gc.collect()
-    assert len(line.receiver._rooms._free) == 2
+    assert len(line.receiver._memory._free) == 2
 
 
 def test_a_larger_buffer_takes_the_place_of_a_smaller_one():
@@ -386,15 +391,15 @@ def test_a_run_that_was_released_is_told():
 def test_most_runs_of_a_wide_batch_leave_and_the_others_keep_their_rows(in_bytes):
     """Rows all of one size, as in decode: the copy that lets their memory go moves them in one take."""
     runs, points, steps, width = 12, 3, 5, 16
-    store, unit = CaptureStore(np.full(points, width)), 4 if in_bytes else 1
+    store, unit = CaptureStore(np.full(points, width)), 1 if in_bytes else 4
     number = np.array([store.open(f"run{i}") for i in range(runs)])
     rows = torch.randn(steps, points, runs, width)
-    flat = rows.view(-1).view(torch.uint8) if in_bytes else rows.view(-1)
+    flat = rows.view(-1).view(torch.uint8)
     halves = flat.split(len(flat) // steps * 2)
     places = [BufferSlice(HostBlock(half.clone()), 0, len(half) * steps // len(flat)) for half in halves]
-    across = width * unit
-    store.add(captured(places, points * runs * across, spans_of([0] * runs, [range(points)]), number, [7] * runs,
-                       [1] * runs, np.arange(points) * runs * across, [across] * points))  # fmt: skip
+    across = 4 * width // unit
+    store.add(captured(places, points * runs * across, layout_of([0] * runs, [range(points)]), number, [7] * runs,
+                       [1] * runs, np.arange(points) * runs * across, [across] * points, unit))  # fmt: skip
     before = store.bytes
     for i in range(7):
         store.release(f"run{i}")

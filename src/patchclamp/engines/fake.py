@@ -264,15 +264,14 @@ class _Programs:
         """What the step captured, with the run it belongs to."""
         plan = self._plan
         assert plan is not None
-        found, spans = [], plan.spans
-        for c in np.flatnonzero(plan.count):
+        captured, layout = [], plan.layout
+        for c, a in zip(*layout.pairs(np.flatnonzero(plan.count)), strict=True):
             positions = np.arange(plan.begin[c], plan.begin[c] + plan.count[c])
-            for a in np.flatnonzero(spans.owner == spans.spread[c]):
-                begin, width = plan.base[a] + plan.offset[c] * plan.row[a], int(plan.row[a])
-                rows = self._buffer[begin : begin + plan.count[c] * width].reshape(-1, width).copy()
-                captured = _CapturedRows(int(spans.point[a]), int(spans.op[c]), positions, rows)
-                found.append((self._run[int(spans.slot[c])], captured))
-        return found
+            begin, width = plan.base[a] + plan.offset[c] * plan.row[a], int(plan.row[a])
+            rows = self._buffer[begin : begin + plan.count[c] * width].reshape(-1, width).copy()
+            rows_at = _CapturedRows(int(layout.point[a]), int(layout.op[c]), positions, rows)
+            captured.append((self._run[int(layout.slot[c])], rows_at))
+        return captured
 
 
 class _Writer:

@@ -17,7 +17,7 @@ import torch
 from patchclamp.kernels.noise import FRACTION, MASK, MULTIPLIERS, OCTAVES, PARTS, STEPS, quantiles
 from patchclamp.plan import APPLY, BLEND, CAPTURE, LINEAR, MATCH, NOISE, PROJECT, ProgramTable, StepPlan
 from patchclamp.plan.records import columns_of
-from patchclamp.plan.step import Rows
+from patchclamp.plan.step import RowLabels
 
 CodeRunner = Callable[[int, torch.Tensor, int, np.ndarray], torch.Tensor | None]
 
@@ -25,7 +25,7 @@ CodeRunner = Callable[[int, torch.Tensor, int, np.ndarray], torch.Tensor | None]
 def apply(
     hidden_RW: torch.Tensor,
     residual_RW: torch.Tensor | None,
-    rows: Rows,
+    rows: RowLabels,
     point: int,
     table: ProgramTable,
     plan: StepPlan,
@@ -102,7 +102,7 @@ def _keep(
     kept_K: torch.Tensor,
 ) -> None:
     width = h_AW.shape[1]
-    begin = plan.begin[plan.spans.spans_by_number[records["step"]]]
+    begin = plan.begin[plan.layout.range_of_number[records["step"]]]
     row = plan.target(records["step"], records["value"]) // width + (position[mine] - begin)
     _rows(kept_K, width).index_copy_(0, _on(h_AW, row), h_AW[_on(h_AW, mine)])
 

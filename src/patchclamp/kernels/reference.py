@@ -12,12 +12,12 @@ import numpy as np
 from patchclamp.kernels.noise import normals
 from patchclamp.plan import APPLY, BLEND, CAPTURE, LINEAR, MATCH, NOISE, PROJECT, ProgramTable, StepPlan
 from patchclamp.plan.records import columns_of
-from patchclamp.plan.step import Rows
+from patchclamp.plan.step import RowLabels
 
 
 def apply(
     h_RW: np.ndarray,
-    rows: Rows,
+    rows: RowLabels,
     point: int,
     table: ProgramTable,
     plan: StepPlan,
@@ -32,8 +32,8 @@ def apply(
     point and at positions [n], and gives None where it failed.
     """
     width = h_RW.shape[1]
-    spans = {int(number): c for c, number in enumerate(plan.spans.number)}
-    areas = {int(number): a for a, number in enumerate(plan.spans.area)}
+    spans = {int(number): c for c, number in enumerate(plan.layout.range_number)}
+    areas = {int(number): a for a, number in enumerate(plan.layout.region_number)}
     edited_R = np.zeros(len(h_RW), bool)
     for r in range(len(h_RW)):
         slot, position, matched = int(rows.slot[r]), int(rows.position[r]), True

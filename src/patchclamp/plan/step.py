@@ -1,26 +1,30 @@
 """The step plan: what one engine step must do, as arrays.
 
-The engine's batch is R flat rows; a request owns the rows of its scheduled positions.  Everything an op's record says
-about positions is compared on the device; the host only says whose row each row is, and where captured rows go.  In
-steady decode neither changes from step to step.
+The engine's batch is R flat rows; a request owns the rows of its scheduled positions.  The device compares positions
+with those of the records; the host only says whose row each row is, and where captured rows go.  In steady decode
+neither changes from step to step: one plan serves all steps until a request comes, goes, or enters or leaves a range.
 
-    R rows of the step · N requests of the step · S slots · P points · C spans that admitted programs capture ·
-    G spreads of them · A areas (`store.spans`)
+    R rows of the step · N requests of the step · S slots · P points · C capture ranges · G point groups · A regions
+    (`plan.capture_layout`)
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import msgspec
 import numpy as np
 
+from patchclamp.plan.capture_layout import CaptureLayout
 from patchclamp.plan.table import ProgramTable
-from patchclamp.store.spans import Spans
+from patchclamp.store.captured import CAPTURED
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """A step's requests: slot (0: no program), first flat row, first position, how many positions; each [N]."""
+    """A step's requests, each [N]: slot (0: no program), first flat row, first position, number of positions.
+
+    `rows`: R, the flat rows of the step.
+    """
 
     slot: np.ndarray
     row: np.ndarray
@@ -29,34 +33,36 @@ class Batch(msgspec.Struct, frozen=True):
     rows: int
 
 
-class Rows(msgspec.Struct, frozen=True):
-    """Whose rows they are: for each flat row its slot (0: nobody's), its position in that request, and its `rank`
-    among the request's rows of this step; int32 [R]. Positions are left out, [0], where a device knows them."""
+class RowLabels(msgspec.Struct, frozen=True):
+    """For each flat row, int32 [R]: the slot of its request (0: nobody's), its position in that request, and its rank
+    among the request's rows of this step. Positions are left out, [0], where the device knows them."""
 
     slot: np.ndarray
     position: np.ndarray
     rank: np.ndarray
 
-    def later(self, steps: int) -> Rows:
-        """The same rows, each request `steps` positions on."""
-        return Rows(self.slot, self.position + steps, self.rank)
+    def advanced(self, steps: int) -> RowLabels:
+        """The same rows after each request went on by `steps` positions."""
+        return RowLabels(self.slot, self.position + steps, self.rank)
 
 
-class StepPlan(msgspec.Struct, frozen=True):
-    """`tokens` labels the rows of the step, `sampled` those that logits are computed for (each request's last).
+class StepPlan(msgspec.Struct, frozen=True, dict=True):
+    """What a step must do.
 
-    `active` [P] bool: points at which some request of the step has records.  Of `spans`, span c keeps `count[c]`
-    positions from `begin[c]` on, and its rows are those from `offset[c]` on of the `rows` [G] of its spread; [C].
-    Area a begins at `base[a]` of the step's capture buffer of `size`, in rows of `row[a]`; [A], in numbers, or in bytes
-    where rows are kept in their own dtype.  `holds` says for how many further steps, each of one token a request, the
-    same rows are captured; `age`, for how many that has been so; positions here lag `behind` the step at hand by so
-    many where nobody on the host needs them.
+    `tokens`: labels of all rows. `sampled`: labels of the rows that logits are computed for, each request's last.
+    `active` [P] bool: the points at which some request of the step has records.
+    Capture range c of `layout` keeps `count[c]` positions from `begin[c]` on; its rows are the rows from `offset[c]` on
+    of its group's `rows` [G]; [C].
+    Region a begins at `base[a]` of the step's capture buffer, and each of its rows takes `row[a]`; [A].
+    `size`: of the buffer. `base`, `row` and `size` are in units of `unit_bytes`: fp32 numbers, or bytes where rows are
+    kept in their own dtype.
+    `steady_steps`: for how many further steps, of one token a request, the same rows are captured.
     """
 
-    tokens: Rows
-    sampled: Rows
+    tokens: RowLabels
+    sampled: RowLabels
     active: np.ndarray
-    spans: Spans
+    layout: CaptureLayout
     begin: np.ndarray
     count: np.ndarray
     offset: np.ndarray
@@ -64,51 +70,40 @@ class StepPlan(msgspec.Struct, frozen=True):
     base: np.ndarray
     row: np.ndarray
     size: int
+    unit_bytes: int = 4
     steady_steps: int = 0
-    steps_since: int = 0
-    label_lag: int = 0
 
     @property
     def captures_nothing_ever(self) -> bool:
         """Whether nothing is captured, nor will be in any step that goes on like this one."""
         return self.size == 0 and self.steady_steps == FOREVER
 
-    def later(self, labels: bool = True) -> StepPlan:
-        """The plan of the next step, when every request goes on by one token and `holds` is not 0.
+    def advanced(self, steps: int) -> StepPlan:
+        """The plan of the step `steps` later, at most `steady_steps`, if every request goes on by a token a step."""
+        return msgspec.structs.replace(
+            self, tokens=self.tokens.advanced(steps), sampled=self.sampled.advanced(steps),
+            begin=self.begins(steps), steady_steps=self.steady_steps - steps,
+        )  # fmt: skip
 
-        `labels`: with positions brought up to date, which a device knows by itself.
-        """
-        changed: dict[str, Any] = {
-            "steady_steps": self.steady_steps - 1,
-            "steps_since": self.steps_since + 1,
-            "label_lag": self.label_lag + 1,
-        }
-        if labels:
-            tokens, sampled = (rows.later(self.label_lag + 1) for rows in (self.tokens, self.sampled))
-            changed |= {"tokens": tokens, "sampled": sampled, "begin": self._begins(self.label_lag + 1), "label_lag": 0}
-        return msgspec.structs.replace(self, **changed)
-
-    def begins(self) -> np.ndarray:
-        """The first position that each span keeps in the step at hand, [C]."""
-        return self._begins(self.label_lag)
-
-    def _begins(self, steps: int) -> np.ndarray:
+    def begins(self, steps: int) -> np.ndarray:
+        """The first position that each range keeps in the step `steps` later, [C]."""
         return np.where(self.count > 0, self.begin + steps, self.begin) if steps and self.size else self.begin
 
-    def target(self, span: np.ndarray, area: np.ndarray) -> np.ndarray:
-        """Where in the step's buffer the rows of spans lie in areas, both by number."""
-        a = self.spans.areas_by_number[area]
-        return self.base[a] + self.offset[self.spans.spans_by_number[span]] * self.row[a]
+    def target(self, range_number: np.ndarray, region_number: np.ndarray) -> np.ndarray:
+        """Where in the step's buffer the rows of ranges begin in regions, both by number."""
+        region = self.layout.region_of_number[region_number]
+        return self.base[region] + self.offset[self.layout.range_of_number[range_number]] * self.row[region]
 
-    def parts(self) -> dict[int, tuple[int, int]]:
-        """For each point where rows are captured the part of the buffer that holds them: its begin and end."""
-        rows = self.rows[self.spans.owner]
+    @functools.cached_property
+    def bounds_of_point(self) -> dict[int, tuple[int, int]]:
+        """For each point where rows are captured, the part of the buffer that holds them: its begin and end."""
+        rows = self.rows[self.layout.region_group]
         live = np.flatnonzero(rows)
-        points, starts = np.unique(self.spans.point[live], return_index=True)
+        points, starts = np.unique(self.layout.point[live], return_index=True)
         end = (self.base + rows * self.row)[live]
         last = np.append(starts[1:], len(live)) - 1
-        ranges = zip(self.base[live][starts].tolist(), end[last].tolist(), strict=True)
-        return dict(zip(points.tolist(), ranges, strict=True))
+        bounds = zip(self.base[live][starts].tolist(), end[last].tolist(), strict=True)
+        return dict(zip(points.tolist(), bounds, strict=True))
 
     def to_bytes(self) -> bytes:
         """Every array in a fixed order and layout, for golden plans."""
@@ -119,7 +114,41 @@ class StepPlan(msgspec.Struct, frozen=True):
         return b"".join(np.int64(len(a)).tobytes() + np.ascontiguousarray(a, "<i4").tobytes() for a in arrays)
 
 
-NUMBERS, BYTES = np.array([1, 1, 1]), np.array([4, 2, 2])  # size of a captured number, by dtype, in either unit
+class PlannedCaptures(msgspec.Struct):
+    """What the step `steps` after the planned one captures, and for whom: `run` [C] is the number of each capture
+    range's run. The store asks for the table when somebody fetches (`store.captured.CaptureSource`)."""
+
+    plan: StepPlan
+    run: np.ndarray
+    steps: int
+
+    def bytes_of_runs(self) -> dict[int, int]:
+        """The bytes that a step captures of each run, in order of runs' numbers."""
+        plan, layout = self.plan, self.plan.layout
+        live = np.flatnonzero(plan.count)
+        position_bytes = np.bincount(layout.region_group, plan.row * plan.unit_bytes, layout.groups)
+        run, which = np.unique(self.run[live], return_inverse=True)
+        sizes = np.bincount(which, plan.count[live] * position_bytes[layout.group[live]], len(run))
+        return dict(zip(run.tolist(), sizes.astype(np.int64).tolist(), strict=True))
+
+    def table(self) -> np.ndarray:
+        """Every captured range at every point as `CAPTURED`, in order of runs' numbers."""
+        plan, layout = self.plan, self.plan.layout
+        live = np.flatnonzero(plan.count)
+        ranges, regions = layout.pairs(live[np.argsort(self.run[live], kind="stable")])
+        table: np.ndarray = np.empty(len(ranges), CAPTURED)
+        table["run"], table["op"], table["point"] = self.run[ranges], layout.op[ranges], layout.point[regions]
+        table["position"], table["count"] = plan.begin[ranges] + self.steps, plan.count[ranges]
+        table["offset"] = (plan.base[regions] + plan.offset[ranges] * plan.row[regions]) * plan.unit_bytes
+        table["row_bytes"] = plan.row[regions] * plan.unit_bytes
+        table["dtype"] = 0 if plan.unit_bytes == 4 else layout.dtype[regions]  # on the host all rows are kept in fp32
+        return table
+
+
+NUMBERS, BYTES = (
+    np.array([1, 1, 1]),
+    np.array([4, 2, 2]),
+)  # size of a captured number by dtype: in fp32 numbers, in bytes
 FOREVER = 1 << 30
 
 
@@ -127,82 +156,87 @@ def make_plan(batch: Batch, table: ProgramTable, widths: np.ndarray, unit: np.nd
     """The plan of one step. `widths` [P]: numbers in a row of each point."""
     steady = np.count_nonzero(batch.count == 1) == len(batch.count)
     tokens, last = _label(batch, steady, unit is NUMBERS)
-    active, spans = table.active(batch.slot), table.captures.now()
-    if len(spans) == 0:
-        none = np.zeros(0, np.int64)
-        nothing = (none, none, none, none, none, none)
-        return StepPlan(tokens, last, active, spans, *nothing, 0, FOREVER if steady else 0)
-    reach = np.full((2, len(table.first)), -1)  # of each slot: its first position, and where it ends
-    reach[0, batch.slot] = batch.position
-    reach[1, batch.slot] = batch.position + batch.count
-    reach[:, 0] = -1  # nobody's
-    now, end = reach.take(spans.slot, 1)
-    begin = np.maximum(spans.start, np.where(spans.sampled, end - 1, now) if spans.any_sampled else now)
-    count = np.minimum(spans.stop, end)
+    active, layout = table.active(batch.slot), table.captures.layout()
+    unit_bytes = 1 if unit is BYTES else 4
+    if len(layout) == 0:
+        none, steady_steps = np.zeros(0, np.int64), FOREVER if steady else 0
+        return StepPlan(tokens, last, active, layout, none, none, none, none, none, none, 0, unit_bytes, steady_steps)
+    bounds = np.full((2, len(table.first)), -1)  # of each slot: the step's first position, and the end of its positions
+    bounds[0, batch.slot] = batch.position
+    bounds[1, batch.slot] = batch.position + batch.count
+    bounds[:, 0] = -1  # nobody's
+    now, end = bounds.take(layout.slot, 1)
+    begin = np.maximum(layout.start, np.where(layout.sampled, end - 1, now) if layout.any_sampled else now)
+    count = np.minimum(layout.stop, end)
     count -= begin
     np.maximum(count, 0, out=count)
+    offset, rows = _offsets(count, layout)
+    row = widths[layout.point] * unit[layout.dtype]
+    sizes = rows[layout.region_group] * row
+    base, size = _side_by_side(sizes, table.sampled[layout.point]) if unit is BYTES else _by_width(sizes, row)
+    steady_steps = _steady_steps(now, layout.start, layout.stop) if steady else 0
+    return StepPlan(tokens, last, active, layout, begin, count, offset, rows, base, row, size, unit_bytes, steady_steps)
+
+
+def _offsets(count: np.ndarray, layout: CaptureLayout) -> tuple[np.ndarray, np.ndarray]:
+    """The first row of each range among its group's rows, and how many rows each group has."""
     offset = count.cumsum()
     offset -= count
-    if spans.spreads == 1:
-        rows = offset[-1:] + count[-1:]
-    else:
-        rows = np.bincount(spans.spread, count, spans.spreads).astype(np.int64)
-        offset -= (rows.cumsum() - rows).take(spans.spread)
-    row = widths[spans.point] * unit[spans.dtype]
-    taken = rows[spans.owner] * row
-    base, size = _side_by_side(taken, table.sampled[spans.point]) if unit is BYTES else _by_width(taken, row)
-    holds = _steady_steps(now, spans.start, spans.stop) if steady else 0
-    return StepPlan(tokens, last, active, spans, begin, count, offset, rows, base, row, size, holds)
+    if layout.groups == 1:
+        return offset, offset[-1:] + count[-1:]
+    rows = np.bincount(layout.group, count, layout.groups).astype(np.int64)
+    offset -= (rows.cumsum() - rows).take(layout.group)
+    return offset, rows
 
 
 def _steady_steps(now: np.ndarray, start: np.ndarray, stop: np.ndarray) -> int:
-    """For how many steps of one token no request, at position `now` (−1: not here), enters or leaves a span."""
-    left = np.where(now < start, start, stop) - now
-    left = left[(now >= 0) & (left > 0)]
-    return int(left.min()) - 1 if len(left) else FOREVER
+    """For how many steps of one token no request, at position `now` (−1: not here), enters or leaves a range."""
+    until = np.where(now < start, start, stop) - now
+    until = until[(now >= 0) & (until > 0)]
+    return int(until.min()) - 1 if len(until) else FOREVER
 
 
-def _side_by_side(taken: np.ndarray, sampled: np.ndarray) -> tuple[np.ndarray, int]:
-    """Where areas of so many bytes begin: each at a multiple of 16, those of sampled rows after all others."""
-    taken, end = (taken + 15) & -16, np.zeros_like(taken)
+def _side_by_side(sizes: np.ndarray, sampled: np.ndarray) -> tuple[np.ndarray, int]:
+    """Where regions of so many bytes begin: each at a multiple of 16, those of sampled rows after all others."""
+    sizes, end = (sizes + 15) & -16, np.zeros_like(sizes)
     order = sampled.argsort(kind="stable") if sampled.any() else slice(None)
-    end[order] = taken[order].cumsum()
-    return end - taken, int(end.max())
+    end[order] = sizes[order].cumsum()
+    return end - sizes, int(end.max())
 
 
-def _by_width(taken: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, int]:
-    """Where areas of so many numbers begin: those of one width at multiples of it, so that they can be seen as rows."""
-    base, size = np.zeros(len(taken), np.int64), 0
+def _by_width(sizes: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, int]:
+    """Where regions of so many numbers begin: at multiples of their width, so that the buffer can be seen as rows."""
+    base, size = np.zeros(len(sizes), np.int64), 0
     for width in np.unique(row):
-        mine = np.flatnonzero(row == width)
-        end = -(-size // width) * width + np.cumsum(taken[mine])
-        base[mine] = end - taken[mine]
+        regions = np.flatnonzero(row == width)
+        end = -(-size // width) * width + np.cumsum(sizes[regions])
+        base[regions] = end - sizes[regions]
         size = int(end[-1])
     return base, size
 
 
-def _label(batch: Batch, steady: bool, positions: bool) -> tuple[Rows, Rows]:
+def _label(batch: Batch, steady: bool, positions: bool) -> tuple[RowLabels, RowLabels]:
     """Labels of the step's rows and of the sampled ones; without positions where a device knows them."""
     slot, count, none = batch.slot.astype(np.int32), batch.count, np.zeros(0, np.int32)
-    last = Rows(slot, (batch.position + count - 1).astype(np.int32), np.zeros_like(slot)) if positions else None
+    last = RowLabels(slot, (batch.position + count - 1).astype(np.int32), np.zeros_like(slot)) if positions else None
     ends = batch.row + count
     if ends[-1] != batch.rows or batch.row[0] != 0 or ends[:-1].tobytes() != batch.row[1:].tobytes():
-        return _label_apart(batch), last or Rows(slot, none, none)
+        return _label_with_gaps(batch), last or RowLabels(slot, none, none)
     if steady:
         position = batch.position.astype(np.int32) if positions else none
-        return Rows(slot, position, np.zeros_like(slot)), last or Rows(slot, none, none)
+        return RowLabels(slot, position, np.zeros_like(slot)), last or RowLabels(slot, none, none)
     rank = np.arange(batch.rows, dtype=np.int32)
     rank -= batch.row.astype(np.int32).repeat(count)
     position = batch.position.repeat(count).astype(np.int32) + rank if positions else none
-    return Rows(slot.repeat(count), position, rank), last or Rows(slot, none, none)
+    return RowLabels(slot.repeat(count), position, rank), last or RowLabels(slot, none, none)
 
 
-def _label_apart(batch: Batch) -> Rows:
-    """The same where rows of nobody's lie between, or requests are in another order than their rows."""
+def _label_with_gaps(batch: Batch) -> RowLabels:
+    """The same where rows between belong to nobody, or requests are in another order than their rows."""
     slot, position, rank = np.zeros((3, batch.rows), np.int32)
     within = np.arange(int(batch.count.sum())) - np.repeat(np.cumsum(batch.count) - batch.count, batch.count)
     row = np.repeat(batch.row, batch.count) + within
     slot[row] = np.repeat(batch.slot, batch.count)
     position[row] = np.repeat(batch.position, batch.count) + within
     rank[row] = within
-    return Rows(slot, position, rank)
+    return RowLabels(slot, position, rank)

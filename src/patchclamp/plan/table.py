@@ -11,7 +11,7 @@ import numpy as np
 
 from patchclamp.errors import CapacityError
 from patchclamp.plan.bound import APPLY, CAPTURE
-from patchclamp.plan.captures import Captures
+from patchclamp.plan.capture_layout import CaptureRanges
 from patchclamp.plan.records import RECORD, named
 
 
@@ -33,7 +33,7 @@ class ProgramTable:
         self.version = 0
         self.changed: tuple[set[int], list[tuple[int, int]]] = (set(), [])
         self.sampled = np.zeros(points, bool) if sampled is None else sampled
-        self.captures = Captures(self.sampled)
+        self.captures = CaptureRanges(self.sampled)
         self.coded: set[int] = set()  # slots with code among their records
         self._free_slots = list(range(slots, 0, -1))
         self._free = [(0, records)]  # (begin, end), ascending

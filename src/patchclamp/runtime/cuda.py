@@ -21,7 +21,8 @@ from patchclamp.runtime.device import CudaTables
 from patchclamp.runtime.drain import Drain
 from patchclamp.runtime.graphs import Recorded
 from patchclamp.store.bank import Bank
-from patchclamp.store.captures import BufferSlice, HostBlock, ScatteredSlices
+from patchclamp.store.captures import BufferSlice, ScatteredSlices
+from patchclamp.store.host_memory import HostBlock
 
 
 class CudaStep:
@@ -46,10 +47,11 @@ class CudaStep:
         self.recording = False
         moves.warm(bank.data.device)
         self._plan: StepPlan | None = None
-        self._parts: dict[int, tuple[int, int]] | None = None
-        self._whole = self._begin = 0
-        self._place: BufferSlice | None = None
-        self._left: list[tuple[int, int, HostBlock, int]] = []
+        self._steps = 0  # since that plan was made
+        self._reserved_bytes = 0  # of each step's captures, what is reserved when it begins
+        self._begin = 0  # where the tables say that the captures of the planned step begin
+        self._place: BufferSlice | None = None  # what was reserved when the step began
+        self._tap_parts: list[tuple[int, int, HostBlock, int]] = []  # what taps reserved
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """What graphs read and write of ours, by name."""
@@ -65,20 +67,18 @@ class CudaStep:
         """Device memory held, beside the bank."""
         return sum(self.memory.values())
 
-    def begin(self, plan: StepPlan, batch: Batch, fresh: bool) -> None:
-        self._plan, self._batch = plan, batch
-        if fresh:
-            self._parts, self._whole = None, self._at_once(plan)
+    def begin(self, plan: StepPlan, batch: Batch, steps: int) -> None:
+        self._plan, self._batch, self._steps = plan, batch, steps
+        if not steps:
+            self._reserved_bytes = self._at_once(plan)
             self.recorded.use(plan.active)
-        self._left, self._place, begin = [], None, 0
-        if self._whole:
-            _, at, block, offset = self.drain.reserve(self._whole)
+        self._tap_parts, self._place, begin = [], None, 0
+        if self._reserved_bytes:
+            _, at, block, offset = self.drain.reserve(self._reserved_bytes)
             self._place = BufferSlice(block, offset)
-            begin = (
-                at - plan.label_lag * self._whole
-            )  # where the step that was planned has, or would have, its captures
-        if fresh:
-            self.tables.load(plan, batch, begin, self._whole if plan.steady_steps else 0)
+            begin = at - steps * self._reserved_bytes
+        if not steps:
+            self.tables.load(plan, batch, begin, self._reserved_bytes if plan.steady_steps else 0)
         elif begin != self._begin:
             self.tables.rebase(plan, begin)
         self._begin = begin
@@ -86,9 +86,9 @@ class CudaStep:
     def _at_once(self, plan: StepPlan) -> int:
         """How many bytes of a step's captures are reserved at once: all, or all but the sampled rows', which come last,
         or none where they are too many."""
-        if plan.size <= self.most or not plan.spans.any_sampled:
+        if plan.size <= self.most or not plan.layout.any_sampled:
             return plan.size if plan.size <= self.most else 0
-        size = int(plan.base[self.tables.table.sampled[plan.spans.point]].min())
+        size = int(plan.base[self.tables.table.sampled[plan.layout.point]].min())
         return size if size <= self.most else 0
 
     def apply(
@@ -100,9 +100,9 @@ class CudaStep:
             return None
         kept, begin, plan = self.drain.ring, 0, self._plan
         if plan is not None and plan.size:
-            if self._whole == plan.size:
-                begin = -plan.label_lag * self._whole if sampled else 0  # of other rows the kernel knows it
-            elif sampled or not self._whole:
+            if self._reserved_bytes == plan.size:
+                begin = -self._steps * self._reserved_bytes if sampled else 0  # of other rows the kernel knows it
+            elif sampled or not self._reserved_bytes:
                 kept, begin = self._reserved(plan, point)
         if self.tables.table.coded:
             return self._carry_out(point, hidden_RW, residual_RW, kept, begin, sampled)
@@ -111,12 +111,12 @@ class CudaStep:
 
     def _reserved(self, plan: StepPlan, point: int) -> tuple[torch.Tensor, int]:
         """Memory for what a point captures, and which byte of the step's, as the tables count them, is its first."""
-        self._parts = plan.parts() if self._parts is None else self._parts
-        if point not in self._parts:
+        bounds = plan.bounds_of_point.get(point)
+        if bounds is None:
             return self.drain.ring, 0
-        begin, end = self._parts[point]
+        begin, end = bounds
         kept, at, block, offset = self.drain.reserve(end - begin)
-        self._left.append((begin, end, block, offset))
+        self._tap_parts.append((begin, end, block, offset))
         return kept, begin + self._begin - at
 
     def _carry_out(
@@ -142,7 +142,7 @@ class CudaStep:
         and the call's record, after the one, if there is one, that asks for the token."""
         assert self._plan is not None
         table, found = self.tables.table, []
-        first = self._batch.position + self._plan.label_lag
+        first = self._batch.position + self._steps
         for n, slot in enumerate(self._batch.slot.tolist()):
             if slot not in table.coded:
                 continue
@@ -164,7 +164,7 @@ class CudaStep:
         assert self.code is not None
         batch, record = self._batch, records[-1]
         rows = batch.row[n] + np.arange(batch.count[n])
-        position = batch.position[n] + self._plan.label_lag + np.arange(batch.count[n])
+        position = batch.position[n] + self._steps + np.arange(batch.count[n])
         if sampled:
             rows, position = rows[-1:], position[-1:]
         holds = (record["start"] <= position) & (position < record["stop"])
@@ -190,16 +190,17 @@ class CudaStep:
     def end(self, plan: StepPlan) -> BufferSlice | ScatteredSlices | None:
         """Where its part of the ring will lie, and those of taps that reserved their own."""
         place, self._place = self._place, None  # whoever is given them holds them, nobody else
-        left, self._left = self._left, []
-        if plan.size > self._whole:
-            self._parts = plan.parts() if self._parts is None else self._parts
-            if len(left) < sum(begin >= self._whole for begin, _ in self._parts.values()):
-                raise ModelError("rows that were to be captured did not come by their taps")
-        if not left:
+        parts, self._tap_parts = self._tap_parts, []
+        reserved_bytes = self._reserved_bytes
+        if plan.size > reserved_bytes and len(parts) < sum(
+            begin >= reserved_bytes for begin, _ in plan.bounds_of_point.values()
+        ):
+            raise ModelError("rows that were to be captured did not come by their taps")
+        if not parts:
             return place
         if place is not None:
-            left.append((0, self._whole, place.block, place.offset))
-        return ScatteredSlices(left)
+            parts.append((0, self._reserved_bytes, place.block, place.offset))
+        return ScatteredSlices(parts)
 
     def prepare(self) -> None:
         self.drain.prepare()

@@ -69,7 +69,6 @@ class CudaTables:
             setattr(self, name, view)
         self._staging = [_Staging(MIN_STAGING_WORDS) for _ in range(DEPTH)]
         self._turn, self._rows, self.copies, self.rebased = 0, 0, 0, 0
-        self._sent: dict[str, np.ndarray] = {}
         # how the kernel was launched before, with the addresses of what it reads here (`kernels.cuda.site`)
         self.ready: dict[Any, Any] = {}
         self._bad = _pinned(2 * len(table.first)).zero_().view(torch.int64)  # written by the device
@@ -113,9 +112,9 @@ class CudaTables:
         self._rows = len(plan.tokens.slot)
         self._send([
             (self._at["slot_of_row"], slot),
-            *self._unless_there("rank_of_row", plan.tokens.rank),
-            *self._unless_there("row_of_sample", (batch.row + batch.count - 1).astype(np.int32)),
-            *self._unless_there("stride", np.array([stride]).view(np.int32)),
+            (self._at["rank_of_row"], plan.tokens.rank),
+            (self._at["row_of_sample"], (batch.row + batch.count - 1).astype(np.int32)),
+            (self._at["stride"], np.array([stride]).view(np.int32)),
             *origin,
             *self._changed(),
             *self._targets(plan, begin),
@@ -125,14 +124,6 @@ class CudaTables:
         """The same with other memory for what is captured."""
         self._send(self._targets(plan, begin)[1:])
         self.copies, self.rebased = self.copies - 1, self.rebased + 1
-
-    def _unless_there(self, name: str, words: np.ndarray) -> list[tuple[int, np.ndarray]]:
-        """Words for the beginning of a table that only `load` writes, if others were sent last."""
-        sent = self._sent.get(name)
-        if sent is not None and sent[: len(words)].tobytes() == words.tobytes():
-            return []
-        self._sent[name] = words
-        return [(self._at[name], words)]
 
     def _changed(self) -> list[tuple[int, np.ndarray]]:
         slots, records = self.table.take_changed()
@@ -144,11 +135,11 @@ class CudaTables:
         return found + [(self._at["records"] + a * size, words[a * size : b * size]) for a, b in records]
 
     def _targets(self, plan: StepPlan, begin: int) -> list[tuple[int, np.ndarray]]:
-        """Where captured rows go, by span and area: of each one range from the lowest number to the highest."""
+        """Where captured rows go, by range and by region: of each the table from the lowest number to the highest."""
         if not plan.size:
             return []
-        low, offset = _by_number(plan.spans.number, plan.offset, np.int32)
-        lowest, base = _by_number(plan.spans.area, plan.base + begin, np.int64)
+        low, offset = _by_number(plan.layout.range_number, plan.offset, np.int32)
+        lowest, base = _by_number(plan.layout.region_number, plan.base + begin, np.int64)
         return [(self._at["offset"] + low, offset), (self._at["base"] + 2 * lowest, base.view(np.int32))]
 
     def _send(self, segments: list[tuple[int, np.ndarray]]) -> None:

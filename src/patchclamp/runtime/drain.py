@@ -15,15 +15,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import torch
 
-from patchclamp.runtime.pinned import Pinned, Slab
-from patchclamp.store.captures import ALIGNED, HostBlock
+from patchclamp.store.captures import ALIGNED
+from patchclamp.store.host_memory import HostBlock, PinnedSlabs, Slab
 
-SEND_BYTES = 1 << 26  # gathered in the ring before it is sent: 1.2 ms on the way, against 0.3 of host time at worst
-LOOKED_AT = 8  # slabs, to see whether they are free again, whenever one is full
-BEHIND = 4  # slabs being moved to ordinary memory before the engine waits
+SEND_BYTES = 1 << 26  # sent at once: 1.2 ms on the way, against at most 0.3 ms of host time
+SLABS_CHECKED = 8  # slabs that are asked whether they are free again, whenever one is full
+MAX_SPILLS = 4  # slabs that are moved to ordinary memory at once before the engine waits
 
 
-class _Held:
+class _FilledSlab:
     """A slab, the blocks that lie in it, and when its last copy from the device is done."""
 
     def __init__(self, slab: Slab) -> None:
@@ -50,10 +50,10 @@ class Drain:
         self._sent: collections.deque[tuple[int, int, torch.cuda.Event]] = collections.deque()
         self._loose: list[tuple[torch.Tensor, HostBlock]] = []
         self._pinned_bytes = pinned_bytes
-        self._pinned = Pinned(pinned_bytes)
-        self._held: list[_Held] = []  # the last one is being filled
-        self._held_bytes = self._next = 0  # theirs; which of them is looked at next
-        self._spills: collections.deque[tuple[Future[None], _Held]] = collections.deque()
+        self._pinned = PinnedSlabs(pinned_bytes)
+        self._filled: list[_FilledSlab] = []  # the last one is being filled
+        self._filled_bytes = self._next = 0  # theirs; which of them is looked at next
+        self._spills: collections.deque[tuple[Future[None], _FilledSlab]] = collections.deque()
         self._workers = ThreadPoolExecutor(4, thread_name_prefix="patchclamp-spill")
         self.bytes = self.spilled = 0
 
@@ -84,7 +84,7 @@ class Drain:
         self.send()
         if self._head + size > self._ring_bytes:
             self._head = self._unsent = self._clear = 0
-        rest = self._held[-1].slab.size - self._held[-1].slab.used if self._held else 0
+        rest = self._filled[-1].slab.size - self._filled[-1].slab.used if self._filled else 0
         share = rest if size <= rest < self._share else self._share  # a parcel that does not fit leaves it empty
         clear = min(self._head + max(share, size), self._ring_bytes)
         while self._sent and self._sent[0][2].query():
@@ -165,41 +165,41 @@ class Drain:
         return target, done
 
     def _note(self, block: HostBlock) -> None:
-        self._held[-1].blocks.append(weakref.ref(block))
+        self._filled[-1].blocks.append(weakref.ref(block))
 
-    def _room(self, size: int) -> _Held:
-        if self._held and self._held[-1].slab.used + size <= self._held[-1].slab.size:
-            return self._held[-1]
-        self._give_back(LOOKED_AT)
-        while self._spills and (len(self._spills) > BEHIND or self._spills[0][0].done()):
+    def _room(self, size: int) -> _FilledSlab:
+        if self._filled and self._filled[-1].slab.used + size <= self._filled[-1].slab.size:
+            return self._filled[-1]
+        self._give_back(SLABS_CHECKED)
+        while self._spills and (len(self._spills) > MAX_SPILLS or self._spills[0][0].done()):
             future, held = self._spills.popleft()
             future.result()
             self._pinned.give(held.slab)
-        if self._held_bytes > self._pinned_bytes:
-            self._give_back(len(self._held))
-        while self._held_bytes > self._pinned_bytes:
-            held, self._next = self._held.pop(0), max(self._next - 1, 0)
-            self._held_bytes -= held.slab.size
+        if self._filled_bytes > self._pinned_bytes:
+            self._give_back(len(self._filled))
+        while self._filled_bytes > self._pinned_bytes:
+            held, self._next = self._filled.pop(0), max(self._next - 1, 0)
+            self._filled_bytes -= held.slab.size
             self._spills.append((self._workers.submit(_spill, held), held))
             self.spilled += 1
-        self._held.append(_Held(self._pinned.take(size)))
-        self._held_bytes += self._held[-1].slab.size
-        return self._held[-1]
+        self._filled.append(_FilledSlab(self._pinned.take(size)))
+        self._filled_bytes += self._filled[-1].slab.size
+        return self._filled[-1]
 
     def _give_back(self, most: int) -> None:
         """Looks at `most` slabs in turn, and gives back those that nobody reads or writes any more."""
-        for _ in range(min(most, len(self._held))):
-            self._next %= len(self._held)
-            held = self._held[self._next]
+        for _ in range(min(most, len(self._filled))):
+            self._next %= len(self._filled)
+            held = self._filled[self._next]
             if held.in_use:
                 self._next += 1
                 continue
-            del self._held[self._next]
-            self._held_bytes -= held.slab.size
+            del self._filled[self._next]
+            self._filled_bytes -= held.slab.size
             self._pinned.give(held.slab)
 
 
-def _spill(held: _Held) -> None:
+def _spill(held: _FilledSlab) -> None:
     """Moves what still lives of a slab to ordinary memory."""
     if held.done is not None:
         held.done.synchronize()

@@ -22,11 +22,12 @@ from patchclamp.plan.bind import Code
 from patchclamp.plan.bound import BoundOp, Keep, source_of
 from patchclamp.plan.records import records_of
 from patchclamp.plan.step import NUMBERS
+from patchclamp.runtime.continuity import Continuity, Sameness
 from patchclamp.runtime.shards import columns_in, shard_op
 from patchclamp.runtime.step import HostStep, Step
 from patchclamp.sites import SiteMap, View
 from patchclamp.store.bank import Bank
-from patchclamp.store.captures import ALIGNED, ITEM_BYTES, CaptureChunk, CaptureStore
+from patchclamp.store.captures import ALIGNED, ITEM_BYTES, CaptureStore
 
 Packed = tuple[str, str, str | None]
 
@@ -60,13 +61,6 @@ class _Admitted(msgspec.Struct):
     code_stop: int
 
 
-class _OpenChunk(msgspec.Struct):
-    """A piece that the next step may go on with, and the age of its last step's plan."""
-
-    piece: CaptureChunk
-    steps_since: int
-
-
 class Runtime:
     """Programs of one model of `sites` on `device`."""
 
@@ -98,11 +92,8 @@ class Runtime:
         self.failures = 0  # runs whose edits were not finite
         self._errors: dict[str, Packed] = {}
         self._run_of_slot = np.full(limits.max_programs + 1, -1, np.int64)
-        self._slots_of_last_batch: tuple[list[str], int, np.ndarray] | None = None
-        self._last: tuple[Batch, StepPlan, int] | None = None
+        self.continuity = Continuity(self.table)
         self._acts = b""  # of the plan at hand: whether it does anything at a point, a byte each
-        self._next = np.zeros(0, np.int64)  # positions of the step after the last one, if it goes on like that
-        self._growing: _OpenChunk | None = None  # what the last step captured, to be gone on with
         self._token_bytes: collections.Counter[int] = collections.Counter()  # seats by what a token of theirs captures
         self._code: dict[int, tuple[str, Code]] = {}  # by number: its run, and what it runs
         self._code_of: dict[str, list[int]] = {}
@@ -304,7 +295,7 @@ class Runtime:
         if run not in self._admitted:
             return
         self.collect_failures()
-        self._growing = None  # whatever follows is planned anew, and what these hold may soon be let go
+        self.continuity.forget()  # it holds captures that may soon be released
         seat, request = self._admitted.pop(run), self._request_of.pop(run, "")
         self._slot_of.pop(request, None)
         self._stop_of.pop(request, None)
@@ -327,55 +318,40 @@ class Runtime:
 
     def slots(self, requests: list[str]) -> np.ndarray:
         """The slots of a step's requests, [N]; 0 for one without a program."""
-        if (
-            self._slots_of_last_batch is None
-            or self._slots_of_last_batch[0] != requests
-            or self._slots_of_last_batch[1] != self.table.version
-        ):
-            slots = np.fromiter(map(self._slot_of.get, requests, repeat(0)), np.int64, len(requests))
-            self._slots_of_last_batch = (requests, self.table.version, slots)
-        return self._slots_of_last_batch[2]
+        return np.fromiter(map(self._slot_of.get, requests, repeat(0)), np.int64, len(requests))
 
     def __len__(self) -> int:
         """Programs seated."""
         return len(self._admitted)
 
-    def begin(self, batch: Batch) -> None:
-        """Plans a step; without programs in it the step stays idle."""
-        self._last = None
+    def begin(self, batch: Batch, requests: Sequence[str] = ()) -> None:
+        """Plans a step of a batch, whose `requests` later steps may go on with; without programs it stays idle."""
+        self.continuity.forget()
+        self.plan = None
         if not batch.slot.any():
-            self.plan = None
             return
         self.steps_planned += 1
-        self._growing = None
         self.plan = make_plan(batch, self.table, self.widths, self.step.unit)
         self._acts = self.plan.active.tobytes()
-        self.step.begin(self.plan, batch, fresh=True)
-        if self.plan.steady_steps:
-            self._last, self._next = (batch, self.plan, self.table.version), batch.position + 1
+        self.continuity.start(list(requests), batch, self.plan, self.step.unit is not NUMBERS)
+        self.step.begin(self.plan, batch, 0)
 
-    def goes_on(self, requests: list[str], position: np.ndarray, total: int) -> bool:
-        """Goes on with the last plan, if this step is the last one with every request one token on and nothing else to
-        do; `total` is the number of its tokens."""
-        if self._last is None or self._slots_of_last_batch is None:
-            return False
-        batch, plan, version = self._last
-        known = plan.steady_steps > 0 and version == self.table.version and total == len(requests)
-        if not known or requests != self._slots_of_last_batch[0]:
-            return False
-        if self._next.dtype != position.dtype:
-            self._next = self._next.astype(position.dtype)
-        if self._next.tobytes() != position.tobytes():  # the cheapest comparison there is
-            return False
-        self._next += 1
-        labels = self.step.unit is NUMBERS
-        # what a device does in this and in all steps that follow is the same, unless code asks for positions
-        if labels or self.table.coded or not plan.captures_nothing_ever:
-            plan = plan.later(labels)
-            self._last = (batch, plan, version)
-        self.plan = plan
-        self.step.begin(plan, batch, fresh=False)
-        return True
+    def begin_step(
+        self, requests: list[str], row: np.ndarray, position: np.ndarray, count: np.ndarray, total: int
+    ) -> Sameness:  # fmt: skip
+        """Begins a step of requests with their first rows, first positions and numbers of tokens, `total` in all:
+        goes on with the last plan, or plans anew. The arrays may change after it."""
+        sameness = self.continuity.judge(requests, position, total)
+        if sameness == "changed":
+            row, position, count = row.astype(np.int64), position.astype(np.int64), count.astype(np.int64)
+            self.begin(Batch(self.slots(requests), row, position, count, total), requests)
+            return sameness
+        self.plan = self.continuity.plan
+        if sameness == "advanced":
+            assert self.plan is not None
+            assert self.continuity.batch is not None
+            self.step.begin(self.plan, self.continuity.batch, self.continuity.steps)
+        return sameness
 
     def apply(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Carries out the step's plan at a point: what every tap ends in."""
@@ -427,16 +403,9 @@ class Runtime:
         place = None if plan is None else self.step.end(plan)
         if plan is None or place is None:
             return
-        growing = self._growing
-        if growing is not None and growing.piece.offset is plan.offset and growing.steps_since == plan.steps_since - 1:
-            growing.piece.grow(place)
-            growing.steps_since = plan.steps_since
-            return
-        run = self._run_of_slot[plan.spans.slot]
-        piece = CaptureChunk([place], plan.size, plan.spans, run, plan.begins(), plan.count, plan.offset, plan.rows,
-                         plan.base, plan.row)  # fmt: skip
-        self._growing = _OpenChunk(piece, plan.steps_since)
-        self.store.add(piece)
+        chunk = self.continuity.captured(place, self._run_of_slot)
+        if chunk is not None:
+            self.store.add(chunk)
 
     def _load(self, key: str) -> None:
         """Brings a key into the bank: an inline vector from its host copy, a run's rows from the store."""

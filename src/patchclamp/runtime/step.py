@@ -11,7 +11,8 @@ from patchclamp.kernels import fused
 from patchclamp.plan import Batch, ProgramTable, StepPlan
 from patchclamp.plan.step import NUMBERS
 from patchclamp.store.bank import Bank
-from patchclamp.store.captures import BufferSlice, HostBlock, ScatteredSlices
+from patchclamp.store.captures import BufferSlice, ScatteredSlices
+from patchclamp.store.host_memory import HostBlock
 
 
 class Step(Protocol):
@@ -27,8 +28,8 @@ class Step(Protocol):
         """Bytes held on the device beside the bank, by what they are for."""
         ...
 
-    def begin(self, plan: StepPlan, batch: Batch, fresh: bool) -> None:
-        """A planned step begins; `fresh` is False where the last plan goes on by one token a request."""
+    def begin(self, plan: StepPlan, batch: Batch, steps: int) -> None:
+        """Begins the step that is `steps` after the one of `plan` and `batch`, each of one token a request."""
         ...
 
     def apply(
@@ -73,8 +74,9 @@ class HostStep:
     def __init__(self, table: ProgramTable, bank: Bank) -> None:
         self._table, self._bank = table, bank
 
-    def begin(self, plan: StepPlan, batch: Batch, fresh: bool) -> None:
-        self._plan, self._kept = plan, torch.empty(plan.size, device=self._bank.data.device)
+    def begin(self, plan: StepPlan, batch: Batch, steps: int) -> None:
+        self._plan = plan.advanced(steps) if steps else plan
+        self._kept = torch.empty(plan.size, device=self._bank.data.device)
         self._last_rows = batch.row + batch.count - 1
 
     def apply(
@@ -88,7 +90,7 @@ class HostStep:
         return fused.apply(hidden_RW, residual_RW, *given)
 
     def end(self, plan: StepPlan) -> BufferSlice | ScatteredSlices | None:
-        return BufferSlice(HostBlock(self._kept.cpu()), 0) if plan.size else None
+        return BufferSlice(HostBlock(self._kept.cpu().view(torch.uint8)), 0) if plan.size else None
 
     def prepare(self) -> None:
         return None

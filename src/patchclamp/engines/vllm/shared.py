@@ -7,18 +7,11 @@ holds depends on the buffer.  Little, and where there is no room for a buffer, t
 
 from __future__ import annotations
 
-import atexit
-import collections
-import contextlib
 import itertools
-import mmap
 import os
-import tempfile
 import threading
 import uuid
-import weakref
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -26,15 +19,11 @@ import numpy as np
 import safetensors.torch
 import torch
 
+from patchclamp.store import host_memory
+
 MAX_INLINE_BYTES = 1 << 20  # bytes that travel in the answer
 MAX_BUFFER_BYTES = 1 << 26  # bytes of a buffer
-MAX_FREE_BYTES = 1 << 28  # bytes that a receiver keeps to be used again
-_HUGE = 1 << 21
-_SHARE = 1 << 20  # bytes that a thread copies at once
 _PATIENCE = 3  # fetches in a row without sight of the sender's files before they are asked for no more
-
-_copiers = ThreadPoolExecutor(8, thread_name_prefix="patchclamp-share")
-_paths: set[str] = set()  # not mapped by a receiver yet
 
 
 class _Buffer(msgspec.Struct):
@@ -55,7 +44,7 @@ class Sender:
         self, positions: np.ndarray, rows: list[torch.Tensor], to: str, mapped: Collection[int] = (), at: int = 0,
         files: bool = True,
     ) -> Any:  # fmt: skip
-        """What the receiver `to` makes positions [T] and rows [T, W] of; it has mapped the buffers `mapped`.
+        """An answer for the receiver `to`, which has mapped the buffers `mapped`: positions [T] and rows [T, W].
 
         `rows` are contiguous parts, in order; of their bytes those from `at` on, as many as the buffer holds.  `files`:
         it can open ours.
@@ -68,31 +57,35 @@ class Sender:
             joined = rows[0] if len(rows) == 1 else torch.cat(rows)
             return safetensors.torch.save({"positions": torch.from_numpy(positions), "rows": joined.contiguous()})
         here = min(size - at, len(buffer.memory))
-        _copy(_cut([part.view(-1).view(torch.uint8).numpy() for part in rows], at, here), buffer.memory)
+        parts = _cut([part.view(-1).view(torch.uint8).numpy() for part in rows], at, here)
+        ends = np.cumsum([len(part) for part in parts]).tolist()
+        host_memory.copy_bytes(
+            [(buffer.memory[end - len(part) : end], part) for end, part in zip(ends, parts, strict=True)]
+        )
         shape = [sum(len(part) for part in rows), rows[0].shape[-1]]
         return {"buffer": buffer.number, "path": buffer.path, "size": len(buffer.memory), "here": here,
                 "positions": positions.tobytes(), "shape": shape, "dtype": str(rows[0].dtype)[6:]}  # fmt: skip
 
     def _buffer(self, to: str, mapped: Collection[int], size: int) -> _Buffer | None:
         """The receiver's buffer, for so many bytes; None where there is no room."""
-        found = self._buffers.get(to)
-        if found is not None and found.number in mapped:
-            _paths.discard(found.path)
-            found.path = ""
-        known = found is not None and (found.number in mapped or os.path.exists(found.path))
-        if found is not None and known and len(found.memory) >= size:
-            return found
+        buffer = self._buffers.get(to)
+        if buffer is not None and buffer.number in mapped:
+            host_memory.forget_shared(buffer.path)
+            buffer.path = ""
+        usable = buffer is not None and (buffer.number in mapped or os.path.exists(buffer.path))
+        if buffer is not None and usable and len(buffer.memory) >= size:
+            return buffer
         for name in [name for name in self._buffers if name == to or not _alive(name)]:
             self._drop(name)
-        made = _made(1 << (size - 1).bit_length())
-        if made is not None:
-            self._buffers[to] = _Buffer(next(self._numbers), *made)
+        shared = host_memory.make_shared(1 << (size - 1).bit_length())
+        if shared is not None:
+            self._buffers[to] = _Buffer(next(self._numbers), *shared)
         return self._buffers.get(to)
 
     def _drop(self, to: str) -> None:
         buffer = self._buffers.pop(to, None)
         if buffer is not None and buffer.path:
-            _unlink(buffer.path)
+            host_memory.delete_shared(buffer.path)
 
 
 class Receiver:
@@ -101,7 +94,7 @@ class Receiver:
     def __init__(self) -> None:
         self.name = f"{os.getpid()}-{uuid.uuid4().hex}"
         self._buffers: dict[int, tuple[int, np.ndarray]] = {}  # by sender: its buffer's number, and the memory
-        self._rooms = _Rooms()
+        self._memory = host_memory.ReusedMemory()
         self._lock = threading.Lock()  # from asking until what lies in the buffer is copied out
         self._unseen = 0  # fetches in a row that did not see the sender's files
 
@@ -124,10 +117,10 @@ class Receiver:
                 dtype = getattr(torch, handed["dtype"])
                 if shape != handed["shape"]:  # the first part, or the run has gone on meanwhile
                     fresh, shape, at = at == 0, handed["shape"], 0
-                    data = self._rooms.take(shape[0] * shape[1] * dtype.itemsize)
+                    data = self._memory.take(shape[0] * shape[1] * dtype.itemsize)
                     if not fresh:
                         continue
-                _copy([memory[: handed["here"]]], data[at:])
+                host_memory.copy_bytes([(data[at : at + handed["here"]], memory[: handed["here"]])])
                 at += handed["here"]
                 if at == len(data):
                     rows = torch.from_numpy(data).view(dtype).view(shape)
@@ -135,86 +128,21 @@ class Receiver:
 
     def _map(self, handed: dict[str, Any]) -> np.ndarray:
         number = handed["buffer"]
-        there = self._buffers.get(number >> 16)
-        if there is not None and there[0] == number:
-            return there[1]
-        with open(handed["path"], "r+b") as file:
-            memory = np.frombuffer(mmap.mmap(file.fileno(), handed["size"]), np.uint8)
-        os.unlink(handed["path"])
-        self._buffers[number >> 16] = number, memory
-        return memory
-
-
-def _made(size: int) -> tuple[str, np.ndarray] | None:
-    """A new file's path and its memory; all of it is had at once, so that a full device is an error and not a crash."""
-    for folder in ("/dev/shm", tempfile.gettempdir()):
-        try:
-            file, path = tempfile.mkstemp(prefix="patchclamp-", dir=folder)
-        except OSError:
-            continue
-        try:
-            os.posix_fallocate(file, 0, size)
-            memory = np.frombuffer(mmap.mmap(file, size), np.uint8)
-        except OSError:  # no room here
-            os.unlink(path)
-        else:
-            _paths.add(path)
-            return path, memory
-        finally:
-            os.close(file)
-    return None
-
-
-class _Rooms:
-    """The receiver's own memory, in huge pages if the system has them; what nobody holds any more is used again."""
-
-    def __init__(self) -> None:
-        self._free: collections.deque[mmap.mmap] = collections.deque()
-
-    def take(self, size: int) -> np.ndarray:
-        """So many bytes."""
-        for room in list(self._free):
-            if size <= len(room) <= 2 * size:
-                with contextlib.suppress(ValueError):  # another thread was faster
-                    self._free.remove(room)
-                    return self._lent(room, size)
-        room = mmap.mmap(-1, -(-size // _HUGE) * _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):
-                room.madvise(mmap.MADV_HUGEPAGE)
-        return self._lent(room, size)
-
-    def _lent(self, room: mmap.mmap, size: int) -> np.ndarray:
-        data = np.frombuffer(room, np.uint8, size)
-        weakref.finalize(data, self._back, room).atexit = False
-        return data
-
-    def _back(self, room: mmap.mmap) -> None:
-        # called wherever the last reference happens to go: it may wait for no lock
-        if sum(map(len, list(self._free))) + len(room) <= MAX_FREE_BYTES:
-            self._free.append(room)
+        buffer = self._buffers.get(number >> 16)
+        if buffer is None or buffer[0] != number:
+            buffer = self._buffers[number >> 16] = number, host_memory.map_shared(handed["path"], handed["size"])
+        return buffer[1]
 
 
 def _cut(parts: list[np.ndarray], at: int, size: int) -> list[np.ndarray]:
     """The bytes at … at + size − 1 of several arrays laid side by side."""
-    found = []
+    inside = []
     for part in parts:
         begin, end = max(at, 0), min(at + size, len(part))
         if begin < end:
-            found.append(part[begin:end])
+            inside.append(part[begin:end])
         at -= len(part)
-    return found
-
-
-def _copy(parts: list[np.ndarray], to: np.ndarray) -> None:
-    """Copies arrays of bytes side by side, several threads at once."""
-    shares, at = [], 0
-    for part in parts:
-        for i in range(0, len(part), _SHARE):
-            share = part[i : i + _SHARE]
-            shares.append((to[at : at + len(share)], share))
-            at += len(share)
-    list(_copiers.map(lambda share: np.copyto(*share), shares))
+    return inside
 
 
 def _alive(name: str) -> bool:
@@ -225,15 +153,3 @@ def _alive(name: str) -> bool:
     except PermissionError:
         pass
     return True
-
-
-def _unlink(path: str) -> None:
-    _paths.discard(path)
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
-
-
-@atexit.register
-def _unlink_all() -> None:
-    for path in list(_paths):
-        _unlink(path)

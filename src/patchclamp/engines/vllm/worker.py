@@ -19,7 +19,7 @@ from patchclamp.engines.vllm.compat.addresses import Watch
 from patchclamp.engines.vllm.compat.attention import after as after_attention
 from patchclamp.engines.vllm.compat.graphs import Graphs, compiled_ahead, fusions_of, lacks_idle_variant
 from patchclamp.errors import EngineError, pack
-from patchclamp.plan import Batch, BoundProgram
+from patchclamp.plan import BoundProgram
 from patchclamp.plan.bind import Code
 from patchclamp.plan.step import FOREVER
 from patchclamp.runtime import Limits, Runtime, addresses
@@ -66,16 +66,6 @@ class _Head(msgspec.Struct, array_like=True):
     run: str
 
 
-class _Steady(msgspec.Struct):
-    """A batch whose requests go on by a token a step: what `before` said of it, for so many steps more at least, while
-    the programs that are seated stay as they are."""
-
-    requests: list[str]
-    version: int
-    left: int
-    answer: tuple[bool, bool]
-
-
 class Attached:
     """The runtime of one worker, fed from its runner's steps."""
 
@@ -88,7 +78,6 @@ class Attached:
         self._run_of = msgspec.msgpack.Decoder(_Head).decode
         self._logits = next(point.number for point in sites.points if point.rows == "sampled")
         self._active = self._awaits_logits = False
-        self._steady: _Steady | None = None
         self._warm = self.runtime.device.type != "cuda"
         self._preemptions = self._total = 0
         self._most_kept = limits.kept_bytes
@@ -146,19 +135,16 @@ class Attached:
         """Takes note of who came and went; returns (active, whether what is captured fits beside a graph)."""
         self.runtime.plan = None
         self._awaits_logits = False
-        steady, self._steady = self._steady, None
         if not len(self.runtime) and compat.same_requests(scheduler_output):
             self._active = False
             return False, True
         requests = compat.going_on(scheduler_output) if len(self.runtime) else None
-        version = self.runtime.table.version
-        if steady is not None and steady.left and steady.version == version and steady.requests == requests:
-            steady.left -= 1
-            self._steady = steady
-            return steady.answer
-        answer, left = self._look(scheduler_output)
-        if requests is not None and not self.runtime.has_code:
-            self._steady = _Steady(list(requests), version, left, answer)
+        answer = self.runtime.continuity.answer(requests)
+        if answer is None:
+            version = self.runtime.table.version
+            answer, steps = self._look(scheduler_output)
+            same_programs = self.runtime.table.version == version and not self.runtime.has_code
+            self.runtime.continuity.keep_answer(requests if same_programs else None, answer, steps)
         return answer
 
     def _look(self, scheduler_output: Any) -> tuple[tuple[bool, bool], int]:
@@ -178,10 +164,7 @@ class Attached:
 
     def planned(self, requests: list[str], row: np.ndarray, position: np.ndarray, count: np.ndarray) -> None:
         """Plans a step with programs; the arrays are the runner's own and change with the next one."""
-        total = self._total
-        if not self.runtime.goes_on(requests, position, total):
-            row, position, count = row.astype(np.int64), position.astype(np.int64), count.astype(np.int64)
-            self.runtime.begin(Batch(self.runtime.slots(requests), row, position, count, total))
+        self.runtime.begin_step(requests, row, position, count, self._total)
         self._awaits_logits = self.runtime.plan is not None
 
     def logits(self, logits: torch.Tensor | None) -> None:
@@ -267,7 +250,7 @@ class Attached:
                     return i, pack(error)
             return len(programs), None
         finally:
-            self.runtime.table.captures.now()  # gathered between steps rather than in one
+            self.runtime.table.captures.layout()  # gathered between steps rather than in one
 
     def do_finish(
         self, runs: list[str], vectors: list[str], aborted: bool = False

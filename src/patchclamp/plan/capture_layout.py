@@ -1,0 +1,229 @@
+"""The capture layout: which positions programs capture, and where their rows lie in a step's capture buffer.
+
+A capture range is what one position range of a capture op keeps of one request: rows of consecutive positions, at
+several points.  Capture ranges kept at the same points in the same dtype, as of many requests with the same program,
+form a point group.  A group has one region of the buffer for each of its points; in a region the rows of the group's
+ranges lie one after the other.  So a step is planned by ranges and regions, not by records, which are as many as
+ranges times points.
+
+    C capture ranges · G point groups · A regions · P points
+"""
+
+from __future__ import annotations
+
+import functools
+
+import msgspec
+import numpy as np
+
+from patchclamp.language.ops import DTYPES
+
+
+class CaptureLayout(msgspec.Struct, dict=True, eq=False):
+    """All capture ranges and regions at one time; never changed.
+
+    Of each capture range, [C], those of a group side by side:
+    `range_number`: what records call it. `slot`: its request. `op`: the ordinal of its op in the program.
+    `start`, `stop`: its positions, start … stop−1. `group`: its point group, 0 … G−1.
+    `sampled`: whether its rows are the sampled ones.
+    Of each region, [A], in order of points:
+    `region_number`: what records call it. `region_group`: its group. `point`: its point. `dtype`: index into `DTYPES`.
+    `groups`: G.
+    """
+
+    range_number: np.ndarray
+    slot: np.ndarray
+    op: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+    group: np.ndarray
+    sampled: np.ndarray
+    region_number: np.ndarray
+    region_group: np.ndarray
+    point: np.ndarray
+    dtype: np.ndarray
+    groups: int
+
+    def __len__(self) -> int:
+        """Capture ranges."""
+        return len(self.range_number)
+
+    @functools.cached_property
+    def any_sampled(self) -> bool:
+        """Whether any range is of sampled rows."""
+        return bool(np.count_nonzero(self.sampled))
+
+    @functools.cached_property
+    def range_of_number(self) -> np.ndarray:
+        """The index of each range by its number; −1 for numbers that nobody has."""
+        return _inverse(self.range_number)
+
+    @functools.cached_property
+    def region_of_number(self) -> np.ndarray:
+        """The index of each region by its number; −1 for numbers that nobody has."""
+        return _inverse(self.region_number)
+
+    def pairs(self, ranges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Each of some ranges with every region of its group: indices of ranges and of regions, in order of ranges."""
+        by_group = np.argsort(self.region_group, kind="stable")
+        regions_of_group = np.bincount(self.region_group, minlength=self.groups)
+        first_of_group = np.cumsum(regions_of_group) - regions_of_group
+        counts = regions_of_group[self.group[ranges]]
+        nth = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        return np.repeat(ranges, counts), by_group[np.repeat(first_of_group[self.group[ranges]], counts) + nth]
+
+
+def _inverse(numbers: np.ndarray) -> np.ndarray:
+    index = np.full(int(numbers.max(initial=-1)) + 1, -1, np.int64)
+    index[numbers] = np.arange(len(numbers))
+    return index
+
+
+class _NumberPool:
+    """Numbers that are taken and given back, low ones first. All numbers in use are below `end`."""
+
+    def __init__(self) -> None:
+        self._returned = np.zeros(0, np.int64)
+        self.end = 0
+
+    def take(self, count: int) -> np.ndarray:
+        reused, self._returned = self._returned[:count], self._returned[count:]
+        first, self.end = self.end, self.end + count - len(reused)
+        return np.concatenate([reused, np.arange(first, self.end)])
+
+    def give(self, numbers: np.ndarray) -> None:
+        self._returned = np.sort(np.concatenate([self._returned, numbers]))
+
+
+class _PointGroup(msgspec.Struct):
+    """A group's number, its points, its dtype, the numbers of its regions, and how many ranges it has."""
+
+    number: int
+    points: np.ndarray
+    dtype: int
+    regions: np.ndarray
+    ranges: int = 0
+
+
+class CaptureRanges:
+    """The capture ranges of all slots, as programs come and go. `sampled` [P]: points of sampled rows."""
+
+    def __init__(self, sampled: np.ndarray) -> None:
+        self._sampled = sampled
+        self._columns = np.zeros((5, 64), np.int64)  # slot, op, start, stop, group's number; by number of the range
+        self._range_numbers, self._region_numbers, self._group_numbers = _NumberPool(), _NumberPool(), _NumberPool()
+        # by slot: the numbers of its ranges, and how many of them each group has
+        self._of_slot: dict[int, tuple[np.ndarray, list[tuple[_PointGroup, int]]]] = {}
+        self._groups: dict[tuple[bytes, int], _PointGroup] = {}  # by points and dtype
+        self._layout: CaptureLayout | None = None
+
+    def __len__(self) -> int:
+        """Capture ranges."""
+        return sum(group.ranges for group in self._groups.values())
+
+    def add(
+        self, slot: int, op: np.ndarray, start: np.ndarray, stop: np.ndarray, dtype: np.ndarray, point: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Takes a program's capture records, sorted by point; returns the number of each one's range and region."""
+        range_number, region_number = np.zeros((2, len(op)), np.int64)
+        grids = self._grids(op, start, stop, dtype, point)
+        first_records = np.concatenate([np.zeros(0, np.int64), *(grid[0] for grid in grids)])  # one of each range
+        numbers = self._range_numbers.take(len(first_records))
+        self._reserve(self._range_numbers.end)
+        group_number, begin, group_counts = np.zeros(len(numbers), np.int64), 0, []
+        for grid in grids:
+            group, mine = self._group(point[grid[:, 0]], int(dtype[grid[0, 0]])), slice(begin, begin + grid.shape[1])
+            range_number[grid], region_number[grid] = numbers[mine], group.regions[:, None]
+            group_number[mine] = group.number
+            group.ranges += grid.shape[1]
+            group_counts.append((group, grid.shape[1]))
+            begin += grid.shape[1]
+        self._columns[0, numbers] = slot
+        self._columns[1:, numbers] = op[first_records], start[first_records], stop[first_records], group_number
+        self._of_slot[slot] = numbers, group_counts
+        self._layout = None
+        return range_number, region_number
+
+    def drop(self, slot: int) -> None:
+        """Forgets a slot's ranges."""
+        if slot not in self._of_slot:
+            return
+        numbers, group_counts = self._of_slot.pop(slot)
+        self._columns[0, numbers] = 0
+        self._range_numbers.give(numbers)
+        for group, count in group_counts:
+            group.ranges -= count
+            if group.ranges == 0:
+                del self._groups[group.points.tobytes(), group.dtype]
+                self._region_numbers.give(group.regions)
+                self._group_numbers.give(np.array([group.number]))
+        self._layout = None
+
+    def layout(self) -> CaptureLayout:
+        """The present layout, made anew when a program has come or gone."""
+        if self._layout is None:
+            self._layout = self._make_layout()
+        return self._layout
+
+    def _make_layout(self) -> CaptureLayout:
+        groups, empty = list(self._groups.values()), np.zeros(0, np.int64)
+        index_of_group = np.zeros(self._group_numbers.end, np.int64)
+        index_of_group[[group.number for group in groups]] = np.arange(len(groups))
+        number = np.flatnonzero(self._columns[0, : self._range_numbers.end])
+        if len(groups) > 1:
+            number = number[np.argsort(index_of_group[self._columns[4, number]], kind="stable")]
+        slot, op, start, stop, group_number = self._columns[:, number]
+        group = index_of_group[group_number]
+        point = np.concatenate([empty, *(g.points for g in groups)])
+        by_point = np.argsort(point, kind="stable")
+        sizes = [len(g.points) for g in groups]
+        region_group = np.repeat(np.arange(len(groups)), sizes)
+        dtype = np.repeat(np.array([g.dtype for g in groups], np.int64), sizes)
+        region_number = np.concatenate([empty, *(g.regions for g in groups)])
+        sampled = np.array([bool(self._sampled[g.points[0]]) for g in groups], bool)
+        return CaptureLayout(
+            number, slot, op, start, stop, group, sampled[group],
+            region_number[by_point], region_group[by_point], point[by_point], dtype[by_point], len(groups),
+        )  # fmt: skip
+
+    def _reserve(self, ranges: int) -> None:
+        if ranges > self._columns.shape[1]:
+            wider = np.zeros((5, 2 * ranges), np.int64)
+            wider[:, : self._columns.shape[1]] = self._columns
+            self._columns = wider
+
+    def _grids(self, op: np.ndarray, *columns: np.ndarray) -> list[np.ndarray]:
+        """Records as grids [points, ranges]: where all points of an op keep the same ranges, one grid holds them all;
+        other records are by themselves, one grid for each point and dtype."""
+        order, grids, alone = np.argsort(op, kind="stable"), [], [np.zeros(0, np.int64)]
+        for records in np.split(order, np.flatnonzero(np.diff(op[order])) + 1):
+            grid = self._grid(records, *columns) if len(records) > 1 else None
+            if grid is None:
+                alone.append(records)
+            else:
+                grids.append(grid)
+        records = np.concatenate(alone)
+        _, _, dtype, point = (column[records] for column in columns)
+        key = point * len(DTYPES) + dtype
+        order = np.argsort(key, kind="stable")
+        rest = np.split(records[order], np.flatnonzero(np.diff(key[order])) + 1)
+        return grids + [group[None] for group in rest if len(group)]
+
+    def _grid(self, records: np.ndarray, *columns: np.ndarray) -> np.ndarray | None:
+        """One op's records as a grid [points, ranges]; None if its points do not keep the same ranges alike."""
+        start, stop, dtype, point = (column[records] for column in columns)
+        points = 1 + int(np.count_nonzero(np.diff(point)))
+        if len(records) % points:
+            return None
+        start, stop, point = (column.reshape(points, -1) for column in (start, stop, point))
+        same_ranges = (start == start[0]).all() and (stop == stop[0]).all() and (point == point[:, :1]).all()
+        sampled = self._sampled[point[:, 0]]
+        alike = same_ranges and (dtype == dtype[0]).all() and (sampled == sampled[0]).all()
+        return records.reshape(points, -1) if alike else None
+
+    def _group(self, points: np.ndarray, dtype: int) -> _PointGroup:
+        key = points.tobytes(), dtype
+        if key not in self._groups:
+            number = int(self._group_numbers.take(1)[0])
+            self._groups[key] = _PointGroup(number, points, dtype, self._region_numbers.take(len(points)))
+        return self._groups[key]
