@@ -185,7 +185,7 @@ def test_reference_is_what_the_records_say(step):
                     matched = bool(record["x"]) is (int(tokens_of(step, point)[r]) in ids)
                     continue
                 if record["kind"] == CAPTURE:
-                    c = step.plan.layout.number.tolist().index(record["step"])
+                    c = step.plan.layout.range_number.tolist().index(record["step"])
                     at = step.plan.target(record["step"], record["value"])
                     at += (position - step.plan.begin[c]) * WIDTHS[point]
                     np.testing.assert_allclose(kept[at : at + WIDTHS[point]], s, rtol=1e-5, atol=1e-6 * largest)
