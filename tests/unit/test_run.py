@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import patchclamp as pc
+from patchclamp.plan import bound
 
 LM = pc.LM("fake", prove=False)
 ONES = np.ones(16)
@@ -54,3 +55,21 @@ def test_edits_of_programs_in_the_bank_and_at_logits_are_named_where_they_stand(
         failed = lm.run([[5, 6]], max_tokens=2, edits=[pc.Apply(lambda h: None, pc.embed)])
         with pytest.raises(pc.RunError):
             _ = failed[0].idle_edits
+
+
+def test_captured_positions_are_worked_out_once_a_run(monkeypatch):
+    """Reading every site of a run, and patching from each, asks for its positions as often as they differ: twice."""
+    worked_out = []
+    position_array = bound.position_array
+
+    def counted(ranges):
+        worked_out.append(ranges)
+        return position_array(ranges)
+
+    monkeypatch.setattr(bound, "position_array", counted)
+    run = LM.run([5, 6, 7], max_tokens=3, capture=[pc.resid_pre, pc.z, pc.mlp_out @ pc.prompt])
+    for site in run.sites:
+        assert len(run[site]) == len(run.positions(site))
+        LM.run([5, 6, 7], max_tokens=1, edits=[pc.Replace(pc.From(run, site), at=site, tokens=pc.prompt[-1])])
+    assert len(run.sites) > 8
+    assert len(worked_out) == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,26 +19,16 @@ from patchclamp.errors import (
 )  # fmt: skip
 from patchclamp.language import Apply, Capture, From, Named, Program, Site, SiteOp, Use, Vector, parse_tokens
 from patchclamp.language.ops import Op
-from patchclamp.language.tokens import Selection, Tokens, ids_in
+from patchclamp.language.tokens import Selection, ids_in
 from patchclamp.language.values import Value, ValueLike, as_value
 from patchclamp.plan.bound import BoundOp, BoundProgram, Condition, pack_columns, position_ranges, run_key
 from patchclamp.plan.lowering import lower
 from patchclamp.plan.prompt import Case, Prompt
 from patchclamp.sites import SiteMap, SiteRef
-from patchclamp.store.named import Means, NamedBank, is_run
+from patchclamp.store.named import Means, NamedBank, Source, is_run
 
 NO_BANK = NamedBank()
 MAX_USE_DEPTH, MAX_USED_EDITS = 16, 10_000  # programs that use programs, and the edits of all that are used
-
-
-class Source(Protocol):
-    """An earlier run, as a place to read rows from."""
-
-    def positions_of(self, point: int) -> np.ndarray:
-        """Positions it captured at a point, ascending; empty if none."""
-        ...
-
-    def select(self, tokens: Tokens) -> np.ndarray: ...
 
 
 class Code(NamedTuple):

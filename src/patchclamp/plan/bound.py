@@ -166,11 +166,12 @@ class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):
             if op.kind == CAPTURE:
                 for point in op.points:
                     ranges.setdefault(point, []).extend(op.ranges)
-        positions = {alike: _positions(alike) for alike in {tuple(some) for some in ranges.values()}}
+        positions = {alike: position_array(alike) for alike in {tuple(some) for some in ranges.values()}}
         return {point: positions[tuple(some)] for point, some in ranges.items()}
 
 
-def _positions(ranges: tuple[PositionRange, ...]) -> np.ndarray:
+def position_array(ranges: tuple[PositionRange, ...]) -> np.ndarray:
+    """The positions of some ranges, ascending."""
     if not ranges:
         return np.zeros(0, np.int64)
     positions = [np.arange(start, stop) for start, stop, *_ in ranges]

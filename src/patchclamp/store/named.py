@@ -3,51 +3,69 @@
 A name is resolved when a request is made; what goes to the worker, and into the keys of the prefix cache, is the
 content.
 
-File: safetensors. A vector is a tensor of its name; means are one tensor [n, D], whose places stand in the metadata
-under `means` (JSON: name to a list of places), and programs there under `programs` (JSON: name to `Program.to_json`).
+File: safetensors. A vector is a tensor of its name. Means are one tensor [n, D]; the sites of its rows stand in the
+metadata under `means` (JSON: name to a list of site refs), programs there under `programs` (JSON: name to
+`Program.to_json`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import msgspec
 import numpy as np
 
 from patchclamp.errors import MissingSource, PatchclampError, ProgramError, ShapeError, near
-from patchclamp.language import Capture, Op, Program, Vector
-from patchclamp.language.values import check_name
+from patchclamp.language import Capture, Op, Program, Site, Vector
+from patchclamp.language.tokens import Tokens
+from patchclamp.language.values import ValueLike, check_name
 
 
 class Means(msgspec.Struct, frozen=True):
-    """A row for each of some places, by their names: what `Named` writes is the row of the place that is written."""
+    """A row for each of some site refs, by their text: `Named` writes the row of the site ref that it is written at."""
 
     rows: dict[str, Vector]
 
     def __post_init__(self) -> None:
         rows = list(self.rows.values())
         if not rows or not all(isinstance(row, Vector) and row.shape == (rows[0].shape[-1],) for row in rows):
-            raise ShapeError("means are vectors [D] of one width, one for each of at least one place")
-        if not all(isinstance(place, str) for place in self.rows):
-            raise ProgramError("the places of means are named by text")
+            raise ShapeError("means are vectors [D] of one width, one for each of at least one site")
+        if not all(isinstance(ref, str) for ref in self.rows):
+            raise ProgramError("the sites of means are named by text")
 
     def __repr__(self) -> str:
         return f"Means({', '.join(self.rows)})"
 
 
-class Kept(Protocol):
-    """A run, whose captures stay as long as the bank has it; `From` reads them by its name."""
+class Source(Protocol):
+    """A run that `From` reads. Its captures stay as long as it does."""
 
     key: str
 
-    def positions_of(self, point: int) -> np.ndarray: ...
-    def select(self, tokens: Any) -> np.ndarray: ...
+    def positions_of(self, point: int) -> np.ndarray:
+        """Positions it captured at a point, ascending; empty if none."""
+        ...
+
+    def select(self, tokens: Tokens | str) -> np.ndarray:
+        """The positions that a selection names, in its order."""
+        ...
 
 
-Entry = Vector | Means | Program | Kept
+class CapturedRun(Source, Protocol):
+    """A run whose captures are read here."""
+
+    def __getitem__(self, site: str) -> Any:  # a torch tensor, or NumPy's of the fake engine
+        ...
+
+    def positions(self, site: str) -> list[int]: ...
+    def refs(self, site: Site | str) -> list[str]: ...
+
+
+Entry = Vector | Means | Program | Source
+EntryLike = Entry | ValueLike | Op | Sequence[Op]
 
 
 class NamedBank(MutableMapping[str, Entry]):
@@ -56,13 +74,13 @@ class NamedBank(MutableMapping[str, Entry]):
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
 
-    def __setitem__(self, name: str, given: Any) -> None:
-        self._entries[check_name(name)] = _entry(given)
+    def __setitem__(self, name: str, entry: EntryLike) -> None:
+        self._entries[check_name(name)] = _as_entry(entry)
 
     def __getitem__(self, name: str) -> Entry:
         if name not in self._entries:
-            there = ", ".join(self._entries) or "nothing yet"
-            raise MissingSource(f"nothing in the bank is named {name!r}{near(name, self._entries)}; there is: {there}")
+            names = ", ".join(self._entries) or "nothing yet"
+            raise MissingSource(f"nothing in the bank is named {name!r}{near(name, self._entries)}; there is: {names}")
         return self._entries[name]
 
     def __delitem__(self, name: str) -> None:
@@ -81,12 +99,14 @@ class NamedBank(MutableMapping[str, Entry]):
     def __repr__(self) -> str:
         return f"<bank of {len(self)}: {', '.join(self)}>"
 
-    def mean(self, name: str, runs: Iterable[Any], site: Any, tokens: Any = None) -> Means:
-        """Names the means of what some runs captured at a site, a row for each layer, over all positions or those of
-        `tokens`.
+    def mean(
+        self, name: str, runs: Iterable[CapturedRun], site: Site | str, tokens: Tokens | str | None = None
+    ) -> Means:
+        """Puts the means of what some runs captured at a site under a name: a row for each layer, over all positions or
+        those of `tokens`.
 
-        Source: mean ablation; Wang et al. 2022 (arXiv:2211.00593). Raises `MissingSource` for what a run
-        did not capture and `ProgramError` where nothing is selected.
+        Raises: `MissingSource` for what a run did not capture, `ProgramError` where nothing is selected.
+        Source: mean ablation; Wang et al. 2022 (arXiv:2211.00593).
         """
         check_name(name)
         runs = list(runs)
@@ -108,97 +128,97 @@ class NamedBank(MutableMapping[str, Entry]):
         return means
 
     def save(self, file: str | Path, names: Iterable[str] | None = None) -> None:
-        """Writes everything, or what is named, to a safetensors file; one that was there stays until it is written."""
+        """Writes everything, or what is named, to a safetensors file. An old file stays until the new one is whole."""
         from safetensors import SafetensorError
         from safetensors.numpy import save_file
 
         chosen = {name: self[name] for name in (self if names is None else names)}
         runs = [name for name, entry in chosen.items() if is_run(entry)]
         if runs:
-            told = f"{runs[0]!r} is a run, which stays with its engine: name what is to be written"
-            raise ProgramError(told, "names")
+            raise ProgramError(
+                f"{runs[0]!r} is a run, which stays with its engine: name what is to be written", "names"
+            )
         tensors = {name: entry.array() for name, entry in chosen.items() if isinstance(entry, Vector)}
         means = {name: entry.rows for name, entry in chosen.items() if isinstance(entry, Means)}
         tensors |= {name: np.stack([row.array() for row in rows.values()]) for name, rows in means.items()}
-        places = {name: list(rows) for name, rows in means.items()}
-        programs = {name: _written(name, entry) for name, entry in chosen.items() if isinstance(entry, Program)}
+        refs = {name: list(rows) for name, rows in means.items()}
+        programs = {name: _to_json(name, entry) for name, entry in chosen.items() if isinstance(entry, Program)}
         new = Path(f"{file}.new")
         try:
-            save_file(tensors, str(new), {"means": json.dumps(places), "programs": json.dumps(programs)})
+            save_file(tensors, str(new), {"means": json.dumps(refs), "programs": json.dumps(programs)})
             new.replace(file)
         except (OSError, SafetensorError) as error:
             raise ProgramError(f"{file} cannot be written: {error}") from None
 
     def load(self, file: str | Path, prefix: str = "") -> list[str]:
-        """Takes what a safetensors file has, our own or anybody's whose tensors are [D] or [n, D]; returns the names.
+        """Takes all that a safetensors file has, our own or anybody's whose tensors are [D] or [n, D], each under
+        `prefix` and its name; returns the names.
 
-        Raises `ProgramError` with the file's and the tensor's name for what cannot be taken; then nothing is.
+        Raises: `ProgramError` with the file's and the tensor's name for what cannot be taken; then nothing is taken.
         """
         tensors, metadata = _read(Path(file))
-        found: dict[str, Entry] = {}
+        entries: dict[str, Entry] = {}
         name = "its metadata"
         try:
             means = msgspec.json.decode(metadata.get("means", "{}"), type=dict[str, list[str]])
             programs = msgspec.json.decode(metadata.get("programs", "{}"), type=dict[str, str])
             stray = sorted((means.keys() - tensors.keys()) | (programs.keys() & tensors.keys()))
             if stray:
-                raise ProgramError(f"{stray[0]!r} is told of in the metadata, and is no such thing")
+                raise ProgramError(f"{stray[0]!r} stands in the metadata, and is no such thing")
             for name, tensor in tensors.items():
-                found[check_name(prefix + name)] = _tensor(tensor, means.get(name))
+                entries[check_name(prefix + name)] = _from_tensor(tensor, means.get(name))
             for name, program in programs.items():
-                found[check_name(prefix + name)] = _entry(Program.from_json(program))
+                entries[check_name(prefix + name)] = _as_entry(Program.from_json(program))
         except (PatchclampError, msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ProgramError(f"{file}: {name}: {error}") from None
-        self._entries |= found
-        return list(found)
+        self._entries |= entries
+        return list(entries)
 
 
-def _written(name: str, program: Program) -> str:
+def _to_json(name: str, program: Program) -> str:
     try:
         return program.to_json()
     except PatchclampError as error:
-        told = f"{name!r} cannot be written: {error}; name what is to be written"
-        raise ProgramError(told, "names") from None
+        raise ProgramError(f"{name!r} cannot be written: {error}; name what is to be written", "names") from None
 
 
-def _tensor(tensor: Any, places: list[str] | None) -> Entry:
-    """A tensor of a file: a vector, or the means of some places."""
-    if places is None:
-        return _entry(tensor)
-    if len(tensor.shape) != 2 or len(set(places)) != len(places) or len(places) != tensor.shape[0]:
-        raise ShapeError(f"means of {len(places)} different places are [{len(places)}, D], not {list(tensor.shape)}")
-    return Means({place: Vector.of(row) for place, row in zip(places, tensor, strict=True)})
+def _from_tensor(tensor: Any, refs: list[str] | None) -> Entry:
+    """A tensor of a file: a vector, or the means at some site refs."""
+    if refs is None:
+        return _as_entry(tensor)
+    if len(tensor.shape) != 2 or len(set(refs)) != len(refs) or len(refs) != tensor.shape[0]:
+        raise ShapeError(f"means of {len(refs)} different sites are [{len(refs)}, D], not {list(tensor.shape)}")
+    return Means({ref: Vector.of(row) for ref, row in zip(refs, tensor, strict=True)})
 
 
-def _entry(given: Any) -> Entry:
-    if isinstance(given, (Vector, Means)) or is_run(given):
-        return given
-    if isinstance(given, Program) or _is_program(given):
-        program = given if isinstance(given, Program) else Program.of(given)
+def _as_entry(entry: Any) -> Entry:
+    if isinstance(entry, (Vector, Means)) or is_run(entry):
+        return entry
+    if isinstance(entry, Program) or _is_edits(entry):
+        program = entry if isinstance(entry, Program) else Program.of(entry)
         if program.capture or not program.edits or any(isinstance(op, Capture) for op in program.edits):
             raise ProgramError("a named program has edits and captures nothing")
         return program
-    return Vector.of(given)
+    return Vector.of(entry)
 
 
-def is_run(given: Any) -> bool:
-    return isinstance(getattr(given, "key", None), str) and hasattr(given, "positions_of")
+def is_run(entry: object) -> TypeGuard[Source]:
+    return isinstance(getattr(entry, "key", None), str) and hasattr(entry, "positions_of")
 
 
-def _is_program(given: Any) -> bool:
-    return isinstance(given, Op) or (
-        isinstance(given, (list, tuple)) and bool(given) and all(isinstance(op, Op) for op in given)
+def _is_edits(entry: object) -> bool:
+    """Whether it is an op, or a list of ops."""
+    return isinstance(entry, Op) or (
+        isinstance(entry, (list, tuple)) and bool(entry) and all(isinstance(op, Op) for op in entry)
     )
 
 
-def _selected(run: Any, place: Any, tokens: Any) -> np.ndarray:
-    rows = run[place]
+def _selected(run: CapturedRun, ref: str, tokens: Tokens | str | None) -> np.ndarray:
+    """What a run captured at a site ref, of all positions or those of `tokens`: fp64 rows [n, W]."""
+    rows = run[ref]
     rows = rows.reshape((len(rows), int(np.prod(rows.shape[1:]))))
     rows = np.asarray(rows.float() if hasattr(rows, "float") else rows, np.float64)
-    if tokens is None:
-        return rows
-    chosen = set(run.select(tokens).tolist())
-    return rows[[i for i, position in enumerate(run.positions(place)) if position in chosen]]
+    return rows if tokens is None else rows[np.isin(run.positions(ref), run.select(tokens))]
 
 
 def _read(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
