@@ -186,9 +186,9 @@ class Side:
             values: dict[str, np.ndarray] = {}
             bound = bind(program, run, Prompt(ids, lambda: ("", [])), most, self.sites, None, None, values)
             if values:
-                self.rpc("hold", safetensors.numpy.save(values), list(values))
+                self.rpc("hold_vectors", safetensors.numpy.save(values), list(values))
                 self.vectors += values
-            assert self.rpc("reserve", [msgspec.msgpack.encode(bound)]) == (1, None)
+            assert self.rpc("admit", [msgspec.msgpack.encode(bound)]) == (1, None)
             given["extra_args"] = {"patchclamp": msgspec.msgpack.encode(bound)}
         params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True, detokenize=False,
                                 output_kind=RequestOutputKind.FINAL_ONLY, **given)  # fmt: skip

@@ -45,7 +45,7 @@ class Side:
         self.worker = worker.Attached.__new__(worker.Attached)
         vars(self.worker).update(
             runtime=runtime, _preemptions=0, _total=0, _most_kept=4 * 4 * WIDTH,  # a token of one program that captures _active=False, _awaits_logits=False,
-            _steady=None, _run_of=msgspec.msgpack.Decoder(worker._Head).decode,
+            _run_of=msgspec.msgpack.Decoder(worker._Head).decode,
         )  # fmt: skip
 
     def seat(self, name: str, program: Program, prompt: int) -> bytes:
@@ -60,9 +60,11 @@ class Side:
         """What `before` says, and whether it was remembered."""
         if self.looks:
             return self.worker._look(output)[0], False
-        remembered = self.worker._steady
+        looked, look = [], self.worker._look
+        self.worker._look = lambda output: looked.append(1) or look(output)
         said = self.worker.before(output)
-        return said, remembered is not None and self.worker._steady is remembered
+        del self.worker._look
+        return said, bool(len(self.worker.runtime)) and not looked
 
 
 class Scheduler:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from patchclamp.kernels import switches
 from patchclamp.runtime import graphs
 
 
@@ -45,3 +47,59 @@ def test_a_copy_that_cannot_be_launched_says_so(cuda: SimpleNamespace) -> None:
     copy, cuda.error = graphs._Copy(SimpleNamespace(), frozenset({1}), "graph", 3), 700  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="a CUDA graph could not be launched: 700"):
         copy.launch()
+
+
+class Whole:
+    """A recorded graph as PyTorch's."""
+
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def instantiate(self) -> None: ...
+
+    def replay(self) -> None:
+        self.replays += 1
+
+
+def tapped(whole: Whole, active: list[bool]) -> graphs.TappedGraph:
+    recorded = graphs.Recorded()
+    recorded.use(np.array(active))
+    return graphs.TappedGraph(whole, [("node 0", 0), ("node 1", 1)], recorded)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def switched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """What is switched off, to begin with nothing."""
+    disabled: set[str] = set()
+    monkeypatch.setattr(switches, "disabled", disabled)
+    return disabled
+
+
+def test_a_cut_graph_that_cannot_be_launched_gives_way_to_the_whole_one(
+    cuda: SimpleNamespace, switched: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "_cut", lambda owner, graph, taps, wanted: graphs._Copy(owner, wanted, "cut", 1))
+    whole = Whole()
+    graph = tapped(whole, [True, False])
+    for _ in range(graphs.PATIENCE + 3):
+        graph.replay()
+    assert (whole.replays, len(cuda.launched)) == (graphs.PATIENCE, 3)
+    cuda.error = 700
+    graph.replay()
+    cuda.error = 0
+    graph.replay()
+    assert whole.replays == graphs.PATIENCE + 2, "the step that could not be launched ran, and so did the next"
+    assert switched == {"cut_graphs"}
+
+
+def test_graphs_are_whole_where_cutting_is_switched_off_or_fails(
+    cuda: SimpleNamespace, switched: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "_cut", lambda *args: (_ for _ in ()).throw(RuntimeError("not today")))
+    for _ in range(2):  # it fails, and is then switched off
+        whole = Whole()
+        graph = tapped(whole, [True, False])
+        for _ in range(2 * graphs.PATIENCE):
+            graph.replay()
+        assert (whole.replays, cuda.launched) == (2 * graphs.PATIENCE, [])
+        assert switched == {"cut_graphs"}

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from patchclamp.runtime.op import acting, at_work, site
+from patchclamp.errors import EngineError
+from patchclamp.kernels import switches
+from patchclamp.runtime.op import acting, at_work, shorten, site
 
 
 class Noted:
@@ -62,3 +64,54 @@ def test_the_op_is_still_what_compilers_take_it_for() -> None:
     with at_work(noted):
         made(torch.zeros(2, 3))
     assert noted.points == [1, 2]
+
+
+class Unchanging:
+    """A packet as PyTorch's, whose class may not be set, or that does not find its op afterwards."""
+
+    def __init__(self, refuses: bool) -> None:
+        self.default, self.calls = self._op, 0
+        vars(self)["refuses"] = refuses
+
+    def _op(self, *args: Any) -> None:
+        self.calls += 1
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__" and self.refuses:
+            raise TypeError("__class__ assignment is not supported")
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize("kind", ["refuses", "metaclass", "off"])
+def test_where_pytorch_does_not_allow_it_the_op_stays_as_it_is(monkeypatch, caplog, kind) -> None:
+    monkeypatch.setattr(switches, "disabled", {"op_class"} if kind == "off" else set())
+    packet: Any = Unchanging(refuses=True)
+    if kind == "metaclass":
+
+        class Final(Unchanging):
+            def __init_subclass__(cls) -> None:
+                raise TypeError("not an acceptable base type")
+
+        packet = Final(refuses=False)
+    before, stock = packet.default, type(packet)
+    assert shorten(packet) is False
+    assert (packet.default, type(packet)) == (before, stock)
+    assert switches.disabled == {"op_class"}
+    assert ("op_class was switched off" in caplog.text) == (kind != "off")
+
+
+def test_compiled_code_computes_the_same_with_the_op_itself() -> None:
+    for compiled in (True, False):  # `acting`, and the op
+        noted = Noted()
+        with at_work(noted, compiled=compiled):
+            found()(torch.zeros(2, 3), None, 3)
+        assert noted.points == [3]
+
+
+def test_a_switch_that_there_is_not_is_an_error() -> None:
+    assert switches.read("op_class, cut_graphs,") == {"op_class", "cut_graphs"}
+    assert switches.read("") == set()
+    with pytest.raises(EngineError) as caught:
+        switches.read("op_clas,launcher")
+    told = "PATCHCLAMP_DISABLE names op_clas; there are: launcher, op_class, cut_graphs, pinned_upload"
+    assert str(caught.value) == told

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from patchclamp.kernels import moves
+from patchclamp.kernels import launch, moves, switches
 from patchclamp.plan import ProgramTable
 from tests.reference import cuda_on_cpu
 from tests.reference.compiled import ptx
@@ -49,3 +50,52 @@ def test_nothing_is_written_where_the_device_has_yet_to_read(monkeypatch, seed):
 def test_words_are_read_anew(capability):
     placed = ptx(moves._upload, {"staging": "i64", "tables": "i64"}, moves.CHUNK, capability)
     assert placed.count("ld.global.cv.") == placed.count("ld.global") > 3
+
+
+@pytest.mark.parametrize("kind", ["off", "fails"])
+def test_plain_copies_put_every_word_where_the_kernel_would(monkeypatch, kind):
+    monkeypatch.setattr(switches, "disabled", {"pinned_upload"} if kind == "off" else set())
+    monkeypatch.setattr(moves, "_launch", lambda *args: (_ for _ in ()).throw(RuntimeError("no such kernel")))
+    draw = np.random.default_rng(0)
+    for _ in range(20):
+        chunks = int(draw.integers(1, 9))
+        count = draw.integers(1, moves.CHUNK + 1, chunks)
+        to = np.cumsum(count + draw.integers(0, 9, chunks)) - count
+        at = 3 * chunks + np.cumsum(count) - count
+        staging = torch.from_numpy(draw.integers(0, 1 << 30, 3 * chunks + int(count.sum())).astype(np.int32))
+        staging[: 3 * chunks] = torch.from_numpy(np.stack([to, at, count], 1).astype(np.int32)).reshape(-1)
+        expected, words = torch.zeros(2, 12_000, dtype=torch.int32)
+        cuda_on_cpu.place(staging, expected, chunks)
+        moves.upload(staging, words, chunks)
+        assert torch.equal(words, expected)
+        assert words.any()
+    assert switches.disabled == {"pinned_upload"}
+
+
+def test_a_launcher_that_fails_gives_way_to_triton(monkeypatch):
+    plain, straight = [], []
+
+    class Run:
+        def __call__(self, gridX, gridY, gridZ, stream, function, args):
+            pass
+
+    class Kernel:
+        run, function, packed_metadata = Run(), 1, 2
+
+        def __getitem__(self, grid):
+            return lambda *args: plain.append((grid, args))
+
+    def refuse(self, *args):
+        straight.append(args)
+        raise TypeError("another Triton")
+
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    monkeypatch.setattr(launch, "LAUNCHERS", [("args", "more")])
+    monkeypatch.setattr(Run, "__call__", refuse)
+    monkeypatch.setattr(launch.inspect, "signature", lambda call: SimpleNamespace(parameters=("self", "args", "more")))
+    for disabled in (set(), {"launcher"}):
+        monkeypatch.setattr(switches, "disabled", disabled)
+        launch.relauncher(Kernel(), (1,), (2,), 0)(5, 10)
+        assert switches.disabled == {"launcher"}
+    assert plain == [((5, 1, 1), (1, 10, 2))] * 2
+    assert len(straight) == 1

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from patchclamp.kernels import switches
+
 GIVEN = ("gridX", "gridY", "gridZ", "stream", "function")
 # what Triton's launcher takes: 3.5 and 3.6, and from 3.7 (to 3.9) on. Metadata and hooks, here none, are the next four
 # in either; a profiler that hooks launches sees the first of a kernel alone
@@ -19,17 +21,25 @@ LAUNCHERS = (
 def relauncher(kernel: Any, same: tuple[int, ...], constants: tuple[Any, ...], device: int) -> Callable[..., None]:
     """`launch(programs, *args)` of a kernel that was launched before, on the current stream. What comes before `args`,
     `same`, and after them, `constants`, does not change."""
-    run = kernel.run
-    if tuple(inspect.signature(type(run).__call__).parameters)[1:] not in LAUNCHERS:
 
-        def launch(programs: int, *args: Any) -> None:
-            kernel[programs, 1, 1](*same, *args, *constants)
+    def plain(programs: int, *args: Any) -> None:
+        kernel[programs, 1, 1](*same, *args, *constants)
 
-        return launch
-
-    function, about, stream = kernel.function, kernel.packed_metadata, torch._C._cuda_getCurrentRawStream
+    try:
+        run = kernel.run
+        parameters = tuple(inspect.signature(type(run).__call__).parameters)[1:]
+        function, metadata, stream = kernel.function, kernel.packed_metadata, torch._C._cuda_getCurrentRawStream
+    except (AttributeError, TypeError, ValueError) as error:  # another Triton's
+        switches.give_up("launcher", error)
+        return plain
+    if parameters not in LAUNCHERS or not switches.enabled("launcher"):
+        return plain
 
     def straight(programs: int, *args: Any, held: Any = kernel) -> None:  # a kernel that nobody holds is unloaded
-        run(programs, 1, 1, stream(device), function, about, None, None, None, *same, *args, *constants)
+        try:
+            run(programs, 1, 1, stream(device), function, metadata, None, None, None, *same, *args, *constants)
+        except Exception as error:  # whatever another launcher raises
+            switches.give_up("launcher", error)
+            plain(programs, *args)
 
     return straight

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from patchclamp.kernels import switches
 from patchclamp.kernels.launch import relauncher
 
 CHUNK = 1024  # words that a program puts in place at most
@@ -37,7 +38,19 @@ def upload(staging: torch.Tensor, tables: torch.Tensor, chunks: int) -> None:
     `staging` int32 begins with three words for each: where in `tables` it belongs, where in `staging` it lies, and how
     many words it has, `CHUNK` at most.  Whoever calls holds it, and leaves it as it is, until the device has read it.
     """
-    _launch("upload", _upload, tables.device.index, chunks, (staging.data_ptr(), tables.data_ptr()), CHUNK)
+    if switches.enabled("pinned_upload"):
+        try:
+            _launch("upload", _upload, tables.device.index, chunks, (staging.data_ptr(), tables.data_ptr()), CHUNK)
+            return
+        except Exception as error:  # whatever Triton or the driver raises
+            switches.give_up("pinned_upload", error)
+    copy_chunks(staging, tables, chunks)
+
+
+def copy_chunks(staging: torch.Tensor, tables: torch.Tensor, chunks: int) -> None:
+    """The same with a copy a chunk."""
+    for to, at, count in staging[: 3 * chunks].view(-1, 3).tolist():
+        tables[to : to + count].copy_(staging[at : at + count], non_blocking=True)
 
 
 def warm(device: torch.device) -> None:

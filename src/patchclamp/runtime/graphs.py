@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from patchclamp.kernels import switches
+
 PATIENCE = 12  # replays for the same points before a copy is made: making one costs about as much as it saves in these
 MAX_NODES = 1 << 15  # of all copies together
 NODE_BYTES = 3600  # device memory that a copy takes a node (1.25 MiB for 368, vLLM 0.32 on an H200)
@@ -109,7 +111,7 @@ class TappedGraph:
         self._copy: _Copy | None = None
         self._copies: dict[frozenset[int], _Copy] = {}
         self._replays: collections.Counter[frozenset[int]] = collections.Counter()
-        self._whole = not taps
+        self._whole = not taps or not switches.enabled("cut_graphs")
         graph.instantiate()
 
     def replay(self) -> None:
@@ -119,9 +121,15 @@ class TappedGraph:
         if self._key != self._recorded.key:
             self._choose()
         if self._copy is not None:
-            self._copy.launch()
-            return
+            try:
+                self._copy.launch()
+                return
+            except Exception as error:  # the whole graph is at hand, and right
+                self._copy, self._whole = None, True
+                switches.give_up("cut_graphs", error)
         self._graph.replay()
+        if self._whole:
+            return
         if self._wanted != self._all:
             self._wait_and_cut()
 
@@ -151,7 +159,7 @@ class TappedGraph:
         try:
             self._copy = self._copies[self._wanted] = _cut(self, self._graph, self._taps, self._wanted)
         except Exception as error:  # whatever the bindings at hand raise: the whole graph is right, if slower
-            logger.warning("patchclamp: CUDA graphs are replayed with all their taps: %s", error)
+            switches.give_up("cut_graphs", error)
             self._whole = True
             return
         self._recorded.keep(self._copy)

@@ -7,10 +7,13 @@ step) it does nothing.
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from patchclamp.kernels import switches
 
 
 class AtWork(Protocol):
@@ -42,19 +45,6 @@ _library.impl("site", acting, "CUDA")
 torch.library.register_fake("patchclamp::site", _trace, lib=_library)
 
 site = torch.ops.patchclamp.site
-_op = site.default
-
-
-class _Packet(type(site)):  # type: ignore[misc]
-    """The op under its name, by which compiled code looks it up at every call: while that runs it finds `acting`.
-
-    The way through PyTorch's dispatcher takes 2 µs, and 7 where caches are cold, as they are in a step, at each of
-    hundreds of taps.  Whoever else looks finds the op.
-    """
-
-    @property
-    def default(self) -> Any:
-        return acting if _current.compiled else _op
 
 
 class _Passing(TorchDispatchMode):
@@ -64,9 +54,38 @@ class _Passing(TorchDispatchMode):
         return func(*args)
 
 
-with _Passing():  # PyTorch looks the op up by its name once, when a mode first meets it, and remembers what it found
-    _op(torch.zeros(1), None, 0)
-site.__class__ = _Packet
+def shorten(packet: Any) -> bool:
+    """Makes compiled code that runs find `acting` under the op's name, where it looks at every call.
+
+    The way through PyTorch's dispatcher takes 2 µs, and 7 where caches are cold, as they are in a step, at each of
+    hundreds of taps.  Whoever else looks finds the op.  Where PyTorch does not allow it, everybody does, and the answer
+    is False.
+    """
+    if not switches.enabled("op_class"):
+        return False
+    stock = type(packet)
+    try:
+        op = packet.default
+
+        class Packet(stock):
+            @property
+            def default(self) -> Any:
+                return acting if _current.compiled else op
+
+        with _Passing():  # PyTorch looks the op up by its name once, when a mode first meets it, and remembers it
+            op(torch.zeros(1), None, 0)
+        packet.__class__ = Packet
+        if packet.default is not op:
+            raise TypeError("the op is not found under its name")
+    except Exception as error:  # whatever another PyTorch raises
+        with suppress(Exception):
+            packet.__class__ = stock
+        switches.give_up("op_class", error)
+        return False
+    return True
+
+
+shorten(site)
 
 
 class at_work:

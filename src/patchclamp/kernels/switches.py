@@ -1,0 +1,45 @@
+"""Off switches of what is fast and clever: each has a plain way beside it, taken when it is off and when it fails.
+
+PATCHCLAMP_DISABLE=op_class,cut_graphs patchclamp serve ...
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from patchclamp.errors import EngineError
+
+VARIABLE = "PATCHCLAMP_DISABLE"
+SWITCHES = {
+    "launcher": "Triton's launcher is called directly; plainly, a kernel is launched through Triton",
+    "op_class": "compiled code finds a plain function under the op's name; plainly, PyTorch's dispatcher is asked",
+    "cut_graphs": "graphs are cut down to the taps that a step needs; plainly, the whole graph is replayed",
+    "pinned_upload": "a kernel reads changed words from pinned memory; plainly, each run of them is copied",
+}
+
+logger = logging.getLogger("patchclamp")
+
+
+def read(value: str) -> set[str]:
+    """The switches that an environment variable names. Raises `EngineError` for a name that there is not."""
+    names = {name.strip() for name in value.split(",")} - {""}
+    if not names <= SWITCHES.keys():
+        unknown = ", ".join(sorted(names - SWITCHES.keys()))
+        raise EngineError(f"{VARIABLE} names {unknown}; there are: {', '.join(SWITCHES)}")
+    return names
+
+
+disabled = read(os.environ.get(VARIABLE, ""))
+
+
+def enabled(name: str) -> bool:
+    """Whether the fast way is to be taken."""
+    return name not in disabled
+
+
+def give_up(name: str, error: BaseException) -> None:
+    """The fast way failed: the plain one is taken from now on, in this process, and a warning says so once."""
+    if name not in disabled:
+        disabled.add(name)
+        logger.warning("patchclamp: %s was switched off, for it failed (%s). It is slower, and as right.", name, error)
