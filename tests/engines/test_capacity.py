@@ -18,7 +18,7 @@ D, LAYERS = TINY["hidden_size"], 3
 SITES = [pc.embed, pc.final_norm] + [site[i] for i in range(LAYERS) for site in (
     pc.resid_pre, pc.resid_mid, pc.resid_post, pc.attn_out, pc.mlp_out)]  # fmt: skip
 EMPTY = ("programs", "runs", "captured_bytes", "remote_rows", "pinned", "vectors")
-HELD = ("_banked", "_vectors", "_seats", "_run_of", "_request_of", "_slot_of", "_stop_of", "_brought", "_errors",
+HELD = ("_banked", "_vectors", "_admitted", "_run_of", "_request_of", "_slot_of", "_stop_of", "_remote_rows", "_errors",
         "_token_bytes")  # fmt: skip
 RNG = np.random.default_rng(0)
 

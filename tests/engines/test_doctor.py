@@ -12,11 +12,11 @@ from patchclamp.engines.vllm.compat import seams
 def test_a_running_engine_is_described(shallow):
     lm = shallow.get("vllm", "float32")
     found = {(finding.part, finding.name): finding for finding in lm.engine.report()}
-    assert found["configuration", "runner"].told == "V1"
-    assert found["configuration", "dtype"].told == "float32"
-    assert found["configuration", "max_model_len"].told == "512"
-    assert found["configuration", "compilation"].told == "eager"
-    assert found["memory", "vectors (bank)"].told == "256.0 MiB"
+    assert found["configuration", "runner"].detail == "V1"
+    assert found["configuration", "dtype"].detail == "float32"
+    assert found["configuration", "max_model_len"].detail == "512"
+    assert found["configuration", "compilation"].detail == "eager"
+    assert found["memory", "vectors (bank)"].detail == "256.0 MiB"
     assert found["graphs", "variants"].status == "note"
     assert "problem" not in {finding.status for finding in found.values()}
 
@@ -29,8 +29,8 @@ def test_every_seam_is_looked_at_and_one_that_moved_is_named(monkeypatch):
     monkeypatch.setitem(seams.SEAMS, "cache search", takes)
     problems = {finding.name: finding for finding in report.seams() if finding.status == "problem"}
     assert problems.keys() == {"v2 step", "cache search"}
-    assert "no_such_method" in problems["v2 step"].told
-    assert "it takes no parameter no_such_word" in problems["cache search"].told
+    assert "no_such_method" in problems["v2 step"].detail
+    assert "it takes no parameter no_such_word" in problems["cache search"].detail
     assert problems["v2 step"].advice == "install vLLM 0.26.0 or 0.32.0"
 
 
@@ -43,7 +43,7 @@ def test_a_plugin_that_vllm_will_not_load_is_a_problem(monkeypatch, only, status
     if only is not None:
         monkeypatch.setenv("VLLM_PLUGINS", only)
     (found,) = [finding for finding in report.machine() if finding.name == "plugin"]
-    assert (found.status, found.told) == (status, told)
+    assert (found.status, found.detail) == (status, told)
 
 
 def test_a_plugin_that_is_not_installed_is_a_problem(monkeypatch):
@@ -61,10 +61,10 @@ def test_fusions_graphs_and_memory_of_a_gpu(shallow):
     }  # fmt: skip
     found = {finding.name: finding for finding in report.running(config, status)}
     assert (found["AllReduceFusionPass"].status, found["RMSNormQuantFusionPass"].status) == ("note", "ok")
-    assert found["AllReduceFusionPass"].told == "0 matches with taps, 8 in stock's code"
-    assert found["variants"].told == "35 sizes of step recorded with taps, 35 without"
-    assert found["tables"].told == "3.0 MiB"
+    assert found["AllReduceFusionPass"].detail == "0 matches with taps, 8 in stock's code"
+    assert found["variants"].detail == "35 sizes of step recorded with taps, 35 without"
+    assert found["tables"].detail == "3.0 MiB"
     full = report.running(config, {**status, "active_graphs": 0, "active_graphs_problem": "the GPU had no room"})
     (variants,) = [finding for finding in full if finding.name == "variants"]
-    assert (variants.status, variants.told) == ("note", "the GPU had no room")
+    assert (variants.status, variants.detail) == ("note", "the GPU had no room")
     assert Report(tuple(full)).problems == ()

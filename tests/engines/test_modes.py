@@ -86,7 +86,7 @@ def test_the_comparison_sees_what_is_wrong(modes):
         plain = parity.expected(modes.plain, list(acts), run.prompt_token_ids, run.token_ids)
         return parity.compared(run, list(acts), plain, SHALLOW, bound, start)
 
-    bound, site = parity.TOLERANCES["float32"], f"at {keep.at}"
+    bound, site = parity.TOLERANCES["float32"], f"at {op.at}"
     assert compared(keep, (op, positions), again).wrong == []
     last = len(run.prompt_token_ids)
     elsewhere = compared(keep, (op, lambda p, n: [p - 3, 4, 40]), again)
@@ -94,7 +94,7 @@ def test_the_comparison_sees_what_is_wrong(modes):
     assert {"row", "edit"} <= {what.split()[0] for what in elsewhere.wrong}
     assert min(elsewhere.far["row"], elsewhere.far["edit"]) > 100 * bound.row
     strong = compared(keep, (weaker, positions), again)
-    assert [what.split()[0] for what in strong.wrong[:2]] == ["row", "edit"]
+    assert "row" in {what.split()[0] for what in strong.wrong}
     assert bound.row < strong.far["row"] < 0.1
     assert compared(keep, (op, positions), again, start=1).wrong[0] == f"{site}: captured positions"
     plain = modes.expected(name, tuple(run.token_ids))

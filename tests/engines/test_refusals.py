@@ -346,13 +346,14 @@ def test_what_is_no_prompt_is_our_error(shallow, prompt):
         shallow.get("transformers", "float32").run(prompt, max_tokens=1)
 
 
-def test_prompts_as_arrays_and_chats(engines):
-    lm = engines.get("transformers", "float32")
+def test_prompts_as_arrays_and_chats(shallow):
+    lm = shallow.get("transformers", "float32")
     ids = lm.tokens(PROMPTS[0])
     expected = lm.run(ids, max_tokens=2).logprobs
     assert lm.run(np.array(ids), max_tokens=2).logprobs == lm.run(torch.tensor(ids), max_tokens=2).logprobs == expected
     chat = lm.run(messages=[{"role": "user", "content": "Name the capital of France."}], max_tokens=8)
-    assert "Paris" in chat.text
+    assert "user\nName the capital of France.\nassistant" in lm.tokenizer.decode(chat.prompt_token_ids)
+    assert chat.token_ids == lm.run(chat.prompt_token_ids, max_tokens=8).token_ids
     for messages in ([{"rol": "user"}], {"role": "user"}):
         with pytest.raises(pc.ProgramError, match="messages: not a chat"):
             lm.run(messages=messages, max_tokens=1)
