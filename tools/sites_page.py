@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from patchclamp.language.aliases import DIFFERENCES, ELSEWHERE, Difference
 from patchclamp.language.registry import NNTERP, SITES, TRANSFORMER_LENS
-from patchclamp.sites.families import Family, Row, Size, Tap
+from patchclamp.sites.families import Family, PointKind, Size, Tap
 from patchclamp.sites.tables import FAMILIES
 from tools.raw_hooks import BACKEND, Engine, raw
 
@@ -107,26 +107,24 @@ def _shape(family: Family, word: str) -> str:
 
 
 def _layout(family: Family, word: str) -> str:
-    row: Row = family.points[family.sites[word][0]]
-    if row.layout == "sharded":
-        return "sharded by neuron" if word == "neurons" else "sharded by head"
-    return row.layout
+    layout = family.points[family.sites[word][0]].layout
+    return f"sharded by {SITES[word].index.rpartition('/value ')[2]}" if layout == "sharded" else layout
 
 
 def _where(family: Family, word: str, engine: Engine) -> str:
-    kind, shift = family.sites[word]
-    row: Row = family.points[kind]
-    some = {"all": "", "dense": "; layers with an ordinary MLP", "sparse": "; layers with experts"}[row.layers]
-    tap: Tap = getattr(row, engine)
+    name, shift = family.sites[word]
+    kind: PointKind = family.points[name]
+    some = {"all": "", "dense": "; layers with an ordinary MLP", "sparse": "; layers with experts"}[kind.layers]
+    tap: Tap = getattr(kind, engine)
     if word == "logits":
         return "the model's `logits`" if engine == "transformers" else "`compute_logits`"
-    if not row.per_layer:
+    if not kind.per_layer:
         return _border(tap, tap.module) + some
     if not SITES[word].layered:
         return _border(tap, tap.module.replace("{l}", "0")) + some
     if not shift:
         return _border(tap, tap.module) + some
-    last: Tap = getattr(family.points[f"{kind}_end"], engine)
+    last: Tap = getattr(family.points[f"{name}_end"], engine)
     return f"{_border(tap, tap.module.replace('{l}', '{l+1}'))}; after the last layer {_border(last, last.module)}"
 
 

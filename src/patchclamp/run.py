@@ -11,7 +11,7 @@ import numpy as np
 from patchclamp.engines.base import Answer, Engine, Request
 from patchclamp.errors import MissingSource, PatchclampError, ProgramError
 from patchclamp.language import Program, Site, SiteOp
-from patchclamp.language.ops import DTYPES
+from patchclamp.language.conversions import DTYPES
 from patchclamp.language.site import parse_site
 from patchclamp.language.tokens import Tokens, parse_tokens
 from patchclamp.plan import CAPTURE, BoundOp, BoundProgram, Prompt
@@ -223,7 +223,7 @@ class Run:
 
     def _site(self, site: Site | str) -> Site:
         """The site that is named, or that of the `Capture` at a path."""
-        return self._op(site).site if isinstance(site, str) and site in self._capture_of_path else parse_site(site)
+        return self._op(site).at if isinstance(site, str) and site in self._capture_of_path else parse_site(site)
 
     def _op(self, path: str) -> SiteOp:
         """The op of the program at a path."""
@@ -251,7 +251,7 @@ class Run:
         op = self._ops[ordinal]
         if not _conditional(op):
             return positions, rows
-        selected = np.flatnonzero(np.isin(positions, self._select(self._op(op.path).selection, self._limit)))
+        selected = np.flatnonzero(np.isin(positions, self._select(self._op(op.path).tokens, self._limit)))
         return positions[selected], rows[selected]
 
     def _stored(self, point: int, ordinal: int | None, name: str) -> tuple[np.ndarray, torch.Tensor | np.ndarray]:

@@ -17,7 +17,8 @@ from patchclamp import errors
 from patchclamp.errors import TREE, pack, unpack
 from patchclamp.language import SITES, Range, TextSpan
 from patchclamp.language.aliases import DIFFERENCES, ELSEWHERE
-from patchclamp.language.ops import DTYPES, OPS, as_capture
+from patchclamp.language.conversions import DTYPES
+from patchclamp.language.ops import OPS, as_capture
 from patchclamp.language.program import Program, to_dict
 from patchclamp.language.registry import NNTERP, TRANSFORMER_LENS, kept
 from patchclamp.language.tokens import GROUPS, Joined, Positions

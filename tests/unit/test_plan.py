@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import patchclamp as pc
 from patchclamp.language import values
-from patchclamp.language.ops import MAX_FP32
+from patchclamp.language.conversions import MAX_FP32
 from patchclamp.language.program import Program
 from patchclamp.plan import (
     BLEND,

@@ -6,70 +6,94 @@ Each op is placed `at` a site (an object or its text form) on a selection of `to
 from __future__ import annotations
 
 import inspect
-import math
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from patchclamp.errors import PatchclampError, ProgramError, ShapeError, unknown
+from patchclamp.errors import ProgramError
+from patchclamp.language.conversions import (
+    as_direction,
+    as_directions,
+    as_dtype,
+    as_flag,
+    as_number,
+    as_row,
+    as_seed,
+    as_strength,
+)  # fmt: skip
+from patchclamp.language.fields import Converted, field, optional
 from patchclamp.language.site import At, Site, parse_site
 from patchclamp.language.tokens import Tokens, every, parse_tokens
-from patchclamp.language.values import Named, ValueLike, Vector, as_value, check_name
+from patchclamp.language.values import Named, Value, Vector, as_value, check_name
 
-MAX_FP32 = (2 - 2**-23) * 2.0**127  # of fp32
-SiteLike = Site | At | str
-TokensLike = Tokens | str | int | slice | range | Sequence[int]
-DTYPES = ("float32", "bfloat16", "float16")
+APPLY_ARGUMENTS = ("positions", "site")  # what a function of `Apply` may ask for beside the rows
 
 
-class Op(msgspec.Struct, frozen=True, tag=str.lower):
-    """Base of all ops. Fields are read from objects or text when an op is made; an error names the field."""
-
-    def _read(self, field: str, read: Callable[[Any], Any]) -> None:
-        try:
-            msgspec.structs.force_setattr(self, field, read(getattr(self, field)))
-        except PatchclampError as error:
-            raise error.under(field) from None
+def as_site(value: Site | At | str) -> Site:
+    """`parse_site`, of a field that takes `site @ tokens` too; `SiteOp` has taken that apart before."""
+    assert not isinstance(value, At)
+    return parse_site(value)
 
 
-class SiteOp(Op, frozen=True):
-    """Base of the ops that act `at` a site on a selection of `tokens`: all of them but `Use`.
+def as_function(value: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of rows, as `Apply` describes it."""
+    if not callable(value):
+        raise ProgramError(f"a function of rows is needed, not {value!r}")
+    _wanted_arguments(value)
+    return value
 
-    `at` and `tokens` are given as objects or text; `site` and `selection` are what was read.
-    """
 
-    @property
-    def site(self) -> Site:
-        return self.at  # pyright: ignore[reportAttributeAccessIssue]  every subclass has it, in a place of its own
+def _wanted_arguments(fn: Callable[..., Any]) -> tuple[str, ...]:
+    """The arguments that `fn` takes beside the rows. Raises `ProgramError` if it needs anything else."""
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (ValueError, TypeError):  # what it takes is not known, as of functions in C: the rows
+        return ()
+    by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    rows = by_place[:1] or [p for p in parameters if p.kind is p.VAR_POSITIONAL]
+    needed = [p for p in parameters if p not in rows and p.default is p.empty
+              and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]  # fmt: skip
+    wrong = [p.name for p in needed if p.name not in APPLY_ARGUMENTS or p.kind is p.POSITIONAL_ONLY]
+    if wrong or not rows:
+        raise ProgramError(
+            f"a function of rows is needed, and of {' and '.join(APPLY_ARGUMENTS)}, by these names, if it is to "
+            f"know them; this one takes {', '.join(map(str, parameters)) or 'nothing'}: give any other a default",
+        )
+    return tuple(p.name for p in needed)
 
-    @property
-    def selection(self) -> Tokens:
-        return self.tokens  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _read_place(self) -> None:
-        """Reads `at` and `tokens`, which may both stand in `at`: `pc.z[5] @ pc.prompt[-1]`."""
-        place: Any = self.site
-        if isinstance(place, At):
-            if self.selection != every:
-                raise ProgramError(f"the tokens are given twice: {place} and tokens={self.selection}", "tokens")
+class Op(Converted, frozen=True, tag=str.lower):
+    """Base of all ops."""
+
+
+class _Placed:
+    """The two fields that every op at a site has, each op in its own order."""
+
+    __slots__ = ()
+    at: Site
+    tokens: Tokens
+
+
+class SiteOp(Op, _Placed, frozen=True):
+    """Base of the ops that act `at` a site on a selection of `tokens`: all of them but `Use`."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.at, At):  # pc.z[5] @ pc.prompt[-1]
+            place: At = self.at
+            if self.tokens != every:
+                raise ProgramError(f"the tokens are given twice: {place} and tokens={self.tokens}", "tokens")
             msgspec.structs.force_setattr(self, "at", place.site)
             msgspec.structs.force_setattr(self, "tokens", place.tokens)
-        self._read("at", parse_site)
-        self._read("tokens", parse_tokens)
+        super().__post_init__()
 
 
 class Capture(SiteOp, frozen=True, forbid_unknown_fields=True):
     """Keep h as it is at this place in the program's order, in `dtype`: float32, bfloat16 or float16."""
 
-    at: SiteLike
-    tokens: TokensLike = every
-    dtype: str = "float32"
-
-    def __post_init__(self) -> None:
-        self._read_place()
-        self._read("dtype", _dtype)
+    at: Site = field(converter=as_site)
+    tokens: Tokens = field(converter=parse_tokens, default=every)
+    dtype: str = field(converter=as_dtype, default="float32")
 
 
 class Add(SiteOp, frozen=True, forbid_unknown_fields=True):
@@ -78,15 +102,10 @@ class Add(SiteOp, frozen=True, forbid_unknown_fields=True):
     Source: steering vectors; Turner et al. 2023 (arXiv:2308.10248), Rimsky et al. 2023 (arXiv:2312.06681).
     """
 
-    value: ValueLike
-    at: SiteLike
-    tokens: TokensLike = every
-    scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        self._read_place()
-        self._read("value", as_value)
-        self._read("scale", _number)
+    value: Value = field(converter=as_value)
+    at: Site = field(converter=as_site)
+    tokens: Tokens = field(converter=parse_tokens, default=every)
+    scale: float = field(converter=as_number, default=1.0)
 
 
 class Replace(SiteOp, frozen=True, forbid_unknown_fields=True):
@@ -97,28 +116,18 @@ class Replace(SiteOp, frozen=True, forbid_unknown_fields=True):
     (arXiv:2202.05262).
     """
 
-    value: ValueLike
-    at: SiteLike
-    tokens: TokensLike = every
-    alpha: float = 1.0
-    mask: ValueLike | None = None
-
-    def __post_init__(self) -> None:
-        self._read_place()
-        self._read("value", as_value)
-        self._read("alpha", _number)
-        if self.mask is not None:
-            self._read("mask", _row)
+    value: Value = field(converter=as_value)
+    at: Site = field(converter=as_site)
+    tokens: Tokens = field(converter=parse_tokens, default=every)
+    alpha: float = field(converter=as_number, default=1.0)
+    mask: Vector | Named | None = field(converter=optional(as_row), default=None)
 
 
 class Zero(SiteOp, frozen=True, forbid_unknown_fields=True):
     """0: zero ablation."""
 
-    at: SiteLike
-    tokens: TokensLike = every
-
-    def __post_init__(self) -> None:
-        self._read_place()
+    at: Site = field(converter=as_site)
+    tokens: Tokens = field(converter=parse_tokens, default=every)
 
 
 class Mean(SiteOp, frozen=True, forbid_unknown_fields=True):
@@ -127,13 +136,9 @@ class Mean(SiteOp, frozen=True, forbid_unknown_fields=True):
     Source: Wang et al. 2022 (arXiv:2211.00593).
     """
 
-    value: ValueLike
-    at: SiteLike
-    tokens: TokensLike = every
-
-    def __post_init__(self) -> None:
-        self._read_place()
-        self._read("value", as_value)
+    value: Value = field(converter=as_value)
+    at: Site = field(converter=as_site)
+    tokens: Tokens = field(converter=parse_tokens, default=every)
 
 
 class Use(Op, frozen=True, forbid_unknown_fields=True):
@@ -143,15 +148,9 @@ class Use(Op, frozen=True, forbid_unknown_fields=True):
     [pc.Add(...), pc.Add(...)]`, and then `pc.Use("happy", scale=2.0)`.
     """
 
-    name: str
-    scale: float = 1.0
-    tokens: TokensLike | None = None
-
-    def __post_init__(self) -> None:
-        self._read("name", check_name)
-        self._read("scale", _number)
-        if self.tokens is not None:
-            self._read("tokens", parse_tokens)
+    name: str = field(converter=check_name)
+    scale: float = field(converter=as_number, default=1.0)
+    tokens: Tokens | None = field(converter=optional(parse_tokens), default=None)
 
     def scaled(self, op: Op) -> Op:
         """An op of the program as it is used. Raises `ProgramError` for one that has no strength to be scaled."""
@@ -167,13 +166,9 @@ class Use(Op, frozen=True, forbid_unknown_fields=True):
 class Scale(SiteOp, frozen=True, forbid_unknown_fields=True):
     """factor · h."""
 
-    factor: float
-    at: SiteLike
-    tokens: TokensLike = every
-
-    def __post_init__(self) -> None:
-        self._read_place()
-        self._read("factor", _number)
+    factor: float = field(converter=as_number)
+    at: Site = field(converter=as_site)
+    tokens: Tokens = field(converter=parse_tokens, default=every)
 
 
 class Ablate(SiteOp, frozen=True, forbid_unknown_fields=True):
@@ -183,13 +178,9 @@ class Ablate(SiteOp, frozen=True, forbid_unknown_fields=True):
     Source: directional ablation; Arditi et al. 2024 (arXiv:2406.11717).
     """
 
-    directions: ValueLike
-    at: SiteLike
-    tokens: TokensLike = every
-
-    def __post_init__(self) -> None:
-        self._read_place()
-        self._read("directions", _directions)
+    directions: Vector | Named = field(converter=as_directions)
+    at: Site = field(converter=as_site)
+    tokens: Tokens = field(converter=parse_tokens, default=every)
 
 
 class Clamp(SiteOp, frozen=True, forbid_unknown_fields=True):
@@ -198,20 +189,14 @@ class Clamp(SiteOp, frozen=True, forbid_unknown_fields=True):
     Source: clamping a feature; Templeton et al. 2024, "Scaling monosemanticity", with a direction in its place.
     """
 
-    direction: ValueLike
-    at: SiteLike
-    tokens: TokensLike = every
-    low: float | None = None
-    high: float | None = None
+    direction: Vector | Named = field(converter=as_direction)
+    at: Site = field(converter=as_site)
+    tokens: Tokens = field(converter=parse_tokens, default=every)
+    low: float | None = field(converter=optional(as_number), default=None)
+    high: float | None = field(converter=optional(as_number), default=None)
 
     def __post_init__(self) -> None:
-        self._read_place()
-        self._read("direction", _directions)
-        if isinstance(self.direction, Vector):
-            self._read("direction", _row)
-        for bound in ("low", "high"):
-            if getattr(self, bound) is not None:
-                self._read(bound, _number)
+        super().__post_init__()
         if self.low is None and self.high is None:
             raise ProgramError("a bound is needed: low, high or both", "low")
         if self.low is not None and self.high is not None and self.low > self.high:
@@ -226,17 +211,11 @@ class Noise(SiteOp, frozen=True, forbid_unknown_fields=True):
     Source: fuzzing; Roger 2025 (LessWrong, "Fuzzing LLMs sometimes makes them reveal their secrets").
     """
 
-    std: float
-    at: SiteLike
-    tokens: TokensLike = every
-    seed: int = 0
-    relative: bool = False
-
-    def __post_init__(self) -> None:
-        self._read_place()
-        self._read("std", _strength)
-        self._read("seed", _seed)
-        self._read("relative", _flag)
+    std: float = field(converter=as_strength)
+    at: Site = field(converter=as_site)
+    tokens: Tokens = field(converter=parse_tokens, default=every)
+    seed: int = field(converter=as_seed, default=0)
+    relative: bool = field(converter=as_flag, default=False)
 
 
 class Apply(SiteOp, frozen=True, forbid_unknown_fields=True):
@@ -253,103 +232,18 @@ class Apply(SiteOp, frozen=True, forbid_unknown_fields=True):
     graphs, and cannot be saved or sent. On a GPU rows are rounded to the model's dtype before `fn`.
     """
 
-    fn: Callable[..., Any]
-    at: SiteLike
-    tokens: TokensLike = every
-
-    def __post_init__(self) -> None:
-        if not callable(self.fn):
-            raise ProgramError(f"a function of rows is needed, not {self.fn!r}", "fn")
-        self.wanted_arguments()
-        self._read_place()
+    fn: Callable[..., Any] = field(converter=as_function)
+    at: Site = field(converter=as_site)
+    tokens: Tokens = field(converter=parse_tokens, default=every)
 
     def wanted_arguments(self) -> tuple[str, ...]:
-        """The arguments that `fn` takes beside the rows. Raises `ProgramError` if it needs anything else."""
-        try:
-            parameters = list(inspect.signature(self.fn).parameters.values())
-        except (ValueError, TypeError):  # what it takes is not known, as of functions in C: the rows
-            return ()
-        by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        rows = by_place[:1] or [p for p in parameters if p.kind is p.VAR_POSITIONAL]
-        needed = [p for p in parameters if p not in rows and p.default is p.empty
-                  and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]  # fmt: skip
-        wrong = [p.name for p in needed if p.name not in APPLY_ARGUMENTS or p.kind is p.POSITIONAL_ONLY]
-        if wrong or not rows:
-            raise ProgramError(
-                f"a function of rows is needed, and of {' and '.join(APPLY_ARGUMENTS)}, by these names, if it is to "
-                f"know them; this one takes {', '.join(map(str, parameters)) or 'nothing'}: give any other a default",
-                "fn",
-            )
-        return tuple(p.name for p in needed)
+        """The arguments that `fn` takes beside the rows."""
+        return _wanted_arguments(self.fn)
 
 
-APPLY_ARGUMENTS = ("positions", "site")  # what a function of `Apply` may ask for beside the rows
 OPS: dict[str, type[Op]] = {  # those that can be written down
     kind.__name__.lower(): kind for kind in (Capture, Add, Replace, Zero, Mean, Scale, Ablate, Clamp, Noise, Use)
 }
-
-
-def _number(value: Any) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise ProgramError(f"a number is needed, not {value!r}") from None
-    if not math.isfinite(number):
-        raise ProgramError(f"a finite number is needed, not {number}")
-    if abs(number) > MAX_FP32:
-        raise ProgramError(f"a number of fp32 is needed, at most {MAX_FP32:.2e}, not {number}")
-    return number
-
-
-def _strength(value: Any) -> float:
-    number = _number(value)
-    if number < 0:
-        raise ProgramError(f"a number of at least 0 is needed, not {number}")
-    return number
-
-
-def _seed(value: Any) -> int:
-    try:
-        seed = operator.index(value)
-    except TypeError:
-        raise ProgramError(f"a seed is a whole number, not {value!r}") from None
-    if not 0 <= seed < 1 << 63:
-        raise ProgramError(f"a seed is at least 0 and below 2**63, not {seed}")
-    return seed
-
-
-def _flag(value: Any) -> bool:
-    if type(value).__name__ not in ("bool", "bool_"):  # NumPy's, too
-        raise ProgramError(f"True or False is needed, not {value!r}")
-    return bool(value)
-
-
-def _row(value: Any) -> Vector | Named:
-    vector = _numbers(value)
-    if isinstance(vector, Vector) and len(vector.shape) != 1:
-        raise ShapeError(f"one row [D] is needed; this is {list(vector.shape)}")
-    return vector
-
-
-def _numbers(value: Any) -> Vector | Named:
-    vector = as_value(value)
-    if not isinstance(vector, (Vector, Named)):
-        raise ProgramError(f"numbers are needed here, not a row still to be read: give run[site][i] for {value}")
-    return vector
-
-
-def _directions(value: Any) -> Vector | Named:
-    vector = _numbers(value)
-    if isinstance(vector, Vector) and not vector.array().any(axis=-1).all():
-        raise ShapeError("a direction is all zeros")
-    return vector
-
-
-def _dtype(value: Any) -> str:
-    name = str(value).removeprefix("torch.")
-    if name not in DTYPES:
-        raise unknown("capture dtype", name, DTYPES)
-    return name
 
 
 def as_capture(value: Any) -> Capture:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -226,6 +227,7 @@ def _size(selection: Selection) -> tuple[int, int, int]:
 
 
 Tokens = Positions | TextSpan | TokenIds | Joined
+TokensLike = Selection | str | int | slice | range | Sequence[int]
 
 prompt = Positions("prompt")
 generated = Positions("generated")
@@ -255,7 +257,7 @@ _TOKEN = re.compile(r"\s*token\(\s*(?P<ids>\d{1,9}(?:\s*,\s*\d{1,9})*)\s*\)\s*")
 _SPAN = re.compile(r'\s*span\(\s*(?P<text>"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\')\s*(?:,\s*(?P<n>-?\d{1,9})\s*)?\)\s*')
 
 
-def parse_tokens(text: Any) -> Tokens:
+def parse_tokens(text: TokensLike) -> Tokens:
     """A selection from its text form, from a position or positions of `every`, or a selection itself."""
     if isinstance(text, (Positions, TextSpan, TokenIds, Joined)):
         return text
@@ -312,10 +314,11 @@ def _group(match: re.Match[str], text: str) -> Positions:
         return Positions(match["of"])
     if "," in match["keys"]:
         keys = match["keys"].removesuffix(",") if match["keys"].count(",") == 1 else match["keys"]
-        numbers = [parse_index(key) for key in keys.split(",")]
-        if not all(isinstance(number, int) for number in numbers):
+        indices = [parse_index(key) for key in keys.split(",")]
+        numbers = tuple(index for index in indices if isinstance(index, int))
+        if len(numbers) < len(indices):
             raise ProgramError(f"{text!r}: a list of positions holds numbers only")
-        return Positions(match["of"], tuple(numbers))  # type: ignore[arg-type]
+        return Positions(match["of"], numbers)
     return Positions(match["of"], parse_index(match["keys"]))
 
 

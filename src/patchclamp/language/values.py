@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from patchclamp.errors import PatchclampError, ProgramError, ShapeError
+from patchclamp.errors import ProgramError, ShapeError
+from patchclamp.language.fields import Converted, field, optional
 from patchclamp.language.site import Site, parse_site
-from patchclamp.language.tokens import Tokens, parse_tokens
+from patchclamp.language.tokens import Tokens, TokensLike, parse_tokens
 
 if TYPE_CHECKING:
     import numpy as np
@@ -103,7 +104,20 @@ class RunLike(Protocol):
     key: str
 
 
-class From(msgspec.Struct, frozen=True, tag="from", dict=True):
+def _run_key(run: RunLike | str) -> str:
+    key = run if isinstance(run, str) else getattr(run, "key", None)
+    if not isinstance(key, str):
+        raise ProgramError(f"From takes a Run (what lm.run returned), not {type(run).__name__}")
+    return key
+
+
+def _position(value: TokensLike) -> Tokens:
+    if isinstance(value, int) and value < 0:
+        raise ProgramError(f"position {value} counts from an end that depends on the run; write pc.prompt[{value}]")
+    return parse_tokens(value)
+
+
+class From(Converted, frozen=True, tag="from", dict=True):
     """Rows that another run captured.
 
     run: a `Run`, which is kept as long as this value, or its name in the bank, or its key (text once it is made)
@@ -112,30 +126,14 @@ class From(msgspec.Struct, frozen=True, tag="from", dict=True):
         give n written positions a row each, in order
     """
 
-    run: RunLike | str
-    site: Site | str | None = None
-    position: Tokens | str | int | None = None
+    run: str = field(converter=_run_key)
+    site: Site | None = field(converter=optional(parse_site), default=None)
+    position: Tokens | None = field(converter=optional(_position), default=None)
 
     def __post_init__(self) -> None:
-        set_field = msgspec.structs.force_setattr
         if not isinstance(self.run, str):
-            key = getattr(self.run, "key", None)
-            if not isinstance(key, str):
-                raise ProgramError(f"From takes a Run (what lm.run returned), not {type(self.run).__name__}", "run")
-            self.__dict__["owner"] = self.run  # type: ignore[index]
-            set_field(self, "run", key)
-        for field, read in (("site", parse_site), ("position", _position)):
-            try:
-                value = getattr(self, field)
-                set_field(self, field, None if value is None else read(value))
-            except PatchclampError as error:
-                raise error.under(field) from None
-
-
-def _position(value: Any) -> Tokens:
-    if isinstance(value, int) and value < 0:
-        raise ProgramError(f"position {value} counts from an end that depends on the run; write pc.prompt[{value}]")
-    return parse_tokens(value)
+            vars(self)["owner"] = self.run
+        super().__post_init__()
 
 
 def check_name(name: Any) -> str:
@@ -169,7 +167,7 @@ class Array(Protocol):
 ValueLike = Value | str | Array | Sequence[float] | Sequence[Sequence[float]]
 
 
-def as_value(value: Any) -> Value:
+def as_value(value: ValueLike) -> Value:
     """A value from a vector's numbers or a name in the bank; a value is returned as it is."""
     if isinstance(value, (Vector, From, Named)):
         return value

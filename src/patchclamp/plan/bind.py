@@ -17,7 +17,7 @@ from patchclamp.errors import (
     TokensError,
     UnsupportedSite,
 )  # fmt: skip
-from patchclamp.language import Apply, Capture, From, Named, Program, Site, SiteOp, Use, Vector, parse_tokens
+from patchclamp.language import Apply, Capture, From, Named, Program, SiteOp, Tokens, Use, Vector
 from patchclamp.language.ops import Op
 from patchclamp.language.tokens import Selection, ids_in
 from patchclamp.language.values import Value, ValueLike, as_value
@@ -115,28 +115,26 @@ class _Binder:
             return [_Place(self, path, op, refs, Case(positions), len(cases) > 1).bound()]
         cases = [case for case in cases if len(case.positions)]
         if not cases:
-            raise TokensError(
-                f"{op.selection} selects no position of this request, so nothing would be edited", "tokens"
-            )
+            raise TokensError(f"{op.tokens} selects no position of this request, so nothing would be edited", "tokens")
         return [_Place(self, path, op, refs, case, False).bound() for case in cases]
 
     def _resolve(self, op: SiteOp) -> list[SiteRef]:
         try:
-            return self.sites.resolve(op.site)
+            return self.sites.resolve(op.at)
         except PatchclampError as error:
             raise error.under("at") from None
 
     def _select(self, op: SiteOp, ref: SiteRef) -> list[Case]:
         """What the op's selection names: positions for certain, then those that it names on condition."""
-        self.check_ids(op.selection, "tokens")
+        self.check_ids(op.tokens, "tokens")
         sampled = self.sites.points[ref.point].rows == "sampled"
         try:
-            cases = self.prompt.cases(op.selection, self.limit, len(self.prompt.ids) - 1 if sampled else 0)
+            cases = self.prompt.cases(op.tokens, self.limit, len(self.prompt.ids) - 1 if sampled else 0)
         except PatchclampError as error:
             raise error.under("tokens") from None
         for case in cases:
             if case.positions.size and case.positions.max() >= self.limit:
-                raise TokensError(f"{op.selection}: there is no position {case.positions.max()}", "tokens")
+                raise TokensError(f"{op.tokens}: there is no position {case.positions.max()}", "tokens")
             if sampled:
                 self._check_sampled(case.positions)
         return cases
@@ -260,7 +258,7 @@ class _Place:
             return keys, None
         if not self._case.alone:
             raise ShapeError(
-                f"how many tokens {self._op.selection} selects is known when they are there: give one row [D]", "value"
+                f"how many tokens {self._op.tokens} selects is known when they are there: give one row [D]", "value"
             )
         if shape[0] != count:
             raise ShapeError(f"the selection has {count} positions; the vector has {shape[0]} rows", "value")
@@ -308,13 +306,11 @@ class _Place:
 
     def _rows_of(self, value: From) -> tuple[tuple[str, ...], np.ndarray]:
         """The bank keys of another run's rows, and the row that each written position reads."""
-        assert isinstance(value.run, str)
         run, source = self._binder.run(value.run)
-        assert value.site is None or isinstance(value.site, Site)
         read = self._refs if value.site is None else self._sites.resolve(value.site)
         self._check_alike(value, read)
         written = self._case.positions
-        positions = written if value.position is None else self._source_positions(value, source)
+        positions = written if value.position is None else self._source_positions(value.position, source)
         if len(positions) not in (1, len(written)):
             raise ShapeError(f"{value.position} names {len(positions)} positions; {len(written)} are written")
         rows = {_rows(source.positions_of(ref.point), positions, run, ref).tobytes() for ref in read}
@@ -324,8 +320,7 @@ class _Place:
         keys = tuple(run_key(run, ref.point) for ref in read)
         return keys, np.repeat(row, len(written)) if len(row) == 1 else row
 
-    def _source_positions(self, value: From, source: Source) -> np.ndarray:
-        tokens = parse_tokens(value.position)
+    def _source_positions(self, tokens: Tokens, source: Source) -> np.ndarray:
         positions = source.select(tokens)
         self._binder.check_ids(tokens, "position")
         if len(positions) != 1 and not self._case.alone:

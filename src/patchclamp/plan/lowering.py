@@ -27,7 +27,7 @@ from patchclamp.language import (
     Vector,
     Zero,
 )  # fmt: skip
-from patchclamp.language.ops import DTYPES, MAX_FP32
+from patchclamp.language.conversions import DTYPES, MAX_FP32
 from patchclamp.language.values import Value, ValueLike, as_value, orthonormal
 from patchclamp.plan.bound import Action, Blend, Keep, Linear, Noisy, Project, RunCode, noise_stream
 

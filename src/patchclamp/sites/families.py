@@ -42,7 +42,7 @@ class Tap(msgspec.Struct, frozen=True):
     rerun: bool = False
 
 
-class Row(msgspec.Struct, frozen=True):
+class PointKind(msgspec.Struct, frozen=True):
     """One kind of point on both engines. Without `per_layer` it is one for the model, such as the point after the last
     layer; `dense`: only layers with an ordinary MLP have it, `sparse`: only those with experts."""
 
@@ -64,7 +64,7 @@ class Family(msgspec.Struct, frozen=True):
 
     name: str
     architectures: tuple[str, ...]
-    points: dict[str, Row]
+    points: dict[str, PointKind]
     sites: dict[str, tuple[str, int]]
     lacks: dict[str, str] = {}
     needs: dict[str, Any] = {}

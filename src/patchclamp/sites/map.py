@@ -77,11 +77,11 @@ class SiteMap:
         self.withdrawn: dict[str, str] = {}  # words that were not proved on the live model, and why
         self.points: list[Point] = []
         self._number: dict[tuple[str, int | None], int] = {}
-        self._has = {kind: self._layers_with(row.layers) for kind, row in family.points.items()}
-        for kind, row in family.points.items():
-            for layer in self._has[kind] if row.per_layer else (None,):
-                self._number[kind, layer] = len(self.points)
-                self.points.append(Point(len(self.points), kind, layer, sizes[row.width], row.rows))
+        self._has = {name: self._layers_with(kind.layers) for name, kind in family.points.items()}
+        for name, kind in family.points.items():
+            for layer in self._has[name] if kind.per_layer else (None,):
+                self._number[name, layer] = len(self.points)
+                self.points.append(Point(len(self.points), name, layer, sizes[kind.width], kind.rows))
 
     @property
     def names(self) -> list[str]:
@@ -129,11 +129,11 @@ class SiteMap:
 
     def shard_count(self, point: int) -> int:
         """Into how many pieces a point's row is cut among workers of one stage."""
-        row = self.family.points[self.points[point].kind]
-        if row.layout != "sharded":
+        kind = self.family.points[self.points[point].kind]
+        if kind.layout != "sharded":
             return 1
         # with fewer key/value heads than workers, several have the same
-        return min(self.tensor_parallel, self.sizes.kv_heads) if row.width == "K" else self.tensor_parallel
+        return min(self.tensor_parallel, self.sizes.kv_heads) if kind.width == "K" else self.tensor_parallel
 
     def shard(self, point: int, rank: int) -> Shard:
         """The piece of a point's row that a worker of one stage has."""
@@ -228,8 +228,7 @@ class SiteMap:
 
     def _point(self, name: str, layer: int) -> int:
         kind, shift = self.family.sites[name]
-        row = self.family.points[kind]
-        if not row.per_layer:
+        if not self.family.points[kind].per_layer:
             return self._number[kind, None]
         if layer + shift == self.layers:
             return self._number[f"{kind}_end", None]

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from patchclamp.errors import ModelError
-from patchclamp.sites.families import Family, Row, Size, Tap
+from patchclamp.sites.families import Family, PointKind, Size, Tap
 
 L, NORM = "model.layers.{l}", "model.norm"
 ATTENTION, MLP = L + ".self_attn", L + ".mlp"
@@ -23,26 +23,26 @@ NO_EXPERTS = {"router": "its layers have one MLP each, and no experts to choose 
 FUSED = {"neurons": "its experts run in one fused kernel, which keeps what they hold to itself"}
 
 
-def row(ours: Tap, theirs: Tap | None = None, width: Size = "D", **rest: Any) -> Row:
-    """A row of the Transformers tap and vLLM's, which is the same if it is not given."""
-    return Row(ours, ours if theirs is None else theirs, width, **rest)
+def kind(ours: Tap, theirs: Tap | None = None, width: Size = "D", **rest: Any) -> PointKind:
+    """A kind of point, of its tap on Transformers (`ours`) and on vLLM, which is the same if it is not given."""
+    return PointKind(ours, ours if theirs is None else theirs, width, **rest)
 
 
-def same(module: str, moment: Any = "out", width: Size = "D", **rest: Any) -> Row:
-    """A row whose tensor both engines have at the same border, bare or first among others."""
-    return row(Tap(module, moment), width=width, **rest)
+def same(module: str, moment: Any = "out", width: Size = "D", **rest: Any) -> PointKind:
+    """A kind whose tensor both engines have at the same border, bare or first among others."""
+    return kind(Tap(module, moment), width=width, **rest)
 
 
-def sharded(ours: Tap, theirs: Tap | None = None, width: Size = "Q", **rest: Any) -> Row:
-    return row(ours, theirs, width, layout="sharded", **rest)
+def sharded(ours: Tap, theirs: Tap | None = None, width: Size = "Q", **rest: Any) -> PointKind:
+    return kind(ours, theirs, width, layout="sharded", **rest)
 
 
-def results(o_proj: str, attention: str) -> Row:
+def results(o_proj: str, attention: str) -> PointKind:
     """What each head brings together: what the output projection is given, and on vLLM what attention computes."""
     return sharded(Tap(o_proj, "in"), Tap(attention, "attention"))
 
 
-def projections(ours: str, theirs: str, *words: str) -> dict[str, Row]:
+def projections(ours: str, theirs: str, *words: str) -> dict[str, PointKind]:
     """Queries, keys or values: a projection's own on Transformers (`ours` with the word in it), and on vLLM their part
     of a merged one."""
     made = {}
@@ -53,7 +53,7 @@ def projections(ours: str, theirs: str, *words: str) -> dict[str, Row]:
     return made
 
 
-def merged(module: str, ours: str | None = None, mixed: bool = False) -> dict[str, Row]:
+def merged(module: str, ours: str | None = None, mixed: bool = False) -> dict[str, PointKind]:
     """Queries, keys and values side by side on both engines."""
     made = {}
     for part, (word, width) in enumerate(PARTS):
@@ -62,20 +62,20 @@ def merged(module: str, ours: str | None = None, mixed: bool = False) -> dict[st
     return made
 
 
-def end(ours: str, theirs: str | None = None, pair: bool = False) -> dict[str, Row]:
+def end(ours: str, theirs: str | None = None, pair: bool = False) -> dict[str, PointKind]:
     """The stream after the last layer, what its norm makes of it, and the logits."""
     theirs = theirs or ours
     return {
-        "stream_end": row(Tap(ours, "in"), Tap(theirs, "in", 0, 1 if pair else None), per_layer=False),
-        "final_norm": row(Tap(ours, "out"), Tap(theirs, "out"), per_layer=False),
-        "logits": row(Tap("lm_head", "out"), Tap("compute_logits", "out"), "V", per_layer=False, rows="sampled"),
+        "stream_end": kind(Tap(ours, "in"), Tap(theirs, "in", 0, 1 if pair else None), per_layer=False),
+        "final_norm": kind(Tap(ours, "out"), Tap(theirs, "out"), per_layer=False),
+        "logits": kind(Tap("lm_head", "out"), Tap("compute_logits", "out"), "V", per_layer=False, rows="sampled"),
     }
 
 
-def without(family: Family, name: str, architectures: str, why: dict[str, str], **points: Row) -> Family:
+def without(family: Family, name: str, architectures: str, why: dict[str, str], **points: PointKind) -> Family:
     """A family like another, but for some points and the words that it lacks."""
     sites = {word: place for word, place in ALL.items() if word not in why}
-    kept = {kind: each for kind, each in (family.points | points).items() if kind not in why or kind in points}
+    kept = {name: each for name, each in (family.points | points).items() if name not in why or name in points}
     return Family(name, tuple(architectures.split()), kept, sites, why)
 
 
@@ -90,8 +90,8 @@ LLAMA = Family(
     name="llama",
     architectures=("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"),
     points={
-        "stream": row(Tap(L, "in"), Tap(L, "in", 1, 2)),
-        "mid": row(Tap(L + ".post_attention_layernorm", "in"), Tap(L + ".post_attention_layernorm", "in", 0, 1)),
+        "stream": kind(Tap(L, "in"), Tap(L, "in", 1, 2)),
+        "mid": kind(Tap(L + ".post_attention_layernorm", "in"), Tap(L + ".post_attention_layernorm", "in", 0, 1)),
         "attn_in": same(L + ".input_layernorm"),
         **projections(ATTENTION + ".{w}_proj", ATTENTION + ".qkv_proj", "q", "k", "v"),
         "z": results(ATTENTION + ".o_proj", ATTENTION + ".attn"),
@@ -113,7 +113,7 @@ PHI3 = without(LLAMA, "phi3", "Phi3ForCausalLM", NO_EXPERTS, **merged(ATTENTION 
 # a norm before and another after attention and MLP: what comes out of the second is added to the stream
 GEMMA2 = without(
     LLAMA, "gemma2", "Gemma2ForCausalLM", NO_EXPERTS,
-    mid=row(Tap(L + ".pre_feedforward_layernorm", "in"), Tap(L + ".pre_feedforward_layernorm", "in", 0, 1)),
+    mid=kind(Tap(L + ".pre_feedforward_layernorm", "in"), Tap(L + ".pre_feedforward_layernorm", "in", 0, 1)),
     attn_out=same(L + ".post_attention_layernorm"),
     mlp_in=same(L + ".pre_feedforward_layernorm"),
     mlp_out=same(L + ".post_feedforward_layernorm"),
@@ -126,29 +126,29 @@ GEMMA3 = without(
 # what attention and MLP make is added times a factor; `attn_out` and `mlp_out` are what is added
 GRANITE = without(
     LLAMA, "granite", "GraniteForCausalLM", NO_EXPERTS,
-    stream=row(Tap(L, "in"), Tap(L, "in", 1)),
+    stream=kind(Tap(L, "in"), Tap(L, "in", 1)),
     mid=same(L + ".post_attention_layernorm", "in"),
-    attn_out=row(Tap(ATTENTION, "out", scale="residual_multiplier")),
-    mlp_out=row(Tap(MLP, "out", scale="residual_multiplier")),
+    attn_out=kind(Tap(ATTENTION, "out", scale="residual_multiplier")),
+    mlp_out=kind(Tap(MLP, "out", scale="residual_multiplier")),
     **end(NORM),
 )  # fmt: skip
 MIXTRAL = without(
     LLAMA, "mixtral", "MixtralForCausalLM", FUSED,
-    router=row(Tap(MLP + ".gate", "out", rerun=True), Tap(L + ".block_sparse_moe.gate", "out"), "X"),
-    mlp_out=row(Tap(MLP, "out"), Tap(L + ".block_sparse_moe", "out")),
+    router=kind(Tap(MLP + ".gate", "out", rerun=True), Tap(L + ".block_sparse_moe.gate", "out"), "X"),
+    mlp_out=kind(Tap(MLP, "out"), Tap(L + ".block_sparse_moe", "out")),
 )  # fmt: skip
 QWEN3_MOE = without(
     LLAMA, "qwen3_moe", "Qwen3MoeForCausalLM", {}, **NORMED,
     neurons=sharded(Tap(MLP + ".down_proj", "in"), width="M", layers="dense"),
-    router=row(Tap(MLP + ".gate", "out", rerun=True), Tap(MLP + ".gate", "out"), "X", layers="sparse"),
+    router=kind(Tap(MLP + ".gate", "out", rerun=True), Tap(MLP + ".gate", "out"), "X", layers="sparse"),
 )  # fmt: skip
 GPT_OSS = without(
     LLAMA, "gpt_oss", "GptOssForCausalLM", FUSED,
-    stream=row(Tap(L, "in"), Tap(L, "in", 0, 2)),
+    stream=kind(Tap(L, "in"), Tap(L, "in", 0, 2)),
     **projections(ATTENTION + ".{w}_proj", L + ".attn.qkv_proj", "q", "k", "v"),
     z=results(ATTENTION + ".o_proj", L + ".attn.attn"),
-    attn_out=row(Tap(ATTENTION, "out"), Tap(L + ".attn", "out")),
-    router=row(Tap(MLP + ".router", "out", rerun=True), Tap(MLP + ".router", "out"), "X"),
+    attn_out=kind(Tap(ATTENTION, "out"), Tap(L + ".attn", "out")),
+    router=kind(Tap(MLP + ".router", "out", rerun=True), Tap(MLP + ".router", "out"), "X"),
 )  # fmt: skip
 LATENT = "its attention keeps one latent row for all heads, from which the kernel makes keys and values"
 DEEPSEEK = msgspec.structs.replace(without(
@@ -156,7 +156,7 @@ DEEPSEEK = msgspec.structs.replace(without(
     {"q": LATENT + ", and what it asks with", "k": LATENT, "v": LATENT},
     z=sharded(Tap(ATTENTION + ".o_proj", "in"), width="Z"),
     neurons=sharded(Tap(MLP + ".down_proj", "in"), width="M", layers="dense"),
-    router=row(Tap(MLP + ".gate", "out", rerun=True), Tap(MLP + ".gate", "out"), "X", layers="sparse"),
+    router=kind(Tap(MLP + ".gate", "out", rerun=True), Tap(MLP + ".gate", "out"), "X", layers="sparse"),
 ), divided_by="routed_scaling_factor")  # fmt: skip
 
 _H = "transformer.h.{l}"
@@ -213,8 +213,8 @@ OLMO2 = on_backend(without(
 _N, _M = "gpt_neox.layers.{l}", "model.layers.{l}"
 
 
-def _neox(module: str, moment: Any = "out", width: Size = "D", **rest: Any) -> Row:
-    return row(Tap(_N + module, moment), Tap(_M + module, moment), width, **rest)
+def _neox(module: str, moment: Any = "out", width: Size = "D", **rest: Any) -> PointKind:
+    return kind(Tap(_N + module, moment), Tap(_M + module, moment), width, **rest)
 
 
 GPT_NEOX = Family(

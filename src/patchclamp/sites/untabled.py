@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from patchclamp.errors import ModelError
-from patchclamp.sites.families import Family, Row, Size, Sizes, Tap, sizes_of
+from patchclamp.sites.families import Family, PointKind, Size, Sizes, Tap, sizes_of
 from patchclamp.sites.tables import ALL
 
 T = 5
@@ -80,14 +80,14 @@ def untabled(config: Any, trust_remote_code: bool = False) -> Family:
         raise ModelError(f"no site table for {named}, and none can be made: {type(error).__name__}: {error}") from error
     layers = _layers(tree, sizes)
     points = {
-        "stream": _row(tree, layers + ".{l}", "in"),
-        "stream_end": _row(tree, _last_norm(tree, layers, sizes), "in", per_layer=False),
-        "final_norm": _row(tree, _last_norm(tree, layers, sizes), "out", per_layer=False),
-        "logits": Row(Tap("lm_head", "out"), Tap("compute_logits", "out"), "V", per_layer=False, rows="sampled"),
+        "stream": _point_kind(tree, layers + ".{l}", "in"),
+        "stream_end": _point_kind(tree, _last_norm(tree, layers, sizes), "in", per_layer=False),
+        "final_norm": _point_kind(tree, _last_norm(tree, layers, sizes), "out", per_layer=False),
+        "logits": PointKind(Tap("lm_head", "out"), Tap("compute_logits", "out"), "V", per_layer=False, rows="sampled"),
     }
     lacks: dict[str, str] = dict.fromkeys(["resid_mid", "attn_in", "mlp_in", "q", "k", "v", "router"], UNKNOWN)
     if tree.rows(tree.embedding, "out", sizes.d_model):
-        points["embed"] = _row(tree, tree.embedding, "out", per_layer=False)
+        points["embed"] = _point_kind(tree, tree.embedding, "out", per_layer=False)
     else:
         lacks["embed"] = f"its embedding, {tree.embedding}, does not give rows as wide as the stream"
     lacks |= OTHERWISE.get(config.model_type, {})
@@ -97,7 +97,7 @@ def untabled(config: Any, trust_remote_code: bool = False) -> Family:
         "z": _part(tree, layers, sizes, "z", ATTENTION, ATTENTION_END),
         "neurons": _part(tree, layers, sizes, "neurons", MLP, MLP_END),
     }.items():
-        if isinstance(found, Row) and word not in lacks:
+        if isinstance(found, PointKind) and word not in lacks:
             points[word] = found
         elif word not in lacks:
             lacks[word] = str(found)
@@ -200,7 +200,7 @@ def _last_norm(tree: Tree, layers: str, sizes: Sizes) -> str:
 
 def _part(
     tree: Tree, layers: str, sizes: Sizes, word: str, names: tuple[str, ...], ends: tuple[str, ...] = ()
-) -> Row | str:
+) -> PointKind | str:
     """What a module of every layer gives (or with `ends`, what the last projection in it takes), or why it is not
     offered."""
     width: Size = {"z": "Z", "neurons": "M"}.get(word, "D")  # type: ignore[assignment]
@@ -224,7 +224,7 @@ def _part(
         norm = _norm_before(tree, path.format(l=layer)) if ends else None
         if norm is not None:
             return f"it has no site table, and what {path.format(l=layer)} takes was normed by {norm}"
-    return _row(tree, path, moment, width, layout="sharded" if ends else "replicated")
+    return _point_kind(tree, path, moment, width, layout="sharded" if ends else "replicated")
 
 
 def _norm_before(tree: Tree, path: str) -> str | None:
@@ -240,9 +240,9 @@ def _norm_before(tree: Tree, path: str) -> str | None:
     return None
 
 
-def _row(tree: Tree, path: str, moment: Any, width: Size = "D", **rest: Any) -> Row:
-    """A row of one module, by its path in the base model: vLLM has that as `model`."""
-    return Row(Tap(f"{tree.prefix}.{path}", moment), Tap(f"model.{path}", moment), width, **rest)
+def _point_kind(tree: Tree, path: str, moment: Any, width: Size = "D", **rest: Any) -> PointKind:
+    """A kind of point at one module, by its path in the base model: vLLM has that as `model`."""
+    return PointKind(Tap(f"{tree.prefix}.{path}", moment), Tap(f"model.{path}", moment), width, **rest)
 
 
 def _weight(module: Any) -> tuple[int, ...] | None:

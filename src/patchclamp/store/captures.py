@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from patchclamp.errors import MissingSource
-from patchclamp.language.ops import DTYPES
+from patchclamp.language.conversions import DTYPES
 from patchclamp.store.captured import CaptureSource
 from patchclamp.store.host_memory import HostBlock, copy_bytes
 

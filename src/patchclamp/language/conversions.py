@@ -1,0 +1,84 @@
+"""How the fields of ops are read from what people write: numbers, vectors, dtypes. Each raises `ProgramError`."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import SupportsFloat, SupportsIndex
+
+from patchclamp.errors import ProgramError, ShapeError, unknown
+from patchclamp.language.values import Named, ValueLike, Vector, as_value
+
+MAX_FP32 = (2 - 2**-23) * 2.0**127
+DTYPES = ("float32", "bfloat16", "float16")  # of captures
+
+
+def as_number(value: SupportsFloat | str) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ProgramError(f"a number is needed, not {value!r}") from None
+    if not math.isfinite(number):
+        raise ProgramError(f"a finite number is needed, not {number}")
+    if abs(number) > MAX_FP32:
+        raise ProgramError(f"a number of fp32 is needed, at most {MAX_FP32:.2e}, not {number}")
+    return number
+
+
+def as_strength(value: SupportsFloat | str) -> float:
+    number = as_number(value)
+    if number < 0:
+        raise ProgramError(f"a number of at least 0 is needed, not {number}")
+    return number
+
+
+def as_seed(value: SupportsIndex) -> int:
+    try:
+        seed = operator.index(value)
+    except TypeError:
+        raise ProgramError(f"a seed is a whole number, not {value!r}") from None
+    if not 0 <= seed < 1 << 63:
+        raise ProgramError(f"a seed is at least 0 and below 2**63, not {seed}")
+    return seed
+
+
+def as_flag(value: bool) -> bool:
+    if type(value).__name__ not in ("bool", "bool_"):  # NumPy's, too
+        raise ProgramError(f"True or False is needed, not {value!r}")
+    return bool(value)
+
+
+def as_dtype(value: object) -> str:
+    """The name of one of `DTYPES`, from its name or from torch's dtype."""
+    name = str(value).removeprefix("torch.")
+    if name not in DTYPES:
+        raise unknown("capture dtype", name, DTYPES)
+    return name
+
+
+def as_numbers(value: ValueLike) -> Vector | Named:
+    vector = as_value(value)
+    if not isinstance(vector, (Vector, Named)):
+        raise ProgramError(f"numbers are needed here, not a row still to be read: give run[site][i] for {value}")
+    return vector
+
+
+def as_row(value: ValueLike) -> Vector | Named:
+    """Numbers [D]."""
+    vector = as_numbers(value)
+    if isinstance(vector, Vector) and len(vector.shape) != 1:
+        raise ShapeError(f"one row [D] is needed; this is {list(vector.shape)}")
+    return vector
+
+
+def as_directions(value: ValueLike) -> Vector | Named:
+    """Numbers [D] or [k, D], no row all zeros."""
+    vector = as_numbers(value)
+    if isinstance(vector, Vector) and not vector.array().any(axis=-1).all():
+        raise ShapeError("a direction is all zeros")
+    return vector
+
+
+def as_direction(value: ValueLike) -> Vector | Named:
+    """Numbers [D], not all zeros."""
+    return as_row(as_directions(value))

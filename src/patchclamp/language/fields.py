@@ -1,0 +1,61 @@
+"""Fields that are converted when a struct is made: each is written in several ways, and its type is what was read.
+
+`at: Site = field(converter=as_site)` takes `"resid_post[3]"` and holds a `Site`, for type checkers too (the typing
+specification's dataclass transforms).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, dataclass_transform, overload
+
+import msgspec
+
+from patchclamp.errors import PatchclampError
+
+Written = TypeVar("Written")
+Read = TypeVar("Read")
+
+
+class _Field(NamedTuple):
+    converter: Callable[[Any], Any]
+    default: Any
+
+
+@overload
+def field(*, converter: Callable[[Written], Read]) -> Read: ...
+@overload
+def field(*, converter: Callable[[Written], Read], default: Written) -> Read: ...
+def field(*, converter: Callable[[Any], Any], default: Any = msgspec.NODEFAULT) -> Any:
+    """A field that holds `converter` of what it is given. Without a default it is required."""
+    return _Field(converter, default)
+
+
+class _Converting(msgspec.StructMeta):
+    """Takes the converters out of a class's fields, and keeps them in `converters`."""
+
+    converters: dict[str, Callable[[Any], Any]]
+
+    def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **config: Any) -> Any:
+        fields = {word: each for word, each in namespace.items() if isinstance(each, _Field)}
+        plain = {word: msgspec.field(default=each.default) for word, each in fields.items()}
+        struct = super().__new__(cls, name, bases, namespace | plain, **config)
+        struct.converters = {word: each.converter for word, each in fields.items()}
+        return struct
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+class Converted(msgspec.Struct, metaclass=_Converting, frozen=True):
+    """Base of structs with such fields. An error in a field names the field."""
+
+    def __post_init__(self) -> None:
+        for name, converter in type(self).converters.items():
+            try:
+                msgspec.structs.force_setattr(self, name, converter(getattr(self, name)))
+            except PatchclampError as error:
+                raise error.under(name) from None
+
+
+def optional(converter: Callable[[Written], Read]) -> Callable[[Written | None], Read | None]:
+    """None, or what `converter` makes of anything else."""
+    return lambda value: None if value is None else converter(value)
