@@ -73,7 +73,7 @@ def _model(model: str, engine: str | None, options: dict[str, Any]) -> list[Find
         told = f"{about.family}, {about.layers} layers, width {about.d_model}, {about.dtype}, on {about.engine}"
         found = [Finding("configuration", "model", "ok", told)]
         try:
-            rest = list(getattr(lm.engine, "report", list)())
+            rest = list(lm.engine.report())
             proofs = prove(lm)
         except PatchclampError as error:
             return [*found, Finding("sites", "proof", "problem", str(error), "report it with the model's name")]

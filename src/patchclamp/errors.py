@@ -113,6 +113,11 @@ def unknown(what: str, word: str, known: Iterable[str], path: str | None = None)
     return UnknownName(f"no {what} {word!r}{near(word, known)}; there are: {', '.join(known)}", path)
 
 
+def not_finite(site: str) -> RunError:
+    """The error of a run whose edits at a site overflow: the rows are left as they were."""
+    return RunError(f"the edits at {site} make numbers that are not finite; they were not written")
+
+
 def describe_error(error: BaseException) -> str:
     """A foreign error's class and text, and of one without text where it was raised."""
     text, trace = str(error), error.__traceback__
@@ -123,13 +128,13 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"
 
 
-def as_patchclamp_error(error: Exception) -> PatchclampError:
+def as_patchclamp_error(error: BaseException) -> PatchclampError:
     """Any exception as one of ours; a foreign one becomes a `RunError` that names it and has it as its cause."""
     if isinstance(error, PatchclampError):
         return error
-    made = RunError(describe_error(error))
-    made.__cause__ = error
-    return made
+    run_error = RunError(describe_error(error))
+    run_error.__cause__ = error
+    return run_error
 
 
 def pack(error: Exception) -> tuple[str, str, str | None]:
@@ -140,6 +145,6 @@ def pack(error: Exception) -> tuple[str, str, str | None]:
 
 
 def unpack(packed: tuple[str, str, str | None]) -> PatchclampError:
-    """The error that `pack` describe_error; a class this version does not know comes back as `RunError`."""
+    """The error that `pack` packed; a class this version does not know comes back as `RunError`."""
     name, message, path = packed
     return TREE.get(name, RunError)(message, path)

@@ -45,7 +45,7 @@ class LM:
         self.bank, self._allow_code = NamedBank(), allow_code
         self._runs: weakref.WeakValueDictionary[str, Run] = weakref.WeakValueDictionary()
         self._close = weakref.finalize(self, self.engine.close) if self.engine is not engine else self.engine.close
-        if allow_code and getattr(self.engine, "remote", False):
+        if allow_code and self.engine.remote:
             if self.engine is not engine:
                 self.close()
             raise EngineError("allow_code needs the engine in this process: one worker, and no multiprocess_mode")
@@ -196,17 +196,11 @@ class LM:
         Raises `EngineError` where the engine cannot: other engines than vLLM, levels above 1 (they throw the weights
         away), engines started without `enable_sleep_mode=True`, and while runs are under way.
         """
-        self._sleeper("sleep")(level)
+        self.engine.sleep(level)
 
     def wake(self) -> None:
         """Takes the memory again and brings the weights back. An engine that is awake stays so."""
-        self._sleeper("wake")()
-
-    def _sleeper(self, verb: str) -> Any:
-        found = getattr(self.engine, verb, None)
-        if found is None:
-            raise EngineError(f"the {self.model.engine} engine does not sleep; vLLM on a GPU does")
-        return found
+        self.engine.wake()
 
     def __enter__(self) -> LM:
         return self
@@ -240,17 +234,10 @@ class LM:
         return many
 
     def _adapters(self, given: Any, prompts: int) -> list[Adapter | None]:
-        check = getattr(self.engine, "check_adapter", None)
-        if given is not None and check is None:
-            raise EngineError(
-                f"the {self.model.engine} engine runs no LoRA adapters: merge it into the model first "
-                "(peft_model.merge_and_unload()) and load that, or use vLLM with enable_lora=True", "lora"
-            )  # fmt: skip
-        found = adapters_of(given, prompts)
-        for adapter in {adapter for adapter in found if adapter is not None}:
-            assert check is not None
-            check(adapter)
-        return found
+        adapters = adapters_of(given, prompts)
+        for adapter in {adapter for adapter in adapters if adapter is not None}:
+            self.engine.check_adapter(adapter)
+        return adapters
 
     def _chat(self, messages: Any) -> list[int]:
         try:
@@ -267,7 +254,7 @@ class LM:
                 ids, text = self.tokenizer.encode(prompt), prompt
             except (TypeError, ValueError) as error:
                 raise ProgramError(f"this text cannot be tokenised: {error}", path) from None
-        elif isinstance(prompt, (list, tuple)) and all(_is_id(i) for i in prompt):
+        elif isinstance(prompt, (list, tuple)) and all(is_token_id(i) for i in prompt):
             ids, text = [int(i) for i in prompt], None
         else:
             raise ProgramError("a prompt is text or a list of token ids", path)
@@ -289,18 +276,18 @@ class LM:
         number: int | bool,
     ) -> Request:
         key, (ids, text) = secrets.token_hex(8), prompt
-        if not _is_id(max_tokens) or max_tokens < 1:
+        if not is_token_id(max_tokens) or max_tokens < 1:
             raise ProgramError(f"at least one token must be generated, not {max_tokens!r}", "max_tokens")
         if len(ids) + max_tokens > self.model.max_model_len:
             raise TokensError(
                 f"{len(ids)} prompt tokens and max_tokens={max_tokens} exceed max_model_len={self.model.max_model_len}"
             )
         max_tokens, score = int(max_tokens), list(score)
-        outside = [i for i in score if not _is_id(i) or not 0 <= i < self.model.d_vocab]
-        if len(set(score)) > MAX_SCORES:
-            raise ProgramError(f"at most {MAX_SCORES} tokens can be scored, not {len(set(score))}", "score")
+        outside = [token for token in score if not is_token_id(token) or not 0 <= token < self.model.d_vocab]
         if outside:
             raise TokensError(f"{outside[0]!r} is not a token id below {self.model.d_vocab}", "score")
+        if len(set(score)) > MAX_SCORES:
+            raise ProgramError(f"at most {MAX_SCORES} tokens can be scored, not {len(set(score))}", "score")
         vectors: dict[str, np.ndarray] = {}
         code: dict[int, Code] | None = {} if self._allow_code else None
         sources: dict[str, Run] = {}
@@ -341,7 +328,7 @@ def _count(sampling: dict[str, Any]) -> int:
     """Takes `n` out of what is given for a prompt."""
     count = sampling.pop("n", None)
     count = 1 if count is None else count
-    if not _is_id(count) or not 1 <= count <= MAX_RUNS:
+    if not is_token_id(count) or not 1 <= count <= MAX_RUNS:
         raise ProgramError(f"a whole number from 1 to {MAX_RUNS} is needed, not {count!r}", "sampling.n")
     if count > 1 and not sampling.get("temperature"):
         raise ProgramError(f"{count} runs without a temperature would all be the same: give one", "sampling.n")
@@ -364,7 +351,7 @@ def _seeded(sampling: dict[str, Any], number: int) -> dict[str, Any]:
     seed = sampling.get("seed")
     if seed in (None, -1):
         return sampling
-    if not _is_id(seed) or not -(2**63) <= seed + number < 2**63:
+    if not is_token_id(seed) or not -(2**63) <= seed + number < 2**63:
         raise ProgramError(f"a whole number of 64 bits is needed, not {seed!r}", "sampling.seed")
     if seed + number == -1:
         raise ProgramError(
@@ -382,7 +369,8 @@ def _fuzz(extra: Any) -> tuple[Op, ...]:
         raise error.under("sampling.extra_args") from None
 
 
-def _is_id(value: Any) -> bool:
+def is_token_id(value: object) -> bool:
+    """Whether a value is a whole number, Python's or NumPy's; True and 5.0 are none."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 

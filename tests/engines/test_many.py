@@ -134,3 +134,16 @@ def test_seeded_prompts_that_come_in_chunks_draw_as_whole_ones(shallow):
     assert again.token_ids == ours[3].token_ids
     other = chunked.run(prompts[3], max_tokens=6, sampling={**sampling[3], "seed": 99})
     assert other.token_ids != ours[3].token_ids
+
+
+def test_what_the_engines_thread_raises_reaches_the_caller(shallow, monkeypatch):
+    """Wherever it is raised on that thread: nobody waits for ever, and the engine goes on."""
+    lm = shallow.get("transformers", "float32")
+    runtime = lm.engine.runtime
+    edits = [pc.Add([1.0] * lm.model.d_model, at=pc.resid_post[0])]
+    for name in ("hold_vectors", "admit", "finish", "release", "release_vectors"):
+        with monkeypatch.context() as broken:
+            broken.setattr(runtime, name, lambda *_: 1 / 0)
+            with pytest.raises(pc.RunError, match="ZeroDivisionError"):
+                lm.run([3, 4, 5], max_tokens=1, edits=edits)
+        assert lm.run([3, 4, 5], max_tokens=1, edits=edits).token_ids

@@ -326,14 +326,14 @@ def test_dropping_runs_lets_their_captures_go():
     for _ in range(3):
         lm.run([EIFFEL, COLOSSEUM], max_tokens=1, capture=pc.resid_post)
     run = lm.run(EIFFEL, max_tokens=1, capture=pc.resid_post)
-    assert list(lm.engine._kept) == [run.key]
+    assert list(lm.engine._captured) == [run.key]
     edit = pc.Replace(pc.From(run), at=pc.resid_post[1])
     key = run.key
     del run
-    assert list(lm.engine._kept) == [key]
+    assert list(lm.engine._captured) == [key]
     assert lm.engine.status()["runs"] == 1
     del edit
-    assert list(lm.engine._kept) == []
+    assert list(lm.engine._captured) == []
 
 
 def test_status_counts_what_is_held(monkeypatch):
@@ -392,13 +392,19 @@ def test_a_crash_is_told_and_survived(monkeypatch):
     assert isinstance(run.error, pc.RunError)
     with pytest.raises(pc.RunError, match="ZeroDivisionError: division by zero"):
         run.text  # noqa: B018
-    assert not lm.engine._kept
+    assert not lm.engine._captured
     assert lm.run([3, 4], max_tokens=2).token_ids
 
 
-def test_numbers_beyond_fp32_are_survived(lm):
-    run = lm.run(EIFFEL, max_tokens=2, edits=pc.Add(push(lm), at="resid_pre[1]", scale=3e38), capture=pc.logits)
-    assert np.isnan(run["logits"]).all()
+def test_edits_that_are_not_finite_fail_their_run_and_no_other(lm):
+    """As on the real engines: the rows stay as they were, and the error names the first site."""
+    beyond = pc.Add(push(lm), at="resid_post[0]", scale=3e38)
+    failed, plain = lm.run([EIFFEL, EIFFEL], max_tokens=2, edits=[[beyond, pc.Scale(2.0, pc.mlp_out[2])], []])
+    error = "the edits at resid_post[0] make numbers that are not finite; they were not written"
+    assert (type(failed.error), str(failed.error)) == (pc.RunError, error)
+    assert plain.logprobs == lm.run(EIFFEL, max_tokens=2).logprobs
+    with pytest.raises(pc.RunError, match="at logits make numbers"):
+        lm.run(EIFFEL, max_tokens=1, edits=[pc.Scale(3e38, pc.logits)] * 2)
     assert lm.run(EIFFEL, max_tokens=2).logprobs == lm.run(EIFFEL, max_tokens=2).logprobs
 
 
@@ -522,3 +528,30 @@ def test_fuzzing_that_is_not_understood_is_refused(sampling, text):
     with pytest.raises(pc.ProgramError) as caught:
         pc.LM("fake", prove=False).run(EIFFEL, sampling=sampling)
     assert str(caught.value).startswith(text)
+
+
+# -- what is no token id, and what this engine cannot do
+
+
+@pytest.mark.parametrize("score", [[{}], [5, []], [None], [True], [5.0], [64]])
+def test_what_is_no_token_id_is_not_scored(lm, score):
+    with pytest.raises(pc.PatchclampError, match=r"^score: .* (is not a token id below 64|one list for all)"):
+        lm.run(EIFFEL, max_tokens=1, score=score)
+
+
+@pytest.mark.parametrize("answer", [True, 5.7, None, [5]])
+def test_an_answer_is_a_text_or_a_token_id(lm, answer):
+    with pytest.raises(pc.ProgramError, match=f"^answer: a text or a token id is needed, not {type(answer).__name__}"):
+        pc.studies.patch_sweep(lm, clean=EIFFEL, corrupt=EIFFEL, answer=answer, foil=" Rome", sites=[pc.resid_pre])
+
+
+def test_what_the_fake_cannot_do_is_an_engine_error(lm, tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"r": 4}')
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(pc.EngineError, match="lora: the fake engine runs no LoRA adapters: merge it into the model"):
+        lm.run(EIFFEL, lora=tmp_path)
+    for change in (lm.sleep, lm.wake):
+        with pytest.raises(pc.EngineError, match="the fake engine does not sleep; vLLM on a GPU does"):
+            change()
+    assert lm.engine.report() == []
+    assert not lm.engine.remote

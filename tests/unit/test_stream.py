@@ -155,7 +155,7 @@ def test_a_failed_run_raises_where_the_next_part_would_come_and_leaves_nothing(m
     with pytest.raises(pc.RunError, match="ZeroDivisionError"):
         stream.run  # noqa: B018
     assert list(stream) == []
-    assert not lm.engine._kept
+    assert not lm.engine._captured
 
 
 def test_streams_that_are_given_up_leave_nothing_behind():
@@ -233,7 +233,7 @@ def test_a_closed_stream_gives_nothing_more(engine, stream):
     assert next(stream).text == "a"
     stream.close()
     stream.close()
-    assert engine.submitted[0].unheard
+    assert engine.submitted[0].abandoned
     assert engine.aborted == ["r"]
     engine.say("d")
     engine.end(pc.EngineError("the run was aborted"))
@@ -264,7 +264,7 @@ def test_a_dropped_stream_waits_for_nothing(engine):
     assert next(alone).text == "a"
     del alone
     assert (engine.aborted, engine.released) == ([], ["alone"])
-    assert engine.submitted[-1].unheard
+    assert engine.submitted[-1].abandoned
     engine.say("b")
     engine.end(ANSWER)
     circular = [pc.Stream(engine, Request("circular", [1], 2), made)]

@@ -16,7 +16,11 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 class Adapter(msgspec.Struct, frozen=True):
-    """An adapter of rank at most `rank` in a `folder`; its `name` is another one once its files have changed."""
+    """An adapter in a folder.
+
+    name: another one once its files have changed
+    rank: the largest of its parts
+    """
 
     folder: str
     name: str
@@ -24,19 +28,22 @@ class Adapter(msgspec.Struct, frozen=True):
 
 
 def adapters_of(given: Any, prompts: int) -> list[Adapter | None]:
-    """The adapter of each prompt: none, one for all, or a list of such, one a prompt. Raises what `read` does."""
+    """The adapter of each prompt. `given`: None, a folder for all prompts, or a list of such, one a prompt.
+
+    Raises what `read` does.
+    """
     if not isinstance(given, (list, tuple)):
-        return [None if given is None else _told(given, "lora")] * prompts
+        return [None if given is None else _read_at(given, "lora")] * prompts
     if len(given) != prompts:
         raise ProgramError(f"{len(given)} adapters for {prompts} prompts: give one for all, or one a prompt", "lora")
-    known: dict[Any, Adapter | None] = {None: None}
-    for i, one in enumerate(given):
-        if not isinstance(one, (str, os.PathLike, type(None))) or one not in known:
-            known[one] = _told(one, f"lora[{i}]")
-    return [known[one] for one in given]
+    adapters: dict[Any, Adapter | None] = {None: None}  # by folder
+    for i, folder in enumerate(given):
+        if not isinstance(folder, (str, os.PathLike, type(None))) or folder not in adapters:
+            adapters[folder] = _read_at(folder, f"lora[{i}]")
+    return [adapters[folder] for folder in given]
 
 
-def _told(given: Any, path: str) -> Adapter:
+def _read_at(given: Any, path: str) -> Adapter:
     try:
         return read(given)
     except PatchclampError as error:
@@ -52,9 +59,9 @@ def read(given: Any) -> Adapter:
         raise MissingSource(f"there is no folder {str(given)!r}; give that of an adapter which PEFT has written")
     missing = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
     if missing:
-        there = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
+        files = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
         raise MissingSource(
-            f"{folder} has no {' and no '.join(missing)} (there is: {there}); peft_model.save_pretrained(folder) "
+            f"{folder} has no {' and no '.join(missing)} (there is: {files}); peft_model.save_pretrained(folder) "
             "writes what is needed"
         )
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -10,16 +10,27 @@ import msgspec
 import numpy as np
 
 from patchclamp.engines.adapters import Adapter
+from patchclamp.engines.findings import Finding
+from patchclamp.errors import EngineError, as_patchclamp_error
 from patchclamp.plan import BoundProgram
 from patchclamp.plan.bind import Code
 from patchclamp.sites import SiteMap
+from patchclamp.store.named import Source
 
 if TYPE_CHECKING:
     import torch
 
 
 class Model(msgspec.Struct, frozen=True):
-    """Facts of a loaded model: what it is called, who runs it and with which `settings`, and its sizes."""
+    """Facts of a loaded model.
+
+    name: the hub id or folder
+    engine, version: what runs it
+    family: the site table's name
+    layers, d_model, d_vocab, max_model_len: its sizes
+    dtype: of its weights, without "torch."
+    settings: of the engine, as far as results depend on them
+    """
 
     name: str
     engine: str
@@ -34,10 +45,11 @@ class Model(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """What a run has newly generated: `logprobs` has a float for each of `token_ids`.
+    """What a run has newly generated. Joined, the parts are the run's text, token ids and log-probabilities.
 
-    `text` is what is certain by now: a character that is not whole yet, or what may become a stop text, comes with a
-    later part. Put together, the parts are the run's text, token ids and log-probabilities.
+    text: what no later token changes; a character that is not whole yet, or what may become a stop text, comes later
+    token_ids: the new tokens
+    logprobs: a float for each of them
     """
 
     text: str
@@ -46,10 +58,10 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Listener(Protocol):
-    """Hears every part of a run, in order and before the run's answer, on the engine's thread: it waits for nothing and
-    raises nothing. It belongs to this process and goes nowhere with the request.
+    """Takes every part of a run, in order and before the run's answer, on the engine's thread: it waits for nothing and
+    raises nothing. It stays in this process.
 
-    `gone`: nobody listens any more; the run is stopped as far as the engine can.
+    gone: nobody reads the parts any more; the engine stops the run as far as it can
     """
 
     gone: bool
@@ -58,12 +70,19 @@ class Listener(Protocol):
 
 
 class Request(msgspec.Struct):
-    """One request, of a prompt whose `text` may be known. `bound` is None for a request without a program; `vectors`
-    are the inline ones it reads, [n, W], `code` is what its `Apply`s run, by number, and `sources` are the runs it
-    reads, which stay as long as it does.
+    """One request.
 
-    `score` are token ids whose log-probability as the next token is wanted; `sampling` has vLLM's own names.
-    `listener` hears what is generated as it is made; `adapter` is what runs on top of the model's weights.
+    run: its key
+    prompt_token_ids, text: the prompt; its text is None if only the ids are known
+    max_tokens: how many tokens are generated at most
+    bound: the program; None for a request without one
+    vectors: the inline vectors that the program reads, rows [n, W] by bank key
+    sampling: parameters by vLLM's names
+    score: token ids whose log-probability as the next token is wanted
+    code: what its `Apply`s run, by number
+    sources: the runs it reads, held so that they stay until it ends
+    listener: takes what is generated as it is made
+    adapter: runs on top of the model's weights
     """
 
     run: str
@@ -75,20 +94,24 @@ class Request(msgspec.Struct):
     score: tuple[int, ...] = ()
     code: dict[int, Code] = {}
     text: str | None = None
-    sources: tuple[Any, ...] = ()
+    sources: tuple[Source, ...] = ()
     listener: Listener | None = None
     adapter: Adapter | None = None
 
     @property
-    def unheard(self) -> bool:
-        """Whether someone listened, and does no more."""
+    def abandoned(self) -> bool:
+        """Whether it had a listener who is gone."""
         return self.listener is not None and self.listener.gone
 
 
 class Answer(msgspec.Struct):
-    """What came of a request: `logprobs` a float for each of `token_ids`; `scores` by token id, of the next token.
+    """What came of a request.
 
-    `cached_tokens`: prompt tokens that were read from the prefix cache instead of computed.
+    token_ids, text: what was generated
+    logprobs: a float for each of `token_ids`
+    scores: log-probability as the next token, by token id
+    finish_reason: "stop" or "length"
+    cached_tokens: prompt tokens that were read from the prefix cache instead of computed
     """
 
     token_ids: list[int]
@@ -110,7 +133,9 @@ class Tokenizer(Protocol):
         """Ids of the text alone, without special tokens."""
         ...
 
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some ids, without special tokens."""
+        ...
 
     def settled(self, ids: Sequence[int]) -> str:
         """The beginning of these ids' text that no further ids change."""
@@ -139,12 +164,29 @@ def settle(future: Future[Answer], answer: Answer | Exception) -> None:
         future.set_result(answer)
 
 
+def settle_if_failed(futures: Iterable[Future[Answer]], job: Future[Any]) -> None:
+    """Gives the error of a job that serves some requests to each of them that has no answer yet."""
+    error = job.exception()
+    if error is not None:
+        for future in futures:
+            settle(future, as_patchclamp_error(error))
+
+
 class Engine(Protocol):
-    """Carries requests. Calls are safe from any thread."""
+    """Carries requests. Calls are safe from any thread.
+
+    What not every engine can do has its refusal here; an engine that subclasses `Engine` inherits it.
+
+    model: facts of the model
+    sites: its site map
+    tokenizer: of the model
+    remote: whether programs run in other processes, which code (`Apply`) cannot enter
+    """
 
     model: Model
     sites: SiteMap
     tokenizer: Tokenizer
+    remote: bool = False
 
     def submit(self, requests: list[Request]) -> list[Future[Answer]]:
         """Starts requests, as one batch where that means something; each has its own answer or error."""
@@ -158,14 +200,14 @@ class Engine(Protocol):
         ...
 
     def release(self, runs: list[str]) -> None:
-        """Lets runs' captures go, and stops one under way whose listener is gone.
+        """Frees what runs captured, and stops one under way whose listener is gone.
 
         The garbage collector calls this, wherever it happens to run: it may wait for no lock.
         """
         ...
 
     def abort(self, runs: list[str]) -> None:
-        """Stops runs that are under way, as far as the engine can, and lets their captures go."""
+        """Stops runs that are under way, as far as the engine can, and frees what they captured."""
         ...
 
     def check_sampling(self, sampling: dict[str, Any]) -> None:
@@ -179,3 +221,26 @@ class Engine(Protocol):
     def close(self) -> None:
         """Stops the engine and frees what it held."""
         ...
+
+    def check_adapter(self, adapter: Adapter) -> None:
+        """Raises `EngineError` or `CapacityError` for an adapter that this engine cannot run."""
+        raise EngineError(
+            f"the {self.model.engine} engine runs no LoRA adapters: merge it into the model first "
+            "(peft_model.merge_and_unload()) and load that, or use vLLM with enable_lora=True", "lora"
+        )  # fmt: skip
+
+    def report(self) -> list[Finding]:
+        """What a doctor should know about this engine."""
+        return []
+
+    def sleep(self, level: int = 1) -> None:
+        """Gives the device memory of weights and cache back until `wake`. Raises `EngineError` where it cannot."""
+        raise _sleepless(self)
+
+    def wake(self) -> None:
+        """Takes the memory again and brings the weights back. Raises `EngineError` where it cannot."""
+        raise _sleepless(self)
+
+
+def _sleepless(engine: Engine) -> EngineError:
+    return EngineError(f"the {engine.model.engine} engine does not sleep; vLLM on a GPU does")

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from patchclamp import __version__
-from patchclamp.engines.base import Answer, Model, Part, Request, Tokenizer
+from patchclamp.engines.base import Answer, Engine, Model, Part, Request, Tokenizer
 from patchclamp.engines.fake_tokenizer import EOS, SPECIAL, FakeTokenizer
 from patchclamp.errors import (
     EngineError,
@@ -30,6 +30,7 @@ from patchclamp.errors import (
     RunError,
     TokensError,
     as_patchclamp_error,
+    not_finite,
     unknown,
 )
 from patchclamp.kernels import reference
@@ -45,7 +46,7 @@ SAMPLING = ("temperature", "ignore_eos")
 Tap = Callable[[str, int | None, np.ndarray], None]
 
 
-class FakeEngine:
+class FakeEngine(Engine):
     """A seeded random decoder of `layers` layers; runs are carried out in `submit`, one batch at a time.
 
     `chunk`: how many tokens of a prompt one step computes (all, unless given).
@@ -68,7 +69,7 @@ class FakeEngine:
         self.tokenizer: Tokenizer = FakeTokenizer(d_vocab)
         self._net = _Net(layers, d_model, d_vocab, heads, max_model_len, seed)
         self._chunk = chunk or max_model_len
-        self._kept: dict[str, list[_CapturedRows]] = {}
+        self._captured: dict[str, list[_CapturedRows]] = {}
         self._programs = self._planned = 0
         self._lock = threading.RLock()
         self._open = True
@@ -83,23 +84,23 @@ class FakeEngine:
     def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Positions ascending and fp32 rows; of two ops that captured a position the later counts."""
         self._check_open()
-        kept = self._kept.get(run)
-        if kept is None:
+        captured = self._captured.get(run)
+        if captured is None:
             raise MissingSource(f"run {run} is not here: it was released, or captured nothing")
         row_of: dict[int, np.ndarray] = {}
-        mine = (c for c in kept if c.point == point and op in (None, c.op))
-        for captured in sorted(mine, key=lambda c: c.op):
-            row_of.update(zip(captured.positions.tolist(), captured.rows, strict=True))
+        at_point = (chunk for chunk in captured if chunk.point == point and op in (None, chunk.op))
+        for chunk in sorted(at_point, key=lambda chunk: chunk.op):
+            row_of.update(zip(chunk.positions.tolist(), chunk.rows, strict=True))
         positions = sorted(row_of)
         rows = np.array([row_of[p] for p in positions], np.float32)
         return np.array(positions, np.int64), rows.reshape(-1, self.sites.points[point].width)
 
     def release(self, runs: list[str]) -> None:
         for run in runs:
-            self._kept.pop(run, None)
+            self._captured.pop(run, None)
 
     def abort(self, runs: list[str]) -> None:
-        """Runs are over when `submit` returns; what they captured is let go."""
+        """Runs are over when `submit` returns; what they captured is freed."""
         self.release(runs)
 
     def check_sampling(self, sampling: dict[str, Any]) -> None:
@@ -107,14 +108,14 @@ class FakeEngine:
             if name not in SAMPLING:
                 raise unknown("sampling parameter", name, SAMPLING, f"sampling.{name}")
         if sampling.get("temperature", 0) != 0:
-            given = sampling["temperature"]
-            raise ProgramError(f"the fake engine is greedy: 0 is needed, not {given!r}", "sampling.temperature")
+            asked = sampling["temperature"]
+            raise ProgramError(f"the fake engine is greedy: 0 is needed, not {asked!r}", "sampling.temperature")
 
     def status(self) -> dict[str, int]:
         """Counts of what is held; a batch brings its own tables, which go with it."""
         return {
             "programs": self._programs,
-            "runs": len(self._kept),
+            "runs": len(self._captured),
             "pinned": 0,
             "vectors": 0,
             "steps_planned": self._planned,
@@ -122,7 +123,7 @@ class FakeEngine:
 
     def close(self) -> None:
         self._open = False
-        self._kept.clear()
+        self._captured.clear()
 
     def _check_open(self) -> None:
         if not self._open:
@@ -152,14 +153,14 @@ class FakeEngine:
         """The rows [n, W] of every bank key that a request reads, by key."""
         if len(request.prompt_token_ids) + request.max_tokens > self.model.max_model_len:
             raise TokensError(f"the request exceeds max_model_len={self.model.max_model_len}")
-        found: dict[str, np.ndarray] = {}
+        values: dict[str, np.ndarray] = {}
         for op in request.bound.ops if request.bound is not None else ():
             for key in op.keys:
                 try:
-                    found[key] = self._value(key, request)
+                    values[key] = self._value(key, request)
                 except PatchclampError as error:
                     raise error.under(f"{op.path}.value") from None
-        return found
+        return values
 
     def _value(self, key: str, request: Request) -> np.ndarray:
         if key.startswith("v:"):
@@ -174,8 +175,8 @@ class FakeEngine:
 
     def _generate(self, writers: list[_Writer], values: dict[str, np.ndarray]) -> dict[str, RunError]:
         bounds = [writer.request.bound for writer in writers if writer.request.bound is not None]
-        self._kept |= {bound.run: [] for bound in bounds}
-        code = {number: (w.request.run, each) for w in writers for number, each in w.request.code.items()}
+        self._captured |= {bound.run: [] for bound in bounds}
+        code = {number: (w.request.run, fn) for w in writers for number, fn in w.request.code.items()}
         programs, self._programs = _Programs(self.sites, bounds, values, code), len(bounds)
         while working := [writer for writer in writers if writer.reason is None]:
             self._step(working, programs)
@@ -190,9 +191,9 @@ class FakeEngine:
         tap = programs.begin(Batch(slots, first, position, np.array(counts), sum(counts)), tokens)
         self._planned += int(slots.any())
         logits_NV = self._net.forward(writers, counts, tap)
-        for run, captured in programs.end():
-            if run in self._kept:
-                self._kept[run].append(captured)
+        for run, chunk in programs.end():
+            if run in self._captured:
+                self._captured[run].append(chunk)
         for writer, count, logits_V in zip(writers, counts, logits_NV, strict=True):
             writer.take(count, logits_V)
 
@@ -227,7 +228,7 @@ class _Programs:
         self._table = ProgramTable(len(bounds), len(sites.points), size, self._sampled)
         self.slot = {bound.run: self._table.admit(*records) for bound, records in zip(bounds, made, strict=True)}
         self._run = {slot: run for run, slot in self.slot.items()}
-        self._code = code
+        self._code, self._sites = code, sites
         self.errors: dict[str, RunError] = {}
         self._plan: StepPlan | None = None
         self._buffer = np.zeros(0, np.float32)
@@ -244,10 +245,19 @@ class _Programs:
                 rows, tokens = plan.tokens, token_R
                 if self._sampled[point]:
                     rows, tokens = plan.sampled, token_R[batch.row + batch.count - 1]
-                given = (rows, point, self._table, plan, self._bank, self._buffer, tokens, self._apply)
-                reference.apply(h_RW, *given)
+                before_RW = h_RW.copy()
+                step = (plan, self._bank, self._buffer, tokens, self._apply)
+                edited_R = reference.apply(h_RW, rows, point, self._table, *step)
+                failed_R = edited_R & ~np.isfinite(h_RW).all(axis=1)
+                h_RW[failed_R] = before_RW[failed_R]
+                self._fail(rows.slot[failed_R], point)
 
         return tap
+
+    def _fail(self, slots: np.ndarray, point: int) -> None:
+        """Notes for the runs of some slots that their edits at a point are not finite; a run's first error counts."""
+        for slot in np.unique(slots).tolist():
+            self.errors.setdefault(self._run[slot], not_finite(self._sites.label(point)))
 
     def _apply(self, number: int, rows: np.ndarray, point: int, position: np.ndarray) -> np.ndarray | None:
         """What code makes of rows [n, W]; None, and its run's error, where it failed."""

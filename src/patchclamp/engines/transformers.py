@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from patchclamp.engines.base import Answer, Model, Part, Request, Tokenizer, settle
+from patchclamp.engines.base import Answer, Engine, Model, Part, Request, Tokenizer, settle, settle_if_failed
 from patchclamp.engines.sampling import Sampler
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
 from patchclamp.errors import (
@@ -36,20 +37,8 @@ from patchclamp.runtime.taps import attach
 from patchclamp.sites import SiteMap, family_of, has_table, sizes_of
 from patchclamp.sites.untabled import WITHIN, untabled
 
-OPTIONS = (
-    "dtype",
-    "device",
-    "max_model_len",
-    "max_num_seqs",
-    "padding_side",
-    "trust_remote_code",
-    "skip_tokenizer_init",
-    "max_records",
-    "bank_bytes",
-)
 
-
-class TransformersEngine:
+class TransformersEngine(Engine):
     """A causal language model from a hub id or a folder.
 
     `dtype`: a torch dtype's name, or "auto" for the checkpoint's; `max_num_seqs`: prompts of one batch;
@@ -86,8 +75,8 @@ class TransformersEngine:
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             name, dtype=_dtype(dtype), trust_remote_code=trust_remote_code, output_loading_info=True, **exact
         )
-        net, told = loaded
-        self._net: Any = _whole(net, told["missing_keys"]).to(self.device).eval()
+        net, loading = loaded
+        self._net: Any = _complete(net, loading["missing_keys"]).to(self.device).eval()
         self.tokenizer: Tokenizer = (
             NoTokenizer() if skip_tokenizer_init else HubTokenizer.load(name, trust_remote_code=trust_remote_code)
         )
@@ -118,8 +107,9 @@ class TransformersEngine:
     def submit(self, requests: list[Request]) -> list[Future[Answer]]:
         futures: list[Future[Answer]] = [Future() for _ in requests]
         for i in range(0, len(requests), self._width):
-            part = slice(i, i + self._width)
-            self._call(self._serve, requests[part], futures[part])
+            batch = futures[i : i + self._width]
+            served = self._call(self._serve, requests[i : i + self._width], batch)
+            served.add_done_callback(functools.partial(settle_if_failed, batch))
         return futures
 
     def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, torch.Tensor]:
@@ -131,8 +121,8 @@ class TransformersEngine:
         self._released.extend(runs)
 
     def abort(self, runs: list[str]) -> None:
-        """A batch that was submitted runs to its end, but for runs whose listener is gone; then what it captured is let
-        go."""
+        """A batch that was submitted runs to its end, but for runs whose listener is gone; then what it captured is
+        freed."""
         with contextlib.suppress(EngineError):  # closed: nothing is held any more
             self._call(self.runtime.release, runs)
 
@@ -141,7 +131,7 @@ class TransformersEngine:
         return self._call(self.runtime.status).result()
 
     def _call(self, job: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Runs a job on the engine's thread, after letting go of what was released."""
+        """Runs a job on the engine's thread, after freeing what was released."""
 
         def run() -> Any:
             self.runtime.release([self._released.popleft() for _ in range(len(self._released))])
@@ -173,18 +163,26 @@ class TransformersEngine:
             for i in ready:
                 answers[i] = as_patchclamp_error(error)
         for request, future, answer in zip(requests, futures, answers, strict=True):
-            self.runtime.drop([request.run])
-            self.runtime.finish(request.run)  # that was never seated, too
-            self.runtime.release_vectors(request.vectors)
+            try:
+                self._finish(request)
+            except Exception as error:
+                answer = answer if isinstance(answer, Exception) else as_patchclamp_error(error)
             settle(future, answer)
 
+    def _finish(self, request: Request) -> None:
+        """Frees what a request held, admitted or not."""
+        self.runtime.drop([request.run])
+        self.runtime.finish(request.run)
+        self.runtime.release_vectors(request.vectors)
+
     def _admit(self, request: Request) -> Exception | None:
-        """Holds a request's vectors and seats its program; returns what stands against it."""
-        self.runtime.hold_vectors({key: torch.tensor(rows) for key, rows in request.vectors.items()}, request.vectors)
-        self.runtime.hold_code(request.run, request.code)
-        if request.unheard:
-            return EngineError("the run was aborted")
+        """Holds a request's vectors and admits its program; returns the error where it cannot."""
         try:
+            vectors = {key: torch.tensor(rows) for key, rows in request.vectors.items()}
+            self.runtime.hold_vectors(vectors, request.vectors)
+            self.runtime.hold_code(request.run, request.code)
+            if request.abandoned:
+                return EngineError("the run was aborted")
             if request.bound is not None:
                 self.runtime.admit(request.bound)
                 self.runtime.assign_slot(request.run, request.run)
@@ -210,7 +208,7 @@ class TransformersEngine:
         error = self.runtime.take_error(writer.request.run)
         if error is not None:
             writer.fail(unpack(error))
-        elif writer.request.unheard:
+        elif writer.request.abandoned:
             writer.fail(EngineError("the run was aborted"))
         else:
             writer.take(logits_V)
@@ -272,7 +270,7 @@ class _Step:
 
 
 class _Writer:
-    """Collects one request's tokens, tells them to who listens, and decides when it is done."""
+    """Collects one request's tokens, gives its listener the new ones, and decides when it is done."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer, eos: set[int]) -> None:
         self.request, self.tokenizer = request, tokenizer
@@ -283,7 +281,7 @@ class _Writer:
         self.reason: str | None = None
         self.error: PatchclampError | None = None
         self.last = 0
-        self._told = ""
+        self._sent = ""  # text that the listener has
 
     @property
     def done(self) -> bool:
@@ -304,15 +302,15 @@ class _Writer:
             self.request.listener(Part(self._news(), [self.last], [self.logprobs[-1]]))
 
     def _news(self) -> str:
-        """What may be told of the text and was not yet."""
+        """What may be given of the text and was not yet."""
         text = self._final() if self.done else self.sampler.safe(self.tokenizer.settled(self.ids))
-        if not text.startswith(self._told):
+        if not text.startswith(self._sent):
             if self.done:
                 self.fail(RunError(f"the tokenizer took back text that was given already: {text!r} is no longer "
-                                   f"{self._told!r} and more; run this prompt without streaming"))  # fmt: skip
+                                   f"{self._sent!r} and more; run this prompt without streaming"))  # fmt: skip
             return ""
-        told, self._told = self._told, text
-        return text[len(told) :]
+        sent, self._sent = self._sent, text
+        return text[len(sent) :]
 
     def _text(self) -> str:
         return self.tokenizer.decode(self.ids)
@@ -324,7 +322,7 @@ class _Writer:
         return self.error or Answer(self.ids, self._final(), self.logprobs, self.scores, self.reason)
 
 
-def _whole(net: Any, missing: Iterable[str]) -> Any:
+def _complete(net: Any, missing: Iterable[str]) -> Any:
     """A model all of whose weights were there. Raises `ModelError` where Transformers has made some up at random."""
     names = sorted(missing)
     if names:
@@ -352,18 +350,18 @@ def _can_be_padded_right(config: Any, tabled: bool, longest: int) -> None:
 def _longest(config: Any) -> int:
     """How many tokens a model takes, by whichever name its config tells it."""
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
-    told = [getattr(config, name, None) for name in names]
-    found = next((length for length in told if isinstance(length, int)), None)
-    if found is None:
+    lengths = [getattr(config, name, None) for name in names]
+    longest = next((length for length in lengths if isinstance(length, int)), None)
+    if longest is None:
         raise ModelError(f"the config of {config.architectures} does not say how many tokens fit: give max_model_len")
-    return found
+    return longest
 
 
-def _dtype(name: Any) -> Any:
+def _dtype(name: str | torch.dtype) -> torch.dtype | str:
     word = str(name).removeprefix("torch.")
     if word == "auto":
         return word
-    found = getattr(torch, {"half": "float16", "float": "float32"}.get(word, word), None)
-    if found not in (torch.float32, torch.bfloat16, torch.float16):
+    dtype = getattr(torch, {"half": "float16", "float": "float32"}.get(word, word), None)
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ProgramError(f"no dtype {name!r}; there are auto, float32, bfloat16, float16", "dtype")
-    return found
+    return dtype

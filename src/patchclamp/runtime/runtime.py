@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
-from patchclamp.errors import MissingSource, ModelError, RunError, ShapeError, pack
+from patchclamp.errors import MissingSource, ModelError, RunError, ShapeError, not_finite, pack
 from patchclamp.kernels.code import call
 from patchclamp.plan import APPLY, CAPTURE, Batch, BoundProgram, ProgramTable, StepPlan, make_plan
 from patchclamp.plan.bind import Code
@@ -219,12 +219,11 @@ class Runtime:
 
     def fail(self, slots: Iterable[int], point: int) -> None:
         """Tells the runs of some slots that their edits at a point are not finite; the first error counts."""
-        where = self.sites.label(point)
-        told = pack(RunError(f"the edits at {where} make numbers that are not finite; they were not written"))
+        error = pack(not_finite(self.sites.label(point)))
         runs = {seat.slot: run for run, seat in self._admitted.items()}
         for slot in slots:
             if slot in runs and runs[slot] not in self._errors:
-                self._errors[runs[slot]] = told
+                self._errors[runs[slot]] = error
                 self.failures += 1
 
     def collect_failures(self) -> None:

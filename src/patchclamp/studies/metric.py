@@ -15,6 +15,7 @@ from collections.abc import Mapping
 import msgspec
 
 from patchclamp.errors import ProgramError, TokensError, unknown
+from patchclamp.lm import LM, is_token_id
 
 METRICS = ("logprob", "logit_diff", "recovered")
 
@@ -57,10 +58,15 @@ def grade(metric: str, answer: int, foil: int | None) -> Graded:
     return Graded(metric, answer, foil)
 
 
-def single_token(lm, text: str | int, path: str) -> int:
-    """The one token id that a text is. Raises `TokensError` naming the tokens if it is several."""
-    if not isinstance(text, str):
+def single_token(lm: LM, text: str | int, path: str) -> int:
+    """The token id of a text that is one token; an id is returned as it is.
+
+    Raises: `TokensError` naming the tokens of a text that is several, `ProgramError` for what is neither.
+    """
+    if is_token_id(text):
         return int(text)
+    if not isinstance(text, str):
+        raise ProgramError(f"a text or a token id is needed, not {type(text).__name__} {text!r}", path)
     ids = lm.tokenizer.bare(text)
     if len(ids) != 1:
         pieces = lm.tokenizer.token_strings(ids)

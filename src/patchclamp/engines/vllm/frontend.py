@@ -333,7 +333,7 @@ class VllmEngine:
             raise EngineError("the engine sleeps: wake it with lm.wake()")
         asked: list[tuple[Request, Future[Answer]]] = []
         for request, future in zip(requests, futures, strict=True):
-            if request.unheard:  # let go of before it came here
+            if request.abandoned:  # before it came here
                 settle(future, EngineError(ABORTED))
             else:
                 asked.append((request, future))
