@@ -128,7 +128,7 @@ class Engine:
         runtime.plan = None
         if not (len(runtime) and runtime.steps_left(zip(names, position.tolist(), strict=True))):
             return
-        fits = runtime.captures_at_most(dict(zip(names, count.tolist(), strict=True)), total, self.step.most)
+        fits = runtime.captures_at_most(dict(zip(names, count.tolist(), strict=True)), total, self.step.max_graph_bytes)
         decode = all(n == 1 and (request.position >= request.prompt or request.position) for request, n in batch)
         rows = [(request, request.position + i) for request, n in batch for i in range(n)]
         self.positions[:] = -7

@@ -1,7 +1,7 @@
 """Where the tensors lie that a CUDA graph reads: recorded by path when it is, compared whenever it is replayed.
 
 A graph reads the addresses it was recorded with.  A step that builds one of its inputs anew, instead of filling it in
-place, replays on old numbers and nobody is told; with PATCHCLAMP_CHECK_ADDRESSES=1 that is an error which names them.
+place, replays on old numbers without an error; with PATCHCLAMP_CHECK_ADDRESSES=1 that is an error which names them.
 """
 
 from __future__ import annotations
@@ -61,5 +61,5 @@ def compare(then: Mapping[str, int], now: Mapping[str, int], what: str) -> None:
         "added": [path for path in now if path not in then],
         "changed": [path for path, address in now.items() if then.get(path, address) != address],
     }
-    told = "; ".join(f"{kind}: {', '.join(sorted(paths))}" for kind, paths in kinds.items() if paths)
-    raise AddressMoved(f"the CUDA graph of {what} reads other memory than this step filled. {told}")
+    changes = "; ".join(f"{kind}: {', '.join(sorted(paths))}" for kind, paths in kinds.items() if paths)
+    raise AddressMoved(f"the CUDA graph of {what} reads other memory than this step filled. {changes}")

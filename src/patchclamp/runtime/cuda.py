@@ -2,7 +2,7 @@
 
 Captured rows are written to the drain's ring on the device, whose address recorded graphs know.  A step has its part
 reserved at once, from a byte that the tables tell; the parts of steps that go on alike lie one behind the other, so
-that nothing need be told again.  Of a step that captures more, a large prefill say, every tap reserves its own part and
+that the tables stay as they are.  Of a step that captures more, say a large prefill, every tap reserves its part, and
 what some layers left, 64 MiB of it, is on its way while the next ones compute; so does the tap of sampled rows if they
 are what is too much.
 """
@@ -42,7 +42,7 @@ class CudaStep:
     ) -> None:  # fmt: skip
         self.tables = CudaTables(table, rows, samples, bank.data, positions, tokens)
         self.drain = Drain(bank.data.device, ring_bytes, pinned_bytes)
-        self.most = min(kept_bytes, ring_bytes // 2)  # bytes that a step with a graph may capture
+        self.max_graph_bytes = min(kept_bytes, ring_bytes // 2)  # bytes that a step with a graph may capture
         self.recorded = Recorded()
         self.recording = False
         moves.warm(bank.data.device)
@@ -86,10 +86,10 @@ class CudaStep:
     def _at_once(self, plan: StepPlan) -> int:
         """How many bytes of a step's captures are reserved at once: all, or all but the sampled rows', which come last,
         or none where they are too many."""
-        if plan.size <= self.most or not plan.layout.any_sampled:
-            return plan.size if plan.size <= self.most else 0
+        if plan.size <= self.max_graph_bytes or not plan.layout.any_sampled:
+            return plan.size if plan.size <= self.max_graph_bytes else 0
         size = int(plan.base[self.tables.table.sampled[plan.layout.point]].min())
-        return size if size <= self.most else 0
+        return size if size <= self.max_graph_bytes else 0
 
     def apply(
         self, point: int, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, sampled: bool
@@ -125,35 +125,35 @@ class CudaStep:
     ) -> np.ndarray | None:  # fmt: skip
         """The kernel, and code between as many launches of it as there are calls."""
         calls = self._calls(point) if self._plan is not None and self.tables.table.coded else []
-        given = (self.tables, point, hidden_RW, residual_RW, kept, begin, sampled)
+        arguments = (self.tables, point, hidden_RW, residual_RW, kept, begin, sampled)
         if not calls:
-            cuda.site(*given)
+            cuda.site(*arguments)
             return None
         bad: list[int] = []
-        for phase, many in enumerate(calls):  # the kernel up to the code, the code, and on
-            cuda.site(*given, phase)
-            for n, records in many:
+        for phase, phase_calls in enumerate(calls):  # the kernel up to the code, the code, and on
+            cuda.site(*arguments, phase)
+            for n, records in phase_calls:
                 bad += self._run(point, n, records, hidden_RW, residual_RW, sampled)
-        cuda.site(*given, len(calls))
+        cuda.site(*arguments, len(calls))
         return np.array(bad, np.int64)
 
     def _calls(self, point: int) -> list[list[tuple[int, np.ndarray]]]:
         """What code is called at a point, one call of each request after the other: the request's number in the batch,
         and the call's record, after the one, if there is one, that asks for the token."""
         assert self._plan is not None
-        table, found = self.tables.table, []
+        table, phases = self.tables.table, []
         first = self._batch.position + self._steps
         for n, slot in enumerate(self._batch.slot.tolist()):
             if slot not in table.coded:
                 continue
             records = table.records[table.first[slot, point] : table.first[slot, point + 1]]
             for phase, at in enumerate(np.flatnonzero(records["kind"] == APPLY).tolist()):
-                if phase == len(found):
-                    found.append([])
+                if phase == len(phases):
+                    phases.append([])
                 if records["start"][at] < first[n] + self._batch.count[n] and first[n] < records["stop"][at]:
-                    asked = at > 0 and records["kind"][at - 1] == MATCH
-                    found[phase].append((n, records[at - asked : at + 1]))
-        return found if any(found) else []
+                    has_match = at > 0 and records["kind"][at - 1] == MATCH
+                    phases[phase].append((n, records[at - has_match : at + 1]))
+        return phases if any(phases) else []
 
     def _run(
         self, point: int, n: int, records: np.ndarray, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None,
@@ -181,10 +181,10 @@ class CudaStep:
         part = self.code(int(record["value"]), h_AW[:, within], point, position[holds])
         if part is None:
             return []
-        made = h_AW.clone()
-        made[:, within] = part
-        finite_A = made.to(hidden_RW.dtype).isfinite().all(1)
-        fused.split(hidden_RW, residual_RW, at_A[finite_A], made[finite_A])
+        new_AW = h_AW.clone()
+        new_AW[:, within] = part
+        finite_A = new_AW.to(hidden_RW.dtype).isfinite().all(1)
+        fused.split(hidden_RW, residual_RW, at_A[finite_A], new_AW[finite_A])
         return [] if bool(finite_A.all()) else [int(batch.slot[n])]
 
     def end(self, plan: StepPlan) -> BufferSlice | ScatteredSlices | None:

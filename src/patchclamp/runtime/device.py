@@ -25,14 +25,14 @@ MIN_STAGING_WORDS = 1 << 14  # words of a staging buffer, to begin with
 
 
 class _Staging:
-    """Pinned memory for so many words, and when what the device reads there has been read."""
+    """Pinned memory for so many words; `done` when the device has read what lies there."""
 
     def __init__(self, words: int) -> None:
         self.done, self.pinned = torch.cuda.Event(), _pinned(words)
         self.words = self.pinned.numpy()
 
     def room(self, words: int) -> None:
-        """Sees to room for so many words, now that nobody reads there."""
+        """Makes room for so many words; the device must have read what lies there."""
         if words > len(self.words):
             self.pinned = _pinned(1 << (words - 1).bit_length())
             self.words = self.pinned.numpy()
@@ -95,9 +95,9 @@ class CudaTables:
 
     def failed(self) -> list[tuple[int, int]]:
         """Slots whose present program's edits were not finite, and the point; of steps whose results have arrived."""
-        told = np.flatnonzero(self._failures)
-        told = told[self._failures[told] >> 32 == self.table.generation[told]]
-        return [(int(slot), int(self._failures[slot]) & 0xFFFFFFFF) for slot in told]
+        slots = np.flatnonzero(self._failures)
+        slots = slots[self._failures[slots] >> 32 == self.table.generation[slots]]
+        return [(int(slot), int(self._failures[slot]) & 0xFFFFFFFF) for slot in slots]
 
     def load(self, plan: StepPlan, batch: Batch, begin: int = 0, stride: int = 0) -> None:
         """Makes the tables say what `plan` says of a batch: its captures lie from byte `begin` on, and those of each
@@ -128,11 +128,11 @@ class CudaTables:
     def _changed(self) -> list[tuple[int, np.ndarray]]:
         slots, records = self.table.take_changed()
         stride = self.table.first.shape[1]
-        found = [(self._at["first"] + slot * stride, self.table.first[slot]) for slot in sorted(slots)]
-        found += [(self._at["generation"] + slot, self.table.generation[slot : slot + 1]) for slot in sorted(slots)]
+        segments = [(self._at["first"] + slot * stride, self.table.first[slot]) for slot in sorted(slots)]
+        segments += [(self._at["generation"] + slot, self.table.generation[slot : slot + 1]) for slot in sorted(slots)]
         words = self.table.records.view(np.int32)
         size = cuda.RECORD_WORDS
-        return found + [(self._at["records"] + a * size, words[a * size : b * size]) for a, b in records]
+        return segments + [(self._at["records"] + a * size, words[a * size : b * size]) for a, b in records]
 
     def _targets(self, plan: StepPlan, begin: int) -> list[tuple[int, np.ndarray]]:
         """Where captured rows go, by range and by region: of each the table from the lowest number to the highest."""
@@ -151,15 +151,15 @@ class CudaTables:
         staging = self._staging[self._turn]
         if not staging.done.query():
             staging.done.synchronize()
-        count, at, told = sum(len(words) for _, words in segments), 3 * chunks, []
+        count, at, header = sum(len(words) for _, words in segments), 3 * chunks, []
         staging.room(at + count)
         np.concatenate([words for _, words in segments], out=staging.words[at : at + count])
         for to, words in segments:
             for begin in range(0, len(words), CHUNK):
-                many = min(len(words) - begin, CHUNK)
-                told += to + begin, at, many
-                at += many
-        staging.words[: len(told)] = told
+                length = min(len(words) - begin, CHUNK)
+                header += to + begin, at, length
+                at += length
+        staging.words[: len(header)] = header
         moves.upload(staging.pinned, self._words, chunks)
         staging.done.record()
         self.copies += 1
@@ -167,9 +167,9 @@ class CudaTables:
 
 def _by_number(number: np.ndarray, values: np.ndarray, dtype: type) -> tuple[int, np.ndarray]:
     low = int(number.min())
-    found = np.zeros(int(number.max()) + 1 - low, dtype)
-    found[number - low] = values
-    return low, found
+    table = np.zeros(int(number.max()) + 1 - low, dtype)
+    table[number - low] = values
+    return low, table
 
 
 def _pinned(words: int) -> torch.Tensor:

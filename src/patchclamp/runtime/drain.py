@@ -80,7 +80,7 @@ class Drain:
         return self.ring, begin, self._block, begin - self._unsent
 
     def _clear_ahead(self, size: int) -> None:
-        """Sees to it that `size` bytes may be written from the head on, and as many more as are sent at once."""
+        """Has the compute stream wait until `size` bytes from the head on, or as many as are sent at once, are free."""
         self.send()
         if self._head + size > self._ring_bytes:
             self._head = self._unsent = self._clear = 0

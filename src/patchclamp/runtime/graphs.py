@@ -186,9 +186,9 @@ def _take_out(graph: Any, node: Any) -> None:
     after = _neighbours("cudaGraphNodeGetDependentNodes", node)
     _done("cudaGraphDestroyNode", node)
     for earlier, _ in before:
-        there = {int(found) for found, _ in _neighbours("cudaGraphNodeGetDependentNodes", earlier)}
+        successors = {int(node) for node, _ in _neighbours("cudaGraphNodeGetDependentNodes", earlier)}
         for later, edge in after:
-            if int(later) not in there:
+            if int(later) not in successors:
                 _join(graph, earlier, later, edge)
 
 

@@ -1,8 +1,8 @@
-"""The runtime: one model's seated programs, the plan of the step at hand, and everything captured.
+"""The runtime: one model's admitted programs, the plan of the step at hand, and everything captured.
 
-Its owner reserves a seat for a program before its request is scheduled; then, for each engine step, it calls `drop` and
-`link` as requests go and come, `begin` once the batch is known, lets the model run `at_work`, and calls `end`.  All on
-the thread that steps the engine.
+Its owner admits a program before its request is scheduled; then, for each engine step, it calls `drop` and
+`assign_slot` as requests go and come, `begin_step` (or `begin`) once the batch is known, lets the model run `at_work`,
+and calls `end`.  All on the thread that steps the engine.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class _Admitted(msgspec.Struct):
-    """A seated program: its slot, the keys it pins, the bytes it captures a token at most, and the first position from
-    which on it does nothing any more, and runs no code."""
+    """An admitted program: its slot, the keys it pins, the bytes it captures a token at most, and the first
+    position from which on it does nothing any more, and the one from which on it runs no code."""
 
     slot: int
     keys: list[str]
@@ -83,7 +83,7 @@ class Runtime:
         self._admitted: dict[str, _Admitted] = {}  # by run
         self._run_of: dict[str, str] = {}  # by the engine's name of a request
         self._request_of: dict[str, str] = {}
-        self._slot_of: dict[str, int] = {}  # by the engine's name of a request, while its run has a seat
+        self._slot_of: dict[str, int] = {}  # by the engine's name of a request, while its run is admitted
         self._stop_of: dict[str, int] = {}
         self.views: dict[int, View | None] = {}  # where a point's columns lie in the tensor of its tap
         self.here = np.ones(len(sites.points), bool)  # points of which this worker has the tap
@@ -94,7 +94,9 @@ class Runtime:
         self._run_of_slot = np.full(limits.max_programs + 1, -1, np.int64)
         self.continuity = Continuity(self.table)
         self._acts = b""  # of the plan at hand: whether it does anything at a point, a byte each
-        self._token_bytes: collections.Counter[int] = collections.Counter()  # seats by what a token of theirs captures
+        self._token_bytes: collections.Counter[int] = (
+            collections.Counter()
+        )  # admitted programs by what a token of theirs captures
         self._code: dict[int, tuple[str, Code]] = {}  # by number: its run, and what it runs
         self._code_of: dict[str, list[int]] = {}
         self._code_stop: dict[str, int] = {}  # by the engine's name of a request: where its code has done its work
@@ -156,21 +158,21 @@ class Runtime:
         return key not in self.bank and not self.has(key)
 
     def has(self, key: str) -> bool:
-        """Whether a run's rows, by their key, were captured here or brought."""
+        """Whether a run's rows, by their key, were captured here or sent from another worker."""
         run, point = _source(key)
         return key in self._remote_rows.get(run, ()) or self._captured(run, point)
 
     def rows(self, key: str) -> torch.Tensor:
-        """A run's rows [n, W], captured here or brought."""
+        """A run's rows [n, W], captured here or sent from another worker."""
         run, point = _source(key)
-        brought = self._remote_rows.get(run, {}).get(key)
-        return self.fetch(run, point)[1] if brought is None else brought
+        remote = self._remote_rows.get(run, {}).get(key)
+        return self.fetch(run, point)[1] if remote is None else remote
 
     def add_remote_rows(self, rows: dict[str, torch.Tensor]) -> None:
         """Keeps rows [n, W] of runs that another worker captured, until their runs are released."""
-        for key, brought in rows.items():
+        for key, remote in rows.items():
             if not self.has(key):
-                self._remote_rows.setdefault(_source(key)[0], {})[key] = brought
+                self._remote_rows.setdefault(_source(key)[0], {})[key] = remote
 
     def _captured(self, run: str, point: int) -> bool:
         return self.keeps_at(point) and bool(self.here[point]) and run in self.store
@@ -214,13 +216,13 @@ class Runtime:
         """Whether a step of so many tokens of each request, `total` in all, captures at most `limit` bytes."""
         if max(self._token_bytes, default=0) * total <= limit:
             return True
-        seats = ((self._admitted.get(self._run_of.get(request, "")), count) for request, count in tokens.items())
-        return sum(seat.token_bytes * count for seat, count in seats if seat is not None) <= limit
+        admitted = ((self._admitted.get(self._run_of.get(request, "")), count) for request, count in tokens.items())
+        return sum(program.token_bytes * count for program, count in admitted if program is not None) <= limit
 
     def fail(self, slots: Iterable[int], point: int) -> None:
-        """Tells the runs of some slots that their edits at a point are not finite; the first error counts."""
+        """Fails the runs of some slots, whose edits at a point are not finite; the first error counts."""
         error = pack(not_finite(self.sites.label(point)))
-        runs = {seat.slot: run for run, seat in self._admitted.items()}
+        runs = {program.slot: run for run, program in self._admitted.items()}
         for slot in slots:
             if slot in runs and runs[slot] not in self._errors:
                 self._errors[runs[slot]] = error
@@ -238,7 +240,7 @@ class Runtime:
     # -- a step
 
     def admit(self, bound: BoundProgram) -> None:
-        """Seats a program before its request is scheduled, so that no request ever runs without its program.
+        """Admits a program before its request is scheduled, so that no request ever runs without its program.
 
         Raises `CapacityError` when it does not fit (now, or ever) and `MissingSource` when what it reads is gone.
         """
@@ -278,7 +280,7 @@ class Runtime:
         return int((-(-rows // ALIGNED) * ALIGNED).sum())
 
     def assign_slot(self, request: str, run: str) -> None:
-        """The engine's own name of a run's request; a run that was never reserved gets an error instead."""
+        """The engine's own name of a run's request; a run that was never admitted gets an error instead."""
         if run in self._admitted:
             self._run_of[request], self._request_of[run] = run, request
             self._slot_of[request], self._stop_of[request] = self._admitted[run].slot, self._admitted[run].stop
@@ -288,25 +290,25 @@ class Runtime:
             self._errors[run] = pack(MissingSource(f"run {run} was not reserved before its request"))
 
     def finish(self, run: str) -> None:
-        """Frees a run's seat; its captures stay until released."""
+        """Frees a run's slot; its captures stay until released."""
         for number in self._code_of.pop(run, ()):
             del self._code[number]
         if run not in self._admitted:
             return
         self.collect_failures()
         self.continuity.forget()  # it holds captures that may soon be released
-        seat, request = self._admitted.pop(run), self._request_of.pop(run, "")
+        admitted, request = self._admitted.pop(run), self._request_of.pop(run, "")
         self._slot_of.pop(request, None)
         self._stop_of.pop(request, None)
         self._code_stop.pop(request, None)
-        if seat.token_bytes:
-            self._token_bytes[seat.token_bytes] -= 1
-            if not self._token_bytes[seat.token_bytes]:
-                del self._token_bytes[seat.token_bytes]
-        self.table.drop(seat.slot)
+        if admitted.token_bytes:
+            self._token_bytes[admitted.token_bytes] -= 1
+            if not self._token_bytes[admitted.token_bytes]:
+                del self._token_bytes[admitted.token_bytes]
+        self.table.drop(admitted.slot)
         self.store.close(run)
-        self._run_of_slot[seat.slot] = -1
-        for key in seat.keys:
+        self._run_of_slot[admitted.slot] = -1
+        for key in admitted.keys:
             self.bank.unpin(key)
 
     def drop(self, requests: Iterable[str]) -> None:
@@ -320,7 +322,7 @@ class Runtime:
         return np.fromiter(map(self._slot_of.get, requests, repeat(0)), np.int64, len(requests))
 
     def __len__(self) -> int:
-        """Programs seated."""
+        """Admitted programs."""
         return len(self._admitted)
 
     def begin(self, batch: Batch, requests: Sequence[str] = ()) -> None:

@@ -43,7 +43,7 @@ class Step(Protocol):
         ...
 
     def prepare(self) -> None:
-        """A program that captures has been seated."""
+        """A program that captures has been admitted."""
         ...
 
     def flush(self) -> None:
@@ -86,8 +86,8 @@ class HostStep:
         token_R = self.token_of_row
         if token_R is not None and sampled:
             token_R = token_R[torch.from_numpy(self._last_rows).to(token_R.device)]
-        given = (rows, point, self._table, self._plan, self._bank.data, self._kept, token_R, self.code)
-        return fused.apply(hidden_RW, residual_RW, *given)
+        arguments = (rows, point, self._table, self._plan, self._bank.data, self._kept, token_R, self.code)
+        return fused.apply(hidden_RW, residual_RW, *arguments)
 
     def end(self, plan: StepPlan) -> BufferSlice | ScatteredSlices | None:
         return BufferSlice(HostBlock(self._kept.cpu().view(torch.uint8)), 0) if plan.size else None

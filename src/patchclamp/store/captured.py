@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -18,6 +18,19 @@ CAPTURED = np.dtype(
         ("dtype", "<i4"),      # index into `DTYPES`
     ]
 )  # fmt: skip
+
+
+class Captured(NamedTuple):
+    """An entry of the table, in Python's numbers."""
+
+    run: int
+    point: int
+    op: int
+    position: int
+    count: int
+    offset: int
+    row_bytes: int
+    dtype: int
 
 
 class CaptureSource(Protocol):

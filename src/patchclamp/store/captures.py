@@ -16,7 +16,7 @@ import torch
 
 from patchclamp.errors import MissingSource
 from patchclamp.language.conversions import DTYPES
-from patchclamp.store.captured import CaptureSource
+from patchclamp.store.captured import Captured, CaptureSource
 from patchclamp.store.host_memory import HostBlock, copy_bytes
 
 ALIGNED = 16  # regions begin at multiples of so many bytes
@@ -80,11 +80,19 @@ class CaptureChunk(msgspec.Struct, dict=True, eq=False):
         """The chunk's table, cut where the next run begins."""
         return _split_by_run(self.source.table())
 
-    def captured(self, run: int, point: int, op: int | None) -> np.ndarray:
+    @functools.cached_property
+    def _by_point(self) -> dict[int, dict[int, list[Captured]]]:
+        """By run, for runs that were fetched from, and by point: the entries of the table."""
+        return {}
+
+    def captured(self, run: int, point: int, op: int | None) -> list[Captured]:
         """What a run captured at a point, by one op or by all."""
-        table = self._table_of_run[run]
-        table = table[table["point"] == point]
-        return table if op is None else table[table["op"] == op]
+        if run not in self._by_point:
+            by_point = self._by_point[run] = collections.defaultdict(list)
+            for row in self._table_of_run[run].tolist():
+                by_point[row[1]].append(Captured(*row))
+        entries = self._by_point[run].get(point, [])
+        return entries if op is None else [entry for entry in entries if entry.op == op]
 
     @property
     def steps(self) -> int:
@@ -105,14 +113,16 @@ class CaptureChunk(msgspec.Struct, dict=True, eq=False):
         else:
             self.places.append(place)
 
-    def positions(self, entry: np.void) -> np.ndarray:
+    def positions(self, entry: Captured) -> np.ndarray:
         """The positions of an entry of the table, [S · count]."""
-        return (entry["position"] + np.arange(self.steps)[:, None] + np.arange(entry["count"])).reshape(-1)
+        first, steps = entry.position, self.steps
+        if 1 in (steps, entry.count):
+            return np.arange(first, first + steps * entry.count)
+        return (np.arange(first, first + steps)[:, None] + np.arange(entry.count)).reshape(-1)
 
-    def parts(self, entry: np.void) -> list[np.ndarray]:
+    def parts(self, entry: Captured) -> list[np.ndarray]:
         """The bytes of an entry's rows, [S, size] for each place, as views."""
-        begin = int(entry["offset"])
-        end = begin + int(entry["count"]) * int(entry["row_bytes"])
+        begin, end = entry.offset, entry.offset + entry.count * entry.row_bytes
         return [place.cut(begin, end, self.stride) for place in self.places]
 
     def shrink(self, runs: list[int]) -> None:
@@ -273,7 +283,7 @@ class CaptureStore:
         """The same with the rows in contiguous parts [n, W], as views where they lie so."""
         positions, entries, chosen = self._find(run, point, op)
         width = self._widths[point]
-        dtypes = {int(entry["dtype"]) for _, entry in entries}
+        dtypes = {entry.dtype for _, entry in entries}
         if chosen is None and len(dtypes) == 1:
             parts = [part for chunk, entry in entries for part in chunk.parts(entry)]
             if all(part.flags.c_contiguous for part in parts):
@@ -297,20 +307,20 @@ class CaptureStore:
         positions = np.concatenate([np.zeros(0, np.int64), *of_entry])
         if bool((np.diff(positions) > 0).all()):
             return positions, entries, None
-        ops = np.repeat([int(entry["op"]) for _, entry in entries], [len(part) for part in of_entry])
+        ops = np.repeat([entry.op for _, entry in entries], [len(part) for part in of_entry])
         order = np.lexsort((np.arange(len(positions)), -ops, positions))
         unique, first = np.unique(positions[order], return_index=True)
         return unique, entries, order[first]
 
 
-Entry = tuple[CaptureChunk, np.void]  # a chunk, and an entry of its table
+Entry = tuple[CaptureChunk, Captured]  # a chunk, and an entry of its table
 
 
 def _gather(entries: list[Entry], chosen: np.ndarray | None, width: int) -> torch.Tensor:
     """The rows of entries, side by side in new memory [T, W]; of these rows the chosen ones, in that order."""
     if not entries:
         return torch.zeros(0, width)
-    dtypes = {int(entry["dtype"]) for _, entry in entries}
+    dtypes = {entry.dtype for _, entry in entries}
     if len(dtypes) > 1:
         joined = torch.cat([_gather([entry], None, width).float() for entry in entries])
     else:

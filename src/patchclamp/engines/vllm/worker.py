@@ -111,7 +111,7 @@ class Attached:
             limits.kept_bytes, limits.ring_bytes, limits.pinned_bytes,
         )  # fmt: skip
         step.code = runtime.run_code
-        self._most_kept = step.most
+        self._most_kept = step.max_graph_bytes
         compat.count_memory(runner, runtime.bank.data.nbytes + step.bytes)
         watch = Watch(step.buffers) if addresses.wanted() else None
         self._graphs = Graphs(limits.active_sizes, self.recording, step.recorded.tapped, step.recorded.forget, watch)
