@@ -6,6 +6,7 @@ import asyncio
 import gc
 import itertools
 import threading
+import time
 
 import pytest
 import torch
@@ -333,3 +334,17 @@ def test_with_the_core_in_another_process_and_without_a_tokenizer(shortened):
         next(stream)
     with pytest.raises(pc.EngineError, match="the engine is closed"):
         list(stream)
+
+
+def test_a_release_that_cannot_wake_the_engine_is_carried_out_all_the_same(shallow):
+    """The garbage collector may release a run while the lock is taken, and then nothing else happens."""
+    engine = shallow.get("vllm", "float32").engine
+    with engine._wake:
+        releasing = threading.Thread(target=engine.release, args=(["a run"],))
+        releasing.start()
+        releasing.join()
+    for _ in range(1000):
+        if not engine._released:
+            return
+        time.sleep(0.01)
+    pytest.fail("the engine's thread slept on")

@@ -48,8 +48,11 @@ def room(name: str) -> str:
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
-    """Every module that a piece of code imports, wherever it does so; `patchclamp.X` for a name of the face."""
+    """Every module that a piece of code imports, wherever it does so; `patchclamp.X` for a name of the face. A module
+    of ours that is named in a string counts: `import_module` and its like hide nothing."""
     for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and node.value in MODULES - {"patchclamp"}:
+            yield node.value
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -81,11 +84,15 @@ def test_imports_point_one_way(name):
     assert here in ORDER, f"{here} has no place in the order of rooms"
     below = ORDER[ORDER.index(here) :]
     wrong = {word for word in rooms(name) if word not in below and not (word == "face" and here in ABOVE_THE_FACE)}
-    assert not wrong, f"{name} ({here}) imports {wrong}, which lie above it"
+    # one circle is left, studies ↔ plots, by a string: it goes when plots take neutral grids, and this exception with it
+    expected = {"plots"} if name == "studies/sweep_result.py" else set()
+    assert wrong == expected, f"{name} ({here}) imports {wrong}, which lie above it"
 
 
 def test_the_order_knows_what_an_import_is():
-    """The readers above see imports in functions, under TYPE_CHECKING, and through the face."""
+    """The readers above see imports in functions, under TYPE_CHECKING, in strings, and through the face."""
+    hidden = ast.parse("import_module('patchclamp.plots')\nNAMES = {'x': ('patchclamp.lm', 'X')}\nprint('patchclamp')")
+    assert set(imports(hidden)) == {"patchclamp.plots", "patchclamp.lm"}
     found = set(
         imports(ast.parse("def f():\n from patchclamp.lm import LM\nif TYPE_CHECKING:\n import patchclamp.plots"))
     )

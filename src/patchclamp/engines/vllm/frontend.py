@@ -41,6 +41,7 @@ OURS = ("max_records", "bank_bytes", "kept_bytes", "ring_bytes", "pinned_bytes",
 MAX_ADMITTED_PER_CALL = 256  # programs seated in one call
 MAX_SCORES = 128  # what vLLM's sampler takes for one request
 ABORTED = "the run was aborted"
+MAX_SLEEP_S = 0.5  # of an idle engine's thread: a release that finds the lock taken does not wake it
 
 
 _one_at_a_time = threading.Lock()  # vLLM keeps the step at hand in globals: engines of one process take turns
@@ -253,7 +254,7 @@ class VllmEngine:
         """Carries out what is queued, waiting if there is nothing to step; False when it is time to stop."""
         with self._wake:
             while not (self._stop or self._queue or self._held_back or self._released or self._busy()):
-                self._wake.wait()
+                self._wake.wait(MAX_SLEEP_S)
             jobs = [self._queue.popleft() for _ in range(len(self._queue))]
         if self._released:
             self._let_go([self._released.popleft() for _ in range(len(self._released))])
