@@ -6,16 +6,16 @@ import hashlib
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from patchclamp import __version__
 from patchclamp.engines.smollm2 import cache_folder
+from patchclamp.lm import LM
 from patchclamp.proving.prove import Proof, prove
 
 
-def ensure_proved(lm: Any) -> list[Proof]:
+def ensure_proved(lm: LM) -> list[Proof]:
     """The proofs of an `LM`, made or remembered; withdraws the sites that fail from its map."""
     path = cache_folder() / "proofs" / f"{_key(lm)}.json"
     try:
@@ -29,7 +29,7 @@ def ensure_proved(lm: Any) -> list[Proof]:
     return proofs
 
 
-def _key(lm: Any) -> str:
+def _key(lm: LM) -> str:
     """What a proof depends on. A folder's weights count by their names, sizes and times."""
     folder = Path(lm.model.name)
     files = sorted(folder.iterdir()) if folder.is_dir() else []

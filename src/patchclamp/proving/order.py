@@ -3,33 +3,31 @@ nothing else there. A table that takes one tensor for another is seen by that wh
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from patchclamp.language.registry import SITES, kept
+from patchclamp.run import Run
+from patchclamp.sites import SiteRef
 
-MIN_MOVED_RTOL, MAX_KEPT_RTOL = (
-    1e-6,
-    0.05,
-)  # of a row: what moves does by more than one, what is kept by less than the other
-
-
-def watched(place: Any, there: set[str]) -> list[str]:
-    """Of the places that are `there`, those that an edit at `place` is to move, or not to."""
-    names = (*SITES[place.name].moves, *kept(place.name))
-    return [at for name in names if (at := f"{name}[{place.layer}]") in there]
+MIN_MOVED_RTOL = 1e-6  # a row that an edit moves changes by more than this
+MAX_KEPT_RTOL = 0.05  # and one that it does not move by less than this
 
 
-def disorder(place: Any, plain: Any, edited: Any, at: list[str]) -> str:
-    """What an edit at `place` did that it cannot do there, of the last token's rows of two runs; "" if nothing."""
-    for each in at:
-        name = each.partition("[")[0]
-        gap = _gap(np.asarray(edited[each]), np.asarray(plain[each]))
-        if name in SITES[place.name].moves and gap <= MIN_MOVED_RTOL:
-            return f"an edit at {place} does not move {each}, which is made of it"
-        if name in kept(place.name) and gap > MAX_KEPT_RTOL:
-            return f"an edit at {place} moves {each}, which is not made of it"
+def watched(ref: SiteRef, known: set[str]) -> list[str]:
+    """Of the `known` site refs, by their text, those that an edit at `ref` must move, or must not."""
+    names = (*SITES[ref.name].moves, *kept(ref.name))
+    return [text for name in names if (text := f"{name}[{ref.layer}]") in known]
+
+
+def disorder(ref: SiteRef, plain: Run, edited: Run, watched_refs: list[str]) -> str:
+    """What an edit at `ref` did that it cannot do there, of the last token's rows of two runs; "" if nothing."""
+    for watched_ref in watched_refs:
+        name = watched_ref.partition("[")[0]
+        gap = _gap(np.asarray(edited[watched_ref]), np.asarray(plain[watched_ref]))
+        if name in SITES[ref.name].moves and gap <= MIN_MOVED_RTOL:
+            return f"an edit at {ref} does not move {watched_ref}, which is made of it"
+        if name in kept(ref.name) and gap > MAX_KEPT_RTOL:
+            return f"an edit at {ref} moves {watched_ref}, which is not made of it"
     return ""
 
 

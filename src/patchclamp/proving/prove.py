@@ -10,15 +10,19 @@ written on all, so that of a partial sum, or of a part, other logits would come;
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 
 from patchclamp.errors import ModelError
-from patchclamp.language import Add, Capture, From, Replace, Site, prompt
+from patchclamp.language import Add, At, Capture, From, Op, Replace, Site, prompt
+from patchclamp.lm import LM
 from patchclamp.proving.order import disorder, watched
 from patchclamp.proving.sums import sums
+from patchclamp.run import Run
+from patchclamp.sites import SiteRef
 
 LENGTH, LONGER = 4, 11  # tokens of the proof's prompt, and of one that runs beside it
 # how far the logits of a run may be apart, alone and in a batch, of the largest: kernels round otherwise there, and
@@ -27,7 +31,7 @@ LOGITS_RTOL = {"float32": 1e-3, "float16": 0.3, "bfloat16": 0.5}
 
 
 class Proof(msgspec.Struct, frozen=True):
-    """The proofs of one site word over all its layers; an edit was tried at `tried` of its places. `note` names the
+    """The proofs of one site word over all its layers; an edit was tried at `tried` of its refs. `note` names the
     first layer that fails, and how; `adds`, `order`: whether the sums hold that are about it, and whether an edit moved
     what it is to move and nothing else; None if none is about it."""
 
@@ -48,7 +52,7 @@ class Proof(msgspec.Struct, frozen=True):
         return self.shape and self.noop and self.edit and self.adds is not False and self.order is not False
 
 
-def prove(lm: Any, full: bool = False) -> list[Proof]:
+def prove(lm: LM, full: bool = False) -> list[Proof]:
     """Proves every site word of a live `LM`.
 
     Edits are tried in its first, middle and last layer, unless `full`: then in every layer, and what is written back is
@@ -57,59 +61,59 @@ def prove(lm: Any, full: bool = False) -> list[Proof]:
     Raises: `ModelError` for a model whose numbers are not finite, and where a run depends on those beside it.
     """
     lengths = LENGTH, min(LONGER, lm.model.max_model_len - 1)
-    ids, longer = ([int(i) for i in np.linspace(3, lm.model.d_vocab - 1, many)] for many in lengths)
+    ids, longer = (np.linspace(3, lm.model.d_vocab - 1, length).astype(int).tolist() for length in lengths)
     names = lm.sites.names
     base = lm.run(ids, max_tokens=1, capture=[*(_all(name) for name in names)])
     _finite(lm, base)
-    places = [place for name in names for place in _tried(lm.sites.resolve(Site(name)), full)]
-    there = {str(place) for place in lm.sites.places()} if lm.sites.family.tabled else set()
-    seen = {str(place): watched(place, there) for place in places}
-    everywhere = [Capture(at, prompt[-1]) for at in sorted({at for many in seen.values() for at in many})]
-    tries: list[list[Any]] = [[*_captures(seen[str(place)]), _push(base, place)] for place in places]
+    refs = [ref for name in names for ref in _tried(lm.sites.resolve(Site(name)), full)]
+    known = {str(ref) for ref in lm.sites.places()} if lm.sites.family.tabled else set()
+    watched_refs = {str(ref): watched(ref, known) for ref in refs}
+    everywhere = [Capture(at, prompt[-1]) for at in sorted(set(itertools.chain(*watched_refs.values())))]
+    tries: list[list[Op]] = [[*_captures(watched_refs[str(ref)]), _push(base, ref)] for ref in refs]
     tries += [] if full else [_write_back(base, name) for name in names]
-    first, *found, last = _runs(lm, ids, [everywhere, *tries, []], longer)
+    first, *tried, last = _runs(lm, ids, [everywhere, *tries, []], longer)
     plain = _answer(first)
     noise = _noise(lm, base, first, last)
-    edited = dict(zip(map(str, places), found, strict=False))
+    edited = dict(zip(map(str, refs), tried, strict=False))
     moved = {at: _moves(_answer(run), plain, noise) for at, run in edited.items()}
-    disordered = {str(place): disorder(place, first, edited[str(place)], seen[str(place)]) for place in places}
-    back = dict(zip(names, found[len(places) :], strict=False))
+    disordered = {str(ref): disorder(ref, first, edited[str(ref)], watched_refs[str(ref)]) for ref in refs}
+    back = dict(zip(names, tried[len(refs) :], strict=False))
     same = {name: np.array_equal(_answer(run), plain) for name, run in back.items()}
     noop = {name: same.get(name, False) or _changes_nothing(lm, ids, base, name) for name in names}
-    added = sums(lm, base)
-    made = [_proof(lm, base, name, noop[name], moved, added.get(name)) for name in names]
-    return [_ordered(proof, lm, seen, disordered) for proof in made]
+    wrong_sums = sums(lm, base)
+    proofs = [_proof(lm, base, name, noop[name], moved, wrong_sums.get(name)) for name in names]
+    return [_ordered(proof, lm, watched_refs, disordered) for proof in proofs]
 
 
 _LOGITS = Site("logits") @ prompt[-1]
 
 
-def _all(name: str) -> Any:
+def _all(name: str) -> Site | At:
     return _LOGITS if name == "logits" else Site(name)
 
 
-def _tried(places: list[Any], full: bool) -> list[Any]:
-    """Where edits are tried, of a word's places."""
-    some = {0, len(places) // 2, len(places) - 1}
-    return places if full else [place for i, place in enumerate(places) if i in some]
+def _tried(refs: list[SiteRef], full: bool) -> list[SiteRef]:
+    """Those of a word's site refs at which edits are tried."""
+    chosen = {0, len(refs) // 2, len(refs) - 1}
+    return refs if full else [ref for i, ref in enumerate(refs) if i in chosen]
 
 
-def _write_back(base: Any, name: str) -> list[Replace]:
+def _write_back(base: Run, name: str) -> list[Op]:
     at = Site(name)
     return [Replace(From(base, at), at=at, tokens=prompt[-1] if name == "logits" else prompt)]
 
 
-def _changes_nothing(lm: Any, ids: list[int], base: Any, name: str) -> bool:
+def _changes_nothing(lm: LM, ids: list[int], base: Run, name: str) -> bool:
     """Whether a run in which a site is written back says what `base` says, each alone: in a batch, where a run stands
     may change how it is rounded."""
     return np.array_equal(_answer(_runs(lm, ids, [_write_back(base, name)])[0]), _answer(base))
 
 
-def _captures(at: list[str]) -> list[Capture]:
-    return [Capture(each, prompt[-1]) for each in at]
+def _captures(refs: list[str]) -> list[Op]:
+    return [Capture(ref, prompt[-1]) for ref in refs]
 
 
-def _runs(lm: Any, ids: list[int], programs: list[list[Any]], beside: list[int] | None = None) -> list[Any]:
+def _runs(lm: LM, ids: list[int], programs: Sequence[Sequence[Op]], beside: list[int] | None = None) -> list[Run]:
     """A run of each program, all in one batch, after a prompt that may run beside them: where batches are small, beside
     the first."""
     others = [] if beside is None else [beside]
@@ -118,16 +122,16 @@ def _runs(lm: Any, ids: list[int], programs: list[list[Any]], beside: list[int] 
     return runs[len(others) :]
 
 
-def _finite(lm: Any, base: Any) -> None:
-    for place in lm.sites.places():
-        if not np.isfinite(np.asarray(base[str(place)])).all():
+def _finite(lm: LM, base: Run) -> None:
+    for ref in lm.sites.places():
+        if not np.isfinite(np.asarray(base[str(ref)])).all():
             raise ModelError(
-                f"{place} is not finite on this model in {lm.model.dtype}, before anything is edited, and proves "
+                f"{ref} is not finite on this model in {lm.model.dtype}, before anything is edited, and proves "
                 "nothing; another dtype may do (dtype=...), or prove=False"
             )
 
 
-def _noise(lm: Any, base: Any, *others: Any) -> float:
+def _noise(lm: LM, base: Run, *others: Run) -> float:
     """By how much runs of one prompt differ in a batch with another one, from one that ran alone, at most."""
     gaps = [np.abs(_answer(other) - _answer(base)) for other in others]
     size, noise = float(np.abs(_answer(base)[:-1]).max()), max(float(gap[:-1].max()) for gap in gaps)
@@ -140,14 +144,14 @@ def _noise(lm: Any, base: Any, *others: Any) -> float:
     return max(float(gap.max()) for gap in gaps)
 
 
-def _answer(run: Any) -> np.ndarray:
+def _answer(run: Run) -> np.ndarray:
     """The next token's logits, and its log-probability, which is of what was written where they were."""
     return np.append(np.asarray(run["logits"]).reshape(-1), run.logprobs)
 
 
-def _moves(there: np.ndarray, plain: np.ndarray, noise: float) -> bool:
+def _moves(edited: np.ndarray, plain: np.ndarray, noise: float) -> bool:
     """Whether an edit changes the logits beyond what the batch does by itself."""
-    return bool(np.isfinite(there).all() and np.abs(there - plain).max() > 4 * noise + 1e-6)
+    return bool(np.isfinite(edited).all() and np.abs(edited - plain).max() > 4 * noise + 1e-6)
 
 
 def push(name: str, row_W: np.ndarray) -> np.ndarray:
@@ -161,32 +165,32 @@ def push(name: str, row_W: np.ndarray) -> np.ndarray:
     return (max(float(np.sqrt(np.mean(row_W**2))), 1e-3) * signs_W).astype(np.float32)
 
 
-def _push(base: Any, place: Any) -> Add:
-    return Add(push(place.name, _row(base, place)), at=str(place), tokens=prompt[-1])
+def _push(base: Run, ref: SiteRef) -> Add:
+    return Add(push(ref.name, _row(base, ref)), at=str(ref), tokens=prompt[-1])
 
 
-def _right(base: Any, place: Any, rows: int, width: int) -> bool:
-    found = np.asarray(base[str(place)])
-    return (len(found), found.size) == (rows, rows * width)
+def _right(base: Run, ref: SiteRef, rows: int, width: int) -> bool:
+    captured = np.asarray(base[str(ref)])
+    return (len(captured), captured.size) == (rows, rows * width)
 
 
-def _row(base: Any, place: Any) -> np.ndarray:
-    """The last row at a place, heads one after the other."""
-    return np.asarray(base[str(place)])[-1].reshape(-1)
+def _row(base: Run, ref: SiteRef) -> np.ndarray:
+    """The last row at a ref, heads one after the other."""
+    return np.asarray(base[str(ref)])[-1].reshape(-1)
 
 
-def _proof(lm: Any, base: Any, name: str, noop: bool, moved: dict[str, bool], added: str | None) -> Proof:
-    places = lm.sites.resolve(Site(name))
-    point = lm.sites.points[places[0].point]
+def _proof(lm: LM, base: Run, name: str, noop: bool, moved: dict[str, bool], added: str | None) -> Proof:
+    refs = lm.sites.resolve(Site(name))
+    point = lm.sites.points[refs[0].point]
     rows = 1 if name == "logits" else LENGTH
-    wrong = [p for p in places if not _right(base, p, rows, point.width)]
-    tried = [place for place in places if str(place) in moved]
-    still = [place for place in tried if not moved[str(place)]]
+    wrong = [p for p in refs if not _right(base, p, rows, point.width)]
+    tried = [ref for ref in refs if str(ref) in moved]
+    still = [ref for ref in tried if not moved[str(ref)]]
     notes = [f"{wrong[0]} has shape {list(base[str(wrong[0])].shape)}"] if wrong else []
     notes += ["writing back what was read changes the logits"] if not noop else []
     notes += [f"an edit at {still[0]} does not move the logits"] if still else []
     notes += [added] if added else []
-    layers = None if places[0].layer is None else len(places)
+    layers = None if refs[0].layer is None else len(refs)
     layout = lm.sites.family.points[point.kind].layout
     adds = None if added is None else not added
     return Proof(
@@ -194,10 +198,10 @@ def _proof(lm: Any, base: Any, name: str, noop: bool, moved: dict[str, bool], ad
     )
 
 
-def _ordered(proof: Proof, lm: Any, seen: dict[str, list[str]], disordered: dict[str, str]) -> Proof:
-    """With what edits at the word's places did in their layers."""
-    places = [str(place) for place in lm.sites.resolve(Site(proof.name)) if str(place) in seen]
-    wrong = [disordered[at] for at in places if disordered[at]]
-    order = None if not any(seen[at] for at in places) else not wrong
+def _ordered(proof: Proof, lm: LM, watched_refs: dict[str, list[str]], disordered: dict[str, str]) -> Proof:
+    """With what edits at the word's refs did in their layers."""
+    refs = [str(ref) for ref in lm.sites.resolve(Site(proof.name)) if str(ref) in watched_refs]
+    wrong = [disordered[at] for at in refs if disordered[at]]
+    order = None if not any(watched_refs[at] for at in refs) else not wrong
     note = "; ".join([*([proof.note] if proof.note else []), *wrong[:1]])
     return msgspec.structs.replace(proof, order=order, note=note)

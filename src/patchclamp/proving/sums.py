@@ -3,11 +3,11 @@ one's start. Where a table was made of modules, whose names say no such thing, t
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from patchclamp.language import Site
+from patchclamp.lm import LM
+from patchclamp.run import Run
 
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 DEFAULT_EPS = 2.0**-3  # of whatever else a model is in
@@ -16,15 +16,15 @@ HEAD_RTOL = 0.1  # of a head: keys and values may be kept in eight bits
 STREAM: tuple[str, ...] = ("resid_pre", "resid_mid", "resid_post")
 
 
-def sums(lm: Any, base: Any) -> dict[str, str]:
+def sums(lm: LM, base: Run) -> dict[str, str]:
     """The words that a sum is about, and why their rows in `base`, a run that captured everything, do not add up ("" if
     they do). Where a sum fails all of its words do: it does not tell which of them is another tensor."""
     return _of_table(lm, base) if lm.sites.family.tabled else _of_modules(lm, base)
 
 
-def _of_table(lm: Any, base: Any) -> dict[str, str]:
+def _of_table(lm: LM, base: Run) -> dict[str, str]:
     names = lm.sites.names
-    found = {name: "" for name in names if name in (*STREAM, *ADDED)}
+    wrong = {name: "" for name in names if name in (*STREAM, *ADDED)}
     steps = [("resid_pre", ("attn_out",), "resid_mid"), ("resid_mid", ("mlp_out",), "resid_post")]
     if "resid_mid" not in names:
         steps = [("resid_pre", ADDED, "resid_post")]
@@ -37,20 +37,20 @@ def _of_table(lm: Any, base: Any) -> dict[str, str]:
                 why = f"{' + '.join(terms)} is not {after}[{layer}]"
                 # what lies on one point is one tensor: with a layer's end the next one's start
                 words = (*gains, after, *(["resid_pre"] if after == "resid_post" else []))
-                found |= {name: found[name] or why for name in words}
+                wrong |= {name: wrong[name] or why for name in words}
         if layer and not np.array_equal(_rows(base, f"resid_post[{layer - 1}]"), _rows(base, f"resid_pre[{layer}]")):
             why = f"resid_post[{layer - 1}] is not resid_pre[{layer}]"
-            found |= {name: found[name] or why for name in ("resid_pre", "resid_post")}
-    return found | _of_heads(lm, base) | _of_norms(lm, base)
+            wrong |= {name: wrong[name] or why for name in ("resid_pre", "resid_post")}
+    return wrong | _of_heads(lm, base) | _of_norms(lm, base)
 
 
-def _of_heads(lm: Any, base: Any) -> dict[str, str]:
+def _of_heads(lm: LM, base: Run) -> dict[str, str]:
     """The first token sees itself alone, so that each head brings together its own value: all of it, or, where
     attention may go to nothing (sinks), a part. A value of another head, or of another place, lies elsewhere."""
     if not {"v", "z"} <= set(lm.sites.names):
         return {}
-    for place in lm.sites.resolve(Site("z")):
-        z_HE, v_KE = (_rows(base, f"{name}[{place.layer}]")[0] for name in ("z", "v"))
+    for ref in lm.sites.resolve(Site("z")):
+        z_HE, v_KE = (_rows(base, f"{name}[{ref.layer}]")[0] for name in ("z", "v"))
         if z_HE.shape[-1] != v_KE.shape[-1]:
             return {}
         v_HE = np.repeat(v_KE, len(z_HE) // len(v_KE), axis=0)
@@ -60,51 +60,51 @@ def _of_heads(lm: Any, base: Any) -> dict[str, str]:
         if wrong.any():
             head = int(wrong.argmax())
             group = head * len(v_KE) // len(z_HE)
-            why = f"z[{place.layer}, {head}] of the first token is not along v[{place.layer}, {group}], all it can see"
+            why = f"z[{ref.layer}, {head}] of the first token is not along v[{ref.layer}, {group}], all it can see"
             return {"v": why, "z": why}
     return {"v": "", "z": ""}
 
 
-def _of_norms(lm: Any, base: Any) -> dict[str, str]:
+def _of_norms(lm: LM, base: Run) -> dict[str, str]:
     """What a norm makes of the stream is not the stream."""
     names, last = lm.sites.names, lm.sites.layers - 1
-    found: dict[str, str] = {}
+    wrong: dict[str, str] = {}
     for name, stream in (("attn_in", "resid_pre"), ("mlp_in", "resid_mid"), ("final_norm", "resid_post")):
         if name in names and stream in names:
             pairs = [(name, f"{stream}[{last}]")] if name == "final_norm" else [
                 (f"{name}[{layer}]", f"{stream}[{layer}]") for layer in range(last + 1)
             ]  # fmt: skip
             same = next((pair for pair in pairs if np.array_equal(_rows(base, pair[0]), _rows(base, pair[1]))), None)
-            found[name] = "" if same is None else f"{same[0]} is {same[1]}, and not what a norm makes of it"
-    return found
+            wrong[name] = "" if same is None else f"{same[0]} is {same[1]}, and not what a norm makes of it"
+    return wrong
 
 
-def _of_modules(lm: Any, base: Any) -> dict[str, str]:
+def _of_modules(lm: LM, base: Run) -> dict[str, str]:
     names = lm.sites.names
-    found: dict[str, str] = {name: "" for name in (*ADDED, "embed") if name in names}
+    wrong: dict[str, str] = {name: "" for name in (*ADDED, "embed") if name in names}
     if not set(ADDED) <= set(names):
-        found |= {name: f"{name} alone cannot be seen to be what the stream gains" for name in ADDED if name in names}
+        wrong |= {name: f"{name} alone cannot be seen to be what the stream gains" for name in ADDED if name in names}
     else:
-        wrong = next((layer for layer in range(lm.sites.layers) if not _adds_up(lm, base, layer)), None)
-        if wrong is not None:
-            why = f"resid_pre[{wrong}] + attn_out[{wrong}] + mlp_out[{wrong}] is not resid_post[{wrong}]: "
-            found |= dict.fromkeys(ADDED, why + "it does something to them before it adds them")
+        layer = next((number for number in range(lm.sites.layers) if not _adds_up(lm, base, number)), None)
+        if layer is not None:
+            why = f"resid_pre[{layer}] + attn_out[{layer}] + mlp_out[{layer}] is not resid_post[{layer}]: "
+            wrong |= dict.fromkeys(ADDED, why + "it does something to them before it adds them")
     if "embed" in names and not _close(lm, [_rows(base, "embed")], _rows(base, "resid_pre[0]")):
-        found["embed"] = "what its embedding gives is not resid_pre[0]: it scales it, or adds to it"
-    return found
+        wrong["embed"] = "what its embedding gives is not resid_pre[0]: it scales it, or adds to it"
+    return wrong
 
 
-def _adds_up(lm: Any, base: Any, layer: int) -> bool:
+def _adds_up(lm: LM, base: Run, layer: int) -> bool:
     return _close(
         lm, [_rows(base, f"{name}[{layer}]") for name in ("resid_pre", *ADDED)], _rows(base, f"resid_post[{layer}]")
     )
 
 
-def _close(lm: Any, terms: list[np.ndarray], total: np.ndarray) -> bool:
+def _close(lm: LM, terms: list[np.ndarray], total: np.ndarray) -> bool:
     """Whether terms add up to `total`, number by number, but for the rounding of each in the model's dtype."""
-    slack = 2 * EPS.get(lm.model.dtype, DEFAULT_EPS) * sum(np.abs(each) for each in (*terms, total))
+    slack = 2 * EPS.get(lm.model.dtype, DEFAULT_EPS) * sum(np.abs(term) for term in (*terms, total))
     return bool((np.abs(sum(terms) - total) <= slack).all())
 
 
-def _rows(base: Any, site: str) -> np.ndarray:
+def _rows(base: Run, site: str) -> np.ndarray:
     return np.asarray(base[site]).astype(np.float64)
