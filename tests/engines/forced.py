@@ -88,9 +88,9 @@ else:
         Counted.looked = 0
         told["again"] = bits(lm.run(asked["prompts"], **greedy))
         told["taps, idle again"] = Counted.looked
-        graphs._step = SimpleNamespace(tapped=True, usable=None)
+        graphs._step = SimpleNamespace(active=True, usable=None)
         lm.run(asked["prompts"], **greedy)
-        told["taps, in the other body"] = Counted.looked
+        told["taps, in the active variant"] = Counted.looked
 told |= {name: getattr(compilation_counter, name) for name in (
     "num_graphs_seen", "num_aot_compiles", "num_aot_artifacts_saved", "num_aot_artifacts_loaded")}  # fmt: skip
 print(json.dumps(told))

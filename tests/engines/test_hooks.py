@@ -77,7 +77,7 @@ def hooks(called) -> compat.Hooks:
 
 @pytest.fixture
 def v2(monkeypatch, hooks) -> Any:
-    monkeypatch.setattr(compat, "two_graphs", lambda runner, graphs: None)
+    monkeypatch.setattr(compat, "record_variants", lambda runner, graphs: None)
     monkeypatch.setattr(compat, "on_dispatch", lambda: None)
     runner, graphs = V2(), SimpleNamespace(use=lambda active: None, has=lambda mode, tokens: True)
     compat._hook_v2(runner, hooks, graphs)  # type: ignore[arg-type]

@@ -33,8 +33,8 @@ def test_the_cache_leaves_room_for_what_ours_takes():
     theirs = SimpleNamespace(model_memory_usage=5)
     runner.count_memory(theirs, 7)
     assert theirs.model_memory_usage == 12
-    with pytest.raises(pc.SeamMoved, match="model_memory_usage"):
-        runner.count_memory(SimpleNamespace(), 7)
+    with pytest.raises(pc.SeamMoved, match=r"no seam 'v2 runner' .* has no .*model_memory_usage"):
+        seams.require_on("v2 runner", SimpleNamespace())
 
 
 def test_a_core_in_its_own_process_serves_the_same(shortened, shallow):

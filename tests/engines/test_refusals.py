@@ -286,7 +286,7 @@ def test_on_a_gpu_code_is_compiled_by_vllm_or_not_at_all(configuration, mode):
 
 def test_code_saved_as_one_piece_is_refused(smollm2, monkeypatch):
     monkeypatch.setenv("VLLM_USE_MEGA_AOT_ARTIFACT", "1")
-    with pytest.raises(pc.EngineError, match="does not run with VLLM_USE_MEGA_AOT_ARTIFACT=1: what it saves is one"):
+    with pytest.raises(pc.EngineError, match="does not run with VLLM_USE_MEGA_AOT_ARTIFACT=1: it saves one variant"):
         pc.LM(str(smollm2), engine="vllm")
     names = ("VLLM_USE_MEGA_AOT_ARTIFACT", "VLLM_ENABLE_V1_MULTIPROCESSING")
     monkeypatch.delenv(names[0])
@@ -296,7 +296,7 @@ def test_code_saved_as_one_piece_is_refused(smollm2, monkeypatch):
     assert [os.environ.get(name) for name in names] == [None, "1"]  # what an engine needs is put back
 
 
-def test_a_compiled_model_without_a_body_of_stocks_is_refused(shallow, monkeypatch):
+def test_a_compiled_model_without_an_idle_variant_is_refused(shallow, monkeypatch):
     """As a vLLM would leave it that compiles where patchclamp does not see it."""
     from vllm.config import CompilationMode
 

@@ -1,4 +1,4 @@
-"""The compiler that vLLM uses on GPUs makes two bodies of a model, one of them stock's; and finds both again."""
+"""The compiler that vLLM uses on GPUs makes two variants of a model, the idle one stock's, and finds both again."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def said(tmp_path_factory) -> dict[str, dict]:
     return found | {"ours again": finish(start("ours"))}
 
 
-def test_two_bodies_are_compiled_and_found_again(said):
+def test_both_variants_are_compiled_and_found_again(said):
     first, again = said["ours"], said["ours again"]
     assert said["stock"]["num_graphs_seen"] == 1
     assert first["num_graphs_seen"] == again["num_graphs_seen"] == 2
@@ -68,11 +68,11 @@ def test_without_a_program_every_bit_is_stocks(said, which):
     assert said[which]["again"] == said["stock"]["plain"]
     # none from compiled code: z's alone, from the attention op's own Python, once a layer and step
     assert said[which]["taps, idle"] == said[which]["taps, idle again"] == LAYERS * TOKENS
-    assert said[which]["taps, in the other body"] > 4 * LAYERS * TOKENS
+    assert said[which]["taps, in the active variant"] > 4 * LAYERS * TOKENS
 
 
 @pytest.mark.parametrize("which", ["ours", "ours again"])
-def test_the_other_body_has_taps(said, which):
+def test_the_active_variant_has_taps(said, which):
     found = said[which]
     assert found["captured"] == found["nothing added"]
     for steered, plain in zip(found["steered"], found["captured"], strict=True):

@@ -106,30 +106,30 @@ class TestWatch:
         desc, mode = SimpleNamespace(num_tokens=4), SimpleNamespace(name="FULL")
         metadata, args = {"layer": Metadata(torch.ones(2), torch.ones(2))}, (torch.ones(4),)
         context = SimpleNamespace(batch_descriptor=desc, attn_metadata=metadata, slot_mapping=None)
-        wrapper = SimpleNamespace(runtime_mode=mode, concrete_cudagraph_entries={})
+        wrapper = SimpleNamespace(runtime_mode=mode, concrete_cudagraph_entries={}, runnable=lambda hidden_states: None)
 
         def stock(self, *args, **kwargs):
             if id(desc) not in entries:
-                entries[id(desc)] = SimpleNamespace(cudagraph=SimpleNamespace(addresses=watch.now()))
+                entries[id(desc)] = SimpleNamespace(cudagraph=SimpleNamespace(addresses=watch.current_addresses()))
             return "ran"
 
         entries: dict = {}
         wrapper.concrete_cudagraph_entries = SimpleNamespace(get=lambda found: entries.get(id(found)))
         for compared in (0, 1, 2):
-            assert watch.called(stock, wrapper, context, args, {}) == "ran"
+            assert watch.run_wrapper(stock, wrapper, context, args, {}) == "ran"
             assert watch.compared == compared
         old = metadata["layer"].block_table
         metadata["layer"].block_table = old.clone()
         with pytest.raises(AddressMoved, match=r"4 tokens \(FULL\).* changed: attn_metadata\['layer'\]\.block_table$"):
-            watch.called(stock, wrapper, context, args, {})
+            watch.run_wrapper(stock, wrapper, context, args, {})
         metadata["layer"].block_table, kept = old, self.own["kept"]
         self.own["kept"] = kept.clone()
         with pytest.raises(AddressMoved, match=r"changed: patchclamp\['kept'\]$"):
-            watch.called(stock, wrapper, context, args, {})
+            watch.run_wrapper(stock, wrapper, context, args, {})
         self.own["kept"] = kept
-        with pytest.raises(AddressMoved, match=r"changed: args\[0\]$"):
-            watch.called(stock, wrapper, context, (args[0].clone(),), {})
-        assert watch.called(stock, wrapper, context, args, {}) == "ran"
+        with pytest.raises(AddressMoved, match=r"changed: args\['hidden_states'\]$"):
+            watch.run_wrapper(stock, wrapper, context, (args[0].clone(),), {})
+        assert watch.run_wrapper(stock, wrapper, context, args, {}) == "ran"
 
     def test_a_replay_without_arguments_is_asked_what_the_step_built(self, watch):
         batch = SimpleNamespace(input_ids=torch.ones(4), positions=torch.ones(4))
@@ -138,12 +138,12 @@ class TestWatch:
         manager = SimpleNamespace(graphs={}, run_fullgraph=lambda desc: "ran")
         manager.graphs = SimpleNamespace(get=lambda found: graphs.get(id(found)))
         graphs: dict = {}
-        watch.preparing(SimpleNamespace(model_state=state, input_buffers=SimpleNamespace()))
-        watch.replays(manager)
+        watch.watch_inputs(SimpleNamespace(model_state=state, input_buffers=SimpleNamespace()))
+        watch.watch_replays(manager)
         tables = (torch.ones(2, 2),)
         assert state.prepare_attn(batch, "FULL", tables, torch.ones(2)) is metadata
         kept = watch._built["slot_mappings"]
-        graphs[id(desc)] = SimpleNamespace(addresses=watch.now())  # as when the graph is recorded
+        graphs[id(desc)] = SimpleNamespace(addresses=watch.current_addresses())  # as when the graph is recorded
         assert manager.run_fullgraph(desc) == "ran"
         old = batch.positions
         batch.positions = old.clone()

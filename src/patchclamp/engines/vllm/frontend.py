@@ -28,7 +28,7 @@ from patchclamp.engines.vllm.adapters import Adapters
 from patchclamp.engines.vllm.answers import PartialAnswer
 from patchclamp.engines.vllm.architecture import site_map
 from patchclamp.engines.vllm.compat import configuration
-from patchclamp.engines.vllm.compat.seams import require, version
+from patchclamp.engines.vllm.compat.seams import require_all, version
 from patchclamp.engines.vllm.report import running
 from patchclamp.engines.vllm.worker import too_deep
 from patchclamp.engines.vllm.workers import Workers
@@ -182,7 +182,7 @@ class VllmEngine:
     def _build(self, name: str, options: dict[str, Any]) -> None:
         from vllm.engine.arg_utils import EngineArgs
 
-        require("engine")
+        require_all("")
         plugin.register()
         if plugin.problem is not None:
             raise plugin.problem

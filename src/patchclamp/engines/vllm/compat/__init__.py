@@ -1,9 +1,12 @@
 """Everything private of vLLM that patchclamp relies on; nothing outside this room names any of it.
 
-seams           the places where stock vLLM is entered, and the versions each was found at
-configuration   what vLLM's configuration says, and what it may not be combined with
+seams           everything of vLLM that is entered, read or set here, and the versions it was found in
+configuration   what vLLM's configuration says, and which configurations are refused
 backend         vLLM's Transformers backend, and the classes it decorates
 runner          the model runners, the worker and the prefix cache
-graphs          compiled code and CUDA graphs, idle and active
+graphs          the idle and the active variant of compiled code and CUDA graphs
+attention       the tap on attention's result
+lora            adapters
+seeds           seeded requests on the CPU
 addresses       what CUDA graphs read, checked at every replay where that is asked for
 """

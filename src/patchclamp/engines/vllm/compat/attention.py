@@ -1,6 +1,6 @@
-"""What attention makes, where vLLM's attention op has made it: in the op's own Python, which no compiler sees.
+"""The tap on attention's result, in the Python of vLLM's attention op, which no compiler sees.
 
-A tap on the tensor as the model hands it on would be one on a view of the op's output, which Inductor copies, and back.
+A tap further on, in the model, would be on a view of the op's output, and Inductor would copy it there and back.
 """
 
 from __future__ import annotations
@@ -11,24 +11,25 @@ from typing import Any
 
 import torch
 
-from patchclamp.engines.vllm.compat.seams import require, version
+from patchclamp.engines.vllm.compat.seams import require_on, version
 from patchclamp.errors import SeamMoved
 
 
 def after(layer: Any, tap: Callable[[torch.Tensor], None]) -> None:
-    """Hands every result of an attention layer, [T, H, E] or [T, H · E], to a tap, to be changed in place.
+    """Gives every result of an attention layer, [T, H, E] or [T, H · E], to a tap that may change it in place.
 
-    Raises `SeamMoved` where the layer does not compute as it did.
+    Raises `SeamMoved` where the layer's implementation takes no output to write to.
     """
-    require("attention")
-    inner = getattr(getattr(layer, "impl", None), "forward", None)
-    if inner is None or "output" not in inspect.signature(inner).parameters:
-        raise SeamMoved(f"vLLM {version()} does not give {type(layer).__name__} an output to write to")
+    require_on("attention layer", layer)
+    require_on("attention implementation", layer.impl)
+    inner = layer.impl.forward
     signature = inspect.signature(inner)
+    if "output" not in signature.parameters:
+        raise SeamMoved(f"vLLM {version()} does not give {type(layer).__name__} an output to write to")
 
     def forward(*args: Any, **named: Any) -> Any:
-        made = inner(*args, **named)
+        result = inner(*args, **named)
         tap(named["output"] if "output" in named else signature.bind(*args, **named).arguments["output"])
-        return made
+        return result
 
     layer.impl.forward = forward

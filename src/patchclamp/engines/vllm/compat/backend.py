@@ -1,7 +1,8 @@
-"""vLLM's Transformers backend: which engines use it, and what it does to the classes of a process.
+"""vLLM's Transformers backend: which engines use it, and how others can still use the classes that it decorates.
 
-It makes the model of Transformers' own class, and decorates that class for `torch.compile`, for good: a model of it
-that others made does not run any more, and none can be made outside an engine.
+The backend makes a model of Transformers' own class, and decorates that class for `torch.compile` for the rest of the
+process.  Without `share`, models of that class that were made before do not run any more, and none can be made outside
+an engine.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def nested(vllm_config: Any) -> bool:
 
 @contextmanager
 def outside(vllm_config: Any) -> Iterator[None]:
-    """Within, models of decorated classes are made as if there were no compiler."""
+    """A context in which models of decorated classes are made as if there were no compiler."""
     from vllm.config import set_current_vllm_config
 
     with set_current_vllm_config(_uncompiled(vllm_config)):
@@ -38,30 +39,30 @@ def outside(vllm_config: Any) -> Iterator[None]:
 def share(model: Any, vllm_config: Any) -> None:
     """Lets others in this process use the classes of an engine's model as if they were not decorated."""
     decorator = getattr(*require("decorated"))
-    for kind in {type(module) for module in model.modules()}:
-        decorated = decorator in kind.__bases__ and not kind.__module__.startswith("vllm.")
-        if decorated and "do_not_compile" not in vars(kind):
-            kind.do_not_compile = True  # an engine's own model says otherwise of itself
-            kind.__init__ = _made_anywhere(kind.__init__, _uncompiled(vllm_config))
+    for decorated in {type(module) for module in model.modules()}:
+        transformers_own = decorator in decorated.__bases__ and not decorated.__module__.startswith("vllm.")
+        if transformers_own and "do_not_compile" not in vars(decorated):
+            decorated.do_not_compile = True  # an engine's own model has this attribute, False, on the instance
+            decorated.__init__ = _made_anywhere(decorated.__init__, _uncompiled(vllm_config))
 
 
 def _made_anywhere(init: Any, uncompiled: Any) -> Any:
-    """A decorated class's `__init__`, which outside an engine takes that configuration for the current one."""
+    """A decorated class's `__init__` that outside an engine takes the configuration `uncompiled`."""
     from vllm.config import get_current_vllm_config_or_none
 
     @functools.wraps(init)
-    def made(self: Any, *args: Any, vllm_config: Any = None, **kwargs: Any) -> None:
+    def __init__(self: Any, *args: Any, vllm_config: Any = None, **kwargs: Any) -> None:
         init(self, *args, vllm_config=vllm_config or get_current_vllm_config_or_none() or uncompiled, **kwargs)
 
-    return made
+    return __init__
 
 
 def _uncompiled(vllm_config: Any) -> Any:
     """The same configuration, but without a compiler and the engine's layers."""
     from vllm.config import CompilationMode
 
-    made = copy.copy(vllm_config)
-    made.compilation_config = copy.copy(vllm_config.compilation_config)
-    made.compilation_config.mode = CompilationMode.NONE
-    made.compilation_config.static_forward_context = {}
-    return made
+    uncompiled = copy.copy(vllm_config)
+    uncompiled.compilation_config = copy.copy(vllm_config.compilation_config)
+    uncompiled.compilation_config.mode = CompilationMode.NONE
+    uncompiled.compilation_config.static_forward_context = {}
+    return uncompiled

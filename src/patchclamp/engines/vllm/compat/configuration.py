@@ -1,8 +1,7 @@
-"""What vLLM's configuration says: whether an engine is ours, what its model is, what it may not be combined with."""
+"""What vLLM's configuration says: whether an engine is ours, what its model is, and why it would be refused."""
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,23 +16,25 @@ KEY = "patchclamp"  # in `additional_config`, in `SamplingParams.extra_args`, an
 def enabled(vllm_config: Any) -> dict[str, Any] | None:
     """Our part of `additional_config`, or None for an engine that is not ours."""
     extra = getattr(vllm_config, "additional_config", None)
-    found = extra.get(KEY) if isinstance(extra, dict) else None
-    return found if isinstance(found, dict) else None
+    ours = extra.get(KEY) if isinstance(extra, dict) else None
+    return ours if isinstance(ours, dict) else None
 
 
 @contextmanager
 def surroundings(separate: bool) -> Iterator[None]:
-    """The environment in which an engine is made; put back afterwards.
+    """The environment variables with which an engine is made; put back afterwards.
 
-    `separate`: the engine core, and a lone worker, get a process of their own.  Code compiled ahead of time is saved as
-    the graph that was traced, from which both bodies are made again, and not as one piece, which would be one of them.
-    On a CPU, where vLLM cannot load it again, nothing is: that stays set, as compiled models look at it at every step.
+    `separate`: the engine core, and a lone worker, get a process of their own.
+
+    vLLM saves code that was compiled ahead of time as the traced graph, from which both variants are compiled again,
+    and not as one piece, which would be one variant.  On a CPU it saves nothing, because it could not load it; that
+    variable stays set, because compiled models read it in every step.
     """
     from vllm.platforms import current_platform
 
     if os.environ.get(MEGA) == "1":
         raise EngineError(
-            f"patchclamp does not run with {MEGA}=1: what it saves is one compiled body, and ours are two"
+            f"patchclamp does not run with {MEGA}=1: it saves one variant of the compiled code, and there are two"
         )
     if current_platform.is_cpu():
         os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
@@ -42,13 +43,13 @@ def surroundings(separate: bool) -> Iterator[None]:
 
 
 @contextmanager
-def environment(asked: dict[str, str]) -> Iterator[None]:
-    """Within, these variables are set, and vLLM sees them; put back afterwards."""
+def environment(variables: dict[str, str]) -> Iterator[None]:
+    """Sets variables, and has vLLM see them; put back afterwards."""
     from vllm import envs
 
-    before = {name: os.environ.get(name) for name in asked}
-    os.environ.update(asked)
-    envs.disable_envs_cache()  # an engine that was made before has vLLM remember its own
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    envs.disable_envs_cache()  # vLLM remembers the values of an engine that was made before
     try:
         yield
     finally:
@@ -62,9 +63,9 @@ MEGA = "VLLM_USE_MEGA_AOT_ARTIFACT"
 
 
 def spare_memory(arguments: dict[str, Any]) -> None:
-    """On a CPU, where vLLM would take most of the memory for its cache, takes at most a quarter of what is free.
+    """On a CPU, limits the cache to a quarter of the free memory; vLLM would take most of it.
 
-    Left alone where the caller says how much, and on a GPU.
+    A caller's own size is left alone, and so is a GPU.
     """
     import psutil
     from vllm.platforms import current_platform
@@ -74,8 +75,10 @@ def spare_memory(arguments: dict[str, Any]) -> None:
 
 
 def usage() -> Any:
-    """What vLLM chooses the largest batch for: on a GPU as for `vllm.LLM`; on a CPU, where starting takes a step of
-    that size, as for nobody in particular."""
+    """What vLLM chooses the largest batch for: on a GPU for `vllm.LLM`; on a CPU for no use in particular.
+
+    Starting takes a step of the largest size, which is slow on a CPU.
+    """
     from vllm.platforms import current_platform
     from vllm.usage.usage_lib import UsageContext
 
@@ -83,21 +86,18 @@ def usage() -> Any:
 
 
 def shut_down(engine: Any, alone: bool) -> None:
-    """Frees an engine. vLLM also takes down what all engines of a process share; with others alive that is left."""
+    """Frees an engine. With other engines alive in this process, what vLLM shares among them is left."""
     if alone:
         engine.engine_core.shutdown()
         return
-    with (
-        _nothing("vllm.v1.engine.core:cleanup_dist_env_and_memory"),
-        _nothing("vllm.v1.worker.workspace:reset_workspace_manager"),
-    ):
+    with _disabled("clean up"), _disabled("workspace"):
         engine.engine_core.shutdown()
 
 
-def share_groups(config: Any) -> None:
-    """vLLM makes a group for experts where the first model of a process has some; here for one that comes after others.
+def share_groups(vllm_config: Any) -> None:
+    """Makes a group for a model with experts in a process whose first model had none: vLLM makes it for the first only.
 
-    A lone worker in this process, that is: others have processes of their own.
+    For a worker in this process; others have processes of their own.
     """
     import torch
     from vllm.config import set_current_vllm_config
@@ -106,21 +106,20 @@ def share_groups(config: Any) -> None:
     owner, name = require("experts")
     if not parallel_state.model_parallel_is_initialized() or getattr(owner, name) is not None:
         return
-    if not getattr(config.model_config, "is_moe", False):
+    if not getattr(vllm_config.model_config, "is_moe", False):
         return
     world = parallel_state.get_world_group()
-    with set_current_vllm_config(config):
-        made = parallel_state.init_model_parallel_group(
+    with set_current_vllm_config(vllm_config):
+        group = parallel_state.init_model_parallel_group(
             [[world.rank]], world.local_rank, torch.distributed.get_backend(world.device_group), group_name="ep"
         )
-    setattr(owner, name, made)
+    setattr(owner, name, group)
 
 
 @contextmanager
-def _nothing(place: str) -> Iterator[None]:
-    """A module's function does nothing within."""
-    module, _, name = place.partition(":")
-    owner = importlib.import_module(module)
+def _disabled(seam: str) -> Iterator[None]:
+    """A context in which a module's function does nothing."""
+    owner, name = require(seam)
     before = getattr(owner, name)
     setattr(owner, name, lambda *args, **kwargs: None)
     try:
@@ -131,19 +130,19 @@ def _nothing(place: str) -> Iterator[None]:
 
 def model_facts(vllm_config: Any) -> dict[str, Any]:
     """Architectures and sizes of an engine's model."""
-    model = vllm_config.model_config
-    config = model.hf_text_config
+    model_config = vllm_config.model_config
+    config = model_config.hf_text_config
     return {
-        "architectures": list(model.hf_config.architectures or ()),
+        "architectures": list(model_config.hf_config.architectures or ()),
         "config": config,
         "tensor_parallel": vllm_config.parallel_config.tensor_parallel_size,
         "layers": config.num_hidden_layers,
         "d_model": config.hidden_size,
-        "d_vocab": model.get_vocab_size(),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "max_model_len": model.max_model_len,
+        "d_vocab": model_config.get_vocab_size(),
+        "dtype": str(model_config.dtype).removeprefix("torch."),
+        "max_model_len": model_config.max_model_len,
         "max_num_seqs": vllm_config.scheduler_config.max_num_seqs,
-        "trust_remote_code": model.trust_remote_code,
+        "trust_remote_code": model_config.trust_remote_code,
     }
 
 
@@ -154,100 +153,104 @@ def settings(vllm_config: Any) -> str:
 
 def unrecorded(vllm_config: Any, sizes: Sequence[int]) -> str | None:
     """Which sizes of step vLLM records no CUDA graphs for, in words; None if it does for all, or records none."""
-    there = sorted(vllm_config.compilation_config.cudagraph_capture_sizes or ())
-    missing = [size for size in sizes if size not in there]
-    if not missing or not there:
+    recorded = sorted(vllm_config.compilation_config.cudagraph_capture_sizes or ())
+    missing = [size for size in sizes if size not in recorded]
+    if not missing or not recorded:
         return None
-    return f"active_sizes {missing}: vLLM records graphs for steps of {there} tokens here"
+    return f"active_sizes {missing}: vLLM records graphs for steps of {recorded} tokens here"
 
 
 def chosen(vllm_config: Any) -> dict[str, Any]:
     """What an engine was configured to do, by vLLM's own names."""
-    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
-    mode, sizes = compilation.cudagraph_mode, compilation.cudagraph_capture_sizes or []
+    model_config, cache_config = vllm_config.model_config, vllm_config.cache_config
+    compilation_config, scheduler_config = vllm_config.compilation_config, vllm_config.scheduler_config
+    parallel_config = vllm_config.parallel_config
+    mode, sizes = compilation_config.cudagraph_mode, compilation_config.cudagraph_capture_sizes or []
     return {
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "max_model_len": model.max_model_len,
-        "max_num_seqs": scheduler.max_num_seqs,
-        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
-        "enable_prefix_caching": bool(cache.enable_prefix_caching),
-        "async_scheduling": bool(getattr(scheduler, "async_scheduling", False)),
-        "tensor_parallel_size": parallel.tensor_parallel_size,
-        "pipeline_parallel_size": parallel.pipeline_parallel_size,
-        "compilation": "eager" if model.enforce_eager else str(getattr(compilation.mode, "name", compilation.mode)),
+        "dtype": str(model_config.dtype).removeprefix("torch."),
+        "max_model_len": model_config.max_model_len,
+        "max_num_seqs": scheduler_config.max_num_seqs,
+        "max_num_batched_tokens": scheduler_config.max_num_batched_tokens,
+        "enable_prefix_caching": bool(cache_config.enable_prefix_caching),
+        "async_scheduling": bool(getattr(scheduler_config, "async_scheduling", False)),
+        "tensor_parallel_size": parallel_config.tensor_parallel_size,
+        "pipeline_parallel_size": parallel_config.pipeline_parallel_size,
+        "compilation": "eager"
+        if model_config.enforce_eager
+        else str(getattr(compilation_config.mode, "name", compilation_config.mode)),
         "cudagraph_mode": getattr(mode, "name", str(mode)),
         "cudagraph_capture_sizes": f"{len(sizes)}, up to {max(sizes)}" if sizes else "none",
-        "quantization": model.quantization or "none",
+        "quantization": model_config.quantization or "none",
     }
 
 
 def check(vllm_config: Any) -> None:
     """Raises `EngineError`, with names and reasons, for a configuration under which a guarantee would not hold."""
-    found = refused(vllm_config)
-    if found:
-        told = "; ".join(f"{name}: {why}" for name, why in found.items())
-        raise EngineError(f"patchclamp does not run with {told}")
+    reasons = refused(vllm_config)
+    if reasons:
+        raise EngineError(
+            f"patchclamp does not run with {'; '.join(f'{name}: {why}' for name, why in reasons.items())}"
+        )
 
 
 def refused(vllm_config: Any) -> dict[str, str]:
     """What of a configuration would make a guarantee false, by name, and why.
 
-    What a version does not have is not looked for in it.
+    An option that a version does not have counts as off.
     """
-    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    compilation = vllm_config.compilation_config
-    passes, mode = compilation.pass_config, compilation.cudagraph_mode
-    asked = [
+    model_config, cache_config = vllm_config.model_config, vllm_config.cache_config
+    parallel_config, compilation_config = vllm_config.parallel_config, vllm_config.compilation_config
+    pass_config, mode = compilation_config.pass_config, compilation_config.cudagraph_mode
+    split = "a worker sees a part of a request's positions, and programs name all of them"
+    conditions = [
         ("speculative decoding (speculative_config)", vllm_config.speculative_config,
          "drafted tokens that are thrown away would be captured and counted as the run's own"),
-        ("micro-batching (enable_dbo, ubatch_size)", _more(parallel, "enable_dbo", 0) or _more(parallel, "ubatch_size"),
+        ("micro-batching (enable_dbo, ubatch_size)",
+         _more(parallel_config, "enable_dbo", 0) or _more(parallel_config, "ubatch_size"),
          "a step is cut in two, and rows are planned for a whole one"),
         ("LoRA (enable_lora) on a GPU", vllm_config.lora_config and vllm_config.device_config.device_type != "cpu",
          "not supported yet: CUDA graphs with adapters and taps are not tested; merge the adapter into the model"),
-        ("LoRA (enable_lora) over several workers", vllm_config.lora_config and parallel.world_size > 1,
+        ("LoRA (enable_lora) over several workers", vllm_config.lora_config and parallel_config.world_size > 1,
          "not supported yet: it is not tested; merge the adapter into the model"),
-        ("prefill_context_parallel_size above 1", _more(parallel, "prefill_context_parallel_size"), SPLIT),
-        ("decode_context_parallel_size above 1", _more(parallel, "decode_context_parallel_size"), SPLIT),
-        ("data_parallel_size above 1", _more(parallel, "data_parallel_size"),
+        ("prefill_context_parallel_size above 1", _more(parallel_config, "prefill_context_parallel_size"), split),
+        ("decode_context_parallel_size above 1", _more(parallel_config, "decode_context_parallel_size"), split),
+        ("data_parallel_size above 1", _more(parallel_config, "data_parallel_size"),
          "not supported yet: start an engine a replica"),
-        ("elastic expert parallel (enable_elastic_ep)", _more(parallel, "enable_elastic_ep", 0),
+        ("elastic expert parallel (enable_elastic_ep)", _more(parallel_config, "enable_elastic_ep", 0),
          "workers that come and go would lose programs and captures"),
         ("KV connectors and offloading (kv_transfer_config, kv_offloading_size)",
-         vllm_config.kv_transfer_config or _more(cache, "kv_offloading_size", 0),
+         vllm_config.kv_transfer_config or _more(cache_config, "kv_offloading_size", 0),
          "keys and values that leave the engine do not say which edits are in them"),
         ("encoder caches of other instances (ec_transfer_config)", getattr(vllm_config, "ec_transfer_config", None),
          "what comes from elsewhere does not say which edits are in it"),
-        ("KV-sharing fast prefill (kv_sharing_fast_prefill)", _more(cache, "kv_sharing_fast_prefill", 0),
+        ("KV-sharing fast prefill (kv_sharing_fast_prefill)", _more(cache_config, "kv_sharing_fast_prefill", 0),
          "layers leave out prompt positions that programs name"),
         ("sequence-parallel passes (enable_sp, fuse_gemm_comms)",
-         _more(passes, "enable_sp", 0) or _more(passes, "fuse_gemm_comms", 0),
+         _more(pass_config, "enable_sp", 0) or _more(pass_config, "fuse_gemm_comms", 0),
          "a worker sees a part of the rows, and programs name whole ones"),
-        ("sharded sampling (enable_batch_sharded_sampling)", _more(parallel, "enable_batch_sharded_sampling", 0),
+        ("sharded sampling (enable_batch_sharded_sampling)", _more(parallel_config, "enable_batch_sharded_sampling", 0),
          "a worker computes the logits of some requests alone, past the tap"),
-        ("quantized results of attention (pass_config.fuse_attn_quant)", _more(passes, "fuse_attn_quant", 0),
+        ("quantized results of attention (pass_config.fuse_attn_quant)", _more(pass_config, "fuse_attn_quant", 0),
          "z would be read and written in units of a scale"),
-        (f"pooling models (runner type {model.runner_type!r})", model.runner_type != "generate",
+        (f"pooling models (runner type {model_config.runner_type!r})", model_config.runner_type != "generate",
          "they generate no tokens"),
-        ("encoder-decoder models", model.is_encoder_decoder, "positions would name two texts"),
-        ("a folder of compiled code (compilation_config.cache_dir)", compilation.cache_dir,
+        ("encoder-decoder models", model_config.is_encoder_decoder, "positions would name two texts"),
+        ("a folder of compiled code (compilation_config.cache_dir)", compilation_config.cache_dir,
          "vLLM takes what lies there for its own, whoever compiled it: set VLLM_CACHE_ROOT instead"),
         ("CUDA graphs that sleep offloads (sleep_mode_offload_cudagraph)",
-         _more(model, "sleep_mode_offload_cudagraph", 0), "it is not told of graphs with taps"),
-        (f"compilation mode {getattr(compilation.mode, 'name', None)} on a GPU",
-         getattr(compilation.mode, "name", "") in ("STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE")
+         _more(model_config, "sleep_mode_offload_cudagraph", 0), "it is not told of graphs with taps"),
+        (f"compilation mode {getattr(compilation_config.mode, 'name', None)} on a GPU",
+         getattr(compilation_config.mode, "name", "") in ("STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE")
          and vllm_config.device_config.device_type != "cpu",
          "only VLLM_COMPILE (3, the default) has code without taps for steps without programs; or enforce_eager=True"),
         ("breakable CUDA graphs (set VLLM_USE_BREAKABLE_CUDAGRAPH=0)",
          mode is not None and mode.name != "NONE" and _breakable(), "not supported yet: they are recorded in parts"),
     ]  # fmt: skip
-    return {name: why for name, there, why in asked if there}
-
-
-SPLIT = "a worker sees a part of a request's positions, and programs name all of them"
+    return {name: why for name, on, why in conditions if on}
 
 
 def _more(config: Any, name: str, than: int = 1) -> bool:
+    """Whether an option is above a number; one that a version does not have is not."""
     return (getattr(config, name, None) or 0) > than
 
 

@@ -1,6 +1,6 @@
-"""Idle and active: vLLM's compiled code and its CUDA graphs, each made twice, and which of the two a step runs.
+"""The two variants of vLLM's compiled code and of its CUDA graphs, and which of them a step runs.
 
-The idle ones are stock's own: no op of ours was ever in them.
+The idle variant is stock's own: no op of ours was ever in it.  The active one has our taps.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ _Entries = list[tuple[Any, dict[Any, Any]]]  # wrappers of piecewise graphs (V1:
 class Graphs:
     """A runner's CUDA graphs, each recorded twice: with the op launching nothing (idle) and its kernel (active).
 
-    `sizes`: tokens of the steps that are recorded active (None: all that vLLM records). `recording()` is a context in
-    which taps are recorded, `tapped(graph)` makes one so recorded replayable, `forget()` drops what came to nothing.
+    sizes        tokens of the steps that are recorded active (None: all that vLLM records)
+    recording    a context in which taps are recorded
+    tapped       makes a graph that was recorded with taps replayable
+    forget       drops the taps of graphs that were not finished
+    watch        checks the addresses that graphs read, where that is asked for
     """
 
     def __init__(
@@ -40,7 +43,7 @@ class Graphs:
         forget: Callable[[], None], watch: Watch | None = None,
     ) -> None:  # fmt: skip
         self._sizes, self.recording, self._tapped, self._forget = sizes, recording, tapped, forget
-        self.watch = watch  # of what graphs read, where that is asked for
+        self.watch = watch
         self._manager: Any = None  # of a V2 runner, which keeps full graphs
         self._config: Any = None
         self._stores: dict[bool, tuple[dict[Any, Any], _Entries]] = {}
@@ -62,67 +65,70 @@ class Graphs:
         return len({tokens for _, tokens in self._recorded})
 
     def record(self, manager: Any, capture: Callable[[], None], profile: bool) -> None:
-        """Records every graph of a V2 runner's manager once each way, and leaves the idle ones in place.
+        """Records both variants of every graph of a V2 runner's manager, and leaves the idle one in place.
 
-        A profile counts the idle ones alone.  Where memory runs out, active steps run without graphs.
+        A profile records the idle variant alone.  Where memory runs out, active steps run without graphs.
         """
         self._stores, self._recorded, self._active = {}, set(), False
         self.bytes = dict.fromkeys(self.bytes, 0)
         self.count([desc for descs in manager._capture_descs.values() for desc in descs])
         if self.watch is not None:
-            self.watch.replays(manager)
-        with _made_by(_Seen, self.watch), nullcontext() if profile else self._weighed("without"):
+            self.watch.watch_replays(manager)
+        with _graphs_of(_Watched, self.watch), nullcontext() if profile else self._counting_bytes("without"):
             capture()
         if profile:
             return
         self._manager, self._config = manager, manager.vllm_config
         self._stores[False] = self._take()
-        wanted = {mode: [d for d in descs if self._wants(d)] for mode, descs in manager._capture_descs.items()}
+        wanted = {mode: [desc for desc in descs if self._wants(desc)] for mode, descs in manager._capture_descs.items()}
 
-        def again() -> None:
-            every = manager._capture_descs
+        def capture_wanted() -> None:
+            stock_descs = manager._capture_descs
             manager._capture_descs = wanted
             try:
                 capture()
             finally:
-                manager._capture_descs = every
+                manager._capture_descs = stock_descs
 
-        told = {(d.cg_mode, d.num_tokens) for descs in wanted.values() for d in descs}
-        self._record_active(({}, [(wrapper, {}) for wrapper, _ in self._stores[False][1]]), again, told)
+        keys = {(desc.cg_mode, desc.num_tokens) for descs in wanted.values() for desc in descs}
+        self._record_active(({}, [(wrapper, {}) for wrapper, _ in self._stores[False][1]]), capture_wanted, keys)
 
     def record_mode(self, vllm_config: Any, mode: Any, sizes: list[Any], capture: Callable[[list[Any]], None]) -> None:
-        """Records the graphs of one mode of a V1 runner once each way, and leaves the idle ones in place."""
-        with _made_by(_Seen, self.watch), self._weighed("without"):
+        """Records both variants of the graphs of one mode of a V1 runner, and leaves the idle one in place."""
+        with _graphs_of(_Watched, self.watch), self._counting_bytes("without"):
             capture(sizes)
         self._config = vllm_config
         self._stores[False] = self._take()
-        before = {id(wrapper): dict(entries) for wrapper, entries in self._stores.get(True, ({}, []))[1]}
+        recorded = {id(wrapper): dict(entries) for wrapper, entries in self._stores.get(True, ({}, []))[1]}
         wanted = [desc for desc in sizes if self._wants(desc)]
-        store = ({}, [(wrapper, before.get(id(wrapper), {})) for wrapper, _ in self._stores[False][1]])
+        store = ({}, [(wrapper, recorded.get(id(wrapper), {})) for wrapper, _ in self._stores[False][1]])
         self._record_active(store, lambda: capture(wanted), {(mode, desc.num_tokens) for desc in wanted})
 
     def _record_active(
-        self, store: tuple[dict[Any, Any], _Entries], capture: Callable[[], None], told: set[tuple[Any, int]]
+        self, store: tuple[dict[Any, Any], _Entries], capture: Callable[[], None], keys: set[tuple[Any, int]]
     ) -> None:
-        """Records graphs with taps into a store, and puts the idle ones back; without room for them there are none."""
+        """Records graphs with taps, of some (mode, tokens), into a store, and puts the idle ones back.
+
+        Where the device has no room for them, there are none.
+        """
         self._put(store)
         try:
-            with self._weighed("with"):
-                with self.recording(), compiled_variant(tapped=True), _made_by(_Kept, self.watch):
+            with self._counting_bytes("with"):
+                with self.recording(), compiled_variant(active=True), _graphs_of(_WithNodes, self.watch):
                     capture()
                 store = self._take()
                 for desc, graph in store[0].items():
                     store[0][desc] = self._tapped(graph)
                 for _, entries in store[1]:
                     for entry in entries.values():
-                        if isinstance(entry.cudagraph, _Kept):
+                        if isinstance(entry.cudagraph, _WithNodes):
                             entry.cudagraph = self._tapped(entry.cudagraph)
             self._stores[True] = store
-            self._recorded |= told
+            self._recorded |= keys
         except RuntimeError as error:
             if not _no_room(error):
                 raise
-            if self._config.parallel_config.tensor_parallel_size > 1:  # the others may have found room: no two ways
+            if self._config.parallel_config.tensor_parallel_size > 1:  # other workers may have had room
                 raise EngineError(
                     "the GPU had no room for graphs with taps, which every tensor-parallel worker needs: lower "
                     "gpu_memory_utilization, or name fewer sizes in active_sizes"
@@ -137,8 +143,8 @@ class Graphs:
         torch.cuda.empty_cache()
 
     @contextmanager
-    def _weighed(self, kind: str) -> Iterator[None]:
-        """Counts the device memory that is taken within."""
+    def _counting_bytes(self, kind: str) -> Iterator[None]:
+        """Adds the device memory that is taken within to what graphs "with" or "without" taps take."""
         torch.cuda.empty_cache()
         before = torch.cuda.mem_get_info()[0]
         yield
@@ -149,7 +155,7 @@ class Graphs:
         return self._sizes is None or desc.num_tokens in self._sizes
 
     def count(self, sizes: list[Any]) -> None:
-        """Notes what vLLM will record."""
+        """Counts the sizes that vLLM will record."""
         self.share = sum(map(self._wants, sizes)) / max(len(sizes), 1)
         self._idle = len({desc.num_tokens for desc in sizes}) or self._idle
 
@@ -157,13 +163,13 @@ class Graphs:
         """Whether a step dispatched to a graph of this mode and size can run active."""
         return (mode, tokens) in self._recorded
 
-    def both(self, idle: int) -> int:
-        """Bytes that graphs of both kinds take where the idle ones take `idle`."""
-        copies = MAX_NODES * NODE_BYTES if idle and self.share else 0
-        return int(idle * (1 + self.share)) + copies
+    def estimate_bytes(self, idle_bytes: int) -> int:
+        """Device memory of both variants of the graphs, of the idle variant's."""
+        copies = MAX_NODES * NODE_BYTES if idle_bytes and self.share else 0
+        return int(idle_bytes * (1 + self.share)) + copies
 
     def use(self, active: bool) -> None:
-        """Makes one set the runner's."""
+        """Has the runner replay one variant."""
         if active == self._active or active not in self._stores:
             return
         self._put(self._stores[active])
@@ -172,16 +178,16 @@ class Graphs:
     def _take(self) -> tuple[dict[Any, Any], _Entries]:
         from vllm.compilation.cuda_graph import CUDAGraphWrapper
 
-        mine = [w for w in CUDAGraphWrapper._all_instances if w.vllm_config is self._config]
+        wrappers = [wrapper for wrapper in CUDAGraphWrapper._all_instances if wrapper.vllm_config is self._config]
         full = {} if self._manager is None else self._manager.graphs
-        return full, [(wrapper, wrapper.concrete_cudagraph_entries) for wrapper in mine]
+        return full, [(wrapper, wrapper.concrete_cudagraph_entries) for wrapper in wrappers]
 
     def _put(self, store: tuple[dict[Any, Any], _Entries]) -> None:
-        full, entries = store
+        full, wrappers = store
         if self._manager is not None:
             self._manager.graphs = full
-        for wrapper, kept in entries:
-            wrapper.concrete_cudagraph_entries = kept
+        for wrapper, entries in wrappers:
+            wrapper.concrete_cudagraph_entries = entries
 
 
 def _no_room(error: BaseException | None) -> bool:
@@ -193,19 +199,19 @@ def _no_room(error: BaseException | None) -> bool:
     return False
 
 
-class _Seen(torch.cuda.CUDAGraph):
-    """A graph that notes, where that is asked for, the addresses of what it was recorded with."""
+class _Watched(torch.cuda.CUDAGraph):
+    """A graph that keeps, where that is asked for, the addresses of what it was recorded with."""
 
     addresses: dict[str, int] | None = None
     watch: Watch | None = None
 
     def capture_end(self) -> None:
         super().capture_end()
-        if _Seen.watch is not None:
-            self.addresses = _Seen.watch.now()
+        if _Watched.watch is not None:
+            self.addresses = _Watched.watch.current_addresses()
 
 
-class _Kept(_Seen):
+class _WithNodes(_Watched):
     """A graph whose nodes can still be looked at once it is recorded."""
 
     def __new__(cls, keep_graph: bool = True) -> Any:
@@ -216,20 +222,20 @@ class _Kept(_Seen):
 
 
 @contextmanager
-def _made_by(kind: type, watch: Watch | None) -> Iterator[None]:
-    """Graphs recorded within are of a kind; stock's own, unless someone watches or it must be ours."""
+def _graphs_of(kind: type, watch: Watch | None) -> Iterator[None]:
+    """Graphs recorded within are of a kind; of stock's own where that is enough."""
     stock = torch.cuda.CUDAGraph
-    if kind is not _Seen or watch is not None:
+    if kind is not _Watched or watch is not None:
         torch.cuda.CUDAGraph = kind  # type: ignore[misc, assignment]
-    _Seen.watch = watch
+    _Watched.watch = watch
     try:
         yield
     finally:
-        torch.cuda.CUDAGraph, _Seen.watch = stock, None  # type: ignore[misc]
+        torch.cuda.CUDAGraph, _Watched.watch = stock, None  # type: ignore[misc]
 
 
-def two_graphs(runner: Any, graphs: Graphs) -> None:
-    """Has a V2 runner record its graphs twice, whenever it does, and count the memory of both."""
+def record_variants(runner: Any, graphs: Graphs) -> None:
+    """Has a V2 runner record both variants of its graphs, whenever it records any, and count the memory of both."""
     from vllm.compilation.monitor import set_cudagraph_capturing_enabled
 
     capture_model, estimate = runner.capture_model, runner.profile_cudagraph_memory
@@ -237,8 +243,8 @@ def two_graphs(runner: Any, graphs: Graphs) -> None:
     @functools.wraps(capture_model)
     def capture(*args: Any, **kwargs: Any) -> Any:
         manager = runner.cudagraph_manager
-        once, profile = manager.capture, bool(kwargs.get("profile_only"))  # 0.26 has no such profile
-        manager.capture = lambda *a, **k: graphs.record(manager, lambda: once(*a, **k), profile)
+        stock, profile = manager.capture, bool(kwargs.get("profile_only"))  # 0.26 has no such profile
+        manager.capture = lambda *a, **k: graphs.record(manager, lambda: stock(*a, **k), profile)
         set_cudagraph_capturing_enabled(True)  # an engine with a V1 runner forbids it, to all that come after it
         try:
             return capture_model(*args, **kwargs)
@@ -247,34 +253,34 @@ def two_graphs(runner: Any, graphs: Graphs) -> None:
 
     runner.capture_model = capture
 
-    runner.profile_cudagraph_memory = lambda: graphs.both(estimate())
+    runner.profile_cudagraph_memory = lambda: graphs.estimate_bytes(estimate())
     if graphs.watch is not None:
-        graphs.watch.preparing(runner)
-        graphs.watch.wrappers(runner.vllm_config)
+        graphs.watch.watch_inputs(runner)
+        graphs.watch.watch_wrappers(runner.vllm_config)
 
 
-def two_graphs_v1(runner: Any, graphs: Graphs) -> None:
+def record_variants_v1(runner: Any, graphs: Graphs) -> None:
     """The same for a V1 runner, which records one mode after the other and whose dispatcher chooses the graph."""
-    once, estimate = runner._capture_cudagraphs, runner.profile_cudagraph_memory
+    record, estimate = runner._capture_cudagraphs, runner.profile_cudagraph_memory
     dispatcher = runner.cudagraph_dispatcher
-    stock, sizes_of = dispatcher.dispatch, dispatcher.get_capture_descs
+    stock, list_descs = dispatcher.dispatch, dispatcher.get_capture_descs
 
-    @functools.wraps(once)
+    @functools.wraps(record)
     def capture(batch_descriptors: list[Any], cudagraph_runtime_mode: Any, *args: Any, **kwargs: Any) -> None:
         graphs.record_mode(
             runner.vllm_config, cudagraph_runtime_mode, list(batch_descriptors),
-            lambda sizes: once(sizes, cudagraph_runtime_mode, *args, **kwargs),
+            lambda sizes: record(sizes, cudagraph_runtime_mode, *args, **kwargs),
         )  # fmt: skip
 
     def estimate_both() -> int:
-        return graphs.both(estimate())  # which asks for the sizes on its way
+        return graphs.estimate_bytes(estimate())  # which calls `get_capture_descs`
 
-    @functools.wraps(sizes_of)
+    @functools.wraps(list_descs)
     def get_capture_descs() -> Any:
-        found = sizes_of()
-        if found:  # there are none before they are first needed, and after they were measured
-            graphs.count([desc for _, descs in found for desc in descs])
-        return found
+        modes = list_descs()
+        if modes:  # there are none before they are first needed, and after they were measured
+            graphs.count([desc for _, descs in modes for desc in descs])
+        return modes
 
     @functools.wraps(stock)
     def dispatch(*args: Any, **kwargs: Any) -> Any:
@@ -284,15 +290,15 @@ def two_graphs_v1(runner: Any, graphs: Graphs) -> None:
         return mode, desc
 
     if graphs.watch is not None:
-        graphs.watch.wrappers(runner.vllm_config)
+        graphs.watch.watch_wrappers(runner.vllm_config)
     runner._capture_cudagraphs, runner.profile_cudagraph_memory = capture, estimate_both
     dispatcher.dispatch, dispatcher.get_capture_descs = dispatch, get_capture_descs
 
 
 class _Step(threading.local):
-    """What the step on this thread runs: whether code with taps in it, and which graphs it may use (None: any)."""
+    """The variant that the step on this thread runs, and which graphs it may use (None: any)."""
 
-    tapped = False
+    active = False
     usable: Callable[[Any, int], bool] | None = None
 
 
@@ -300,70 +306,69 @@ _step = _Step()
 
 
 class compiled_variant:
-    """Within, compiled models run the code with taps in it, or the code that never had any.
+    """A context in which compiled models run their active or their idle variant.
 
     A step whose graph is not `usable` runs without one, with the padding that its graph would have, so that its
     kernels see the same shapes.
     """
 
-    __slots__ = ("_before", "_tapped", "_usable")
+    __slots__ = ("_active", "_before", "_usable")
 
-    def __init__(self, tapped: bool, usable: Callable[[Any, int], bool] | None = None) -> None:
-        self._tapped, self._usable = tapped, usable
+    def __init__(self, active: bool, usable: Callable[[Any, int], bool] | None = None) -> None:
+        self._active, self._usable = active, usable
 
     def __enter__(self) -> None:
-        self._before = _step.tapped, _step.usable
-        _step.tapped, _step.usable = self._tapped, self._usable
+        self._before = _step.active, _step.usable
+        _step.active, _step.usable = self._active, self._usable
 
     def __exit__(self, *error: object) -> None:
-        _step.tapped, _step.usable = self._before
+        _step.active, _step.usable = self._before
 
 
 def on_compile() -> None:
-    """Has vLLM's compiler compile a model of ours twice: as traced, and with our op's nodes erased.
+    """Has vLLM's compiler compile a model of ours twice: as traced (active), and with our op's nodes erased (idle).
 
-    Idle steps run the second, which is stock's own code, so that no fusion is cut and no bit differs.
+    The idle variant is stock's own code: no fusion is lost and no bit differs.
     """
-    for seam in ("fusions", "compiled", "recording"):
-        require(seam)
     owner, name = require("compile")
     stock = getattr(owner, name)
     if hasattr(stock, "patchclamp"):
         return
 
     @functools.wraps(stock)
-    def compile_twice(self: Any, graph: Any, example_inputs: Any) -> Any:
-        if enabled(self.vllm_config) is None or self.prefix.endswith(_IDLE):
-            return stock(self, graph, example_inputs)
-        _compiled.add(id(self.vllm_config))
-        files, bare = set(self.compilation_config.traced_files), _without_taps(graph)
-        with _matches(self.vllm_config, 1):
-            tapped = stock(self, graph, example_inputs)
-        if bare is None:
-            return tapped
-        self.compilation_config.traced_files.update(files)
-        with _matches(self.vllm_config, 0):
-            idle = stock(type(self)(self.vllm_config, self.prefix + _IDLE, self.is_encoder), bare, example_inputs)
+    def compile_variants(backend: Any, graph: Any, example_inputs: Any) -> Any:
+        if enabled(backend.vllm_config) is None or backend.prefix.endswith(_IDLE):
+            return stock(backend, graph, example_inputs)
+        _compiled.add(id(backend.vllm_config))
+        files, untapped = set(backend.compilation_config.traced_files), _without_taps(graph)
+        with _counting_fusions(backend.vllm_config, 1):
+            active = stock(backend, graph, example_inputs)
+        if untapped is None:
+            return active
+        backend.compilation_config.traced_files.update(files)
+        idle_backend = type(backend)(backend.vllm_config, backend.prefix + _IDLE, backend.is_encoder)
+        with _counting_fusions(backend.vllm_config, 0):
+            idle = stock(idle_backend, untapped, example_inputs)
 
-        with_taps, without = tapped.optimized_call, idle.optimized_call
+        call_active, call_idle = active.optimized_call, idle.optimized_call
 
-        def either(*args: Any) -> Any:
-            return (with_taps if _step.tapped else without)(*args)
+        def call_variant(*args: Any) -> Any:
+            return (call_active if _step.active else call_idle)(*args)
 
-        tapped.optimized_call = either  # not saved: what is, the traced graph, comes by here when it is loaded
-        return tapped
+        active.optimized_call = call_variant  # vLLM saves the traced graph, which comes by here when it is loaded
+        return active
 
-    compile_twice.patchclamp = True  # type: ignore[attr-defined]
-    setattr(owner, name, compile_twice)
+    compile_variants.patchclamp = True  # type: ignore[attr-defined]
+    setattr(owner, name, compile_variants)
 
 
 def compiled_ahead(vllm_config: Any) -> bool:
-    """Whether all that is compiled is so while the engine starts, without guards, and nothing within a step."""
+    """Whether everything is compiled while the engine starts, without guards, and nothing within a step."""
     return _mode(vllm_config) in ("VLLM_COMPILE", "DYNAMO_TRACE_ONCE")
 
 
 def lacks_idle_variant(vllm_config: Any) -> bool:
-    """Whether an engine's model is compiled and never came by here, so that idle steps would run code with taps."""
+    """Whether an engine's model was compiled elsewhere than in `on_compile`: idle steps would run code with taps."""
     return _mode(vllm_config) == "VLLM_COMPILE" and id(vllm_config) not in _compiled
 
 
@@ -372,20 +377,23 @@ def _mode(vllm_config: Any) -> str | None:
 
 
 _IDLE = "_patchclamp_idle"
-_compiled: set[int] = set()  # configurations, by id, of which a model was compiled twice
+_compiled: set[int] = set()  # ids of the configurations of which a model was compiled in both variants
 _fusions: dict[int, dict[str, list[int]]] = {}  # by the id of an engine's configuration
 
 
 def fusions_of(vllm_config: Any) -> dict[str, list[int]]:
-    """A new engine's count, from now on, of how often each pass matched in stock's code, and in code with taps."""
-    counted = _fusions[id(vllm_config)] = {}
+    """A new engine's counts: how often each pass matches in the idle variant, and in the active one."""
+    counts = _fusions[id(vllm_config)] = {}
     _compiled.discard(id(vllm_config))
-    return counted
+    return counts
 
 
 @contextmanager
-def _matches(vllm_config: Any, which: int) -> Iterator[None]:
-    """Counts what vLLM's fusion passes match within; where compiled code is cached they match nothing."""
+def _counting_fusions(vllm_config: Any, variant: int) -> Iterator[None]:
+    """Counts what vLLM's fusion passes match within, for the idle variant (0) or the active one (1).
+
+    Where compiled code is cached they match nothing.
+    """
     from vllm.compilation.passes.vllm_inductor_pass import VllmPatternMatcherPass
 
     table = VllmPatternMatcherPass.match_table
@@ -393,22 +401,25 @@ def _matches(vllm_config: Any, which: int) -> Iterator[None]:
     yield
     for name, count in table.items():
         if count != before.get(name, 0):
-            _fusions.setdefault(id(vllm_config), {}).setdefault(name, [0, 0])[which] += count - before.get(name, 0)
+            _fusions.setdefault(id(vllm_config), {}).setdefault(name, [0, 0])[variant] += count - before.get(name, 0)
 
 
 def _without_taps(graph: Any) -> Any:
     """A copy of a traced graph with our op's nodes erased; None if it has none."""
-    bare = copy.deepcopy(graph)
-    taps = [n for n in bare.graph.nodes if n.op == "call_function" and str(n.target).startswith("patchclamp.site")]
+    traced: torch.fx.GraphModule = copy.deepcopy(graph)
+    taps = [
+        node
+        for node in traced.graph.nodes
+        if node.op == "call_function" and str(node.target).startswith("patchclamp.site")
+    ]
     for node in taps:
-        bare.graph.erase_node(node)
-    assert isinstance(bare, torch.fx.GraphModule)
-    bare.recompile()
-    return bare if taps else None
+        traced.graph.erase_node(node)
+    traced.recompile()
+    return traced if taps else None
 
 
 def on_dispatch() -> None:
-    """Lets V2 steps run without a graph where `body` says that theirs may not be used."""
+    """Lets V2 steps run without a graph where `compiled_variant` says that theirs may not be used."""
     owner, name = require("v2 dispatch")
     stock = getattr(owner, name)
     if hasattr(stock, "patchclamp"):

@@ -1,8 +1,8 @@
 """LoRA adapters in vLLM: their requests, whether one fits its model, and a slot of zeros for requests without one.
 
-vLLM's CPU kernels (`lora.ops.torch_ops`, 0.32.0) take a row's slot as an index, and that of a row without an adapter is
-−1: in a batch with adapters such rows get the last slot's (vLLM #48421).  Here the last slot is one more than adapters
-are ever given, and stays zero.
+vLLM's CPU kernels (`lora.ops.torch_ops`, 0.32.0) index with a row's slot, and the slot of a row without an adapter is
+−1: in a batch with adapters such rows get the adapter of the last slot (vLLM #48421).  Here one slot is added, which no
+adapter is given and which stays zero.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from patchclamp.engines.vllm.compat.seams import require, version
-from patchclamp.errors import SeamMoved
+from patchclamp.engines.vllm.compat.seams import require_all, require_on
 
 
 def request(name: str, number: int, folder: str) -> Any:
@@ -25,13 +24,13 @@ def request(name: str, number: int, folder: str) -> Any:
 
 def prepare(runner: Any) -> None:
     """Readies a runner's model for requests with adapters and without. Raises `SeamMoved`."""
-    require("adapters")
-    manager = _manager(runner)
-    if not hasattr(manager, "_last_slot_layout"):
-        raise SeamMoved(f"vLLM {version()} does not look whether adapters have changed places between steps")
-    for module in manager.modules.values():
-        if not {"lora_a_stacked", "lora_b_stacked"} <= vars(module).keys():
-            raise SeamMoved(f"vLLM {version()} keeps the adapters of {type(module).__name__} elsewhere than expected")
+    require_all("lora")
+    require_on("lora runner", runner)
+    require_on("lora worker", runner.lora_manager)
+    adapters = runner.lora_manager._adapter_manager
+    require_on("lora manager", adapters)
+    for module in adapters.modules.values():
+        require_on("lora layer", module)
         if runner.device.type == "cpu":
             module.lora_b_stacked = _with_zeros(module.lora_b_stacked)
             if not _is_table(module):
@@ -51,32 +50,20 @@ def _with_zeros(stacked: Any) -> Any:
 
 def unfit(runner: Any, number: int) -> list[str]:
     """What of a loaded adapter has no place in the model, or another size there; vLLM would leave it out, or cut it."""
-    manager = _manager(runner)
-    weights = manager.get_adapter(number).loras
-    found = [f"the model has no {name}" for name in weights if name not in manager.modules]
-    for name in weights.keys() & manager.modules.keys():
-        sizes = _sizes(weights[name].lora_a, 1), _sizes(weights[name].lora_b, 0)
-        module = manager.modules[name]
-        there = _rooms(module.lora_a_stacked, 1 if _is_table(module) else -1), _rooms(module.lora_b_stacked, 2)
-        pairs = [pair for some, room in zip(sizes, there, strict=True) for pair in zip(some, room, strict=True)]
-        wrong = [(a, b) for a, b in pairs if a is not None and a != b]
-        found += [f"{name} is {b} wide and the adapter {a}" for a, b in wrong[:1]]
-    return sorted(found)
+    adapters = runner.lora_manager._adapter_manager
+    weights = adapters.get_adapter(number).loras
+    problems = [f"the model has no {name}" for name in weights if name not in adapters.modules]
+    for name in weights.keys() & adapters.modules.keys():
+        module = adapters.modules[name]
+        widths = [*_widths(weights[name].lora_a, 1), *_widths(weights[name].lora_b, 0)]
+        model_widths = [*_widths(module.lora_a_stacked, 1 if _is_table(module) else -1),
+                        *_widths(module.lora_b_stacked, 2)]  # fmt: skip
+        wrong = [(a, b) for a, b in zip(widths, model_widths, strict=True) if a is not None and a != b]
+        problems += [f"{name} is {model_width} wide and the adapter {width}" for width, model_width in wrong[:1]]
+    return sorted(problems)
 
 
-def _sizes(weights: Any, axis: int) -> Iterator[int | None]:
-    """Of an adapter's matrices, one or one a slice (None: it has none there)."""
-    for each in weights if isinstance(weights, (list, tuple)) else [weights]:
-        yield None if each is None else each.shape[axis]
-
-
-def _rooms(stacked: Any, axis: int) -> Iterator[int]:
-    for each in stacked if isinstance(stacked, tuple) else (stacked,):
-        yield each.shape[axis]
-
-
-def _manager(runner: Any) -> Any:
-    try:
-        return runner.lora_manager._adapter_manager
-    except AttributeError as error:
-        raise SeamMoved(f"vLLM {version()} keeps adapters elsewhere than expected: {error}") from None
+def _widths(matrices: Any, axis: int) -> Iterator[int | None]:
+    """The size along an axis of one matrix, or of one a slice (None: there is none)."""
+    for matrix in matrices if isinstance(matrices, (list, tuple)) else [matrices]:
+        yield None if matrix is None else matrix.shape[axis]

@@ -12,8 +12,14 @@ import msgspec
 import numpy as np
 
 from patchclamp.engines.vllm.compat.configuration import KEY, enabled
-from patchclamp.engines.vllm.compat.graphs import Graphs, compiled_variant, on_dispatch, two_graphs, two_graphs_v1
-from patchclamp.engines.vllm.compat.seams import SEAMS, require, version
+from patchclamp.engines.vllm.compat.graphs import (
+    Graphs,
+    compiled_variant,
+    on_dispatch,
+    record_variants,
+    record_variants_v1,
+)
+from patchclamp.engines.vllm.compat.seams import require, require_all, require_on, version
 from patchclamp.engines.vllm.compat.seeds import rewind
 from patchclamp.errors import SeamMoved
 
@@ -21,41 +27,57 @@ from patchclamp.errors import SeamMoved
 
 
 def on_load(attach: Callable[[Any], None], call: Callable[..., Any]) -> None:
-    """`attach(worker)` after a worker of ours has loaded its model; `call(worker, verb, …)` answers our RPCs."""
+    """Calls `attach(worker)` after a worker of ours has loaded its model, and `call(worker, verb, …)` for our RPCs."""
     owner, name = require("load")
-    wrapper = getattr(owner, name)
-    if getattr(wrapper, "patchclamp_rpc", None) is not None:
+    wrapper_base = getattr(owner, name)
+    if getattr(wrapper_base, "patchclamp_rpc", None) is not None:
         return
 
-    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = self.worker.load_model(*args, **kwargs)
-        if enabled(self.worker.vllm_config) is not None:
-            attach(self.worker)
+    def load_model(wrapper_base: Any, *args: Any, **kwargs: Any) -> Any:
+        result = wrapper_base.worker.load_model(*args, **kwargs)
+        if enabled(wrapper_base.worker.vllm_config) is not None:
+            attach(wrapper_base.worker)
         return result
 
-    def patchclamp_rpc(self: Any, verb: str, *args: Any) -> Any:
-        return call(self.worker, verb, *args)
+    def patchclamp_rpc(wrapper_base: Any, verb: str, *args: Any) -> Any:
+        return call(wrapper_base.worker, verb, *args)
 
-    wrapper.load_model = load_model
-    wrapper.patchclamp_rpc = patchclamp_rpc
+    wrapper_base.load_model = load_model
+    wrapper_base.patchclamp_rpc = patchclamp_rpc
 
 
 def runner_of(worker: Any) -> tuple[Any, str]:
-    """A worker's model runner and which it is, "v1" or "v2"."""
+    """A worker's model runner and its kind, "v1" or "v2".
+
+    Raises `SeamMoved` for another kind, and where a seam that this kind needs is not there.
+    """
     runner = worker.model_runner
     kinds = {"vllm.v1.worker.gpu.model_runner": "v2", "vllm.v1.worker.gpu_model_runner": "v1"}
-    for kind in type(runner).__mro__:
-        if kind.__module__ in kinds:
-            return runner, kinds[kind.__module__]
-    raise SeamMoved(f"vLLM {version()} runs this model with {type(runner).__qualname__}, which is neither V1 nor V2")
+    kind = next((kinds[base.__module__] for base in type(runner).__mro__ if base.__module__ in kinds), None)
+    if kind is None:
+        raise SeamMoved(
+            f"vLLM {version()} runs this model with {type(runner).__qualname__}, which is neither V1 nor V2"
+        )
+    require_all("")
+    require_all(kind)
+    require_on(f"{kind} runner", runner)
+    if kind == "v1":
+        require_on("v1 batch", runner.input_batch)
+        require_on("v1 buffer", runner.input_ids)
+        require_on("v1 dispatcher", runner.cudagraph_dispatcher)
+    else:
+        require_on("v2 buffers", runner.input_buffers)
+        require_on("v2 state", runner.model_state)
+    require_on("network", runner.get_model())
+    return runner, kind
 
 
-def count_memory(runner: Any, taken: int) -> None:
-    """Has vLLM 0.26 count `taken` bytes of device memory with its model's, so that its cache leaves room for them; 0.32
-    sees them by itself, and only reports this."""
-    if not hasattr(runner, "model_memory_usage"):
-        raise SeamMoved(f"vLLM {version()} does not say where it counts its model's memory (`model_memory_usage`)")
-    runner.model_memory_usage += taken
+def count_memory(runner: Any, size: int) -> None:
+    """Counts `size` bytes of device memory with the model's.
+
+    vLLM 0.26 leaves room for them in that way; 0.32 measures them itself, and only reports this.
+    """
+    runner.model_memory_usage += size
 
 
 def on_sleep(worker: Any, refusal: Callable[[int], Exception | None]) -> None:
@@ -75,8 +97,12 @@ def on_sleep(worker: Any, refusal: Callable[[int], Exception | None]) -> None:
 class Hooks(msgspec.Struct):
     """What a worker does around a step.
 
-    `before` says whether the step has programs in it ("active", else "idle") and whether what it captures fits beside
-    a graph; `at_work()` is a context in which taps act. `planned` and `after` are called in active steps alone.
+    before     called with the scheduler's output; returns whether the step is active (a program acts in it), and
+               whether a graph may be used
+    planned    called in active steps with the requests, and the first row, first position and count of each
+    logits     called with what the model computed
+    after      called after active steps
+    at_work    makes a context in which taps act
     """
 
     before: Callable[[Any], tuple[bool, bool]]
@@ -88,11 +114,8 @@ class Hooks(msgspec.Struct):
 
 def hook_runner(runner: Any, kind: str, hooks: Hooks, graphs: Graphs | None) -> None:
     """Puts hooks around a runner's steps, on this instance alone; `graphs` will be its CUDA graphs."""
-    for name in SEAMS:
-        if name.startswith(kind):
-            require(name)
-    model = runner.get_model()
-    compute = model.compute_logits
+    net = runner.get_model()
+    compute = net.compute_logits
 
     @functools.wraps(compute)
     def compute_logits(*args: Any, **kwargs: Any) -> Any:
@@ -100,7 +123,7 @@ def hook_runner(runner: Any, kind: str, hooks: Hooks, graphs: Graphs | None) -> 
         hooks.logits(logits)
         return logits
 
-    model.compute_logits = compute_logits
+    net.compute_logits = compute_logits
     if kind == "v1":
         if runner.device.type == "cpu":
             rewind(runner)
@@ -113,22 +136,22 @@ def hook_runner(runner: Any, kind: str, hooks: Hooks, graphs: Graphs | None) -> 
 def _hook_v1(runner: Any, hooks: Hooks, graphs: Graphs | None) -> None:
     execute, prepare = runner.execute_model, runner._prepare_inputs
     if graphs is not None:
-        two_graphs_v1(runner, graphs)
-        _profile_both(runner, graphs)
+        record_variants_v1(runner, graphs)
+        _profile_variants(runner, graphs)
 
-    acts = False  # programs, in the step at hand
+    active = False  # the step at hand
 
     @functools.wraps(execute)
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal acts
-        acts, fits = hooks.before(scheduler_output)
+        nonlocal active
+        active, fits = hooks.before(scheduler_output)
         usable = None
         if graphs is not None:
-            graphs.use(acts)
+            graphs.use(active)
             usable = graphs.has if fits else _never
-        if not acts:
+        if not active:
             return execute(scheduler_output, *args, **kwargs)
-        with hooks.at_work(), compiled_variant(tapped=True, usable=usable):
+        with hooks.at_work(), compiled_variant(active=True, usable=usable):
             result = execute(scheduler_output, *args, **kwargs)
         hooks.after()
         return result
@@ -136,7 +159,7 @@ def _hook_v1(runner: Any, hooks: Hooks, graphs: Graphs | None) -> None:
     @functools.wraps(prepare)
     def prepare_inputs(scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
         result = prepare(scheduler_output, num_scheduled_tokens)
-        if not acts:
+        if not active:
             return result
         batch = runner.input_batch
         requests = list(batch.req_ids)
@@ -150,35 +173,35 @@ def _hook_v1(runner: Any, hooks: Hooks, graphs: Graphs | None) -> None:
 def _hook_v2(runner: Any, hooks: Hooks, graphs: Graphs) -> None:
     execute, prepare, sample = runner.execute_model, runner.prepare_inputs, runner.sample_tokens
 
-    two_graphs(runner, graphs)
+    record_variants(runner, graphs)
     on_dispatch()
-    acts = False  # programs, in the step at hand
+    active = False  # the step at hand
 
     @functools.wraps(execute)
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal acts
+        nonlocal active
         if kwargs.get("dummy_run") or (len(args) > 1 and args[1]):
             graphs.use(active=False)
-            if kwargs.get("is_profile"):  # what steps with programs run is compiled, tuned and measured like the rest
-                with graphs.recording(), compiled_variant(tapped=True):
+            if kwargs.get("is_profile"):  # compile, tune and measure the active variant like the idle one
+                with graphs.recording(), compiled_variant(active=True):
                     execute(scheduler_output, *args, **kwargs)
                 runner.execute_model_state = None
             return execute(scheduler_output, *args, **kwargs)
-        acts, fits = hooks.before(scheduler_output)
-        graphs.use(acts)
-        if not acts:
+        active, fits = hooks.before(scheduler_output)
+        graphs.use(active)
+        if not active:
             return execute(scheduler_output, *args, **kwargs)
         try:
-            with hooks.at_work(), compiled_variant(tapped=True, usable=graphs.has if fits else _never):
+            with hooks.at_work(), compiled_variant(active=True, usable=graphs.has if fits else _never):
                 return execute(scheduler_output, *args, **kwargs)
         except BaseException:
-            acts = False  # `sample_tokens` may be called all the same
+            active = False  # `sample_tokens` may be called all the same
             raise
 
     @functools.wraps(prepare)
     def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
         batch = prepare(*args, **kwargs)
-        if not acts:
+        if not active:
             return batch
         start, position = batch.query_start_loc_np[: batch.num_reqs], batch.num_computed_tokens_np[: batch.num_reqs]
         hooks.planned(list(batch.req_ids), start, position, batch.num_scheduled_tokens)
@@ -187,7 +210,7 @@ def _hook_v2(runner: Any, hooks: Hooks, graphs: Graphs) -> None:
     @functools.wraps(sample)
     def sample_tokens(*args: Any, **kwargs: Any) -> Any:
         result = sample(*args, **kwargs)
-        if acts:
+        if active:
             hooks.after()
         return result
 
@@ -198,14 +221,14 @@ def _never(mode: Any, tokens: int) -> bool:
     return False
 
 
-def _profile_both(runner: Any, graphs: Graphs) -> None:
-    """Has a V1 runner compile, tune and measure what steps with programs run like the rest."""
+def _profile_variants(runner: Any, graphs: Graphs) -> None:
+    """Has a V1 runner compile, tune and measure the active variant like the idle one."""
     dummy = runner._dummy_run
 
     @functools.wraps(dummy)
     def dummy_run(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("is_profile"):
-            with graphs.recording(), compiled_variant(tapped=True):
+            with graphs.recording(), compiled_variant(active=True):
                 dummy(*args, **kwargs)
         return dummy(*args, **kwargs)
 
@@ -213,9 +236,11 @@ def _profile_both(runner: Any, graphs: Graphs) -> None:
 
 
 def worker_rank() -> tuple[int, bool, bool]:
-    """This worker's number in its stage, whether it is the first of it (all see the same rows), and whether logits are
-    made here, in the last stage."""
-    from vllm.distributed import get_pp_group, get_tp_group
+    """This worker's tensor-parallel rank, whether it is the first of its stage, and whether its stage makes logits.
+
+    All workers of a stage see the same rows.
+    """
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     rank = get_tp_group().rank_in_group
     return rank, rank == 0, get_pp_group().is_last_rank
@@ -230,12 +255,7 @@ def device_facts(runner: Any, kind: str) -> tuple[int, int, Any]:
 
 def token_ids(runner: Any, kind: str) -> Any:
     """The tensor of every row's token id, which the runner fills before every step."""
-    try:
-        return runner.input_buffers.input_ids if kind == "v2" else runner.input_ids.gpu
-    except AttributeError as error:
-        raise SeamMoved(
-            f"vLLM {version()} keeps the token ids of a step elsewhere than expected ({kind} runner): {error}"
-        ) from None
+    return runner.input_buffers.input_ids if kind == "v2" else runner.input_ids.gpu
 
 
 def scheduled(scheduler_output: Any) -> tuple[dict[str, int], int]:
@@ -244,8 +264,7 @@ def scheduled(scheduler_output: Any) -> tuple[dict[str, int], int]:
 
 
 def going_on(scheduler_output: Any) -> list[str] | None:
-    """The requests of a step that computes a token of each and to which none came, came back or was lost; None of
-    others."""
+    """The requests of a step, if it computes one token of each and none came, came back or left; else None."""
     new, running = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
     if new or running.resumed_req_ids or scheduler_output.finished_req_ids or preempted(scheduler_output):
         return None
@@ -254,9 +273,9 @@ def going_on(scheduler_output: Any) -> list[str] | None:
 
 
 def same_requests(scheduler_output: Any) -> bool:
-    """Whether nobody came for the first time, ended, or was thrown out."""
-    new, gone = scheduler_output.scheduled_new_reqs, scheduler_output.finished_req_ids
-    return not (new or gone or preempted(scheduler_output))
+    """Whether no request came for the first time, finished, or was preempted."""
+    new, finished_ids = scheduler_output.scheduled_new_reqs, scheduler_output.finished_req_ids
+    return not (new or finished_ids or preempted(scheduler_output))
 
 
 def positions(scheduler_output: Any) -> Iterator[tuple[str, int]]:
@@ -268,7 +287,7 @@ def positions(scheduler_output: Any) -> Iterator[tuple[str, int]]:
 
 
 def new_programs(scheduler_output: Any) -> Iterator[tuple[str, bytes]]:
-    """Requests seen for the first time that carry a program, and the program's bytes."""
+    """Requests that are new and carry a program, and the program's bytes."""
     for new in scheduler_output.scheduled_new_reqs:
         program = carried(new.sampling_params)
         if program is not None:
@@ -280,15 +299,15 @@ def finished(scheduler_output: Any) -> set[str]:
 
 
 def preempted(scheduler_output: Any) -> int:
-    """How many requests this step threw out."""
+    """How many requests this step preempted."""
     return len(getattr(scheduler_output, "preempted_req_ids", None) or ())
 
 
 def carried(params: Any) -> bytes | None:
     """The program in a request's sampling parameters."""
     extra = getattr(params, "extra_args", None)
-    found = extra.get(KEY) if extra else None
-    return found if isinstance(found, bytes) else None
+    program = extra.get(KEY) if extra else None
+    return program if isinstance(program, bytes) else None
 
 
 # -- the prefix cache, in the engine core
@@ -307,47 +326,47 @@ def on_block_key(content: Callable[[Any, bytes, int, int], str | None]) -> None:
         program = carried(request.sampling_params)
         if program is None:
             return keys, following
-        ours = content(request, program, start_token_idx, end_token_idx)
-        return (keys if ours is None else (*(keys or ()), (KEY, ours))), following
+        edits = content(request, program, start_token_idx, end_token_idx)
+        return (keys if edits is None else (*(keys or ()), (KEY, edits))), following
 
     extra_keys.patchclamp = True  # type: ignore[attr-defined]
     _replace_everywhere(name, stock, extra_keys)
 
 
 def _replace_everywhere(name: str, stock: Any, ours: Any) -> None:
-    """Where a function was imported by name, that name must change too."""
-    for module in ("kv_cache_utils", "block_pool"):
-        place = importlib.import_module(f"vllm.v1.core.{module}")
-        if getattr(place, name, None) is stock:
-            setattr(place, name, ours)
+    """Replaces a function in the modules that imported it by name, too."""
+    for module_name in ("kv_cache_utils", "block_pool"):
+        module = importlib.import_module(f"vllm.v1.core.{module_name}")
+        if getattr(module, name, None) is stock:
+            setattr(module, name, ours)
 
 
 def on_cache_search(lowest: Callable[[Any, bytes], int | None]) -> None:
-    """Lets the prefix cache answer for at most the first `lowest(request, program)` tokens of a request."""
+    """Has the prefix cache serve at most the first `lowest(request, program)` tokens of a request."""
     owner, name = require("cache search")
     stock = getattr(owner, name)
     if hasattr(stock, "patchclamp"):
         return
 
     @functools.wraps(stock)
-    def get_computed_blocks(self: Any, request: Any) -> Any:
+    def get_computed_blocks(cache_manager: Any, request: Any) -> Any:
         program = carried(request.sampling_params)
-        most = None if program is None else lowest(request, program)
-        if most is None:
-            return stock(self, request)
-        with _shorter_search(self.coordinator, most):
-            return stock(self, request)
+        max_length = None if program is None else lowest(request, program)
+        if max_length is None:
+            return stock(cache_manager, request)
+        with _shorter_search(cache_manager.coordinator, max_length):
+            return stock(cache_manager, request)
 
     get_computed_blocks.patchclamp = True  # type: ignore[attr-defined]
     setattr(owner, name, get_computed_blocks)
 
 
 @contextmanager
-def _shorter_search(coordinator: Any, most: int) -> Iterator[None]:
+def _shorter_search(coordinator: Any, max_length: int) -> Iterator[None]:
     find = coordinator.find_longest_cache_hit
 
     def shorter(block_hashes: Any, max_cache_hit_length: int) -> Any:
-        return find(block_hashes, min(max_cache_hit_length, most))
+        return find(block_hashes, min(max_cache_hit_length, max_length))
 
     coordinator.find_longest_cache_hit = shorter
     try:

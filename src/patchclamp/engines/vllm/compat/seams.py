@@ -1,12 +1,15 @@
-"""The seams: every place where stock vLLM is entered, and the versions it was found at.
+"""The seams: everything of stock vLLM that this room enters, reads or sets, and the versions it was found in.
 
-`require` finds one or says which moved; an engine of ours then does not start.
+A seam that is not where it is expected raises `SeamMoved` while an engine of ours starts, and never later.
 """
 
 from __future__ import annotations
 
+import dis
 import importlib
 import inspect
+from collections.abc import Iterator
+from types import CodeType
 from typing import Any
 
 import msgspec
@@ -15,64 +18,206 @@ from patchclamp.errors import SeamMoved
 
 
 class Seam(msgspec.Struct, frozen=True):
-    """`module:Class.attribute`, what it is needed for, the parameters it must take, and the versions where it was found
-    to do that."""
+    """A function, a class or a module of vLLM's.
+
+    name        a first word "v1" or "v2" says which runner needs it, "lora" that engines with adapters do
+    place       `module:Class.attribute`, or `module`
+    why         what it is needed for
+    takes       parameters that a function must have
+    has         attributes that objects of a class, or a module, must have, separated by spaces; `name?` is read only
+                where a version has it, `name~` exists later than the model is loaded, or not on every device
+    called      what code of this room calls such an object
+    checked     the versions where all of this was found
+    """
 
     name: str
     place: str
     why: str
     takes: tuple[str, ...] = ()
+    has: str = ""
+    called: str = ""
     checked: tuple[str, ...] = ("0.26.0", "0.32.0")
+
+    @property
+    def part(self) -> str:
+        """Which engines need it: "v1", "v2", "lora", or "" for all."""
+        first = self.name.partition(" ")[0]
+        return first if first in ("v1", "v2", "lora") else ""
 
     @property
     def checked_on(self) -> str:
         """Where it was checked, in words."""
-        return f"checked on {' and '.join(self.checked)}" if self.checked else "not checked yet"
+        return f"checked on {' and '.join(self.checked)}"
 
 
-_V1, _V2 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner.", "vllm.v1.worker.gpu.model_runner:"
-_STEP, _CORE = ("scheduler_output",), "vllm.v1.core."
+_V1, _V2 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner", "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
+_STEP, _CORE, _032 = ("scheduler_output",), "vllm.v1.core.", ("0.32.0",)
+_RUNNER = "device execute_model get_model max_num_reqs max_num_tokens profile_cudagraph_memory vllm_config "
 SEAMS: dict[str, Seam] = {
     seam.name: seam
     for seam in (
+        Seam("vllm", "vllm", "know the version", has="__version__", called="vllm"),
         Seam("engine", "vllm.v1.engine.llm_engine:LLMEngine.step", "carry requests"),
-        Seam("load", "vllm.v1.worker.worker_base:WorkerWrapperBase", "attach taps after the model is loaded"),
+        Seam("engine core", "vllm.v1.engine.llm_engine:LLMEngine", "shut down", has="engine_core", called="engine"),
+        Seam("core client", "vllm.v1.engine.core_client:EngineCoreClient", "shut down", has="shutdown",
+             called="engine_core"),
+        Seam("clean up", "vllm.v1.engine.core:cleanup_dist_env_and_memory", "shut down one engine of several"),
+        Seam("workspace", "vllm.v1.worker.workspace:reset_workspace_manager", "shut down one engine of several"),
+        # configuration
+        Seam("configuration", "vllm.config:VllmConfig", "know how an engine is set up",
+             called="vllm_config _config uncompiled", has="additional_config cache_config compilation_config compute_hash "
+             "device_config ec_transfer_config? kv_transfer_config lora_config model_config parallel_config scheduler_config speculative_config"),
+        Seam("model", "vllm.config:ModelConfig", "know the model", called="model_config",
+             has="dtype enforce_eager get_vocab_size hf_config hf_text_config is_encoder_decoder is_moe? max_model_len "
+             "quantization runner_type sleep_mode_offload_cudagraph? trust_remote_code"),
+        Seam("cache", "vllm.config:CacheConfig", "refuse what breaks a guarantee", called="cache_config",
+             has="enable_prefix_caching kv_offloading_size? kv_sharing_fast_prefill?"),
+        Seam("parallel", "vllm.config:ParallelConfig", "know the workers", called="parallel_config",
+             has="data_parallel_size? decode_context_parallel_size? enable_batch_sharded_sampling? enable_dbo? "
+             "enable_elastic_ep? pipeline_parallel_size prefill_context_parallel_size? tensor_parallel_size "
+             "ubatch_size? world_size"),
+        Seam("scheduler", "vllm.config:SchedulerConfig", "know the sizes of steps", called="scheduler_config",
+             has="async_scheduling? max_num_batched_tokens max_num_seqs"),
+        Seam("compilation", "vllm.config:CompilationConfig", "know how code is compiled", called="compilation_config",
+             has="cache_dir cudagraph_capture_sizes cudagraph_mode mode pass_config static_forward_context "
+             "traced_files"),
+        Seam("passes", "vllm.config.compilation:PassConfig", "refuse what breaks a guarantee", called="pass_config",
+             has="enable_sp? fuse_attn_quant? fuse_gemm_comms?"),
+        Seam("device", "vllm.config:DeviceConfig", "refuse what breaks a guarantee", has="device_type",
+             called="device_config"),
+        Seam("modes", "vllm.config", "set up a copy", has="CompilationMode get_current_vllm_config_or_none "
+             "set_current_vllm_config"),
+        Seam("compilation mode", "vllm.config:CompilationMode", "set up a copy", has="NONE", called="CompilationMode"),
+        Seam("platform", "vllm.platforms.interface:Platform", "know the device", has="is_cpu",
+             called="current_platform"),
+        Seam("platforms", "vllm.platforms", "know the device", has="current_platform"),
+        Seam("environment", "vllm.envs", "have vLLM read its variables again", has="disable_envs_cache", called="envs"),
+        Seam("usage", "vllm.usage.usage_lib:UsageContext", "have vLLM choose sizes", has="LLM_CLASS UNKNOWN_CONTEXT",
+             called="UsageContext"),
+        # the worker and its group
+        Seam("load", "vllm.v1.worker.worker_base:WorkerWrapperBase", "attach taps after the model is loaded",
+             has="load_model? worker", called="wrapper_base"),
+        Seam("worker", "vllm.v1.worker.gpu_worker:Worker", "reach the runner", called="worker",
+             has="load_model model_runner sleep vllm_config"),
+        Seam("groups", "vllm.distributed.parallel_state", "know the rank",
+             has="get_pp_group get_tp_group get_world_group init_model_parallel_group model_parallel_is_initialized",
+             called="parallel_state"),
+        Seam("experts", "vllm.distributed.parallel_state:_EP", "run models with experts after others", checked=_032),
+        Seam("group", "vllm.distributed.parallel_state:GroupCoordinator", "know the rank",
+             has="device_group is_last_rank local_rank rank rank_in_group", called="world get_pp_group get_tp_group"),
+        # compiled code and graphs
         Seam("compile", "vllm.compilation.backends:VllmBackend.__call__", "compile idle steps without taps",
              ("graph", "example_inputs")),
-        Seam("fusions", "vllm.compilation.passes.vllm_inductor_pass:VllmPatternMatcherPass.match_table",
-             "count what is fused"),
-        Seam("compiled", "vllm.compilation.caching:VllmSerializableFunction.__init__", "run idle steps without taps",
-             ("optimized_call",)),
+        Seam("compiler", "vllm.compilation.backends:VllmBackend", "compile idle steps without taps",
+             has="compilation_config is_encoder prefix vllm_config", called="backend"),
+        Seam("compiled", "vllm.compilation.caching:VllmSerializableFunction", "run idle steps without taps",
+             has="optimized_call", called="active idle"),
+        Seam("fusions", "vllm.compilation.passes.vllm_inductor_pass:VllmPatternMatcherPass", "count what is fused",
+             has="match_table", called="VllmPatternMatcherPass"),
         Seam("recording", "vllm.compilation.monitor:set_cudagraph_capturing_enabled", "allow graphs (V2 after V1)",
              ("enabled",)),
-        Seam("graphs", "vllm.compilation.cuda_graph:CUDAGraphWrapper._all_instances", "find piecewise graphs"),
+        Seam("graphs", "vllm.compilation.cuda_graph:CUDAGraphWrapper", "find piecewise graphs",
+             has="__call__ _all_instances concrete_cudagraph_entries runnable runtime_mode vllm_config",
+             called="CUDAGraphWrapper wrapper"),
+        Seam("graph", "vllm.compilation.cuda_graph:CUDAGraphEntry", "exchange graphs", has="cudagraph", called="entry"),
+        Seam("pieces", "vllm.compilation.piecewise_backend:PiecewiseBackend", "name what a graph reads",
+             has="forward? graph", called="runnable"),
+        Seam("graph key", "vllm.forward_context:BatchDescriptor", "know the size of a graph", has="num_tokens",
+             called="desc batch_descriptor"),
+        Seam("context", "vllm.forward_context:ForwardContext", "see what a graph reads", called="context",
+             has="attn_metadata batch_descriptor cudagraph_runtime_mode slot_mapping?"),
+        Seam("contexts", "vllm.forward_context", "see what a graph reads",
+             has="get_forward_context is_forward_context_available"),
+        Seam("graph mode", "vllm.config:CUDAGraphMode", "choose no graph", has="NONE",
+             called="mode cg_mode cudagraph_mode runtime_mode type"),
         Seam("breakable graphs", "vllm.compilation.breakable_cudagraph:is_breakable_cudagraph_enabled", "refuse them"),
-        Seam("v1 inputs", _V1 + "_prepare_inputs", "plan rows (V1)", (*_STEP, "num_scheduled_tokens")),
-        Seam("v1 step", _V1 + "execute_model", "begin a step (V1)", _STEP),
-        Seam("v1 graphs", _V1 + "_capture_cudagraphs", "record taps (V1)",
-             ("batch_descriptors", "cudagraph_runtime_mode")),
-        Seam("v1 estimate", _V1 + "profile_cudagraph_memory", "count the memory of graphs (V1)"),
-        Seam("v1 dispatch", "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher.dispatch", "choose no graph (V1)",
-             ("num_tokens",)),
-        Seam("v2 inputs", _V2 + "GPUModelRunner.prepare_inputs", "plan rows (V2)", _STEP),
-        Seam("v2 step", _V2 + "GPUModelRunner.execute_model", "begin a step (V2)", (*_STEP, "dummy_run")),
-        Seam("v2 sample", _V2 + "GPUModelRunner.sample_tokens", "end a step (V2)"),
-        Seam("v2 graphs", _V2 + "GPUModelRunner.capture_model", "record taps (V2)"),
-        Seam("v2 estimate", _V2 + "GPUModelRunner.profile_cudagraph_memory", "count the memory of graphs (V2)"),
-        Seam("v2 dispatch", _V2 + "dispatch_cg_and_sync_dp", "choose no graph (V2)", ("num_reqs",)),
-        Seam("attention", "vllm.model_executor.layers.attention.attention:unified_attention_with_output",
-             "read and write what heads bring together", ("output",)),
+        # what the scheduler tells
+        Seam("step", _CORE + "sched.output:SchedulerOutput", "follow requests", called="scheduler_output",
+             has="finished_req_ids num_scheduled_tokens preempted_req_ids? scheduled_cached_reqs scheduled_new_reqs "
+             "total_num_scheduled_tokens"),
+        Seam("new requests", _CORE + "sched.output:NewRequestData", "follow requests", called="new",
+             has="num_computed_tokens req_id sampling_params"),
+        Seam("running requests", _CORE + "sched.output:CachedRequestData", "follow requests", called="running",
+             has="num_computed_tokens req_ids resumed_req_ids"),
+        Seam("parameters", "vllm.sampling_params:SamplingParams", "carry programs", has="extra_args", called="params"),
+        Seam("request", "vllm.v1.request:Request", "key edited blocks", has="sampling_params", called="request"),
         Seam("block keys", _CORE + "kv_cache_utils:generate_block_hash_extra_keys", "key edited blocks",
              ("request", "start_token_idx", "end_token_idx", "start_mm_idx")),
-        Seam("adapters", "vllm.lora.model_manager:LoRAModelManager.set_adapter_mapping", "run adapters",
-             ("mapping",), ("0.32.0",)),
-        Seam("backend", "vllm.config:ModelConfig.using_transformers_backend", "know whose modules a model has"),
-        Seam("decorated", "vllm.compilation.wrapper:TorchCompileWithNoGuardsWrapper", "share Transformers' classes",
-             checked=("0.32.0",)),
-        Seam("experts", "vllm.distributed.parallel_state:_EP", "run models with experts after others",
-             checked=("0.32.0",)),
         Seam("cache search", _CORE + "kv_cache_manager:KVCacheManager.get_computed_blocks", "compute what is captured",
              ("request",)),
+        Seam("cache manager", _CORE + "kv_cache_manager:KVCacheManager", "compute what is captured",
+             has="coordinator", called="cache_manager"),
+        Seam("cache length", _CORE + "kv_cache_coordinator:KVCacheCoordinator.find_longest_cache_hit",
+             "compute what is captured", ("block_hashes", "max_cache_hit_length")),
+        Seam("cache coordinator", _CORE + "kv_cache_coordinator:KVCacheCoordinator", "compute what is captured",
+             has="find_longest_cache_hit", called="coordinator"),
+        # the model
+        Seam("attention", "vllm.model_executor.layers.attention.attention:unified_attention_with_output",
+             "read and write what heads bring together", ("output",)),
+        Seam("attention layer", "vllm.model_executor.layers.attention.attention:Attention", "tap z", has="impl",
+             called="layer"),
+        Seam("attention backend", "vllm.v1.attention.backend:AttentionImpl.forward", "tap z", ("output",)),
+        Seam("attention implementation", "vllm.v1.attention.backend:AttentionImpl", "tap z", has="forward",
+             called="impl"),
+        Seam("network", "vllm.model_executor.models.interfaces_base:VllmModelForTextGeneration", "tap logits",
+             has="compute_logits", called="net"),
+        Seam("backend", "vllm.config:ModelConfig.using_transformers_backend", "know whose modules a model has"),
+        Seam("decorated", "vllm.compilation.wrapper:TorchCompileWithNoGuardsWrapper", "share Transformers' classes",
+             checked=_032),
+        Seam("decorator", "vllm.compilation.decorators:_support_torch_compile", "share Transformers' classes",
+             has="do_not_compile", called="decorated", checked=_032),
+        # runners
+        Seam("v1 runner", _V1, "carry out a step (V1)", called="runner", has=_RUNNER + "_capture_cudagraphs "
+             "_dummy_run _prepare_inputs cudagraph_dispatcher input_batch input_ids model_memory_usage~ positions "
+             "requests"),
+        Seam("v1 inputs", _V1 + "._prepare_inputs", "plan rows (V1)", (*_STEP, "num_scheduled_tokens")),
+        Seam("v1 step", _V1 + ".execute_model", "begin a step (V1)", _STEP),
+        Seam("v1 graphs", _V1 + "._capture_cudagraphs", "record taps (V1)",
+             ("batch_descriptors", "cudagraph_runtime_mode")),
+        Seam("v1 batch", "vllm.v1.worker.gpu_input_batch:InputBatch", "plan rows (V1)", called="batch input_batch",
+             has="generators num_computed_tokens_cpu req_ids"),
+        Seam("v1 request", "vllm.v1.worker.gpu_input_batch:CachedRequestState", "rewind seeds", has="generator",
+             called="requests"),
+        Seam("v1 buffer", "vllm.v1.utils:CpuGpuBuffer", "read token ids (V1)", has="gpu", called="input_ids"),
+        Seam("v1 dispatch", "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher.dispatch", "choose no graph (V1)",
+             ("num_tokens",)),
+        Seam("v1 dispatcher", "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher", "choose no graph (V1)",
+             has="dispatch get_capture_descs", called="dispatcher"),
+        Seam("v2 runner", _V2, "carry out a step (V2)", called="runner", has=_RUNNER + "capture_model "
+             "cudagraph_manager execute_model_state input_buffers intermediate_tensors? model_memory_usage model_state "
+             "prepare_inputs sample_tokens"),
+        Seam("v2 inputs", _V2 + ".prepare_inputs", "plan rows (V2)", _STEP),
+        Seam("v2 step", _V2 + ".execute_model", "begin a step (V2)", (*_STEP, "dummy_run")),
+        Seam("v2 batch", "vllm.v1.worker.gpu.input_batch:InputBatch", "plan rows (V2)", called="batch",
+             has="input_ids num_computed_tokens_np num_reqs num_scheduled_tokens positions query_start_loc_np req_ids"),
+        Seam("v2 buffers", "vllm.v1.worker.gpu.input_batch:InputBuffers", "read rows (V2)", called="input_buffers",
+             has="input_ids is_padding? positions"),
+        Seam("v2 stage", "vllm.sequence:IntermediateTensors", "see what a graph reads (V2)", has="tensors",
+             called="intermediate_tensors"),
+        Seam("v2 state", "vllm.v1.worker.gpu.model_states.interface:ModelState", "see what a graph reads (V2)",
+             has="prepare_attn prepare_dummy_inputs? prepare_inputs?", called="state"),
+        Seam("v2 manager", "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager", "record taps (V2)",
+             called="manager _manager", has="_capture_descs capture graphs run_fullgraph vllm_config"),
+        Seam("v2 graph key", "vllm.v1.worker.gpu.cudagraph_utils:BatchExecutionDescriptor", "choose no graph (V2)",
+             has="cg_mode num_reqs num_tokens", called="desc"),
+        Seam("v2 dispatch", "vllm.v1.worker.gpu.model_runner:dispatch_cg_and_sync_dp", "choose no graph (V2)",
+             ("num_reqs",)),
+        # adapters
+        Seam("lora mapping", "vllm.lora.model_manager:LoRAModelManager.set_adapter_mapping", "run adapters",
+             ("mapping",), checked=_032),
+        Seam("lora request", "vllm.lora.request", "run adapters", has="LoRARequest", checked=_032),
+        Seam("lora runner", "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin", "reach adapters",
+             has="lora_manager", called="runner", checked=_032),
+        Seam("lora worker", "vllm.lora.worker_manager:WorkerLoRAManager", "reach adapters", has="_adapter_manager",
+             called="lora_manager", checked=_032),
+        Seam("lora manager", "vllm.lora.model_manager:LoRAModelManager", "reach adapters", called="adapters",
+             has="_last_slot_layout get_adapter modules", checked=_032),
+        Seam("lora model", "vllm.lora.lora_model:LoRAModel", "see whether an adapter fits", has="loras",
+             called="get_adapter", checked=_032),
+        Seam("lora weights", "vllm.lora.lora_weights:LoRALayerWeights", "see whether an adapter fits",
+             has="lora_a lora_b", called="weights", checked=_032),
+        Seam("lora layer", "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA", "run requests without adapters",
+             has="lora_a_stacked lora_a_stacked_2d? lora_b_stacked", called="module", checked=_032),
     )
 }  # fmt: skip
 
@@ -83,23 +228,66 @@ def version() -> str:
     return vllm.__version__
 
 
+def require_all(part: str) -> None:
+    """Raises `SeamMoved` for a seam of a part ("" for what all engines need) that is not there."""
+    for seam in SEAMS.values():
+        if seam.part == part:
+            require(seam.name)
+
+
 def require(name: str) -> tuple[Any, str]:
-    """The owner and attribute of a seam. Raises `SeamMoved` if it, or a parameter it must take, is not there."""
+    """The owner and the last name of a seam's place.
+
+    Raises `SeamMoved` if that, a parameter that it must take, or an attribute that it must have is not there.
+    """
     seam = SEAMS[name]
     module_name, _, path = seam.place.partition(":")
+    *outer, last = path.split(".")
     try:
         owner: Any = importlib.import_module(module_name)
-        *outer, last = path.split(".")
-        for part in outer:
-            owner = getattr(owner, part)
-        found = getattr(owner, last)
-        taken = inspect.signature(found).parameters if seam.takes else ()
+        for word in outer:
+            owner = getattr(owner, word)
+        entered = getattr(owner, last) if path else owner
+        parameters = inspect.signature(entered).parameters if seam.takes else ()
     except (ImportError, AttributeError, ValueError) as error:
         raise _moved(seam, f"{type(error).__name__}: {error}") from None
-    missing = [word for word in seam.takes if word not in taken]
-    if missing:
-        raise _moved(seam, f"it takes no parameter {', '.join(missing)}")
+    untaken = [word for word in seam.takes if word not in parameters]
+    if untaken:
+        raise _moved(seam, f"it takes no parameter {', '.join(untaken)}")
+    wanted = [word.rstrip("~") for word in seam.has.split() if not word.endswith("?")]
+    absent = [word for word in wanted if not hasattr(entered, word)]
+    if absent:
+        absent = sorted(set(absent).difference(_set_attributes(entered)))
+    if absent:
+        raise _moved(seam, f"it has no {', '.join(absent)}")
     return owner, last
+
+
+def require_on(name: str, instance: object) -> None:
+    """Raises `SeamMoved` if an object of a seam's class, once the model is loaded, lacks an attribute of it."""
+    seam = SEAMS[name]
+    absent = [word for word in seam.has.split() if word[-1] not in "?~" and not hasattr(instance, word)]
+    if absent:
+        raise _moved(seam, f"{type(instance).__name__} has no {', '.join(absent)}")
+
+
+def _set_attributes(entered: Any) -> Iterator[str]:
+    """Names of attributes that a class annotates, or that its methods, or a function, set."""
+    if inspect.isfunction(function := inspect.unwrap(getattr(entered, "__func__", entered))):
+        yield from _stored(function.__code__)
+    for kind in entered.__mro__ if isinstance(entered, type) else ():
+        yield from vars(kind).get("__annotations__", ())
+        for method in vars(kind).values():
+            if not isinstance(method, type):
+                yield from _set_attributes(method)
+
+
+def _stored(code: CodeType) -> Iterator[str]:
+    """Names of the attributes that a piece of code sets."""
+    yield from (step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR")
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _stored(inner)
 
 
 def _moved(seam: Seam, why: str) -> SeamMoved:

@@ -1,7 +1,7 @@
-"""Seeded requests whose prompts come in chunks, on the CPU.
+"""Seeded requests on the CPU whose prompts are computed in chunks.
 
-vLLM draws a token for every chunk of a prompt and takes that back by the offset of the request's generator, which those
-of a CPU do not have: the error would end the engine for everybody.
+vLLM draws a token for every chunk of a prompt, and takes that back by the offset of the request's generator.  A CPU's
+generator has no offset, and the error would end the engine.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 class _Rewound(torch.Generator):
-    """A generator that goes back to where it was when its step began, whatever offset it is told."""
+    """A generator that goes back to where it was when its step began, whatever offset is set."""
 
     def keep(self) -> None:
         self._kept = self.get_state()
@@ -34,9 +34,9 @@ def rewind(runner: Any) -> None:
         batch = runner.input_batch
         for row, generator in batch.generators.items():
             if not isinstance(generator, _Rewound):
-                made = _Rewound()
-                made.set_state(generator.get_state())
-                batch.generators[row] = runner.requests[batch.req_ids[row]].generator = made
+                rewound = _Rewound()
+                rewound.set_state(generator.get_state())
+                batch.generators[row] = runner.requests[batch.req_ids[row]].generator = rewound
             batch.generators[row].keep()
         return prepare(*args, **kwargs)
 

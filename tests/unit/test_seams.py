@@ -1,0 +1,159 @@
+"""Everything of vLLM that `compat/` touches is declared as a seam: its attributes, its functions, its modules."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import FunctionType, MethodType
+
+import pytest
+
+from patchclamp.engines.vllm.compat import seams
+
+ROOM = Path(seams.__file__).parent
+TREES = {path.name: ast.parse(path.read_text()) for path in sorted(ROOM.glob("*.py"))}
+READERS = {"getattr", "hasattr", "setattr", "_more"}  # functions that are given an object and an attribute's name
+PYTHON = {name for kind in (str, dict, list, set, type, FunctionType, MethodType, BaseException) for name in dir(kind)}
+OTHERS = PYTHON | {
+    "name",  # of an enum
+    "shape", "data_ptr", "get_state", "set_state", "capture_end", "device", "type",  # torch's tensors, generators, graphs, devices
+    "graph", "nodes", "op", "target", "erase_node", "recompile",  # torch.fx
+    "modules",  # torch.nn
+    "warning", "environ", "parameters", "kind", "POSITIONAL_OR_KEYWORD", "bind", "arguments", "available", "opname", "argval", "co_consts",  # Python's library
+    "architectures", "hidden_size", "num_hidden_layers", "_commit_hash",  # a config of Transformers
+    "patchclamp", "patchclamp_rpc",  # ours on vLLM's functions
+}  # fmt: skip
+
+
+def _declared() -> tuple[dict[str, set[str]], set[str]]:
+    """Attributes by the word that code calls their owner, and `module.name` of everything that may be imported."""
+    owners: dict[str, set[str]] = {}
+    names: set[str] = set()
+    for seam in seams.SEAMS.values():
+        attributes = {word.rstrip("?~") for word in seam.has.split()}
+        for word in seam.called.split():
+            owners.setdefault(word, set()).update(attributes)
+        module, _, path = seam.place.partition(":")
+        names |= {f"{module}.{name}" for name in attributes} if not path else {f"{module}.{path.split('.')[0]}"}
+        names |= {module}
+    return owners, names
+
+
+OWNERS, NAMES = _declared()
+DECLARED = set().union(*OWNERS.values())
+
+
+def _ours(trees: dict[str, ast.Module]) -> set[str]:
+    """Names that the room's own classes define: methods, fields, and what they set on themselves."""
+    ours: set[str] = set()
+    for node in (node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        ours.update(method.name for method in node.body if isinstance(method, ast.FunctionDef))
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.AnnAssign) and isinstance(inner.target, ast.Name):
+                ours.add(inner.target.id)
+            elif isinstance(inner, ast.Attribute) and ast.unparse(inner.value) == "self":
+                ours.update([inner.attr] if isinstance(inner.ctx, ast.Store) else [])
+    return ours
+
+
+OURS = _ours(TREES)
+
+
+def _accesses(tree: ast.Module) -> Iterator[tuple[ast.expr, str]]:
+    """Every attribute that is read or set, by name or through a function, with its owner."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.value, node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in READERS:
+            yield from ((node.args[0], str(name.value)) for name in node.args[1:2] if isinstance(name, ast.Constant))
+
+
+def _words(owner: ast.expr) -> list[str]:
+    """The names on the way to an owner, the last first: `runner.requests[row]` → requests, runner."""
+    match owner:
+        case ast.Name(id=word):
+            return [word]
+        case ast.Attribute(value=value, attr=word):
+            return [word, *_words(value)]
+        case ast.Subscript(value=value):
+            return _words(value)
+        case ast.Call(func=ast.Name(id="getattr"), args=[value, ast.Constant(value=str(word)), *_]):
+            return [word, *_words(value)]
+        case ast.Call(func=function):
+            return _words(function)
+    return [""]
+
+
+def _imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Every imported name, with the full name of what it is."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.asname or alias.name.split(".")[0], alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def undeclared(tree: ast.Module) -> set[str]:
+    """What of vLLM a piece of code touches and no seam declares."""
+    imported = dict(_imported(tree))
+    touched = {name for name in imported.values() if name.split(".")[0] == "vllm" and name not in NAMES}
+    foreign = {word for word, name in imported.items() if name.split(".")[0] != "vllm"} | {"super"}
+    for owner, name in _accesses(tree):
+        word, root = (words := _words(owner))[0], words[-1]
+        if root in foreign:
+            continue
+        allowed = OWNERS[word] | PYTHON | {"name", "patchclamp_rpc"} if word in OWNERS else OURS | OTHERS
+        if name not in allowed:
+            touched.add(f"{ast.unparse(owner)}.{name}")
+    return touched
+
+
+@pytest.mark.parametrize("file", TREES)
+def test_what_is_touched_is_declared(file):
+    assert undeclared(TREES[file]) == set()
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("runner.no_such", "runner.no_such"),
+        ("self._config.no_such", "self._config.no_such"),
+        ("runner.requests[row].no_such", "runner.requests[row].no_such"),
+        ("runner.generators", "runner.generators"),  # of another owner
+        ("thing.input_batch", "thing.input_batch"),  # by a name that says nothing of its owner
+        ("getattr(runner, 'no_such', None)", "runner.no_such"),
+        ("hasattr(batch, 'no_such')", "batch.no_such"),
+        ("_more(cache_config, 'no_such')", "cache_config.no_such"),
+        ("def f():\n from vllm.config import NoSuch", "vllm.config.NoSuch"),
+        ("import vllm.no_such", "vllm.no_such"),
+    ],
+)
+def test_the_test_sees_what_is_not_declared(code, found):
+    assert undeclared(ast.parse(code)) == {found}
+    declared = "import numpy as np\nrunner.requests[row].generator\nnp.cumsum(batch.num_reqs).no_such\nself.watch"
+    assert undeclared(ast.parse(declared)) == set()
+
+
+def test_what_is_declared_is_touched():
+    """But for owners that are reached by a variable's name alone."""
+    touched = {name for tree in TREES.values() for _, name in _accesses(tree)}
+    touched |= {name.rsplit(".", 1)[-1] for tree in TREES.values() for _, name in _imported(tree)}
+    by_name = {"prepare_dummy_inputs", "_last_slot_layout"}  # in a loop over names; for what it says of the rest
+    assert DECLARED - touched == by_name
+
+
+def test_no_name_of_ours_is_one_of_vllms():
+    """Such a name would hide an attribute that is not declared."""
+    assert not OURS & DECLARED
+
+
+def test_only_declared_places_are_entered():
+    entered = {
+        node.args[0].value
+        for tree in TREES.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("require", "require_on", "_disabled")
+        if isinstance(node.args[0], ast.Constant)
+    }
+    assert entered - seams.SEAMS.keys() == set()
+    assert all(re.fullmatch(r"vllm[\w.]*(:[\w.]+)?", seam.place) and seam.checked for seam in seams.SEAMS.values())
