@@ -65,8 +65,9 @@ SEAMS: dict[str, Seam] = {
         Seam("workspace", "vllm.v1.worker.workspace:reset_workspace_manager", "shut down one engine of several"),
         # configuration
         Seam("configuration", "vllm.config:VllmConfig", "know how an engine is set up",
-             called="vllm_config _config uncompiled", has="additional_config cache_config compilation_config compute_hash "
-             "device_config ec_transfer_config? kv_transfer_config lora_config model_config parallel_config scheduler_config speculative_config"),
+             called="vllm_config _config uncompiled",
+             has="additional_config cache_config compilation_config compute_hash device_config ec_transfer_config? "
+             "kv_transfer_config lora_config model_config parallel_config scheduler_config speculative_config"),
         Seam("model", "vllm.config:ModelConfig", "know the model", called="model_config",
              has="dtype enforce_eager get_vocab_size hf_config hf_text_config is_encoder_decoder is_moe? max_model_len "
              "quantization runner_type sleep_mode_offload_cudagraph? trust_remote_code"),
