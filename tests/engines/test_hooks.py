@@ -142,6 +142,6 @@ def test_a_worker_on_a_gpu_counts_what_lies_on_the_device(monkeypatch, kept, rin
     step = attached.runtime.step
     assert runner.model_memory_usage == 1000 + limits.bank_bytes + step.bytes
     assert limits.ring_bytes < step.bytes < limits.ring_bytes + (1 << 18)
-    assert attached._most_kept == step.most == least
+    assert attached._most_kept == step.max_graph_bytes == least
     assert step.tables.position_of_row.shape == (64,)
     assert attached._graphs.has(None, 1) is False

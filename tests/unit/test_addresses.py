@@ -131,6 +131,19 @@ class TestWatch:
             watch.run_wrapper(stock, wrapper, context, (args[0].clone(),), {})
         assert watch.run_wrapper(stock, wrapper, context, args, {}) == "ran"
 
+    def test_arguments_have_the_names_of_what_is_called(self, watch):
+        names = pytest.importorskip("patchclamp.engines.vllm.compat.addresses").argument_names
+
+        class Piece(torch.nn.Module):
+            def forward(self, hidden_states, weight):
+                return hidden_states * weight
+
+        traced = torch.fx.symbolic_trace(Piece())
+        assert names(SimpleNamespace(graph=traced), 2) == ["hidden_states", "weight"]
+        assert names(Piece(), 2) == ["hidden_states", "weight"]
+        assert names(lambda *args: None, 2) == [0, 1]  # a piece whose graph was not kept
+        assert names(SimpleNamespace(graph=traced, forward=None), 3) == ["hidden_states", "weight", 2]
+
     def test_a_replay_without_arguments_is_asked_what_the_step_built(self, watch):
         batch = SimpleNamespace(input_ids=torch.ones(4), positions=torch.ones(4))
         metadata, desc = {"layer": Metadata(torch.ones(2), torch.ones(2))}, SimpleNamespace(num_tokens=4)

@@ -1,7 +1,7 @@
-"""LoRA adapters at hand in an engine's workers: loaded between steps, and kept while a run uses them.
+"""The LoRA adapters of an engine: loaded between steps, and kept while a run uses them.
 
-Left to itself, vLLM reads an adapter in the step that needs it first, where a bad one ends the engine, and throws the
-least recently used out, whoever still runs with it.
+vLLM alone would read an adapter in the step that first needs it, where a bad one ends the engine, and would drop the
+least recently used one even while a run uses it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Adapters:
     def __init__(self, engine: Any, workers: Workers, config: Any) -> None:
         self._engine, self._workers, self._config = engine, workers, config
         self._room: int = 0 if config is None else config.max_cpu_loras
-        self._held: dict[str, _Held] = {}  # by name, in the order in which they were loaded
+        self._held: dict[str, _Held] = {}  # by name, in the order of loading
         self._numbers = itertools.count(1)
 
     def check(self, adapter: Adapter) -> None:
@@ -50,7 +50,7 @@ class Adapters:
             )  # fmt: skip
 
     def admits(self, requests: Iterable[Request]) -> int:
-        """How many of some requests, the first ones, find room for their adapters beside those in use."""
+        """How many requests, from the first on, have room for their adapters beside those in use."""
         used = {name for name, held in self._held.items() if held.runs}
         for i, request in enumerate(requests := list(requests)):
             if request.adapter is not None:
@@ -60,9 +60,9 @@ class Adapters:
         return len(requests)
 
     def take(self, request: Request) -> Any:
-        """What vLLM is given for a request's adapter, which is loaded and kept until `give`; None without one.
+        """Loads a request's adapter, keeps it until `give`, and returns vLLM's request for it; None without one.
 
-        Raises `ModelError` for one that vLLM does not load, or that is not, or not wholly, of this model.
+        Raises `ModelError` for an adapter that vLLM does not load or that does not fit this model.
         """
         adapter = request.adapter
         if adapter is None:
@@ -75,7 +75,7 @@ class Adapters:
         return held.request
 
     def give(self, request: Request) -> None:
-        """A request needs its adapter no more."""
+        """A request no longer needs its adapter."""
         held = None if request.adapter is None else self._held.get(request.adapter.name)
         if held is not None:
             held.runs.discard(request.run)
@@ -88,9 +88,9 @@ class Adapters:
 
     def _load(self, adapter: Adapter) -> Any:
         number = next(self._numbers)
-        made = lora.request(adapter.name, number, adapter.folder)
+        lora_request = lora.request(adapter.name, number, adapter.folder)
         try:
-            self._engine.add_lora(made)
+            self._engine.add_lora(lora_request)
             unfit = self._workers.one("unfit", number)
         except Exception as error:
             with suppress(Exception):  # of one that was not loaded
@@ -99,4 +99,4 @@ class Adapters:
         if unfit:
             self._engine.remove_lora(number)
             raise ModelError(f"{adapter.folder} is not an adapter of this model: {'; '.join(unfit[:3])}", "lora")
-        return made
+        return lora_request

@@ -1,4 +1,4 @@
-"""Which site table an engine's model has: its family's, or one made of its modules, if those are Transformers' own."""
+"""The site table of an engine's model: its family's, or one made of its modules where those are Transformers' own."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from patchclamp.errors import ModelError
 from patchclamp.sites import Family, SiteMap, family_of, has_table, sizes_of
 from patchclamp.sites.untabled import WITHIN, untabled
 
-ASK = 'model_impl="transformers" has vLLM run Transformers\' own class, for which a table can be made of its modules'
-
 
 def site_map(vllm_config: Any) -> SiteMap:
     """The site map of an engine's model; the same in the front end and in every worker."""
@@ -19,17 +17,24 @@ def site_map(vllm_config: Any) -> SiteMap:
     return SiteMap(_family(vllm_config, facts), sizes, facts["tensor_parallel"])
 
 
-def _asking(config: Any) -> str:
+def _advice(config: Any) -> str:
     """What to do about a class of vLLM's that has no table."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as classes
 
     kind: Any = classes.get(type(config), None)
     if kind is None or getattr(kind, "_supports_attention_backend", False):
-        return ASK
+        return _use_transformers_class()
     return f'vLLM does not run Transformers\' own {kind.__name__} either; engine="transformers" may'
 
 
+def _use_transformers_class() -> str:
+    return (
+        'model_impl="transformers" has vLLM run Transformers\' own class, for which a table can be made of its modules'
+    )
+
+
 def _family(vllm_config: Any, facts: dict[str, Any]) -> Family:
+    """The site table. Raises `ModelError`, with what to do, for a model that has none."""
     architectures, config = facts["architectures"], facts["config"]
     if not backend.used(vllm_config):
         try:
@@ -37,9 +42,11 @@ def _family(vllm_config: Any, facts: dict[str, Any]) -> Family:
         except ModelError as error:
             if backend.nested(vllm_config):
                 raise ModelError(f"no site table for {architectures}, {WITHIN}") from None
-            raise ModelError(f"{error}. {_asking(config)}") from None
+            raise ModelError(f"{error}. {_advice(config)}") from None
         if family.backend:
-            raise ModelError(f"the table of {family.name} models is for vLLM's Transformers backend. {ASK}")
+            raise ModelError(
+                f"the table of {family.name} models is for vLLM's Transformers backend. {_use_transformers_class()}"
+            )
         factor = getattr(config, family.divided_by, None) if family.divided_by else None
         if facts["dtype"] == "float16" and factor not in (None, 1):
             raise ModelError(

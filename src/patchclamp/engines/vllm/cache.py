@@ -1,4 +1,7 @@
-"""In the engine core: a block is reused only where the edits up to its end are the same, and never under a capture."""
+"""The prefix cache, in the engine core: which blocks a request with a program may reuse.
+
+A block is reused only where the edits up to its end are the same, and never at positions that are captured.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,18 @@ _decoder = msgspec.msgpack.Decoder(BoundProgram)
 
 
 def install() -> None:
-    """Wraps vLLM's block keys and cache search; requests without a program pass straight through."""
+    """Wraps vLLM's block keys and cache search; requests without a program are left to stock."""
     runner.on_block_key(lambda request, program, start, end: block_key(_bound(request, program), start, end))
     runner.on_cache_search(lambda request, program: lowest_capture(_bound(request, program)))
 
 
 def _bound(request: Any, program: bytes) -> BoundProgram:
-    """A request's program, decoded once; bytes that are no program of ours mean none, and then nothing is edited."""
-    found = getattr(request, "patchclamp_bound", None)
-    if found is None:
+    """A request's program, decoded once; an empty one for bytes that are no program of ours."""
+    bound = getattr(request, "patchclamp_bound", None)
+    if bound is None:
         try:
-            found = _decoder.decode(program)
+            bound = _decoder.decode(program)
         except msgspec.DecodeError:
-            found = BoundProgram("", 0, ())
-        request.patchclamp_bound = found
-    return found
+            bound = BoundProgram("", 0, ())
+        request.patchclamp_bound = bound
+    return bound

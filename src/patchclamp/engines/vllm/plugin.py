@@ -1,14 +1,14 @@
-"""What vLLM loads in every process (`vllm.general_plugins`). Inert for engines that are not ours."""
+"""The plugin that vLLM loads in every process (`vllm.general_plugins`). It does nothing for engines of others."""
 
 from __future__ import annotations
 
 from patchclamp.errors import SeamMoved
 
-problem: SeamMoved | None = None  # a seam that was not found: told by an engine of ours when it starts, and by no other
+problem: SeamMoved | None = None  # a seam that is not there; an engine of ours raises it when it starts, no other does
 
 
 def register() -> None:
-    """Enters vLLM at its seams; each entry looks for our configuration, or a program, before it does anything."""
+    """Wraps vLLM where steps, compilation and the prefix cache begin; each wrapper first looks whether it is needed."""
     global problem
     from patchclamp.engines.vllm import cache, worker
     from patchclamp.engines.vllm.compat import graphs, runner

@@ -1,4 +1,4 @@
-"""What there is to say about vLLM on this machine, and about an engine of it that runs."""
+"""The doctor's findings about vLLM on this machine, and about a running engine."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ MIB = 1 << 20
 
 def machine() -> list[Finding]:
     """vLLM's version, the plugin's registration, and the GPU."""
-    found = [_version(), _plugin()]
+    findings = [_version(), _plugin()]
     try:
         import torch
     except ImportError as error:
-        return [*found, Finding("versions", "torch", "problem", str(error), "pip install 'patchclamp[vllm]'")]
+        return [*findings, Finding("versions", "torch", "problem", str(error), "pip install 'patchclamp[vllm]'")]
     if not torch.cuda.is_available():
-        return [*found, Finding("versions", "GPU", "note", "none that PyTorch sees: vLLM's CPU build runs, slowly")]
+        return [*findings, Finding("versions", "GPU", "note", "none that PyTorch sees: vLLM's CPU build runs, slowly")]
     name, capability = torch.cuda.get_device_name(), ".".join(map(str, torch.cuda.get_device_capability()))
-    found.append(Finding("versions", "GPU", "ok", f"{name}, capability {capability}, CUDA {torch.version.cuda}"))
+    findings.append(Finding("versions", "GPU", "ok", f"{name}, capability {capability}, CUDA {torch.version.cuda}"))
     if importlib.util.find_spec("triton") is None:
-        found.append(Finding("versions", "triton", "problem", "not installed", "pip install triton"))
-    return [*found, _bindings()]
+        findings.append(Finding("versions", "triton", "problem", "not installed", "pip install triton"))
+    return [*findings, _bindings()]
 
 
 def _version() -> Finding:
-    told = version()
-    if told.split("+")[0] in CHECKED:
-        return Finding("versions", "vllm", "ok", told)
-    return Finding("versions", "vllm", "note", f"{told}, checked are {', '.join(CHECKED)}",
+    installed = version()
+    if installed.split("+")[0] in CHECKED:
+        return Finding("versions", "vllm", "ok", installed)
+    return Finding("versions", "vllm", "note", f"{installed}, checked are {', '.join(CHECKED)}",
                    "it works if every seam below is found; otherwise install a version that was checked")  # fmt: skip
 
 
@@ -55,48 +55,47 @@ def _plugin() -> Finding:
 
 def _bindings() -> Finding:
     try:
-        told = importlib.metadata.version("cuda-bindings")
+        installed = importlib.metadata.version("cuda-bindings")
     except importlib.metadata.PackageNotFoundError:
-        told = "not installed"
+        installed = "not installed"
     if can_cut():
-        return Finding("versions", "cuda-bindings", "ok", told)
-    return Finding("versions", "cuda-bindings", "note", f"{told}: CUDA graphs are replayed with all their taps, "
+        return Finding("versions", "cuda-bindings", "ok", installed)
+    return Finding("versions", "cuda-bindings", "note", f"{installed}: CUDA graphs are replayed with all their taps, "
                    "1 to 3 µs each, used or not", "pip install 'cuda-bindings>=13'")  # fmt: skip
 
 
 def seams() -> list[Finding]:
     """Every place where vLLM is entered."""
-    found = []
+    findings = []
     for seam in SEAMS.values():
-        told = f"{seam.why}; {seam.checked_on}"
+        detail = f"{seam.why}; {seam.checked_on}"
         try:
             require(seam.name)
-            found.append(Finding("seams", seam.name, "ok", told))
+            findings.append(Finding("seams", seam.name, "ok", detail))
         except SeamMoved as moved:
-            found.append(Finding("seams", seam.name, "problem", str(moved), f"install vLLM {' or '.join(CHECKED)}"))
-    return found
+            findings.append(Finding("seams", seam.name, "problem", str(moved), f"install vLLM {' or '.join(CHECKED)}"))
+    return findings
 
 
 def running(vllm_config: Any, status: dict[str, Any]) -> list[Finding]:
     """An engine that runs: what it was configured to do, its fusions, graphs and memory."""
     chosen = configuration.chosen(vllm_config) | {"runner": status["runner"].upper(), "workers": status["workers"]}
-    found = [Finding("configuration", name, "ok", str(value)) for name, value in chosen.items()]
-    return [*found, *_fusions(status), *_graphs(status), *_memory(status)]
+    findings = [Finding("configuration", name, "ok", str(value)) for name, value in chosen.items()]
+    return [*findings, *_fusions(status), *_graphs(status), *_memory(status)]
 
 
 def _fusions(status: dict[str, Any]) -> list[Finding]:
-    """Passes that match less often in code with taps than in stock's: what steps with programs run is that much slower;
-    steps without run stock's."""
+    """How often each fusion pass matches in the two variants: where less in the active one, active steps are slower."""
     if not status.get("fusions"):
         return [Finding("fusions", "passes", "note", "none counted: none apply here, or compiled code was cached",
                         "to count anew, set VLLM_DISABLE_COMPILE_CACHE=1")]  # fmt: skip
-    found = []
+    findings = []
     for name, (idle, tapped) in sorted(status["fusions"].items()):
-        told = f"{tapped} matches with taps, {idle} in stock's code"
+        detail = f"{tapped} matches with taps, {idle} in stock's code"
         less = tapped < idle
-        advice = "steps with programs do without; steps without programs are stock's" if less else ""
-        found.append(Finding("fusions", name, "note" if less else "ok", told, advice))
-    return found
+        advice = "active steps do without the rest; idle steps run stock's code" if less else ""
+        findings.append(Finding("fusions", name, "note" if less else "ok", detail, advice))
+    return findings
 
 
 def _graphs(status: dict[str, Any]) -> list[Finding]:
@@ -105,11 +104,11 @@ def _graphs(status: dict[str, Any]) -> list[Finding]:
     if status["active_graphs_problem"]:
         return [Finding("graphs", "variants", "note", status["active_graphs_problem"],
                         "lower gpu_memory_utilization, or name fewer sizes in active_sizes")]  # fmt: skip
-    told = f"{status['active_graphs']} sizes of step recorded with taps, {status['idle_graphs']} without"
+    detail = f"{status['active_graphs']} sizes of step recorded with taps, {status['idle_graphs']} without"
     if not status["active_graphs"]:
-        return [Finding("graphs", "variants", "note", told, "they run without CUDA graphs; for speed set "
+        return [Finding("graphs", "variants", "note", detail, "they run without CUDA graphs; for speed set "
                         "neither enforce_eager nor cudagraph_mode=NONE, and name sizes in active_sizes")]  # fmt: skip
-    return [Finding("graphs", "variants", "ok", told)]
+    return [Finding("graphs", "variants", "ok", detail)]
 
 
 def _memory(status: dict[str, Any]) -> list[Finding]:

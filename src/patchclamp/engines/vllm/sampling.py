@@ -1,4 +1,4 @@
-"""What a request may ask of vLLM's sampler, looked at before it runs: what fails in a step ends the engine for all."""
+"""Checks a request's sampling parameters before it runs: an error in a step would end the engine for everybody."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 
 from patchclamp.errors import ProgramError, unknown
 
-NOT_GIVEN_BACK = ("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "flat_logprobs")
+NOT_RETURNED = ("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "flat_logprobs")
 SET_BY_US = (
     "max_tokens",
     "logprobs",
@@ -33,7 +33,7 @@ def check(sampling: dict[str, Any]) -> None:
     for name, value in sampling.items():
         if name in SET_BY_US:
             raise ProgramError(f"{name} is set by patchclamp and cannot be given here", f"sampling.{name}")
-        if name in NOT_GIVEN_BACK:
+        if name in NOT_RETURNED:
             raise ProgramError(f"{name} is not given back by a Run yet, so it cannot be asked for", f"sampling.{name}")
         if name not in types:
             names = [name for name in types if name not in SET_BY_US]
@@ -53,15 +53,15 @@ def _types() -> dict[str, Any]:
 
 
 def _check_type(name: str, value: Any, kind: Any) -> None:
-    theirs = tuple(each for each in typing.get_args(kind) if getattr(each, "__module__", "").startswith("vllm"))
-    if theirs:
-        if value is not None and not isinstance(value, theirs):
-            raise ProgramError(f"{theirs[0].__name__} of vLLM is needed, not {value!r}", f"sampling.{name}")
+    classes = tuple(part for part in typing.get_args(kind) if getattr(part, "__module__", "").startswith("vllm"))
+    if classes:
+        if value is not None and not isinstance(value, classes):
+            raise ProgramError(f"{classes[0].__name__} of vLLM is needed, not {value!r}", f"sampling.{name}")
         return
     try:
-        made = msgspec.convert(value, kind)
+        converted = msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise ProgramError(f"{str(error).replace('`', '')}: {value!r}", f"sampling.{name}") from None
-    numbers = made.values() if isinstance(made, dict) else [made]
+    numbers = converted.values() if isinstance(converted, dict) else [converted]
     if any(isinstance(number, float) and math.isnan(number) for number in numbers):
         raise ProgramError(f"a number is needed, not {value!r}", f"sampling.{name}")
