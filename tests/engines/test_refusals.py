@@ -398,7 +398,7 @@ def test_edits_that_are_not_finite_fail_their_run_and_touch_nobody(shallow, engi
     hot = [pc.Add([3e38] * D, at=pc.resid_post[3], scale=1e30), pc.Capture(pc.resid_post[4])]
     bad, good = lm.run([ids * 4, PROMPTS[0]], max_tokens=2, edits=[hot, []])
     assert good.logprobs == lm.run([ids * 4, PROMPTS[0]], max_tokens=2)[1].logprobs
-    with pytest.raises(pc.RunError, match=r"the edits at resid_pre\[4\] make numbers that are not finite"):
+    with pytest.raises(pc.RunError, match=r"the edits at resid_post\[3\] make numbers that are not finite"):
         _ = bad.text
     again, other = lm.run([ids * 4] * 2, max_tokens=2, edits=[hot, [pc.Zero(pc.resid_post[3])]])
     assert "not finite" in str(again.error)  # what the first left in the prefix cache is not taken for its work

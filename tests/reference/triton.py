@@ -139,7 +139,7 @@ def one_round(rng: np.random.Generator, device: str, found: dict[str, int], sums
     expected = torch.zeros(in_numbers.size)
     failed, calls = set(), []
     step: Any = CudaStep.__new__(CudaStep)
-    step.tables, step._plan, step._batch, step.code = tables, in_bytes, batch, code
+    step.tables, step._plan, step._batch, step._steps, step.code = tables, in_bytes, batch, 0, code
     for point in range(POINTS):
         dtype = DTYPES[0 if coded else int(rng.choice(ASKED[device]))]
         labels = in_numbers.sampled if sampled[point] else in_numbers.tokens
