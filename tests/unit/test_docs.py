@@ -1,0 +1,113 @@
+"""The pages in docs/ and at the root: links lead somewhere, names in them are names in the code, made parts are up to date,
+and examples run."""
+
+import re
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+import patchclamp as pc
+from patchclamp.engines.fake import FakeEngine
+from patchclamp.language import ops
+from patchclamp.lm import LM
+from patchclamp.plan import lowering
+from patchclamp.sites import tables
+from tools import engine_step, rooms
+
+ROOT = Path(__file__).parents[2]
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+         for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]}  # fmt: skip
+ARCHITECTURE = PAGES["docs/architecture.md"]
+SOURCE = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+
+every_page = pytest.mark.parametrize("name", PAGES)
+
+
+def anchors(page: str) -> set[str]:
+    """The anchors that GitHub gives a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page, flags=re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def section(title: str) -> str:
+    return re.split(r"\n## ", ARCHITECTURE.partition(f"\n## {title}\n")[2])[0]
+
+
+# -- every page
+
+
+@every_page
+def test_relative_links_lead_somewhere(name):
+    text = re.sub(r"```.*?```", "", PAGES[name], flags=re.S)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (ROOT / name).parent / path if path else ROOT / name
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target.read_text(encoding="utf-8")), link
+
+
+@every_page
+def test_code_blocks_say_what_they_are(name):
+    fences = re.findall(r"^```(.*)$", PAGES[name], re.M)
+    assert len(fences) % 2 == 0
+    assert set(fences[::2]) <= {"python", "bash", "sh", "text"}
+    assert set(fences[1::2]) <= {""}
+
+
+# -- docs/architecture.md
+
+
+def test_the_engine_step_is_the_codes():
+    assert engine_step.with_section(ARCHITECTURE) == ARCHITECTURE, "what a step does has changed: run make docs"
+
+
+def test_the_picture_of_the_rooms_is_up_to_date():
+    assert rooms.FILE.read_text(encoding="utf-8") == rooms.picture(), "the rooms have changed: run make docs"
+
+
+def test_every_room_has_its_row():
+    listed = re.findall(r"`(\w+)(?:/|\.py)`", "".join(re.findall(r"^\|.*?\|", section("The rooms"), re.M)))
+    assert sorted(listed) == sorted(rooms.imports())
+
+
+def test_the_words_are_names_in_the_code():
+    for line in re.findall(r"^\| .*\|$", section("The words"), re.M):
+        _, _, code, _, _ = re.split(r" ?\| ?", line)
+        for name in re.findall(r"`(.*?)`", code):
+            if "/" in name:
+                assert (ROOT / "src" / "patchclamp" / name).exists(), name
+                continue
+            owner, _, attribute = name.partition(".")
+            assert re.search(rf"^(class {owner}\b|{owner} = )", SOURCE, re.M), name
+            assert re.search(rf"^    (def )?{attribute}\b", SOURCE, re.M), name
+
+
+def test_what_the_page_adds_works():
+    op, family, study = re.findall(
+        r"```python\n(.*?)```", section("Where to add a site, an op, a family, a study"), re.S
+    )
+    lm = LM("", FakeEngine())
+    names = vars(lowering) | vars(ops)
+    exec(op, names)
+    plain, negated = (
+        lm.run("one two", max_tokens=1, capture=["mlp_out"], edits=edits)
+        for edits in ([], [names["Negate"]("mlp_out[-1]")])
+    )
+    assert (negated["mlp_out[2]"] == -plain["mlp_out[2]"]).all()
+    assert (negated["mlp_out[1]"] == plain["mlp_out[1]"]).all()
+
+    names = dict(vars(tables))
+    exec(family, names)
+    made = names["POST_NORMED"]
+    assert made.points["mlp_out"].vllm.module.endswith("post_feedforward_layernorm")
+    assert made.points.keys() == tables.LLAMA.points.keys()
+
+    names = {"msgspec": msgspec, "np": np, "LM": LM, "resid_post": pc.resid_post}
+    exec(study, names)
+    assert len(names["norms"](lm, "one two").values) == lm.model.layers
+    lm.close()
