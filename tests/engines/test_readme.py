@@ -1,28 +1,34 @@
-"""What the README shows runs: its Python blocks, in order, on the real model."""
+"""What the README and the guide show runs: the Python blocks of each, in order, on the real model."""
 
 import re
 from pathlib import Path
 
 import patchclamp as pc
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+ROOT = Path(__file__).resolve().parents[2]
+README, GUIDE = ROOT / "README.md", ROOT / "docs" / "guide.md"
 
 
-def test_every_python_example_runs(engines, tmp_path, monkeypatch):
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
+def run_blocks(page: Path, lm: pc.LM, monkeypatch, folder: Path) -> dict:
+    """Runs a page's Python blocks with the engine at hand wherever they load a model; returns the names they leave."""
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
     assert len(blocks) >= 3
-    lm = engines.get("vllm", "float32")
-    opened = pc.LM  # every time the engine at hand
+    opened = pc.LM
     monkeypatch.setattr(
         pc, "LM", lambda model, allow_code=False, **options: opened("", lm.engine, prove=False, allow_code=allow_code)
     )
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(folder)
     names: dict = {}
     for block in blocks:
-        exec(compile(block, str(README), "exec"), names)
-    assert names["run"].text.startswith(" Paris")
+        exec(compile(block, str(page), "exec"), names)
+    return names
+
+
+def test_every_example_of_the_readme_runs(engines, tmp_path, monkeypatch):
+    lm = engines.get("vllm", "float32")
+    names = run_blocks(README, lm, monkeypatch, tmp_path)
+    assert names["run"].text == " Paris.\n\nThe answer is:"
     assert names["run"][pc.resid_post[10]].shape == (len(names["run"].prompt_token_ids) + 7, lm.model.d_model)
-    assert names["text"] == names["stream"].run.text == names["run"].text
     assert len(names["runs"]) == 2
     assert len(names["patched"].scores) == 1
     assert names["sweep"].best(1)[0].value > 0 > names["sweep"].corrupt
@@ -30,13 +36,26 @@ def test_every_python_example_runs(engines, tmp_path, monkeypatch):
     assert "<html" in (tmp_path / "sweep.html").read_text()[:2000].lower()
 
 
+def test_every_example_of_the_guide_runs(engines, tmp_path, monkeypatch):
+    lm = engines.get("vllm", "float32")
+    names = run_blocks(GUIDE, lm, monkeypatch, tmp_path)
+    assert names["run"].text.startswith(" Paris")
+    assert names["rows"].shape == (len(names["run"].prompt_token_ids) + 7, lm.model.d_model)
+    assert names["text"] == names["stream"].run.text == names["run"].text
+    assert len(names["mixed"]) == 3
+    assert (tmp_path / "bank.safetensors").exists()
+    assert names["coded"].error is None
+
+
 def test_shell_examples_name_real_options():
     from typer.testing import CliRunner
 
     from patchclamp.cli.app import app
 
-    shell = "\n".join(re.findall(r"```bash\n(.*?)```", README.read_text(), re.S))
-    for command, options in re.findall(r"^patchclamp (\w+)(.*)$", shell, re.M):
+    pages = README.read_text(encoding="utf-8") + GUIDE.read_text(encoding="utf-8")
+    shell = "\n".join(re.findall(r"```bash\n(.*?)```", pages, re.S))
+    assert "patchclamp sweep" in shell
+    for command, options in re.findall(r"^patchclamp (\w+)([^#\n]*)", shell, re.M):
         shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).output
         for option in re.findall(r"(--\w+)", options):
             assert option in shown, (command, option)

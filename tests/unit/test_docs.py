@@ -10,9 +10,11 @@ import pytest
 
 import patchclamp as pc
 from patchclamp.engines.fake import FakeEngine
+from patchclamp.kernels import switches
 from patchclamp.language import ops
 from patchclamp.lm import LM
 from patchclamp.plan import lowering
+from patchclamp.runtime import Limits
 from patchclamp.sites import tables
 from tools import engine_step, rooms
 
@@ -57,6 +59,30 @@ def test_code_blocks_say_what_they_are(name):
     assert len(fences) % 2 == 0
     assert set(fences[::2]) <= {"python", "bash", "sh", "text"}
     assert set(fences[1::2]) <= {""}
+
+
+def test_the_readme_counts_the_model_classes():
+    classes = {name for family in tables.FAMILIES for name in family.architectures}
+    assert f"[{len(classes)} model classes]" in PAGES["README.md"]
+
+
+def test_every_switch_and_size_is_on_the_gpu_page():
+    listed = set(re.findall(r"^\| `(\w+)` \|", PAGES["docs/gpu.md"], re.M))
+    sizes = set(msgspec.structs.asdict(Limits())) - {"max_programs"}  # vLLM's max_num_seqs
+    assert listed == set(switches.SWITCHES) | sizes
+
+
+def test_make_targets_are_there():
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    for page in PAGES.values():
+        for shell in re.findall(r"```(?:bash|sh)\n(.*?)```", page, re.S):
+            assert set(re.findall(r"^make ([a-z]+)", shell, re.M)) <= targets
+
+
+def test_files_that_pages_name_are_there():
+    for name in ("docs/guarantees.md", "docs/architecture.md", "README.md", "CONTRIBUTING.md"):
+        for path in re.findall(r"`((?:src|tests|tools|docs|benchmarks)/[\w./]+)`", PAGES[name]):
+            assert (ROOT / path).exists(), path
 
 
 # -- docs/architecture.md
