@@ -1,5 +1,7 @@
-"""What a raw hook where a site lies would have returned on each engine, and why that is not the site: from the tables'
-own facts, and what the tables do not say of some families."""
+"""What a raw hook where a site lies would have returned on each engine, and why that is not the site.
+
+It follows from the tables; what the tables do not say of some families is said here.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,19 @@ BACKEND = ("olmo2", "gpt_neox")  # which vLLM runs through its Transformers back
 POST_NORMED = ("gemma2", "gemma3", "olmo2")
 
 _ITSELF = "the site itself"
-_ONE_WORKER = "of this worker's heads only under tensor parallel"
+_ONE_WORKER = "under tensor parallel only this worker's heads"
 _INPUT = {
-    "z": "the site is the output projection's input. A hook on attention sees what the projection made, in which heads "
-         f"are mixed; one before the projection has what is there {_ONE_WORKER}",
-    "neurons": "the site is the down projection's input. A hook on the MLP sees what the projection made, in which "
-               "neurons are mixed; one before the projection has what is there of this worker's neurons only under "
-               "tensor parallel",
+    "z": "the site is the input of the output projection. A hook on the attention module sees the projection's output, "
+         f"where heads are mixed. A hook before the projection sees the site, but {_ONE_WORKER}",
+    "neurons": "the site is the input of the down projection. A hook on the MLP sees the projection's output, where "
+               "neurons are mixed. A hook before the projection sees the site, but under tensor parallel only this "
+               "worker's neurons",
 }  # fmt: skip
 _CHOSEN = {
-    "transformers": "a tuple of logits, weights and chosen experts. The choice is made already, so that changed logits "
-                    "would change nothing: where the site is edited the router is run again on what was made of it",
-    "vllm": "the site itself. The experts are chosen by it in the fused kernel, which no hook reaches",
+    "transformers": "a tuple of logits, weights and chosen experts. The experts are chosen by then, so a hook that "
+                    "changes the logits changes nothing. Where patchclamp edits the site, it runs the router again on "
+                    "the edited logits",
+    "vllm": "the site itself. The fused kernel chooses the experts, and no hook reaches into that kernel",
 }  # fmt: skip
 _SCALED = {  # of `embed`: what the module of that name returns
     ("gemma2", "vllm"): "`embed_tokens` returns the embedding before it is scaled by √D; the site is after",
@@ -92,8 +95,8 @@ def _added(family: Family, word: str, tap: Tap, engine: Engine) -> str:
     module, made = ("self_attn" if word == "attn_out" else "mlp"), []
     hub = engine == "transformers" or family.name in BACKEND
     if family.name in POST_NORMED:
-        made.append(f"`{module}` returns what it made before the norm that follows; the site is after that norm, what "
-                    "is added to the stream")  # fmt: skip
+        made.append(f"`{module}` returns its output before the norm that follows; the site is after that norm: what is "
+                    "added to the stream")  # fmt: skip
     elif hub and word == "attn_out":
         made.append("a tuple of the output and the attention weights; the first is the site")
     elif tap.module.endswith("fc2"):
@@ -104,8 +107,8 @@ def _added(family: Family, word: str, tap: Tap, engine: Engine) -> str:
         made = [part.replace("the site", "what the site is made of") for part in made]
         made.append(f"the stream gets it times `{tap.scale}`, and the site is that product")
     if engine == "vllm" and paired(family):
-        made.append(("" if made else f"{_ITSELF}, but ") + "the next norm writes the stream into this tensor, so that "
-                    "a reference kept by a hook shows other numbers later")  # fmt: skip
+        made.append(("" if made else f"{_ITSELF}, but ") + "the next norm writes the stream into this tensor, so a "
+                    "reference that a hook keeps shows other numbers later")  # fmt: skip
     return "; ".join(made) or _ITSELF
 
 
@@ -119,11 +122,11 @@ def _stream(family: Family, word: str, tap: Tap, engine: Engine) -> str:
             return "a layer's first argument is the positions; its second is the site"
         return _ITSELF
     if word == "resid_mid":
-        return ("the norm is handed what attention added and the stream before that. Neither is the stream: it is "
-                "their sum, in fp32")  # fmt: skip
+        return ("the norm is handed what attention added, and the stream before that. The site is neither of the two, "
+                "but their sum, in fp32")  # fmt: skip
     order = "(hidden, positions, residual)" if tap.hidden == 0 else "(positions, hidden, residual)"
     return (f"a layer is handed {order} and returns (hidden, residual): what the last MLP added, and the stream before "
-            "that. Neither is the stream: it is their sum, in fp32")  # fmt: skip
+            "that. The site is neither of the two, but their sum, in fp32")  # fmt: skip
 
 
 def _normed(family: Family, word: str, engine: Engine) -> str:

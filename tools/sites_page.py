@@ -18,24 +18,24 @@ HEAD = """# Sites, family by family
 
 <!-- made by `make docs` from src/patchclamp/sites; a test says whether it is up to date -->
 
-Where each site lies on both engines, what a raw hook at that place would have returned, and what TransformerLens and
-nnterp call it. `patchclamp sites MODEL` proves these places on a live model; `patchclamp parity MODEL` compares both
-engines at each of them.
+This page says what each site is, and where it lies on both engines. It says what a raw hook there would have
+returned, and what TransformerLens and nnterp call the site. `patchclamp sites MODEL` proves the sites on a live
+model. `patchclamp parity MODEL` compares both engines at each of them.
 
-T positions of a request · N generated tokens · D model width · H query heads · K key/value heads · E head size (Ev of
-a value, where it differs) · M MLP width · X experts · V vocabulary · l a layer, from 0
+T positions of a request · N generated tokens · D model width · H query heads · K key/value heads · E head size (Ev
+of a value, where it differs) · M MLP width · X experts · V vocabulary · l a layer, from 0
 
 {sites}
 
-**How to read the tables.** A place is a module and its input or output. Arguments are counted from 0, and "arguments
-1 + 2" is their sum. Columns are half-open. *Replicated* tensors are whole on every worker under tensor parallel; of
-*sharded* ones each worker has some of the heads or neurons, and patchclamp puts them together.
+**How to read the tables.** A site is tapped at a module's input or output. Arguments count from 0, and "arguments 1
++ 2" is the sum of two. Columns are half-open. Under tensor parallel every worker has the whole of a *replicated*
+tensor, and only some heads or neurons of a *sharded* one. patchclamp puts these together.
 
-**What holds for every raw hook.** On Transformers it sees a padded batch, [B, T, D]; here you get the rows of one
-request. On vLLM it sees one step: the rows of many requests one after the other, [rows, D], of each perhaps only a
-chunk of the prompt or one new token, and nothing of what came from the prefix cache. It does not run at all when a CUDA
-graph is replayed, and kernels that come later may write into the tensor it was given. `logits` are read from what the
-model returns, not at a module.
+**What holds for every raw hook.** On Transformers a hook sees a padded batch, [B, T, D]. With patchclamp you get
+the rows of one request. On vLLM a hook sees one step, [rows, D]: the rows of many requests, one request after the
+other. Of a request these may be a chunk of the prompt or one new token, and they are never what came from the
+prefix cache. When a CUDA graph is replayed, a hook does not run at all. Kernels that run later may write into the
+tensor that a hook was given. `logits` are read from what the model returns, not at a module.
 """
 
 
@@ -62,17 +62,21 @@ def _section(family: Family) -> str:
         parts += ["", "**Not there**\n", *(f"- `{word}`: {why}" for word, why in family.lacks.items())]
     named = [difference for difference in DIFFERENCES if family.name in difference.families]
     if named:
-        parts += ["", "**Names that are another tensor elsewhere**\n", *(f"- {_told(each, False)}" for each in named)]
+        parts += [
+            "",
+            "**Names that are another tensor elsewhere**\n",
+            *(f"- {_difference(each, False)}" for each in named),
+        ]
     return "\n".join(parts) + "\n"
 
 
 def _about(family: Family) -> str:
-    told = [", ".join(f"`{name}`" for name in family.architectures) + "."]
+    sentences = [", ".join(f"`{name}`" for name in family.architectures) + "."]
     if family.needs:
-        told.append("Only with " + " and ".join(f"`{name}={value}`" for name, value in family.needs.items()) + ".")
+        sentences.append("Only with " + " and ".join(f"`{name}={value}`" for name, value in family.needs.items()) + ".")
     if family.name in BACKEND:
-        told.append("vLLM runs it through its Transformers backend: rows are [1, rows, D].")
-    return " ".join(told) + "\n"
+        sentences.append("vLLM runs it through its Transformers backend: rows are [1, rows, D].")
+    return " ".join(sentences) + "\n"
 
 
 def _hooks(family: Family) -> str:
@@ -130,16 +134,16 @@ def _where(family: Family, word: str, engine: Engine) -> str:
 
 def _border(tap: Tap, module: str) -> str:
     moments = {"in": " input", "out": " output", "attention": ", what its attention op computes"}
-    told = f"`{module}`{moments[tap.moment]}"
+    text = f"`{module}`{moments[tap.moment]}"
     if tap.residual is not None:
-        told += f", arguments {tap.hidden} + {tap.residual}"
+        text += f", arguments {tap.hidden} + {tap.residual}"
     elif tap.moment == "in" and tap.hidden:
-        told += f", argument {tap.hidden}"
+        text += f", argument {tap.hidden}"
     if tap.of and tap.mixed:
-        told += f", the {('first', 'second', 'last')[tap.part]} third of each head's columns"
+        text += f", the {('first', 'second', 'last')[tap.part]} third of each head's columns"
     elif tap.of:
-        told += f", columns [{_sum(tap.of[: tap.part])}, {_sum(tap.of[: tap.part + 1])})"
-    return told + (f", times `{tap.scale}`" if tap.scale else "")
+        text += f", columns [{_sum(tap.of[: tap.part])}, {_sum(tap.of[: tap.part + 1])})"
+    return text + (f", times `{tap.scale}`" if tap.scale else "")
 
 
 def _sum(sizes: tuple[Size, ...]) -> str:
@@ -169,7 +173,7 @@ def _aliases() -> str:
         "TransformerLens' numbers are ours where its weights are not processed (`from_pretrained_no_processing`, or "
         "`TransformerBridge`). Its other ways of loading fold norms and biases into the weights and centre them, which "
         "changes the stream, `attn_out`, `mlp_out`, `v` and `z`.\n",
-        *(f"- {_told(difference)}" for difference in DIFFERENCES), "",
+        *(f"- {_difference(difference)}" for difference in DIFFERENCES), "",
         "### Names that are no site\n",
         "Asking for one is an error that says this.\n", _table(("name", "it"), refused), "",
     ])  # fmt: skip
@@ -185,7 +189,7 @@ def _layered(name: str) -> str:
     return f"{name}[l]" if SITES[NNTERP.get(name, name)].layered else name
 
 
-def _told(difference: Difference, families: bool = True) -> str:
+def _difference(difference: Difference, families: bool = True) -> str:
     where = f" on {_words(difference.families)}" if families and difference.families else ""
     return f"{_words(difference.aliases)}{where}: {difference.what}."
 

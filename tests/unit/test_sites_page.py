@@ -25,7 +25,7 @@ def row(family: str, word: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def told(family: str, word: str) -> str:
+def hook_text(family: str, word: str) -> str:
     """What is said of a raw hook there."""
     lines = section(family).partition("**A raw hook")[2].partition("**Not there")[0].splitlines()
     (line,) = [line for line in lines if f"`{word}`" in line.partition(": ")[0]]
@@ -42,7 +42,7 @@ def test_every_site_of_every_family_is_there_once(family):
     for word in SITES:
         if word in family.sites:
             assert len(row(family.name, word)) == 5
-            assert told(family.name, word)
+            assert hook_text(family.name, word)
             assert raw(family, word, "transformers")
             assert raw(family, word, "vllm")
         else:
@@ -77,23 +77,23 @@ def test_places_are_those_of_the_tables():
 
 
 def test_what_a_raw_hook_would_have_returned():
-    assert "a layer is handed (positions, hidden, residual) and returns (hidden, residual)" in told(
+    assert "a layer is handed (positions, hidden, residual) and returns (hidden, residual)" in hook_text(
         "llama", "resid_pre"
     )
-    assert "it is their sum" in told("llama", "resid_mid")
-    assert "a tuple of the output and the attention weights" in told("llama", "attn_out")
-    assert "side by side in one tensor, in a tuple with the bias" in told("llama", "k")
-    assert "*Transformers*: queries, keys and values side by side" in told("phi3", "q")
-    assert "before their norm" in told("qwen3", "q")
-    assert "heads before positions" in told("gemma3", "k")
-    assert "before the norm that follows" in told("gemma2", "mlp_out")
-    assert "times `residual_multiplier`" in told("granite", "attn_out")
-    assert "interleaved head by head" in told("gpt_neox", "v")
-    assert "a tuple of the output and the attention weights" in told("gpt_neox", "attn_out")
-    assert "(hidden, positions, residual)" in told("gpt_oss", "resid_pre")
-    assert "The choice is made already" in told("mixtral", "router")
-    assert "√D" in told("gemma2", "embed")
-    assert told("deepseek", "resid_post") == "as for [llama](#llama)"
+    assert "but their sum" in hook_text("llama", "resid_mid")
+    assert "a tuple of the output and the attention weights" in hook_text("llama", "attn_out")
+    assert "side by side in one tensor, in a tuple with the bias" in hook_text("llama", "k")
+    assert "*Transformers*: queries, keys and values side by side" in hook_text("phi3", "q")
+    assert "before their norm" in hook_text("qwen3", "q")
+    assert "heads before positions" in hook_text("gemma3", "k")
+    assert "before the norm that follows" in hook_text("gemma2", "mlp_out")
+    assert "times `residual_multiplier`" in hook_text("granite", "attn_out")
+    assert "interleaved head by head" in hook_text("gpt_neox", "v")
+    assert "a tuple of the output and the attention weights" in hook_text("gpt_neox", "attn_out")
+    assert "(hidden, positions, residual)" in hook_text("gpt_oss", "resid_pre")
+    assert "The experts are chosen by then" in hook_text("mixtral", "router")
+    assert "√D" in hook_text("gemma2", "embed")
+    assert hook_text("deepseek", "resid_post") == "as for [llama](#llama)"
 
 
 def test_aliases_are_there_in_both_directions():
