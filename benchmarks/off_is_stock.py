@@ -25,29 +25,22 @@ PROMPTS = (
 MAX_TOKENS = 16
 OPTIONS = {"dtype": "bfloat16", "max_model_len": 512, "max_num_seqs": 32, "kv_cache_memory_bytes": 1 << 28}
 
-OURS = """
-import json, sys
-import patchclamp as pc
-asked = json.loads(sys.argv[1])
-lm = pc.LM(asked["model"], engine="vllm", prove=False, **asked["options"])
-runs = lm.run(list(asked["prompts"]), max_tokens=asked["max_tokens"])
-print(json.dumps([[run.token_ids, [x.hex() for x in run.logprobs]] for run in runs]))
-"""
 
-
-def run(code: list[str], model: str, plugin: bool) -> list:
-    asked = json.dumps({"model": model, "options": OPTIONS, "prompts": PROMPTS, "max_tokens": MAX_TOKENS})
+def run(script: str, model: str, plugin: bool) -> list:
+    request = {"engines": [{"model": model, **OPTIONS}], "prompts": PROMPTS, "max_tokens": MAX_TOKENS}
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     if not plugin:
         environment["VLLM_PLUGINS"] = ""
-    made = subprocess.run([sys.executable, *code, asked], env=environment, capture_output=True, text=True, check=True)
-    return json.loads(made.stdout.splitlines()[-1])
+    command = [sys.executable, str(ROOT / "tests" / "engines" / script), json.dumps(request)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    (answer,) = json.loads(done.stdout.splitlines()[-1])
+    return answer
 
 
 def main() -> None:
     model = sys.argv[1]
-    stock = run([str(ROOT / "tests" / "engines" / "stock.py")], model, plugin=False)
-    ours = run(["-c", OURS], model, plugin=True)
+    stock = run("stock.py", model, plugin=False)
+    ours = run("ours.py", model, plugin=True)
     same, largest = 0, 0.0
     for (tokens, logprobs), (other_tokens, other) in zip(stock, ours, strict=True):
         agree = next((i for i, (a, b) in enumerate(zip(tokens, other_tokens, strict=False)) if a != b), len(tokens))

@@ -139,34 +139,39 @@ def inspected_here():
 
 @pytest.fixture(scope="session")
 def alone(shortened, shortest):
-    """`alone("float32", compiled=True)` runs `PROMPTS` on stock vLLM without the plugin and on patchclamp without a
-    program, each in a process of its own, side by side; gives tokens and logprobs of both. Compiled, of some layers; run
-    eagerly, of both dtypes in one process, one engine after the other."""
-    done: dict[tuple[str, bool], list[list]] = {}
+    """`alone("float32", compiled=True)` is what `PROMPTS` give on stock vLLM without the plugin and on patchclamp
+    without a program: tokens and logprobs of both. Each runs in a process of its own, side by side, eagerly and compiled
+    (on fewer layers) in both dtypes, one engine after the other."""
+    kinds = [(dtype, compiled) for compiled in (False, True) for dtype in ("float32", "bfloat16")]
+    engines = [
+        {
+            **VLLM,
+            "model": shortest if compiled else shortened,
+            "dtype": dtype,
+            "enforce_eager": not compiled,
+            **({"compilation_config": EMULATE} if compiled and dtype == "bfloat16" else {}),
+        }
+        for dtype, compiled in kinds
+    ]
+    answers: dict[tuple[str, bool], tuple[list, list]] = {}
 
-    def run(dtype: str, compiled: bool) -> list[list]:
-        if (dtype, compiled) not in done:
-            dtypes = [dtype] if compiled else ["float32", "bfloat16"]
-            options = [{**VLLM, "dtype": each, "enforce_eager": not compiled} for each in dtypes]
-            if compiled and dtype == "bfloat16":
-                options[0]["compilation_config"] = EMULATE
-            model = shortest if compiled else shortened
-            asked = json.dumps({"model": model, "options": options, "prompts": PROMPTS, "max_tokens": 8})
+    def run(dtype: str, compiled: bool) -> tuple[list, list]:
+        if not answers:
+            request = json.dumps({"engines": engines, "prompts": PROMPTS, "max_tokens": 8})
             environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-            made = [
-                _start("stock.py", asked, {**environment, "VLLM_PLUGINS": ""}),
-                _start("ours.py", asked, environment),
+            processes = [
+                _start("stock.py", request, {**environment, "VLLM_PLUGINS": ""}),
+                _start("ours.py", request, environment),
             ]
-            stock, ours = (_finish(process) for process in made)
-            for each, *both in zip(dtypes, stock, ours, strict=True):
-                done[each, compiled] = both
-        return done[dtype, compiled]
+            stock, ours = (_finish(process) for process in processes)
+            answers.update(zip(kinds, zip(stock, ours, strict=True), strict=True))
+        return answers[dtype, compiled]
 
     return run
 
 
-def _start(script: str, asked: str, environment: dict[str, str]) -> subprocess.Popen:
-    command = [sys.executable, str(Path(__file__).with_name(script)), asked]
+def _start(script: str, request: str, environment: dict[str, str]) -> subprocess.Popen:
+    command = [sys.executable, str(Path(__file__).with_name(script)), request]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -5,9 +5,9 @@ import sys
 
 import patchclamp as pc
 
-asked, told = json.loads(sys.argv[1]), []
-for options in asked["options"]:
-    with pc.LM(asked["model"], engine="vllm", prove=False, **options) as lm:
-        runs = lm.run(list(asked["prompts"]), max_tokens=asked["max_tokens"])
-    told.append([[run.token_ids, [x.hex() for x in run.logprobs]] for run in runs])
-print(json.dumps(told))
+request, answers = json.loads(sys.argv[1]), []
+for options in request["engines"]:
+    with pc.LM(engine="vllm", prove=False, **options) as lm:
+        runs = lm.run(list(request["prompts"]), max_tokens=request["max_tokens"])
+    answers.append([[run.token_ids, [x.hex() for x in run.logprobs]] for run in runs])
+print(json.dumps(answers))

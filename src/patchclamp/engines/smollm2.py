@@ -34,8 +34,11 @@ def prepare() -> Path:
     scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix=".smollm2-"))
     try:
         _convert(Path(spec.origin).parent, scratch)
-        if not target.exists():
+        try:
             scratch.rename(target)
+        except OSError:  # another process was first
+            if not target.exists():
+                raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return target
