@@ -122,7 +122,7 @@ class Run:
     @property
     def sites(self) -> list[str]:
         """Every captured site, as text."""
-        return [str(ref) for ref in self._sites.places() if ref.point in self._captured]
+        return [str(ref) for ref in self._sites.refs() if ref.point in self._captured]
 
     @property
     def idle_edits(self) -> list[str]:

@@ -151,7 +151,7 @@ def rows_are_equal(pair: Pair, names: list[str]) -> None:
     ours, theirs = (m.run(PROMPTS, capture=[pc.Site(n) for n in names], **SAMPLED) for m in (pair.lm, pair.hub))
     for a, b in zip(ours, theirs, strict=True):
         assert a.token_ids == b.token_ids
-        for place in map(str, pair.lm.sites.places()):
+        for place in map(str, pair.lm.sites.refs()):
             assert a.positions(place) == b.positions(place)
             assert len(a.positions(place)) == (3 if place == "logits" else len(a.prompt_token_ids) + 2)
             assert worst_row(flat(a[place]), flat(b[place])) <= 1e-4, place
@@ -179,7 +179,7 @@ def every_edit_is_equal(pair: Pair) -> None:
 
 def pushes(lm: pc.LM, base: pc.Run) -> list[pc.Add]:
     """An edit for every place and for `parts`, twice as long as what is there."""
-    places = [pc.Site(place.name, place.layer) for place in lm.sites.places()]
+    places = [pc.Site(place.name, place.layer) for place in lm.sites.refs()]
     rng, made = np.random.default_rng(0), []
     for at in [*places, *parts(lm)]:
         row = flat(base[pc.Site(at.name, at.layers)])[-1]

@@ -79,7 +79,7 @@ def test_every_site_of_a_mixed_batch_equals_merged_weights(lm, hubs, adapters):
         assert run.lora == (name and adapters[name])
         assert run.token_ids == expected.token_ids, name
         np.testing.assert_allclose(run.logprobs, expected.logprobs, atol=1e-4)
-        for place in lm.sites.places():
+        for place in lm.sites.refs():
             assert run.positions(str(place)) == expected.positions(str(place))
             assert worst_row(run[str(place)], expected[str(place)]) <= 1e-4, (name, place)
     texts = {tuple(run.token_ids) for run in lm.run([IDS] * 4, lora=[None, *adapters.values()], sampling=SAMPLING)}

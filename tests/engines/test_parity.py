@@ -23,7 +23,7 @@ def test_every_site_equals_transformers(shallow, compiled):
     checked = 0
     for a, b in zip(ours, theirs, strict=True):
         assert a.token_ids == b.token_ids
-        for place in lm.sites.places():
+        for place in lm.sites.refs():
             assert a.positions(str(place)) == b.positions(str(place))
             assert len(a.positions(str(place))) == (4 if place.name == "logits" else len(a.prompt_token_ids) + 3)
             assert worst_row(a[str(place)], b[str(place)]) <= 1e-4, place
@@ -82,7 +82,7 @@ def test_chunked_prefill_changes_nothing(shallow):
         for x, y in zip(a, b, strict=True):
             assert x.token_ids == y.token_ids
             assert np.allclose(x.logprobs, y.logprobs, atol=1e-4)
-            for place in whole.sites.places():
+            for place in whole.sites.refs():
                 assert x.positions(str(place)) == y.positions(str(place))
                 assert worst_row(y[str(place)], x[str(place)]) <= 1e-4, place
     plain, edited = (whole.run(ids, max_tokens=4, edits=e).logprobs for e in ([], [edit, late]))

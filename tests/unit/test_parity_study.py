@@ -72,7 +72,7 @@ class TestStudy:
         found = pc.studies.parity("fake", engines=FAKE, prompts=["The Eiffel Tower is in", [3, 4, 5]])
         with pc.LM("fake") as lm:
             assert [site.name for site in found.sites] == lm.sites.names
-            assert found.gaps.keys() == {str(place) for place in lm.sites.places()}
+            assert found.gaps.keys() == {str(place) for place in lm.sites.refs()}
         assert found.holds
         assert found.problems == ()
         assert found.first is None

@@ -9,6 +9,7 @@ from patchclamp.errors import ModelError
 from patchclamp.sites import SiteMap, sizes_of
 from patchclamp.sites.untabled import _layers, tree_of, untabled
 
+torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 SMALL = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
 
@@ -57,7 +58,7 @@ def test_layers_are_those_that_are_called_with_the_stream():
     assert _layers(tree, sizes) == "layers"
     with pytest.raises(ModelError, match=r"not one list of 3 layers was found among: layers \(2\)"):
         _layers(tree, msgspec.structs.replace(sizes, layers=3))
-    tree.calls["layers.1"].taken = (4, 1, 5, 32)  # several streams
+    tree.calls["layers.1"].argument = torch.empty(4, 1, 5, 32, device="meta")  # several streams
     told = r"layers.1 should be called once, with the stream \[5, 32\] .* with \[4, 1, 5, 32\]; it has: self_attn, mlp"
     with pytest.raises(ModelError, match=told):
         _layers(tree, sizes)

@@ -35,7 +35,7 @@ from patchclamp.runtime.op import at_work
 from patchclamp.runtime.step import HostStep
 from patchclamp.runtime.taps import attach
 from patchclamp.sites import SiteMap, family_of, has_table, sizes_of
-from patchclamp.sites.untabled import WITHIN, untabled
+from patchclamp.sites.untabled import no_text_model, untabled
 
 
 class TransformersEngine(Engine):
@@ -84,7 +84,7 @@ class TransformersEngine(Engine):
         named = config.architectures or [type(self._net).__name__]
         tabled = has_table(named, config)
         if not tabled and config.get_text_config() is not config:
-            raise ModelError(f"no site table for {named}, {WITHIN}")
+            raise no_text_model(named)
         sizes = sizes_of(config)
         kind, longest = str(self._net.dtype).removeprefix("torch."), max_model_len or _longest(config)
         if padding_side == "right":

@@ -66,7 +66,7 @@ def prove(lm: LM, full: bool = False) -> list[Proof]:
     base = lm.run(ids, max_tokens=1, capture=[*(_all(name) for name in names)])
     _finite(lm, base)
     refs = [ref for name in names for ref in _tried(lm.sites.resolve(Site(name)), full)]
-    known = {str(ref) for ref in lm.sites.places()} if lm.sites.family.tabled else set()
+    known = {str(ref) for ref in lm.sites.refs()} if lm.sites.family.tabled else set()
     watched_refs = {str(ref): watched(ref, known) for ref in refs}
     everywhere = [Capture(at, prompt[-1]) for at in sorted(set(itertools.chain(*watched_refs.values())))]
     tries: list[list[Op]] = [[*_captures(watched_refs[str(ref)]), _push(base, ref)] for ref in refs]
@@ -123,7 +123,7 @@ def _runs(lm: LM, ids: list[int], programs: Sequence[Sequence[Op]], beside: list
 
 
 def _finite(lm: LM, base: Run) -> None:
-    for ref in lm.sites.places():
+    for ref in lm.sites.refs():
         if not np.isfinite(np.asarray(base[str(ref)])).all():
             raise ModelError(
                 f"{ref} is not finite on this model in {lm.model.dtype}, before anything is edited, and proves "

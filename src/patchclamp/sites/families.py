@@ -9,25 +9,30 @@ site word names a point, shifted by some layers.  `resid_post[l]` and `resid_pre
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal
 
 import msgspec
 
 from patchclamp.errors import ModelError
+from patchclamp.language.registry import SITES
 from patchclamp.language.registry import Width as Size
 
 Moment = Literal["in", "out", "attention"]
 
 
 class Tap(msgspec.Struct, frozen=True):
-    """A tensor at a module's border; of vLLM's attention layers (`attention`) what they compute.
+    """A tensor at a module's border.
 
-    `hidden` is its place among the positional arguments, or its name among the others (`in`), or its place in the
-    returned tuple (`out`; a bare tensor is place 0); `residual`, where the engine carries the stream as two tensors, is
-    the place of the other one. Where the tensor is several side by side, their sizes are `of`, and the point's is
-    number `part` of them; `mixed`: head by head, those of a head side by side. `by_head`: the tensor is [B, H, T, E].
-    `scale`: the config's name of a factor; the site is the tensor times that. `again`: the module is run again on what
-    was edited, for it has made more of it already (a router, its choice).
+    module: its path, `{l}` a layer
+    moment: its input (`in`), its output (`out`), or what vLLM's attention layer computes (`attention`)
+    hidden: which positional argument the tensor is, or the name of a keyword argument; of `out`, which item of a tuple
+    residual: likewise, of the other tensor, where the engine carries the stream as the sum of two
+    of: the widths of the tensors that lie side by side in it, if there are several; the point is number `part` of them
+    mixed: whether they lie side by side head by head
+    by_head: whether the tensor is [B, H, T, E]
+    scale: the config's name of a factor; the site is the tensor times that
+    rerun: whether an edit runs the module again, because its other results were made of the tensor (a router's choice)
     """
 
     module: str
@@ -43,8 +48,15 @@ class Tap(msgspec.Struct, frozen=True):
 
 
 class PointKind(msgspec.Struct, frozen=True):
-    """One kind of point on both engines. Without `per_layer` it is one for the model, such as the point after the last
-    layer; `dense`: only layers with an ordinary MLP have it, `sparse`: only those with experts."""
+    """One kind of point, on both engines.
+
+    transformers, vllm: where its tensor is
+    width: the size of its rows
+    layout: how a row lies under tensor parallel
+    per_layer: whether every layer has one; otherwise the model has one, such as the point after the last layer
+    rows: the tokens of a step, or only those that are sampled from
+    layers: which have it: all, those with an ordinary MLP (`dense`), or those with experts (`sparse`)
+    """
 
     transformers: Tap
     vllm: Tap
@@ -55,27 +67,45 @@ class PointKind(msgspec.Struct, frozen=True):
     layers: Literal["all", "dense", "sparse"] = "all"
 
 
-class Family(msgspec.Struct, frozen=True):
-    """Model classes that share one table. `sites` maps a word to (kind of point, layers to shift by); `lacks` says of
-    every other word why it is not there; `needs`: what a config must say for the table to be about it (a name: the same
-    as that other setting); `backend`: on vLLM the table is of the modules that its Transformers backend makes;
-    `tabled`: not if made of a module tree; `divided_by`: the config's name of what vLLM divides the stream by in
-    float16."""
+STREAM: dict[str, tuple[str, int]] = {  # words without a kind of point of that name: (kind, layers to shift by)
+    "embed": ("stream", 0), "resid_pre": ("stream", 0), "resid_mid": ("mid", 0), "resid_post": ("stream", 1),
+}  # fmt: skip
+
+
+class Family(msgspec.Struct, frozen=True, dict=True):
+    """Model classes that share one table.
+
+    points: its kinds of points by name, which is the site word, or a name of the stream (`STREAM`)
+    lacks: the words that it does not have, and why
+    needs: what a config must say for the table to be about it; a name stands for that other setting's value
+    backend: whether vLLM runs it through its Transformers backend, which makes the modules of the vLLM taps
+    tabled: whether the table is written here, not made of a module tree
+    divided_by: the config's name of what vLLM divides the stream by in float16
+    """
 
     name: str
     architectures: tuple[str, ...]
     points: dict[str, PointKind]
-    sites: dict[str, tuple[str, int]]
     lacks: dict[str, str] = {}
-    needs: dict[str, Any] = {}
+    needs: dict[str, str | bool] = {}
     backend: bool = False
     tabled: bool = True
     divided_by: str = ""
 
+    @functools.cached_property
+    def sites(self) -> dict[str, tuple[str, int]]:
+        """The words it has, each with its kind of point and the layers to shift by."""
+        kinds = {word: (word, 0) if word in self.points else STREAM.get(word, (word, 0)) for word in SITES}
+        return {word: at for word, at in kinds.items() if at[0] in self.points and word not in self.lacks}
+
 
 class Sizes(msgspec.Struct, frozen=True):
-    """Of a model: its layers, and how wide things are. `sparse`: the layers whose MLP is a mixture of experts;
-    `d_result`: how wide a head's result is, where that is not `d_head`; `factors` by the config's names of them."""
+    """How many layers a model has, and how wide things are.
+
+    sparse: the layers whose MLP is a mixture of experts
+    d_result: the width of a head's result, where that is not `d_head`
+    factors: by the config's names of them
+    """
 
     layers: int
     d_model: int
@@ -101,31 +131,34 @@ class Sizes(msgspec.Struct, frozen=True):
 
 
 def sizes_of(config: Any, d_vocab: int | None = None) -> Sizes:
-    """The sizes that a Transformers config tells, by whichever name it tells them. Raises `ModelError` where it does
-    not tell one width, number of heads and number of layers."""
+    """The sizes in a Transformers config, by whichever names it has for them.
 
-    def told(*names: str, otherwise: Any = None) -> Any:
-        return next((found for name in names if (found := getattr(config, name, None)) is not None), otherwise)
+    Raises: `ModelError` where it does not have one width, number of heads and number of layers.
+    """
 
-    width, heads, layers = (_told_once(config, name) for name in ("hidden_size", "num_attention_heads",
-                                                                  "num_hidden_layers"))  # fmt: skip
-    experts = told("num_local_experts", "num_experts", "n_routed_experts", otherwise=0)
+    def setting(*names: str, otherwise: Any = None) -> Any:
+        return next((value for name in names if (value := getattr(config, name, None)) is not None), otherwise)
+
+    width, heads, layers = (_single(config, name) for name in ("hidden_size", "num_attention_heads",
+                                                               "num_hidden_layers"))  # fmt: skip
+    experts = setting("num_local_experts", "num_experts", "n_routed_experts", otherwise=0)
     return Sizes(
-        layers, width, d_vocab or config.vocab_size, heads, told("num_key_value_heads", otherwise=heads),
-        told("head_dim", otherwise=width // heads),
-        told("ffn_dim", "n_inner", "intermediate_size", otherwise=4 * width), experts,
-        _sparse(config, layers) if experts else (), told("v_head_dim", otherwise=0),
+        layers, width, d_vocab or config.vocab_size, heads, setting("num_key_value_heads", otherwise=heads),
+        setting("head_dim", otherwise=width // heads),
+        setting("ffn_dim", "n_inner", "intermediate_size", otherwise=4 * width), experts,
+        _sparse(config, layers) if experts else (), setting("v_head_dim", otherwise=0),
         {name: float(getattr(config, name)) for name in FACTORS if getattr(config, name, None) is not None},
     )  # fmt: skip
 
 
-def _told_once(config: Any, name: str) -> int:
+def _single(config: Any, name: str) -> int:
+    """A setting that is one number for all layers."""
     try:
-        found = getattr(config, name, None)
-    except Exception:  # one that is another in each layer
-        found = None
-    if isinstance(found, int):
-        return found
+        value = getattr(config, name, None)
+    except Exception:  # Transformers' error for one that differs between layers
+        value = None
+    if isinstance(value, int):
+        return value
     named = ", ".join(getattr(config, "architectures", None) or [type(config).__name__])
     raise ModelError(
         f"the config of {named} does not tell one {name} for all layers: sites are those of decoders with attention in "

@@ -17,7 +17,11 @@ MAX_INDEXED_COLUMNS = 0xFFFF  # columns of a point whose parts can be named (`pl
 
 
 class Point(msgspec.Struct, frozen=True):
-    """A numbered place: `width` numbers a row; its rows are the step's tokens, or only those that are sampled from."""
+    """A kind of point in one layer, by number.
+
+    width: numbers a row
+    rows: the step's tokens, or only those that are sampled from
+    """
 
     number: int
     kind: str
@@ -27,9 +31,14 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class View(msgspec.Struct, frozen=True):
-    """Where a point's columns lie in the tensor of its tap, of `whole` columns: from `first` on; where heads are mixed,
-    `size` from `first` on in each of `heads` equal parts. `by_head`: the tensor is [B, H, T, E]. `factor`: the point is
-    the tensor times that."""
+    """Where a point's columns lie in the tensor of its tap.
+
+    whole: columns of the tensor
+    first: the point's first column; where heads are mixed, its first in each head's columns
+    heads, size: where heads are mixed, how many equal parts the tensor has and how many columns of each are the point's
+    by_head: whether the tensor is [B, H, T, E]
+    factor: the point is the tensor times that
+    """
 
     whole: int
     first: int = 0
@@ -40,7 +49,11 @@ class View(msgspec.Struct, frozen=True):
 
 
 class SiteRef(msgspec.Struct, frozen=True):
-    """A site word of one layer: `resid_post[3]`, and its point; of a part of its row, `z[3, 5]`, the columns too."""
+    """A site word of one layer, such as `resid_post[3]` or `z[3, 5]`.
+
+    index: its second index, as text
+    columns: first … end − 1, where it is a part of the point's row
+    """
 
     name: str
     layer: int | None
@@ -54,8 +67,8 @@ class SiteRef(msgspec.Struct, frozen=True):
 
 
 class Shard(NamedTuple):
-    """Columns first … end − 1 of a row, piece `number` of it; of workers that have the same one `keeps` what is
-    captured."""
+    """Columns first … end − 1 of a row, shard `number` of it. Of the workers that have the same shard one `keeps` what
+    is captured."""
 
     number: int
     first: int
@@ -64,14 +77,14 @@ class Shard(NamedTuple):
 
 
 class SiteMap:
-    """Points and places of a model of `family`, of such `sizes`, cut among `tensor_parallel` workers."""
+    """The points and site refs of a model, sharded among `tensor_parallel` workers."""
 
     def __init__(self, family: Family | str, sizes: Sizes, tensor_parallel: int = 1) -> None:
         if isinstance(family, str):
-            found = [f for f in FAMILIES if f.name == family]
-            if not found:
-                raise ModelError(f"no family {family!r}; there are {', '.join(f.name for f in FAMILIES)}")
-            family = found[0]
+            families = {each.name: each for each in FAMILIES}
+            if family not in families:
+                raise ModelError(f"no family {family!r}; there are {', '.join(families)}")
+            family = families[family]
         self.family, self.sizes, self.tensor_parallel = family, sizes, tensor_parallel
         self.layers, self.d_model, self.d_vocab = sizes.layers, sizes.d_model, sizes.d_vocab
         self.withdrawn: dict[str, str] = {}  # words that were not proved on the live model, and why
@@ -109,14 +122,14 @@ class SiteMap:
 
     def local(self) -> SiteMap:
         """The map of what one of several workers has; its points are numbered alike."""
-        s, many = self.sizes, self.tensor_parallel
-        cut = {"heads": s.heads // many, "kv_heads": max(1, s.kv_heads // many), "d_mlp": s.d_mlp // many}
-        return self if many == 1 else SiteMap(self.family, msgspec.structs.replace(s, **cut))
+        s, workers = self.sizes, self.tensor_parallel
+        local = {"heads": s.heads // workers, "kv_heads": max(1, s.kv_heads // workers), "d_mlp": s.d_mlp // workers}
+        return self if workers == 1 else SiteMap(self.family, msgspec.structs.replace(s, **local))
 
     def view(self, tap: Tap) -> View | None:
-        """Where a tap's part of its tensor lies; None if it is all of it."""
+        """Where the point of a tap lies in its tensor; None if it is all of it."""
         if tap.by_head:
-            return View(0, by_head=True)  # of which only the heads are known
+            return View(0, by_head=True)
         if tap.scale:
             return View(self.d_model, factor=self.sizes.factors[tap.scale])
         if not tap.of:
@@ -128,7 +141,7 @@ class SiteMap:
         return View(sum(sizes), sum(sizes[: tap.part]) // heads, heads, sizes[tap.part] // heads)
 
     def shard_count(self, point: int) -> int:
-        """Into how many pieces a point's row is cut among workers of one stage."""
+        """How many shards a point's row has among the workers of one pipeline stage."""
         kind = self.family.points[self.points[point].kind]
         if kind.layout != "sharded":
             return 1
@@ -136,37 +149,41 @@ class SiteMap:
         return min(self.tensor_parallel, self.sizes.kv_heads) if kind.width == "K" else self.tensor_parallel
 
     def shard(self, point: int, rank: int) -> Shard:
-        """The piece of a point's row that a worker of one stage has."""
-        many = self.shard_count(point)
-        number, size = rank * many // self.tensor_parallel, self.points[point].width // many
-        return Shard(number, number * size, (number + 1) * size, rank * many % self.tensor_parallel == 0)
+        """The shard of a point's row that a worker of one pipeline stage has."""
+        shards = self.shard_count(point)
+        number, size = rank * shards // self.tensor_parallel, self.points[point].width // shards
+        return Shard(number, number * size, (number + 1) * size, rank * shards % self.tensor_parallel == 0)
 
-    def whole(self, place: SiteRef) -> bool:
-        """Whether one worker has all the columns of a place, so that sums over them are known there."""
-        point, many = self.points[place.point], self.shard_count(place.point)
-        first, end = place.columns or (0, point.width)
-        return first * many // point.width == (end - 1) * many // point.width
+    def whole(self, ref: SiteRef) -> bool:
+        """Whether one worker has all the columns of a site ref, and can sum over them."""
+        width, shards = self.points[ref.point].width, self.shard_count(ref.point)
+        first, end = ref.columns or (0, width)
+        return first * shards // width == (end - 1) * shards // width
 
-    def places(self) -> list[SiteRef]:
-        """Every place of the model, word by word."""
-        return [place for name in self.names for place in self.resolve(Site(name))]
+    def refs(self) -> list[SiteRef]:
+        """Every site ref of the model, word by word."""
+        return [ref for name in self.names for ref in self.resolve(Site(name))]
 
     def parts(self, name: str) -> tuple[int, int] | None:
-        """Into how many heads, neurons or experts a site's row falls, and how wide each is; None if it does not."""
+        """How many heads, neurons or experts a site's row has, and how wide each is; None if it has none."""
         return self.sizes.parts(SITES[name].width) if SITES[name].index else None
 
     def resolve(self, site: Site) -> list[SiteRef]:
-        """The places a site names, by layer. Raises `UnsupportedSite` for a word, layer or index this model does not
-        have."""
+        """The site refs that a site names, by layer.
+
+        Raises: `UnsupportedSite` for a word, layer or index that this model does not have.
+        """
         if not self._known(site.name):
             kind = self.family.sites.get(site.name, ("", 0))[0]
-            rows = self.family.points[kind].layers if kind else "all"
-            none = {
-                "dense": "each of its layers has experts, which run in one fused kernel",
-                "sparse": "none of its layers has experts",
-                "all": "no layer of it has one",
-            }
-            why = self.family.lacks.get(site.name) or none[rows]
+            layers = self.family.points[kind].layers if kind else "all"
+            why = (
+                self.family.lacks.get(site.name)
+                or {
+                    "dense": "each of its layers has experts, which run in one fused kernel",
+                    "sparse": "none of its layers has experts",
+                    "all": "no layer of it has one",
+                }[layers]
+            )
             raise UnsupportedSite(
                 f"{site.name} is not available on {self.family.name} models: {why}; there are: {', '.join(self.names)}"
             )
@@ -189,9 +206,8 @@ class SiteMap:
                 f"{site}: rows of {count * size} numbers cannot be indexed; at most {MAX_INDEXED_COLUMNS} can"
             )
         if isinstance(index, int):
-            first, end, step = index, index + 1, 1
             fits = -count <= index < count
-            first, end = first % count, first % count + 1
+            first, end, step = index % count, index % count + 1, 1
         else:
             assert isinstance(index, Range)
             chosen = index.indices(count)
@@ -207,23 +223,22 @@ class SiteMap:
         return first * size, end * size
 
     def _layers(self, site: Site) -> list[int]:
-        given: Index | None = site.layers
+        """The layers that a site names."""
+        index: Index | None = site.layers
         kind, shift = self.family.sites[site.name]
-        there = self._has[kind] if shift == 0 else list(range(self.layers))
-        if given is None:
-            return there
-        if isinstance(given, int):
-            if not -self.layers <= given < self.layers:
-                raise UnsupportedSite(f"{site}: this model has {self.layers} layers (0 to {self.layers - 1})")
-            chosen = [given % self.layers]
+        having = self._has[kind] if shift == 0 else list(range(self.layers))
+        if index is None:
+            return having
+        if isinstance(index, int):
+            chosen, fits = [index % self.layers], -self.layers <= index < self.layers
         else:
-            chosen = list(given.indices(self.layers))
-            ends = [end for end in (given.start, given.stop) if end is not None]
-            if not chosen or not all(-self.layers <= end <= self.layers for end in ends):
-                raise UnsupportedSite(f"{site}: this model has {self.layers} layers (0 to {self.layers - 1})")
-        lacking = [layer for layer in chosen if layer not in there] if len(there) < self.layers else []
+            chosen, ends = list(index.indices(self.layers)), [index.start, index.stop]
+            fits = bool(chosen) and all(-self.layers <= end <= self.layers for end in ends if end is not None)
+        if not fits:
+            raise UnsupportedSite(f"{site}: this model has {self.layers} layers (0 to {self.layers - 1})")
+        lacking = [layer for layer in chosen if layer not in having] if len(having) < self.layers else []
         if lacking:
-            raise UnsupportedSite(f"{site}: layer {lacking[0]} has no {site.name}; there it is at {there}")
+            raise UnsupportedSite(f"{site}: layer {lacking[0]} has no {site.name}; there it is at {having}")
         return chosen
 
     def _point(self, name: str, layer: int) -> int:
@@ -254,6 +269,5 @@ class SiteMap:
 
     def describe_point(self, point: int) -> str:
         """A point with the modules where the table says that it is: `mlp_in[0] (model.layers.0.mlp)`."""
-        engines: tuple[Literal["transformers", "vllm"], ...] = ("transformers", "vllm")
-        taps = [tap for engine in engines for known, tap in self.taps(engine) if known.number == point]
+        taps = [self._tap(self.points[point], engine) for engine in ("transformers", "vllm")]
         return f"{self.label(point)} ({' or '.join(dict.fromkeys(tap.module for tap in taps))})"

@@ -13,12 +13,6 @@ L, NORM = "model.layers.{l}", "model.norm"
 ATTENTION, MLP = L + ".self_attn", L + ".mlp"
 QKV: tuple[Size, ...] = ("Q", "K", "K")
 PARTS: tuple[tuple[str, Size], ...] = (("q", "Q"), ("k", "K"), ("v", "K"))
-ALL = {
-    "embed": ("stream", 0), "resid_pre": ("stream", 0), "resid_mid": ("mid", 0), "resid_post": ("stream", 1),
-    "attn_in": ("attn_in", 0), "attn_out": ("attn_out", 0), "mlp_in": ("mlp_in", 0), "mlp_out": ("mlp_out", 0),
-    "q": ("q", 0), "k": ("k", 0), "v": ("v", 0), "z": ("z", 0), "neurons": ("neurons", 0), "router": ("router", 0),
-    "final_norm": ("final_norm", 0), "logits": ("logits", 0),
-}  # fmt: skip
 NO_EXPERTS = {"router": "its layers have one MLP each, and no experts to choose from"}
 FUSED = {"neurons": "its experts run in one fused kernel, which keeps what they hold to itself"}
 
@@ -38,32 +32,33 @@ def sharded(ours: Tap, theirs: Tap | None = None, width: Size = "Q", **rest: Any
 
 
 def results(o_proj: str, attention: str) -> PointKind:
-    """What each head brings together: what the output projection is given, and on vLLM what attention computes."""
+    """The heads' results: the input of the output projection; on vLLM what the attention layer computes."""
     return sharded(Tap(o_proj, "in"), Tap(attention, "attention"))
 
 
 def projections(ours: str, theirs: str, *words: str) -> dict[str, PointKind]:
-    """Queries, keys or values: a projection's own on Transformers (`ours` with the word in it), and on vLLM their part
-    of a merged one."""
-    made = {}
-    for part, (word, width) in enumerate(PARTS):
-        if word in words:
-            own, theirs_part = Tap(ours.format(w=word, l="{l}"), "out"), Tap(theirs, "out", of=QKV, part=part)
-            made[word] = sharded(own, theirs_part, width)
-    return made
+    """Queries, keys or values: on Transformers the output of a projection each (`ours`, `{w}` the word), on vLLM their
+    part of a merged one's."""
+    return {
+        word: sharded(Tap(ours.format(w=word, l="{l}"), "out"), Tap(theirs, "out", of=QKV, part=part), width)
+        for part, (word, width) in enumerate(PARTS)
+        if word in words
+    }
 
 
 def merged(module: str, ours: str | None = None, mixed: bool = False) -> dict[str, PointKind]:
     """Queries, keys and values side by side on both engines."""
-    made = {}
-    for part, (word, width) in enumerate(PARTS):
-        theirs, own = (Tap(name, "out", of=QKV, part=part, mixed=mixed) for name in (module, ours or module))
-        made[word] = sharded(own, theirs, width)
-    return made
+
+    def tap(module: str, part: int) -> Tap:
+        return Tap(module, "out", of=QKV, part=part, mixed=mixed)
+
+    return {
+        word: sharded(tap(ours or module, part), tap(module, part), width) for part, (word, width) in enumerate(PARTS)
+    }
 
 
 def end(ours: str, theirs: str | None = None, pair: bool = False) -> dict[str, PointKind]:
-    """The stream after the last layer, what its norm makes of it, and the logits."""
+    """The stream after the last layer, the result of its norm, and the logits."""
     theirs = theirs or ours
     return {
         "stream_end": kind(Tap(ours, "in"), Tap(theirs, "in", 0, 1 if pair else None), per_layer=False),
@@ -74,9 +69,8 @@ def end(ours: str, theirs: str | None = None, pair: bool = False) -> dict[str, P
 
 def without(family: Family, name: str, architectures: str, why: dict[str, str], **points: PointKind) -> Family:
     """A family like another, but for some points and the words that it lacks."""
-    sites = {word: place for word, place in ALL.items() if word not in why}
     kept = {name: each for name, each in (family.points | points).items() if name not in why or name in points}
-    return Family(name, tuple(architectures.split()), kept, sites, why)
+    return Family(name, tuple(architectures.split()), kept, why)
 
 
 def on_backend(family: Family) -> Family:
@@ -101,7 +95,6 @@ LLAMA = Family(
         "mlp_out": same(MLP),
         **end(NORM, pair=True),
     },
-    sites={word: place for word, place in ALL.items() if word != "router"},
     lacks=NO_EXPERTS,
 )
 NORMED = {
@@ -176,7 +169,6 @@ GPT2 = Family(
         "mlp_out": same(_H + ".mlp"),
         **end("transformer.ln_f"),
     },
-    sites={**LLAMA.sites, "embed": ("embed", 0)},
     lacks=NO_EXPERTS,
 )
 _O = "model.decoder.layers.{l}"
@@ -196,7 +188,6 @@ OPT = Family(
         "mlp_out": same(_O + ".fc2"),
         **end("model.decoder.final_layer_norm"),
     },
-    sites=GPT2.sites,
     lacks=NO_EXPERTS,
     needs={"do_layer_norm_before": True, "word_embed_proj_dim": "hidden_size", "_remove_final_layer_norm": False},
 )
@@ -231,7 +222,6 @@ GPT_NEOX = Family(
         "mlp_out": _neox(".mlp"),
         **end("gpt_neox.final_layer_norm", "model.final_layer_norm"),
     },
-    sites={word: place for word, place in LLAMA.sites.items() if word != "resid_mid"},
     lacks=NO_EXPERTS
     | {"resid_mid": "attention and MLP both read the stream before the layer, and none is between them"},
     needs={"use_parallel_residual": True},
@@ -252,8 +242,10 @@ def has_table(architectures: list[str] | tuple[str, ...] | None, config: Any = N
 
 
 def family_of(architectures: list[str] | tuple[str, ...] | None, config: Any = None) -> Family:
-    """The family whose table lists one of a config's `architectures`. Raises `ModelError` where none does, and for a
-    model that its family's table is not about."""
+    """The family whose table lists one of a config's `architectures`.
+
+    Raises: `ModelError` where none does, and for a config that the table is not about.
+    """
     for family in FAMILIES:
         if set(family.architectures) & set(architectures or ()):
             for name, needed in family.needs.items():

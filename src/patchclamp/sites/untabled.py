@@ -10,24 +10,27 @@ not certain is not offered; whether attention and MLP add up to the stream, the 
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from patchclamp.errors import ModelError
-from patchclamp.sites.families import Family, PointKind, Size, Sizes, Tap, sizes_of
-from patchclamp.sites.tables import ALL
+from patchclamp.language.registry import SITES
+from patchclamp.sites.families import Family, Moment, PointKind, Size, Sizes, Tap, sizes_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 T = 5
 ATTENTION = ("self_attn", "self_attention", "attention", "attn")
 ATTENTION_END = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 MLP = ("mlp", "feed_forward", "ffn")
 MLP_END = ("down_proj", "c_proj", "dense_4h_to_h", "fc2", "fc_out", "w2")
-WITHIN = (
-    "and none can be made: its text decoder is a part of it, beside one for images or sound. Only models of text alone "
-    "have sites; many families have such checkpoints too"
-)
 OTHERWISE = {  # what is called alike and is something else
     "diffllama": {"z": "what its projection takes is half as many heads, twice as wide: normed differences of two"},
 }
@@ -35,31 +38,42 @@ UNKNOWN = "this model has no site table, and without one it is not known where t
 
 
 class Call(msgspec.Struct):
-    """Of a module in the trial run: how often it was called, the shapes of its first positional argument and of what it
-    gave (of the first of several), and both themselves."""
+    """How a module was called in the trial run.
+
+    count: how often
+    argument: its first positional argument, if that is a tensor
+    result: what it returned (the first of several), if that is a tensor
+    """
 
     count: int = 0
-    taken: tuple[int, ...] | None = None
-    given: tuple[int, ...] | None = None
-    argument: Any = None
-    result: Any = None
+    argument: torch.Tensor | None = None
+    result: torch.Tensor | None = None
+
+    def shape(self, moment: str) -> list[int] | None:
+        """The shape of its argument (`in`) or its result (`out`)."""
+        tensor = self.argument if moment == "in" else self.result
+        return None if tensor is None else list(tensor.shape)
 
 
 class Tree(msgspec.Struct):
-    """A model without weights: the modules below its base model by their paths there, where that is in the whole, and
-    what was called."""
+    """A model without weights.
+
+    prefix: the path of its base model
+    modules, calls: by paths in the base model
+    embedding: the path of the token embedding there
+    """
 
     architecture: str
     prefix: str
-    modules: dict[str, Any]
+    modules: dict[str, nn.Module]
     calls: dict[str, Call]
     embedding: str
 
     def rows(self, path: str, moment: str, width: int) -> bool:
         """Whether a module was called once and took (`in`) or gave (`out`) rows [T, width]."""
         call = self.calls.get(path, Call())
-        shape = call.taken if moment == "in" else call.given
-        return call.count == 1 and shape is not None and shape[-1:] == (width,) and _size(shape) == T * width
+        shape = call.shape(moment)
+        return call.count == 1 and shape is not None and shape[-1:] == [width] and math.prod(shape) == T * width
 
     def children(self, path: str) -> list[str]:
         return [name for name, _ in self.modules[path].named_children()]
@@ -69,8 +83,10 @@ class Tree(msgspec.Struct):
 
 
 def untabled(config: Any, trust_remote_code: bool = False) -> Family:
-    """The table of a decoder-only model, of its Transformers config. Raises `ModelError` where its layers are not
-    found, or are not called with the stream."""
+    """The table of a decoder-only model, made of its Transformers config.
+
+    Raises: `ModelError` where its layers are not found, or are not called with the stream.
+    """
     try:
         sizes, tree = sizes_of(config), tree_of(config, trust_remote_code)
     except ModelError:
@@ -85,24 +101,33 @@ def untabled(config: Any, trust_remote_code: bool = False) -> Family:
         "final_norm": _point_kind(tree, _last_norm(tree, layers, sizes), "out", per_layer=False),
         "logits": PointKind(Tap("lm_head", "out"), Tap("compute_logits", "out"), "V", per_layer=False, rows="sampled"),
     }
-    lacks: dict[str, str] = dict.fromkeys(["resid_mid", "attn_in", "mlp_in", "q", "k", "v", "router"], UNKNOWN)
+    lacks: dict[str, str] = {}
     if tree.rows(tree.embedding, "out", sizes.d_model):
         points["embed"] = _point_kind(tree, tree.embedding, "out", per_layer=False)
     else:
         lacks["embed"] = f"its embedding, {tree.embedding}, does not give rows as wide as the stream"
     lacks |= OTHERWISE.get(config.model_type, {})
-    for word, found in {
+    for word, kind in {
         "attn_out": _part(tree, layers, sizes, "attn_out", ATTENTION),
         "mlp_out": _part(tree, layers, sizes, "mlp_out", MLP),
         "z": _part(tree, layers, sizes, "z", ATTENTION, ATTENTION_END),
         "neurons": _part(tree, layers, sizes, "neurons", MLP, MLP_END),
     }.items():
-        if isinstance(found, PointKind) and word not in lacks:
-            points[word] = found
+        if isinstance(kind, PointKind) and word not in lacks:
+            points[word] = kind
         elif word not in lacks:
-            lacks[word] = str(found)
-    sites = {word: place for word, place in (ALL | {"embed": ("embed", 0)}).items() if word not in lacks}
-    return Family(f"{config.model_type} (no table)", (tree.architecture,), points, sites, lacks, tabled=False)
+            lacks[word] = str(kind)
+    family = Family(f"{config.model_type} (no table)", (tree.architecture,), points, lacks, tabled=False)
+    unknown = {word: UNKNOWN for word in SITES if word not in family.sites and word not in lacks}
+    return msgspec.structs.replace(family, lacks=lacks | unknown)
+
+
+def no_text_model(architectures: Sequence[str]) -> ModelError:
+    """For a config whose text decoder is a part of it."""
+    return ModelError(
+        f"no site table for {list(architectures)}, and none can be made: its text decoder is a part of it, beside one "
+        "for images or sound. Only models of text alone have sites; many families have such checkpoints too"
+    )
 
 
 def tree_of(config: Any, trust_remote_code: bool) -> Tree:
@@ -131,29 +156,26 @@ def _run(net: Any, tree: Tree) -> None:
     """Fills in what a run of the model calls, on tensors that have shapes only."""
     import torch
 
-    def taken(path: str, module: Any, args: tuple[Any, ...]) -> None:
+    def before(path: str, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         call = tree.calls.setdefault(path, Call())
         call.count += 1
-        call.argument = args[0] if args and torch.is_tensor(args[0]) else None
-        call.taken = None if call.argument is None else tuple(call.argument.shape)
+        call.argument = arguments[0] if arguments and torch.is_tensor(arguments[0]) else None
 
-    def given(path: str, module: Any, args: Any, output: Any) -> None:
+    def after(path: str, module: nn.Module, arguments: Any, output: Any) -> None:
         first = output[0] if isinstance(output, tuple) and output else output
-        call = tree.calls[path]
-        call.result = first if torch.is_tensor(first) else None
-        call.given = None if call.result is None else tuple(call.result.shape)
+        tree.calls[path].result = first if torch.is_tensor(first) else None
 
     for path, module in tree.modules.items():
-        module.register_forward_pre_hook(lambda *seen, path=path: taken(path, *seen))
-        module.register_forward_hook(lambda *seen, path=path: given(path, *seen))
-    # with a mask of its own, and positions: most models read none of their values then
-    known = {"attention_mask": torch.zeros(1, 1, T, T), "position_ids": torch.zeros(1, T, dtype=torch.long)}
+        module.register_forward_pre_hook(functools.partial(before, path))
+        module.register_forward_hook(functools.partial(after, path))
+    # given a mask and positions, most models do not compute with the values of either
+    masked = {"attention_mask": torch.zeros(1, 1, T, T), "position_ids": torch.zeros(1, T, dtype=torch.long)}
     failed: Exception | None = None
-    for given_too, dtype in itertools.product((known, {}), (torch.bfloat16, torch.float32)):
+    for options, dtype in itertools.product((masked, {}), (torch.bfloat16, torch.float32)):
         tree.calls.clear()
         net.to(dtype)
         try:
-            net(input_ids=torch.zeros(1, T, dtype=torch.long), use_cache=False, **given_too)
+            net(input_ids=torch.zeros(1, T, dtype=torch.long), use_cache=False, **options)
             return
         except Exception as error:
             failed = failed or error
@@ -161,23 +183,25 @@ def _run(net: Any, tree: Tree) -> None:
 
 
 def _layers(tree: Tree, sizes: Sizes) -> str:
-    """The path of the list of decoder layers: the only one of so many modules, each called with the stream."""
-    lists = {path: len(each) for path, each in tree.modules.items() if type(each).__name__ == "ModuleList"}
+    """The path of the list of decoder layers: the only list of that length whose modules are called with the stream."""
+    lists = {
+        path: len(tree.children(path)) for path, each in tree.modules.items() if type(each).__name__ == "ModuleList"
+    }
     outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
-    found = [path for path in outer if lists[path] == sizes.layers]
-    if len(found) != 1:
+    fitting = [path for path in outer if lists[path] == sizes.layers]
+    if len(fitting) != 1:
         seen = ", ".join(f"{path} ({lists[path]})" for path in outer) or ", ".join(tree.children("")) or "no modules"
         raise tree.refuse(f"not one list of {sizes.layers} layers was found among: {seen}")
     for layer in range(sizes.layers):
-        path = f"{found[0]}.{layer}"
+        path = f"{fitting[0]}.{layer}"
         if not tree.rows(path, "in", sizes.d_model):
             call = tree.calls.get(path, Call())
             raise tree.refuse(
                 f"{path} should be called once, with the stream [{T}, {sizes.d_model}] first; it was called "
-                f"{call.count} times, with {list(call.taken) if call.taken else 'no tensor'}; it has: "
+                f"{call.count} times, with {call.shape('in') or 'no tensor'}; it has: "
                 f"{', '.join(tree.children(path))}"
             )
-    return found[0]
+    return fitting[0]
 
 
 def _last_norm(tree: Tree, layers: str, sizes: Sizes) -> str:
@@ -186,39 +210,38 @@ def _last_norm(tree: Tree, layers: str, sizes: Sizes) -> str:
     called = order[order.index(f"{layers}.{sizes.layers - 1}") + 1 :]
     after = [path for name in tree.children(owner) if (path := f"{owner}.{name}".lstrip(".")) in called]
     width = sizes.d_model
-    found = [
+    norms = [
         path
         for path in after
         if (_weight(tree.modules[path]) == (width,) or "norm" in path.rpartition(".")[2])
         and tree.rows(path, "in", width)
         and tree.rows(path, "out", width)
     ]
-    if len(found) != 1:
+    if len(norms) != 1:
         raise tree.refuse(f"not one norm is called after {layers}, among: {', '.join(after) or 'nothing'}")
-    return found[0]
+    return norms[0]
 
 
 def _part(
     tree: Tree, layers: str, sizes: Sizes, word: str, names: tuple[str, ...], ends: tuple[str, ...] = ()
 ) -> PointKind | str:
-    """What a module of every layer gives (or with `ends`, what the last projection in it takes), or why it is not
-    offered."""
-    width: Size = {"z": "Z", "neurons": "M"}.get(word, "D")  # type: ignore[assignment]
-    moment, path = "in" if ends else "out", layers + ".{l}"
+    """The kind of point of a word: what the module of one of these `names` returns in every layer, or with `ends` what
+    its last projection takes. Or why there is none."""
+    width = SITES[word].width
+    moment: Moment = "in" if ends else "out"
+    path = layers + ".{l}"
     for among in (names, ends) if ends else (names,):
-        here = [tree.children(path.format(l=layer)) for layer in range(sizes.layers)]
-        found = [name for name in among if all(name in children for children in here)]
-        if len(found) != 1:
-            return (
-                f"it has no site table, and of {', '.join(among)} not one is in every {path} (0: {', '.join(here[0])})"
-            )
-        path = f"{path}.{found[0]}"
+        children = [tree.children(path.format(l=layer)) for layer in range(sizes.layers)]
+        common = [name for name in among if all(name in each for each in children)]
+        if len(common) != 1:
+            first = ", ".join(children[0])
+            return f"it has no site table, and of {', '.join(among)} not one is in every {path} (0: {first})"
+        path = f"{path}.{common[0]}"
     for layer in range(sizes.layers):
         if not tree.rows(path.format(l=layer), moment, sizes[width]):
-            call = tree.calls.get(path.format(l=layer), Call())
-            shape = call.taken if ends else call.given
+            shape = tree.calls.get(path.format(l=layer), Call()).shape(moment)
             return (
-                f"it has no site table, and {path.format(l=layer)} has {list(shape) if shape else 'no tensor'} where "
+                f"it has no site table, and {path.format(l=layer)} has {shape or 'no tensor'} where "
                 f"[{T}, {sizes[width]}] would be right"
             )
         norm = _norm_before(tree, path.format(l=layer)) if ends else None
@@ -228,30 +251,27 @@ def _part(
 
 
 def _norm_before(tree: Tree, path: str) -> str | None:
-    """The norm beside a module whose result, as it is or reshaped, is what the module takes."""
-    taken, owner = tree.calls[path].argument, path.rpartition(".")[0]
+    """The norm beside a module whose result, as it is or reshaped, the module takes."""
+    argument, owner = tree.calls[path].argument, path.rpartition(".")[0]
     for name in tree.children(owner):
         beside = f"{owner}.{name}"
-        made = tree.calls.get(beside, Call()).result
+        result = tree.calls.get(beside, Call()).result
         kind = type(tree.modules[beside]).__name__
         is_norm = ("norm" in name or "norm" in kind.lower()) and kind != "Identity"
-        if is_norm and made is not None and made.untyped_storage()._cdata == taken.untyped_storage()._cdata:
+        if is_norm and result is not None and argument is not None and _storage(result) == _storage(argument):
             return beside
     return None
 
 
-def _point_kind(tree: Tree, path: str, moment: Any, width: Size = "D", **rest: Any) -> PointKind:
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _point_kind(tree: Tree, path: str, moment: Moment, width: Size = "D", **rest: Any) -> PointKind:
     """A kind of point at one module, by its path in the base model: vLLM has that as `model`."""
     return PointKind(Tap(f"{tree.prefix}.{path}", moment), Tap(f"model.{path}", moment), width, **rest)
 
 
-def _weight(module: Any) -> tuple[int, ...] | None:
+def _weight(module: nn.Module) -> tuple[int, ...] | None:
     weight = getattr(module, "weight", None)
     return None if weight is None else tuple(weight.shape)
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for many in shape:
-        size *= many
-    return size

@@ -116,7 +116,7 @@ def _free() -> None:
 
 
 def _kept(lm: LM, run: Any) -> _Kept:
-    rows = {str(place): _flat(run[str(place)]) for place in lm.sites.places()}
+    rows = {str(place): _flat(run[str(place)]) for place in lm.sites.refs()}
     return _Kept(run.prompt_token_ids, run.token_ids, np.array(run.logprobs, np.float64), rows)
 
 

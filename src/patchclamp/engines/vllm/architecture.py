@@ -7,7 +7,7 @@ from typing import Any
 from patchclamp.engines.vllm.compat import backend, configuration
 from patchclamp.errors import ModelError
 from patchclamp.sites import Family, SiteMap, family_of, has_table, sizes_of
-from patchclamp.sites.untabled import WITHIN, untabled
+from patchclamp.sites.untabled import no_text_model, untabled
 
 
 def site_map(vllm_config: Any) -> SiteMap:
@@ -41,7 +41,7 @@ def _family(vllm_config: Any, facts: dict[str, Any]) -> Family:
             family = family_of(architectures, config)
         except ModelError as error:
             if backend.nested(vllm_config):
-                raise ModelError(f"no site table for {architectures}, {WITHIN}") from None
+                raise no_text_model(architectures) from None
             raise ModelError(f"{error}. {_advice(config)}") from None
         if family.backend:
             raise ModelError(
@@ -59,6 +59,6 @@ def _family(vllm_config: Any, facts: dict[str, Any]) -> Family:
         if family.backend:
             return family
     if backend.nested(vllm_config):
-        raise ModelError(f"no site table for {architectures}, {WITHIN}")
+        raise no_text_model(architectures)
     with backend.outside(vllm_config):
         return untabled(config, facts["trust_remote_code"])
