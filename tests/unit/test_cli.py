@@ -243,7 +243,8 @@ class TestSites:
             names = lm.sites.names
         for name in names:
             (row,) = [line for line in output.splitlines() if line.startswith(f"{name} ")]
-            assert row.count("✓") + row.split("]")[1].count("–") == 6  # five proofs and a module
+            assert row.count("✓") + row.split("]")[1].count("–") == 5
+            assert len(row) <= 80
             assert row.count("✓") >= 3
             assert "✗" not in row
         assert f"all {len(names)} sites hold" in output
@@ -284,6 +285,14 @@ class TestSites:
         assert status == 1
         assert [row["holds"] for row in json.loads(output)] == [True, False]
 
+    def test_where_sites_lie_is_a_table_of_its_own(self, monkeypatch):
+        from patchclamp.cli import site_table
+
+        monkeypatch.setattr(site_table, "module", lambda lm, name: f"model.layers.{{l}}.{name}, input")
+        _, output = run("sites", "fake", "--engine", "fake")
+        assert [line.split() for line in output.splitlines()].count(["site", "module"]) == 1
+        assert sum(line.startswith("resid_post") for line in output.splitlines()) == 2
+
     def test_modules_are_those_of_the_engine(self):
         from patchclamp.cli.site_table import module
 
@@ -295,6 +304,7 @@ class TestSites:
         assert found["vllm"]["logits"] == "compute_logits, output"
         assert found["transformers"]["logits"] == "lm_head, output"
         assert found["vllm"]["resid_pre"] == "model.layers.{l}, input"
+        assert found["vllm"]["embed"] == "model.layers.0, input"
         assert found["vllm"]["resid_post"] == "model.layers.{l+1}, input"
 
 

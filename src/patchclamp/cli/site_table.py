@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from patchclamp.language import SITES
 from patchclamp.proving import Proof
 
 if TYPE_CHECKING:
@@ -22,21 +23,28 @@ PROOFS = {
     "order": "order",
     "adds": "sums",
 }  # field of a proof, its column
+NOWHERE = "–"  # the module of a site on an engine without modules
 
 
 def show_table(console: Console, lm: LM, proofs: Sequence[Proof]) -> None:
-    """One row a site, its proofs as ticks ("–": none is about it), and why one fails."""
+    """One row a site, its proofs as ticks ("–": none is about it); where the sites lie; and why one fails."""
     console.print(Text(repr(lm).strip("<>"), style="bold"))
-    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("site", "layers", "shape", "layout", "module"):
-        table.add_column(name, overflow="fold", justify="right" if name == "layers" else "left")
+    table = _table("site", "layers", "shape", "layout")
     for name in PROOFS.values():
-        table.add_column(name, justify="center")
+        table.add_column(name, justify="center", no_wrap=True)
     for proof in proofs:
         ticks = [_tick(getattr(proof, field)) for field in PROOFS]
         layers = "–" if proof.layers is None else str(proof.layers)
-        table.add_row(proof.name, layers, Text(shape(proof)), proof.layout, Text(module(lm, proof.name)), *ticks)
+        table.add_row(proof.name, layers, Text(shape(proof)), proof.layout, *ticks)
     console.print(table)
+    modules = {proof.name: module(lm, proof.name) for proof in proofs}
+    if set(modules.values()) != {NOWHERE}:
+        where = _table("site", "module")
+        for name, border in modules.items():
+            where.add_row(name, Text(border))
+        console.print()
+        console.print(where)
+        console.print()
     failed = [proof for proof in proofs if not proof.holds]
     tabled = lm.sites.family.tabled
     for proof in failed:
@@ -48,6 +56,16 @@ def show_table(console: Console, lm: LM, proofs: Sequence[Proof]) -> None:
         console.print(
             Text("an edit was tried in the first, middle and last layer of each; --full tries all", style="dim")
         )
+
+
+def _table(*names: str) -> Table:
+    """A table that fits 80 columns: only what says where a site lies may be folded."""
+    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in names:
+        table.add_column(
+            name, justify="right" if name == "layers" else "left", no_wrap=name != "module", overflow="fold"
+        )
+    return table
 
 
 def show_json(console: Console, lm: LM, proofs: Sequence[Proof]) -> None:
@@ -73,8 +91,9 @@ def module(lm: LM, name: str) -> str:
     kind, shift = lm.sites.family.sites[name]
     tap = getattr(lm.sites.family.points[kind], lm.model.engine, None)
     if tap is None:
-        return "–"
-    path = tap.module.replace("{l}", f"{{l+{shift}}}") if shift else tap.module
+        return NOWHERE
+    layer = "{l}" if not shift else f"{{l+{shift}}}"
+    path = tap.module.replace("{l}", layer if SITES[name].layered else "0")
     return f"{path}, {'input' if tap.moment == 'in' else 'output' if tap.moment == 'out' else 'its op'}"
 
 
