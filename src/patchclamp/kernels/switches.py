@@ -1,6 +1,6 @@
 """Off switches of what is fast and clever: each has a plain way beside it, taken when it is off and when it fails.
 
-PATCHCLAMP_DISABLE=op_class,cut_graphs patchclamp serve ...
+PATCHCLAMP_DISABLE=op_class,cut_graphs patchclamp sweep ...
 """
 
 from __future__ import annotations
