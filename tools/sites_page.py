@@ -27,9 +27,10 @@ of a value, where it differs) · M MLP width · X experts · V vocabulary · l a
 
 {sites}
 
-**How to read the tables.** A site is tapped at a module's input or output. Arguments count from 0, and "arguments 1
-+ 2" is the sum of two. Columns are half-open. Under tensor parallel every worker has the whole of a *replicated*
-tensor, and only some heads or neurons of a *sharded* one. patchclamp puts these together.
+**How to read the tables.** A site is tapped at a module's input or output. Arguments count from 0; where two are
+named, as in "arguments 1 + 2", the site is their sum. Columns are half-open. Under tensor parallel every worker has
+the whole of a *replicated* tensor, and only some heads or neurons of a *sharded* one. patchclamp puts these
+together.
 
 **What holds for every raw hook.** On Transformers a hook sees a padded batch, [B, T, D]. With patchclamp you get
 the rows of one request. On vLLM a hook sees one step, [rows, D]: the rows of many requests, one request after the

@@ -1,6 +1,7 @@
 """The pages in docs/ and at the root: links lead somewhere, names in them are names in the code, made parts are up to date,
 and examples run."""
 
+import itertools
 import re
 from pathlib import Path
 
@@ -83,6 +84,15 @@ def test_files_that_pages_name_are_there():
     for name in ("docs/guarantees.md", "docs/architecture.md", "README.md", "CONTRIBUTING.md"):
         for path in re.findall(r"`((?:src|tests|tools|docs|benchmarks)/[\w./]+)`", PAGES[name]):
             assert (ROOT / path).exists(), path
+
+
+@every_page
+def test_no_paragraph_breaks_into_a_list(name):
+    """A line within a paragraph that begins as an item of a list is shown as one."""
+    lines = re.sub(r"```.*?```", "", PAGES[name], flags=re.S).splitlines()
+    item, number = re.compile(r"([-+*]|1[.)]) "), re.compile(r"\d+[.)] ")  # of numbers, only 1 begins a list there
+    for before, line in itertools.pairwise(lines):
+        assert not item.match(line) or before[:1] in ("", "#", " ") or item.match(before) or number.match(before), line
 
 
 # -- docs/architecture.md
