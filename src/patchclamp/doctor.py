@@ -1,4 +1,4 @@
-"""What works here and what does not, before anyone relies on it: the machine, vLLM's seams, and one model on it."""
+"""What works here and what does not: the machine, vLLM's seams, and one model on it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGES = ("torch", "transformers")
 
 
 class Report(msgspec.Struct, frozen=True):
-    """Everything found, in order."""
+    """The findings, in order."""
 
     findings: tuple[Finding, ...]
 
@@ -33,19 +33,19 @@ def examine(model: str | None = None, engine: str | None = None, **options: Any)
 
     What keeps a model from starting is a finding, not an error.
     """
-    found = [*_versions(), *_vllm(engine)]
-    return Report((*found, *(_model(model, engine, options) if model is not None else ())))
+    findings = [*_versions(), *_vllm(engine)]
+    return Report((*findings, *(_model(model, engine, options) if model is not None else ())))
 
 
 def _versions() -> list[Finding]:
-    found = [Finding("versions", "patchclamp", "ok", __version__),
-             Finding("versions", "python", "ok", platform.python_version())]  # fmt: skip
+    findings = [Finding("versions", "patchclamp", "ok", __version__),
+                Finding("versions", "python", "ok", platform.python_version())]  # fmt: skip
     for package in PACKAGES:
         try:
-            found.append(Finding("versions", package, "ok", importlib.metadata.version(package)))
+            findings.append(Finding("versions", package, "ok", importlib.metadata.version(package)))
         except importlib.metadata.PackageNotFoundError:
-            found.append(Finding("versions", package, "problem", "not installed", "pip install 'patchclamp[vllm]'"))
-    return found
+            findings.append(Finding("versions", package, "problem", "not installed", "pip install 'patchclamp[vllm]'"))
+    return findings
 
 
 def _vllm(engine: str | None) -> list[Finding]:
@@ -64,22 +64,23 @@ def _vllm(engine: str | None) -> list[Finding]:
 
 
 def _model(model: str, engine: str | None, options: dict[str, Any]) -> list[Finding]:
+    """Starts an engine, and proves its sites."""
     try:
         lm = LM(model, engine, **options)
     except PatchclampError as error:
         return [Finding("configuration", "start", "problem", str(error), "change what it names, and ask again")]
     with lm:
-        about = lm.model
-        told = f"{about.family}, {about.layers} layers, width {about.d_model}, {about.dtype}, on {about.engine}"
-        found = [Finding("configuration", "model", "ok", told)]
+        m = lm.model
+        described = f"{m.family}, {m.layers} layers, width {m.d_model}, {m.dtype}, on {m.engine}"
+        model_loads = Finding("configuration", "model", "ok", described)
         try:
-            rest = list(lm.engine.report())
+            of_engine = list(lm.engine.report())
             proofs = prove(lm)
         except PatchclampError as error:
-            return [*found, Finding("sites", "proof", "problem", str(error), "report it with the model's name")]
-        first = [finding for finding in rest if finding.part == "configuration"]
-        sites = [_site(proof) for proof in proofs]
-        return [*found, *first, *sites, *(finding for finding in rest if finding.part != "configuration")]
+            return [model_loads, Finding("sites", "proof", "problem", str(error), "report it with the model's name")]
+        configuration = [finding for finding in of_engine if finding.part == "configuration"]
+        rest = [finding for finding in of_engine if finding.part != "configuration"]
+        return [model_loads, *configuration, *map(_site, proofs), *rest]
 
 
 def _site(proof: Proof) -> Finding:

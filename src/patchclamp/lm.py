@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import itertools
 import secrets
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,14 +23,14 @@ from patchclamp.plan import Prompt, bind
 from patchclamp.plan.bind import Code
 from patchclamp.run import Run
 from patchclamp.store.named import NamedBank
-from patchclamp.stream import Stream
+from patchclamp.stream import Stream, wake
 
 MAX_RUNS = 16_384  # of one prompt, as in vLLM
 MAX_SCORES = 128  # token ids graded in one run: what vLLM's sampler takes
 
 
 class LM:
-    """A model on an engine, whose sites are taken as its table says; `pc.LM` (`proving.load`) proves them first."""
+    """A model on an engine. Its sites are those of its table; `pc.LM` (`proving.load`) proves them first."""
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class LM:
         allow_code: bool = False,
         **options: Any,
     ) -> None:
-        # of the options, those that runs in a batch depend on, and so their proofs (`proving.cache`)
+        # options that change what a batch of runs computes, and so the proofs (`proving.cache`)
         self.batching = {name: options.get(name) for name in ("max_num_seqs", "padding_side")}
         self.engine: Engine = open_engine(model, engine, options)
         self.bank, self._allow_code = NamedBank(), allow_code
@@ -93,14 +94,14 @@ class LM:
         One prompt raises its error; of several runs every `Run` comes back, with `error` set on those that failed.
         Errors in the programs themselves are raised before anything runs.
         """
-        asked = self._ask(prompt, messages, max_tokens, edits, capture, sampling, score, lora)
-        futures = self.engine.submit(asked.requests)
+        call = self._read_call(prompt, messages, max_tokens, edits, capture, sampling, score, lora)
+        futures = self.engine.submit(call.requests)
         try:
             answers = [_wait(future) for future in futures]
         except BaseException:
-            self.engine.abort(asked.keys)  # interrupted: nothing goes on computing or keeps captures
+            self.engine.abort(call.keys)  # interrupted: nothing goes on computing or keeps captures
             raise
-        return self._runs_of(asked, answers)
+        return self._runs_of(call, answers)
 
     async def arun(
         self,
@@ -114,16 +115,16 @@ class LM:
         score: Sequence[Any] = (),
         lora: Any = None,
     ) -> Any:
-        """As `run`, for asyncio: calls that are awaited together are under way together, and on vLLM share its batches.
-        A call that is cancelled stops computing."""
-        asked = self._ask(prompt, messages, max_tokens, edits, capture, sampling, score, lora)
-        futures = self.engine.submit(asked.requests)  # which waits for nothing, so that no cancelled call slips through
+        """As `run`, for asyncio: calls that are awaited together run together, on vLLM in the same batches. A call that
+        is cancelled stops computing."""
+        call = self._read_call(prompt, messages, max_tokens, edits, capture, sampling, score, lora)
+        futures = self.engine.submit(call.requests)  # without an await before it: a cancelled call is always aborted
         try:
             answers = await asyncio.gather(*map(_awaited, futures))
         except BaseException:
-            self.engine.abort(asked.keys)
+            self.engine.abort(call.keys)
             raise
-        return self._runs_of(asked, answers)
+        return self._runs_of(call, answers)
 
     def stream(
         self,
@@ -139,48 +140,49 @@ class LM:
     ) -> Stream:
         """As `run` of one prompt, which gives what it generates as it is made: `for part in lm.stream(...)`, or `async
         for`; then `stream.run` is the `Run`. What is wrong with the call is raised here, before anything runs."""
-        asked = self._ask(prompt, messages, max_tokens, edits, capture, sampling, score, lora)
-        if asked.many:
+        call = self._read_call(prompt, messages, max_tokens, edits, capture, sampling, score, lora)
+        if call.listed:
             raise ProgramError("one at a time is streamed, not a list", "prompt" if messages is None else "messages")
-        if asked.counts != [1]:
-            raise ProgramError(f"one run is streamed, not {asked.counts[0]}: ask for several streams", "sampling.n")
-        return Stream(self.engine, asked.requests[0], lambda answer: self._runs_of(asked, [answer]))
+        if call.counts != [1]:
+            raise ProgramError(f"one run is streamed, not {call.counts[0]}: ask for several streams", "sampling.n")
+        return Stream(self.engine, call.requests[0], lambda answer: self._runs_of(call, [answer]))
 
-    def _ask(
+    def _read_call(
         self, prompt: Any, messages: Any, max_tokens: int, edits: Any, capture: Any, sampling: Any, score: Any,
         lora: Any,
-    ) -> _Asked:  # fmt: skip
-        """The requests of a call."""
-        prompts, many = self._prompts(prompt, messages)
-        each = (_each(edits, len(prompts), "edits"), _each(capture, len(prompts), "capture"))
-        programs = [Program.of(*parts) for parts in zip(*each, strict=True)]
-        samplings = [_plain(one) for one in self._samplings(sampling, len(prompts))]
+    ) -> _Call:  # fmt: skip
+        """The requests that the arguments of a call describe."""
+        prompts, listed = self._prompts(prompt, messages)
+        parts = (_per_prompt(edits, len(prompts), "edits"), _per_prompt(capture, len(prompts), "capture"))
+        programs = [Program.of(*both) for both in zip(*parts, strict=True)]
+        samplings = [_plain(one) for one in _samplings(sampling, len(prompts))]
         fuzzes = [_fuzz(one.pop("extra_args", None)) for one in samplings]
         programs = [msgspec.structs.replace(program, edits=program.edits + fuzz) if fuzz else program
                     for program, fuzz in zip(programs, fuzzes, strict=True)]  # fmt: skip
         counts = [_count(one) for one in samplings]
         for one in samplings if isinstance(sampling, (list, tuple)) else samplings[:1]:
             self.engine.check_sampling(one)
-        scores = list(_each(score, len(prompts), "score"))
+        scores = _per_prompt(score, len(prompts), "score")
         adapters = self._adapters(lora, len(prompts))
         requests = [
-            self._request(prompts[i], programs[i], scores[i], _seeded(one, number), max_tokens, adapters[i], many and i)
+            self._request(prompts[i], programs[i], scores[i], _seeded(one, number), max_tokens, adapters[i],
+                          f"prompt {i}" if listed else None)
             for i, one in enumerate(samplings)
             for number in range(counts[i])
-        ]
+        ]  # fmt: skip
         programs = [program for program, count in zip(programs, counts, strict=True) for _ in range(count)]
-        return _Asked(requests, programs, counts, many)
+        return _Call(requests, programs, counts, listed)
 
-    def _runs_of(self, asked: _Asked, answers: list[Answer | PatchclampError]) -> Any:
-        runs = [Run(self, *made) for made in zip(asked.requests, asked.programs, answers, strict=True)]
-        for run in runs:
-            self._runs[run.key] = run
-        if asked.counts == [1] and not asked.many and runs[0].error is not None:
+    def _runs_of(self, call: _Call, answers: list[Answer | PatchclampError]) -> Any:
+        """The runs of a call, as `run` returns them."""
+        runs = [Run(self, *parts) for parts in zip(call.requests, call.programs, answers, strict=True)]
+        self._runs.update((run.key, run) for run in runs)
+        if call.counts == [1] and not call.listed and runs[0].error is not None:
             runs[0].close()  # nobody gets hold of it
             raise runs[0].error
         rest = iter(runs)
-        grouped = [next(rest) if n == 1 else [next(rest) for _ in range(n)] for n in asked.counts]
-        return grouped if asked.many else grouped[0]
+        grouped = [next(rest) if n == 1 else list(itertools.islice(rest, n)) for n in call.counts]
+        return grouped if call.listed else grouped[0]
 
     def tokens(self, text: str) -> list[int]:
         """Token ids of a prompt's text, with the tokenizer's special tokens."""
@@ -213,28 +215,21 @@ class LM:
         return f"<LM {m.name} on {m.engine} {m.version}, {m.layers} layers, {m.dtype}>"
 
     def _prompts(self, prompt: Any, messages: Any) -> tuple[list[tuple[list[int], str | None]], bool]:
-        """(ids, text) of every prompt, and whether many were given."""
+        """(ids, text) of every prompt, and whether they came as a list."""
         if (prompt is None) == (messages is None):
             raise ProgramError("give either a prompt or messages")
         if messages is not None:
-            many = isinstance(messages, (list, tuple)) and bool(messages) and isinstance(messages[0], (list, tuple))
-            return [(self._chat(chat), None) for chat in (messages if many else [messages])], many
+            listed = isinstance(messages, (list, tuple)) and bool(messages) and isinstance(messages[0], (list, tuple))
+            return [(self._chat(chat), None) for chat in (messages if listed else [messages])], listed
         prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # a NumPy array or a tensor of ids
         if not isinstance(prompt, (str, list, tuple)):
             raise ProgramError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}", "prompt")
-        many = not isinstance(prompt, str) and not (len(prompt) > 0 and isinstance(prompt[0], (int, np.integer)))
-        given = prompt if many else [prompt]
-        made = [self._prompt(one, f"prompt[{i}]" if many else "prompt") for i, one in enumerate(given)]
-        return made, many
+        if isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], (int, np.integer))):
+            return [self._prompt(prompt, "prompt")], False
+        return [self._prompt(one, f"prompt[{i}]") for i, one in enumerate(prompt)], True
 
-    def _samplings(self, given: Any, prompts: int) -> Sequence[Mapping[str, Any]]:
-        many = list(given) if isinstance(given, (list, tuple)) else [{} if given is None else given] * prompts
-        if len(many) != prompts or not all(isinstance(one, Mapping) for one in many):
-            raise ProgramError(f"names and values are needed, or a list of {prompts} of them, one a prompt", "sampling")
-        return many
-
-    def _adapters(self, given: Any, prompts: int) -> list[Adapter | None]:
-        adapters = adapters_of(given, prompts)
+    def _adapters(self, lora: Any, prompts: int) -> list[Adapter | None]:
+        adapters = adapters_of(lora, prompts)
         for adapter in {adapter for adapter in adapters if adapter is not None}:
             self.engine.check_adapter(adapter)
         return adapters
@@ -273,8 +268,9 @@ class LM:
         sampling: dict[str, Any],
         max_tokens: int,
         adapter: Adapter | None,
-        number: int | bool,
+        path: str | None,
     ) -> Request:
+        """One run of a prompt (ids, text), `path` where that stands in a list. Raises what is wrong with it."""
         key, (ids, text) = secrets.token_hex(8), prompt
         if not is_token_id(max_tokens) or max_tokens < 1:
             raise ProgramError(f"at least one token must be generated, not {max_tokens!r}", "max_tokens")
@@ -291,33 +287,44 @@ class LM:
         vectors: dict[str, np.ndarray] = {}
         code: dict[int, Code] | None = {} if self._allow_code else None
         sources: dict[str, Run] = {}
-        spelled = Prompt(ids, lambda: self.tokenizer.spell(ids, text))
-        try:
-            known = (self.sites, lambda run: sources.setdefault(run, self._source(run)), self.bank, vectors, code)
-            bound = bind(program, key, spelled, max_tokens, *known) if program else None
-        except PatchclampError as error:
-            raise error if number is False else error.under(f"prompt {number}") from None
+
+        def source(run: str) -> Run:
+            return sources.setdefault(run, self._source(run))
+
+        bound = None
+        if program:
+            spelled = Prompt(ids, lambda: self.tokenizer.spell(ids, text))
+            try:
+                bound = bind(program, key, spelled, max_tokens, self.sites, source, self.bank, vectors, code)
+            except PatchclampError as error:
+                raise error if path is None else error.under(path) from None
         read, score = tuple(sources.values()), tuple(int(i) for i in score)
         return Request(key, ids, max_tokens, bound, vectors, sampling, score, code or {}, text, read, adapter=adapter)
 
-    def _source(self, run: str) -> Run:
-        found = self._runs.get(run)
-        if found is None:
-            raise MissingSource(f"run {run} is not here: it was closed or dropped, or ran on another LM")
-        if found.error is not None:
-            raise MissingSource(f"run {run} failed: {found.error}")
-        if found.closed:
-            raise MissingSource(f"run {run} was closed")
-        return found
+    def _source(self, key: str) -> Run:
+        """The run that a program reads."""
+        run = self._runs.get(key)
+        if run is None:
+            raise MissingSource(f"run {key} is not here: it was closed or dropped, or ran on another LM")
+        if run.error is not None:
+            raise MissingSource(f"run {key} failed: {run.error}")
+        if run.closed:
+            raise MissingSource(f"run {key} was closed")
+        return run
 
 
-class _Asked(NamedTuple):
-    """What a call asks for: `counts` requests of each prompt, one after the other; `many`: prompts came as a list."""
+class _Call(NamedTuple):
+    """What a call asks for.
+
+    requests, programs: of every run, those of a prompt one after the other
+    counts: runs of each prompt
+    listed: whether the prompts came as a list
+    """
 
     requests: list[Request]
     programs: list[Program]
     counts: list[int]
-    many: bool
+    listed: bool
 
     @property
     def keys(self) -> list[str]:
@@ -325,7 +332,7 @@ class _Asked(NamedTuple):
 
 
 def _count(sampling: dict[str, Any]) -> int:
-    """Takes `n` out of what is given for a prompt."""
+    """How many runs a prompt has: takes `n` out of its sampling."""
     count = sampling.pop("n", None)
     count = 1 if count is None else count
     if not is_token_id(count) or not 1 <= count <= MAX_RUNS:
@@ -335,19 +342,29 @@ def _count(sampling: dict[str, Any]) -> int:
     return int(count)
 
 
-def _plain(given: Any) -> Any:
-    """What is given, with Python's own numbers, lists and dicts."""
-    if isinstance(given, Mapping):
-        return {name.item() if isinstance(name, np.generic) else name: _plain(value) for name, value in given.items()}
-    if isinstance(given, (list, tuple)):
-        return [_plain(value) for value in given]
-    if isinstance(given, (set, frozenset)):
-        return sorted(map(_plain, given), key=repr)
-    return given.tolist() if isinstance(given, (np.generic, np.ndarray)) else given
+def _samplings(sampling: Any, prompts: int) -> Sequence[Mapping[str, Any]]:
+    """The sampling of each prompt."""
+    samplings = (
+        list(sampling) if isinstance(sampling, (list, tuple)) else [{} if sampling is None else sampling] * prompts
+    )
+    if len(samplings) != prompts or not all(isinstance(one, Mapping) for one in samplings):
+        raise ProgramError(f"names and values are needed, or a list of {prompts} of them, one a prompt", "sampling")
+    return samplings
+
+
+def _plain(value: Any) -> Any:
+    """A value in Python's own numbers, lists and dicts."""
+    if isinstance(value, Mapping):
+        return {name.item() if isinstance(name, np.generic) else name: _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(_plain, value), key=repr)
+    return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value
 
 
 def _seeded(sampling: dict[str, Any], number: int) -> dict[str, Any]:
-    """For the run of that number of a prompt, as vLLM seeds its own; -1 is no seed there."""
+    """The sampling of a prompt's run of that number, seeded as vLLM would; -1 is no seed there."""
     seed = sampling.get("seed")
     if seed in (None, -1):
         return sampling
@@ -374,37 +391,32 @@ def is_token_id(value: object) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
-def _each(given: Any, prompts: int, name: str) -> Iterable[Any]:
-    """One program for all prompts, or a list of lists, one a prompt."""
-    if given is not None and not isinstance(given, (str, Site, At, Op, list, tuple, Mapping)):
+def _per_prompt(items: Any, prompts: int, name: str) -> Sequence[Any]:
+    """The edits, captures or scores of each prompt, from one list for all or a list of lists, one a prompt."""
+    if items is not None and not isinstance(items, (str, Site, At, Op, list, tuple, Mapping)):
         try:
-            given = list(given)
+            items = list(items)
         except TypeError:
-            raise ProgramError(f"a list is needed, not {type(given).__name__}", name) from None
-    if isinstance(given, (list, tuple)) and any(isinstance(item, (list, tuple)) for item in given):
-        if not all(isinstance(item, (list, tuple)) for item in given):
+            raise ProgramError(f"a list is needed, not {type(items).__name__}", name) from None
+    if isinstance(items, (list, tuple)) and any(isinstance(item, (list, tuple)) for item in items):
+        if not all(isinstance(item, (list, tuple)) for item in items):
             raise ProgramError("either one list for all prompts, or a list of lists, one a prompt", name)
-        if len(given) != prompts:
-            raise ProgramError(f"{len(given)} lists for {prompts} prompts", name)
-        return given
-    return [given] * prompts
+        if len(items) != prompts:
+            raise ProgramError(f"{len(items)} lists for {prompts} prompts", name)
+        return items
+    return [items] * prompts
 
 
-async def _awaited(future: Any) -> Answer | PatchclampError:
-    """A future of the engine's, which is not cancelled with the one who waits for it."""
+async def _awaited(future: Future[Answer]) -> Answer | PatchclampError:
+    """What comes of a run, awaited; a reader that is cancelled does not cancel the engine's future."""
     loop = asyncio.get_running_loop()
     done = loop.create_future()
-
-    def tell(_: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-            loop.call_soon_threadsafe(lambda: done.done() or done.set_result(None))
-
-    future.add_done_callback(tell)
+    future.add_done_callback(lambda _: wake(loop, done))
     await done
     return _wait(future)
 
 
-def _wait(future: Any) -> Answer | PatchclampError:
+def _wait(future: Future[Answer]) -> Answer | PatchclampError:
     try:
         return future.result()
     except PatchclampError as error:

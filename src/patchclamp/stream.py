@@ -21,22 +21,23 @@ class Stream:
     """What one run generates, as it is made: `for part in stream`, or `async for`; each part is a `Part`.
 
     Put together, the parts are what `lm.run` gives. After the last one, `stream.run` is the `Run`, with its captures.
-    An error of the run is raised where the next part would come; one that is known only at the end, such as edits that
-    are not finite on vLLM, comes after parts that were given.
+    An error of the run is raised in place of the next part; one that is known only at the end, such as edits that are
+    not finite on vLLM, comes after parts that were read.
 
     A stream that is closed, left by its `with` or `async with`, or dropped, or whose reader is cancelled, stops the
-    run and leaves nothing behind. After the end the run is on its own, until it is dropped or closed.
+    run and frees what it holds. After the end its run is as any other: kept until it is dropped or closed.
     """
 
-    def __init__(self, engine: Engine, request: Request, made: Callable[[Answer | PatchclampError], Run]) -> None:
-        self._engine, self._key, self._made = engine, request.run, made
-        self._mail = request.listener = mail = _Mail()
+    def __init__(self, engine: Engine, request: Request, make_run: Callable[[Answer | PatchclampError], Run]) -> None:
+        self._engine, self._key = engine, request.run
+        self._make_run: Callable[[Answer | PatchclampError], Run] | None = make_run
+        self._mailbox = request.listener = mailbox = _Mailbox()
         self._run: Run | None = None
         self._error: PatchclampError | None = None
-        self._unread = weakref.finalize(self, _drop, mail, engine, request.run)  # while it has not come to an end
+        self._unread = weakref.finalize(self, _drop, mailbox, engine, request.run)  # alive until the end was read
         self._unread.atexit = False
         [future] = engine.submit([request])
-        future.add_done_callback(mail.end)
+        future.add_done_callback(mailbox.end)
 
     @property
     def run(self) -> Run:
@@ -52,12 +53,12 @@ class Stream:
         return self._run
 
     def close(self) -> None:
-        """Stops the run and lets go of all that it holds; a stream that has ended stays as it is."""
+        """Stops the run and frees what it holds; a stream that has ended stays as it is."""
         if self._unread.detach() is None:
             return
-        self._mail.gone = True
-        self._mail.post(EngineError("the stream was closed"))  # whoever waits for a part in another thread
-        with contextlib.suppress(EngineError):  # of an engine that is closed: it holds nothing any more
+        self._mailbox.closed = True
+        self._mailbox.post(EngineError("the stream was closed"))  # wakes a reader in another thread
+        with contextlib.suppress(EngineError):  # the engine is closed, and holds nothing any more
             self._engine.abort([self._key])
 
     async def aclose(self) -> None:
@@ -69,7 +70,7 @@ class Stream:
 
     def __next__(self) -> Part:
         try:
-            part = self._read(self._mail.take())
+            part = self._read(self._mailbox.take())
         except BaseException:  # interrupted, perhaps
             self.close()
             raise
@@ -82,7 +83,7 @@ class Stream:
 
     async def __anext__(self) -> Part:
         try:
-            part = self._read(await self._mail.awaited())
+            part = self._read(await self._mailbox.awaited())
         except BaseException:  # cancelled, perhaps
             self.close()
             raise
@@ -94,13 +95,13 @@ class Stream:
         """A part, or None at the end; raises the run's error, once."""
         if isinstance(item, Part):
             return item if self._unread.alive else None
-        self._mail.post(item)  # the end stays, for whoever asks again
+        self._mailbox.post(item)  # the end stays, for whoever reads again
         if self._unread.detach() is None:
             return None
-        made, self._made = self._made, None  # which holds vectors
-        assert made is not None
+        make_run, self._make_run = self._make_run, None  # which holds vectors
+        assert make_run is not None
         try:
-            self._run = made(item)
+            self._run = make_run(item)
         except PatchclampError as error:
             self._error = error
             raise
@@ -127,20 +128,20 @@ class Stream:
         return f"<Stream {self._key}: {state}>"
 
 
-class _Mail:
-    """Parts on their way from the engine's thread to whoever reads, and at the end the answer. There is always room."""
+class _Mailbox:
+    """A queue without a bound, from the engine's thread to the reader: parts, then the answer or the run's error."""
 
     def __init__(self) -> None:
-        self.gone = False
+        self.closed = False
         self._items: queue.SimpleQueue[Part | Answer | PatchclampError] = queue.SimpleQueue()
         self._wakers: collections.deque[Callable[[], None]] = collections.deque()
 
     def __call__(self, part: Part) -> None:
-        if not self.gone:
+        if not self.closed:
             self.post(part)
 
     def end(self, future: Future[Answer]) -> None:
-        """What came of the run."""
+        """Posts the answer, or the run's error."""
         try:
             self.post(future.result())
         except Exception as error:
@@ -162,18 +163,19 @@ class _Mail:
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._items.get_nowait()
-            rung = loop.create_future()
-            self._wakers.append(functools.partial(_ring, loop, rung))
-            if self._items.empty():  # still, now that the bell hangs
-                await rung
+            posted = loop.create_future()
+            self._wakers.append(functools.partial(wake, loop, posted))
+            if self._items.empty():  # an item that came before the waker would wake nobody
+                await posted
 
 
-def _ring(loop: asyncio.AbstractEventLoop, rung: asyncio.Future[None]) -> None:
+def wake(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None:
+    """Ends a future of asyncio's from another thread."""
     with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-        loop.call_soon_threadsafe(lambda: rung.done() or rung.set_result(None))
+        loop.call_soon_threadsafe(lambda: future.done() or future.set_result(None))
 
 
-def _drop(mail: _Mail, engine: Engine, run: str) -> None:
-    """Of a stream that is no more. The garbage collector calls this: it waits for no lock."""
-    mail.gone = True
+def _drop(mailbox: _Mailbox, engine: Engine, run: str) -> None:
+    """Frees a stream that was dropped. The garbage collector calls this: it waits for no lock."""
+    mailbox.closed = True
     engine.release([run])

@@ -293,7 +293,7 @@ def test_an_interrupted_reader_stops_the_run(engine, stream, monkeypatch):
     def interrupted():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(stream._mail, "take", interrupted)
+    monkeypatch.setattr(stream._mailbox, "take", interrupted)
     with pytest.raises(KeyboardInterrupt):
         next(stream)
     assert engine.aborted == ["r"]

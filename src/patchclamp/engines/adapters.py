@@ -1,4 +1,4 @@
-"""LoRA adapters: what a call asks for, read from the folder that PEFT writes before anything runs."""
+"""LoRA adapters, read from the folders that PEFT writes, before anything runs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 class Adapter(msgspec.Struct, frozen=True):
     """An adapter in a folder.
 
-    name: another one once its files have changed
-    rank: the largest of its parts
+    name: of its folder and its files' sizes and times
+    rank: the largest of its modules' ranks
     """
 
     folder: str
@@ -27,36 +27,36 @@ class Adapter(msgspec.Struct, frozen=True):
     rank: int
 
 
-def adapters_of(given: Any, prompts: int) -> list[Adapter | None]:
-    """The adapter of each prompt. `given`: None, a folder for all prompts, or a list of such, one a prompt.
+def adapters_of(folders: Any, prompts: int) -> list[Adapter | None]:
+    """The adapter of each prompt, from None, a folder for all prompts, or a list of such, one a prompt.
 
-    Raises what `read` does.
+    Raises: what `read` raises.
     """
-    if not isinstance(given, (list, tuple)):
-        return [None if given is None else _read_at(given, "lora")] * prompts
-    if len(given) != prompts:
-        raise ProgramError(f"{len(given)} adapters for {prompts} prompts: give one for all, or one a prompt", "lora")
+    if not isinstance(folders, (list, tuple)):
+        return [None if folders is None else _read_at(folders, "lora")] * prompts
+    if len(folders) != prompts:
+        raise ProgramError(f"{len(folders)} adapters for {prompts} prompts: give one for all, or one a prompt", "lora")
     adapters: dict[Any, Adapter | None] = {None: None}  # by folder
-    for i, folder in enumerate(given):
+    for i, folder in enumerate(folders):
         if not isinstance(folder, (str, os.PathLike, type(None))) or folder not in adapters:
             adapters[folder] = _read_at(folder, f"lora[{i}]")
-    return [adapters[folder] for folder in given]
+    return [adapters[folder] for folder in folders]
 
 
-def _read_at(given: Any, path: str) -> Adapter:
+def _read_at(path: Any, argument: str) -> Adapter:
     try:
-        return read(given)
+        return read(path)
     except PatchclampError as error:
-        raise error.under(path) from None
+        raise error.under(argument) from None
 
 
-def read(given: Any) -> Adapter:
-    """An adapter by its folder. Raises `MissingSource` where there is none, `ProgramError` for what is no LoRA."""
-    if not isinstance(given, (str, os.PathLike)):
-        raise ProgramError(f"the folder of an adapter is needed, not {type(given).__name__} {given!r}")
-    folder = Path(given).expanduser().resolve()
+def read(path: Any) -> Adapter:
+    """The adapter in a folder. Raises `MissingSource` where there is none, `ProgramError` for what is no LoRA."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise ProgramError(f"the folder of an adapter is needed, not {type(path).__name__} {path!r}")
+    folder = Path(path).expanduser().resolve()
     if not folder.is_dir():
-        raise MissingSource(f"there is no folder {str(given)!r}; give that of an adapter which PEFT has written")
+        raise MissingSource(f"there is no folder {str(path)!r}; give that of an adapter which PEFT has written")
     missing = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
     if missing:
         files = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"

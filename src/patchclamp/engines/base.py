@@ -61,10 +61,10 @@ class Listener(Protocol):
     """Takes every part of a run, in order and before the run's answer, on the engine's thread: it waits for nothing and
     raises nothing. It stays in this process.
 
-    gone: nobody reads the parts any more; the engine stops the run as far as it can
+    closed: nobody reads the parts any more; the engine stops the run as far as it can
     """
 
-    gone: bool
+    closed: bool
 
     def __call__(self, part: Part) -> None: ...
 
@@ -101,7 +101,7 @@ class Request(msgspec.Struct):
     @property
     def abandoned(self) -> bool:
         """Whether it had a listener who is gone."""
-        return self.listener is not None and self.listener.gone
+        return self.listener is not None and self.listener.closed
 
 
 class Answer(msgspec.Struct):

@@ -20,17 +20,17 @@ WORDS = (
 
 
 class FakeTokenizer:
-    """Words with their leading space and single characters, the longest that fits first; total.
+    """Words with their leading space and single characters, the longest that fits first. Any text can be encoded.
 
-    A character outside the vocabulary becomes one of the letter tokens, by its hash; `spell` still knows where it was.
-    A smaller vocabulary has fewer words, a larger one tokens that no text is made of.
+    A character outside the vocabulary becomes one of the letter tokens, by its hash; `spell` still says where it was.
+    A smaller vocabulary has fewer words, a larger one has tokens that no text is encoded as.
     """
 
     def __init__(self, d_vocab: int) -> None:
-        made = [*SPECIAL, *LETTERS, *WORDS][:d_vocab]
-        self._texts = made + [f"<{i}>" for i in range(len(made), d_vocab)]
+        texts = [*SPECIAL, *LETTERS, *WORDS][:d_vocab]
+        self._texts = texts + [f"<{i}>" for i in range(len(texts), d_vocab)]
         self._letters = min(len(LETTERS), d_vocab - len(SPECIAL))
-        self._ids = {text: i for i, text in enumerate(made) if i >= len(SPECIAL)}
+        self._ids = {text: i for i, text in enumerate(texts) if i >= len(SPECIAL)}
         longest_first = sorted(self._ids, key=len, reverse=True)
         self._next = re.compile("|".join([*map(re.escape, longest_first), "."]), re.DOTALL)
 
@@ -38,11 +38,11 @@ class FakeTokenizer:
         return [BOS, *self.bare(text)]
 
     def bare(self, text: str) -> list[int]:
-        return [self._id(piece) for piece in self._next.findall(text)]
+        return [self._id(word) for word in self._next.findall(text)]
 
-    def _id(self, piece: str) -> int:
-        hashed = len(SPECIAL) + zlib.crc32(piece.encode("utf-8", "surrogatepass")) % self._letters
-        return self._ids.get(piece, hashed)
+    def _id(self, word: str) -> int:
+        hashed = len(SPECIAL) + zlib.crc32(word.encode("utf-8", "surrogatepass")) % self._letters
+        return self._ids.get(word, hashed)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens."""
@@ -54,17 +54,17 @@ class FakeTokenizer:
         return [self._texts[i] for i in ids]
 
     def spell(self, ids: Sequence[int], text: str | None) -> tuple[str, list[tuple[int, int]]]:
-        """The text that made these ids, or else their decoded text; a special token takes no characters."""
+        """The text, if it is encoded as these ids, or else their decoded text; a special token has no characters."""
         ids = list(ids)
         bare = [i for i in ids if i >= len(SPECIAL)]
-        made = text is not None and ids in (self.encode(text), self.bare(text))
-        pieces = self._next.findall(text) if text is not None and made else [self._texts[i] for i in bare]
-        widths, begin, offsets = iter(pieces), 0, []
+        matches = text is not None and ids in (self.encode(text), self.bare(text))
+        words = self._next.findall(text) if text is not None and matches else [self._texts[i] for i in bare]
+        widths, begin, offsets = iter(words), 0, []
         for i in ids:
             end = begin + (len(next(widths)) if i >= len(SPECIAL) else 0)
             offsets.append((begin, end))
             begin = end
-        return "".join(pieces), offsets
+        return "".join(words), offsets
 
     def chat(self, messages: list[dict[str, Any]]) -> list[int]:
         for i, message in enumerate(messages):

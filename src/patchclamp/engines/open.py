@@ -13,7 +13,7 @@ NAMES = ("vllm", "transformers", "fake")
 
 
 def open_engine(model: str, engine: str | Engine | None, options: dict[str, Any]) -> Engine:
-    """The engine `engine` names (or the best one installed) with `model` loaded; an engine object is taken as it is."""
+    """The engine that `engine` names (or the default) with `model` loaded; an engine object is returned as it is."""
     if engine is not None and not isinstance(engine, str):
         return engine
     name = engine or ("fake" if model == "fake" else default_engine())
@@ -42,7 +42,7 @@ def default_engine() -> str:
 
 
 def resolve(model: str) -> str:
-    """A folder or hub id; "smollm2" is prepared on first use."""
+    """The folder or hub id of a model; "smollm2" is prepared on first use."""
     if model != "smollm2":
         return model
     from patchclamp.engines.smollm2 import prepare
@@ -51,8 +51,9 @@ def resolve(model: str) -> str:
 
 
 def _checked(kind: type, options: dict[str, Any]) -> dict[str, Any]:
-    known = [name for name in inspect.signature(kind.__init__).parameters if name not in ("self", "name")]
+    """The options. Raises `UnknownName` for one that an engine's class does not take."""
+    names = [name for name in inspect.signature(kind.__init__).parameters if name not in ("self", "name")]
     for option in options:
-        if option not in known:
-            raise unknown("engine option", option, known, option)
+        if option not in names:
+            raise unknown("engine option", option, names, option)
     return options

@@ -1,4 +1,4 @@
-"""Sampling for engines that do not bring their own: vLLM's parameter names, a part of them."""
+"""Sampling for engines that have none of their own: some of vLLM's parameters, by its names."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from patchclamp.errors import ProgramError, unknown
 
-ANY = -1  # a seed that asks for none, as in vLLM
-COLDEST = 0.01  # a temperature above 0 is at least this, as in vLLM
+UNSEEDED = -1  # the seed that means none, as in vLLM
+MIN_TEMPERATURE = 0.01  # of those above 0, as in vLLM
 NAMES = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos")
 
 
@@ -19,7 +19,7 @@ class Sampler:
 
     def __init__(self, sampling: dict[str, Any], eos: set[int]) -> None:
         temperature = float(sampling.get("temperature", 0.0))
-        self.temperature = max(temperature, COLDEST) if temperature > 0 else 0.0
+        self.temperature = max(temperature, MIN_TEMPERATURE) if temperature > 0 else 0.0
         self.top_k = int(sampling.get("top_k") or 0)
         self.top_p = float(sampling.get("top_p", 1.0))
         self.min_p = float(sampling.get("min_p", 0.0))
@@ -27,7 +27,7 @@ class Sampler:
         self.stop: list[str] = [stop] if isinstance(stop, str) else list(stop)
         self.ends = set(sampling.get("stop_token_ids") or ()) | (set() if sampling.get("ignore_eos") else eos)
         self.generator = torch.Generator()
-        if sampling.get("seed") not in (None, ANY):
+        if sampling.get("seed") not in (None, UNSEEDED):
             self.generator.manual_seed(int(sampling["seed"]))
         else:
             self.generator.seed()
@@ -39,9 +39,9 @@ class Sampler:
             if name not in NAMES:
                 raise unknown("sampling parameter", name, NAMES, f"sampling.{name}")
         for name, low, high in (("temperature", 0, 2), ("top_p", 1e-6, 1), ("min_p", 0, 1)):
-            given = sampling.get(name, high)
-            if not isinstance(given, (int, float)) or isinstance(given, bool) or not low <= given <= high:
-                raise ProgramError(f"a number from {low} to {high} is needed, not {given!r}", f"sampling.{name}")
+            value = sampling.get(name, high)
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
+                raise ProgramError(f"a number from {low} to {high} is needed, not {value!r}", f"sampling.{name}")
         top_k = sampling.get("top_k", 0)
         if top_k is not None and (not _whole(top_k) or top_k < -1):
             raise ProgramError(f"a whole number is needed, or 0 or -1 for all, not {top_k!r}", "sampling.top_k")
@@ -61,7 +61,7 @@ class Sampler:
         return int(torch.multinomial(self.probabilities(logits_V), 1, generator=self.generator))
 
     def probabilities(self, logits_V: torch.Tensor) -> torch.Tensor:
-        """What a token is drawn from, [V]: in vLLM's order, each bound on what the last one left."""
+        """What a token is drawn from, [V]: min_p, top_k and top_p act one after the other, as in vLLM."""
         probs_V = (logits_V.cpu().float() / self.temperature).softmax(-1)
         probs_V = probs_V * (probs_V >= self.min_p * probs_V.max())
         if 0 < self.top_k < len(probs_V):
@@ -77,13 +77,12 @@ class Sampler:
 
     def safe(self, text: str) -> str:
         """The text without an end that may be the beginning of a stop text."""
-        held = (n for word in self.stop for n in range(1, len(word)) if text.endswith(word[:n]))
-        return text[: len(text) - max(held, default=0)]
+        held_back = (n for word in self.stop for n in range(1, len(word)) if text.endswith(word[:n]))
+        return text[: len(text) - max(held_back, default=0)]
 
     def cut(self, text: str) -> str:
         """The text before the first stop text."""
-        ends = [found for word in self.stop if (found := text.find(word)) >= 0]
-        return text[: min(ends, default=len(text))]
+        return text[: min((text.index(word) for word in self.stop if word in text), default=len(text))]
 
 
 def _whole(number: Any) -> bool:

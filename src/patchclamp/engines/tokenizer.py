@@ -12,7 +12,7 @@ BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token that is one byte, where a vocabu
 
 
 class HubTokenizer:
-    """Wraps what `AutoTokenizer.from_pretrained` gives."""
+    """A tokenizer of `AutoTokenizer.from_pretrained`."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -33,53 +33,54 @@ class HubTokenizer:
         return self.inner.decode(list(ids), skip_special_tokens=True)
 
     def settled(self, ids: Sequence[int]) -> str:
-        """Without a character that is not whole yet; bytes in a row are taken together, and one bad end spoils all of
-        them; and where the tokenizer tidies spaces, without the last word."""
+        """The text without what the next token may change: a character of which bytes are missing, and where the
+        tokenizer tidies spaces, the last word."""
         end = len(ids)
-        while end and self._open(ids[end - 1]):
+        while end and self._may_be_unfinished(ids[end - 1]):  # bytes in a row are decoded together
             end -= 1
         text = self.decode(ids[:end]).rstrip("\ufffd")
         return text.rpartition(" ")[0] if getattr(self.inner, "clean_up_tokenization_spaces", False) else text
 
-    def _open(self, token: int) -> bool:
-        """Whether a token is one byte, or passed over between such."""
-        piece = self.inner.convert_ids_to_tokens(token) or ""  # a vocabulary may be padded
-        return BYTE.fullmatch(piece) is not None or token in self.inner.all_special_ids
+    def _may_be_unfinished(self, token: int) -> bool:
+        """Whether a token is one byte, or a special one, which may stand between bytes."""
+        text = self.inner.convert_ids_to_tokens(token) or ""  # a vocabulary may be padded
+        return BYTE.fullmatch(text) is not None or token in self.inner.all_special_ids
 
     def token_strings(self, ids: Sequence[int]) -> list[str]:
         return [self.inner.decode([i], skip_special_tokens=False, clean_up_tokenization_spaces=False) for i in ids]
 
     def spell(self, ids: Sequence[int], text: str | None) -> tuple[str, list[tuple[int, int]]]:
         ids = list(ids)
-        for given, special in ((text, True), (self._whole(ids), False)):
-            if given is None or not self.inner.is_fast:
+        for candidate, special in ((text, True), (self._full_text(ids), False)):
+            if candidate is None or not self.inner.is_fast:
                 continue
-            made = self.inner(given, return_offsets_mapping=True, add_special_tokens=special)
-            if list(made["input_ids"]) == ids:
-                return given, [tuple(pair) for pair in made["offset_mapping"]]
-        ends = [len(self._whole(ids[: i + 1])) for i in range(len(ids))]
-        return self._whole(ids), list(zip([0, *ends[:-1]], ends, strict=True))
+            encoding = self.inner(candidate, return_offsets_mapping=True, add_special_tokens=special)
+            if list(encoding["input_ids"]) == ids:
+                return candidate, [tuple(pair) for pair in encoding["offset_mapping"]]
+        ends = [len(self._full_text(ids[: i + 1])) for i in range(len(ids))]
+        return self._full_text(ids), list(zip([0, *ends[:-1]], ends, strict=True))
 
-    def _whole(self, ids: list[int]) -> str:
+    def _full_text(self, ids: list[int]) -> str:
+        """The text with special tokens."""
         return self.inner.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def chat(self, messages: list[dict[str, Any]]) -> list[int]:
         if not getattr(self.inner, "chat_template", None):
             raise ProgramError("this model's tokenizer has no chat template: give a prompt instead of messages")
-        made = self.inner.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
-        return list(made["input_ids"] if hasattr(made, "keys") else made)
+        chat = self.inner.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
+        return list(chat["input_ids"] if hasattr(chat, "keys") else chat)
 
 
 class NoTokenizer:
-    """For an engine started without one: prompts are token ids, and nothing has a text."""
+    """For an engine started without one: prompts are token ids, and generated tokens have no text."""
 
-    def _none(self, *_: Any) -> Any:
+    def _refuse(self, *_: object) -> Any:
         raise ProgramError("this engine was started without a tokenizer: give token ids")
 
-    encode: Any = _none
-    bare: Any = _none
-    spell: Any = _none
-    chat: Any = _none
+    encode: Any = _refuse
+    bare: Any = _refuse
+    spell: Any = _refuse
+    chat: Any = _refuse
 
     def decode(self, ids: Sequence[int]) -> str:
         return ""

@@ -1,4 +1,4 @@
-"""Fields that are converted when a struct is made: each is written in several ways, and its type is what was read.
+"""Fields that are converted when a struct is made: written in several ways, of one type.
 
 `at: Site = field(converter=as_site)` takes `"resid_post[3]"` and holds a `Site`, for type checkers too (the typing
 specification's dataclass transforms).
@@ -27,12 +27,12 @@ def field(*, converter: Callable[[Written], Read]) -> Read: ...
 @overload
 def field(*, converter: Callable[[Written], Read], default: Written) -> Read: ...
 def field(*, converter: Callable[[Any], Any], default: Any = msgspec.NODEFAULT) -> Any:
-    """A field that holds `converter` of what it is given. Without a default it is required."""
+    """A field whose value goes through `converter`. Without a default it is required."""
     return _Field(converter, default)
 
 
 class _Converting(msgspec.StructMeta):
-    """Takes the converters out of a class's fields, and keeps them in `converters`."""
+    """Moves the converters of a class's fields to the class's `converters`."""
 
     converters: dict[str, Callable[[Any], Any]]
 
@@ -57,5 +57,5 @@ class Converted(msgspec.Struct, metaclass=_Converting, frozen=True):
 
 
 def optional(converter: Callable[[Written], Read]) -> Callable[[Written | None], Read | None]:
-    """None, or what `converter` makes of anything else."""
+    """A converter that leaves None as it is."""
     return lambda value: None if value is None else converter(value)

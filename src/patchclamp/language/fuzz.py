@@ -19,8 +19,8 @@ NAMES, MODES = ("fuzz_strength", "fuzz_seed", "fuzz_mode"), ("noise", "scale")
 def fuzz(extra: dict[str, Any]) -> tuple[Op, ...]:
     """The op that these arguments stand for, or none.
 
-    Source: Roger 2025 (LessWrong, "Fuzzing LLMs sometimes makes them reveal their secrets"). Raises `UnknownName` and
-    `ProgramError` with the argument's name.
+    Raises: `UnknownName` and `ProgramError`, with the argument's name.
+    Source: Roger 2025 (LessWrong, "Fuzzing LLMs sometimes makes them reveal their secrets").
     """
     for name in extra:
         if name not in NAMES:
@@ -38,7 +38,7 @@ def fuzz(extra: dict[str, Any]) -> tuple[Op, ...]:
         if mode == "scale":
             factor = 1.0 - min(max(Scale(strength, Site("embed")).factor, 0.0), 1.0)
             return () if factor == 1.0 else (Scale(factor, Site("embed")),)
-        made = Noise(strength, Site("embed"), seed=0 if seed is None else seed, relative=True)
-        return (made,) if made.std else ()
+        noise = Noise(strength, Site("embed"), seed=0 if seed is None else seed, relative=True)
+        return (noise,) if noise.std else ()
     except PatchclampError as error:
         raise ProgramError(error.message, "fuzz_seed" if error.path == "seed" else "fuzz_strength") from None

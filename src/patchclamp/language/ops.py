@@ -31,7 +31,7 @@ APPLY_ARGUMENTS = ("positions", "site")  # what a function of `Apply` may ask fo
 
 
 def as_site(value: Site | At | str) -> Site:
-    """`parse_site`, of a field that takes `site @ tokens` too; `SiteOp` has taken that apart before."""
+    """`parse_site`, for a field that takes `site @ tokens` too: `SiteOp` has split that before."""
     assert not isinstance(value, At)
     return parse_site(value)
 
@@ -48,10 +48,10 @@ def _wanted_arguments(fn: Callable[..., Any]) -> tuple[str, ...]:
     """The arguments that `fn` takes beside the rows. Raises `ProgramError` if it needs anything else."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())
-    except (ValueError, TypeError):  # what it takes is not known, as of functions in C: the rows
+    except (ValueError, TypeError):  # functions in C may have no signature
         return ()
-    by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    rows = by_place[:1] or [p for p in parameters if p.kind is p.VAR_POSITIONAL]
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    rows = positional[:1] or [p for p in parameters if p.kind is p.VAR_POSITIONAL]
     needed = [p for p in parameters if p not in rows and p.default is p.empty
               and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]  # fmt: skip
     wrong = [p.name for p in needed if p.name not in APPLY_ARGUMENTS or p.kind is p.POSITIONAL_ONLY]
@@ -80,16 +80,16 @@ class SiteOp(Op, _Placed, frozen=True):
 
     def __post_init__(self) -> None:
         if isinstance(self.at, At):  # pc.z[5] @ pc.prompt[-1]
-            place: At = self.at
+            both: At = self.at
             if self.tokens != every:
-                raise ProgramError(f"the tokens are given twice: {place} and tokens={self.tokens}", "tokens")
-            msgspec.structs.force_setattr(self, "at", place.site)
-            msgspec.structs.force_setattr(self, "tokens", place.tokens)
+                raise ProgramError(f"the tokens are given twice: {both} and tokens={self.tokens}", "tokens")
+            msgspec.structs.force_setattr(self, "at", both.site)
+            msgspec.structs.force_setattr(self, "tokens", both.tokens)
         super().__post_init__()
 
 
 class Capture(SiteOp, frozen=True, forbid_unknown_fields=True):
-    """Keep h as it is at this place in the program's order, in `dtype`: float32, bfloat16 or float16."""
+    """Keep h as it is after the ops before this one, in `dtype`: float32, bfloat16 or float16."""
 
     at: Site = field(converter=as_site)
     tokens: Tokens = field(converter=parse_tokens, default=every)
@@ -109,8 +109,8 @@ class Add(SiteOp, frozen=True, forbid_unknown_fields=True):
 
 
 class Replace(SiteOp, frozen=True, forbid_unknown_fields=True):
-    """(1 − a) · h + a · v, where a is `alpha`, times the `mask` [D] if there is one; with `From` an activation patch,
-    where a is 1 exactly v.
+    """(1 − a) · h + a · v, where a is `alpha`, times the `mask` [D] if there is one; where a is 1, v exactly. With
+    `From` it is an activation patch.
 
     Source: interchange interventions; Vig et al. 2020 (arXiv:2004.12265), causal tracing; Meng et al. 2022
     (arXiv:2202.05262).
@@ -131,7 +131,7 @@ class Zero(SiteOp, frozen=True, forbid_unknown_fields=True):
 
 
 class Mean(SiteOp, frozen=True, forbid_unknown_fields=True):
-    """v, in h's place: mean ablation, where `value` is the name of means in the bank (`lm.bank.mean`).
+    """v in place of h: mean ablation, where `value` is the name of means in the bank (`lm.bank.mean`).
 
     Source: Wang et al. 2022 (arXiv:2211.00593).
     """
@@ -142,9 +142,9 @@ class Mean(SiteOp, frozen=True, forbid_unknown_fields=True):
 
 
 class Use(Op, frozen=True, forbid_unknown_fields=True):
-    """The edits of a program in the bank, in its place; each vector added, and each noise, `scale` times as strong.
+    """The edits of a program in the bank; every `Add` and `Noise` in it `scale` times as strong.
 
-    `tokens`, if given, stand for the tokens of every one of them. A steering module, for example: `lm.bank["happy"] =
+    `tokens`, if given, replace the tokens of every edit. A steering module, for example: `lm.bank["happy"] =
     [pc.Add(...), pc.Add(...)]`, and then `pc.Use("happy", scale=2.0)`.
     """
 
@@ -153,7 +153,7 @@ class Use(Op, frozen=True, forbid_unknown_fields=True):
     tokens: Tokens | None = field(converter=optional(parse_tokens), default=None)
 
     def scaled(self, op: Op) -> Op:
-        """An op of the program as it is used. Raises `ProgramError` for one that has no strength to be scaled."""
+        """An op of the program, scaled and at the tokens. Raises `ProgramError` for one that cannot be scaled."""
         changed: dict[str, Any] = {} if self.tokens is None else {"tokens": self.tokens}
         strength = {Add: "scale", Noise: "std", Use: "scale"}.get(type(op))
         if self.scale != 1.0:
@@ -172,7 +172,7 @@ class Scale(SiteOp, frozen=True, forbid_unknown_fields=True):
 
 
 class Ablate(SiteOp, frozen=True, forbid_unknown_fields=True):
-    """h − Σ (h · u) u over an orthonormal basis u of `directions`, [D] or [k, D]: h without what lies in their span.
+    """h − Σ (h · u) u over an orthonormal basis u of `directions`, [D] or [k, D]: h without its part in their span.
 
     The basis is made once, in fp64, by Gram and Schmidt's way; directions that add nothing to the span are left out.
     Source: directional ablation; Arditi et al. 2024 (arXiv:2406.11717).

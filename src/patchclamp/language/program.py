@@ -20,14 +20,14 @@ VECTORS = {"value", "mask", "direction", "directions"}  # fields that hold numbe
 
 
 class Program(msgspec.Struct, frozen=True):
-    """`edits` in order, then `capture`, which therefore sees the values after all edits."""
+    """`edits` in order, then `capture`, which sees the values after all edits."""
 
     edits: tuple[Op, ...] = ()
     capture: tuple[Capture, ...] = ()
 
     @classmethod
     def of(cls, edits: Any = (), captures: Any = ()) -> Program:
-        """From what `lm.run` takes: ops, and sites or captures; one or a sequence of each."""
+        """A program from the arguments of `lm.run`: ops, and sites or captures; one or a sequence of each."""
         ops = [_check_op(item, f"edits[{i}]") for i, item in enumerate(_as_list(edits))]
         kept = [_read_at(as_capture, item, f"capture[{i}]") for i, item in enumerate(_as_list(captures))]
         return cls(tuple(ops), tuple(kept))
@@ -40,7 +40,7 @@ class Program(msgspec.Struct, frozen=True):
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the content in hex: equal for programs that say the same, however they were written."""
+        """SHA-256 of the content in hex: equal for equal programs, however they were written."""
         return hashlib.sha256(msgspec.json.encode(to_dict(self), order="deterministic")).hexdigest()
 
     def to_json(self) -> str:
@@ -60,8 +60,7 @@ class Program(msgspec.Struct, frozen=True):
 
 
 def to_dict(program: Program) -> dict[str, Any]:
-    """Plain data: sites and tokens as text, vectors as shape and base64. Raises `ProgramError` for `Apply`, which is
-    code."""
+    """Plain data: sites and tokens as text, vectors as shape and base64. Raises `ProgramError` for `Apply`."""
     for path, op in program.ops:
         if isinstance(op, Apply):
             raise ProgramError("Apply is code, which is neither written down nor sent", path)
@@ -72,11 +71,12 @@ def to_dict(program: Program) -> dict[str, Any]:
 
 
 def _texts(op: Op) -> dict[str, Any]:
-    given = {name: getattr(op, name, None) for name in ("at", "tokens")}
-    texts: dict[str, Any] = {name: str(said) for name, said in given.items() if said is not None}
-    given = getattr(op, "value", None)
-    if isinstance(given, From):
-        words = {"run": given.run, "site": given.site, "position": given.position}
+    """The fields of an op that are written as text."""
+    fields = {name: getattr(op, name, None) for name in ("at", "tokens")}
+    texts: dict[str, Any] = {name: str(value) for name, value in fields.items() if value is not None}
+    value = getattr(op, "value", None)
+    if isinstance(value, From):
+        words = {"run": value.run, "site": value.site, "position": value.position}
         texts["value"] = {"type": "from"} | {k: str(v) for k, v in words.items() if v is not None}
     return texts
 
@@ -107,11 +107,11 @@ def _read_op(data: Any, path: str) -> Op:
     if kind is None:
         raise unknown("op", str(data.get("type")), OPS, f"{path}.type")
     fields = {k: v for k, v in data.items() if k != "type"}
-    known = kind.__struct_fields__
+    names = kind.__struct_fields__
     for field in fields:
-        if field not in known:
-            raise unknown(f"field of {kind.__name__}", field, known, f"{path}.{field}")
-    needed = known[: len(known) - len(kind.__struct_defaults__)]
+        if field not in names:
+            raise unknown(f"field of {kind.__name__}", field, names, f"{path}.{field}")
+    needed = names[: len(names) - len(kind.__struct_defaults__)]
     for field in sorted(needed, key=lambda field: field != "at"):
         if field not in fields:
             raise ProgramError(f"{kind.__name__} needs {field!r}", path)
@@ -152,7 +152,7 @@ def _check_op(op: Any, path: str) -> Op:
 
 
 def _read_at(read: Callable[[Any], Any], data: Any, path: str) -> Any:
-    """What `read` makes of data; an error says at which path."""
+    """`read` of the data; an error has the path."""
     try:
         return read(data)
     except PatchclampError as error:

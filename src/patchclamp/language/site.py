@@ -47,7 +47,7 @@ Index = int | Range
 
 
 class Site(msgspec.Struct, frozen=True):
-    """A named tensor: `name`, its layers (None: all), and an index within it (None: the whole width)."""
+    """A named tensor: its word, its layers (None: all), and an index within its row (None: the whole row)."""
 
     name: str
     layers: Index | None = None

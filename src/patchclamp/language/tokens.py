@@ -22,8 +22,8 @@ GROUPS = ("prompt", "generated", "every")
 
 
 class Selection(msgspec.Struct, frozen=True):
-    """Base of all selections: a | b selects what either does, a & b what both do, a - b what a does and b does not, in
-    ascending order."""
+    """Base of all selections. a | b are the positions of either, a & b those of both, a - b those of a that b does not
+    have; all in ascending order."""
 
     def __or__(self, other: Any) -> Joined:
         return Joined("|", self, parse_tokens(other))
@@ -42,6 +42,9 @@ class Selection(msgspec.Struct, frozen=True):
 
     def __rsub__(self, other: Any) -> Joined:
         return Joined("-", parse_tokens(other), self)
+
+    def __repr__(self) -> str:
+        return f"pc.{self}"
 
 
 class Positions(Selection, frozen=True, tag="positions"):
@@ -117,9 +120,6 @@ class Positions(Selection, frozen=True, tag="positions"):
             numbers += ","
         return f"{self.of}[{numbers}]"
 
-    def __repr__(self) -> str:
-        return f"pc.{self}"
-
 
 class TextSpan(Selection, frozen=True, tag="span"):
     """The prompt tokens that spell `text`: every token that shares a character with its `occurrence`-th appearance."""
@@ -150,12 +150,9 @@ class TextSpan(Selection, frozen=True, tag="span"):
         text = json.dumps(self.text, ensure_ascii=False)
         return f"span({text})" if self.occurrence == 0 else f"span({text}, {self.occurrence})"
 
-    def __repr__(self) -> str:
-        return f"pc.{self}"
-
 
 class TokenIds(Selection, frozen=True, tag="token"):
-    """Every token that is one of some ids: of the prompt, and of what is generated as it comes."""
+    """Every token, of the prompt or generated, whose id is one of `ids`."""
 
     ids: tuple[int, ...]
 
@@ -177,16 +174,13 @@ class TokenIds(Selection, frozen=True, tag="token"):
     def __str__(self) -> str:
         return f"token({', '.join(map(str, self.ids))})"
 
-    def __repr__(self) -> str:
-        return f"pc.{self}"
-
 
 MAX_TOKEN_ID = (1 << 24) - 1  # token ids lie in the bank, as fp32 numbers
 MAX_IDS = 1 << 12  # of one selection
 
 
 class Joined(Selection, frozen=True, tag="joined"):
-    """What either of two selections gives ("|"), both do ("&"), or the first without the second ("-")."""
+    """Two selections joined by an op: "|", "&" or "-", as of `Selection`."""
 
     op: str
     left: Selection
@@ -245,7 +239,7 @@ def token(*ids: int) -> TokenIds:
 
 
 def ids_in(selection: Selection) -> list[TokenIds]:
-    """The selections of token ids that a selection is joined of."""
+    """The selections by token id that a selection is joined of."""
     if isinstance(selection, Joined):
         return ids_in(selection.left) + ids_in(selection.right)
     return [selection] if isinstance(selection, TokenIds) else []
@@ -279,7 +273,7 @@ def _malformed(text: str) -> ProgramError:
 
 
 def _joined(text: str, at: int, depth: int, ops: str = OPS) -> tuple[Tokens, int]:
-    """Selections joined by `ops`, the weaker first, from a character on; and where they end."""
+    """Reads selections joined by `ops`, the weaker first, from character `at` on; returns them and where they end."""
     if not ops:
         return _one(text, at, depth)
     left, at = _joined(text, at, depth, ops[1:])
@@ -290,6 +284,7 @@ def _joined(text: str, at: int, depth: int, ops: str = OPS) -> tuple[Tokens, int
 
 
 def _one(text: str, at: int, depth: int) -> tuple[Tokens, int]:
+    """Reads one selection, or several in brackets."""
     if opened := _OPEN.match(text, at):
         if depth == MAX_DEPTH:
             raise _malformed(text)
@@ -324,8 +319,8 @@ def _group(match: re.Match[str], text: str) -> Positions:
 
 def _unquote(literal: str) -> str:
     double = {"\\'": "'", '"': '\\"'}  # as in JSON, but for quotes
-    body = re.sub(r'\\.|"', lambda match: double.get(match[0], match[0]), literal[1:-1], flags=re.DOTALL)
+    quoted = re.sub(r'\\.|"', lambda match: double.get(match[0], match[0]), literal[1:-1], flags=re.DOTALL)
     try:
-        return json.loads(f'"{body}"', strict=False)
+        return json.loads(f'"{quoted}"', strict=False)
     except ValueError as error:
         raise ProgramError(f"span({literal}): {error}") from None

@@ -99,7 +99,7 @@ def orthonormal(directions: Vector) -> Vector:
 
 
 class RunLike(Protocol):
-    """A `Run`, as far as a value needs it."""
+    """What a value needs of a `Run`."""
 
     key: str
 
@@ -122,8 +122,8 @@ class From(Converted, frozen=True, tag="from", dict=True):
 
     run: a `Run`, which is kept as long as this value, or its name in the bank, or its key (text once it is made)
     site: where the rows were captured; None: at the site that is written
-    position: which positions; None: those that are written. One position gives its row to every written position, n
-        give n written positions a row each, in order
+    position: which positions; None: those that are written. The row of one position is written to every position; the
+        rows of n to n positions, in order
     """
 
     run: str = field(converter=_run_key)
@@ -146,8 +146,8 @@ def check_name(name: Any) -> str:
 
 
 class Named(msgspec.Struct, frozen=True, tag="named"):
-    """What the bank has under a name when the request is made: a vector, or means (then the row of the site that is
-    written)."""
+    """What the bank has under a name when the request is made: a vector, or means, of which the row of the site counts
+    that is written."""
 
     name: str
 
