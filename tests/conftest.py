@@ -12,6 +12,7 @@ if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
+import gc
 import random
 import sys
 import zlib
@@ -39,6 +40,9 @@ GROUP_OF = {f"engines/{name}.py": group for group, names in GROUPS.items() for n
 ORDER = {file: number for number, file in enumerate(GROUP_OF)}
 
 
+thaw = gc.unfreeze
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--regen-golden", action="store_true", help="write the files in tests/golden instead of comparing")
 
@@ -52,6 +56,18 @@ def group_of(nodeid: str) -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Orders the files by group, the files of no group last."""
     items.sort(key=lambda item: ORDER.get(item.nodeid.partition("::")[0].removeprefix("tests/"), len(ORDER)))
+
+
+def pytest_collection_finish() -> None:
+    """Has the garbage collector leave alone all that is imported by now: else each engine that starts or ends costs one to
+    four seconds, as vLLM freezes and thaws everything around it and collects."""
+    gc.collect()
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None
+
+
+def pytest_sessionfinish() -> None:
+    thaw()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -95,16 +95,3 @@ def test_the_cache_leaves_room_for_what_ours_takes():
     assert theirs.model_memory_usage == 12
     with pytest.raises(pc.SeamMoved, match=r"no seam 'v2 runner' .* has no .*model_memory_usage"):
         seams.require_on("v2 runner", SimpleNamespace())
-
-
-def test_a_core_in_its_own_process_serves_the_same(shortened, shallow):
-    lm = pc.LM(shortened, engine="vllm", dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=4,
-               kv_cache_memory_bytes=1 << 26, multiprocess_mode=True, block_size=32)  # fmt: skip
-    with lm:
-        run = lm.run("The capital of France is", max_tokens=3, capture=[pc.resid_post])
-        again = lm.run("The capital of France is", max_tokens=3, edits=[pc.Replace(pc.From(run), at=pc.resid_post)])
-        here = shallow.get("vllm", "float32").run("The capital of France is", max_tokens=3, capture=[pc.resid_post[3]])
-        assert run.logprobs == again.logprobs == here.logprobs
-        assert (run[pc.resid_post[3]] == here[pc.resid_post[3]]).all()
-        steered = lm.run("The capital of France is", max_tokens=3, edits=[pc.Add([1.0] * 576, at=pc.resid_post[3])])
-        assert steered.logprobs != run.logprobs

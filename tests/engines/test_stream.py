@@ -316,22 +316,42 @@ def test_threads_read_streams_too(shallow, engine):
     assert [found[i] for i in range(3)] == [run.text for run in plain]
 
 
-def test_with_the_core_in_another_process_and_without_a_tokenizer(shortened):
-    """What listens stays here: nothing of it goes to the core. And closing the engine tells who reads."""
+@pytest.fixture(scope="module")
+def elsewhere(shortened):
+    """An engine with its core in another process, proved, without a tokenizer; the last test that uses it closes it."""
     with pc.LM(shortened, engine="vllm", dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=4,
-               kv_cache_memory_bytes=1 << 27, multiprocess_mode=True, skip_tokenizer_init=True, prove=False,
+               kv_cache_memory_bytes=1 << 27, multiprocess_mode=True, skip_tokenizer_init=True,
                block_size=32) as lm:  # fmt: skip
-        before, ids = counts(lm), list(range(1000, 1010))
-        run = lm.run(ids, max_tokens=5, capture=[pc.resid_post[4]])
-        stream = lm.stream(ids, max_tokens=5, capture=[pc.resid_post[4]])
-        read(stream, run)
-        assert torch.equal(stream.run[pc.resid_post[4]], run[pc.resid_post[4]])
-        del run, stream
-        for _ in lm.stream(ids, capture=[pc.resid_post[4]], **LONG):
-            break
-        assert counts(lm) == before
-        stream = lm.stream(ids, **LONG)
-        next(stream)
+        yield lm
+
+
+def test_a_core_in_its_own_process_serves_the_same(elsewhere, shallow):
+    lm, here = elsewhere, shallow.get("vllm", "float32")
+    ids = here.tokens(PROMPTS[0])
+    run = lm.run(ids, max_tokens=3, capture=[pc.resid_post])
+    again = lm.run(ids, max_tokens=3, edits=[pc.Replace(pc.From(run), at=pc.resid_post)])
+    same = here.run(ids, max_tokens=3, capture=[pc.resid_post[3]])
+    assert run.logprobs == again.logprobs == same.logprobs
+    assert (run[pc.resid_post[3]] == same[pc.resid_post[3]]).all()
+    steered = lm.run(ids, max_tokens=3, edits=[pc.Add([1.0] * lm.model.d_model, at=pc.resid_post[3])])
+    assert steered.logprobs != run.logprobs
+
+
+def test_with_the_core_in_another_process_and_without_a_tokenizer(elsewhere):
+    """What listens stays here: nothing of it goes to the core. And closing the engine tells who reads."""
+    lm = elsewhere
+    before, ids = counts(lm), list(range(1000, 1010))
+    run = lm.run(ids, max_tokens=5, capture=[pc.resid_post[4]])
+    stream = lm.stream(ids, max_tokens=5, capture=[pc.resid_post[4]])
+    read(stream, run)
+    assert torch.equal(stream.run[pc.resid_post[4]], run[pc.resid_post[4]])
+    del run, stream
+    for _ in lm.stream(ids, capture=[pc.resid_post[4]], **LONG):
+        break
+    assert counts(lm) == before
+    stream = lm.stream(ids, **LONG)
+    next(stream)
+    lm.close()
     with pytest.raises(pc.EngineError, match="the engine is closed"):
         list(stream)
 
