@@ -102,7 +102,7 @@ class Storm:
         self.lm.run([5], max_tokens=1)
         after = self.lm.engine.status()
         assert {name: after[name] for name in EMPTY} == dict.fromkeys(EMPTY, 0), f"{self.where()}: {after}"
-        assert after["free_records"] == before["free_records"], self.where()
+        assert after["records"] == before["records"], self.where()
         assert not self.lm.engine._waiting
         assert not self.lm.engine._held_back
 

@@ -212,6 +212,6 @@ def test_two_workers_do_what_one_does(start, alone, options):
     gc.collect()
     lm.run(SHORT, max_tokens=1)
     status = lm.engine.status()
-    held = {"programs": 0, "runs": 0, "captured_bytes": 0, "pinned": 0, "vectors": 0, "free_records": RECORDS}
+    held = {"programs": 0, "runs": 0, "captured_bytes": 0, "pinned": 0, "vectors": 0, "records": 0}
     assert {name: status[name] for name in held} == held
     assert status["failures"] == 2

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 
 from patchclamp.kernels.cuda import RECORD_WORDS
-from patchclamp.plan import Batch, ProgramTable, make_plan
+from patchclamp.plan import Batch, make_plan
 from patchclamp.plan.step import BYTES
 from patchclamp.runtime.device import CudaTables
+from tests.reference.admitting import Table
 from tests.reference.triton import records
 
 SLOTS, ROWS = 6, 60_000
@@ -25,7 +26,7 @@ def check(
     compared. `before` is called before the first of these turns.
     """
     rng, width, sampled = np.random.default_rng(0), np.array([64, 128, 256]), np.array([False, False, True])
-    table, held, different = ProgramTable(SLOTS, 3, 200, sampled), [], []
+    table, held, different = Table(SLOTS, 3, 200, sampled), [], []
     made = CudaTables(
         table, ROWS, 16, torch.zeros(64, device=device), *torch.zeros(2, ROWS, dtype=torch.int64).to(device)
     )

@@ -33,6 +33,7 @@ from patchclamp.plan import (
 from patchclamp.plan.bound import pack_columns
 from patchclamp.plan.step import BYTES
 from patchclamp.runtime.cuda import CudaStep
+from tests.reference.admitting import Table
 from tests.reference.records import record_array
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -120,7 +121,7 @@ def one_round(rng: np.random.Generator, device: str, found: dict[str, int], sums
     the records, in fp32, for rows are rounded where code begins."""
     width = np.array(rng.choice([16, 40, 100, 256], POINTS))
     sampled = np.array([False, False, True])
-    table = ProgramTable(SLOTS, POINTS, 200, sampled)
+    table = Table(SLOTS, POINTS, 200, sampled)
     for _ in range(int(rng.integers(1, SLOTS))):
         table.admit(*records(rng, width, device, sums, coded))
     slots = rng.permutation(SLOTS)

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, seed
 from hypothesis import strategies as st
 
-from patchclamp.plan import CAPTURE, Batch, ProgramTable, make_plan
+from patchclamp.plan import CAPTURE, Batch, make_plan
 from patchclamp.plan.step import BYTES, NUMBERS, PlannedCaptures
+from tests.reference.admitting import Table
 from tests.reference.capture_layout import PlainCapture, captured_positions
 from tests.reference.records import record_array
 
@@ -43,7 +44,7 @@ def step(draw: np.random.Generator, slots: list[int]) -> Batch:
 @seed(20261123)
 @given(st.integers(0, 1 << 32))
 def test_every_row_that_should_be_captured_has_a_place_of_its_own(unit, number):
-    draw, table = np.random.default_rng(number), ProgramTable(SLOTS, POINTS, 400, SAMPLED)
+    draw, table = np.random.default_rng(number), Table(SLOTS, POINTS, 400, SAMPLED)
     captures: dict[int, list[PlainCapture]] = {}
     for _ in range(int(draw.integers(1, 14))):
         if captures and (len(captures) == SLOTS or draw.random() < 0.4):

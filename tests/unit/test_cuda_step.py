@@ -20,6 +20,7 @@ from patchclamp.sites import SiteMap, Sizes
 from patchclamp.sites.tables import LLAMA
 from patchclamp.store.captures import CaptureChunk
 from tests.reference import cuda_on_cpu, tables
+from tests.reference.admitting import Admitter
 
 ROWS, WIDTH, LAYERS = 64, 4, 2
 
@@ -29,7 +30,6 @@ class Request:
         self.number, self.run, self.prompt, self.most = number, f"run{number}", prompt, most
         self.name, self.program = f"request{number}", Program.of((), captures) if captures else None
         self.position = self.computed = 0
-        self.linked = False
 
     @property
     def done(self) -> bool:
@@ -47,6 +47,7 @@ class Engine:
         self.runtime = Runtime(self.sites, self.limits)
         ring = self.rng.choice([1 << 8, 1 << 10, 1 << 11, 1 << 13])  # a step may capture more than the ring holds
         self.step, self.positions = cuda_on_cpu.on_cpu(self.runtime, ROWS, 16, self.limits.kept_bytes, ring, 1 << 15)
+        self.admitter = Admitter(self.runtime)
         self.running: list[Request] = []
         self.done: list[Request] = []
         self.gone: list[str] = []
@@ -78,7 +79,7 @@ class Engine:
         if made.program is not None:
             prompt = Prompt(list(range(made.prompt)), lambda: ("", []))
             try:
-                self.runtime.admit(bind(made.program, made.run, prompt, made.most, self.sites, None))
+                self.admitter.admit(made.name, bind(made.program, made.run, prompt, made.most, self.sites, None))
             except pc.CapacityError:
                 return
         self.running.append(made)
@@ -88,7 +89,7 @@ class Engine:
         rare = 0.1 if self.calm else 1.0
         if self.running and self.rng.random() < 0.08 * rare:
             thrown = self.rng.choice(self.running)
-            thrown.position, thrown.linked = 0, False
+            thrown.position = 0
         budget, found = self.rng.choice([3, 8, 20]), []
         for request in self.running:
             known = max(request.prompt, request.computed, request.position + 1)
@@ -101,15 +102,10 @@ class Engine:
     def go(self) -> None:
         while len(self.running) < 5 and self.rng.random() < (0.1 if self.calm else 0.4):
             self.come()
-        runtime = self.runtime
-        runtime.drop(self.gone)
+        self.admitter.free(self.gone)
         self.gone, batch = [], self.batch()
         if not batch:
             return
-        for request, _ in batch:
-            if request.program is not None and not request.linked:
-                request.linked = True
-                runtime.assign_slot(request.name, request.run)
         self.compute(batch)
         for request, count in batch:
             request.position += count
@@ -166,7 +162,6 @@ class Engine:
         return checked
 
     def release(self, request: Request) -> None:
-        self.runtime.finish(request.run)
         self.runtime.release([request.run])
         self.done.remove(request)
 
@@ -189,14 +184,13 @@ def test_whatever_happens_every_captured_row_is_the_right_one(monkeypatch, sizes
                 request = engine.rng.choice(engine.done)
                 rows += engine.check(request)
                 engine.release(request)
-            with_programs = [request for request in engine.running if request.linked]
+            with_programs = [request for request in engine.running if request.program is not None]
             if with_programs and engine.rng.random() < 0.1:
                 rows += engine.check(engine.rng.choice(with_programs))
         for request in list(engine.done):
             rows += engine.check(request)
             engine.release(request)
         for request in [request for request in engine.running if request.program is not None]:
-            engine.runtime.finish(request.run)
             engine.runtime.release([request.run])
         assert engine.runtime.store.bytes == 0
         counts += [engine.went_on, engine.planned, engine.replayed, engine.moved]
@@ -216,8 +210,7 @@ def test_an_eager_step_that_a_graph_goes_on_with_keeps_points_of_equal_bytes_apa
     )
     step, positions = cuda_on_cpu.on_cpu(runtime, ROWS, 16, 1 << 12, 1 << 13, 1 << 15)
     program = Program.of((), [pc.Capture(pc.final_norm), pc.Capture(pc.logits, dtype="bfloat16")])
-    runtime.admit(bind(program, "run", Prompt([1], lambda: ("", [])), 9, runtime.sites, None))
-    runtime.assign_slot("request", "run")
+    Admitter(runtime).admit("request", bind(program, "run", Prompt([1], lambda: ("", [])), 9, runtime.sites, None))
     one = np.ones(1, np.int64)
     for at in range(4):
         positions[0] = at
@@ -244,11 +237,11 @@ def test_a_piece_that_releases_made_smaller_is_not_gone_on_with(monkeypatch):
         SiteMap(LLAMA, Sizes(LAYERS, WIDTH, 61)), Limits(max_programs=4, max_records=512, bank_bytes=1 << 16)
     )
     step, positions = cuda_on_cpu.on_cpu(runtime, ROWS, 16, 1 << 12, 1 << 13, 1 << 15)
+    admitter = Admitter(runtime)
     names, three = ["request0", "request1", "request2"], np.arange(3)
     for i, name in enumerate(names):
         program = Program.of((), [pc.Capture(pc.resid_post)])
-        runtime.admit(bind(program, f"run{i}", Prompt([1], lambda: ("", [])), 60, runtime.sites, None))
-        runtime.assign_slot(name, f"run{i}")
+        admitter.admit(name, bind(program, f"run{i}", Prompt([1], lambda: ("", [])), 60, runtime.sites, None))
     for at in range(8):
         positions[:3] = at
         runtime.begin_step(names, three, np.full(3, at), np.ones(3, np.int64), 3)
@@ -276,8 +269,7 @@ def test_what_is_released_is_not_held_by_the_last_step(monkeypatch):
     )
     step, positions = cuda_on_cpu.on_cpu(runtime, ROWS, 16, 1 << 12, 1 << 13, 1 << 15)
     program = Program.of((), [pc.Capture(pc.resid_post)])
-    runtime.admit(bind(program, "run", Prompt([1], lambda: ("", [])), 60, runtime.sites, None))
-    runtime.assign_slot("request", "run")
+    Admitter(runtime).admit("request", bind(program, "run", Prompt([1], lambda: ("", [])), 60, runtime.sites, None))
     for at in range(40):
         position = np.array([at], np.int32)
         positions[0] = at
@@ -292,7 +284,7 @@ def test_what_is_released_is_not_held_by_the_last_step(monkeypatch):
     del found
     assert len(blocks) > 0
     assert all(block() is not None for block in blocks)
-    runtime.drop(["request"])
+    runtime.free(["request"])
     runtime.release(["run"])
     assert all(block() is None for block in blocks)
     step.close()
@@ -313,8 +305,6 @@ def test_stages_agree_which_steps_are_active():
         runtime.here[:] = False
         runtime.here[there] = True
         program = bind(Program.of([vector], ()), "run", Prompt([1] * 5, lambda: ("", [])), 9, runtime.sites, None)
-        runtime.hold_vectors({key: torch.ones(1, WIDTH) for op in program.ops for key in op.values},
-                     [key for op in program.ops for key in op.values])  # fmt: skip
-        runtime.admit(program)
-        runtime.assign_slot("request", "run")
+        vectors = {key: torch.ones(1, WIDTH) for op in program.ops for key in op.values}
+        Admitter(runtime).admit("request", program, vectors)
         assert [runtime.steps_left([("request", at)]) for at in (0, 2, 3)] == [3, 1, 0]

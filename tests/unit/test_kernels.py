@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from patchclamp.kernels import fused, noise, reference
 from patchclamp.plan import BLEND, CAPTURE, LINEAR, MATCH, NOISE, PROJECT, Batch, ProgramTable, StepPlan, make_plan
 from patchclamp.plan.bound import pack_columns
+from tests.reference.admitting import Table
 from tests.reference.records import record_array
 
 WIDTHS, SAMPLED = np.array([4, 4, 7]), np.array([False, False, True])
@@ -65,7 +66,7 @@ EXACT = [CAPTURE, CAPTURE, LINEAR, LINEAR, BLEND, NOISE]
 @st.composite
 def steps(draw, kinds: list[int] = EXACT) -> Step:
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    table = ProgramTable(4, POINTS, 100, SAMPLED)
+    table = Table(4, POINTS, 100, SAMPLED)
     for _ in range(draw(st.integers(1, 4))):
         table.admit(*records(rng, kinds))
     slots = np.array(draw(st.permutations([*range(1, len(table) + 1), 0, 0])))
@@ -196,7 +197,7 @@ def test_reference_is_what_the_records_say(step):
 
 def program(*made: tuple, position: int = 0, rows: int = 2, width: int = 4) -> tuple[ProgramTable, StepPlan]:
     """One request of `rows` rows from `position` on, with records (start, stop, kind, step, value, x, y) at point 0."""
-    table = ProgramTable(1, 1, 8)
+    table = Table(1, 1, 8)
     slot = table.admit(record_array(made), np.array([len(made)]))
     batch = Batch(np.array([slot]), np.array([0]), np.array([position]), np.array([rows]), rows)
     return table, make_plan(batch, table, np.array([width]))

@@ -22,7 +22,6 @@ from patchclamp.plan import (
     PROJECT,
     RECORD,
     Batch,
-    ProgramTable,
     Prompt,
     bind,
     make_plan,
@@ -47,6 +46,7 @@ from patchclamp.plan.records import records_of
 from patchclamp.plan.reuse import block_key, lowest_capture
 from patchclamp.plan.step import BYTES
 from patchclamp.sites import SiteMap, Sizes
+from tests.reference.admitting import Table
 from tests.reference.records import record_array
 
 D, V, LAYERS = 4, 7, 3
@@ -386,7 +386,7 @@ def some(kinds, value=0):
 
 
 def test_slots_and_records_are_reused():
-    table = ProgramTable(2, 3, 10)
+    table = Table(2, 3, 10)
     counts = np.array([1, 0, 2])
     a = table.admit(some([LINEAR] * 3), counts)
     b = table.admit(some([CAPTURE] * 3, 100), counts)
@@ -410,24 +410,8 @@ def test_slots_and_records_are_reused():
     assert (table.first[whole, 1], table.free_records) == (10, 0)
 
 
-def test_a_full_table_says_which_option_makes_it_larger():
-    table = ProgramTable(2, 1, 4)
-    table.admit(some([LINEAR] * 3), np.array([3]))
-    before = (table.version, table.free_records, len(table))
-    with pytest.raises(pc.CapacityError) as caught:
-        table.admit(some([LINEAR] * 2), np.array([2]))
-    assert str(caught.value) == (
-        "the program needs 2 records and 1 of 4 are free; raise max_records, or act on fewer sites or runs of tokens"
-    )
-    assert caught.value.status == 429
-    assert (table.version, table.free_records, len(table)) == before
-    table.admit(some([LINEAR]), np.array([1]))
-    with pytest.raises(pc.CapacityError, match=r"^2 programs are running; raise max_num_seqs$"):
-        table.admit(some([]), np.array([0]))
-
-
 def test_a_program_without_records_fits_a_full_table():
-    table = ProgramTable(3, 1, 2)
+    table = Table(3, 1, 2)
     table.admit(some([LINEAR] * 2), np.array([2]))
     for slot in (table.admit(some([]), np.array([0])), table.admit(some([]), np.array([0]))):
         assert table.first[slot, 0] == table.first[slot, 1]
@@ -465,7 +449,7 @@ def check_captures(table, held) -> None:
 
 @given(st.lists(st.integers(0, 8) | st.sampled_from(["drop"]), max_size=40), st.randoms(use_true_random=False))
 def test_admitted_programs_never_overlap_and_leave_nothing(moves, random):
-    table, points, held = ProgramTable(5, 3, 24), 3, {}
+    table, points, held = Table(5, 3, 24), 3, {}
     for turn, move in enumerate(moves):
         if move == "drop" and held:
             slot = random.choice(sorted(held))
@@ -502,7 +486,7 @@ def test_admitted_programs_never_overlap_and_leave_nothing(moves, random):
 @st.composite
 def steps(draw):
     """A table of random programs and a batch over some of them, beside requests of nobody, with gaps between rows."""
-    table = ProgramTable(4, POINTS, 400, SAMPLED)
+    table = Table(4, POINTS, 400, SAMPLED)
     pieces = st.tuples(st.integers(0, 12), st.integers(1, 6)).map(lambda p: (p[0], p[0] + p[1]))
     for _ in range(draw(st.integers(0, 4))):
         rows = []
@@ -567,7 +551,7 @@ def scenario(name: str) -> bytes:
         bound([pc.Capture("mlp_out[0]", inside), pc.Zero("mlp_out[0]")], "final_norm @ generated[0:2]", prompt=9),
         bound(pc.Replace([v, v], "embed", "every[0, 7]"), max_tokens=6),
     ]
-    table = ProgramTable(4, POINTS, 64, SAMPLED)
+    table = Table(4, POINTS, 64, SAMPLED)
     addresses = {key: (0, D) for made in programs for op in made.ops for key in op.values}
     slots = [table.admit(*records_of(made.ops, addresses, POINTS)) for made in programs]
     position, count = {
@@ -591,7 +575,7 @@ def test_golden_plans(name, request):
 
 
 def test_a_plans_bytes_hold_every_array():
-    table = ProgramTable(1, POINTS, 8)
+    table = Table(1, POINTS, 8)
     batch = Batch(np.array([0]), np.array([0]), np.array([3]), np.array([2]), 2)
     made = make_plan(batch, table, WIDTHS).to_bytes()
     read, arrays = memoryview(made), []
@@ -605,7 +589,7 @@ def test_a_plans_bytes_hold_every_array():
 @given(st.data())
 def test_while_a_plan_is_steady_the_next_one_need_not_be_made(data):
     """Steady decode: `advanced` is what planning the next step would give, for as many steps as `steady_steps` says."""
-    table, rng = ProgramTable(4, POINTS, 64), np.random.default_rng(data.draw(st.integers(0, 1 << 30)))
+    table, rng = Table(4, POINTS, 64), np.random.default_rng(data.draw(st.integers(0, 1 << 30)))
     for _ in range(3):
         ranges = [
             (int(a), int(a) + int(n), CAPTURE, 0, o, 0.0, 0.0) for o, (a, n) in enumerate(rng.integers(1, 9, (4, 2)))
@@ -751,7 +735,7 @@ def test_captures_must_be_computed():
 
 
 def test_captures_of_a_long_prefill_pass_two_gigabytes_and_do_not_wrap():
-    table = ProgramTable(1, 2, 8)
+    table = Table(1, 2, 8)
     table.admit(record_array([(0, 1 << 20, CAPTURE)] * 2), np.array([1, 1]))
     tokens = 1 << 17
     batch = Batch(np.array([1]), np.array([0]), np.array([0]), np.array([tokens]), tokens)

@@ -226,7 +226,11 @@ class _Programs:
         made = [records_of(bound.ops, addresses, len(sites.points)) for bound in bounds]
         size = sum(len(records) for records, _ in made)
         self._table = ProgramTable(len(bounds), len(sites.points), size, self._sampled)
-        self.slot = {bound.run: self._table.admit(*records) for bound, records in zip(bounds, made, strict=True)}
+        self.slot = {bound.run: slot for slot, bound in enumerate(bounds, 1)}
+        begin = 0
+        for slot, records in enumerate(made, 1):
+            self._table.admit(*records, slot, begin)
+            begin += len(records[0])
         self._run = {slot: run for run, slot in self.slot.items()}
         self._code, self._sites = code, sites
         self.errors: dict[str, RunError] = {}

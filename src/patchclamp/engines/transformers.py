@@ -19,6 +19,7 @@ from patchclamp.engines.base import Answer, Engine, Model, Part, Request, Tokeni
 from patchclamp.engines.sampling import Sampler
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
 from patchclamp.errors import (
+    CapacityError,
     EngineError,
     ModelError,
     PatchclampError,
@@ -30,6 +31,9 @@ from patchclamp.errors import (
 )
 from patchclamp.kernels.code import check_outside
 from patchclamp.plan import Batch
+from patchclamp.plan.bound import BoundProgram, run_key
+from patchclamp.plan.records import record_count
+from patchclamp.plan.room import Placement, Room, bank_sizes
 from patchclamp.runtime import Limits, Runtime
 from patchclamp.runtime.op import at_work
 from patchclamp.runtime.step import HostStep
@@ -97,6 +101,8 @@ class TransformersEngine(Engine):
         )  # fmt: skip
         self._width, self._left = max_num_seqs, padding_side == "left"
         self.runtime = Runtime(self.sites, Limits(max_num_seqs, max_records, bank_bytes), self.device)
+        self._room = Room(max_num_seqs, max_records, bank_bytes // 4)
+        self._placements: dict[str, Placement] = {}  # by run
         assert isinstance(self.runtime.step, HostStep)
         self._host = self.runtime.step
         self._logits = next(point.number for point in self.sites.points if point.rows == "sampled")
@@ -124,17 +130,17 @@ class TransformersEngine(Engine):
         """A batch that was submitted runs to its end, but for runs whose listener is gone; then what it captured is
         freed."""
         with contextlib.suppress(EngineError):  # closed: nothing is held any more
-            self._call(self.runtime.release, runs)
+            self._call(self._release, runs)
 
     def status(self) -> dict[str, int]:
         """Counts: programs admitted, runs kept, vectors pinned, records free, steps planned."""
-        return self._call(self.runtime.status).result()
+        return self._call(lambda: {**self.runtime.status(), **self._room.counts()}).result()
 
     def _call(self, job: Callable[..., Any], *args: Any) -> Future[Any]:
         """Runs a job on the engine's thread, after freeing what was released."""
 
         def run() -> Any:
-            self.runtime.release([self._released.popleft() for _ in range(len(self._released))])
+            self._release([self._released.popleft() for _ in range(len(self._released))])
             return job(*args)
 
         check_outside()
@@ -164,31 +170,51 @@ class TransformersEngine(Engine):
                 answers[i] = as_patchclamp_error(error)
         for request, future, answer in zip(requests, futures, answers, strict=True):
             try:
-                self._finish(request)
+                self._free([request.run])
             except Exception as error:
                 answer = answer if isinstance(answer, Exception) else as_patchclamp_error(error)
             settle(future, answer)
 
-    def _finish(self, request: Request) -> None:
-        """Frees what a request held, admitted or not."""
-        self.runtime.drop([request.run])
-        self.runtime.finish(request.run)
-        self.runtime.release_vectors(request.vectors)
-
     def _admit(self, request: Request) -> Exception | None:
-        """Holds a request's vectors and admits its program; returns the error where it cannot."""
+        """Gives a request's program its room and installs it; returns the error where it cannot."""
         try:
-            vectors = {key: torch.tensor(rows) for key, rows in request.vectors.items()}
-            self.runtime.hold_vectors(vectors, request.vectors)
             self.runtime.hold_code(request.run, request.code)
             if request.abandoned:
                 return EngineError("the run was aborted")
             if request.bound is not None:
-                self.runtime.admit(request.bound)
-                self.runtime.assign_slot(request.run, request.run)
+                self._place(request, request.bound)
         except Exception as error:
             return as_patchclamp_error(error)
         return None
+
+    def _place(self, request: Request, bound: BoundProgram) -> None:
+        """Admits a program where the batch has room for it."""
+        sources = {source.key: source for source in request.sources}
+        sizes = bank_sizes(
+            bound, request.vectors, self.sites, lambda run, point: len(sources[run].positions_of(point))
+        )
+        placement = self._room.place(record_count(bound.ops), sizes)
+        if placement is None:
+            raise CapacityError(
+                "the batch has no room for this program's records or vectors; raise max_records or bank_bytes, or "
+                "run fewer programs at once"
+            )
+        self._placements[request.run] = placement
+        vectors = {key: torch.tensor(rows) for key, rows in request.vectors.items()}
+        self.runtime.admit(request.run, bound, placement, vectors)
+
+    def _free(self, runs: Iterable[str]) -> None:
+        """Frees what the programs of runs held."""
+        for run in runs:
+            self.runtime.free([run])
+            self.runtime.drop_code(run)
+            placement = self._placements.pop(run, None)
+            if placement is not None:
+                self._room.free(placement)
+
+    def _release(self, runs: list[str]) -> None:
+        self.runtime.release(runs)
+        self._room.forget(run_key(run, point.number) for run in runs for point in self.sites.points)
 
     @torch.inference_mode()
     def _generate(self, requests: list[Request]) -> list[Answer | Exception]:
@@ -199,13 +225,13 @@ class TransformersEngine(Engine):
             for writer, logits_V in zip(writers, logits_BV.float(), strict=True):
                 if not writer.done:
                     self._write(writer, logits_V)
-            self.runtime.drop(writer.request.run for writer in writers if writer.done)
+            self._free(writer.request.run for writer in writers if writer.done)
             step.advance([writer.last for writer in writers])
         return [writer.answer() for writer in writers]
 
     def _write(self, writer: _Writer, logits_V: torch.Tensor) -> None:
         """The next token of a request, unless its run has failed or nobody listens to it any more."""
-        error = self.runtime.take_error(writer.request.run)
+        error = self.runtime.outcome(writer.request.run)[1]
         if error is not None:
             writer.fail(unpack(error))
         elif writer.request.abandoned:

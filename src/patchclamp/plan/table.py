@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from patchclamp.errors import CapacityError
 from patchclamp.plan.bound import APPLY, CAPTURE
 from patchclamp.plan.capture_layout import CaptureRanges
 from patchclamp.plan.records import RECORD, named
@@ -35,18 +34,11 @@ class ProgramTable:
         self.sampled = np.zeros(points, bool) if sampled is None else sampled
         self.captures = CaptureRanges(self.sampled)
         self.coded: set[int] = set()  # slots with code among their records
-        self._free_slots = list(range(slots, 0, -1))
-        self._free = [(0, records)]  # (begin, end), ascending
+        self._admitted: set[int] = set()
 
-    def admit(self, records: np.ndarray, counts: np.ndarray) -> int:
-        """Takes a request's records, sorted by point, `counts` [points] of them at each; returns its slot.
-
-        Raises `CapacityError` when slots or records run out.
-        """
-        if not self._free_slots:
-            raise CapacityError(f"{len(self.first) - 1} programs are running; raise max_num_seqs")
-        begin = self._take(len(records))
-        slot = self._free_slots.pop()
+    def admit(self, records: np.ndarray, counts: np.ndarray, slot: int, begin: int) -> None:
+        """Writes a request's records, sorted by point, `counts` [points] of them at each, where whoever keeps the
+        books (`plan.room`) says: in a free `slot`, from record `begin` on."""
         self.generation[slot] = self.generation[slot] % (1 << 30) + 1
         self.records[begin : begin + len(records)] = records
         self.first[slot, 0] = begin
@@ -57,16 +49,15 @@ class ProgramTable:
         if (records["kind"] == APPLY).any():
             self.coded.add(slot)
         self._note(slot, begin, begin + len(records))
-        return slot
+        self._admitted.add(slot)
 
     def drop(self, slot: int) -> None:
         """Frees a slot and its records."""
-        self._give(int(self.first[slot, 0]), int(self.first[slot, -1]))
+        self._admitted.remove(slot)
         self._acting -= self._acts[slot]
         self.first[slot] = self._acts[slot] = 0
         self.captures.drop(slot)
         self.coded.discard(slot)
-        self._free_slots.append(slot)
         self._note(slot, 0, 0)
 
     def active(self, slots: np.ndarray) -> np.ndarray:
@@ -77,11 +68,7 @@ class ProgramTable:
 
     def __len__(self) -> int:
         """Admitted requests."""
-        return len(self.first) - 1 - len(self._free_slots)
-
-    @property
-    def free_records(self) -> int:
-        return sum(end - begin for begin, end in self._free)
+        return len(self._admitted)
 
     def _note(self, slot: int, begin: int, end: int) -> None:
         self.version += 1
@@ -106,29 +93,3 @@ class ProgramTable:
         placed["range"][begin + kept], placed["region"][begin + kept] = self.captures.add(
             slot, op, start, stop, dtype, point
         )
-
-    def _take(self, count: int) -> int:
-        if count == 0:
-            return 0
-        for i, (begin, end) in enumerate(self._free):
-            if end - begin >= count:
-                if end - begin == count:
-                    del self._free[i]
-                else:
-                    self._free[i] = (begin + count, end)
-                return begin
-        raise CapacityError(
-            f"the program needs {count} records and {self.free_records} of {len(self.records)} are free; "
-            "raise max_records, or act on fewer sites or runs of tokens"
-        )
-
-    def _give(self, begin: int, end: int) -> None:
-        merged: list[tuple[int, int]] = []
-        for a, b in sorted([*self._free, (begin, end)]):
-            if a == b:
-                continue
-            if merged and merged[-1][1] == a:
-                merged[-1] = (merged[-1][0], b)
-            else:
-                merged.append((a, b))
-        self._free = merged

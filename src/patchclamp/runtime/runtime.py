@@ -8,7 +8,7 @@ and calls `end`.  All on the thread that steps the engine.
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
 
 import msgspec
@@ -21,6 +21,7 @@ from patchclamp.plan import APPLY, CAPTURE, Batch, BoundProgram, ProgramTable, S
 from patchclamp.plan.bind import Code
 from patchclamp.plan.bound import BoundOp, Keep, source_of
 from patchclamp.plan.records import records_of
+from patchclamp.plan.room import Placement, resident_name
 from patchclamp.plan.step import NUMBERS
 from patchclamp.runtime.continuity import Continuity, Sameness
 from patchclamp.runtime.shards import columns_in, shard_op
@@ -51,14 +52,13 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class _Admitted(msgspec.Struct):
-    """An admitted program: its slot, the keys it pins, the bytes it captures a token at most, and the first
-    position from which on it does nothing any more, and the one from which on it runs no code."""
+    """An admitted program: its run, its slot (0: it could not be installed), the bytes it captures a token at most, and
+    its receipt."""
 
+    run: str
     slot: int
-    keys: list[str]
     token_bytes: int
-    stop: int
-    code_stop: int
+    receipt: str
 
 
 class Runtime:
@@ -78,17 +78,15 @@ class Runtime:
         self.store = CaptureStore(self.widths, lambda: self.step.flush())
         self.plan: StepPlan | None = None
         self.steps_planned = 0
-        self._banked: dict[str, set[str]] = {}  # by run: keys of its rows that have been in the bank
-        self._vectors: dict[str, tuple[torch.Tensor, int]] = {}  # host copies of inline vectors, and their holders
-        self._admitted: dict[str, _Admitted] = {}  # by run
-        self._run_of: dict[str, str] = {}  # by the engine's name of a request
-        self._request_of: dict[str, str] = {}
-        self._slot_of: dict[str, int] = {}  # by the engine's name of a request, while its run is admitted
+        self._resident: dict[str, tuple[int, int]] = {}  # where rows were put in the bank, and how wide they are
+        self._admitted: dict[str, _Admitted] = {}  # by the engine's name of a request, as what follows
+        self._slot_of: dict[str, int] = {}
         self._stop_of: dict[str, int] = {}
         self.views: dict[int, View | None] = {}  # where a point's columns lie in the tensor of its tap
         self.here = np.ones(len(sites.points), bool)  # points of which this worker has the tap
         self.keeps = True  # whether what is captured is kept here; of workers that see the same rows one keeps it
-        self._remote_rows: dict[str, dict[str, torch.Tensor]] = {}  # by run: rows that another worker captured, by key
+        # of the rows of runs that a program reads, by key, those that other workers captured; None: there are none
+        self.remote_rows: Callable[[BoundProgram], Mapping[str, torch.Tensor]] | None = None
         self.failures = 0  # runs whose edits were not finite
         self._errors: dict[str, Packed] = {}
         self._run_of_slot = np.full(limits.max_programs + 1, -1, np.int64)
@@ -104,12 +102,6 @@ class Runtime:
         self.step.code = self.run_code
 
     # -- vectors and results, between steps
-
-    def hold_vectors(self, vectors: dict[str, torch.Tensor], holders: Iterable[str]) -> None:
-        """Keeps inline vectors [n, W], each for one more holder every time `holders` names it."""
-        for key in holders:
-            held, count = self._vectors.get(key) or (vectors[key], 0)
-            self._vectors[key] = (held, count + 1)
 
     def hold_code(self, run: str, code: Mapping[int, Code]) -> None:
         """Keeps what a run's `Apply`s run, until it is finished."""
@@ -132,49 +124,19 @@ class Runtime:
             self._errors[run] = pack(error)
             return None
 
-    def release_vectors(self, keys: Iterable[str]) -> None:
-        """One holder less; a vector without holders stays only as long as the bank has room."""
-        for key in keys:
-            held, holders = self._vectors.pop(key)
-            if holders > 1:
-                self._vectors[key] = (held, holders - 1)
-
     def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, torch.Tensor]:
         """Positions and rows of a run, as `CaptureStore.fetch`."""
         return self.store.fetch(run, point, op)
 
     def release(self, runs: Iterable[str]) -> None:
-        """Lets runs' captures go."""
+        """Frees runs' captures."""
         for run in runs:
             self._errors.pop(run, None)
-            self._remote_rows.pop(run, None)
             if run in self.store:
                 self.store.release(run)
-                for key in self._banked.pop(run, ()):
-                    self.bank.forget(key)
 
-    def is_missing(self, key: str) -> bool:
-        """Whether a run's rows, by their key, are neither at hand nor captured here."""
-        return key not in self.bank and not self.has(key)
-
-    def has(self, key: str) -> bool:
-        """Whether a run's rows, by their key, were captured here or sent from another worker."""
-        run, point = _source(key)
-        return key in self._remote_rows.get(run, ()) or self._captured(run, point)
-
-    def rows(self, key: str) -> torch.Tensor:
-        """A run's rows [n, W], captured here or sent from another worker."""
-        run, point = _source(key)
-        remote = self._remote_rows.get(run, {}).get(key)
-        return self.fetch(run, point)[1] if remote is None else remote
-
-    def add_remote_rows(self, rows: dict[str, torch.Tensor]) -> None:
-        """Keeps rows [n, W] of runs that another worker captured, until their runs are released."""
-        for key, remote in rows.items():
-            if not self.has(key):
-                self._remote_rows.setdefault(_source(key)[0], {})[key] = remote
-
-    def _captured(self, run: str, point: int) -> bool:
+    def captured_here(self, run: str, point: int) -> bool:
+        """Whether what a run captured at a point is kept here."""
         return self.keeps_at(point) and bool(self.here[point]) and run in self.store
 
     def keeps_at(self, point: int) -> bool:
@@ -182,17 +144,13 @@ class Runtime:
         return bool(self._mine[point]) if self._cut[point] else self.keeps
 
     def status(self) -> dict[str, int]:
-        """Counts of what is held: all but the free records fall back to 0 when everything is done and released."""
+        """Counts of what is held: 0 when everything is done and released."""
         return {
             "programs": len(self),
             "failures": self.failures,
             "runs": len(self.store),
             "captured_bytes": self.store.bytes,
-            "remote_rows": sum(map(len, self._remote_rows.values())),
-            "pinned": self.bank.pinned,
-            "vectors": len(self._vectors),
             "code": len(self._code),
-            "free_records": self.table.free_records,
             "steps_planned": self.steps_planned,
         }
 
@@ -216,13 +174,13 @@ class Runtime:
         """Whether a step of so many tokens of each request, `total` in all, captures at most `limit` bytes."""
         if max(self._token_bytes, default=0) * total <= limit:
             return True
-        admitted = ((self._admitted.get(self._run_of.get(request, "")), count) for request, count in tokens.items())
-        return sum(program.token_bytes * count for program, count in admitted if program is not None) <= limit
+        programs = ((self._admitted.get(request), count) for request, count in tokens.items())
+        return sum(program.token_bytes * count for program, count in programs if program is not None) <= limit
 
     def fail(self, slots: Iterable[int], point: int) -> None:
         """Fails the runs of some slots, whose edits at a point are not finite; the first error counts."""
         error = pack(not_finite(self.sites.label(point)))
-        runs = {program.slot: run for run, program in self._admitted.items()}
+        runs = {admitted.slot: admitted.run for admitted in self._admitted.values() if admitted.slot}
         for slot in slots:
             if slot in runs and runs[slot] not in self._errors:
                 self._errors[runs[slot]] = error
@@ -233,43 +191,66 @@ class Runtime:
         for slot, point in self.step.failed():
             self.fail([slot], point)
 
-    def take_error(self, run: str) -> Packed | None:
-        """What went wrong with a run in here, once."""
-        return self._errors.pop(run, None)
-
     # -- a step
 
-    def admit(self, bound: BoundProgram) -> None:
-        """Admits a program before its request is scheduled, so that no request ever runs without its program.
+    def admit(
+        self, request: str, bound: BoundProgram, placement: Placement, vectors: Mapping[str, torch.Tensor],
+        receipt: str = "",
+    ) -> None:  # fmt: skip
+        """Installs a program before its request is scheduled: its records at its slot, the rows it reads in the bank,
+        where the placement says. `vectors` has the inline ones that are not in the bank yet, `receipt` is what answers
+        for the program once it is installed.
 
-        Raises `CapacityError` when it does not fit (now, or ever) and `MissingSource` when what it reads is gone.
+        Raises what keeps it from being installed, such as `MissingSource`.
         """
-        keys: list[str] = []
-        addresses: dict[str, tuple[int, int]] = {}
         here = [shard_op(op.at(self.here), self.shards, self.sites) for op in bound.ops]
         kept = np.where(self._cut, self._mine, self.keeps)
         ops = here if kept.all() else [op.at(kept) if op.kind == CAPTURE else op for op in here]
-        try:
-            for key in dict.fromkeys(key for op in ops for key in op.keys):
-                self._load(key)
-                addresses[key] = self.bank.pin(key)
-                keys.append(key)
-            slot = self.table.admit(*records_of(ops, addresses, len(self.sites.points)))
-        except Exception:
-            for key in keys:
-                self.bank.unpin(key)
-            raise
+        remote = self.remote_rows(bound) if self.remote_rows is not None else {}
+        addresses = {
+            key: self._address(key, placement, vectors, remote)
+            for key in dict.fromkeys(key for op in ops for key in op.keys)
+        }
+        records = records_of(ops, addresses, len(self.sites.points))
+        slot = placement.slot
+        self.table.admit(*records, slot, placement.record)
         # of all that happens here, whoever keeps it: workers of one stage must choose the same graphs
         size = sum(self._token_size(op) for op in here if op.kind == CAPTURE)
         # of all that happens anywhere: code with taps may differ from stock's in the last bits, and what a request's
         # batchmates get must not depend on which stage a program acts on
         stop = max((each.stop for op in bound.ops if op.points for each in op.ranges), default=0)
         code = max((each.stop for op in bound.ops if op.kind == APPLY for each in op.ranges), default=0)
-        self._admitted[bound.run] = _Admitted(slot, keys, size, stop, code)
+        self._admitted[request] = _Admitted(bound.run, slot, size, receipt)
+        self._slot_of[request], self._stop_of[request] = slot, stop
+        if code:
+            self._code_stop[request] = code
         if size:
             self._token_bytes[size] += 1
             self.step.prepare()
         self._run_of_slot[slot] = self.store.open(bound.run)
+
+    def _address(
+        self, key: str, placement: Placement, vectors: Mapping[str, torch.Tensor], remote: Mapping[str, torch.Tensor]
+    ) -> tuple[int, int]:
+        """Where a key's rows begin in the bank, and how wide they are; brings them there if they are not."""
+        name, first, end = columns_in(key)
+        resident = resident_name(name, first is not None)
+        begin, count = placement.addresses[resident]
+        if resident in placement.load:
+            source = source_of(name)
+            if source is None:
+                rows = vectors[name][:, first:end]
+            else:
+                rows = remote[name] if name in remote else self.fetch(*source)[1]
+                if len(rows) < count:
+                    raise MissingSource(
+                        f"run {source[0]} captured {len(rows)} positions at {self.sites.label(source[1])}, not {count}"
+                    )
+            self.bank.write(begin, rows[:count])
+            self._resident[resident] = begin, rows.shape[-1]
+        if self._resident.get(resident, (-1, 0))[0] != begin:
+            raise MissingSource(f"the rows of {name[:40]} could not be brought into the bank when they were first read")
+        return self._resident[resident]
 
     def _token_size(self, op: BoundOp) -> int:
         """Bytes that an op captures of a token, aligned; sampled rows never pass through what a graph keeps."""
@@ -279,43 +260,49 @@ class Runtime:
         rows = item * self.widths[points[~self.sampled[points]]]
         return int((-(-rows // ALIGNED) * ALIGNED).sum())
 
-    def assign_slot(self, request: str, run: str) -> None:
-        """The engine's own name of a run's request; a run that was never admitted gets an error instead."""
-        if run in self._admitted:
-            self._run_of[request], self._request_of[run] = run, request
-            self._slot_of[request], self._stop_of[request] = self._admitted[run].slot, self._admitted[run].stop
-            if self._admitted[run].code_stop:
-                self._code_stop[request] = self._admitted[run].code_stop
-        else:
-            self._errors[run] = pack(MissingSource(f"run {run} was not reserved before its request"))
+    def refuse(self, request: str, run: str, error: Exception) -> None:
+        """A program could not be installed: its run fails with that error, and blocks of the prefix cache that its
+        request fills are not what their keys say."""
+        self._admitted[request] = _Admitted(run, 0, 0, "")
+        self._errors.setdefault(run, pack(error))
+        self.failures += 1
 
-    def finish(self, run: str) -> None:
-        """Frees a run's slot; its captures stay until released."""
+    def has(self, request: str) -> bool:
+        """Whether a request has a program that was installed."""
+        return request in self._slot_of
+
+    def outcome(self, request: str) -> tuple[str, Packed | None]:
+        """The receipt of the program that a request runs with ("": none was installed), and its run's error."""
+        admitted = self._admitted.get(request)
+        return ("", None) if admitted is None else (admitted.receipt, self._errors.get(admitted.run))
+
+    def free(self, requests: Iterable[str]) -> None:
+        """Frees what the programs of ended requests held; their captures stay until released."""
+        for request in requests:
+            admitted = self._admitted.pop(request, None)
+            if admitted is not None:
+                self._free(request, admitted)
+
+    def drop_code(self, run: str) -> None:
+        """Frees what a run's `Apply`s ran."""
         for number in self._code_of.pop(run, ()):
             del self._code[number]
-        if run not in self._admitted:
+
+    def _free(self, request: str, admitted: _Admitted) -> None:
+        self.drop_code(admitted.run)
+        self._errors.pop(admitted.run, None)
+        if not admitted.slot:
             return
-        self.collect_failures()
         self.continuity.forget()  # it holds captures that may soon be released
-        admitted, request = self._admitted.pop(run), self._request_of.pop(run, "")
-        self._slot_of.pop(request, None)
-        self._stop_of.pop(request, None)
-        self._code_stop.pop(request, None)
+        for table in (self._slot_of, self._stop_of, self._code_stop):
+            table.pop(request, None)
         if admitted.token_bytes:
             self._token_bytes[admitted.token_bytes] -= 1
             if not self._token_bytes[admitted.token_bytes]:
                 del self._token_bytes[admitted.token_bytes]
         self.table.drop(admitted.slot)
-        self.store.close(run)
+        self.store.close(admitted.run)
         self._run_of_slot[admitted.slot] = -1
-        for key in admitted.keys:
-            self.bank.unpin(key)
-
-    def drop(self, requests: Iterable[str]) -> None:
-        """Frees what finished or aborted requests held."""
-        for request in requests:
-            if request in self._run_of:
-                self.finish(self._run_of.pop(request))
 
     def slots(self, requests: list[str]) -> np.ndarray:
         """The slots of a step's requests, [N]; 0 for one without a program."""
@@ -408,23 +395,6 @@ class Runtime:
         if chunk is not None:
             self.store.add(chunk)
 
-    def _load(self, key: str) -> None:
-        """Brings a key into the bank: an inline vector from its host copy, a run's rows from the store."""
-        if key in self.bank:
-            return
-        if key.startswith("v:"):
-            name, first, end = columns_in(key)
-            if name not in self._vectors:
-                raise MissingSource(f"vector {key[2:14]} is not here")
-            self.bank.put(key, self._vectors[name][0][:, first:end])
-            return
-        run, point = _source(key)
-        rows = self.rows(key)
-        if len(rows) == 0:
-            raise MissingSource(f"run {run} captured nothing at {self.sites.label(point)}")
-        self.bank.put(key, rows)
-        self._banked.setdefault(run, set()).add(key)
-
 
 def fits(shape: Sequence[int], width: int) -> bool:
     """Whether a tensor's last dimensions are a row of so many columns."""
@@ -439,9 +409,3 @@ def fits(shape: Sequence[int], width: int) -> bool:
 def columns(hidden: torch.Tensor, view: View, width: int) -> torch.Tensor:
     """A point's columns of a tensor that has others beside them, [R, W], as a view."""
     return hidden.view(-1, view.whole)[:, view.first : view.first + width]
-
-
-def _source(key: str) -> tuple[str, int]:
-    found = source_of(key)
-    assert found is not None, key
-    return found

@@ -9,26 +9,30 @@ from typing import Any
 
 import msgspec
 
-from patchclamp.engines.vllm.compat import runner
-from patchclamp.plan import BoundProgram
+from patchclamp.engines.vllm.admission import Program
+from patchclamp.engines.vllm.compat import core, runner
 from patchclamp.plan.reuse import block_key, lowest_capture
-
-_decoder = msgspec.msgpack.Decoder(BoundProgram)
 
 
 def install() -> None:
-    """Wraps vLLM's block keys and cache search; requests without a program are left to stock."""
-    runner.on_block_key(lambda request, program, start, end: block_key(_bound(request, program), start, end))
-    runner.on_cache_search(lambda request, program: lowest_capture(_bound(request, program)))
+    """Wraps vLLM's block keys and cache search; requests without a program pass straight through."""
+    runner.on_block_key(_block_key)
+    runner.on_cache_search(_lowest_capture)
 
 
-def _bound(request: Any, program: bytes) -> BoundProgram:
-    """A request's program, decoded once; an empty one for bytes that are no program of ours."""
-    bound = getattr(request, "patchclamp_bound", None)
-    if bound is None:
-        try:
-            bound = _decoder.decode(program)
-        except msgspec.DecodeError:
-            bound = BoundProgram("", 0, ())
-        request.patchclamp_bound = bound
-    return bound
+def _block_key(request: Any, carried: bytes, start: int, end: int) -> str | None:
+    program = _program(request, carried)
+    return None if program is None else block_key(program.bound, start, end)
+
+
+def _lowest_capture(request: Any, carried: bytes) -> int | None:
+    program = _program(request, carried)
+    return None if program is None else lowest_capture(program.bound)
+
+
+def _program(request: Any, carried: bytes) -> Program | None:
+    """A request's program; None for bytes that are none, whose request admission ends with an error."""
+    try:
+        return core.program_of(request, carried)
+    except msgspec.DecodeError:
+        return None

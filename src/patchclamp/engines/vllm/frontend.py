@@ -5,13 +5,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import hashlib
-import itertools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -25,20 +24,21 @@ from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
 from patchclamp.engines.vllm import plugin, shared
 from patchclamp.engines.vllm import sampling as sampling_of_vllm
 from patchclamp.engines.vllm.adapters import Adapters
+from patchclamp.engines.vllm.admission import Carried, Verdict, receipt_of
 from patchclamp.engines.vllm.answers import PartialAnswer
 from patchclamp.engines.vllm.architecture import site_map
 from patchclamp.engines.vllm.compat import configuration
+from patchclamp.engines.vllm.compat.core import ask_core, is_pending, tell_core, verdicts_of
 from patchclamp.engines.vllm.compat.seams import require_all, version
 from patchclamp.engines.vllm.report import running
 from patchclamp.engines.vllm.worker import too_deep
 from patchclamp.engines.vllm.workers import Workers
-from patchclamp.errors import CapacityError, EngineError, PatchclampError, RunError, describe_error, unknown, unpack
+from patchclamp.errors import EngineError, PatchclampError, RunError, describe_error, unknown, unpack
 from patchclamp.kernels.code import check_outside
-from patchclamp.plan.reuse import lowest_edit
+from patchclamp.plan.room import bank_sizes
 from patchclamp.runtime import Limits
 
 OURS = ("max_records", "bank_bytes", "kept_bytes", "ring_bytes", "pinned_bytes", "active_sizes", "multiprocess_mode")
-MAX_ADMITTED_PER_CALL = 256  # programs seated in one call
 MAX_SCORES = 128  # what vLLM's sampler takes for one request
 ABORTED = "the run was aborted"
 MAX_SLEEP_S = 0.5  # of an idle engine's thread: a release that finds the lock taken does not wake it
@@ -65,8 +65,9 @@ class VllmEngine:
         self._receiver = shared.Receiver()
         self._engine: Any = None
         self._held_back: collections.deque[tuple[Request, Future[Answer]]] = collections.deque()
-        self._waiting: dict[str, tuple[Request, Future[Answer], PartialAnswer]] = {}
-        self._heard: set[str] = set()  # runs that somebody listens to, waiting or held back
+        self._waiting: dict[str, _Underway] = {}  # by run
+        self._streamed: set[str] = set()  # runs that somebody listens to, under way or held back
+        self._vectors: collections.Counter[str] = collections.Counter()  # that the core holds: how many requests do
         started: Future[None] = Future()
         self._thread = threading.Thread(
             target=self._live, args=(name, options, started), name="patchclamp", daemon=True
@@ -107,8 +108,8 @@ class VllmEngine:
             self._call(lambda: self._abort(set(runs)))
 
     def status(self) -> dict[str, Any]:
-        """The worker's counts: programs seated, runs kept, vectors pinned, records free."""
-        return self._call(lambda: self._workers.status()).result()
+        """Counts of the workers and of the core: programs, runs, records and vectors held, requests that wait."""
+        return self._call(lambda: {**self._workers.status(), **ask_core(self._engine, "patchclamp_counts")}).result()
 
     def report(self) -> list[Finding]:
         """What there is to say about this engine."""
@@ -257,60 +258,59 @@ class VllmEngine:
                 self._wake.wait(MAX_SLEEP_S)
             jobs = [self._queue.popleft() for _ in range(len(self._queue))]
         if self._released:
-            self._let_go([self._released.popleft() for _ in range(len(self._released))])
+            self._release([self._released.popleft() for _ in range(len(self._released))])
         for job, future in jobs:
             try:
                 future.set_result(job())
             except Exception as error:
                 future.set_exception(_as_error(error))
         if self._held_back and not self._stop:
-            self._admit()
+            self._start_held_back()
         return not self._stop
 
     def _busy(self) -> bool:
-        return self._engine.has_unfinished_requests()
+        return self._engine.has_unfinished_requests() or is_pending(self._engine)
 
     def _step(self) -> None:
         if not self._busy():
             return
         with _one_at_a_time:
             outputs = self._engine.step()
-        mine = [(output, *self._waiting[output.request_id]) for output in outputs if output.request_id in self._waiting]
-        for output, _, _, growing in mine:
-            if not output.finished:
-                growing.take(output)
-        self._end([made for made in mine if made[0].finished])
-
-    def _end(self, done: list[tuple[Any, Request, Future[Answer], PartialAnswer]]) -> None:
-        """Settles requests, each with its last output."""
-        programs = [request for _, request, _, _ in done if request.bound is not None]
-        errors: dict[str, Any] = {}
-        if programs:
-            vectors = [key for request in programs for key in request.vectors]
-            # edits that were not written left blocks in the cache under keys that say they were: keys change with that
-            errors = self._workers.finish([request.run for request in programs], vectors)
-        for _, request, _, _ in done:
-            del self._waiting[request.run]
-            self._adapters.give(request)
-            self._heard.discard(request.run)
-        for output, request, future, growing in done:
-            if request.run in errors:
-                settle(future, unpack(errors[request.run]))
-            elif self._spoiled(output, request):
-                settle(future, RunError(
-                    f"run {request.run} read keys and values from the prefix cache beside a run whose edits were not "
-                    "finite, and they may be of that one; run it again"
-                ))  # fmt: skip
+        for output in outputs:
+            underway = self._waiting.get(output.request_id)
+            if underway is None:
+                continue
+            if output.finished:
+                self._end(output, underway)
             else:
-                growing.take(output)
-                settle(future, growing.answer(output))
+                underway.answer.take(output)
+        self._drop_vectors()
 
-    def _spoiled(self, output: Any, request: Request) -> bool:
-        """Whether a run of before the last failure read edited blocks that others had made."""
-        if request.bound is None or request.bound.salt == self._workers.salt:
-            return False
-        lowest = lowest_edit(request.bound)
-        return lowest is not None and (output.num_cached_tokens or 0) > lowest
+    def _end(self, output: Any, underway: _Underway) -> None:
+        """Settles a request with its last output."""
+        self._forget(underway.request)
+        verdict = verdicts_of(self._engine.output_processor).pop(underway.name, None)
+        error = _judged(underway, verdict)
+        if error is not None:
+            settle(underway.future, error)
+            return
+        underway.answer.take(output)
+        settle(underway.future, underway.answer.answer(output))
+
+    def _forget(self, request: Request) -> None:
+        """A request is over: nothing is kept for it here."""
+        self._waiting.pop(request.run, None)
+        self._streamed.discard(request.run)
+        self._adapters.give(request)
+        self._vectors.subtract(request.vectors.keys())
+
+    def _drop_vectors(self) -> None:
+        """Tells the core of vectors that no request needs any more."""
+        unused = [key for key, holders in self._vectors.items() if holders == 0]
+        if unused:
+            for key in unused:
+                del self._vectors[key]
+            tell_core(self._engine, "patchclamp_hold", b"", [], unused)
 
     def _sleep(self, level: int) -> None:
         deep = too_deep(level)
@@ -338,86 +338,83 @@ class VllmEngine:
                 settle(future, EngineError(ABORTED))
             else:
                 asked.append((request, future))
-        keys = [key for request, _ in asked for key in request.vectors]
-        held = {key: np.ascontiguousarray(rows) for request, _ in asked for key, rows in request.vectors.items()}
-        if held:
-            self._workers.one("hold_vectors", safetensors.numpy.save(held), keys)
+        self._hold_vectors(request for request, _ in asked)
         for request, _ in asked:
             if request.code:
                 self._workers.one("hold_code", request.run, request.code)
-        self._heard.update(request.run for request, _ in asked if request.listener is not None)
+        self._streamed.update(request.run for request, _ in asked if request.listener is not None)
         self._held_back.extend(asked)
 
-    def _let_go(self, runs: list[str]) -> None:
-        """Lets captures go, and stops what nobody listens to any more."""
-        unheard = self._heard.intersection(runs)
+    def _hold_vectors(self, requests: Iterable[Request]) -> None:
+        """Sends the core the vectors that requests need and it does not hold: once, ahead of them."""
+        vectors: dict[str, np.ndarray] = {}
+        for request in requests:
+            for key, rows in request.vectors.items():
+                if not self._vectors[key]:
+                    vectors[key] = np.ascontiguousarray(rows)
+                self._vectors[key] += 1
+        if vectors:
+            tell_core(self._engine, "patchclamp_hold", safetensors.numpy.save(vectors), list(vectors), [])
+
+    def _release(self, runs: list[str]) -> None:
+        """Frees captures, and stops what nobody listens to any more."""
+        unheard = self._streamed.intersection(runs)
         if unheard:
             self._abort(unheard)
-        self._workers.release(runs)
+        tell_core(self._engine, "patchclamp_release", runs)
 
-    def _admit(self) -> None:
-        """Lets requests in, in order, as far as their programs fit beside those that run; the rest wait their turn."""
-        while self._held_back:
-            most = self._adapters.admits(
-                request for request, _ in itertools.islice(self._held_back, MAX_ADMITTED_PER_CALL)
-            )
-            if most == 0:
-                return  # there will be room for its adapter when runs with others end
-            first = [request for request, _ in itertools.islice(self._held_back, most) if request.bound is not None]
-            for request in first:
-                assert request.bound is not None
-                request.bound = msgspec.structs.replace(request.bound, salt=self._workers.salt)
-            programs = [request.bound for request in first if request.bound is not None]
-            seated, refusal = self._workers.admit(programs)
-            for _ in range(most):
-                request, future = self._held_back[0]
-                if request.bound is not None and seated == 0:
-                    break
-                seated -= request.bound is not None
-                self._held_back.popleft()
-                self._start(request, future)
-            if refusal is None:
-                continue
-            error = unpack(refusal)
-            if isinstance(error, CapacityError) and any(r.bound is not None for r, *_ in self._waiting.values()):
-                return  # there will be room when a running program ends
-            self._refuse(*self._held_back.popleft(), error)
+    def _start_held_back(self) -> None:
+        """Gives vLLM requests, in order, as far as there is room for their adapters beside those in use."""
+        for _ in range(self._adapters.admits(request for request, _ in self._held_back)):
+            self._start(*self._held_back.popleft())
 
     def _start(self, request: Request, future: Future[Answer]) -> None:
-        self._waiting[request.run] = (request, future, PartialAnswer(request))
         try:
             adapter = self._adapters.take(request)
             prompt = {"prompt_token_ids": request.prompt_token_ids}
-            self._engine.add_request(request.run, prompt, self._params(request), lora_request=adapter)
+            carried = None if request.bound is None else self._carried(request)
+            params = self._params(request, carried)
+            name = self._engine.add_request(request.run, prompt, params, lora_request=adapter) or request.run
+            receipt = "" if carried is None else receipt_of(carried)
+            self._waiting[request.run] = _Underway(request, future, PartialAnswer(request), name, receipt)
         except Exception as error:
-            del self._waiting[request.run]
             self._refuse(request, future, _as_error(error, RunError))  # vLLM's word on this request alone
 
+    def _carried(self, request: Request) -> bytes:
+        """A request's program as it travels in its sampling parameters."""
+        assert request.bound is not None
+        sources = {source.key: source for source in request.sources}
+
+        def rows_of(run: str, point: int) -> int:
+            return len(sources[run].positions_of(point))
+
+        sizes = bank_sizes(request.bound, request.vectors, self.sites, rows_of)
+        return msgspec.msgpack.encode(Carried(request.bound, sizes))
+
     def _refuse(self, request: Request, future: Future[Answer], error: BaseException) -> None:
-        self._heard.discard(request.run)
-        self._adapters.give(request)
-        self._workers.finish([request.run], list(request.vectors), aborted=True)
+        self._forget(request)
+        self._drop_vectors()
         settle(future, _as_error(error))
 
     def _abort(self, runs: set[str]) -> None:
         """Takes runs back, wherever they are."""
-        told = EngineError(ABORTED)
+        aborted = EngineError(ABORTED)
         for request, future in [pair for pair in self._held_back if pair[0].run in runs]:
             self._held_back.remove((request, future))
-            self._refuse(request, future, told)
-        under_way = [run for run in runs if run in self._waiting]
-        self._engine.abort_request(under_way)
-        for run in under_way:
-            self._refuse(*self._waiting.pop(run)[:2], told)
-        self._workers.release(list(runs))
+            self._refuse(request, future, aborted)
+        under_way = [self._waiting[run] for run in runs if run in self._waiting]
+        self._engine.abort_request([each.request.run for each in under_way])
+        for each in under_way:
+            self._refuse(each.request, each.future, aborted)
+        tell_core(self._engine, "patchclamp_release", list(runs))
 
-    def _params(self, request: Request) -> Any:
+    def _params(self, request: Request, carried: bytes | None) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         given: dict[str, Any] = {"temperature": 0.0, **request.sampling}
-        if request.bound is not None:
-            given["extra_args"] = {configuration.KEY: msgspec.msgpack.encode(request.bound)}
+        if carried is not None:
+            given["extra_args"] = {configuration.KEY: carried}
         if request.score:
             given["logprob_token_ids"] = list(dict.fromkeys(request.score))
         return SamplingParams(
@@ -433,11 +430,35 @@ class VllmEngine:
         with self._wake:
             self._stop, self._ended = True, told
             jobs, self._queue = list(self._queue), collections.deque()
-        waiting = [*self._waiting.values(), *self._held_back]
-        for future in [future for _, future, *_ in waiting] + [future for _, future in jobs]:
+        waiting = [underway.future for underway in self._waiting.values()]
+        for future in [*waiting, *(future for _, future in self._held_back), *(future for _, future in jobs)]:
             settle(future, told)
         self._held_back.clear()
         self._waiting.clear()
+
+
+class _Underway(NamedTuple):
+    """A request that vLLM has: `name` is vLLM's own of it, `receipt` what must come back with its answer."""
+
+    request: Request
+    future: Future[Answer]
+    answer: PartialAnswer
+    name: str
+    receipt: str
+
+
+def _judged(underway: _Underway, verdict: Verdict | None) -> PatchclampError | None:
+    """Why an answer cannot stand: its program failed, or nobody says that it was carried out."""
+    if underway.request.bound is None:
+        return None
+    if verdict is not None and verdict.error is not None:
+        return unpack(verdict.error)
+    if verdict is None or verdict.receipt != underway.receipt:
+        return EngineError(
+            f"run {underway.request.run} came back without the receipt of its program, so that nobody knows whether it "
+            "was edited; its answer is thrown away"
+        )
+    return None
 
 
 def _pass_on(done: Future[Any], futures: list[Future[Answer]]) -> None:

@@ -11,11 +11,13 @@ def register() -> None:
     """Wraps vLLM where steps, compilation and the prefix cache begin; each wrapper first looks whether it is needed."""
     global problem
     from patchclamp.engines.vllm import cache, worker
-    from patchclamp.engines.vllm.compat import graphs, runner
+    from patchclamp.engines.vllm.compat import core, graphs, runner
 
     try:
         runner.on_load(worker.attach, worker.answer)
         graphs.on_compile()
         cache.install()
+        core.on_core(worker.admission_of)
+        core.on_outputs()
     except SeamMoved as moved:
         problem = moved

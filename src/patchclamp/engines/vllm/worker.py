@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 import numpy as np
-import safetensors.torch
 import torch
 
 from patchclamp.engines.vllm import shared
+from patchclamp.engines.vllm.admission import Admission, Orders, Packed, decode, receipt_of
 from patchclamp.engines.vllm.architecture import site_map
 from patchclamp.engines.vllm.compat import backend, configuration, lora
 from patchclamp.engines.vllm.compat import runner as compat
 from patchclamp.engines.vllm.compat.addresses import Watch
 from patchclamp.engines.vllm.compat.attention import after as after_attention
 from patchclamp.engines.vllm.compat.graphs import Graphs, compiled_ahead, fusions_of, lacks_idle_variant
+from patchclamp.engines.vllm.exchange import Exchange
 from patchclamp.errors import EngineError, pack
-from patchclamp.plan import BoundProgram
 from patchclamp.plan.bind import Code
+from patchclamp.plan.room import Room
 from patchclamp.plan.step import FOREVER
 from patchclamp.runtime import Limits, Runtime, addresses
 from patchclamp.runtime.op import at_work
@@ -38,6 +39,15 @@ def attach(worker: Any) -> None:
     with torch.inference_mode(False):  # what is made here is written in steps and in calls alike
         worker.patchclamp = Attached(worker, runner, kind, msgspec.convert(config["limits"], Limits))
     compat.on_sleep(worker, too_deep)
+
+
+def admission_of(vllm_config: Any) -> Admission:
+    """The admission of an engine core whose workers have these limits."""
+    config = configuration.enabled(vllm_config)
+    assert config is not None
+    limits = msgspec.convert(config["limits"], Limits)
+    room = Room(limits.max_programs, limits.max_records, limits.bank_bytes // 4)
+    return Admission(site_map(vllm_config), room, vllm_config.parallel_config.world_size)
 
 
 def too_deep(level: int) -> EngineError | None:
@@ -60,12 +70,6 @@ def answer(worker: Any, verb: str, *args: Any) -> tuple[Any, tuple[str, str, str
         return None, pack(error)
 
 
-class _Head(msgspec.Struct, array_like=True):
-    """The beginning of an encoded `BoundProgram`."""
-
-    run: str
-
-
 class Attached:
     """The runtime of one worker, fed from its runner's steps."""
 
@@ -74,8 +78,7 @@ class Attached:
         self.kind = kind
         rank, first, last = compat.worker_rank()
         self.runtime = Runtime(sites, limits, worker.device, rank)
-        self._decode = msgspec.msgpack.Decoder(BoundProgram).decode
-        self._run_of = msgspec.msgpack.Decoder(_Head).decode
+        self._settled: set[str] = set()  # requests whose programs were asked about when they ended
         self._logits = next(point.number for point in sites.points if point.rows == "sampled")
         self._active = self._awaits_logits = False
         self._warm = self.runtime.device.type != "cuda"
@@ -98,6 +101,8 @@ class Attached:
         self.runtime.here[:] = False
         self.runtime.here[list(hooked)] = True
         self.runtime.here[self._logits] = last
+        if worker.vllm_config.parallel_config.world_size > 1:
+            self.runtime.remote_rows = Exchange(self.runtime, compat.all_workers()).rows
         self.hooks = compat.Hooks(self.before, self.planned, self.logits, self.after, self.at_work)
         compat.hook_runner(runner, kind, self.hooks, self._graphs)
 
@@ -135,10 +140,11 @@ class Attached:
         """Takes note of who came and went; returns (active, whether what is captured fits beside a graph)."""
         self.runtime.plan = None
         self._awaits_logits = False
-        if not len(self.runtime) and compat.same_requests(scheduler_output):
+        ordered = compat.orders(scheduler_output) is not None
+        if not len(self.runtime) and not ordered and compat.same_requests(scheduler_output):
             self._active = False
             return False, True
-        requests = compat.going_on(scheduler_output) if len(self.runtime) else None
+        requests = compat.going_on(scheduler_output) if len(self.runtime) and not ordered else None
         answer = self.runtime.continuity.answer(requests)
         if answer is None:
             version = self.runtime.table.version
@@ -150,10 +156,10 @@ class Attached:
     def _look(self, scheduler_output: Any) -> tuple[tuple[bool, bool], int]:
         """The same for any step, and for how many further ones it stays so if they go on like it."""
         self._preemptions += compat.preempted(scheduler_output)
-        self.runtime.drop(compat.finished(scheduler_output))
-        for request, program in compat.new_programs(scheduler_output):
-            with suppress(msgspec.DecodeError):  # bytes of somebody else's: nothing is edited
-                self.runtime.assign_slot(request, self._run_of(program).run)
+        self._free(compat.finished(scheduler_output))
+        orders = compat.orders(scheduler_output)
+        if orders is not None:
+            self._carry_out(orders)
         tokens, total = compat.scheduled(scheduler_output)
         self._total = total
         left = self.runtime.steps_left(compat.positions(scheduler_output)) if len(self.runtime) else 0
@@ -161,6 +167,28 @@ class Attached:
         fits = not self._active or self.runtime.captures_at_most(tokens, total, self._most_kept)
         answer = self._active, fits and not self.runtime.runs_code(compat.positions(scheduler_output))
         return answer, left - 1 if left else FOREVER
+
+    def _free(self, requests: Collection[str]) -> None:
+        """Frees ended requests. Of one that was aborted a step may be under way, whose failure must be counted."""
+        aborted = [request for request in requests if request not in self._settled and self.runtime.has(request)]
+        if aborted:
+            if self.runtime.device.type == "cuda":
+                torch.cuda.synchronize()
+            self.runtime.collect_failures()
+        self.runtime.free(requests)
+        self._settled.difference_update(requests)
+
+    def _carry_out(self, orders: Orders) -> None:
+        """Releases runs and installs programs; what keeps one from being installed is its run's error."""
+        self.runtime.release(orders.release)
+        vectors = {key: torch.tensor(rows) for key, rows in orders.vectors.items()}
+        for admitted in orders.admit:
+            bound, receipt = decode(admitted.program).bound, receipt_of(admitted.program)
+            try:
+                self.runtime.admit(admitted.request, bound, admitted.placement, vectors, receipt)
+            except Exception as error:
+                self.runtime.refuse(admitted.request, bound.run, error)
+        self.runtime.table.captures.layout()  # gathered here rather than while rows are planned
 
     def planned(self, requests: list[str], row: np.ndarray, position: np.ndarray, count: np.ndarray) -> None:
         """Plans a step with programs; the arrays are the runner's own and change with the next one."""
@@ -207,10 +235,6 @@ class Attached:
                       "idle_graphs": self._graphs.idle}  # fmt: skip
         return found
 
-    def do_hold_vectors(self, vectors: bytes, holders: list[str]) -> None:
-        """Takes inline vectors, as safetensors, each once for every time it is named among `holders`."""
-        self.runtime.hold_vectors(safetensors.torch.load(vectors), holders)
-
     def do_hold_code(self, run: str, code: dict[int, Code]) -> None:
         """Takes what a run's program runs; only where the front end is in this process."""
         self.runtime.hold_code(run, code)
@@ -219,66 +243,23 @@ class Attached:
         """What of a loaded adapter, by its number, does not fit the model."""
         return lora.unfit(self._runner, adapter)
 
-    def do_missing_rows(self, read: list[tuple[str, int]]) -> list[str]:
-        """Of keys of runs' rows, each with a point where it is read, those that are needed here and not at hand."""
-        return [key for key, point in read if self.runtime.here[point] and self.runtime.is_missing(key)]
-
-    def do_rows(self, key: str) -> bytes | None:
-        """A run's rows, as safetensors, if they were captured here."""
-        if not self.runtime.has(key):
-            return None
-        return safetensors.torch.save({key: self.runtime.rows(key)})
-
-    def do_add_remote_rows(self, rows: bytes, points: list[int]) -> None:
-        """Takes rows that another worker captured, if they are read here, at any of some points."""
-        if self.runtime.here[points].any():
-            self.runtime.add_remote_rows(safetensors.torch.load(rows))
-
-    def do_evict(self, runs: list[str]) -> None:
-        """Takes back seats that other workers had none for."""
-        for run in runs:
-            self.runtime.finish(run)
-        self.runtime.release(runs)
-
-    def do_admit(self, programs: list[bytes]) -> tuple[int, tuple[str, str, str | None] | None]:
-        """Seats programs in order until one does not fit; returns how many sit, and what stands against the next."""
-        try:
-            for i, program in enumerate(programs):
-                try:
-                    self.runtime.admit(self._decode(program))
-                except Exception as error:
-                    return i, pack(error)
-            return len(programs), None
-        finally:
-            self.runtime.table.captures.layout()  # gathered between steps rather than in one
-
-    def do_finish(
-        self, runs: list[str], vectors: list[str], aborted: bool = False
-    ) -> tuple[dict[str, tuple[str, str, str | None]], int]:
-        """Frees seats and vectors; returns the errors of runs that failed in here, and how many runs ever have (some
-        of them may still be running). `aborted`: steps of these runs may still be under way."""
-        if aborted and self.runtime.device.type == "cuda":
-            torch.cuda.synchronize()
+    def do_settle(self, requests: list[str], ended: list[str]) -> tuple[list[tuple[str, Packed | None]], int]:
+        """The receipt and the error of each request's program, and how many runs have ever failed here; `ended`: those
+        of which no further step follows."""
         self.runtime.collect_failures()
-        for run in runs:
-            self.runtime.finish(run)
-        self.runtime.release_vectors(vectors)
-        found = {run: self.runtime.take_error(run) for run in runs}
-        return {run: error for run, error in found.items() if error is not None}, self.runtime.failures
+        self._settled.update(ended)
+        return [self.runtime.outcome(request) for request in requests], self.runtime.failures
 
     def do_fetch(
-        self, run: str, point: int, op: int | None, piece: int, to: str, mapped: list[int], at: int, files: bool
+        self, run: str, point: int, op: int | None, shard: int, to: str, mapped: list[int], at: int, files: bool
     ) -> Any:
-        """(positions, rows), of a piece of the rows; for a receiver in another process, what `shared` hands it."""
+        """(positions, rows), of a shard of the rows; for a receiver in another process, what `shared` hands it."""
         runtime = self.runtime
-        if not (runtime.keeps_at(point) and runtime.here[point] and runtime.shards[point].number == piece):
+        if not (runtime.keeps_at(point) and runtime.here[point] and runtime.shards[point].number == shard):
             return None
         if not to:
             return self.runtime.fetch(run, point, op)
         return self._sender.hand(*self.runtime.store.parts(run, point, op), to, mapped, at, files)
-
-    def do_release(self, runs: list[str]) -> None:
-        self.runtime.release(runs)
 
     def do_close(self) -> None:
         """Stops the threads that captures leave the device on; what was captured stays for those who hold it."""

@@ -246,6 +246,13 @@ def worker_rank() -> tuple[int, bool, bool]:
     return rank, rank == 0, get_pp_group().is_last_rank
 
 
+def all_workers() -> Any:
+    """vLLM's group of all workers of an engine."""
+    from vllm.distributed import get_world_group
+
+    return get_world_group()
+
+
 def device_facts(runner: Any, kind: str) -> tuple[int, int, Any]:
     """Most rows and requests of a step, and the tensor of every row's position."""
     if kind == "v2":
@@ -286,12 +293,9 @@ def positions(scheduler_output: Any) -> Iterator[tuple[str, int]]:
         yield new.req_id, new.num_computed_tokens
 
 
-def new_programs(scheduler_output: Any) -> Iterator[tuple[str, bytes]]:
-    """Requests that are new and carry a program, and the program's bytes."""
-    for new in scheduler_output.scheduled_new_reqs:
-        program = carried(new.sampling_params)
-        if program is not None:
-            yield new.req_id, program
+def orders(scheduler_output: Any) -> Any:
+    """What admission has for the workers to do before this step, or None."""
+    return getattr(scheduler_output, "patchclamp", None)
 
 
 def finished(scheduler_output: Any) -> set[str]:

@@ -1,0 +1,250 @@
+"""Admission in the engine core: it keeps the books of slots, records and the bank, and gives each program its placement
+before its request is scheduled.
+
+A request whose program has no room beside those that run waits here, first come first served (or by priority), and
+requests without programs pass it. What workers must do for it, `Orders`, travels with the scheduler's own output, so
+that nothing waits for a round trip. What a program came to, its receipt and its error, travels back with the request's
+outputs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from patchclamp.errors import CapacityError, EngineError, MissingSource, PatchclampError, RunError, pack
+from patchclamp.plan import BoundProgram
+from patchclamp.plan.bound import source_of
+from patchclamp.plan.records import record_count
+from patchclamp.plan.reuse import lowest_edit
+from patchclamp.plan.room import Placement, Room, resident_sizes
+from patchclamp.sites import SiteMap
+
+Packed = tuple[str, str, str | None]
+
+
+class Carried(msgspec.Struct, array_like=True):
+    """What a request carries in its sampling parameters.
+
+    bound: its program, for its prompt
+    sizes: of every bank key that it reads, (rows, width)
+    """
+
+    bound: BoundProgram
+    sizes: dict[str, tuple[int, int]]
+
+
+class Admitted(msgspec.Struct):
+    """One program for the workers to install. `program`: as it was carried; they make its receipt from that."""
+
+    request: str
+    program: bytes
+    placement: Placement
+
+
+class Orders(msgspec.Struct):
+    """What workers do before a step, after they have freed what ended: release runs, then install programs. `vectors`
+    are the rows of inline vectors that are not in the bank yet."""
+
+    release: list[str]
+    admit: list[Admitted]
+    vectors: dict[str, np.ndarray]
+
+
+class Verdict(msgspec.Struct):
+    """What workers found of a request's program, told with its outputs: the receipt of what was installed ("": nothing
+    was), and the run's error."""
+
+    receipt: str
+    error: Packed | None
+
+
+class Program:
+    """A request's program in the core."""
+
+    __slots__ = ("admission", "bound", "cached_tokens", "carried", "placement", "salt", "sizes")
+
+    def __init__(self, admission: Admission, carried: bytes) -> None:
+        decoded = decode(carried)
+        self.admission, self.carried, self.sizes = admission, carried, decoded.sizes
+        self.salt, self.cached_tokens = admission.salt, 0
+        self.bound = msgspec.structs.replace(decoded.bound, salt=str(self.salt))
+        self.placement: Placement | None = None
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a run has failed since the keys of this program's blocks were made."""
+        return self.salt != self.admission.salt
+
+    def refresh(self) -> None:
+        """From now on this program's blocks are keyed as after the last failure."""
+        self.salt = self.admission.salt
+        self.bound = msgspec.structs.replace(self.bound, salt=str(self.salt))
+
+    @property
+    def read_spoiled_blocks(self) -> bool:
+        """Whether it read edited blocks of the prefix cache that may be a failed run's."""
+        lowest = lowest_edit(self.bound)
+        return self.is_stale and lowest is not None and self.cached_tokens > lowest
+
+
+decode = msgspec.msgpack.Decoder(Carried).decode
+
+
+def receipt_of(carried: bytes) -> str:
+    """What answers for a program: the digest of what was carried, made by each worker of what it installed."""
+    return hashlib.blake2b(carried, digest_size=16).hexdigest()
+
+
+class _Vector(msgspec.Struct):
+    rows: np.ndarray
+    holders: int = 0
+
+
+class Admission:
+    """The books of one engine core, for a model of `sites` on `workers` workers."""
+
+    def __init__(self, sites: SiteMap, room: Room, workers: int) -> None:
+        self._sites, self._room, self._workers = sites, room, workers
+        self.salt = 0  # how many runs have failed; blocks of the prefix cache are shared between two failures only
+        self.programs: dict[str, Program] = {}  # of unfinished requests, admitted or waiting
+        self._waiting: list[tuple[tuple[float, ...], int, Any]] = []  # a heap of requests
+        self._waiting_ids: set[str] = set()
+        self._order = itertools.count()
+        self._vectors: dict[str, _Vector] = {}
+        self._runs: dict[str, set[str]] = {}  # by run: bank keys of its rows
+        self._orders = Orders([], [], {})
+        self.errors: dict[str, Packed] = {}  # of requests that cannot be admitted
+
+    # -- vectors and runs, from front ends
+
+    def hold_vectors(self, vectors: Mapping[str, np.ndarray], keys: list[str], drop: list[str]) -> None:
+        """Keeps inline vectors [n, W], each for one more holder every time `keys` names it, and one less every time
+        `drop` does."""
+        for key in keys:
+            if key not in self._vectors:
+                self._vectors[key] = _Vector(vectors[key])
+            self._vectors[key].holders += 1
+        for key in drop:
+            vector = self._vectors[key]
+            vector.holders -= 1
+            if not vector.holders:
+                del self._vectors[key]
+
+    def release(self, runs: list[str]) -> None:
+        """Frees runs' captures, and their rows in the bank."""
+        self._orders.release += runs
+        for run in runs:
+            self._room.forget(self._runs.pop(run, ()))
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether workers have something to do even if nothing is scheduled."""
+        return bool(self._orders.release or self._orders.admit)
+
+    def take_orders(self) -> Orders | None:
+        """What workers are to do before the next step, if anything."""
+        if not self.has_orders:
+            return None
+        orders, self._orders = self._orders, Orders([], [], {})
+        return orders
+
+    # -- requests
+
+    @property
+    def unscheduled(self) -> int:
+        """Requests that the scheduler does not have yet: waiting for room, or about to end with an error."""
+        return len(self._waiting_ids) + len(self.errors)
+
+    def arrive(self, request: Any, program: Program, priority: tuple[float, ...]) -> bool:
+        """Admits a request's program if it can be now; else it waits (lower `priority` comes first), or gets an error."""
+        self.programs[request.request_id] = program
+        if not self._waiting_ids and self._admit(request.request_id, program):
+            return True
+        if request.request_id not in self.errors:
+            self._waiting_ids.add(request.request_id)
+            heapq.heappush(self._waiting, (priority, next(self._order), request))
+        return False
+
+    def admit_waiting(self) -> Iterator[Any]:
+        """Admits requests that have waited, in order, as far as there is room."""
+        while self._waiting:
+            request = self._waiting[0][2]
+            if request.request_id in self._waiting_ids:
+                if not self._admit(request.request_id, self.programs[request.request_id]):
+                    if request.request_id not in self.errors:
+                        return
+                    self._waiting_ids.discard(request.request_id)
+                    heapq.heappop(self._waiting)
+                    continue
+                self._waiting_ids.discard(request.request_id)
+                yield request
+            heapq.heappop(self._waiting)
+
+    def refuse(self, request: Any, program: Program | None, error: PatchclampError) -> None:
+        """A request ends with an error before it runs."""
+        if program is not None:
+            self.programs[request.request_id] = program
+        self.errors[request.request_id] = pack(error)
+
+    def end(self, request_id: str) -> None:
+        """A request is finished or aborted: what its program held is free."""
+        self._waiting_ids.discard(request_id)
+        self.errors.pop(request_id, None)
+        program = self.programs.pop(request_id, None)
+        if program is not None and program.placement is not None:
+            self._room.free(program.placement)
+            program.placement = None
+
+    def judge(self, program: Program, verdict: Verdict) -> Verdict:
+        """A verdict of the workers, with what the core alone knows."""
+        if verdict.error is None and program.read_spoiled_blocks:
+            error = RunError(
+                f"run {program.bound.run} read keys and values from the prefix cache beside a run whose edits were not "
+                "finite, and they may be of that one; run it again"
+            )
+            return Verdict(verdict.receipt, pack(error))
+        return verdict
+
+    def counts(self) -> dict[str, int]:
+        """What is held; all 0 when every request has ended and every run was released."""
+        return {**self._room.counts(), "waiting": len(self._waiting_ids), "vectors": len(self._vectors),
+                "requests": len(self.programs)}  # fmt: skip
+
+    def _admit(self, request_id: str, program: Program) -> bool:
+        """Whether there is room for a program, which it then has."""
+        try:
+            sizes = resident_sizes(program.bound, program.sizes, self._sites)
+            missing = next((key for key in program.sizes if source_of(key) is None and key not in self._vectors), None)
+            if missing is not None:
+                raise MissingSource(f"vector {missing[2:14]} is not here")
+            placement = self._room.place(record_count(program.bound.ops), sizes)
+        except (CapacityError, MissingSource) as error:
+            self.errors[request_id] = pack(error)
+            return False
+        except Exception as error:  # of a program that is not well-formed
+            self.errors[request_id] = pack(EngineError(f"the program cannot be admitted: {error!r}"))
+            return False
+        if placement is None:
+            return False
+        if self._workers > 1:  # each has other parts of the programs before: what one has not read lies with another
+            placement = msgspec.structs.replace(placement, load=tuple(placement.addresses))
+        program.placement = placement
+        self._order_admission(request_id, program, placement)
+        return True
+
+    def _order_admission(self, request_id: str, program: Program, placement: Placement) -> None:
+        self._orders.admit.append(Admitted(request_id, program.carried, placement))
+        for name in placement.load:
+            key = name.removesuffix("#")
+            source = source_of(key)
+            if source is None:
+                self._orders.vectors[key] = self._vectors[key].rows
+            else:
+                self._runs.setdefault(source[0], set()).add(name)

@@ -1,0 +1,345 @@
+"""The engine core and the output processor: where requests are admitted, and where what their programs came to is told.
+
+Everything here is put around one core's own objects, and does nothing for requests without programs.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from patchclamp.engines.vllm.admission import Admission, Program, Verdict
+from patchclamp.engines.vllm.compat.configuration import KEY, enabled
+from patchclamp.engines.vllm.compat.runner import carried
+from patchclamp.engines.vllm.compat.seams import require
+from patchclamp.errors import EngineError, PatchclampError, ProgramError
+
+
+class _Making(threading.local):
+    """The admission of the core that is making a request on this thread."""
+
+    admission: Admission | None = None
+
+
+_making = _Making()
+
+
+def on_core(make: Callable[[Any], Admission]) -> None:
+    """Gives every engine core of ours an admission, `make(vllm_config)`.
+
+    A core loads plugins while it is being made, so it is met when the first request or call reaches it.
+    """
+    owner, name = require("core requests")
+    for seam in ("schedule", "outputs", "requests", "freed", "unfinished"):
+        require(seam)
+    stock = getattr(owner, name)
+    if hasattr(stock, "patchclamp"):
+        return
+
+    @functools.wraps(stock)
+    def preprocess_add_request(self: Any, request: Any) -> Any:
+        if enabled(self.vllm_config) is None:
+            return stock(self, request)
+        _making.admission = _core_of(self, make).admission
+        try:
+            return stock(self, request)
+        finally:
+            _making.admission = None
+
+    preprocess_add_request.patchclamp = True  # type: ignore[attr-defined]
+    setattr(owner, name, preprocess_add_request)
+    owner.patchclamp_hold = lambda self, vectors, keys, drop: _core_of(self, make).hold(vectors, keys, drop)
+    owner.patchclamp_release = lambda self, runs: _core_of(self, make).admission.release(runs)
+    owner.patchclamp_counts = lambda self: _core_of(self, make).admission.counts()
+    owner.patchclamp_pending = lambda self: _core_of(self, make).pending()
+
+
+_meeting = threading.Lock()
+
+
+def _core_of(core: Any, make: Callable[[Any], Admission]) -> _Core:
+    """What is around an engine core; put there when it is first asked for, by whichever thread."""
+    with _meeting:
+        found = getattr(core, "patchclamp", None)
+        if found is None:
+            found = core.patchclamp = _Core(core, make(core.vllm_config))
+        return found
+
+
+def program_of(request: Any, carried: bytes) -> Program:
+    """A request's program; decoded once, when the request is made and its blocks get their keys.
+
+    Raises `msgspec.DecodeError` for bytes that are no program.
+    """
+    program = getattr(request, "patchclamp", None)
+    if program is None:
+        assert _making.admission is not None, "a request with a program was made outside an engine core of ours"
+        program = request.patchclamp = Program(_making.admission, carried)
+    return program
+
+
+class _Held:
+    """Outputs that wait for what the workers say of their programs."""
+
+    def __init__(self, verdicts: Future[Any], outputs: list[tuple[int, Any, Program]]) -> None:
+        self.verdicts, self.outputs = verdicts, outputs
+
+
+class _Core:
+    """Admission around one engine core."""
+
+    def __init__(self, core: Any, admission: Admission) -> None:
+        self.core, self.admission, self.scheduler = core, admission, core.scheduler
+        self._ended: dict[str, Program] = {}  # that ended since their last output was told
+        self._held: collections.deque[_Held] = collections.deque()
+        s = self.scheduler
+        self._add, self._schedule, self._update = s.add_request, s.schedule, s.update_from_output
+        self._free, self._unfinished, self._finished = (
+            s._free_request,
+            s.get_num_unfinished_requests,
+            s.has_finished_requests,
+        )
+        s.add_request, s.schedule, s.update_from_output = self.add, self.schedule, self.update
+        s._free_request, s.get_num_unfinished_requests = self.free, self.unfinished
+        s.has_finished_requests = self.finished
+        self._search = s.kv_cache_manager.get_computed_blocks
+        s.kv_cache_manager.get_computed_blocks = self.search
+
+    def hold(self, vectors: bytes, keys: list[str], drop: list[str]) -> None:
+        import safetensors.numpy
+
+        self.admission.hold_vectors(safetensors.numpy.load(vectors) if vectors else {}, keys, drop)
+
+    # -- a request comes
+
+    def add(self, request: Any) -> None:
+        """A request reaches the scheduler, if its program has room; nothing raises here: that would end the core."""
+        data = carried(request.sampling_params)
+        if data is None or request.request_id in self.scheduler.requests:
+            self._add(request)
+            return
+        program: Program | None = getattr(request, "patchclamp", None)
+        try:
+            if program is None:
+                program = request.patchclamp = Program(self.admission, data)
+            if request.resumable:
+                raise ProgramError("programs are not run on requests whose input is streamed")
+        except PatchclampError as error:
+            self.admission.refuse(request, program, error)
+        except Exception as error:
+            self.admission.refuse(request, None, ProgramError(f"the program cannot be read: {error}"))
+        else:
+            if self.admission.arrive(request, program, self._priority(request)):
+                self._add(request)
+                return
+        self.scheduler.requests[request.request_id] = request  # there it can be aborted, and ends with its error
+
+    def _priority(self, request: Any) -> tuple[float, ...]:
+        by_priority = self.scheduler.policy.value == "priority"
+        return (request.priority, request.arrival_time) if by_priority else ()
+
+    def search(self, request: Any) -> Any:
+        """What the prefix cache has for a request, before it is scheduled for the first time."""
+        program: Program | None = getattr(request, "patchclamp", None)
+        if program is not None and program.is_stale and request.num_computed_tokens == 0:
+            program.refresh()
+            request.block_hashes.clear()
+            request.update_block_hashes()
+        result = self._search(request)
+        if program is not None:
+            program.cached_tokens = max(program.cached_tokens, result[1])
+        return result
+
+    # -- a step
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        if self.admission.unscheduled:
+            for request in self.admission.admit_waiting():
+                del self.scheduler.requests[request.request_id]
+                self._add(request)
+        output = self._schedule(*args, **kwargs)
+        orders = self.admission.take_orders()
+        if orders is not None:
+            output.patchclamp = orders
+        return output
+
+    def free(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """A request is finished or aborted."""
+        program = getattr(request, "patchclamp", None)
+        if program is not None:
+            if program.placement is not None:
+                self._ended[request.request_id] = program
+            self.admission.end(request.request_id)
+        return self._free(request, *args, **kwargs)
+
+    def unfinished(self) -> int:
+        """Requests under way, those that wait for admission with them; of a paused scheduler what stock says."""
+        paused = getattr(self.scheduler, "_pause_state", None)
+        waiting = 0 if paused is not None and paused.name != "UNPAUSED" else self.admission.unscheduled
+        return self._unfinished() + waiting
+
+    def finished(self) -> bool:
+        """Whether a step is needed though no request is under way."""
+        return self._finished() or self.pending()
+
+    def pending(self) -> bool:
+        """Whether workers have something to do, or to say."""
+        return self.admission.has_orders or bool(self._held)
+
+    def update(self, scheduler_output: Any, model_output: Any) -> Any:
+        """The outputs of a step, with what came of the programs among them."""
+        outputs = self._update(scheduler_output, model_output)
+        if self.admission.errors:
+            self._end_refused(outputs)
+        if self._ended or self.admission.programs:
+            self._tell(outputs)
+        while self._held and self._held[0].verdicts.done():
+            held = self._held.popleft()
+            self._attach(held.verdicts.result(), held.outputs, outputs)
+        return outputs
+
+    def _end_refused(self, outputs: dict[int, Any]) -> None:
+        from vllm.v1.engine import EngineCoreOutput
+        from vllm.v1.request import RequestStatus
+
+        errors = dict(self.admission.errors)
+        for request in self.scheduler.finish_requests(list(errors), RequestStatus.FINISHED_ERROR):
+            output = EngineCoreOutput(
+                request_id=request.request_id, new_token_ids=[], finish_reason=request.get_finished_reason(),
+                events=request.take_events(), trace_headers=request.trace_headers,
+                kv_transfer_params={KEY: ["", errors[request.request_id]]},
+            )  # fmt: skip
+            self._outputs(outputs, request.client_index).append(output)
+        self.admission.errors.clear()
+
+    def _outputs(self, outputs: dict[int, Any], client: int) -> list[Any]:
+        """The outputs of a client, to be added to: the default of vLLM's struct is shared by nobody."""
+        from vllm.v1.engine import EngineCoreOutputs
+
+        if client not in outputs:
+            outputs[client] = EngineCoreOutputs(outputs=[])
+        return outputs[client].outputs
+
+    def _tell(self, outputs: dict[int, Any]) -> None:
+        """Asks the workers about the programs whose request has ended, and, where the front end may end it itself, at
+        a stop text, of those that go on."""
+        asked: list[tuple[int, Any, Program]] = []
+        for client, part in outputs.items():
+            for output in part.outputs:
+                program = self._ended.get(output.request_id) or self.admission.programs.get(output.request_id)
+                if program is None or output.kv_transfer_params is not None:
+                    continue
+                if output.finish_reason is not None or self._stops_at_text(output.request_id):
+                    asked.append((client, output, program))
+        self._ended.clear()
+        if not asked:
+            return
+        ids = [output.request_id for _, output, _ in asked]
+        ended = [output.request_id for _, output, _ in asked if output.finish_reason is not None]
+        call = ("settle", ids, ended)
+        verdicts = self.core.model_executor.collective_rpc("patchclamp_rpc", args=call, non_block=True)
+        if verdicts.done():
+            self._attach(verdicts.result(), asked, outputs, present=True)
+            return
+        for client, output, _ in asked:
+            outputs[client].outputs.remove(output)
+        self._held.append(_Held(verdicts, asked))
+
+    def _stops_at_text(self, request_id: str) -> bool:
+        request = self.scheduler.requests.get(request_id)
+        return request is not None and bool(request.sampling_params.stop)
+
+    def _attach(
+        self, answers: Sequence[Any], asked: list[tuple[int, Any, Program]], outputs: dict[int, Any],
+        present: bool = False,
+    ) -> None:  # fmt: skip
+        """Puts verdicts on outputs; those that were held back come before what has come since."""
+        errors = [error for _, error in answers if error is not None]
+        if not errors:
+            self.admission.salt = sum(failures for (_, failures), _ in answers)
+        added: dict[int, list[Any]] = {}
+        for i, (client, output, program) in enumerate(asked):
+            verdict = Verdict("", errors[0]) if errors else _joined([verdicts[i] for (verdicts, _), _ in answers])
+            verdict = self.admission.judge(program, verdict)
+            output.kv_transfer_params = {KEY: [verdict.receipt, verdict.error]}
+            added.setdefault(client, []).append(output)
+        for client, late in added.items() if not present else ():
+            self._outputs(outputs, client)[:0] = late
+
+
+def _joined(verdicts: list[tuple[str, Any]]) -> Verdict:
+    """What all workers say of a program: the first error, and a receipt if all have the same."""
+    receipts = {receipt for receipt, _ in verdicts}
+    return Verdict(receipts.pop() if len(receipts) == 1 else "", next((e for _, e in verdicts if e is not None), None))
+
+
+# -- in front ends
+
+
+def on_outputs() -> None:
+    """Takes what is told of programs from the outputs that reach a front end, before vLLM sees it."""
+    owner, name = require("processed")
+    stock = getattr(owner, name)
+    if hasattr(stock, "patchclamp"):
+        return
+
+    @functools.wraps(stock)
+    def process_outputs(self: Any, engine_core_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        for output in engine_core_outputs:
+            if output.kv_transfer_params is not None and KEY in output.kv_transfer_params:
+                receipt, error = output.kv_transfer_params[KEY]
+                verdicts_of(self)[output.request_id] = Verdict(receipt, tuple(error) if error is not None else None)
+                output.kv_transfer_params = None
+        return stock(self, engine_core_outputs, *args, **kwargs)
+
+    process_outputs.patchclamp = True  # type: ignore[attr-defined]
+    setattr(owner, name, process_outputs)
+
+
+def verdicts_of(processor: Any) -> dict[str, Verdict]:
+    """What was told of the programs of a front end's requests, by the engine's own names of them; whoever answers for a
+    request takes its verdict out."""
+    return processor.__dict__.setdefault("patchclamp_verdicts", {})
+
+
+def tell_core(engine: Any, method: str, *args: Any) -> None:
+    """Calls a method of an `LLMEngine`'s core. The call arrives before the requests that are added afterwards, and
+    nobody waits for an answer.
+
+    Raises `EngineError` if an earlier call failed.
+    """
+    client = engine.engine_core
+    core = getattr(client, "engine_core", None)
+    if hasattr(core, "scheduler"):
+        getattr(core, method)(*args)
+        return
+    from vllm.v1.engine import EngineCoreRequestType
+
+    answers: collections.deque[Future[Any]] = client.__dict__.setdefault("patchclamp_calls", collections.deque())
+    while answers and answers[0].done():
+        failure = answers.popleft().exception()
+        if failure is not None:
+            raise EngineError(f"the engine core refused a call: {failure}")
+    number, future = uuid.uuid1().int >> 64, Future()
+    client.utility_results[number] = future
+    client._send_input(EngineCoreRequestType.UTILITY, (0, number, method, args))
+    answers.append(future)
+
+
+def is_pending(engine: Any) -> bool:
+    """Whether the core of this process must be stepped though no request is under way; one that runs beside steps by
+    itself."""
+    core: Any = getattr(engine.engine_core, "engine_core", None)
+    return hasattr(core, "scheduler") and core.patchclamp_pending()
+
+
+def ask_core(engine: Any, method: str) -> Any:
+    """What a method of an `LLMEngine`'s core returns."""
+    client = engine.engine_core
+    core = getattr(client, "engine_core", None)
+    return getattr(core, method)() if hasattr(core, "scheduler") else client.call_utility(method)

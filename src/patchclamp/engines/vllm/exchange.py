@@ -1,0 +1,79 @@
+"""Rows of runs that one worker captured and another reads: moved while the program that reads them is installed.
+
+Every worker installs the same programs in the same order, so each knows from the program alone who sends what to whom.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from patchclamp.errors import MissingSource
+from patchclamp.plan import BoundProgram
+from patchclamp.plan.bound import source_of
+from patchclamp.runtime import Runtime
+
+
+class Exchange:
+    """The rows that cross between the workers of one engine. `group`: vLLM's, of all of them.
+
+    here, keeps, shard [workers, P]: whether a worker has a point, keeps what is captured there, and which shard it has
+    """
+
+    def __init__(self, runtime: Runtime, group: Any) -> None:
+        self._runtime, self._group = runtime, group
+        points = range(len(runtime.sites.points))
+        own = np.stack([
+            runtime.here, [runtime.keeps_at(point) for point in points], [shard.number for shard in runtime.shards],
+        ])  # fmt: skip
+        every: list[Any] = [None] * group.world_size
+        torch.distributed.all_gather_object(every, own, group=group.cpu_group)
+        self._here, self._keeps, self._shard = (np.array([worker[i] for worker in every]) for i in range(3))
+
+    def rows(self, bound: BoundProgram) -> dict[str, torch.Tensor]:
+        """The rows [n, W] of runs that this worker needs for a program and another one has, by bank key. Sends what
+        others need of this one's.
+
+        Raises `MissingSource` if a sender does not have them.
+        """
+        received: dict[str, torch.Tensor] = {}
+        lacking: list[str] = []
+        for key, reader in self._crossings(bound):
+            run, point = source_of(key) or ("", 0)
+            owner = self._owner(point, reader)
+            if owner == reader or owner is None:
+                continue
+            if self._group.rank_in_group == owner:
+                rows = self._runtime.fetch(run, point)[1].cpu() if self._runtime.captured_here(run, point) else None
+                self._group.send_object(rows, reader)
+            elif self._group.rank_in_group == reader:
+                rows = self._group.recv_object(owner)
+                if rows is None:
+                    lacking.append(run)
+                else:
+                    received[key] = rows
+        if lacking:
+            raise MissingSource(f"run {lacking[0]} is not here: it was released, or captured nothing")
+        return received
+
+    def _crossings(self, bound: BoundProgram) -> list[tuple[str, int]]:
+        """Each key of a run's rows with each worker that reads it, in an order that is the same everywhere."""
+        pairs: dict[tuple[str, int], None] = {}
+        for op in bound.ops:
+            for key, point in op.reads():
+                if source_of(key) is not None:
+                    pairs |= dict.fromkeys((key, int(worker)) for worker in np.flatnonzero(self._here[:, point]))
+        return list(pairs)
+
+    def _owner(self, point: int, reader: int) -> int | None:
+        """The worker that keeps the shard of a point's rows which `reader` has, or would have; itself if it does."""
+        sharded = self._runtime.sites.shard_count(point) > 1
+        has = self._here[:, point].astype(bool) & self._keeps[:, point].astype(bool)
+        if sharded:
+            has &= self._shard[:, point] == self._shard[reader, point]
+        if has[reader]:
+            return reader
+        owners = np.flatnonzero(has)
+        return int(owners[0]) if len(owners) else None

@@ -1,0 +1,228 @@
+"""The books of what programs take on a worker: slots, records of the program table, and numbers of the vector bank.
+
+Whoever admits programs keeps one `Room`; workers put things where its placements say and keep no books of their own, so
+a program that was given a placement fits on every rank. Sizes are of the whole model: a rank that has a part of it uses
+less.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+
+import msgspec
+import numpy as np
+
+from patchclamp.errors import CapacityError
+from patchclamp.plan.bound import BoundProgram, source_of
+from patchclamp.sites import SiteMap
+
+
+class Placement(msgspec.Struct, frozen=True, array_like=True):
+    """Where an admitted program lies.
+
+    slot: its number while it is admitted, from 1 on
+    record: the first of its records in the program table
+    addresses: by bank key, the number in the bank at which its rows begin, and how many rows they are
+    load: the keys of `addresses` whose rows are not in the bank yet
+    """
+
+    slot: int
+    record: int
+    addresses: dict[str, tuple[int, int]]
+    load: tuple[str, ...]
+
+
+Sizes = Mapping[str, tuple[int, int]]  # by bank key: how many rows, and how wide
+
+
+def bank_sizes(
+    bound: BoundProgram, vectors: Mapping[str, np.ndarray], sites: SiteMap, rows_of: Callable[[str, int], int]
+) -> dict[str, tuple[int, int]]:
+    """The sizes of every bank key that a bound program reads: of inline vectors their own, of the rows of runs
+    `rows_of(run, point)` and the point's width."""
+    sizes: dict[str, tuple[int, int]] = {}
+    for key in dict.fromkeys(key for op in bound.ops for key in op.keys):
+        source = source_of(key)
+        if source is None:
+            sizes[key] = vectors[key].shape
+        else:
+            sizes[key] = rows_of(*source), sites.points[source[1]].width
+    return sizes
+
+
+def resident_name(key: str, sharded: bool) -> str:
+    """What the bank calls a key's rows: a vector that is read whole at one site and sharded at another lies there
+    twice."""
+    return f"{key}#" if sharded and key.startswith("v:") else key
+
+
+def resident_sizes(bound: BoundProgram, sizes: Sizes, sites: SiteMap) -> dict[str, tuple[int, int]]:
+    """Sizes by the names of `resident_name`."""
+    names: dict[str, tuple[int, int]] = {}
+    for op in bound.ops:
+        sharded = bool(op.points) and sites.shard_count(op.points[0]) > 1
+        for key in op.keys:
+            condition = op.condition is not None and key == op.condition.ids
+            names[resident_name(key, sharded and not condition)] = sizes[key]
+    return names
+
+
+class Extents:
+    """First-fit allocation of the numbers 0 … size − 1; neighbouring free extents are always joined."""
+
+    def __init__(self, size: int) -> None:
+        self._free = [(0, size)] if size else []  # (begin, end), ascending
+
+    @property
+    def free(self) -> int:
+        return sum(end - begin for begin, end in self._free)
+
+    @property
+    def largest(self) -> int:
+        return max((end - begin for begin, end in self._free), default=0)
+
+    def take(self, count: int, multiple: int = 1) -> int | None:
+        """The begin of `count` numbers at a multiple of `multiple`, or None where there is no such room."""
+        if count == 0:
+            return 0
+        for i, (begin, end) in enumerate(self._free):
+            first = -(-begin // multiple) * multiple
+            if end - first >= count:
+                rest = ((begin, first), (first + count, end))
+                self._free[i : i + 1] = [gap for gap in rest if gap[0] < gap[1]]
+                return first
+        return None
+
+    def give(self, begin: int, count: int) -> None:
+        """Frees `count` numbers from `begin` on."""
+        if count == 0:
+            return
+        end = begin + count
+        i = bisect.bisect(self._free, (begin, end))
+        if i < len(self._free) and self._free[i][0] == end:
+            end = self._free.pop(i)[1]
+        if i > 0 and self._free[i - 1][1] == begin:
+            i -= 1
+            begin = self._free.pop(i)[0]
+        self._free.insert(i, (begin, end))
+
+
+class _Resident(msgspec.Struct):
+    """Rows in the bank: where they begin, how many numbers they are, and how many admitted programs read them."""
+
+    begin: int
+    count: int
+    readers: int = 0
+
+
+class Room:
+    """Slots 1 … `slots`, `records` records and `numbers` numbers of the bank.
+
+    Rows that no admitted program reads stay in the bank until their room is needed, least recently used first out.
+    """
+
+    def __init__(self, slots: int, records: int, numbers: int) -> None:
+        self.slots, self.records, self.numbers = slots, records, numbers
+        self._free_slots = list(range(slots, 0, -1))
+        self._records, self._bank = Extents(records), Extents(numbers)
+        self._resident: OrderedDict[str, _Resident] = OrderedDict()
+        self._admitted: dict[int, tuple[Placement, int]] = {}  # by slot, with the number of its records
+
+    def __len__(self) -> int:
+        """Programs admitted."""
+        return len(self._admitted)
+
+    def place(self, records: int, sizes: Sizes) -> Placement | None:
+        """A placement for a program of `records` records that reads bank keys of `sizes` (rows, width); None while
+        there is no room beside the admitted ones.
+
+        Raises `CapacityError` for a program that would not fit even alone.
+        """
+        self._check_fits(records, sizes)
+        placement = self._place(records, sizes)
+        if placement is None and not self._admitted:  # rows kept for later lie in the way of what fits alone
+            self._drop(list(self._resident))
+            placement = self._place(records, sizes)
+        return placement
+
+    def _place(self, records: int, sizes: Sizes) -> Placement | None:
+        if not self._free_slots:
+            return None
+        first_record = self._records.take(records)
+        if first_record is None:
+            return None
+        load: list[str] = []
+        for i, (key, (rows, width)) in enumerate(sizes.items()):
+            if key in self._resident:
+                self._resident.move_to_end(key)
+            elif self._take_bank(key, rows * width, width):
+                load.append(key)
+            else:
+                self._records.give(first_record, records)
+                self._let_be(list(sizes)[:i])
+                self._drop(load)
+                return None
+            self._resident[key].readers += 1
+        addresses = {key: (self._resident[key].begin, rows) for key, (rows, _) in sizes.items()}
+        placement = Placement(self._free_slots.pop(), first_record, addresses, tuple(load))
+        self._admitted[placement.slot] = placement, records
+        return placement
+
+    def free(self, placement: Placement) -> None:
+        """Takes a placement back; the rows it read stay for the next program that reads them."""
+        _, records = self._admitted.pop(placement.slot)
+        self._free_slots.append(placement.slot)
+        self._records.give(placement.record, records)
+        self._let_be(placement.addresses)
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """Drops rows that nobody can ask for any more; those that are being read go with their last reader's room."""
+        self._drop([key for key in keys if key in self._resident and not self._resident[key].readers])
+
+    def counts(self) -> dict[str, int]:
+        """What is taken: programs, records, keys being read; all 0 when every program has been freed."""
+        return {
+            "programs": len(self),
+            "records": self.records - self._records.free,
+            "pinned": sum(rows.readers > 0 for rows in self._resident.values()),
+        }
+
+    def _check_fits(self, records: int, sizes: Sizes) -> None:
+        if records > self.records:
+            raise CapacityError(
+                f"the program needs {records} records and there are {self.records}; raise max_records, or act on fewer "
+                "sites or runs of tokens"
+            )
+        if self._packed(sizes) > self.numbers:
+            raise CapacityError(
+                f"the program's vectors need {4 * self._packed(sizes)} bytes of the bank, which has "
+                f"{4 * self.numbers}; raise bank_bytes"
+            )
+
+    @staticmethod
+    def _packed(sizes: Sizes) -> int:
+        """Numbers that keys take in an empty bank, one after the other."""
+        end = 0
+        for rows, width in sizes.values():
+            end = -(-end // width) * width + rows * width
+        return end
+
+    def _take_bank(self, key: str, count: int, width: int) -> bool:
+        while (begin := self._bank.take(count, width)) is None:
+            oldest = next((name for name, rows in self._resident.items() if not rows.readers), None)
+            if oldest is None:
+                return False
+            self._drop([oldest])
+        self._resident[key] = _Resident(begin, count)
+        return True
+
+    def _let_be(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._resident[key].readers -= 1
+
+    def _drop(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            rows = self._resident.pop(key)
+            self._bank.give(rows.begin, rows.count)
