@@ -2,7 +2,9 @@
 
 import ast
 import re
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import FunctionType, MethodType
 
@@ -12,16 +14,17 @@ from patchclamp.engines.vllm.compat import seams
 
 ROOM = Path(seams.__file__).parent
 TREES = {path.name: ast.parse(path.read_text()) for path in sorted(ROOM.glob("*.py"))}
+ADMISSION = ast.parse((ROOM.parent / "admission.py").read_text())  # ours, used in the engine core
 READERS = {"getattr", "hasattr", "setattr", "_more"}  # functions that are given an object and an attribute's name
-PYTHON = {name for kind in (str, dict, list, set, type, FunctionType, MethodType, BaseException) for name in dir(kind)}
+KINDS = (str, dict, list, set, type, FunctionType, MethodType, BaseException, deque, Future)
+PYTHON = {name for kind in KINDS for name in dir(kind)}
 OTHERS = PYTHON | {
-    "name",  # of an enum
+    "name", "value",  # of an enum
     "shape", "data_ptr", "get_state", "set_state", "capture_end", "device", "type",  # torch's tensors, generators, graphs, devices
     "graph", "nodes", "op", "target", "erase_node", "recompile",  # torch.fx
     "modules",  # torch.nn
     "warning", "environ", "parameters", "kind", "POSITIONAL_OR_KEYWORD", "bind", "arguments", "available", "opname", "argval", "co_consts",  # Python's library
     "architectures", "hidden_size", "num_hidden_layers", "_commit_hash",  # a config of Transformers
-    "patchclamp", "patchclamp_rpc",  # ours on vLLM's functions
 }  # fmt: skip
 
 
@@ -56,7 +59,7 @@ def _ours(trees: dict[str, ast.Module]) -> set[str]:
     return ours
 
 
-OURS = _ours(TREES)
+OURS = _ours({**TREES, "admission.py": ADMISSION})
 
 
 def _accesses(tree: ast.Module) -> Iterator[tuple[ast.expr, str]]:
@@ -100,9 +103,9 @@ def undeclared(tree: ast.Module) -> set[str]:
     foreign = {word for word, name in imported.items() if name.split(".")[0] != "vllm"} | {"super"}
     for owner, name in _accesses(tree):
         word, root = (words := _words(owner))[0], words[-1]
-        if root in foreign:
+        if root in foreign or name.startswith("patchclamp"):  # what we put on vLLM's objects
             continue
-        allowed = OWNERS[word] | PYTHON | {"name", "patchclamp_rpc"} if word in OWNERS else OURS | OTHERS
+        allowed = OWNERS[word] | PYTHON | {"name"} if word in OWNERS else OURS | OTHERS
         if name not in allowed:
             touched.add(f"{ast.unparse(owner)}.{name}")
     return touched

@@ -190,9 +190,7 @@ class TransformersEngine(Engine):
     def _place(self, request: Request, bound: BoundProgram) -> None:
         """Admits a program where the batch has room for it."""
         sources = {source.key: source for source in request.sources}
-        sizes = bank_sizes(
-            bound, request.vectors, self.sites, lambda run, point: len(sources[run].positions_of(point))
-        )
+        sizes = bank_sizes(bound, request.vectors, self.sites, lambda run, point: len(sources[run].positions_of(point)))
         placement = self._room.place(record_count(bound.ops), sizes)
         if placement is None:
             raise CapacityError(

@@ -163,7 +163,7 @@ class Admission:
         return len(self._waiting_ids) + len(self.errors)
 
     def arrive(self, request: Any, program: Program, priority: tuple[float, ...]) -> bool:
-        """Admits a request's program if it can be now; else it waits (lower `priority` comes first), or gets an error."""
+        """Admits a request's program if there is room; else it waits (lower `priority` first), or gets an error."""
         self.programs[request.request_id] = program
         if not self._waiting_ids and self._admit(request.request_id, program):
             return True

@@ -42,33 +42,33 @@ def on_core(make: Callable[[Any], Admission]) -> None:
         return
 
     @functools.wraps(stock)
-    def preprocess_add_request(self: Any, request: Any) -> Any:
-        if enabled(self.vllm_config) is None:
-            return stock(self, request)
-        _making.admission = _core_of(self, make).admission
+    def preprocess_add_request(core: Any, request: Any) -> Any:
+        if enabled(core.vllm_config) is None:
+            return stock(core, request)
+        _making.admission = _core_of(core, make).admission
         try:
-            return stock(self, request)
+            return stock(core, request)
         finally:
             _making.admission = None
 
     preprocess_add_request.patchclamp = True  # type: ignore[attr-defined]
     setattr(owner, name, preprocess_add_request)
-    owner.patchclamp_hold = lambda self, vectors, keys, drop: _core_of(self, make).hold(vectors, keys, drop)
-    owner.patchclamp_release = lambda self, runs: _core_of(self, make).admission.release(runs)
-    owner.patchclamp_counts = lambda self: _core_of(self, make).admission.counts()
-    owner.patchclamp_pending = lambda self: _core_of(self, make).pending()
+    owner.patchclamp_hold = lambda core, vectors, keys, drop: _core_of(core, make).hold(vectors, keys, drop)
+    owner.patchclamp_release = lambda core, runs: _core_of(core, make).admission.release(runs)
+    owner.patchclamp_counts = lambda core: _core_of(core, make).admission.counts()
+    owner.patchclamp_pending = lambda core: _core_of(core, make).pending()
 
 
 _meeting = threading.Lock()
 
 
-def _core_of(core: Any, make: Callable[[Any], Admission]) -> _Core:
-    """What is around an engine core; put there when it is first asked for, by whichever thread."""
+def _core_of(core: Any, make: Callable[[Any], Admission]) -> _Admitting:
+    """What admits the programs of an engine core; put around it at its first use, by whichever thread."""
     with _meeting:
-        found = getattr(core, "patchclamp", None)
-        if found is None:
-            found = core.patchclamp = _Core(core, make(core.vllm_config))
-        return found
+        admitting = getattr(core, "patchclamp", None)
+        if admitting is None:
+            admitting = core.patchclamp = _Admitting(core, make(core.vllm_config))
+        return admitting
 
 
 def program_of(request: Any, carried: bytes) -> Program:
@@ -86,29 +86,30 @@ def program_of(request: Any, carried: bytes) -> Program:
 class _Held:
     """Outputs that wait for what the workers say of their programs."""
 
-    def __init__(self, verdicts: Future[Any], outputs: list[tuple[int, Any, Program]]) -> None:
-        self.verdicts, self.outputs = verdicts, outputs
+    def __init__(self, verdicts: Future[Any], asked: list[tuple[int, Any, Program]]) -> None:
+        self.verdicts, self.asked = verdicts, asked
 
 
-class _Core:
+class _Admitting:
     """Admission around one engine core."""
 
     def __init__(self, core: Any, admission: Admission) -> None:
-        self.core, self.admission, self.scheduler = core, admission, core.scheduler
+        self._core, self.admission, self._scheduler = core, admission, core.scheduler
         self._ended: dict[str, Program] = {}  # that ended since their last output was told
         self._held: collections.deque[_Held] = collections.deque()
-        s = self.scheduler
-        self._add, self._schedule, self._update = s.add_request, s.schedule, s.update_from_output
-        self._free, self._unfinished, self._finished = (
-            s._free_request,
-            s.get_num_unfinished_requests,
-            s.has_finished_requests,
+        scheduler = self._scheduler
+        self._add, self._schedule, self._update = (
+            scheduler.add_request,
+            scheduler.schedule,
+            scheduler.update_from_output,
         )
-        s.add_request, s.schedule, s.update_from_output = self.add, self.schedule, self.update
-        s._free_request, s.get_num_unfinished_requests = self.free, self.unfinished
-        s.has_finished_requests = self.finished
-        self._search = s.kv_cache_manager.get_computed_blocks
-        s.kv_cache_manager.get_computed_blocks = self.search
+        self._free, self._unfinished = scheduler._free_request, scheduler.get_num_unfinished_requests
+        self._finished = scheduler.has_finished_requests
+        scheduler.add_request, scheduler.schedule, scheduler.update_from_output = self.add, self.plan, self.update
+        scheduler._free_request, scheduler.get_num_unfinished_requests = self.free, self.unfinished
+        scheduler.has_finished_requests = self.finished
+        self._search = scheduler.kv_cache_manager.get_computed_blocks
+        scheduler.kv_cache_manager.get_computed_blocks = self.search
 
     def hold(self, vectors: bytes, keys: list[str], drop: list[str]) -> None:
         import safetensors.numpy
@@ -120,7 +121,7 @@ class _Core:
     def add(self, request: Any) -> None:
         """A request reaches the scheduler, if its program has room; nothing raises here: that would end the core."""
         data = carried(request.sampling_params)
-        if data is None or request.request_id in self.scheduler.requests:
+        if data is None or request.request_id in self._scheduler.requests:
             self._add(request)
             return
         program: Program | None = getattr(request, "patchclamp", None)
@@ -137,10 +138,10 @@ class _Core:
             if self.admission.arrive(request, program, self._priority(request)):
                 self._add(request)
                 return
-        self.scheduler.requests[request.request_id] = request  # there it can be aborted, and ends with its error
+        self._scheduler.requests[request.request_id] = request  # there it can be aborted, and ends with its error
 
     def _priority(self, request: Any) -> tuple[float, ...]:
-        by_priority = self.scheduler.policy.value == "priority"
+        by_priority = self._scheduler.policy.value == "priority"
         return (request.priority, request.arrival_time) if by_priority else ()
 
     def search(self, request: Any) -> Any:
@@ -157,10 +158,11 @@ class _Core:
 
     # -- a step
 
-    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+    def plan(self, *args: Any, **kwargs: Any) -> Any:
+        """The scheduler's next step, with the orders of admission on it."""
         if self.admission.unscheduled:
             for request in self.admission.admit_waiting():
-                del self.scheduler.requests[request.request_id]
+                del self._scheduler.requests[request.request_id]
                 self._add(request)
         output = self._schedule(*args, **kwargs)
         orders = self.admission.take_orders()
@@ -179,7 +181,7 @@ class _Core:
 
     def unfinished(self) -> int:
         """Requests under way, those that wait for admission with them; of a paused scheduler what stock says."""
-        paused = getattr(self.scheduler, "_pause_state", None)
+        paused = getattr(self._scheduler, "_pause_state", None)
         waiting = 0 if paused is not None and paused.name != "UNPAUSED" else self.admission.unscheduled
         return self._unfinished() + waiting
 
@@ -200,7 +202,7 @@ class _Core:
             self._tell(outputs)
         while self._held and self._held[0].verdicts.done():
             held = self._held.popleft()
-            self._attach(held.verdicts.result(), held.outputs, outputs)
+            self._attach(held.verdicts.result(), held.asked, outputs)
         return outputs
 
     def _end_refused(self, outputs: dict[int, Any]) -> None:
@@ -208,7 +210,7 @@ class _Core:
         from vllm.v1.request import RequestStatus
 
         errors = dict(self.admission.errors)
-        for request in self.scheduler.finish_requests(list(errors), RequestStatus.FINISHED_ERROR):
+        for request in self._scheduler.finish_requests(list(errors), RequestStatus.FINISHED_ERROR):
             output = EngineCoreOutput(
                 request_id=request.request_id, new_token_ids=[], finish_reason=request.get_finished_reason(),
                 events=request.take_events(), trace_headers=request.trace_headers,
@@ -242,7 +244,7 @@ class _Core:
         ids = [output.request_id for _, output, _ in asked]
         ended = [output.request_id for _, output, _ in asked if output.finish_reason is not None]
         call = ("settle", ids, ended)
-        verdicts = self.core.model_executor.collective_rpc("patchclamp_rpc", args=call, non_block=True)
+        verdicts = self._core.model_executor.collective_rpc("patchclamp_rpc", args=call, non_block=True)
         if verdicts.done():
             self._attach(verdicts.result(), asked, outputs, present=True)
             return
@@ -251,7 +253,7 @@ class _Core:
         self._held.append(_Held(verdicts, asked))
 
     def _stops_at_text(self, request_id: str) -> bool:
-        request = self.scheduler.requests.get(request_id)
+        request = self._scheduler.requests.get(request_id)
         return request is not None and bool(request.sampling_params.stop)
 
     def _attach(

@@ -248,7 +248,7 @@ def worker_rank() -> tuple[int, bool, bool]:
 
 def all_workers() -> Any:
     """vLLM's group of all workers of an engine."""
-    from vllm.distributed import get_world_group
+    from vllm.distributed.parallel_state import get_world_group
 
     return get_world_group()
 
