@@ -37,7 +37,7 @@ SETTINGS = {
 PARTED = {pc.z: 4, pc.q: 4, pc.k: 2, pc.v: 2, pc.neurons: SHAPE["intermediate_size"]}  # and how many parts each has
 LAYERED = [pc.resid_pre, pc.resid_mid, pc.resid_post, pc.attn_out, pc.mlp_out]
 NOISE, MARGIN = 1e-5, 1e-3  # of a row's length; of a logit
-EMPTY = ("programs", "runs", "captured_bytes", "remote_rows", "pinned", "vectors", "code")
+EMPTY = ("programs", "runs", "captured_bytes", "pinned", "vectors", "code", "waiting", "requests", "records")
 AGAIN = "run it again"  # what a run is told that may have read what a failing one left
 
 
@@ -102,7 +102,6 @@ class Storm:
         self.lm.run([5], max_tokens=1)
         after = self.lm.engine.status()
         assert {name: after[name] for name in EMPTY} == dict.fromkeys(EMPTY, 0), f"{self.where()}: {after}"
-        assert after["records"] == before["records"], self.where()
         assert not self.lm.engine._waiting
         assert not self.lm.engine._held_back
 

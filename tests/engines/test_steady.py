@@ -12,9 +12,11 @@ import pytest
 
 import patchclamp as pc
 from patchclamp.engines.vllm import worker
-from patchclamp.engines.vllm.compat.configuration import KEY
+from patchclamp.engines.vllm.admission import Admitted, Carried, Orders
 from patchclamp.language import Program
 from patchclamp.plan import Prompt, bind
+from patchclamp.plan.records import record_count
+from patchclamp.plan.room import Room, bank_sizes
 from patchclamp.runtime import Limits, Runtime
 from patchclamp.sites import SiteMap
 from patchclamp.sites.map import Sizes
@@ -31,8 +33,10 @@ PROGRAMS = (
         ],
         (),
     ),
+    Program.of([pc.Add([1.0] * WIDTH, at=pc.resid_post[0], tokens=pc.prompt[:2])], ()),  # of a vector that never comes
     None,
 )
+LIMITS = Limits(max_programs=32, max_records=1 << 12, bank_bytes=1 << 16)
 
 
 class Side:
@@ -40,21 +44,12 @@ class Side:
 
     def __init__(self, looks: bool) -> None:
         self.looks = looks
-        limits = Limits(max_programs=32, max_records=1 << 12, bank_bytes=1 << 16)
-        runtime = Runtime(SiteMap(LLAMA, Sizes(4, WIDTH, 61)), limits)
+        runtime = Runtime(SiteMap(LLAMA, Sizes(4, WIDTH, 61)), LIMITS)
         self.worker = worker.Attached.__new__(worker.Attached)
         vars(self.worker).update(
-            runtime=runtime, _preemptions=0, _total=0, _most_kept=4 * 4 * WIDTH,  # a token of one program that captures _active=False, _awaits_logits=False,
-            _run_of=msgspec.msgpack.Decoder(worker._Head).decode,
+            runtime=runtime, _preemptions=0, _total=0, _active=False, _awaits_logits=False, _settled=set(),
+            _most_kept=4 * 4 * WIDTH,  # a token of one program that captures
         )  # fmt: skip
-
-    def seat(self, name: str, program: Program, prompt: int) -> bytes:
-        code: dict = {}
-        bound = bind(
-            program, name, Prompt([1] * prompt, lambda: ("", [])), 50, self.worker.runtime.sites, None, code=code
-        )
-        self.worker.runtime.admit(bound)
-        return msgspec.msgpack.encode(bound)
 
     def before(self, output: SimpleNamespace) -> tuple[tuple[bool, bool], bool]:
         """What `before` says, and whether it was remembered."""
@@ -76,17 +71,37 @@ class Scheduler:
         self.budget, self.as_new, self.in_turns = self.rng.choice([3, 6, 100]), seed % 2 == 0, seed % 4 == 1
         self.running: dict[str, list[int]] = {}  # the next position, and of how many tokens more is known
         self.waiting: dict[str, tuple[int, bool]] = {}  # tokens to compute, and whether it never ran
-        self.carried: dict[str, SimpleNamespace] = {}
+        self.room = Room(LIMITS.max_programs, LIMITS.max_records, LIMITS.bank_bytes // 4)
+        self.placements: dict = {}
+        self.admitted: list[Admitted] = []  # since the last step
         self.gone: set[str] = set()
         self.count = 0
 
     def come(self) -> None:
         self.count += 1
         name, program, prompt = f"request{self.count}", self.rng.choice(PROGRAMS), self.rng.choice([1, 1, 3, 6, 9])
-        sides = self.sides if self.rng.random() < 0.9 else [Side(looks=False)]  # seated elsewhere
-        programs = [None if program is None else side.seat(name, program, prompt) for side in sides]
-        self.carried[name] = SimpleNamespace(extra_args={} if program is None else {KEY: programs[0]})
         self.waiting[name] = prompt, True
+        if program is not None:
+            self.admit(name, program, prompt)
+
+    def admit(self, name: str, program: Program, prompt: int) -> None:
+        sites, code, vectors = self.sides[0].worker.runtime.sites, {}, {}
+        bound = bind(program, name, Prompt([1] * prompt, lambda: ("", [])), 50, sites, None, vectors=vectors, code=code)
+        for side in self.sides:
+            side.worker.do_hold_code(name, code)
+        sizes = bank_sizes(bound, vectors, sites, lambda *_: 0)
+        self.placements[name] = self.room.place(record_count(bound.ops), sizes)
+        carried = msgspec.msgpack.encode(Carried(bound, sizes))
+        self.admitted.append(Admitted(name, carried, self.placements[name]))
+
+    def end(self, name: str) -> None:
+        """A request ends; workers are asked about it if it was not aborted."""
+        self.gone.add(name)
+        if name in self.placements:
+            self.room.free(self.placements.pop(name))
+            if self.rng.random() < 0.5:
+                for side in self.sides:
+                    side.worker.do_settle([name], [name])
 
     def throw_out(self, names: list[str]) -> None:
         for name in names:
@@ -118,9 +133,7 @@ class Scheduler:
                 tokens[name] = count = min(known, left)
                 left -= count
                 if first or self.as_new:
-                    fresh.append(
-                        SimpleNamespace(req_id=name, num_computed_tokens=0, sampling_params=self.carried[name])
-                    )
+                    fresh.append(SimpleNamespace(req_id=name, num_computed_tokens=0))
                 else:
                     cached[name] = now
                     back.add(name)
@@ -131,24 +144,21 @@ class Scheduler:
                 req_ids=list(cached), num_computed_tokens=list(cached.values()), resumed_req_ids=back
             ),
         )  # fmt: skip
-        self.gone = set()
+        if self.admitted:
+            output.patchclamp = Orders([], self.admitted, {})
+        self.gone, self.admitted = set(), []
         for name, count in tokens.items():
             self.running[name][0] += count
         return output
 
     def go(self) -> None:
-        """Between steps: requests are aborted, whose steps go on for a while, and end."""
-        if self.running and self.rng.random() < 0.04:
-            self.finish(self.rng.choice(sorted(self.running)))
-        for name in [name for name in self.running if self.rng.random() < 0.015]:
+        """Between steps: requests end, and some are aborted before their first one."""
+        for name in [name for name in self.running if self.rng.random() < 0.02]:
             del self.running[name]
-            self.gone.add(name)
-            if self.rng.random() < 0.5:  # before the next step, or with it
-                self.finish(name)
-
-    def finish(self, name: str) -> None:
-        for side in self.sides:
-            side.worker.do_finish([name], [])
+            self.end(name)
+        for name in [name for name in self.waiting if self.rng.random() < 0.05]:
+            del self.waiting[name]
+            self.end(name)
 
 
 SEEDS = range(24)
@@ -167,7 +177,8 @@ def remembered(seed: int) -> collections.Counter:
             assert getattr(sides[0].worker, name) == getattr(sides[1].worker, name), name
         runtimes = [side.worker.runtime for side in sides]
         assert runtimes[0]._errors == runtimes[1]._errors
-        assert runtimes[0]._run_of == runtimes[1]._run_of
+        assert runtimes[0]._admitted == runtimes[1]._admitted
+        assert set(runtimes[0]._admitted) == set(scheduler.placements) - {one.request for one in scheduler.admitted}
         told["errors"] += len(runtimes[0]._errors)
         told[said] += known
         scheduler.go()
@@ -182,4 +193,4 @@ def test_what_is_remembered_is_what_would_be_found(seed):
 def test_every_answer_of_a_step_with_programs_is_remembered():
     told = sum(map(remembered, SEEDS), collections.Counter())
     assert all(told[answer] > 20 for answer in ((True, True), (True, False))), told
-    assert told["errors"] > 0, "every program was seated"
+    assert told["errors"] > 0, "every program was installed"

@@ -26,12 +26,14 @@ class Placement(msgspec.Struct, frozen=True, array_like=True):
     record: the first of its records in the program table
     addresses: by bank key, the number in the bank at which its rows begin, and how many rows they are
     load: the keys of `addresses` whose rows are not in the bank yet
+    evicted: keys whose rows have left the bank since the placement before this one
     """
 
     slot: int
     record: int
     addresses: dict[str, tuple[int, int]]
     load: tuple[str, ...]
+    evicted: tuple[str, ...] = ()
 
 
 Sizes = Mapping[str, tuple[int, int]]  # by bank key: how many rows, and how wide
@@ -128,6 +130,7 @@ class Room:
         self._free_slots = list(range(slots, 0, -1))
         self._records, self._bank = Extents(records), Extents(numbers)
         self._resident: OrderedDict[str, _Resident] = OrderedDict()
+        self._evicted: list[str] = []
         self._admitted: dict[int, tuple[Placement, int]] = {}  # by slot, with the number of its records
 
     def __len__(self) -> int:
@@ -166,7 +169,8 @@ class Room:
                 return None
             self._resident[key].readers += 1
         addresses = {key: (self._resident[key].begin, rows) for key, (rows, _) in sizes.items()}
-        placement = Placement(self._free_slots.pop(), first_record, addresses, tuple(load))
+        placement = Placement(self._free_slots.pop(), first_record, addresses, tuple(load), tuple(self._evicted))
+        self._evicted.clear()
         self._admitted[placement.slot] = placement, records
         return placement
 
@@ -226,3 +230,4 @@ class Room:
         for key in keys:
             rows = self._resident.pop(key)
             self._bank.give(rows.begin, rows.count)
+            self._evicted.append(key)

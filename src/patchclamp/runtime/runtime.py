@@ -132,6 +132,7 @@ class Runtime:
         """Frees runs' captures."""
         for run in runs:
             self._errors.pop(run, None)
+            self.drop_code(run)  # of a run that was never admitted
             if run in self.store:
                 self.store.release(run)
 
@@ -203,6 +204,8 @@ class Runtime:
 
         Raises what keeps it from being installed, such as `MissingSource`.
         """
+        for name in placement.evicted:
+            self._resident.pop(name, None)
         here = [shard_op(op.at(self.here), self.shards, self.sites) for op in bound.ops]
         kept = np.where(self._cut, self._mine, self.keeps)
         ops = here if kept.all() else [op.at(kept) if op.kind == CAPTURE else op for op in here]

@@ -156,10 +156,10 @@ class Attached:
     def _look(self, scheduler_output: Any) -> tuple[tuple[bool, bool], int]:
         """The same for any step, and for how many further ones it stays so if they go on like it."""
         self._preemptions += compat.preempted(scheduler_output)
-        self._free(compat.finished(scheduler_output))
-        orders = compat.orders(scheduler_output)
+        finished, orders = compat.finished(scheduler_output), compat.orders(scheduler_output)
+        self._free(finished)
         if orders is not None:
-            self._carry_out(orders)
+            self._carry_out(orders, finished)
         tokens, total = compat.scheduled(scheduler_output)
         self._total = total
         left = self.runtime.steps_left(compat.positions(scheduler_output)) if len(self.runtime) else 0
@@ -178,8 +178,12 @@ class Attached:
         self.runtime.free(requests)
         self._settled.difference_update(requests)
 
-    def _carry_out(self, orders: Orders) -> None:
-        """Releases runs and installs programs; what keeps one from being installed is its run's error."""
+    def _carry_out(self, orders: Orders, finished: Collection[str]) -> None:
+        """Releases runs and installs programs; what keeps one from being installed is its run's error.
+
+        Those of requests that were aborted before their first step are installed too, and freed at once: later programs
+        read the rows that they brought into the bank.
+        """
         self.runtime.release(orders.release)
         vectors = {key: torch.tensor(rows) for key, rows in orders.vectors.items()}
         for admitted in orders.admit:
@@ -188,6 +192,8 @@ class Attached:
                 self.runtime.admit(admitted.request, bound, admitted.placement, vectors, receipt)
             except Exception as error:
                 self.runtime.refuse(admitted.request, bound.run, error)
+            if admitted.request in finished:
+                self._free([admitted.request])
         self.runtime.table.captures.layout()  # gathered here rather than while rows are planned
 
     def planned(self, requests: list[str], row: np.ndarray, position: np.ndarray, count: np.ndarray) -> None:

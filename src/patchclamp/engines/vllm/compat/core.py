@@ -35,7 +35,7 @@ def on_core(make: Callable[[Any], Admission]) -> None:
     A core loads plugins while it is being made, so it is met when the first request or call reaches it.
     """
     owner, name = require("core requests")
-    for seam in ("schedule", "outputs", "requests", "freed", "unfinished"):
+    for seam in ("schedule", "update"):
         require(seam)
     stock = getattr(owner, name)
     if hasattr(stock, "patchclamp"):
