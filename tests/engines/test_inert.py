@@ -13,8 +13,7 @@ from patchclamp.engines.vllm.compat import runner, seams
 def test_foreign_extra_args_are_no_programs():
     for extra in (None, {}, {"patchclamp": "hello"}, {"patchclamp": 3}, {"other": b"x"}):
         assert runner.carried(SimpleNamespace(extra_args=extra)) is None
-    request = SimpleNamespace()
-    assert cache._bound(request, b"no program at all").ops == ()
+    assert cache._block_key(SimpleNamespace(patchclamp=None), b"no program at all", 0, 16) is None
 
 
 def test_a_seam_that_moved_is_told_by_our_engines_alone(monkeypatch, smollm2):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import patchclamp as pc
+from patchclamp.engines.vllm.compat.core import ask_core
 
 from .conftest import PROMPTS
 
@@ -286,8 +287,12 @@ def test_streams_wait_their_turn_for_a_slot(shallow):
     """More programs than there are slots: the rest wait in the core, and those given up there leave too."""
     lm = shallow.get("vllm", "float32")
     before, same = counts(lm), [pc.Scale(1.0, at=pc.resid_post[3], tokens=pc.prompt[0])]
-    streams = [lm.stream(PROMPTS[0], max_tokens=6, edits=same) for _ in range(70)]
-    assert lm.engine.status()["waiting"] > 2
+    gate, slots = threading.Event(), 2 * lm.engine.config.scheduler_config.max_num_seqs
+    lm.engine._call(gate.wait)  # the engine's thread: all that follows comes at once
+    streams = [lm.stream(PROMPTS[0], max_tokens=6, edits=same) for _ in range(slots + 6)]
+    waiting = lm.engine._call(lambda: ask_core(lm.engine._engine, "patchclamp_counts")["waiting"])
+    gate.set()
+    assert waiting.result(60) == 6
     streams.pop()
     streams.pop().close()
     plain = lm.run(PROMPTS[0], max_tokens=6)

@@ -85,8 +85,8 @@ class Runtime:
         self.views: dict[int, View | None] = {}  # where a point's columns lie in the tensor of its tap
         self.here = np.ones(len(sites.points), bool)  # points of which this worker has the tap
         self.keeps = True  # whether what is captured is kept here; of workers that see the same rows one keeps it
-        # of the rows of runs that a program reads, by key, those that other workers captured; None: there are none
-        self.remote_rows: Callable[[BoundProgram], Mapping[str, torch.Tensor]] | None = None
+        # of the rows of runs that a request's program reads, by key, those of other workers; None: there are none
+        self.remote_rows: Callable[[str], Mapping[str, torch.Tensor]] | None = None
         self.failures = 0  # runs whose edits were not finite
         self._errors: dict[str, Packed] = {}
         self._run_of_slot = np.full(limits.max_programs + 1, -1, np.int64)
@@ -209,7 +209,7 @@ class Runtime:
         here = [shard_op(op.at(self.here), self.shards, self.sites) for op in bound.ops]
         kept = np.where(self._cut, self._mine, self.keeps)
         ops = here if kept.all() else [op.at(kept) if op.kind == CAPTURE else op for op in here]
-        remote = self.remote_rows(bound) if self.remote_rows is not None else {}
+        remote = self.remote_rows(request) if self.remote_rows is not None else {}
         addresses = {
             key: self._address(key, placement, vectors, remote)
             for key in dict.fromkeys(key for op in ops for key in op.keys)

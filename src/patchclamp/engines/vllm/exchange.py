@@ -1,4 +1,4 @@
-"""Rows of runs that one worker captured and another reads: moved while the program that reads them is installed.
+"""Rows of runs that one worker captured and another reads: moved just before the program that reads them is installed.
 
 Every worker installs the same programs in the same order, so each knows from the program alone who sends what to whom.
 """
@@ -31,13 +31,23 @@ class Exchange:
         every: list[Any] = [None] * group.world_size
         torch.distributed.all_gather_object(every, own, group=group.cpu_group)
         self._here, self._keeps, self._shard = (np.array([worker[i] for worker in every]) for i in range(3))
+        self._moved: dict[str, dict[str, torch.Tensor] | MissingSource] = {}  # by request, until it is installed
 
-    def rows(self, bound: BoundProgram) -> dict[str, torch.Tensor]:
-        """The rows [n, W] of runs that this worker needs for a program and another one has, by bank key. Sends what
-        others need of this one's.
+    def move(self, request: str, bound: BoundProgram) -> None:
+        """Moves the rows that a request's program reads; called on every worker, before any waits for another."""
+        self._moved[request] = self._move(bound)
 
-        Raises `MissingSource` if a sender does not have them.
+    def rows(self, request: str) -> dict[str, torch.Tensor]:
+        """The rows [n, W] of other workers that a request's program reads here, by bank key.
+
+        Raises `MissingSource` if their sender did not have them.
         """
+        moved = self._moved.pop(request)
+        if isinstance(moved, MissingSource):
+            raise moved
+        return moved
+
+    def _move(self, bound: BoundProgram) -> dict[str, torch.Tensor] | MissingSource:
         received: dict[str, torch.Tensor] = {}
         lacking: list[str] = []
         for key, reader in self._crossings(bound):
@@ -55,7 +65,7 @@ class Exchange:
                 else:
                     received[key] = rows
         if lacking:
-            raise MissingSource(f"run {lacking[0]} is not here: it was released, or captured nothing")
+            return MissingSource(f"run {lacking[0]} is not here: it was released, or captured nothing")
         return received
 
     def _crossings(self, bound: BoundProgram) -> list[tuple[str, int]]:

@@ -102,7 +102,9 @@ class Attached:
         self.runtime.here[list(hooked)] = True
         self.runtime.here[self._logits] = last
         if worker.vllm_config.parallel_config.world_size > 1:
-            self.runtime.remote_rows = Exchange(self.runtime, compat.all_workers()).rows
+            self._exchange = Exchange(self.runtime, compat.all_workers())
+            self.runtime.remote_rows = self._exchange.rows
+            compat.on_execute(worker, self.ahead)
         self.hooks = compat.Hooks(self.before, self.planned, self.logits, self.after, self.at_work)
         compat.hook_runner(runner, kind, self.hooks, self._graphs)
 
@@ -135,6 +137,13 @@ class Attached:
             self.runtime.step.recording = False
 
     # -- around a step
+
+    def ahead(self, scheduler_output: Any) -> None:
+        """Of several workers: moves the rows of runs that new programs read, before a stage waits for the one before
+        it."""
+        orders = compat.orders(scheduler_output)
+        for admitted in () if orders is None else orders.admit:
+            self._exchange.move(admitted.request, decode(admitted.program).bound)
 
     def before(self, scheduler_output: Any) -> tuple[bool, bool]:
         """Takes note of who came and went; returns (active, whether what is captured fits beside a graph)."""

@@ -71,14 +71,14 @@ def _core_of(core: Any, make: Callable[[Any], Admission]) -> _Admitting:
         return admitting
 
 
-def program_of(request: Any, carried: bytes) -> Program:
-    """A request's program; decoded once, when the request is made and its blocks get their keys.
+def program_of(request: Any, carried: bytes) -> Program | None:
+    """A request's program; decoded once, when the request is made and its blocks get their keys. None in engines that
+    are not ours.
 
     Raises `msgspec.DecodeError` for bytes that are no program.
     """
     program = getattr(request, "patchclamp", None)
-    if program is None:
-        assert _making.admission is not None, "a request with a program was made outside an engine core of ours"
+    if program is None and _making.admission is not None:
         program = request.patchclamp = Program(_making.admission, carried)
     return program
 
@@ -128,6 +128,7 @@ class _Admitting:
         try:
             if program is None:
                 program = request.patchclamp = Program(self.admission, data)
+                self._key_blocks(request)
             if request.resumable:
                 raise ProgramError("programs are not run on requests whose input is streamed")
         except PatchclampError as error:
@@ -149,12 +150,17 @@ class _Admitting:
         program: Program | None = getattr(request, "patchclamp", None)
         if program is not None and program.is_stale and request.num_computed_tokens == 0:
             program.refresh()
-            request.block_hashes.clear()
-            request.update_block_hashes()
+            self._key_blocks(request)
         result = self._search(request)
         if program is not None:
             program.cached_tokens = max(program.cached_tokens, result[1])
         return result
+
+    @staticmethod
+    def _key_blocks(request: Any) -> None:
+        """Makes the keys of a request's blocks anew."""
+        request.block_hashes.clear()
+        request.update_block_hashes()
 
     # -- a step
 

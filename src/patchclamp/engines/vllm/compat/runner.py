@@ -94,6 +94,18 @@ def on_sleep(worker: Any, refusal: Callable[[int], Exception | None]) -> None:
     worker.sleep = sleep
 
 
+def on_execute(worker: Any, ahead: Callable[[Any], None]) -> None:
+    """Calls `ahead(scheduler_output)` as soon as a step reaches a worker, which may then wait for another's tensors."""
+    execute = worker.execute_model
+
+    @functools.wraps(execute)
+    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        ahead(scheduler_output)
+        return execute(scheduler_output, *args, **kwargs)
+
+    worker.execute_model = execute_model
+
+
 class Hooks(msgspec.Struct):
     """What a worker does around a step.
 

@@ -100,7 +100,7 @@ SEAMS: dict[str, Seam] = {
         Seam("load", "vllm.v1.worker.worker_base:WorkerWrapperBase", "attach taps after the model is loaded",
              has="load_model? worker", called="wrapper_base"),
         Seam("worker", "vllm.v1.worker.gpu_worker:Worker", "reach the runner", called="worker",
-             has="load_model model_runner sleep vllm_config"),
+             has="execute_model load_model model_runner sleep vllm_config"),
         Seam("groups", "vllm.distributed.parallel_state", "know the rank",
              has="get_pp_group get_tp_group get_world_group init_model_parallel_group model_parallel_is_initialized",
              called="parallel_state"),
