@@ -290,9 +290,9 @@ def test_streams_wait_their_turn_for_a_slot(shallow):
     gate, slots = threading.Event(), 2 * lm.engine.config.scheduler_config.max_num_seqs
     lm.engine._call(gate.wait)  # the engine's thread: all that follows comes at once
     streams = [lm.stream(PROMPTS[0], max_tokens=6, edits=same) for _ in range(slots + 6)]
-    waiting = lm.engine._call(lambda: ask_core(lm.engine._engine, "patchclamp_counts")["waiting"])
+    waiting = lm.engine._call(lambda: lm.engine._call(lambda: ask_core(lm.engine._engine, "patchclamp_counts")))
     gate.set()
-    assert waiting.result(60) == 6
+    assert waiting.result(60).result(60)["waiting"] == 6  # after the first step
     streams.pop()
     streams.pop().close()
     plain = lm.run(PROMPTS[0], max_tokens=6)
