@@ -24,8 +24,9 @@ from benchmarks.side import PROMPT, Remote
 from patchclamp.kernels.switches import SWITCHES, VARIABLE
 from tests.gpu.board import source
 
-CASES = ("steer every layer", "steer one layer", "capture every layer", "steer every layer, requests change")
-ROOM_BYTES = 2 << 30  # of each engine's key/value cache
+PREFILL = "prompts of 600 tokens, steer every layer"  # longer than any CUDA graph: the host launches every kernel
+CASES = (PREFILL, "steer every layer", "steer one layer", "capture every layer", "steer every layer, requests change")
+ROOM_BYTES = 8 << 30  # of each engine's key/value cache
 
 
 def started(model: str, options: dict[str, Any], without: str = "") -> Remote:
@@ -44,13 +45,15 @@ def compare(on: Remote, off: Remote, batch: int, case: str, pairs: int) -> dict[
     changing, again = case if "change" in case else "", "capture" in case
 
     def block(side: Remote, core: int) -> float:
+        if case == PREFILL:
+            return 1e3 * 600 / side.prefill("steer every layer", batch, 600, core)
         if again:  # what was captured goes back between blocks, as a server's would
             side.empty()
             side.fill(batch, case, 4)
         return side.block(STEPS[batch], core, changing)
 
     try:
-        for side in (on, off):
+        for side in (on, off) if case != PREFILL else ():
             side.fill(batch, case, 24)  # until graphs are cut
         measured = ratio(*blocks(lambda core: block(on, core), lambda core: block(off, core), pairs))
     finally:

@@ -22,7 +22,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 PROMPT = 64
-IN_STEP, BESIDE = ("before", "planned", "after"), ("do_admit", "do_finish", "do_release")
+IN_STEP, BESIDE = ("before", "planned", "after"), ("_carry_out", "_free")  # the latter within "before"
 AGAIN = "make_plan at once again"
 WITHIN = ("make_plan", "load", AGAIN)  # of "planned", but for the last
 QUIET = 4  # cores that measurements take turns on
@@ -177,7 +177,10 @@ class Side:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        from patchclamp.engines.vllm.admission import Carried
+        from patchclamp.engines.vllm.compat.core import tell_core
         from patchclamp.plan import Prompt, bind
+        from patchclamp.plan.room import bank_sizes
 
         self.count += 1
         run, ids = f"run{self.count}", np.random.default_rng(self.count).integers(100, 30000, prompt).tolist()
@@ -186,10 +189,10 @@ class Side:
             values: dict[str, np.ndarray] = {}
             bound = bind(program, run, Prompt(ids, lambda: ("", [])), most, self.sites, None, None, values)
             if values:
-                self.rpc("hold_vectors", safetensors.numpy.save(values), list(values))
+                tell_core(self.engine, "patchclamp_hold", safetensors.numpy.save(values), list(values), [])
                 self.vectors += values
-            assert self.rpc("admit", [msgspec.msgpack.encode(bound)]) == (1, None)
-            given["extra_args"] = {"patchclamp": msgspec.msgpack.encode(bound)}
+            carried = Carried(bound, bank_sizes(bound, values, self.sites, lambda *_: 0))
+            given["extra_args"] = {"patchclamp": msgspec.msgpack.encode(carried)}
         params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True, detokenize=False,
                                 output_kind=RequestOutputKind.FINAL_ONLY, **given)  # fmt: skip
         self.engine.add_request(run, {"prompt_token_ids": ids}, params)
@@ -208,12 +211,18 @@ class Side:
         assert len(self.core.scheduler.running) == batch, f"{len(self.core.scheduler.running)} of {batch} run"
 
     def empty(self) -> None:
-        self.engine.abort_request(self.running)
-        if self.ours:
-            self.rpc("finish", self.running, self.vectors)
-            self.rpc("release", self.running)
+        self._forget(self.running, self.vectors)
         self.running, self.vectors = [], []
         self.step(3)
+
+    def _forget(self, runs: list[str], vectors: list[str]) -> None:
+        """Requests end, their captures and vectors go."""
+        from patchclamp.engines.vllm.compat.core import tell_core
+
+        self.engine.abort_request(runs)
+        if self.ours:
+            tell_core(self.engine, "patchclamp_release", runs)
+            tell_core(self.engine, "patchclamp_hold", b"", [], vectors)
 
     def block(self, steps: int, core: int, case: str = "") -> float:
         """Milliseconds a step, every request decoding; the engine's thread stays on one core of the machine's.
@@ -237,10 +246,7 @@ class Side:
     def change(self, case: str) -> None:
         """The request that is here longest leaves and is forgotten; another of the case comes."""
         gone = self.running.pop(0)
-        self.engine.abort_request([gone])
-        if self.ours:
-            self.rpc("finish", [gone], [])
-            self.rpc("release", [gone])
+        self._forget([gone], [])
         self.add(case, self.count, PROMPT, 2000)
 
     def context(self) -> int:
@@ -345,8 +351,7 @@ class Side:
 
     def planning(self, batch: int, case: str, changes: int = 40) -> dict[str, Any]:
         """Microseconds of our host work in a step in which one request left and another came, and in a steady one; of
-        the former what each part took, and besides, between the steps, what it took to seat one program, to end a run
-        and to let its captures go."""
+        the former what each part took, and what of that it took to install one program and to free another."""
         import torch
 
         from patchclamp.runtime import runtime

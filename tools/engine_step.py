@@ -20,7 +20,8 @@ from patchclamp.kernels import reference
 from patchclamp.language import Program
 from patchclamp.language.conversions import DTYPES
 from patchclamp.plan import CAPTURE, LINEAR, Batch, BoundProgram, ProgramTable, Prompt, StepPlan, bind, make_plan
-from patchclamp.plan.records import named, records_of
+from patchclamp.plan.records import named, record_count, records_of
+from patchclamp.plan.room import Room
 from patchclamp.runtime.continuity import Continuity
 from patchclamp.sites import SiteMap, Sizes
 from patchclamp.store.bank import Bank
@@ -55,9 +56,9 @@ content.
 
 {bound}
 
-**2. Admit.** Each bound op becomes records, one for every point and range. `ProgramTable.admit` gives a request
-a slot and writes its records. A record has 48 bytes, and its kind says what its fields mean
-(`plan/records.py`). `vector` is where the vector begins in the bank.
+**2. Admit.** Each bound op becomes records, one for every point and range. `Room.place` gives a request a slot, and
+room for its records and vectors. `ProgramTable.admit` writes the records there. A record has 48 bytes, and its kind
+says what its fields mean (`plan/records.py`). `vector` is where the vector begins in the bank.
 
 {records}
 
@@ -149,7 +150,7 @@ class Worker:
 
     def __init__(self, requests: list[Request]) -> None:
         self.requests = requests
-        self.table = ProgramTable(4, len(SITES.points), 16, SAMPLED)
+        self.room, self.table = Room(4, 16, 64), ProgramTable(4, len(SITES.points), 16, SAMPLED)
         self.bank, self.store = Bank(64), CaptureStore(WIDTHS)
         self.continuity = Continuity(self.table)
         self.run_of_slot = np.full(5, -1, np.int64)
@@ -161,10 +162,15 @@ class Worker:
     def _admit(self, request: Request) -> None:
         vectors: dict[str, np.ndarray] = {}
         bound = request.bind(vectors)
+        records = record_count(bound.ops)
+        placement = self.room.place(records, {key: rows.shape for key, rows in vectors.items()})
+        assert placement is not None
         for key, rows in vectors.items():
-            self.bank.put(key, torch.from_numpy(np.atleast_2d(rows).astype(np.float32)))
-            self.addresses[key] = self.bank.pin(key)
-        request.slot = self.table.admit(*records_of(bound.ops, self.addresses, len(SITES.points)))
+            begin = placement.addresses[key][0]
+            self.bank.write(begin, torch.from_numpy(rows.astype(np.float32)))
+            self.addresses[key] = begin, rows.shape[1]
+        request.slot = placement.slot
+        self.table.admit(*records_of(bound.ops, self.addresses, len(SITES.points)), placement.slot, placement.record)
         self.run_of_slot[request.slot] = self.store.open(request.name)
         self.bound.append(bound)
 

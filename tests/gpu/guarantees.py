@@ -212,7 +212,7 @@ def checks(mode: str, lm, expected: list) -> None:
     note(mode, "5 all positions of one layer give the clean logits", gap == 0.0, f"{gap:g}")
     big = [pc.Add([3e38] * lm.model.d_model, at=pc.resid_post[0], scale=s) for s in (3.0, 2.0)]
     hurt = lm.run([PROMPTS[1]] * 3, edits=[[], [big[1]], [big[0]]], **greedy)
-    told = all("resid_pre[1] make numbers that are not finite" in str(r.error) for r in hurt[1:])
+    told = all("resid_post[0] make numbers that are not finite" in str(r.error) for r in hurt[1:])
     note(
         mode,
         "an edit that is not finite fails its run and no other",
@@ -220,7 +220,7 @@ def checks(mode: str, lm, expected: list) -> None:
         str(hurt[1].error),
     )
     again = lm.run([PROMPTS[1]] * 2, edits=[noop, []], **greedy)
-    note(mode, "  and the seat's next program is not blamed", all(r.error is None for r in again), "")
+    note(mode, "  and the slot's next program is not blamed", all(r.error is None for r in again), "")
     long = lm.run(PROMPTS[1], max_tokens=40, sampling={"ignore_eos": True}, capture=[pc.resid_post])
     rows = [long[pc.resid_post[i]] for i in range(lm.model.layers)]
     fed = lm.run(PROMPTS[1] + long.token_ids[:-1], max_tokens=1, capture=[pc.resid_post])
