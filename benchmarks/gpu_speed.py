@@ -239,7 +239,8 @@ def table(result: dict[str, Any]) -> str:
         lines += [
             "",
             f"Our host work in a step of 256 requests, {case}: {found['changed']:.0f} µs when one left and one came "
-            f"({parts}, of which {within}; installing and freeing {beside}), {found['steady']:.0f} µs when nothing changed.",
+            f"({parts}, of which {within}; installing and freeing {beside}), "
+            f"{found['steady']:.0f} µs when nothing changed.",
         ]
     if "host" in result and "error" not in result["host"]:
         told = ", ".join(f"{case} {us:.0f} µs" for case, us in result["host"].items())
