@@ -7,6 +7,7 @@ import itertools
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -164,6 +165,11 @@ def test_what_is_still_on_its_way_is_waited_for_and_not_copied_out():
     assert (asked, store.bytes) == ([], 48)
     assert store.fetch("c", 0)[1].tolist() == [[8.0, 9.0, 10.0, 11.0]]
     assert asked == [1]
+    block.copied = SimpleNamespace(query=lambda: False)  # its copy is queued, and not done
+    assert store.bytes == 48
+    block.copied = SimpleNamespace(query=lambda: True)
+    assert store.bytes == 16
+    assert store.fetch("c", 0)[1].tolist() == [[8.0, 9.0, 10.0, 11.0]]
 
 
 def test_a_run_has_the_pieces_of_its_time_and_no_piece_outlives_its_runs():

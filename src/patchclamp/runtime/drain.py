@@ -103,15 +103,15 @@ class Drain:
 
     def _send(self) -> None:
         for data, block in self._loose:
-            block.data, _ = self._copy(data)
+            block.data, block.copied = self._copy(data)
             self._note(block)
             data.record_stream(self._stream)
         self._loose = []
         if self._head == self._unsent:
             return
-        self._block.data, event = self._copy(self.ring[self._unsent : self._head])
+        self._block.data, self._block.copied = self._copy(self.ring[self._unsent : self._head])
         self._note(self._block)
-        self._sent.append((self._unsent, self._head, event))
+        self._sent.append((self._unsent, self._head, self._block.copied))
         self._unsent, self._block = self._head, HostBlock()
 
     def flush(self) -> None:

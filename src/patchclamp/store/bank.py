@@ -15,5 +15,8 @@ class Bank:
         self.data = torch.empty(numbers, dtype=torch.float32, device=device)
 
     def write(self, begin: int, rows: torch.Tensor) -> None:
-        """Puts rows [n, W] at numbers `begin` … of the bank, on the current stream."""
-        self.data[begin : begin + rows.numel()].copy_(rows.reshape(-1))
+        """Puts rows [n, W] at numbers `begin` … of the bank, on the current stream; the host does not wait for it."""
+        numbers = rows.reshape(-1)
+        if self.data.is_cuda and not numbers.is_cuda:
+            numbers = numbers.pin_memory()
+        self.data[begin : begin + numbers.numel()].copy_(numbers, non_blocking=True)

@@ -99,9 +99,9 @@ class CaptureChunk(msgspec.Struct, dict=True, eq=False):
         return sum(place.steps for place in self.places)
 
     @property
-    def is_queued(self) -> bool:
-        """Whether the copies of all its bytes to the host are done, or queued."""
-        return all(block.data is not None for place in self.places for block in place.blocks)
+    def has_arrived(self) -> bool:
+        """Whether all its bytes are in host memory."""
+        return all(block.has_arrived for place in self.places for block in place.blocks)
 
     def append(self, place: BufferSlice | ScatteredSlices) -> None:
         """Takes one step more."""
@@ -197,6 +197,7 @@ class CaptureStore:
         self._numbers: set[int] = set()  # of runs that are kept
         self._chunks: dict[int, CaptureChunk] = {}  # by turn, a count of the chunks ever added
         self._uncounted: collections.deque[int] = collections.deque()  # turns of chunks not counted yet
+        self._sparse: dict[int, CaptureChunk] = {}  # by turn: to be shrunk
         self._turn = self._next_number = 0
 
     def __len__(self) -> int:
@@ -224,7 +225,7 @@ class CaptureStore:
         """Drops a run's rows; a run that is not here was released before.
 
         When less than half of a chunk belongs to runs that are still kept, their rows are copied out and its memory is
-        freed; a chunk whose copies are not queued yet is looked at again when the next of its runs is released.
+        freed, now or once the chunk has arrived from the device: a release is part of a step, and waits for nothing.
         """
         if run not in self._runs:
             return
@@ -235,18 +236,30 @@ class CaptureStore:
             chunk.live_bytes -= chunk.bytes_of_runs[number]
             if chunk.live_bytes <= 0:
                 del self._chunks[turn]
-            elif 2 * chunk.live_bytes < chunk.stride and chunk.is_queued:
-                self._flush()
+            elif 2 * chunk.live_bytes < chunk.stride:
+                self._sparse[turn] = chunk
+        self._shrink_arrived()
+
+    def _shrink_arrived(self) -> None:
+        """Shrinks the chunks that are mostly of released runs, as far as they are in host memory."""
+        for turn, chunk in list(self._sparse.items()):
+            if turn not in self._chunks:
+                del self._sparse[turn]
+            elif chunk.has_arrived:
+                del self._sparse[turn]
                 chunk.shrink([number for number in chunk.bytes_of_runs if number in self._numbers])
 
     @property
     def bytes(self) -> int:
         """Host memory that captures take, or will."""
         self._count(len(self._uncounted))
+        self._shrink_arrived()
         return sum(chunk.steps * chunk.stride for chunk in self._chunks.values())
 
     def add(self, chunk: CaptureChunk) -> None:
         """Keeps a chunk, to which steps may yet be appended, for those of its runs that are kept."""
+        if self._sparse:
+            self._shrink_arrived()
         self._chunks[self._turn] = chunk
         self._uncounted.append(self._turn)
         self._turn += 1

@@ -35,12 +35,22 @@ _unmapped_paths: set[str] = set()  # files that no receiver has mapped yet
 
 
 class HostBlock:
-    """Host memory that captured rows lie in: flat bytes, or None until their copy from the device is queued."""
+    """Host memory that captured rows lie in.
 
-    __slots__ = ("__weakref__", "data")
+    data: flat bytes, or None until their copy from the device is queued
+    copied: the event after that copy; None for what was never on a device
+    """
+
+    __slots__ = ("__weakref__", "copied", "data")
 
     def __init__(self, data: torch.Tensor | None = None) -> None:
         self.data = data
+        self.copied: torch.cuda.Event | None = None
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the bytes are there now; waits for nothing."""
+        return self.data is not None and (self.copied is None or self.copied.query())
 
 
 def huge_memory(size: int) -> mmap.mmap:
