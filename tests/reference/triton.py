@@ -225,16 +225,16 @@ def moved(rng: np.random.Generator, device: str, found: dict[str, int]) -> None:
 
 def check(device: str, rounds: int, seed: int | None = None) -> dict[str, int]:
     """Compares on so many random steps, some with rows wider than a program takes at once; counts what was compared."""
-    rng, found, widest = np.random.default_rng(seed), {}, cuda.WIDEST
+    rng, found, widest = np.random.default_rng(seed), {}, cuda.MAX_BLOCK
     try:
         for i in range(rounds):
-            cuda.WIDEST = 64 if i % 2 else widest
+            cuda.MAX_BLOCK = 64 if i % 2 else widest
             one_round(rng, device, found, i % 4 > 1)
             if i % 3 == 0:
                 one_round(rng, device, found, sums=False, coded=True)
             moved(rng, device, found)
     finally:
-        cuda.WIDEST = widest
+        cuda.MAX_BLOCK = widest
     return found
 
 

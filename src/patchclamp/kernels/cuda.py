@@ -3,7 +3,7 @@
 Every program takes one row: it finds the row's slot, walks the slot's records at the point in order, and
 writes the row back once, unless it is not finite.  Rows without records leave after three loads.  A new op is a branch
 in `_walk`; a new view is other strides.  A row of logits, which is wide, goes in several passes; what an op needs of
-such a row as a whole, a sum over its columns, is found beforehand, op by op, and left in its record.
+such a row as a whole, a sum over its columns, is computed before, op by op, and left in its record.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
@@ -21,9 +21,9 @@ from patchclamp.kernels import noise
 from patchclamp.kernels.launch import relauncher
 from patchclamp.plan import RECORD
 
-WIDEST, A_PASS = 8192, 4096  # columns of a sampled row that are taken at once; wider ones go in passes of fewer
-RECORD_WORDS = RECORD.itemsize // 4  # start, stop, kind, step, value (two), x, y, other (two), found, columns
-WORDS, FOUND = tl.constexpr(RECORD_WORDS), tl.constexpr(RECORD.fields["found"][1] // 4)  # type: ignore[index]
+MAX_BLOCK, PASS_BLOCK = 8192, 4096  # columns of a sampled row taken at once; wider rows go in passes of the second
+RECORD_WORDS = RECORD.itemsize // 4  # start, stop, kind, step, value (two), x, y, other (two), factor, columns
+WORDS, FACTOR = tl.constexpr(RECORD_WORDS), tl.constexpr(RECORD.fields["factor"][1] // 4)  # type: ignore[index]
 COLUMNS = tl.constexpr(RECORD.fields["columns"][1] // 4)  # type: ignore[index]
 CAPTURE, LINEAR, BLEND = (tl.constexpr(n) for n in (plan.CAPTURE, plan.LINEAR, plan.BLEND))
 PROJECT, NOISE, MATCH, APPLY = (tl.constexpr(n) for n in (plan.PROJECT, plan.NOISE, plan.MATCH, plan.APPLY))
@@ -50,9 +50,9 @@ def _normals(seed, position, site, first, quantiles, BLOCK: tl.constexpr):
     rest, fine = m - (1 << octave), tl.maximum(octave - PARTS, 0)
     part = tl.where(octave >= PARTS, rest >> fine, rest << tl.maximum(PARTS - octave, 0))
     at = quantiles + tl.where(m == 0, OCTAVES, octave) * BORDERS + tl.where(m == 0, 0, part)
-    here, there = _look(at), _look(at + 1)
+    upper, lower = _look(at), _look(at + 1)
     within = (rest & ((1 << fine) - 1)).to(tl.uint32) << 1 << (31 - fine)  # of the part, in units of 2^-32
-    magnitude = here - tl.umulhi((here - there).to(tl.uint32), tl.where(m == 0, 0, within)).to(tl.int32)
+    magnitude = upper - tl.umulhi((upper - lower).to(tl.uint32), tl.where(m == 0, 0, within)).to(tl.int32)
     return tl.where((words & 1) == 1, -magnitude, magnitude).to(tl.float32) * UNIT
 
 
@@ -65,8 +65,8 @@ def _dot(a, b, inside):
 @triton.jit
 def _factor(total, width, kind, x, y):
     """By how much v or ε is added, from the sum over the row."""
-    found = total.to(tl.float32)
-    clamped = tl.minimum(tl.maximum(found, x), y) - found
+    projection = total.to(tl.float32)
+    clamped = tl.minimum(tl.maximum(projection, x), y) - projection
     size = tl.sqrt(tl.where(kind == PROJECT, 0.0, total) / width).to(tl.float32)
     return tl.where(kind == PROJECT, clamped, y * size)
 
@@ -110,10 +110,10 @@ def _vector(bank, columns, width, position, start, stop, kind, step, value, y, A
 
 
 @triton.jit
-def _given(
+def _loaded(
     v, bank, columns, inside, width, position, start, step, value, ALIGNED: tl.constexpr, AHEAD: tl.constexpr
 ):  # fmt: skip
-    """The columns of the vector that a record has: there already, or loaded now."""
+    """The columns of a record's vector: `v` if it was loaded ahead, or loaded now."""
     if AHEAD:
         return v
     else:
@@ -125,17 +125,17 @@ def _given(
 
 @triton.jit
 def _kept_row(
-    kept, row, position, start, span, area, width, rank_of_row, base, offset, origin_of_row, stride,
+    kept, row, position, start, range_index, region_index, width, rank_of_row, base, offset, origin_of_row, stride,
     SAMPLED: tl.constexpr,
 ):  # fmt: skip
-    """Where a captured row's area begins, and how many numbers of it come before the row. The captures of a step that
-    goes on like the one that was planned lie behind that one's."""
-    to, nth = kept + _look(base + area), position - tl.maximum(start, position - _look(rank_of_row + row))
+    """Where the region of a captured row begins, and how many numbers of it come before the row. A step that advances
+    the planned one writes `stride` bytes further on for each step."""
+    to, nth = kept + _look(base + region_index), position - tl.maximum(start, position - _look(rank_of_row + row))
     if SAMPLED:
         nth = 0
     else:
         to += (position - _look(origin_of_row + row)).to(tl.int64) * _look(stride)
-    return to, (_look(offset + span) + nth).to(tl.int64) * width
+    return to, (_look(offset + range_index) + nth).to(tl.int64) * width
 
 
 @triton.jit
@@ -178,49 +178,51 @@ def _walk(
             v_2 = _vector(bank, columns, width, position, start_2, stop_2, kind_2, step_2, value_2, y_2, ALIGNED)
         if holds:
             low, high = word & 0xFFFF, tl.where(word == 0, width, (word >> 16) & 0xFFFF)
-            mine = (columns >= low) & (columns < high)  # that it changes
-            if kind == CAPTURE:  # x is the dtype, step the span, value the area
+            changed = (columns >= low) & (columns < high)
+            if kind == CAPTURE:  # x is the dtype, step the range, value the region
                 if KEEP:
                     to, before = _kept_row(kept, row, position, start, step, value, width, rank_of_row, base, offset,
                                            origin_of_row, stride, SAMPLED)  # fmt: skip
                     _keep(h, to, before + columns, inside, x, ALIGNED)
             elif kind == LINEAR:  # a factor of 0 leaves its term out, NaN or not
                 edited = 1
-                made = tl.where(x == 0.0, 0.0, h * x)
+                edit = tl.where(x == 0.0, 0.0, h * x)
                 if y != 0.0:
-                    added = _given(v, bank, columns, inside, width, position, start, step, value, ALIGNED, AHEAD) * y
-                    made = tl.where(x == 0.0, added, made + added)
-                h = tl.where(mine, made, h)
+                    added = _loaded(v, bank, columns, inside, width, position, start, step, value, ALIGNED, AHEAD) * y
+                    edit = tl.where(x == 0.0, added, edit + added)
+                h = tl.where(changed, edit, h)
             elif kind == BLEND:
                 edited = 1
                 mask = _look((record + 8).to(tl.pointer_type(tl.int64)))
                 a = tl.load(bank + mask + columns, mask=inside, other=0.0) * y
-                put = _given(v, bank, columns, inside, width, position, start, step, value, ALIGNED, AHEAD)
-                made = tl.where(a == 1.0, put, (1.0 - a) * h + a * put)
-                h = tl.where(mine & (a != 0.0), made, h)
-            elif kind == MATCH:  # or the next one is passed by
+                put = _loaded(v, bank, columns, inside, width, position, start, step, value, ALIGNED, AHEAD)
+                edit = tl.where(a == 1.0, put, (1.0 - a) * h + a * put)
+                h = tl.where(changed & (a != 0.0), edit, h)
+            elif kind == MATCH:  # where it does not, the next record is skipped
                 matched = _matches(_look(token_of_row + row).to(tl.float32), bank + value, step, x).to(tl.int32)
             elif kind == PROJECT:
                 edited = 1
-                along = _given(v, bank, columns, inside, width, position, start, step, value, ALIGNED, AHEAD)
+                along = _loaded(v, bank, columns, inside, width, position, start, step, value, ALIGNED, AHEAD)
                 if WHOLE:
-                    factor = _factor(_dot(h, along, inside & mine), width, kind, x, y)
+                    factor = _factor(_dot(h, along, inside & changed), width, kind, x, y)
                 else:
-                    factor = tl.load((record + FOUND).to(tl.pointer_type(tl.float32)))
+                    factor = tl.load((record + FACTOR).to(tl.pointer_type(tl.float32)))
                 if factor != 0.0:
-                    h = tl.where(mine, h + factor * along, h)
+                    h = tl.where(changed, h + factor * along, h)
             else:
                 edited = 1
                 factor = y
                 if step != 0:
                     if WHOLE:
-                        factor = _factor(_dot(h, h, inside & mine), high - low, kind, x, y)
+                        factor = _factor(_dot(h, h, inside & changed), high - low, kind, x, y)
                     else:
-                        factor = tl.load((record + FOUND).to(tl.pointer_type(tl.float32)))
+                        factor = tl.load((record + FACTOR).to(tl.pointer_type(tl.float32)))
                 if factor != 0.0:
                     seed = _look((record + 8).to(tl.pointer_type(tl.int64)))
                     h = tl.where(
-                        mine, h + factor * _normals(seed, position, value, column + x.to(tl.int32), quantiles, BLOCK), h
+                        changed,
+                        h + factor * _normals(seed, position, value, column + x.to(tl.int32), quantiles, BLOCK),
+                        h,
                     )
         number += 1
         if AHEAD:
@@ -258,7 +260,7 @@ def _sums(
                     total += _dot(h, tl.load(bank + value + columns, mask=inside, other=0.0), inside)
                 else:
                     total += _dot(h, h, inside)
-            tl.store((record + FOUND).to(tl.pointer_type(tl.float32)), _factor(total, width, kind, x, y))
+            tl.store((record + FACTOR).to(tl.pointer_type(tl.float32)), _factor(total, width, kind, x, y))
             tl.debug_barrier()  # the threads of this program read it
         record += WORDS
 
@@ -374,27 +376,27 @@ def site(
     rows, width = hidden_RW.shape
     other, coded = hidden_RW if residual_RW is None else residual_RW, phase is not None
     at, beside, row, other_row = hidden_RW.data_ptr(), other.data_ptr(), hidden_RW.stride(0), other.stride(0)
-    given = row, other_row, width, kept.data_ptr() - kept_begin, point, phase or 0
-    # all that Triton makes another kernel for: found by that, a launch takes the host less than half the time
-    how = (hidden_RW.dtype, other.dtype, row, other_row, width, residual_RW is not None, sampled, coded, at % 16,
+    rest = row, other_row, width, kept.data_ptr() - kept_begin, point, phase or 0
+    # all that Triton specialises a kernel on; launched by it, a kernel costs the host less than half the time
+    key = (hidden_RW.dtype, other.dtype, row, other_row, width, residual_RW is not None, sampled, coded, at % 16,
            beside % 16)  # fmt: skip
-    launch = tables.ready.get(how)
+    launch = tables.ready.get(key)
     if launch is not None:
-        launch(rows, at, beside, *given)
+        launch(rows, at, beside, *rest)
         return
     read, options = [getattr(tables, name) for name in READ], launched(width, residual_RW is not None, sampled)
     same, options = (tables.bad_address, tables.points), options | {"CODE": coded} | _early()
-    kernel = _site[rows,](*read, *same, hidden_RW, other, *given, **options)
+    kernel = _site[rows,](*read, *same, hidden_RW, other, *rest, **options)
     if kernel is not None:  # Triton's interpreter has none
         same, constants = (*(each.data_ptr() for each in read), *same), tuple(options[name] for name in CONSTANTS)
-        tables.ready[how] = relauncher(kernel, same, constants, hidden_RW.device.index)
+        tables.ready[key] = relauncher(kernel, same, constants, hidden_RW.device.index)
 
 
 def launched(width: int, pair: bool, sampled: bool) -> dict[str, Any]:
     """How the kernel is launched for rows of so many columns: whole, but for sampled ones, which are wide and few, and
     of which a request has one a step, so that a record is a place to leave its sums in."""
     block = max(triton.next_power_of_2(width), 4)
-    block = block if block <= WIDEST or not sampled else min(WIDEST, A_PASS)
+    block = block if block <= MAX_BLOCK or not sampled else min(MAX_BLOCK, PASS_BLOCK)
     return {
         "PAIR": pair, "SAMPLED": sampled, "BLOCK": block, "PASSES": triton.cdiv(width, block),
         "ALIGNED": width % 16 == 0, "num_warps": 4 if block <= 2048 else 8 if block <= 8192 else 32,

@@ -1,8 +1,8 @@
-"""The kernel in vectorised torch: a pass for each place in a row's program, all rows of it at once. Made for the CPU.
+"""The kernel in vectorised torch, for the CPU: pass i carries out record i of every row, all rows at once.
 
     R rows · A rows with records · W width of the point · K numbers in the step's capture buffer
 
-The stream of a fused model is two tensors, hidden and residual, whose sum in fp32 it is.  Writing s back as
+The stream of a fused model is the sum, in fp32, of two tensors, hidden and residual.  Writing s back as
 r' = round(s), h' = round(s − r') loses nothing that the pair could hold (TwoSum; Knuth, TAOCP 2, 4.2.2, theorem B).
 """
 
@@ -34,9 +34,10 @@ def apply(
     token_R: torch.Tensor | None = None,
     code: CodeRunner | None = None,
 ) -> np.ndarray | None:
-    """Applies a point's records to the rows in place and writes captured rows into `kept_K`; `token_R` are the rows'
-    token ids, if any record asks for them; `code` runs that of a number on rows [n, W] at a point and at positions [n],
-    and gives None if it failed.
+    """Applies a point's records to the rows in place and writes captured rows into `kept_K`.
+
+    token_R: the rows' token ids, if any record needs them
+    code: `code(number, rows [n, W], point, positions [n])` runs an `Apply`'s function; None if it failed
 
     A row whose edits are not finite in the tensor's dtype is left as it was: kept keys and values would carry NaN to
     other requests. Returns the slots of such rows.
@@ -49,26 +50,25 @@ def apply(
     at_A = _on(hidden_RW, at)
     h_AW = join(hidden_RW, residual_RW, at_A)
     edited, broken, matched = np.zeros(len(at), bool), np.zeros(len(at), bool), np.ones(len(at), bool)
-    for place in range(int((last - first).max())):
-        mine = np.flatnonzero(first + place < last)
-        records = table.records[first[mine] + place]
-        holds = (records["start"] <= position[mine]) & (position[mine] < records["stop"]) & matched[mine]
-        matched[mine] = True
-        mine, records = mine[holds], records[holds]
-        kind = records["kind"]
-        edited[mine[(kind != CAPTURE) & (kind != MATCH)]] = True
-        for each in np.unique(kind):
-            some, chosen = mine[kind == each], records[kind == each]
-            if each == CAPTURE:
-                _keep(h_AW, some, chosen, position, plan, kept_K)
-            elif each == MATCH:
-                assert token_R is not None, "a record asks for token ids, and the engine gave none"
-                matched[some] = _match(token_R[_on(token_R, at[some])], chosen, bank_B)
-            elif each == APPLY:
-                assert code is not None, "a record asks for code, and there is none"
-                broken[some] |= ~_run(h_AW, some, chosen, point, position[some], code)
+    for i in range(int((last - first).max())):
+        index = np.flatnonzero(first + i < last)  # of the rows that have a record more
+        records = table.records[first[index] + i]
+        acts = (records["start"] <= position[index]) & (position[index] < records["stop"]) & matched[index]
+        matched[index] = True
+        index, records = index[acts], records[acts]
+        edited[index[(records["kind"] != CAPTURE) & (records["kind"] != MATCH)]] = True
+        for kind in np.unique(records["kind"]):
+            some, alike = index[records["kind"] == kind], records[records["kind"] == kind]
+            if kind == CAPTURE:
+                _keep(h_AW, some, alike, position, plan, kept_K)
+            elif kind == MATCH:
+                assert token_R is not None, "a record needs token ids, and the engine gave none"
+                matched[some] = _match(token_R[_on(token_R, at[some])], alike, bank_B)
+            elif kind == APPLY:
+                assert code is not None, "a record runs code, and the engine gave none"
+                broken[some] |= ~_run(h_AW, some, alike, point, position[some], code)
             else:
-                _edit(int(each), h_AW, some, chosen, position[some], bank_B)
+                _edit(int(kind), h_AW, some, alike, position[some], bank_B)
     write = np.flatnonzero(edited & ~broken)
     finite = h_AW[_on(h_AW, write)].to(hidden_RW.dtype).isfinite().all(dim=1).cpu().numpy()
     good = _on(hidden_RW, write[finite])
@@ -95,7 +95,7 @@ def split(hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, at_A: torch
 
 def _keep(
     h_AW: torch.Tensor,
-    mine: np.ndarray,
+    index: np.ndarray,
     records: np.ndarray,
     position: np.ndarray,
     plan: StepPlan,
@@ -103,106 +103,106 @@ def _keep(
 ) -> None:
     width = h_AW.shape[1]
     begin = plan.begin[plan.layout.range_of_number[records["step"]]]
-    row = plan.target(records["step"], records["value"]) // width + (position[mine] - begin)
-    _rows(kept_K, width).index_copy_(0, _on(h_AW, row), h_AW[_on(h_AW, mine)])
+    row = plan.target(records["step"], records["value"]) // width + (position[index] - begin)
+    _rows(kept_K, width).index_copy_(0, _on(h_AW, row), h_AW[_on(h_AW, index)])
 
 
 def _run(
-    h_AW: torch.Tensor, mine: np.ndarray, records: np.ndarray, point: int, position: np.ndarray, code: CodeRunner
+    h_AW: torch.Tensor, index: np.ndarray, records: np.ndarray, point: int, position: np.ndarray, code: CodeRunner
 ) -> np.ndarray:
-    """Runs the code of each record on its rows; whether it gave rows."""
-    done = np.zeros(len(mine), bool)
+    """Runs the code of each record on its rows; returns whether it succeeded."""
+    done = np.zeros(len(index), bool)
     for number, columns in np.unique(records[["value", "columns"]]).tolist():
         some = (records["value"] == number) & (records["columns"] == columns)
-        at_A = _on(h_AW, mine[some])
+        at_A = _on(h_AW, index[some])
         within = torch.arange(h_AW.shape[1], device=h_AW.device)[columns_of(records[some][0])]
-        made = code(number, h_AW[at_A[:, None], within], point, position[some])
-        if made is not None:
-            h_AW[at_A[:, None], within], done[some] = made, True
+        result = code(number, h_AW[at_A[:, None], within], point, position[some])
+        if result is not None:
+            h_AW[at_A[:, None], within], done[some] = result, True
     return done
 
 
 def _edit(
-    kind: int, h_AW: torch.Tensor, mine: np.ndarray, records: np.ndarray, position: np.ndarray, bank_B: torch.Tensor
+    kind: int, h_AW: torch.Tensor, index: np.ndarray, records: np.ndarray, position: np.ndarray, bank_B: torch.Tensor
 ) -> None:
-    """Ops of a kind, each on the columns that its record names; the others are as they were, and count for nothing."""
+    """Carries out edits of one kind, each on its record's columns; the op sees 0 in the others, which do not change."""
     if not records["columns"].any():
-        _EDITS[kind](h_AW, mine, records, position, bank_B)
+        _EDITS[kind](h_AW, index, records, position, bank_B)
         return
-    mine_A = _on(h_AW, mine)
+    index_A = _on(h_AW, index)
     first = records["columns"].astype(np.int64) & 0xFFFF
     end = records["columns"].astype(np.int64) >> 16 & 0xFFFF
     end = np.where(records["columns"] == 0, h_AW.shape[1], end)
     column_W = torch.arange(h_AW.shape[1], device=h_AW.device)
     within_AW = (_on(h_AW, first)[:, None] <= column_W) & (column_W < _on(h_AW, end)[:, None])
-    part_AW = torch.where(within_AW, h_AW[mine_A], 0.0)
-    _EDITS[kind](part_AW, np.arange(len(mine)), records, position, bank_B)
-    h_AW[mine_A] = torch.where(within_AW, part_AW, h_AW[mine_A])
+    part_AW = torch.where(within_AW, h_AW[index_A], 0.0)
+    _EDITS[kind](part_AW, np.arange(len(index)), records, position, bank_B)
+    h_AW[index_A] = torch.where(within_AW, part_AW, h_AW[index_A])
 
 
 def _match(token_A: torch.Tensor, records: np.ndarray, bank_B: torch.Tensor) -> np.ndarray:
-    """Whether each token is, or is not, as its record asks, one of the ids in the bank."""
-    found = np.zeros(len(records), bool)
-    asked, which = np.unique(records[["value", "step", "x"]], return_inverse=True)
-    for i, (value, count, among) in enumerate(asked.tolist()):
-        mine = which == i
-        ids = bank_B[value : value + count].long()
-        found[mine] = torch.isin(token_A[_on(token_A, mine)].long(), ids).cpu().numpy() == (among == 1)
-    return found
+    """Whether each token meets its record's condition."""
+    matches = np.zeros(len(records), bool)
+    conditions, which = np.unique(records[["value", "step", "x"]], return_inverse=True)
+    for i, (ids, count, expected) in enumerate(conditions.tolist()):
+        some = which == i
+        is_one = torch.isin(token_A[_on(token_A, some)].long(), bank_B[ids : ids + count].long())
+        matches[some] = is_one.cpu().numpy() == (expected == 1)
+    return matches
 
 
 def _linear(
-    h_AW: torch.Tensor, mine: np.ndarray, records: np.ndarray, position: np.ndarray, bank_B: torch.Tensor
+    h_AW: torch.Tensor, index: np.ndarray, records: np.ndarray, position: np.ndarray, bank_B: torch.Tensor
 ) -> None:
     x_A1, y_A1 = _scalars(h_AW, records)
-    mine_A = _on(h_AW, mine)
+    index_A = _on(h_AW, index)
     v_AW = _values(h_AW, records, position, bank_B, records["y"] != 0)
-    kept_AW = torch.where(x_A1 == 0, 0.0, h_AW[mine_A] * x_A1)
+    kept_AW = torch.where(x_A1 == 0, 0.0, h_AW[index_A] * x_A1)
     added_AW = torch.where(y_A1 == 0, 0.0, v_AW * y_A1)
-    h_AW[mine_A] = torch.where(x_A1 == 0, added_AW, torch.where(y_A1 == 0, kept_AW, kept_AW + added_AW))
+    h_AW[index_A] = torch.where(x_A1 == 0, added_AW, torch.where(y_A1 == 0, kept_AW, kept_AW + added_AW))
 
 
 def _blend(
-    h_AW: torch.Tensor, mine: np.ndarray, records: np.ndarray, position: np.ndarray, bank_B: torch.Tensor
+    h_AW: torch.Tensor, index: np.ndarray, records: np.ndarray, position: np.ndarray, bank_B: torch.Tensor
 ) -> None:
     _, y_A1 = _scalars(h_AW, records)
-    mine_A, width = _on(h_AW, mine), h_AW.shape[1]
+    index_A, width = _on(h_AW, index), h_AW.shape[1]
     v_AW = _values(h_AW, records, position, bank_B)
     a_AW = y_A1 * _rows(bank_B, width).index_select(0, _on(h_AW, records["other"] // width))
-    before_AW = h_AW[mine_A]
+    before_AW = h_AW[index_A]
     mixed_AW = (1 - a_AW) * before_AW + a_AW * v_AW
-    h_AW[mine_A] = torch.where(a_AW == 0, before_AW, torch.where(a_AW == 1, v_AW, mixed_AW))
+    h_AW[index_A] = torch.where(a_AW == 0, before_AW, torch.where(a_AW == 1, v_AW, mixed_AW))
 
 
 def _project(
-    h_AW: torch.Tensor, mine: np.ndarray, records: np.ndarray, position: np.ndarray, bank_B: torch.Tensor
+    h_AW: torch.Tensor, index: np.ndarray, records: np.ndarray, position: np.ndarray, bank_B: torch.Tensor
 ) -> None:
     low_A1, high_A1 = _scalars(h_AW, records)
-    mine_A = _on(h_AW, mine)
-    v_AW, before_AW = _values(h_AW, records, position, bank_B), h_AW[mine_A]
-    found_A1 = (before_AW.double() * v_AW.double()).sum(1, keepdim=True).float()
-    move_A1 = torch.minimum(torch.maximum(found_A1, low_A1), high_A1) - found_A1
-    h_AW[mine_A] = torch.where(move_A1 == 0, before_AW, before_AW + move_A1 * v_AW)
+    index_A = _on(h_AW, index)
+    v_AW, before_AW = _values(h_AW, records, position, bank_B), h_AW[index_A]
+    along_A1 = (before_AW.double() * v_AW.double()).sum(1, keepdim=True).float()
+    move_A1 = torch.minimum(torch.maximum(along_A1, low_A1), high_A1) - along_A1
+    h_AW[index_A] = torch.where(move_A1 == 0, before_AW, before_AW + move_A1 * v_AW)
 
 
 def _noise(
-    h_AW: torch.Tensor, mine: np.ndarray, records: np.ndarray, position: np.ndarray, bank_B: torch.Tensor
+    h_AW: torch.Tensor, index: np.ndarray, records: np.ndarray, position: np.ndarray, bank_B: torch.Tensor
 ) -> None:
     _, std_A1 = _scalars(h_AW, records)
-    mine_A, relative = _on(h_AW, mine), _on(h_AW, records["step"] == 1)[:, None]
+    index_A, relative = _on(h_AW, index), _on(h_AW, records["step"] == 1)[:, None]
     seed, site = (_on(h_AW, records[field].copy()) for field in ("other", "value"))
-    at, before_AW = _on(h_AW, position.astype(np.int64)), h_AW[mine_A]
+    at, before_AW = _on(h_AW, position.astype(np.int64)), h_AW[index_A]
     first = _on(h_AW, records["x"].astype(np.int64))
-    cut = zip(*(each.split(A_PIECE) for each in (seed, at, site, first)), strict=True)
-    e_AW = torch.cat([normals_of(one, two, three, h_AW.shape[1], four) for one, two, three, four in cut])
+    width, parts = h_AW.shape[1], zip(*(each.split(MAX_NOISE_ROWS) for each in (seed, at, site, first)), strict=True)
+    e_AW = torch.cat([normals_of(key, place, kind, width, begin) for key, place, kind, begin in parts])
     columns = records["columns"].astype(np.int64)
-    many = np.where(columns == 0, h_AW.shape[1], (columns >> 16 & 0xFFFF) - (columns & 0xFFFF))
-    size_A1 = (before_AW.double().square().sum(1, keepdim=True) / _on(h_AW, many)[:, None]).sqrt().float()
+    count = np.where(columns == 0, h_AW.shape[1], (columns >> 16 & 0xFFFF) - (columns & 0xFFFF))
+    size_A1 = (before_AW.double().square().sum(1, keepdim=True) / _on(h_AW, count)[:, None]).sqrt().float()
     std_A1 = torch.where(relative, std_A1 * size_A1, std_A1)
-    h_AW[mine_A] = torch.where(std_A1 == 0, before_AW, before_AW + std_A1 * e_AW)
+    h_AW[index_A] = torch.where(std_A1 == 0, before_AW, before_AW + std_A1 * e_AW)
 
 
-A_PIECE = 256  # rows of noise made at once, in thirty times the memory that they take
+MAX_NOISE_ROWS = 256  # rows of noise made at once: it takes thirty times their memory
 _EDITS = {LINEAR: _linear, BLEND: _blend, PROJECT: _project, NOISE: _noise}
 
 
@@ -215,19 +215,19 @@ def _scalars(h_AW: torch.Tensor, records: np.ndarray) -> tuple[torch.Tensor, tor
 def _values(
     h_AW: torch.Tensor, records: np.ndarray, position: np.ndarray, bank_B: torch.Tensor, read: np.ndarray | None = None
 ) -> torch.Tensor:
-    """The value's row for each record at a position, [A, W]; any row where it is not `read`."""
+    """The row of each record's value at its position, [A, W]; any row where `read` is False."""
     width = h_AW.shape[1]
     row = records["value"] // width + (position - records["start"]).astype(np.int64) * records["step"]
     return _rows(bank_B, width).index_select(0, _on(h_AW, row if read is None else np.where(read, row, 0)))
 
 
 def _rows(flat: torch.Tensor, width: int) -> torch.Tensor:
-    """A flat tensor as rows; blocks of a width lie at multiples of it (`plan.step`, `store.bank`)."""
+    """A flat tensor as rows of a width: blocks begin at multiples of their width (`plan.step`, `store.bank`)."""
     return flat[: len(flat) // width * width].view(-1, width)
 
 
 def _on(rows: torch.Tensor, numbers: np.ndarray) -> torch.Tensor:
-    """Index or factor arrays where the rows are."""
+    """An array as a tensor on the device of the rows."""
     return torch.from_numpy(numbers).to(rows.device)
 
 
@@ -247,8 +247,8 @@ def normals_of(
     part = torch.where(octave >= PARTS, rest >> fine, rest << (PARTS - octave).clamp(min=0))
     table = _table(str(seed.device))
     at = octave * ((1 << PARTS) + 1) + part
-    here, there = table[at], table[at + 1]
-    magnitude = here - (((here - there) * (rest & ((1 << fine) - 1))) >> fine)
+    upper, lower = table[at], table[at + 1]
+    magnitude = upper - (((upper - lower) * (rest & ((1 << fine) - 1))) >> fine)
     return torch.where(sign == 1, -magnitude, magnitude).float() * 2.0**-FRACTION
 
 

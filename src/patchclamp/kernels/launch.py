@@ -1,4 +1,4 @@
-"""Launching a Triton kernel again: what Triton does for every launch takes the host twice as long as the launch."""
+"""Launching a Triton kernel again, without the work of Triton's own launch, which doubles the host's time."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 
 from patchclamp.kernels import switches
 
-GIVEN = ("gridX", "gridY", "gridZ", "stream", "function")
+PREFIX = ("gridX", "gridY", "gridZ", "stream", "function")
 # what Triton's launcher takes: 3.5 and 3.6, and from 3.7 (to 3.9) on. Metadata and hooks, here none, are the next four
 # in either; a profiler that hooks launches sees the first of a kernel alone
 LAUNCHERS = (
-    (*GIVEN, "args"), (*GIVEN, "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook", "args"),
+    (*PREFIX, "args"), (*PREFIX, "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook", "args"),
 )  # fmt: skip
 
 
 def relauncher(kernel: Any, same: tuple[int, ...], constants: tuple[Any, ...], device: int) -> Callable[..., None]:
-    """`launch(programs, *args)` of a kernel that was launched before, on the current stream. What comes before `args`,
-    `same`, and after them, `constants`, does not change."""
+    """`launch(programs, *args)` of a kernel that was launched before: on the current stream, with the arguments
+    `same`, `args`, `constants`."""
 
     def plain(programs: int, *args: Any) -> None:
         kernel[programs, 1, 1](*same, *args, *constants)

@@ -13,8 +13,8 @@ import triton.language as tl
 from patchclamp.kernels import switches
 from patchclamp.kernels.launch import relauncher
 
-CHUNK = 1024  # words that a program puts in place at most
-HEADER_WORDS = tl.constexpr(3)  # words that say of a chunk where it belongs, where it lies and how long it is
+CHUNK = 1024  # words that one program copies at most
+HEADER_WORDS = tl.constexpr(3)  # of a chunk: where in the tables it goes, where in staging it lies, its length
 
 _ready: dict[tuple[str, int | None], Callable[..., None]] = {}
 
@@ -22,21 +22,21 @@ _ready: dict[tuple[str, int | None], Callable[..., None]] = {}
 @triton.jit(do_not_specialize=["staging", "tables"])
 def _upload(staging, tables, BLOCK: tl.constexpr):
     staging, tables = staging.to(tl.pointer_type(tl.int32)), tables.to(tl.pointer_type(tl.int32))
-    told, word = staging + HEADER_WORDS * tl.program_id(0), tl.arange(0, BLOCK)
-    # the host's memory, read over the bus, and anew whenever it was written
-    to, at, many = (
-        tl.load(told, cache_modifier=".cv"), tl.load(told + 1, cache_modifier=".cv"),
-        tl.load(told + 2, cache_modifier=".cv"),
+    header, word = staging + HEADER_WORDS * tl.program_id(0), tl.arange(0, BLOCK)
+    # host memory, read over the bus past the caches, since the host writes it between launches
+    to, at, count = (
+        tl.load(header, cache_modifier=".cv"), tl.load(header + 1, cache_modifier=".cv"),
+        tl.load(header + 2, cache_modifier=".cv"),
     )  # fmt: skip
-    words = tl.load(staging + at + word, mask=word < many, cache_modifier=".cv")
-    tl.store(tables + to + word, words, mask=word < many)
+    words = tl.load(staging + at + word, mask=word < count, cache_modifier=".cv")
+    tl.store(tables + to + word, words, mask=word < count)
 
 
 def upload(staging: torch.Tensor, tables: torch.Tensor, chunks: int) -> None:
-    """Brings `chunks` runs of 32-bit words from pinned memory into `tables`, on the current stream.
+    """Copies `chunks` runs of 32-bit words from pinned memory into `tables`, on the current stream.
 
-    `staging` int32 begins with three words for each: where in `tables` it belongs, where in `staging` it lies, and how
-    many words it has, `CHUNK` at most.  Whoever calls holds it, and leaves it as it is, until the device has read it.
+    staging: int32, begins with three words for each chunk: where in `tables` it goes, where in `staging` it lies, and
+        how many words it has, `CHUNK` at most. The caller keeps it unchanged until the device has read it
     """
     if switches.enabled("pinned_upload"):
         try:
@@ -48,13 +48,13 @@ def upload(staging: torch.Tensor, tables: torch.Tensor, chunks: int) -> None:
 
 
 def copy_chunks(staging: torch.Tensor, tables: torch.Tensor, chunks: int) -> None:
-    """The same with a copy a chunk."""
+    """`upload` with one of torch's copies for each chunk."""
     for to, at, count in staging[: 3 * chunks].view(-1, 3).tolist():
         tables[to : to + count].copy_(staging[at : at + count], non_blocking=True)
 
 
 def warm(device: torch.device) -> None:
-    """Has the kernel compiled and at hand, rather than in the first step that needs it."""
+    """Compiles the kernel before the first step that needs it."""
     words, staging = torch.zeros(16, dtype=torch.int32, device=device), torch.zeros(16, dtype=torch.int32).pin_memory()
     upload(staging, words, 1)
     torch.cuda.synchronize(device)

@@ -49,10 +49,10 @@ def philox(counter: tuple[np.ndarray, ...], key: tuple[int, int]) -> list[np.nda
 def normals(seed: int, position: int, site: int, width: int) -> np.ndarray:
     """ε of a row, fp32 [W]; the plain version."""
     group = np.arange(-(-width // 4), dtype=np.uint64)
-    none = np.zeros_like(group)
-    words = philox((group, none + np.uint64(position), none + np.uint64(site), none), (seed & MASK, seed >> 32))
+    zero = np.zeros_like(group)
+    words = philox((group, zero + np.uint64(position), zero + np.uint64(site), zero), (seed & MASK, seed >> 32))
     table = quantiles().astype(np.int64)
-    found = np.empty(width, np.float32)
+    row_W = np.empty(width, np.float32)
     for i, word in enumerate(np.stack(words, 1).reshape(-1)[:width].tolist()):
         sign, m = word & 1, word >> 1
         octave = m.bit_length() - 1 if m else OCTAVES
@@ -60,7 +60,7 @@ def normals(seed: int, position: int, site: int, width: int) -> np.ndarray:
         part = rest >> fine if octave >= PARTS else rest << (PARTS - octave)
         if m == 0:
             part = fine = 0
-        here, there = int(table[octave, part]), int(table[octave, part + 1])
-        magnitude = here - (((here - there) * (rest & ((1 << fine) - 1))) >> fine)
-        found[i] = np.float32(-magnitude if sign else magnitude) * np.float32(2.0**-FRACTION)
-    return found
+        upper, lower = int(table[octave, part]), int(table[octave, part + 1])
+        magnitude = upper - (((upper - lower) * (rest & ((1 << fine) - 1))) >> fine)
+        row_W[i] = np.float32(-magnitude if sign else magnitude) * np.float32(2.0**-FRACTION)
+    return row_W

@@ -28,18 +28,18 @@ def apply(
 ) -> np.ndarray:
     """Applies a point's records to fp32 rows in place, writes captured rows to `kept_K`; returns edited [R] bool.
 
-    `token_R`: the token ids of the rows, if any record asks for them; `code` runs that of a number on rows [n, W] at a
-    point and at positions [n], and gives None where it failed.
+    token_R: the rows' token ids, if any record needs them
+    code: `code(number, rows [n, W], point, positions [n])` runs an `Apply`'s function; None if it failed
     """
     width = h_RW.shape[1]
-    spans = {int(number): c for c, number in enumerate(plan.layout.range_number)}
-    areas = {int(number): a for a, number in enumerate(plan.layout.region_number)}
+    ranges = {int(number): i for i, number in enumerate(plan.layout.range_number)}
+    regions = {int(number): i for i, number in enumerate(plan.layout.region_number)}
     edited_R = np.zeros(len(h_RW), bool)
     for r in range(len(h_RW)):
         slot, position, matched = int(rows.slot[r]), int(rows.position[r]), True
         for number in range(table.first[slot, point], table.first[slot, point + 1]):
-            record, holds, matched = table.records[number], matched, True
-            if not holds or not record["start"] <= position < record["stop"]:
+            record, applies, matched = table.records[number], matched, True
+            if not applies or not record["start"] <= position < record["stop"]:
                 continue
             if record["kind"] == MATCH:
                 ids = bank_B[record["value"] : record["value"] + record["step"]]
@@ -47,28 +47,28 @@ def apply(
                 matched = (token_R[r] in ids) == (record["x"] == 1)
                 continue
             if record["kind"] == CAPTURE:
-                c, a = spans[int(record["step"])], areas[int(record["value"])]
-                begin = plan.base[a] + (plan.offset[c] + position - plan.begin[c]) * width
+                i, region = ranges[int(record["step"])], regions[int(record["value"])]
+                begin = plan.base[region] + (plan.offset[i] + position - plan.begin[i]) * width
                 kept_K[begin : begin + width] = h_RW[r]
                 continue
-            h_W, x, y, edited_R[r], mine = h_RW[r], record["x"], record["y"], True, columns_of(record)
+            h_W, x, y, edited_R[r], columns = h_RW[r], record["x"], record["y"], True, columns_of(record)
             if record["kind"] == APPLY:
                 assert code is not None
-                made = code(int(record["value"]), h_W[None, mine].copy(), point, np.array([position]))
-                h_RW[r, mine] = h_W[mine] if made is None else made[0]
+                result = code(int(record["value"]), h_W[None, columns].copy(), point, np.array([position]))
+                h_RW[r, columns] = h_W[columns] if result is None else result[0]
                 continue
             if record["kind"] == NOISE:
                 row = (int(record["other"]), position, int(record["value"]), int(x) + width)
-                h_RW[r, mine] = noise(h_W[mine], normals(*row)[int(x) :][mine], y, bool(record["step"]))
+                h_RW[r, columns] = noise(h_W[columns], normals(*row)[int(x) :][columns], y, bool(record["step"]))
                 continue
             begin = record["value"] + (position - record["start"]) * record["step"] * width
             v_W, mask = bank_B[begin : begin + width], record["other"]
             if record["kind"] == LINEAR:
-                h_RW[r, mine] = linear(h_W[mine], v_W[mine], x, y)
+                h_RW[r, columns] = linear(h_W[columns], v_W[columns], x, y)
             elif record["kind"] == BLEND:
-                h_RW[r, mine] = blend(h_W[mine], v_W[mine], y * bank_B[mask : mask + width][mine])
+                h_RW[r, columns] = blend(h_W[columns], v_W[columns], y * bank_B[mask : mask + width][columns])
             elif record["kind"] == PROJECT:
-                h_RW[r, mine] = project(h_W[mine], v_W[mine], x, y)
+                h_RW[r, columns] = project(h_W[columns], v_W[columns], x, y)
     return edited_R
 
 
@@ -85,9 +85,9 @@ def blend(h_W: np.ndarray, v_W: np.ndarray, a_W: np.ndarray) -> np.ndarray:
 
 
 def project(h_W: np.ndarray, v_W: np.ndarray, low: np.float32, high: np.float32) -> np.ndarray:
-    """h with its projection on the unit vector v brought to low … high; as it is, if it lies there already."""
-    found = np.float32(h_W.astype(np.float64) @ v_W.astype(np.float64))
-    move = np.minimum(np.maximum(found, low), high) - found
+    """h with its projection on the unit vector v clamped to low … high; h itself where it lies there already."""
+    along = np.float32(h_W.astype(np.float64) @ v_W.astype(np.float64))
+    move = np.minimum(np.maximum(along, low), high) - along
     return h_W + move * v_W if move != 0 else h_W
 
 

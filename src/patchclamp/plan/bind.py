@@ -1,4 +1,4 @@
-"""Binding: a program and one prompt become plain numbers; every name and selection is checked here, before it runs."""
+"""Binding: a program and one prompt become numbers. Every name and selection is checked here, before anything runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MAX_USE_DEPTH, MAX_USED_EDITS = 16, 10_000  # programs that use programs, and th
 class Code(NamedTuple):
     """What an `Apply` runs.
 
-    path: the op's place in its program
+    path: of the op in its program
     fn: the function
     arguments: the names that it takes beside the rows
     sites: by point, the text of its site
@@ -81,7 +81,7 @@ class _Binder:
         self._bank, self._vectors, self._code, self._used_edits = bank, vectors, code, 0
 
     def bind(self, path: str, op: Op, users: tuple[str, ...] = ()) -> list[BoundOp]:
-        """An op, or those of the named program that it uses; `users`: the named programs that use that one."""
+        """An op, or the edits of the named program that it uses; `users`: the named programs that lead to the op."""
         try:
             if not isinstance(op, Use):
                 assert isinstance(op, SiteOp)
@@ -112,11 +112,11 @@ class _Binder:
         cases = self._select(op, refs[0])
         if isinstance(op, Capture):
             positions = np.unique(np.concatenate([case.positions for case in cases]))
-            return [_Place(self, path, op, refs, Case(positions), len(cases) > 1).bound()]
+            return [_OpBinder(self, path, op, refs, Case(positions), len(cases) > 1).bound()]
         cases = [case for case in cases if len(case.positions)]
         if not cases:
             raise TokensError(f"{op.tokens} selects no position of this request, so nothing would be edited", "tokens")
-        return [_Place(self, path, op, refs, case, False).bound() for case in cases]
+        return [_OpBinder(self, path, op, refs, case, False).bound() for case in cases]
 
     def _resolve(self, op: SiteOp) -> list[SiteRef]:
         try:
@@ -125,7 +125,7 @@ class _Binder:
             raise error.under("at") from None
 
     def _select(self, op: SiteOp, ref: SiteRef) -> list[Case]:
-        """What the op's selection names: positions for certain, then those that it names on condition."""
+        """The op's selection: the positions that are selected in any case, then those that depend on a token's id."""
         self.check_ids(op.tokens, "tokens")
         sampled = self.sites.points[ref.point].rows == "sampled"
         try:
@@ -177,13 +177,13 @@ class _Binder:
             raise error if key == name else MissingSource(f"{name!r} in the bank: {error.message}") from None
 
     def put(self, vector: Vector) -> str:
-        """The bank key of a vector, whose rows are noted."""
+        """Adds a vector to the request's; returns its bank key."""
         key = vector_key(vector)
         self._vectors[key] = vector.rows()
         return key
 
     def number_code(self, path: str, op: Apply, sites: dict[int, str]) -> int:
-        """A number for an op's code, another one each time it is bound: nobody shares its cached blocks."""
+        """A new number for an op's code each time it is bound, so that no other request shares its cached blocks."""
         if self._code is None:
             raise ProgramError(
                 "Apply runs Python of yours in the engine: allow it with pc.LM(..., allow_code=True)", "fn"
@@ -193,8 +193,8 @@ class _Binder:
         return number
 
 
-class _Place:
-    """One op at its site refs and at the positions of one case: what `lowering` asks."""
+class _OpBinder:
+    """One op at its site refs and at the positions of one case: the `Context` that it is lowered in."""
 
     def __init__(
         self, binder: _Binder, path: str, op: SiteOp, refs: list[SiteRef], case: Case, conditional: bool
@@ -216,7 +216,7 @@ class _Place:
         )  # fmt: skip
 
     def _before_keys(self, ref: SiteRef) -> bool:
-        """Whether keys and values are made of what is there."""
+        """Whether an edit at a site ref can change keys and values."""
         return self._sites.points[ref.point].kind not in ("final_norm", "logits")
 
     def put(self, vector: Vector) -> str:
@@ -265,16 +265,18 @@ class _Place:
         return keys, np.arange(count)
 
     def _vectors(self, value: Value, field: str) -> list[Vector]:
-        """One vector for all site refs, or one for each. Raises `MissingSource` for what the bank lacks, `ShapeError`
-        if they are not as wide as the site."""
+        """One vector for all site refs, or one for each.
+
+        Raises: `MissingSource` for what the bank does not have, `ShapeError` for vectors not as wide as the site.
+        """
         if isinstance(value, From):
             raise ProgramError(f"numbers are needed here, not a row of a run: give run[site][i] for {value}", field)
         vectors = [value] if isinstance(value, Vector) else self._named(value, field)
         return [self._as_wide(vector, isinstance(value, Named), field) for vector in vectors]
 
     def _as_wide(self, vector: Vector, named: bool, field: str) -> Vector:
-        """A vector as wide as its point, with 0 outside the columns of the site ref; a row of heads may be [H, E].
-        What is named may be as wide as the point already."""
+        """A vector as wide as its point, with 0 outside the columns of the site ref. A row of heads may be [H, E]; a
+        `named` vector may be as wide as the point."""
         ref = self._refs[0]
         width, parts = self._sites.points[ref.point].width, self._sites.parts(ref.name)
         first, end = ref.columns or (0, width)
@@ -298,7 +300,7 @@ class _Place:
         return [self._mean(value.name, entry, ref, field) for ref in self._refs]
 
     def _mean(self, name: str, means: Means, ref: SiteRef, field: str) -> Vector:
-        """The row of means for a site ref, whichever of its point's words they were taken under."""
+        """The mean of a site ref, under whichever of its point's words the bank has it."""
         for label in self._sites.labels(ref.point):
             if label in means.rows:
                 return means.rows[label]
@@ -328,7 +330,7 @@ class _Place:
         return positions
 
     def _check_alike(self, value: From, read: list[SiteRef]) -> None:
-        """Whether rows of what is read can stand where they are written."""
+        """Raises where the rows that are read do not fit where they are written."""
         written, sites = self._refs, self._sites
         if len(read) not in (1, len(written)):
             raise ShapeError(f"{value.site} names {len(read)} layers; {len(written)} are written: give one, or as many")
@@ -355,7 +357,7 @@ def _flat(vector: Vector) -> Vector:
 
 @functools.lru_cache(1024)
 def _padded(vector: Vector, before: int, after: int) -> Vector:
-    """A vector with columns of zeros before and after its own: made, and hashed, once for all prompts."""
+    """A vector with columns of zeros before and after its own. Cached, so that it is hashed once for all prompts."""
     return Vector.of(np.pad(vector.array(), [(0, 0)] * (len(vector.shape) - 1) + [(before, after)]))
 
 

@@ -1,9 +1,10 @@
-"""Bound programs: a program in numbers, for one prompt. Plain data: msgpack carries it between processes, and the keys
-of the prefix cache are hashes of it.
+"""Bound programs: a program in numbers, for one prompt. Plain data: sent as msgpack, and hashed for the keys of
+the prefix cache.
 """
 
 from __future__ import annotations
 
+import collections
 import functools
 import hashlib
 import itertools
@@ -17,13 +18,12 @@ LINEAR = 1  # h_scale · h + v_scale · v; a scale of 0 leaves its term out alto
 BLEND = 2  # (1 − a) · h + a · v for a = alpha · m, m a number a column
 PROJECT = 3  # h + (p′ − p) · v, for p = h · v and p′ the nearest to it of low … high
 NOISE = 4  # h + std · ε; relative: std times the row's root mean square
-MATCH = 5  # the next record holds only where the token's id is, or is not, among some
-APPLY = 6  # what code makes of the row
+MATCH = 5  # no edit: the next record acts only where the token's id is, or is not, one of some ids
+APPLY = 6  # fn(h), any code
 
 
 class PositionRange(NamedTuple):
-    """Positions start … stop − 1, of which position p reads row `row + (p − start) · step` of the op's value: step is 1
-    for a row each, 0 for one row for all."""
+    """Positions start … stop − 1. Position p reads row `row + (p − start) · step` of the op's value; step is 0 or 1."""
 
     start: int
     stop: int
@@ -32,7 +32,11 @@ class PositionRange(NamedTuple):
 
 
 class Keep(msgspec.Struct, frozen=True, array_like=True, tag=CAPTURE):
-    """dtype: a number into `DTYPES`; conditional: which of the positions count depends on what is generated."""
+    """Keep the row.
+
+    dtype: an index into `DTYPES`
+    conditional: whether some of the positions count only under conditions on generated tokens
+    """
 
     kind: ClassVar[int] = CAPTURE
     dtype: int
@@ -83,7 +87,7 @@ Action = Keep | Linear | Blend | Project | Noisy | RunCode
 
 
 class Condition(msgspec.Struct, frozen=True, array_like=True):
-    """An op that acts only where the token's id is one of some, whose bank key is `ids`, or (`others`) none of them."""
+    """An op acts only where the token's id is among those of the bank key `ids`, or with `others` not among them."""
 
     ids: str
     others: bool
@@ -92,14 +96,14 @@ class Condition(msgspec.Struct, frozen=True, array_like=True):
 class BoundOp(msgspec.Struct, frozen=True, array_like=True):
     """One op in numbers.
 
-    path: its place in the program, `edits[2]`
+    path: of the op in its program, such as `edits[2]`
     action: what it does
-    points: where
+    points: the points it acts at
     values: a bank key for each point, one for all, or none
     ranges: the positions it acts on, ascending
     reaches_cache: whether it can change keys and values that later tokens read
-    columns: those of a row that it works with, `pack_columns`; 0: all
-    condition: on the token's id, if there is one
+    columns: of a row, those it acts on (`pack_columns`); 0: all
+    condition: on the token's id, if it has one
     """
 
     path: str
@@ -130,7 +134,7 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
         return reads + [(key, point) for key in self.keys[len(self.values) :] for point in self.points]
 
     def at(self, here: np.ndarray) -> BoundOp:
-        """The part of the op at the points that are `here`, bool [P]. Without any it keeps its place in the program."""
+        """The op at the points that are `here`, bool [P]. One without points stays, so that ordinals do not change."""
         if here.all():
             return self
         local = [i for i, point in enumerate(self.points) if here[point]]
@@ -159,15 +163,15 @@ class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @functools.cached_property
     def captured(self) -> dict[int, np.ndarray]:
-        """Positions captured at each point, ascending, were every asked token generated. Points whose captures are
-        alike share one array."""
-        ranges: dict[int, list[PositionRange]] = {}
+        """The positions captured at each point, ascending, if the run generates `max_tokens`. Points with the same
+        ranges share one array."""
+        ranges: dict[int, list[PositionRange]] = collections.defaultdict(list)
         for op in self.ops:
-            if op.kind == CAPTURE:
-                for point in op.points:
-                    ranges.setdefault(point, []).extend(op.ranges)
-        positions = {alike: position_array(alike) for alike in {tuple(some) for some in ranges.values()}}
-        return {point: positions[tuple(some)] for point, some in ranges.items()}
+            for point in op.points if op.kind == CAPTURE else ():
+                ranges[point].extend(op.ranges)
+        of_points = {point: tuple(some) for point, some in ranges.items()}
+        positions = {some: position_array(some) for some in set(of_points.values())}
+        return {point: positions[some] for point, some in of_points.items()}
 
 
 def position_array(ranges: tuple[PositionRange, ...]) -> np.ndarray:
@@ -179,7 +183,7 @@ def position_array(ranges: tuple[PositionRange, ...]) -> np.ndarray:
 
 
 def position_ranges(positions: np.ndarray, rows: np.ndarray | None) -> tuple[PositionRange, ...]:
-    """Different positions and the row each reads (None: row 0), as few ranges by ascending position."""
+    """The fewest ranges of distinct positions and the row each reads (None: row 0), ascending."""
     if len(positions) == 0:
         return ()
     order = np.argsort(positions)
@@ -197,7 +201,7 @@ def position_ranges(positions: np.ndarray, rows: np.ndarray | None) -> tuple[Pos
 
 
 def pack_columns(columns: tuple[int, int]) -> int:
-    """Columns first … end − 1 as a record holds them."""
+    """Columns first … end − 1 in one word of a record."""
     return columns[0] | columns[1] << 16
 
 
@@ -214,7 +218,6 @@ def source_of(key: str) -> tuple[str, int] | None:
 
 
 def noise_stream(kind: str, layer: int | None) -> int:
-    """A point's number in the counter that noise is made from (`kernels.noise`): 31 bits of a hash of its name, so that
-    it depends on nothing else."""
+    """A point's number in the counter that noise is made from (`kernels.noise`): 31 bits of a hash of its name."""
     digest = hashlib.blake2s(f"{kind}[{layer}]".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1

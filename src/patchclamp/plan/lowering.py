@@ -1,7 +1,7 @@
 """Lowering: what each op is in numbers, one function an op.
 
-A new op of a kind that there is (`plan.bound`) is its struct in `language.ops` and one function here. What a function
-needs of the prompt, the model and the bank it asks of its `Place`.
+A new op of an existing kind (`plan.bound`) is its struct in `language.ops` and one function here. The function gets
+what it needs of the prompt, the model and the bank from its `Context`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from patchclamp.language.values import Value, ValueLike, as_value, orthonormal
 from patchclamp.plan.bound import Action, Blend, Keep, Linear, Noisy, Project, RunCode, noise_stream
 
 
-class Place(Protocol):
-    """One op's site and selection in one prompt, as far as lowering needs them."""
+class Context(Protocol):
+    """One op's site and selection in one prompt."""
 
     conditional: bool
 
     def value(self, value: Value) -> tuple[tuple[str, ...], np.ndarray | None]:
         """Bank keys of a value (one for each point, or one for all), and the row that each selected position reads
-        (None: row 0). An error is told under `value`."""
+        (None: row 0). Errors have the path `value`."""
         ...
 
     def vector(self, value: ValueLike, field: str) -> Vector:
@@ -51,7 +51,7 @@ class Place(Protocol):
         ...
 
     def needs_whole_rows(self, op: SiteOp) -> None:
-        """Raises `UnsupportedSite` where no worker has a whole row, over which the op needs a sum."""
+        """Raises `UnsupportedSite` where no worker has a whole row, which the op sums over."""
         ...
 
     def points(self) -> list[tuple[str, int | None]]:
@@ -64,8 +64,12 @@ class Place(Protocol):
 
 
 class Lowered(msgspec.Struct, frozen=True):
-    """values: bank keys; rows: the row of each selected position (None: row 0 for all); repeats: how often the action
-    is carried out at every position, with row 0, 1, … of the value; 0: never."""
+    """An op in numbers, before it is placed.
+
+    values: bank keys
+    rows: the value's row that each selected position reads; None: row 0
+    repeats: how often the action is carried out at every position, with row 0, 1, … of the value
+    """
 
     action: Action
     values: tuple[str, ...] = ()
@@ -73,16 +77,16 @@ class Lowered(msgspec.Struct, frozen=True):
     repeats: int = 1
 
 
-_LOWERINGS: dict[type[SiteOp], Callable[[Any, Place], Lowered]] = {}
+_LOWERINGS: dict[type[SiteOp], Callable[[Any, Context], Lowered]] = {}
 
 
-def lower(op: SiteOp, place: Place) -> Lowered:
-    """An op in numbers. Raises what its value, vectors and site raise, with the field's name as the path."""
-    return _LOWERINGS[type(op)](op, place)
+def lower(op: SiteOp, context: Context) -> Lowered:
+    """An op in numbers. Errors have the field's name as their path."""
+    return _LOWERINGS[type(op)](op, context)
 
 
-def _lowers(kind: type[SiteOp]) -> Callable[[Callable[[Any, Place], Lowered]], Callable[[Any, Place], Lowered]]:
-    def register(function: Callable[[Any, Place], Lowered]) -> Callable[[Any, Place], Lowered]:
+def _lowers(kind: type[SiteOp]) -> Callable[[Callable[[Any, Context], Lowered]], Callable[[Any, Context], Lowered]]:
+    def register(function: Callable[[Any, Context], Lowered]) -> Callable[[Any, Context], Lowered]:
         _LOWERINGS[kind] = function
         return function
 
@@ -90,68 +94,68 @@ def _lowers(kind: type[SiteOp]) -> Callable[[Callable[[Any, Place], Lowered]], C
 
 
 @_lowers(Capture)
-def _capture(op: Capture, place: Place) -> Lowered:
-    return Lowered(Keep(DTYPES.index(op.dtype), place.conditional))
+def _capture(op: Capture, context: Context) -> Lowered:
+    return Lowered(Keep(DTYPES.index(op.dtype), context.conditional))
 
 
 @_lowers(Add)
-def _add(op: Add, place: Place) -> Lowered:
-    return Lowered(Linear(1.0, op.scale), *place.value(as_value(op.value)))
+def _add(op: Add, context: Context) -> Lowered:
+    return Lowered(Linear(1.0, op.scale), *context.value(as_value(op.value)))
 
 
 @_lowers(Replace)
-def _replace(op: Replace, place: Place) -> Lowered:
-    values, rows = place.value(as_value(op.value))
+def _replace(op: Replace, context: Context) -> Lowered:
+    values, rows = context.value(as_value(op.value))
     if op.mask is None:
         return Lowered(Linear(1.0 - op.alpha, op.alpha), values, rows)
-    return Lowered(Blend(op.alpha, place.put(_one_row(place.vector(op.mask, "mask"), "mask"))), values, rows)
+    return Lowered(Blend(op.alpha, context.put(_one_row(context.vector(op.mask, "mask"), "mask"))), values, rows)
 
 
 @_lowers(Zero)
-def _zero(op: Zero, place: Place) -> Lowered:
+def _zero(op: Zero, context: Context) -> Lowered:
     return Lowered(Linear(0.0, 0.0))
 
 
 @_lowers(Mean)
-def _mean(op: Mean, place: Place) -> Lowered:
-    return Lowered(Linear(0.0, 1.0), *place.value(as_value(op.value)))
+def _mean(op: Mean, context: Context) -> Lowered:
+    return Lowered(Linear(0.0, 1.0), *context.value(as_value(op.value)))
 
 
 @_lowers(Scale)
-def _scale(op: Scale, place: Place) -> Lowered:
+def _scale(op: Scale, context: Context) -> Lowered:
     return Lowered(Linear(op.factor, 0.0))
 
 
 @_lowers(Ablate)
-def _ablate(op: Ablate, place: Place) -> Lowered:
-    place.needs_whole_rows(op)
-    basis = orthonormal(_directions(place, op.directions, "directions"))
-    return Lowered(Project(0.0, 0.0), (place.put(basis),), repeats=basis.shape[0])
+def _ablate(op: Ablate, context: Context) -> Lowered:
+    context.needs_whole_rows(op)
+    basis = orthonormal(_directions(context, op.directions, "directions"))
+    return Lowered(Project(0.0, 0.0), (context.put(basis),), repeats=basis.shape[0])
 
 
 @_lowers(Clamp)
-def _clamp(op: Clamp, place: Place) -> Lowered:
-    place.needs_whole_rows(op)
-    unit = orthonormal(_one_row(_directions(place, op.direction, "direction"), "direction"))
+def _clamp(op: Clamp, context: Context) -> Lowered:
+    context.needs_whole_rows(op)
+    unit = orthonormal(_one_row(_directions(context, op.direction, "direction"), "direction"))
     bounds = -MAX_FP32 if op.low is None else op.low, MAX_FP32 if op.high is None else op.high
-    return Lowered(Project(*bounds), (place.put(unit),))
+    return Lowered(Project(*bounds), (context.put(unit),))
 
 
 @_lowers(Noise)
-def _noise(op: Noise, place: Place) -> Lowered:
+def _noise(op: Noise, context: Context) -> Lowered:
     if op.relative:
-        place.needs_whole_rows(op)
-    streams = tuple(noise_stream(kind, layer) for kind, layer in place.points())
+        context.needs_whole_rows(op)
+    streams = tuple(noise_stream(kind, layer) for kind, layer in context.points())
     return Lowered(Noisy(op.std, op.seed, op.relative, streams), repeats=1 if op.std else 0)
 
 
 @_lowers(Apply)
-def _apply(op: Apply, place: Place) -> Lowered:
-    return Lowered(RunCode(place.code(op)))
+def _apply(op: Apply, context: Context) -> Lowered:
+    return Lowered(RunCode(context.code(op)))
 
 
-def _directions(place: Place, value: ValueLike, field: str) -> Vector:
-    directions = place.vector(value, field)
+def _directions(context: Context, value: ValueLike, field: str) -> Vector:
+    directions = context.vector(value, field)
     if not directions.array().any(axis=-1).all():
         raise ShapeError("a direction is all zeros", field)
     return directions

@@ -37,12 +37,12 @@ RECORD = np.dtype(
         ("value", "<i8"),                    # the value's first number in the bank
         ("x", "<f4"), ("y", "<f4"),
         ("other", "<i8"),
-        ("found", "<f4"),                    # on a device, for rows wider than a program takes at once: y·r or p′ − p
+        ("factor", "<f4"),                   # written by the kernel, for rows that it takes in passes: y·r or p′ − p
         ("columns", "<i4"),                  # those that are changed: the first, and the end << 16; 0: all of the row
     ]
 )  # fmt: skip
 FIELDS: dict[int, dict[str, str]] = {  # by kind: its own names of the fields, beside start, stop, kind and columns
-    CAPTURE: {"range": "step", "region": "value", "dtype": "x"},  # in a table; before, region is the op's ordinal
+    CAPTURE: {"range": "step", "region": "value", "dtype": "x"},  # until a table has them, region is the op's ordinal
     LINEAR: {"row_step": "step", "vector": "value", "h_scale": "x", "v_scale": "y"},
     BLEND: {"row_step": "step", "vector": "value", "alpha": "y", "mask": "other"},
     PROJECT: {"row_step": "step", "vector": "value", "low": "x", "high": "y"},
@@ -71,12 +71,12 @@ Addresses = Mapping[str, tuple[int, int]]  # by bank key: the number its rows be
 
 def records_of(ops: Sequence[BoundOp], addresses: Addresses, points: int) -> tuple[np.ndarray, np.ndarray]:
     """A bound program's records sorted by point (program order within), and how many each point has, [P]."""
-    made = [_records(op, ordinal, addresses) for ordinal, op in enumerate(ops)]
-    if not made:
+    of_ops = [_records(op, ordinal, addresses) for ordinal, op in enumerate(ops)]
+    if not of_ops:
         return np.zeros(0, RECORD), np.zeros(points, np.int64)
-    records, owner = (np.concatenate(parts) for parts in zip(*made, strict=True))
-    order = np.argsort(owner, kind="stable")
-    return records[order], np.bincount(owner, minlength=points)
+    records, point = (np.concatenate(parts) for parts in zip(*of_ops, strict=True))
+    order = np.argsort(point, kind="stable")
+    return records[order], np.bincount(point, minlength=points)
 
 
 def record_count(ops: Sequence[BoundOp]) -> int:
@@ -103,8 +103,8 @@ def _records(op: BoundOp, ordinal: int, addresses: Addresses) -> tuple[np.ndarra
 
 
 def match_records(records: np.ndarray, ids: int, count: int, expected: bool) -> np.ndarray:
-    """For each record the one before it: it holds only where the token's id is (`expected`), or is not, one of the
-    `count` at number `ids` of the bank, which ascend."""
+    """The condition before each record: that the token's id is (`expected`), or is not, one of the `count` ids that lie
+    from number `ids` of the bank on, ascending."""
     conditions = np.zeros_like(records)
     conditions["start"], conditions["stop"], conditions["kind"] = records["start"], records["stop"], MATCH
     fields = named(conditions, MATCH)

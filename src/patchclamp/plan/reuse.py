@@ -14,7 +14,7 @@ from patchclamp.plan.bound import CAPTURE, BoundOp, BoundProgram, PositionRange
 
 
 def block_key(bound: BoundProgram, start: int, end: int) -> str | None:
-    """The content of the edits at positions start … end−1, or None where nothing there is edited."""
+    """A hash of the edits at positions start … end−1, or None where nothing is edited there."""
     touched = [clipped for op in bound.ops if op.reaches_cache and (clipped := _clip(op, start, end))]
     return hashlib.sha256(msgspec.msgpack.encode((bound.salt, touched))).hexdigest() if touched else None
 
@@ -30,7 +30,7 @@ def lowest_capture(bound: BoundProgram) -> int | None:
 
 
 def _clip(op: BoundOp, start: int, end: int) -> BoundOp | None:
-    """An op as it is at positions start … end−1: all that it says, but for where it stands in a program."""
+    """An op at positions start … end−1, without its path; None where it does not act there."""
     ranges = tuple(
         PositionRange(max(first, start), min(stop, end), row + max(start - first, 0) * step, step)
         for first, stop, row, step in op.ranges
