@@ -25,29 +25,8 @@ from patchclamp.errors import (
     UnknownName,
     UnsupportedSite,
 )  # fmt: skip
-from patchclamp.language import (
-    Ablate,
-    Add,
-    Apply,
-    Capture,
-    Clamp,
-    From,
-    Mean,
-    Named,
-    Noise,
-    Program,
-    Replace,
-    Scale,
-    Site,
-    Use,
-    Vector,
-    Zero,
-    every,
-    generated,
-    prompt,
-    span,
-    token,
-)  # fmt: skip
+from patchclamp.language import From, Named, Program, Site, Vector, every, generated, ops, prompt, span, token
+from patchclamp.language.ops import *  # noqa: F403
 
 if TYPE_CHECKING:
     from patchclamp import studies
@@ -80,10 +59,10 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "LM", "Ablate", "Add", "AddressMoved", "Apply", "CapacityError", "Capture", "Clamp", "EngineError", "From", "Mean",
-    "MissingSource", "ModelError", "Named", "Noise", "Part", "PatchclampError", "Program", "ProgramError", "Replace",
-    "Run", "RunError", "Scale", "SeamMoved", "ShapeError", "Site", "Stream", "TokensError", "UnknownName",
-    "UnsupportedSite", "Use", "Vector", "Zero", "every", "generated", "prompt", "site", "span", "studies", "token",
-    "tokens",
+    "LM", "AddressMoved", "CapacityError", "EngineError", "From", "MissingSource", "ModelError", "Named", "Part",
+    "PatchclampError", "Program", "ProgramError", "Run", "RunError", "SeamMoved", "ShapeError", "Site", "Stream",
+    "TokensError", "UnknownName", "UnsupportedSite", "Vector", "every", "generated", "prompt", "site", "span",
+    "studies", "token", "tokens",
 ]  # fmt: skip
+__all__ += ops.__all__
 __all__ += list(language.SITES)

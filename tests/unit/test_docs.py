@@ -3,6 +3,7 @@ and examples run."""
 
 import itertools
 import re
+import types
 from pathlib import Path
 
 import msgspec
@@ -129,7 +130,9 @@ def test_what_the_page_adds_works():
     )
     lm = LM("", FakeEngine())
     names = vars(lowering) | vars(ops)
-    exec(op, names)
+    struct, lowers = op.split("# plan/lowering.py")
+    exec(struct, names)
+    exec(lowers, names | {"ops": types.SimpleNamespace(**names)})
     plain, negated = (
         lm.run("one two", max_tokens=1, capture=["mlp_out"], edits=edits)
         for edits in ([], [names["Negate"]("mlp_out[-1]")])

@@ -27,6 +27,9 @@ from patchclamp.language.site import At, Site, parse_site
 from patchclamp.language.tokens import Tokens, every, parse_tokens
 from patchclamp.language.values import Named, Value, Vector, as_value, check_name
 
+__all__ = [  # the ops, which `patchclamp.language` and `patchclamp` export
+    "Ablate", "Add", "Apply", "Capture", "Clamp", "Mean", "Noise", "Replace", "Scale", "Use", "Zero",
+]  # fmt: skip
 APPLY_ARGUMENTS = ("positions", "site")  # what a function of `Apply` may ask for beside the rows
 
 

@@ -13,20 +13,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.errors import ShapeError
-from patchclamp.language import (
-    Ablate,
-    Add,
-    Apply,
-    Capture,
-    Clamp,
-    Mean,
-    Noise,
-    Replace,
-    Scale,
-    SiteOp,
-    Vector,
-    Zero,
-)  # fmt: skip
+from patchclamp.language import SiteOp, Vector, ops
 from patchclamp.language.conversions import DTYPES, MAX_FP32
 from patchclamp.language.values import Value, ValueLike, as_value, orthonormal
 from patchclamp.plan.bound import Action, Blend, Keep, Linear, Noisy, Project, RunCode, noise_stream
@@ -58,7 +45,7 @@ class Context(Protocol):
         """Kind and layer of each point."""
         ...
 
-    def code(self, op: Apply) -> int:
+    def code(self, op: ops.Apply) -> int:
         """The number of an op's code. Raises `ProgramError` where code is not allowed."""
         ...
 
@@ -93,64 +80,64 @@ def _lowers(kind: type[SiteOp]) -> Callable[[Callable[[Any, Context], Lowered]],
     return register
 
 
-@_lowers(Capture)
-def _capture(op: Capture, context: Context) -> Lowered:
+@_lowers(ops.Capture)
+def _capture(op: ops.Capture, context: Context) -> Lowered:
     return Lowered(Keep(DTYPES.index(op.dtype), context.conditional))
 
 
-@_lowers(Add)
-def _add(op: Add, context: Context) -> Lowered:
+@_lowers(ops.Add)
+def _add(op: ops.Add, context: Context) -> Lowered:
     return Lowered(Linear(1.0, op.scale), *context.value(as_value(op.value)))
 
 
-@_lowers(Replace)
-def _replace(op: Replace, context: Context) -> Lowered:
+@_lowers(ops.Replace)
+def _replace(op: ops.Replace, context: Context) -> Lowered:
     values, rows = context.value(as_value(op.value))
     if op.mask is None:
         return Lowered(Linear(1.0 - op.alpha, op.alpha), values, rows)
     return Lowered(Blend(op.alpha, context.put(_one_row(context.vector(op.mask, "mask"), "mask"))), values, rows)
 
 
-@_lowers(Zero)
-def _zero(op: Zero, context: Context) -> Lowered:
+@_lowers(ops.Zero)
+def _zero(op: ops.Zero, context: Context) -> Lowered:
     return Lowered(Linear(0.0, 0.0))
 
 
-@_lowers(Mean)
-def _mean(op: Mean, context: Context) -> Lowered:
+@_lowers(ops.Mean)
+def _mean(op: ops.Mean, context: Context) -> Lowered:
     return Lowered(Linear(0.0, 1.0), *context.value(as_value(op.value)))
 
 
-@_lowers(Scale)
-def _scale(op: Scale, context: Context) -> Lowered:
+@_lowers(ops.Scale)
+def _scale(op: ops.Scale, context: Context) -> Lowered:
     return Lowered(Linear(op.factor, 0.0))
 
 
-@_lowers(Ablate)
-def _ablate(op: Ablate, context: Context) -> Lowered:
+@_lowers(ops.Ablate)
+def _ablate(op: ops.Ablate, context: Context) -> Lowered:
     context.needs_whole_rows(op)
     basis = orthonormal(_directions(context, op.directions, "directions"))
     return Lowered(Project(0.0, 0.0), (context.put(basis),), repeats=basis.shape[0])
 
 
-@_lowers(Clamp)
-def _clamp(op: Clamp, context: Context) -> Lowered:
+@_lowers(ops.Clamp)
+def _clamp(op: ops.Clamp, context: Context) -> Lowered:
     context.needs_whole_rows(op)
     unit = orthonormal(_one_row(_directions(context, op.direction, "direction"), "direction"))
     bounds = -MAX_FP32 if op.low is None else op.low, MAX_FP32 if op.high is None else op.high
     return Lowered(Project(*bounds), (context.put(unit),))
 
 
-@_lowers(Noise)
-def _noise(op: Noise, context: Context) -> Lowered:
+@_lowers(ops.Noise)
+def _noise(op: ops.Noise, context: Context) -> Lowered:
     if op.relative:
         context.needs_whole_rows(op)
     streams = tuple(noise_stream(kind, layer) for kind, layer in context.points())
     return Lowered(Noisy(op.std, op.seed, op.relative, streams), repeats=1 if op.std else 0)
 
 
-@_lowers(Apply)
-def _apply(op: Apply, context: Context) -> Lowered:
+@_lowers(ops.Apply)
+def _apply(op: ops.Apply, context: Context) -> Lowered:
     return Lowered(RunCode(context.code(op)))
 
 
