@@ -75,6 +75,7 @@ class LM:
         capture: Any = (),
         sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         score: Sequence[Any] = (),
+        logprobs: bool | int = False,
         lora: Any = None,
     ) -> Any:
         """Runs one prompt (returns a `Run`) or a list of them as one batch (returns a list of `Run`).
@@ -88,13 +89,15 @@ class LM:
             have `fuzz_strength`, `fuzz_seed` and `fuzz_mode` (`language.fuzz`), which act after the edits
         score: token ids whose log-probability as the next token after the prompt is wanted (`run.scores`), or a list of
             such lists, one a prompt
+        logprobs: True for the log-probability of each generated token (`run.logprobs`), a number for those of so many
+            of the likeliest tokens too (`run.top_logprobs`)
         lora: the folder of an adapter that PEFT has written, to run on top of the model (vLLM with `enable_lora=True`),
             or a list of such, one a prompt, None for none
 
         One prompt raises its error; of several runs every `Run` comes back, with `error` set on those that failed.
         Errors in the programs themselves are raised before anything runs.
         """
-        call = self._read_call(prompt, messages, max_tokens, edits, capture, sampling, score, lora)
+        call = self._read_call(prompt, messages, max_tokens, edits, capture, sampling, score, logprobs, lora)
         futures = self.engine.submit(call.requests)
         try:
             answers = [_wait(future) for future in futures]
@@ -113,11 +116,12 @@ class LM:
         capture: Any = (),
         sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         score: Sequence[Any] = (),
+        logprobs: bool | int = False,
         lora: Any = None,
     ) -> Any:
         """As `run`, for asyncio: calls that are awaited together run together, on vLLM in the same batches. A call that
         is cancelled stops computing."""
-        call = self._read_call(prompt, messages, max_tokens, edits, capture, sampling, score, lora)
+        call = self._read_call(prompt, messages, max_tokens, edits, capture, sampling, score, logprobs, lora)
         futures = self.engine.submit(call.requests)  # without an await before it: a cancelled call is always aborted
         try:
             answers = await asyncio.gather(*map(_awaited, futures))
@@ -136,11 +140,12 @@ class LM:
         capture: Any = (),
         sampling: Mapping[str, Any] | None = None,
         score: Sequence[Any] = (),
+        logprobs: bool | int = False,
         lora: Any = None,
     ) -> Stream:
         """As `run` of one prompt, which gives what it generates as it is made: `for part in lm.stream(...)`, or `async
         for`; then `stream.run` is the `Run`. What is wrong with the call is raised here, before anything runs."""
-        call = self._read_call(prompt, messages, max_tokens, edits, capture, sampling, score, lora)
+        call = self._read_call(prompt, messages, max_tokens, edits, capture, sampling, score, logprobs, lora)
         if call.listed:
             raise ProgramError("one at a time is streamed, not a list", "prompt" if messages is None else "messages")
         if call.counts != [1]:
@@ -149,7 +154,7 @@ class LM:
 
     def _read_call(
         self, prompt: Any, messages: Any, max_tokens: int, edits: Any, capture: Any, sampling: Any, score: Any,
-        lora: Any,
+        logprobs: Any, lora: Any,
     ) -> _Call:  # fmt: skip
         """The requests that the arguments of a call describe."""
         prompts, listed = self._prompts(prompt, messages)
@@ -164,9 +169,10 @@ class LM:
             self.engine.check_sampling(one)
         scores = _per_prompt(score, len(prompts), "score")
         adapters = self._adapters(lora, len(prompts))
+        top = _top_logprobs(logprobs, any(len(tokens) for tokens in scores))
         requests = [
             self._request(prompts[i], programs[i], scores[i], _seeded(one, number), max_tokens, adapters[i],
-                          f"prompt {i}" if listed else None)
+                          f"prompt {i}" if listed else None, top)
             for i, one in enumerate(samplings)
             for number in range(counts[i])
         ]  # fmt: skip
@@ -269,6 +275,7 @@ class LM:
         max_tokens: int,
         adapter: Adapter | None,
         path: str | None,
+        logprobs: int | None,
     ) -> Request:
         """One run of a prompt (ids, text), `path` where that stands in a list. Raises what is wrong with it."""
         key, (ids, text) = secrets.token_hex(8), prompt
@@ -299,7 +306,9 @@ class LM:
             except PatchclampError as error:
                 raise error if path is None else error.under(path) from None
         read, score = tuple(sources.values()), tuple(int(i) for i in score)
-        return Request(key, ids, max_tokens, bound, vectors, sampling, score, code or {}, text, read, adapter=adapter)
+        return Request(
+            key, ids, max_tokens, bound, vectors, sampling, score, logprobs, code or {}, text, read, adapter=adapter
+        )
 
     def _source(self, key: str) -> Run:
         """The run that a program reads."""
@@ -405,6 +414,17 @@ def _per_prompt(items: Any, prompts: int, name: str) -> Sequence[Any]:
             raise ProgramError(f"{len(items)} lists for {prompts} prompts", name)
         return items
     return [items] * prompts
+
+
+def _top_logprobs(logprobs: Any, scored: bool) -> int | None:
+    """Of how many of the likeliest tokens log-probabilities are wanted beside each generated one's; None: of none."""
+    if isinstance(logprobs, bool):
+        return 0 if logprobs else None
+    if not is_token_id(logprobs) or not 1 <= logprobs <= MAX_SCORES:
+        raise ProgramError(f"True, or a number from 1 to {MAX_SCORES}, not {logprobs!r}", "logprobs")
+    if scored:
+        raise ProgramError("a run with score= has no likeliest tokens beside it: give logprobs=True", "logprobs")
+    return int(logprobs)
 
 
 async def _awaited(future: Future[Answer]) -> Answer | PatchclampError:

@@ -71,8 +71,11 @@ class Run:
 
     @property
     def text(self) -> str:
-        """The generated text."""
-        return self.answer.text
+        """The generated text; decoded when it is first read."""
+        answer = self.answer
+        if not isinstance(answer.text, str):
+            answer.text = answer.text()
+        return answer.text
 
     @property
     def token_ids(self) -> list[int]:
@@ -80,7 +83,20 @@ class Run:
 
     @property
     def logprobs(self) -> list[float]:
+        """The log-probability of each generated token. Raises `ProgramError` of a run that did not ask for them."""
+        if self.answer.logprobs is None:
+            raise ProgramError("this run has no log-probabilities: ask for them, lm.run(..., logprobs=True)")
         return self.answer.logprobs
+
+    @property
+    def top_logprobs(self) -> list[dict[int, float]]:
+        """The log-probabilities of the likeliest tokens at each generated one, by token id.
+
+        Raises `ProgramError` of a run that did not ask for them.
+        """
+        if len(self.answer.top_logprobs) != len(self.token_ids):
+            raise ProgramError("this run has no likeliest tokens: ask for some, as in lm.run(..., logprobs=5)")
+        return self.answer.top_logprobs
 
     @property
     def scores(self) -> dict[int, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -49,7 +49,7 @@ class Part(msgspec.Struct, frozen=True):
 
     text: what no later token changes; a character that is not whole yet, or what may become a stop text, comes later
     token_ids: the new tokens
-    logprobs: a float for each of them
+    logprobs: a float for each of them, where they were asked for
     """
 
     text: str
@@ -79,6 +79,7 @@ class Request(msgspec.Struct):
     vectors: the inline vectors that the program reads, rows [n, W] by bank key
     sampling: parameters by vLLM's names
     score: token ids whose log-probability as the next token is wanted
+    logprobs: of how many of the likeliest tokens the log-probability is wanted, beside each generated one's; None: of none
     code: what its `Apply`s run, by number
     sources: the runs it reads, held so that they stay until it ends
     listener: takes what is generated as it is made
@@ -92,6 +93,7 @@ class Request(msgspec.Struct):
     vectors: dict[str, np.ndarray] = {}
     sampling: dict[str, Any] = {}
     score: tuple[int, ...] = ()
+    logprobs: int | None = None
     code: dict[int, Code] = {}
     text: str | None = None
     sources: tuple[Source, ...] = ()
@@ -107,19 +109,22 @@ class Request(msgspec.Struct):
 class Answer(msgspec.Struct):
     """What came of a request.
 
-    token_ids, text: what was generated
-    logprobs: a float for each of `token_ids`
+    token_ids: what was generated
+    text: the same as text, or what decodes it when it is read
+    logprobs: a float for each of `token_ids`; None where they were not asked for
     scores: log-probability as the next token, by token id
     finish_reason: "stop" or "length"
     cached_tokens: prompt tokens that were read from the prefix cache instead of computed
+    top_logprobs: for each of `token_ids` the log-probabilities of the likeliest tokens there, by token id
     """
 
     token_ids: list[int]
-    text: str
-    logprobs: list[float]
+    text: str | Callable[[], str]
+    logprobs: list[float] | None
     scores: dict[int, float]
     finish_reason: str | None
     cached_tokens: int = 0
+    top_logprobs: list[dict[int, float]] = []
 
 
 class Tokenizer(Protocol):

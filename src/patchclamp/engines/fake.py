@@ -10,6 +10,7 @@ reference kernel: what this engine does is what the others must do.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Callable
@@ -296,6 +297,7 @@ class _Writer:
         self.tokens = list(request.prompt_token_ids)
         self.computed = 0
         self.logprobs: list[float] = []
+        self.top_logprobs: list[dict[int, float]] = []
         self.scores: dict[int, float] = {}
         self.reason: str | None = None
         self.keys, self.values = net.cache(len(self.tokens) + request.max_tokens)
@@ -307,21 +309,28 @@ class _Writer:
             return
         logprobs_V = logits_V - logits_V.max()
         logprobs_V = logprobs_V - np.log(np.exp(logprobs_V).sum())
-        if not self.logprobs:
+        generated = len(self.tokens) - len(self.request.prompt_token_ids) + 1
+        if generated == 1:
             self.scores = {token: float(logprobs_V[token]) for token in self.request.score}
         token = int(logits_V.argmax())
         self.tokens.append(token)
-        self.logprobs.append(float(logprobs_V[token]))
+        if self.request.logprobs is not None:
+            self.logprobs.append(float(logprobs_V[token]))
+        if self.request.logprobs:
+            top = np.argsort(-logprobs_V, kind="stable")[: self.request.logprobs].tolist()
+            self.top_logprobs.append({token: float(logprobs_V[token]) for token in top})
         if token == EOS and not self.request.sampling.get("ignore_eos"):
             self.reason = "stop"
-        elif len(self.logprobs) == self.request.max_tokens:
+        elif generated == self.request.max_tokens:
             self.reason = "length"
         if self.request.listener is not None:  # here every token has a text of its own
             self.request.listener(Part(self._tokenizer.decode([token]), [token], self.logprobs[-1:]))
 
     def answer(self) -> Answer:
         ids = self.tokens[len(self.request.prompt_token_ids) :]
-        return Answer(ids, self._tokenizer.decode(ids), self.logprobs, self.scores, self.reason)
+        logprobs = None if self.request.logprobs is None else self.logprobs
+        text = functools.partial(self._tokenizer.decode, ids)
+        return Answer(ids, text, logprobs, self.scores, self.reason, 0, self.top_logprobs)
 
 
 class _Layer(msgspec.Struct, frozen=True):

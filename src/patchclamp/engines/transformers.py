@@ -301,6 +301,7 @@ class _Writer:
         self.sampler = Sampler(request.sampling, eos)
         self.ids: list[int] = []
         self.logprobs: list[float] = []
+        self.top_logprobs: list[dict[int, float]] = []
         self.scores: dict[int, float] = {}
         self.reason: str | None = None
         self.error: PatchclampError | None = None
@@ -320,10 +321,14 @@ class _Writer:
             self.scores = {token: float(logprobs_V[token]) for token in self.request.score}
         self.last = self.sampler.pick(logits_V, len(self.ids))
         self.ids.append(self.last)
-        self.logprobs.append(float(logprobs_V[self.last]))
+        if self.request.logprobs is not None:
+            self.logprobs.append(float(logprobs_V[self.last]))
+        if self.request.logprobs:
+            top = logprobs_V.topk(self.request.logprobs)
+            self.top_logprobs.append(dict(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
         self.reason = self.sampler.finish(self.ids, self.request.max_tokens, self._text)
         if self.request.listener is not None:
-            self.request.listener(Part(self._news(), [self.last], [self.logprobs[-1]]))
+            self.request.listener(Part(self._news(), [self.last], self.logprobs[-1:]))
 
     def _news(self) -> str:
         """What may be given of the text and was not yet."""
@@ -343,7 +348,10 @@ class _Writer:
         return self.sampler.cut(self._text())
 
     def answer(self) -> Answer | PatchclampError:
-        return self.error or Answer(self.ids, self._final(), self.logprobs, self.scores, self.reason)
+        if self.error is not None:
+            return self.error
+        logprobs = None if self.request.logprobs is None else self.logprobs
+        return Answer(self.ids, self._final, logprobs, self.scores, self.reason, 0, self.top_logprobs)
 
 
 def _complete(net: Any, missing: Iterable[str]) -> Any:

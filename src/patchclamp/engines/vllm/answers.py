@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from patchclamp.engines.base import Answer, Part, Request
+from patchclamp.engines.vllm.compat.core import Table
+
+Decode = Callable[[list[int], bool], str]
 
 
 class PartialAnswer:
@@ -16,23 +21,36 @@ class PartialAnswer:
         self._texts: list[str] = []
         self._ids: list[int] = []
         self._logprobs: list[float] = []
+        self._top_logprobs: list[dict[int, float]] = []
         self._scores: dict[int, float] = {}
 
-    def take(self, output: Any) -> None:
-        """Adds an output, and tells it to who listens."""
+    def take(self, output: Any, tables: list[Table]) -> None:
+        """Adds an output, with the log-probabilities that came since the last one, and gives it to the listener."""
         new = output.outputs[0]
         ids = list(new.token_ids)
-        tables = (new.logprobs or []) if ids else []  # 0.26 repeats all of them beside no token
-        part = Part(new.text, ids, [float(table[token].logprob) for table, token in zip(tables, ids, strict=True)])
-        if ids and not self._ids:
-            self._scores = {token: float(tables[0][token].logprob) for token in self._request.score}
+        logprobs = [float(number) for _, numbers in tables for number in numbers[:, 0]] if self._wanted else []
+        part = Part(new.text, ids, logprobs[: len(ids)])
+        if tables and self._request.score and not self._ids:
+            first = dict(zip(tables[0][0][0].tolist(), tables[0][1][0].tolist(), strict=True))
+            self._scores = {token: first[token] for token in self._request.score}
+        if self._request.logprobs:
+            last = 1 + self._request.logprobs
+            for tokens, numbers in tables:
+                likeliest = zip(tokens[:, 1:last].tolist(), numbers[:, 1:last].tolist(), strict=True)
+                self._top_logprobs += [dict(zip(*row, strict=True)) for row in likeliest]
         self._texts.append(part.text)
         self._ids += part.token_ids
         self._logprobs += part.logprobs
         if self._request.listener is not None and (part.text or part.token_ids):
             self._request.listener(part)
 
-    def answer(self, output: Any) -> Answer:
-        """Of the last output, which was taken."""
+    @property
+    def _wanted(self) -> bool:
+        return self._request.logprobs is not None
+
+    def answer(self, output: Any, decode: Decode | None) -> Answer:
+        """Of the last output, which was taken; `decode(ids, stopped)` gives the text of one that has none yet."""
         reason, cached = output.outputs[0].finish_reason, output.num_cached_tokens or 0
-        return Answer(self._ids, "".join(self._texts), self._logprobs, self._scores, reason, cached)
+        text = "".join(self._texts) if decode is None else functools.partial(decode, self._ids, reason == "stop")
+        logprobs = self._logprobs if self._wanted else None
+        return Answer(self._ids, text, logprobs, self._scores, reason, cached, self._top_logprobs[: len(self._ids)])

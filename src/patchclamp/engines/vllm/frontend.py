@@ -25,10 +25,10 @@ from patchclamp.engines.vllm import plugin, shared
 from patchclamp.engines.vllm import sampling as sampling_of_vllm
 from patchclamp.engines.vllm.adapters import Adapters
 from patchclamp.engines.vllm.admission import Carried, Verdict, receipt_of
-from patchclamp.engines.vllm.answers import PartialAnswer
+from patchclamp.engines.vllm.answers import Decode, PartialAnswer
 from patchclamp.engines.vllm.architecture import site_map
 from patchclamp.engines.vllm.compat import configuration
-from patchclamp.engines.vllm.compat.core import ask_core, is_pending, tell_core, verdicts_of
+from patchclamp.engines.vllm.compat.core import Table, ask_core, decoded, is_pending, tables_of, tell_core, verdicts_of
 from patchclamp.engines.vllm.compat.seams import require_all, version
 from patchclamp.engines.vllm.report import running
 from patchclamp.engines.vllm.worker import too_deep
@@ -283,7 +283,7 @@ class VllmEngine:
             if output.finished:
                 self._end(output, underway)
             else:
-                underway.answer.take(output)
+                underway.answer.take(output, underway.new_tables())
         self._drop_vectors()
 
     def _end(self, output: Any, underway: _Underway) -> None:
@@ -294,12 +294,14 @@ class VllmEngine:
         if error is not None:
             settle(underway.future, error)
             return
-        underway.answer.take(output)
-        settle(underway.future, underway.answer.answer(output))
+        underway.answer.take(output, underway.new_tables())
+        settle(underway.future, underway.answer.answer(output, underway.decode))
 
     def _forget(self, request: Request) -> None:
         """A request is over: nothing is kept for it here."""
-        self._waiting.pop(request.run, None)
+        underway = self._waiting.pop(request.run, None)
+        if underway is not None:
+            tables_of(self._engine.output_processor).pop(underway.name, None)
         self._streamed.discard(request.run)
         self._adapters.give(request)
         self._vectors.subtract(request.vectors.keys())
@@ -376,9 +378,22 @@ class VllmEngine:
             params = self._params(request, carried)
             name = self._engine.add_request(request.run, prompt, params, lora_request=adapter) or request.run
             receipt = "" if carried is None else receipt_of(carried)
-            self._waiting[request.run] = _Underway(request, future, PartialAnswer(request), name, receipt)
+            tables: list[Table] = []
+            if params.logprobs is not None:
+                tables_of(self._engine.output_processor)[name] = tables
+            decode = None if params.detokenize or isinstance(self.tokenizer, NoTokenizer) else self._decoder(request)
+            self._waiting[request.run] = _Underway(
+                request, future, PartialAnswer(request), name, receipt, tables, decode
+            )
         except Exception as error:
             self._refuse(request, future, _as_error(error, RunError))  # vLLM's word on this request alone
+
+    def _decoder(self, request: Request) -> Decode:
+        """What makes the text of a request's ids when it is read."""
+        from vllm import SamplingParams
+
+        processor, prompt, sampling = self._engine.output_processor, request.prompt_token_ids, request.sampling
+        return lambda ids, stopped: decoded(processor, prompt, SamplingParams(**sampling), ids, stopped)
 
     def _carried(self, request: Request) -> bytes:
         """A request's program as it travels in its sampling parameters."""
@@ -415,13 +430,15 @@ class VllmEngine:
         given: dict[str, Any] = {"temperature": 0.0, **request.sampling}
         if carried is not None:
             given["extra_args"] = {configuration.KEY: carried}
+        logprobs, read_at_once = request.logprobs, request.listener is not None or bool(request.sampling.get("stop"))
         if request.score:
             given["logprob_token_ids"] = list(dict.fromkeys(request.score))
+            logprobs = len(given["logprob_token_ids"])
         return SamplingParams(
             max_tokens=request.max_tokens,
-            logprobs=len(given.get("logprob_token_ids", ())),
+            logprobs=logprobs,
             output_kind=RequestOutputKind.FINAL_ONLY if request.listener is None else RequestOutputKind.DELTA,
-            detokenize=not isinstance(self.tokenizer, NoTokenizer),
+            detokenize=read_at_once and not isinstance(self.tokenizer, NoTokenizer),
             **given,
         )
 
@@ -438,13 +455,26 @@ class VllmEngine:
 
 
 class _Underway(NamedTuple):
-    """A request that vLLM has: `name` is vLLM's own of it, `receipt` what must come back with its answer."""
+    """A request that vLLM has.
+
+    name: vLLM's own of it
+    receipt: what must come back with its answer
+    tables: log-probabilities that have come and were not read yet
+    decode: makes the text of (ids, whether the last of them stopped it) when it is read; None where vLLM makes it
+    """
 
     request: Request
     future: Future[Answer]
     answer: PartialAnswer
     name: str
     receipt: str
+    tables: list[Table]
+    decode: Decode | None
+
+    def new_tables(self) -> list[Table]:
+        new = self.tables.copy()
+        self.tables.clear()
+        return new
 
 
 def _judged(underway: _Underway, verdict: Verdict | None) -> PatchclampError | None:

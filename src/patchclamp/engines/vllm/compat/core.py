@@ -11,13 +11,20 @@ import threading
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 from patchclamp.engines.vllm.admission import Admission, Program, Verdict
 from patchclamp.engines.vllm.compat.configuration import KEY, enabled
 from patchclamp.engines.vllm.compat.runner import carried
 from patchclamp.engines.vllm.compat.seams import require
 from patchclamp.errors import EngineError, PatchclampError, ProgramError
+
+Table = tuple[
+    np.ndarray, np.ndarray
+]  # token ids and log-probabilities [n, 1 + k] of n tokens; first the generated one's
 
 
 class _Making(threading.local):
@@ -298,11 +305,15 @@ def on_outputs() -> None:
 
     @functools.wraps(stock)
     def process_outputs(self: Any, engine_core_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        tables = tables_of(self)
         for output in engine_core_outputs:
             if output.kv_transfer_params is not None and KEY in output.kv_transfer_params:
                 receipt, error = output.kv_transfer_params[KEY]
                 verdicts_of(self)[output.request_id] = Verdict(receipt, tuple(error) if error is not None else None)
                 output.kv_transfer_params = None
+            if output.new_logprobs is not None and output.request_id in tables:
+                lists, output.new_logprobs = output.new_logprobs, None  # of which vLLM would make dictionaries
+                tables[output.request_id].append((np.asarray(lists.logprob_token_ids), np.asarray(lists.logprobs)))
         return stock(self, engine_core_outputs, *args, **kwargs)
 
     process_outputs.patchclamp = True  # type: ignore[attr-defined]
@@ -313,6 +324,22 @@ def verdicts_of(processor: Any) -> dict[str, Verdict]:
     """What was told of the programs of a front end's requests, by the engine's own names of them; whoever answers for a
     request takes its verdict out."""
     return processor.__dict__.setdefault("patchclamp_verdicts", {})
+
+
+def tables_of(processor: Any) -> dict[str, list[Table]]:
+    """The log-probabilities of a front end's requests, by the engine's own names of them, for those that are put here
+    before their first output; vLLM sees none of theirs."""
+    return processor.__dict__.setdefault("patchclamp_tables", {})
+
+
+def decoded(processor: Any, prompt: list[int], params: Any, ids: list[int], stopped: bool) -> str:
+    """The text that vLLM makes of generated ids; `stopped`: by the last of them."""
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+    request = SimpleNamespace(request_id="", sampling_params=params, prompt_token_ids=prompt, prompt_embeds=None)
+    detokenizer = IncrementalDetokenizer.from_new_request(processor.tokenizer, request)  # type: ignore[arg-type]
+    detokenizer.update(ids, stopped)
+    return detokenizer.get_next_output_text(finished=True, delta=False)
 
 
 def tell_core(engine: Any, method: str, *args: Any) -> None:
