@@ -74,7 +74,10 @@ else:
         return [[run.token_ids, [x.hex() for x in run.logprobs]] for run in runs]
 
     with pc.LM(asked["model"], engine="vllm", prove=False, **options) as lm:
-        width, greedy = lm.model.d_model, {"max_tokens": asked["tokens"], "sampling": {"ignore_eos": True}}
+        width, greedy = (
+            lm.model.d_model,
+            {"max_tokens": asked["tokens"], "sampling": {"ignore_eos": True}, "logprobs": True},
+        )
         Counted.looked = 0
         told["plain"] = bits(lm.run(asked["prompts"], **greedy))
         told["taps, idle"] = Counted.looked

@@ -60,15 +60,23 @@ def edited(lm: pc.LM) -> dict[str, list]:
     lm.bank["module"] = [pc.Add(np.ones(width), pc.resid_post[i]) for i in (0, 1)]
     for turn in ("edited", "edited again"):
         for number, (name, program) in enumerate(edits(width).items()):
-            found[f"{turn}: {name}"] = told_of(lm.run(prompt_of(number), max_tokens=4, edits=program, sampling=GREEDY))
+            found[f"{turn}: {name}"] = told_of(
+                lm.run(prompt_of(number), max_tokens=4, edits=program, sampling=GREEDY, logprobs=True)
+            )
         fuzz = {**GREEDY, "extra_args": {"fuzz_strength": 0.3, "fuzz_seed": 4}}
-        found[f"{turn}: fuzz"] = told_of(lm.run(prompt_of(20), max_tokens=4, sampling=fuzz))
+        found[f"{turn}: fuzz"] = told_of(lm.run(prompt_of(20), max_tokens=4, sampling=fuzz, logprobs=True))
         for length in LENGTHS:
             last = [pc.Add(np.full(width, 3.0), pc.resid_post[0], pc.prompt[-1])]
-            run = lm.run(prompt_of(21)[:length], max_tokens=4, edits=last, sampling=GREEDY)
+            run = lm.run(prompt_of(21)[:length], max_tokens=4, edits=last, sampling=GREEDY, logprobs=True)
             found[f"{turn}: last of {length}"] = told_of(run)
         late = [pc.Add(np.full(width, 3.0), pc.resid_post[0], pc.generated)]
-        run = lm.run(prompt_of(22, 40), max_tokens=100, edits=late, sampling={**GREEDY, "allowed_token_ids": [FORCED]})
+        run = lm.run(
+            prompt_of(22, 40),
+            max_tokens=100,
+            edits=late,
+            sampling={**GREEDY, "allowed_token_ids": [FORCED]},
+            logprobs=True,
+        )
         found[f"{turn}: generated"] = told_of(run)
     return found
 
@@ -79,7 +87,10 @@ def unedited(lm: pc.LM, watch: list) -> dict[str, list]:
     prompts |= {"fuzz": prompt_of(20), "last": prompt_of(21)}
     prompts |= {f"last of {length}": prompt_of(21)[:length] for length in LENGTHS}
     prompts |= {"generated": prompt_of(22, 40) + [FORCED] * 80}
-    return {name: told_of(lm.run(ids, max_tokens=4, capture=watch, sampling=GREEDY)) for name, ids in prompts.items()}
+    return {
+        name: told_of(lm.run(ids, max_tokens=4, capture=watch, sampling=GREEDY, logprobs=True))
+        for name, ids in prompts.items()
+    }
 
 
 def told_of(run: pc.Run) -> list:
@@ -103,7 +114,7 @@ def shared(lm: pc.LM, watch: list) -> dict[str, object]:
     }  # fmt: skip
     rows = {}
     for name, (program, capture) in asked.items():
-        run = lm.run(ids, max_tokens=2, edits=program, capture=[*capture, *watch], sampling=GREEDY)
+        run = lm.run(ids, max_tokens=2, edits=program, capture=[*capture, *watch], sampling=GREEDY, logprobs=True)
         found[name] = run.cached_tokens
         if capture:
             rows[name] = run[pc.resid_post[2]]

@@ -173,7 +173,7 @@ class Storm:
             return
         if isinstance(run, pc.CapacityError):  # then it is too large by itself
             (alone,) = self.lm.run([asked.prompt], max_tokens=asked.max_tokens, edits=asked.edits, capture=asked.capture,
-                                   sampling=asked.sampling, lora=asked.lora)  # fmt: skip
+                                   sampling=asked.sampling, lora=asked.lora, logprobs=True)  # fmt: skip
             assert str(alone.error) == str(run), f"{self.where()}: {run!r}: {asked}"
             self.seen["too large"] += 1
             return
@@ -185,7 +185,7 @@ class Storm:
         assert not asked.fails, f"{self.where()}: {asked}"
         sampling = {**asked.sampling, "skip_reading_prefix_cache": bool(self.random.random() < 0.7)}
         alone = self.lm.run(asked.prompt, max_tokens=asked.max_tokens, edits=asked.edits, capture=asked.capture,
-                            sampling=sampling, lora=asked.lora)  # fmt: skip
+                            sampling=sampling, lora=asked.lora, logprobs=True)  # fmt: skip
         self.seen["runs"] += 1
         self.seen["from the cache"] += run.cached_tokens > 0
         self.seen["with an adapter"] += asked.lora is not None

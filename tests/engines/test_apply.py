@@ -27,7 +27,7 @@ def lm(shallow, request):
 def test_code_does_what_an_op_does(lm):
     """`Add`, `Scale` and `Ablate`, between other ops, on prompt and generated tokens, by token id too."""
     v, unit = torch.from_numpy(V1), torch.from_numpy(V1 / np.linalg.norm(V1))
-    token = lm.run(PROMPTS[0], max_tokens=8, sampling=SAMPLING).token_ids[2]
+    token = lm.run(PROMPTS[0], max_tokens=8, sampling=SAMPLING, logprobs=True).token_ids[2]
     pairs = [
         (pc.Apply(lambda h: h + 2.0 * v, AT, pc.prompt[-1]), pc.Add(V1, AT, pc.prompt[-1], scale=2.0)),
         (pc.Apply(lambda h: 0.5 * h, pc.attn_out[7]), pc.Scale(0.5, pc.attn_out[7])),
@@ -37,11 +37,11 @@ def test_code_does_what_an_op_does(lm):
     ]  # fmt: skip
     for code, op in pairs:
         ours, theirs = ([pc.Add(V1, AT, scale=0.1), each, pc.Capture(AT), pc.Scale(0.9, pc.mlp_out[4])] for each in (code, op))  # fmt: skip
-        a, b = lm.run([PROMPTS[0], PROMPTS[0]], edits=[ours, theirs], max_tokens=8, sampling=SAMPLING)
+        a, b = lm.run([PROMPTS[0], PROMPTS[0]], edits=[ours, theirs], max_tokens=8, sampling=SAMPLING, logprobs=True)
         assert a.token_ids == b.token_ids
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-4)
         torch.testing.assert_close(a["edits[2]"], b["edits[2]"], rtol=1e-4, atol=1e-4)
-    plain = lm.run(PROMPTS[0], max_tokens=8, sampling=SAMPLING)
+    plain = lm.run(PROMPTS[0], max_tokens=8, sampling=SAMPLING, logprobs=True)
     assert plain.logprobs != a.logprobs
 
 
@@ -81,7 +81,7 @@ def test_code_is_told_positions_and_site_by_name(lm):
 def test_what_goes_wrong_is_its_runs_error_alone(lm):
     """Its batchmates go on, those with edited blocks in the cache among them, and it is not called again."""
     mates = [[], [pc.Scale(0.9, AT)]]
-    plain = lm.run([PROMPTS[1]] * 2, max_tokens=6, sampling=SAMPLING, edits=mates)
+    plain = lm.run([PROMPTS[1]] * 2, max_tokens=6, sampling=SAMPLING, edits=mates, logprobs=True)
     calls = []
 
     class Unsaid(Exception):
@@ -96,7 +96,7 @@ def test_what_goes_wrong_is_its_runs_error_alone(lm):
         return fn
 
     wrong = {
-        "from within Apply": lambda h: lm.run(PROMPTS[0], max_tokens=1), "SystemExit: 3": fails(SystemExit(3)),
+        "from within Apply": lambda h: lm.run(PROMPTS[0], max_tokens=1, logprobs=True), "SystemExit: 3": fails(SystemExit(3)),
         "KeyError: 'nothing here'": fails(KeyError("nothing here")), "Apply raised Unsaid": fails(Unsaid()),
         "and gave [9, 1]": lambda h: h.new_zeros(9, 1), "gave NoneType": lambda h: None, "gave str": lambda h: "rows",
         "gave [576,": lambda h: h.t_(), "gave [8, 576]": lambda h: h.repeat(2, 1), "NotImplementedError": lambda h: h.to("meta"),
@@ -104,7 +104,7 @@ def test_what_goes_wrong_is_its_runs_error_alone(lm):
     }  # fmt: skip
     programs = [[pc.Zero(AT, pc.prompt[0]), pc.Apply(fn, AT, pc.prompt[1:] | pc.generated)] for fn in wrong.values()]
     prompts = [PROMPTS[0]] * len(wrong) + [PROMPTS[1]] * 2
-    *failed, one, other = lm.run(prompts, edits=[*programs, *mates], max_tokens=6, sampling=SAMPLING)
+    *failed, one, other = lm.run(prompts, edits=[*programs, *mates], max_tokens=6, sampling=SAMPLING, logprobs=True)
     for run, text in zip(failed, wrong, strict=True):
         assert isinstance(run.error, pc.RunError)
         assert text in str(run.error)
@@ -112,7 +112,7 @@ def test_what_goes_wrong_is_its_runs_error_alone(lm):
     for run, before in zip((one, other), plain, strict=True):
         assert run.error is None
         np.testing.assert_allclose(run.logprobs, before.logprobs, atol=2e-4)
-    again = lm.run([PROMPTS[1]] * 2, max_tokens=6, sampling=SAMPLING, edits=mates)
+    again = lm.run([PROMPTS[1]] * 2, max_tokens=6, sampling=SAMPLING, edits=mates, logprobs=True)
     np.testing.assert_allclose(again[1].logprobs, plain[1].logprobs, atol=2e-4)
     assert len(calls) == 3
     assert lm.engine.status()["code"] == 0
@@ -127,9 +127,14 @@ def test_rows_are_the_codes_own(lm):
         h.mul_(7.0)
         return (h / 7.0).double().requires_grad_()
 
-    plain = lm.run(PROMPTS[0], max_tokens=3, sampling=SAMPLING, capture=[AT])
+    plain = lm.run(PROMPTS[0], max_tokens=3, sampling=SAMPLING, capture=[AT], logprobs=True)
     run = lm.run(
-        PROMPTS[0], max_tokens=3, sampling=SAMPLING, capture=[AT], edits=[pc.Apply(reads, AT, pc.prompt[0, 2, 3])]
+        PROMPTS[0],
+        max_tokens=3,
+        sampling=SAMPLING,
+        capture=[AT],
+        edits=[pc.Apply(reads, AT, pc.prompt[0, 2, 3])],
+        logprobs=True,
     )
     np.testing.assert_allclose(run.logprobs, plain.logprobs, atol=2e-4)
     rows = torch.cat(kept)
@@ -154,9 +159,9 @@ def test_nobody_reads_cached_blocks_that_code_made(shallow):
     shared = shallow.get("vllm", "float32")
     lm = pc.LM("", shared.engine, prove=False, allow_code=True)
     prompt = lm.tokens(" ".join(["one two three four five six seven eight nine ten"] * 8))
-    plain = lm.run(prompt, max_tokens=2)
+    plain = lm.run(prompt, max_tokens=2, logprobs=True)
     program = [pc.Apply(lambda h: 1.1 * h, AT, pc.prompt[40:])]
-    first, second = (lm.run(prompt, max_tokens=2, edits=program) for _ in range(2))
+    first, second = (lm.run(prompt, max_tokens=2, edits=program, logprobs=True) for _ in range(2))
     assert second.cached_tokens <= 40
     assert second.logprobs == pytest.approx(first.logprobs, abs=2e-4)
-    assert lm.run(prompt, max_tokens=2).logprobs == pytest.approx(plain.logprobs, abs=2e-4)
+    assert lm.run(prompt, max_tokens=2, logprobs=True).logprobs == pytest.approx(plain.logprobs, abs=2e-4)

@@ -23,14 +23,16 @@ def bits(run) -> tuple[list[int], list[str]]:
 def test_self_patch_is_bit_identical(shallow, mode):
     """Each stream word at all its layers at once, then single layers, over prompt and generated tokens."""
     lm = shallow.get(*mode)
-    run = lm.run(PROMPTS[1], max_tokens=4, capture=[*STREAMS, pc.attn_out, pc.mlp_out, pc.final_norm])
+    run = lm.run(PROMPTS[1], max_tokens=4, capture=[*STREAMS, pc.attn_out, pc.mlp_out, pc.final_norm], logprobs=True)
     places = [[site] for site in (*STREAMS, pc.attn_out, pc.mlp_out, pc.final_norm)]
     places += [[pc.resid_pre[0]], [pc.resid_mid[4]], [pc.resid_post[7]], [pc.resid_post[2], pc.resid_mid[3]], STREAMS]
     for sites in places:
-        again = lm.run(PROMPTS[1], max_tokens=4, edits=[pc.Replace(pc.From(run, at), at=at) for at in sites])
+        again = lm.run(
+            PROMPTS[1], max_tokens=4, edits=[pc.Replace(pc.From(run, at), at=at) for at in sites], logprobs=True
+        )
         assert bits(again) == bits(run), sites
     row = pc.Replace(pc.From(run, pc.resid_post[5], pc.prompt[0]), at=pc.resid_post[5], tokens=pc.prompt[-1])
-    assert bits(lm.run(PROMPTS[1], max_tokens=4, edits=[row])) != bits(run)
+    assert bits(lm.run(PROMPTS[1], max_tokens=4, edits=[row], logprobs=True)) != bits(run)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=NAMES)
@@ -56,8 +58,8 @@ def test_batchmates_of_edited_requests_are_unchanged(shallow, engine):
         pc.Zero(pc.attn_out),
         pc.Zero(pc.logits),
     ]
-    plain = lm.run(prompts, max_tokens=6, capture=[pc.resid_post[7]])
-    mixed = lm.run(prompts, max_tokens=6, edits=[[], hard, [], hard[:1], []], capture=[pc.resid_post[7]])
+    plain = lm.run(prompts, max_tokens=6, capture=[pc.resid_post[7]], logprobs=True)
+    mixed = lm.run(prompts, max_tokens=6, edits=[[], hard, [], hard[:1], []], capture=[pc.resid_post[7]], logprobs=True)
     for i in (0, 2, 4):
         assert bits(mixed[i]) == bits(plain[i])
         assert torch.equal(mixed[i][pc.resid_post[7]], plain[i][pc.resid_post[7]])

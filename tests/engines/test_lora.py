@@ -73,16 +73,19 @@ def test_every_site_of_a_mixed_batch_equals_merged_weights(lm, hubs, adapters):
     edits = [[]] * 4 + [[pc.Add(VECTOR, pc.resid_post[0], pc.every[3:], scale=0.5), pc.Scale(0.5, pc.mlp_out[1])]] * 4
     prompts = [IDS[:length] for length in (5, 40, 33, 9, 64, 7, 40, 1)]
     asked = {"max_tokens": 6, "sampling": SAMPLING, "capture": EVERYTHING}
-    runs = lm.run(prompts, edits=edits, lora=[name and adapters[name] for name in names], **asked)
+    runs = lm.run(prompts, edits=edits, lora=[name and adapters[name] for name in names], **asked, logprobs=True)
     for prompt, program, name, run in zip(prompts, edits, names, runs, strict=True):
-        expected = hubs[name].run(prompt, edits=program, **asked)
+        expected = hubs[name].run(prompt, edits=program, **asked, logprobs=True)
         assert run.lora == (name and adapters[name])
         assert run.token_ids == expected.token_ids, name
         np.testing.assert_allclose(run.logprobs, expected.logprobs, atol=1e-4)
         for place in lm.sites.refs():
             assert run.positions(str(place)) == expected.positions(str(place))
             assert worst_row(run[str(place)], expected[str(place)]) <= 1e-4, (name, place)
-    texts = {tuple(run.token_ids) for run in lm.run([IDS] * 4, lora=[None, *adapters.values()], sampling=SAMPLING)}
+    texts = {
+        tuple(run.token_ids)
+        for run in lm.run([IDS] * 4, lora=[None, *adapters.values()], sampling=SAMPLING, logprobs=True)
+    }
     assert len(texts) == 4  # adapters matter
 
 
@@ -107,8 +110,8 @@ def test_cached_blocks_are_never_shared_between_adapters(lm, hubs, adapters):
         ("linear", edit, 32), (None, edit, 32), ("linear", edit, 96), ("borders", edit, 32), (None, edit, 96),
         ("third", edit, 0), ("linear", [], 96),
     ):  # fmt: skip
-        run = lm.run(ids, max_tokens=3, edits=program, lora=name and adapters[name], sampling=SAMPLING)
-        expected = hubs[name].run(ids, max_tokens=3, edits=program, sampling=SAMPLING)
+        run = lm.run(ids, max_tokens=3, edits=program, lora=name and adapters[name], sampling=SAMPLING, logprobs=True)
+        expected = hubs[name].run(ids, max_tokens=3, edits=program, sampling=SAMPLING, logprobs=True)
         assert (run.cached_tokens, run.token_ids) == (cached, expected.token_ids), (name, bool(program))
         np.testing.assert_allclose(run.logprobs, expected.logprobs, atol=1e-4)
 
@@ -116,12 +119,12 @@ def test_cached_blocks_are_never_shared_between_adapters(lm, hubs, adapters):
 def test_a_folder_that_has_changed_is_another_adapter(lm, hubs, adapters, tmp_path):
     folder = shutil.copytree(adapters["linear"], tmp_path / "adapter")
     asked = {"max_tokens": 4, "lora": folder, "sampling": SAMPLING}
-    first = lm.run(IDS, **asked)
+    first = lm.run(IDS, **asked, logprobs=True)
     shutil.rmtree(folder)
     shutil.copytree(adapters["borders"], folder)
-    second = lm.run(IDS, **asked)
+    second = lm.run(IDS, **asked, logprobs=True)
     for name, run in (("linear", first), ("borders", second)):
-        expected = hubs[name].run(IDS, max_tokens=4, sampling=SAMPLING)
+        expected = hubs[name].run(IDS, max_tokens=4, sampling=SAMPLING, logprobs=True)
         assert run.token_ids == expected.token_ids
         np.testing.assert_allclose(run.logprobs, expected.logprobs, atol=1e-4)
 
@@ -129,10 +132,12 @@ def test_a_folder_that_has_changed_is_another_adapter(lm, hubs, adapters, tmp_pa
 def test_an_adapter_whose_files_are_gone_while_it_runs_is_kept(lm, tiny, adapters, tmp_path):
     """Others wait for its room instead of throwing it out."""
     folders = [adapter(tiny, tmp_path / str(i), 10 + i, ("q_proj",)) for i in range(5)]
-    stream = lm.stream(IDS[:8], max_tokens=100, lora=folders[0], sampling=SAMPLING)
+    stream = lm.stream(IDS[:8], max_tokens=100, lora=folders[0], sampling=SAMPLING, logprobs=True)
     next(stream)
     shutil.rmtree(folders[0])
-    others = lm.run([IDS[:8]] * 4, max_tokens=2, lora=folders[1:], sampling=SAMPLING, edits=[pc.Scale(0.9, pc.embed)])
+    others = lm.run(
+        [IDS[:8]] * 4, max_tokens=2, lora=folders[1:], sampling=SAMPLING, edits=[pc.Scale(0.9, pc.embed)], logprobs=True
+    )
     assert len({tuple(run.logprobs) for run in others}) == 4
     assert len(list(stream)) > 10
     assert len(stream.run.token_ids) == 100

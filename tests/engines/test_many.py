@@ -101,22 +101,22 @@ def test_errors_and_cancelled_calls_leave_nothing_behind(shallow, engine):
 def test_a_run_by_its_name_in_the_bank(shallow, engine):
     """It stays as long as the name does, whoever drops it."""
     lm, at = shallow.get(engine, "float32"), pc.resid_pre[5]
-    clean = lm.run(PROMPTS[0], max_tokens=1, capture=[pc.resid_pre])
+    clean = lm.run(PROMPTS[0], max_tokens=1, capture=[pc.resid_pre], logprobs=True)
     spelled = [pc.Replace(pc.From(clean, at, pc.prompt[-1]), at, pc.prompt[-1])]
-    expected = lm.run(PROMPTS[1], max_tokens=3, edits=spelled)
-    lm.bank["clean run"], other = clean, lm.run(PROMPTS[2], max_tokens=1, capture=[at])
+    expected = lm.run(PROMPTS[1], max_tokens=3, edits=spelled, logprobs=True)
+    lm.bank["clean run"], other = clean, lm.run(PROMPTS[2], max_tokens=1, capture=[at], logprobs=True)
     del clean, spelled
     named = [pc.Replace(pc.From("clean run", at, pc.prompt[-1]), at, pc.prompt[-1])]
-    found = lm.run(PROMPTS[1], max_tokens=3, edits=named)
+    found = lm.run(PROMPTS[1], max_tokens=3, edits=named, logprobs=True)
     assert (found.token_ids, found.logprobs) == (expected.token_ids, expected.logprobs)
     lm.bank["clean run"] = other  # what counts is what was captured, not what it is called
-    moved = lm.run(PROMPTS[1], max_tokens=3, edits=named)
+    moved = lm.run(PROMPTS[1], max_tokens=3, edits=named, logprobs=True)
     assert moved.logprobs != found.logprobs
     other.close()
     with pytest.raises(pc.MissingSource, match=r"edits\[0\].value: 'clean run' in the bank: run \w+ was closed"):
-        lm.run(PROMPTS[1], max_tokens=3, edits=named)
+        lm.run(PROMPTS[1], max_tokens=3, edits=named, logprobs=True)
     with pytest.raises(pc.ProgramError, match="'clean run' is a run"):
-        lm.run(PROMPTS[1], edits=[pc.Add("clean run", at)])
+        lm.run(PROMPTS[1], edits=[pc.Add("clean run", at)], logprobs=True)
     with pytest.raises(pc.ProgramError, match="names: 'clean run' is a run, which stays with its engine"):
         lm.bank.save("nowhere.safetensors")
     del lm.bank["clean run"]

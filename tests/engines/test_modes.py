@@ -46,7 +46,9 @@ class Modes:
             programs = [parity.ops(acts, BLOCK if mode in FROM_THE_CACHE else 0) for acts in PROGRAMS.values()]
             if mode == "warm":
                 self.run("cold")
-            self.made[mode] = lm.run(self.texts, edits=programs, max_tokens=NEW, sampling={"ignore_eos": True})
+            self.made[mode] = lm.run(
+                self.texts, edits=programs, max_tokens=NEW, sampling={"ignore_eos": True}, logprobs=True
+            )
             if mode == "preempted":
                 assert lm.engine.status()["preemptions"] > before
         return self.made[mode]

@@ -24,9 +24,11 @@ def test_an_engine_that_has_run_programs_is_stock_again(shallow, alone, dtype):
     stock, _ = alone(dtype, False)
     lm = shallow.get("vllm", dtype)
     hard = [pc.Add([3.0] * lm.model.d_model, at=pc.resid_post[4]), pc.Zero(pc.attn_out)]
-    lm.run(list(PROMPTS), max_tokens=4, edits=hard, capture=[pc.resid_post])
-    runs = lm.run(list(PROMPTS), max_tokens=8)
+    lm.run(list(PROMPTS), max_tokens=4, edits=hard, capture=[pc.resid_post], logprobs=True)
+    runs = lm.run(list(PROMPTS), max_tokens=8, logprobs=True)
     assert [[run.token_ids, [x.hex() for x in run.logprobs]] for run in runs] == stock
-    nudged = lm.run(list(PROMPTS), max_tokens=8, edits=[pc.Add([1e-3] * lm.model.d_model, at=pc.resid_post[5])])
+    nudged = lm.run(
+        list(PROMPTS), max_tokens=8, edits=[pc.Add([1e-3] * lm.model.d_model, at=pc.resid_post[5])], logprobs=True
+    )
     assert dtype != "float32" or [run.token_ids for run in nudged] == [tokens for tokens, _ in stock]
     assert [[x.hex() for x in run.logprobs] for run in nudged] != [logprobs for _, logprobs in stock]

@@ -120,8 +120,13 @@ def test_every_way_to_run_gives_what_transformers_gives(runs, mode, name):
 def test_noise_of_no_strength_is_stock(shallow):
     for engine in ("vllm", "transformers"):
         lm = shallow.get(engine, "float32")
-        plain = lm.run(PROMPTS[0], max_tokens=4)
-        none = lm.run(PROMPTS[0], max_tokens=4, edits=[pc.Noise(0.0, pc.embed, relative=True), pc.Noise(0, pc.logits)])
+        plain = lm.run(PROMPTS[0], max_tokens=4, logprobs=True)
+        none = lm.run(
+            PROMPTS[0],
+            max_tokens=4,
+            edits=[pc.Noise(0.0, pc.embed, relative=True), pc.Noise(0, pc.logits)],
+            logprobs=True,
+        )
         assert (none.token_ids, none.logprobs) == (plain.token_ids, plain.logprobs)
 
 
@@ -131,8 +136,10 @@ def test_strengths_stay_with_their_requests(shallow, engine):
     lm = shallow.get(engine, "float32")
     strengths = [0.0, 0.05, 0.3, 0.0, 0.3]
     many = [{"ignore_eos": True, "extra_args": {"fuzz_strength": s, "fuzz_seed": 5}} for s in strengths]
-    mixed = lm.run([PROMPTS[0]] * 5, max_tokens=4, sampling=many, capture=[pc.resid_pre[0]])
-    plain = lm.run([PROMPTS[0]] * 5, max_tokens=4, sampling={"ignore_eos": True}, capture=[pc.resid_pre[0]])
+    mixed = lm.run([PROMPTS[0]] * 5, max_tokens=4, sampling=many, capture=[pc.resid_pre[0]], logprobs=True)
+    plain = lm.run(
+        [PROMPTS[0]] * 5, max_tokens=4, sampling={"ignore_eos": True}, capture=[pc.resid_pre[0]], logprobs=True
+    )
     for i, strength in enumerate(strengths):
         before, after = plain[i][pc.resid_pre[0]], mixed[i][pc.resid_pre[0]]
         if strength == 0:
@@ -148,14 +155,19 @@ def test_strengths_stay_with_their_requests(shallow, engine):
 def test_a_steering_module_is_used_by_name(shallow, engine):
     lm = shallow.get(engine, "float32")
     lm.bank["module"] = [pc.Add(V1, pc.resid_post[i], scale=0.1) for i in range(3, 7)]
-    used = lm.run(PROMPTS[0], max_tokens=4, edits=[pc.Use("module", scale=3.0)])
+    used = lm.run(PROMPTS[0], max_tokens=4, edits=[pc.Use("module", scale=3.0)], logprobs=True)
     spelled = lm.run(
-        PROMPTS[0], max_tokens=4, edits=[pc.Add(V1, pc.resid_post[i], scale=3.0 * 0.1) for i in range(3, 7)]
+        PROMPTS[0],
+        max_tokens=4,
+        edits=[pc.Add(V1, pc.resid_post[i], scale=3.0 * 0.1) for i in range(3, 7)],
+        logprobs=True,
     )
     assert (used.token_ids, used.logprobs) == (spelled.token_ids, spelled.logprobs)
-    runs = lm.run(list(PROMPTS), max_tokens=1, capture=[pc.attn_out])
+    runs = lm.run(list(PROMPTS), max_tokens=1, capture=[pc.attn_out], logprobs=True)
     lm.bank.mean("attention", runs, pc.attn_out)
-    edited = lm.run(PROMPTS[0], max_tokens=1, edits=[pc.Mean("attention", pc.attn_out[3:6])], capture=[pc.attn_out])
+    edited = lm.run(
+        PROMPTS[0], max_tokens=1, edits=[pc.Mean("attention", pc.attn_out[3:6])], capture=[pc.attn_out], logprobs=True
+    )
     for layer in range(3, 6):
         rows = torch.cat([run[pc.attn_out[layer]] for run in runs])
         assert torch.allclose(edited[pc.attn_out[layer]], rows.mean(0).expand_as(edited[pc.attn_out[layer]]), atol=1e-5)

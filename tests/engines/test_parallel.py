@@ -63,19 +63,25 @@ def seen(lm: pc.LM) -> tuple[dict[str, torch.Tensor], int]:
     """Everything an engine captures of two prompts, one of several chunks, what edits at every layer do, and the bytes
     that the captures took."""
     found = {}
-    runs = lm.run([SHORT, LONG], max_tokens=4, capture=[*LAYERED, *SINGLE])
+    runs = lm.run([SHORT, LONG], max_tokens=4, capture=[*LAYERED, *SINGLE], logprobs=True)
     for i, run in enumerate(runs):
         found |= {f"{i} {name}[{n}]": run[f"{name}[{n}]"] for name in LAYERED for n in range(LAYERS)}
         found |= {f"{i} {name}": run[name] for name in SINGLE} | {f"{i} plain": torch.tensor(run.logprobs)}
     size = lm.engine.status()["captured_bytes"]
     for layer in range(LAYERS):
-        edited = lm.run([SHORT, LONG], max_tokens=4, edits=[pc.Add(VECTOR, at=pc.resid_post[layer], scale=0.5)])
+        edited = lm.run(
+            [SHORT, LONG], max_tokens=4, edits=[pc.Add(VECTOR, at=pc.resid_post[layer], scale=0.5)], logprobs=True
+        )
         found |= {f"{i} steered {layer}": torch.tensor(run.logprobs) for i, run in enumerate(edited)}
-    found["logits"] = torch.tensor(lm.run(SHORT, max_tokens=3, edits=[pc.Zero(pc.logits, pc.prompt[-1])]).logprobs)
+    found["logits"] = torch.tensor(
+        lm.run(SHORT, max_tokens=3, edits=[pc.Zero(pc.logits, pc.prompt[-1])], logprobs=True).logprobs
+    )
     found |= by_token_id(lm) | on_parts(lm, runs[1])
     for a, b in ((0, LAYERS - 1), (LAYERS - 1, 0), (1, 2)):  # from one stage's rows into the other's, and back
         value = pc.From(runs[1], pc.resid_post[a], pc.prompt[3])
-        patched = lm.run(SHORT, max_tokens=3, edits=[pc.Replace(value, at=pc.resid_pre[b], tokens=pc.prompt[2])])
+        patched = lm.run(
+            SHORT, max_tokens=3, edits=[pc.Replace(value, at=pc.resid_pre[b], tokens=pc.prompt[2])], logprobs=True
+        )
         found[f"patched {a} {b}"] = torch.tensor(patched.logprobs)
     sweep = pc.studies.patch_sweep(lm, clean=SHORT, corrupt=[*SHORT[:3], 23, *SHORT[4:]], sites=[pc.resid_pre],
                                    answer=9, foil=11, metric="logit_diff")  # fmt: skip
@@ -100,7 +106,9 @@ def on_parts(lm: pc.LM, source: pc.Run) -> dict[str, torch.Tensor]:
             "clamp in a part": pc.Clamp(part, few, low=1.0), "source of a part": pc.Replace(pc.From(source, few), few, pc.prompt[4]),
         }  # fmt: skip
         edits = [[pc.Capture(op.at), op, pc.Capture(op.at)] for op in asked.values()]
-        for what, run in zip(asked, lm.run([SHORT] * len(edits), max_tokens=3, edits=edits), strict=True):
+        for what, run in zip(
+            asked, lm.run([SHORT] * len(edits), max_tokens=3, edits=edits, logprobs=True), strict=True
+        ):
             at = asked[what].at
             before, after = (run[f"edits[{i}]"].reshape(len(SHORT) + 2, -1) for i in (0, 2))
             assert not torch.equal(before, after), (name, what)
@@ -113,14 +121,14 @@ def by_token_id(lm: pc.LM) -> dict[str, torch.Tensor]:
     """What edits and captures of some tokens do at every layer and at logits, of a prompt of several chunks; the rows
     that an edit acts on are those of its tokens, and no others."""
     found, size = {}, {"max_tokens": 12, "sampling": {"ignore_eos": True}}
-    plain = lm.run(LONG, **size)
+    plain = lm.run(LONG, **size, logprobs=True)
     often = max(plain.token_ids[:-1], key=plain.token_ids[:-1].count)
     for name, tokens in {"some": pc.token(often, LONG[3], LONG[40]), "others": pc.every - pc.token(often, LONG[40]),
                          "generated": pc.generated & pc.token(often)}.items():  # fmt: skip
         for n in range(LAYERS):
             at = pc.resid_post[n]
             run = lm.run(LONG, edits=[pc.Capture(at), pc.Add(VECTOR, at, tokens, scale=0.01), pc.Capture(at)],
-                         capture=[pc.mlp_out[n] @ tokens], **size)  # fmt: skip
+                         capture=[pc.mlp_out[n] @ tokens], **size, logprobs=True)  # fmt: skip
             acted = (run["edits[2]"] != run["edits[0]"]).any(dim=1).nonzero()[:, 0]
             assert acted.tolist() == run.positions("capture[0]") == run.select(tokens).tolist()
             assert 0 < len(acted) < len(LONG) + 11
@@ -128,7 +136,7 @@ def by_token_id(lm: pc.LM) -> dict[str, torch.Tensor]:
             found |= {f"{name} {n} tokens": torch.tensor(run.token_ids), f"{name} {n}": run["capture[0]"]}
             found[f"{name} {n} logprobs"] = torch.tensor(run.logprobs)
     run = lm.run(LONG, edits=[pc.Add(-4 * torch.eye(512)[often], pc.logits, pc.every - pc.token(often))],
-                 capture=[pc.logits @ (pc.every - pc.token(often))], **size)  # fmt: skip
+                 capture=[pc.logits @ (pc.every - pc.token(often))], **size, logprobs=True)  # fmt: skip
     return found | {"logits of others": run[pc.logits], "their logprobs": torch.tensor(run.logprobs)}
 
 
@@ -147,7 +155,7 @@ def test_two_workers_do_what_one_does(start, alone, options):
     with pytest.raises(pc.EngineError, match="allow_code needs the engine in this process: one worker"):
         pc.LM("", lm.engine, prove=False, allow_code=True)
     with pytest.raises(pc.ProgramError, match=r"edits\[0\].fn: Apply runs Python of yours in the engine: allow it"):
-        lm.run(SHORT, edits=[pc.Apply(lambda h: h, pc.resid_post[0])])
+        lm.run(SHORT, edits=[pc.Apply(lambda h: h, pc.resid_post[0])], logprobs=True)
     found, size = seen(lm)
     assert {proof.name: proof.note for proof in prove(lm, full=True) if not proof.holds} == {}
     assert found.keys() == alone.keys()
@@ -160,18 +168,25 @@ def test_two_workers_do_what_one_does(start, alone, options):
     changed = [float((alone[f"0 steered {n}"] - alone["0 plain"]).abs().max()) for n in range(LAYERS)]
     assert min(changed) > 1e-2  # the edits that agree are edits
 
-    wide = lm.run(list(range(2, 402)) * 6, max_tokens=1, capture=[pc.resid_post[0], pc.resid_post[LAYERS - 1]])
+    wide = lm.run(
+        list(range(2, 402)) * 6, max_tokens=1, capture=[pc.resid_post[0], pc.resid_post[LAYERS - 1]], logprobs=True
+    )
     for n in (0, LAYERS - 1):  # rows of over a MiB leave their worker by another way
         assert wide[pc.resid_post[n]].shape == (2400, D)
         assert wide.positions(pc.resid_post[n]) == list(range(2400))
     assert not torch.equal(wide[pc.resid_post[0]], wide[pc.resid_post[LAYERS - 1]])
     brought = lm.run(SHORT, max_tokens=1, edits=[pc.Replace(pc.From(wide, pc.resid_post[0], pc.prompt[2000]),
-                     at=pc.resid_post[LAYERS - 1], tokens=pc.prompt[-1])], capture=[pc.resid_post[LAYERS - 1]])  # fmt: skip
+                     at=pc.resid_post[LAYERS - 1], tokens=pc.prompt[-1])], capture=[pc.resid_post[LAYERS - 1]], logprobs=True)  # fmt: skip
     assert torch.equal(brought[pc.resid_post[LAYERS - 1]][-1], wide[pc.resid_post[0]][2000])
 
     wide.close(), brought.close()
-    kept = lm.run(SHORT, max_tokens=4, capture=[pc.resid_post])
-    back = lm.run(SHORT, max_tokens=4, edits=[pc.Replace(pc.From(kept), at=pc.resid_post[n]) for n in range(LAYERS)])
+    kept = lm.run(SHORT, max_tokens=4, capture=[pc.resid_post], logprobs=True)
+    back = lm.run(
+        SHORT,
+        max_tokens=4,
+        edits=[pc.Replace(pc.From(kept), at=pc.resid_post[n]) for n in range(LAYERS)],
+        logprobs=True,
+    )
     tensor_parallel = "tensor_parallel_size" in options  # there one worker keeps what both need
     assert back.logprobs == kept.logprobs
     if tensor_parallel:
@@ -183,30 +198,37 @@ def test_two_workers_do_what_one_does(start, alone, options):
             with pytest.raises(
                 pc.UnsupportedSite, match=r"needs a sum over the row, and .\[1\] is cut among 2 GPUs: name"
             ):
-                lm.run(SHORT, edits=[op])
+                lm.run(SHORT, edits=[op], logprobs=True)
         with pytest.raises(pc.UnsupportedSite, match="are cut differently among GPUs"):
-            lm.run(SHORT, edits=[pc.Replace(pc.From(kept, pc.resid_post[0]), pc.z[1])])
+            lm.run(SHORT, edits=[pc.Replace(pc.From(kept, pc.resid_post[0]), pc.z[1])], logprobs=True)
     for layer in (0, LAYERS - 1):  # only the stage that has the layer can know
         hot = [pc.Add([3e38] * D, at=pc.resid_post[layer], scale=1e30)]
-        bad, good = lm.run([SHORT, SHORT], max_tokens=3, edits=[hot, []])
+        bad, good = lm.run([SHORT, SHORT], max_tokens=3, edits=[hot, []], logprobs=True)
         assert isinstance(bad.error, pc.RunError)
         assert good.error is None
-    many = lm.run([SHORT] * 20, max_tokens=2, edits=[[pc.Add(n * VECTOR, at=pc.resid_post[n % 4])] for n in range(20)])
+    many = lm.run(
+        [SHORT] * 20,
+        max_tokens=2,
+        edits=[[pc.Add(n * VECTOR, at=pc.resid_post[n % 4])] for n in range(20)],
+        logprobs=True,
+    )
     assert len({tuple(run.logprobs) for run in many}) == 20
 
     edits = [pc.Zero(pc.mlp_out[LAYERS - 1], pc.prompt[n]) for n in range(RECORDS + 1)]
     edits = [[pc.Zero(pc.resid_post[0])], [pc.Zero(pc.resid_post[0]), *edits], [pc.Zero(pc.resid_post[0])]]
-    fits, full, again = lm.run([LONG] * 3, max_tokens=2, edits=edits)  # where stages have layers, the last one is full
+    fits, full, again = lm.run(
+        [LONG] * 3, max_tokens=2, edits=edits, logprobs=True
+    )  # where stages have layers, the last one is full
     assert isinstance(full.error, pc.CapacityError)
     assert fits.logprobs == again.logprobs
 
     gone = pc.From(kept)
     kept.close()
     with pytest.raises(pc.MissingSource):
-        lm.run(SHORT, max_tokens=4, edits=[pc.Replace(gone, at=pc.resid_post[0])])
+        lm.run(SHORT, max_tokens=4, edits=[pc.Replace(gone, at=pc.resid_post[0])], logprobs=True)
     del wide, brought, kept, back, bad, good, many, gone, fits, full, again
     gc.collect()
-    lm.run(SHORT, max_tokens=1)
+    lm.run(SHORT, max_tokens=1, logprobs=True)
     status = lm.engine.status()
     held = {"programs": 0, "runs": 0, "captured_bytes": 0, "pinned": 0, "vectors": 0, "records": 0}
     assert {name: status[name] for name in held} == held

@@ -76,7 +76,7 @@ def test_chunked_prefill_changes_nothing(shallow):
     late = pc.Add(torch.randn(whole.model.d_model), at=pc.mlp_out[4], tokens=pc.generated, scale=2.0)
     for edits in ([], [edit, late]):
         a, b = (
-            lm.run([ids, ids[:20], ids[5:]], max_tokens=4, edits=edits, capture=lm.sites.names)
+            lm.run([ids, ids[:20], ids[5:]], max_tokens=4, edits=edits, capture=lm.sites.names, logprobs=True)
             for lm in (whole, chunked)
         )
         for x, y in zip(a, b, strict=True):
@@ -85,7 +85,7 @@ def test_chunked_prefill_changes_nothing(shallow):
             for place in whole.sites.refs():
                 assert x.positions(str(place)) == y.positions(str(place))
                 assert worst_row(y[str(place)], x[str(place)]) <= 1e-4, place
-    plain, edited = (whole.run(ids, max_tokens=4, edits=e).logprobs for e in ([], [edit, late]))
+    plain, edited = (whole.run(ids, max_tokens=4, edits=e, logprobs=True).logprobs for e in ([], [edit, late]))
     assert not np.allclose(plain, edited, atol=1e-2)
 
 

@@ -50,14 +50,14 @@ BAD = [
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
 def test_bad_input_is_refused_before_it_runs(shallow, engine):
     lm = shallow.get(engine, "float32", **({} if engine == "vllm" else {"max_model_len": 512}))
-    before = lm.run(PROMPTS[0], max_tokens=3)
+    before = lm.run(PROMPTS[0], max_tokens=3, logprobs=True)
     planned = lm.engine.status()["steps_planned"]
     for asked, error, text in BAD:
         with pytest.raises(error) as caught:
-            lm.run(PROMPTS[0], **{"max_tokens": 2, **asked})
+            lm.run(PROMPTS[0], **{"max_tokens": 2, **asked}, logprobs=True)
         assert text in str(caught.value)
     assert lm.engine.status()["steps_planned"] == planned
-    after = lm.run(PROMPTS[0], max_tokens=3)
+    after = lm.run(PROMPTS[0], max_tokens=3, logprobs=True)
     assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
 
 
@@ -88,10 +88,10 @@ def test_a_value_keeps_its_run_and_dropped_runs_leave_nothing(shallow, engine):
     lm = shallow.get(engine, "float32")
     gc.collect()
     before = lm.engine.status()["runs"]
-    value = pc.From(lm.run(PROMPTS[0], max_tokens=1, capture=[pc.resid_post[3]]))
+    value = pc.From(lm.run(PROMPTS[0], max_tokens=1, capture=[pc.resid_post[3]], logprobs=True))
     gc.collect()
-    plain = lm.run(PROMPTS[0], max_tokens=1)
-    again = lm.run(PROMPTS[0], max_tokens=1, edits=[pc.Replace(value, at=pc.resid_post[3])])
+    plain = lm.run(PROMPTS[0], max_tokens=1, logprobs=True)
+    again = lm.run(PROMPTS[0], max_tokens=1, edits=[pc.Replace(value, at=pc.resid_post[3])], logprobs=True)
     assert again.logprobs == plain.logprobs
     assert lm.engine.status()["runs"] > before
     del value, again
@@ -140,7 +140,7 @@ def test_a_program_that_does_not_fit_fails_alone(shallow):
     too_many_records = [pc.Zero(pc.resid_post), pc.Zero(pc.resid_mid), pc.Zero(pc.attn_out)] * 3
     too_many_rows = [pc.Add(torch.randn(200, D), at=pc.resid_post[3], tokens=pc.prompt)]
     ids = lm.tokens(PROMPTS[1])[:10] * 20
-    runs = lm.run([ids] * 4, max_tokens=1, edits=[good, too_many_records, too_many_rows, []])
+    runs = lm.run([ids] * 4, max_tokens=1, edits=[good, too_many_records, too_many_rows, []], logprobs=True)
     assert [type(run.error) for run in runs] == [type(None), pc.CapacityError, pc.CapacityError, type(None)]
     assert "raise max_records" in str(runs[1].error)
     assert "raise bank_bytes" in str(runs[2].error)
@@ -349,27 +349,31 @@ def test_what_is_no_prompt_is_our_error(shallow, prompt):
 def test_prompts_as_arrays_and_chats(shallow):
     lm = shallow.get("transformers", "float32")
     ids = lm.tokens(PROMPTS[0])
-    expected = lm.run(ids, max_tokens=2).logprobs
-    assert lm.run(np.array(ids), max_tokens=2).logprobs == lm.run(torch.tensor(ids), max_tokens=2).logprobs == expected
-    chat = lm.run(messages=[{"role": "user", "content": "Name the capital of France."}], max_tokens=8)
+    expected = lm.run(ids, max_tokens=2, logprobs=True).logprobs
+    assert (
+        lm.run(np.array(ids), max_tokens=2, logprobs=True).logprobs
+        == lm.run(torch.tensor(ids), max_tokens=2, logprobs=True).logprobs
+        == expected
+    )
+    chat = lm.run(messages=[{"role": "user", "content": "Name the capital of France."}], max_tokens=8, logprobs=True)
     assert "user\nName the capital of France.\nassistant" in lm.tokenizer.decode(chat.prompt_token_ids)
-    assert chat.token_ids == lm.run(chat.prompt_token_ids, max_tokens=8).token_ids
+    assert chat.token_ids == lm.run(chat.prompt_token_ids, max_tokens=8, logprobs=True).token_ids
     for messages in ([{"rol": "user"}], {"role": "user"}):
         with pytest.raises(pc.ProgramError, match="messages: not a chat"):
-            lm.run(messages=messages, max_tokens=1)
+            lm.run(messages=messages, max_tokens=1, logprobs=True)
 
 
 def test_closing_one_engine_leaves_the_others_running(shortened, shallow):
     """Two engines share a process; vLLM's own shutdown would take down what both use."""
     lm = shallow.get("vllm", "float32")
-    expected = lm.run(PROMPTS[0], max_tokens=3).logprobs
+    expected = lm.run(PROMPTS[0], max_tokens=3, logprobs=True).logprobs
     other = pc.LM(shortened, engine="vllm", dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=4,
                   kv_cache_memory_bytes=1 << 26)  # fmt: skip
-    run = other.run(PROMPTS[0], max_tokens=3, capture=[pc.embed])
+    run = other.run(PROMPTS[0], max_tokens=3, capture=[pc.embed], logprobs=True)
     other.close()
-    assert lm.run(PROMPTS[0], max_tokens=3).logprobs == expected == run.logprobs
+    assert lm.run(PROMPTS[0], max_tokens=3, logprobs=True).logprobs == expected == run.logprobs
     with pytest.raises(pc.EngineError, match="the engine is closed"):
-        other.run(PROMPTS[0], max_tokens=1)
+        other.run(PROMPTS[0], max_tokens=1, logprobs=True)
     with pytest.raises(pc.EngineError, match="the engine is closed"):
         run[pc.embed]
 
@@ -394,19 +398,21 @@ def test_programs_wait_for_room_and_never_run_without_themselves(shallow):
 def test_edits_that_are_not_finite_fail_their_run_and_touch_nobody(shallow, engine):
     lm = shallow.get(engine, "float32")
     ids = lm.tokens(" ".join(PROMPTS))
-    plain = lm.run([PROMPTS[0], ids], max_tokens=4)
+    plain = lm.run([PROMPTS[0], ids], max_tokens=4, logprobs=True)
     hot = [pc.Add([3e38] * D, at=pc.resid_post[3], scale=1e30), pc.Capture(pc.resid_post[4])]
-    bad, good = lm.run([ids * 4, PROMPTS[0]], max_tokens=2, edits=[hot, []])
-    assert good.logprobs == lm.run([ids * 4, PROMPTS[0]], max_tokens=2)[1].logprobs
+    bad, good = lm.run([ids * 4, PROMPTS[0]], max_tokens=2, edits=[hot, []], logprobs=True)
+    assert good.logprobs == lm.run([ids * 4, PROMPTS[0]], max_tokens=2, logprobs=True)[1].logprobs
     with pytest.raises(pc.RunError, match=r"the edits at resid_post\[3\] make numbers that are not finite"):
         _ = bad.text
-    again, other = lm.run([ids * 4] * 2, max_tokens=2, edits=[hot, [pc.Zero(pc.resid_post[3])]])
+    again, other = lm.run([ids * 4] * 2, max_tokens=2, edits=[hot, [pc.Zero(pc.resid_post[3])]], logprobs=True)
     assert "not finite" in str(again.error)  # what the first left in the prefix cache is not taken for its work
     assert other.error is None
-    third = lm.run(ids * 4, max_tokens=2, edits=[pc.Zero(pc.resid_post[3])])
+    third = lm.run(ids * 4, max_tokens=2, edits=[pc.Zero(pc.resid_post[3])], logprobs=True)
     assert np.allclose(third.logprobs, other.logprobs, atol=1e-4)
     assert np.allclose(
-        [r.logprobs for r in lm.run([PROMPTS[0], ids], max_tokens=4)], [r.logprobs for r in plain], atol=1e-4
+        [r.logprobs for r in lm.run([PROMPTS[0], ids], max_tokens=4, logprobs=True)],
+        [r.logprobs for r in plain],
+        atol=1e-4,
     )
     with pytest.raises(pc.ProgramError, match=r"scale: a number of fp32"):
         pc.Add([1.0], at=pc.embed, scale=1e39)
@@ -494,16 +500,18 @@ def test_a_kept_run_does_not_hold_its_batchmates(shallow):
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
 def test_iterators_lists_in_any_order_and_places_in_the_program(shallow, engine):
     lm = shallow.get(engine, "float32")
-    plain = lm.run([PROMPTS[0]] * 3, max_tokens=1)
-    runs = lm.run([PROMPTS[0]] * 3, max_tokens=1, edits=(op for op in [pc.Zero(pc.attn_out)]), score=iter([7042]))
+    plain = lm.run([PROMPTS[0]] * 3, max_tokens=1, logprobs=True)
+    runs = lm.run(
+        [PROMPTS[0]] * 3, max_tokens=1, edits=(op for op in [pc.Zero(pc.attn_out)]), score=iter([7042]), logprobs=True
+    )
     assert all(run.logprobs != plain[0].logprobs and list(run.scores) == [7042] for run in runs)
     a, b = torch.randn(2, D)
     run = lm.run(PROMPTS[0], max_tokens=1, capture=[pc.embed],
-                 edits=[pc.Capture(pc.embed), pc.Replace(torch.stack([a, b]), at=pc.embed, tokens=[3, 1])])  # fmt: skip
+                 edits=[pc.Capture(pc.embed), pc.Replace(torch.stack([a, b]), at=pc.embed, tokens=[3, 1])], logprobs=True)  # fmt: skip
     assert torch.equal(run[pc.embed][[3, 1]], torch.stack([a, b]))
     assert not torch.equal(run["edits[0]"], run[pc.embed])
     swapped = lm.run(PROMPTS[0], max_tokens=1, capture=[pc.embed],
-                     edits=[pc.Replace(pc.From(run, pc.embed, pc.every[3, 1]), at=pc.embed, tokens=[1, 3])])  # fmt: skip
+                     edits=[pc.Replace(pc.From(run, pc.embed, pc.every[3, 1]), at=pc.embed, tokens=[1, 3])], logprobs=True)  # fmt: skip
     assert torch.equal(swapped[pc.embed][[1, 3]], torch.stack([a, b]))
 
 

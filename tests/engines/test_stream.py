@@ -59,15 +59,15 @@ def test_parts_are_the_run(shallow, engine):
         {"sampling": {"temperature": 1.0, "seed": 7, "ignore_eos": True}, "max_tokens": 24, "capture": at},
         {"sampling": {"extra_args": {"fuzz_strength": 0.2}}},
     ):
-        run, stream = lm.run(PROMPTS[0], **call), lm.stream(PROMPTS[0], **call)
+        run, stream = lm.run(PROMPTS[0], **call, logprobs=True), lm.stream(PROMPTS[0], **call, logprobs=True)
         read(stream, run)
         for site in run.sites:
             assert stream.run.positions(site) == run.positions(site)
             far = (stream.run[site] - run[site]).norm(dim=1) / run[site].norm(dim=1)
             assert float(far.max()) <= 1e-4
-    steered = lm.run(PROMPTS[0], edits=steer)
-    assert steered.logprobs[0] == pytest.approx(lm.run(PROMPTS[0]).logprobs[0], abs=2e-4)
-    assert steered.logprobs[1:] != pytest.approx(lm.run(PROMPTS[0]).logprobs[1:], abs=0.01)
+    steered = lm.run(PROMPTS[0], edits=steer, logprobs=True)
+    assert steered.logprobs[0] == pytest.approx(lm.run(PROMPTS[0], logprobs=True).logprobs[0], abs=2e-4)
+    assert steered.logprobs[1:] != pytest.approx(lm.run(PROMPTS[0], logprobs=True).logprobs[1:], abs=0.01)
 
 
 @BOTH
@@ -253,11 +253,11 @@ def test_what_is_wrong_with_a_call_is_raised_by_it(shallow, engine):
 def test_many_streams_at_once_are_each_as_if_alone(shallow, engine):
     lm, number = shallow.get(engine, "float32"), 12
     edits = [[pc.Add(push(lm, i), at=pc.resid_post[i % 8], scale=0.5)] for i in range(number)]
-    alone = [lm.run(PROMPTS[i % 3], max_tokens=10, edits=edits[i]) for i in range(number)]
+    alone = [lm.run(PROMPTS[i % 3], max_tokens=10, edits=edits[i], logprobs=True) for i in range(number)]
     before, order = counts(lm), []
 
     async def one(i: int) -> pc.Run:
-        stream = lm.stream(PROMPTS[i % 3], max_tokens=10, edits=edits[i], capture=[pc.resid_post[7]])
+        stream = lm.stream(PROMPTS[i % 3], max_tokens=10, edits=edits[i], capture=[pc.resid_post[7]], logprobs=True)
         text = ""
         async for part in stream:
             order.append(i)
@@ -266,7 +266,7 @@ def test_many_streams_at_once_are_each_as_if_alone(shallow, engine):
         return stream.run
 
     async def all_at_once() -> list[pc.Run]:
-        calls = [lm.arun(PROMPTS[0], max_tokens=6), lm.arun(PROMPTS, max_tokens=2)]
+        calls = [lm.arun(PROMPTS[0], max_tokens=6, logprobs=True), lm.arun(PROMPTS, max_tokens=2, logprobs=True)]
         return await asyncio.gather(*map(one, range(number)), *calls)
 
     *runs, plain, many = asyncio.run(all_at_once())
@@ -274,7 +274,7 @@ def test_many_streams_at_once_are_each_as_if_alone(shallow, engine):
         assert run.token_ids == single.token_ids
         assert run.logprobs == pytest.approx(single.logprobs, abs=2e-4)
         assert len(run[pc.resid_post[7]]) == len(run.prompt_token_ids) + len(run.token_ids) - 1
-    assert plain.token_ids == lm.run(PROMPTS[0], max_tokens=6).token_ids
+    assert plain.token_ids == lm.run(PROMPTS[0], max_tokens=6, logprobs=True).token_ids
     assert [len(run.token_ids) for run in many] == [2, 2, 2]
     if engine == "vllm":  # they share its batches; on Transformers they take turns
         changes = sum(a != b for a, b in itertools.pairwise(order))
@@ -332,12 +332,12 @@ def elsewhere(shortened):
 def test_a_core_in_its_own_process_serves_the_same(elsewhere, shallow):
     lm, here = elsewhere, shallow.get("vllm", "float32")
     ids = here.tokens(PROMPTS[0])
-    run = lm.run(ids, max_tokens=3, capture=[pc.resid_post])
-    again = lm.run(ids, max_tokens=3, edits=[pc.Replace(pc.From(run), at=pc.resid_post)])
-    same = here.run(ids, max_tokens=3, capture=[pc.resid_post[3]])
+    run = lm.run(ids, max_tokens=3, capture=[pc.resid_post], logprobs=True)
+    again = lm.run(ids, max_tokens=3, edits=[pc.Replace(pc.From(run), at=pc.resid_post)], logprobs=True)
+    same = here.run(ids, max_tokens=3, capture=[pc.resid_post[3]], logprobs=True)
     assert run.logprobs == again.logprobs == same.logprobs
     assert (run[pc.resid_post[3]] == same[pc.resid_post[3]]).all()
-    steered = lm.run(ids, max_tokens=3, edits=[pc.Add([1.0] * lm.model.d_model, at=pc.resid_post[3])])
+    steered = lm.run(ids, max_tokens=3, edits=[pc.Add([1.0] * lm.model.d_model, at=pc.resid_post[3])], logprobs=True)
     assert steered.logprobs != run.logprobs
 
 

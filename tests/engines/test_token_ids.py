@@ -116,27 +116,29 @@ def test_captures_at_their_places_keep_to_their_tokens(shallow, engine):
 
 def test_patching_by_token_and_what_is_refused(shallow):
     lm = shallow.get("vllm", "float32")
-    clean = lm.run(PROMPTS[0], max_tokens=8, sampling=SAMPLING, capture=[AT])
+    clean = lm.run(PROMPTS[0], max_tokens=8, sampling=SAMPLING, capture=[AT], logprobs=True)
     token = clean.token_ids[2]
     patched = lm.run(PROMPTS[0], max_tokens=8, sampling=SAMPLING, capture=[AT], edits=[
-        pc.Zero(AT, pc.token(token)), pc.Replace(pc.From(clean), AT, pc.token(token))])  # fmt: skip
+        pc.Zero(AT, pc.token(token)), pc.Replace(pc.From(clean), AT, pc.token(token))], logprobs=True)  # fmt: skip
     assert (patched.token_ids, patched.logprobs) == (clean.token_ids, clean.logprobs)
-    without = lm.run(PROMPTS[0], max_tokens=8, sampling=SAMPLING, edits=[pc.Zero(AT, pc.token(token))])
+    without = lm.run(PROMPTS[0], max_tokens=8, sampling=SAMPLING, edits=[pc.Zero(AT, pc.token(token))], logprobs=True)
     assert without.logprobs != clean.logprobs  # it was there to be zeroed
     with pytest.raises(pc.TokensError, match=r"edits\[0\].tokens: token id 49152 is outside the vocabulary of 49152"):
-        lm.run(PROMPTS[0], edits=[pc.Zero(AT, pc.generated - pc.token(49152))])
-    twice = lm.run(PROMPTS[0], max_tokens=8, capture=[AT], edits=[pc.Capture(AT, pc.token(token)), pc.Add(V1, AT)])
+        lm.run(PROMPTS[0], edits=[pc.Zero(AT, pc.generated - pc.token(49152))], logprobs=True)
+    twice = lm.run(
+        PROMPTS[0], max_tokens=8, capture=[AT], edits=[pc.Capture(AT, pc.token(token)), pc.Add(V1, AT)], logprobs=True
+    )
     with pytest.raises(pc.MissingSource, match=r"captured resid_.* 2 times, one of them by token id"):
-        lm.run(PROMPTS[0], edits=[pc.Replace(pc.From(twice), AT, pc.prompt[-1])])
-    told = lm.run("A span here", max_tokens=4, capture=[AT @ (pc.span("span") | pc.token(token))])
+        lm.run(PROMPTS[0], edits=[pc.Replace(pc.From(twice), AT, pc.prompt[-1])], logprobs=True)
+    told = lm.run("A span here", max_tokens=4, capture=[AT @ (pc.span("span") | pc.token(token))], logprobs=True)
     assert len(told[AT]) >= 1
     two = np.stack([V1, V1])
     with pytest.raises(pc.ShapeError, match=r"edits\[0\].value: how many tokens generated & token"):
-        lm.run(PROMPTS[0], max_tokens=8, edits=[pc.Add(two, AT, pc.generated & pc.token(token))])
+        lm.run(PROMPTS[0], max_tokens=8, edits=[pc.Add(two, AT, pc.generated & pc.token(token))], logprobs=True)
     with pytest.raises(pc.TokensError, match="selects no position of this request"):
-        lm.run(PROMPTS[0], max_tokens=1, edits=[pc.Zero(AT, pc.token(49151))])
+        lm.run(PROMPTS[0], max_tokens=1, edits=[pc.Zero(AT, pc.token(49151))], logprobs=True)
     known = lm.run(PROMPTS[0], max_tokens=1, capture=[AT], edits=[  # in the prompt, all is known
-        pc.Add(two, AT, pc.token(*clean.prompt_token_ids[1:3]))])  # fmt: skip
+        pc.Add(two, AT, pc.token(*clean.prompt_token_ids[1:3]))], logprobs=True)  # fmt: skip
     assert torch.allclose(known[AT][1] - clean[AT][1], torch.from_numpy(V1), atol=1e-4)
 
 

@@ -107,8 +107,8 @@ def test_a_model_whose_runs_depend_on_each_other_is_refused(tmp_path):
         with pytest.raises(ModelError, match=r"a run depends on those beside it: .* change by .*max_num_seqs=1"):
             pc.LM(folder, engine="transformers", max_num_seqs=width, **IDS)
     with pc.LM(folder, engine="transformers", max_num_seqs=1, **IDS) as lm:
-        together = lm.run([list(range(5, 25)), list(range(100, 112))], max_tokens=2)
-        assert together[1].logprobs == lm.run(list(range(100, 112)), max_tokens=2).logprobs
+        together = lm.run([list(range(5, 25)), list(range(100, 112))], max_tokens=2, logprobs=True)
+        assert together[1].logprobs == lm.run(list(range(100, 112)), max_tokens=2, logprobs=True).logprobs
     with pytest.raises(ModelError, match="a run depends on those beside it"):  # what was proved of one is not of others
         pc.LM(folder, engine="transformers", **IDS)
 

@@ -72,7 +72,7 @@ def crowded(mode: str, model: str) -> None:
         edits = [[pc.Add(torch.randn(width), at=at[i % 3], tokens=pc.generated if i % 2 else pc.every)] if i % 3
                  else [] for i in range(len(prompts))]  # fmt: skip
         before = lm.engine.status()["preemptions"]
-        runs = lm.run(prompts, edits=edits, capture=every, max_tokens=60, sampling=ignore)
+        runs = lm.run(prompts, edits=edits, capture=every, max_tokens=60, sampling=ignore, logprobs=True)
         thrown = lm.engine.status()["preemptions"] - before
         note(mode, "requests were preempted", thrown > 0, str(thrown))
         complete = all(run.positions(at[i]) == list(range(len(p) + 59)) and run[at[i]].isfinite().all()
@@ -82,17 +82,20 @@ def crowded(mode: str, model: str) -> None:
         for i, (run, p) in enumerate(zip(runs, prompts, strict=True)):
             tokens = pc.every[len(p) :] if i % 2 else pc.every
             again = [pc.Add(edit.value, at=edit.at, tokens=tokens) for edit in edits[i]]
-            fed = lm.run(p + run.token_ids[:-1], edits=again, capture=every[:1], max_tokens=1)
+            fed = lm.run(p + run.token_ids[:-1], edits=again, capture=every[:1], max_tokens=1, logprobs=True)
             gaps += [apart(run[at[layer]], fed[at[layer]]) for layer in range(lm.model.layers)]
         note(mode, "and agree with one prefill of the same tokens", all(gap < 0.05 for gap in gaps), f"{max(gaps):.2g}")
         long, noop = prompts[0], [pc.Add([0.0] * width, at=at[0])]
-        plain = lm.run(long, max_tokens=2, sampling=ignore)
+        plain = lm.run(long, max_tokens=2, sampling=ignore, logprobs=True)
         hard = [pc.Add(torch.randn(width), at=at[0], scale=50.0)]
-        hit = lm.run(long, max_tokens=2, sampling=ignore)
-        first = lm.run(long, edits=hard, max_tokens=2, sampling=ignore)
-        second = lm.run(long, edits=hard, max_tokens=2, sampling=ignore)
-        back = lm.run(long, max_tokens=2, sampling=ignore)
-        caught = [lm.run(long, edits=e, capture=[at[2]], max_tokens=2, sampling=ignore) for e in (hard, noop, [])]
+        hit = lm.run(long, max_tokens=2, sampling=ignore, logprobs=True)
+        first = lm.run(long, edits=hard, max_tokens=2, sampling=ignore, logprobs=True)
+        second = lm.run(long, edits=hard, max_tokens=2, sampling=ignore, logprobs=True)
+        back = lm.run(long, max_tokens=2, sampling=ignore, logprobs=True)
+        caught = [
+            lm.run(long, edits=e, capture=[at[2]], max_tokens=2, sampling=ignore, logprobs=True)
+            for e in (hard, noop, [])
+        ]
         note(mode, "3 cached blocks: a plain prompt's serve plain runs", hit.cached_tokens > 0 and back.cached_tokens > 0,
              f"{hit.cached_tokens} and, after edited runs, {back.cached_tokens} tokens")  # fmt: skip
         note(mode, "3 an edited prompt's serve its own kind alone", first.cached_tokens == 0 < second.cached_tokens,
@@ -149,8 +152,8 @@ def bounded(mode: str, model: str) -> None:
             with pc.LM(model, engine="vllm", prove=False, **options, **ours) as lm:
                 torch.manual_seed(0)
                 edit = [pc.Add(torch.randn(lm.model.d_model), at=pc.resid_post[1])]
-                runs = lm.run(PROMPTS, edits=edit, max_tokens=TOKENS, sampling={"ignore_eos": True})
-                alone = lm.run(PROMPTS[1], edits=edit, max_tokens=TOKENS, sampling={"ignore_eos": True})
+                runs = lm.run(PROMPTS, edits=edit, max_tokens=TOKENS, sampling={"ignore_eos": True}, logprobs=True)
+                alone = lm.run(PROMPTS[1], edits=edit, max_tokens=TOKENS, sampling={"ignore_eos": True}, logprobs=True)
                 answers[name] = [bits(run) for run in runs], bits(alone)
                 status = lm.engine.status()
             told = f"{status['active_graphs']} active sizes; {status['active_graphs_problem']}"
@@ -166,7 +169,7 @@ def bounded(mode: str, model: str) -> None:
     full = int(free / total * 1000 - 3) / 1000
     try:
         with pc.LM(model, engine="vllm", prove=False, **{**options, "gpu_memory_utilization": full}) as lm:
-            run, status = lm.run(PROMPTS[1], capture=[pc.resid_post], max_tokens=64), lm.engine.status()
+            run, status = lm.run(PROMPTS[1], capture=[pc.resid_post], max_tokens=64, logprobs=True), lm.engine.status()
             free = torch.cuda.mem_get_info()[0] >> 20
         told = f"{free} MiB free, {status['active_graphs']} active sizes {status['active_graphs_problem']}"
         note(mode, "a GPU filled to its last 0.4 % starts and serves", run.error is None, told)
@@ -192,24 +195,26 @@ def sleeping(mode: str, model: str) -> None:
     with pc.LM(model, engine="vllm", prove=False, **options) as lm:
         torch.manual_seed(0)
         program = {"edits": [pc.Add(torch.randn(lm.model.d_model), at=pc.resid_post[1])], "capture": [pc.resid_post]}
-        before = lm.run(PROMPTS[1], max_tokens=TOKENS, **program)
+        before = lm.run(PROMPTS[1], max_tokens=TOKENS, **program, logprobs=True)
         rows = before[pc.resid_post[0]].clone()
         free = torch.cuda.mem_get_info()[0]
         lm.sleep()
         given = (torch.cuda.mem_get_info()[0] - free) >> 20
         note(mode, "level 1 gives memory back", given > 1000, f"{given} MiB")
         try:
-            lm.run(PROMPTS[1], max_tokens=1)
+            lm.run(PROMPTS[1], max_tokens=1, logprobs=True)
             told = "it ran"
         except pc.EngineError as error:
             told = str(error)
         note(mode, "a sleeping engine says so", "lm.wake()" in told, told)
         kept = before[pc.resid_post[3]].isfinite().all()  # fetched while it sleeps
         lm.wake()
-        after = lm.run(PROMPTS[1], max_tokens=TOKENS, **program)
+        after = lm.run(PROMPTS[1], max_tokens=TOKENS, **program, logprobs=True)
         same = bits(after) == bits(before) and torch.equal(after[pc.resid_post[0]], rows) and bool(kept)
         note(mode, "after waking, edits and captures are as before, bit for bit", same, "")
-        patched = lm.run(PROMPTS[1], max_tokens=TOKENS, edits=[pc.Replace(pc.From(before), at=pc.resid_post[3])])
+        patched = lm.run(
+            PROMPTS[1], max_tokens=TOKENS, edits=[pc.Replace(pc.From(before), at=pc.resid_post[3])], logprobs=True
+        )
         note(mode, "and a run of before serves as a source", patched.error is None, str(patched.error or ""))
 
 

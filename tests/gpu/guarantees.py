@@ -88,7 +88,7 @@ def cut_down(mode: str, lm) -> None:
     for wait in (1 << 40, 1):
         graphs.PATIENCE, before = wait, recorded.cut
         try:
-            runs = [lm.run(PROMPTS, edits=edits, capture=[pc.resid_post[3]], max_tokens=40, sampling={"ignore_eos": True})
+            runs = [lm.run(PROMPTS, edits=edits, capture=[pc.resid_post[3]], max_tokens=40, sampling={"ignore_eos": True}, logprobs=True)
                     for edits in programs]  # fmt: skip
         finally:
             graphs.PATIENCE = patience
@@ -137,8 +137,10 @@ def found_again(mode: str, model: str) -> None:
         surroundings({**environ, **fresh("ours", mode)}),
         pc.LM(model, engine="vllm", prove=False, **options) as lm,
     ):
-        runs = lm.run(PROMPTS, max_tokens=TOKENS, sampling={"ignore_eos": True})
-        edited = lm.run(PROMPTS, max_tokens=TOKENS, edits=[pc.Zero(pc.attn_out[1])], sampling={"ignore_eos": True})
+        runs = lm.run(PROMPTS, max_tokens=TOKENS, sampling={"ignore_eos": True}, logprobs=True)
+        edited = lm.run(
+            PROMPTS, max_tokens=TOKENS, edits=[pc.Zero(pc.attn_out[1])], sampling={"ignore_eos": True}, logprobs=True
+        )
         alone = lm.engine.status()["workers"] == 1
     loaded = compilation_counter.num_aot_artifacts_loaded
     if alone:  # the workers are in this process
@@ -159,7 +161,7 @@ def checks(mode: str, lm, expected: list) -> None:
         "max_tokens": TOKENS,
         "sampling": {"ignore_eos": True},
     }
-    plain = lm.run(PROMPTS, **greedy)
+    plain = lm.run(PROMPTS, **greedy, logprobs=True)
     mine = [[r.token_ids, [x.hex() for x in r.logprobs]] for r in plain]
     apart = [abs(float.fromhex(a) - b) for (_, old), r in zip(expected, plain, strict=True)
              for a, b in zip(old, r.logprobs, strict=True)]  # fmt: skip
@@ -167,11 +169,11 @@ def checks(mode: str, lm, expected: list) -> None:
     told = f"logprobs up to {max(apart):g} apart, {tokens}/{len(PROMPTS)} texts equal"
     note(mode, "1 off is stock, bit for bit", mine == expected, told)
     stream = [pc.Site(name) for name in lm.sites.names if name not in ("embed", "logits")]
-    run = lm.run(PROMPTS[1], capture=[*stream, pc.logits], **greedy)
-    base = lm.run(PROMPTS[1], edits=[pc.Add([0.0] * lm.model.d_model, at=pc.resid_pre[0])], **greedy)
+    run = lm.run(PROMPTS[1], capture=[*stream, pc.logits], **greedy, logprobs=True)
+    base = lm.run(PROMPTS[1], edits=[pc.Add([0.0] * lm.model.d_model, at=pc.resid_pre[0])], **greedy, logprobs=True)
     note(mode, "4 captures change nothing; a no-op edit neither", bits(run) == bits(base), run.text[:0])
     for site in stream:
-        again = lm.run(PROMPTS[1], edits=[pc.Replace(pc.From(run, site), at=site)], **greedy)
+        again = lm.run(PROMPTS[1], edits=[pc.Replace(pc.From(run, site), at=site)], **greedy, logprobs=True)
         note(mode, f"5 self-patch at every layer of {site}", bits(again) == bits(run), "")
     at = pc.resid_post[1]
     steered = lm.run(
@@ -179,6 +181,7 @@ def checks(mode: str, lm, expected: list) -> None:
         edits=[pc.Add(torch.randn(lm.model.d_model), at=at, tokens=pc.generated, scale=3.0)],
         capture=[at, pc.resid_post[0]],
         **greedy,
+        logprobs=True,
     )
     differ = steered.logprobs[2:] != run.logprobs[2:] and steered.logprobs[0] == run.logprobs[0]
     delta = (steered[at][: len(PROMPTS[1])] - run[at][: len(PROMPTS[1])]).abs().max().item()
@@ -188,7 +191,7 @@ def checks(mode: str, lm, expected: list) -> None:
         differ and delta == 0.0,
         f"prompt rows differ by {delta:g}",
     )
-    whole = lm.run([PROMPTS[1]] * 3, capture=[[at], [], [at @ pc.generated[2:4]]], **greedy)
+    whole = lm.run([PROMPTS[1]] * 3, capture=[[at], [], [at @ pc.generated[2:4]]], **greedy, logprobs=True)
     rows = whole[0].positions(at) == list(range(len(PROMPTS[1]) + TOKENS - 1))
     close = (whole[0][at] - run[at]).abs().max().item() / run[at].abs().max().item()
     part = whole[2].positions(at) == [len(PROMPTS[1]) + 2, len(PROMPTS[1]) + 3]
@@ -202,16 +205,22 @@ def checks(mode: str, lm, expected: list) -> None:
     )
     hard = [pc.Add(torch.randn(lm.model.d_model), at=pc.resid_post[0], scale=10.0), pc.Zero(pc.attn_out)]
     noop = [pc.Add([0.0] * lm.model.d_model, at=pc.resid_post[0])]
-    a = lm.run(PROMPTS, edits=[noop, [], noop, []], **greedy)
-    b = lm.run(PROMPTS, edits=[hard, [], hard, []], **greedy)
+    a = lm.run(PROMPTS, edits=[noop, [], noop, []], **greedy, logprobs=True)
+    b = lm.run(PROMPTS, edits=[hard, [], hard, []], **greedy, logprobs=True)
     note(mode, "2 batchmates of edited requests are unchanged", all(bits(a[i]) == bits(b[i]) for i in (1, 3)), "")
     note(mode, "  and the edited ones are not", all(bits(a[i]) != bits(b[i]) for i in (0, 2)), "")
-    clean = lm.run(PROMPTS[1], max_tokens=1, capture=[pc.resid_post, pc.logits])
-    corrupt = lm.run(PROMPTS[1][::-1], max_tokens=1, edits=[pc.Replace(pc.From(clean, at), at=at)], capture=[pc.logits])
+    clean = lm.run(PROMPTS[1], max_tokens=1, capture=[pc.resid_post, pc.logits], logprobs=True)
+    corrupt = lm.run(
+        PROMPTS[1][::-1],
+        max_tokens=1,
+        edits=[pc.Replace(pc.From(clean, at), at=at)],
+        capture=[pc.logits],
+        logprobs=True,
+    )
     gap = (corrupt[pc.logits] - clean[pc.logits]).abs().max().item()
     note(mode, "5 all positions of one layer give the clean logits", gap == 0.0, f"{gap:g}")
     big = [pc.Add([3e38] * lm.model.d_model, at=pc.resid_post[0], scale=s) for s in (3.0, 2.0)]
-    hurt = lm.run([PROMPTS[1]] * 3, edits=[[], [big[1]], [big[0]]], **greedy)
+    hurt = lm.run([PROMPTS[1]] * 3, edits=[[], [big[1]], [big[0]]], **greedy, logprobs=True)
     told = all("resid_post[0] make numbers that are not finite" in str(r.error) for r in hurt[1:])
     note(
         mode,
@@ -219,28 +228,29 @@ def checks(mode: str, lm, expected: list) -> None:
         told and hurt[0].error is None,
         str(hurt[1].error),
     )
-    again = lm.run([PROMPTS[1]] * 2, edits=[noop, []], **greedy)
+    again = lm.run([PROMPTS[1]] * 2, edits=[noop, []], **greedy, logprobs=True)
     note(mode, "  and the slot's next program is not blamed", all(r.error is None for r in again), "")
-    long = lm.run(PROMPTS[1], max_tokens=40, sampling={"ignore_eos": True}, capture=[pc.resid_post])
+    long = lm.run(PROMPTS[1], max_tokens=40, sampling={"ignore_eos": True}, capture=[pc.resid_post], logprobs=True)
     rows = [long[pc.resid_post[i]] for i in range(lm.model.layers)]
-    fed = lm.run(PROMPTS[1] + long.token_ids[:-1], max_tokens=1, capture=[pc.resid_post])
+    fed = lm.run(PROMPTS[1] + long.token_ids[:-1], max_tokens=1, capture=[pc.resid_post], logprobs=True)
     apart = max((a - fed[pc.resid_post[i]]).abs().max().item() / a.abs().max().item() for i, a in enumerate(rows))
     note(mode, "captures of 40 steps agree with one prefill of the same tokens", apart < 0.05, f"{apart:.2g}")
     copied = lm.engine.status()["steps_planned"]
-    lm.run(PROMPTS[1], max_tokens=100, sampling={"ignore_eos": True}, edits=noop, capture=[at])
+    lm.run(PROMPTS[1], max_tokens=100, sampling={"ignore_eos": True}, edits=noop, capture=[at], logprobs=True)
     copied = lm.engine.status()["steps_planned"] - copied
     note(mode, "100 tokens of a steady request are planned at most 3 times", copied <= 3, str(copied))
     if lm.engine.status()["workers"] == 1:  # in this process
         if mode.endswith("graphs"):
             cut_down(mode, lm)
         unsynchronised(mode, lm)
-    after = lm.run(PROMPTS, **greedy)
+    after = lm.run(PROMPTS, **greedy, logprobs=True)
     note(mode, "idle again after all that, bit for bit", [bits(r) for r in after] == [bits(r) for r in plain], "")
     many = lm.run(
         [PROMPTS[3]] * 64,
         edits=[[pc.Add(torch.randn(lm.model.d_model), at=pc.resid_post[i % 3])] for i in range(64)],
         max_tokens=4,
         sampling={"ignore_eos": True},
+        logprobs=True,
     )
     note(
         mode,

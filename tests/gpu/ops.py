@@ -37,7 +37,7 @@ def ops(mode: str, lm) -> None:
                             lambda h, p: reference.noise(h, epsilon(p), np.float32(0.1), True)),
     }  # fmt: skip
     edits = [[pc.Capture(at), op, pc.Capture(at)] for op, _ in asked.values()]
-    runs = lm.run([PROMPTS[2]] * len(asked), max_tokens=12, edits=edits, sampling={"ignore_eos": True})
+    runs = lm.run([PROMPTS[2]] * len(asked), max_tokens=12, edits=edits, sampling={"ignore_eos": True}, logprobs=True)
     far = {}
     for run, (name, (_, formula)) in zip(runs, asked.items(), strict=True):
         before, after, positions = run["edits[0]"].numpy(), run["edits[2]"].numpy(), run.positions("edits[0]")
@@ -48,12 +48,12 @@ def ops(mode: str, lm) -> None:
     told = ", ".join(f"{name} {gap:.1g}" for name, gap in far.items())
     note(mode, "every op is its formula, at every token", max(far.values()) < 1e-4, told)
     drawn = [pc.Zero(at), pc.Noise(1.0, at, seed=77), pc.Capture(at)]
-    found = lm.run(PROMPTS[2], max_tokens=6, edits=drawn, sampling={"ignore_eos": True})
+    found = lm.run(PROMPTS[2], max_tokens=6, edits=drawn, sampling={"ignore_eos": True}, logprobs=True)
     exact = np.stack([epsilon(position) for position in found.positions("edits[2]")])
     same = np.array_equal(found["edits[2]"].numpy().view(np.int32), exact.view(np.int32))
     note(mode, "noise is the same bits as anywhere", same, f"{exact.size} numbers")
     wide = lm.run(PROMPTS[1], max_tokens=3, sampling={"ignore_eos": True}, edits=[
-        pc.Capture(pc.logits), pc.Noise(0.5, pc.logits, seed=3, relative=True), pc.Capture(pc.logits)])  # fmt: skip
+        pc.Capture(pc.logits), pc.Noise(0.5, pc.logits, seed=3, relative=True), pc.Capture(pc.logits)], logprobs=True)  # fmt: skip
     before, after = wide["edits[0]"].numpy(), wide["edits[2]"].numpy()
     expected = np.stack([
         reference.noise(row, noise.normals(3, p, noise_stream("logits", None), len(row)), np.float32(0.5), True)
@@ -63,8 +63,8 @@ def ops(mode: str, lm) -> None:
     note(mode, "an op that sums over logits, in several passes", gap < 1e-4 and not np.array_equal(before, after),
          f"{gap:.1g}, {before.shape[1]} wide")  # fmt: skip
     by_token(mode, lm)
-    none = lm.run(PROMPTS[1], max_tokens=4, edits=[pc.Noise(0.0, pc.embed, relative=True)])
-    plain = lm.run(PROMPTS[1], max_tokens=4)
+    none = lm.run(PROMPTS[1], max_tokens=4, edits=[pc.Noise(0.0, pc.embed, relative=True)], logprobs=True)
+    plain = lm.run(PROMPTS[1], max_tokens=4, logprobs=True)
     same = [x.hex() for x in none.logprobs] == [x.hex() for x in plain.logprobs]
     note(
         mode,
@@ -111,7 +111,7 @@ def code(mode: str, lm) -> None:
         note(mode, "code on rows, between ops", getattr(lm.engine, "remote", False), str(error))
         return
     v = torch.randn(lm.model.d_model)
-    plain = leave.run(PROMPTS[1], max_tokens=8, sampling=sampling)
+    plain = leave.run(PROMPTS[1], max_tokens=8, sampling=sampling, logprobs=True)
 
     def breaks(h: torch.Tensor) -> torch.Tensor:
         raise KeyError("nothing here")
@@ -121,7 +121,9 @@ def code(mode: str, lm) -> None:
         [pc.Apply(breaks, at, pc.prompt[-1])],
         [],
     ]
-    run, broken, mate = leave.run([PROMPTS[2], PROMPTS[2], PROMPTS[1]], max_tokens=8, edits=programs, sampling=sampling)
+    run, broken, mate = leave.run(
+        [PROMPTS[2], PROMPTS[2], PROMPTS[1]], max_tokens=8, edits=programs, sampling=sampling, logprobs=True
+    )
     gap = float((run["edits[4]"] - 2.0 * (run["edits[1]"] * 0.5 + 1.0)).abs().max() / run["edits[4]"].abs().max())
     told = f"{gap:.1g}; {broken.error}"
     fine = (

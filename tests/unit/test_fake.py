@@ -83,7 +83,7 @@ def test_the_decoder_is_the_one_of_the_books(lm):
         n = norm(h)
         gate = n @ layer.gate_DM
         h = h + (gate / (1 + np.exp(-gate)) * (n @ layer.up_DM)) @ layer.down_MD
-    run = lm.run(EIFFEL, max_tokens=1, capture=[pc.resid_post[-1], pc.final_norm, pc.logits])
+    run = lm.run(EIFFEL, max_tokens=1, capture=[pc.resid_post[-1], pc.final_norm, pc.logits], logprobs=True)
     logits = norm(h) @ net._unembedding_DV
     np.testing.assert_allclose(run["resid_post[2]"], h, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(run["final_norm"], norm(h), rtol=1e-4, atol=1e-5)
@@ -102,9 +102,9 @@ def test_facts_and_seeds():
         *("resid_post", "final_norm", "logits"),
     ]
     again, other = pc.LM("fake", seed=5), pc.LM("fake", seed=6)
-    first = pc.LM("fake", seed=5).run(EIFFEL)
-    assert seen(first) == seen(again.run(EIFFEL))
-    assert first.logprobs != other.run(EIFFEL).logprobs
+    first = pc.LM("fake", seed=5).run(EIFFEL, logprobs=True)
+    assert seen(first) == seen(again.run(EIFFEL, logprobs=True))
+    assert first.logprobs != other.run(EIFFEL, logprobs=True).logprobs
 
 
 def test_the_words_of_the_stream_agree(lm):
@@ -137,17 +137,24 @@ def test_stops_at_the_end_token_unless_told_not_to():
 
 def test_captures_end_where_a_run_stops():
     lm = pc.LM("fake", seed=3)
-    runs = lm.run([f"{a} {w}" for a in "abcdefgh" for w in ("cat", "dog", "city")], max_tokens=12, capture=pc.embed)
+    runs = lm.run(
+        [f"{a} {w}" for a in "abcdefgh" for w in ("cat", "dog", "city")], max_tokens=12, capture=pc.embed, logprobs=True
+    )
     short = [run for run in runs if run.finish_reason == "stop"]
     assert short
     for run in short:
         assert run.positions("embed") == list(range(len(run.prompt_token_ids) + len(run.token_ids) - 1))
-        copied = lm.run(run.prompt_token_ids, max_tokens=len(run.token_ids), edits=pc.Replace(pc.From(run), at="embed"))
+        copied = lm.run(
+            run.prompt_token_ids,
+            max_tokens=len(run.token_ids),
+            edits=pc.Replace(pc.From(run), at="embed"),
+            logprobs=True,
+        )
         assert copied.logprobs == run.logprobs
 
 
 def test_scores_are_the_next_tokens_logprobs(lm):
-    run = lm.run(EIFFEL, max_tokens=2, score=[5, 9, 5], capture=pc.logits)
+    run = lm.run(EIFFEL, max_tokens=2, score=[5, 9, 5], capture=pc.logits, logprobs=True)
     logits = run["logits"][0].astype(np.float64)
     logprobs = logits - np.log(np.exp(logits).sum())
     assert sorted(run.scores) == [5, 9]
@@ -162,9 +169,9 @@ def test_scores_are_the_next_tokens_logprobs(lm):
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_self_patch_is_bit_identical(lm, name, layer):
     site = pc.site(name) if name == "embed" else pc.site(name)[layer]
-    base = lm.run(EIFFEL, max_tokens=4, capture=EVERYWHERE)
-    patched = lm.run(EIFFEL, max_tokens=4, capture=EVERYWHERE, edits=pc.Replace(pc.From(base), at=site))
-    moved = lm.run(EIFFEL, max_tokens=4, capture=EVERYWHERE, edits=pc.Add(push(lm), at=site, scale=0.5))
+    base = lm.run(EIFFEL, max_tokens=4, capture=EVERYWHERE, logprobs=True)
+    patched = lm.run(EIFFEL, max_tokens=4, capture=EVERYWHERE, edits=pc.Replace(pc.From(base), at=site), logprobs=True)
+    moved = lm.run(EIFFEL, max_tokens=4, capture=EVERYWHERE, edits=pc.Add(push(lm), at=site, scale=0.5), logprobs=True)
     assert seen(patched) == seen(base)
     assert seen(moved).logprobs != seen(base).logprobs
 
@@ -172,14 +179,20 @@ def test_self_patch_is_bit_identical(lm, name, layer):
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_replacing_a_whole_stream_gives_the_clean_runs_logits(lm, layer):
     assert len(lm.tokens(EIFFEL)) == len(lm.tokens(COLOSSEUM))
-    clean = lm.run(EIFFEL, max_tokens=1, capture=[pc.resid_post, pc.logits])
-    corrupt = lm.run(COLOSSEUM, max_tokens=1, capture=[pc.logits])
+    clean = lm.run(EIFFEL, max_tokens=1, capture=[pc.resid_post, pc.logits], logprobs=True)
+    corrupt = lm.run(COLOSSEUM, max_tokens=1, capture=[pc.logits], logprobs=True)
     edit = pc.Replace(pc.From(clean), at=pc.resid_post[layer])
-    patched = lm.run(COLOSSEUM, max_tokens=1, edits=edit, capture=[pc.resid_pre[layer], pc.logits])
+    patched = lm.run(COLOSSEUM, max_tokens=1, edits=edit, capture=[pc.resid_pre[layer], pc.logits], logprobs=True)
     assert patched["logits"].tobytes() == clean["logits"].tobytes()
     assert patched["logits"].tobytes() != corrupt["logits"].tobytes()
     assert patched.logprobs == clean.logprobs
-    part = lm.run(COLOSSEUM, max_tokens=1, capture=pc.logits, edits=pc.Replace(pc.From(clean), edit.at, pc.prompt[:-1]))
+    part = lm.run(
+        COLOSSEUM,
+        max_tokens=1,
+        capture=pc.logits,
+        edits=pc.Replace(pc.From(clean), edit.at, pc.prompt[:-1]),
+        logprobs=True,
+    )
     assert part["logits"].tobytes() != clean["logits"].tobytes()
     above_the_last_layer = layer == 2  # nothing is left there through which one position could reach another
     assert (part["logits"].tobytes() == corrupt["logits"].tobytes()) == above_the_last_layer
@@ -207,9 +220,9 @@ def test_chunks_do_not_matter(chunk):
     whole, cut = pc.LM("fake"), pc.LM("fake", chunk=chunk)
     found = []
     for lm in (whole, cut):
-        source = lm.run(COLOSSEUM, max_tokens=2, capture=pc.resid_mid)
-        plain = lm.run(EIFFEL, max_tokens=5, capture=EVERYWHERE)
-        run = lm.run(EIFFEL, max_tokens=5, **edited(lm, source))
+        source = lm.run(COLOSSEUM, max_tokens=2, capture=pc.resid_mid, logprobs=True)
+        plain = lm.run(EIFFEL, max_tokens=5, capture=EVERYWHERE, logprobs=True)
+        run = lm.run(EIFFEL, max_tokens=5, **edited(lm, source), logprobs=True)
         found.append((seen(source), seen(plain), seen(run)))
     assert found[0] == found[1]
     _, plain, run = found[1]
@@ -219,18 +232,24 @@ def test_chunks_do_not_matter(chunk):
 
 def test_batchmates_do_not_matter():
     lm = pc.LM("fake", chunk=3)
-    source = lm.run(COLOSSEUM, max_tokens=2, capture=pc.resid_mid)
+    source = lm.run(COLOSSEUM, max_tokens=2, capture=pc.resid_mid, logprobs=True)
     program = edited(lm, source)
-    alone = lm.run(EIFFEL, max_tokens=5, capture=EVERYWHERE)
-    alone_edited = lm.run(EIFFEL, max_tokens=5, **program)
+    alone = lm.run(EIFFEL, max_tokens=5, capture=EVERYWHERE, logprobs=True)
+    alone_edited = lm.run(EIFFEL, max_tokens=5, **program, logprobs=True)
     none = {"edits": [], "capture": EVERYWHERE}
     prompts = [EIFFEL, "a cat", EIFFEL, EIFFEL, "the dog sat on the capital city"]
     programs = [program, none, none, program, {"edits": [pc.Zero(at="resid_post")], "capture": []}]
-    runs = lm.run(prompts, max_tokens=5, edits=[p["edits"] for p in programs], capture=[p["capture"] for p in programs])
+    runs = lm.run(
+        prompts,
+        max_tokens=5,
+        edits=[p["edits"] for p in programs],
+        capture=[p["capture"] for p in programs],
+        logprobs=True,
+    )
     assert [run.error for run in runs] == [None] * 5
     assert seen(runs[0]) == seen(runs[3]) == seen(alone_edited)
     assert seen(runs[2]) == seen(alone) != seen(alone_edited)
-    assert runs[4].logprobs != lm.run(prompts[4], max_tokens=5).logprobs
+    assert runs[4].logprobs != lm.run(prompts[4], max_tokens=5, logprobs=True).logprobs
 
 
 def test_an_edit_acts_at_its_positions_alone(lm):
@@ -255,9 +274,11 @@ def test_captures_stand_where_they_were_written(lm):
 
 
 def test_programs_that_select_nothing_are_carried(lm):
-    runs = lm.run([EIFFEL, COLOSSEUM], max_tokens=1, capture=pc.embed @ pc.generated)
+    runs = lm.run([EIFFEL, COLOSSEUM], max_tokens=1, capture=pc.embed @ pc.generated, logprobs=True)
     assert [run["embed"].shape for run in runs] == [(0, 16), (0, 16)]
-    assert [run.logprobs for run in runs] == [lm.run(p, max_tokens=1).logprobs for p in (EIFFEL, COLOSSEUM)]
+    assert [run.logprobs for run in runs] == [
+        lm.run(p, max_tokens=1, logprobs=True).logprobs for p in (EIFFEL, COLOSSEUM)
+    ]
 
 
 def test_a_patch_of_another_site_and_position(lm):
@@ -376,7 +397,8 @@ def test_a_failure_is_its_own_requests(lm):
         answers[2].result()
     with pytest.raises(pc.TokensError, match="the request exceeds max_model_len=128"):
         answers[3].result()
-    assert answers[1].result() == lm.engine.submit([good])[0].result()
+    again = lm.engine.submit([good])[0].result()
+    assert (answers[1].result().token_ids, answers[1].result().text()) == (again.token_ids, again.text())
     assert len(lm.engine.fetch("good", 0)[0]) == 0
     assert lm.engine.fetch("good", 1)[0].tolist() == [0, 1, 2]
     with pytest.raises(pc.MissingSource):
@@ -399,13 +421,15 @@ def test_a_crash_is_told_and_survived(monkeypatch):
 def test_edits_that_are_not_finite_fail_their_run_and_no_other(lm):
     """As on the real engines: the rows stay as they were, and the error names the first site."""
     beyond = pc.Add(push(lm), at="resid_post[0]", scale=3e38)
-    failed, plain = lm.run([EIFFEL, EIFFEL], max_tokens=2, edits=[[beyond, pc.Scale(2.0, pc.mlp_out[2])], []])
+    failed, plain = lm.run(
+        [EIFFEL, EIFFEL], max_tokens=2, edits=[[beyond, pc.Scale(2.0, pc.mlp_out[2])], []], logprobs=True
+    )
     error = "the edits at resid_post[0] make numbers that are not finite; they were not written"
     assert (type(failed.error), str(failed.error)) == (pc.RunError, error)
-    assert plain.logprobs == lm.run(EIFFEL, max_tokens=2).logprobs
+    assert plain.logprobs == lm.run(EIFFEL, max_tokens=2, logprobs=True).logprobs
     with pytest.raises(pc.RunError, match="at logits make numbers"):
-        lm.run(EIFFEL, max_tokens=1, edits=[pc.Scale(3e38, pc.logits)] * 2)
-    assert lm.run(EIFFEL, max_tokens=2).logprobs == lm.run(EIFFEL, max_tokens=2).logprobs
+        lm.run(EIFFEL, max_tokens=1, edits=[pc.Scale(3e38, pc.logits)] * 2, logprobs=True)
+    assert lm.run(EIFFEL, max_tokens=2, logprobs=True).logprobs == lm.run(EIFFEL, max_tokens=2, logprobs=True).logprobs
 
 
 def test_a_closed_engine_says_so():
@@ -478,7 +502,7 @@ def test_fuzz_strength_is_shorthand_for_noise_at_the_embedding():
 
     def run(extra=None, edits=()) -> pc.Run:
         sampling = {"ignore_eos": True} | ({} if extra is None else {"extra_args": extra})
-        return lm.run(EIFFEL, max_tokens=3, edits=edits, sampling=sampling)
+        return lm.run(EIFFEL, max_tokens=3, edits=edits, sampling=sampling, logprobs=True)
 
     plain = run()
     assert run({}).logprobs == plain.logprobs
@@ -504,8 +528,13 @@ def test_fuzz_strength_is_shorthand_for_noise_at_the_embedding():
 def test_strengths_of_a_batch_are_each_requests_own():
     lm = pc.LM("fake", prove=False)
     strengths = [0.0, 0.1, 0.5, 0.0, 0.5]
-    mixed = lm.run([EIFFEL] * 5, max_tokens=2, sampling=[{"extra_args": {"fuzz_strength": s}} for s in strengths])
-    alone = {s: lm.run(EIFFEL, max_tokens=2, sampling={"extra_args": {"fuzz_strength": s}}) for s in set(strengths)}
+    mixed = lm.run(
+        [EIFFEL] * 5, max_tokens=2, sampling=[{"extra_args": {"fuzz_strength": s}} for s in strengths], logprobs=True
+    )
+    alone = {
+        s: lm.run(EIFFEL, max_tokens=2, sampling={"extra_args": {"fuzz_strength": s}}, logprobs=True)
+        for s in set(strengths)
+    }
     assert [run.logprobs for run in mixed] == [alone[s].logprobs for s in strengths]
     assert len({tuple(run.logprobs) for run in mixed}) == 3
 

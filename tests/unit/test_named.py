@@ -27,9 +27,9 @@ def test_a_vector_is_used_by_its_name(lm):
     for edit in (lambda value: pc.Add(value, pc.resid_post[0], scale=2.0), lambda value: pc.Ablate(value, pc.resid_mid[1]),
                  lambda value: pc.Clamp(value, pc.embed, low=1.0),
                  lambda value: pc.Replace(v, pc.embed, alpha=0.5, mask=value)):  # fmt: skip
-        named, inline = (lm.run(PROMPTS[0], max_tokens=3, edits=[edit(value)]) for value in ("happy", v))
+        named, inline = (lm.run(PROMPTS[0], max_tokens=3, edits=[edit(value)], logprobs=True) for value in ("happy", v))
         assert named.logprobs == inline.logprobs
-        assert named.logprobs != lm.run(PROMPTS[0], max_tokens=3).logprobs
+        assert named.logprobs != lm.run(PROMPTS[0], max_tokens=3, logprobs=True).logprobs
         assert named.program.fingerprint != inline.program.fingerprint
         again = Program.from_json(named.program.to_json())
         assert again == named.program
@@ -43,27 +43,34 @@ def test_a_program_is_used_by_its_name_and_scaled(lm):
         pc.Add(v, pc.resid_post[0], pc.prompt[-1], 3.0), pc.Noise(1.5, pc.resid_mid[1], pc.prompt[-1], 4),
         pc.Add(w, pc.attn_out[1], scale=2.0),
     ]  # fmt: skip
-    used, spelled = (lm.run(PROMPTS[0], max_tokens=3, edits=edits, capture=[pc.resid_post])
+    used, spelled = (lm.run(PROMPTS[0], max_tokens=3, edits=edits, capture=[pc.resid_post], logprobs=True)
                      for edits in ([pc.Use("more", scale=2.0)], plainly))  # fmt: skip
     assert used.logprobs == spelled.logprobs
     assert all(np.array_equal(used[pc.resid_post[i]], spelled[pc.resid_post[i]]) for i in range(lm.model.layers))
     assert Program.from_json(used.program.to_json()) == used.program
-    inside = lm.run(PROMPTS[0], max_tokens=1, edits=[pc.Use("module"), pc.Capture(pc.resid_post[0]), pc.Use("more")])
+    inside = lm.run(
+        PROMPTS[0], max_tokens=1, edits=[pc.Use("module"), pc.Capture(pc.resid_post[0]), pc.Use("more")], logprobs=True
+    )
     assert inside["edits[1]"].shape == (len(inside.prompt_token_ids), D)
 
 
 def test_means_are_over_runs_and_positions_layer_by_layer(lm):
-    runs = lm.run(PROMPTS, max_tokens=3, capture=[pc.resid_post])
+    runs = lm.run(PROMPTS, max_tokens=3, capture=[pc.resid_post], logprobs=True)
     made = lm.bank.mean("usual", runs, pc.resid_post)
     for layer in range(lm.model.layers):
         rows = np.concatenate([run[pc.resid_post[layer]] for run in runs])
         label = lm.sites.label(lm.sites.resolve(pc.resid_post[layer])[0].point)
         np.testing.assert_allclose(made.rows[label].array(), rows.mean(0), rtol=1e-5, atol=1e-6)
-    edited = lm.run(PROMPTS[0], max_tokens=1, edits=[pc.Mean("usual", pc.resid_post)], capture=[pc.resid_post])
+    edited = lm.run(
+        PROMPTS[0], max_tokens=1, edits=[pc.Mean("usual", pc.resid_post)], capture=[pc.resid_post], logprobs=True
+    )
     for layer, row in enumerate(made.rows.values()):
         assert np.array_equal(edited[pc.resid_post[layer]], np.tile(row.array(), (len(edited.prompt_token_ids), 1)))
-    shifted = lm.run(PROMPTS[0], max_tokens=1, edits=[pc.Mean("usual", pc.resid_pre[1])])
-    assert shifted.logprobs == lm.run(PROMPTS[0], max_tokens=1, edits=[pc.Mean("usual", pc.resid_post[0])]).logprobs
+    shifted = lm.run(PROMPTS[0], max_tokens=1, edits=[pc.Mean("usual", pc.resid_pre[1])], logprobs=True)
+    assert (
+        shifted.logprobs
+        == lm.run(PROMPTS[0], max_tokens=1, edits=[pc.Mean("usual", pc.resid_post[0])], logprobs=True).logprobs
+    )
     last = lm.bank.mean("last", runs, pc.resid_post[1], pc.prompt[-1])
     rows = [run[pc.resid_post[1]][len(run.prompt_token_ids) - 1] for run in runs]
     np.testing.assert_allclose(next(iter(last.rows.values())).array(), np.mean(rows, 0), rtol=1e-5, atol=1e-6)

@@ -77,7 +77,7 @@ def stream(engine):
 @pytest.mark.parametrize("chunk", [None, 1, 4])
 def test_parts_are_the_run(chunk):
     lm = pc.LM("fake", prove=False, chunk=chunk)
-    source = lm.run("The Colosseum is in the", max_tokens=2, capture=pc.resid_mid)
+    source = lm.run("The Colosseum is in the", max_tokens=2, capture=pc.resid_mid, logprobs=True)
     for call in (
         {},
         {"max_tokens": 1},
@@ -87,7 +87,7 @@ def test_parts_are_the_run(chunk):
         {"edits": [pc.Replace(pc.From(source, "resid_mid[1]", pc.prompt[-1]), at=pc.resid_mid[2], tokens="prompt[-1]")]},
         {"sampling": [{"ignore_eos": True, "extra_args": {"fuzz_strength": 0.2}}]},
     ):  # fmt: skip
-        run, stream = lm.run(PROMPT, **call), lm.stream(PROMPT, **call)
+        run, stream = lm.run(PROMPT, **call, logprobs=True), lm.stream(PROMPT, **call, logprobs=True)
         parts = list(stream)
         assert [one.token_ids for one in parts] == [[token] for token in run.token_ids]
         assert [number for one in parts for number in one.logprobs] == run.logprobs == stream.run.logprobs
@@ -115,9 +115,9 @@ def test_parts_can_be_awaited_and_a_chat_streams_too():
 
 def test_a_streamed_run_is_a_source():
     lm = pc.LM("fake", prove=False)
-    stream = lm.stream(PROMPT, max_tokens=2, capture=pc.resid_post)
+    stream = lm.stream(PROMPT, max_tokens=2, capture=pc.resid_post, logprobs=True)
     *_, last = stream
-    patched = lm.run(PROMPT, max_tokens=2, edits=pc.Replace(pc.From(stream.run), at=pc.resid_post[1]))
+    patched = lm.run(PROMPT, max_tokens=2, edits=pc.Replace(pc.From(stream.run), at=pc.resid_post[1]), logprobs=True)
     assert patched.logprobs == stream.run.logprobs
     assert patched.logprobs[-1:] == last.logprobs
 

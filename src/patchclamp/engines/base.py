@@ -79,7 +79,7 @@ class Request(msgspec.Struct):
     vectors: the inline vectors that the program reads, rows [n, W] by bank key
     sampling: parameters by vLLM's names
     score: token ids whose log-probability as the next token is wanted
-    logprobs: of how many of the likeliest tokens the log-probability is wanted, beside each generated one's; None: of none
+    logprobs: of how many of the likeliest tokens they are wanted, beside each generated one's; None: of none
     code: what its `Apply`s run, by number
     sources: the runs it reads, held so that they stay until it ends
     listener: takes what is generated as it is made

@@ -63,7 +63,7 @@ def prove(lm: LM, full: bool = False) -> list[Proof]:
     lengths = LENGTH, min(LONGER, lm.model.max_model_len - 1)
     ids, longer = (np.linspace(3, lm.model.d_vocab - 1, length).astype(int).tolist() for length in lengths)
     names = lm.sites.names
-    base = lm.run(ids, max_tokens=1, capture=[*(_all(name) for name in names)])
+    base = lm.run(ids, max_tokens=1, capture=[*(_all(name) for name in names)], logprobs=True)
     _finite(lm, base)
     refs = [ref for name in names for ref in _tried(lm.sites.resolve(Site(name)), full)]
     known = {str(ref) for ref in lm.sites.refs()} if lm.sites.family.tabled else set()
@@ -118,7 +118,7 @@ def _runs(lm: LM, ids: list[int], programs: Sequence[Sequence[Op]], beside: list
     the first."""
     others = [] if beside is None else [beside]
     runs = lm.run([*others, *[ids] * len(programs)], max_tokens=1, edits=[*[[] for _ in others], *programs],
-                  capture=[_LOGITS])  # fmt: skip
+                  capture=[_LOGITS], logprobs=True)  # fmt: skip
     return runs[len(others) :]
 
 

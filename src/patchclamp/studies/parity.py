@@ -95,7 +95,7 @@ def _observe(
         if not lm.sites.family.tabled:  # what a table made of modules offers is only what is proved
             ensure_proved(lm)
         names = [pc.Site(name) for name in lm.sites.names]
-        runs = lm.run(prompts, max_tokens=max_tokens, capture=names)
+        runs = lm.run(prompts, max_tokens=max_tokens, capture=names, logprobs=True)
         for run in runs:
             run.answer  # noqa: B018  raises the run's own error
         kept = [_kept(lm, run) for run in runs]

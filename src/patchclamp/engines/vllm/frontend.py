@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -24,16 +24,17 @@ from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
 from patchclamp.engines.vllm import plugin, shared
 from patchclamp.engines.vllm import sampling as sampling_of_vllm
 from patchclamp.engines.vllm.adapters import Adapters
-from patchclamp.engines.vllm.admission import Carried, Verdict, receipt_of
+from patchclamp.engines.vllm.admission import Carried, receipt_of
 from patchclamp.engines.vllm.answers import Decode, PartialAnswer
 from patchclamp.engines.vllm.architecture import site_map
 from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.compat.core import Table, ask_core, decoded, is_pending, tables_of, tell_core, verdicts_of
 from patchclamp.engines.vllm.compat.seams import require_all, version
 from patchclamp.engines.vllm.report import running
+from patchclamp.engines.vllm.underway import Underway, judged, sampling_params
 from patchclamp.engines.vllm.worker import too_deep
 from patchclamp.engines.vllm.workers import Workers
-from patchclamp.errors import EngineError, PatchclampError, RunError, describe_error, unknown, unpack
+from patchclamp.errors import EngineError, PatchclampError, RunError, describe_error, unknown
 from patchclamp.kernels.code import check_outside
 from patchclamp.plan.room import bank_sizes
 from patchclamp.runtime import Limits
@@ -65,7 +66,7 @@ class VllmEngine:
         self._receiver = shared.Receiver()
         self._engine: Any = None
         self._held_back: collections.deque[tuple[Request, Future[Answer]]] = collections.deque()
-        self._waiting: dict[str, _Underway] = {}  # by run
+        self._waiting: dict[str, Underway] = {}  # by run
         self._streamed: set[str] = set()  # runs that somebody listens to, under way or held back
         self._vectors: collections.Counter[str] = collections.Counter()  # that the core holds: how many requests do
         started: Future[None] = Future()
@@ -286,11 +287,11 @@ class VllmEngine:
                 underway.answer.take(output, underway.new_tables())
         self._drop_vectors()
 
-    def _end(self, output: Any, underway: _Underway) -> None:
+    def _end(self, output: Any, underway: Underway) -> None:
         """Settles a request with its last output."""
         self._forget(underway.request)
         verdict = verdicts_of(self._engine.output_processor).pop(underway.name, None)
-        error = _judged(underway, verdict)
+        error = judged(underway, verdict)
         if error is not None:
             settle(underway.future, error)
             return
@@ -375,14 +376,14 @@ class VllmEngine:
             adapter = self._adapters.take(request)
             prompt = {"prompt_token_ids": request.prompt_token_ids}
             carried = None if request.bound is None else self._carried(request)
-            params = self._params(request, carried)
+            params = sampling_params(request, carried, not isinstance(self.tokenizer, NoTokenizer))
             name = self._engine.add_request(request.run, prompt, params, lora_request=adapter) or request.run
             receipt = "" if carried is None else receipt_of(carried)
             tables: list[Table] = []
             if params.logprobs is not None:
                 tables_of(self._engine.output_processor)[name] = tables
             decode = None if params.detokenize or isinstance(self.tokenizer, NoTokenizer) else self._decoder(request)
-            self._waiting[request.run] = _Underway(
+            self._waiting[request.run] = Underway(
                 request, future, PartialAnswer(request), name, receipt, tables, decode
             )
         except Exception as error:
@@ -423,25 +424,6 @@ class VllmEngine:
             self._refuse(each.request, each.future, aborted)
         tell_core(self._engine, "patchclamp_release", list(runs))
 
-    def _params(self, request: Request, carried: bytes | None) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        given: dict[str, Any] = {"temperature": 0.0, **request.sampling}
-        if carried is not None:
-            given["extra_args"] = {configuration.KEY: carried}
-        logprobs, read_at_once = request.logprobs, request.listener is not None or bool(request.sampling.get("stop"))
-        if request.score:
-            given["logprob_token_ids"] = list(dict.fromkeys(request.score))
-            logprobs = len(given["logprob_token_ids"])
-        return SamplingParams(
-            max_tokens=request.max_tokens,
-            logprobs=logprobs,
-            output_kind=RequestOutputKind.FINAL_ONLY if request.listener is None else RequestOutputKind.DELTA,
-            detokenize=read_at_once and not isinstance(self.tokenizer, NoTokenizer),
-            **given,
-        )
-
     def _fail(self, told: EngineError) -> None:
         """The engine is no more: everyone waiting is told so."""
         with self._wake:
@@ -452,43 +434,6 @@ class VllmEngine:
             settle(future, told)
         self._held_back.clear()
         self._waiting.clear()
-
-
-class _Underway(NamedTuple):
-    """A request that vLLM has.
-
-    name: vLLM's own of it
-    receipt: what must come back with its answer
-    tables: log-probabilities that have come and were not read yet
-    decode: makes the text of (ids, whether the last of them stopped it) when it is read; None where vLLM makes it
-    """
-
-    request: Request
-    future: Future[Answer]
-    answer: PartialAnswer
-    name: str
-    receipt: str
-    tables: list[Table]
-    decode: Decode | None
-
-    def new_tables(self) -> list[Table]:
-        new = self.tables.copy()
-        self.tables.clear()
-        return new
-
-
-def _judged(underway: _Underway, verdict: Verdict | None) -> PatchclampError | None:
-    """Why an answer cannot stand: its program failed, or nobody says that it was carried out."""
-    if underway.request.bound is None:
-        return None
-    if verdict is not None and verdict.error is not None:
-        return unpack(verdict.error)
-    if verdict is None or verdict.receipt != underway.receipt:
-        return EngineError(
-            f"run {underway.request.run} came back without the receipt of its program, so that nobody knows whether it "
-            "was edited; its answer is thrown away"
-        )
-    return None
 
 
 def _pass_on(done: Future[Any], futures: list[Future[Answer]]) -> None:

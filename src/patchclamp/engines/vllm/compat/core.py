@@ -22,9 +22,7 @@ from patchclamp.engines.vllm.compat.runner import carried
 from patchclamp.engines.vllm.compat.seams import require
 from patchclamp.errors import EngineError, PatchclampError, ProgramError
 
-Table = tuple[
-    np.ndarray, np.ndarray
-]  # token ids and log-probabilities [n, 1 + k] of n tokens; first the generated one's
+Table = tuple[np.ndarray, np.ndarray]  # token ids and log-probabilities [n, 1 + k] of n tokens, their own first
 
 
 class _Making(threading.local):
@@ -112,7 +110,7 @@ class _Admitting:
         )
         self._free, self._unfinished = scheduler._free_request, scheduler.get_num_unfinished_requests
         self._finished = scheduler.has_finished_requests
-        scheduler.add_request, scheduler.schedule, scheduler.update_from_output = self.add, self.plan, self.update
+        scheduler.add_request, scheduler.schedule, scheduler.update_from_output = self.add, self.plan, self.end_step
         scheduler._free_request, scheduler.get_num_unfinished_requests = self.free, self.unfinished
         scheduler.has_finished_requests = self.finished
         self._search = scheduler.kv_cache_manager.get_computed_blocks
@@ -206,7 +204,7 @@ class _Admitting:
         """Whether workers have something to do, or to say."""
         return self.admission.has_orders or bool(self._held)
 
-    def update(self, scheduler_output: Any, model_output: Any) -> Any:
+    def end_step(self, scheduler_output: Any, model_output: Any) -> Any:
         """The outputs of a step, with what came of the programs among them."""
         outputs = self._update(scheduler_output, model_output)
         if self.admission.errors:

@@ -168,7 +168,7 @@ SEAMS: dict[str, Seam] = {
         Seam("detokenizer", "vllm.v1.engine.detokenizer:IncrementalDetokenizer", "decode text when it is read",
              has="from_new_request get_next_output_text update", called="detokenizer IncrementalDetokenizer"),
         Seam("processor", "vllm.v1.engine.output_processor:OutputProcessor", "decode text when it is read",
-             has="process_outputs tokenizer", called="processor"),
+             has="tokenizer", called="processor"),
         Seam("outputs", "vllm.v1.engine:EngineCoreOutputs", "answer for programs", has="outputs",
              called="part outputs"),
         Seam("engines", "vllm.v1.engine", "end requests and call the core", has="EngineCoreRequestType"),

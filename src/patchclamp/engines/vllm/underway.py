@@ -1,0 +1,74 @@
+"""What a front end has under way: a request's parameters as vLLM takes them, and whether its answer can stand."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+from patchclamp.engines.base import Answer, Request
+from patchclamp.engines.vllm.admission import Verdict
+from patchclamp.engines.vllm.answers import Decode, PartialAnswer
+from patchclamp.engines.vllm.compat import configuration
+from patchclamp.engines.vllm.compat.core import Table
+from patchclamp.errors import EngineError, PatchclampError, unpack
+
+
+class Underway(NamedTuple):
+    """A request that vLLM has.
+
+    name: vLLM's own of it
+    receipt: what must come back with its answer
+    tables: log-probabilities that have come and were not read yet
+    decode: makes the text of (ids, whether the last of them stopped it) when it is read; None where vLLM makes it
+    """
+
+    request: Request
+    future: Future[Answer]
+    answer: PartialAnswer
+    name: str
+    receipt: str
+    tables: list[Table]
+    decode: Decode | None
+
+    def new_tables(self) -> list[Table]:
+        new = self.tables.copy()
+        self.tables.clear()
+        return new
+
+
+def judged(underway: Underway, verdict: Verdict | None) -> PatchclampError | None:
+    """Why an answer cannot stand: its program failed, or nobody says that it was carried out."""
+    if underway.request.bound is None:
+        return None
+    if verdict is not None and verdict.error is not None:
+        return unpack(verdict.error)
+    if verdict is None or verdict.receipt != underway.receipt:
+        return EngineError(
+            f"run {underway.request.run} came back without the receipt of its program, so that nobody knows whether it "
+            "was edited; its answer is thrown away"
+        )
+    return None
+
+
+def sampling_params(request: Request, carried: bytes | None, has_text: bool) -> Any:
+    """A request's parameters, with the program that it carries.
+
+    Text is made as tokens come only where that is needed: for stop texts, and for a listener.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    given: dict[str, Any] = {"temperature": 0.0, **request.sampling}
+    if carried is not None:
+        given["extra_args"] = {configuration.KEY: carried}
+    logprobs = request.logprobs
+    if request.score:
+        given["logprob_token_ids"] = list(dict.fromkeys(request.score))
+        logprobs = len(given["logprob_token_ids"])
+    return SamplingParams(
+        max_tokens=request.max_tokens,
+        logprobs=logprobs,
+        output_kind=RequestOutputKind.FINAL_ONLY if request.listener is None else RequestOutputKind.DELTA,
+        detokenize=has_text and (request.listener is not None or bool(request.sampling.get("stop"))),
+        **given,
+    )

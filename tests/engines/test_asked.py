@@ -1,0 +1,95 @@
+"""What was not asked for is not made: log-probabilities are asked for, and text is decoded when it is read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import patchclamp as pc
+
+from .conftest import PROMPTS
+
+BOTH = pytest.mark.parametrize("engine", ["vllm", "transformers"])
+TEXTS = [*PROMPTS, "日本語の文章です。今日は🎉"]
+
+
+@BOTH
+def test_a_run_that_did_not_ask_says_so(shallow, engine):
+    run = shallow.get(engine, "float32").run(PROMPTS[0], max_tokens=2)
+    with pytest.raises(pc.ProgramError, match=r"no log-probabilities: ask for them, lm.run\(..., logprobs=True\)"):
+        run.logprobs  # noqa: B018
+    with pytest.raises(pc.ProgramError, match=r"no likeliest tokens: ask for some, as in lm.run\(..., logprobs=5\)"):
+        run.top_logprobs  # noqa: B018
+
+
+@BOTH
+def test_log_probabilities_are_those_of_the_logits(shallow, engine):
+    lm = shallow.get(engine, "float32")
+    for call in ({"logprobs": True}, {"logprobs": 4}, {"logprobs": True, "score": [7, 9]}):
+        run = lm.run(PROMPTS[0], max_tokens=5, sampling={"temperature": 1.0, "seed": 3}, capture=[pc.logits], **call)
+        table_nV = run[pc.logits].log_softmax(-1)
+        expected = table_nV[torch.arange(len(run.token_ids)), run.token_ids]
+        assert run.logprobs == pytest.approx(expected.tolist(), abs=1e-4)
+        for token, logprob in run.scores.items():
+            assert logprob == pytest.approx(float(table_nV[0, token]), abs=1e-4)
+        assert list(run.scores) == list(call.get("score", []))
+    run = lm.run(PROMPTS[0], max_tokens=5, sampling={"temperature": 1.0, "seed": 3}, capture=[pc.logits], logprobs=4)
+    top = run[pc.logits].log_softmax(-1).topk(4)
+    assert [list(row) for row in run.top_logprobs] == top.indices.tolist()
+    assert [list(row.values()) for row in run.top_logprobs] == [
+        pytest.approx(row, abs=1e-4) for row in top.values.tolist()
+    ]
+
+
+@BOTH
+def test_a_stream_has_them_if_it_asked(shallow, engine):
+    lm = shallow.get(engine, "float32")
+    asked = lm.stream(PROMPTS[0], max_tokens=4, logprobs=2)
+    parts = list(asked)
+    assert [number for part in parts for number in part.logprobs] == asked.run.logprobs
+    assert len(asked.run.top_logprobs) == len(asked.run.token_ids) == 4
+    plain = lm.stream(PROMPTS[0], max_tokens=4)
+    assert [part.logprobs for part in plain] == [[]] * 4
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 129, 2.5, "five", None])
+def test_what_cannot_be_asked_for_is_refused(shallow, wrong):
+    lm = shallow.get("transformers", "float32")
+    with pytest.raises(pc.ProgramError, match="logprobs: True, or a number from 1 to 128"):
+        lm.run(PROMPTS[0], max_tokens=1, logprobs=wrong)
+    with pytest.raises(pc.ProgramError, match="logprobs: a run with score= has no likeliest tokens beside it"):
+        lm.run(PROMPTS[0], max_tokens=1, logprobs=3, score=[1])
+
+
+@BOTH
+def test_text_that_is_decoded_when_read_is_what_a_stream_gives(shallow, engine):
+    """Characters of several tokens, special tokens, a token that ends the run: as when it is decoded token by token."""
+    lm, ended = shallow.get(engine, "float32"), 0
+    cases = [{"temperature": 1.0, "seed": seed, "ignore_eos": True} for seed in range(4)]
+    if engine == "vllm":
+        first = lm.run(TEXTS[0], max_tokens=12, sampling=cases[0]).token_ids
+        for more in ({}, {"include_stop_str_in_output": True}, {"skip_special_tokens": False}):
+            cases.append({**cases[0], "stop_token_ids": [first[7]], **more})
+    for sampling in cases:
+        for text in TEXTS:
+            call = {"max_tokens": 12, "sampling": sampling}
+            run, stream = lm.run(text, **call), lm.stream(text, **call)
+            assert run.text == "".join(part.text for part in stream) == stream.run.text
+            ended += run.finish_reason == "stop"
+    assert ended or engine == "transformers"
+
+
+def test_nothing_is_decoded_before_it_is_read(shallow, monkeypatch):
+    from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
+
+    lm, decoded = shallow.get("vllm", "float32"), []
+    decode = FastIncrementalDetokenizer.decode_next
+    monkeypatch.setattr(
+        FastIncrementalDetokenizer, "decode_next", lambda self, token: decoded.append(token) or decode(self, token)
+    )
+    runs = lm.run(PROMPTS, max_tokens=4, sampling={"ignore_eos": True})
+    assert decoded == []
+    assert runs[1].text == runs[1].text != ""
+    assert decoded == runs[1].token_ids
+    lm.run(PROMPTS[0], max_tokens=4, sampling={"ignore_eos": True, "stop": ["never there"]})
+    assert len(decoded) == 8
