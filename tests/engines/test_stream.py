@@ -83,7 +83,7 @@ def test_stop_texts_are_never_begun(shallow, engine):
     }
     for stop, reason in ends.items():
         for given in (stop, [stop, "never there"]):
-            call = {"max_tokens": 16, "sampling": {"ignore_eos": True, "stop": given}}
+            call = {"max_tokens": 16, "sampling": {"ignore_eos": True, "stop": given}, "logprobs": True}
             run = lm.run(PROMPTS[0], **call)
             assert run.finish_reason == reason
             assert (run.text == whole.text) == (reason == "length")
@@ -95,7 +95,7 @@ def test_characters_of_several_tokens_come_whole(shallow, engine):
     lm = shallow.get(engine, "float32")
     broken = 0
     for seed in range(3):
-        call = {"max_tokens": 32, "sampling": {"temperature": 1.0, "seed": seed, "ignore_eos": True}}
+        call = {"max_tokens": 32, "sampling": {"temperature": 1.0, "seed": seed, "ignore_eos": True}, "logprobs": True}
         run = lm.run("日本語の文章です。今日は🎉", **call)
         parts = read(lm.stream("日本語の文章です。今日は🎉", **call), run)
         broken += sum(not part.text for part in parts[:-1])
@@ -289,13 +289,13 @@ def test_streams_wait_their_turn_for_a_slot(shallow):
     before, same = counts(lm), [pc.Scale(1.0, at=pc.resid_post[3], tokens=pc.prompt[0])]
     gate, slots = threading.Event(), 2 * lm.engine.config.scheduler_config.max_num_seqs
     lm.engine._call(gate.wait)  # the engine's thread: all that follows comes at once
-    streams = [lm.stream(PROMPTS[0], max_tokens=6, edits=same) for _ in range(slots + 6)]
+    streams = [lm.stream(PROMPTS[0], max_tokens=6, edits=same, logprobs=True) for _ in range(slots + 6)]
     waiting = lm.engine._call(lambda: lm.engine._call(lambda: ask_core(lm.engine._engine, "patchclamp_counts")))
     gate.set()
     assert waiting.result(60).result(60)["waiting"] == 6  # after the first step
     streams.pop()
     streams.pop().close()
-    plain = lm.run(PROMPTS[0], max_tokens=6)
+    plain = lm.run(PROMPTS[0], max_tokens=6, logprobs=True)
     for stream in streams:
         read(stream, plain)
     del streams, stream
@@ -345,8 +345,8 @@ def test_with_the_core_in_another_process_and_without_a_tokenizer(elsewhere):
     """What listens stays here: nothing of it goes to the core. And closing the engine tells who reads."""
     lm = elsewhere
     before, ids = counts(lm), list(range(1000, 1010))
-    run = lm.run(ids, max_tokens=5, capture=[pc.resid_post[4]])
-    stream = lm.stream(ids, max_tokens=5, capture=[pc.resid_post[4]])
+    run = lm.run(ids, max_tokens=5, capture=[pc.resid_post[4]], logprobs=True)
+    stream = lm.stream(ids, max_tokens=5, capture=[pc.resid_post[4]], logprobs=True)
     read(stream, run)
     assert torch.equal(stream.run[pc.resid_post[4]], run[pc.resid_post[4]])
     del run, stream
