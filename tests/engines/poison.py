@@ -55,7 +55,7 @@ def edits(width: int) -> dict[str, list]:
 def edited(lm: pc.LM) -> dict[str, list]:
     """Runs everything edited; bits, and what was cached, first and again."""
     width, found = lm.model.d_model, {}
-    told = lm.run([prompt_of(900), prompt_of(901)], max_tokens=1, capture=[pc.mlp_out])
+    told = lm.run([prompt_of(900), prompt_of(901)], max_tokens=1, capture=[pc.mlp_out], logprobs=True)
     lm.bank.mean("usual", told, pc.mlp_out)
     lm.bank["module"] = [pc.Add(np.ones(width), pc.resid_post[i]) for i in (0, 1)]
     for turn in ("edited", "edited again"):
@@ -123,7 +123,7 @@ def shared(lm: pc.LM, watch: list) -> dict[str, object]:
     found["late rows are the same bits"] = bool((late == everywhere[100:LENGTH]).all())
     found["edited rows are others"] = bool((late != changed).any(dim=1).all())
     for program in (asked["first"][0], []):
-        run = lm.run(prompt_of(501), max_tokens=1, edits=program)
+        run = lm.run(prompt_of(501), max_tokens=1, edits=program, logprobs=True)
     found["no program at all"] = run.cached_tokens
     return found
 

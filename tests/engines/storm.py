@@ -85,7 +85,9 @@ class Storm:
         """So many rounds; then nothing may be held."""
         before = self.lm.engine.status()
         everywhere = [pc.embed, *LAYERED, *PARTED, pc.final_norm]
-        self.sources = self.lm.run([base[:20] for base in self.bases[:2]], max_tokens=3, capture=everywhere)
+        self.sources = self.lm.run(
+            [base[:20] for base in self.bases[:2]], max_tokens=3, capture=everywhere, logprobs=True
+        )
         told = self.sources[0]
         self.lm.bank.mean("usual", self.sources, pc.mlp_out)
         self.lm.bank["module"] = [
@@ -99,7 +101,7 @@ class Storm:
         self.seen["preempted"] += self.lm.engine.status()["preemptions"] - before["preemptions"]
         self.sources, self.earlier = [], []
         gc.collect()
-        self.lm.run([5], max_tokens=1)
+        self.lm.run([5], max_tokens=1, logprobs=True)
         after = self.lm.engine.status()
         assert {name: after[name] for name in EMPTY} == dict.fromkeys(EMPTY, 0), f"{self.where()}: {after}"
         assert not self.lm.engine._waiting
@@ -124,7 +126,7 @@ class Storm:
         keep = [pc.logits, pc.resid_post[1] @ pc.prompt[-5:]]
         asked = Asked(prompt, edits, keep, 3, {"ignore_eos": True}, 1, None, False)
         for _ in range(2):
-            run = self.lm.run(prompt, max_tokens=3, edits=edits, capture=keep, sampling=asked.sampling)
+            run = self.lm.run(prompt, max_tokens=3, edits=edits, capture=keep, sampling=asked.sampling, logprobs=True)
             self.check(asked, run)
 
     def where(self) -> str:
@@ -140,7 +142,7 @@ class Storm:
             nonlocal ended
             try:
                 return await self.lm.arun(request.prompt, max_tokens=request.max_tokens, edits=request.edits,
-                                          capture=request.capture, sampling=request.sampling, lora=request.lora)  # fmt: skip
+                                          capture=request.capture, sampling=request.sampling, lora=request.lora, logprobs=True)  # fmt: skip
             finally:
                 async with change:
                     ended += 1

@@ -60,8 +60,8 @@ def test_code_is_told_positions_and_site_by_name(lm):
     tokens, sampling = pc.prompt[2:5] | pc.prompt[-1] | pc.generated[1:], {"max_tokens": 6, "sampling": SAMPLING}
     edits = [pc.Apply(noted, pc.resid_pre[3:5], tokens), pc.Apply(known, pc.logits, pc.generated)]
     run, mate = lm.run([PROMPTS[1], PROMPTS[0]], edits=[edits, [pc.Apply(known, pc.resid_post[1])]],
-                       capture=[pc.resid_post[2], pc.logits], **sampling)  # fmt: skip
-    plain = lm.run(PROMPTS[1], capture=[pc.resid_post[2]], **sampling)
+                       capture=[pc.resid_post[2], pc.logits], **sampling, logprobs=True)  # fmt: skip
+    plain = lm.run(PROMPTS[1], capture=[pc.resid_post[2]], **sampling, logprobs=True)
     assert mate.error is None
     chosen = run.select(tokens)
     assert {site: torch.cat(many).tolist() for site, many in seen.items()} == {
@@ -72,7 +72,7 @@ def test_code_is_told_positions_and_site_by_name(lm):
         0.01 * torch.arange(len(prompt))[:, None] * torch.from_numpy(np.isin(np.arange(len(prompt)), chosen))[:, None]
     )
     torch.testing.assert_close(run[pc.resid_post[2]][same], plain[pc.resid_post[2]][same] + added, rtol=1e-5, atol=1e-3)
-    again = lm.run(PROMPTS[1], capture=[pc.logits], edits=edits[:1], **sampling)
+    again = lm.run(PROMPTS[1], capture=[pc.logits], edits=edits[:1], **sampling, logprobs=True)
     gap = run[pc.logits][1] - again[pc.logits][1]
     assert run.token_ids[0] == again.token_ids[0]
     torch.testing.assert_close(gap, torch.full_like(gap, 0.01 * len(prompt)), rtol=1e-2, atol=1e-3)
@@ -147,7 +147,7 @@ def test_rows_are_the_codes_own(lm):
 def test_code_needs_leave(shallow):
     lm = shallow.get("vllm", "float32")
     with pytest.raises(pc.ProgramError, match=r"edits\[0\].fn: Apply runs Python of yours .* allow_code=True"):
-        lm.run(PROMPTS[0], edits=[pc.Apply(lambda h: h, AT)])
+        lm.run(PROMPTS[0], edits=[pc.Apply(lambda h: h, AT)], logprobs=True)
     with pytest.raises(pc.ProgramError, match="a function of rows is needed"):
         pc.Apply("h * 2", AT)
     with pytest.raises(pc.ProgramError, match="Apply is code, which is neither written down nor sent"):

@@ -40,12 +40,14 @@ def test_every_position_of_one_layer_from_the_clean_run_gives_its_logits(shallow
     lm = shallow.get(*mode)
     corrupt = lm.tokens(PROMPTS[1])
     clean = [*reversed(corrupt)]
-    clean_run = lm.run(clean, max_tokens=1, capture=[pc.resid_post, pc.logits])
-    corrupt_run = lm.run(corrupt, max_tokens=1, capture=[pc.logits])
+    clean_run = lm.run(clean, max_tokens=1, capture=[pc.resid_post, pc.logits], logprobs=True)
+    corrupt_run = lm.run(corrupt, max_tokens=1, capture=[pc.logits], logprobs=True)
     assert not torch.equal(clean_run[pc.logits], corrupt_run[pc.logits])
     for layer in (0, 4, 7):
         at = pc.resid_post[layer]
-        run = lm.run(corrupt, max_tokens=1, edits=[pc.Replace(pc.From(clean_run, at), at=at)], capture=[pc.logits])
+        run = lm.run(
+            corrupt, max_tokens=1, edits=[pc.Replace(pc.From(clean_run, at), at=at)], capture=[pc.logits], logprobs=True
+        )
         assert torch.equal(run[pc.logits], clean_run[pc.logits]), layer
 
 
@@ -71,10 +73,10 @@ def test_batchmates_of_edited_requests_are_unchanged(shallow, engine):
 def test_captures_are_not_aliases(shallow, engine):
     """What was captured is still the same after the engine has run other things."""
     lm = shallow.get(engine, "float32")
-    run = lm.run(PROMPTS[0], max_tokens=2, capture=[pc.resid_post])
+    run = lm.run(PROMPTS[0], max_tokens=2, capture=[pc.resid_post], logprobs=True)
     before = {layer: run[pc.resid_post[layer]].clone() for layer in (0, 4)}
-    lm.run(list(PROMPTS), max_tokens=8, edits=[pc.Zero(pc.resid_post[2])], capture=[pc.resid_post])
-    fresh = lm.run(PROMPTS[0], max_tokens=2, capture=[pc.resid_post])
+    lm.run(list(PROMPTS), max_tokens=8, edits=[pc.Zero(pc.resid_post[2])], capture=[pc.resid_post], logprobs=True)
+    fresh = lm.run(PROMPTS[0], max_tokens=2, capture=[pc.resid_post], logprobs=True)
     for layer, kept in before.items():
         assert torch.equal(run[pc.resid_post[layer]], kept)
         assert torch.equal(fresh[pc.resid_post[layer]], kept)
@@ -86,13 +88,13 @@ def test_ops_act_in_order_and_captures_see_their_place(shallow, engine):
     lm = shallow.get(engine, "float32")
     v = torch.randn(lm.model.d_model)
     at = pc.resid_post[5]
-    base = lm.run(PROMPTS[0], max_tokens=1, capture=[at])[at]
+    base = lm.run(PROMPTS[0], max_tokens=1, capture=[at], logprobs=True)[at]
     run = lm.run(PROMPTS[0], max_tokens=1, capture=[at],
-                 edits=[pc.Add(v, at=at, scale=2.0), pc.Replace(3 * v, at=at, tokens=pc.prompt[1], alpha=0.25)])  # fmt: skip
+                 edits=[pc.Add(v, at=at, scale=2.0), pc.Replace(3 * v, at=at, tokens=pc.prompt[1], alpha=0.25)], logprobs=True)  # fmt: skip
     expected = base + 2 * v
     expected[1] = 0.75 * expected[1] + 0.25 * (3 * v)
     assert torch.allclose(run[at], expected, atol=1e-5)
-    inside = lm.run(PROMPTS[0], max_tokens=1, edits=[pc.Capture(at), pc.Zero(at)])
+    inside = lm.run(PROMPTS[0], max_tokens=1, edits=[pc.Capture(at), pc.Zero(at)], logprobs=True)
     assert torch.equal(inside[at], base)
-    zeroed = lm.run(PROMPTS[0], max_tokens=1, edits=[pc.Zero(at), pc.Capture(at)])
+    zeroed = lm.run(PROMPTS[0], max_tokens=1, edits=[pc.Zero(at), pc.Capture(at)], logprobs=True)
     assert torch.equal(zeroed[at], torch.zeros_like(base))

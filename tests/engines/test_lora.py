@@ -90,13 +90,15 @@ def test_every_site_of_a_mixed_batch_equals_merged_weights(lm, hubs, adapters):
 
 
 def test_a_clean_run_with_an_adapter_patched_into_one_without(lm, hubs, adapters):
-    tuned = lm.run(IDS[:20], max_tokens=1, lora=adapters["linear"], capture=[pc.resid_pre, pc.logits])
+    tuned = lm.run(IDS[:20], max_tokens=1, lora=adapters["linear"], capture=[pc.resid_pre, pc.logits], logprobs=True)
     program = [pc.Replace(pc.From(tuned), pc.resid_pre[1])]
-    patched = lm.run(IDS[:20], max_tokens=1, lora=adapters["linear"], edits=program, capture=[pc.logits])
+    patched = lm.run(IDS[:20], max_tokens=1, lora=adapters["linear"], edits=program, capture=[pc.logits], logprobs=True)
     assert torch.equal(patched[pc.logits], tuned[pc.logits])
-    plain, crossed = (lm.run(IDS[:20], max_tokens=1, edits=e, capture=[pc.logits]) for e in ([], program))
+    plain, crossed = (
+        lm.run(IDS[:20], max_tokens=1, edits=e, capture=[pc.logits], logprobs=True) for e in ([], program)
+    )
     expected = hubs[None].run(IDS[:20], max_tokens=1, capture=[pc.logits], edits=[
-        pc.Replace(tuned[pc.resid_pre[1]], pc.resid_pre[1], pc.prompt)])  # fmt: skip
+        pc.Replace(tuned[pc.resid_pre[1]], pc.resid_pre[1], pc.prompt)], logprobs=True)  # fmt: skip
     assert worst_row(crossed[pc.logits], expected[pc.logits]) <= 1e-4
     assert worst_row(crossed[pc.logits], plain[pc.logits]) > 1e-2
 
@@ -159,9 +161,9 @@ def test_what_is_no_adapter_of_the_model_is_its_requests_error_alone(lm, tiny, a
         "cannot be loaded: SafetensorError": adapter(tiny, tmp_path / "d", 1),
     }
     (tmp_path / "d" / "adapter_model.safetensors").write_bytes(b"nothing")
-    plain = lm.run(IDS, max_tokens=2, lora=adapters["linear"])
+    plain = lm.run(IDS, max_tokens=2, lora=adapters["linear"], logprobs=True)
     runs = lm.run([IDS] * 6, max_tokens=2, lora=[*wrong.values(), adapters["linear"], None],
-                  edits=[pc.Scale(1.0, pc.embed)])  # fmt: skip
+                  edits=[pc.Scale(1.0, pc.embed)], logprobs=True)  # fmt: skip
     for text, run in zip(wrong, runs, strict=False):
         assert isinstance(run.error, pc.ModelError), text
         assert text in str(run.error)
@@ -169,7 +171,7 @@ def test_what_is_no_adapter_of_the_model_is_its_requests_error_alone(lm, tiny, a
     assert [run.error for run in runs[4:]] == [None, None]
     assert runs[4].token_ids == plain.token_ids
     gc.collect()
-    lm.run(IDS[:3], max_tokens=1)
+    lm.run(IDS[:3], max_tokens=1, logprobs=True)
     assert {lm.engine.status()[name] for name in ("programs", "vectors", "pinned")} == {0}
 
 
@@ -196,18 +198,18 @@ def test_what_is_asked_wrongly_is_told_before_it_runs(lm, shallow, tiny, adapter
         ([{}], pc.ProgramError, "lora[0]: the folder of an adapter is needed, not dict"),
     ):
         with pytest.raises(error) as caught:
-            lm.run(IDS, max_tokens=1, lora=given)
+            lm.run(IDS, max_tokens=1, lora=given, logprobs=True)
         assert text in str(caught.value)
     with pytest.raises(
         pc.EngineError, match=r"lora: this engine runs no LoRA adapters: start it with .*enable_lora=True"
     ):
-        shallow.get("vllm", "float32").run("A", max_tokens=1, lora=adapters["linear"])
+        shallow.get("vllm", "float32").run("A", max_tokens=1, lora=adapters["linear"], logprobs=True)
     for other in (shallow.get("transformers", "float32"), pc.LM("fake")):
         with pytest.raises(
             pc.EngineError, match=r"lora: the \w+ engine runs no LoRA adapters: merge it into the model"
         ):
-            other.run("A", max_tokens=1, lora=adapters["linear"])
-        assert other.run("A", max_tokens=1, lora=None).lora is None
+            other.run("A", max_tokens=1, lora=adapters["linear"], logprobs=True)
+        assert other.run("A", max_tokens=1, lora=None, logprobs=True).lora is None
 
 
 def test_targets_are_every_linear_layer(tiny, adapters):

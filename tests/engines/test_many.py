@@ -21,18 +21,20 @@ def test_n_runs_of_a_prompt_are_runs_of_their_own(shallow, engine):
     v = torch.randn(lm.model.d_model)
     sampling = {"n": 3, "temperature": 1.0, "seed": np.int64(11), "ignore_eos": True}
     program = {"edits": [pc.Add(v, at=pc.resid_post[5], tokens=pc.generated)], "capture": [at]}
-    runs = lm.run(PROMPTS[0], max_tokens=6, sampling=sampling, **program)
+    runs = lm.run(PROMPTS[0], max_tokens=6, sampling=sampling, **program, logprobs=True)
     assert len(runs) == 3
     assert len({tuple(run.token_ids) for run in runs}) == 3
     for i, run in enumerate(runs):
         assert run.positions(at) == list(range(len(run.prompt_token_ids) + 5))
         fed = lm.run(run.prompt_token_ids + run.token_ids[:-1], max_tokens=1, capture=[at],
-                     edits=[pc.Add(v, at=pc.resid_post[5], tokens=pc.every[len(run.prompt_token_ids) :])])  # fmt: skip
+                     edits=[pc.Add(v, at=pc.resid_post[5], tokens=pc.every[len(run.prompt_token_ids) :])], logprobs=True)  # fmt: skip
         far = (run[at] - fed[at][: len(run[at])]).norm(dim=1) / run[at].norm(dim=1)
         assert float(far.max()) <= 1e-4
-        alone = lm.run(PROMPTS[0], max_tokens=6, sampling={**sampling, "n": 1, "seed": 11 + i}, **program)
+        alone = lm.run(
+            PROMPTS[0], max_tokens=6, sampling={**sampling, "n": 1, "seed": 11 + i}, **program, logprobs=True
+        )
         assert alone.token_ids == run.token_ids
-    mixed = lm.run([PROMPTS[0], PROMPTS[1]], max_tokens=2, sampling=[sampling, {"n": 1}])
+    mixed = lm.run([PROMPTS[0], PROMPTS[1]], max_tokens=2, sampling=[sampling, {"n": 1}], logprobs=True)
     assert [len(mixed[0]), type(mixed[1])] == [3, pc.Run]
     for wrong, text in (
         ({"n": 0}, "sampling.n: a whole number from 1 to 16384"),
@@ -40,7 +42,7 @@ def test_n_runs_of_a_prompt_are_runs_of_their_own(shallow, engine):
         ({"n": 10**9, "temperature": 1.0}, "sampling.n: a whole number from 1 to 16384"),
     ):
         with pytest.raises(pc.ProgramError, match=text):
-            lm.run(PROMPTS[0], sampling=wrong)
+            lm.run(PROMPTS[0], sampling=wrong, logprobs=True)
 
 
 @BOTH
@@ -50,14 +52,19 @@ def test_calls_awaited_together_are_each_as_if_alone(shallow, engine):
     edits = [[pc.Add(v, at=pc.resid_post[i % 8], scale=0.5)] for i, v in enumerate(vectors)]
 
     async def all_at_once() -> list[pc.Run]:
-        calls = [lm.arun(PROMPTS[i % 3], max_tokens=4, edits=edit, capture=[at]) for i, edit in enumerate(edits)]
-        return await asyncio.gather(*calls, lm.arun(PROMPTS, max_tokens=2), lm.arun(PROMPTS[0], max_tokens=3))
+        calls = [
+            lm.arun(PROMPTS[i % 3], max_tokens=4, edits=edit, capture=[at], logprobs=True)
+            for i, edit in enumerate(edits)
+        ]
+        return await asyncio.gather(
+            *calls, lm.arun(PROMPTS, max_tokens=2, logprobs=True), lm.arun(PROMPTS[0], max_tokens=3, logprobs=True)
+        )
 
     *runs, many, plain = asyncio.run(all_at_once())
     assert [len(run.token_ids) for run in many] == [2, 2, 2]
-    assert plain.token_ids == lm.run(PROMPTS[0], max_tokens=3).token_ids
+    assert plain.token_ids == lm.run(PROMPTS[0], max_tokens=3, logprobs=True).token_ids
     for i, (run, edit) in enumerate(zip(runs, edits, strict=True)):
-        alone = lm.run(PROMPTS[i % 3], max_tokens=4, edits=edit, capture=[at])
+        alone = lm.run(PROMPTS[i % 3], max_tokens=4, edits=edit, capture=[at], logprobs=True)
         prompt = slice(0, len(run.prompt_token_ids))
         far = (run[at][prompt] - alone[at][prompt]).norm(dim=1) / alone[at][prompt].norm(dim=1)
         assert float(far.max()) <= 1e-4
@@ -70,17 +77,17 @@ def test_errors_and_cancelled_calls_leave_nothing_behind(shallow, engine):
 
     async def go() -> list:
         at_once = asyncio.create_task(lm.arun(PROMPTS[2], max_tokens=200, capture=[pc.resid_post[1]],
-                                              sampling={"ignore_eos": True}))  # fmt: skip
+                                              sampling={"ignore_eos": True}, logprobs=True))  # fmt: skip
         await asyncio.sleep(0)  # it is asked for, and no more
         at_once.cancel()
         hot = [pc.Add([3e38] * lm.model.d_model, at=pc.resid_post[3], scale=1e30)]
         long = asyncio.create_task(lm.arun(PROMPTS[1], max_tokens=200, capture=[pc.resid_post[1]],
-                                           sampling={"ignore_eos": True}))  # fmt: skip
-        short = asyncio.create_task(lm.arun(PROMPTS[0], max_tokens=3))
+                                           sampling={"ignore_eos": True}, logprobs=True))  # fmt: skip
+        short = asyncio.create_task(lm.arun(PROMPTS[0], max_tokens=3, logprobs=True))
         while not (lm.engine._waiting if engine == "vllm" else len(lm.engine.runtime)):
             await asyncio.sleep(0)  # until it is under way
         long.cancel()
-        bad = lm.arun(PROMPTS[0], max_tokens=2, edits=hot)
+        bad = lm.arun(PROMPTS[0], max_tokens=2, edits=hot, logprobs=True)
         return await asyncio.gather(long, short, bad, return_exceptions=True)
 
     cancelled, run, error = asyncio.run(go())
@@ -88,9 +95,9 @@ def test_errors_and_cancelled_calls_leave_nothing_behind(shallow, engine):
     assert len(run.token_ids) == 3
     assert isinstance(error, pc.RunError)
     with pytest.raises(pc.ProgramError, match="give either a prompt or messages"):
-        asyncio.run(lm.arun())
+        asyncio.run(lm.arun(logprobs=True))
     del run  # the error lives on, and its run is closed all the same
-    lm.run(PROMPTS[0], max_tokens=1)  # after the aborted one, on the engine's thread
+    lm.run(PROMPTS[0], max_tokens=1, logprobs=True)  # after the aborted one, on the engine's thread
     after = lm.engine.status()
     counts = [name for name in ("programs", "runs", "pinned", "vectors") if name in before]
     assert len(counts) >= 3
@@ -128,11 +135,13 @@ def test_seeded_prompts_that_come_in_chunks_draw_as_whole_ones(shallow):
     prompts = [whole.tokens(" ".join(PROMPTS))[: 17 + 11 * i] for i in range(4)]
     sampling = [{"temperature": 1.0, "seed": 5 + i, "ignore_eos": True} for i in range(4)]
     edits = [[pc.Scale(0.9, pc.resid_post[2])], [], [], []]
-    ours, theirs = (lm.run(prompts, max_tokens=6, sampling=sampling, edits=edits) for lm in (chunked, whole))
+    ours, theirs = (
+        lm.run(prompts, max_tokens=6, sampling=sampling, edits=edits, logprobs=True) for lm in (chunked, whole)
+    )
     assert [run.token_ids for run in ours] == [run.token_ids for run in theirs]
-    again = chunked.run(prompts[3], max_tokens=6, sampling=sampling[3])
+    again = chunked.run(prompts[3], max_tokens=6, sampling=sampling[3], logprobs=True)
     assert again.token_ids == ours[3].token_ids
-    other = chunked.run(prompts[3], max_tokens=6, sampling={**sampling[3], "seed": 99})
+    other = chunked.run(prompts[3], max_tokens=6, sampling={**sampling[3], "seed": 99}, logprobs=True)
     assert other.token_ids != ours[3].token_ids
 
 
@@ -145,5 +154,5 @@ def test_what_the_engines_thread_raises_reaches_the_caller(shallow, monkeypatch)
         with monkeypatch.context() as broken:
             broken.setattr(runtime, name, lambda *_: 1 / 0)
             with pytest.raises(pc.RunError, match="ZeroDivisionError"):
-                lm.run([3, 4, 5], max_tokens=1, edits=edits)
-        assert lm.run([3, 4, 5], max_tokens=1, edits=edits).token_ids
+                lm.run([3, 4, 5], max_tokens=1, edits=edits, logprobs=True)
+        assert lm.run([3, 4, 5], max_tokens=1, edits=edits, logprobs=True).token_ids

@@ -60,8 +60,8 @@ def runs(shallow):
             options = rest[0] if rest and isinstance(rest[0], dict) else {}
             lm = shallow.get(engine, dtype, rest == [True], **options)
             keep = [[op.at, pc.resid_post[7]] for op in EDITS.values()]
-            edited = lm.run(prompts, edits=[[op] for op in EDITS.values()], capture=keep, max_tokens=4)
-            plain = lm.run(prompts, capture=keep, max_tokens=4)
+            edited = lm.run(prompts, edits=[[op] for op in EDITS.values()], capture=keep, max_tokens=4, logprobs=True)
+            plain = lm.run(prompts, capture=keep, max_tokens=4, logprobs=True)
             done[mode] = dict(zip(EDITS, zip(edited, plain, strict=True), strict=True))
         return done[mode]
 
@@ -178,7 +178,7 @@ def test_a_steering_module_is_used_by_name(shallow, engine):
 def test_epsilon_is_the_same_bits_in_every_engine(shallow, engine):
     """Zero the row, add noise: what is captured is ε itself."""
     lm, at = shallow.get(engine, "float32"), pc.resid_mid[3]
-    run = lm.run(PROMPTS[0], max_tokens=1, edits=[pc.Zero(at), pc.Noise(1.0, at, seed=99)], capture=[at])
+    run = lm.run(PROMPTS[0], max_tokens=1, edits=[pc.Zero(at), pc.Noise(1.0, at, seed=99)], capture=[at], logprobs=True)
     for position, row in zip(run.positions(at), run[at], strict=True):
         expected = normals(99, position, noise_stream("mid", 3), D)
         assert np.array_equal(row.numpy().view(np.int32), expected.view(np.int32))

@@ -19,7 +19,7 @@ def worst_row(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_every_site_equals_transformers(shallow, compiled):
     lm, hub = shallow.get("vllm", "float32", compiled), shallow.get("transformers", "float32")
-    ours, theirs = (m.run(list(PROMPTS), max_tokens=4, capture=lm.sites.names) for m in (lm, hub))
+    ours, theirs = (m.run(list(PROMPTS), max_tokens=4, capture=lm.sites.names, logprobs=True) for m in (lm, hub))
     checked = 0
     for a, b in zip(ours, theirs, strict=True):
         assert a.token_ids == b.token_ids
@@ -34,7 +34,7 @@ def test_every_site_equals_transformers(shallow, compiled):
 @pytest.mark.parametrize("padding", ["left", "right"])
 def test_transformers_engine_equals_plain_hooks(shallow, shortened, padding):
     lm, plain = shallow.get("transformers", "float32", padding_side=padding), PlainModel(str(shortened))
-    runs = lm.run(list(PROMPTS), max_tokens=1, capture=lm.sites.names)
+    runs = lm.run(list(PROMPTS), max_tokens=1, capture=lm.sites.names, logprobs=True)
     for run in runs:
         ids = run.prompt_token_ids
         for site in ("resid_pre", "resid_mid", "attn_out", "mlp_out", "resid_post"):
@@ -59,7 +59,9 @@ def test_an_edit_does_what_a_plain_hook_does(shallow, shortened, engine):
     ):
         row = torch.randn(lm.model.d_model, generator=generator)
         at = pc.Site(site, layer)
-        run = lm.run(ids, max_tokens=1, edits=[pc.Replace(row, at=at, tokens=position)], capture=[pc.logits, at])
+        run = lm.run(
+            ids, max_tokens=1, edits=[pc.Replace(row, at=at, tokens=position)], capture=[pc.logits, at], logprobs=True
+        )
         expected = plain.patched_logits(ids, site, layer, position, row)
         assert (run[pc.logits][0] - expected).abs().max() <= 2e-3, (site, layer)
         assert (expected - plain.logits(ids)).abs().max() > 1e-2
@@ -94,7 +96,10 @@ def test_one_token_prompts_and_many_lengths_at_once(shallow):
     ids = lm.tokens(" ".join(PROMPTS))
     prompts = [ids[:1], ids[:2], ids[3:4], ids[:33], ids]
     edits = [[pc.Add([0.5] * lm.model.d_model, at=pc.resid_mid[3], tokens=pc.prompt[-1])] for _ in prompts]
-    a, b = (m.run(prompts, max_tokens=3, edits=edits, capture=[pc.resid_post[3], pc.logits]) for m in (lm, hub))
+    a, b = (
+        m.run(prompts, max_tokens=3, edits=edits, capture=[pc.resid_post[3], pc.logits], logprobs=True)
+        for m in (lm, hub)
+    )
     for x, y in zip(a, b, strict=True):
         assert x.token_ids == y.token_ids
         assert x.positions(pc.resid_post[3]) == list(range(len(x.prompt_token_ids) + 2))

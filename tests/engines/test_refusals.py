@@ -64,14 +64,14 @@ def test_bad_input_is_refused_before_it_runs(shallow, engine):
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
 def test_sources_must_be_alive_and_hold_what_is_read(shallow, engine):
     lm = shallow.get(engine, "float32")
-    run = lm.run(PROMPTS[0], max_tokens=1, capture=[pc.resid_post[3] @ pc.prompt[1:3]])
+    run = lm.run(PROMPTS[0], max_tokens=1, capture=[pc.resid_post[3] @ pc.prompt[1:3]], logprobs=True)
     for value, text in (
         (pc.From(run), "did not capture resid_post[3] at position 0 (it has 2, 1 to 2)"),
         (pc.From(run, pc.resid_post[4]), "did not capture resid_post[4]"),
         (pc.From(run, pc.resid_post[3], pc.prompt[0]), "at position 0"),
     ):
         with pytest.raises(pc.MissingSource) as caught:
-            lm.run(PROMPTS[0], max_tokens=1, edits=[pc.Replace(value, at=pc.resid_post[3])])
+            lm.run(PROMPTS[0], max_tokens=1, edits=[pc.Replace(value, at=pc.resid_post[3])], logprobs=True)
         assert text in str(caught.value)
     with pytest.raises(pc.MissingSource, match=r"resid_pre\[0\] was not captured; this run has: .*resid_post\[3\]"):
         run["resid_pre[0]"]
@@ -80,7 +80,12 @@ def test_sources_must_be_alive_and_hold_what_is_read(shallow, engine):
     kept = pc.From(run)
     run.close()
     with pytest.raises(pc.MissingSource, match="was closed"):
-        lm.run(PROMPTS[0], max_tokens=1, edits=[pc.Replace(kept, at=pc.resid_post[3], tokens=pc.prompt[1:3])])
+        lm.run(
+            PROMPTS[0],
+            max_tokens=1,
+            edits=[pc.Replace(kept, at=pc.resid_post[3], tokens=pc.prompt[1:3])],
+            logprobs=True,
+        )
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
@@ -101,14 +106,14 @@ def test_a_value_keeps_its_run_and_dropped_runs_leave_nothing(shallow, engine):
 
 def test_many_threads_share_one_engine(shallow):
     lm = shallow.get("vllm", "float32")
-    expected = {text: lm.run(text, max_tokens=4).token_ids for text in PROMPTS}
+    expected = {text: lm.run(text, max_tokens=4, logprobs=True).token_ids for text in PROMPTS}
     wrong: list = []
 
     def client(number: int) -> None:
         text = PROMPTS[number % 3]
         at = pc.resid_post[number % SHALLOW]
-        run = lm.run(text, max_tokens=4, capture=[at])
-        edited = lm.run(text, max_tokens=4, edits=[pc.Replace(pc.From(run, at), at=at)])
+        run = lm.run(text, max_tokens=4, capture=[at], logprobs=True)
+        edited = lm.run(text, max_tokens=4, edits=[pc.Replace(pc.From(run, at), at=at)], logprobs=True)
         if not run.token_ids == edited.token_ids == expected[text] or len(run[at]) != len(run.prompt_token_ids) + 3:
             wrong.append(number)
 
@@ -126,10 +131,10 @@ def test_many_programs_more_than_fit_at_once_leave_the_tables_empty(shallow):
     # what is done in the last layer to a token reaches no other
     at = [pc.resid_post[n % (SHALLOW if n % 5 == 4 else SHALLOW - 1)] for n in range(100)]
     edits = [[pc.Add(torch.randn(D), at=at[n], tokens=pc.prompt[n % 5])] for n in range(100)]
-    runs = lm.run([ids] * 100, max_tokens=1, edits=edits, score=[7042])
+    runs = lm.run([ids] * 100, max_tokens=1, edits=edits, score=[7042], logprobs=True)
     assert len({run.scores[7042] for run in runs}) == 100
     gc.collect()
-    lm.run(ids, max_tokens=1)
+    lm.run(ids, max_tokens=1, logprobs=True)
     status = lm.engine.status()
     assert (status["programs"], status["pinned"], status["vectors"], status["records"]) == (0, 0, 0, 0)
 
@@ -337,13 +342,13 @@ def test_an_engine_sleeps_lightly_or_not_at_all(shallow):
     lm.wake()
     with pytest.raises(pc.EngineError, match="the transformers engine does not sleep"):
         shallow.get("transformers", "float32").sleep()
-    assert lm.run(PROMPTS[0], max_tokens=1).token_ids
+    assert lm.run(PROMPTS[0], max_tokens=1, logprobs=True).token_ids
 
 
 @pytest.mark.parametrize("prompt", [5, {"a": 1}, [1.0], [None], ["a", 3], [True, False], b"The", object()])
 def test_what_is_no_prompt_is_our_error(shallow, prompt):
     with pytest.raises(pc.ProgramError, match="a prompt is text or a list of token ids"):
-        shallow.get("transformers", "float32").run(prompt, max_tokens=1)
+        shallow.get("transformers", "float32").run(prompt, max_tokens=1, logprobs=True)
 
 
 def test_prompts_as_arrays_and_chats(shallow):
@@ -385,12 +390,12 @@ def test_programs_wait_for_room_and_never_run_without_themselves(shallow):
     prompts = [torch.randint(100, 40000, (100,)).tolist() for _ in range(3)]
     edits = [[pc.Add(torch.randn(90, D) * 5, at=pc.resid_post[3], tokens=pc.prompt[0:90])] for _ in prompts]
     for _ in range(2):  # the second time from the cache
-        runs = lm.run(prompts, max_tokens=2, edits=edits, capture=[pc.logits])
+        runs = lm.run(prompts, max_tokens=2, edits=edits, capture=[pc.logits], logprobs=True)
         for prompt, edit, run in zip(prompts, edits, runs, strict=True):
-            alone = roomy.run(prompt, max_tokens=2, edits=edit, capture=[pc.logits])
+            alone = roomy.run(prompt, max_tokens=2, edits=edit, capture=[pc.logits], logprobs=True)
             assert torch.allclose(run[pc.logits], alone[pc.logits], atol=1e-3)
     assert runs[0].cached_tokens == 96
-    plain = lm.run(prompts, max_tokens=2, capture=[pc.logits])
+    plain = lm.run(prompts, max_tokens=2, capture=[pc.logits], logprobs=True)
     assert all((a[pc.logits] - b[pc.logits]).abs().max() > 0.1 for a, b in zip(plain, runs, strict=True))
 
 
@@ -428,7 +433,7 @@ def test_a_run_beside_a_failing_one_never_takes_its_cached_blocks_for_edited(sha
 
         def long(ids=ids, errors=errors) -> None:
             try:
-                lm.run(ids, max_tokens=80, edits=hot, sampling={"ignore_eos": True})
+                lm.run(ids, max_tokens=80, edits=hot, sampling={"ignore_eos": True}, logprobs=True)
             except pc.PatchclampError as error:
                 errors.append(error)
 
@@ -439,12 +444,12 @@ def test_a_run_beside_a_failing_one_never_takes_its_cached_blocks_for_edited(sha
         if aborted:
             lm.engine.abort(list(lm.engine._waiting))
         for _ in range(2):
-            (beside,) = lm.run([ids], max_tokens=1, edits=hot)
+            (beside,) = lm.run([ids], max_tokens=1, edits=hot, logprobs=True)
             assert isinstance(beside.error, pc.RunError), beside
         thread.join()
         assert len(errors) == 1
         ids = ids[1:]
-    fine = lm.run([ids] * 2, max_tokens=2, edits=[pc.Zero(pc.resid_post[3], tokens=pc.prompt[3:5])])
+    fine = lm.run([ids] * 2, max_tokens=2, edits=[pc.Zero(pc.resid_post[3], tokens=pc.prompt[3:5])], logprobs=True)
     assert all(run.error is None for run in fine)
 
 
@@ -456,11 +461,11 @@ def test_closing_or_interrupting_settles_everyone(shortened):
 
     def wait() -> None:
         try:
-            lm.run(PROMPTS[0], max_tokens=400, sampling={"ignore_eos": True})
+            lm.run(PROMPTS[0], max_tokens=400, sampling={"ignore_eos": True}, logprobs=True)
         except pc.PatchclampError as error:
             caught.append(error)
 
-    lm.run(PROMPTS[0], max_tokens=1)
+    lm.run(PROMPTS[0], max_tokens=1, logprobs=True)
     runs = lm.engine.status()["runs"]
     import patchclamp.lm as front
 
@@ -470,7 +475,9 @@ def test_closing_or_interrupting_settles_everyone(shortened):
     stock, front._wait = front._wait, interrupted
     try:
         with pytest.raises(KeyboardInterrupt):
-            lm.run([PROMPTS[0]] * 3, max_tokens=400, capture=[pc.resid_post], sampling={"ignore_eos": True})
+            lm.run(
+                [PROMPTS[0]] * 3, max_tokens=400, capture=[pc.resid_post], sampling={"ignore_eos": True}, logprobs=True
+            )
     finally:
         front._wait = stock
     status = lm.engine.status()
@@ -489,8 +496,10 @@ def test_a_kept_run_does_not_hold_its_batchmates(shallow):
     lm = shallow.get("transformers", "float32")
     gc.collect()
     before = lm.engine.status()["captured_bytes"]
-    kept, *others = lm.run([PROMPTS[2]] * 5, max_tokens=3, capture=[[pc.embed @ pc.prompt[0]], *[[pc.resid_post]] * 4])
-    row = lm.run(PROMPTS[2], max_tokens=1, capture=[pc.embed @ pc.prompt[0]])[pc.embed]
+    kept, *others = lm.run(
+        [PROMPTS[2]] * 5, max_tokens=3, capture=[[pc.embed @ pc.prompt[0]], *[[pc.resid_post]] * 4], logprobs=True
+    )
+    row = lm.run(PROMPTS[2], max_tokens=1, capture=[pc.embed @ pc.prompt[0]], logprobs=True)[pc.embed]
     del others
     gc.collect()
     assert lm.engine.status()["captured_bytes"] - before < 20_000
@@ -531,11 +540,11 @@ WRONG_SAMPLING = [
 def test_sampling_of_a_wrong_type_is_refused_before_it_ends_the_engine(shallow, sampling, text):
     lm = shallow.get("vllm", "float32")
     with pytest.raises(pc.ProgramError, match="sampling") as caught:
-        lm.run(PROMPTS[0], max_tokens=2, sampling={"temperature": 0.7, **sampling})
+        lm.run(PROMPTS[0], max_tokens=2, sampling={"temperature": 0.7, **sampling}, logprobs=True)
     assert text in str(caught.value)
     right = {"allowed_token_ids": {5, 6, 7}, "temperature": np.float32(0.7), "seed": np.int64(3), "logit_bias": {np.int64(5): 1}, "stop": ("never",),
              "stop_token_ids": np.array([3, 4]), "top_k": 5}  # fmt: skip
-    assert len(lm.run(PROMPTS[0], max_tokens=2, sampling=right).token_ids) == 2
+    assert len(lm.run(PROMPTS[0], max_tokens=2, sampling=right, logprobs=True).token_ids) == 2
 
 
 @pytest.mark.parametrize("asked", [
@@ -543,7 +552,7 @@ def test_sampling_of_a_wrong_type_is_refused_before_it_ends_the_engine(shallow, 
 ])  # fmt: skip
 def test_names_and_values_are_no_program(shallow, asked):
     with pytest.raises(pc.ProgramError, match="a list is needed, not names and values"):
-        shallow.get("transformers", "float32").run(PROMPTS[0], **asked)
+        shallow.get("transformers", "float32").run(PROMPTS[0], **asked, logprobs=True)
 
 
 def test_what_only_looks_like_numbers_is_refused():
@@ -560,6 +569,6 @@ def test_what_only_looks_like_numbers_is_refused():
 def test_what_vllm_says_of_one_request_is_that_requests_error(shallow):
     lm = shallow.get("vllm", "float32")
     with pytest.raises(pc.RunError):  # and no EngineError: the engine is well
-        lm.run(PROMPTS[0], max_tokens=2, sampling={"temperature": 0.7, "logit_bias": {-1: 1.0}})
-    long = lm.run(PROMPTS[0], max_tokens=20, sampling={"min_tokens": 18})
+        lm.run(PROMPTS[0], max_tokens=2, sampling={"temperature": 0.7, "logit_bias": {-1: 1.0}}, logprobs=True)
+    long = lm.run(PROMPTS[0], max_tokens=20, sampling={"min_tokens": 18}, logprobs=True)
     assert len(long.token_ids) >= 18

@@ -73,7 +73,7 @@ def test_parts_are_the_run(shallow, engine):
 @BOTH
 def test_stop_texts_are_never_begun(shallow, engine):
     lm = shallow.get(engine, "float32")
-    whole = lm.run(PROMPTS[0], max_tokens=16, sampling={"ignore_eos": True})
+    whole = lm.run(PROMPTS[0], max_tokens=16, sampling={"ignore_eos": True}, logprobs=True)
     across = whole.text[9:16]  # of several tokens, and begins within one
     assert len(lm.tokens(across)) > 1
     ends = {
@@ -108,7 +108,7 @@ def test_parts_come_while_the_run_is_under_way(shallow, engine):
     lm = shallow.get(engine, "float32")
     under_way = (lambda: bool(lm.engine._waiting)) if engine == "vllm" else (lambda: len(lm.engine.runtime) > 0)
     before = counts(lm)
-    with lm.stream(PROMPTS[0], capture=[pc.resid_post[3]], **LONG) as stream:
+    with lm.stream(PROMPTS[0], capture=[pc.resid_post[3]], **LONG, logprobs=True) as stream:
         first, second = next(stream), next(stream)
         assert under_way()
         with pytest.raises(pc.ProgramError, match="the stream has not ended"):
@@ -121,9 +121,9 @@ def test_parts_come_while_the_run_is_under_way(shallow, engine):
 @BOTH
 def test_nobody_waits_for_a_slow_reader(shallow, engine):
     lm = shallow.get(engine, "float32")
-    slow = lm.stream(PROMPTS[0], max_tokens=30, sampling={"ignore_eos": True})
+    slow = lm.stream(PROMPTS[0], max_tokens=30, sampling={"ignore_eos": True}, logprobs=True)
     assert next(slow).text == " and"
-    plain = lm.run(PROMPTS[0], max_tokens=30, sampling={"ignore_eos": True})
+    plain = lm.run(PROMPTS[0], max_tokens=30, sampling={"ignore_eos": True}, logprobs=True)
     rest = list(slow)
     assert [token for part in rest for token in part.token_ids] == plain.token_ids[1:]
     assert slow.run.text == plain.text
@@ -133,7 +133,7 @@ def test_nobody_waits_for_a_slow_reader(shallow, engine):
 def test_streams_that_are_given_up_stop_and_leave_nothing_behind(shallow, engine):
     lm = shallow.get(engine, "float32")
     call = {"edits": [pc.Add(push(lm), at=pc.resid_post[5])], "capture": [pc.resid_post[1]], **LONG}
-    lm.run(PROMPTS[0], max_tokens=1, edits=call["edits"])
+    lm.run(PROMPTS[0], max_tokens=1, edits=call["edits"], logprobs=True)
     before, planned = counts(lm), lm.engine.status()["steps_planned"]
 
     def broken_out_of() -> None:
@@ -192,7 +192,7 @@ def test_streams_that_are_given_up_stop_and_leave_nothing_behind(shallow, engine
 def test_a_dropped_stream_waits_for_no_lock(shallow, engine):
     lm = shallow.get(engine, "float32")
     before = counts(lm)
-    stream = lm.stream(PROMPTS[0], capture=[pc.resid_post[1]], **LONG)
+    stream = lm.stream(PROMPTS[0], capture=[pc.resid_post[1]], **LONG, logprobs=True)
     next(stream)
     lock = lm.engine._wake if engine == "vllm" else lm.engine._thread._shutdown_lock
     held, enough, free = threading.Event(), threading.Event(), []
@@ -217,7 +217,7 @@ def test_edits_that_are_not_finite_raise_from_the_iteration(shallow, engine):
     lm = shallow.get(engine, "float32")
     before = counts(lm)
     hot = [pc.Add([3e38] * lm.model.d_model, at=pc.resid_post[3], scale=1e30)]
-    stream = lm.stream(PROMPTS[0], max_tokens=3, edits=hot, capture=[pc.resid_post[5]])
+    stream = lm.stream(PROMPTS[0], max_tokens=3, edits=hot, capture=[pc.resid_post[5]], logprobs=True)
     parts = []
     with pytest.raises(pc.RunError, match=r"the edits at resid_p\S+ make numbers that are not finite"):
         parts.extend(stream)
@@ -228,7 +228,7 @@ def test_edits_that_are_not_finite_raise_from_the_iteration(shallow, engine):
     assert counts(lm) == before  # though the stream is still held
 
     async def go() -> None:
-        async for _ in lm.stream(PROMPTS[0], max_tokens=3, edits=hot):
+        async for _ in lm.stream(PROMPTS[0], max_tokens=3, edits=hot, logprobs=True):
             pass
 
     with pytest.raises(pc.RunError, match="not finite"):
@@ -306,11 +306,11 @@ def test_streams_wait_their_turn_for_a_slot(shallow):
 @BOTH
 def test_threads_read_streams_too(shallow, engine):
     lm = shallow.get(engine, "float32")
-    plain = [lm.run(prompt, max_tokens=6) for prompt in PROMPTS]
+    plain = [lm.run(prompt, max_tokens=6, logprobs=True) for prompt in PROMPTS]
     found: dict[int, str] = {}
 
     def work(i: int) -> None:
-        found[i] = "".join(part.text for part in lm.stream(PROMPTS[i], max_tokens=6))
+        found[i] = "".join(part.text for part in lm.stream(PROMPTS[i], max_tokens=6, logprobs=True))
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
     for thread in threads:
@@ -350,10 +350,10 @@ def test_with_the_core_in_another_process_and_without_a_tokenizer(elsewhere):
     read(stream, run)
     assert torch.equal(stream.run[pc.resid_post[4]], run[pc.resid_post[4]])
     del run, stream
-    for _ in lm.stream(ids, capture=[pc.resid_post[4]], **LONG):
+    for _ in lm.stream(ids, capture=[pc.resid_post[4]], **LONG, logprobs=True):
         break
     assert counts(lm) == before
-    stream = lm.stream(ids, **LONG)
+    stream = lm.stream(ids, **LONG, logprobs=True)
     next(stream)
     lm.close()
     with pytest.raises(pc.EngineError, match="the engine is closed"):

@@ -28,7 +28,7 @@ def engine_of(shallow, mode: str) -> pc.LM:
 def test_rows_of_some_tokens_are_edited_and_no_others(shallow, mode):
     """What the edit adds at its own site reaches no other row there, so that every row tells."""
     lm = engine_of(shallow, mode)
-    plain = lm.run(list(PROMPTS), max_tokens=16, sampling=SAMPLING, capture=[AT])
+    plain = lm.run(list(PROMPTS), max_tokens=16, sampling=SAMPLING, capture=[AT], logprobs=True)
     often = [max(run.token_ids[:-1], key=run.token_ids[:-1].count) for run in plain]  # a token of each generated text
     asked = [
         lambda ids: pc.token(*ids), lambda ids: pc.generated & pc.token(*ids), lambda ids: pc.every - pc.token(*ids),
@@ -38,7 +38,9 @@ def test_rows_of_some_tokens_are_edited_and_no_others(shallow, mode):
     cases = [(i, choose((often[i], run.prompt_token_ids[-1]))) for i, run in enumerate(plain) for choose in asked]
     edits = [[pc.Add(V1, AT, tokens, scale=0.02)] for _, tokens in cases]
     captures = [[pc.Capture(AT), pc.resid_post[7] @ tokens] for _, tokens in cases]
-    edited = lm.run([PROMPTS[i] for i, _ in cases], max_tokens=16, sampling=SAMPLING, edits=edits, capture=captures)
+    edited = lm.run(
+        [PROMPTS[i] for i, _ in cases], max_tokens=16, sampling=SAMPLING, edits=edits, capture=captures, logprobs=True
+    )
     v, acted = torch.from_numpy(0.02 * V1), 0
     for (i, tokens), run in zip(cases, edited, strict=True):
         same = next((n for n, (a, b) in enumerate(zip(run.token_ids, plain[i].token_ids, strict=True)) if a != b), 16)
@@ -59,12 +61,12 @@ def test_rows_of_some_tokens_are_edited_and_no_others(shallow, mode):
 def test_an_op_over_a_whole_row_and_one_at_logits(shallow, engine):
     """Whichever token follows a given one: its logits are those that the op makes of what was there."""
     lm = shallow.get(engine, "float32")
-    plain = lm.run(PROMPTS[1], max_tokens=12, sampling=SAMPLING)
+    plain = lm.run(PROMPTS[1], max_tokens=12, sampling=SAMPLING, logprobs=True)
     token, first = plain.token_ids[3], len(plain.prompt_token_ids)
     at = pc.generated & pc.token(token)
     run = lm.run(PROMPTS[1], max_tokens=12, sampling=SAMPLING, capture=[AT], edits=[
         pc.Capture(pc.logits), pc.Scale(0.5, pc.logits, at), pc.Capture(pc.logits),
-        pc.Ablate(V1, AT, at), pc.Noise(0.1, AT, pc.generated - pc.token(token), seed=4)])  # fmt: skip
+        pc.Ablate(V1, AT, at), pc.Noise(0.1, AT, pc.generated - pc.token(token), seed=4)], logprobs=True)  # fmt: skip
     chosen = run.select(at).tolist()
     assert chosen
     before, after = run["edits[0]"], run["edits[2]"]
@@ -80,29 +82,29 @@ def test_an_op_over_a_whole_row_and_one_at_logits(shallow, engine):
 def test_every_token_but_some_at_logits(shallow, engine):
     """`every` there is where a token is sampled, within a joined selection as alone."""
     lm = shallow.get(engine, "float32")
-    plain = lm.run(PROMPTS[1], max_tokens=12, sampling=SAMPLING)
+    plain = lm.run(PROMPTS[1], max_tokens=12, sampling=SAMPLING, logprobs=True)
     first = len(plain.prompt_token_ids) - 1
     others = pc.every - pc.token(plain.token_ids[3], plain.prompt_token_ids[1])
     run = lm.run(PROMPTS[1], max_tokens=12, sampling=SAMPLING, capture=[pc.logits @ others], edits=[
         pc.Capture(pc.logits), pc.Scale(0.5, pc.logits, others), pc.Capture(pc.logits),
-        pc.Zero(pc.logits, pc.every & pc.token(*plain.prompt_token_ids[:2]))])  # fmt: skip
+        pc.Zero(pc.logits, pc.every & pc.token(*plain.prompt_token_ids[:2]))], logprobs=True)  # fmt: skip
     chosen = [position for position in run.select(others).tolist() if position >= first]
     assert run.positions("capture[0]") == chosen
     assert 0 < len(chosen) < 12
     for position, one, two in zip(run.positions("edits[0]"), run["edits[0]"], run["edits[2]"], strict=True):
         assert torch.equal(two, 0.5 * one if position in chosen else one)
     with pytest.raises(pc.UnsupportedSite, match=r"or every & [.]{3} for those of a selection that are"):
-        lm.run(PROMPTS[1], edits=[pc.Zero(pc.logits, pc.token(plain.prompt_token_ids[1]))])
+        lm.run(PROMPTS[1], edits=[pc.Zero(pc.logits, pc.token(plain.prompt_token_ids[1]))], logprobs=True)
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
 def test_captures_at_their_places_keep_to_their_tokens(shallow, engine):
     """Of two captures that have a position the later one counts, where it asks for that token."""
     lm = shallow.get(engine, "float32")
-    token = lm.run(PROMPTS[0], max_tokens=12, sampling=SAMPLING).token_ids[2]
+    token = lm.run(PROMPTS[0], max_tokens=12, sampling=SAMPLING, logprobs=True).token_ids[2]
     at = pc.token(token)
     run = lm.run(PROMPTS[0], max_tokens=12, sampling=SAMPLING, edits=[
-        pc.Capture(AT, pc.generated), pc.Add(V1, AT, scale=0.01), pc.Capture(AT, at)])  # fmt: skip
+        pc.Capture(AT, pc.generated), pc.Add(V1, AT, scale=0.01), pc.Capture(AT, at)], logprobs=True)  # fmt: skip
     before, after = run["edits[0]"], run["edits[2]"]
     generated, chosen = np.arange(len(run.prompt_token_ids), len(run.prompt_token_ids) + 11), run.select(at)
     assert len(before) == 11
@@ -146,7 +148,7 @@ def test_patching_by_token_and_what_is_refused(shallow):
 def test_edits_that_never_acted_are_named(shallow, mode):
     """What a run says of its edits is what its rows say, before and after each; also where it ended early."""
     lm = engine_of(shallow, mode)
-    plain = lm.run(PROMPTS[0], max_tokens=12, sampling=SAMPLING)
+    plain = lm.run(PROMPTS[0], max_tokens=12, sampling=SAMPLING, logprobs=True)
     there, stop = plain.token_ids[2], plain.token_ids[5]
     asked = [
         pc.token(49151), pc.token(there), pc.generated & pc.token(49151), pc.generated - pc.token(there),
@@ -156,7 +158,9 @@ def test_edits_that_never_acted_are_named(shallow, mode):
     ops = [[pc.Capture(AT), pc.Add(V1, AT, tokens, scale=1e-3), pc.Capture(AT)] for tokens in asked]
     idle = []
     for sampling in (SAMPLING, {"stop_token_ids": [stop]}):
-        run = lm.run(PROMPTS[0], max_tokens=12, sampling=sampling, edits=[op for many in ops for op in many])
+        run = lm.run(
+            PROMPTS[0], max_tokens=12, sampling=sampling, edits=[op for many in ops for op in many], logprobs=True
+        )
         paths = [f"edits[{n}]" for n in range(3 * len(ops))]
         around = zip(paths[::3], paths[1::3], paths[2::3], strict=True)
         idle.append([path for before, path, after in around if torch.equal(run[before], run[after])])
@@ -170,7 +174,7 @@ def test_edits_that_never_acted_are_named(shallow, mode):
 def test_a_run_that_ended_early_is_read_as_far_as_it_went(shallow, engine):
     """Positions that never came, asked for beside tokens by id."""
     lm = shallow.get(engine, "float32")
-    plain = lm.run(PROMPTS[0], max_tokens=8, sampling=SAMPLING, capture=[AT])
+    plain = lm.run(PROMPTS[0], max_tokens=8, sampling=SAMPLING, capture=[AT], logprobs=True)
     last, p = plain.token_ids[2], len(plain.prompt_token_ids)
     came = p + plain.token_ids.index(last)
     never, half = pc.generated[5], pc.token(*plain.prompt_token_ids[:2])
@@ -178,7 +182,9 @@ def test_a_run_that_ended_early_is_read_as_far_as_it_went(shallow, engine):
         (never | half, [0, 1]), (never | pc.token(last), []), (pc.every - (half | never), list(range(2, came))),
         (never | pc.prompt[3], [3]), (pc.generated[6] | pc.generated[5] | half, [0, 1]),
     ):  # fmt: skip
-        run = lm.run(PROMPTS[0], max_tokens=8, capture=[AT @ tokens], sampling={"stop_token_ids": [last]})
+        run = lm.run(
+            PROMPTS[0], max_tokens=8, capture=[AT @ tokens], sampling={"stop_token_ids": [last]}, logprobs=True
+        )
         assert len(run.token_ids) == came - p + 1 < 4
         assert run.positions(AT) == expected, tokens
         assert torch.allclose(run[AT], plain[AT][expected], atol=1e-4), tokens
@@ -188,14 +194,14 @@ def test_a_run_that_ended_early_is_read_as_far_as_it_went(shallow, engine):
 def test_tokens_that_never_came_leave_empty_rows_of_the_right_shape(shallow, engine):
     lm, never = shallow.get(engine, "float32"), pc.token(49151)
     sites = [pc.z[5], pc.z[5, 3], pc.q[5, 1:3], pc.k[5], pc.neurons[5, 10:20], pc.neurons[5, 7], AT]
-    run = lm.run(PROMPTS[0], max_tokens=3, sampling=SAMPLING, capture=[at @ never for at in sites])
+    run = lm.run(PROMPTS[0], max_tokens=3, sampling=SAMPLING, capture=[at @ never for at in sites], logprobs=True)
     assert [list(run[at].shape) for at in sites] == [
         [0, 9, 64], [0, 64], [0, 2, 64], [0, 3, 64], [0, 10], [0], [0, 576],
     ]  # fmt: skip
-    some = lm.run(PROMPTS[0], max_tokens=3, sampling=SAMPLING, capture=[pc.z[5] @ pc.prompt])
+    some = lm.run(PROMPTS[0], max_tokens=3, sampling=SAMPLING, capture=[pc.z[5] @ pc.prompt], logprobs=True)
     for at in (pc.z[5], pc.resid_post[3]):
         runs = [
-            lm.run(PROMPTS[0], max_tokens=2, capture=[at @ (never | tokens)])
+            lm.run(PROMPTS[0], max_tokens=2, capture=[at @ (never | tokens)], logprobs=True)
             for tokens in (pc.prompt, pc.generated[9:])
         ]
         assert len(runs[1][at]) == 0

@@ -48,7 +48,7 @@ def test_a_variant_that_the_table_is_not_about_gets_one_of_its_modules(tmp_path)
         assert lm.sites.names == hub.sites.names
         assert {"resid_pre", "resid_post", "attn_out", "mlp_out"} <= set(lm.sites.names) - set(lm.sites.withdrawn)
         sites = [name for name in lm.sites.names if name not in lm.sites.withdrawn]
-        ours, theirs = (m.run(PROMPTS[0], max_tokens=1, capture=sites) for m in (lm, hub))
+        ours, theirs = (m.run(PROMPTS[0], max_tokens=1, capture=sites, logprobs=True) for m in (lm, hub))
         for name in sites:
             for place in map(str, lm.sites.resolve(pc.site(name))):
                 assert worst_row(ours[place], theirs[place]) <= 1e-4, place
@@ -97,7 +97,10 @@ def test_how_many_tokens_fit_is_told_by_other_names_or_asked_for(tmp_path):
     ):
         pc.LM(str(bloom), engine="transformers", **IDS)
     with pc.LM(str(bloom), engine="transformers", max_model_len=32, **IDS) as lm:
-        assert lm.run([3, 4, 5], max_tokens=1, capture=[pc.resid_post])[pc.resid_post[1]].shape == (3, 64)
+        assert lm.run([3, 4, 5], max_tokens=1, capture=[pc.resid_post], logprobs=True)[pc.resid_post[1]].shape == (
+            3,
+            64,
+        )
 
 
 def test_a_model_whose_runs_depend_on_each_other_is_refused(tmp_path):
@@ -127,7 +130,7 @@ def test_padding_changes_nothing_that_is_generated(tmp_path, name, side):
     long, short = list(range(5, 40)), list(range(100, 103))
     with pc.LM(of_family(tmp_path, name), engine="transformers", padding_side=side, prove=False, **IDS) as lm:
         asked = {"max_tokens": 12, "sampling": {"ignore_eos": True}, "capture": [pc.resid_post]}
-        alone, (_, beside) = lm.run(short, **asked), lm.run([long, short], **asked)
+        alone, (_, beside) = lm.run(short, **asked, logprobs=True), lm.run([long, short], **asked, logprobs=True)
         assert beside.token_ids == alone.token_ids
         for layer in range(lm.sites.layers):
             assert torch.allclose(beside[pc.resid_post[layer]], alone[pc.resid_post[layer]], rtol=1e-4, atol=1e-4)
