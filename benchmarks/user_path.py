@@ -1,0 +1,326 @@
+"""What a caller waits for: whole calls of patchclamp against whole calls of stock vLLM, side by side on one machine.
+
+    python benchmarks/user_path.py --shape tiny                (a CPU is enough: the path around the model shows)
+    python benchmarks/user_path.py --shape 0.6b --out DIR      (a CUDA machine; 8b likewise; random weights)
+    python benchmarks/user_path.py --draw DIR/user_path-*.json
+
+Each side is a process of its own, and they take turns, stock first or last. Both are asked for the same outputs. A
+figure is the ratio of the medians of whole calls, with the 95 % interval of a bootstrap over pairs. Prompts are random
+and new in every round, so the prefix cache has nothing of them. `--beside` has our engine core run in a process of its
+own; stock runs as `--stock-beside` says, and as `LLM` starts it without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+SIZES = {  # of a shape: requests, prompt tokens, generated tokens, and the captured prefill's prompts and their length
+    "tiny": (256, 12, 1, 256, 12), "0.6b": (1024, 64, 64, 64, 2048), "8b": (1024, 64, 64, 64, 2048),
+}  # fmt: skip
+SWEEP_TOKENS = 17
+SWEEP_SITES = ("resid_pre", "resid_mid", "resid_post", "attn_in", "attn_out", "mlp_in", "mlp_out", "q", "k", "v", "z",
+               "neurons")  # fmt: skip
+BARS = {
+    "tiny": {"no program": 1.1, "one vector": 1.3, "captured and read": 1.6, "sweep": 1.3},
+    "0.6b": {"no program": 1.03, "no program, logprobs": 1.03, "one vector": 1.08, "distinct programs": 1.15,
+             "one in eight": 1.05, "captured": 1 / 0.7, "captured and summed": 2.0, "sweep": 1.15},
+    "8b": {"no program": 1.01, "no program, logprobs": 1.01, "one vector": 1.03, "distinct programs": 1.05,
+           "one in eight": 1.02, "captured": 1 / 0.7, "captured and summed": 2.0, "sweep": 1.15},
+}  # fmt: skip
+
+
+class Side:
+    """One engine and its cases; `case(name, round)` runs one whole call and says how long it took."""
+
+    def __init__(self, shape: str, model: str, options: dict[str, Any]) -> None:
+        self.shape, self.sizes = shape, SIZES[shape]
+        self.start(model, options)
+
+    def case(self, name: str, number: int) -> tuple[float, Any]:
+        """Seconds of a call, and what of its answer both sides must share."""
+        draw = np.random.default_rng(number)
+        count, length, tokens, prompts, long = self.sizes
+        if name.startswith("captured"):
+            ids, call = draw.integers(100, 500, (prompts, long)).tolist(), self.captured
+        elif name == "sweep":
+            ids, call = draw.integers(100, 500, (2, SWEEP_TOKENS)).tolist(), self.sweep
+        else:
+            ids, call = draw.integers(100, 500, (count, length)).tolist(), self.generated
+        began = time.perf_counter()
+        answer = call(name, ids, tokens)
+        return time.perf_counter() - began, answer
+
+    def cells(self) -> int:
+        """How many requests the sweep is, without its baselines."""
+        return SWEEP_TOKENS * len(SWEEP_SITES) * self.layers
+
+
+class Stock(Side):
+    """Stock vLLM, by `LLM.generate`."""
+
+    def start(self, model: str, options: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(model=model, disable_log_stats=True, **options)
+        self.layers = self.llm.llm_engine.model_config.hf_text_config.num_hidden_layers
+
+    def _run(self, ids: list[list[int]], tokens: int, **asked: Any) -> list[Any]:
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, **asked)
+        return self.llm.generate([{"prompt_token_ids": one} for one in ids], params, use_tqdm=False)
+
+    def generated(self, name: str, ids: list[list[int]], tokens: int) -> list[list[int]]:
+        outputs = self._run(ids, tokens, **({"logprobs": 0} if "logprobs" in name else {}))
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def captured(self, name: str, ids: list[list[int]], tokens: int) -> int:
+        """The prefill alone."""
+        return len(self._run(ids, 1))
+
+    def sweep(self, name: str, ids: list[list[int]], tokens: int) -> int:
+        """As many graded requests that compute as many tokens: each is another prompt from its cell's position on."""
+        prompts, draw = [], np.random.default_rng(ids[0])
+        for position in range(SWEEP_TOKENS):
+            rest = draw.integers(100, 500, (self.cells() // SWEEP_TOKENS, SWEEP_TOKENS - position)).tolist()
+            prompts += [ids[1][:position] + one for one in rest]
+        outputs = self._run([ids[0], ids[1], *prompts], 1, logprobs=2, logprob_token_ids=[7, 9])
+        graded = [output.outputs[0].logprobs[0] for output in outputs]
+        return len([table[7].logprob - table[9].logprob for table in graded]) - 2
+
+
+class Ours(Side):
+    """patchclamp, by `lm.run` and `patch_sweep`."""
+
+    def start(self, model: str, options: dict[str, Any]) -> None:
+        import patchclamp as pc
+
+        self.lm = pc.LM(model, engine="vllm", prove=False, **options)
+        self.layers = self.lm.model.layers
+        draw, width = np.random.default_rng(0), self.lm.model.d_model
+        vectors = (0.01 * draw.standard_normal((self.sizes[0], width))).astype(np.float32)
+        steer = [[pc.Add(vector, at=pc.resid_post)] for vector in vectors]
+        self.programs: dict[str, Any] = {
+            "one vector": steer[0], "distinct programs": steer,
+            "one in eight": [steer[0] if i % 8 == 0 else [] for i in range(self.sizes[0])],
+        }  # fmt: skip
+
+    def generated(self, name: str, ids: list[list[int]], tokens: int) -> list[list[int]]:
+        runs = self.lm.run(ids, max_tokens=tokens, edits=self.programs.get(name, ()), sampling={"ignore_eos": True},
+                           logprobs="logprobs" in name)  # fmt: skip
+        assert not any(run.error for run in runs), next(run.error for run in runs if run.error)
+        return [run.token_ids for run in runs]
+
+    def captured(self, name: str, ids: list[list[int]], tokens: int) -> int:
+        import patchclamp as pc
+
+        runs = self.lm.run(ids, max_tokens=1, capture=[pc.Capture(pc.resid_post, dtype="bfloat16")],
+                           sampling={"ignore_eos": True})  # fmt: skip
+        rows = 0
+        for run in runs:
+            for layer in range(self.layers):
+                tensor = run[pc.resid_post[layer]]
+                rows += len(tensor)
+                if "summed" in name:
+                    tensor.float().sum()
+        assert rows == len(ids) * len(ids[0]) * self.layers
+        return len(runs)
+
+    def sweep(self, name: str, ids: list[list[int]], tokens: int) -> int:
+        import patchclamp as pc
+
+        sweep = pc.studies.patch_sweep(self.lm, clean=ids[0], corrupt=ids[1], answer=7, foil=9,
+                                       sites=[pc.Site(name) for name in SWEEP_SITES], show_progress=False)  # fmt: skip
+        return int(np.isfinite(sweep.grid).sum())
+
+
+class Remote:
+    """A side in a process of its own."""
+
+    def __init__(self, kind: str, shape: str, model: str, options: dict[str, Any], environ: dict[str, str]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, kind, shape, model, options, environ))
+        self._process.start()
+        theirs.close()
+        self._answer()
+
+    def case(self, name: str, number: int) -> tuple[float, Any]:
+        self._pipe.send((name, number))
+        return self._answer()
+
+    def _answer(self) -> Any:
+        answer = self._pipe.recv()
+        if isinstance(answer, str):
+            raise RuntimeError(answer)
+        return answer
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.join(30)
+        if self._process.is_alive():
+            self._process.terminate()
+
+
+def _serve(pipe: Any, kind: str, shape: str, model: str, options: dict[str, Any], environ: dict[str, str]) -> None:
+    os.environ.update(environ)
+    try:
+        side = {"stock": Stock, "ours": Ours}[kind](shape, model, options)
+        pipe.send((0.0, None))
+        while True:
+            pipe.send(side.case(*pipe.recv()))
+    except EOFError:
+        os._exit(0)  # nobody asks any more; what is under way need not end
+    except BaseException as error:
+        pipe.send(f"{kind}: {type(error).__name__}: {error}")
+        raise
+
+
+def compare(stock: Remote, ours: Remote, name: str, rounds: int) -> dict[str, Any]:
+    """Whole calls of a case in turn, after one of each that is not counted."""
+    from benchmarks.gpu_speed import ratio
+
+    times: dict[Remote, list[float]] = {stock: [], ours: []}
+    for number in range(rounds + 1):
+        answers = {}
+        for side in (stock, ours) if number % 2 else (ours, stock):
+            seconds, answers[side] = side.case(name, 1000 * number)
+            if number:
+                times[side].append(seconds)
+        alike = answers[stock] == answers[ours]
+    measured = ratio(times[stock], times[ours])
+    renamed = {"stock": "stock_s", "ours": "ours_s"}
+    return {renamed.get(key, key): value for key, value in measured.items()} | {"same_answers": alike}
+
+
+def table(result: dict[str, Any]) -> str:
+    """The figures as Markdown."""
+    lines = [f"# What a caller waits for, {result['date']}", "",
+             f"{result['machine']}, vLLM {result['vllm']}, shape {result['shape']}. {result['how']} "
+             f"`{result['command']}`", "",
+             "| case | stock s | ours s | ours / stock [95 %] | bar | same answers |",
+             "|---|---|---|---|---|---|"]  # fmt: skip
+    for name, row in result["cases"].items():
+        if "error" in row:
+            lines.append(f"| {name} | | | {row['error']} | | |")
+            continue
+        bar = result["bars"].get(name)
+        lines.append(
+            f"| {name} | {row['stock_s']:.3f} | {row['ours_s']:.3f} | {row['ratio']:.3f} "
+            f"[{row['low']:.3f}, {row['high']:.3f}] | {'' if bar is None else f'{bar:.2f}'} | "
+            f"{'yes' if row['same_answers'] else 'no'} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def draw(results: list[dict[str, Any]], path: Path) -> None:
+    """Ratios of every case with their intervals and bars, a panel a file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(results), figsize=(6 * len(results), 4), squeeze=False, layout="constrained")
+    for axis, result in zip(axes[0], results, strict=True):
+        rows = {name: row for name, row in result["cases"].items() if "error" not in row}
+        for y, (name, row) in enumerate(rows.items()):
+            axis.plot([row["low"], row["high"]], [y, y], color="#4477aa", linewidth=2)
+            axis.plot([row["ratio"]], [y], "o", color="#4477aa", label="measured" if y == 0 else None)
+            bar = result["bars"].get(name)
+            if bar is not None:
+                axis.plot([bar, bar], [y - 0.3, y + 0.3], color="#cc3311", label="bar" if y == 0 else None)
+        axis.axvline(1.0, color="#888888", linewidth=1)
+        axis.set_yticks(range(len(rows)), list(rows))
+        axis.invert_yaxis()
+        axis.set_xscale("log")
+        axis.set_xlabel("seconds of a whole call, ours / stock vLLM")
+        axis.set_title(f"{result['shape']}, {result['machine']}", fontsize=10)
+        axis.legend(loc="lower right", frameon=False)
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shape", choices=SIZES, default="tiny")
+    parser.add_argument("--cases", default="")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--layers", type=int, help="of the shape, fewer than it has")
+    parser.add_argument("--beside", action="store_true")
+    parser.add_argument("--stock-beside", action=argparse.BooleanOptionalAction, default=None)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--draw", nargs="+", type=Path)
+    args = parser.parse_args()
+    if args.draw:
+        draw([json.loads(path.read_text()) for path in args.draw], args.draw[0].with_suffix(".png"))
+        return
+    measure(args)
+
+
+def _sides(args: argparse.Namespace) -> list[Callable[[], Remote]]:
+    """What starts stock, and what starts ours."""
+    from tests.models import UNTIMED, shape_only
+
+    tiny = args.shape == "tiny"
+    changed = dict(hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=4, head_dim=32,
+                   vocab_size=512) if tiny else {}  # fmt: skip
+    layers = 4 if tiny else args.layers
+    model = shape_only(Path(f"/tmp/user-path-{args.shape}-{layers}"), "8b" if tiny else args.shape, layers, **changed)
+    options: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 2304}
+    if tiny:
+        options |= {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 1 << 27, "max_num_seqs": 256,
+                    "block_size": 32, "max_model_len": 512}  # fmt: skip
+    else:
+        options |= {"gpu_memory_utilization": 0.44, "max_num_seqs": 1024,
+                    "compilation_config": {"inductor_compile_config": UNTIMED}}  # fmt: skip
+    in_process = args.stock_beside is False or (args.stock_beside is None and tiny)
+    environ = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if in_process else {}
+    ours = {**options, "multiprocess_mode": args.beside}
+    return [lambda: Remote("stock", args.shape, model, options, environ),
+            lambda: Remote("ours", args.shape, model, ours, {})]  # fmt: skip
+
+
+def measure(args: argparse.Namespace) -> None:
+    import torch
+    import vllm
+
+    on_gpu = torch.cuda.is_available()
+    names = args.cases.split(",") if args.cases else list(BARS[args.shape])
+    result: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(), "vllm": vllm.__version__, "shape": args.shape,
+        "machine": torch.cuda.get_device_name() if on_gpu else f"CPU, {os.cpu_count()} cores",
+        "how": f"Our core runs {'beside the caller' if args.beside else 'in the caller’s process'}.",
+        "command": "python " + " ".join(["benchmarks/user_path.py", *sys.argv[1:]]), "bars": BARS[args.shape],
+        "cases": {},
+    }  # fmt: skip
+    sides = [start() for start in _sides(args)]
+    args.out.mkdir(parents=True, exist_ok=True)
+    label = f"{args.shape}-beside" if args.beside else args.shape
+    path = args.out / f"user_path-{label}-{result['date']}.json"
+    for name in names:
+        try:
+            result["cases"][name] = compare(*sides, name, args.rounds)
+        except RuntimeError as error:
+            result["cases"][name] = {"error": str(error)[:300]}
+        print(name, {key: value for key, value in result["cases"][name].items() if "blocks" not in key}, flush=True)
+        path.write_text(json.dumps(result, indent=1))
+    for side in sides:
+        side.close()
+    path.with_suffix(".md").write_text(table(result))
+    print(table(result))
+
+
+if __name__ == "__main__":
+    main()
