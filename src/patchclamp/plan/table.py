@@ -66,6 +66,10 @@ class ProgramTable:
             return self._acting > 0
         return np.logical_or.reduce(self._acts[slots], axis=0)
 
+    def acting_at(self, point: int, slots: np.ndarray) -> list[int]:
+        """Those of some slots that have records at a point."""
+        return slots[self._acts[slots, point]].tolist()
+
     def __len__(self) -> int:
         """Admitted requests."""
         return len(self._admitted)

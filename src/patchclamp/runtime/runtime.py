@@ -88,7 +88,8 @@ class Runtime:
         # of the rows of runs that a request's program reads, by key, those of other workers; None: there are none
         self.remote_rows: Callable[[str], Mapping[str, torch.Tensor]] | None = None
         self.failures = 0  # runs whose edits were not finite
-        self._errors: dict[str, Packed] = {}
+        self._errors: dict[str, Packed] = {}  # by the engine's name of a request: children of one share their run
+        self._code_errors: dict[str, Packed] = {}  # by run, which is one request's where there is code
         self._run_of_slot = np.full(limits.max_programs + 1, -1, np.int64)
         self.continuity = Continuity(self.table)
         self._acts = b""  # of the plan at hand: whether it does anything at a point, a byte each
@@ -116,12 +117,12 @@ class Runtime:
         Such a run does not count among the `failures`: nobody shares the cached blocks of code.
         """
         run, code = self._code[number]
-        if run in self._errors:
+        if run in self._code_errors:
             return None
         try:
             return call(code, rows, point, position)
         except RunError as error:
-            self._errors[run] = pack(error)
+            self._code_errors[run] = pack(error)
             return None
 
     def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, torch.Tensor]:
@@ -131,7 +132,7 @@ class Runtime:
     def release(self, runs: Iterable[str]) -> None:
         """Frees runs' captures."""
         for run in runs:
-            self._errors.pop(run, None)
+            self._code_errors.pop(run, None)
             self.drop_code(run)  # of a run that was never admitted
             if run in self.store:
                 self.store.release(run)
@@ -178,19 +179,26 @@ class Runtime:
         programs = ((self._admitted.get(request), count) for request, count in tokens.items())
         return sum(program.token_bytes * count for program, count in programs if program is not None) <= limit
 
-    def fail(self, slots: Iterable[int], point: int) -> None:
-        """Fails the runs of some slots, whose edits at a point are not finite; the first error counts."""
-        error = pack(not_finite(self.sites.label(point)))
-        runs = {admitted.slot: admitted.run for admitted in self._admitted.values() if admitted.slot}
+    def fail(self, slots: Iterable[int], error: Exception) -> None:
+        """Fails the requests of some slots; the first error of each counts."""
+        packed = pack(error)
+        requests = {slot: request for request, slot in self._slot_of.items()}
         for slot in slots:
-            if slot in runs and runs[slot] not in self._errors:
-                self._errors[runs[slot]] = error
+            request = requests.get(slot)
+            if request is not None and request not in self._errors:
+                self._errors[request] = packed
                 self.failures += 1
+
+    def fail_step(self, requests: list[str], error: Exception) -> None:
+        """A step could not be planned, or its captures not kept: its programs fail, and nothing else."""
+        self.plan = None
+        self.continuity.forget()
+        self.fail(self.slots(requests).tolist(), error)
 
     def collect_failures(self) -> None:
         """Takes note of failures on the device, of whichever run."""
         for slot, point in self.step.failed():
-            self.fail([slot], point)
+            self.fail([slot], not_finite(self.sites.label(point)))
 
     # -- a step
 
@@ -202,18 +210,16 @@ class Runtime:
         where the placement says. `vectors` has the inline ones that are not in the bank yet, `receipt` is what answers
         for the program once it is installed.
 
-        Raises what keeps it from being installed, such as `MissingSource`.
+        Raises what keeps it from being installed, such as `MissingSource`; the rows that could be brought into the bank
+        are there all the same, for programs that come later.
         """
         for name in placement.evicted:
             self._resident.pop(name, None)
+        remote = self.remote_rows(request) if self.remote_rows is not None else {}
         here = [shard_op(op.at(self.here), self.shards, self.sites) for op in bound.ops]
         kept = np.where(self._cut, self._mine, self.keeps)
         ops = here if kept.all() else [op.at(kept) if op.kind == CAPTURE else op for op in here]
-        remote = self.remote_rows(request) if self.remote_rows is not None else {}
-        addresses = {
-            key: self._address(key, placement, vectors, remote)
-            for key in dict.fromkeys(key for op in ops for key in op.keys)
-        }
+        addresses = self._addresses(ops, placement, vectors, remote)
         records = records_of(ops, addresses, len(self.sites.points))
         slot = placement.slot
         self.table.admit(*records, slot, placement.record)
@@ -231,6 +237,22 @@ class Runtime:
             self._token_bytes[size] += 1
             self.step.prepare()
         self._run_of_slot[slot] = self.store.open(bound.run)
+
+    def _addresses(
+        self, ops: Sequence[BoundOp], placement: Placement, vectors: Mapping[str, torch.Tensor],
+        remote: Mapping[str, torch.Tensor],
+    ) -> dict[str, tuple[int, int]]:  # fmt: skip
+        """`_address` of every key that some ops read; raises the first error once all others are in the bank."""
+        addresses: dict[str, tuple[int, int]] = {}
+        missing: MissingSource | None = None
+        for key in dict.fromkeys(key for op in ops for key in op.keys):
+            try:
+                addresses[key] = self._address(key, placement, vectors, remote)
+            except MissingSource as error:
+                missing = missing or error
+        if missing is not None:
+            raise missing
+        return addresses
 
     def _address(
         self, key: str, placement: Placement, vectors: Mapping[str, torch.Tensor], remote: Mapping[str, torch.Tensor]
@@ -267,7 +289,7 @@ class Runtime:
         """A program could not be installed: its run fails with that error, and blocks of the prefix cache that its
         request fills are not what their keys say."""
         self._admitted[request] = _Admitted(run, 0, 0, "")
-        self._errors.setdefault(run, pack(error))
+        self._errors[request] = pack(error)
         self.failures += 1
 
     def has(self, request: str) -> bool:
@@ -277,7 +299,9 @@ class Runtime:
     def outcome(self, request: str) -> tuple[str, Packed | None]:
         """The receipt of the program that a request runs with ("": none was installed), and its run's error."""
         admitted = self._admitted.get(request)
-        return ("", None) if admitted is None else (admitted.receipt, self._errors.get(admitted.run))
+        if admitted is None:
+            return "", None
+        return admitted.receipt, self._code_errors.get(admitted.run) or self._errors.get(request)
 
     def free(self, requests: Iterable[str]) -> None:
         """Frees what the programs of ended requests held; their captures stay until released."""
@@ -293,7 +317,8 @@ class Runtime:
 
     def _free(self, request: str, admitted: _Admitted) -> None:
         self.drop_code(admitted.run)
-        self._errors.pop(admitted.run, None)
+        self._errors.pop(request, None)
+        self._code_errors.pop(admitted.run, None)
         if not admitted.slot:
             return
         self.continuity.forget()  # it holds captures that may soon be released
@@ -345,13 +370,26 @@ class Runtime:
         return sameness
 
     def apply(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Carries out the step's plan at a point: what every tap ends in."""
+        """Carries out the step's plan at a point: what every tap ends in. What goes wrong here is the error of the
+        programs that act there; the step goes on."""
         if (self.plan is None or not self._acts[point]) and not self.step.recording:
             return
-        width, view, shape = int(self.widths[point]), self.views.get(point), hidden.shape
-        if view is None and shape[1:] == (width,) and (residual is None or residual.shape == shape):  # as most are
-            self._carry_out(point, hidden, residual)
-            return
+        try:
+            width, view, shape = int(self.widths[point]), self.views.get(point), hidden.shape
+            if view is None and shape[1:] == (width,) and (residual is None or residual.shape == shape):  # as most are
+                self._carry_out(point, hidden, residual)
+            else:
+                self._apply_viewed(point, hidden, residual, view, width)
+        except Exception as error:
+            if self.plan is None or self.continuity.batch is None:  # a graph is being recorded: the engine is starting
+                raise
+            self.fail(self.table.acting_at(point, self.continuity.batch.slot), error)
+
+    def _apply_viewed(
+        self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None, view: View | None, width: int
+    ) -> None:
+        """The same where a point's rows are not the tensor as it lies, or do not fit."""
+        shape = hidden.shape
         if view is not None and view.by_head:
             shape = hidden.shape[1], hidden.shape[3]
         if not fits(shape, view.whole if view is not None and view.whole else width):
@@ -373,7 +411,7 @@ class Runtime:
     def _carry_out(self, point: int, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None) -> None:
         bad = self.step.apply(point, hidden_RW, residual_RW, bool(self.sampled[point]))
         if bad is not None and len(bad):
-            self.fail(bad, point)
+            self.fail(bad, not_finite(self.sites.label(point)))
 
     def _apply_apart(self, point: int, hidden: torch.Tensor, view: View, width: int) -> None:
         """A point that is no part of its tensor as it lies: it is made of it, and what was changed goes back."""

@@ -18,8 +18,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from patchclamp.errors import CapacityError, EngineError, MissingSource, PatchclampError, RunError, pack
-from patchclamp.plan import BoundProgram
+from patchclamp.errors import (
+    CapacityError,
+    EngineError,
+    MissingSource,
+    PatchclampError,
+    ProgramError,
+    RunError,
+    pack,
+)
+from patchclamp.plan import CAPTURE, BoundProgram
 from patchclamp.plan.bound import source_of
 from patchclamp.plan.records import record_count
 from patchclamp.plan.reuse import lowest_edit
@@ -68,12 +76,12 @@ class Verdict(msgspec.Struct):
 class Program:
     """A request's program in the core."""
 
-    __slots__ = ("admission", "bound", "cached_tokens", "carried", "placement", "salt", "sizes")
+    __slots__ = ("_spoiled", "admission", "bound", "cached_tokens", "carried", "placement", "salt", "sizes")
 
     def __init__(self, admission: Admission, carried: bytes) -> None:
         decoded = decode(carried)
         self.admission, self.carried, self.sizes = admission, carried, decoded.sizes
-        self.salt, self.cached_tokens = admission.salt, 0
+        self.salt, self.cached_tokens, self._spoiled = admission.salt, 0, False
         self.bound = msgspec.structs.replace(decoded.bound, salt=str(self.salt))
         self.placement: Placement | None = None
 
@@ -83,15 +91,17 @@ class Program:
         return self.salt != self.admission.salt
 
     def refresh(self) -> None:
-        """From now on this program's blocks are keyed as after the last failure."""
-        self.salt = self.admission.salt
+        """From now on this program's blocks are keyed as after the last failure. What it generated before, until it was
+        preempted, may rest on spoiled blocks all the same."""
+        self._spoiled = self.read_spoiled_blocks
+        self.salt, self.cached_tokens = self.admission.salt, 0
         self.bound = msgspec.structs.replace(self.bound, salt=str(self.salt))
 
     @property
     def read_spoiled_blocks(self) -> bool:
         """Whether it read edited blocks of the prefix cache that may be a failed run's."""
         lowest = lowest_edit(self.bound)
-        return self.is_stale and lowest is not None and self.cached_tokens > lowest
+        return self._spoiled or (self.is_stale and lowest is not None and self.cached_tokens > lowest)
 
 
 decode = msgspec.msgpack.Decoder(Carried).decode
@@ -119,6 +129,7 @@ class Admission:
         self._order = itertools.count()
         self._vectors: dict[str, _Vector] = {}
         self._runs: dict[str, set[str]] = {}  # by run: bank keys of its rows
+        self._capturing: set[str] = set()  # runs that were asked for captures and not released yet
         self._orders = Orders([], [], {})
         self.errors: dict[str, Packed] = {}  # of requests that cannot be admitted
 
@@ -128,18 +139,21 @@ class Admission:
         """Keeps inline vectors [n, W], each for one more holder every time `keys` names it, and one less every time
         `drop` does."""
         for key in keys:
-            if key not in self._vectors:
+            if key not in self._vectors and key in vectors:  # else whoever reads it is told that it is missing
                 self._vectors[key] = _Vector(vectors[key])
-            self._vectors[key].holders += 1
+            if key in self._vectors:
+                self._vectors[key].holders += 1
         for key in drop:
-            vector = self._vectors[key]
-            vector.holders -= 1
-            if not vector.holders:
-                del self._vectors[key]
+            vector = self._vectors.get(key)
+            if vector is not None:
+                vector.holders -= 1
+                if not vector.holders:
+                    del self._vectors[key]
 
     def release(self, runs: list[str]) -> None:
         """Frees runs' captures, and their rows in the bank."""
         self._orders.release += runs
+        self._capturing.difference_update(runs)
         for run in runs:
             self._room.forget(self._runs.pop(run, ()))
 
@@ -165,12 +179,46 @@ class Admission:
     def arrive(self, request: Any, program: Program, priority: tuple[float, ...]) -> bool:
         """Admits a request's program if there is room; else it waits (lower `priority` first), or gets an error."""
         self.programs[request.request_id] = program
+        try:
+            self._check(program)
+        except PatchclampError as error:
+            self.errors[request.request_id] = pack(error)
+            return False
+        except Exception as error:
+            self.errors[request.request_id] = pack(ProgramError(f"the program cannot be read: {error!r}"))
+            return False
         if not self._waiting_ids and self._admit(request.request_id, program):
             return True
         if request.request_id not in self.errors:
             self._waiting_ids.add(request.request_id)
             heapq.heappush(self._waiting, (priority, next(self._order), request))
         return False
+
+    def _check(self, program: Program) -> None:
+        """Raises `ProgramError` for a program that would be installed wrongly, or that captures under a run's name that
+        another request captures under: children of one prompt (`n`) have one program."""
+        bound, points = program.bound, self._sites.points
+        for op in bound.ops:
+            if op.points and not 0 <= min(op.points) <= max(op.points) < len(points):
+                raise ProgramError(f"it acts at points that this model does not have: {list(op.points)}", op.path)
+            if op.ranges and (op.ranges[0].start < 0 or any(each.stop < each.start for each in op.ranges)):
+                raise ProgramError("its positions are no positions", op.path)
+        for key, (rows, width) in program.sizes.items():
+            source = source_of(key)
+            if source is not None and not 0 <= source[1] < len(points):
+                raise ProgramError(f"it reads a point that this model does not have: {source[1]}")
+            whole = source is None or width == points[source[1]].width
+            if rows < 0 or width < 1 or not whole:
+                raise ProgramError(f"it reads rows of no possible size: {rows} of {width} numbers")
+            if key in self._vectors and self._vectors[key].rows.shape != (rows, width):
+                raise ProgramError(f"vector {key[2:14]} is not of the size that the program says")
+        if any(op.kind == CAPTURE for op in bound.ops):
+            if bound.run in self._capturing:
+                raise ProgramError(
+                    f"run {bound.run} is captured by another request already, and their rows could not be told apart: "
+                    "each of several runs of a prompt needs a program of its own"
+                )
+            self._capturing.add(bound.run)
 
     def admit_waiting(self) -> Iterator[Any]:
         """Admits requests that have waited, in order, as far as there is room."""

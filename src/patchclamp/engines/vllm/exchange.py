@@ -56,8 +56,7 @@ class Exchange:
             if owner == reader or owner is None:
                 continue
             if self._group.rank_in_group == owner:
-                rows = self._runtime.fetch(run, point)[1].cpu() if self._runtime.captured_here(run, point) else None
-                self._group.send_object(rows, reader)
+                self._group.send_object(self._rows_here(run, point), reader)
             elif self._group.rank_in_group == reader:
                 rows = self._group.recv_object(owner)
                 if rows is None:
@@ -67,6 +66,13 @@ class Exchange:
         if lacking:
             return MissingSource(f"run {lacking[0]} is not here: it was released, or captured nothing")
         return received
+
+    def _rows_here(self, run: str, point: int) -> torch.Tensor | None:
+        """What a run captured here; None where that cannot be had: its reader waits for an answer all the same."""
+        try:
+            return self._runtime.fetch(run, point)[1].cpu() if self._runtime.captured_here(run, point) else None
+        except Exception:
+            return None
 
     def _crossings(self, bound: BoundProgram) -> list[tuple[str, int]]:
         """Each key of a run's rows with each worker that reads it, in an order that is the same everywhere."""

@@ -83,6 +83,7 @@ class Attached:
         self._active = self._awaits_logits = False
         self._warm = self.runtime.device.type != "cuda"
         self._preemptions = self._total = 0
+        self._requests: list[str] = []  # of the step that was planned last
         self._most_kept = limits.kept_bytes
         self._graphs: Graphs | None = None
         self._runner = runner
@@ -157,10 +158,19 @@ class Attached:
         answer = self.runtime.continuity.answer(requests)
         if answer is None:
             version = self.runtime.table.version
-            answer, steps = self._look(scheduler_output)
+            try:
+                answer, steps = self._look(scheduler_output)
+            except Exception as error:
+                answer, steps = self._give_up(scheduler_output, error)
             same_programs = self.runtime.table.version == version and not self.runtime.has_code
             self.runtime.continuity.keep_answer(requests if same_programs else None, answer, steps)
         return answer
+
+    def _give_up(self, scheduler_output: Any, error: Exception) -> tuple[tuple[bool, bool], int]:
+        """A step runs without its programs, whose error that is."""
+        self._active = False
+        self.runtime.fail_step([request for request, _ in compat.positions(scheduler_output)], error)
+        return (False, True), 0
 
     def _look(self, scheduler_output: Any) -> tuple[tuple[bool, bool], int]:
         """The same for any step, and for how many further ones it stays so if they go on like it."""
@@ -207,7 +217,11 @@ class Attached:
 
     def planned(self, requests: list[str], row: np.ndarray, position: np.ndarray, count: np.ndarray) -> None:
         """Plans a step with programs; the arrays are the runner's own and change with the next one."""
-        self.runtime.begin_step(requests, row, position, count, self._total)
+        self._requests = requests
+        try:
+            self.runtime.begin_step(requests, row, position, count, self._total)
+        except Exception as error:
+            self.runtime.fail_step(requests, error)
         self._awaits_logits = self.runtime.plan is not None
 
     def logits(self, logits: torch.Tensor | None) -> None:
@@ -221,7 +235,10 @@ class Attached:
             self.runtime.apply(self._logits, logits, None)
 
     def after(self) -> None:
-        self.runtime.end()
+        try:
+            self.runtime.end()
+        except Exception as error:
+            self.runtime.fail_step(self._requests, error)
 
     # -- calls
 

@@ -18,9 +18,9 @@ import numpy as np
 
 from patchclamp.engines.vllm.admission import Admission, Program, Verdict
 from patchclamp.engines.vllm.compat.configuration import KEY, enabled
-from patchclamp.engines.vllm.compat.runner import carried
+from patchclamp.engines.vllm.compat.runner import carried, has_foreign
 from patchclamp.engines.vllm.compat.seams import require
-from patchclamp.errors import EngineError, PatchclampError, ProgramError
+from patchclamp.errors import EngineError, PatchclampError, ProgramError, pack
 
 Table = tuple[np.ndarray, np.ndarray]  # token ids and log-probabilities [n, 1 + k] of n tokens, their own first
 
@@ -126,16 +126,24 @@ class _Admitting:
     def add(self, request: Any) -> None:
         """A request reaches the scheduler, if its program has room; nothing raises here: that would end the core."""
         data = carried(request.sampling_params)
-        if data is None or request.request_id in self._scheduler.requests:
+        if request.request_id in self._scheduler.requests:  # more of an input that is streamed
+            if data is not None:
+                self.admission.errors[request.request_id] = pack(_streamed())
+            self._add(request)
+            return
+        if data is None and not has_foreign(request.sampling_params):
             self._add(request)
             return
         program: Program | None = getattr(request, "patchclamp", None)
         try:
+            if data is None:
+                raise ProgramError(f"what stands under {KEY!r} in extra_args is no program")
             if program is None:
                 program = request.patchclamp = Program(self.admission, data)
                 self._key_blocks(request)
             if request.resumable:
-                raise ProgramError("programs are not run on requests whose input is streamed")
+                request.streaming_queue = collections.deque()  # more of it may come before it is told its error
+                raise _streamed()
         except PatchclampError as error:
             self.admission.refuse(request, program, error)
         except Exception as error:
@@ -151,7 +159,7 @@ class _Admitting:
         return (request.priority, request.arrival_time) if by_priority else ()
 
     def search(self, request: Any) -> Any:
-        """What the prefix cache has for a request, before it is scheduled for the first time."""
+        """What the prefix cache has for a request that is scheduled for the first time, or again."""
         program: Program | None = getattr(request, "patchclamp", None)
         if program is not None and program.is_stale and request.num_computed_tokens == 0:
             program.refresh()
@@ -211,9 +219,13 @@ class _Admitting:
             self._end_refused(outputs)
         if self._ended or self.admission.programs:
             self._tell(outputs)
+        late: list[tuple[int, Any]] = []  # held back until now, in order: all before what has come since
         while self._held and self._held[0].verdicts.done():
             held = self._held.popleft()
-            self._attach(held.verdicts.result(), held.asked, outputs)
+            self._attach(held.verdicts.result(), held.asked)
+            late += [(client, output) for client, output, _ in held.asked]
+        for client, output in reversed(late):
+            self._outputs(outputs, client).insert(0, output)
         return outputs
 
     def _end_refused(self, outputs: dict[int, Any]) -> None:
@@ -257,32 +269,30 @@ class _Admitting:
         call = ("settle", ids, ended)
         verdicts = self._core.model_executor.collective_rpc("patchclamp_rpc", args=call, non_block=True)
         if verdicts.done():
-            self._attach(verdicts.result(), asked, outputs, present=True)
+            self._attach(verdicts.result(), asked)
             return
-        for client, output, _ in asked:
-            outputs[client].outputs.remove(output)
+        late = {id(output) for _, output, _ in asked}
+        for part in outputs.values():
+            part.outputs = [output for output in part.outputs if id(output) not in late]
         self._held.append(_Held(verdicts, asked))
 
     def _stops_at_text(self, request_id: str) -> bool:
         request = self._scheduler.requests.get(request_id)
         return request is not None and bool(request.sampling_params.stop)
 
-    def _attach(
-        self, answers: Sequence[Any], asked: list[tuple[int, Any, Program]], outputs: dict[int, Any],
-        present: bool = False,
-    ) -> None:  # fmt: skip
-        """Puts verdicts on outputs; those that were held back come before what has come since."""
+    def _attach(self, answers: Sequence[Any], asked: list[tuple[int, Any, Program]]) -> None:
+        """Puts verdicts on outputs."""
         errors = [error for _, error in answers if error is not None]
         if not errors:
             self.admission.salt = sum(failures for (_, failures), _ in answers)
-        added: dict[int, list[Any]] = {}
-        for i, (client, output, program) in enumerate(asked):
+        for i, (_, output, program) in enumerate(asked):
             verdict = Verdict("", errors[0]) if errors else _joined([verdicts[i] for (verdicts, _), _ in answers])
             verdict = self.admission.judge(program, verdict)
             output.kv_transfer_params = {KEY: [verdict.receipt, verdict.error]}
-            added.setdefault(client, []).append(output)
-        for client, late in added.items() if not present else ():
-            self._outputs(outputs, client)[:0] = late
+
+
+def _streamed() -> ProgramError:
+    return ProgramError("programs are not run on requests whose input is streamed")
 
 
 def _joined(verdicts: list[tuple[str, Any]]) -> Verdict:
@@ -302,25 +312,31 @@ def on_outputs() -> None:
         return
 
     @functools.wraps(stock)
-    def process_outputs(self: Any, engine_core_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        tables = tables_of(self)
+    def process_outputs(processor: Any, engine_core_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        verdicts: dict[str, Verdict] = {}
+        tables = tables_of(processor)
         for output in engine_core_outputs:
             if output.kv_transfer_params is not None and KEY in output.kv_transfer_params:
                 receipt, error = output.kv_transfer_params[KEY]
-                verdicts_of(self)[output.request_id] = Verdict(receipt, tuple(error) if error is not None else None)
+                if output.request_id in processor.request_states:  # else it was aborted, and nobody asks
+                    verdicts[output.request_id] = Verdict(receipt, tuple(error) if error is not None else None)
                 output.kv_transfer_params = None
             if output.new_logprobs is not None and output.request_id in tables:
                 lists, output.new_logprobs = output.new_logprobs, None  # of which vLLM would make dictionaries
                 tables[output.request_id].append((np.asarray(lists.logprob_token_ids), np.asarray(lists.logprobs)))
-        return stock(self, engine_core_outputs, *args, **kwargs)
+        processed = stock(processor, engine_core_outputs, *args, **kwargs)
+        for request, verdict in verdicts.items():
+            if request not in processor.request_states:  # it has ended, here or in the core
+                verdicts_of(processor)[request] = verdict
+        return processed
 
     process_outputs.patchclamp = True  # type: ignore[attr-defined]
     setattr(owner, name, process_outputs)
 
 
 def verdicts_of(processor: Any) -> dict[str, Verdict]:
-    """What was told of the programs of a front end's requests, by the engine's own names of them; whoever answers for a
-    request takes its verdict out."""
+    """What was told of the programs of a front end's ended requests, by the engine's own names of them; whoever answers
+    for a request takes its verdict out."""
     return processor.__dict__.setdefault("patchclamp_verdicts", {})
 
 

@@ -326,6 +326,12 @@ def carried(params: Any) -> bytes | None:
     return program if isinstance(program, bytes) else None
 
 
+def has_foreign(params: Any) -> bool:
+    """Whether something else stands where a request's program would."""
+    extra = getattr(params, "extra_args", None)
+    return bool(extra) and extra.get(KEY) is not None and carried(params) is None
+
+
 # -- the prefix cache, in the engine core
 
 

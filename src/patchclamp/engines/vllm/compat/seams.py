@@ -149,7 +149,7 @@ SEAMS: dict[str, Seam] = {
         Seam("core requests", "vllm.v1.engine.core:EngineCore.preprocess_add_request", "read programs", ("request",)),
         Seam("request", "vllm.v1.request:Request", "admit programs and key edited blocks", called="request",
              has="arrival_time block_hashes client_index get_finished_reason num_computed_tokens priority request_id "
-             "resumable sampling_params take_events trace_headers update_block_hashes"),
+             "resumable sampling_params streaming_queue? take_events trace_headers update_block_hashes"),
         Seam("request ended", "vllm.v1.request:RequestStatus", "end requests that are refused", has="FINISHED_ERROR",
              called="RequestStatus"),
         Seam("core scheduler", _CORE + "sched.scheduler:Scheduler", "admit programs", called="scheduler _scheduler",
@@ -176,6 +176,8 @@ SEAMS: dict[str, Seam] = {
              called="EngineCoreRequestType"),
         Seam("processed", "vllm.v1.engine.output_processor:OutputProcessor.process_outputs", "read answers",
              ("engine_core_outputs",)),
+        Seam("processor", "vllm.v1.engine.output_processor:OutputProcessor", "read answers", has="request_states",
+             called="processor"),
         Seam("local client", "vllm.v1.engine.core_client:InprocClient", "call the core", has="engine_core",
              called="client engine_core"),
         Seam("remote client", "vllm.v1.engine.core_client:SyncMPClient", "call the core",
