@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -140,6 +144,61 @@ def by_token_id(lm: pc.LM) -> dict[str, torch.Tensor]:
     return found | {"logits of others": run[pc.logits], "their logprobs": torch.tensor(run.logprobs)}
 
 
+def faults(lm: pc.LM) -> None:
+    """What goes wrong on one worker alone is the error of its run, and of no other in the batch."""
+    steer = [pc.Add(VECTOR, pc.resid_post[0], scale=0.5)]
+    plain, steered = lm.run([SHORT, SHORT], max_tokens=3, edits=[[], steer], logprobs=True)
+
+    def check(hot: list[pc.Op], error: str) -> None:
+        bad, good, edited = lm.run([SHORT] * 3, max_tokens=3, edits=[hot, [], steer], logprobs=True)
+        assert isinstance(bad.error, pc.RunError)
+        assert error in str(bad.error)
+        for run, same in ((good, plain), (edited, steered)):
+            assert run.error is None
+            assert run.logprobs == pytest.approx(same.logprobs, abs=1e-4)
+
+    for layer in (0, LAYERS - 1):  # in the last step, of which the other stage knows nothing
+        check([pc.Add([3e38] * D, pc.resid_post[layer], pc.generated[1], scale=1e30)], "not finite")
+    point = next(point.number for point in lm.sites.points if (point.kind, point.layer) == ("stream", LAYERS - 1))
+
+    def breaks(name: str) -> Callable[[Any], None]:
+        def break_once(wrapper: Any) -> None:
+            """The second worker does not do something once: install the program that comes first, or act at a point."""
+            runtime = wrapper.worker.patchclamp.runtime
+            if wrapper.worker.rank == 1:
+                owner = runtime if name == "admit" else runtime.step
+                stock = getattr(owner, name)
+
+                def broken(*args: Any) -> Any:
+                    if name == "apply" and args[0] != point:
+                        return stock(*args)
+                    setattr(owner, name, stock)
+                    raise ZeroDivisionError(f"{name} is broken")
+
+                setattr(owner, name, broken)
+
+        return break_once
+
+    for name in ("admit", "apply"):
+        lm.engine._call(lambda name=name: lm.engine._engine.collective_rpc(breaks(name))).result()
+        check([pc.Add(VECTOR, pc.resid_post[LAYERS - 2])], f"{name} is broken")
+        check([pc.Add([3e38] * D, pc.resid_post[0], scale=1e30)], "not finite")
+
+
+def a_worker_that_dies_is_the_error_of_all(lm: pc.LM) -> None:
+    """Nothing hangs; it is the last thing that happens to an engine."""
+    processes = lm.engine._engine.engine_core.engine_core.model_executor.workers
+    stream = lm.stream(LONG, max_tokens=1000, sampling={"ignore_eos": True})
+    next(stream)
+    os.kill(processes[1].proc.pid, signal.SIGKILL)
+    begun = time.monotonic()
+    with pytest.raises(pc.EngineError):
+        list(stream)
+    with pytest.raises(pc.EngineError):
+        lm.run(SHORT, max_tokens=1, edits=[pc.Zero(pc.resid_post[0])])
+    assert time.monotonic() - begun < 30
+
+
 @pytest.fixture(scope="module")
 def alone(start):
     return seen(start(enforce_eager=True))
@@ -206,6 +265,7 @@ def test_two_workers_do_what_one_does(start, alone, options):
         bad, good = lm.run([SHORT, SHORT], max_tokens=3, edits=[hot, []], logprobs=True)
         assert isinstance(bad.error, pc.RunError)
         assert good.error is None
+    faults(lm)
     many = lm.run(
         [SHORT] * 20,
         max_tokens=2,
@@ -232,4 +292,5 @@ def test_two_workers_do_what_one_does(start, alone, options):
     status = lm.engine.status()
     held = {"programs": 0, "runs": 0, "captured_bytes": 0, "pinned": 0, "vectors": 0, "records": 0}
     assert {name: status[name] for name in held} == held
-    assert status["failures"] == 2
+    assert status["failures"] == (6 if tensor_parallel else 8)  # of workers that see the same rows one counts
+    a_worker_that_dies_is_the_error_of_all(lm)

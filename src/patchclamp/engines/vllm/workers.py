@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from patchclamp.engines.vllm.compat.core import notice_death
 from patchclamp.errors import unpack
 
 
@@ -12,6 +13,7 @@ class Workers:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
+        notice_death(engine)
         self.all("started")
 
     def all(self, verb: str, *args: Any) -> list[Any]:

@@ -380,6 +380,25 @@ def tell_core(engine: Any, method: str, *args: Any) -> None:
     answers.append(future)
 
 
+def notice_death(engine: Any) -> None:
+    """Has whoever waits for the engine core of another process learn that it was killed: vLLM ends the thread that
+    listens to it, and says nothing."""
+    client = engine.engine_core
+    if not hasattr(client, "outputs_queue"):
+        return
+    thread, arrived, results = client.output_queue_thread, client.outputs_queue, client.utility_results
+
+    def wait() -> None:
+        thread.join()
+        error = EngineError("the engine core's process has ended")
+        arrived.put_nowait(error)
+        for future in list(results.values()):
+            if not future.done():
+                future.set_exception(error)
+
+    threading.Thread(target=wait, name="patchclamp core", daemon=True).start()
+
+
 def is_pending(engine: Any) -> bool:
     """Whether the core of this process must be stepped though no request is under way; one that runs beside steps by
     itself."""
