@@ -391,7 +391,7 @@ def notice_death(engine: Any) -> None:
     def wait() -> None:
         thread.join()
         error = EngineError("the engine core's process has ended")
-        arrived.put_nowait(error)
+        arrived.put(error)
         for future in list(results.values()):
             if not future.done():
                 future.set_exception(error)
