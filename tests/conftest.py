@@ -33,7 +33,7 @@ GROUPS = {
     "families": ("test_families", "test_untabled", "test_variants", "test_prover"),
     "processes": ("test_off_is_stock", "test_two_bodies", "test_parallel"),
     "eager": ("test_stream", "test_modes", "test_refusals", "test_cache", "test_many", "test_doctor", "test_inert"),
-    "tiny": ("test_storm", "test_capacity", "test_lora", "test_poison"),
+    "tiny": ("test_storm", "test_capacity", "test_lora", "test_poison", "test_admission"),
     "real": ("test_sweep", "test_readme", "test_cli_parity"),
 }
 GROUP_OF = {f"engines/{name}.py": group for group, names in GROUPS.items() for name in names}

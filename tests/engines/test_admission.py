@@ -196,12 +196,14 @@ def test_a_run_that_ends_at_a_stop_text_is_told_its_error_and_its_receipt(lm, st
 
 def test_of_several_runs_of_a_prompt_one_fails(lm):
     sampling = {"n": 3, "temperature": 1.0, "seed": 5, "ignore_eos": True}
-    plain = lm.run(PROMPT, max_tokens=4, sampling=sampling)
+    plain = lm.run(PROMPT, logprobs=True, max_tokens=4, sampling=sampling)
     own = next(token for token in plain[1].token_ids[:-1] if token not in plain[0].token_ids + plain[2].token_ids)
     hot = msgspec.structs.replace(HOT, tokens=pc.generated & pc.token(own))
     steer = pc.Add(vector(0), pc.resid_post[2], pc.generated[2])
-    fine = lm.run(PROMPT, max_tokens=4, sampling=sampling, edits=[steer])
-    runs = lm.run(PROMPT, max_tokens=4, sampling=sampling, edits=[hot, steer], capture=[pc.resid_post[1]])
+    fine = lm.run(PROMPT, logprobs=True, max_tokens=4, sampling=sampling, edits=[steer])
+    runs = lm.run(
+        PROMPT, logprobs=True, max_tokens=4, sampling=sampling, edits=[hot, steer], capture=[pc.resid_post[1]]
+    )
     assert [type(run.error) for run in runs] == [type(None), pc.RunError, type(None)]
     assert "not finite" in str(runs[1].error)
     for i in (0, 2):
@@ -276,14 +278,14 @@ def test_programs_as_large_as_the_room_run_one_after_the_other(lm, monkeypatch):
     large = [pc.Scale(1.0 + i, pc.resid_post[1], pc.prompt[::2]) for i in range(RECORDS // 4)]
     wide = [[pc.Add(vector(i, len(PROMPT), D), pc.resid_post[1], pc.prompt), pc.Add(vector(9 + i, ROWS - len(PROMPT), D),
              pc.resid_post[2], pc.prompt[:4])] for i in range(3)]  # fmt: skip
-    alone = [lm.run(PROMPT, max_tokens=2, edits=edits) for edits in (large, *wide, single)]
+    alone = [lm.run(PROMPT, logprobs=True, max_tokens=2, edits=edits) for edits in (large, *wide, single)]
     assert len({tuple(run.logprobs) for run in alone}) == 5
     most.clear()
-    runs = lm.run([PROMPT] * 8, max_tokens=2, edits=[large, *wide, large, *wide])
+    runs = lm.run([PROMPT] * 8, logprobs=True, max_tokens=2, edits=[large, *wide, large, *wide])
     assert most == [1] * 8
     for run, same in zip(runs, [*alone[:4], *alone[:4]], strict=True):
         assert run.logprobs == pytest.approx(same.logprobs, abs=1e-4)
-    runs = lm.run([PROMPT] * 2, max_tokens=2, edits=[single, single])
+    runs = lm.run([PROMPT] * 2, logprobs=True, max_tokens=2, edits=[single, single])
     assert most[8:] == [1, 2]  # for these there is room beside each other
 
 
@@ -358,7 +360,7 @@ def test_a_result_without_its_receipt_is_an_error(lm, monkeypatch, spoil):
             output.kv_transfer_params = spoil(output)
 
     monkeypatch.setattr(admitting, "_attach", attach_wrongly)
-    edited, plain = lm.run([PROMPT] * 2, max_tokens=2, edits=[[pc.Scale(0.5, pc.resid_post[0])], []])
+    edited, plain = lm.run([PROMPT] * 2, logprobs=True, max_tokens=2, edits=[[pc.Scale(0.5, pc.resid_post[0])], []])
     assert isinstance(edited.error, pc.EngineError)
     assert "without the receipt of its program" in str(edited.error)
     assert plain.error is None
@@ -393,7 +395,7 @@ def test_bytes_that_are_no_program_end_their_request_alone(lm):
                      "fine": None}  # fmt: skip
     assert kinds["no sizes"] in ("ProgramError", "EngineError")
     assert by_name["fine"].receipt == receipt_of(scaled("fine"))
-    assert lm.run(PROMPT, max_tokens=2, edits=[pc.Add(vector(1), pc.resid_post[1])]).error is None
+    assert lm.run(PROMPT, logprobs=True, max_tokens=2, edits=[pc.Add(vector(1), pc.resid_post[1])]).error is None
 
 
 def test_a_vector_that_is_not_held_is_missing_for_that_run_alone(lm, monkeypatch):
@@ -407,7 +409,7 @@ def test_a_vector_that_is_not_held_is_missing_for_that_run_alone(lm, monkeypatch
     lost = True
     monkeypatch.setattr(admission_of(lm), "hold_vectors", forgetful)
     edits = [[pc.Add(v, pc.resid_post[1])], [pc.Scale(0.5, pc.resid_post[1])], []]
-    bad, scaled_run, plain = lm.run([PROMPT] * 3, max_tokens=2, edits=edits)
+    bad, scaled_run, plain = lm.run([PROMPT] * 3, logprobs=True, max_tokens=2, edits=edits)
     assert isinstance(bad.error, pc.MissingSource)
     assert (scaled_run.error, plain.error) == (None, None)
 
@@ -415,17 +417,17 @@ def test_a_vector_that_is_not_held_is_missing_for_that_run_alone(lm, monkeypatch
 def test_what_one_program_misses_is_not_missing_for_the_next(lm):
     """The rows that it could have brought into the bank are there for whoever reads them next."""
     v = vector(3)
-    source = lm.run(PROMPT, max_tokens=1, capture=[pc.resid_post[0]])
+    source = lm.run(PROMPT, logprobs=True, max_tokens=1, capture=[pc.resid_post[0]])
     row, runtime = pc.From(source, pc.resid_post[0], 2), worker(lm).runtime
-    expected = lm.run(PROMPT, max_tokens=2, edits=[pc.Add(vector(4), pc.resid_post[1])])
+    expected = lm.run(PROMPT, logprobs=True, max_tokens=2, edits=[pc.Add(vector(4), pc.resid_post[1])])
     lm.engine._call(lambda: runtime.store.release(source.key)).result()
-    bad, good = lm.run([PROMPT] * 2, max_tokens=2, edits=[
+    bad, good = lm.run([PROMPT] * 2, logprobs=True, max_tokens=2, edits=[
         [pc.Replace(row, pc.resid_post[0], pc.prompt[2]), pc.Add(v, pc.resid_post[1])], [pc.Add(v, pc.resid_post[1])]
     ])  # fmt: skip
     assert isinstance(bad.error, pc.MissingSource)
     assert good.error is None
     assert good.logprobs != expected.logprobs
-    plain = lm.run(PROMPT, max_tokens=2)
+    plain = lm.run(PROMPT, logprobs=True, max_tokens=2)
     assert good.logprobs != plain.logprobs
 
 
@@ -434,7 +436,7 @@ def test_who_is_aborted_before_the_first_step_leaves_its_vector_for_the_next(lm,
     write, written = runtime.bank.write, []
     monkeypatch.setattr(runtime.bank, "write", lambda begin, rows: written.append(begin) or write(begin, rows))
     steer = [pc.Add(v, pc.resid_post[1])]
-    before = lm.run(PROMPT, max_tokens=2)
+    before = lm.run(PROMPT, logprobs=True, max_tokens=2)
 
     async def go() -> pc.Run:
         with held(lm):
@@ -444,13 +446,13 @@ def test_who_is_aborted_before_the_first_step_leaves_its_vector_for_the_next(lm,
             gone.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await gone
-            kept = asyncio.create_task(lm.arun(PROMPT, max_tokens=2, edits=steer))
+            kept = asyncio.create_task(lm.arun(PROMPT, logprobs=True, max_tokens=2, edits=steer))
             await asyncio.sleep(0.01)
         return await kept
 
     run = asyncio.run(go())
     assert len(written) == 1
-    cold = lm.run(PROMPT, max_tokens=2, edits=steer, sampling={"skip_reading_prefix_cache": True})
+    cold = lm.run(PROMPT, logprobs=True, max_tokens=2, edits=steer, sampling={"skip_reading_prefix_cache": True})
     assert run.logprobs == pytest.approx(cold.logprobs, abs=1e-5)
     assert run.logprobs != pytest.approx(before.logprobs, abs=1e-3)
     assert len(written) == 1
@@ -516,7 +518,7 @@ def test_a_program_that_comes_with_more_of_an_input_ends_the_session(lm):
 @pytest.mark.parametrize("where", ["apply", "begin_step", "end", "steps_left"])
 def test_what_goes_wrong_in_a_worker_is_the_error_of_its_programs(lm, monkeypatch, where):
     runtime = worker(lm).runtime
-    plain = lm.run(PROMPT, max_tokens=2)
+    plain = lm.run(PROMPT, logprobs=True, max_tokens=2)
 
     def broken(*args: Any, **more: Any) -> Any:
         raise ZeroDivisionError("broken on purpose")
@@ -525,7 +527,7 @@ def test_what_goes_wrong_in_a_worker_is_the_error_of_its_programs(lm, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(runtime.step if where == "apply" else runtime, where, broken)
         keeps = [pc.resid_post[1]] if where == "end" else []
-        bad, good = lm.run([PROMPT, PROMPT], max_tokens=2, edits=[steer, []], capture=keeps)
+        bad, good = lm.run([PROMPT, PROMPT], logprobs=True, max_tokens=2, edits=[steer, []], capture=keeps)
     if where == "end":
         assert good.error is not None  # it captured, too
     else:
@@ -533,7 +535,7 @@ def test_what_goes_wrong_in_a_worker_is_the_error_of_its_programs(lm, monkeypatc
         assert good.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
     assert isinstance(bad.error, pc.PatchclampError)
     assert "broken on purpose" in str(bad.error)
-    after = lm.run([PROMPT, PROMPT], max_tokens=2, edits=[steer, []])
+    after = lm.run([PROMPT, PROMPT], logprobs=True, max_tokens=2, edits=[steer, []])
     assert [run.error for run in after] == [None, None]
     assert after[0].logprobs != after[1].logprobs
 
@@ -551,14 +553,16 @@ def test_a_run_that_fails_before_anothers_first_step_leaves_it_no_blocks(lm, mon
     the keys made anew the other would read them."""
     runtime, scheduler = worker(lm).runtime, engine_core(lm).scheduler
     prompt, edit = prompt_of_blocks(int(keyed_anew)), [pc.Scale(-2.0, pc.resid_post[0], pc.prompt[3])]
-    expected = lm.run(prompt, max_tokens=1, edits=edit, sampling={"skip_reading_prefix_cache": True}).logprobs
+    expected = lm.run(
+        prompt, logprobs=True, max_tokens=1, edits=edit, sampling={"skip_reading_prefix_cache": True}
+    ).logprobs
     scheduler.reset_prefix_cache()
     fail_first(monkeypatch, runtime)
     if not keyed_anew:
         monkeypatch.setattr(core._Admitting, "_key_blocks", staticmethod(lambda request: None))
     # the second waits for the first's records: it was made before, and is scheduled after, the failure
     many = [pc.Scale(1.0, pc.resid_post[2], pc.prompt[::2])] * ((RECORDS - 1) // 40)
-    runs = lm.run([prompt, prompt], max_tokens=1, edits=[edit + many, edit + many])
+    runs = lm.run([prompt, prompt], logprobs=True, max_tokens=1, edits=[edit + many, edit + many])
     assert isinstance(runs[0].error, pc.PatchclampError)
     assert runs[1].error is None
     same = runs[1].logprobs == pytest.approx(expected, abs=1e-4)
@@ -601,7 +605,7 @@ def test_who_read_such_blocks_is_told_so_even_after_it_was_preempted(lm, monkeyp
     assert resets == [True]
     assert isinstance(reads, pc.RunError)
     assert "run it again" in str(reads)
-    assert lm.run(prompt, max_tokens=2, edits=edit).error is None
+    assert lm.run(prompt, logprobs=True, max_tokens=2, edits=edit).error is None
 
 
 # -- many
@@ -676,15 +680,17 @@ def elsewhere(folder):
 def test_a_core_in_its_own_process_does_the_same_and_its_end_is_everyones(elsewhere):
     lm = elsewhere
     v = vector(0)
-    steered, plain = lm.run([PROMPT] * 2, max_tokens=3, edits=[[pc.Add(v, pc.resid_post[1])], []], **ENDLESS)
+    steered, plain = lm.run(
+        [PROMPT] * 2, logprobs=True, max_tokens=3, edits=[[pc.Add(v, pc.resid_post[1])], []], **ENDLESS
+    )
     assert steered.logprobs != plain.logprobs
     only = {"allowed_token_ids": [7], "stop": "w7 w7", "include_stop_str_in_output": True, "ignore_eos": True}
     for edit, fails in ((pc.Scale(0.5, pc.resid_post[0]), False), (HOT, True)):
         if fails:
             with pytest.raises(pc.RunError, match="not finite"):
-                lm.run(PROMPT, max_tokens=20, sampling=only, edits=[edit])
+                lm.run(PROMPT, logprobs=True, max_tokens=20, sampling=only, edits=[edit])
         else:
-            assert lm.run(PROMPT, max_tokens=20, sampling=only, edits=[edit]).token_ids == [7, 7]
+            assert lm.run(PROMPT, logprobs=True, max_tokens=20, sampling=only, edits=[edit]).token_ids == [7, 7]
     del steered, plain
     storm(lm, 150, seed=1)
     check_nothing_left(lm)
@@ -705,4 +711,4 @@ def test_a_core_in_its_own_process_does_the_same_and_its_end_is_everyones(elsewh
     with pytest.raises(pc.EngineError):
         list(streams[1])
     with pytest.raises(pc.EngineError):
-        lm.run(PROMPT, max_tokens=1)
+        lm.run(PROMPT, logprobs=True, max_tokens=1)
