@@ -342,6 +342,50 @@ def test_who_is_aborted_while_waiting_lets_the_queue_move_on(lm):
     asyncio.run(go())
 
 
+def test_who_comes_leaves_and_is_released_before_a_step_leaves_nothing(lm):
+    """In a core beside its front end all of this may be read between two steps; what it brought to the bank stays."""
+    runtime = worker(lm).runtime
+
+    def act(inner: Any, add: Any) -> None:
+        add("gone", scaled("gone", keeps=True))
+        inner.abort_requests(["gone"])
+        inner.patchclamp_release(["gone"])
+
+    before = runtime.status()["runs"]
+    assert raw_sessions(lm, act) == {}
+    assert runtime.status()["runs"] == before
+
+
+def test_a_queue_that_cannot_move_costs_nothing_and_does_not_grow(lm, monkeypatch):
+    """Behind a program that takes the whole room: nobody is tried again before somebody leaves, and those who give up
+    are not kept."""
+    whole = {"edits": [pc.Scale(1.5, pc.resid_post[1], pc.prompt[::2])] * (RECORDS // 4), **ENDLESS}
+    admission, tried = admission_of(lm), []
+    place = admission._room.place
+    monkeypatch.setattr(admission._room, "place", lambda *sizes: tried.append(1) or place(*sizes))
+
+    async def go() -> None:
+        running = asyncio.create_task(lm.arun(PROMPT, max_tokens=110, **whole))
+        while not admission.counts()["programs"]:
+            await asyncio.sleep(0.001)
+        waits = asyncio.create_task(lm.arun(PROMPT, max_tokens=1, **whole))
+        for _ in range(6):
+            leaving = [asyncio.create_task(lm.arun(PROMPT, max_tokens=1, **whole)) for _ in range(8)]
+            while admission.counts()["waiting"] < 9 and not running.done():
+                await asyncio.sleep(0.001)
+            assert len(admission._queue) <= 2 * 9 + 17
+            for task in leaving:
+                task.cancel()
+            await asyncio.gather(*leaving, return_exceptions=True)
+            while admission.counts()["waiting"] > 1:
+                await asyncio.sleep(0.001)
+        running.cancel()
+        await waits
+
+    asyncio.run(go())
+    assert len(tried) <= 6  # not at every step
+
+
 # -- what is not as it should be
 
 

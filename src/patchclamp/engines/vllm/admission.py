@@ -124,8 +124,9 @@ class Admission:
         self._sites, self._room, self._workers = sites, room, workers
         self.salt = 0  # how many runs have failed; blocks of the prefix cache are shared between two failures only
         self.programs: dict[str, Program] = {}  # of unfinished requests, admitted or waiting
-        self._waiting: list[tuple[tuple[float, ...], int, Any]] = []  # a heap of requests
-        self._waiting_ids: set[str] = set()
+        self._queue: list[tuple[tuple[float, ...], int, Any]] = []  # a heap of requests, some of which left
+        self._waiting: dict[str, Any] = {}  # requests that wait
+        self._blocked: Any = None  # the first of the queue, if it had no room and none was freed since
         self._order = itertools.count()
         self._vectors: dict[str, _Vector] = {}
         self._runs: dict[str, set[str]] = {}  # by run: bank keys of its rows
@@ -155,7 +156,9 @@ class Admission:
         self._orders.release += runs
         self._capturing.difference_update(runs)
         for run in runs:
-            self._room.forget(self._runs.pop(run, ()))
+            if keys := self._runs.pop(run, None):
+                self._room.forget(keys)
+                self._blocked = None
 
     @property
     def has_orders(self) -> bool:
@@ -174,7 +177,7 @@ class Admission:
     @property
     def unscheduled(self) -> int:
         """Requests that the scheduler does not have yet: waiting for room, or about to end with an error."""
-        return len(self._waiting_ids) + len(self.errors)
+        return len(self._waiting) + len(self.errors)
 
     def arrive(self, request: Any, program: Program, priority: tuple[float, ...]) -> bool:
         """Admits a request's program if there is room; else it waits (lower `priority` first), or gets an error."""
@@ -187,11 +190,11 @@ class Admission:
         except Exception as error:
             self.errors[request.request_id] = pack(ProgramError(f"the program cannot be read: {error!r}"))
             return False
-        if not self._waiting_ids and self._admit(request.request_id, program):
+        if not self._waiting and self._admit(request.request_id, program):
             return True
         if request.request_id not in self.errors:
-            self._waiting_ids.add(request.request_id)
-            heapq.heappush(self._waiting, (priority, next(self._order), request))
+            self._waiting[request.request_id] = request
+            heapq.heappush(self._queue, (priority, next(self._order), request))
         return False
 
     def _check(self, program: Program) -> None:
@@ -222,18 +225,22 @@ class Admission:
 
     def admit_waiting(self) -> Iterator[Any]:
         """Admits requests that have waited, in order, as far as there is room."""
-        while self._waiting:
-            request = self._waiting[0][2]
-            if request.request_id in self._waiting_ids:
-                if not self._admit(request.request_id, self.programs[request.request_id]):
-                    if request.request_id not in self.errors:
-                        return
-                    self._waiting_ids.discard(request.request_id)
-                    heapq.heappop(self._waiting)
-                    continue
-                self._waiting_ids.discard(request.request_id)
-                yield request
-            heapq.heappop(self._waiting)
+        while self._queue:
+            request = self._queue[0][2]
+            name = request.request_id
+            if self._waiting.get(name) is request:
+                if request is self._blocked:
+                    return
+                is_admitted = self._admit(name, self.programs[name])
+                if not is_admitted and name not in self.errors:
+                    self._blocked = request
+                    return
+                del self._waiting[name]
+                heapq.heappop(self._queue)
+                if is_admitted:
+                    yield request
+            else:
+                heapq.heappop(self._queue)
 
     def refuse(self, request: Any, program: Program | None, error: PatchclampError) -> None:
         """A request ends with an error before it runs."""
@@ -243,12 +250,14 @@ class Admission:
 
     def end(self, request_id: str) -> None:
         """A request is finished or aborted: what its program held is free."""
-        self._waiting_ids.discard(request_id)
         self.errors.pop(request_id, None)
+        if self._waiting.pop(request_id, None) is not None and len(self._queue) > 2 * len(self._waiting) + 16:
+            self._queue = [entry for entry in self._queue if self._waiting.get(entry[2].request_id) is entry[2]]
+            heapq.heapify(self._queue)
         program = self.programs.pop(request_id, None)
         if program is not None and program.placement is not None:
             self._room.free(program.placement)
-            program.placement = None
+            program.placement = self._blocked = None
 
     def judge(self, program: Program, verdict: Verdict) -> Verdict:
         """A verdict of the workers, with what the core alone knows."""
@@ -262,7 +271,7 @@ class Admission:
 
     def counts(self) -> dict[str, int]:
         """What is held; all 0 when every request has ended and every run was released."""
-        return {**self._room.counts(), "waiting": len(self._waiting_ids), "vectors": len(self._vectors),
+        return {**self._room.counts(), "waiting": len(self._waiting), "vectors": len(self._vectors),
                 "requests": len(self.programs)}  # fmt: skip
 
     def _admit(self, request_id: str, program: Program) -> bool:

@@ -35,7 +35,10 @@ class Exchange:
 
     def move(self, request: str, bound: BoundProgram) -> None:
         """Moves the rows that a request's program reads; called on every worker, before any waits for another."""
-        self._moved[request] = self._move(bound)
+        try:
+            self._moved[request] = self._move(bound)
+        except Exception as error:
+            self._moved[request] = MissingSource(f"the rows that it reads could not be moved to it: {error!r}")
 
     def rows(self, request: str) -> dict[str, torch.Tensor]:
         """The rows [n, W] of other workers that a request's program reads here, by bank key.

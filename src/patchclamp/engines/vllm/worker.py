@@ -213,6 +213,8 @@ class Attached:
                 self.runtime.refuse(admitted.request, bound.run, error)
             if admitted.request in finished:
                 self._free([admitted.request])
+                if bound.run in orders.release:  # before it was here
+                    self.runtime.release([bound.run])
         self.runtime.table.captures.layout()  # gathered here rather than while rows are planned
 
     def planned(self, requests: list[str], row: np.ndarray, position: np.ndarray, count: np.ndarray) -> None:
