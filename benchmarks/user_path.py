@@ -6,8 +6,8 @@
 
 Each side is a process of its own, and they take turns, stock first or last. Both are asked for the same outputs. A
 figure is the ratio of the medians of whole calls, with the 95 % interval of a bootstrap over pairs. Prompts are random
-and new in every round, so the prefix cache has nothing of them. `--beside` has our engine core run in a process of its
-own; stock runs as `--stock-beside` says, and as `LLM` starts it without.
+and new in every round, so the prefix cache has nothing of them. Stock's engine core runs in a process of its own, as
+`LLM` starts it, but for the tiny shape; `--our-cores` says where ours does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +155,9 @@ class Remote:
         self._process = context.Process(target=_serve, args=(theirs, kind, shape, model, options, environ))
         self._process.start()
         theirs.close()
+
+    def started(self) -> None:
+        """Returns when the engine runs."""
         self._answer()
 
     def case(self, name: str, number: int) -> tuple[float, Any]:
@@ -189,40 +191,45 @@ def _serve(pipe: Any, kind: str, shape: str, model: str, options: dict[str, Any]
         raise
 
 
-def compare(stock: Remote, ours: Remote, name: str, rounds: int) -> dict[str, Any]:
-    """Whole calls of a case in turn, after one of each that is not counted."""
+def compare(sides: dict[str, Remote], name: str, rounds: int) -> dict[str, dict[str, Any]]:
+    """Whole calls of a case in turn, after one of each that is not counted: of every side but stock, beside stock's."""
     from benchmarks.gpu_speed import ratio
 
-    times: dict[Remote, list[float]] = {stock: [], ours: []}
+    times: dict[str, list[float]] = {side: [] for side in sides}
+    alike = dict.fromkeys(sides, True)
     for number in range(rounds + 1):
         answers = {}
-        for side in (stock, ours) if number % 2 else (ours, stock):
-            seconds, answers[side] = side.case(name, 1000 * number)
+        order = list(sides) if number % 2 else list(reversed(sides))
+        for side in order:
+            seconds, answers[side] = sides[side].case(name, 1000 * number)
             if number:
                 times[side].append(seconds)
-        alike = answers[stock] == answers[ours]
-    measured = ratio(times[stock], times[ours])
+        alike = {side: alike[side] and answers[side] == answers["stock"] for side in sides}
     renamed = {"stock": "stock_s", "ours": "ours_s"}
-    return {renamed.get(key, key): value for key, value in measured.items()} | {"same_answers": alike}
+    rows = {}
+    for side in [side for side in sides if side != "stock"]:
+        measured = ratio(times["stock"], times[side])
+        rows[side] = {renamed.get(key, key): value for key, value in measured.items()} | {"same_answers": alike[side]}
+    return rows
 
 
 def table(result: dict[str, Any]) -> str:
     """The figures as Markdown."""
     lines = [f"# What a caller waits for, {result['date']}", "",
-             f"{result['machine']}, vLLM {result['vllm']}, shape {result['shape']}. {result['how']} "
-             f"`{result['command']}`", "",
-             "| case | stock s | ours s | ours / stock [95 %] | bar | same answers |",
-             "|---|---|---|---|---|---|"]  # fmt: skip
-    for name, row in result["cases"].items():
-        if "error" in row:
-            lines.append(f"| {name} | | | {row['error']} | | |")
-            continue
-        bar = result["bars"].get(name)
-        lines.append(
-            f"| {name} | {row['stock_s']:.3f} | {row['ours_s']:.3f} | {row['ratio']:.3f} "
-            f"[{row['low']:.3f}, {row['high']:.3f}] | {'' if bar is None else f'{bar:.2f}'} | "
-            f"{'yes' if row['same_answers'] else 'no'} |"
-        )
+             f"{result['machine']}, vLLM {result['vllm']}, shape {result['shape']}. `{result['command']}`", "",
+             "| case | our core | stock s | ours s | ours / stock [95 %] | bar | same answers |",
+             "|---|---|---|---|---|---|---|"]  # fmt: skip
+    for name, sides in result["cases"].items():
+        for side, row in sides.items():
+            if "error" in row:
+                lines.append(f"| {name} | {side} | | | {row['error']} | | |")
+                continue
+            bar = result["bars"].get(name)
+            lines.append(
+                f"| {name} | {side} | {row['stock_s']:.3f} | {row['ours_s']:.3f} | {row['ratio']:.3f} "
+                f"[{row['low']:.3f}, {row['high']:.3f}] | {'' if bar is None else f'{bar:.2f}'} | "
+                f"{'yes' if row['same_answers'] else 'no'} |"
+            )
     return "\n".join(lines) + "\n"
 
 
@@ -235,8 +242,9 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
 
     figure, axes = plt.subplots(1, len(results), figsize=(6 * len(results), 4), squeeze=False, layout="constrained")
     for axis, result in zip(axes[0], results, strict=True):
-        rows = {name: row for name, row in result["cases"].items() if "error" not in row}
-        for y, (name, row) in enumerate(rows.items()):
+        rows = {f"{name}, {side}": (name, row) for name, sides in result["cases"].items()
+                for side, row in sides.items() if "error" not in row}  # fmt: skip
+        for y, (name, row) in enumerate(rows.values()):
             axis.plot([row["low"], row["high"]], [y, y], color="#4477aa", linewidth=2)
             axis.plot([row["ratio"]], [y], "o", color="#4477aa", label="measured" if y == 0 else None)
             bar = result["bars"].get(name)
@@ -258,8 +266,7 @@ def main() -> None:
     parser.add_argument("--cases", default="")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--layers", type=int, help="of the shape, fewer than it has")
-    parser.add_argument("--beside", action="store_true")
-    parser.add_argument("--stock-beside", action=argparse.BooleanOptionalAction, default=None)
+    parser.add_argument("--our-cores", default="in process", help="in process, beside, or both: in process,beside")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--draw", nargs="+", type=Path)
     args = parser.parse_args()
@@ -269,11 +276,11 @@ def main() -> None:
     measure(args)
 
 
-def _sides(args: argparse.Namespace) -> list[Callable[[], Remote]]:
-    """What starts stock, and what starts ours."""
+def _sides(args: argparse.Namespace) -> dict[str, Remote]:
+    """Stock and ours, which start together."""
     from tests.models import UNTIMED, shape_only
 
-    tiny = args.shape == "tiny"
+    tiny, cores = args.shape == "tiny", args.our_cores.split(",")
     changed = dict(hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=4, head_dim=32,
                    vocab_size=512) if tiny else {}  # fmt: skip
     layers = 4 if tiny else args.layers
@@ -283,13 +290,16 @@ def _sides(args: argparse.Namespace) -> list[Callable[[], Remote]]:
         options |= {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 1 << 27, "max_num_seqs": 256,
                     "block_size": 32, "max_model_len": 512}  # fmt: skip
     else:
-        options |= {"gpu_memory_utilization": 0.44, "max_num_seqs": 1024,
-                    "compilation_config": {"inductor_compile_config": UNTIMED}}  # fmt: skip
-    in_process = args.stock_beside is False or (args.stock_beside is None and tiny)
-    environ = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if in_process else {}
-    ours = {**options, "multiprocess_mode": args.beside}
-    return [lambda: Remote("stock", args.shape, model, options, environ),
-            lambda: Remote("ours", args.shape, model, ours, {})]  # fmt: skip
+        compilation = {"inductor_compile_config": UNTIMED, "cudagraph_capture_sizes": [1, 8, 64, 256, 512]}
+        options |= {"kv_cache_memory_bytes": 32 << 30, "gpu_memory_utilization": 0.9 / (1 + len(cores)),
+                    "max_num_seqs": 1024, "compilation_config": compilation}  # fmt: skip
+    environ = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if tiny else {}  # else as `LLM` starts it: beside the caller
+    sides = {"stock": Remote("stock", args.shape, model, options, environ)}
+    for core in cores:
+        sides[core] = Remote("ours", args.shape, model, {**options, "multiprocess_mode": core == "beside"}, {})
+    for side in sides.values():
+        side.started()
+    return sides
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -301,24 +311,26 @@ def measure(args: argparse.Namespace) -> None:
     result: dict[str, Any] = {
         "date": datetime.date.today().isoformat(), "vllm": vllm.__version__, "shape": args.shape,
         "machine": torch.cuda.get_device_name() if on_gpu else f"CPU, {os.cpu_count()} cores",
-        "how": f"Our core runs {'beside the caller' if args.beside else 'in the caller’s process'}.",
-        "command": "python " + " ".join(["benchmarks/user_path.py", *sys.argv[1:]]), "bars": BARS[args.shape],
-        "cases": {},
+        "command": " ".join(["python benchmarks/user_path.py", *(f'"{a}"' if " " in a else a for a in sys.argv[1:])]),
+        "bars": BARS[args.shape], "cases": {},
     }  # fmt: skip
-    sides = [start() for start in _sides(args)]
+    sides = _sides(args)
     args.out.mkdir(parents=True, exist_ok=True)
-    label = f"{args.shape}-beside" if args.beside else args.shape
-    path = args.out / f"user_path-{label}-{result['date']}.json"
+    path = args.out / f"user_path-{args.shape}-{result['date']}.json"
     for name in names:
         try:
-            result["cases"][name] = compare(*sides, name, args.rounds)
+            result["cases"][name] = compare(sides, name, args.rounds)
         except RuntimeError as error:
-            result["cases"][name] = {"error": str(error)[:300]}
-        print(name, {key: value for key, value in result["cases"][name].items() if "blocks" not in key}, flush=True)
+            result["cases"][name] = {args.our_cores: {"error": str(error)[:300]}}
+        brief = {
+            side: {key: value for key, value in row.items() if "blocks" not in key}
+            for side, row in result["cases"][name].items()
+        }
+        print(name, brief, flush=True)
         path.write_text(json.dumps(result, indent=1))
-    for side in sides:
+        path.with_suffix(".md").write_text(table(result))
+    for side in sides.values():
         side.close()
-    path.with_suffix(".md").write_text(table(result))
     print(table(result))
 
 

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import secrets
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from patchclamp.engines.open import open_engine
 from patchclamp.errors import EngineError, MissingSource, PatchclampError, ProgramError, TokensError
 from patchclamp.language import At, Op, Program, Site
 from patchclamp.language.fuzz import fuzz
+from patchclamp.language.site import parse_site
 from patchclamp.plan import Prompt, bind
 from patchclamp.plan.bind import Code
 from patchclamp.run import Run
@@ -26,6 +27,7 @@ from patchclamp.store.named import NamedBank
 from patchclamp.stream import Stream, wake
 
 MAX_RUNS = 16_384  # of one prompt, as in vLLM
+MAX_FETCH_BYTES = 1 << 26  # of captures that come from the engine in one call, or little more
 MAX_SCORES = 128  # token ids graded in one run: what vLLM's sampler takes
 
 
@@ -190,6 +192,33 @@ class LM:
         grouped = [next(rest) if n == 1 else list(itertools.islice(rest, n)) for n in call.counts]
         return grouped if call.listed else grouped[0]
 
+    def fetch(self, runs: Iterable[Run], sites: Any = None) -> list[dict[str, Any]]:
+        """What runs captured at some sites, or everywhere: for each run its tensors [T, W] by site, such as
+        "resid_post[3]", as `run[site]` gives them. Many runs come from the engine in one call.
+
+        Raises `MissingSource` for a site that a run did not capture, and the error of a run that failed.
+        """
+        runs, chunk, size = list(runs), [], 0
+        names = [run.sites if sites is None else [ref for site in _as_list(sites) for ref in run.refs(site)]
+                 for run in runs]  # fmt: skip
+        for run, refs in zip(runs, names, strict=True):
+            run.answer  # noqa: B018  raises the run's own error
+            captured = {*run.sites}
+            points = [self.sites.resolve(parse_site(ref))[0].point for ref in refs if ref in captured]
+            chunk += [(run, key) for key in run.unread(dict.fromkeys(points))]
+            size += run.captured_bytes
+            if size > MAX_FETCH_BYTES:
+                self._fetch(chunk)
+                chunk, size = [], 0
+        self._fetch(chunk)
+        return [{ref: run[ref] for ref in refs} for run, refs in zip(runs, names, strict=True)]
+
+    def _fetch(self, chunk: list[tuple[Run, tuple[int, None]]]) -> None:
+        """Has runs take what they captured, (point, None) each."""
+        captured = self.engine.fetch_many([(run.key, *key) for run, key in chunk]) if chunk else []
+        for (run, key), rows in zip(chunk, captured, strict=True):
+            run.take_fetched({key: rows})
+
     def tokens(self, text: str) -> list[int]:
         """Token ids of a prompt's text, with the tokenizer's special tokens."""
         return self.tokenizer.encode(text)
@@ -255,15 +284,17 @@ class LM:
                 ids, text = self.tokenizer.encode(prompt), prompt
             except (TypeError, ValueError) as error:
                 raise ProgramError(f"this text cannot be tokenised: {error}", path) from None
-        elif isinstance(prompt, (list, tuple)) and all(is_token_id(i) for i in prompt):
+        elif isinstance(prompt, (list, tuple)) and set(map(type, prompt)) <= {int}:
+            ids, text = list(prompt), None
+        elif isinstance(prompt, (list, tuple)) and all(is_token_id(i) for i in prompt):  # NumPy's among them
             ids, text = [int(i) for i in prompt], None
         else:
             raise ProgramError("a prompt is text or a list of token ids", path)
         if not ids:
             raise TokensError("an empty prompt has no position to run", path)
-        outside = [i for i in ids if not 0 <= i < self.model.d_vocab]
-        if outside:
-            raise TokensError(f"token id {outside[0]} is outside the vocabulary of {self.model.d_vocab}", path)
+        if min(ids) < 0 or max(ids) >= self.model.d_vocab:
+            outside = next(i for i in ids if not 0 <= i < self.model.d_vocab)
+            raise TokensError(f"token id {outside} is outside the vocabulary of {self.model.d_vocab}", path)
         return ids, text
 
     def _request(
@@ -425,6 +456,10 @@ def _top_logprobs(logprobs: Any, scored: bool) -> int | None:
     if scored:
         raise ProgramError("a run with score= has no likeliest tokens beside it: give logprobs=True", "logprobs")
     return int(logprobs)
+
+
+def _as_list(sites: Any) -> list[Any]:
+    return list(sites) if isinstance(sites, (list, tuple)) else [sites]
 
 
 async def _awaited(future: Future[Answer]) -> Answer | PatchclampError:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from patchclamp.engines.base import Answer, Engine, Request
+from patchclamp.engines.base import Answer, Captured, Engine, Request, Wanted
 from patchclamp.errors import MissingSource, PatchclampError, ProgramError
 from patchclamp.language import Program, Site, SiteOp
 from patchclamp.language.conversions import DTYPES
@@ -21,6 +22,7 @@ from patchclamp.sites import SiteMap
 if TYPE_CHECKING:
     import torch
 
+MAX_PREFETCH_BYTES = 1 << 20  # of captures that come together when the first of them is read
 NO_POSITIONS = np.zeros(0, np.int64)
 
 
@@ -53,6 +55,7 @@ class Run:
         self._limit = len(request.prompt_token_ids) + request.max_tokens - 1  # positions, had it gone on to the end
         conditions = {op.condition.ids for op in self._ops if op.condition}
         self._ids_of = {key: request.vectors[key].reshape(-1).astype(np.int64) for key in conditions}
+        self._prefetched: dict[tuple[int, int | None], Captured] = {}
         self._fetched: dict[tuple[int, int | None], tuple[np.ndarray, torch.Tensor | np.ndarray]] = {}
         self._release = weakref.finalize(self, owner.engine.release, [self.key])
         self._release.atexit = False
@@ -163,6 +166,7 @@ class Run:
     def close(self) -> None:
         """Lets the captures go now."""
         self.closed = True
+        self._prefetched.clear()
         self._release()
 
     def refs(self, site: Site | str) -> list[str]:
@@ -274,12 +278,36 @@ class Run:
         """What the engine has of an op, or of all, at a point, of the positions that came to be."""
         wanted = self._captured[point] if ordinal is None else position_array(self._ops[ordinal].ranges)
         wanted = self._computed(wanted)
-        positions, rows = self._owner.engine.fetch(self.key, point, ordinal)
+        if (point, ordinal) not in self._prefetched:
+            self._prefetch(point, ordinal)
+        positions, rows = self._prefetched.pop((point, ordinal))
         count = len(self._computed(positions))
         positions, rows = positions[:count], rows[:count]
         if not np.array_equal(positions, wanted):
             raise PatchclampError(f"{name}: {len(wanted)} positions were asked for and {count} were captured")
         return positions, rows
+
+    def _prefetch(self, point: int, ordinal: int | None) -> None:
+        """Asks the engine for what is read now and, where that is little, for what else there is to read."""
+        points = list(self._captured) if self.captured_bytes <= MAX_PREFETCH_BYTES else []
+        keys = [(point, ordinal), *(key for key in self.unread(points) if key != (point, ordinal))]
+        wanted: list[Wanted] = [(self.key, *key) for key in keys]
+        self.take_fetched(dict(zip(keys, self._owner.engine.fetch_many(wanted), strict=True)))
+
+    def unread(self, points: Iterable[int]) -> list[tuple[int, None]]:
+        """Of captured points those whose rows have not come from the engine yet."""
+        return [(point, None) for point in points if not {(point, None)} & {*self._fetched, *self._prefetched}]
+
+    def take_fetched(self, rows: dict[tuple[int, int | None], Captured]) -> None:
+        """Takes positions and rows of points, or of one op there, as the engine has given them."""
+        if not self.closed:
+            self._prefetched.update(rows)
+
+    @functools.cached_property
+    def captured_bytes(self) -> int:
+        """About how many bytes of rows it captured, as fp32."""
+        widths = ((len(self._computed(at)), self._sites.points[point].width) for point, at in self._captured.items())
+        return sum(4 * count * width for count, width in widths)
 
     def __reduce__(self):
         raise ProgramError("a Run belongs to its engine and cannot be copied or pickled; take its tensors instead")

@@ -177,6 +177,10 @@ def settle_if_failed(futures: Iterable[Future[Answer]], job: Future[Any]) -> Non
             settle(future, as_patchclamp_error(error))
 
 
+Wanted = tuple[str, int, int | None]  # a run, a point, and one op by its place in the bound program, or all (None)
+Captured = tuple[np.ndarray, "torch.Tensor | np.ndarray"]  # positions [T] ascending, and rows [T, W]
+
+
 class Engine(Protocol):
     """Carries requests. Calls are safe from any thread.
 
@@ -203,6 +207,10 @@ class Engine(Protocol):
         Of one op, by its place in the bound program, or of all; then, where two captured a position, the later's.
         """
         ...
+
+    def fetch_many(self, wanted: list[Wanted]) -> list[Captured]:
+        """What `fetch` gives for each of (run, point, op), in one call: for what is little, and much of it."""
+        return [self.fetch(*each) for each in wanted]
 
     def release(self, runs: list[str]) -> None:
         """Frees what runs captured, and stops one under way whose listener is gone.

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -18,7 +19,7 @@ import safetensors.numpy
 
 from patchclamp import __version__
 from patchclamp.engines.adapters import Adapter
-from patchclamp.engines.base import Answer, Model, Request, Tokenizer, settle
+from patchclamp.engines.base import Answer, Captured, Model, Request, Tokenizer, Wanted, settle
 from patchclamp.engines.findings import Finding
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
 from patchclamp.engines.vllm import plugin, shared
@@ -31,9 +32,9 @@ from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.compat.core import Table, ask_core, decoded, is_pending, tables_of, tell_core, verdicts_of
 from patchclamp.engines.vllm.compat.seams import require_all, version
 from patchclamp.engines.vllm.report import running
-from patchclamp.engines.vllm.underway import Underway, judged, sampling_params
+from patchclamp.engines.vllm.underway import Parameters, Underway, judged
 from patchclamp.engines.vllm.worker import too_deep
-from patchclamp.engines.vllm.workers import Workers
+from patchclamp.engines.vllm.workers import Workers, unpack_captured
 from patchclamp.errors import EngineError, PatchclampError, RunError, describe_error, unknown
 from patchclamp.kernels.code import check_outside
 from patchclamp.plan.room import bank_sizes
@@ -42,6 +43,7 @@ from patchclamp.runtime import Limits
 OURS = ("max_records", "bank_bytes", "kept_bytes", "ring_bytes", "pinned_bytes", "active_sizes", "multiprocess_mode")
 MAX_SCORES = 128  # what vLLM's sampler takes for one request
 ABORTED = "the run was aborted"
+COALESCE_S = 0.001
 MAX_SLEEP_S = 0.5  # of an idle engine's thread: a release that finds the lock taken does not wake it
 
 
@@ -95,6 +97,15 @@ class VllmEngine:
             return self._call(lambda: self._workers.one("fetch", run, point, op, piece, to, mapped, at, files)).result()
 
         return self._receiver.fetch(ask) if self.remote else ask("", [], 0, False)
+
+    def fetch_many(self, wanted: list[Wanted]) -> list[Captured]:
+        if any(self.sites.shard_count(point) > 1 for _, point, _ in wanted):
+            return [self.fetch(*each) for each in wanted]
+        answers = self._call(lambda: self._workers.all("fetch_many", wanted, self.remote)).result()
+        captured: dict[int, Captured] = {}
+        for answer in answers:
+            captured |= unpack_captured(answer) if self.remote else answer
+        return [captured[i] for i in range(len(wanted))]
 
     def release(self, runs: list[str]) -> None:
         # called by the garbage collector, wherever it happens to run: it may wait for no lock
@@ -247,6 +258,7 @@ class VllmEngine:
         self.sites = site_map(config)
         skipped = config.model_config.skip_tokenizer_init
         self.tokenizer: Tokenizer = NoTokenizer() if skipped else HubTokenizer(self._engine.get_tokenizer())
+        self._parameters = Parameters(not skipped)
         self.model = Model(
             name, "vllm", version(), self.sites.family.name, facts["layers"], facts["d_model"], facts["d_vocab"],
             facts["dtype"], facts["max_model_len"], configuration.settings(config),
@@ -259,6 +271,8 @@ class VllmEngine:
                 self._wake.wait(MAX_SLEEP_S)
             jobs = [self._queue.popleft() for _ in range(len(self._queue))]
         if self._released:
+            if not jobs and not self._busy():
+                time.sleep(COALESCE_S)  # releases come in crowds, and each round of them is an engine step
             self._release([self._released.popleft() for _ in range(len(self._released))])
         for job, future in jobs:
             try:
@@ -376,7 +390,7 @@ class VllmEngine:
             adapter = self._adapters.take(request)
             prompt = {"prompt_token_ids": request.prompt_token_ids}
             carried = None if request.bound is None else self._carried(request)
-            params = sampling_params(request, carried, not isinstance(self.tokenizer, NoTokenizer))
+            params = self._parameters.of(request, carried)
             name = self._engine.add_request(request.run, prompt, params, lora_request=adapter) or request.run
             receipt = "" if carried is None else receipt_of(carried)
             tables: list[Table] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -50,25 +51,41 @@ def judged(underway: Underway, verdict: Verdict | None) -> PatchclampError | Non
     return None
 
 
-def sampling_params(request: Request, carried: bytes | None, has_text: bool) -> Any:
-    """A request's parameters, with the program that it carries.
+class Parameters:
+    """Makes requests' parameters as vLLM takes them; those of requests that ask alike are copies of one.
 
     Text is made as tokens come only where that is needed: for stop texts, and for a listener.
     """
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
 
-    given: dict[str, Any] = {"temperature": 0.0, **request.sampling}
-    if carried is not None:
-        given["extra_args"] = {configuration.KEY: carried}
-    logprobs = request.logprobs
-    if request.score:
-        given["logprob_token_ids"] = list(dict.fromkeys(request.score))
-        logprobs = len(given["logprob_token_ids"])
-    return SamplingParams(
-        max_tokens=request.max_tokens,
-        logprobs=logprobs,
-        output_kind=RequestOutputKind.FINAL_ONLY if request.listener is None else RequestOutputKind.DELTA,
-        detokenize=has_text and (request.listener is not None or bool(request.sampling.get("stop"))),
-        **given,
-    )
+    def __init__(self, has_text: bool) -> None:
+        self._has_text = has_text
+        self._asked: tuple[Any, ...] = ()
+        self._made: Any = None
+
+    def of(self, request: Request, carried: bytes | None) -> Any:
+        """A request's parameters, with the program that it carries."""
+        asked = (request.sampling, request.max_tokens, request.score, request.logprobs, request.listener is None)
+        if asked != self._asked:
+            self._asked, self._made = asked, self._make(request)
+        params = copy.copy(self._made)
+        if carried is not None:
+            params.extra_args = {configuration.KEY: carried}
+        return params
+
+    def _make(self, request: Request) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        given: dict[str, Any] = {"temperature": 0.0, **request.sampling}
+        logprobs = request.logprobs
+        if request.score:
+            given["logprob_token_ids"] = list(dict.fromkeys(request.score))
+            logprobs = len(given["logprob_token_ids"])
+        return SamplingParams(
+            max_tokens=request.max_tokens,
+            logprobs=logprobs,
+            output_kind=RequestOutputKind.FINAL_ONLY if request.listener is None else RequestOutputKind.DELTA,
+            skip_clone=True,  # it is this request's alone
+            detokenize=self._has_text and (request.listener is not None or bool(request.sampling.get("stop"))),
+            **given,
+        )

@@ -9,7 +9,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from safetensors.torch import save
 
+from patchclamp.engines.base import Wanted
 from patchclamp.engines.vllm import shared
 from patchclamp.engines.vllm.admission import Admission, Orders, Packed, decode, receipt_of
 from patchclamp.engines.vllm.architecture import site_map
@@ -294,6 +296,16 @@ class Attached:
         if not to:
             return self.runtime.fetch(run, point, op)
         return self._sender.hand(*self.runtime.store.parts(run, point, op), to, mapped, at, files)
+
+    def do_fetch_many(self, wanted: list[Wanted], packed: bool) -> Any:
+        """Of (run, point, op) those kept here: (positions, rows) by their place in the list, or as safetensors."""
+        runtime = self.runtime
+        here = [(i, each) for i, each in enumerate(wanted) if runtime.keeps_at(each[1]) and runtime.here[each[1]]]
+        captured = {i: runtime.fetch(*each) for i, each in here}
+        if not packed:
+            return captured
+        parts = {f"{i} positions": torch.from_numpy(positions) for i, (positions, _) in captured.items()}
+        return save(parts | {f"{i} rows": rows.contiguous() for i, (_, rows) in captured.items()})
 
     def do_close(self) -> None:
         """Stops the threads that captures leave the device on; what was captured stays for those who hold it."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import safetensors.torch
+
+from patchclamp.engines.base import Captured
 from patchclamp.engines.vllm.compat.core import notice_death
 from patchclamp.errors import unpack
 
@@ -39,3 +42,10 @@ class Workers:
             problems = [status["active_graphs_problem"] for status in statuses if status["active_graphs_problem"]]
             summed["active_graphs_problem"] = problems[0] if problems else ""
         return {**statuses[0], **summed, "workers": len(statuses)}
+
+
+def unpack_captured(data: bytes) -> dict[int, Captured]:
+    """What `do_fetch_many` has packed: (positions, rows) by place."""
+    tensors = safetensors.torch.load(data)
+    places = [int(name.split()[0]) for name in tensors if name.endswith("rows")]
+    return {i: (tensors[f"{i} positions"].numpy(), tensors[f"{i} rows"]) for i in places}
