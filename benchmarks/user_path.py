@@ -254,9 +254,13 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
         axis.set_yticks(range(len(rows)), list(rows))
         axis.invert_yaxis()
         axis.set_xscale("log")
+        low, high = axis.get_xlim()
+        ticks = [tick for tick in (0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2, 3, 5, 7, 10) if low < tick < high]
+        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.minorticks_off()
         axis.set_xlabel("seconds of a whole call, ours / stock vLLM")
         axis.set_title(f"{result['shape']}, {result['machine']}", fontsize=10)
-        axis.legend(loc="lower right", frameon=False)
+        axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     figure.savefig(path, dpi=130)
 
 

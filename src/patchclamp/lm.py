@@ -205,7 +205,10 @@ class LM:
             run.answer  # noqa: B018  raises the run's own error
             captured = {*run.sites}
             points = [self.sites.resolve(parse_site(ref))[0].point for ref in refs if ref in captured]
-            chunk += [(run, key) for key in run.unread(dict.fromkeys(points))]
+            unread = run.unread(dict.fromkeys(points))
+            if run.closed and unread:
+                raise MissingSource(f"run {run.key} was closed before its captures were read")
+            chunk += [(run, key) for key in unread]
             size += run.captured_bytes
             if size > MAX_FETCH_BYTES:
                 self._fetch(chunk)

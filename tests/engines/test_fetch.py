@@ -35,7 +35,7 @@ def test_the_first_read_brings_what_else_is_little(calls, engine, monkeypatch):
     together = {site: one[site] for site in one.sites}
     assert asked == [points]
     for site in apart:
-        assert torch.allclose(apart[site], together[site], atol=1e-4)
+        assert torch.allclose(apart[site], together[site], atol=1e-3, rtol=1e-4)
         assert one.positions(site) == other.positions(site)
         assert one[site].data_ptr() == together[site].data_ptr()
     assert torch.equal(one["capture[3]"], one[pc.mlp_out[2]])  # one op's rows are asked for by themselves
@@ -53,7 +53,7 @@ def test_many_runs_come_in_one_call(calls, engine, monkeypatch):
     for rows, run in zip(everything, alone, strict=True):
         for site, tensor in rows.items():
             assert tensor.shape == run[site].shape
-            assert torch.allclose(tensor, run[site], atol=1e-4)
+            assert torch.allclose(tensor, run[site], atol=1e-3, rtol=1e-4)
     asked.clear()
     assert lm.fetch(runs, pc.resid_post[1:3])[0].keys() == {"resid_post[1]", "resid_post[2]"}
     assert lm.fetch(runs)[1]["logits"].data_ptr() == everything[1]["logits"].data_ptr()
