@@ -9,12 +9,14 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+import safetensors.numpy
 import torch
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
@@ -194,6 +196,50 @@ def test_a_run_that_ends_at_a_stop_text_is_told_its_error_and_its_receipt(lm, st
     assert (run.token_ids, run.finish_reason) == ([7, 7, 7], "stop")
 
 
+STOPS = {"allowed_token_ids": list(range(3, 40)), "stop": "w7 w7 w7 w7", "ignore_eos": True}
+
+
+def test_what_workers_say_late_comes_in_order(lm, monkeypatch):
+    """Workers in processes of their own answer after the next step, or two answers at once; the outputs that wait for
+    them come before those that were made since."""
+    executor, steer = engine_core(lm).model_executor, [pc.Scale(0.5, pc.resid_post[0])]
+    call, step = executor.collective_rpc, executor.execute_model
+    late: list[tuple[Future[Any], Any]] = []
+    expected = [list(lm.stream(PROMPT, max_tokens=9, sampling=STOPS, edits=edits)) for edits in (steer, [])]
+    plain = lm.run(PROMPT, max_tokens=9, sampling=STOPS, edits=steer)
+
+    def answers_later(method: Any, *args: Any, **more: Any) -> Any:
+        answers = call(method, *args, **more)
+        if more.get("args", ("",))[0] != "settle":
+            return answers
+        late.append((Future(), answers.result()))
+        return late[-1][0]
+
+    def execute(*args: Any, **more: Any) -> Any:
+        if len(late) >= 2 or not args[0].total_num_scheduled_tokens:
+            while late:
+                future, answers = late.pop(0)
+                future.set_result(answers)
+        return step(*args, **more)
+
+    monkeypatch.setattr(executor, "collective_rpc", answers_later)
+    monkeypatch.setattr(executor, "execute_model", execute)
+    streams = [lm.stream(PROMPT, max_tokens=9, sampling=STOPS, edits=edits) for edits in (steer, [], [HOT])]
+    got = [list(stream) for stream in streams[:2]]
+    assert [[part.token_ids for part in parts] for parts in got] == [
+        [part.token_ids for part in parts] for parts in expected
+    ]
+    with pytest.raises(pc.RunError, match="not finite"):
+        list(streams[2])
+    assert lm.run(PROMPT, max_tokens=9, sampling=STOPS, edits=steer).token_ids == plain.token_ids
+    with lm.stream(PROMPT, max_tokens=9, sampling=STOPS, edits=steer) as stream:
+        next(stream)
+    monkeypatch.undo()
+    while late:
+        future, answers = late.pop(0)
+        future.set_result(answers)
+
+
 def test_of_several_runs_of_a_prompt_one_fails(lm):
     sampling = {"n": 3, "temperature": 1.0, "seed": 5, "ignore_eos": True}
     plain = lm.run(PROMPT, logprobs=True, max_tokens=4, sampling=sampling)
@@ -354,6 +400,57 @@ def test_who_comes_leaves_and_is_released_before_a_step_leaves_nothing(lm):
     before = runtime.status()["runs"]
     assert raw_sessions(lm, act) == {}
     assert runtime.status()["runs"] == before
+
+
+def test_who_leaves_before_a_step_leaves_its_vector_for_the_next(lm, monkeypatch):
+    """The room counts it as brought: the worker installs who has left already, too."""
+    runtime, rows, key = worker(lm).runtime, vector(50).reshape(1, D), "v:left"
+    ops = (BoundOp("edits[0]", Linear(1.0, 1.0), (POINT,), (key,), (PositionRange(0, 8),), True),)
+    first, second = (
+        msgspec.msgpack.encode(Carried(BoundProgram(run, 8, ops), {key: (1, D)})) for run in ("first", "second")
+    )
+    write, written = runtime.bank.write, []
+    monkeypatch.setattr(runtime.bank, "write", lambda begin, rows: written.append(begin) or write(begin, rows))
+
+    def act(inner: Any, add: Any) -> None:
+        inner.patchclamp_hold(safetensors.numpy.save({key: rows.numpy()}), [key], [])
+        add("first", first)
+        inner.abort_requests(["first"])
+        add("second", second)
+        assert inner.patchclamp.admission.programs["second"].placement.load == ()
+
+    assert raw_sessions(lm, act) == {"second": None}
+    (begin,) = written
+    assert torch.equal(runtime.bank.data[begin : begin + D], rows[0])
+    lm.engine._call(lambda: engine_core(lm).patchclamp_hold(b"", [], [key, "never held"])).result()
+    lm.engine.release(["first", "second"])
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+def test_a_paused_scheduler_admits_when_it_goes_on(lm, mode):
+    """What came meanwhile waits, in the queue and for room; a pause that aborts leaves nothing of those that waited."""
+    whole = {"edits": [pc.Scale(1.5, pc.resid_post[1], pc.prompt[::2])] * (RECORDS // 4), **ENDLESS}
+    inner = engine_core(lm)
+
+    def act(core_of_engine: Any, add: Any) -> None:
+        heavy = [BoundOp("edits[0]", Linear(2.0, 0.0), (POINT,), (), (PositionRange(0, 8),), True)] * (RECORDS - 1)
+        programs = [msgspec.msgpack.encode(Carried(BoundProgram(f"run {i}", 8, tuple(heavy)), {})) for i in range(3)]
+        for i, program in enumerate(programs):
+            add(f"before {i}", program)
+        core_of_engine.pause_scheduler(mode, clear_cache=False)
+        assert admission_of(lm).counts()["waiting"] == (2 if mode == "keep" else 0)
+        add("meanwhile", programs[0])
+        for _ in range(3):
+            core_of_engine.step_fn()
+        assert not core_of_engine.scheduler.running
+        core_of_engine.resume_scheduler()
+
+    told = raw_sessions(lm, act)
+    names = {"meanwhile", *(f"before {i}" for i in range(3) if mode == "keep")}
+    assert told == dict.fromkeys(names)
+    lm.engine.release([f"run {i}" for i in range(3)])
+    assert inner.scheduler.pause_state.name == "UNPAUSED"
+    assert len(lm.run(PROMPT, max_tokens=2, **whole).token_ids) == 2
 
 
 def test_a_queue_that_cannot_move_costs_nothing_and_does_not_grow(lm, monkeypatch):
