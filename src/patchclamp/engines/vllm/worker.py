@@ -225,6 +225,8 @@ class Attached:
         try:
             self.runtime.begin_step(requests, row, position, count, self._total)
         except Exception as error:
+            if self._graphs is not None:  # one with taps may be about to run, on the rows of the last step
+                raise
             self.runtime.fail_step(requests, error)
         self._awaits_logits = self.runtime.plan is not None
 
