@@ -384,7 +384,7 @@ def notice_death(engine: Any) -> None:
     """Has whoever waits for the engine core of another process learn that it was killed: vLLM ends the thread that
     listens to it, and says nothing."""
     client = engine.engine_core
-    if not hasattr(client, "outputs_queue"):
+    if not hasattr(client, "output_queue_thread"):
         return
     thread, arrived, results = client.output_queue_thread, client.outputs_queue, client.utility_results
 
