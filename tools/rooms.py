@@ -15,8 +15,8 @@ FILE = Path(__file__).parents[1] / "docs" / "rooms.svg"
 JOBS = {
     "cli": "the command: one file a command, no logic",
     "serve": "HTTP: routes, the wire format, the page",
-    "plots": "pictures of results: PNG and HTML",
     "studies": "questions made of many runs: sweeps, comparisons",
+    "plots": "pictures of results: PNG and HTML",
     "trace": "programs written as if the model were at hand",
     "doctor": "what works on this machine, and what does not",
     "proving": "pc.LM: each site is proved on the live model first",
@@ -33,7 +33,7 @@ JOBS = {
     "errors": "every error, as one tree",
 }
 BANDS = {
-    "ask": ("#8250df", ("cli", "serve", "plots", "studies", "trace", "doctor")),
+    "ask": ("#8250df", ("cli", "serve", "studies", "plots", "trace", "doctor")),
     "call": ("#0969da", ("proving", "lm", "stream", "run")),
     "carry": ("#bc4c00", ("engines",)),
     "compute": ("#1a7f37", ("runtime", "kernels", "plan")),

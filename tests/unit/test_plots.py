@@ -26,11 +26,11 @@ from matplotlib.text import Text
 from PIL import Image
 
 import patchclamp as pc
-from patchclamp.plots import check_targets, passage, sweep_html, sweep_png, words
+from patchclamp.plots import check_targets, heatmap_html, heatmap_png, passage, words
+from patchclamp.plots.heatmap_html import heatmap_page
+from patchclamp.plots.heatmap_png import heatmap_figure
 from patchclamp.plots.palette import DIVERGING
-from patchclamp.plots.reading import effect, panels, ranked, scale, share
-from patchclamp.plots.sweep_html import sweep_page
-from patchclamp.plots.sweep_png import sweep_figure
+from patchclamp.studies.sweep_heatmap import formula, model_name
 from patchclamp.studies.sweep_result import Column, PatchSweep
 
 CLEAN = ("The", " Louvre", " is", " in", " the", " city")
@@ -111,43 +111,43 @@ every_sweep = pytest.mark.parametrize("sweep", SWEEPS.values(), ids=SWEEPS)
 
 class TestReading:
     def test_the_scale_is_centred_on_corrupt_and_ends_at_clean(self):
-        found = scale(make_sweep(clean=4.0, corrupt=-3.0))
+        found = make_sweep(clean=4.0, corrupt=-3.0).heatmap().scale
         assert (found.low, found.centre, found.high, found.towards) == (-10.0, -3.0, 4.0, 1.0)
 
     def test_clean_below_corrupt_turns_the_scale(self):
-        found = scale(make_sweep(clean=-5.0, corrupt=2.0))
+        found = make_sweep(clean=-5.0, corrupt=2.0).heatmap().scale
         assert (found.low, found.high, found.towards) == (-5.0, 9.0, -1.0)
 
     def test_where_baselines_agree_the_largest_effect_is_the_strong_end(self):
-        assert scale(with_grid(make_sweep(clean=1.0, corrupt=1.0), _0_2_3=1.5)).half == 0.5
-        assert scale(with_grid(make_sweep(clean=1.0, corrupt=1.0))).half == 1.0
+        assert with_grid(make_sweep(clean=1.0, corrupt=1.0), _0_2_3=1.5).heatmap().scale.half == 0.5
+        assert with_grid(make_sweep(clean=1.0, corrupt=1.0)).heatmap().scale.half == 1.0
 
     def test_an_unlayered_site_is_one_row_and_comes_last(self):
-        embed, resid = panels(make_sweep(("embed", "resid_pre"), layers=3))[::-1]
-        assert (embed.site, embed.rows, embed.values.shape, embed.name(0)) == ("embed", (None,), (1, 6), "embed")
-        assert (resid.site, resid.rows, resid.name(2)) == ("resid_pre", (0, 1, 2), "resid_pre[2]")
+        embed, resid = make_sweep(("embed", "resid_pre"), layers=3).heatmap().panels[::-1]
+        assert (embed.name, embed.rows, embed.values.shape, embed.row_name(0)) == ("embed", (None,), (1, 6), "embed")
+        assert (resid.name, resid.rows, resid.row_name(2)) == ("resid_pre", (0, 1, 2), "resid_pre[2]")
 
     def test_a_layered_site_with_one_layer_keeps_it(self):
-        (only,) = panels(make_sweep(layers=1))
-        assert only.name(0) == "resid_pre[0]"
+        (only,) = make_sweep(layers=1).heatmap().panels
+        assert only.row_name(0) == "resid_pre[0]"
 
     @pytest.mark.parametrize(("clean", "towards"), [(4.0, 1), (-9.0, -1)])
     def test_ranked_is_best_of_the_sweep(self, clean: float, towards: int):
         sweep = make_sweep(("resid_pre", "embed"), layers=5, clean=clean, seed=3)
-        spots = ranked(sweep, 7)
+        heatmap = sweep.heatmap()
+        spots = heatmap.ranked(7)
         assert [spot.value for spot in spots] == [cell.value for cell in sweep.best(7)]
         assert [spot.value for spot in spots] == sorted((spot.value for spot in spots), reverse=towards > 0)
-        shown = panels(sweep)
-        assert all(shown[s.panel].values[s.row, s.column] == s.value for s in spots)
+        assert all(heatmap.panels[s.panel].values[s.row, s.column] == s.value for s in spots)
 
     def test_ranked_never_names_a_cell_that_was_not_run(self):
-        assert len(ranked(make_sweep(("embed",), layers=3), 100)) == 6
+        assert len(make_sweep(("embed",), layers=3).heatmap().ranked(100)) == 6
 
     def test_effect_and_share(self):
-        sweep = make_sweep(clean=4.0, corrupt=-4.0)
-        assert effect(sweep, -2.0) == 2.0
-        assert share(sweep, -2.0) == 0.25
-        assert share(make_sweep(clean=1.0, corrupt=1.0), 3.0) is None
+        heatmap = make_sweep(clean=4.0, corrupt=-4.0).heatmap()
+        assert heatmap.effect(-2.0) == 2.0
+        assert heatmap.share(-2.0) == 0.25
+        assert make_sweep(clean=1.0, corrupt=1.0).heatmap().share(3.0) is None
 
 
 # -- words
@@ -192,29 +192,37 @@ class TestWords:
         ],
     )
     def test_title_says_what_was_done(self, metric: str, text: str):
-        title = words.title(make_sweep(metric=metric))
+        title = make_sweep(metric=metric).heatmap().title
         assert title == f"Patching clean activations into the corrupt run: {text}"
         assert words.unbroken(title).replace("\u00a0", " ") == title
 
     def test_formulas(self):
-        assert words.formula(make_sweep(metric="logprob", foil=None)) == "log p(' Paris' | prompt)"
-        assert words.formula(make_sweep()).startswith("logit(' Paris') − logit(' Rome') = log p(' Paris' | prompt)")
-        recovered = words.formula(make_sweep(metric="recovered"))
+        assert formula(make_sweep(metric="logprob", foil=None)) == "log p(' Paris' | prompt)"
+        assert formula(make_sweep()).startswith("logit(' Paris') − logit(' Rome') = log p(' Paris' | prompt)")
+        recovered = formula(make_sweep(metric="recovered"))
         assert recovered.startswith("(Δ patched − Δ corrupt) / (Δ clean − Δ corrupt)")
 
     def test_noise(self):
-        assert words.noise(make_sweep(noise_floor=0.0)) == "noise floor 0: reruns of the corrupt prompt agree exactly"
-        assert words.noise(make_sweep(noise_floor=0.25)) == "noise floor 0.25: smaller effects mean nothing"
+        assert (
+            words.noise(make_sweep(noise_floor=0.0).heatmap())
+            == "noise floor 0: reruns of the corrupt prompt agree exactly"
+        )
+        assert words.noise(make_sweep(noise_floor=0.25).heatmap()) == "noise floor 0.25: smaller effects mean nothing"
 
     def test_marks(self):
+        clean, _ = make_sweep().heatmap().strips
+        assert clean.marks == ("same", "differs", "same", "same", "same", "same")
+        clean, corrupt = SWEEPS["skipped positions"].heatmap().strips
+        assert clean.marks == ("same", "skipped", "same", "same", "same", "same")
+        assert corrupt.marks == ("same", "skipped", "skipped", "same", "same", "same", "same")
+
+    def test_what_is_skipped_is_what_the_sweep_skipped(self):
         sweep = SWEEPS["skipped positions"]
-        assert words.marks(make_sweep(), "clean") == ["same", "differs", "same", "same", "same", "same"]
-        assert words.marks(sweep, "clean") == ["same", "skipped", "same", "same", "same", "same"]
-        assert words.marks(sweep, "corrupt") == ["same", "skipped", "skipped", "same", "same", "same", "same"]
+        assert tuple(sweep.heatmap().skipped) == sweep.skipped
 
     def test_a_local_folder_is_told_by_its_name(self):
-        assert words.model_name(make_sweep(model="/home/someone/models/tiny")) == "tiny"
-        assert words.model_name(make_sweep(model="org/tiny")) == "org/tiny"
+        assert model_name(make_sweep(model="/home/someone/models/tiny")) == "tiny"
+        assert model_name(make_sweep(model="org/tiny")) == "org/tiny"
 
 
 marks = st.sampled_from(["same"] * 9 + ["differs"])
@@ -263,7 +271,7 @@ def outlines(axes) -> list[tuple[float, float]]:
 class TestPng:
     @every_sweep
     def test_nothing_is_cut_off(self, sweep: PatchSweep):
-        figure = sweep_figure(sweep)
+        figure = heatmap_figure(sweep.heatmap())
         canvas = FigureCanvasAgg(figure)
         canvas.draw()
         width, height = canvas.get_width_height()
@@ -277,7 +285,7 @@ class TestPng:
 
     @pytest.mark.parametrize("name", ["30 layers of 6 tokens", "three sites", "four layers of 40 tokens", "one column"])
     def test_the_file_is_a_picture_of_sensible_size(self, tmp_path, name: str):
-        path = sweep_png(SWEEPS[name], tmp_path / "new" / "sweep.png")
+        path = heatmap_png(SWEEPS[name].heatmap(), tmp_path / "new" / "sweep.png")
         with Image.open(path) as image:
             image.load()
             assert image.format == "PNG"
@@ -289,7 +297,7 @@ class TestPng:
 
     def test_every_value_is_where_it_belongs(self):
         sweep = make_sweep(("resid_pre", "embed"), layers=5)
-        shown = heatmaps(sweep_figure(sweep))
+        shown = heatmaps(heatmap_figure(sweep.heatmap()))
         axes, mesh = shown["resid_pre"]
         assert np.array_equal(mesh.get_array().reshape(5, 6), sweep.grid[0])
         assert [label.get_text() for label in axes.get_xticklabels()] == [words.visible(token) for token in CORRUPT]
@@ -301,13 +309,13 @@ class TestPng:
 
     def test_layers_are_named_by_their_number(self):
         sweep = msgspec.structs.replace(make_sweep(layers=3), layers=(4, 8, 12))
-        (axes, _), *_ = heatmaps(sweep_figure(sweep)).values()
+        (axes, _), *_ = heatmaps(heatmap_figure(sweep.heatmap())).values()
         assert [label.get_text() for label in axes.get_yticklabels()] == ["4", "8", "12"]
 
     @pytest.mark.parametrize(("clean", "corrupt"), [(4.0, -3.0), (-5.0, 2.0)])
     def test_corrupt_is_white_and_clean_the_blue_end(self, clean: float, corrupt: float):
         sweep = make_sweep(("resid_pre", "attn_out"), clean=clean, corrupt=corrupt)
-        for _, mesh in heatmaps(sweep_figure(sweep)).values():
+        for _, mesh in heatmaps(heatmap_figure(sweep.heatmap())).values():
             middle = np.array([int(DIVERGING[5][i : i + 2], 16) / 255 for i in (1, 3, 5)])
             end = np.array([int(DIVERGING[10][i : i + 2], 16) / 255 for i in (1, 3, 5)])
             assert np.abs(mesh.to_rgba(corrupt)[:3] - middle).max() < 0.02
@@ -315,7 +323,7 @@ class TestPng:
 
     def test_the_best_cell_and_only_it_is_outlined(self):
         sweep = with_grid(make_sweep(("resid_pre", "attn_out")), _1_2_3=5.0, _0_0_0=1.0)
-        shown = heatmaps(sweep_figure(sweep))
+        shown = heatmaps(heatmap_figure(sweep.heatmap()))
         assert set(outlines(shown["attn_out"][0])) == {(3, 2)}
         assert not outlines(shown["resid_pre"][0])
 
@@ -323,15 +331,15 @@ class TestPng:
         sweep = make_sweep(("resid_pre", "embed"), layers=3)
         grid = sweep.grid.copy()
         grid[0, 1] = np.nan
-        figure = sweep_figure(msgspec.structs.replace(sweep, grid=grid))
+        figure = heatmap_figure(msgspec.structs.replace(sweep, grid=grid).heatmap())
         axes, mesh = heatmaps(figure)["resid_pre"]
         assert mesh.get_array().mask.reshape(3, 6)[1].all()
         assert axes.patch.get_hatch()
         assert "not run" in [text.get_text() for text in figure.texts]
-        assert "not run" not in [text.get_text() for text in sweep_figure(sweep).texts]
+        assert "not run" not in [text.get_text() for text in heatmap_figure(sweep.heatmap()).texts]
 
     def test_what_it_says(self):
-        figure = sweep_figure(SWEEPS["skipped positions"])
+        figure = heatmap_figure(SWEEPS["skipped positions"].heatmap())
         said = " ".join(text.get_text() for text in figure.findobj(Text))
         for part in ("' Paris'", "' Rome'", " Louvre", "osseum", "clean 4.00", "corrupt −3.00", "org/model",
                      "vllm 0.32.0", "float32", "Noise floor 1.0 × 10⁻⁶",
@@ -339,19 +347,19 @@ class TestPng:
             assert part in said.replace("\u00a0", " ")
 
     def test_dollars_are_drawn_not_typeset(self):
-        figure = sweep_figure(SWEEPS["hostile tokens"])
+        figure = heatmap_figure(SWEEPS["hostile tokens"].heatmap())
         dollars = [text for text in figure.findobj(Text) if "$" in text.get_text()]
         assert len(dollars) >= 4
         assert not any(text.get_parse_math() for text in dollars)
 
     def test_numbers_stand_in_cells_with_room_for_them(self):
         small, large = make_sweep(layers=4), make_sweep(layers=30)
-        texts = [len(heatmaps(sweep_figure(sweep))["resid_pre"][0].texts) for sweep in (small, large)]
+        texts = [len(heatmaps(heatmap_figure(sweep.heatmap()))["resid_pre"][0].texts) for sweep in (small, large)]
         assert texts == [24, 0]
 
     def test_the_ending_says_the_format(self, tmp_path):
-        assert sweep_png(make_sweep(), tmp_path / "a.svg").read_text().startswith("<?xml")
-        assert sweep_png(make_sweep(), str(tmp_path / "a.PDF")).read_bytes().startswith(b"%PDF")
+        assert heatmap_png(make_sweep().heatmap(), tmp_path / "a.svg").read_text().startswith("<?xml")
+        assert heatmap_png(make_sweep().heatmap(), str(tmp_path / "a.PDF")).read_bytes().startswith(b"%PDF")
 
 
 # -- HTML
@@ -398,7 +406,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def page() -> Page:
-    return Page(sweep_page(make_sweep(("resid_pre", "embed"), layers=5, seed=2)))
+    return Page(heatmap_page(make_sweep(("resid_pre", "embed"), layers=5, seed=2).heatmap()))
 
 
 class TestHtml:
@@ -432,7 +440,7 @@ class TestHtml:
         assert "http" not in policies[0]
 
     def test_both_prompts_token_by_token(self):
-        page = Page(sweep_page(SWEEPS["skipped positions"]))
+        page = Page(heatmap_page(SWEEPS["skipped positions"].heatmap()))
         assert page.tokens("clean")[:3] == [("The", "same"), ("·Louvre", "skipped"), ("·is", "same")]
         assert page.tokens("corrupt")[1:3] == [("·Col", "skipped"), ("osseum", "skipped")]
         said = page.prose()
@@ -463,20 +471,20 @@ class TestHtml:
         sweep = make_sweep(("logits",), layers=1)
         grid = sweep.grid.copy()
         grid[0, 0, :-1] = np.nan
-        page = Page(sweep_page(msgspec.structs.replace(sweep, grid=grid)))
+        page = Page(heatmap_page(msgspec.structs.replace(sweep, grid=grid).heatmap()))
         assert page.data()["panels"][0]["values"][0][:-1] == [None] * 5
         assert "was not run" in page.prose()
 
     @every_sweep
     def test_is_whole_whatever_the_sweep(self, sweep: PatchSweep):
-        page = Page(sweep_page(sweep))
+        page = Page(heatmap_page(sweep.heatmap()))
         assert [tag for tag, _ in page.tags].count("script") == 3
         assert len(page.data()["panels"]) == len(sweep.sites)
         assert not re.search(r"@@\w+@@", page.prose().replace("@@title@@", "", 4))
 
     def test_hostile_tokens_stay_text(self):
         sweep = SWEEPS["hostile tokens"]
-        text, clean = sweep_page(sweep), Page(sweep_page(make_sweep()))
+        text, clean = heatmap_page(sweep.heatmap()), Page(heatmap_page(make_sweep().heatmap()))
         page = Page(text)
         assert [tag for tag, _ in page.tags].count("img") == 0
         assert {tag for tag, _ in page.tags} == {tag for tag, _ in clean.tags} | {"code"}
@@ -492,14 +500,14 @@ class TestHtml:
     @given(st.lists(st.text(max_size=12), min_size=3, max_size=3))
     def test_any_token_comes_through(self, tokens: list[str]):
         sweep = make_sweep(clean_tokens=tuple(tokens), corrupt_tokens=tuple(tokens[::-1]))
-        page = Page(sweep_page(sweep))
+        page = Page(heatmap_page(sweep.heatmap()))
         assert [column["label"] for column in page.data()["columns"]] == [words.visible(t) for t in tokens[::-1]]
         assert [text for text, _ in page.tokens("clean")] == [words.visible(token) for token in tokens]
 
     def test_is_written_as_utf8_where_it_is_asked_for(self, tmp_path):
-        path = sweep_html(make_sweep(), str(tmp_path / "deep" / "down" / "sweep.html"))
+        path = heatmap_html(make_sweep().heatmap(), str(tmp_path / "deep" / "down" / "sweep.html"))
         assert path == tmp_path / "deep" / "down" / "sweep.html"
-        assert path.read_text(encoding="utf-8") == sweep_page(make_sweep())
+        assert path.read_text(encoding="utf-8") == heatmap_page(make_sweep().heatmap())
 
 
 # -- where to
@@ -508,7 +516,7 @@ class TestHtml:
 class TestTargets:
     def test_an_unknown_format_is_told_with_the_known_ones(self, tmp_path):
         with pytest.raises(pc.UnknownName, match=r"x\.pgn: no picture format 'pgn' \(did you mean 'png'.*: .*svg"):
-            sweep_png(make_sweep(), tmp_path / "x.pgn")
+            heatmap_png(make_sweep().heatmap(), tmp_path / "x.pgn")
         with pytest.raises(pc.UnknownName, match=r"no page format 'png'; there are: html, htm"):
             check_targets(html=tmp_path / "x.png")
 
@@ -538,12 +546,14 @@ class TestTargets:
             import patchclamp.plots
             heavy = {"matplotlib", "plotly", "torch", "vllm", "transformers"} & set(sys.modules)
             assert not heavy, heavy
-            from patchclamp.studies.sweep_result import Column, PatchSweep
+            from patchclamp.plots import Column, Heatmap, Panel, Strip
             import numpy as np
-            tokens = ("a",)
-            sweep = PatchSweep("m", "e", "d", "logprob", "a", "a", tokens, tokens, "x", None, ("embed",), (0,),
-                               (Column("a", (0,), (0,)),), np.zeros((1, 1, 1)), 1.0, 0.0, 0.0, ((0, 0),), ())
-            patchclamp.plots.sweep_png(sweep, sys.argv[1])
+            strips = (Strip("clean", ("a",), ("same",)), Strip("corrupt", ("a",), ("same",)))
+            heatmap = Heatmap("title", "metric", "formula", "explained", "provenance",
+                              (Panel("embed", (None,), np.zeros((1, 1))),), (Column("a", (0,), (0,)),),
+                              1.0, 0.0, 0.0, strips)
+            patchclamp.plots.heatmap_png(heatmap, sys.argv[1])
+            assert "patchclamp.studies" not in sys.modules
             assert "matplotlib.pyplot" not in sys.modules
         """
         lines = "\n".join(line.strip() if line.strip() else "" for line in code.splitlines())

@@ -17,7 +17,7 @@ ROOT = Path(patchclamp.__file__).parent
 FILES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 ORDER = (
-    "cli", "serve", "plots", "studies", "trace", "doctor", "proving", "lm", "stream", "run", "engines", "runtime", "kernels", "plan", "sites",
+    "cli", "serve", "studies", "plots", "trace", "doctor", "proving", "lm", "stream", "run", "engines", "runtime", "kernels", "plan", "sites",
     "store", "language", "errors",
 )  # fmt: skip
 ABOVE_THE_FACE = ORDER[: ORDER.index("proving")]  # these may `import patchclamp as pc`
@@ -84,9 +84,7 @@ def test_imports_point_one_way(name):
     assert here in ORDER, f"{here} has no place in the order of rooms"
     below = ORDER[ORDER.index(here) :]
     wrong = {word for word in rooms(name) if word not in below and not (word == "face" and here in ABOVE_THE_FACE)}
-    # one circle is left, studies ↔ plots, by a string: it goes when plots take neutral grids, and this exception with it
-    expected = {"plots"} if name == "studies/sweep_result.py" else set()
-    assert wrong == expected, f"{name} ({here}) imports {wrong}, which lie above it"
+    assert not wrong, f"{name} ({here}) imports {wrong}, which lie above it"
 
 
 def test_the_order_knows_what_an_import_is():

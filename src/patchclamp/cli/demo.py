@@ -46,8 +46,9 @@ def demo(
     with loaded(MODEL, name, OPTIONS.get(name, {})) as lm:
         story.ends(f"{lm.model.layers} layers of width {lm.model.d_model}, {lm.model.dtype}")
         story.begins(f"Patching {', '.join(SITES)}")
-        found = patch_sweep(lm, clean=CLEAN, corrupt=CORRUPT, answer=ANSWER, foil=FOIL, sites=SITES, metric=METRIC)
-        story.ends(f"{len(found.cells())} cells, one run each")
-    show_best(OUT, found, 5)
+        result = patch_sweep(lm, clean=CLEAN, corrupt=CORRUPT, answer=ANSWER, foil=FOIL, sites=SITES, metric=METRIC)
+        story.ends(f"{len(result.cells())} cells, one run each")
+    heatmap = result.heatmap()
+    show_best(OUT, heatmap, 5)
     OUT.print()
-    show_pictures(OUT, found, png, html)
+    show_pictures(OUT, heatmap, png, html)

@@ -41,10 +41,11 @@ def sweep(
     check_engine(engine)
     check_sweep(sites, layers, columns, metric, foil, png, html)
     with loaded(model, engine, options) as lm:
-        found = patch_sweep(
+        result = patch_sweep(
             lm, clean=clean, corrupt=corrupt, answer=answer, foil=foil, sites=sites, layers=layers, positions=columns,
             metric=metric,
         )  # fmt: skip
-    show_question(OUT, found)
-    show_best(OUT, found, top)
-    show_pictures(OUT, found, png, html)
+    heatmap = result.heatmap()
+    show_question(OUT, heatmap)
+    show_best(OUT, heatmap, top)
+    show_pictures(OUT, heatmap, png, html)

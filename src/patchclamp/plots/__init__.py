@@ -1,10 +1,11 @@
-"""SHOW: one function a result. Pictures know what a study found and nothing of how it was run.
+"""SHOW: one function a form of picture. Pictures know a `Heatmap` and nothing of the study that it came from.
 
-`reading` has the numbers of a picture, `words` its text and `palette` its colours, so that every form of it agrees.
+`heatmap` has the numbers of a picture, `words` its text and `palette` its colours, so that every form of it agrees.
 """
 
-from patchclamp.plots.sweep_html import sweep_html
-from patchclamp.plots.sweep_png import sweep_png
+from patchclamp.plots.heatmap import Column, Heatmap, Mark, Panel, Strip
+from patchclamp.plots.heatmap_html import heatmap_html
+from patchclamp.plots.heatmap_png import heatmap_png
 from patchclamp.plots.target import check_targets
 
-__all__ = ["check_targets", "sweep_html", "sweep_png"]
+__all__ = ["Column", "Heatmap", "Mark", "Panel", "Strip", "check_targets", "heatmap_html", "heatmap_png"]

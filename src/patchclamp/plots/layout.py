@@ -1,6 +1,6 @@
-"""Where everything of a sweep's picture goes, in inches, worked out from its labels before anything is drawn.
+"""Where everything of a heatmap's picture goes, in inches, worked out from its labels before anything is drawn.
 
-S sites (panels) · P columns
+P columns
 """
 
 from __future__ import annotations
@@ -10,18 +10,17 @@ from collections.abc import Sequence
 
 import msgspec
 
+from patchclamp.plots.heatmap import Heatmap, Panel
 from patchclamp.plots.passage import Passage, passage
-from patchclamp.plots.reading import Panel, panels, ranked
 from patchclamp.plots.sheet import Ruler
-from patchclamp.plots.words import best, shorten, title, unbroken, visible
-from patchclamp.studies.sweep_result import PatchSweep
+from patchclamp.plots.words import best, shorten, unbroken, visible
 
 MARGIN, GAP = 0.4, 0.3
 NARROWEST, WIDEST = 8.4, 17.0
 TITLE, TITLE_LINE = 13, 0.27  # points, inches
 LABEL, LONGEST_LABEL = 8.5, 22  # points, characters
 LAYERS = 0.62  # left of a panel: its layer numbers and their name
-HEADING = 0.3  # above a panel: its site
+HEADING = 0.3  # above a panel: its name
 KEY = 0.72  # the colour bar with what is written above and below it
 BAR_WIDTH, BAR_HEIGHT, BESIDE_BAR, BOX = 3.4, 0.14, 4.05, 0.26
 SLANT = math.sqrt(0.5)
@@ -59,7 +58,7 @@ class Layout(msgspec.Struct, frozen=True, eq=False):
         return math.ceil(0.14 / self.cell_width)
 
     def panel_height(self, panel: Panel) -> float:
-        """An unlayered site's only row is never thinner than a line of text."""
+        """A panel's only row is never thinner than a line of text."""
         rows = len(panel.rows)
         return max(self.cell_height * rows, 0.3)
 
@@ -67,35 +66,35 @@ class Layout(msgspec.Struct, frozen=True, eq=False):
         return max(self.panel_height(self.panels[i]) for i in row)
 
 
-def plan(sweep: PatchSweep, footer: Sequence[str], ruler: Ruler) -> Layout:
-    """Lays a sweep's picture out; `footer` is wrapped to its width."""
-    shown, labels = panels(sweep), [shorten(visible(column.label), LONGEST_LABEL) for column in sweep.columns]
+def plan(heatmap: Heatmap, footer: Sequence[str], ruler: Ruler) -> Layout:
+    """Lays a heatmap's picture out; `footer` is wrapped to its width."""
+    shown, labels = heatmap.panels, [shorten(visible(column.label), LONGEST_LABEL) for column in heatmap.columns]
     cell_width, cell_height = _cell(len(shown), max(len(panel.rows) for panel in shown), len(labels))
     widest = ruler.widest(labels, LABEL)
     angle = _angle(widest, cell_width, len(labels))
     gutter = max(LAYERS, widest * SLANT - cell_width / 2 + 0.1 if angle == 45 else 0.0)
     rows = _rows(shown, LAYERS + cell_width * len(labels))
-    key = _key(sweep)
+    key = _key(heatmap)
     width = max(
         2 * MARGIN + gutter + _across(max(map(len, rows)), cell_width * len(labels)),
         2 * MARGIN + BESIDE_BAR + BOX + ruler.width(key, LABEL),
         NARROWEST,
     )
     text_width, indent = width - 2 * MARGIN, 0.72
-    made = Layout(
-        width=width, height=0.0, indent=indent, key=key, panels=tuple(shown), labels=tuple(labels), rows=rows,
-        title=tuple(ruler.wrap(unbroken(title(sweep)), text_width, TITLE, weight="bold")),
-        passages=tuple(passage(sweep, side, ruler, text_width - indent) for side in ("clean", "corrupt")),
+    unmeasured = Layout(
+        width=width, height=0.0, indent=indent, key=key, panels=shown, labels=tuple(labels), rows=rows,
+        title=tuple(ruler.wrap(unbroken(heatmap.title), text_width, TITLE, weight="bold")),
+        passages=tuple(passage(strip, ruler, text_width - indent) for strip in heatmap.strips),
         footer=tuple(line for text in footer for line in ruler.wrap(text, text_width, LABEL)),
         cell_width=cell_width, cell_height=cell_height, angle=angle, gutter=gutter,
         label_height={0: 0.24, 45: widest * SLANT + 0.2, 90: widest + 0.14}[angle],
     )  # fmt: skip
-    return msgspec.structs.replace(made, height=_height(made))
+    return msgspec.structs.replace(unmeasured, height=_height(unmeasured))
 
 
-def _cell(sites: int, rows: int, columns: int) -> tuple[float, float]:
+def _cell(panels: int, rows: int, columns: int) -> tuple[float, float]:
     """A cell's width and height: large in a small grid, never too small to be seen in a large one."""
-    wide, broadest = (6.0, 1.0) if sites == 1 else (4.0, 0.75)
+    wide, broadest = (6.0, 1.0) if panels == 1 else (4.0, 0.75)
     narrowest = min(0.26, max(16.0 / columns, 0.06))
     return min(max(wide / columns, narrowest), broadest), min(max(5.6 / rows, 0.09), 0.42)
 
@@ -123,9 +122,9 @@ def _across(count: int, panel_width: float) -> float:
     return count * panel_width + (count - 1) * (LAYERS + GAP)
 
 
-def _key(sweep: PatchSweep) -> str:
-    found = ranked(sweep, 1)
-    return f"best: {best(sweep, found[0], LONGEST_LABEL)}" if found else ""
+def _key(heatmap: Heatmap) -> str:
+    spots = heatmap.ranked(1)
+    return f"best: {best(heatmap, spots[0], LONGEST_LABEL)}" if spots else ""
 
 
 def _height(plan: Layout) -> float:

@@ -1,4 +1,4 @@
-"""The colours of every picture, in one place so that a picture and a page of one sweep look alike.
+"""The colours of every picture, in one place so that a picture and a page of one heatmap look alike.
 
 Orange to blue keeps its two sides apart for all common kinds of colour blindness; both ends are equally dark, so the
 scale also reads in grey as "how far from the baseline". Source: ColorBrewer, the halves of PuOr and RdBu.

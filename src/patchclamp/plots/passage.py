@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import msgspec
 
+from patchclamp.plots.heatmap import Mark, Side, Strip
 from patchclamp.plots.palette import CLEAN, CORRUPT, INK, MUTED
 from patchclamp.plots.sheet import Ruler, Sheet
-from patchclamp.plots.words import Mark, Side, marks, plain, shorten
-from patchclamp.studies.sweep_result import PatchSweep
+from patchclamp.plots.words import plain, shorten
 
 SIZE, LINE = 9.5, 0.2  # points, inches
 CHARACTERS, LONGEST_TOKEN = 320, 40
 _CONTEXTS = (40, 24, 16, 10, 6, 4, 2, 1, 0)
 _GAP = " … "
 
-Piece = tuple[str, Mark]
+Marked = tuple[str, Mark]
 
 
 class Word(msgspec.Struct, frozen=True):
@@ -46,48 +46,47 @@ class Passage(msgspec.Struct, frozen=True):
                 _draw_word(sheet, x + indent, y + i * LINE, word, color)
 
 
-def passage(sweep: PatchSweep, side: Side, ruler: Ruler, width: float) -> Passage:
+def passage(strip: Strip, ruler: Ruler, width: float) -> Passage:
     """Lays a prompt out in lines of `width` inches."""
-    tokens = sweep.clean_tokens if side == "clean" else sweep.corrupt_tokens
-    seen = [shorten(plain(token), LONGEST_TOKEN) for token in tokens]
-    pieces: list[Piece] = list(zip(seen, marks(sweep, side), strict=True))
+    texts = [shorten(plain(token), LONGEST_TOKEN) for token in strip.tokens]
+    words = list(zip(texts, strip.marks, strict=True))
     lines: list[list[Word]] = [[]]
     at = 0.0
-    for text, mark in abridge(pieces):
+    for text, mark in abridge(words):
         word = _word(ruler, at, text, mark)
         if at + word.advance > width and lines[-1]:
             lines.append([])
             word = _word(ruler, 0.0, text.lstrip(" "), mark)
         lines[-1].append(word)
         at = word.x + word.advance
-    return Passage(side, tuple(map(tuple, lines)))
+    return Passage(strip.side, tuple(map(tuple, lines)))
 
 
-def abridge(pieces: list[Piece], limit: int = CHARACTERS) -> list[Piece]:
-    """Pieces of about `limit` characters at most: first what is far from the marked ones goes, then the middle."""
+def abridge(words: list[Marked], limit: int = CHARACTERS) -> list[Marked]:
+    """Words of about `limit` characters at most: first what is far from the marked ones goes, then the middle."""
     for context in _CONTEXTS:
-        kept = _near_marks(pieces, context)
+        kept = _near_marks(words, context)
         if _length(kept) <= limit:
             return kept
     half = max(limit * len(kept) // (2 * _length(kept)), 1)
     return [*kept[:half], (_GAP, "same"), *kept[-half:]]
 
 
-def _near_marks(pieces: list[Piece], context: int) -> list[Piece]:
-    """The pieces within `context` of a marked one or of either end, with a gap for each stretch left out."""
-    last = len(pieces) - 1
-    marked = [0, last] + [i for i, (_, mark) in enumerate(pieces) if mark != "same"]
+def _near_marks(words: list[Marked], context: int) -> list[Marked]:
+    """The words within `context` of a marked one or of either end, with a gap for each stretch left out."""
+    last = len(words) - 1
+    marked = [0, last] + [i for i, (_, mark) in enumerate(words) if mark != "same"]
     near = sorted({j for i in marked for j in range(max(i - context, 0), min(i + context, last) + 1)})
-    kept: list[Piece] = []
+    kept: list[Marked] = []
     for before, i in zip([-1, *near], near, strict=False):
         if i > before + 1:
             kept.append((_GAP, "same"))
-        kept.append(pieces[i])
+        kept.append(words[i])
     return kept
 
 
-def _length(pieces: list[Piece]) -> int:
-    return sum(len(text) for text, _ in pieces)
+def _length(words: list[Marked]) -> int:
+    return sum(len(text) for text, _ in words)
 
 
 def _weight(mark: Mark) -> str:

@@ -41,7 +41,7 @@ def page(path: str | Path) -> Path:
 
 
 def check_targets(png: str | Path | None = None, html: str | Path | None = None) -> None:
-    """Raises now what `sweep_png` and `sweep_html` would raise after the sweep."""
+    """Raises now what `heatmap_png` and `heatmap_html` would raise after the runs."""
     if png is not None:
         picture(png)
     if html is not None:

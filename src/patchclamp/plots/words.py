@@ -1,4 +1,4 @@
-"""How a sweep is read, in words: titles, sentences, numbers and tokens, the same in every picture of it.
+"""The words of a picture: sentences, numbers and tokens, the same in every form of it.
 
 Tokens come from prompts and are never trusted: what cannot be seen is written out here, what a format would take for
 markup is that format's to escape.
@@ -7,14 +7,8 @@ markup is that format's to escape.
 from __future__ import annotations
 
 import unicodedata
-from pathlib import PurePath
-from typing import Literal
 
-from patchclamp.plots.reading import Spot, panels, share
-from patchclamp.studies.sweep_result import PatchSweep
-
-Mark = Literal["same", "differs", "skipped"]
-Side = Literal["clean", "corrupt"]
+from patchclamp.plots.heatmap import Heatmap, Spot
 
 _SEEN = {"\n": "↵", "\t": "⇥", "\r": "␍"}
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -64,66 +58,23 @@ def percent(part: float | None) -> str:
     return "–" if part is None else f"{100 * part:.0f} %".replace("-", "−")
 
 
-def quantity(sweep: PatchSweep) -> str:
-    """What the metric is of: `logit difference ' Paris' − ' Rome'`."""
-    if sweep.foil is None or sweep.metric == "logprob":
-        return f"log-probability of {quoted(sweep.answer)}"
-    difference = f"logit difference {quoted(sweep.answer)} − {quoted(sweep.foil)}"
-    return f"recovered share of the {difference}" if sweep.metric == "recovered" else difference
-
-
-def title(sweep: PatchSweep) -> str:
-    return f"Patching clean activations into the corrupt run: {quantity(sweep)}"
-
-
 def unbroken(text: str) -> str:
     """A title whose quoted tokens keep the space they begin with on their line."""
     return text.replace("' ", "'\u00a0").replace("− '", "−\u00a0'")
 
 
-def formula(sweep: PatchSweep) -> str:
-    answer, foil = quoted(sweep.answer), quoted(sweep.foil or "")
-    if sweep.foil is None or sweep.metric == "logprob":
-        return f"log p({answer} | prompt)"
-    if sweep.metric == "recovered":
-        return f"(Δ patched − Δ corrupt) / (Δ clean − Δ corrupt), where Δ = logit({answer}) − logit({foil})"
-    return f"logit({answer}) − logit({foil}) = log p({answer} | prompt) − log p({foil} | prompt)"
-
-
-def explained(sweep: PatchSweep) -> str:
-    """The metric in one sentence."""
-    answer, foil = quoted(sweep.answer), quoted(sweep.foil or "")
-    if sweep.foil is None or sweep.metric == "logprob":
-        return f"The log-probability that the next token is {answer}; 0 would be certainty."
-    if sweep.metric == "recovered":
-        return (
-            f"The part of the logit difference between {answer} and {foil} that the patch brings back: "
-            "0 is the corrupt run, 1 the clean one."
-        )
-    return f"How much the next token's logit favours {answer} over {foil}; below 0 it favours {foil}."
-
-
-def noise(sweep: PatchSweep) -> str:
-    if sweep.noise_floor == 0:
+def noise(heatmap: Heatmap) -> str:
+    if heatmap.noise_floor == 0:
         return "noise floor 0: reruns of the corrupt prompt agree exactly"
-    return f"noise floor {number(sweep.noise_floor)}: smaller effects mean nothing"
+    return f"noise floor {number(heatmap.noise_floor)}: smaller effects mean nothing"
 
 
-def best(sweep: PatchSweep, spot: Spot, limit: int = 60) -> str:
+def best(heatmap: Heatmap, spot: Spot, limit: int = 60) -> str:
     """`resid_pre[8] @ ·Tower, 3.12 (97 % of the way to clean)`, the label at most `limit` characters."""
-    where = f"{panels(sweep)[spot.panel].name(spot.row)} @ {shorten(visible(sweep.columns[spot.column].label), limit)}"
-    part = share(sweep, spot.value)
+    label = shorten(visible(heatmap.columns[spot.column].label), limit)
+    where = f"{heatmap.panels[spot.panel].row_name(spot.row)} @ {label}"
+    part = heatmap.share(spot.value)
     return f"{where}, {number(spot.value)}" + ("" if part is None else f" ({percent(part)} of the way to clean)")
-
-
-def ran_on(sweep: PatchSweep) -> str:
-    return f"{model_name(sweep)} · {sweep.engine} · {sweep.dtype}"
-
-
-def model_name(sweep: PatchSweep) -> str:
-    """A hub id as it is; of a local folder its name, for pictures travel."""
-    path = PurePath(sweep.model)
-    return path.name if path.is_absolute() else sweep.model
 
 
 def positions(numbers: tuple[int, ...]) -> str:
@@ -131,15 +82,3 @@ def positions(numbers: tuple[int, ...]) -> str:
     if len(numbers) > 1 and numbers == tuple(range(numbers[0], numbers[-1] + 1)):
         return f"{numbers[0]}–{numbers[-1]}"
     return ", ".join(map(str, numbers))
-
-
-def marks(sweep: PatchSweep, side: Side) -> list[Mark]:
-    """For each token of a prompt: the same as its partner, different from it, or without one."""
-    own, other = (0, 1) if side == "clean" else (1, 0)
-    tokens = (sweep.clean_tokens, sweep.corrupt_tokens)
-    skipped = {position for prompt, position, _ in sweep.skipped if prompt == side}
-    same = {pair[own] for pair in sweep.alignment if tokens[own][pair[own]] == tokens[other][pair[other]]}
-    return [
-        "skipped" if position in skipped else "same" if position in same else "differs"
-        for position in range(len(tokens[own]))
-    ]

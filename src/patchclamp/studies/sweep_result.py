@@ -5,9 +5,8 @@ S sites · L layers · P columns (positions or spans)
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -16,6 +15,8 @@ from patchclamp.language.registry import SITES
 
 if TYPE_CHECKING:
     import pandas
+
+    from patchclamp.plots import Heatmap
 
 
 class Column(msgspec.Struct, frozen=True):
@@ -93,13 +94,23 @@ class PatchSweep(msgspec.Struct, frozen=True, eq=False):
         ]  # fmt: skip
         return pandas.DataFrame(rows)
 
+    def heatmap(self) -> Heatmap:
+        """The grid with the texts of its picture."""
+        from patchclamp.studies.sweep_heatmap import heatmap
+
+        return heatmap(self)
+
     def plot(self, path: str | Path) -> Path:
         """Draws the grid as a heatmap, tokens across and layers up, into a PNG (or any format of matplotlib)."""
-        return _draw("sweep_png", self, path)
+        from patchclamp.plots import heatmap_png
+
+        return heatmap_png(self.heatmap(), path)
 
     def to_html(self, path: str | Path) -> Path:
         """Writes one self-contained page: the heatmap with hover, both prompts, the metric and its baselines."""
-        return _draw("sweep_html", self, path)
+        from patchclamp.plots import heatmap_html
+
+        return heatmap_html(self.heatmap(), path)
 
     def __repr__(self) -> str:
         best = self.best(1)
@@ -111,8 +122,3 @@ def place(cell: Cell) -> str:
     """`resid_pre[8] @ ' Tower'`"""
     site = cell.site if cell.layer is None else f"{cell.site}[{cell.layer}]"
     return f"{site} @ {cell.column.label!r}"
-
-
-def _draw(name: str, *args: Any) -> Path:
-    """Pictures live above the studies, so they are found by name when one is asked for."""
-    return getattr(importlib.import_module("patchclamp.plots"), name)(*args)

@@ -1,6 +1,6 @@
-"""A patch sweep as one picture: a heatmap a site, corrupt-prompt tokens across, layers up.
+"""A heatmap as one picture: its panels beside each other, corrupt-prompt tokens across, layers up.
 
-White is the corrupt baseline, full blue the clean one, so how blue a cell is says how much of the answer it carries.
+White is the corrupt baseline, full blue the clean one, so how blue a cell is says how far it comes back.
 """
 
 from __future__ import annotations
@@ -11,35 +11,34 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from patchclamp.plots import layout, words
+from patchclamp.plots.heatmap import Heatmap, Panel, Scale, Spot
 from patchclamp.plots.layout import LABEL, MARGIN, Layout
 from patchclamp.plots.palette import BLANK, CLEAN, CORRUPT, DIVERGING, INK, MUTED
-from patchclamp.plots.reading import Panel, Scale, Spot, ranked, scale
 from patchclamp.plots.sheet import Ruler, Sheet, lettering
 from patchclamp.plots.target import picture
-from patchclamp.studies.sweep_result import PatchSweep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-def sweep_png(sweep: PatchSweep, path: str | Path) -> Path:
-    """Draws a sweep into a file; its ending says the format (png, pdf, svg and what else matplotlib writes).
+def heatmap_png(heatmap: Heatmap, path: str | Path) -> Path:
+    """Draws a heatmap into a file; its ending says the format (png, pdf, svg and what else matplotlib writes).
 
     Raises: `PatchclampError` without matplotlib, `UnknownName` for a format it does not write.
     """
     target, ending = picture(path)
-    sweep_figure(sweep).savefig(target, format=ending, dpi="figure", facecolor="white")
+    heatmap_figure(heatmap).savefig(target, format=ending, dpi="figure", facecolor="white")
     return target
 
 
-def sweep_figure(sweep: PatchSweep) -> Figure:
+def heatmap_figure(heatmap: Heatmap) -> Figure:
     """The picture as a matplotlib figure."""
-    plan = layout.plan(sweep, _footer(sweep), Ruler())
-    sheet, colours = Sheet(plan.width, plan.height), _Colours(scale(sweep))
-    best = ranked(sweep, 1)
+    plan = layout.plan(heatmap, _footer(heatmap), Ruler())
+    sheet, colours = Sheet(plan.width, plan.height), _Colours(heatmap.scale)
+    best = heatmap.ranked(1)
     y = _header(sheet, plan)
-    _key(sheet, y, plan, sweep, colours)
+    _key(sheet, y, plan, heatmap, colours)
     y += layout.KEY
     for row in plan.rows:
         y += layout.HEADING + plan.row_height(row)
@@ -69,10 +68,10 @@ class _Colours:
         return "white" if abs(value - self.reach.centre) > 0.62 * self.reach.half else INK
 
 
-def _footer(sweep: PatchSweep) -> list[str]:
-    noise = words.noise(sweep)
-    lines = [f"{noise[0].upper()}{noise[1:]}.  Ran on {words.ran_on(sweep)}."]
-    if sweep.skipped:
+def _footer(heatmap: Heatmap) -> list[str]:
+    noise = words.noise(heatmap)
+    lines = [f"{noise[0].upper()}{noise[1:]}.  Ran on {heatmap.provenance}."]
+    if heatmap.skipped:
         lines.append("Dotted underline: tokens without a partner in the other prompt, not patched.")
     return lines
 
@@ -90,11 +89,11 @@ def _header(sheet: Sheet, plan: Layout) -> float:
     return y
 
 
-def _key(sheet: Sheet, y: float, plan: Layout, sweep: PatchSweep, colours: _Colours) -> None:
+def _key(sheet: Sheet, y: float, plan: Layout, heatmap: Heatmap, colours: _Colours) -> None:
     """The colour bar with both baselines on it, and beside it what outline and hatching mean."""
     from matplotlib.patches import Rectangle
 
-    _bar(sheet.axes(MARGIN + 0.1, y + 0.2, layout.BAR_WIDTH, layout.BAR_HEIGHT), sweep, colours)
+    _bar(sheet.axes(MARGIN + 0.1, y + 0.2, layout.BAR_WIDTH, layout.BAR_HEIGHT), heatmap, colours)
     notes: list[tuple[str, dict[str, Any]]] = []
     if plan.key:
         notes.append((plan.key, {"facecolor": "white", "edgecolor": "black", "linewidth": 1.8}))
@@ -113,13 +112,13 @@ def _hatching() -> dict[str, Any]:
     return {"facecolor": BLANK, "edgecolor": "#c3cad3", "hatch": "//////", "linewidth": 0}
 
 
-def _bar(axes: Axes, sweep: PatchSweep, colours: _Colours) -> None:
+def _bar(axes: Axes, heatmap: Heatmap, colours: _Colours) -> None:
     from matplotlib.cm import ScalarMappable
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     reach = colours.reach
     extend = {(0, 0): "neither", (1, 0): "min", (0, 1): "max", (1, 1): "both"}[
-        bool(np.nanmin(sweep.grid) < reach.low), bool(np.nanmax(sweep.grid) > reach.high)
+        bool(np.nanmin(heatmap.values) < reach.low), bool(np.nanmax(heatmap.values) > reach.high)
     ]
     shades = ScalarMappable(colours.norm, colours.map)
     bar = axes.figure.colorbar(shades, cax=axes, orientation="horizontal", extend=extend)
@@ -128,16 +127,16 @@ def _bar(axes: Axes, sweep: PatchSweep, colours: _Colours) -> None:
     bar.outline.set_visible(False)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}".replace("-", "−")))
     _ticks(axes)
-    _baselines(axes, sweep, reach)
+    _baselines(axes, heatmap, reach)
 
 
-def _baselines(axes: Axes, sweep: PatchSweep, reach: Scale) -> None:
+def _baselines(axes: Axes, heatmap: Heatmap, reach: Scale) -> None:
     """Both unpatched runs on the colour bar; where they lie close together their names keep apart."""
-    close = abs(sweep.clean - sweep.corrupt) < 0.7 * reach.half
-    sides = ("left", "right") if sweep.clean >= sweep.corrupt else ("right", "left")
+    close = abs(heatmap.clean - heatmap.corrupt) < 0.7 * reach.half
+    sides = ("left", "right") if heatmap.clean >= heatmap.corrupt else ("right", "left")
     for name, value, color, side in (
-        ("corrupt", sweep.corrupt, CORRUPT, sides[1]),
-        ("clean", sweep.clean, CLEAN, sides[0]),
+        ("corrupt", heatmap.corrupt, CORRUPT, sides[1]),
+        ("clean", heatmap.clean, CLEAN, sides[0]),
     ):
         axes.axvline(value, ymin=0, ymax=1.35, color=color, linewidth=1.6, clip_on=False)
         axes.annotate(
@@ -155,7 +154,7 @@ def _panel(axes: Axes, plan: Layout, panel: Panel, colours: _Colours, best: list
         cmap=colours.map, norm=colours.norm, edgecolors="white",
         linewidth=0.5 if min(plan.cell_height, plan.cell_width) > 0.14 else 0,
     )  # fmt: skip
-    axes.set_title(panel.site, loc="left", pad=5, **lettering(10.5, weight="bold"))
+    axes.set_title(panel.name, loc="left", pad=5, **lettering(10.5, weight="bold"))
     axes.set_xlabel("token of the corrupt prompt", **lettering(LABEL, color=MUTED))
     _tokens(axes, plan)
     _layers(axes, plan, panel)
