@@ -20,8 +20,8 @@ from patchclamp.errors import EngineError, MissingSource, PatchclampError, Progr
 from patchclamp.language import At, Op, Program, Site
 from patchclamp.language.fuzz import fuzz
 from patchclamp.language.site import parse_site
-from patchclamp.plan import Prompt, bind
-from patchclamp.plan.bind import Code
+from patchclamp.plan import Prompt
+from patchclamp.plan.bindings import Bindings
 from patchclamp.run import Run
 from patchclamp.store.named import NamedBank
 from patchclamp.stream import Stream, wake
@@ -161,7 +161,9 @@ class LM:
         """The requests that the arguments of a call describe."""
         prompts, listed = self._prompts(prompt, messages)
         parts = (_per_prompt(edits, len(prompts), "edits"), _per_prompt(capture, len(prompts), "capture"))
-        programs = [Program.of(*both) for both in zip(*parts, strict=True)]
+        made: dict[tuple[int, int], Program] = {}  # by the lists they are of: one list for all prompts is one program
+        programs = [made.get((id(edit), id(keep))) or made.setdefault((id(edit), id(keep)), Program.of(edit, keep))
+                    for edit, keep in zip(*parts, strict=True)]  # fmt: skip
         samplings = [_plain(one) for one in _samplings(sampling, len(prompts))]
         fuzzes = [_fuzz(one.pop("extra_args", None)) for one in samplings]
         programs = [msgspec.structs.replace(program, edits=program.edits + fuzz) if fuzz else program
@@ -171,10 +173,13 @@ class LM:
             self.engine.check_sampling(one)
         scores = _per_prompt(score, len(prompts), "score")
         adapters = self._adapters(lora, len(prompts))
-        top = _top_logprobs(logprobs, any(len(tokens) for tokens in scores))
+        top, bindings = (
+            _top_logprobs(logprobs, any(len(tokens) for tokens in scores)),
+            Bindings(self.sites, self._source, self.bank, self._allow_code),
+        )
         requests = [
             self._request(prompts[i], programs[i], scores[i], _seeded(one, number), max_tokens, adapters[i],
-                          f"prompt {i}" if listed else None, top)
+                          f"prompt {i}" if listed else None, top, bindings)
             for i, one in enumerate(samplings)
             for number in range(counts[i])
         ]  # fmt: skip
@@ -310,6 +315,7 @@ class LM:
         adapter: Adapter | None,
         path: str | None,
         logprobs: int | None,
+        bindings: Bindings,
     ) -> Request:
         """One run of a prompt (ids, text), `path` where that stands in a list. Raises what is wrong with it."""
         key, (ids, text) = secrets.token_hex(8), prompt
@@ -325,24 +331,14 @@ class LM:
             raise TokensError(f"{outside[0]!r} is not a token id below {self.model.d_vocab}", "score")
         if len(set(score)) > MAX_SCORES:
             raise ProgramError(f"at most {MAX_SCORES} tokens can be scored, not {len(set(score))}", "score")
-        vectors: dict[str, np.ndarray] = {}
-        code: dict[int, Code] | None = {} if self._allow_code else None
-        sources: dict[str, Run] = {}
-
-        def source(run: str) -> Run:
-            return sources.setdefault(run, self._source(run))
-
-        bound = None
-        if program:
-            spelled = Prompt(ids, lambda: self.tokenizer.spell(ids, text))
-            try:
-                bound = bind(program, key, spelled, max_tokens, self.sites, source, self.bank, vectors, code)
-            except PatchclampError as error:
-                raise error if path is None else error.under(path) from None
-        read, score = tuple(sources.values()), tuple(int(i) for i in score)
+        try:
+            binding = bindings.of(program, key, Prompt(ids, lambda: self.tokenizer.spell(ids, text)), max_tokens)
+        except PatchclampError as error:
+            raise error if path is None else error.under(path) from None
         return Request(
-            key, ids, max_tokens, bound, vectors, sampling, score, logprobs, code or {}, text, read, adapter=adapter
-        )
+            key, ids, max_tokens, binding.bound, binding.vectors, sampling, tuple(int(i) for i in score), logprobs,
+            binding.code, text, binding.sources, adapter=adapter,
+        )  # fmt: skip
 
     def _source(self, key: str) -> Run:
         """The run that a program reads."""

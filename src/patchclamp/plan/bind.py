@@ -19,7 +19,7 @@ from patchclamp.errors import (
 )  # fmt: skip
 from patchclamp.language import Apply, Capture, From, Named, Program, SiteOp, Tokens, Use, Vector
 from patchclamp.language.ops import Op
-from patchclamp.language.tokens import Selection, ids_in
+from patchclamp.language.tokens import Joined, Positions, Selection, ids_in
 from patchclamp.language.values import Value, ValueLike, as_value
 from patchclamp.plan.bound import BoundOp, BoundProgram, Condition, pack_columns, position_ranges, run_key
 from patchclamp.plan.lowering import lower
@@ -68,6 +68,19 @@ def bind(
     )  # fmt: skip
     ops = itertools.chain.from_iterable(binder.bind(path, op) for path, op in program.ops)
     return BoundProgram(run, len(prompt.ids), tuple(ops))
+
+
+def is_of_length_alone(program: Program) -> bool:
+    """Whether a program binds alike to all prompts of one length: it selects by position, and runs no code."""
+    return all(
+        isinstance(op, SiteOp) and not isinstance(op, Apply) and _is_positional(op.tokens) for _, op in program.ops
+    )
+
+
+def _is_positional(tokens: Selection) -> bool:
+    if isinstance(tokens, Joined):
+        return _is_positional(tokens.left) and _is_positional(tokens.right)
+    return isinstance(tokens, Positions)
 
 
 class _Binder:

@@ -1,0 +1,56 @@
+"""The bindings of one call: a program is bound once for all prompts of one length, where only their length counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from patchclamp.language import Program
+from patchclamp.plan.bind import Code, bind, is_of_length_alone
+from patchclamp.plan.bound import BoundProgram
+from patchclamp.plan.prompt import Prompt
+from patchclamp.sites import SiteMap
+from patchclamp.store.named import Source
+
+
+class Binding(msgspec.Struct, frozen=True):
+    """A program bound to a prompt, and what it reads: vectors by bank key, code by number, runs."""
+
+    bound: BoundProgram | None = None
+    vectors: dict[str, np.ndarray] = {}
+    code: dict[int, Code] = {}
+    sources: tuple[Source, ...] = ()
+
+
+class Bindings:
+    """Binds the programs of one call, which holds them, at `sites`; `source` finds the runs that they read, `bank` has
+    names, and code is taken where `has_code` allows it."""
+
+    def __init__(
+        self, sites: SiteMap, source: Callable[[str], Source], bank: Mapping[str, Any], has_code: bool
+    ) -> None:
+        self._sites, self._source, self._bank, self._has_code = sites, source, bank, has_code
+        self._by_length: dict[tuple[int, int], Binding] = {}  # by program, and length of the prompt
+
+    def of(self, program: Program, run: str, prompt: Prompt, max_tokens: int) -> Binding:
+        """A program bound to a prompt, as a run of that key. Raises what `bind` raises."""
+        if not program:
+            return Binding()
+        known = self._by_length.get((id(program), len(prompt.ids)))
+        if known is not None and known.bound is not None:
+            return msgspec.structs.replace(known, bound=msgspec.structs.replace(known.bound, run=run))
+        vectors: dict[str, np.ndarray] = {}
+        sources: dict[str, Source] = {}
+        code: dict[int, Code] | None = {} if self._has_code else None
+
+        def source(key: str) -> Source:
+            return sources.setdefault(key, self._source(key))
+
+        bound = bind(program, run, prompt, max_tokens, self._sites, source, self._bank, vectors, code)
+        binding = Binding(bound, vectors, code or {}, tuple(sources.values()))
+        if is_of_length_alone(program):
+            self._by_length[id(program), len(prompt.ids)] = binding
+        return binding

@@ -1,0 +1,74 @@
+"""A program is bound once for prompts of one length, and as if it were bound for each."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import patchclamp as pc
+from patchclamp.language import Program
+from patchclamp.plan import Prompt, bind, bindings
+from patchclamp.plan.bindings import Bindings
+
+COLOSSEUM, EIFFEL, SHORT = [11, 12, 13, 14, 15], [21, 22, 13, 24, 25], [31, 32, 33]
+V = np.linspace(-1, 1, 32).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return pc.LM("fake", allow_code=True)
+
+
+def programs(lm: pc.LM) -> dict[str, tuple[Program, int]]:
+    """Programs, and how often three prompts of two lengths bind each."""
+    source, width = lm.run(COLOSSEUM, max_tokens=1, capture=pc.resid_mid), lm.model.d_model
+    v = np.resize(V, width)
+    lm.bank["push"] = [pc.Add(v, at=pc.resid_post[0])]
+    at = pc.resid_post[0]
+    return {
+        "everywhere": (Program.of([pc.Add(v, at=at)], [pc.resid_post]), 2),
+        "ends that count back": (Program.of([pc.Zero(at, tokens=pc.prompt[-2:] | pc.generated)]), 2),
+        "another run's row": (Program.of([pc.Replace(pc.From(source, pc.resid_mid[0], pc.prompt[1]), at, 1)]), 2),
+        "by token id": (Program.of([pc.Scale(2.0, at, tokens=pc.every - pc.token(13))]), 3),
+        "a named program": (Program.of([pc.Use("push")]), 3),
+        "code": (Program.of([pc.Apply(lambda h: h, at=at)]), 3),
+    }
+
+
+@pytest.mark.parametrize("name", ["everywhere", "ends that count back", "another run's row", "by token id",
+                                  "a named program", "code"])  # fmt: skip
+def test_it_is_bound_as_for_each_prompt(lm, name, monkeypatch):
+    (program, times), bound_for = programs(lm)[name], []
+    monkeypatch.setattr(bindings, "bind", lambda *args: bound_for.append(args[1]) or bind(*args))
+    call = Bindings(lm.sites, lm._source, lm.bank, True)
+    for number, ids in enumerate((COLOSSEUM, EIFFEL, SHORT)):
+        prompt, vectors = Prompt(ids, lambda: ("", [])), {}
+        binding = call.of(program, f"run {number}", prompt, 3)
+        alone = bind(program, f"run {number}", prompt, 3, lm.sites, lm._source, lm.bank, vectors, {})
+        assert binding.bound.run == f"run {number}"
+        if name != "code":  # whose numbers are new each time
+            assert binding.bound == alone
+        assert binding.vectors.keys() == vectors.keys()
+        assert {*map(len, (binding.sources, binding.code))} == (
+            {0, 1} if name in ("another run's row", "code") else {0}
+        )
+    assert len(bound_for) == times
+
+
+def test_one_list_for_all_prompts_is_one_program(lm, monkeypatch):
+    bound_for = []
+    monkeypatch.setattr(bindings, "bind", lambda *args: bound_for.append(args[1]) or bind(*args))
+    edits = [pc.Add(np.resize(V, lm.model.d_model), at=pc.resid_post[0])]
+    together = lm.run(
+        [COLOSSEUM, EIFFEL, SHORT, EIFFEL], max_tokens=2, edits=edits, capture=pc.resid_post, logprobs=True
+    )
+    assert len(bound_for) == 2
+    bound_for.clear()
+    apart = lm.run([COLOSSEUM, EIFFEL, SHORT, EIFFEL], max_tokens=2, edits=[list(edits) for _ in range(4)],
+                   capture=pc.resid_post, logprobs=True)  # fmt: skip
+    assert len(bound_for) == 4
+    for one, other in zip(together, apart, strict=True):
+        assert (one.token_ids, one.logprobs) == (other.token_ids, other.logprobs)
+        assert np.array_equal(one[pc.resid_post[1]], other[pc.resid_post[1]])
+    with pytest.raises(pc.TokensError, match=r"^prompt 2.edits\[0\].tokens: prompt\[4\]: there is no position 4"):
+        lm.run([COLOSSEUM, EIFFEL, SHORT], max_tokens=1, edits=[pc.Zero(pc.resid_post[0], tokens=pc.prompt[4])])
