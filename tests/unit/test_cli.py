@@ -17,9 +17,10 @@ pytest.importorskip("plotly")
 
 import patchclamp as pc
 from patchclamp import proving
-from patchclamp.cli import demo as demo_command
 from patchclamp.cli.app import app
 from patchclamp.cli.arguments import read_options, read_positions
+from patchclamp.cli.commands import COMMANDS
+from patchclamp.cli.commands import demo as demo_command
 from patchclamp.cli.early import check_sweep
 from patchclamp.proving import Proof
 
@@ -62,6 +63,10 @@ class TestFront:
         sweeps = ("--clean", "--corrupt", "--answer", "--foil", "--site", "--metric", "--layers", "--positions",
                   "--engine", "--dtype", "--option", "--png", "--html", "--top")  # fmt: skip
         assert all(name in output for name in named.get(arguments, sweeps))
+
+    def test_every_file_of_the_folder_is_a_command(self):
+        assert list(COMMANDS) == ["demo", "doctor", "parity", "sites", "sweep"]
+        assert all(name in run("--help")[1] for name in COMMANDS)
 
     def test_version(self):
         assert run("--version") == (0, f"patchclamp {pc.__version__}\n")

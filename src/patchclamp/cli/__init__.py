@@ -1,4 +1,4 @@
-"""The command `patchclamp`: one file a command, each of which asks the library and shows what it answered.
+"""The command `patchclamp`: a file of `commands/` is one command. It asks the library and shows what it answered.
 
 Heavy modules are imported inside commands, so that `patchclamp --help` answers at once.
 """

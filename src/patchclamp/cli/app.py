@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from patchclamp import __version__
-from patchclamp.cli import demo, doctor, parity, sites, sweep
+from patchclamp.cli.commands import COMMANDS
 from patchclamp.cli.console import complain
 from patchclamp.errors import PatchclampError
 
@@ -27,11 +27,8 @@ class Commands(TyperGroup):
 app = typer.Typer(
     name="patchclamp", cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
-app.command("sweep")(sweep.sweep)
-app.command("sites")(sites.sites)
-app.command("parity")(parity.parity)
-app.command("doctor")(doctor.doctor)
-app.command("demo")(demo.demo)
+for name, command in COMMANDS.items():
+    app.command(name)(command)
 
 
 def _version(asked: bool) -> None:
