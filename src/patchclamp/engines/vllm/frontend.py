@@ -7,7 +7,6 @@ import dataclasses
 import hashlib
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -272,7 +271,8 @@ class VllmEngine:
             jobs = [self._queue.popleft() for _ in range(len(self._queue))]
         if self._released:
             if not jobs and not self._busy():
-                time.sleep(COALESCE_S)  # releases come in crowds, and each round of them is an engine step
+                with self._wake:  # releases come in crowds, and each round of them is an engine step
+                    self._wake.wait_for(lambda: self._queue or self._stop, COALESCE_S)
             self._release([self._released.popleft() for _ in range(len(self._released))])
         for job, future in jobs:
             try:
