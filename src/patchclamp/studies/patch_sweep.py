@@ -22,6 +22,7 @@ from patchclamp.language.tokens import Positions, Tokens, every, parse_tokens
 from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.studies.align import Alignment, align
+from patchclamp.studies.batches import run_batches
 from patchclamp.studies.metric import Graded, grade, single_token
 from patchclamp.studies.progress import progress
 from patchclamp.studies.sweep_result import Column, PatchSweep
@@ -49,7 +50,7 @@ def patch_sweep(
     `sites`: sites with or without layers; `layers`: which layers of those without (all), a number, a list, or text
     such as "0:12". `positions`: columns of the grid, selections of the corrupt prompt (`pc.prompt[-1]`,
     `pc.span("Colosseum")`, a number); a span of several tokens is patched together. All aligned positions otherwise.
-    `metric`: "logit_diff", "logprob" or "recovered". `batch`: runs submitted at a time.
+    `metric`: "logit_diff", "logprob" or "recovered". `batch`: runs submitted at a time; two batches are under way.
 
     Raises: `TokensError` for an answer of several tokens or prompts that cannot be aligned, and the error of any run.
     """
@@ -98,19 +99,24 @@ def _run_cells(
         plan += [None, i] if i % every_nth == 0 else [i]
     plan.append(None)
     values, baselines = np.full(len(edits), np.nan), []
+    parts = [plan[begin : begin + batch] for begin in range(0, len(plan), batch)]
+    calls = (
+        {"prompt": [base.prompt_token_ids] * len(part), "max_tokens": 1, "score": graded.score,
+         "edits": [[] if i is None else edits[i] for i in part]}
+        for part in parts
+    )  # fmt: skip
+    unread = iter(plan)
     with progress("patching", len(plan), show) as advance:
-        for begin in range(0, len(plan), batch):
-            part = plan[begin : begin + batch]
-            runs = lm.run(
-                [base.prompt_token_ids] * len(part), max_tokens=1, score=graded.score,
-                edits=[[] if i is None else edits[i] for i in part],
-            )  # fmt: skip
-            for i, run in zip(part, runs, strict=True):
+
+        def read(runs: list[Run]) -> None:
+            for run, i in zip(runs, unread, strict=False):
                 if i is None:
                     baselines.append(graded.read(run.scores))
                 else:
                     values[i] = graded.read(run.scores)
-            advance(len(part))
+            advance(len(runs))
+
+        run_batches(lm, calls, read)
     return values, float(np.max(np.abs(np.array(baselines) - graded.read(base.scores))))
 
 

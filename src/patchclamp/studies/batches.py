@@ -1,0 +1,59 @@
+"""Many runs in batches of which two are under way: one is bound and queued while the one before it computes."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from patchclamp.lm import LM
+from patchclamp.run import Run
+
+UNDER_WAY = 2
+
+
+def run_batches(lm: LM, calls: Iterable[Mapping[str, Any]], read: Callable[[list[Run]], None]) -> None:
+    """Makes every call, the arguments of an `lm.arun` of a list, and has `read` take its runs, in the calls' order.
+
+    `read` is called on another thread. The first error of a call or of `read`, and an interrupt, stop what is under way
+    and are raised.
+    """
+    stopped: Future[None] = Future()
+
+    async def main() -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def cancel(_: Future[None]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+                loop.call_soon_threadsafe(task.cancel)
+
+        stopped.add_done_callback(cancel)
+        await _run_batches(lm, calls, read)
+
+    # a thread, for a notebook has an event loop on this one already
+    with ThreadPoolExecutor(1, thread_name_prefix="patchclamp batches") as thread:
+        try:
+            thread.submit(lambda: asyncio.run(main())).result()
+        except BaseException:
+            stopped.set_result(None)
+            raise
+
+
+async def _run_batches(lm: LM, calls: Iterable[Mapping[str, Any]], read: Callable[[list[Run]], None]) -> None:
+    under_way: collections.deque[asyncio.Task[list[Run]]] = collections.deque()
+    try:
+        for call in calls:
+            under_way.append(asyncio.create_task(lm.arun(**call)))
+            await asyncio.sleep(0)  # the task submits its runs
+            if len(under_way) == UNDER_WAY:
+                read(await under_way.popleft())
+        while under_way:
+            read(await under_way.popleft())
+    finally:
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)

@@ -1,0 +1,104 @@
+"""Batches of runs: two are under way, their runs are read in order, and an error or an interrupt stops both."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+import numpy as np
+import pytest
+
+import patchclamp as pc
+from patchclamp.studies import patch_sweep
+from patchclamp.studies.batches import UNDER_WAY, run_batches
+
+
+class Log:
+    """Stands for an LM: notes when a call begins, ends and is stopped. A call takes a few turns of the event loop."""
+
+    def __init__(self, **errors: Exception) -> None:
+        self.errors, self.events, self.most, self.running = errors, [], 0, 0
+
+    async def arun(self, prompt: str) -> Any:
+        self.events.append(f"begin {prompt}")
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            if prompt in self.errors:
+                raise self.errors[prompt]
+            for _ in range(3):
+                await asyncio.sleep(0)
+            while prompt == "endless":
+                await asyncio.sleep(0.001)
+            return [prompt]
+        except asyncio.CancelledError:
+            self.events.append(f"stop {prompt}")
+            raise
+        finally:
+            self.running -= 1
+
+
+def calls(*prompts: str):
+    return [{"prompt": prompt} for prompt in prompts]
+
+
+def test_two_are_under_way_and_read_in_order():
+    lm, runs = Log(), []
+    run_batches(lm, calls(*"abcde"), runs.extend)
+    assert runs == [*"abcde"]
+    assert lm.most == UNDER_WAY == 2
+    assert [event for event in lm.events if event.startswith("begin")] == [f"begin {c}" for c in "abcde"]
+
+
+def test_the_first_error_in_order_is_raised_and_the_rest_stopped():
+    lm, runs = Log(b=ValueError("b"), c=ValueError("c")), []
+    with pytest.raises(ValueError, match=r"^b$"):
+        run_batches(lm, calls("a", "b", "endless", "c"), runs.extend)
+    assert runs == ["a"]
+    assert lm.events[-1] == "stop endless"
+    assert "begin c" not in lm.events
+
+
+def test_what_reading_raises_stops_the_other_batch():
+    lm = Log()
+
+    def read(runs: list[str]) -> None:
+        raise pc.RunError("it failed")
+
+    with pytest.raises(pc.RunError, match="it failed"):
+        run_batches(lm, calls("a", "endless", "b"), read)
+    assert lm.events == ["begin a", "begin endless", "stop endless"]
+
+
+def test_an_interrupt_stops_what_is_under_way():
+    lm = Log()
+
+    def read(runs: list[str]) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_batches(lm, calls("a", "endless", "endless"), read)
+    assert lm.events.count("stop endless") == 2
+    assert not lm.running
+
+
+def test_it_runs_where_an_event_loop_runs_already():
+    runs = []
+
+    async def cell() -> None:
+        run_batches(Log(), calls("a", "b"), runs.extend)
+
+    asyncio.run(cell())
+    assert runs == ["a", "b"]
+
+
+def test_a_sweep_in_small_batches_is_the_same_to_the_bit():
+    with pc.LM("fake") as lm:
+        asked = dict(clean="The Eiffel is in the", corrupt="The Colosseum is in the", answer=7, foil=9)
+        whole, parts = patch_sweep(lm, **asked), patch_sweep(lm, **asked, batch=5)
+        assert whole.grid.size > 3 * 5
+        assert np.array_equal(whole.grid, parts.grid, equal_nan=True)
+        assert (whole.clean, whole.corrupt, whole.noise_floor) == (parts.clean, parts.corrupt, parts.noise_floor)
+        assert lm.engine.status()["programs"] == 0
