@@ -389,7 +389,7 @@ class Page(HTMLParser):
             self.texts.append((*self.tags[self._open[-1]], data))
 
     def data(self) -> dict:
-        (found,) = [text for tag, attrs, text in self.texts if (tag, attrs.get("id")) == ("script", "sweep")]
+        (found,) = [text for tag, attrs, text in self.texts if (tag, attrs.get("id")) == ("script", "heatmap")]
         return json.loads(found)
 
     def tokens(self, side: str) -> list[tuple[str, str]]:
@@ -491,7 +491,7 @@ class TestHtml:
         assert [token for token, _ in page.tokens("corrupt")] == [words.visible(token) for token in HOSTILE]
         assert "&lt;/script&gt;&lt;img·src=x·onerror=alert(1)&gt;" in text
         assert "<img" not in text.replace(page.scripts()[0], "")
-        embedded = re.search(r'<script type="application/json" id="sweep">(.*?)</script>', text, re.DOTALL)
+        embedded = re.search(r'<script type="application/json" id="heatmap">(.*?)</script>', text, re.DOTALL)
         assert embedded is not None
         assert not set("<>&") & set(embedded[1])
         assert page.data()["columns"][0]["label"] == words.visible(HOSTILE[0])

@@ -1,4 +1,4 @@
-"""Where a picture goes: what can be wrong with that is found here, and can be asked before an hour of sweeping.
+"""Where a picture goes: what can be wrong with that is found here, and can be asked before an hour of runs.
 
 A folder that does not exist is made.
 """
