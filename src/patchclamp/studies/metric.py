@@ -69,11 +69,11 @@ def single_token(lm: LM, text: str | int, path: str) -> int:
         raise ProgramError(f"a text or a token id is needed, not {type(text).__name__} {text!r}", path)
     ids = lm.tokenizer.bare(text)
     if len(ids) != 1:
-        pieces = lm.tokenizer.token_strings(ids)
+        tokens = lm.tokenizer.token_strings(ids)
         hint = (
             f"; did you mean {' ' + text!r}?"
             if not text.startswith(" ") and len(lm.tokenizer.bare(" " + text)) == 1
             else ""
         )
-        raise TokensError(f"{text!r} is {len(ids)} tokens ({pieces}); an answer or foil is one token{hint}", path)
+        raise TokensError(f"{text!r} is {len(ids)} tokens ({tokens}); an answer or foil is one token{hint}", path)
     return ids[0]

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import patchclamp as pc
+from patchclamp.engines.base import Model
 from patchclamp.lm import LM
 from patchclamp.proving import ensure_proved, push
+from patchclamp.run import Run
 from patchclamp.studies.parity_result import Bounds, Parity, SiteParity
 
 PROMPTS = ("The capital of France is", "When John and Mary went to the store, John gave a drink to")
@@ -65,6 +67,9 @@ def parity(
     return _compared(model, ours, theirs, bounds)
 
 
+Edits = Mapping[str, tuple[str, np.ndarray]]  # by site: the place, and the vector [W] that is added there
+
+
 class _Kept(NamedTuple):
     """A prompt's run, as plain data: rows [T, W] by place, of positions in order."""
 
@@ -78,15 +83,15 @@ class _Seen(NamedTuple):
     """What an engine did. `edits`: for each site the place and the vector [W] added there; `moved`: by how much that
     changed the next token's logits [V]; `noise`: by how much at most they differ without an edit, in the same batch."""
 
-    model: Any
+    model: Model
     kept: list[_Kept]
-    edits: dict[str, tuple[str, np.ndarray]]
+    edits: Edits
     moved: dict[str, np.ndarray]
     noise: float
 
 
 def _observe(
-    model: str, engine: str, options: dict[str, Any], prompts: list[Any], max_tokens: int, edits: Any
+    model: str, engine: str, options: dict[str, Any], prompts: list[Any], max_tokens: int, edits: Edits | None
 ) -> _Seen:
     """Everything of one engine, which is gone afterwards."""
     if engine == "fake":
@@ -115,15 +120,15 @@ def _free() -> None:
         torch.cuda.empty_cache()
 
 
-def _kept(lm: LM, run: Any) -> _Kept:
+def _kept(lm: LM, run: Run) -> _Kept:
     rows = {str(place): _flat(run[str(place)]) for place in lm.sites.refs()}
     return _Kept(run.prompt_token_ids, run.token_ids, np.array(run.logprobs, np.float64), rows)
 
 
 def _flat(rows: Any) -> np.ndarray:
     """[T, W], heads one after the other."""
-    found = np.asarray(rows, np.float32)
-    return found.reshape(len(found), -1)
+    array = np.asarray(rows, np.float32)
+    return array.reshape(len(array), -1)
 
 
 def _edit(lm: LM, name: str, kept: _Kept) -> tuple[str, np.ndarray]:
@@ -133,9 +138,7 @@ def _edit(lm: LM, name: str, kept: _Kept) -> tuple[str, np.ndarray]:
     return place, push(name, kept.rows[place][0 if name == "logits" else len(kept.prompt) - 1])
 
 
-def _moves(
-    lm: LM, prompt: list[int], edits: Mapping[str, tuple[str, np.ndarray]]
-) -> tuple[dict[str, np.ndarray], float]:
+def _moves(lm: LM, prompt: list[int], edits: Edits) -> tuple[dict[str, np.ndarray], float]:
     """How far each edit of the prompt's last token moves the next token's logits, [V], and how far nothing does; all in
     one batch."""
     here = {name: edit for name, edit in edits.items() if name in lm.sites.names}
@@ -177,7 +180,7 @@ def _compared(model: str, ours: _Seen, theirs: _Seen, bounds: Bounds) -> Parity:
     )  # fmt: skip
 
 
-def _names(places: Any) -> set[str]:
+def _names(places: Iterable[str]) -> set[str]:
     return {place.partition("[")[0] for place in places}
 
 

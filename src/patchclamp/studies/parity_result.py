@@ -70,23 +70,23 @@ class Parity(msgspec.Struct, frozen=True):
     @property
     def problems(self) -> tuple[str, ...]:
         """What is not as it must be, a line each."""
-        found = [f"{name} is a site on one engine only" for name in self.only]
-        found += [f"{at} is out of tolerance, and with it {site.worst_at}: {site.worst:.2g} (at most "
+        problems = [f"{name} is a site on one engine only" for name in self.only]
+        problems += [f"{at} is out of tolerance, and with it {site.worst_at}: {site.worst:.2g} (at most "
                   f"{self.bounds.rows:g})" for site in self.sites if (at := self.leaves(site))]  # fmt: skip
         for site in self.sites:
             still = [
                 engine for engine, moved in zip(self.engines, (site.here, site.moved), strict=True) if not moved > 0
             ]
             if still:
-                found.append(f"an edit at {site.edit_at} does not move the logits of {' and '.join(still)}")
+                problems.append(f"an edit at {site.edit_at} does not move the logits of {' and '.join(still)}")
             elif not self.moves(site):
-                found.append(
+                problems.append(
                     f"an edit at {site.edit_at} moves the logits otherwise, by {site.edit:.2g} (at most "
                     f"{self.bounds.edit:g})"
                 )
         if not self.logprobs <= self.bounds.logprobs:
-            found.append(f"log-probabilities are {self.logprobs:.2g} apart (at most {self.bounds.logprobs:g})")
-        return tuple(found)
+            problems.append(f"log-probabilities are {self.logprobs:.2g} apart (at most {self.bounds.logprobs:g})")
+        return tuple(problems)
 
     @property
     def holds(self) -> bool:

@@ -55,7 +55,7 @@ def patch_sweep(
     Raises: `TokensError` for an answer of several tokens or prompts that cannot be aligned, and the error of any run.
     """
     graded = grade(metric, single_token(lm, answer, "answer"), None if foil is None else single_token(lm, foil, "foil"))
-    names = [_site(given, i) for i, given in enumerate([sites] if isinstance(sites, (str, Site)) else sites)]
+    names = [_site(site, i) for i, site in enumerate([sites] if isinstance(sites, (str, Site)) else sites)]
     if not isinstance(batch, int) or batch < 1:
         raise ProgramError(f"runs are submitted at least one at a time, not {batch!r}", "batch")
     rows = _rows(lm, names, layers)
@@ -78,7 +78,7 @@ def patch_sweep(
         corrupt_tokens=tuple(lm.tokenizer.token_strings(base.prompt_token_ids)),
         answer=lm.tokenizer.token_strings([graded.answer])[0],
         foil=None if graded.foil is None else lm.tokenizer.token_strings([graded.foil])[0],
-        sites=tuple(dict.fromkeys(given.name for given in names)), layers=_layers(rows), columns=tuple(columns),
+        sites=tuple(dict.fromkeys(site.name for site in names)), layers=_layers(rows), columns=tuple(columns),
         grid=grid,
         clean=(source_value - offset) * factor, corrupt=(base_value - offset) * factor,
         noise_floor=floor * abs(factor), alignment=alignment.pairs, skipped=_skipped(lm, source, base, alignment),
@@ -125,24 +125,24 @@ def _patch(source: Run, row: Row, column: Column) -> Replace:
     return Replace(From(source, at, every[column.clean]), at=at, tokens=every[column.corrupt])
 
 
-def _site(given: Any, number: int) -> Site:
+def _site(text: Any, number: int) -> Site:
     try:
-        made = parse_site(given)
+        site = parse_site(text)
     except PatchclampError as error:
         raise error.under(f"sites[{number}]") from None
-    if made.index is not None:
-        raise UnsupportedSite(f"{made}: heads and neurons cannot be swept yet", f"sites[{number}]")
-    return made
+    if site.index is not None:
+        raise UnsupportedSite(f"{site}: heads and neurons cannot be swept yet", f"sites[{number}]")
+    return site
 
 
 def _rows(lm: LM, sites: list[Site], layers: Any) -> list[Row]:
     """Every (site, layer) to patch, once."""
     chosen = _which(layers, lm.model.layers)
     rows: dict[Row, None] = {}
-    for given in sites:
-        for place in lm.sites.resolve(given):
-            if given.layers is not None or place.layer is None or place.layer in chosen:
-                rows[place.name, place.layer] = None
+    for site in sites:
+        for ref in lm.sites.resolve(site):
+            if site.layers is not None or ref.layer is None or ref.layer in chosen:
+                rows[ref.name, ref.layer] = None
     return list(rows)
 
 
@@ -151,9 +151,9 @@ def _which(layers: Any, count: int) -> set[int]:
         layers = parse_index(layers)
     if layers is None:
         return set(range(count))
-    given: list[Index] = [Range.of(layers) if isinstance(layers, slice) else layers] if isinstance(
+    indices: list[Index] = [Range.of(layers) if isinstance(layers, slice) else layers] if isinstance(
         layers, (int, Range, slice)) else list(layers)  # fmt: skip
-    chosen = {n for one in given for n in (one.indices(count) if isinstance(one, Range) else [one])}
+    chosen = {n for index in indices for n in (index.indices(count) if isinstance(index, Range) else [index])}
     outside = [n for n in chosen if not -count <= n < count]
     if outside or not chosen:
         raise UnsupportedSite(f"this model has layers 0 to {count - 1}, not {layers}", "layers")
@@ -162,32 +162,32 @@ def _which(layers: Any, count: int) -> set[int]:
 
 def _columns(lm: LM, source: Run, base: Run, alignment: Alignment, positions: Sequence[Any] | None) -> list[Column]:
     partner = {corrupt: clean for clean, corrupt in alignment.pairs}
-    pieces = lm.tokenizer.token_strings(base.prompt_token_ids)
+    tokens = lm.tokenizer.token_strings(base.prompt_token_ids)
     if positions is None:
-        return [Column(pieces[corrupt], (clean,), (corrupt,)) for clean, corrupt in alignment.pairs]
+        return [Column(tokens[corrupt], (clean,), (corrupt,)) for clean, corrupt in alignment.pairs]
     columns = []
-    for i, given in enumerate(positions):
+    for i, selection in enumerate(positions):
         try:
-            chosen = [int(p) for p in base.select(_selection(given))]
+            chosen = [int(p) for p in base.select(_selection(selection))]
         except PatchclampError as error:
             raise error.under(f"positions[{i}]") from None
         alone = [p for p in chosen if p not in partner]
         if alone or not chosen:
             what = (
-                f"position {alone[0]} ({pieces[alone[0]]!r}) has no partner in the clean prompt"
+                f"position {alone[0]} ({tokens[alone[0]]!r}) has no partner in the clean prompt"
                 if alone
                 else "nothing selected"
             )
-            raise TokensError(f"{given}: {what}; aligned are {sorted(partner)}", f"positions[{i}]")
+            raise TokensError(f"{selection}: {what}; aligned are {sorted(partner)}", f"positions[{i}]")
         if any(column.corrupt == tuple(chosen) for column in columns):
-            raise TokensError(f"{given} selects {chosen}, which another column has already", f"positions[{i}]")
-        label = "".join(pieces[p] for p in chosen)
+            raise TokensError(f"{selection} selects {chosen}, which another column has already", f"positions[{i}]")
+        label = "".join(tokens[p] for p in chosen)
         columns.append(Column(label, tuple(partner[p] for p in chosen), tuple(chosen)))
     return columns
 
 
-def _selection(given: Any) -> Tokens:
-    return Positions("prompt", given) if isinstance(given, int) else parse_tokens(given)
+def _selection(text: Any) -> Tokens:
+    return Positions("prompt", text) if isinstance(text, int) else parse_tokens(text)
 
 
 def _readable(name: str) -> Positions:

@@ -37,9 +37,9 @@ def parity(
         check_engine(name)
     options = read_options(option)
     with quietly(), ERR.status("starting …") as status:
-        found = compare(
+        result = compare(
             model, dtype=dtype, prompts=prompt or PROMPTS, tolerance=tolerance, max_tokens=max_tokens,
             engines=(against, engine), tell=status.update, **options,
         )  # fmt: skip
-    (show_json if as_json else show_table)(OUT, found)
-    raise typer.Exit(0 if found.holds else 1)
+    (show_json if as_json else show_table)(OUT, result)
+    raise typer.Exit(0 if result.holds else 1)
