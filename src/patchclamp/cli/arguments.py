@@ -27,10 +27,10 @@ Options = Annotated[
 _NOT_OPTIONS = {"model": "the first argument", "engine": "--engine", "prove": "patchclamp sites"}
 
 
-def read_options(given: Sequence[str] | None, dtype: str | None = None) -> dict[str, Any]:
+def read_options(pairs: Sequence[str] | None, dtype: str | None = None) -> dict[str, Any]:
     """Engine options from `key=value` texts and `--dtype`: a value is JSON where it parses, else text."""
     options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
-    for pair in given or ():
+    for pair in pairs or ():
         key, sign, value = pair.partition("=")
         if not sign or not key.strip():
             raise ProgramError(f"{pair!r} is not KEY=VALUE, as in max_model_len=512", "--option")
@@ -43,9 +43,9 @@ def read_options(given: Sequence[str] | None, dtype: str | None = None) -> dict[
     return options
 
 
-def read_positions(given: Sequence[str] | None) -> list[int | str] | None:
+def read_positions(texts: Sequence[str] | None) -> list[int | str] | None:
     """Selections of the corrupt prompt: a number as a number, else as it is; None for all."""
-    return [int(text) if re.fullmatch(r"\s*-?\d+\s*", text) else text for text in given] if given else None
+    return [int(text) if re.fullmatch(r"\s*-?\d+\s*", text) else text for text in texts] if texts else None
 
 
 def _value(text: str) -> Any:

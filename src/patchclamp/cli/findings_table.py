@@ -25,19 +25,19 @@ def show_tables(console: Console, report: Report) -> None:
         table.add_column(overflow="fold")
         for finding in findings:
             mark, style = MARKS[finding.status]
-            told = Text(finding.detail)
+            detail = Text(finding.detail)
             if finding.advice:
-                told.append(f"\n→ {finding.advice}", style=style)
-            table.add_row(Text(mark, style=style), finding.name, told)
+                detail.append(f"\n→ {finding.advice}", style=style)
+            table.add_row(Text(mark, style=style), finding.name, detail)
         console.print(table)
         console.print()
     problems, notes = len(report.problems), sum(finding.status == "note" for finding in report.findings)
-    told = f"{problems} problem{'s' if problems != 1 else ''}, {notes} note{'s' if notes != 1 else ''}"
-    console.print(Text(told, style=MARKS["problem" if problems else "ok"][1]))
+    summary = f"{problems} problem{'s' if problems != 1 else ''}, {notes} note{'s' if notes != 1 else ''}"
+    console.print(Text(summary, style=MARKS["problem" if problems else "ok"][1]))
 
 
 def show_json(console: Console, report: Report) -> None:
     """An object: whether there is no problem, and every finding in order."""
     rows = [msgspec.to_builtins(finding) for finding in report.findings]
-    told = {"ok": not report.problems, "findings": rows}
-    console.file.write(json.dumps(told, indent=2, ensure_ascii=False) + "\n")
+    answer = {"ok": not report.problems, "findings": rows}
+    console.file.write(json.dumps(answer, indent=2, ensure_ascii=False) + "\n")

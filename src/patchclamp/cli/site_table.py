@@ -48,8 +48,8 @@ def show_table(console: Console, lm: LM, proofs: Sequence[Proof]) -> None:
     failed = [proof for proof in proofs if not proof.holds]
     tabled = lm.sites.family.tabled
     for proof in failed:
-        told = f"{proof.name}{'' if tabled else ' is withdrawn'}: {proof.note or 'not proved'}"
-        console.print(Text(told, style="red" if tabled else "yellow"), soft_wrap=True)
+        failure = f"{proof.name}{'' if tabled else ' is withdrawn'}: {proof.note or 'not proved'}"
+        console.print(Text(failure, style="red" if tabled else "yellow"), soft_wrap=True)
     if not failed:
         console.print(Text(f"all {len(proofs)} sites hold", style="green"))
     if any(proof.tried < (proof.layers or 1) for proof in proofs):

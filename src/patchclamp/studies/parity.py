@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import patchclamp as pc
-from patchclamp.engines.base import Model
 from patchclamp.lm import LM
 from patchclamp.proving import ensure_proved, push
 from patchclamp.run import Run
@@ -80,10 +79,17 @@ class _Kept(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """What an engine did. `edits`: for each site the place and the vector [W] added there; `moved`: by how much that
-    changed the next token's logits [V]; `noise`: by how much at most they differ without an edit, in the same batch."""
+    """What an engine did.
 
-    model: Model
+    engine: its name and version
+    edits: the edit of each site
+    moved: by how much each changed the next token's logits [V]
+    noise: by how much at most they differ without an edit, in the same batch
+    """
+
+    engine: str
+    family: str
+    dtype: str
     kept: list[_Kept]
     edits: Edits
     moved: dict[str, np.ndarray]
@@ -105,7 +111,8 @@ def _observe(
             run.answer  # noqa: B018  raises the run's own error
         kept = [_kept(lm, run) for run in runs]
         edits = edits or {name: _edit(lm, name, kept[0]) for name in lm.sites.names}
-        seen = _Seen(lm.model, kept, edits, *_moves(lm, kept[0].prompt, edits))
+        name = f"{lm.model.engine} {lm.model.version}"
+        seen = _Seen(name, lm.model.family, lm.model.dtype, kept, edits, *_moves(lm, kept[0].prompt, edits))
         del runs
     del lm
     _free()
@@ -166,13 +173,13 @@ def _compared(model: str, ours: _Seen, theirs: _Seen, bounds: Bounds) -> Parity:
     gaps = [_gaps(a, b, n) for a, b, n in zip(ours.kept, theirs.kept, common, strict=True)]
     worst = {place: max(gap[place] for gap in gaps) for place in gaps[0]}
     one_sided = tuple(sorted(_names(ours.kept[0].rows) ^ _names(theirs.kept[0].rows)))
-    alike = ours.model.family == theirs.model.family
+    alike = ours.family == theirs.family
     logprobs = [
         _largest(a.logprobs[:n] - b.logprobs[:n]) for a, b, n in zip(ours.kept, theirs.kept, common, strict=True)
     ]
     return Parity(
-        model=model, family=theirs.model.family, dtype=theirs.model.dtype,
-        engines=(f"{ours.model.engine} {ours.model.version}", f"{theirs.model.engine} {theirs.model.version}"),
+        model=model, family=theirs.family, dtype=theirs.dtype,
+        engines=(ours.engine, theirs.engine),
         prompts=len(common), positions=sum(_positions(b, n) for b, n in zip(theirs.kept, common, strict=True)),
         alike=(sum(common), sum(len(kept.tokens) for kept in theirs.kept)), bounds=bounds,
         sites=tuple(_site(name, worst, ours, theirs) for name in theirs.edits if name in ours.moved),
