@@ -36,6 +36,9 @@ def run_batches(lm: LM, calls: Iterable[Mapping[str, Any]], read: Callable[[list
 
     # a thread, for a notebook has an event loop on this one already
     with ThreadPoolExecutor(1, thread_name_prefix="patchclamp batches") as thread:
+        thread.submit(
+            int
+        ).result()  # the thread starts before anything is under way: an interrupt would not wait for it
         try:
             thread.submit(lambda: asyncio.run(main())).result()
         except BaseException:
