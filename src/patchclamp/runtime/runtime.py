@@ -33,7 +33,7 @@ from patchclamp.store.captures import ALIGNED, ITEM_BYTES, CaptureStore
 Packed = tuple[str, str, str | None]
 
 
-class Limits(msgspec.Struct, frozen=True):
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Sizes: programs at once, their records (one a point and piece) and bytes of vectors at hand.
 
     On a GPU also: bytes that a step with a CUDA graph may capture, at most half of what follows (one that would capture

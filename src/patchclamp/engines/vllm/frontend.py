@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterable
@@ -16,7 +15,6 @@ import msgspec
 import numpy as np
 import safetensors.numpy
 
-from patchclamp import __version__
 from patchclamp.engines.adapters import Adapter
 from patchclamp.engines.base import Answer, Captured, Model, Request, Tokenizer, Wanted, settle
 from patchclamp.engines.findings import Finding
@@ -37,7 +35,6 @@ from patchclamp.engines.vllm.workers import Workers, unpack_captured
 from patchclamp.errors import EngineError, PatchclampError, RunError, describe_error, unknown
 from patchclamp.kernels.code import check_outside
 from patchclamp.plan.room import bank_sizes
-from patchclamp.runtime import Limits
 
 OURS = ("max_records", "bank_bytes", "kept_bytes", "ring_bytes", "pinned_bytes", "active_sizes", "multiprocess_mode")
 MAX_SCORES = 128  # what vLLM's sampler takes for one request
@@ -203,37 +200,26 @@ class VllmEngine:
             if option not in known:
                 raise unknown("engine option", option, known, option)
         ours = {option: options.pop(option) for option in OURS if option in options}
+        separate = bool(ours.pop("multiprocess_mode", False))
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        try:
-            limits = msgspec.convert({k: v for k, v in ours.items() if k != "multiprocess_mode"}, Limits)
-        except msgspec.ValidationError as error:
-            raise EngineError(f"engine options: {error}") from None
-        extra = {**options.pop("additional_config", {}), configuration.KEY: self._config(limits)}
+        extra = {**options.pop("additional_config", {}), configuration.KEY: {"limits": ours}}
         arguments = {"model": name, "disable_log_stats": True, "max_logprobs": MAX_SCORES, **options}
         configuration.spare_memory(arguments)
-        separate = bool(ours.get("multiprocess_mode", False))
         with configuration.surroundings(separate):
-            asked = EngineArgs(**arguments, additional_config=extra)
-            config = asked.create_engine_config(configuration.usage())
-            self._make(config, extra[configuration.KEY], limits, separate)
+            engine_args = EngineArgs(**arguments, additional_config=extra)
+            config = engine_args.create_engine_config(configuration.usage())
+            self._make(config, separate)
         self._describe(name, config)
 
-    def _make(self, config: Any, ours: dict[str, Any], limits: Limits, separate: bool) -> None:
-        """The engine and its workers, of a configuration; `ours` is our part of it, to be completed."""
+    def _make(self, config: Any, separate: bool) -> None:
+        """The engine and its workers, of a configuration."""
         from vllm.v1.engine.llm_engine import LLMEngine
         from vllm.v1.executor import Executor
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
         self._check(config)
-        wrong = configuration.unrecorded(config, limits.active_sizes or ())
-        if wrong is not None:
-            raise EngineError(wrong)
         executor = Executor.get_class(config)
         self.remote = separate or config.parallel_config.world_size > 1 or not issubclass(executor, UniProcExecutor)
-        # what was compiled for other taps must not be found in vLLM's caches
-        taps = repr(site_map(config).taps("vllm")).encode()
-        ours["taps"] = hashlib.sha256(taps).hexdigest()[:16]
-        ours["limits"]["max_programs"] = 2 * configuration.model_facts(config)["max_num_seqs"]
         if not self.remote:
             configuration.share_groups(config)
         self._engine = LLMEngine(
@@ -243,11 +229,7 @@ class VllmEngine:
         self._workers = Workers(self._engine)
         self._adapters = Adapters(self._engine, self._workers, config.lora_config)
 
-    def _config(self, limits: Limits) -> dict[str, Any]:
-        return {"version": __version__, "op": "site(hidden, residual, point)", "limits": msgspec.to_builtins(limits)}
-
     def _check(self, config: Any) -> None:
-        configuration.check(config)
         if configuration.enabled(config) is None:
             raise EngineError("vLLM dropped additional_config, without which the worker cannot know of patchclamp")
 

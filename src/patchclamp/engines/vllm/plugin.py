@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from patchclamp.errors import SeamMoved
 
 problem: SeamMoved | None = None  # a seam that is not there; an engine of ours raises it when it starts, no other does
 
 
 def register() -> None:
-    """Wraps vLLM where steps, compilation and the prefix cache begin; each wrapper first looks whether it is needed."""
+    """Wraps vLLM where engines are configured, where steps and compilation begin, and the prefix cache; each wrapper
+    first looks whether it is needed."""
     global problem
     from patchclamp.engines.vllm import cache, worker
-    from patchclamp.engines.vllm.compat import core, graphs, runner
+    from patchclamp.engines.vllm.compat import core, front, graphs, runner
 
     try:
+        front.on_config(_complete)
         runner.on_load(worker.attach, worker.answer)
         graphs.on_compile()
         cache.install()
@@ -21,3 +25,11 @@ def register() -> None:
         core.on_outputs()
     except SeamMoved as moved:
         problem = moved
+
+
+def _complete(vllm_config: Any) -> None:
+    from patchclamp.engines.vllm import setup
+
+    if problem is not None:
+        raise problem
+    setup.complete(vllm_config)

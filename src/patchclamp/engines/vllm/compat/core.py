@@ -316,14 +316,18 @@ def on_outputs() -> None:
         verdicts: dict[str, Verdict] = {}
         tables = tables_of(processor)
         for output in engine_core_outputs:
-            if output.kv_transfer_params is not None and KEY in output.kv_transfer_params:
+            state = processor.request_states.get(output.request_id)  # None: it was aborted, and nobody asks
+            name = output.request_id
+            if state is not None and state.queue is not None:  # an `AsyncLLM`'s: `front` takes the verdict
+                name = state.external_req_id
+            elif output.kv_transfer_params is not None and KEY in output.kv_transfer_params:
                 receipt, error = output.kv_transfer_params[KEY]
-                if output.request_id in processor.request_states:  # else it was aborted, and nobody asks
+                if state is not None:
                     verdicts[output.request_id] = Verdict(receipt, tuple(error) if error is not None else None)
                 output.kv_transfer_params = None
-            if output.new_logprobs is not None and output.request_id in tables:
+            if output.new_logprobs is not None and name in tables:
                 lists, output.new_logprobs = output.new_logprobs, None  # of which vLLM would make dictionaries
-                tables[output.request_id].append((np.asarray(lists.logprob_token_ids), np.asarray(lists.logprobs)))
+                tables[name].append((np.asarray(lists.logprob_token_ids), np.asarray(lists.logprobs)))
         processed = stock(processor, engine_core_outputs, *args, **kwargs)
         for request, verdict in verdicts.items():
             if request not in processor.request_states:  # it has ended, here or in the core
@@ -341,8 +345,8 @@ def verdicts_of(processor: Any) -> dict[str, Verdict]:
 
 
 def tables_of(processor: Any) -> dict[str, list[Table]]:
-    """The log-probabilities of a front end's requests, by the engine's own names of them, for those that are put here
-    before their first output; vLLM sees none of theirs."""
+    """The log-probabilities of a front end's requests, by the engine's own names of them (an `AsyncLLM`'s: by the names
+    they were given), for those that are put here before their first output; vLLM sees none of theirs."""
     return processor.__dict__.setdefault("patchclamp_tables", {})
 
 

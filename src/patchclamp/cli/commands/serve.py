@@ -1,0 +1,21 @@
+"""`patchclamp serve`: vLLM's OpenAI server, with programs in its requests."""
+
+from __future__ import annotations
+
+import typer
+
+from patchclamp.cli.arguments import Model
+
+
+def serve(model: Model, context: typer.Context) -> None:
+    """Start vLLM's OpenAI server with patchclamp on. Every option of `vllm serve` goes on to it.
+
+    Clients that know nothing of patchclamp notice nothing; others give a `patchclamp` object with ordinary requests.
+    """
+    from patchclamp.engines.open import resolve
+    from patchclamp.engines.vllm.launch import run_server
+
+    run_server(resolve(model), context.args)
+
+
+serve.context_settings = {"allow_extra_args": True, "ignore_unknown_options": True}

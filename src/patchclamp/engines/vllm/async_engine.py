@@ -1,0 +1,246 @@
+"""The engine of a server: requests of ours among those of an `AsyncLLM`, in one API process."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import functools
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+import numpy as np
+import safetensors.numpy
+
+from patchclamp.engines.base import Answer, Captured, Engine, Model, Request, Tokenizer, Wanted, settle
+from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
+from patchclamp.engines.vllm import sampling as sampling_of_vllm
+from patchclamp.engines.vllm import shared
+from patchclamp.engines.vllm.admission import Carried, receipt_of
+from patchclamp.engines.vllm.answers import PartialAnswer
+from patchclamp.engines.vllm.architecture import site_map
+from patchclamp.engines.vllm.compat import configuration, front
+from patchclamp.engines.vllm.compat.core import decoded
+from patchclamp.engines.vllm.compat.seams import version
+from patchclamp.engines.vllm.underway import Parameters
+from patchclamp.engines.vllm.workers import unpack_captured
+from patchclamp.errors import EngineError, as_patchclamp_error, unpack
+from patchclamp.plan.room import bank_sizes
+
+ABORTED = "the run was aborted"
+
+
+class AsyncEngine(Engine):
+    """Carries requests of ours over an `AsyncLLM`. Made on its event loop; calls come from any other thread.
+
+    client: the `AsyncLLM`
+    """
+
+    remote = True
+
+    def __init__(self, client: Any, name: str) -> None:
+        self.client, self._loop = client, asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
+        config = self.config = client.vllm_config
+        facts = configuration.model_facts(config)
+        self.sites = site_map(config)
+        skipped = config.model_config.skip_tokenizer_init
+        self.tokenizer: Tokenizer = NoTokenizer() if skipped else HubTokenizer(client.get_tokenizer())
+        self.model = Model(
+            name, "vllm", version(), self.sites.family.name, facts["layers"], facts["d_model"], facts["d_vocab"],
+            facts["dtype"], facts["max_model_len"], configuration.settings(config),
+        )  # fmt: skip
+        self._parameters = Parameters(not skipped)
+        self._receiver = shared.Receiver()
+        self._vectors: collections.Counter[str] = collections.Counter()  # that the cores hold: how many requests do
+        self._dropped: list[str] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # by run
+
+    # -- from any thread
+
+    def submit(self, requests: list[Request]) -> list[Future[Answer]]:
+        futures: list[Future[Answer]] = [Future() for _ in requests]
+        self._loop.call_soon_threadsafe(self._start, list(zip(requests, futures, strict=True)))
+        return futures
+
+    def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, Any]:
+        return self.fetch_many([(run, point, op)])[0]
+
+    def fetch_many(self, wanted: list[Wanted]) -> list[Captured]:
+        return self._wait(self.fetch_async(wanted))
+
+    def release(self, runs: list[str]) -> None:
+        self._soon(lambda: self._release(runs))
+
+    def abort(self, runs: list[str]) -> None:
+        self._soon(lambda: self._abort(runs))
+
+    def check_sampling(self, sampling: dict[str, Any]) -> None:
+        sampling_of_vllm.check(sampling)
+
+    def status(self) -> dict[str, Any]:
+        return self._wait(self.status_async())
+
+    def close(self) -> None:
+        """Stops what it has under way; the `AsyncLLM` belongs to its server."""
+        self._soon(lambda: self._abort(list(self._tasks)))
+
+    def _soon(self, job: Callable[[], None]) -> None:
+        """Has the loop's thread do something; the garbage collector may call this, and a loop that is closed does
+        nothing more."""
+        try:
+            self._loop.call_soon_threadsafe(job)
+        except RuntimeError:
+            return
+
+    def _wait(self, job: Coroutine[Any, Any, Any]) -> Any:
+        if threading.get_ident() == self._loop_thread:
+            job.close()
+            raise EngineError("this would wait on the server's own thread for itself: call it from another one")
+        return asyncio.run_coroutine_threadsafe(job, self._loop).result()
+
+    # -- on the loop's thread
+
+    async def outputs(
+        self, request: Request, prompt: Any, params: Any, name: str, generate: Callable[..., Any], **others: Any
+    ) -> AsyncIterator[Any]:
+        """vLLM's outputs of a request whose program is in `request.bound`; `params` are taken over.
+
+        Raises the run's error in place of the last output, and `EngineError` where that has no receipt.
+        """
+        carried = self._carried(request)
+        params.extra_args = {**(params.extra_args or {}), configuration.KEY: carried}
+        self._hold(request)
+        try:
+            async for output in generate(prompt, params, name, **others):
+                verdict = front.verdict_in(output)
+                if output.finished:
+                    _check(request, verdict, receipt_of(carried))
+                yield output
+        finally:
+            self._drop(request)
+
+    async def ask(self, verb: str, *args: Any) -> list[Any]:
+        """What every worker of every engine core answers."""
+        calls = front.tell_cores(self.client, "collective_rpc", "patchclamp_rpc", None, (verb, *args), {})
+        answers = [answer for engine in await asyncio.gather(*calls) for answer in engine]
+        errors = [error for _, error in answers if error is not None]
+        if errors:
+            raise unpack(tuple(errors[0]))
+        return [result for result, _ in answers]
+
+    async def fetch_async(self, wanted: list[Wanted]) -> list[Captured]:
+        """As `fetch_many`."""
+        captured: dict[int, Captured] = {}
+        for answer in await self.ask("fetch_many", wanted, True):
+            captured |= unpack_captured(answer)
+        return [captured[i] for i in range(len(wanted))]
+
+    async def status_async(self) -> dict[str, Any]:
+        """As `status`; the counts of all engine cores together."""
+        statuses = await self.ask("status")
+        counts = await asyncio.gather(*front.tell_cores(self.client, "patchclamp_counts"))
+        summed = {name: sum(count[name] for count in counts) for name in counts[0]}
+        captured = sum(status["captured_bytes"] for status in statuses)
+        return {**statuses[0], **summed, "captured_bytes": captured, "under_way": len(self._tasks)}
+
+    def _start(self, pairs: list[tuple[Request, Future[Answer]]]) -> None:
+        for request, future in pairs:
+            if request.abandoned:
+                settle(future, EngineError(ABORTED))
+                continue
+            task = self._tasks[request.run] = asyncio.ensure_future(self._run(request, future))
+            task.add_done_callback(functools.partial(self._ended, request.run, future))
+
+    def _ended(self, run: str, future: Future[Answer], task: asyncio.Task[None]) -> None:
+        self._tasks.pop(run, None)
+        if task.cancelled():
+            settle(future, EngineError(ABORTED))
+        elif (error := task.exception()) is not None:
+            settle(future, as_patchclamp_error(error))
+
+    async def _run(self, request: Request, future: Future[Answer]) -> None:
+        """Carries a request to its answer."""
+        tables: list[Any] = []
+        params = self._parameters.of(request, None)
+        if params.logprobs is not None:
+            front.tables_of_client(self.client)[request.run] = tables
+        prompt = {"type": "token", "prompt_token_ids": request.prompt_token_ids}  # as vLLM's renderers give it
+        generate = front.stock_generate(self.client)
+        outputs = (
+            generate(prompt, params, request.run)
+            if request.bound is None
+            else self.outputs(request, prompt, params, request.run, generate)
+        )
+        answer = PartialAnswer(request)
+        try:
+            async for output in outputs:
+                new, tables[:] = tables[:], []
+                answer.take(output, new)
+                if output.finished:
+                    decode = None if params.detokenize else self._decoder(request)
+                    settle(future, answer.answer(output, decode))
+        finally:
+            front.tables_of_client(self.client).pop(request.run, None)
+
+    def _decoder(self, request: Request) -> Any:
+        """What makes the text of a request's ids when it is read."""
+        from vllm import SamplingParams
+
+        if isinstance(self.tokenizer, NoTokenizer):
+            return None
+        processor, prompt, sampling = self.client.output_processor, request.prompt_token_ids, request.sampling
+        return lambda ids, stopped: decoded(processor, prompt, SamplingParams(**sampling), ids, stopped)
+
+    def _carried(self, request: Request) -> bytes:
+        """A request's program as it travels in its sampling parameters."""
+        assert request.bound is not None
+        sources = {source.key: source for source in request.sources}
+
+        def rows_of(run: str, point: int) -> int:
+            return len(sources[run].positions_of(point))
+
+        return msgspec.msgpack.encode(
+            Carried(request.bound, bank_sizes(request.bound, request.vectors, self.sites, rows_of))
+        )
+
+    def _hold(self, request: Request) -> None:
+        """Sends the cores the vectors that a request needs and they do not hold: once, ahead of it."""
+        vectors = {key: np.ascontiguousarray(rows) for key, rows in request.vectors.items() if not self._vectors[key]}
+        self._vectors.update(request.vectors.keys())
+        if vectors:
+            front.tell_cores(self.client, "patchclamp_hold", safetensors.numpy.save(vectors), list(vectors), [])
+
+    def _drop(self, request: Request) -> None:
+        """A request is over: its vectors may go, when nobody else needs them."""
+        self._vectors.subtract(request.vectors.keys())
+        unused = [key for key in request.vectors if self._vectors[key] == 0]
+        for key in unused:
+            del self._vectors[key]
+        if unused:
+            front.tell_cores(self.client, "patchclamp_hold", b"", [], unused)
+
+    def _release(self, runs: list[str]) -> None:
+        for run in runs:
+            if run in self._tasks:  # a stream that was dropped
+                self._tasks[run].cancel()
+        front.tell_cores(self.client, "patchclamp_release", runs)
+
+    def _abort(self, runs: list[str]) -> None:
+        for run in runs:
+            if run in self._tasks:
+                self._tasks[run].cancel()
+        front.tell_cores(self.client, "patchclamp_release", runs)
+
+
+def _check(request: Request, verdict: tuple[str, Any] | None, receipt: str) -> None:
+    """Raises why an answer cannot stand: its program failed, or nobody says that it was carried out."""
+    if verdict is not None and verdict[1] is not None:
+        raise unpack(verdict[1])
+    if verdict is None or verdict[0] != receipt:
+        raise EngineError(
+            f"run {request.run} came back without the receipt of its program, so that nobody knows whether it was "
+            "edited; its answer is thrown away"
+        )

@@ -1,0 +1,90 @@
+"""The front end of a server: where requests with programs enter an `AsyncLLM`, and how its engine cores are called."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import uuid
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from patchclamp.engines.vllm.compat.configuration import KEY, enabled
+from patchclamp.engines.vllm.compat.core import tables_of
+from patchclamp.engines.vllm.compat.seams import require
+
+Generate = Callable[..., AsyncIterator[Any]]
+
+
+def on_config(complete: Callable[[Any], None]) -> None:
+    """Has `complete(vllm_config)` look at every configuration of ours that engine arguments are made into."""
+    owner, name = require("engine arguments")
+    stock = getattr(owner, name)
+    if hasattr(stock, "patchclamp"):
+        return
+
+    @functools.wraps(stock)
+    def create_engine_config(*args: Any, **kwargs: Any) -> Any:
+        config = stock(*args, **kwargs)
+        if enabled(config) is not None:
+            complete(config)
+        return config
+
+    create_engine_config.patchclamp = True  # type: ignore[attr-defined]
+    setattr(owner, name, create_engine_config)
+
+
+def on_generate(edited: Callable[..., AsyncIterator[Any]], names: frozenset[str]) -> None:
+    """Has `edited(client, stock, prompt, params, request_id, **others)` generate in place of an `AsyncLLM` of ours for
+    requests whose `extra_args` have a word of `names`. Other requests go straight to vLLM's own `generate`."""
+    owner, name = require("generate")
+    stock = getattr(owner, name)
+    if hasattr(stock, "patchclamp"):
+        return
+
+    @functools.wraps(stock)
+    def generate(client: Any, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any) -> Any:
+        extra = getattr(sampling_params, "extra_args", None)
+        if not extra or names.isdisjoint(extra) or enabled(client.vllm_config) is None:
+            return stock(client, prompt, sampling_params, request_id, **kwargs)
+        return edited(client, functools.partial(stock, client), prompt, sampling_params, request_id, **kwargs)
+
+    generate.patchclamp = stock  # type: ignore[attr-defined]
+    setattr(owner, name, generate)
+
+
+def stock_generate(client: Any) -> Generate:
+    """vLLM's own `generate` of a client."""
+    owner, name = require("generate")
+    method = getattr(owner, name)
+    return functools.partial(getattr(method, "patchclamp", method), client)
+
+
+def tell_cores(client: Any, method: str, *args: Any) -> list[asyncio.Future[Any]]:
+    """Calls a method of every engine core, on the loop's thread. The call arrives before what is sent afterwards; the
+    futures have what comes back."""
+    from vllm.v1.engine import EngineCoreRequestType
+
+    cores, answers = client.engine_core, []
+    for engine in cores.core_engines:
+        number = uuid.uuid1().int >> 64
+        cores.utility_results[number] = answer = asyncio.get_running_loop().create_future()
+        # sent here and now: what it returns waits for nothing but a full socket
+        cores._send_input(EngineCoreRequestType.UTILITY, (cores.client_index, number, method, args), engine)
+        answers.append(answer)
+    cores._ensure_output_queue_task()
+    return answers
+
+
+def tables_of_client(client: Any) -> dict[str, list[Any]]:
+    """`tables_of` the client's output processor."""
+    return tables_of(client.output_processor)
+
+
+def verdict_in(output: Any) -> tuple[str, Any] | None:
+    """Takes what was told of a request's program out of an output: its receipt and its error."""
+    told = output.kv_transfer_params
+    if not isinstance(told, dict) or KEY not in told:
+        return None
+    output.kv_transfer_params = None
+    receipt, error = told[KEY]
+    return receipt, tuple(error) if error is not None else None

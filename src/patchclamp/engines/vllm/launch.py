@@ -1,0 +1,81 @@
+"""Starts vLLM's own server command with patchclamp on."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+
+from patchclamp.engines.vllm.compat.configuration import KEY, MEGA
+from patchclamp.errors import EngineError, ProgramError
+
+CONFIG = "--additional-config"
+GROUPS = ("general", "platform", "io_processor", "stat_logger", "endpoint")  # of plugins, by vLLM's names
+
+
+def run_server(model: str, options: Sequence[str]) -> None:
+    """Runs `vllm serve MODEL OPTIONS` in this process, with patchclamp in its engine and our routes in its API servers.
+
+    Raises `EngineError` where Rust serves, whose routes are fixed, and `ProgramError` for options that are no JSON.
+    """
+    if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
+        raise EngineError(
+            "vLLM's Rust front end has fixed routes: unset VLLM_USE_RUST_FRONTEND; with it, only vllm_xargs carry "
+            "programs, in a server started by `vllm serve --additional-config '{\"patchclamp\": {}}'`"
+        )
+    os.environ.update(environment())
+    # vLLM's `main` asks for the version of a package named vllm, which its CPU build is not
+    from vllm.entrypoints.cli.serve import cmd_init
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.logger import configure_logging_from_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    cli_env_setup()
+    parser = FlexibleArgumentParser(prog="patchclamp")
+    [command] = cmd_init()
+    command.subparser_init(parser.add_subparsers(dest="subparser"))
+    sys.argv = ["patchclamp", "serve", model, *with_config(options)]  # vLLM's parser looks there, too
+    args = parser.parse_args(sys.argv[1:])
+    assert args is not None
+    configure_logging_from_args(args)
+    command.validate(args)
+    command.cmd(args)
+
+
+def environment() -> dict[str, str]:
+    """Variables of a server: every installed plugin is on, as if nobody had named any, and ours by its name."""
+    import torch
+
+    named = os.environ.get("VLLM_PLUGINS")
+    if named is None:
+        installed = [point.name for kind in GROUPS for point in entry_points(group=f"vllm.{kind}_plugins")]
+        # those of vLLM's endpoint group come only when they are named, and only ours is
+        others = {point.name for point in entry_points(group="vllm.endpoint_plugins")}
+        names = [name for name in dict.fromkeys(installed) if name not in others]
+    else:
+        names = [name for name in named.split(",") if name]
+    variables = {"VLLM_PLUGINS": ",".join(dict.fromkeys([*names, KEY])), MEGA: "0"}
+    if not torch.cuda.is_available():
+        variables["VLLM_USE_AOT_COMPILE"] = os.environ.get("VLLM_USE_AOT_COMPILE", "0")
+    return variables
+
+
+def with_config(options: Sequence[str]) -> list[str]:
+    """vLLM's options with our part in `--additional-config`."""
+    rest, config = [], {}
+    words = iter(options)
+    for word in words:
+        name, _, value = word.partition("=")
+        if name.replace("_", "-") != CONFIG:
+            rest.append(word)
+            continue
+        text = value or next(words, "")
+        try:
+            config = json.loads(text)
+        except ValueError as error:
+            raise ProgramError(f"not JSON: {error}", CONFIG) from None
+        if not isinstance(config, dict):
+            raise ProgramError(f"an object is needed, not {text}", CONFIG)
+    return [*rest, CONFIG, json.dumps({KEY: {}, **config})]

@@ -1,0 +1,47 @@
+"""What every configuration of ours must have: made whole, or refused, where vLLM makes it of its engine arguments."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+
+from patchclamp import __version__
+from patchclamp.engines.vllm.architecture import site_map
+from patchclamp.engines.vllm.compat import configuration
+from patchclamp.errors import EngineError, unknown
+from patchclamp.runtime import Limits
+
+PARTS = ("limits", "version", "op", "taps")  # of our part of `additional_config`; all but the first are put there
+
+
+def complete(vllm_config: Any) -> None:
+    """Makes our part of `additional_config` whole; `{"patchclamp": {}}` asks for everything by default.
+
+    It enters the key of vLLM's compile cache, so it has all that changes the graph.
+
+    Raises `EngineError`, with names and reasons, for a configuration under which a guarantee would not hold, and
+    `UnknownName` for what we do not know.
+    """
+    ours = configuration.enabled(vllm_config)
+    assert ours is not None
+    for part in ours:
+        if part not in PARTS:
+            raise unknown("part of patchclamp's settings", part, PARTS[:1], f"additional_config.patchclamp.{part}")
+    configuration.check(vllm_config)
+    try:
+        limits = msgspec.convert(ours.get("limits", {}), Limits, strict=True)
+    except msgspec.ValidationError as error:
+        raise EngineError(f"engine options: {error}") from None
+    wrong = configuration.unrecorded(vllm_config, limits.active_sizes or ())
+    if wrong is not None:
+        raise EngineError(wrong)
+    most = 2 * configuration.model_facts(vllm_config)["max_num_seqs"]
+    taps = repr(site_map(vllm_config).taps("vllm")).encode()
+    ours.update(
+        version=__version__,
+        op="site(hidden, residual, point)",
+        limits={**msgspec.to_builtins(limits), "max_programs": most},
+        taps=hashlib.sha256(taps).hexdigest()[:16],
+    )

@@ -1,0 +1,62 @@
+"""Our routes on vLLM's app: vLLM's own completion routes with room for programs, and what stands under
+`/v1/patchclamp`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from patchclamp.errors import PatchclampError
+from patchclamp.serve.front import front_of
+
+OPENAI_ROUTES = ("/v1/completions", "/v1/chat/completions")
+
+
+def attach(app: Any) -> None:
+    """Puts our routes on an app. They answer once `start` has run."""
+    from patchclamp.serve.routes import openai, runs
+
+    app.exception_handler(PatchclampError)(answer_error)
+    openai.attach(app)
+    app.include_router(runs.router)
+
+
+async def start(client: Any, state: Any, args: Any) -> None:
+    """Proves the sites of the server's engine.
+
+    Raises `EngineError` for an engine that is not ours, which would ignore every program.
+    """
+    from patchclamp.engines.vllm.compat.configuration import enabled
+    from patchclamp.errors import EngineError
+
+    if enabled(client.vllm_config) is None:
+        raise EngineError(
+            "this server's engine was started without patchclamp: use `patchclamp serve`, or give "
+            "--additional-config '{\"patchclamp\": {}}'"
+        )
+    state.patchclamp = front_of(client)
+    state.patchclamp_has_keys = bool(_api_keys(args))
+    await state.patchclamp.ready()
+
+
+def _api_keys(args: Any) -> list[str]:
+    """The server's API keys, as vLLM finds them."""
+    import os
+
+    return [key for key in (getattr(args, "api_key", None) or [os.environ.get("VLLM_API_KEY")]) if key]
+
+
+async def answer_error(_: Any, error: Exception) -> Any:
+    """An error of ours as OpenAI's error object, with its own status."""
+    from fastapi.responses import JSONResponse
+
+    assert isinstance(error, PatchclampError)
+    return JSONResponse(error_object(error), status_code=error.status)
+
+
+def error_object(error: PatchclampError) -> dict[str, Any]:
+    """What the body of an error says."""
+    return {
+        "error": {
+            "message": str(error), "type": type(error).__name__, "param": error.path, "code": error.status,
+        }
+    }  # fmt: skip

@@ -1,0 +1,100 @@
+"""The `patchclamp` object of a request and of its response: what is asked of us, and what came of it."""
+
+from __future__ import annotations
+
+import base64
+import json
+from contextvars import ContextVar
+from typing import Any
+
+import msgspec
+
+from patchclamp.errors import PatchclampError, ProgramError, unknown
+from patchclamp.language import Program
+from patchclamp.language.fuzz import NAMES as FUZZ_NAMES
+from patchclamp.language.fuzz import fuzz
+from patchclamp.language.program import from_dict
+from patchclamp.run import Run
+from patchclamp.serve.captures import captured_file
+from patchclamp.serve.kept import Kept, check_name
+
+FIELDS = ("edits", "capture", "run", "keep", "compare")
+MAX_INLINE_BYTES = 1 << 20  # of captures that travel in a response
+
+
+class Call:
+    """A request's `patchclamp` object.
+
+    program: its edits and captures
+    owner: whose request it is
+    name: what its runs are kept under, where it says; else each has a name of its own
+    keep: whether its captures stay for later requests
+    compare: whether the unedited answer is wanted beside it
+    runs: of every choice of the answer, by its number
+    error: that ended it
+    on_own_route: whether our own route answers, which has room for all that came of it
+    """
+
+    def __init__(self, data: Any, owner: str, extra: dict[str, Any], on_own_route: bool = True) -> None:
+        if not isinstance(data, dict):
+            raise ProgramError(f"an object with {', '.join(FIELDS)} is needed, not {type(data).__name__}", "patchclamp")
+        for field in data:
+            if field not in FIELDS:
+                raise unknown("field", str(field), FIELDS, f"patchclamp.{field}")
+        try:
+            program = from_dict({part: data[part] for part in ("edits", "capture") if part in data})
+            for field in ("keep", "compare"):
+                if not isinstance(data.get(field, False), bool):
+                    raise ProgramError(f"true or false is needed, not {data[field]!r}", field)
+            self.name: str | None = check_name(data["run"], "run") if data.get("run") is not None else None
+        except PatchclampError as error:
+            raise error.under("patchclamp") from None
+        edits = fuzz({name: extra[name] for name in FUZZ_NAMES if name in extra})
+        self.program: Program = msgspec.structs.replace(program, edits=program.edits + edits)
+        self.owner, self.on_own_route = owner, on_own_route
+        self.keep, self.compare = bool(data.get("keep", self.name is not None)), bool(data.get("compare", False))
+        self.runs: dict[int, tuple[str, Run]] = {}
+        self.error: PatchclampError | None = None
+        self._prompts = 0
+
+    def next_prompt(self) -> int:
+        """The number of the next prompt that vLLM's route asks for."""
+        self._prompts += 1
+        return self._prompts - 1
+
+    def add(self, choice: int, run: Run, kept: Kept) -> None:
+        """Takes the run of a choice."""
+        name = run.key if self.name is None else self.name if choice == 0 else f"{self.name}.{choice}"
+        self.runs[choice] = name, run
+        if run.sites:
+            kept.keep(self.owner, name, run)
+
+    def answer(self, kept: Kept) -> dict[str, Any]:
+        """The response's `patchclamp` object. Reads captures: call it on another thread than the loop's."""
+        return {
+            "fingerprint": self.program.fingerprint,
+            "runs": [self._run_answer(choice, *self.runs[choice]) for choice in sorted(self.runs)],
+        }
+
+    def _run_answer(self, choice: int, name: str, run: Run) -> dict[str, Any]:
+        answer: dict[str, Any] = {"index": choice, "run": name, "idle_edits": run.idle_edits}
+        if run.sites:
+            inline = run.captured_bytes <= MAX_INLINE_BYTES
+            answer["captures"] = base64.b64encode(captured_file(run)).decode() if inline else None
+            answer["captures_url"] = f"/v1/patchclamp/runs/{name}/captures" if self.keep or not inline else None
+        return answer
+
+
+current: ContextVar[Call | None] = ContextVar("patchclamp call", default=None)
+
+
+def of_extra_args(extra: dict[str, Any], owner: str) -> Call:
+    """The call that a request's `extra_args` (`vllm_xargs`) describe: a JSON string under `patchclamp`, fuzzing beside
+    it."""
+    data = extra.get("patchclamp", {})
+    if isinstance(data, str):
+        try:
+            data = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise ProgramError(f"not JSON: {error}", "vllm_xargs.patchclamp") from None
+    return Call(data, owner, extra, on_own_route=False)

@@ -1,0 +1,169 @@
+"""Programs in the requests of vLLM's own routes: bound to each prompt, carried, and answered for."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import secrets
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from patchclamp.engines.base import Answer, Request
+from patchclamp.errors import PatchclampError, ProgramError
+from patchclamp.plan import Prompt
+from patchclamp.plan.bindings import Bindings
+from patchclamp.run import Run
+from patchclamp.serve.call import Call, current, of_extra_args
+from patchclamp.serve.front import Front, front_of
+from patchclamp.serve.owners import OPEN
+from patchclamp.serve.plugin import NAMES
+
+
+def edited(client: Any, stock: Any, prompt: Any, params: Any, request_id: str, **others: Any) -> AsyncIterator[Any]:
+    """vLLM's `generate`, with a program. Called in the order of an HTTP request's prompts."""
+    call = current.get()
+    number = None if call is None else call.next_prompt()
+    return _noting_errors(_edited(client, stock, prompt, params, request_id, call, number, others), call)
+
+
+async def _noting_errors(outputs: AsyncIterator[Any], call: Call | None) -> AsyncIterator[Any]:
+    try:
+        async for output in outputs:
+            yield output
+    except PatchclampError as error:
+        if call is not None:
+            call.error = error
+        raise
+
+
+async def _edited(
+    client: Any, stock: Any, prompt: Any, params: Any, request_id: str, call: Call | None, number: int | None,
+    others: dict[str, Any],
+) -> AsyncIterator[Any]:  # fmt: skip
+    front = front_of(client)
+    await front.ready()
+    extra = dict(params.extra_args or {})
+    params.extra_args = {name: value for name, value in extra.items() if name not in NAMES} or None
+    if call is None:
+        call, number = of_extra_args(extra, OPEN), 0
+        _check_stock_route(call, params, request_id)
+    assert number is not None
+    if not call.program:
+        async for output in stock(prompt, params, request_id, **others):
+            yield output
+        return
+    children = [_child(front, call, prompt, params, i, number * params.n) for i in range(params.n)]
+    names = [request_id] if params.n == 1 else [f"{i}_{request_id}" for i in range(params.n)]
+    streams = [child.outputs(stock, name, others) for child, name in zip(children, names, strict=True)]
+    joined = streams[0] if len(streams) == 1 else _joined(streams, params)
+    async for output in joined:
+        if output.finished and not call.on_own_route:
+            output.kv_transfer_params = {"patchclamp": await asyncio.to_thread(call.answer, front.kept)}
+        yield output
+
+
+def _check_stock_route(call: Call, params: Any, request_id: str) -> None:
+    """Raises `ProgramError` for what the answers of vLLM's own routes have no room for."""
+    streamed = getattr(params.output_kind, "name", "") != "FINAL_ONLY"
+    several = params.n != 1 or (request_id.startswith("cmpl-") and not request_id.endswith("-0"))
+    for wrong, what in ((streamed, "stream"), (several, "several prompts or n > 1"), (call.compare, "compare")):
+        if wrong:
+            raise ProgramError(
+                f"{what}: a program in vllm_xargs goes with one prompt, n=1, not streamed; start the server with "
+                "`patchclamp serve` and give the patchclamp object for more",
+                "vllm_xargs.patchclamp",
+            )
+
+
+class _Child:
+    """One run of a prompt."""
+
+    def __init__(self, front: Front, call: Call, request: Request, prompt: Any, params: Any, choice: int) -> None:
+        self._front, self._call, self._request = front, call, request
+        self._prompt, self._params, self._choice = prompt, params, choice
+        self._ids: list[int] = []
+
+    async def outputs(self, generate: Callable[..., Any], name: str, others: dict[str, Any]) -> AsyncIterator[Any]:
+        """vLLM's outputs; the run is the call's before the last one is given."""
+        engine, request = self._front.engine, self._request
+        finished = False
+        try:
+            async for output in engine.outputs(request, self._prompt, self._params, name, generate, **others):
+                new = list(output.outputs[0].token_ids)
+                self._ids = self._ids + new if self._params.output_kind.name == "DELTA" else new
+                finished = output.finished
+                if finished:
+                    self._take(output)
+                yield output
+        finally:
+            if not finished:
+                engine.release([request.run])
+
+    def _take(self, output: Any) -> None:
+        last = output.outputs[0]
+        answer = Answer(self._ids, last.text, None, {}, last.finish_reason, output.num_cached_tokens or 0)
+        run = Run(self._front.lm, self._request, self._call.program, answer)
+        self._call.add(self._choice, run, self._front.kept)
+
+
+def _child(front: Front, call: Call, prompt: Any, params: Any, index: int, first_choice: int) -> _Child:
+    """The run number `index` of a prompt, its program bound. Raises what binding raises."""
+    params = copy.copy(params)
+    params.n = 1
+    if params.seed is not None:
+        params.seed += index
+    ids, text = _prompt_of(prompt)
+    lm, key = front.lm, secrets.token_hex(8)
+    owned = front.kept.owned(call.owner)
+    bindings = Bindings(lm.sites, owned.source, owned, False)
+    binding = bindings.of(call.program, key, Prompt(ids, lambda: lm.tokenizer.spell(ids, text)), params.max_tokens)
+    request = Request(
+        key, ids, params.max_tokens, binding.bound, binding.vectors, text=text, sources=binding.sources
+    )  # fmt: skip
+    return _Child(front, call, request, prompt, params, first_choice + index)
+
+
+def _prompt_of(prompt: Any) -> tuple[list[int], str | None]:
+    """Token ids, and the text that they were made of, of a prompt as vLLM's routes have it."""
+    if not isinstance(prompt, dict) or not isinstance(prompt.get("prompt_token_ids"), list):
+        raise ProgramError("a program needs a prompt of text or token ids")
+    if prompt.get("type", "token") != "token":
+        raise ProgramError(f"a program acts on text alone, and this prompt is {prompt['type']}")
+    return prompt["prompt_token_ids"], prompt.get("prompt")
+
+
+async def _joined(streams: list[AsyncIterator[Any]], params: Any) -> AsyncIterator[Any]:
+    """The outputs of several runs of a prompt as vLLM gives those of `n`: each part with its run's index, or all whole
+    outputs in one."""
+    whole = params.output_kind.name == "FINAL_ONLY"
+    arrived: asyncio.Queue[tuple[int, Any, BaseException | None]] = asyncio.Queue()
+
+    async def pump(index: int, stream: AsyncIterator[Any]) -> None:
+        try:
+            async for output in stream:
+                arrived.put_nowait((index, output, None))
+        except Exception as error:
+            arrived.put_nowait((index, None, error))
+
+    tasks = [asyncio.ensure_future(pump(index, stream)) for index, stream in enumerate(streams)]
+    left, finals = len(streams), [None] * len(streams)
+    try:
+        while left:
+            index, output, error = await arrived.get()
+            if error is not None:
+                raise error
+            output.outputs[0].index = index
+            left -= output.finished
+            finals[index] = output
+            if whole:
+                continue
+            output.finished = not left
+            yield output
+        if whole:
+            first: Any = finals[0]
+            first.outputs = [final.outputs[0] for final in finals if final is not None]
+            yield first
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,43 @@
+"""One API process's part of patchclamp: the server's engine, an `LM` on it whose sites are proved, and what is kept."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from patchclamp.engines.vllm.async_engine import AsyncEngine
+from patchclamp.lm import LM
+from patchclamp.proving.cache import ensure_proved
+from patchclamp.serve.kept import Kept
+
+
+class Front:
+    """Made on the event loop of an `AsyncLLM`, once.
+
+    engine, lm: what carries programs beside the server's other requests. `lm` reads captures and blocks: use it on
+        another thread than the loop's
+    kept: runs, vectors and programs that requests left here, by whose they are
+    """
+
+    def __init__(self, client: Any) -> None:
+        name = client.vllm_config.model_config.model
+        self.engine = AsyncEngine(client, name)
+        self.lm = LM(name, engine=self.engine)
+        self.kept = Kept()
+        self._proving = asyncio.ensure_future(self._prove())
+
+    async def ready(self) -> None:
+        """Returns when the sites are proved. Raises what starting or proving raised."""
+        await asyncio.shield(self._proving)
+
+    async def _prove(self) -> None:
+        await self.engine.ask("started")
+        await asyncio.to_thread(ensure_proved, self.lm)
+
+
+def front_of(client: Any) -> Front:
+    """The front of an `AsyncLLM`, made when it is first asked for."""
+    front = getattr(client, "patchclamp", None)
+    if front is None:
+        front = client.patchclamp = Front(client)
+    return front

@@ -1,0 +1,46 @@
+"""What vLLM loads of us: in every process the wrappers of its own code, in API servers that name us our routes too."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from patchclamp.errors import SeamMoved
+from patchclamp.language import fuzz
+
+NAMES = frozenset(("patchclamp", *fuzz.NAMES))  # the words of `extra_args` that are ours
+
+
+def register() -> None:
+    """Entry point of `vllm.general_plugins`: programs act in engines that ask for us, and in no others."""
+    from patchclamp.engines.vllm import plugin
+    from patchclamp.engines.vllm.compat import front
+
+    plugin.register()
+    try:
+        front.on_generate(_edited, NAMES)
+    except SeamMoved as moved:
+        plugin.problem = plugin.problem or moved
+
+
+def _edited(client: Any, stock: Any, prompt: Any, params: Any, request_id: str, **others: Any) -> AsyncIterator[Any]:
+    from patchclamp.serve.carry import edited
+
+    return edited(client, stock, prompt, params, request_id, **others)
+
+
+class Endpoints:
+    """Entry point of `vllm.endpoint_plugins`: our routes, in servers whose engine is ours."""
+
+    name = "patchclamp"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: Any) -> None:
+        from patchclamp.serve.app import attach
+
+        attach(app)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        from patchclamp.serve.app import start
+
+        await start(engine_client, state, args)

@@ -1,0 +1,1 @@
+"""Routes, a file a subject."""

@@ -1,0 +1,59 @@
+"""Runs that requests left on the server."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from patchclamp.run import Run
+from patchclamp.serve.captures import captured_file, captured_names
+from patchclamp.serve.front import Front
+from patchclamp.serve.owners import owner_of
+
+router = APIRouter(prefix="/v1/patchclamp", tags=["patchclamp"])
+
+
+def caller(request: Request) -> tuple[Front, str]:
+    """The front, and whose the request is."""
+    state = request.app.state
+    return state.patchclamp, owner_of(request.headers.get("Authorization"), state.patchclamp_has_keys)
+
+
+@router.get("/runs")
+async def list_runs(request: Request) -> dict[str, Any]:
+    """The runs that this API key has here."""
+    front, owner = caller(request)
+    return {"runs": [_describe(name, run) for name, run in front.kept.runs(owner).items()]}
+
+
+@router.get("/runs/{run}")
+async def read_run(run: str, request: Request) -> dict[str, Any]:
+    """What a run is, and what it captured."""
+    front, owner = caller(request)
+    return _describe(run, front.kept.run(owner, run))
+
+
+@router.get("/runs/{run}/captures", response_class=Response)
+async def read_captures(run: str, request: Request) -> Response:
+    """A run's captures as safetensors (`patchclamp.serve.captures`)."""
+    front, owner = caller(request)
+    data = await asyncio.to_thread(captured_file, front.kept.run(owner, run))
+    return Response(data, media_type="application/octet-stream")
+
+
+@router.delete("/runs/{run}")
+async def delete_run(run: str, request: Request) -> dict[str, Any]:
+    """Frees a run's captures."""
+    front, owner = caller(request)
+    front.kept.drop(owner, run)
+    return {"deleted": run}
+
+
+def _describe(name: str, run: Run) -> dict[str, Any]:
+    return {
+        "run": name, "prompt_token_ids": run.prompt_token_ids, "token_ids": run.token_ids, "text": run.text,
+        "captures": captured_names(run), "captured_bytes": run.captured_bytes, "fingerprint": run.program.fingerprint,
+    }  # fmt: skip

@@ -1,0 +1,90 @@
+"""One server for all tests of this folder: `patchclamp serve` on a free port of this machine, with two API keys."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+import patchclamp as pc
+
+from ..engines.conftest import _ends_of
+
+KEYS = ("one-key", "another-key")
+OPTIONS = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 32, "block_size": 32,
+           "kv_cache_memory_bytes": 1 << 26}  # fmt: skip
+STARTS_WITHIN_S = 240
+
+
+class Server:
+    """A running server: its address, and clients of it."""
+
+    def __init__(self, url: str, model: str, process: subprocess.Popen, log: Path) -> None:
+        self.url, self.model, self.process, self.log = url, model, process, log
+
+    def openai(self, key: str = KEYS[0]) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+
+    def http(self, key: str = KEYS[0]) -> httpx.Client:
+        return httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {key}"}, timeout=120)
+
+
+def start(model: str, log: Path, *options: str, command: tuple[str, ...] = ("-m", "patchclamp", "serve")) -> Server:
+    """Starts a server and waits until it answers."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
+    words = [sys.executable, *command, model, *given, "--enforce-eager", "--host=127.0.0.1", f"--port={port}", *options]
+    with log.open("w") as out:
+        process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+    server = Server(f"http://127.0.0.1:{port}", model, process, log)
+    end = time.monotonic() + STARTS_WITHIN_S
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            if httpx.get(f"{server.url}/health").status_code == 200:
+                return server
+        except httpx.HTTPError:
+            time.sleep(0.2)
+    stop(server)
+    raise AssertionError(f"the server did not start:\n{log.read_text()[-4000:]}")
+
+
+def stop(server: Server) -> None:
+    """Ends a server and what it started."""
+    if server.process.poll() is None:
+        os.killpg(server.process.pid, signal.SIGTERM)
+        try:
+            server.process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.process.pid, signal.SIGKILL)
+            server.process.wait(30)
+
+
+@pytest.fixture(scope="session")
+def model(smollm2, tmp_path_factory) -> str:
+    """Eight layers of SmolLM2, as `shortened` among the engines' tests."""
+    return _ends_of(smollm2, tmp_path_factory.mktemp("served"), 8)
+
+
+@pytest.fixture(scope="session")
+def server(model, tmp_path_factory) -> Iterator[Server]:
+    made = start(model, tmp_path_factory.mktemp("log") / "server.log", "--api-key", *KEYS)
+    yield made
+    stop(made)
+
+
+@pytest.fixture(scope="session")
+def local(model) -> Iterator[pc.LM]:
+    """The same engine in this process."""
+    with pc.LM(model, engine="vllm", enforce_eager=True, **OPTIONS) as lm:
+        yield lm

@@ -1,0 +1,169 @@
+"""Programs in OpenAI requests: the same as in this process, bit for bit, in stock's shape with our part beside it."""
+
+from __future__ import annotations
+
+import base64
+import json
+
+import numpy as np
+import openai
+import pytest
+import safetensors.numpy
+import torch
+
+import patchclamp as pc
+from patchclamp.language.program import to_dict
+
+PROMPT = "The capital of France is"
+VECTOR = np.random.default_rng(5).standard_normal(576).astype(np.float32)
+STEERED = pc.Add(VECTOR, at=pc.resid_post[3], scale=2.0)
+CAPTURED = [pc.resid_post[2], pc.z[5, 3] @ pc.prompt[-1]]
+
+
+def program(edits=(), capture=(), **others):
+    return {"patchclamp": {**to_dict(pc.Program.of(edits, capture)), **others}}
+
+
+def complete(server, extra=None, prompt=PROMPT, max_tokens=6, **options):
+    return server.openai().completions.create(
+        model=server.model, prompt=prompt, max_tokens=max_tokens, temperature=options.pop("temperature", 0),
+        extra_body=extra, **options,
+    )  # fmt: skip
+
+
+def tensors(captures: str) -> dict[str, np.ndarray]:
+    return safetensors.numpy.load(base64.b64decode(captures))
+
+
+def test_a_request_without_a_program_is_stocks(server, local):
+    response = complete(server, logprobs=1)
+    run = local.run(PROMPT, max_tokens=6, logprobs=True)
+    assert response.choices[0].text == run.text
+    assert response.choices[0].logprobs.token_logprobs == run.logprobs
+    assert "patchclamp" not in response.model_extra
+
+
+def test_a_program_gives_what_it_gives_here_bit_for_bit(server, local):
+    run = local.run(PROMPT, max_tokens=6, logprobs=True, edits=[STEERED], capture=CAPTURED)
+    plain = local.run(PROMPT, max_tokens=6, logprobs=True)
+    response = complete(server, program([STEERED], CAPTURED), logprobs=1)
+    ours = response.model_extra["patchclamp"]
+    assert response.choices[0].text == run.text
+    assert response.choices[0].logprobs.token_logprobs == run.logprobs != plain.logprobs
+    assert ours["fingerprint"] == run.program.fingerprint
+    [told] = ours["runs"]
+    assert told["idle_edits"] == []
+    captured = tensors(told["captures"])
+    assert sorted(captured) == ["resid_post[2]", "z[5, 3]"]
+    for site, rows in captured.items():
+        assert torch.equal(torch.from_numpy(rows), run[site])
+
+
+def test_a_stream_has_the_same_parts_and_ours_at_its_end(server, local):
+    run = local.run(PROMPT, max_tokens=6, edits=[STEERED])
+    chunks = list(complete(server, program([STEERED]), stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == run.text
+    assert chunks[-1].choices == []
+    assert chunks[-1].model_extra["patchclamp"]["fingerprint"] == run.program.fingerprint
+    assert chunks[-1].id == chunks[0].id
+
+
+def test_a_chat_and_its_unedited_twin(server, local):
+    messages = [{"role": "user", "content": "Name a colour."}]
+    steered, plain = (
+        local.run(messages=messages, max_tokens=6, edits=[STEERED]),
+        local.run(messages=messages, max_tokens=6),
+    )
+    response = server.openai().chat.completions.create(
+        model=server.model, messages=messages, max_tokens=6, temperature=0, extra_body=program([STEERED], compare=True)
+    )
+    assert response.choices[0].message.content == steered.text
+    twin = response.model_extra["patchclamp"]["unedited"]["choices"][0]["message"]["content"]
+    assert twin == plain.text != steered.text
+
+
+def test_several_prompts_and_n(server, local):
+    prompts = [PROMPT, "Water boils at"]
+    response = complete(server, program([STEERED], [pc.embed @ pc.prompt[-1]]), prompts, n=2, temperature=1, seed=7)
+    runs = local.run(prompts, max_tokens=6, edits=[STEERED], sampling={"n": 2, "temperature": 1.0, "seed": 7})
+    assert [choice.text for choice in response.choices] == [run.text for group in runs for run in group]
+    told = response.model_extra["patchclamp"]["runs"]
+    assert [each["index"] for each in told] == [0, 1, 2, 3]
+    assert len({each["run"] for each in told}) == 4
+    rows = [tensors(each["captures"])["embed"] for each in told]
+    assert np.array_equal(rows[0], rows[1])
+    assert not np.array_equal(rows[0], rows[2])
+
+
+def test_fuzzing_as_scalars(server, local):
+    run = local.run(PROMPT, max_tokens=6, edits=[pc.Noise(0.5, at=pc.embed, relative=True, seed=3)])
+    response = complete(server, {"vllm_xargs": {"fuzz_strength": 0.5, "fuzz_seed": 3}})
+    assert response.choices[0].text == run.text
+    assert response.model_extra["patchclamp"]["fingerprint"] == run.program.fingerprint
+
+
+def test_a_program_as_text_in_xargs(server, local):
+    text = json.dumps(program([STEERED])["patchclamp"])
+    response = complete(server, {"vllm_xargs": {"patchclamp": text}})
+    assert response.choices[0].text == local.run(PROMPT, max_tokens=6, edits=[STEERED]).text
+    assert response.model_extra["patchclamp"]["runs"][0]["idle_edits"] == []
+
+
+def test_a_kept_run_is_read_patched_and_deleted(server, local):
+    source = local.run("The capital of Italy is", capture=[pc.resid_post[4]], max_tokens=1)
+    patch = pc.Replace(pc.From(source, pc.resid_post[4]), at=pc.resid_post[4] @ pc.prompt[-1])
+    patched = local.run(PROMPT, max_tokens=6, edits=[patch], logprobs=True)
+    complete(server, program(capture=[pc.resid_post[4]], run="italy"), "The capital of Italy is", max_tokens=1)
+    by_name = pc.Replace(pc.From("italy", pc.resid_post[4]), at=pc.resid_post[4] @ pc.prompt[-1])
+    logprobs = [complete(server, extra, logprobs=1).choices[0].logprobs for extra in (program([by_name]), None)]
+    assert logprobs[0].token_logprobs == patched.logprobs != logprobs[1].token_logprobs
+    with server.http() as http:
+        told = http.get("/v1/patchclamp/runs/italy").json()
+        assert told["captures"] == ["resid_post[4]"]
+        captured = safetensors.numpy.load(http.get("/v1/patchclamp/runs/italy/captures").content)
+        assert torch.equal(torch.from_numpy(captured["resid_post[4]"]), source[pc.resid_post[4]])
+        assert http.delete("/v1/patchclamp/runs/italy").status_code == 200
+        gone = http.get("/v1/patchclamp/runs/italy")
+        assert gone.status_code == 410
+        assert "it was deleted" in gone.json()["error"]["message"]
+    with pytest.raises(openai.NotFoundError, match="italy"):
+        complete(server, program([by_name]))
+
+
+def test_another_key_sees_nothing_of_it(server):
+    complete(server, program(capture=[pc.embed], run="mine"), max_tokens=1)
+    with server.http("another-key") as http:
+        assert http.get("/v1/patchclamp/runs/mine").status_code == 404
+        assert http.delete("/v1/patchclamp/runs/mine").status_code == 404
+        assert http.get("/v1/patchclamp/runs").json() == {"runs": []}
+    with server.http("no-key") as http:
+        assert http.get("/v1/patchclamp/runs/mine").status_code == 401
+    with server.http() as http:
+        assert http.delete("/v1/patchclamp/runs/mine").status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("extra", "status", "text"),
+    [
+        ({"edits": [{"type": "scale", "factor": 0, "at": "attn_oot[1]"}]}, 400, "edits[0].at: no site 'attn_oot'"),
+        ({"edits": [{"type": "scale", "factor": 0, "at": "attn_out[99]"}]}, 422, "this model has 8 layers"),
+        ({"edits": [{"type": "scale", "factor": 0, "at": "embed", "tokens": 'span("Oslo")'}]}, 400, "Oslo"),
+        ({"edits": [{"type": "add", "value": [1.0], "at": "embed"}]}, 400, "576 wide"),
+        ({"edit": []}, 400, "no field 'edit'"),
+        ({"run": "../../etc"}, 400, "a name has"),
+        ([], 400, "an object"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_status(server, extra, status, text, stream):
+    with pytest.raises(openai.APIStatusError) as caught:
+        list(complete(server, {"patchclamp": extra}, stream=stream))
+    assert caught.value.status_code == status
+    assert text in str(caught.value)
+
+
+def test_an_edit_that_overflows_fails_its_request_alone(server):
+    with pytest.raises(openai.APIStatusError, match="not finite") as caught:
+        complete(server, program([pc.Scale(3e38, at=pc.resid_post[1]), pc.Scale(3e38, at=pc.resid_post[1])]))
+    assert caught.value.status_code == 500
+    assert complete(server).choices[0].text
