@@ -32,7 +32,7 @@ from patchclamp.runtime.taps import attach as attach_taps
 
 
 def attach(worker: Any) -> None:
-    """Taps a worker's model and hooks its runner; kept as `worker.patchclamp`."""
+    """Taps a worker's model and hooks its runner. What does so is kept as `worker.patchclamp`."""
     config = configuration.enabled(worker.vllm_config)
     assert config is not None
     configuration.check(worker.vllm_config)
@@ -53,7 +53,7 @@ def admission_of(vllm_config: Any) -> Admission:
 
 
 def too_deep(level: int) -> EngineError | None:
-    """Why an engine may not sleep at a level; its weights stay only at the first."""
+    """The error of a level at which an engine may not sleep: beyond the first, vLLM drops the weights."""
     if level <= 1:
         return None
     return EngineError(f"patchclamp does not run with sleep level {level}, which throws the weights away; use level 1")
@@ -131,7 +131,7 @@ class Attached:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Taps launch whatever they are given: a graph is being recorded."""
+        """While a graph is being recorded, every tap launches."""
         self.runtime.step.recording = True
         try:
             with at_work(self.runtime):
@@ -142,14 +142,14 @@ class Attached:
     # -- around a step
 
     def ahead(self, scheduler_output: Any) -> None:
-        """Of several workers: moves the rows of runs that new programs read, before a stage waits for the one before
-        it."""
+        """With several workers: moves the rows that new programs read of other runs. It must be done before a pipeline
+        stage waits for the stage before it."""
         orders = compat.orders(scheduler_output)
         for admitted in () if orders is None else orders.admit:
             self._exchange.move(admitted.request, decode(admitted.program).bound)
 
     def before(self, scheduler_output: Any) -> tuple[bool, bool]:
-        """Takes note of who came and went; returns (active, whether what is captured fits beside a graph)."""
+        """Takes in the requests that came and ended; returns (active, whether the captures fit beside a graph)."""
         self.runtime.plan = None
         self._awaits_logits = False
         ordered = compat.orders(scheduler_output) is not None
@@ -169,13 +169,13 @@ class Attached:
         return answer
 
     def _give_up(self, scheduler_output: Any, error: Exception) -> tuple[tuple[bool, bool], int]:
-        """A step runs without its programs, whose error that is."""
+        """The step runs without its programs, and each of their runs gets the error."""
         self._active = False
         self.runtime.fail_step([request for request, _ in compat.positions(scheduler_output)], error)
         return (False, True), 0
 
     def _look(self, scheduler_output: Any) -> tuple[tuple[bool, bool], int]:
-        """The same for any step, and for how many further ones it stays so if they go on like it."""
+        """What `before` returns, for any step, and for how many more steps it holds if they go on alike."""
         self._preemptions += compat.preempted(scheduler_output)
         finished, orders = compat.finished(scheduler_output), compat.orders(scheduler_output)
         self._free(finished)
@@ -183,14 +183,14 @@ class Attached:
             self._carry_out(orders, finished)
         tokens, total = compat.scheduled(scheduler_output)
         self._total = total
-        left = self.runtime.steps_left(compat.positions(scheduler_output)) if len(self.runtime) else 0
-        self._active = left > 0
+        steps_left = self.runtime.steps_left(compat.positions(scheduler_output)) if len(self.runtime) else 0
+        self._active = steps_left > 0
         fits = not self._active or self.runtime.captures_at_most(tokens, total, self._most_kept)
         answer = self._active, fits and not self.runtime.runs_code(compat.positions(scheduler_output))
-        return answer, left - 1 if left else FOREVER
+        return answer, steps_left - 1 if steps_left else FOREVER
 
     def _free(self, requests: Collection[str]) -> None:
-        """Frees ended requests. Of one that was aborted a step may be under way, whose failure must be counted."""
+        """Frees ended requests. A step of one that was aborted may be under way; its failure must be counted."""
         aborted = [request for request in requests if request not in self._settled and self.runtime.has(request)]
         if aborted:
             if self.runtime.device.type == "cuda":
@@ -200,10 +200,10 @@ class Attached:
         self._settled.difference_update(requests)
 
     def _carry_out(self, orders: Orders, finished: Collection[str]) -> None:
-        """Releases runs and installs programs; what keeps one from being installed is its run's error.
+        """Releases runs and installs programs. A program that cannot be installed fails its run.
 
-        Those of requests that were aborted before their first step are installed too, and freed at once: later programs
-        read the rows that they brought into the bank.
+        A program whose request was aborted before its first step is installed too, and freed at once: later programs
+        read the rows that it brought into the bank.
         """
         self.runtime.release(orders.release)
         vectors = {key: torch.tensor(rows) for key, rows in orders.vectors.items()}
@@ -215,23 +215,23 @@ class Attached:
                 self.runtime.refuse(admitted.request, bound.run, error)
             if admitted.request in finished:
                 self._free([admitted.request])
-                if bound.run in orders.release:  # before it was here
+                if bound.run in orders.release:  # which did nothing yet: the run was not here
                     self.runtime.release([bound.run])
         self.runtime.table.captures.layout()  # gathered here rather than while rows are planned
 
     def planned(self, requests: list[str], row: np.ndarray, position: np.ndarray, count: np.ndarray) -> None:
-        """Plans a step with programs; the arrays are the runner's own and change with the next one."""
+        """Plans a step with programs. The arrays are the runner's own, and change with its next step."""
         self._requests = requests
         try:
             self.runtime.begin_step(requests, row, position, count, self._total)
         except Exception as error:
-            if self._graphs is not None:  # one with taps may be about to run, on the rows of the last step
+            if self._graphs is not None:  # a graph with taps may be about to run, with the last step's plan
                 raise
             self.runtime.fail_step(requests, error)
         self._awaits_logits = self.runtime.plan is not None
 
     def logits(self, logits: torch.Tensor | None) -> None:
-        """The first logits computed after a step are those that are sampled from; later ones grade prompts."""
+        """vLLM has computed logits. The first after a step are those that it samples from; later ones grade prompts."""
         if not self._warm and logits is not None:  # while the engine starts
             self._warm = True
             with self.recording():
@@ -249,7 +249,7 @@ class Attached:
     # -- calls
 
     def do_examine(self) -> dict[str, Any]:
-        """The status, and what only an examination asks for."""
+        """The status, with fusions and memory."""
         memory = {"vectors (bank)": self.runtime.bank.data.nbytes, **self.runtime.step.memory}
         if self._graphs is not None:
             memory |= {f"CUDA graphs {kind} taps": size for kind, size in self._graphs.bytes.items()}
@@ -264,26 +264,26 @@ class Attached:
             )
 
     def do_status(self) -> dict[str, Any]:
-        found = {"runner": self.kind, "preemptions": self._preemptions, **self.runtime.status()}
-        if not self.runtime.keeps:  # counted by the one that does
-            found["failures"] = 0
+        status = {"runner": self.kind, "preemptions": self._preemptions, **self.runtime.status()}
+        if not self.runtime.keeps:  # the worker that keeps captures counts failures, too
+            status["failures"] = 0
         if self._graphs is not None:
             watched = {} if self._graphs.watch is None else {"replays_checked": self._graphs.watch.compared}
-            found |= watched | {"active_graphs": self._graphs.active, "active_graphs_problem": self._graphs.problem,
+            status |= watched | {"active_graphs": self._graphs.active, "active_graphs_problem": self._graphs.problem,
                       "idle_graphs": self._graphs.idle}  # fmt: skip
-        return found
+        return status
 
     def do_hold_code(self, run: str, code: dict[int, Code]) -> None:
         """Takes what a run's program runs; only where the front end is in this process."""
         self.runtime.hold_code(run, code)
 
     def do_unfit(self, adapter: int) -> list[str]:
-        """What of a loaded adapter, by its number, does not fit the model."""
+        """What does not fit the model in a loaded adapter, which is given by its number."""
         return lora.unfit(self._runner, adapter)
 
     def do_settle(self, requests: list[str], ended: list[str]) -> tuple[list[tuple[str, Packed | None]], int]:
-        """The receipt and the error of each request's program, and how many runs have ever failed here; `ended`: those
-        of which no further step follows."""
+        """The receipt and the error of each request's program, and how many runs have failed here since the start.
+        `ended`: the requests that have no further step."""
         self.runtime.collect_failures()
         self._settled.update(ended)
         return [self.runtime.outcome(request) for request in requests], self.runtime.failures
@@ -291,7 +291,7 @@ class Attached:
     def do_fetch(
         self, run: str, point: int, op: int | None, shard: int, to: str, mapped: list[int], at: int, files: bool
     ) -> Any:
-        """(positions, rows), of a shard of the rows; for a receiver in another process, what `shared` hands it."""
+        """(positions, rows) of one shard of the rows; for a receiver in another process, what `shared` hands it."""
         runtime = self.runtime
         if not (runtime.keeps_at(point) and runtime.here[point] and runtime.shards[point].number == shard):
             return None
@@ -300,15 +300,17 @@ class Attached:
         return self._sender.hand(*self.runtime.store.parts(run, point, op), to, mapped, at, files)
 
     def do_fetch_many(self, wanted: list[Wanted], packed: bool) -> Any:
-        """Of (run, point, op) those kept here: (positions, rows) by their place in the list, or as safetensors."""
+        """(positions, rows) of those that are kept here, by their index in `wanted`; `packed`: as safetensors."""
         runtime = self.runtime
-        here = [(i, each) for i, each in enumerate(wanted) if runtime.keeps_at(each[1]) and runtime.here[each[1]]]
-        captured = {i: runtime.fetch(*each) for i, each in here}
+        captured = {
+            i: runtime.fetch(run, point, op)
+            for i, (run, point, op) in enumerate(wanted) if runtime.keeps_at(point) and runtime.here[point]
+        }  # fmt: skip
         if not packed:
             return captured
         parts = {f"{i} positions": torch.from_numpy(positions) for i, (positions, _) in captured.items()}
         return save(parts | {f"{i} rows": rows.contiguous() for i, (_, rows) in captured.items()})
 
     def do_close(self) -> None:
-        """Stops the threads that captures leave the device on; what was captured stays for those who hold it."""
+        """Stops the threads that bring captures to the host. Whoever holds captures can read them still."""
         self.runtime.step.close()
