@@ -1,4 +1,4 @@
-"""What a front end has under way: a request's parameters as vLLM takes them, and whether its answer can stand."""
+"""Requests that vLLM has under way: the parameters they go with, and whether their answers can stand."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from patchclamp.errors import EngineError, PatchclampError, unpack
 class Underway(NamedTuple):
     """A request that vLLM has.
 
-    name: vLLM's own of it
+    name: what vLLM calls it
     receipt: what must come back with its answer
     tables: log-probabilities that have come and were not read yet
-    decode: makes the text of (ids, whether the last of them stopped it) when it is read; None where vLLM makes it
+    decode: makes the text of (ids, whether the last one stopped the run) when it is read; None where vLLM makes it
     """
 
     request: Request
@@ -38,7 +38,7 @@ class Underway(NamedTuple):
 
 
 def judged(underway: Underway, verdict: Verdict | None) -> PatchclampError | None:
-    """Why an answer cannot stand: its program failed, or nobody says that it was carried out."""
+    """The error of an answer that cannot stand: its program failed, or no receipt says that it was carried out."""
     if underway.request.bound is None:
         return None
     if verdict is not None and verdict.error is not None:
@@ -52,22 +52,22 @@ def judged(underway: Underway, verdict: Verdict | None) -> PatchclampError | Non
 
 
 class Parameters:
-    """Makes requests' parameters as vLLM takes them; those of requests that ask alike are copies of one.
+    """Makes vLLM's `SamplingParams` of requests. Requests with the same settings get copies of one.
 
-    Text is made as tokens come only where that is needed: for stop texts, and for a listener.
+    vLLM makes text as tokens come only where somebody needs it then: for stop texts, and for a listener.
     """
 
     def __init__(self, has_text: bool) -> None:
         self._has_text = has_text
-        self._asked: tuple[Any, ...] = ()
-        self._made: Any = None
+        self._settings: tuple[object, ...] = ()  # of the last request
+        self._template: Any = None  # its parameters
 
     def of(self, request: Request, carried: bytes | None) -> Any:
         """A request's parameters, with the program that it carries."""
-        asked = (request.sampling, request.max_tokens, request.score, request.logprobs, request.listener is None)
-        if asked != self._asked:
-            self._asked, self._made = asked, self._make(request)
-        params = copy.copy(self._made)
+        settings = (request.sampling, request.max_tokens, request.score, request.logprobs, request.listener is None)
+        if settings != self._settings:
+            self._settings, self._template = settings, self._make(request)
+        params = copy.copy(self._template)
         if carried is not None:
             params.extra_args = {configuration.KEY: carried}
         return params
@@ -76,16 +76,16 @@ class Parameters:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        given: dict[str, Any] = {"temperature": 0.0, **request.sampling}
+        arguments: dict[str, Any] = {"temperature": 0.0, **request.sampling}
         logprobs = request.logprobs
         if request.score:
-            given["logprob_token_ids"] = list(dict.fromkeys(request.score))
-            logprobs = len(given["logprob_token_ids"])
+            arguments["logprob_token_ids"] = list(dict.fromkeys(request.score))
+            logprobs = len(arguments["logprob_token_ids"])
         return SamplingParams(
             max_tokens=request.max_tokens,
             logprobs=logprobs,
             output_kind=RequestOutputKind.FINAL_ONLY if request.listener is None else RequestOutputKind.DELTA,
             skip_clone=True,  # it is this request's alone
             detokenize=self._has_text and (request.listener is not None or bool(request.sampling.get("stop"))),
-            **given,
+            **arguments,
         )
