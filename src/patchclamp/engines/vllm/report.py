@@ -65,7 +65,7 @@ def _bindings() -> Finding:
 
 
 def seams() -> list[Finding]:
-    """Every place where vLLM is entered."""
+    """Whether every place where patchclamp enters vLLM is where it should be."""
     findings = []
     for seam in SEAMS.values():
         detail = f"{seam.why}; {seam.checked_on}"
@@ -78,14 +78,14 @@ def seams() -> list[Finding]:
 
 
 def running(vllm_config: Any, status: dict[str, Any]) -> list[Finding]:
-    """An engine that runs: what it was configured to do, its fusions, graphs and memory."""
+    """Of a running engine: its configuration, fusions, graphs and memory."""
     chosen = configuration.chosen(vllm_config) | {"runner": status["runner"].upper(), "workers": status["workers"]}
     findings = [Finding("configuration", name, "ok", str(value)) for name, value in chosen.items()]
     return [*findings, *_fusions(status), *_graphs(status), *_memory(status)]
 
 
 def _fusions(status: dict[str, Any]) -> list[Finding]:
-    """How often each fusion pass matches in the two variants: where less in the active one, active steps are slower."""
+    """How often each fusion pass matches in the two variants. Fewer in the active one make its steps slower."""
     if not status.get("fusions"):
         return [Finding("fusions", "passes", "note", "none counted: none apply here, or compiled code was cached",
                         "to count anew, set VLLM_DISABLE_COMPILE_CACHE=1")]  # fmt: skip
