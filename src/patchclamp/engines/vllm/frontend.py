@@ -82,21 +82,21 @@ class VllmEngine:
         added.add_done_callback(lambda done: _pass_on(done, futures))
         return futures
 
-    def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, Any]:
+    def fetch(self, run: str, point: int, op: int | None = None) -> Captured:
         import torch
 
-        found = [self._fetch(run, point, op, piece) for piece in range(self.sites.shard_count(point))]
-        return found[0] if len(found) == 1 else (found[0][0], torch.cat([rows for _, rows in found], 1))
+        shards = [self._fetch(run, point, op, shard) for shard in range(self.sites.shard_count(point))]
+        return shards[0] if len(shards) == 1 else (shards[0][0], torch.cat([rows for _, rows in shards], 1))
 
-    def _fetch(self, run: str, point: int, op: int | None, piece: int) -> tuple[np.ndarray, Any]:
+    def _fetch(self, run: str, point: int, op: int | None, shard: int) -> Captured:
         def ask(to: str, mapped: list[int], at: int, files: bool) -> Any:
-            return self._call(lambda: self._workers.one("fetch", run, point, op, piece, to, mapped, at, files)).result()
+            return self._call(lambda: self._workers.one("fetch", run, point, op, shard, to, mapped, at, files)).result()
 
         return self._receiver.fetch(ask) if self.remote else ask("", [], 0, False)
 
     def fetch_many(self, wanted: list[Wanted]) -> list[Captured]:
         if any(self.sites.shard_count(point) > 1 for _, point, _ in wanted):
-            return [self.fetch(*each) for each in wanted]
+            return [self.fetch(run, point, op) for run, point, op in wanted]
         answers = self._call(lambda: self._workers.all("fetch_many", wanted, self.remote)).result()
         captured: dict[int, Captured] = {}
         for answer in answers:
@@ -177,11 +177,11 @@ class VllmEngine:
                 self._step()
             self._fail(EngineError("the engine is closed"))
         except BaseException as error:
-            told = EngineError(f"vLLM stopped: {describe_error(error)}")
-            told.__cause__ = error
-            self._fail(told)
+            stopped = EngineError(f"vLLM stopped: {describe_error(error)}")
+            stopped.__cause__ = error
+            self._fail(stopped)
         finally:
-            if not self.remote:  # elsewhere it ends with its process
+            if not self.remote:  # a worker in another process ends with it
                 with suppress(Exception):  # of an engine that broke, say
                     self._workers.one("close")
             with _one_at_a_time:
@@ -195,10 +195,10 @@ class VllmEngine:
         plugin.register()
         if plugin.problem is not None:
             raise plugin.problem
-        known = [field.name for field in dataclasses.fields(EngineArgs)] + list(OURS)
+        options_known = [field.name for field in dataclasses.fields(EngineArgs)] + list(OURS)
         for option in options:
-            if option not in known:
-                raise unknown("engine option", option, known, option)
+            if option not in options_known:
+                raise unknown("engine option", option, options_known, option)
         ours = {option: options.pop(option) for option in OURS if option in options}
         separate = bool(ours.pop("multiprocess_mode", False))
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -304,7 +304,7 @@ class VllmEngine:
         self._vectors.subtract(request.vectors.keys())
 
     def _drop_vectors(self) -> None:
-        """Tells the core of vectors that no request needs any more."""
+        """Has the core drop the vectors that no request needs any more."""
         unused = [key for key, holders in self._vectors.items() if holders == 0]
         if unused:
             for key in unused:
@@ -320,7 +320,7 @@ class VllmEngine:
         runs = len(self._waiting) + len(self._held_back)
         if runs:
             raise EngineError(f"{runs} runs are under way; the engine cannot sleep")
-        self._asleep = True  # before: one that fails to has stopped scheduling, and `wake` mends that
+        self._asleep = True  # first: an engine that fails to sleep no longer schedules, until `wake`
         self._engine.sleep(level)
 
     def _wake_up(self) -> None:
@@ -331,18 +331,18 @@ class VllmEngine:
     def _add(self, requests: list[Request], futures: list[Future[Answer]]) -> None:
         if self._asleep:
             raise EngineError("the engine sleeps: wake it with lm.wake()")
-        asked: list[tuple[Request, Future[Answer]]] = []
+        accepted: list[tuple[Request, Future[Answer]]] = []
         for request, future in zip(requests, futures, strict=True):
-            if request.abandoned:  # before it came here
+            if request.abandoned:  # before it was submitted
                 settle(future, EngineError(ABORTED))
             else:
-                asked.append((request, future))
-        self._hold_vectors(request for request, _ in asked)
-        for request, _ in asked:
+                accepted.append((request, future))
+        self._hold_vectors(request for request, _ in accepted)
+        for request, _ in accepted:
             if request.code:
                 self._workers.one("hold_code", request.run, request.code)
-        self._streamed.update(request.run for request, _ in asked if request.listener is not None)
-        self._held_back.extend(asked)
+        self._streamed.update(request.run for request, _ in accepted if request.listener is not None)
+        self._held_back.extend(accepted)
 
     def _hold_vectors(self, requests: Iterable[Request]) -> None:
         """Sends the core the vectors that requests need and it does not hold: once, ahead of them."""
@@ -363,7 +363,7 @@ class VllmEngine:
         tell_core(self._engine, "patchclamp_release", runs)
 
     def _start_held_back(self) -> None:
-        """Gives vLLM requests, in order, as far as there is room for their adapters beside those in use."""
+        """Gives vLLM the requests that were held back, in order, as far as there is room for their adapters."""
         for _ in range(self._adapters.admits(request for request, _ in self._held_back)):
             self._start(*self._held_back.popleft())
 
@@ -414,35 +414,36 @@ class VllmEngine:
         for request, future in [pair for pair in self._held_back if pair[0].run in runs]:
             self._held_back.remove((request, future))
             self._refuse(request, future, aborted)
-        under_way = [self._waiting[run] for run in runs if run in self._waiting]
-        self._engine.abort_request([each.request.run for each in under_way])
-        for each in under_way:
-            self._refuse(each.request, each.future, aborted)
+        waiting = [self._waiting[run] for run in runs if run in self._waiting]
+        self._engine.abort_request([underway.request.run for underway in waiting])
+        for underway in waiting:
+            self._refuse(underway.request, underway.future, aborted)
         tell_core(self._engine, "patchclamp_release", list(runs))
 
-    def _fail(self, told: EngineError) -> None:
-        """The engine is no more: everyone waiting is told so."""
+    def _fail(self, error: EngineError) -> None:
+        """The engine has ended: whoever waits for it gets this error, and so do later calls."""
         with self._wake:
-            self._stop, self._ended = True, told
+            self._stop, self._ended = True, error
             jobs, self._queue = list(self._queue), collections.deque()
         waiting = [underway.future for underway in self._waiting.values()]
         for future in [*waiting, *(future for _, future in self._held_back), *(future for _, future in jobs)]:
-            settle(future, told)
+            settle(future, error)
         self._held_back.clear()
         self._waiting.clear()
 
 
-def _pass_on(done: Future[Any], futures: list[Future[Answer]]) -> None:
-    """Requests that could not even be added get that error as theirs."""
-    error = done.exception()
-    for future in futures if error is not None else ():
-        settle(future, _as_error(error))  # type: ignore[arg-type]
+def _pass_on(added: Future[Any], futures: list[Future[Answer]]) -> None:
+    """If requests could not be added, each gets that error."""
+    error = added.exception()
+    if error is not None:
+        for future in futures:
+            settle(future, _as_error(error))
 
 
 def _as_error(error: BaseException, kind: type[PatchclampError] | None = None) -> PatchclampError:
     if isinstance(error, PatchclampError):
         return error
     kind = kind or (RunError if isinstance(error, (ValueError, TypeError)) else EngineError)
-    made = kind(describe_error(error))
-    made.__cause__ = error
-    return made
+    wrapped = kind(describe_error(error))
+    wrapped.__cause__ = error
+    return wrapped
