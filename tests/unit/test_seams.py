@@ -15,7 +15,7 @@ from patchclamp.engines.vllm.compat import seams
 ROOM = Path(seams.__file__).parent
 TREES = {path.name: ast.parse(path.read_text()) for path in sorted(ROOM.glob("*.py"))}
 ADMISSION = ast.parse((ROOM.parent / "admission.py").read_text())  # ours, used in the engine core
-READERS = {"getattr", "hasattr", "setattr", "_more"}  # functions that are given an object and an attribute's name
+READERS = {"getattr", "hasattr", "setattr", "_above"}  # functions that are given an object and an attribute's name
 KINDS = (str, dict, list, set, type, FunctionType, MethodType, BaseException, deque, Future)
 PYTHON = {name for kind in KINDS for name in dir(kind)}
 OTHERS = PYTHON | {
@@ -126,7 +126,7 @@ def test_what_is_touched_is_declared(file):
         ("thing.input_batch", "thing.input_batch"),  # by a name that says nothing of its owner
         ("getattr(runner, 'no_such', None)", "runner.no_such"),
         ("hasattr(batch, 'no_such')", "batch.no_such"),
-        ("_more(cache_config, 'no_such')", "cache_config.no_such"),
+        ("_above(cache_config, 'no_such')", "cache_config.no_such"),
         ("def f():\n from vllm.config import NoSuch", "vllm.config.NoSuch"),
         ("import vllm.no_such", "vllm.no_such"),
     ],

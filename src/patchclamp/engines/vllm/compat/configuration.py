@@ -194,7 +194,7 @@ def check(vllm_config: Any) -> None:
 
 
 def refused(vllm_config: Any) -> dict[str, str]:
-    """What of a configuration would make a guarantee false, by name, and why.
+    """The settings of a configuration that would make a guarantee false, by name, and why.
 
     An option that a version does not have counts as off.
     """
@@ -206,31 +206,32 @@ def refused(vllm_config: Any) -> dict[str, str]:
         ("speculative decoding (speculative_config)", vllm_config.speculative_config,
          "drafted tokens that are thrown away would be captured and counted as the run's own"),
         ("micro-batching (enable_dbo, ubatch_size)",
-         _more(parallel_config, "enable_dbo", 0) or _more(parallel_config, "ubatch_size"),
+         _above(parallel_config, "enable_dbo", 0) or _above(parallel_config, "ubatch_size"),
          "a step is cut in two, and rows are planned for a whole one"),
         ("LoRA (enable_lora) on a GPU", vllm_config.lora_config and vllm_config.device_config.device_type != "cpu",
          "not supported yet: CUDA graphs with adapters and taps are not tested; merge the adapter into the model"),
         ("LoRA (enable_lora) over several workers", vllm_config.lora_config and parallel_config.world_size > 1,
          "not supported yet: it is not tested; merge the adapter into the model"),
-        ("prefill_context_parallel_size above 1", _more(parallel_config, "prefill_context_parallel_size"), split),
-        ("decode_context_parallel_size above 1", _more(parallel_config, "decode_context_parallel_size"), split),
-        ("data_parallel_size above 1", _more(parallel_config, "data_parallel_size"),
+        ("prefill_context_parallel_size above 1", _above(parallel_config, "prefill_context_parallel_size"), split),
+        ("decode_context_parallel_size above 1", _above(parallel_config, "decode_context_parallel_size"), split),
+        ("data_parallel_size above 1", _above(parallel_config, "data_parallel_size"),
          "not supported yet: start an engine a replica"),
-        ("elastic expert parallel (enable_elastic_ep)", _more(parallel_config, "enable_elastic_ep", 0),
+        ("elastic expert parallel (enable_elastic_ep)", _above(parallel_config, "enable_elastic_ep", 0),
          "workers that come and go would lose programs and captures"),
         ("KV connectors and offloading (kv_transfer_config, kv_offloading_size)",
-         vllm_config.kv_transfer_config or _more(cache_config, "kv_offloading_size", 0),
+         vllm_config.kv_transfer_config or _above(cache_config, "kv_offloading_size", 0),
          "keys and values that leave the engine do not say which edits are in them"),
         ("encoder caches of other instances (ec_transfer_config)", getattr(vllm_config, "ec_transfer_config", None),
          "what comes from elsewhere does not say which edits are in it"),
-        ("KV-sharing fast prefill (kv_sharing_fast_prefill)", _more(cache_config, "kv_sharing_fast_prefill", 0),
+        ("KV-sharing fast prefill (kv_sharing_fast_prefill)", _above(cache_config, "kv_sharing_fast_prefill", 0),
          "layers leave out prompt positions that programs name"),
         ("sequence-parallel passes (enable_sp, fuse_gemm_comms)",
-         _more(pass_config, "enable_sp", 0) or _more(pass_config, "fuse_gemm_comms", 0),
+         _above(pass_config, "enable_sp", 0) or _above(pass_config, "fuse_gemm_comms", 0),
          "a worker sees a part of the rows, and programs name whole ones"),
-        ("sharded sampling (enable_batch_sharded_sampling)", _more(parallel_config, "enable_batch_sharded_sampling", 0),
+        ("sharded sampling (enable_batch_sharded_sampling)",
+         _above(parallel_config, "enable_batch_sharded_sampling", 0),
          "a worker computes the logits of some requests alone, past the tap"),
-        ("quantized results of attention (pass_config.fuse_attn_quant)", _more(pass_config, "fuse_attn_quant", 0),
+        ("quantized results of attention (pass_config.fuse_attn_quant)", _above(pass_config, "fuse_attn_quant", 0),
          "z would be read and written in units of a scale"),
         (f"pooling models (runner type {model_config.runner_type!r})", model_config.runner_type != "generate",
          "they generate no tokens"),
@@ -238,7 +239,7 @@ def refused(vllm_config: Any) -> dict[str, str]:
         ("a folder of compiled code (compilation_config.cache_dir)", compilation_config.cache_dir,
          "vLLM takes what lies there for its own, whoever compiled it: set VLLM_CACHE_ROOT instead"),
         ("CUDA graphs that sleep offloads (sleep_mode_offload_cudagraph)",
-         _more(model_config, "sleep_mode_offload_cudagraph", 0), "it is not told of graphs with taps"),
+         _above(model_config, "sleep_mode_offload_cudagraph", 0), "it is not told of graphs with taps"),
         (f"compilation mode {getattr(compilation_config.mode, 'name', None)} on a GPU",
          getattr(compilation_config.mode, "name", "") in ("STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE")
          and vllm_config.device_config.device_type != "cpu",
@@ -249,9 +250,9 @@ def refused(vllm_config: Any) -> dict[str, str]:
     return {name: why for name, on, why in conditions if on}
 
 
-def _more(config: Any, name: str, than: int = 1) -> bool:
-    """Whether an option is above a number; one that a version does not have is not."""
-    return (getattr(config, name, None) or 0) > than
+def _above(config: Any, name: str, limit: int = 1) -> bool:
+    """Whether an option is above a limit. One that a version does not have is 0."""
+    return (getattr(config, name, None) or 0) > limit
 
 
 def _breakable() -> bool:

@@ -160,7 +160,7 @@ def _hook_v1(runner: Any, hooks: Hooks, graphs: Graphs | None) -> None:
         usable = None
         if graphs is not None:
             graphs.use(active)
-            usable = graphs.has if fits else _never
+            usable = graphs.has if fits else _no_graph
         if not active:
             return execute(scheduler_output, *args, **kwargs)
         with hooks.at_work(), compiled_variant(active=True, usable=usable):
@@ -204,7 +204,7 @@ def _hook_v2(runner: Any, hooks: Hooks, graphs: Graphs) -> None:
         if not active:
             return execute(scheduler_output, *args, **kwargs)
         try:
-            with hooks.at_work(), compiled_variant(active=True, usable=graphs.has if fits else _never):
+            with hooks.at_work(), compiled_variant(active=True, usable=graphs.has if fits else _no_graph):
                 return execute(scheduler_output, *args, **kwargs)
         except BaseException:
             active = False  # `sample_tokens` may be called all the same
@@ -229,7 +229,8 @@ def _hook_v2(runner: Any, hooks: Hooks, graphs: Graphs) -> None:
     runner.execute_model, runner.prepare_inputs, runner.sample_tokens = execute_model, prepare_inputs, sample_tokens
 
 
-def _never(mode: Any, tokens: int) -> bool:
+def _no_graph(mode: Any, tokens: int) -> bool:
+    """That no recorded graph may be used."""
     return False
 
 
