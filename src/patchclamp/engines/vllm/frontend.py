@@ -88,7 +88,7 @@ class VllmEngine:
         shards = [self._fetch(run, point, op, shard) for shard in range(self.sites.shard_count(point))]
         return shards[0] if len(shards) == 1 else (shards[0][0], torch.cat([rows for _, rows in shards], 1))
 
-    def _fetch(self, run: str, point: int, op: int | None, shard: int) -> Captured:
+    def _fetch(self, run: str, point: int, op: int | None, shard: int) -> tuple[np.ndarray, Any]:
         def ask(to: str, mapped: list[int], at: int, files: bool) -> Any:
             return self._call(lambda: self._workers.one("fetch", run, point, op, shard, to, mapped, at, files)).result()
 
