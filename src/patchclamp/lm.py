@@ -318,7 +318,7 @@ class LM:
         bindings: Bindings,
     ) -> Request:
         """One run of a prompt (ids, text), `path` where that stands in a list. Raises what is wrong with it."""
-        key, (ids, text) = secrets.token_hex(8), prompt
+        key, (ids, text) = self.engine.run_prefix + secrets.token_hex(8), prompt
         if not is_token_id(max_tokens) or max_tokens < 1:
             raise ProgramError(f"at least one token must be generated, not {max_tokens!r}", "max_tokens")
         if len(ids) + max_tokens > self.model.max_model_len:

@@ -11,8 +11,9 @@ import msgspec
 import pytest
 
 import patchclamp as pc
+from patchclamp.engines.carried import Carried
 from patchclamp.engines.vllm import worker
-from patchclamp.engines.vllm.admission import Admitted, Carried, Orders
+from patchclamp.engines.vllm.admission import Admitted, Orders
 from patchclamp.language import Program
 from patchclamp.plan import Prompt, bind
 from patchclamp.plan.records import record_count

@@ -190,12 +190,16 @@ class Engine(Protocol):
     sites: its site map
     tokenizer: of the model
     remote: whether programs run in other processes, which code (`Apply`) cannot enter
+    proved: whether its sites were proved already, where it runs
+    run_prefix: what the names of its runs begin with
     """
 
     model: Model
     sites: SiteMap
     tokenizer: Tokenizer
     remote: bool = False
+    proved: bool = False
+    run_prefix: str = ""
 
     def submit(self, requests: list[Request]) -> list[Future[Answer]]:
         """Starts requests, as one batch where that means something; each has its own answer or error."""

@@ -16,6 +16,8 @@ def open_engine(model: str, engine: str | Engine | None, options: dict[str, Any]
     """The engine that `engine` names (or the default) with `model` loaded; an engine object is returned as it is."""
     if engine is not None and not isinstance(engine, str):
         return engine
+    if model.startswith(("http://", "https://")):
+        return _open_server(model, engine, options)
     name = engine or ("fake" if model == "fake" else default_engine())
     if name not in NAMES:
         raise unknown("engine", name, NAMES, "engine")
@@ -31,6 +33,14 @@ def open_engine(model: str, engine: str | Engine | None, options: dict[str, Any]
     from patchclamp.engines.transformers import TransformersEngine
 
     return TransformersEngine(path, **_checked(TransformersEngine, options))
+
+
+def _open_server(url: str, engine: str | None, options: dict[str, Any]) -> Engine:
+    if engine is not None:
+        raise EngineError(f"{url} is a server, which has its engine: leave engine={engine!r} out", "engine")
+    from patchclamp.engines.http import HttpEngine
+
+    return HttpEngine(url, **_checked(HttpEngine, options))
 
 
 def default_engine() -> str:
@@ -52,7 +62,7 @@ def resolve(model: str) -> str:
 
 def _checked(kind: type, options: dict[str, Any]) -> dict[str, Any]:
     """The options. Raises `UnknownName` for one that an engine's class does not take."""
-    names = [name for name in inspect.signature(kind.__init__).parameters if name not in ("self", "name")]
+    names = [name for name in inspect.signature(kind.__init__).parameters if name not in ("self", "name", "url")]
     for option in options:
         if option not in names:
             raise unknown("engine option", option, names, option)

@@ -35,7 +35,7 @@ class ProvedLM(LM):
         **options: Any,
     ) -> None:
         super().__init__(model, engine, allow_code=allow_code, **options)
-        if prove:
+        if prove and not self.engine.proved:
             try:
                 ensure_proved(self)
             except BaseException:

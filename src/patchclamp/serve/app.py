@@ -13,11 +13,12 @@ OPENAI_ROUTES = ("/v1/completions", "/v1/chat/completions")
 
 def attach(app: Any) -> None:
     """Puts our routes on an app. They answer once `start` has run."""
-    from patchclamp.serve.routes import openai, runs
+    from patchclamp.serve.routes import engine, openai, runs
 
     app.exception_handler(PatchclampError)(answer_error)
     openai.attach(app)
     app.include_router(runs.router)
+    app.include_router(engine.router)
 
 
 async def start(client: Any, state: Any, args: Any) -> None:

@@ -113,7 +113,7 @@ def _child(front: Front, call: Call, prompt: Any, params: Any, index: int, first
     if params.seed is not None:
         params.seed += index
     ids, text = _prompt_of(prompt)
-    lm, key = front.lm, secrets.token_hex(8)
+    lm, key = front.lm, f"{call.owner}-http-{secrets.token_hex(8)}"
     owned = front.kept.owned(call.owner)
     bindings = Bindings(lm.sites, owned.source, owned, False)
     binding = bindings.of(call.program, key, Prompt(ids, lambda: lm.tokenizer.spell(ids, text)), params.max_tokens)

@@ -6,9 +6,11 @@ import asyncio
 from typing import Any
 
 from patchclamp.engines.vllm.async_engine import AsyncEngine
+from patchclamp.engines.wire import LEASE_S
 from patchclamp.lm import LM
 from patchclamp.proving.cache import ensure_proved
 from patchclamp.serve.kept import Kept
+from patchclamp.serve.leases import Leases
 
 
 class Front:
@@ -16,6 +18,7 @@ class Front:
 
     engine, lm: what carries programs beside the server's other requests. `lm` reads captures and blocks: use it on
         another thread than the loop's
+    leases: which clients of ours are alive
     kept: runs, vectors and programs that requests left here, by whose they are
     """
 
@@ -24,6 +27,7 @@ class Front:
         self.engine = AsyncEngine(client, name)
         self.lm = LM(name, engine=self.engine)
         self.kept = Kept()
+        self.leases = Leases(self.engine, LEASE_S)
         self._proving = asyncio.ensure_future(self._prove())
 
     async def ready(self) -> None:

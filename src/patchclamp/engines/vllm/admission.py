@@ -9,15 +9,16 @@ outputs.
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 import itertools
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from patchclamp.engines.carried import decode
 from patchclamp.errors import (
     CapacityError,
     EngineError,
@@ -27,7 +28,7 @@ from patchclamp.errors import (
     RunError,
     pack,
 )
-from patchclamp.plan import CAPTURE, BoundProgram
+from patchclamp.plan import CAPTURE
 from patchclamp.plan.bound import source_of
 from patchclamp.plan.records import record_count
 from patchclamp.plan.reuse import lowest_edit
@@ -35,17 +36,6 @@ from patchclamp.plan.room import Placement, Room, resident_sizes
 from patchclamp.sites import SiteMap
 
 Packed = tuple[str, str, str | None]
-
-
-class Carried(msgspec.Struct, array_like=True):
-    """What a request carries in its sampling parameters.
-
-    bound: its program, for its prompt
-    sizes: of every bank key that it reads, (rows, width)
-    """
-
-    bound: BoundProgram
-    sizes: dict[str, tuple[int, int]]
 
 
 class Admitted(msgspec.Struct):
@@ -104,14 +94,6 @@ class Program:
         return self._spoiled or (self.is_stale and lowest is not None and self.cached_tokens > lowest)
 
 
-decode = msgspec.msgpack.Decoder(Carried).decode
-
-
-def receipt_of(carried: bytes) -> str:
-    """What answers for a program: the digest of what was carried, made by each worker of what it installed."""
-    return hashlib.blake2b(carried, digest_size=16).hexdigest()
-
-
 class _Vector(msgspec.Struct):
     rows: np.ndarray
     holders: int = 0
@@ -131,6 +113,7 @@ class Admission:
         self._vectors: dict[str, _Vector] = {}
         self._runs: dict[str, set[str]] = {}  # by run: bank keys of its rows
         self._capturing: set[str] = set()  # runs that were asked for captures and not released yet
+        self._sessions: dict[str, float] = {}  # of clients elsewhere: when each was last heard of
         self._orders = Orders([], [], {})
         self.errors: dict[str, Packed] = {}  # of requests that cannot be admitted
 
@@ -159,6 +142,17 @@ class Admission:
             if keys := self._runs.pop(run, None):
                 self._room.forget(keys)
                 self._blocked = None
+
+    def renew(self, session: str) -> None:
+        """A client is alive whose runs are named `session-…`."""
+        self._sessions[session] = time.monotonic()
+
+    def free_dead(self, lease_s: float) -> None:
+        """Frees the captures of clients that have not been heard of for so long."""
+        oldest = time.monotonic() - lease_s
+        for session in [session for session, heard_s in self._sessions.items() if heard_s < oldest]:
+            del self._sessions[session]
+            self.release([run for run in self._capturing if run.startswith(f"{session}-")])
 
     @property
     def has_orders(self) -> bool:

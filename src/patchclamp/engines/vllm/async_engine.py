@@ -6,19 +6,18 @@ import asyncio
 import collections
 import functools
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-import msgspec
 import numpy as np
 import safetensors.numpy
 
 from patchclamp.engines.base import Answer, Captured, Engine, Model, Request, Tokenizer, Wanted, settle
+from patchclamp.engines.carried import carry, receipt_of
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
 from patchclamp.engines.vllm import sampling as sampling_of_vllm
 from patchclamp.engines.vllm import shared
-from patchclamp.engines.vllm.admission import Carried, receipt_of
 from patchclamp.engines.vllm.answers import PartialAnswer
 from patchclamp.engines.vllm.architecture import site_map
 from patchclamp.engines.vllm.compat import configuration, front
@@ -27,7 +26,6 @@ from patchclamp.engines.vllm.compat.seams import version
 from patchclamp.engines.vllm.underway import Parameters
 from patchclamp.engines.vllm.workers import unpack_captured
 from patchclamp.errors import EngineError, as_patchclamp_error, unpack
-from patchclamp.plan.room import bank_sizes
 
 ABORTED = "the run was aborted"
 
@@ -62,7 +60,7 @@ class AsyncEngine(Engine):
 
     def submit(self, requests: list[Request]) -> list[Future[Answer]]:
         futures: list[Future[Answer]] = [Future() for _ in requests]
-        self._loop.call_soon_threadsafe(self._start, list(zip(requests, futures, strict=True)))
+        self._loop.call_soon_threadsafe(self._start, requests, futures, {})
         return futures
 
     def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, Any]:
@@ -104,13 +102,15 @@ class AsyncEngine(Engine):
     # -- on the loop's thread
 
     async def outputs(
-        self, request: Request, prompt: Any, params: Any, name: str, generate: Callable[..., Any], **others: Any
-    ) -> AsyncIterator[Any]:
-        """vLLM's outputs of a request whose program is in `request.bound`; `params` are taken over.
+        self, request: Request, prompt: Any, params: Any, name: str, generate: Callable[..., Any],
+        carried: bytes | None = None, **others: Any,
+    ) -> AsyncIterator[Any]:  # fmt: skip
+        """vLLM's outputs of a request whose program is in `request.bound`, or was `carried` here; `params` are taken
+        over.
 
         Raises the run's error in place of the last output, and `EngineError` where that has no receipt.
         """
-        carried = self._carried(request)
+        carried = carry(request, self.sites) if carried is None else carried
         params.extra_args = {**(params.extra_args or {}), configuration.KEY: carried}
         self._hold(request)
         try:
@@ -121,6 +121,20 @@ class AsyncEngine(Engine):
                 yield output
         finally:
             self._drop(request)
+
+    def start(self, requests: list[Request], carried: Mapping[str, bytes]) -> list[Future[Answer]]:
+        """As `submit`; `carried`: programs as they travel, by run, of requests whose sources are elsewhere."""
+        futures: list[Future[Answer]] = [Future() for _ in requests]
+        self._start(requests, futures, carried)
+        return futures
+
+    def renew(self, session: str) -> None:
+        """A client is alive: runs named `session-…` stay."""
+        front.tell_cores(self.client, "patchclamp_renew", session)
+
+    async def free_dead(self, lease_s: float) -> None:
+        """Frees the runs of clients that have not been heard of for so long."""
+        await asyncio.gather(*front.tell_cores(self.client, "patchclamp_free_dead", lease_s))
 
     async def ask(self, verb: str, *args: Any) -> list[Any]:
         """What every worker of every engine core answers."""
@@ -146,12 +160,15 @@ class AsyncEngine(Engine):
         captured = sum(status["captured_bytes"] for status in statuses)
         return {**statuses[0], **summed, "captured_bytes": captured, "under_way": len(self._tasks)}
 
-    def _start(self, pairs: list[tuple[Request, Future[Answer]]]) -> None:
-        for request, future in pairs:
+    def _start(
+        self, requests: list[Request], futures: list[Future[Answer]], carried: Mapping[str, bytes]
+    ) -> None:  # fmt: skip
+        for request, future in zip(requests, futures, strict=True):
             if request.abandoned:
                 settle(future, EngineError(ABORTED))
                 continue
-            task = self._tasks[request.run] = asyncio.ensure_future(self._run(request, future))
+            task = asyncio.ensure_future(self._run(request, future, carried.get(request.run)))
+            self._tasks[request.run] = task
             task.add_done_callback(functools.partial(self._ended, request.run, future))
 
     def _ended(self, run: str, future: Future[Answer], task: asyncio.Task[None]) -> None:
@@ -161,7 +178,7 @@ class AsyncEngine(Engine):
         elif (error := task.exception()) is not None:
             settle(future, as_patchclamp_error(error))
 
-    async def _run(self, request: Request, future: Future[Answer]) -> None:
+    async def _run(self, request: Request, future: Future[Answer], carried: bytes | None) -> None:
         """Carries a request to its answer."""
         tables: list[Any] = []
         params = self._parameters.of(request, None)
@@ -172,7 +189,7 @@ class AsyncEngine(Engine):
         outputs = (
             generate(prompt, params, request.run)
             if request.bound is None
-            else self.outputs(request, prompt, params, request.run, generate)
+            else self.outputs(request, prompt, params, request.run, generate, carried)
         )
         answer = PartialAnswer(request)
         try:
@@ -193,18 +210,6 @@ class AsyncEngine(Engine):
             return None
         processor, prompt, sampling = self.client.output_processor, request.prompt_token_ids, request.sampling
         return lambda ids, stopped: decoded(processor, prompt, SamplingParams(**sampling), ids, stopped)
-
-    def _carried(self, request: Request) -> bytes:
-        """A request's program as it travels in its sampling parameters."""
-        assert request.bound is not None
-        sources = {source.key: source for source in request.sources}
-
-        def rows_of(run: str, point: int) -> int:
-            return len(sources[run].positions_of(point))
-
-        return msgspec.msgpack.encode(
-            Carried(request.bound, bank_sizes(request.bound, request.vectors, self.sites, rows_of))
-        )
 
     def _hold(self, request: Request) -> None:
         """Sends the cores the vectors that a request needs and they do not hold: once, ahead of it."""

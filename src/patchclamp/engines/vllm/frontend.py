@@ -11,18 +11,17 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-import msgspec
 import numpy as np
 import safetensors.numpy
 
 from patchclamp.engines.adapters import Adapter
 from patchclamp.engines.base import Answer, Captured, Model, Request, Tokenizer, Wanted, settle
+from patchclamp.engines.carried import carry, receipt_of
 from patchclamp.engines.findings import Finding
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
 from patchclamp.engines.vllm import plugin, shared
 from patchclamp.engines.vllm import sampling as sampling_of_vllm
 from patchclamp.engines.vllm.adapters import Adapters
-from patchclamp.engines.vllm.admission import Carried, receipt_of
 from patchclamp.engines.vllm.answers import Decode, PartialAnswer
 from patchclamp.engines.vllm.architecture import site_map
 from patchclamp.engines.vllm.compat import configuration
@@ -34,7 +33,6 @@ from patchclamp.engines.vllm.worker import too_deep
 from patchclamp.engines.vllm.workers import Workers, unpack_captured
 from patchclamp.errors import EngineError, PatchclampError, RunError, describe_error, unknown
 from patchclamp.kernels.code import check_outside
-from patchclamp.plan.room import bank_sizes
 
 OURS = ("max_records", "bank_bytes", "kept_bytes", "ring_bytes", "pinned_bytes", "active_sizes", "multiprocess_mode")
 MAX_SCORES = 128  # what vLLM's sampler takes for one request
@@ -54,6 +52,9 @@ class VllmEngine:
     `max_records`, `bank_bytes`, `kept_bytes`, `ring_bytes`, `pinned_bytes`, `active_sizes`: sizes in the worker
     (`Limits`); `multiprocess_mode`: the engine core in a process of its own.
     """
+
+    proved = False
+    run_prefix = ""
 
     def __init__(self, name: str, **options: Any) -> None:
         self._queue: collections.deque[tuple[Callable[..., Any], Future[Any]]] = collections.deque()
@@ -371,7 +372,7 @@ class VllmEngine:
         try:
             adapter = self._adapters.take(request)
             prompt = {"prompt_token_ids": request.prompt_token_ids}
-            carried = None if request.bound is None else self._carried(request)
+            carried = None if request.bound is None else carry(request, self.sites)
             params = self._parameters.of(request, carried)
             name = self._engine.add_request(request.run, prompt, params, lora_request=adapter) or request.run
             receipt = "" if carried is None else receipt_of(carried)
@@ -391,17 +392,6 @@ class VllmEngine:
 
         processor, prompt, sampling = self._engine.output_processor, request.prompt_token_ids, request.sampling
         return lambda ids, stopped: decoded(processor, prompt, SamplingParams(**sampling), ids, stopped)
-
-    def _carried(self, request: Request) -> bytes:
-        """A request's program as it travels in its sampling parameters."""
-        assert request.bound is not None
-        sources = {source.key: source for source in request.sources}
-
-        def rows_of(run: str, point: int) -> int:
-            return len(sources[run].positions_of(point))
-
-        sizes = bank_sizes(request.bound, request.vectors, self.sites, rows_of)
-        return msgspec.msgpack.encode(Carried(request.bound, sizes))
 
     def _refuse(self, request: Request, future: Future[Answer], error: BaseException) -> None:
         self._forget(request)

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import save
 
 from patchclamp.engines.base import Wanted
+from patchclamp.engines.carried import decode, receipt_of
 from patchclamp.engines.vllm import shared
-from patchclamp.engines.vllm.admission import Admission, Orders, Packed, decode, receipt_of
+from patchclamp.engines.vllm.admission import Admission, Orders, Packed
 from patchclamp.engines.vllm.architecture import site_map
 from patchclamp.engines.vllm.compat import backend, configuration, lora
 from patchclamp.engines.vllm.compat import runner as compat

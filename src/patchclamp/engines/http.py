@@ -1,0 +1,379 @@
+"""The engine of a server elsewhere: `pc.LM("http://host:8000")`. `engines.wire` has what is said."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import os
+import threading
+import uuid
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import safetensors.numpy
+
+from patchclamp.engines import wire
+from patchclamp.engines.base import Answer, Captured, Engine, Part, Request, Wanted, settle
+from patchclamp.engines.carried import carry, receipt_of
+from patchclamp.errors import (
+    TREE,
+    EngineError,
+    PatchclampError,
+    as_patchclamp_error,
+    unpack,
+)
+
+MAX_POSTS = 16  # batches under way at once
+MAX_BATCH_BYTES = 1 << 24  # of vectors in a batch, or little more
+TRIES = 3  # of what can be asked twice
+Result = TypeVar("Result")
+
+
+class HttpEngine(Engine):
+    """A client of `patchclamp serve`.
+
+    url: of the server, as in "http://host:8000"
+    api_key: of the server; if not given, the environment's VLLM_API_KEY
+    timeout_s: seconds that a connection, or an answer that needs no model, may take
+
+    Raises `EngineError` for a server that does not answer, or that is none of ours.
+    """
+
+    remote = True
+    proved = True
+
+    def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 60.0) -> None:
+        try:
+            import httpx
+        except ImportError:
+            raise EngineError("pc.LM of a server needs httpx: pip install 'patchclamp[http]'") from None
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._session, self._timeout_s, self._httpx = uuid.uuid4().hex[:16], timeout_s, httpx
+        key = api_key or os.environ.get("VLLM_API_KEY")
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._closed, self._tasks = False, dict[str, asyncio.Task[None]]()
+        self._batches: dict[str, _Batch] = {}  # by run
+        self._freed: tuple[list[str], list[str]] = [], []  # to release, and to abort
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._live, name="patchclamp http", daemon=True)
+        self._thread.start()
+        try:
+            info = self._wait(self._start())
+        except BaseException:
+            self.close()
+            raise
+        self.model, self.sites = info.model, info.site_map()
+        self.run_prefix = f"{info.owner}-{self._session}-"
+        self.tokenizer = HttpTokenizer(self)
+
+    # -- from any thread
+
+    def submit(self, requests: list[Request]) -> list[Future[Answer]]:
+        self._check_open()
+        futures: list[Future[Answer]] = [Future() for _ in requests]
+        pairs = list(zip(requests, futures, strict=True))
+        for batch in _batches(pairs, self.sites):
+            self._loop.call_soon_threadsafe(self._post, batch)
+        return futures
+
+    def fetch(self, run: str, point: int, op: int | None = None) -> Captured:
+        return self.fetch_many([(run, point, op)])[0]
+
+    def fetch_many(self, wanted: list[Wanted]) -> list[Captured]:
+        data = self._wait(self._ask("POST", "fetch", wire.Fetch(wanted), again=True))
+        return wire.unpack_captured(data)
+
+    def release(self, runs: list[str]) -> None:
+        self._soon(self._free, runs, [])
+
+    def abort(self, runs: list[str]) -> None:
+        self._soon(self._free, [], runs)
+
+    def check_sampling(self, sampling: dict[str, Any]) -> None:
+        self._checked(json.dumps(sampling, sort_keys=True, default=str), sampling)
+
+    def status(self) -> dict[str, Any]:
+        return json.loads(self._wait(self._ask("GET", "status", again=True)))
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def ask_tokenizer(self, method: str, *args: Any) -> Any:
+        """What a method of the server's tokenizer returns."""
+        return msgspec.msgpack.decode(
+            self._wait(self._ask("POST", "tokenizer", wire.Tokenize(method, list(args)), again=True))
+        )
+
+    @functools.cached_property
+    def _checked(self) -> Any:
+        """Asks the server of sampling parameters, each kind once."""
+        known: set[str] = set()
+
+        def check(key: str, sampling: dict[str, Any]) -> None:
+            if sampling and key not in known:
+                self._wait(self._ask("POST", "sampling", sampling, again=True))
+                known.add(key)
+
+        return check
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("the engine is closed")
+
+    def _soon(self, job: Any, *args: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: there is nothing to free
+            self._loop.call_soon_threadsafe(job, *args)
+
+    def _wait(self, job: Coroutine[Any, Any, Result]) -> Result:
+        if self._closed:
+            job.close()
+            self._check_open()
+        return asyncio.run_coroutine_threadsafe(job, self._loop).result()
+
+    # -- on the thread of the event loop
+
+    def _live(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.run_until_complete(self._end())
+            self._loop.close()
+
+    async def _start(self) -> wire.Info:
+        limits = self._httpx.Limits(max_connections=2 * MAX_POSTS, max_keepalive_connections=MAX_POSTS)
+        # how long a batch runs is the model's business
+        timeout = self._httpx.Timeout(self._timeout_s, read=None)
+        self._client = self._httpx.AsyncClient(
+            base_url=self.url + wire.PREFIX, headers=self._headers, limits=limits, timeout=timeout
+        )
+        self._posts, self._freeing = asyncio.Semaphore(MAX_POSTS), None
+        info = msgspec.msgpack.decode(await self._ask("GET", "info", again=True))
+        if not isinstance(info, dict) or info.get("wire") != wire.WIRE:
+            raise EngineError(
+                f"the server speaks wire {info.get('wire')!r} of patchclamp {info.get('version')!r}, and this is wire "
+                f"{wire.WIRE}: install the same version on both sides"
+            )
+        self._renewing = asyncio.ensure_future(self._renew())
+        return msgspec.convert(info, wire.Info)
+
+    async def _end(self) -> None:
+        """Stops what is under way, and frees what is left."""
+        closed = EngineError("the engine is closed")
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for batch in set(self._batches.values()):
+            batch.fail(closed)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if hasattr(self, "_client"):
+            with contextlib.suppress(Exception):
+                release, abort = self._freed
+                if release or abort:
+                    await self._ask("POST", "free", wire.Free(self._session, release, abort))
+            await self._client.aclose()
+
+    async def _ask(self, verb: str, route: str, body: Any = None, again: bool = False) -> bytes:
+        """The body of an answer; `again`: it may be asked twice.
+
+        Raises the server's error, and `EngineError` where there is no answer.
+        """
+        content = None if body is None else msgspec.msgpack.encode(body)
+        for left in reversed(range(TRIES if again else 1)):
+            try:
+                response = await self._client.request(
+                    verb, f"/{route}", content=content, timeout=None if route == "fetch" else self._timeout_s
+                )
+            except self._httpx.TransportError as error:
+                if left:
+                    await asyncio.sleep(0.2)
+                    continue
+                raise EngineError(f"{self.url} does not answer: {type(error).__name__}: {error}") from None
+            if response.status_code == 503 and left:
+                await asyncio.sleep(1.0)
+                continue
+            if response.status_code >= 400:
+                raise self._error(response.status_code, response.content)
+            return response.content
+        raise AssertionError(route)
+
+    def _error(self, status: int, body: bytes) -> PatchclampError:
+        """The error that an answer is."""
+        try:
+            told = json.loads(body)["error"]
+            kind, message, path = TREE.get(told["type"]), str(told["message"]), told.get("param")
+        except (ValueError, KeyError, TypeError):
+            kind, message, path = None, body[:200].decode(errors="replace"), None
+        if kind is not None:
+            return kind(message.removeprefix(f"{path}: ") if path else message, path)
+        if status == 404:
+            return EngineError(f"{self.url} has no {wire.PREFIX}: is it a `patchclamp serve`? ({message})")
+        if status == 401:
+            return EngineError(f"{self.url} wants another API key: pc.LM(url, api_key=…), or VLLM_API_KEY")
+        return EngineError(f"{self.url} answered {status}: {message}")
+
+    def _post(self, batch: _Batch) -> None:
+        for request, _ in batch.pairs:
+            self._batches[request.run] = batch
+        batch.task = asyncio.ensure_future(self._run(batch))
+
+    async def _run(self, batch: _Batch) -> None:
+        """Runs a batch. It is not tried again: what has begun to run may have left captures."""
+        try:
+            async with (
+                self._posts,
+                self._client.stream("POST", "/run", content=msgspec.msgpack.encode(batch.body())) as response,
+            ):
+                if response.status_code >= 400:
+                    raise self._error(response.status_code, await response.aread())
+                frames = wire.Frames()
+                async for data in response.aiter_raw():
+                    for event in frames.feed(data):
+                        batch.take(event)
+            batch.fail(EngineError(f"{self.url} ended its answer before the runs had ended"))
+        except asyncio.CancelledError:
+            batch.fail(EngineError("the run was aborted"))
+            raise
+        except self._httpx.TransportError as error:
+            batch.fail(EngineError(f"{self.url} went away: {type(error).__name__}: {error}"))
+        except Exception as error:
+            batch.fail(as_patchclamp_error(error))
+        finally:
+            for request, _ in batch.pairs:
+                self._batches.pop(request.run, None)
+
+    def _free(self, release: list[str], abort: list[str]) -> None:
+        """Frees runs soon, many together."""
+        for run in [*abort, *release]:
+            batch = self._batches.get(run)
+            if batch is not None and (run in abort or batch.is_unheard(run)):
+                batch.end(run, EngineError("the run was aborted"))
+                abort = [*abort, run]
+        self._freed[0].extend(release)
+        self._freed[1].extend(abort)
+        if self._freeing is None:
+            self._freeing = asyncio.ensure_future(self._free_soon())
+
+    async def _free_soon(self) -> None:
+        await asyncio.sleep(0.01)
+        (release, abort), self._freed, self._freeing = self._freed, ([], []), None
+        with contextlib.suppress(PatchclampError):  # of a server that is gone, with what it held
+            await self._ask("POST", "free", wire.Free(self._session, release, abort), again=True)
+
+    async def _renew(self) -> None:
+        """Says now and then that this client is alive."""
+        while True:
+            await asyncio.sleep(wire.LEASE_S / 4)
+            with contextlib.suppress(PatchclampError):
+                await self._ask("POST", "free", wire.Free(self._session))
+
+
+class _Batch:
+    """Requests that go to the server together."""
+
+    def __init__(self, pairs: list[tuple[Request, Future[Answer]]], carried: list[bytes | None]) -> None:
+        self.pairs, self.carried = pairs, carried
+        self.task: asyncio.Task[None] | None = None
+
+    def body(self) -> wire.Batch:
+        vectors = {key: rows for request, _ in self.pairs for key, rows in request.vectors.items()}
+        rows = {key: np.ascontiguousarray(rows, np.float32) for key, rows in vectors.items()}
+        requests = [
+            wire.WireRequest(
+                request.run, request.prompt_token_ids, request.max_tokens, carried, list(request.vectors),
+                request.sampling, list(request.score), request.logprobs, request.listener is not None,
+            )
+            for (request, _), carried in zip(self.pairs, self.carried, strict=True)
+        ]  # fmt: skip
+        return wire.Batch(requests, safetensors.numpy.save(rows) if rows else b"")
+
+    def take(self, event: wire.Event) -> None:
+        """Gives a request what the server says of it. An answer without the receipt of its program is none."""
+        request, future = self.pairs[event.i]
+        if isinstance(event, wire.Generated):
+            if request.listener is not None and not future.done():
+                request.listener(Part(event.text, event.token_ids, event.logprobs))
+        elif isinstance(event, wire.Failed):
+            settle(future, unpack(event.error))
+        else:
+            carried = self.carried[event.i]
+            if carried is not None and event.receipt != receipt_of(carried):
+                settle(future, EngineError(
+                    f"run {request.run} came back without the receipt of its program: nobody knows whether it was "
+                    "edited, and its answer is thrown away"
+                ))  # fmt: skip
+            else:
+                settle(future, event.answer())
+
+    def is_unheard(self, run: str) -> bool:
+        """Whether the reader of a run's stream is gone."""
+        return any(request.run == run and request.abandoned for request, _ in self.pairs)
+
+    def end(self, run: str, error: PatchclampError) -> None:
+        for request, future in self.pairs:
+            if request.run == run:
+                settle(future, error)
+
+    def fail(self, error: PatchclampError) -> None:
+        """Gives the error to every request that has not ended."""
+        for _, future in self.pairs:
+            settle(future, error)
+
+
+def _batches(pairs: list[tuple[Request, Future[Answer]]], sites: Any) -> list[_Batch]:
+    """Requests as batches that one call may carry, in order."""
+    batches: list[_Batch] = []
+    size = 0
+    for request, future in pairs:
+        carried = None if request.bound is None else carry(request, sites)
+        if not batches or len(batches[-1].pairs) == wire.MAX_REQUESTS or size > MAX_BATCH_BYTES:
+            batches.append(_Batch([], []))
+            size = 0
+        batches[-1].pairs.append((request, future))
+        batches[-1].carried.append(carried)
+        size += sum(rows.nbytes for rows in request.vectors.values()) + 8 * len(request.prompt_token_ids)
+    return batches
+
+
+class HttpTokenizer:
+    """The server's tokenizer, asked over HTTP; what was asked lately is remembered."""
+
+    def __init__(self, engine: HttpEngine) -> None:
+        ask = engine.ask_tokenizer
+        self._encode = functools.lru_cache(4096)(lambda method, text: tuple(ask(method, text)))
+        self._spell = functools.lru_cache(1024)(lambda ids, text: ask("spell", ids, text))
+        self._decode = functools.lru_cache(4096)(lambda method, ids: ask(method, ids))
+        self._ask = ask
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._encode("encode", text))
+
+    def bare(self, text: str) -> list[int]:
+        return list(self._encode("bare", text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._decode("decode", tuple(map(int, ids)))
+
+    def settled(self, ids: Sequence[int]) -> str:
+        return self._decode("settled", tuple(map(int, ids)))
+
+    def token_strings(self, ids: Sequence[int]) -> list[str]:
+        return list(self._decode("token_strings", tuple(map(int, ids))))
+
+    def spell(self, ids: Sequence[int], text: str | None) -> tuple[str, list[tuple[int, int]]]:
+        spelled, offsets = self._spell(tuple(map(int, ids)), text)
+        return spelled, [(first, end) for first, end in offsets]
+
+    def chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        return list(self._ask("chat", messages))

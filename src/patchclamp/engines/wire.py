@@ -1,0 +1,174 @@
+"""What our client and our server say to each other: msgpack of these structs, under `/v1/patchclamp/engine`.
+
+    GET  info        `Info`
+    POST run         `Batch`, answered with frames: 4 bytes of length, little-endian, then msgpack of a list of events;
+                     every request ends with one `Answered` or `Failed`. A connection that closes stops what is left
+    POST fetch       `Fetch`, answered with what `pack_captured` gives
+    POST free        `Free`
+    POST tokenizer   `Tokenize`, answered with what that method of `Tokenizer` returns
+    POST sampling    a sampling's parameters; an error if the engine does not take them
+    GET  status      counts, as `Engine.status`
+
+An error is an HTTP status of 400 or above with OpenAI's error object in JSON.
+A run's name is `owner-session-…`: who may read it stands in the name, and what a client that died has left is found by
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from patchclamp.engines.base import Answer, Captured, Model, Wanted
+from patchclamp.sites import Family, SiteMap, Sizes
+
+WIRE = 1  # of this page; a client and a server of two numbers do not talk
+PREFIX = "/v1/patchclamp/engine"
+LEASE_S = 60.0  # after which a client that has said nothing is dead, and what it left is freed
+MAX_REQUESTS = 512  # of a batch
+MAX_BODY_BYTES = 1 << 27
+
+
+class Info(msgspec.Struct):
+    """owner: the first part of the names of runs that this API key may have
+    sites: family, sizes, tensor_parallel, and the words that were not proved
+    """
+
+    wire: int
+    version: str
+    owner: str
+    model: Model
+    family: Family
+    sizes: Sizes
+    tensor_parallel: int
+    withdrawn: dict[str, str]
+
+    def site_map(self) -> SiteMap:
+        sites = SiteMap(self.family, self.sizes, self.tensor_parallel)
+        sites.withdrawn = dict(self.withdrawn)
+        return sites
+
+
+class WireRequest(msgspec.Struct):
+    """A request. carried: its program (`engines.carried`); vectors: the bank keys of what it reads of `Batch.vectors`;
+    listens: whether parts are wanted as they are made."""
+
+    run: str
+    prompt_token_ids: list[int]
+    max_tokens: int
+    carried: bytes | None = None
+    vectors: list[str] = []
+    sampling: dict[str, Any] = {}
+    score: list[int] = []
+    logprobs: int | None = None
+    listens: bool = False
+
+
+class Batch(msgspec.Struct):
+    """vectors: safetensors, rows [n, W] by bank key."""
+
+    requests: list[WireRequest]
+    vectors: bytes = b""
+
+
+class Fetch(msgspec.Struct):
+    wanted: list[Wanted]
+
+
+class Free(msgspec.Struct):
+    """Runs whose captures go, and runs that stop; `session`: of the client that says so, which is alive."""
+
+    session: str
+    release: list[str] = []
+    abort: list[str] = []
+
+
+class Tokenize(msgspec.Struct):
+    method: str
+    args: list[Any]
+
+
+class Generated(msgspec.Struct, tag="part"):
+    """A part of request number `i`."""
+
+    i: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+class Answered(msgspec.Struct, tag="answer"):
+    """The answer of request number `i`, and its program's receipt."""
+
+    i: int
+    receipt: str
+    token_ids: list[int]
+    text: str
+    logprobs: list[float] | None
+    scores: dict[int, float]
+    finish_reason: str | None
+    cached_tokens: int
+    top_logprobs: list[dict[int, float]]
+
+    @classmethod
+    def of(cls, i: int, receipt: str, answer: Answer) -> Answered:
+        text = answer.text if isinstance(answer.text, str) else answer.text()
+        return cls(i, receipt, answer.token_ids, text, answer.logprobs, answer.scores, answer.finish_reason,
+                   answer.cached_tokens, answer.top_logprobs)  # fmt: skip
+
+    def answer(self) -> Answer:
+        return Answer(self.token_ids, self.text, self.logprobs, self.scores, self.finish_reason, self.cached_tokens,
+                      self.top_logprobs)  # fmt: skip
+
+
+class Failed(msgspec.Struct, tag="error"):
+    """The error of request number `i`, packed."""
+
+    i: int
+    error: tuple[str, str, str | None]
+
+
+Event = Generated | Answered | Failed
+decode_events = msgspec.msgpack.Decoder(list[Event]).decode
+
+
+def frame(events: list[Event]) -> bytes:
+    data = msgspec.msgpack.encode(events)
+    return len(data).to_bytes(4, "little") + data
+
+
+class Frames:
+    """Takes bytes as they arrive, and gives the events of every frame that is whole."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Event]:
+        self._rest += data
+        while len(self._rest) >= 4 and len(self._rest) >= (end := 4 + int.from_bytes(self._rest[:4], "little")):
+            events = decode_events(bytes(self._rest[4:end]))
+            del self._rest[:end]
+            yield from events
+
+
+def pack_captured(captured: Iterable[Captured]) -> bytes:
+    """Positions and rows, each in its place, as safetensors."""
+    import safetensors.torch
+    import torch
+
+    tensors: dict[str, torch.Tensor] = {}
+    for i, (positions, rows) in enumerate(captured):
+        tensors[f"{i} positions"] = torch.from_numpy(np.ascontiguousarray(positions))
+        tensors[f"{i} rows"] = torch.as_tensor(rows).clone(memory_format=torch.contiguous_format)
+    return safetensors.torch.save(tensors)
+
+
+def unpack_captured(data: bytes) -> list[Captured]:
+    """What `pack_captured` has packed."""
+    import safetensors.torch
+
+    tensors = safetensors.torch.load(data)
+    return [(tensors[f"{i} positions"].numpy(), tensors[f"{i} rows"]) for i in range(len(tensors) // 2)]

@@ -1,0 +1,238 @@
+"""The engine over HTTP, for `pc.LM("http://…")`: `patchclamp.engines.wire` has what is said."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import safetensors.numpy
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from safetensors import SafetensorError
+
+from patchclamp import __version__
+from patchclamp.engines import wire
+from patchclamp.engines.base import Answer, Part
+from patchclamp.engines.base import Request as EngineRequest
+from patchclamp.engines.carried import decode, receipt_of
+from patchclamp.errors import CapacityError, MissingSource, ProgramError, as_patchclamp_error, pack
+from patchclamp.plan.bound import source_of
+from patchclamp.serve.front import Front
+from patchclamp.serve.routes.runs import caller
+
+router = APIRouter(prefix=wire.PREFIX, tags=["patchclamp"])
+METHODS = ("encode", "bare", "decode", "settled", "token_strings", "spell", "chat")  # of tokenizers
+Body = TypeVar("Body")
+
+
+@router.get("/info")
+async def info(request: Request) -> Response:
+    """What a client must know of the engine, as msgpack."""
+    front, owner = caller(request)
+    sites = front.engine.sites
+    told = wire.Info(
+        wire.WIRE, __version__, owner, front.engine.model, sites.family, sites.sizes, sites.tensor_parallel,
+        sites.withdrawn,
+    )  # fmt: skip
+    return Response(msgspec.msgpack.encode(told), media_type="application/msgpack")
+
+
+@router.post("/run")
+async def run(request: Request) -> Response:
+    """Runs a batch, and answers as its requests end."""
+    front, owner = caller(request)
+    batch = await _read(request, wire.Batch)
+    if len(batch.requests) > wire.MAX_REQUESTS:
+        raise CapacityError(f"{len(batch.requests)} requests in a batch; at most {wire.MAX_REQUESTS} go", "requests")
+    vectors = _vectors(batch.vectors)
+    requests = [_request(front, owner, each, vectors) for each in batch.requests]
+    for session in {each.run.rpartition("-")[0] for each in batch.requests}:
+        front.leases.renew(session)
+    running = _Running(front, batch, requests)
+    return StreamingResponse(running.frames(), media_type="application/octet-stream")
+
+
+@router.post("/fetch")
+async def fetch(request: Request) -> Response:
+    """Captured rows, as safetensors."""
+    front, owner = caller(request)
+    wanted = (await _read(request, wire.Fetch)).wanted
+    for name, point, _ in wanted:
+        _check_owned(owner, name)
+        if not 0 <= point < len(front.engine.sites.points):
+            raise ProgramError(f"there is no point {point}", "wanted")
+    captured = await front.engine.fetch_async(wanted)
+    return Response(await asyncio.to_thread(wire.pack_captured, captured), media_type="application/octet-stream")
+
+
+@router.post("/free")
+async def free(request: Request) -> dict[str, float]:
+    """Frees what runs captured, stops runs, and says that the client is alive."""
+    front, owner = caller(request)
+    told = await _read(request, wire.Free)
+    for name in (*told.release, *told.abort):
+        _check_owned(owner, name)
+    front.leases.renew(f"{owner}-{told.session}")
+    front.engine.release(told.release)
+    front.engine.abort(told.abort)
+    return {"lease_s": wire.LEASE_S}
+
+
+@router.post("/tokenizer")
+async def tokenizer(request: Request) -> Response:
+    """What a method of the tokenizer returns."""
+    front, _ = caller(request)
+    asked = await _read(request, wire.Tokenize)
+    if asked.method not in METHODS:
+        raise ProgramError(f"there is no {asked.method!r}; there are {', '.join(METHODS)}", "method")
+    method: Callable[..., Any] = getattr(front.engine.tokenizer, asked.method)
+    try:
+        result = await asyncio.to_thread(method, *asked.args)
+    except (TypeError, ValueError, AttributeError, OverflowError, KeyError) as error:
+        raise ProgramError(f"{asked.method} does not take these arguments: {error}", "args") from None
+    return Response(msgspec.msgpack.encode(result), media_type="application/msgpack")
+
+
+@router.post("/sampling")
+async def sampling(request: Request) -> dict[str, bool]:
+    """Whether the engine takes a sampling's parameters."""
+    front, _ = caller(request)
+    front.engine.check_sampling(await _read(request, dict))
+    return {"ok": True}
+
+
+@router.get("/status")
+async def status(request: Request) -> Response:
+    """Counts of what the engine holds."""
+    front, _ = caller(request)
+    return JSONResponse(await front.engine.status_async())
+
+
+class _Running:
+    """The requests of one HTTP call, while they run; what is left is stopped with the connection."""
+
+    def __init__(self, front: Front, batch: wire.Batch, requests: list[EngineRequest]) -> None:
+        self._front, self._batch, self._requests = front, batch, requests
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[wire.Event] = asyncio.Queue()
+        self._left = {request.run for request in requests}
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        """Frames, until every request has ended."""
+        for i, (request, asked) in enumerate(zip(self._requests, self._batch.requests, strict=True)):
+            if asked.listens:
+                request.listener = _Listener(i, self._events)
+        carried = {each.run: each.carried for each in self._batch.requests if each.carried is not None}
+        futures = self._front.engine.start(self._requests, carried)
+        for i, future in enumerate(futures):
+            future.add_done_callback(lambda done, i=i: self._end(i, done))
+        try:
+            while self._left:
+                events = [await self._events.get()]
+                while not self._events.empty():
+                    events.append(self._events.get_nowait())
+                for event in events:
+                    if not isinstance(event, wire.Generated):
+                        self._left.discard(self._requests[event.i].run)
+                yield wire.frame(events)
+        finally:
+            if self._left:
+                self._front.engine.abort(list(self._left))
+
+    def _end(self, i: int, future: Future[Answer]) -> None:
+        """An answer or an error; called on the loop's thread."""
+        carried = self._batch.requests[i].carried
+        error = future.exception()
+        if error is not None:
+            self._events.put_nowait(wire.Failed(i, pack(as_patchclamp_error(error))))
+            return
+        receipt = "" if carried is None else receipt_of(carried)  # the engine has compared it with what came back
+        self._events.put_nowait(wire.Answered.of(i, receipt, future.result()))
+
+
+class _Listener:
+    """Passes parts on; on the loop's thread."""
+
+    closed = False
+
+    def __init__(self, i: int, events: asyncio.Queue[wire.Event]) -> None:
+        self._i, self._events = i, events
+
+    def __call__(self, part: Part) -> None:
+        self._events.put_nowait(wire.Generated(self._i, part.text, part.token_ids, part.logprobs))
+
+
+async def _read(request: Request, kind: type[Body]) -> Body:
+    """A request's body. Raises `ProgramError` for what is none, and `CapacityError` for one that is too large."""
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > wire.MAX_BODY_BYTES:
+            raise CapacityError(f"the body has more than {wire.MAX_BODY_BYTES} bytes: send less at once")
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        raise ProgramError(f"not what is said here (patchclamp.engines.wire): {error}") from None
+
+
+def _vectors(data: bytes) -> dict[str, np.ndarray]:
+    if not data:
+        return {}
+    try:
+        vectors = safetensors.numpy.load(data)
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise ProgramError(f"not safetensors: {error}", "vectors") from None
+    for key, rows in vectors.items():
+        if rows.dtype != np.float32 or rows.ndim != 2:
+            raise ProgramError(
+                f"rows [n, W] of fp32 are needed, not {list(rows.shape)} of {rows.dtype}", f"vectors.{key}"
+            )
+    return vectors
+
+
+def _request(front: Front, owner: str, asked: wire.WireRequest, vectors: dict[str, np.ndarray]) -> EngineRequest:
+    """A request for the engine. Raises what is wrong with it: a client of ours has checked, others may not have."""
+    model = front.engine.model
+    _check_owned(owner, asked.run)
+    ids = asked.prompt_token_ids
+    if not ids or not all(0 <= token < model.d_vocab for token in (*ids, *asked.score)):
+        raise ProgramError(f"a prompt is token ids from 0 to {model.d_vocab - 1}", asked.run)
+    if asked.max_tokens < 1 or len(ids) + asked.max_tokens > model.max_model_len:
+        raise ProgramError(f"{len(ids)} + {asked.max_tokens} tokens do not fit {model.max_model_len}", asked.run)
+    front.engine.check_sampling(asked.sampling)
+    bound = None
+    if asked.carried is not None:
+        bound = _bound(owner, asked)
+        missing = [key for key in asked.vectors if key not in vectors]
+        if missing:
+            raise MissingSource(f"vector {missing[0]} did not come along", asked.run)
+    return EngineRequest(
+        asked.run, ids, asked.max_tokens, bound, {key: vectors[key] for key in asked.vectors}, asked.sampling,
+        tuple(asked.score), asked.logprobs,
+    )  # fmt: skip
+
+
+def _bound(owner: str, asked: wire.WireRequest) -> Any:
+    """The program that a request carries, which may read what its owner has, and nobody else's."""
+    assert asked.carried is not None
+    try:
+        carried = decode(asked.carried)
+        keys = {*carried.sizes, *(key for op in carried.bound.ops for key in op.keys)}
+        sources = [source for source in map(source_of, keys) if source is not None]
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProgramError(f"the program cannot be read: {error}", asked.run) from None
+    if carried.bound.run != asked.run:
+        raise ProgramError(f"the program is run {carried.bound.run}'s", asked.run)
+    for run, _ in sources:
+        _check_owned(owner, run)
+    return carried.bound
+
+
+def _check_owned(owner: str, name: str) -> None:
+    """Raises `MissingSource` for a run that is not its asker's: whether there is one is not said."""
+    if name.count("-") != 2 or not name.startswith(f"{owner}-") or len(name) > 128 or not name.isascii():
+        raise MissingSource(f"there is no run {name[:128]!r} of yours")

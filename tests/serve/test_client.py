@@ -1,0 +1,202 @@
+"""`pc.LM` of a server gives what `pc.LM` of the same engine in this process gives, to the bit."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+import patchclamp as pc
+from patchclamp.studies import patch_sweep
+
+from .conftest import KEYS, Server
+
+PROMPTS = ["The capital of France is", "Water boils at", "x"]
+VECTOR = np.random.default_rng(5).standard_normal(576).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def lm(server: Server) -> Iterator[pc.LM]:
+    with pc.LM(server.url, api_key=KEYS[0]) as made:
+        yield made
+
+
+def counts(lm: pc.LM) -> dict[str, int]:
+    status = lm.engine.status()
+    return {name: status[name] for name in ("programs", "records", "vectors", "requests", "waiting", "captured_bytes")}
+
+
+def settled(lm: pc.LM, within_s: float = 20) -> dict[str, int]:
+    """The counts, when all that was freed is."""
+    end = time.monotonic() + within_s
+    while any(counts(lm).values()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return counts(lm)
+
+
+CASES = {
+    "plain": dict(logprobs=True),
+    "steered": dict(edits=[pc.Add(VECTOR, at=pc.resid_post[3], tokens=pc.generated, scale=4.0)], logprobs=3),
+    "captured": dict(capture=[pc.resid_post, pc.z[5, 3] @ pc.prompt[-1], pc.Capture(pc.embed, dtype="bfloat16")]),
+    "noise": dict(edits=[pc.Noise(0.5, at=pc.resid_post[1], seed=3, relative=True)], capture=[pc.final_norm]),
+    "by id": dict(edits=[pc.Scale(2.0, at=pc.mlp_out[2], tokens=pc.token(198))], capture=[pc.embed @ pc.token(198)]),
+    "sampled": dict(sampling={"n": 3, "temperature": 1.0, "seed": 11}, edits=[pc.Scale(0.5, at=pc.attn_out[1])]),
+    "scored": dict(score=[5, 9, 12], edits=[pc.Zero(pc.mlp_out[1])]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_is_the_same_as_here(lm, local, case):
+    there, here = lm.run(PROMPTS, max_tokens=5, **CASES[case]), local.run(PROMPTS, max_tokens=5, **CASES[case])
+    for a, b in zip(flat(there), flat(here), strict=True):
+        assert (a.token_ids, a.text, a.scores, a.finish_reason) == (b.token_ids, b.text, b.scores, b.finish_reason)
+        assert a.answer.logprobs == b.answer.logprobs
+        assert a.answer.top_logprobs == b.answer.top_logprobs
+        assert a.sites == b.sites
+        assert bool(a.sites) == ("capture" in CASES[case])
+        for site in a.sites:
+            assert a.positions(site) == b.positions(site)
+            assert a[site].dtype == b[site].dtype
+            assert torch.equal(a[site], b[site])
+
+
+def flat(runs):
+    return [run for each in runs for run in (each if isinstance(each, list) else [each])]
+
+
+def test_a_run_is_patched_into_another(lm, local):
+    logprobs = []
+    for each in (lm, local):
+        source = each.run("The capital of Italy is", capture=[pc.resid_post[4]], max_tokens=1)
+        patch = pc.Replace(pc.From(source, pc.resid_post[4]), at=pc.resid_post[4] @ pc.prompt[-1])
+        logprobs.append(each.run(PROMPTS[0], edits=[patch], max_tokens=4, logprobs=True).logprobs)
+    assert logprobs[0] == logprobs[1] != lm.run(PROMPTS[0], max_tokens=4, logprobs=True).logprobs
+
+
+def test_chats_spans_and_the_bank(lm, local):
+    messages = [{"role": "user", "content": "Name a colour of the sky."}]
+    texts = []
+    for each in (lm, local):
+        each.bank["calm"] = VECTOR
+        edits = [pc.Add(pc.Named("calm"), at=pc.resid_post[3] @ pc.span("colour"), scale=3.0)]
+        texts.append(each.run(messages=messages, edits=edits, max_tokens=5, logprobs=True))
+    assert texts[0].text == texts[1].text
+    assert texts[0].logprobs == texts[1].logprobs
+    assert texts[0].prompt_token_ids == texts[1].prompt_token_ids
+
+
+def test_a_stream_and_asyncio(lm, local):
+    edits = [pc.Add(VECTOR, at=pc.resid_post[3], scale=2.0)]
+    here = local.run(PROMPTS[0], edits=edits, capture=[pc.embed], max_tokens=6)
+    stream = lm.stream(PROMPTS[0], edits=edits, capture=[pc.embed], max_tokens=6)
+    parts = list(stream)
+    assert "".join(part.text for part in parts) == here.text == stream.run.text
+    assert len(parts) > 2
+    assert torch.equal(stream.run["embed"], here["embed"])
+
+    async def several():
+        return await asyncio.gather(*(lm.arun(prompt, edits=edits, max_tokens=4) for prompt in PROMPTS))
+
+    assert [run.text for run in asyncio.run(several())] == [
+        run.text for run in local.run(PROMPTS, edits=edits, max_tokens=4)
+    ]
+
+
+def test_a_sweep_is_the_same(lm, local):
+    asked = dict(clean="The Eiffel Tower is in", corrupt="The Colosseum is in", answer=" Paris", foil=" Rome",
+                 sites=[pc.resid_pre])  # fmt: skip
+    there, here = patch_sweep(lm, **asked), patch_sweep(local, **asked)
+    assert np.array_equal(there.grid, here.grid, equal_nan=True)
+    assert there.grid.size > 20
+
+
+def test_ten_thousand_bytes_of_vectors_each(lm, local):
+    vectors = np.random.default_rng(1).standard_normal((40, 576)).astype(np.float32)
+    prompts = [[100 + i, 7, 9] for i in range(40)]
+    edits = [[pc.Add(vector, at=pc.resid_post[2], scale=3.0)] for vector in vectors]
+    there, here = (each.run(prompts, edits=edits, max_tokens=2, logprobs=True) for each in (lm, local))
+    assert [run.logprobs for run in there] == [run.logprobs for run in here]
+    assert len({tuple(run.logprobs) for run in there}) == 40
+
+
+def test_errors_are_the_same(lm, local):
+    for each in (lm, local):
+        with pytest.raises(pc.UnsupportedSite, match="8 layers"):
+            each.run("hello", capture=[pc.resid_post[99]])
+        with pytest.raises(pc.RunError, match="not finite"):
+            each.run("hello", edits=[pc.Scale(3e38, at=pc.resid_post[1])] * 2, max_tokens=1)
+        with pytest.raises(pc.UnknownName, match="temperatur"):
+            each.run("hello", sampling={"temperatur": 1.0})
+    runs = lm.run(["hello", "there"], edits=[[pc.Scale(3e38, at=pc.resid_post[1])] * 2, []], max_tokens=1)
+    assert "not finite" in str(runs[0].error)
+    assert runs[1].text == local.run("there", max_tokens=1).text
+
+
+def test_another_key_reads_and_frees_nothing(lm, server):
+    run = lm.run("hello", capture=[pc.embed], max_tokens=1)
+    with pc.LM(server.url, api_key=KEYS[1]) as other:
+        with pytest.raises(pc.MissingSource, match="of yours"):
+            other.engine.fetch(run.key, 0)
+        other.engine.release([run.key])
+        with pytest.raises(pc.MissingSource):
+            other.engine._wait(other.engine._ask("POST", "free", {"session": "s", "release": [run.key]}))
+    assert run["embed"].shape == (1, 576)
+    with pytest.raises(pc.EngineError, match="another API key"):
+        pc.LM(server.url, api_key="no-key")
+
+
+def test_nothing_is_left_when_runs_are_dropped(lm):
+    runs = lm.run(PROMPTS * 10, capture=[pc.resid_post], edits=[pc.Add(VECTOR, at=pc.embed)], max_tokens=2)
+    assert counts(lm)["captured_bytes"] > 0
+    del runs
+    assert not any(settled(lm).values())
+
+
+def test_a_call_that_is_cancelled_stops(lm):
+    async def cancelled():
+        task = asyncio.ensure_future(lm.arun(PROMPTS * 20, edits=[pc.Scale(0.9, at=pc.embed)], max_tokens=400))
+        await asyncio.sleep(0.5)
+        assert counts(lm)["programs"] > 0
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
+    assert not any(settled(lm).values())
+
+
+def test_a_client_that_is_killed_leaves_nothing(lm, server):
+    script = f"""
+        import patchclamp as pc
+        with pc.LM({server.url!r}, api_key={KEYS[0]!r}) as lm:
+            print("ready", flush=True)
+            lm.run([[5, 6, 7]] * 60, capture=[pc.resid_post], edits=[pc.Scale(0.9, at=pc.embed)], max_tokens=400)
+    """
+    client = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE)
+    assert client.stdout is not None
+    assert client.stdout.readline() == b"ready\n"
+    end = time.monotonic() + 60
+    while not counts(lm)["programs"] and time.monotonic() < end:
+        time.sleep(0.02)
+    assert counts(lm)["programs"] > 0
+    os.kill(client.pid, signal.SIGKILL)
+    client.wait()
+    assert not any(settled(lm).values())
+
+
+def test_a_server_that_is_none_of_ours(server):
+    with pytest.raises(pc.EngineError, match="does not answer"):
+        pc.LM("http://127.0.0.1:9", timeout_s=1)
+    with pytest.raises(pc.EngineError, match="leave engine="):
+        pc.LM(server.url, engine="vllm")
+    with pytest.raises(pc.UnknownName, match="api_key"):
+        pc.LM(server.url, api_kye="x")
