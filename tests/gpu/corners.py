@@ -33,27 +33,27 @@ def drain(mode: str) -> None:
 
     from patchclamp.runtime.drain import Drain
 
-    made, kept, taken = Drain(torch.device("cuda"), 1 << 24, 1 << 27), [], 0
+    drain, allocated, taken = Drain(torch.device("cuda"), 1 << 24, 1 << 27), [], 0
     random, generator = __import__("random").Random(), torch.Generator("cuda")
     for _ in range(600):
         size = random.choice([16, 1000, 1 << 16, 1 << 20, 5 << 20, 20 << 20])
-        memory, begin, block, offset = made.reserve(size)
+        memory, begin, block, offset = drain.allocate(size)
         data = memory[begin : begin + size]
         data.copy_(torch.randint(0, 256, (len(data),), dtype=torch.uint8, device="cuda", generator=generator))
-        kept.append((block, offset, data.sum(dtype=torch.int64), data[-16:].clone(), len(data)))
+        allocated.append((block, offset, data.sum(dtype=torch.int64), data[-16:].clone(), len(data)))
         taken += len(data)
         if random.random() < 0.3:
-            kept.pop(random.randrange(len(kept)))
+            allocated.pop(random.randrange(len(allocated)))
         if random.random() < 0.02:
-            made.flush()
-    made.flush()
+            drain.flush()
+    drain.flush()
     wrong = 0
-    for block, offset, total, tail, size in kept:
+    for block, offset, total, tail, size in allocated:
         host = block.data[offset : offset + size]
         wrong += int(host.sum(dtype=torch.int64)) != int(total) or host[-16:].tolist() != tail.tolist()
-    note(mode, "rows through a ring of 16 MiB and 128 of pinned memory", wrong == 0 and made.spilled > 0,
-         f"{taken >> 20} MiB, {wrong} of {len(kept)} wrong, {made.spilled} slabs moved on")  # fmt: skip
-    made.close()
+    note(mode, "rows through a ring of 16 MiB and 128 of pinned memory", wrong == 0 and drain.spilled > 0,
+         f"{taken >> 20} MiB, {wrong} of {len(allocated)} wrong, {drain.spilled} slabs moved on")  # fmt: skip
+    drain.close()
 
 
 def crowded(mode: str, model: str) -> None:

@@ -55,7 +55,7 @@ class Engine:
         rebase = self.step.tables.rebase
 
         def moved(plan: Any, begin: int) -> None:
-            self.moved += begin + self.runtime.continuity.steps * self.step._reserved_bytes == 0
+            self.moved += begin + self.runtime.continuity.steps * self.step._upfront_bytes == 0
             rebase(plan, begin)
 
         self.step.tables.rebase = moved  # type: ignore[method-assign]

@@ -1,5 +1,5 @@
-"""The way off the device, on two streams whose work is done late, and in any order that their waits allow: what was
-captured is what arrives, whatever lies where it lay by then."""
+"""The drain, on two streams whose work is done late, and in any order that their waits allow: what was captured is what
+arrives, even if its place in the ring has been written again by then."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from patchclamp.runtime import drain
+from patchclamp.runtime import drain as drains
 from patchclamp.store import host_memory
 
 DONE: Callable[[], bool] = lambda: True  # noqa: E731
 
 
 class Device:
-    """A device's streams. What they are given waits until it is their turn, or until the host waits for it."""
+    """A device's streams. Work is queued there until it is a stream's turn, or until the host waits for it."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.streams, self.late = rng, [], 0
@@ -34,18 +34,18 @@ class Device:
 
 class Stream:
     def __init__(self, device: Device) -> None:
-        self.device, self.asked, self.given, self.done = device, collections.deque(), 0, 0
+        self.device, self.queue, self.queued, self.done = device, collections.deque(), 0, 0
         device.streams.append(self)
 
     def give(self, may: Callable[[], bool], work: Callable[[], Any]) -> None:
         with self.device.lock:
-            self.asked.append((may, work))
-            self.given += 1
+            self.queue.append((may, work))
+            self.queued += 1
 
     def go_on(self) -> bool:
-        if not self.asked or not self.asked[0][0]():
+        if not self.queue or not self.queue[0][0]():
             return False
-        _, work = self.asked.popleft()
+        _, work = self.queue.popleft()
         work()
         self.done += 1
         return True
@@ -56,7 +56,7 @@ class Stream:
         self.give(lambda: stream.done >= at, lambda: None)
 
     def synchronize(self) -> None:
-        self.device.go_on(lambda: not self.asked)
+        self.device.go_on(lambda: not self.queue)
 
 
 class Event:
@@ -65,7 +65,7 @@ class Event:
 
     def record(self, stream: Stream) -> None:
         stream.give(DONE, lambda: None)
-        self.stream, self.at = stream, stream.given
+        self.stream, self.at = stream, stream.queued
 
     def query(self) -> bool:
         return self.stream is None or self.stream.done >= self.at
@@ -79,10 +79,10 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[Device], Stream]:
     """Puts streams in CUDA's place; returns what makes the one that the engine computes on."""
 
     def started(device: Device) -> Stream:
-        current, mine, copy = [Stream(device)], threading.get_ident(), torch.Tensor.copy_
+        current, engine_thread, copy = [Stream(device)], threading.get_ident(), torch.Tensor.copy_
 
         def copy_(to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-            if threading.get_ident() == mine:
+            if threading.get_ident() == engine_thread:
                 current[0].give(DONE, lambda: copy(to, source))
                 return to
             return copy(to, source)
@@ -95,8 +95,8 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[Device], Stream]:
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
         monkeypatch.setattr(host_memory, "SLAB_BYTES", 1 << 14)
         slabs = lambda limit: host_memory.PinnedSlabs(limit, lambda memory: None, lambda memory: None)  # noqa: E731
-        monkeypatch.setattr(drain, "PinnedSlabs", slabs)
-        monkeypatch.setattr(drain, "SEND_BYTES", device.rng.choice([1 << 6, 1 << 9, 1 << 11, 1 << 14]))
+        monkeypatch.setattr(drains, "PinnedSlabs", slabs)
+        monkeypatch.setattr(drains, "SEND_BYTES", device.rng.choice([1 << 6, 1 << 9, 1 << 11, 1 << 14]))
         return current[0]
 
     return started
@@ -107,32 +107,32 @@ def test_what_was_captured_is_what_arrives(on: Callable[[Device], Stream], seed:
     rng = random.Random(seed)
     device = Device(rng)
     compute = on(device)
-    made = drain.Drain(torch.device("cpu"), rng.choice([16, 1000, 1 << 10, 1 << 13]), 1 << 15)
+    drain = drains.Drain(torch.device("cpu"), rng.choice([16, 1000, 1 << 10, 1 << 13]), 1 << 15)
     sizes = rng.choice([[1, 16, 40], [1, 40, 300, 1 << 10], [16, 3000, 1 << 13, 1 << 14], [250, 256, 1000, 1008]])
-    speeds, kept = rng.choice([(0.05, 0.9), (0.9, 0.05), (0.5, 0.5), (0.02, 0.02)]), []
+    speeds, allocated = rng.choice([(0.05, 0.9), (0.9, 0.05), (0.5, 0.5), (0.02, 0.02)]), []
     for number in range(250):
         size, value = rng.choice(sizes), number % 251 + 1
-        memory, begin, block, offset = made.reserve(size)
+        memory, begin, block, offset = drain.allocate(size)
         assert begin % 16 == 0
         assert begin + size <= len(memory)
         row = memory[begin : begin + size]
         compute.give(DONE, lambda row=row, value=value: row.fill_(value))
-        kept.append((block, offset, size, value))
+        allocated.append((block, offset, size, value))
         if rng.random() < 0.2:
-            kept.pop(rng.randrange(len(kept)))
+            allocated.pop(rng.randrange(len(allocated)))
         if rng.random() < 0.05:
-            made.send() if rng.random() < 0.5 else made.flush()
+            drain.send() if rng.random() < 0.5 else drain.flush()
         with device.lock:
             for _ in range(rng.randrange(6)):
                 for stream, speed in zip(device.streams, speeds, strict=True):
                     rng.random() < speed and stream.go_on()
         assert torch.cuda.current_stream() is compute
-    made.flush()
-    for block, offset, size, value in kept:
+    drain.flush()
+    for block, offset, size, value in allocated:
         assert block.data is not None
         assert (block.data[offset : offset + size] == value).all()
     assert device.late > 0, "nothing was late: this checked nothing"
-    made.close()
+    drain.close()
 
 
 @pytest.mark.parametrize(("size", "fetched"), [(1 << 10, 5), (600, 9), (100, 40), (24, 200), (5000, 1)])
@@ -140,15 +140,15 @@ def test_slabs_are_filled_however_much_is_fetched_at_once(
     on: Callable[[Device], Stream], monkeypatch: pytest.MonkeyPatch, size: int, fetched: int
 ) -> None:
     on(Device(random.Random(0)))
-    monkeypatch.setattr(drain, "SEND_BYTES", host_memory.SLAB_BYTES)
-    made = drain.Drain(torch.device("cpu"), 4 * host_memory.SLAB_BYTES, 1 << 30)
-    kept = []
+    monkeypatch.setattr(drains, "SEND_BYTES", host_memory.SLAB_BYTES)
+    drain = drains.Drain(torch.device("cpu"), 4 * host_memory.SLAB_BYTES, 1 << 30)
+    allocated = []
     for _ in range(30):
-        kept += [made.reserve(size)[2:] for _ in range(fetched)]
-        made.flush()
-    held = sum(each.slab.size for each in made._filled[:-1])
-    used = sum(each.slab.used for each in made._filled[:-1])
-    assert held - used < (len(made._filled) - 1) * (size + 16), "more is left empty than what did not fit"
-    turns = made.bytes // made.device_bytes + 1
-    assert len({id(block) for block, _ in kept}) <= 30 + len(made._filled) + turns, "a parcel ends for no reason"
-    made.close()
+        allocated += [drain.allocate(size)[2:] for _ in range(fetched)]
+        drain.flush()
+    full = [filled.slab for filled in drain._filled[:-1]]
+    unused = sum(slab.size - slab.used for slab in full)
+    assert unused < len(full) * (size + 16), "more is left empty than what did not fit"
+    turns = drain.bytes // drain.device_bytes + 1
+    assert len({id(block) for block, _ in allocated}) <= 30 + len(drain._filled) + turns, "a copy ends for no reason"
+    drain.close()

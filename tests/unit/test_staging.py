@@ -38,7 +38,7 @@ def test_nothing_is_written_where_the_device_has_yet_to_read(monkeypatch, seed):
         at = int(draw.integers(0, len(words) - size))
         expected[at : at + size] = new = draw.integers(0, 1 << 30, size).astype(np.int32)
         tables._send([(at, new)])
-        longest = max(longest, len(compute.asked))
+        longest = max(longest, len(compute.queue))
         for _ in range(device.rng.randrange(4)):
             compute.go_on()
     compute.synchronize()

@@ -1,10 +1,11 @@
 """A step on a CUDA device: graphs replay with the kernel in them, eager steps launch it, captures leave behind both.
 
-Captured rows are written to the drain's ring on the device, whose address recorded graphs know.  A step has its part
-reserved at once, from a byte that the tables tell; the parts of steps that go on alike lie one behind the other, so
-that the tables stay as they are.  Of a step that captures more, say a large prefill, every tap reserves its part, and
-what some layers left, 64 MiB of it, is on its way while the next ones compute; so does the tap of sampled rows if they
-are what is too much.
+Captured rows are written to the drain's ring on the device, whose address recorded graphs know.  When a step begins,
+all that it captures is allocated there, and the tables say from which byte on.  The next steps that go on alike get the
+memory behind it, so that the tables need no change.
+
+If a step captures too much for that, as a large prefill does, every tap allocates its own part.  So 64 MiB from the
+first layers leave for the host while later layers compute.  If only the sampled rows are too much, only their tap does.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from patchclamp.store.host_memory import HostBlock
 
 
 class CudaStep:
-    """Carries out steps of at most `rows` rows and `samples` sampled ones; `positions` and `tokens` are the engine's
-    tensors of every row's position and token id.
+    """Carries out steps of at most `rows` rows and `samples` sampled ones.
 
-    `kept_bytes` bounds what a step with a graph may capture, as half the ring does; `ring_bytes` what is on its way to
-    the host, and `pinned_bytes` what waits there in pinned memory.
+    positions, tokens: the engine's tensors of every row's position and token id, [R]
+    kept_bytes: what a step with a graph may capture, at most; half the ring bounds it, too
+    ring_bytes: what may be on its way to the host
+    pinned_bytes: what may wait there in pinned memory
     """
 
     unit = BYTES
@@ -48,13 +50,13 @@ class CudaStep:
         moves.warm(bank.data.device)
         self._plan: StepPlan | None = None
         self._steps = 0  # since that plan was made
-        self._reserved_bytes = 0  # of each step's captures, what is reserved when it begins
-        self._begin = 0  # where the tables say that the captures of the planned step begin
-        self._place: BufferSlice | None = None  # what was reserved when the step began
-        self._tap_parts: list[tuple[int, int, HostBlock, int]] = []  # what taps reserved
+        self._upfront_bytes = 0  # bytes of captures that are allocated when a step begins
+        self._begin = 0  # the byte at which, by the tables, the captures of the planned step begin
+        self._upfront: BufferSlice | None = None  # what was allocated when the step began
+        self._tap_parts: list[tuple[int, int, HostBlock, int]] = []  # what taps allocated, as `ScatteredSlices.parts`
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """What graphs read and write of ours, by name."""
+        """The tensors of ours that graphs read and write, by name."""
         return {"ring": self.drain.ring, **self.tables.buffers()}
 
     @property
@@ -70,22 +72,22 @@ class CudaStep:
     def begin(self, plan: StepPlan, batch: Batch, steps: int) -> None:
         self._plan, self._batch, self._steps = plan, batch, steps
         if not steps:
-            self._reserved_bytes = self._at_once(plan)
+            self._upfront_bytes = self._bytes_upfront(plan)
             self.recorded.use(plan.active)
-        self._tap_parts, self._place, begin = [], None, 0
-        if self._reserved_bytes:
-            _, at, block, offset = self.drain.reserve(self._reserved_bytes)
-            self._place = BufferSlice(block, offset)
-            begin = at - steps * self._reserved_bytes
+        self._tap_parts, self._upfront, begin = [], None, 0
+        if self._upfront_bytes:
+            _, first_byte, block, offset = self.drain.allocate(self._upfront_bytes)
+            self._upfront = BufferSlice(block, offset)
+            begin = first_byte - steps * self._upfront_bytes
         if not steps:
-            self.tables.load(plan, batch, begin, self._reserved_bytes if plan.steady_steps else 0)
+            self.tables.load(plan, batch, begin, self._upfront_bytes if plan.steady_steps else 0)
         elif begin != self._begin:
             self.tables.rebase(plan, begin)
         self._begin = begin
 
-    def _at_once(self, plan: StepPlan) -> int:
-        """How many bytes of a step's captures are reserved at once: all, or all but the sampled rows', which come last,
-        or none where they are too many."""
+    def _bytes_upfront(self, plan: StepPlan) -> int:
+        """How many bytes of a step's captures are allocated when it begins: all; or if that is too much, all but the
+        sampled rows, which come last; or none."""
         if plan.size <= self.max_graph_bytes or not plan.layout.any_sampled:
             return plan.size if plan.size <= self.max_graph_bytes else 0
         size = int(plan.base[self.tables.table.sampled[plan.layout.point]].min())
@@ -98,39 +100,39 @@ class CudaStep:
             cuda.site(self.tables, point, hidden_RW, residual_RW, self.drain.ring, 0, sampled)
             self.recorded.note(point)
             return None
-        kept, begin, plan = self.drain.ring, 0, self._plan
+        memory, begin, plan = self.drain.ring, 0, self._plan
         if plan is not None and plan.size:
-            if self._reserved_bytes == plan.size:
-                begin = -self._steps * self._reserved_bytes if sampled else 0  # of other rows the kernel knows it
-            elif sampled or not self._reserved_bytes:
-                kept, begin = self._reserved(plan, point)
+            if self._upfront_bytes == plan.size:
+                begin = -self._steps * self._upfront_bytes if sampled else 0  # of other rows the kernel knows it
+            elif sampled or not self._upfront_bytes:
+                memory, begin = self._allocate(plan, point)
         if self.tables.table.coded:
-            return self._carry_out(point, hidden_RW, residual_RW, kept, begin, sampled)
-        cuda.site(self.tables, point, hidden_RW, residual_RW, kept, begin, sampled)
+            return self._carry_out(point, hidden_RW, residual_RW, memory, begin, sampled)
+        cuda.site(self.tables, point, hidden_RW, residual_RW, memory, begin, sampled)
         return None
 
-    def _reserved(self, plan: StepPlan, point: int) -> tuple[torch.Tensor, int]:
-        """Memory for what a point captures, and which byte of the step's, as the tables count them, is its first."""
+    def _allocate(self, plan: StepPlan, point: int) -> tuple[torch.Tensor, int]:
+        """Memory for what a point captures, and the number of its first byte, as the tables count the step's bytes."""
         bounds = plan.bounds_of_point.get(point)
         if bounds is None:
             return self.drain.ring, 0
         begin, end = bounds
-        kept, at, block, offset = self.drain.reserve(end - begin)
+        memory, first_byte, block, offset = self.drain.allocate(end - begin)
         self._tap_parts.append((begin, end, block, offset))
-        return kept, begin + self._begin - at
+        return memory, begin + self._begin - first_byte
 
     def _carry_out(
-        self, point: int, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, kept: torch.Tensor, begin: int,
+        self, point: int, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, memory: torch.Tensor, begin: int,
         sampled: bool,
     ) -> np.ndarray | None:  # fmt: skip
-        """The kernel, and code between as many launches of it as there are calls."""
-        calls = self._calls(point) if self._plan is not None and self.tables.table.coded else []
-        arguments = (self.tables, point, hidden_RW, residual_RW, kept, begin, sampled)
+        """Launches the kernel up to each request's next code, runs that code, and goes on, until no code is left."""
+        calls = self._calls(point) if self._plan is not None else []
+        arguments = (self.tables, point, hidden_RW, residual_RW, memory, begin, sampled)
         if not calls:
             cuda.site(*arguments)
             return None
         bad: list[int] = []
-        for phase, phase_calls in enumerate(calls):  # the kernel up to the code, the code, and on
+        for phase, phase_calls in enumerate(calls):
             cuda.site(*arguments, phase)
             for n, records in phase_calls:
                 bad += self._run(point, n, records, hidden_RW, residual_RW, sampled)
@@ -138,8 +140,8 @@ class CudaStep:
         return np.array(bad, np.int64)
 
     def _calls(self, point: int) -> list[list[tuple[int, np.ndarray]]]:
-        """What code is called at a point, one call of each request after the other: the request's number in the batch,
-        and the call's record, after the one, if there is one, that asks for the token."""
+        """The calls of code at a point: first every request's first one, then every request's second, and so on. A call
+        is the request's number in the batch and the call's record, behind its `MATCH` record if it has one."""
         assert self._plan is not None
         table, phases = self.tables.table, []
         first = self._batch.position + self._steps
@@ -159,7 +161,7 @@ class CudaStep:
         self, point: int, n: int, records: np.ndarray, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None,
         sampled: bool,
     ) -> list[int]:  # fmt: skip
-        """Runs a request's code on its rows; its slot, if what that gave is not finite and was not written."""
+        """Runs a request's code on its rows. Returns its slot if some results are not finite, which are not written."""
         assert self._plan is not None
         assert self.code is not None
         batch, record = self._batch, records[-1]
@@ -171,35 +173,34 @@ class CudaStep:
         if len(records) > 1 and holds.any():
             first, count = int(records[0]["value"]), int(records[0]["step"])
             token = self.tables.token_of_row[torch.from_numpy(rows).to(hidden_RW.device)].long()
-            among = torch.isin(token, self.tables.bank[first : first + count].long()).cpu().numpy()
-            holds &= among == (records[0]["x"] == 1)
-        at = np.array([n]) if sampled else rows[holds]
+            matches = torch.isin(token, self.tables.bank[first : first + count].long()).cpu().numpy()
+            holds &= matches == (records[0]["x"] == 1)
         if not holds.any():
             return []
-        at_A = torch.from_numpy(at).to(hidden_RW.device)
-        h_AW, within = fused.join(hidden_RW, residual_RW, at_A), columns_of(record)
-        part = self.code(int(record["value"]), h_AW[:, within], point, position[holds])
-        if part is None:
+        row_A = torch.from_numpy(np.array([n]) if sampled else rows[holds]).to(hidden_RW.device)
+        h_AW, columns = fused.join(hidden_RW, residual_RW, row_A), columns_of(record)
+        result = self.code(int(record["value"]), h_AW[:, columns], point, position[holds])
+        if result is None:
             return []
         new_AW = h_AW.clone()
-        new_AW[:, within] = part
+        new_AW[:, columns] = result
         finite_A = new_AW.to(hidden_RW.dtype).isfinite().all(1)
-        fused.split(hidden_RW, residual_RW, at_A[finite_A], new_AW[finite_A])
+        fused.split(hidden_RW, residual_RW, row_A[finite_A], new_AW[finite_A])
         return [] if bool(finite_A.all()) else [int(batch.slot[n])]
 
     def end(self, plan: StepPlan) -> BufferSlice | ScatteredSlices | None:
-        """Where its part of the ring will lie, and those of taps that reserved their own."""
-        place, self._place = self._place, None  # whoever is given them holds them, nobody else
+        """Where the step's captures will lie on the host."""
+        upfront, self._upfront = self._upfront, None  # nobody but the caller holds the blocks from here on
         parts, self._tap_parts = self._tap_parts, []
-        reserved_bytes = self._reserved_bytes
-        if plan.size > reserved_bytes and len(parts) < sum(
-            begin >= reserved_bytes for begin, _ in plan.bounds_of_point.values()
+        upfront_bytes = self._upfront_bytes
+        if plan.size > upfront_bytes and len(parts) < sum(
+            begin >= upfront_bytes for begin, _ in plan.bounds_of_point.values()
         ):
             raise ModelError("rows that were to be captured did not come by their taps")
         if not parts:
-            return place
-        if place is not None:
-            parts.append((0, self._reserved_bytes, place.block, place.offset))
+            return upfront
+        if upfront is not None:
+            parts.append((0, upfront_bytes, upfront.block, upfront.offset))
         return ScatteredSlices(parts)
 
     def prepare(self) -> None:

@@ -1,9 +1,9 @@
 """On a CUDA device: the program table and the step's rows at fixed addresses, brought up to date at once.
 
-All tables lie in one tensor of 32-bit words.  What changed is packed into pinned staging memory with where it belongs,
-and one small kernel reads it there and puts it in place; staging rotates, because with asynchronous scheduling the next
-step is prepared while the last one still runs.  In steady decode nothing changes and nothing is copied, but
-where captures begin once the ring they go to is at its end.
+All tables lie in one tensor of 32-bit words.  The words that changed are packed into pinned staging memory, with their
+addresses, and one small kernel reads them there and puts them in place.  Staging memory rotates, because with
+asynchronous scheduling the next step is prepared while the last one still runs.  In steady decode nothing changes and
+nothing is copied; only when the ring for captures is at its end, the tables get a new begin.
 
     R rows of a step at most · N requests of a step at most · S slots · P points · O records
 """
@@ -25,14 +25,14 @@ MIN_STAGING_WORDS = 1 << 14  # words of a staging buffer, to begin with
 
 
 class _Staging:
-    """Pinned memory for so many words; `done` when the device has read what lies there."""
+    """Pinned memory for so many words. `done` is the event after the device has read them."""
 
     def __init__(self, words: int) -> None:
         self.done, self.pinned = torch.cuda.Event(), _pinned(words)
         self.words = self.pinned.numpy()
 
     def room(self, words: int) -> None:
-        """Makes room for so many words; the device must have read what lies there."""
+        """Makes room for so many words. The device must have read the ones before."""
         if words > len(self.words):
             self.pinned = _pinned(1 << (words - 1).bit_length())
             self.words = self.pinned.numpy()
@@ -94,14 +94,14 @@ class CudaTables:
         return self._words.nbytes + self.quantiles.nbytes
 
     def failed(self) -> list[tuple[int, int]]:
-        """Slots whose present program's edits were not finite, and the point; of steps whose results have arrived."""
+        """The slots whose program's edits were not finite, each with the point, of steps whose results have arrived."""
         slots = np.flatnonzero(self._failures)
         slots = slots[self._failures[slots] >> 32 == self.table.generation[slots]]
         return [(int(slot), int(self._failures[slot]) & 0xFFFFFFFF) for slot in slots]
 
     def load(self, plan: StepPlan, batch: Batch, begin: int = 0, stride: int = 0) -> None:
-        """Makes the tables say what `plan` says of a batch: its captures lie from byte `begin` on, and those of each
-        further step, of one token a request, `stride` bytes behind those of the one before."""
+        """Writes a step's plan to the tables. Its captures begin at byte `begin`. If further steps of one token a
+        request go on with the plan, the captures of each begin `stride` bytes after those of the step before."""
         slot, origin = plan.tokens.slot, []
         if stride:
             first = np.zeros(batch.rows, np.int32)
@@ -121,7 +121,7 @@ class CudaTables:
         ])  # fmt: skip
 
     def rebase(self, plan: StepPlan, begin: int) -> None:
-        """The same with other memory for what is captured."""
+        """Moves the captures of the steps to come: the planned step's would begin at byte `begin`."""
         self._send(self._targets(plan, begin)[1:])
         self.copies, self.rebased = self.copies - 1, self.rebased + 1
 
@@ -135,7 +135,7 @@ class CudaTables:
         return segments + [(self._at["records"] + a * size, words[a * size : b * size]) for a, b in records]
 
     def _targets(self, plan: StepPlan, begin: int) -> list[tuple[int, np.ndarray]]:
-        """Where captured rows go, by range and by region: of each the table from the lowest number to the highest."""
+        """Offsets by capture range and bases by region, each table from the lowest number in use to the highest."""
         if not plan.size:
             return []
         low, offset = _by_number(plan.layout.range_number, plan.offset, np.int32)
@@ -143,7 +143,7 @@ class CudaTables:
         return [(self._at["offset"] + low, offset), (self._at["base"] + 2 * lowest, base.view(np.int32))]
 
     def _send(self, segments: list[tuple[int, np.ndarray]]) -> None:
-        """Brings words to the device, each segment to where it begins."""
+        """Copies segments (the first word's index in the tables, words) to the device."""
         chunks = sum(-(-len(words) // CHUNK) for _, words in segments)
         if not chunks:
             return

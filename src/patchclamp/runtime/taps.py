@@ -16,10 +16,10 @@ def attach(
     model: torch.nn.Module, taps: list[tuple[Point, Tap]], view: Callable[[Tap], View | None],
     after_attention: Callable[[torch.nn.Module, Callable[[torch.Tensor], None]], None] | None = None,
 ) -> dict[int, View | None]:  # fmt: skip
-    """Hooks every tap of tokens' rows whose module is here; returns their points, and where each lies in its tensor.
-    Raises `ModelError` for a module that is missing.
+    """Hooks every tap whose module is in this process, but for those of sampled rows. Returns their points, and where
+    each lies in its tensor. Raises `ModelError` for a module that is missing.
 
-    A module without submodules and parameters of its own kind stands for a layer that another pipeline stage holds.
+    Of a layer that another pipeline stage has, vLLM puts a `PPMissingLayer` in its place; it is not hooked.
     """
     hooked = {}
     for point, tap in taps:
@@ -30,81 +30,81 @@ def attach(
             continue
         if tap.moment == "attention":
             assert after_attention is not None
-            after_attention(module, _computed(point.number))
+            after_attention(module, _attention_hook(point.number))
         elif tap.moment == "in":
-            module.register_forward_pre_hook(_before(point.number, tap), with_kwargs=True)
+            module.register_forward_pre_hook(_input_hook(point.number, tap), with_kwargs=True)
         elif tap.rerun:
-            module.register_forward_hook(_rerun(point.number))
+            module.register_forward_hook(_router_hook(point.number))
         else:
-            module.register_forward_hook(_after(point.number, tap))
+            module.register_forward_hook(_output_hook(point.number, tap))
         hooked[point.number] = view(tap)
     return hooked
 
 
 def find(model: torch.nn.Module, path: str) -> torch.nn.Module:
-    """The submodule at a path. Raises `ModelError` with the names that are there."""
+    """The submodule at a path, or the `PPMissingLayer` on the way to it. Raises `ModelError` with the names there."""
     module, walked = model, []
     for name in path.split("."):
         children = dict(module.named_children())
         if name not in children:
             if type(module).__name__ == "PPMissingLayer":
                 return module
-            place = ".".join(walked) or type(model).__name__
-            raise ModelError(f"{place} has no {name!r} (for {path}); it has: {', '.join(children) or 'no submodules'}")
+            parent = ".".join(walked) or type(model).__name__
+            raise ModelError(f"{parent} has no {name!r} (for {path}); it has: {', '.join(children) or 'no submodules'}")
         module = children[name]
         walked.append(name)
     return module
 
 
-def _before(point: int, tap: Tap) -> Callable[..., None]:
+def _input_hook(point: int, tap: Tap) -> Callable[..., None]:
     hidden, residual = tap.hidden, tap.residual
 
-    def hook(module: torch.nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        other = args[residual] if residual is not None and len(args) > residual else None
-        site(named[hidden] if isinstance(hidden, str) else args[hidden], other, point)  # type: ignore[index]
+    def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        residual_in = args[residual] if residual is not None and len(args) > residual else None
+        site(kwargs[hidden] if isinstance(hidden, str) else args[hidden], residual_in, point)
 
     return hook
 
 
-def _computed(point: int) -> Callable[[torch.Tensor], None]:
-    def tap(computed: torch.Tensor) -> None:
-        acting(computed, None, point)
+def _attention_hook(point: int) -> Callable[[torch.Tensor], None]:
+    def hook(result: torch.Tensor) -> None:
+        acting(result, None, point)
 
-    return tap
+    return hook
 
 
-def _rerun(point: int) -> Callable[..., Any]:
-    """Of a router that gives its logits and what it chose by them: what it would have chosen by those that are edited.
-    Its weights stand aside for ones that leave the logits as they are."""
+def _router_hook(point: int) -> Callable[..., Any]:
+    """For a router that returns its logits, and the experts that it chose by them. If the logits are edited, it runs
+    again on them, with weights that leave them as they are, and so chooses anew."""
 
     def hook(module: Any, args: tuple[Any, ...], output: tuple[Any, ...]) -> Any:
         logits_RX = output[0].clone()
         site(logits_RX, None, point)
         if torch.equal(logits_RX, output[0]):
             return None
-        stood, forward = {}, type(module).forward
-        same = torch.eye(logits_RX.shape[-1], dtype=logits_RX.dtype, device=logits_RX.device)
-        for name, aside in {"weight": same, "bias": torch.zeros_like(same[0])}.items():
+        own_parameters = {}
+        identity = torch.eye(logits_RX.shape[-1], dtype=logits_RX.dtype, device=logits_RX.device)
+        for name, neutral in {"weight": identity, "bias": torch.zeros_like(identity[0])}.items():
             if name in module._parameters and module._parameters[name] is not None:
-                stood[name] = module._parameters[name]
-                module._parameters[name] = torch.nn.Parameter(aside, requires_grad=False)
+                own_parameters[name] = module._parameters[name]
+                module._parameters[name] = torch.nn.Parameter(neutral, requires_grad=False)
         width = getattr(module, "hidden_dim", None)
         module.hidden_dim = logits_RX.shape[-1]
         try:
-            made = forward(module, logits_RX)
+            rerun = type(module).forward(module, logits_RX)
         finally:
-            module._parameters |= stood
+            module._parameters |= own_parameters
             module.hidden_dim = width
-        return (logits_RX, *made[1:])
+        return (logits_RX, *rerun[1:])
 
     return hook
 
 
-def _after(point: int, tap: Tap) -> Callable[..., None]:
-    place = tap.hidden
-    assert isinstance(place, int)
+def _output_hook(point: int, tap: Tap) -> Callable[..., None]:
+    index = tap.hidden
+    assert isinstance(index, int)
 
     def hook(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        site(output[place] if isinstance(output, tuple) else output, None, point)
+        site(output[index] if isinstance(output, tuple) else output, None, point)
 
     return hook
