@@ -7,7 +7,9 @@
     │   └── TokensError     400  a selection that this prompt cannot satisfy
     ├── UnsupportedSite     422  a known site that this model, engine or position does not have
     ├── MissingSource       404  a run or vector that is not (or no longer) there
+    ├── NameTaken           409  a name that something of another kind has
     ├── CapacityError       429  a table is full; the text says which option makes it larger
+    │   └── TooLarge        413  a request that asks for more than any request may
     ├── ModelError          422  a model that cannot be loaded or whose layers were not found
     ├── EngineError         500  the engine could not start or has stopped
     │   ├── SeamMoved       500  this vLLM does not have a place that patchclamp attaches to
@@ -68,8 +70,16 @@ class MissingSource(PatchclampError):
     status = 404
 
 
+class NameTaken(PatchclampError):
+    status = 409
+
+
 class CapacityError(PatchclampError):
     status = 429
+
+
+class TooLarge(CapacityError):
+    status = 413
 
 
 class ModelError(PatchclampError):
@@ -96,7 +106,7 @@ TREE: dict[str, type[PatchclampError]] = {
     kind.__name__: kind
     for kind in (
         PatchclampError, ProgramError, UnknownName, ShapeError, TokensError, UnsupportedSite,
-        MissingSource, CapacityError, ModelError, EngineError, SeamMoved, AddressMoved, RunError,
+        MissingSource, NameTaken, CapacityError, TooLarge, ModelError, EngineError, SeamMoved, AddressMoved, RunError,
     )
 }  # fmt: skip
 

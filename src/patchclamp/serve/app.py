@@ -8,16 +8,17 @@ from typing import Any
 from patchclamp.errors import PatchclampError
 from patchclamp.serve.front import front_of
 
-OPENAI_ROUTES = ("/v1/completions", "/v1/chat/completions")
+MAX_MESSAGE = 2000  # characters of an error that are sent back: what was asked may be in it
 
 
 def attach(app: Any) -> None:
     """Puts our routes on an app. They answer once `start` has run."""
-    from patchclamp.serve.routes import engine, openai, runs
+    from patchclamp.serve.routes import bank, engine, openai, runs
 
     app.exception_handler(PatchclampError)(answer_error)
     openai.attach(app)
     app.include_router(runs.router)
+    app.include_router(bank.router)
     app.include_router(engine.router)
 
 
@@ -35,7 +36,7 @@ async def start(client: Any, state: Any, args: Any) -> None:
             "--additional-config '{\"patchclamp\": {}}'"
         )
     state.patchclamp = front_of(client)
-    state.patchclamp_has_keys = bool(_api_keys(args))
+    state.patchclamp.has_keys = bool(_api_keys(args))
     await state.patchclamp.ready()
 
 
@@ -56,8 +57,10 @@ async def answer_error(_: Any, error: Exception) -> Any:
 
 def error_object(error: PatchclampError) -> dict[str, Any]:
     """What the body of an error says."""
-    return {
-        "error": {
-            "message": str(error), "type": type(error).__name__, "param": error.path, "code": error.status,
-        }
-    }  # fmt: skip
+    message, path = (_sendable(text) for text in (str(error), error.path or ""))
+    return {"error": {"message": message, "type": type(error).__name__, "param": path or None, "code": error.status}}
+
+
+def _sendable(text: str) -> str:
+    """Text that can be sent as UTF-8, and not longer than errors are."""
+    return text[:MAX_MESSAGE].encode(errors="backslashreplace").decode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 from contextvars import ContextVar
@@ -9,33 +10,38 @@ from typing import Any
 
 import msgspec
 
+from patchclamp.engines.vllm.serve_limits import ServeLimits
 from patchclamp.errors import PatchclampError, ProgramError, unknown
-from patchclamp.language import Program
+from patchclamp.language import Capture, Program
 from patchclamp.language.fuzz import NAMES as FUZZ_NAMES
 from patchclamp.language.fuzz import fuzz
 from patchclamp.language.program import from_dict
 from patchclamp.run import Run
 from patchclamp.serve.captures import captured_file
 from patchclamp.serve.kept import Kept, check_name
+from patchclamp.serve.variants import Variant
 
 FIELDS = ("edits", "capture", "run", "keep", "compare")
-MAX_INLINE_BYTES = 1 << 20  # of captures that travel in a response
 
 
 class Call:
     """A request's `patchclamp` object.
 
-    program: its edits and captures
+    program: its edits and captures; the variant's edits come first
     owner: whose request it is
     name: what its runs are kept under, where it says; else each has a name of its own
     keep: whether its captures stay for later requests
     compare: whether the unedited answer is wanted beside it
+    variant: the program that is the request's model
     runs: of every choice of the answer, by its number
     error: that ended it
     on_own_route: whether our own route answers, which has room for all that came of it
     """
 
-    def __init__(self, data: Any, owner: str, extra: dict[str, Any], on_own_route: bool = True) -> None:
+    def __init__(
+        self, data: Any, owner: str, extra: dict[str, Any], kept: Kept, variant: Variant | None = None,
+        on_own_route: bool = True,
+    ) -> None:  # fmt: skip
         if not isinstance(data, dict):
             raise ProgramError(f"an object with {', '.join(FIELDS)} is needed, not {type(data).__name__}", "patchclamp")
         for field in data:
@@ -49,9 +55,13 @@ class Call:
             self.name: str | None = check_name(data["run"], "run") if data.get("run") is not None else None
         except PatchclampError as error:
             raise error.under("patchclamp") from None
-        edits = fuzz({name: extra[name] for name in FUZZ_NAMES if name in extra})
-        self.program: Program = msgspec.structs.replace(program, edits=program.edits + edits)
-        self.owner, self.on_own_route = owner, on_own_route
+        fuzzed = fuzz({name: extra[name] for name in FUZZ_NAMES if name in extra})
+        edits = () if variant is None else variant.program.edits
+        self.program: Program = msgspec.structs.replace(program, edits=edits + program.edits + fuzzed)
+        check_size(self.program, kept.limits)
+        if self.name is not None:
+            kept.check_free(owner, self.name, "run")
+        self.owner, self.variant, self.on_own_route, self._limits = owner, variant, on_own_route, kept.limits
         self.keep, self.compare = bool(data.get("keep", self.name is not None)), bool(data.get("compare", False))
         self.runs: dict[int, tuple[str, Run]] = {}
         self.error: PatchclampError | None = None
@@ -69,17 +79,31 @@ class Call:
         if run.sites:
             kept.keep(self.owner, name, run)
 
-    def answer(self, kept: Kept) -> dict[str, Any]:
-        """The response's `patchclamp` object. Reads captures: call it on another thread than the loop's."""
-        return {
+    async def answer(self, kept: Kept) -> dict[str, Any]:
+        """The response's `patchclamp` object. What went along with it, and is not to be kept, is freed."""
+        answer = {
             "fingerprint": self.program.fingerprint,
-            "runs": [self._run_answer(choice, *self.runs[choice]) for choice in sorted(self.runs)],
+            "runs": [
+                await asyncio.to_thread(self._run_answer, choice, *self.runs[choice]) for choice in sorted(self.runs)
+            ],
         }
+        if self.variant is not None:
+            answer["variant"] = {"name": self.variant.name, "edits": len(self.variant.program.edits)}
+        for name, run in self.runs.values():
+            if not self.keep and self._goes_along(run):
+                kept.let_go(self.owner, name, run)
+        return answer
+
+    def _goes_along(self, run: Run) -> bool:
+        """Whether a run's captures are in the response."""
+        return run.captured_bytes <= self._limits.inline_bytes
 
     def _run_answer(self, choice: int, name: str, run: Run) -> dict[str, Any]:
         answer: dict[str, Any] = {"index": choice, "run": name, "idle_edits": run.idle_edits}
         if run.sites:
-            inline = run.captured_bytes <= MAX_INLINE_BYTES
+            inline = self._goes_along(run)
+            if not self.on_own_route:
+                self._limits.check("inline_bytes", run.captured_bytes, "bytes captured, which go along on this route")
             answer["captures"] = base64.b64encode(captured_file(run)).decode() if inline else None
             answer["captures_url"] = f"/v1/patchclamp/runs/{name}/captures" if self.keep or not inline else None
         return answer
@@ -88,7 +112,16 @@ class Call:
 current: ContextVar[Call | None] = ContextVar("patchclamp call", default=None)
 
 
-def of_extra_args(extra: dict[str, Any], owner: str) -> Call:
+def check_size(program: Program, limits: ServeLimits) -> None:
+    """Raises `TooLarge` for a program with more ops or captures than a request may have."""
+    limits.check("program_ops", len(program.edits) + len(program.capture), "ops of the program", "edits")
+    captures = sum(isinstance(op, Capture) for _, op in program.ops)
+    limits.check("program_captures", captures, "captures of the program", "capture")
+
+
+def of_extra_args(
+    extra: dict[str, Any], owner: str, kept: Kept, variant: Variant | None = None, on_own_route: bool = False
+) -> Call:
     """The call that a request's `extra_args` (`vllm_xargs`) describe: a JSON string under `patchclamp`, fuzzing beside
     it."""
     data = extra.get("patchclamp", {})
@@ -97,4 +130,4 @@ def of_extra_args(extra: dict[str, Any], owner: str) -> Call:
             data = json.loads(data)
         except (ValueError, RecursionError) as error:
             raise ProgramError(f"not JSON: {error}", "vllm_xargs.patchclamp") from None
-    return Call(data, owner, extra, on_own_route=False)
+    return Call(data, owner, extra, kept, variant, on_own_route)

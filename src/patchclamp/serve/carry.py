@@ -45,8 +45,8 @@ async def _edited(
     extra = dict(params.extra_args or {})
     params.extra_args = {name: value for name, value in extra.items() if name not in NAMES} or None
     if call is None:
-        call, number = of_extra_args(extra, OPEN), 0
-        _check_stock_route(call, params, request_id)
+        call, number = of_extra_args(extra, OPEN, front.kept), 0
+        _check_stock_route(front, call, params, request_id)
     assert number is not None
     if not call.program:
         async for output in stock(prompt, params, request_id, **others):
@@ -58,12 +58,20 @@ async def _edited(
     joined = streams[0] if len(streams) == 1 else _joined(streams, params)
     async for output in joined:
         if output.finished and not call.on_own_route:
-            output.kv_transfer_params = {"patchclamp": await asyncio.to_thread(call.answer, front.kept)}
+            output.kv_transfer_params = {"patchclamp": await call.answer(front.kept)}
         yield output
 
 
-def _check_stock_route(call: Call, params: Any, request_id: str) -> None:
-    """Raises `ProgramError` for what the answers of vLLM's own routes have no room for."""
+def _check_stock_route(front: Front, call: Call, params: Any, request_id: str) -> None:
+    """Raises `ProgramError` for what the answers of vLLM's own routes have no room for, and for any program where our
+    routes know callers by their API keys: some of vLLM's own are open to everybody, and none says whose a request is.
+    """
+    if front.has_keys:
+        raise ProgramError(
+            "on this server programs go through /v1/completions and /v1/chat/completions", "vllm_xargs.patchclamp"
+        )
+    if call.name is not None:
+        raise ProgramError("a program in vllm_xargs cannot name its run", "vllm_xargs.patchclamp.run")
     streamed = getattr(params.output_kind, "name", "") != "FINAL_ONLY"
     several = params.n != 1 or (request_id.startswith("cmpl-") and not request_id.endswith("-0"))
     for wrong, what in ((streamed, "stream"), (several, "several prompts or n > 1"), (call.compare, "compare")):

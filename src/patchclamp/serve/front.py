@@ -6,7 +6,10 @@ import asyncio
 from typing import Any
 
 from patchclamp.engines.vllm.async_engine import AsyncEngine
+from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.wire import LEASE_S
+from patchclamp.errors import PatchclampError
+from patchclamp.language import SiteOp
 from patchclamp.lm import LM
 from patchclamp.proving.cache import ensure_proved
 from patchclamp.serve.kept import Kept
@@ -19,20 +22,31 @@ class Front:
     engine, lm: what carries programs beside the server's other requests. `lm` reads captures and blocks: use it on
         another thread than the loop's
     leases: which clients of ours are alive
+    limits: what one caller may ask for, and leave here
     kept: runs, vectors and programs that requests left here, by whose they are
+    has_keys: whether our own routes know each caller by an API key
     """
 
     def __init__(self, client: Any) -> None:
         name = client.vllm_config.model_config.model
         self.engine = AsyncEngine(client, name)
         self.lm = LM(name, engine=self.engine)
-        self.kept = Kept()
+        self.limits = configuration.serving(client.vllm_config)
+        self.kept, self.has_keys = Kept(self.limits), False
+        self.model_name: str = client.vllm_config.model_config.served_model_name
         self.leases = Leases(self.engine, LEASE_S)
         self._proving = asyncio.ensure_future(self._prove())
 
     async def ready(self) -> None:
         """Returns when the sites are proved. Raises what starting or proving raised."""
         await asyncio.shield(self._proving)
+
+    def check_site(self, op: SiteOp, path: str) -> None:
+        """Raises `UnsupportedSite` where the model lacks an op's site."""
+        try:
+            self.lm.sites.resolve(op.at)
+        except PatchclampError as error:
+            raise error.under(f"{path}.at") from None
 
     async def _prove(self) -> None:
         await self.engine.ask("started")

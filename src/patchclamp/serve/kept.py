@@ -1,4 +1,8 @@
-"""What requests leave on a server: captured runs, and vectors and programs by name, each its owner's alone."""
+"""What requests leave on a server: captured runs, and vectors and programs by name, each its owner's alone.
+
+All of it is in memory: a name is a key of a dictionary and never a path. A name of one owner is a run's, a vector's or
+a program's, never that of two.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +13,14 @@ from typing import Any
 
 import msgspec
 
-from patchclamp.errors import CapacityError, MissingSource, ProgramError
+from patchclamp.engines.vllm.serve_limits import ServeLimits
+from patchclamp.errors import MissingSource, NameTaken, ProgramError, near
+from patchclamp.language import Program, Vector
 from patchclamp.run import Run
-from patchclamp.store.named import NamedBank
+from patchclamp.store.named import Means, NamedBank
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
-
-
-class KeepLimits(msgspec.Struct, frozen=True):
-    """run_ttl_s: seconds after which a run that nobody asks for is dropped
-    run_bytes: captures that one owner keeps at most
-    owner_names: vectors and programs of one owner at most
-    """
-
-    run_ttl_s: float = 600.0
-    run_bytes: int = 1 << 32
-    owner_names: int = 1024
+MAX_GONE = 4096  # runs that are no more, of which it is remembered why
 
 
 class Gone(MissingSource):
@@ -35,6 +31,7 @@ class Gone(MissingSource):
 
 class _KeptRun(msgspec.Struct):
     run: Run
+    captured_bytes: int
     touched_s: float
 
 
@@ -67,14 +64,56 @@ class Owned(Mapping[str, Any]):
 class Kept:
     """By owner: runs and a bank. Used on the event loop's thread alone."""
 
-    def __init__(self, limits: KeepLimits | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.limits, self._clock = limits or KeepLimits(), clock
+    def __init__(self, limits: ServeLimits | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limits, self._clock = limits or ServeLimits(), clock
         self._runs: dict[str, dict[str, _KeptRun]] = {}
         self._banks: dict[str, NamedBank] = {}
+        self._bank_bytes: dict[str, dict[str, int]] = {}  # by owner and name
         self._gone: dict[tuple[str, str], str] = {}  # why a run is no more
 
     def bank(self, owner: str) -> NamedBank:
         return self._banks.setdefault(owner, NamedBank())
+
+    def entries(self, owner: str, kind: str) -> dict[str, Any]:
+        """An owner's vectors (and means), or its programs, by name."""
+        return {name: entry for name, entry in self.bank(owner).items() if kind_of(entry) == kind}
+
+    def bank_bytes(self, owner: str) -> int:
+        """Room that an owner's bank takes."""
+        return sum(self._bank_bytes.get(owner, {}).values())
+
+    def entry(self, owner: str, kind: str, name: str) -> Any:
+        """A vector (or means), or a program. Raises `MissingSource`."""
+        entries = self.entries(owner, kind)
+        if name not in entries:
+            names = ", ".join(list(entries)[:20]) or "none"
+            raise MissingSource(f"there is no {kind} {name!r}{near(name, entries)}; there are: {names}")
+        return entries[name]
+
+    def put(self, owner: str, kind: str, name: str, entry: Vector | Means | Program) -> None:
+        """Puts a vector, means or a program under a name, in place of one that had it.
+
+        Raises `NameTaken` for a name of another kind, and `CapacityError` where the owner's bank is full.
+        """
+        self.check_free(owner, name, kind)
+        sizes = self._bank_bytes.setdefault(owner, {})
+        others = sum(size for key, size in sizes.items() if key != name)
+        size = bytes_of(entry)
+        self.limits.check_room("bank_names", len(sizes.keys() - {name}), 1, "names in the bank")
+        self.limits.check_room("bank_bytes", others, size, "bytes of the bank")
+        self.bank(owner)[name], sizes[name] = entry, size
+
+    def delete(self, owner: str, kind: str, name: str) -> None:
+        """Raises `MissingSource`."""
+        self.entry(owner, kind, name)
+        del self.bank(owner)[name], self._bank_bytes[owner][name]
+
+    def check_free(self, owner: str, name: str, kind: str) -> None:
+        """Raises `NameTaken` for a name that an owner's run, vector or program has, unless it is of that kind."""
+        bank = self.bank(owner)
+        has = "run" if name in self._runs.get(owner, {}) else None if name not in bank else kind_of(bank[name])
+        if has not in (None, kind):
+            raise NameTaken(f"{name!r} is a {has} here: delete that first, or choose another name")
 
     def owned(self, owner: str) -> Owned:
         """What programs of an owner may name."""
@@ -82,19 +121,16 @@ class Kept:
         return Owned(self.bank(owner), {name: kept.run for name, kept in self._runs.get(owner, {}).items()})
 
     def keep(self, owner: str, name: str, run: Run) -> None:
-        """Keeps a run under a name. Raises `CapacityError` where the owner's captures leave no room."""
+        """Keeps a run under a name. Raises `CapacityError` where the owner's runs leave no room, and `NameTaken`."""
         self.drop_old()
+        self.check_free(owner, name, "run")
         runs = self._runs.setdefault(owner, {})
-        used = sum(kept.run.captured_bytes for key, kept in runs.items() if key != name)
-        if used + run.captured_bytes > self.limits.run_bytes:
-            raise CapacityError(
-                f"the captures of run {name} need {run.captured_bytes} bytes, and {used} of {self.limits.run_bytes} "
-                "are taken: delete runs that are read, or capture less",
-                "run",
-            )
+        others = [kept.captured_bytes for key, kept in runs.items() if key != name]
+        self.limits.check_room("kept_runs", len(others), 1, "runs", "run")
+        self.limits.check_room("run_bytes", sum(others), run.captured_bytes, f"bytes that run {name} captured", "run")
         if name in runs:
             self._close(owner, name, "another run took its name")
-        runs[name] = _KeptRun(run, self._clock())
+        runs[name] = _KeptRun(run, run.captured_bytes, self._clock())
         self._gone.pop((owner, name), None)
 
     def run(self, owner: str, name: str) -> Run:
@@ -117,6 +153,12 @@ class Kept:
         self.run(owner, name)
         self._close(owner, name, "it was deleted")
 
+    def let_go(self, owner: str, name: str, run: Run) -> None:
+        """Frees a run that was read and is not to be kept, unless another one has its name by now."""
+        kept = self._runs.get(owner, {}).get(name)
+        if kept is not None and kept.run is run:
+            self._close(owner, name, "its captures went along with its answer, and nobody asked to keep it")
+
     def drop_old(self) -> None:
         """Frees runs that nobody has asked for in `run_ttl_s`."""
         oldest = self._clock() - self.limits.run_ttl_s
@@ -127,8 +169,22 @@ class Kept:
     def _close(self, owner: str, name: str, why: str) -> None:
         self._runs[owner].pop(name).run.close()
         self._gone[owner, name] = why
-        while len(self._gone) > 4096:
+        while len(self._gone) > MAX_GONE:
             del self._gone[next(iter(self._gone))]
+
+
+def kind_of(entry: object) -> str:
+    """Which of its two kinds an entry of an owner's bank is; means count as a vector."""
+    return "program" if isinstance(entry, Program) else "vector"
+
+
+def bytes_of(entry: Vector | Means | Program) -> int:
+    """Room that an entry of the bank takes."""
+    if isinstance(entry, Vector):
+        return len(entry.data)
+    if isinstance(entry, Means):
+        return sum(len(row.data) for row in entry.rows.values())
+    return len(entry.to_json())
 
 
 def check_name(name: str, path: str) -> str:

@@ -75,7 +75,7 @@ class NamedBank(MutableMapping[str, Entry]):
         self._entries: dict[str, Entry] = {}
 
     def __setitem__(self, name: str, entry: EntryLike) -> None:
-        self._entries[check_name(name)] = _as_entry(entry)
+        self._entries[check_name(name)] = as_entry(entry)
 
     def __getitem__(self, name: str) -> Entry:
         if name not in self._entries:
@@ -166,9 +166,9 @@ class NamedBank(MutableMapping[str, Entry]):
             if stray:
                 raise ProgramError(f"{stray[0]!r} stands in the metadata, and is no such thing")
             for name, tensor in tensors.items():
-                entries[check_name(prefix + name)] = _from_tensor(tensor, means.get(name))
+                entries[check_name(prefix + name)] = entry_of_tensor(tensor, means.get(name))
             for name, program in programs.items():
-                entries[check_name(prefix + name)] = _as_entry(Program.from_json(program))
+                entries[check_name(prefix + name)] = as_entry(Program.from_json(program))
         except (PatchclampError, msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ProgramError(f"{file}: {name}: {error}") from None
         self._entries |= entries
@@ -182,16 +182,17 @@ def _to_json(name: str, program: Program) -> str:
         raise ProgramError(f"{name!r} cannot be written: {error}; name what is to be written", "names") from None
 
 
-def _from_tensor(tensor: Any, refs: list[str] | None) -> Entry:
+def entry_of_tensor(tensor: Any, refs: list[str] | None) -> Vector | Means:
     """A tensor of a file: a vector, or the means at some site refs."""
     if refs is None:
-        return _as_entry(tensor)
+        return Vector.of(tensor)
     if len(tensor.shape) != 2 or len(set(refs)) != len(refs) or len(refs) != tensor.shape[0]:
         raise ShapeError(f"means of {len(refs)} different sites are [{len(refs)}, D], not {list(tensor.shape)}")
     return Means({ref: Vector.of(row) for ref, row in zip(refs, tensor, strict=True)})
 
 
-def _as_entry(entry: Any) -> Entry:
+def as_entry(entry: Any) -> Entry:
+    """What the bank keeps of what it is given. Raises `ProgramError` for a program that captures or edits nothing."""
     if isinstance(entry, (Vector, Means)) or is_run(entry):
         return entry
     if isinstance(entry, Program) or _is_edits(entry):

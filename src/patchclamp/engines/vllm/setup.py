@@ -10,16 +10,19 @@ import msgspec
 from patchclamp import __version__
 from patchclamp.engines.vllm.architecture import site_map
 from patchclamp.engines.vllm.compat import configuration
+from patchclamp.engines.vllm.serve_limits import ServeLimits
 from patchclamp.errors import EngineError, unknown
 from patchclamp.runtime import Limits
 
-PARTS = ("limits", "version", "op", "taps")  # of our part of `additional_config`; all but the first are put there
+ASKED = ("limits", "serve")  # parts of our part of `additional_config` that a user gives
+PARTS = (*ASKED, "version", "op", "taps")
 
 
 def complete(vllm_config: Any) -> None:
     """Makes our part of `additional_config` whole; `{"patchclamp": {}}` asks for everything by default.
 
-    It enters the key of vLLM's compile cache, so it has all that changes the graph.
+    It enters the key of vLLM's compile cache, so it has all that changes the graph. What a server allows its callers
+    changes nothing there: it is taken out (`configuration.serving`).
 
     Raises `EngineError`, with names and reasons, for a configuration under which a guarantee would not hold, and
     `UnknownName` for what we do not know.
@@ -28,12 +31,14 @@ def complete(vllm_config: Any) -> None:
     assert ours is not None
     for part in ours:
         if part not in PARTS:
-            raise unknown("part of patchclamp's settings", part, PARTS[:1], f"additional_config.patchclamp.{part}")
+            raise unknown("part of patchclamp's settings", part, ASKED, f"additional_config.patchclamp.{part}")
     configuration.check(vllm_config)
     try:
         limits = msgspec.convert(ours.get("limits", {}), Limits, strict=True)
+        serving = msgspec.convert(ours.get("serve", {}), ServeLimits, strict=True)
     except msgspec.ValidationError as error:
         raise EngineError(f"engine options: {error}") from None
+    ours = configuration.set_serving(vllm_config, serving)
     wrong = configuration.unrecorded(vllm_config, limits.active_sizes or ())
     if wrong is not None:
         raise EngineError(wrong)

@@ -1,6 +1,6 @@
-"""vLLM's completion routes with a `patchclamp` object in their requests and responses.
+"""vLLM's completion routes with a `patchclamp` object in their requests and responses, and programs as models.
 
-Requests without one go to vLLM's own functions as they came, and so do their answers.
+Requests without either go to vLLM's own functions as they came, and so do their answers.
 """
 
 from __future__ import annotations
@@ -12,34 +12,52 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from fastapi import Request
+from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.routing import APIRoute
 
-from patchclamp.errors import ProgramError
+from patchclamp.errors import PatchclampError, ProgramError
+from patchclamp.serve.bodies import BoundedRoute
 from patchclamp.serve.call import Call, current, of_extra_args
 from patchclamp.serve.front import Front
-from patchclamp.serve.owners import owner_of
 from patchclamp.serve.plugin import NAMES
+from patchclamp.serve.routes.runs import caller
+from patchclamp.serve.variants import variant_of, with_variants
 
-PATHS = ("/v1/completions", "/v1/chat/completions")
+PATHS, MODELS = ("/v1/completions", "/v1/chat/completions"), "/v1/models"
 Endpoint = Callable[..., Awaitable[Response]]
 
 
 def attach(app: Any) -> None:
     """Puts routes of ours before vLLM's; they call vLLM's functions."""
-    stock = {route.path: route for route in app.routes if isinstance(route, APIRoute) and route.path in PATHS}
-    for path, route in stock.items():
-        app.post(
-            path, dependencies=route.dependencies, responses=route.responses, summary=route.summary, tags=["OpenAI"]
-        )(_with_programs(route.endpoint))
+    stock = {route.path: route for route in app.routes if isinstance(route, APIRoute)}
+    router = APIRouter(route_class=BoundedRoute, tags=["OpenAI"])
+    for path in PATHS:
+        route = stock[path]
+        router.post(path, dependencies=route.dependencies, responses=route.responses, summary=route.summary)(
+            _with_programs(route.endpoint)
+        )
+    router.get(MODELS, summary=stock[MODELS].summary)(_with_variants(stock[MODELS].endpoint))
+    app.include_router(router)
+
+
+def _with_variants(stock: Endpoint) -> Endpoint:
+    async def route(raw_request: Request) -> Response:
+        front, owner = caller(raw_request)
+        response = await stock(raw_request)
+        if not front.kept.entries(owner, "program"):
+            return response
+        body = json.loads(bytes(response.body))
+        return JSONResponse({**body, "data": with_variants(body["data"], front.kept, owner)})
+
+    return route
 
 
 def _with_programs(stock: Endpoint) -> Endpoint:
     body = inspect.signature(stock, eval_str=True).parameters["request"].annotation
 
     async def route(request: Any, raw_request: Request) -> Response:
-        call = read_call(request, raw_request)
+        call = await read_call(request, raw_request)
         if call is None:
             return await stock(request=request, raw_request=raw_request)
         if call.compare and request.stream:
@@ -51,6 +69,8 @@ def _with_programs(stock: Endpoint) -> Endpoint:
             if isinstance(response, StreamingResponse):
                 return await _streamed(response, call, front)
             return await _whole(response, call, front, None if twin is None else await twin)
+        except PatchclampError as error:
+            raise error if call.variant is None else call.variant.said_of(error) from None
         finally:
             if twin is not None:
                 twin.cancel()
@@ -59,20 +79,27 @@ def _with_programs(stock: Endpoint) -> Endpoint:
     return route
 
 
-def read_call(request: Any, raw_request: Request) -> Call | None:
-    """What a request asks of us, in its `patchclamp` object or in `vllm_xargs`; None: nothing."""
+async def read_call(request: Any, raw_request: Request) -> Call | None:
+    """What a request asks of us, in its model's name, its `patchclamp` object or in `vllm_xargs`; None: nothing."""
     extra, xargs = request.model_extra or {}, request.vllm_xargs or {}
-    if "patchclamp" not in extra and NAMES.isdisjoint(xargs):
+    has_object, variant = "patchclamp" in extra, None
+    front, owner = caller(raw_request)
+    if ":" in (request.model or ""):
+        variant = await variant_of(request.model, raw_request.app.state.openai_serving_models, front.kept, owner)
+    if not has_object and variant is None and NAMES.isdisjoint(xargs):
         return None
-    if "patchclamp" in extra and "patchclamp" in xargs:
+    if has_object and "patchclamp" in xargs:
         raise ProgramError("it stands in the request and in vllm_xargs: give one of them", "patchclamp")
-    state = raw_request.app.state
-    owner = owner_of(raw_request.headers.get("Authorization"), state.patchclamp_has_keys)
-    call = Call(extra.pop("patchclamp"), owner, xargs) if "patchclamp" in extra else of_extra_args(xargs, owner)
     if getattr(request, "use_beam_search", False):
         raise ProgramError("programs do not go with beam search", "patchclamp")
-    call.on_own_route = True
+    front.limits.check("body_bytes", len(await raw_request.body()), "bytes of the body", "body")
+    if has_object:
+        call = Call(extra.pop("patchclamp"), owner, xargs, front.kept, variant)
+    else:
+        call = of_extra_args(xargs, owner, front.kept, variant, on_own_route=True)
     request.vllm_xargs = {**xargs, "patchclamp": ""}  # has `generate` ask the call
+    if variant is not None:
+        request.model = variant.model
     return call
 
 
@@ -96,9 +123,11 @@ async def _whole(response: Response, call: Call, front: Front, twin: Any) -> Res
     if response.status_code != 200:
         return response
     body = json.loads(bytes(response.body))
-    body["patchclamp"] = await asyncio.to_thread(call.answer, front.kept)
+    body["patchclamp"] = await call.answer(front.kept)
     if twin is not None:
         body["patchclamp"]["unedited"] = twin
+    if call.variant is not None:
+        body["model"] = call.variant.asked
     headers = {name: value for name, value in response.headers.items() if name.startswith("endpoint-load")}
     return JSONResponse(body, headers=headers)
 
@@ -116,9 +145,11 @@ async def _streamed(response: StreamingResponse, call: Call, front: Front) -> Re
         chunk = first
         while chunk is not None:
             text = chunk if isinstance(chunk, str) else bytes(chunk).decode()
+            if call.variant is not None:
+                text = chunk = _of_model(text, call.variant.asked)
             if text.startswith("data: [DONE]"):
                 if call.error is None:
-                    answer = await asyncio.to_thread(call.answer, front.kept)
+                    answer = await call.answer(front.kept)
                     yield f"data: {json.dumps({**last, 'choices': [], 'patchclamp': answer})}\n\n"
             elif text.startswith("data: {") and not last:
                 whole = json.loads(text[6:])
@@ -127,3 +158,11 @@ async def _streamed(response: StreamingResponse, call: Call, front: Front) -> Re
             chunk = await anext(chunks, None)
 
     return StreamingResponse(body(), media_type="text/event-stream")
+
+
+def _of_model(chunk: str, model: str) -> str:
+    """A chunk of a stream, which says that it is of a model."""
+    if not chunk.startswith("data: {"):
+        return chunk
+    said = json.loads(chunk[6:])
+    return f"data: {json.dumps({**said, 'model': model} if 'model' in said else said)}\n\n"

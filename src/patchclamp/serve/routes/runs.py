@@ -18,8 +18,8 @@ router = APIRouter(prefix="/v1/patchclamp", tags=["patchclamp"])
 
 def caller(request: Request) -> tuple[Front, str]:
     """The front, and whose the request is."""
-    state = request.app.state
-    return state.patchclamp, owner_of(request.headers.get("Authorization"), state.patchclamp_has_keys)
+    front: Front = request.app.state.patchclamp
+    return front, owner_of(request.headers.get("Authorization"), front.has_keys)
 
 
 @router.get("/runs")

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from patchclamp.engines.vllm.compat.seams import require
+from patchclamp.engines.vllm.serve_limits import ServeLimits
 from patchclamp.errors import EngineError
 
 KEY = "patchclamp"  # in `additional_config`, in `SamplingParams.extra_args`, and in a block's extra keys
@@ -18,6 +19,21 @@ def enabled(vllm_config: Any) -> dict[str, Any] | None:
     extra = getattr(vllm_config, "additional_config", None)
     ours = extra.get(KEY) if isinstance(extra, dict) else None
     return ours if isinstance(ours, dict) else None
+
+
+def set_serving(vllm_config: Any, limits: ServeLimits) -> dict[str, Any]:
+    """Keeps what a server allows its callers beside the configuration, of this process alone, and takes it out of our
+    part of `additional_config`, which is returned. The engine arguments that it was made of are left as they are."""
+    extra = vllm_config.additional_config
+    ours = {part: value for part, value in extra[KEY].items() if part != "serve"}
+    vllm_config.additional_config = {**extra, KEY: ours}
+    vllm_config.patchclamp_serving = limits
+    return ours
+
+
+def serving(vllm_config: Any) -> ServeLimits:
+    """What the server of a configuration of ours allows its callers."""
+    return vllm_config.patchclamp_serving
 
 
 @contextmanager

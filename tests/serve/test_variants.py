@@ -1,0 +1,86 @@
+"""A program that is kept is a model: clients that know nothing of programs run it by its name."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+
+import patchclamp as pc
+from patchclamp.language.program import to_dict
+
+from .test_openai import PROMPT, STEERED, complete, program
+
+
+@pytest.fixture
+def calm(server):
+    """The model that is `STEERED`."""
+    with server.http() as http:
+        text = {"edits": to_dict(pc.Program.of([STEERED]))["edits"]}
+        yield http.put("/v1/patchclamp/programs/calm", json=text).json()["model"]
+        http.delete("/v1/patchclamp/programs/calm")
+
+
+def ask(server, model, extra=None, key="one-key", **options):
+    return server.openai(key).completions.create(
+        model=model, prompt=PROMPT, max_tokens=6, temperature=0, extra_body=extra, **options
+    )
+
+
+def test_a_variant_is_its_program(server, local, calm):
+    run = local.run(PROMPT, max_tokens=6, edits=[STEERED], logprobs=True)
+    assert calm == f"{server.model}:calm"
+    response = ask(server, calm, logprobs=1)
+    assert response.choices[0].logprobs.token_logprobs == run.logprobs
+    assert complete(server, logprobs=1).choices[0].logprobs.token_logprobs != run.logprobs
+    assert response.model == calm
+    ours = response.model_extra["patchclamp"]
+    assert ours["fingerprint"] == run.program.fingerprint
+    assert ours["variant"] == {"name": "calm", "edits": 1}
+    chunks = list(ask(server, calm, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == run.text
+    assert {chunk.model for chunk in chunks} == {calm}
+
+
+def test_a_variant_in_a_chat(server, local, calm):
+    messages = [{"role": "user", "content": "Name a colour."}]
+    run = local.run(messages=messages, max_tokens=6, edits=[STEERED])
+    assert run.text != local.run(messages=messages, max_tokens=6).text
+    options = {"model": calm, "messages": messages, "max_tokens": 6, "temperature": 0}
+    response = server.openai().chat.completions.create(**options)
+    assert response.choices[0].message.content == run.text
+    assert response.model == calm
+    chunks = list(server.openai().chat.completions.create(**options, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == run.text
+    assert {chunk.model for chunk in chunks} == {calm}
+
+
+def test_a_variants_edits_come_first(server, local, calm):
+    more = pc.Scale(0.5, at=pc.resid_post[3])
+    first, last = (
+        local.run(PROMPT, max_tokens=6, edits=edits, logprobs=True) for edits in ([STEERED, more], [more, STEERED])
+    )
+    response = ask(server, calm, program([more], [pc.embed @ pc.prompt[-1]]), logprobs=1)
+    assert response.choices[0].logprobs.token_logprobs == first.logprobs != last.logprobs
+    fuzzed = local.run(PROMPT, max_tokens=6, edits=[STEERED, pc.Noise(0.5, at=pc.embed, relative=True, seed=3)])
+    response = ask(server, calm, {"vllm_xargs": {"fuzz_strength": 0.5, "fuzz_seed": 3}})
+    assert response.choices[0].text == fuzzed.text
+    with pytest.raises(openai.BadRequestError, match=r"edits\[1\].*the first 1 edits are the model's"):
+        ask(server, calm, program([pc.Add([1.0], at=pc.embed)]))
+
+
+def test_models_lists_the_variants_of_their_owner_alone(server, calm):
+    mine, others = (server.openai(key).models.list().data for key in ("one-key", "another-key"))
+    assert [card.id for card in mine] == [server.model, calm]
+    assert mine[1].model_extra["parent"] == server.model
+    assert mine[1].model_extra["max_model_len"] == mine[0].model_extra["max_model_len"] == 512
+    assert [card.id for card in others] == [server.model]
+    with pytest.raises(openai.NotFoundError, match="no program 'calm'"):
+        ask(server, calm, key="another-key")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_unknown_variant_is_not_found_with_near_names(server, calm, stream):
+    with pytest.raises(openai.NotFoundError, match=r"clam' does not exist.*did you mean 'calm'"):
+        list(ask(server, f"{server.model}:clam", stream=stream))
+    with pytest.raises(openai.NotFoundError, match="The model `nobody:calm` does not exist"):
+        list(ask(server, "nobody:calm", stream=stream))

@@ -1,0 +1,203 @@
+"""What one caller may leave on a server, and for how long; and a vector's bytes, which come from anybody."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save
+
+import patchclamp as pc
+from patchclamp.engines.vllm.serve_limits import ServeLimits
+from patchclamp.errors import CapacityError, MissingSource, NameTaken, ProgramError, TooLarge
+from patchclamp.language import Program, Vector
+from patchclamp.serve.kept import Gone, Kept, check_name
+from patchclamp.serve.owners import NoKey, owner_of
+from patchclamp.store.named import Means
+from patchclamp.store.one_entry import MAX_HEADER_BYTES, from_bytes, numbers_of_json, to_bytes
+
+ROW = Vector.of([1.0, 2.0, 3.0, 4.0])  # 16 bytes
+HALF = Program.of([pc.Scale(0.5, at=pc.embed)])
+
+
+@pytest.fixture(scope="module")
+def lm():
+    with pc.LM("fake") as made:
+        yield made
+
+
+def test_an_owners_bank_is_its_own():
+    kept = Kept()
+    kept.put("a", "vector", "calm", ROW)
+    kept.put("b", "vector", "calm", Vector.of([9.0]))
+    kept.delete("b", "vector", "calm")
+    assert kept.entry("a", "vector", "calm") == ROW
+    with pytest.raises(MissingSource, match=r"no vector 'clam' \(did you mean 'calm'\?\)"):
+        kept.entry("a", "vector", "clam")
+    with pytest.raises(MissingSource):
+        kept.entry("a", "program", "calm")
+
+
+def test_a_name_is_of_one_kind():
+    kept = Kept()
+    kept.put("a", "vector", "x", ROW)
+    with pytest.raises(NameTaken, match="'x' is a vector here"):
+        kept.put("a", "program", "x", HALF)
+    with pytest.raises(NameTaken, match="'x' is a vector here"):
+        kept.check_free("a", "x", "run")
+    kept.check_free("b", "x", "run")
+    kept.delete("a", "vector", "x")
+    kept.put("a", "program", "x", HALF)
+    assert kept.entries("a", "program") == {"x": HALF}
+
+
+def test_a_bank_is_bounded_in_names_and_bytes():
+    kept = Kept(ServeLimits(bank_names=2, bank_bytes=40))
+    kept.put("a", "vector", "x", ROW)
+    kept.put("a", "vector", "y", ROW)
+    with pytest.raises(CapacityError, match=r"names in the bank: 1 more, and 2 of 2 are taken.*limit bank_names"):
+        kept.put("a", "vector", "z", Vector.of([1.0]))
+    kept.put("a", "vector", "y", Vector.of([1.0] * 6))  # in place of 16 bytes
+    assert kept.bank_bytes("a") == 40
+    kept.delete("a", "vector", "x")
+    with pytest.raises(CapacityError, match=r"bytes of the bank: 20 more, and 24 of 40 are taken.*limit bank_bytes"):
+        kept.put("a", "vector", "x", Vector.of([1.0] * 5))
+    kept.put("b", "vector", "x", ROW)
+    assert kept.bank_bytes("b") == 16
+
+
+def test_runs_are_bounded_in_number_bytes_and_time(lm):
+    now = [0.0]
+    runs = [lm.run("One two", max_tokens=1, capture=[pc.embed]) for _ in range(3)]
+    size = runs[0].captured_bytes
+    kept = Kept(ServeLimits(kept_runs=2, run_bytes=3 * size, run_ttl_s=10), lambda: now[0])
+    kept.keep("a", "first", runs[0])
+    now[0] = 5.0
+    kept.keep("a", "second", runs[1])
+    with pytest.raises(CapacityError, match="limit kept_runs"):
+        kept.keep("a", "third", runs[2])
+    kept.keep("b", "third", runs[2])
+    now[0] = 11.0
+    with pytest.raises(Gone, match="first is no more: nobody asked for it in 10 seconds"):
+        kept.run("a", "first")
+    assert runs[0].closed
+    assert not runs[1].closed
+    assert list(kept.runs("a")) == ["second"]
+    tight = Kept(ServeLimits(run_bytes=size - 1))
+    with pytest.raises(CapacityError, match=r"bytes that run x captured.*limit run_bytes"):
+        tight.keep("a", "x", runs[1])
+    assert tight.runs("a") == {}
+
+
+def test_a_run_that_went_along_is_let_go_unless_another_has_its_name(lm):
+    kept = Kept()
+    first, second = (lm.run("One two", max_tokens=1, capture=[pc.embed]) for _ in range(2))
+    kept.keep("a", "x", first)
+    kept.keep("a", "x", second)
+    kept.let_go("a", "x", first)
+    assert kept.run("a", "x") is second
+    kept.let_go("a", "x", second)
+    assert second.closed
+    with pytest.raises(Gone, match="went along"):
+        kept.run("a", "x")
+
+
+def test_a_request_over_a_limit_is_told_which():
+    with pytest.raises(
+        TooLarge, match=r'ops: 5, and this server takes at most 4 \(limit program_ops; .*"serve"'
+    ) as told:
+        ServeLimits(program_ops=4).check("program_ops", 5, "ops")
+    assert told.value.status == 413
+    ServeLimits(openai_body_bytes=None).check("openai_body_bytes", 1 << 60, "bytes")
+    for wrong in ({"body_bytes": -1}, {"run_ttl_s": 0}, {"body_byte": 1}, {"program_ops": "many"}):
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert(wrong, ServeLimits, strict=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../x", "a/b", "a\\b", "a\0b", "x" * 65, "a b", "é", "a\n", ".a", "-a", 3, None]
+)
+def test_a_name_cannot_be_a_path(name):
+    with pytest.raises(ProgramError, match="a name has up to 64"):
+        check_name(name, "run")
+
+
+def test_an_owner_is_the_hash_of_a_key():
+    one, other = owner_of("Bearer one", True), owner_of("Bearer other", True)
+    assert one != other
+    assert one == owner_of("bearer one", True)
+    assert "one" not in one
+    assert owner_of("Bearer one", False) == owner_of(None, False) == "open"
+    with pytest.raises(NoKey):
+        owner_of(None, True)
+
+
+def test_bytes_of_an_entry_round_trip():
+    rows = Vector.of(np.arange(6.0).reshape(2, 3))
+    means = Means({"embed": Vector.of([1.0, 2.0]), "resid_post[0]": Vector.of([3.0, 4.0])})
+    for entry in (ROW, rows, means):
+        assert from_bytes(to_bytes("x", entry)) == entry
+
+
+def file(header, body: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + body
+
+
+def one(dtype="F32", shape=(1,), offsets=(0, 4), **metadata) -> dict:
+    header = {"x": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}
+    return header | ({"__metadata__": metadata} if metadata else {})
+
+
+FLOAT = struct.pack("<f", 1.0)
+NAN = struct.pack("<f", float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"", "ends before"), (b"\xff" * 8, "ends before"), (struct.pack("<Q", 1 << 62), "ends before"),
+        (file(b" " * (MAX_HEADER_BYTES + 1)), "a header of"), (file(b"[" * 100_000), "no safetensors"),
+        (file(b"\xff\xfe"), "no safetensors"), (file({}), "one tensor, not 0"),
+        (file({f"x{i}": one()["x"] for i in range(1000)}, FLOAT), "one tensor, not 1000"),
+        (file(one(shape=[1 << 62, 4]), FLOAT), "no safetensors"), (file(one(shape=[2]), FLOAT), "no safetensors"),
+        (file(one(offsets=[4, 8]), FLOAT * 2), "no safetensors"), (file(one(offsets=[0, 8]), FLOAT), "no safetensors"),
+        (file(one(), FLOAT + b"more"), "no safetensors"), (file(one(), NAN), "finite"),
+        (file(one("F64", offsets=[0, 8]), struct.pack("<d", 1e300)), "finite"),
+        (file(one("I64", offsets=[0, 8]), bytes(8)), "not I64"), (file(one("F8_E4M3", offsets=[0, 1]), b"\0"), "not F8"),
+        (file(one(shape=[])), "is \\[\\]"), (file(one(shape=[0], offsets=[0, 0])), "not empty"),
+        (file(one(shape=[1] * 100_000), FLOAT), "is \\[1, 1"), (file(one(shape=[-1]), FLOAT), "is \\[-1"),
+        (file(one(means="[" * 10_000), FLOAT), "its metadata"), (file(one(means='{"y": ["embed"]}'), FLOAT), "more than"),
+        (file(one(programs="{}"), FLOAT), "more than"), (file(one(means='{"x": ["embed", "embed"]}'), FLOAT), "means of"),
+    ],
+)  # fmt: skip
+def test_a_file_that_lies_is_refused(data, text):
+    with pytest.raises(ProgramError, match=text) as told:
+        from_bytes(data)
+    assert len(str(told.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"[", b"[]", b"[[]]", b"[NaN]", b"[1e999]", b"[1e39]", b"[" * 100_000, b"{}", b"[[1], [2, 3]]", b"[[1], 2]",
+     b'["1"]', b"[true]", b"[null]", b"[" + b"9" * 5000 + b"]", b"\xff", b"[[[1]]]", b"1"],
+)  # fmt: skip
+def test_numbers_that_are_none_are_refused(data):
+    with pytest.raises(ProgramError) as told:
+        numbers_of_json(data)
+    assert len(str(told.value)) < 500
+
+
+@given(st.binary(max_size=64), st.integers(0, 200))
+def test_any_bytes_are_a_vector_or_refused(noise, cut):
+    whole = save({"x": np.float32([1, 2, 3])})
+    for data in (noise, whole[: cut % len(whole)], whole[: cut % len(whole)] + noise, noise + whole):
+        for read in (from_bytes, numbers_of_json):
+            with contextlib.suppress(ProgramError):  # 400
+                assert isinstance(read(data), (Vector, Means))
