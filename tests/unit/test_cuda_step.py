@@ -298,12 +298,12 @@ def test_device_tables_equal_the_hosts_after_every_change(monkeypatch):
 def test_stages_agree_which_steps_are_active():
     """Wherever a program acts: code with taps may differ from stock's in the last bits, for batchmates too."""
     vector = pc.Add([1.0] * WIDTH, at=pc.resid_post[0], tokens=pc.prompt[1:3])
-    for there in (slice(None), slice(0, 6), slice(6, None)):  # the whole model, and stages with and without layer 0
+    for taps in (slice(None), slice(0, 6), slice(6, None)):  # the whole model, and stages with and without layer 0
         runtime = Runtime(
             SiteMap(LLAMA, Sizes(LAYERS, WIDTH, 61)), Limits(max_programs=4, max_records=512, bank_bytes=1 << 16)
         )
-        runtime.here[:] = False
-        runtime.here[there] = True
+        runtime.has_tap[:] = False
+        runtime.has_tap[taps] = True
         program = bind(Program.of([vector], ()), "run", Prompt([1] * 5, lambda: ("", [])), 9, runtime.sites, None)
         vectors = {key: torch.ones(1, WIDTH) for op in program.ops for key in op.values}
         Admitter(runtime).admit("request", program, vectors)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import patchclamp as pc
-from patchclamp import errors
+from patchclamp import errors, language
 from patchclamp.errors import TREE, pack, unpack
 from patchclamp.language import SITES, Range, TextSpan
 from patchclamp.language.aliases import DIFFERENCES, ELSEWHERE
@@ -368,11 +368,7 @@ def test_at_carries_tokens_into_any_op():
 
 # -- errors: what was asked, what is there, what was perhaps meant, and where
 
-ALL_OPS = "capture, add, replace, zero, mean, scale, ablate, clamp, noise, use"
-ALL_SITES = (
-    "embed, resid_pre, attn_in, q, k, v, z, attn_out, resid_mid, mlp_in, router, neurons, mlp_out, resid_post, "
-    "final_norm, logits"
-)
+ALL_OPS, ALL_SITES = ", ".join(OPS), ", ".join(SITES)
 OPEN_END = (
     "how many tokens a request generates is not known beforehand, "
     "so {0} cannot be counted from its end; only prompt can"
@@ -601,7 +597,9 @@ def test_the_error_tree_is_drawn_as_it_is():
 
 
 def test_every_op_names_its_fields():
-    assert ", ".join(OPS) == ALL_OPS
+    assert {"Apply": pc.Apply} | {kind.__name__: kind for kind in OPS.values()} == {
+        name: getattr(pc, name) for name in language.ops.__all__
+    }
     for kind in OPS.values():
         assert ({"name", "tokens"} if kind is pc.Use else {"at", "tokens"}) <= set(kind.__struct_fields__)
 
@@ -647,12 +645,17 @@ def test_lists_of_sites_are_in_the_registry_alone():
 
 
 def test_what_an_edit_keeps_is_what_it_does_not_move():
-    attention, mlp = ("attn_in", "q", "k", "v", "z", "attn_out"), ("mlp_in", "router", "neurons", "mlp_out")
-    assert kept("attn_in") == ()
-    assert set(kept("q")) == {"attn_in", "k", "v"}
-    assert kept("z") == attention[:4]
-    assert kept("attn_out") == attention[:5]
-    assert kept("mlp_in") == attention
-    assert set(kept("neurons")) == {*attention, "mlp_in", "router"}
-    assert kept("mlp_out") == (*attention, *mlp[:3])
-    assert kept("resid_post") == ()
+    attention, mlp = ({spec.name for spec in SITES.values() if spec.block == block} for block in ("attention", "mlp"))
+    assert {"attn_in", "q", "k", "v", "z", "attn_out"} <= attention
+    assert {"mlp_in", "router", "neurons", "mlp_out"} <= mlp
+    for name, spec in SITES.items():
+        block = {"attention": attention, "mlp": attention | mlp, "": set()}[spec.block]
+        assert set(kept(name)) == block - {name, *spec.moves}
+        assert list(kept(name)) == [other for other in SITES if other in kept(name)], "in the registry's order"
+    assert {"attn_in", "k", "v"} <= set(kept("q")) <= attention - {"z", "attn_out"}
+    assert {"attn_in", "q", "k", "v"} <= set(kept("z"))
+    assert {*attention, "mlp_in", "router"} <= set(kept("neurons")) <= (attention | mlp) - {"mlp_out"}
+    assert set(kept("attn_out")) == attention - {"attn_out"}
+    assert set(kept("mlp_out")) == attention | mlp - {"mlp_out"}
+    assert kept("attn_in") == kept("resid_post") == ()
+    assert set(kept("mlp_in")) == attention

@@ -244,8 +244,8 @@ class Apply(SiteOp, frozen=True, forbid_unknown_fields=True):
         return _wanted_arguments(self.fn)
 
 
-OPS: dict[str, type[Op]] = {  # those that can be written down
-    kind.__name__.lower(): kind for kind in (Capture, Add, Replace, Zero, Mean, Scale, Ablate, Clamp, Noise, Use)
+OPS: dict[str, type[Op]] = {  # those that have a JSON form: all but `Apply`
+    kind.__name__.lower(): kind for kind in (*SiteOp.__subclasses__(), Use) if kind is not Apply
 }
 
 

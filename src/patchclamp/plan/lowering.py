@@ -6,8 +6,8 @@ what it needs of the prompt, the model and the bank from its `Context`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+import functools
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -64,33 +64,23 @@ class Lowered(msgspec.Struct, frozen=True):
     repeats: int = 1
 
 
-_LOWERINGS: dict[type[SiteOp], Callable[[Any, Context], Lowered]] = {}
-
-
+@functools.singledispatch
 def lower(op: SiteOp, context: Context) -> Lowered:
     """An op in numbers. Errors have the field's name as their path."""
-    return _LOWERINGS[type(op)](op, context)
+    raise NotImplementedError(f"no lowering of {type(op).__name__}")
 
 
-def _lowers(kind: type[SiteOp]) -> Callable[[Callable[[Any, Context], Lowered]], Callable[[Any, Context], Lowered]]:
-    def register(function: Callable[[Any, Context], Lowered]) -> Callable[[Any, Context], Lowered]:
-        _LOWERINGS[kind] = function
-        return function
-
-    return register
-
-
-@_lowers(ops.Capture)
+@lower.register
 def _capture(op: ops.Capture, context: Context) -> Lowered:
     return Lowered(Keep(DTYPES.index(op.dtype), context.conditional))
 
 
-@_lowers(ops.Add)
+@lower.register
 def _add(op: ops.Add, context: Context) -> Lowered:
     return Lowered(Linear(1.0, op.scale), *context.value(as_value(op.value)))
 
 
-@_lowers(ops.Replace)
+@lower.register
 def _replace(op: ops.Replace, context: Context) -> Lowered:
     values, rows = context.value(as_value(op.value))
     if op.mask is None:
@@ -98,29 +88,29 @@ def _replace(op: ops.Replace, context: Context) -> Lowered:
     return Lowered(Blend(op.alpha, context.put(_one_row(context.vector(op.mask, "mask"), "mask"))), values, rows)
 
 
-@_lowers(ops.Zero)
+@lower.register
 def _zero(op: ops.Zero, context: Context) -> Lowered:
     return Lowered(Linear(0.0, 0.0))
 
 
-@_lowers(ops.Mean)
+@lower.register
 def _mean(op: ops.Mean, context: Context) -> Lowered:
     return Lowered(Linear(0.0, 1.0), *context.value(as_value(op.value)))
 
 
-@_lowers(ops.Scale)
+@lower.register
 def _scale(op: ops.Scale, context: Context) -> Lowered:
     return Lowered(Linear(op.factor, 0.0))
 
 
-@_lowers(ops.Ablate)
+@lower.register
 def _ablate(op: ops.Ablate, context: Context) -> Lowered:
     context.needs_whole_rows(op)
     basis = orthonormal(_directions(context, op.directions, "directions"))
     return Lowered(Project(0.0, 0.0), (context.put(basis),), repeats=basis.shape[0])
 
 
-@_lowers(ops.Clamp)
+@lower.register
 def _clamp(op: ops.Clamp, context: Context) -> Lowered:
     context.needs_whole_rows(op)
     unit = orthonormal(_one_row(_directions(context, op.direction, "direction"), "direction"))
@@ -128,7 +118,7 @@ def _clamp(op: ops.Clamp, context: Context) -> Lowered:
     return Lowered(Project(*bounds), (context.put(unit),))
 
 
-@_lowers(ops.Noise)
+@lower.register
 def _noise(op: ops.Noise, context: Context) -> Lowered:
     if op.relative:
         context.needs_whole_rows(op)
@@ -136,7 +126,7 @@ def _noise(op: ops.Noise, context: Context) -> Lowered:
     return Lowered(Noisy(op.std, op.seed, op.relative, streams), repeats=1 if op.std else 0)
 
 
-@_lowers(ops.Apply)
+@lower.register
 def _apply(op: ops.Apply, context: Context) -> Lowered:
     return Lowered(RunCode(context.code(op)))
 

@@ -1,15 +1,15 @@
 """Records: the rows of the device's tables, made from bound ops.
 
-All kinds share one layout of 48 bytes; what its fields hold depends on the kind. `FIELDS` gives each kind's own names,
-`named` reads records by them, and the constructors below write them.
+All kinds share one layout of 48 bytes; what its fields hold depends on the kind. `FIELDS` gives each kind's own names
+of the fields, `named` reads records by these names, and `_write` writes the fields of an action.
 
-    O ops · P points · Q position ranges of an op
+    P points · Q position ranges of an op
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from patchclamp.plan.bound import (
     MATCH,
     NOISE,
     PROJECT,
+    Action,
     Blend,
     BoundOp,
     Keep,
@@ -53,9 +54,13 @@ FIELDS: dict[int, dict[str, str]] = {  # by kind: its own names of the fields, b
 
 
 def _layout(kind: int) -> np.dtype:
-    names = {name: name for name in ("start", "stop", "kind", "columns")} | FIELDS[kind]
-    dtype, offset = zip(*(RECORD.fields[field][:2] for field in names.values()), strict=True)  # type: ignore[index]
-    return np.dtype({"names": list(names), "formats": dtype, "offsets": offset, "itemsize": RECORD.itemsize})
+    """`RECORD` with a kind's own names of the fields."""
+    assert RECORD.fields is not None
+    names = {field: field for field in ("start", "stop", "kind", "columns")}
+    names |= {field: name for name, field in FIELDS[kind].items()}
+    columns = [(names[field], dtype, offset) for field, (dtype, offset, *_) in RECORD.fields.items() if field in names]
+    own_names, dtypes, offsets = zip(*columns, strict=True)
+    return np.dtype({"names": own_names, "formats": dtypes, "offsets": offsets, "itemsize": RECORD.itemsize})
 
 
 LAYOUTS = {kind: _layout(kind) for kind in FIELDS}
@@ -94,17 +99,17 @@ def _records(op: BoundOp, ordinal: int, addresses: Addresses) -> tuple[np.ndarra
         begin, width = np.array([addresses[key] for key in op.values], np.int64).T
         records_PQ["value"] = begin[:, None] + ranges[:, 2] * width[:, None]
     if op.points:
-        _WRITERS[type(op.action)](named(records_PQ, op.kind), op.action, addresses, ordinal)
-    records, owner = records_PQ.reshape(-1), np.repeat(points, len(ranges))
+        _write(op.action, named(records_PQ, op.kind), addresses, ordinal)
+    records, point = records_PQ.reshape(-1), np.repeat(points, len(ranges))
     if op.condition is None:
-        return records, owner
+        return records, point
     conditions = match_records(records, *addresses[op.condition.ids], expected=not op.condition.others)
-    return np.stack([conditions, records], 1).reshape(-1), np.repeat(owner, 2)
+    return np.stack([conditions, records], 1).reshape(-1), np.repeat(point, 2)
 
 
 def match_records(records: np.ndarray, ids: int, count: int, expected: bool) -> np.ndarray:
-    """The condition before each record: that the token's id is (`expected`), or is not, one of the `count` ids that lie
-    from number `ids` of the bank on, ascending."""
+    """The `MATCH` record that stands before each record: it acts only where the token's id is one of some ids, or if
+    not `expected` is none of them. The `count` ids lie in the bank, ascending, from number `ids` on."""
     conditions = np.zeros_like(records)
     conditions["start"], conditions["stop"], conditions["kind"] = records["start"], records["stop"], MATCH
     fields = named(conditions, MATCH)
@@ -112,35 +117,41 @@ def match_records(records: np.ndarray, ids: int, count: int, expected: bool) -> 
     return conditions
 
 
-def _write_capture(fields: np.ndarray, action: Keep, addresses: Addresses, ordinal: int) -> None:
+@functools.singledispatch
+def _write(action: Action, fields: np.ndarray, addresses: Addresses, ordinal: int) -> None:
+    """Writes the fields of an action, in records [P, Q] by the names of its kind. `ordinal`: the op's number."""
+    raise NotImplementedError(f"no record for {type(action).__name__}")
+
+
+@_write.register
+def _capture(action: Keep, fields: np.ndarray, addresses: Addresses, ordinal: int) -> None:
     fields["dtype"], fields["region"] = action.dtype, ordinal
 
 
-def _write_linear(fields: np.ndarray, action: Linear, addresses: Addresses, ordinal: int) -> None:
+@_write.register
+def _linear(action: Linear, fields: np.ndarray, addresses: Addresses, ordinal: int) -> None:
     fields["h_scale"], fields["v_scale"] = action.h_scale, action.v_scale
 
 
-def _write_blend(fields: np.ndarray, action: Blend, addresses: Addresses, ordinal: int) -> None:
+@_write.register
+def _blend(action: Blend, fields: np.ndarray, addresses: Addresses, ordinal: int) -> None:
     fields["alpha"], fields["mask"] = action.alpha, addresses[action.mask][0]
 
 
-def _write_project(fields: np.ndarray, action: Project, addresses: Addresses, ordinal: int) -> None:
+@_write.register
+def _project(action: Project, fields: np.ndarray, addresses: Addresses, ordinal: int) -> None:
     fields["low"], fields["high"] = action.low, action.high
 
 
-def _write_noise(fields: np.ndarray, action: Noisy, addresses: Addresses, ordinal: int) -> None:
+@_write.register
+def _noise(action: Noisy, fields: np.ndarray, addresses: Addresses, ordinal: int) -> None:
     fields["std"], fields["seed"], fields["relative"] = action.std, action.seed, action.relative
     fields["stream"], fields["first_column"] = np.array(action.streams, np.int64)[:, None], action.first_column
 
 
-def _write_code(fields: np.ndarray, action: RunCode, addresses: Addresses, ordinal: int) -> None:
+@_write.register
+def _code(action: RunCode, fields: np.ndarray, addresses: Addresses, ordinal: int) -> None:
     fields["code"] = action.code
-
-
-_WRITERS: dict[type, Any] = {
-    Keep: _write_capture, Linear: _write_linear, Blend: _write_blend, Project: _write_project, Noisy: _write_noise,
-    RunCode: _write_code,
-}  # fmt: skip
 
 
 def columns_of(record: np.void) -> slice:

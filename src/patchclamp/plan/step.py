@@ -1,8 +1,8 @@
 """The step plan: what one engine step must do, as arrays.
 
-The engine's batch is R flat rows; a request owns the rows of its scheduled positions.  The device compares positions
-with those of the records; the host only says whose row each row is, and where captured rows go.  In steady decode
-neither changes from step to step: one plan serves all steps until a request comes, goes, or enters or leaves a range.
+The engine's batch is R flat rows, one for each position that a request computes in the step.  The host says whose row
+each row is, and where captured rows go; the device compares positions with those of the records.  In steady decode
+neither of the two changes: one plan serves all steps until a request comes, ends, or enters or leaves a range.
 
     R rows of the step · N requests of the step · S slots · P points · C capture ranges · G point groups · A regions
     (`plan.capture_layout`)
@@ -21,9 +21,13 @@ from patchclamp.store.captured import CAPTURED
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """A step's requests, each [N]: slot (0: no program), first flat row, first position, number of positions.
+    """The requests of a step.
 
-    `rows`: R, the flat rows of the step.
+    slot [N]: 0 for a request without a program
+    row [N]: the first flat row of each
+    position [N]: its first position
+    count [N]: how many positions it computes
+    rows: R, the flat rows of the step
     """
 
     slot: np.ndarray
@@ -34,8 +38,12 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 class RowLabels(msgspec.Struct, frozen=True):
-    """For each flat row, int32 [R]: the slot of its request (0: nobody's), its position in that request, and its rank
-    among the request's rows of this step. Positions are left out, [0], where the device knows them."""
+    """Whose row each flat row is, int32.
+
+    slot [R]: of its request; 0 for nobody's
+    position [R]: in that request; left out, [0], where the device knows positions by itself
+    rank [R]: the row's number among the request's rows of this step
+    """
 
     slot: np.ndarray
     position: np.ndarray
@@ -49,14 +57,17 @@ class RowLabels(msgspec.Struct, frozen=True):
 class StepPlan(msgspec.Struct, frozen=True, dict=True):
     """What a step must do.
 
-    `tokens`: labels of all rows. `sampled`: labels of the rows that logits are computed for, each request's last.
-    `active` [P] bool: the points at which some request of the step has records.
-    Capture range c of `layout` keeps `count[c]` positions from `begin[c]` on; its rows are the rows from `offset[c]` on
-    of its group's `rows` [G]; [C].
-    Region a begins at `base[a]` of the step's capture buffer, and each of its rows takes `row[a]`; [A].
-    `size`: of the buffer. `base`, `row` and `size` are in units of `unit_bytes`: fp32 numbers, or bytes where rows are
-    kept in their own dtype.
-    `steady_steps`: for how many further steps, of one token a request, the same rows are captured.
+    tokens: labels of all rows
+    sampled: labels of the rows that logits are computed for, the last one of each request
+    active [P]: whether some request of the step has records at a point
+    layout: the capture ranges and regions
+    begin, count [C]: the first position that each range keeps in this step, and how many it keeps
+    offset [C]: the number of the range's first row among the rows of its group
+    rows [G]: how many rows each group keeps
+    base, row [A]: where each region begins in the step's capture buffer, and the size of one of its rows
+    size: of the buffer
+    unit_bytes: what `base`, `row` and `size` are counted in: 4 for fp32 numbers, 1 where rows keep their own dtype
+    steady_steps: for how many more steps, of one token a request, the same rows are captured
     """
 
     tokens: RowLabels
@@ -90,7 +101,7 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
         return np.where(self.count > 0, self.begin + steps, self.begin) if steps and self.size else self.begin
 
     def target(self, range_number: np.ndarray, region_number: np.ndarray) -> np.ndarray:
-        """Where in the step's buffer the rows of ranges begin in regions, both by number."""
+        """Where in the step's buffer each range's rows begin in a region; ranges and regions by number."""
         region = self.layout.region_of_number[region_number]
         return self.base[region] + self.offset[self.layout.range_of_number[range_number]] * self.row[region]
 
@@ -127,8 +138,8 @@ class PlannedCaptures(msgspec.Struct):
         plan, layout = self.plan, self.plan.layout
         live = np.flatnonzero(plan.count)
         position_bytes = np.bincount(layout.region_group, plan.row * plan.unit_bytes, layout.groups)
-        run, which = np.unique(self.run[live], return_inverse=True)
-        sizes = np.bincount(which, plan.count[live] * position_bytes[layout.group[live]], len(run))
+        run, run_of_range = np.unique(self.run[live], return_inverse=True)
+        sizes = np.bincount(run_of_range, plan.count[live] * position_bytes[layout.group[live]], len(run))
         return dict(zip(run.tolist(), sizes.astype(np.int64).tolist(), strict=True))
 
     def table(self) -> np.ndarray:
@@ -145,15 +156,12 @@ class PlannedCaptures(msgspec.Struct):
         return table
 
 
-NUMBERS, BYTES = (
-    np.array([1, 1, 1]),
-    np.array([4, 2, 2]),
-)  # size of a captured number by dtype: in fp32 numbers, in bytes
-FOREVER = 1 << 30
+NUMBERS, BYTES = np.array([1, 1, 1]), np.array([4, 2, 2])  # a captured number by dtype: in fp32 numbers, in bytes
+FOREVER = 1 << 30  # steps
 
 
 def make_plan(batch: Batch, table: ProgramTable, widths: np.ndarray, unit: np.ndarray = NUMBERS) -> StepPlan:
-    """The plan of one step. `widths` [P]: numbers in a row of each point."""
+    """The plan of one step. `widths` [P]: how many numbers a row of each point has. `unit`: `NUMBERS` or `BYTES`."""
     steady = np.count_nonzero(batch.count == 1) == len(batch.count)
     tokens, last = _label(batch, steady, unit is NUMBERS)
     active, layout = table.active(batch.slot), table.captures.layout()
@@ -165,8 +173,8 @@ def make_plan(batch: Batch, table: ProgramTable, widths: np.ndarray, unit: np.nd
     bounds[0, batch.slot] = batch.position
     bounds[1, batch.slot] = batch.position + batch.count
     bounds[:, 0] = -1  # nobody's
-    now, end = bounds.take(layout.slot, 1)
-    begin = np.maximum(layout.start, np.where(layout.sampled, end - 1, now) if layout.any_sampled else now)
+    first, end = bounds.take(layout.slot, 1)
+    begin = np.maximum(layout.start, np.where(layout.sampled, end - 1, first) if layout.any_sampled else first)
     count = np.minimum(layout.stop, end)
     count -= begin
     np.maximum(count, 0, out=count)
@@ -174,7 +182,7 @@ def make_plan(batch: Batch, table: ProgramTable, widths: np.ndarray, unit: np.nd
     row = widths[layout.point] * unit[layout.dtype]
     sizes = rows[layout.region_group] * row
     base, size = _side_by_side(sizes, table.sampled[layout.point]) if unit is BYTES else _by_width(sizes, row)
-    steady_steps = _steady_steps(now, layout.start, layout.stop) if steady else 0
+    steady_steps = _steady_steps(first, layout.start, layout.stop) if steady else 0
     return StepPlan(tokens, last, active, layout, begin, count, offset, rows, base, row, size, unit_bytes, steady_steps)
 
 
@@ -189,11 +197,12 @@ def _offsets(count: np.ndarray, layout: CaptureLayout) -> tuple[np.ndarray, np.n
     return offset, rows
 
 
-def _steady_steps(now: np.ndarray, start: np.ndarray, stop: np.ndarray) -> int:
-    """For how many steps of one token no request, at position `now` (−1: not here), enters or leaves a range."""
-    until = np.where(now < start, start, stop) - now
-    until = until[(now >= 0) & (until > 0)]
-    return int(until.min()) - 1 if len(until) else FOREVER
+def _steady_steps(position: np.ndarray, start: np.ndarray, stop: np.ndarray) -> int:
+    """For how many more steps of one token no request enters or leaves a range. `position` [C]: of each range's
+    request; −1 if it is not in the step."""
+    steps = np.where(position < start, start, stop) - position
+    steps = steps[(position >= 0) & (steps > 0)]
+    return int(steps.min()) - 1 if len(steps) else FOREVER
 
 
 def _side_by_side(sizes: np.ndarray, sampled: np.ndarray) -> tuple[np.ndarray, int]:
@@ -205,7 +214,7 @@ def _side_by_side(sizes: np.ndarray, sampled: np.ndarray) -> tuple[np.ndarray, i
 
 
 def _by_width(sizes: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, int]:
-    """Where regions of so many numbers begin: at multiples of their width, so that the buffer can be seen as rows."""
+    """Where regions of so many numbers begin: at multiples of their width, so that the buffer can be viewed as rows."""
     base, size = np.zeros(len(sizes), np.int64), 0
     for width in np.unique(row):
         regions = np.flatnonzero(row == width)
@@ -216,7 +225,7 @@ def _by_width(sizes: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def _label(batch: Batch, steady: bool, positions: bool) -> tuple[RowLabels, RowLabels]:
-    """Labels of the step's rows and of the sampled ones; without positions where a device knows them."""
+    """Labels of the step's rows and of the sampled ones. `positions`: whether they have positions."""
     slot, count, none = batch.slot.astype(np.int32), batch.count, np.zeros(0, np.int32)
     last = RowLabels(slot, (batch.position + count - 1).astype(np.int32), np.zeros_like(slot)) if positions else None
     ends = batch.row + count
@@ -232,7 +241,7 @@ def _label(batch: Batch, steady: bool, positions: bool) -> tuple[RowLabels, RowL
 
 
 def _label_with_gaps(batch: Batch) -> RowLabels:
-    """The same where rows between belong to nobody, or requests are in another order than their rows."""
+    """Labels of a step in which some rows are nobody's, or the requests are not in the order of their rows."""
     slot, position, rank = np.zeros((3, batch.rows), np.int32)
     within = np.arange(int(batch.count.sum())) - np.repeat(np.cumsum(batch.count) - batch.count, batch.count)
     row = np.repeat(batch.row, batch.count) + within

@@ -15,30 +15,34 @@ from patchclamp.plan.records import RECORD, named
 
 
 class ProgramTable:
-    """Records of up to `slots` requests at `points` points, `records` in all; `sampled` [points]: where rows are the
-    sampled ones (nowhere if not given).
+    """Records of up to `slots` requests at `points` points, `records` in all.
 
-    Attributes: `first` [slots + 1, points + 1] int32, `generation` [slots + 1] int32 (counts a slot's programs),
-    `records` [records] of `RECORD`, `version` (counts changes); `captures`; `changed`: the slots and the (begin, end)
-    of records written since a device copy last took note.
+    first [slots + 1, points + 1]: int32, the first record of each slot at each point
+    generation [slots + 1]: int32, how many programs each slot has had
+    records [records]: of `RECORD`
+    version: how often the table has changed
+    captures: the capture ranges
+    changed: the slots, and the (begin, end) of records, written since a device's copy was last brought up to date
+    sampled [points]: whether the rows of a point are the sampled ones; nowhere if not given
+    coded: slots with code among their records
     """
 
     def __init__(self, slots: int, points: int, records: int, sampled: np.ndarray | None = None) -> None:
         self.first = np.zeros((slots + 1, points + 1), np.int32)
         self.generation = np.zeros(slots + 1, np.int32)
-        self._acts = np.zeros((slots + 1, points), bool)  # where a slot has records
-        self._acting = np.zeros(points, np.int64)  # how many slots have
+        self._acts = np.zeros((slots + 1, points), bool)  # whether a slot has records at a point
+        self._acting = np.zeros(points, np.int64)  # how many slots have records there
         self.records = np.zeros(records, RECORD)
         self.version = 0
         self.changed: tuple[set[int], list[tuple[int, int]]] = (set(), [])
         self.sampled = np.zeros(points, bool) if sampled is None else sampled
         self.captures = CaptureRanges(self.sampled)
-        self.coded: set[int] = set()  # slots with code among their records
+        self.coded: set[int] = set()
         self._admitted: set[int] = set()
 
     def admit(self, records: np.ndarray, counts: np.ndarray, slot: int, begin: int) -> None:
-        """Writes a request's records, sorted by point, `counts` [points] of them at each, where whoever keeps the
-        books (`plan.room`) says: in a free `slot`, from record `begin` on."""
+        """Writes a request's records, sorted by point, with `counts` [points] of them at each. Their place is the one
+        that `plan.room` gave: a free `slot`, and the records from `begin` on."""
         self.generation[slot] = self.generation[slot] % (1 << 30) + 1
         self.records[begin : begin + len(records)] = records
         self.first[slot, 0] = begin
@@ -48,7 +52,7 @@ class ProgramTable:
         self._add_captures(slot, begin, records, counts)
         if (records["kind"] == APPLY).any():
             self.coded.add(slot)
-        self._note(slot, begin, begin + len(records))
+        self._mark_changed(slot, begin, begin + len(records))
         self._admitted.add(slot)
 
     def drop(self, slot: int) -> None:
@@ -58,23 +62,23 @@ class ProgramTable:
         self.first[slot] = self._acts[slot] = 0
         self.captures.drop(slot)
         self.coded.discard(slot)
-        self._note(slot, 0, 0)
+        self._mark_changed(slot, 0, 0)
 
     def active(self, slots: np.ndarray) -> np.ndarray:
-        """Points at which any of some slots, each named once at most but for 0, has records; bool [points]."""
+        """Whether any of the slots has records at a point, bool [points]. No slot but 0 may stand there twice."""
         if np.count_nonzero(slots) == len(self):
             return self._acting > 0
         return np.logical_or.reduce(self._acts[slots], axis=0)
 
     def acting_at(self, point: int, slots: np.ndarray) -> list[int]:
-        """Those of some slots that have records at a point."""
+        """The slots, among these, that have records at a point."""
         return slots[self._acts[slots, point]].tolist()
 
     def __len__(self) -> int:
         """Admitted requests."""
         return len(self._admitted)
 
-    def _note(self, slot: int, begin: int, end: int) -> None:
+    def _mark_changed(self, slot: int, begin: int, end: int) -> None:
         self.version += 1
         slots, records = self.changed
         slots.add(slot)
@@ -82,18 +86,16 @@ class ProgramTable:
             records.append((begin, end))
 
     def take_changed(self) -> tuple[set[int], list[tuple[int, int]]]:
-        """What changed since this was last called."""
-        taken, self.changed = self.changed, (set(), [])
-        return taken
+        """`changed`, which begins anew."""
+        changed, self.changed = self.changed, (set(), [])
+        return changed
 
     def _add_captures(self, slot: int, begin: int, records: np.ndarray, counts: np.ndarray) -> None:
-        kept = np.flatnonzero(records["kind"] == CAPTURE)
-        if len(kept) == 0:
+        captures = np.flatnonzero(records["kind"] == CAPTURE)
+        if len(captures) == 0:
             return
-        point = np.repeat(np.arange(len(counts)), counts)[kept]
-        fields = named(records[kept], CAPTURE)
+        point = np.repeat(np.arange(len(counts)), counts)[captures]
+        fields = named(records[captures], CAPTURE)
         op, start, stop, dtype = (fields[name].astype(np.int64) for name in ("region", "start", "stop", "dtype"))
-        placed = named(self.records, CAPTURE)
-        placed["range"][begin + kept], placed["region"][begin + kept] = self.captures.add(
-            slot, op, start, stop, dtype, point
-        )
+        in_table, index = named(self.records, CAPTURE), begin + captures
+        in_table["range"][index], in_table["region"][index] = self.captures.add(slot, op, start, stop, dtype, point)

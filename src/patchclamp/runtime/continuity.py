@@ -32,17 +32,17 @@ class Continuity:
         self.forget()
 
     def forget(self) -> None:
-        """No step goes on with the last one."""
+        """The next step is planned anew."""
         self.plan: StepPlan | None = None
         self.batch: Batch | None = None
         self.steps = 0
         self._requests: list[str] = []
         self._source: PlannedCaptures | None = None
         self._chunk: CaptureChunk | None = None
-        self._chunk_end = 0  # of the steps since, the one that the chunk would take next
+        self._chunk_end = 0  # the number of the step, counted from the plan's, that the chunk would take next
 
     def start(self, requests: list[str], batch: Batch, plan: StepPlan, device_labels: bool) -> None:
-        """A step was planned. `device_labels`: the device knows the positions of its rows, and asks for none."""
+        """Steps may go on with this plan. `device_labels`: the device knows the positions of its rows by itself."""
         self.forget()
         self.plan, self.batch, self._requests, self._version = plan, batch, requests, self._table.version
         self._next_position = batch.position + 1
@@ -65,7 +65,7 @@ class Continuity:
         self.steps += 1
         return "advanced"
 
-    # -- what was answered to the scheduler
+    # -- answers to the scheduler
 
     def answer(self, requests: list[str] | None) -> tuple[bool, bool] | None:
         """The last answer, if it holds for a step of these requests, in the scheduler's order, each one token on."""
@@ -81,10 +81,10 @@ class Continuity:
         self._scheduled = None if requests is None else list(requests)
         self._answer, self._answer_steps, self._answer_version = answer, steps, self._table.version
 
-    # -- what was captured
+    # -- captures
 
     def captured(self, place: BufferSlice | ScatteredSlices, run: np.ndarray) -> CaptureChunk | None:
-        """Adds the step's captures to the chunk that steps like it fill; returns a new chunk if it must begin one.
+        """Appends the step's captures, which lie at a place, to the chunk at hand; or begins a chunk and returns it.
 
         `run`: the number of each slot's run.
         """

@@ -1,8 +1,8 @@
 """The runtime: one model's admitted programs, the plan of the step at hand, and everything captured.
 
-Its owner admits a program before its request is scheduled; then, for each engine step, it calls `drop` and
-`assign_slot` as requests go and come, `begin_step` (or `begin`) once the batch is known, lets the model run `at_work`,
-and calls `end`.  All on the thread that steps the engine.
+Its owner admits a program before its request is scheduled, and frees it when the request has ended.  For each engine
+step it calls `begin_step` (or `begin`) once the batch is known, lets the model run `at_work`, and calls `end`.  All of
+it happens on the thread that steps the engine.
 """
 
 from __future__ import annotations
@@ -34,12 +34,17 @@ Packed = tuple[str, str, str | None]
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Sizes: programs at once, their records (one a point and piece) and bytes of vectors at hand.
+    """Sizes. The last four count on a GPU only.
 
-    On a GPU also: bytes that a step with a CUDA graph may capture, at most half of what follows (one that would capture
-    more runs without a graph); bytes of captures on their way off the device; bytes of captures in pinned host memory
-    (the oldest move to ordinary memory); and the sizes, in tokens of a step, for which graphs with taps are recorded
-    (None: all that vLLM records; steps of programs of other sizes run without a graph).
+    max_programs: programs admitted at one time
+    max_records: their records, one for each point and position range
+    bank_bytes: bytes of vectors on the device
+    kept_bytes: what a step with a CUDA graph may capture, at most half of `ring_bytes`; one that captures more runs
+        without a graph
+    ring_bytes: captures on their way off the device
+    pinned_bytes: captures in pinned host memory; the oldest move to ordinary memory
+    active_sizes: the sizes of step, in tokens, for which graphs with taps are recorded; None: all that vLLM records.
+        Steps of other sizes run without a graph if they have programs
     """
 
     max_programs: int = 256
@@ -52,8 +57,11 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Admitted(msgspec.Struct):
-    """An admitted program: its run, its slot (0: it could not be installed), the bytes it captures a token at most, and
-    its receipt."""
+    """An admitted program.
+
+    slot: 0 if it could not be installed
+    token_bytes: how many bytes it captures of a token, at most
+    """
 
     run: str
     slot: int
@@ -66,9 +74,10 @@ class Runtime:
 
     def __init__(self, sites: SiteMap, limits: Limits, device: torch.device | str = "cpu", rank: int = 0) -> None:
         self.sites, self.limits, self.device = sites, limits, torch.device(device)
-        self.shards = [sites.shard(point.number, rank) for point in sites.points]  # of each point's row that is here
-        self._cut = np.array([sites.shard_count(point.number) > 1 for point in sites.points])  # where a row has pieces
-        self._mine = np.array([shard.keeps for shard in self.shards])  # where that of this worker is kept here
+        # by point, as all arrays here: this worker's shard; whether there are others; whether it keeps its captures
+        self.shards = [sites.shard(point.number, rank) for point in sites.points]
+        self._sharded = np.array([sites.shard_count(point.number) > 1 for point in sites.points])
+        self._keeps_shard = np.array([shard.keeps for shard in self.shards])
         self.widths = np.array([shard.end - shard.first for shard in self.shards])
         self.sampled = np.array([point.rows == "sampled" for point in sites.points])
         if limits.bank_bytes < 4 * int(self.widths.max()):
@@ -78,43 +87,42 @@ class Runtime:
         self.store = CaptureStore(self.widths, lambda: self.step.flush())
         self.plan: StepPlan | None = None
         self.steps_planned = 0
-        self._resident: dict[str, tuple[int, int]] = {}  # where rows were put in the bank, and how wide they are
-        self._admitted: dict[str, _Admitted] = {}  # by the engine's name of a request, as what follows
+        self._resident: dict[str, tuple[int, int]] = {}  # by name: where rows begin in the bank, and how wide they are
+        # by the engine's name of a request; its stop is the position from which on its program does nothing
+        self._admitted: dict[str, _Admitted] = {}
         self._slot_of: dict[str, int] = {}
         self._stop_of: dict[str, int] = {}
         self.views: dict[int, View | None] = {}  # where a point's columns lie in the tensor of its tap
-        self.here = np.ones(len(sites.points), bool)  # points of which this worker has the tap
-        self.keeps = True  # whether what is captured is kept here; of workers that see the same rows one keeps it
-        # of the rows of runs that a request's program reads, by key, those of other workers; None: there are none
+        self.has_tap = np.ones(len(sites.points), bool)  # whether this worker has the tap of a point
+        self.keeps = True  # whether this worker keeps captures, of those that see the same rows
+        # given a request, the rows that its program reads and other workers have, by bank key; None: no other workers
         self.remote_rows: Callable[[str], Mapping[str, torch.Tensor]] | None = None
         self.failures = 0  # runs whose edits were not finite
         self._errors: dict[str, Packed] = {}  # by the engine's name of a request: children of one share their run
         self._code_errors: dict[str, Packed] = {}  # by run, which is one request's where there is code
         self._run_of_slot = np.full(limits.max_programs + 1, -1, np.int64)
         self.continuity = Continuity(self.table)
-        self._acts = b""  # of the plan at hand: whether it does anything at a point, a byte each
-        self._token_bytes: collections.Counter[int] = (
-            collections.Counter()
-        )  # admitted programs by what a token of theirs captures
-        self._code: dict[int, tuple[str, Code]] = {}  # by number: its run, and what it runs
+        self._acts = b""  # of the step's plan: whether it does anything at a point, a byte for each
+        self._token_bytes: collections.Counter[int] = collections.Counter()  # admitted programs, by their `token_bytes`
+        self._code: dict[int, tuple[str, Code]] = {}  # by number: the run, and its code
         self._code_of: dict[str, list[int]] = {}
-        self._code_stop: dict[str, int] = {}  # by the engine's name of a request: where its code has done its work
+        self._code_stop: dict[str, int] = {}  # the stop of a request's code, by the engine's name of the request
         self.step: Step = HostStep(self.table, self.bank)
         self.step.code = self.run_code
 
     # -- vectors and results, between steps
 
     def hold_code(self, run: str, code: Mapping[int, Code]) -> None:
-        """Keeps what a run's `Apply`s run, until it is finished."""
-        self._code |= {number: (run, each) for number, each in code.items()}
+        """Keeps the code of a run's `Apply`s, until the run has ended."""
+        self._code |= {number: (run, function) for number, function in code.items()}
         if code:
             self._code_of[run] = list(code)
 
     def run_code(self, number: int, rows: torch.Tensor, point: int, position: np.ndarray) -> torch.Tensor | None:
-        """Code on rows [n, W] at a point and at positions [n]; what it raises is its run's error, and None is given
-        from then on.
+        """Runs code on rows [n, W] at a point and at positions [n]. An exception in it becomes the error of its run,
+        and the result is None then and from then on.
 
-        Such a run does not count among the `failures`: nobody shares the cached blocks of code.
+        Such a run does not count among the `failures`: a program with code shares no cached blocks with others.
         """
         run, code = self._code[number]
         if run in self._code_errors:
@@ -133,17 +141,17 @@ class Runtime:
         """Frees runs' captures."""
         for run in runs:
             self._code_errors.pop(run, None)
-            self.drop_code(run)  # of a run that was never admitted
+            self.drop_code(run)  # if the run was never admitted
             if run in self.store:
                 self.store.release(run)
 
     def captured_here(self, run: str, point: int) -> bool:
-        """Whether what a run captured at a point is kept here."""
-        return self.keeps_at(point) and bool(self.here[point]) and run in self.store
+        """Whether this worker keeps what a run captured at a point."""
+        return self.keeps_at(point) and bool(self.has_tap[point]) and run in self.store
 
     def keeps_at(self, point: int) -> bool:
-        """Whether what is captured at a point is kept here, rather than by another worker that has the same."""
-        return bool(self._mine[point]) if self._cut[point] else self.keeps
+        """Whether this worker, and not another one that sees the same rows, keeps captures at a point."""
+        return bool(self._keeps_shard[point]) if self._sharded[point] else self.keeps
 
     def status(self) -> dict[str, int]:
         """Counts of what is held: 0 when everything is done and released."""
@@ -157,18 +165,18 @@ class Runtime:
         }
 
     def steps_left(self, positions: Iterable[tuple[str, int]]) -> int:
-        """For how many steps at least, of a token a request, a program of any of the requests, given with their next
-        positions, has something left to do; 0 if none has."""
+        """For how many steps of one token a request, at least, some program has something to do; 0 if none has.
+        `positions`: the requests with their next positions."""
         stops = self._stop_of
         return next((stops[name] - position for name, position in positions if position < stops.get(name, 0)), 0)
 
     @property
     def has_code(self) -> bool:
-        """Whether any request here has code."""
+        """Whether any admitted program has code."""
         return bool(self._code_stop)
 
     def runs_code(self, positions: Iterable[tuple[str, int]]) -> bool:
-        """Whether a program of any of the requests has code that may still run: such steps have no graph."""
+        """Whether code of any of the requests may still run; then no graph is used. `positions`: their next ones."""
         stops = self._code_stop
         return bool(stops) and any(position < stops.get(request, 0) for request, position in positions)
 
@@ -180,7 +188,7 @@ class Runtime:
         return sum(program.token_bytes * count for program, count in programs if program is not None) <= limit
 
     def fail(self, slots: Iterable[int], error: Exception) -> None:
-        """Fails the requests of some slots; the first error of each counts."""
+        """Fails the requests of some slots. A request keeps its first error."""
         packed = pack(error)
         requests = {slot: request for request, slot in self._slot_of.items()}
         for slot in slots:
@@ -190,13 +198,13 @@ class Runtime:
                 self.failures += 1
 
     def fail_step(self, requests: list[str], error: Exception) -> None:
-        """A step could not be planned, or its captures not kept: its programs fail, and nothing else."""
+        """Fails the programs of a step that could not be planned, or whose captures could not be kept."""
         self.plan = None
         self.continuity.forget()
         self.fail(self.slots(requests).tolist(), error)
 
     def collect_failures(self) -> None:
-        """Takes note of failures on the device, of whichever run."""
+        """Fails the requests whose edits were not finite, as far as the device has said so."""
         for slot, point in self.step.failed():
             self.fail([slot], not_finite(self.sites.label(point)))
 
@@ -206,35 +214,35 @@ class Runtime:
         self, request: str, bound: BoundProgram, placement: Placement, vectors: Mapping[str, torch.Tensor],
         receipt: str = "",
     ) -> None:  # fmt: skip
-        """Installs a program before its request is scheduled: its records at its slot, the rows it reads in the bank,
-        where the placement says. `vectors` has the inline ones that are not in the bank yet, `receipt` is what answers
-        for the program once it is installed.
+        """Installs a program before its request is scheduled: its records and the rows that it reads, where the
+        placement says. `vectors`: the inline vectors that are not in the bank yet. `receipt`: what says, with the
+        answer, that the program was installed.
 
-        Raises what keeps it from being installed, such as `MissingSource`; the rows that could be brought into the bank
-        are there all the same, for programs that come later.
+        Raises the error of a program that cannot be installed, such as `MissingSource`. The rows that could be written
+        to the bank are there all the same, for programs that come later.
         """
         for name in placement.evicted:
             self._resident.pop(name, None)
         remote = self.remote_rows(request) if self.remote_rows is not None else {}
-        here = [shard_op(op.at(self.here), self.shards, self.sites) for op in bound.ops]
-        kept = np.where(self._cut, self._mine, self.keeps)
-        ops = here if kept.all() else [op.at(kept) if op.kind == CAPTURE else op for op in here]
+        local_ops = [shard_op(op.at(self.has_tap), self.shards, self.sites) for op in bound.ops]
+        keeps = np.where(self._sharded, self._keeps_shard, self.keeps)
+        ops = local_ops if keeps.all() else [op.at(keeps) if op.kind == CAPTURE else op for op in local_ops]
         addresses = self._addresses(ops, placement, vectors, remote)
         records = records_of(ops, addresses, len(self.sites.points))
         slot = placement.slot
         self.table.admit(*records, slot, placement.record)
-        # of all that happens here, whoever keeps it: workers of one stage must choose the same graphs
-        size = sum(self._token_size(op) for op in here if op.kind == CAPTURE)
-        # of all that happens anywhere: code with taps may differ from stock's in the last bits, and what a request's
-        # batchmates get must not depend on which stage a program acts on
-        stop = max((each.stop for op in bound.ops if op.points for each in op.ranges), default=0)
-        code = max((each.stop for op in bound.ops if op.kind == APPLY for each in op.ranges), default=0)
-        self._admitted[request] = _Admitted(bound.run, slot, size, receipt)
+        # captures count whoever keeps them: all workers of a stage must choose the same graphs
+        token_bytes = sum(self._token_size(op) for op in local_ops if op.kind == CAPTURE)
+        # ops count at whichever stage they act: code with taps may differ from stock's in the last bits, and what a
+        # request's batchmates get must not depend on that stage
+        stop = max((positions.stop for op in bound.ops if op.points for positions in op.ranges), default=0)
+        code_stop = max((positions.stop for op in bound.ops if op.kind == APPLY for positions in op.ranges), default=0)
+        self._admitted[request] = _Admitted(bound.run, slot, token_bytes, receipt)
         self._slot_of[request], self._stop_of[request] = slot, stop
-        if code:
-            self._code_stop[request] = code
-        if size:
-            self._token_bytes[size] += 1
+        if code_stop:
+            self._code_stop[request] = code_stop
+        if token_bytes:
+            self._token_bytes[token_bytes] += 1
             self.step.prepare()
         self._run_of_slot[slot] = self.store.open(bound.run)
 
@@ -242,7 +250,7 @@ class Runtime:
         self, ops: Sequence[BoundOp], placement: Placement, vectors: Mapping[str, torch.Tensor],
         remote: Mapping[str, torch.Tensor],
     ) -> dict[str, tuple[int, int]]:  # fmt: skip
-        """`_address` of every key that some ops read; raises the first error once all others are in the bank."""
+        """`_address` of every key that the ops read. Raises the first error once all other rows are written."""
         addresses: dict[str, tuple[int, int]] = {}
         missing: MissingSource | None = None
         for key in dict.fromkeys(key for op in ops for key in op.keys):
@@ -257,7 +265,7 @@ class Runtime:
     def _address(
         self, key: str, placement: Placement, vectors: Mapping[str, torch.Tensor], remote: Mapping[str, torch.Tensor]
     ) -> tuple[int, int]:
-        """Where a key's rows begin in the bank, and how wide they are; brings them there if they are not."""
+        """Where a key's rows begin in the bank, and how wide they are. Writes them there first if need be."""
         name, first, end = columns_in(key)
         resident = resident_name(name, first is not None)
         begin, count = placement.addresses[resident]
@@ -278,7 +286,7 @@ class Runtime:
         return self._resident[resident]
 
     def _token_size(self, op: BoundOp) -> int:
-        """Bytes that an op captures of a token, aligned; sampled rows never pass through what a graph keeps."""
+        """How many bytes, aligned, an op captures of a token. Sampled rows do not count: no graph writes them."""
         assert isinstance(op.action, Keep)
         item = 4 if self.step.unit is NUMBERS else int(ITEM_BYTES[op.action.dtype])
         points = np.array(op.points, np.int64)
@@ -286,8 +294,8 @@ class Runtime:
         return int((-(-rows // ALIGNED) * ALIGNED).sum())
 
     def refuse(self, request: str, run: str, error: Exception) -> None:
-        """A program could not be installed: its run fails with that error, and blocks of the prefix cache that its
-        request fills are not what their keys say."""
+        """Fails the run of a program that could not be installed. It counts as a failure, because the blocks of the
+        prefix cache that its request fills are not what their keys say."""
         self._admitted[request] = _Admitted(run, 0, 0, "")
         self._errors[request] = pack(error)
         self.failures += 1
@@ -297,21 +305,21 @@ class Runtime:
         return request in self._slot_of
 
     def outcome(self, request: str) -> tuple[str, Packed | None]:
-        """The receipt of the program that a request runs with ("": none was installed), and its run's error."""
+        """The receipt of a request's program ("" if none was installed), and the error of its run."""
         admitted = self._admitted.get(request)
         if admitted is None:
             return "", None
         return admitted.receipt, self._code_errors.get(admitted.run) or self._errors.get(request)
 
     def free(self, requests: Iterable[str]) -> None:
-        """Frees what the programs of ended requests held; their captures stay until released."""
+        """Frees what the programs of ended requests held. Their captures stay until they are released."""
         for request in requests:
             admitted = self._admitted.pop(request, None)
             if admitted is not None:
                 self._free(request, admitted)
 
     def drop_code(self, run: str) -> None:
-        """Frees what a run's `Apply`s ran."""
+        """Frees the code of a run's `Apply`s."""
         for number in self._code_of.pop(run, ()):
             del self._code[number]
 
@@ -321,7 +329,7 @@ class Runtime:
         self._code_errors.pop(admitted.run, None)
         if not admitted.slot:
             return
-        self.continuity.forget()  # it holds captures that may soon be released
+        self.continuity.forget()  # its chunk holds captures that may soon be released
         for table in (self._slot_of, self._stop_of, self._code_stop):
             table.pop(request, None)
         if admitted.token_bytes:
@@ -341,7 +349,7 @@ class Runtime:
         return len(self._admitted)
 
     def begin(self, batch: Batch, requests: Sequence[str] = ()) -> None:
-        """Plans a step of a batch, whose `requests` later steps may go on with; without programs it stays idle."""
+        """Plans a step of a batch; without programs it is idle. Steps of the same `requests` may go on with it."""
         self.continuity.forget()
         self.plan = None
         if not batch.slot.any():
@@ -355,8 +363,11 @@ class Runtime:
     def begin_step(
         self, requests: list[str], row: np.ndarray, position: np.ndarray, count: np.ndarray, total: int
     ) -> Sameness:  # fmt: skip
-        """Begins a step of requests with their first rows, first positions and numbers of tokens, `total` in all:
-        goes on with the last plan, or plans anew. The arrays may change after it."""
+        """Begins a step: goes on with the last plan, or plans anew. The arrays may change afterwards.
+
+        row, position, count: of each request its first row, first position and number of tokens
+        total: the number of tokens
+        """
         sameness = self.continuity.judge(requests, position, total)
         if sameness == "changed":
             row, position, count = row.astype(np.int64), position.astype(np.int64), count.astype(np.int64)
@@ -370,8 +381,8 @@ class Runtime:
         return sameness
 
     def apply(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Carries out the step's plan at a point: what every tap ends in. What goes wrong here is the error of the
-        programs that act there; the step goes on."""
+        """Carries out the step's plan at a point; every tap calls it. An exception becomes the error of the programs
+        that act there, and the step goes on."""
         if (self.plan is None or not self._acts[point]) and not self.step.recording:
             return
         try:
@@ -381,18 +392,18 @@ class Runtime:
             else:
                 self._apply_viewed(point, hidden, residual, view, width)
         except Exception as error:
-            if self.plan is None or self.continuity.batch is None:  # a graph is being recorded: the engine is starting
+            if self.plan is None or self.continuity.batch is None:  # while a graph is recorded, as the engine starts
                 raise
             self.fail(self.table.acting_at(point, self.continuity.batch.slot), error)
 
     def _apply_viewed(
         self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None, view: View | None, width: int
     ) -> None:
-        """The same where a point's rows are not the tensor as it lies, or do not fit."""
+        """`apply` where a point's rows are not all of the tensor, or do not fit it."""
         shape = hidden.shape
         if view is not None and view.by_head:
             shape = hidden.shape[1], hidden.shape[3]
-        if not fits(shape, view.whole if view is not None and view.whole else width):
+        if not fits(shape, view.tensor_width if view is not None and view.tensor_width else width):
             raise ModelError(
                 f"{self.sites.describe_point(point)} should be {width} wide; its tensor is {list(hidden.shape)}"
             )
@@ -402,7 +413,7 @@ class Runtime:
                 f"and {list(residual.shape)}"
             )
         if view is not None and (view.heads or view.by_head or view.factor != 1.0):
-            self._apply_apart(point, hidden, view, width)
+            self._apply_to_copy(point, hidden, view, width)
             return
         pair = None if residual is None else residual.view(-1, width)
         rows = hidden.view(-1, width) if view is None else columns(hidden, view, width)
@@ -413,26 +424,28 @@ class Runtime:
         if bad is not None and len(bad):
             self.fail(bad, not_finite(self.sites.label(point)))
 
-    def _apply_apart(self, point: int, hidden: torch.Tensor, view: View, width: int) -> None:
-        """A point that is no part of its tensor as it lies: it is made of it, and what was changed goes back."""
-        theirs = hidden
+    def _apply_to_copy(self, point: int, hidden: torch.Tensor, view: View, width: int) -> None:
+        """For a point whose rows are no strided part of its tensor: edits a copy of them, and writes what was changed
+        back."""
+        part = hidden
         if view.heads:
-            theirs = hidden.view(-1, view.heads, view.whole // view.heads)[..., view.first : view.first + view.size]
+            by_head = hidden.view(-1, view.heads, view.tensor_width // view.heads)
+            part = by_head[..., view.first : view.first + view.size]
         elif view.by_head:
-            theirs = hidden.transpose(1, 2)
-        made_RW = (theirs.float() * view.factor if view.factor != 1.0 else theirs).reshape(-1, width).contiguous()
-        before_RW = made_RW.clone()
-        self._carry_out(point, made_RW, None)
-        after = torch.where(made_RW == before_RW, theirs.reshape(-1, width).to(made_RW.dtype), made_RW / view.factor)
-        theirs.copy_(after.view(theirs.shape))
+            part = hidden.transpose(1, 2)
+        copy_RW = (part.float() * view.factor if view.factor != 1.0 else part).reshape(-1, width).contiguous()
+        before_RW = copy_RW.clone()
+        self._carry_out(point, copy_RW, None)
+        after = torch.where(copy_RW == before_RW, part.reshape(-1, width).to(copy_RW.dtype), copy_RW / view.factor)
+        part.copy_(after.view(part.shape))
 
     def end(self) -> None:
         """Hands the step's captures to the store."""
         plan, self.plan = self.plan, None
-        place = None if plan is None else self.step.end(plan)
-        if plan is None or place is None:
+        captured = None if plan is None else self.step.end(plan)
+        if captured is None:
             return
-        chunk = self.continuity.captured(place, self._run_of_slot)
+        chunk = self.continuity.captured(captured, self._run_of_slot)
         if chunk is not None:
             self.store.add(chunk)
 
@@ -440,8 +453,8 @@ class Runtime:
 def fits(shape: Sequence[int], width: int) -> bool:
     """Whether a tensor's last dimensions are a row of so many columns."""
     size = 1
-    for many in reversed(shape):
-        size *= many
+    for dimension in reversed(shape):
+        size *= dimension
         if size >= width:
             break
     return size == width
@@ -449,4 +462,4 @@ def fits(shape: Sequence[int], width: int) -> bool:
 
 def columns(hidden: torch.Tensor, view: View, width: int) -> torch.Tensor:
     """A point's columns of a tensor that has others beside them, [R, W], as a view."""
-    return hidden.view(-1, view.whole)[:, view.first : view.first + width]
+    return hidden.view(-1, view.tensor_width)[:, view.first : view.first + width]

@@ -13,14 +13,14 @@ from patchclamp.language.site import Index, Range, Site
 from patchclamp.sites.families import Family, Sizes, Tap
 from patchclamp.sites.tables import FAMILIES
 
-MAX_INDEXED_COLUMNS = 0xFFFF  # columns of a point whose parts can be named (`plan.table`)
+MAX_INDEXED_COLUMNS = 0xFFFF  # of a site whose parts can be named: records have 16 bits for a column (`plan.records`)
 
 
 class Point(msgspec.Struct, frozen=True):
-    """A kind of point in one layer, by number.
+    """A point kind of one layer, by number.
 
-    width: numbers a row
-    rows: the step's tokens, or only those that are sampled from
+    width: how many numbers a row has
+    rows: the tokens of a step, or only those that are sampled from
     """
 
     number: int
@@ -33,14 +33,15 @@ class Point(msgspec.Struct, frozen=True):
 class View(msgspec.Struct, frozen=True):
     """Where a point's columns lie in the tensor of its tap.
 
-    whole: columns of the tensor
+    tensor_width: columns of the tensor; 0 if it is [B, H, T, E]
     first: the point's first column; where heads are mixed, its first in each head's columns
-    heads, size: where heads are mixed, how many equal parts the tensor has and how many columns of each are the point's
+    heads: where heads are mixed, how many heads the tensor has; otherwise 0
+    size: where heads are mixed, how many columns of each head are the point's
     by_head: whether the tensor is [B, H, T, E]
-    factor: the point is the tensor times that
+    factor: the point is the tensor times this
     """
 
-    whole: int
+    tensor_width: int
     first: int = 0
     heads: int = 0
     size: int = 0
@@ -51,8 +52,9 @@ class View(msgspec.Struct, frozen=True):
 class SiteRef(msgspec.Struct, frozen=True):
     """A site word of one layer, such as `resid_post[3]` or `z[3, 5]`.
 
+    point: the number of its point
     index: its second index, as text
-    columns: first … end − 1, where it is a part of the point's row
+    columns: (first, end) of its columns, first … end − 1, where it is a part of the point's row
     """
 
     name: str
@@ -67,7 +69,7 @@ class SiteRef(msgspec.Struct, frozen=True):
 
 
 class Shard(NamedTuple):
-    """Columns first … end − 1 of a row, shard `number` of it. Of the workers that have the same shard one `keeps` what
+    """Shard `number` of a row: its columns first … end − 1. Of the workers that have the same shard, one `keeps` what
     is captured."""
 
     number: int
@@ -77,43 +79,44 @@ class Shard(NamedTuple):
 
 
 class SiteMap:
-    """The points and site refs of a model, sharded among `tensor_parallel` workers."""
+    """The points and site refs of a model that `tensor_parallel` workers share."""
 
     def __init__(self, family: Family | str, sizes: Sizes, tensor_parallel: int = 1) -> None:
         if isinstance(family, str):
-            families = {each.name: each for each in FAMILIES}
-            if family not in families:
-                raise ModelError(f"no family {family!r}; there are {', '.join(families)}")
-            family = families[family]
+            by_name = {tabled.name: tabled for tabled in FAMILIES}
+            if family not in by_name:
+                raise ModelError(f"no family {family!r}; there are {', '.join(by_name)}")
+            family = by_name[family]
         self.family, self.sizes, self.tensor_parallel = family, sizes, tensor_parallel
         self.layers, self.d_model, self.d_vocab = sizes.layers, sizes.d_model, sizes.d_vocab
         self.withdrawn: dict[str, str] = {}  # words that were not proved on the live model, and why
         self.points: list[Point] = []
         self._number: dict[tuple[str, int | None], int] = {}
-        self._has = {name: self._layers_with(kind.layers) for name, kind in family.points.items()}
+        self._layers_of = {name: self._layers_with(kind.layers) for name, kind in family.points.items()}
         for name, kind in family.points.items():
-            for layer in self._has[name] if kind.per_layer else (None,):
+            for layer in self._layers_of[name] if kind.per_layer else (None,):
                 self._number[name, layer] = len(self.points)
                 self.points.append(Point(len(self.points), name, layer, sizes[kind.width], kind.rows))
 
     @property
     def names(self) -> list[str]:
         """The site words this model has, in the language's order."""
-        return [name for name in SITES if self._known(name) and name not in self.withdrawn]
+        return [name for name in SITES if self._has(name) and name not in self.withdrawn]
 
-    def _layers_with(self, which: str) -> list[int]:
-        """All layers, those with an ordinary MLP, or those with experts."""
+    def _layers_with(self, mlp: Literal["all", "dense", "sparse"]) -> list[int]:
+        """All layers, those with an ordinary MLP (`dense`), or those with experts (`sparse`)."""
         sparse = set(self.sizes.sparse)
-        return [layer for layer in range(self.layers) if which == "all" or (layer in sparse) == (which == "sparse")]
+        return [layer for layer in range(self.layers) if mlp == "all" or (layer in sparse) == (mlp == "sparse")]
 
-    def _known(self, name: str) -> bool:
+    def _has(self, name: str) -> bool:
+        """Whether the model has a site word, by its table."""
         if name not in self.family.sites:
             return False
         kind = self.family.sites[name][0]
-        return not self.family.points[kind].per_layer or bool(self._has[kind])
+        return not self.family.points[kind].per_layer or bool(self._layers_of[kind])
 
     def taps(self, engine: Literal["transformers", "vllm"]) -> list[tuple[Point, Tap]]:
-        """Every point with its tap on an engine, module paths filled in."""
+        """Every point with its tap on an engine. The taps' module paths name the layer."""
         return [(point, self._tap(point, engine)) for point in self.points]
 
     def _tap(self, point: Point, engine: str) -> Tap:
@@ -121,13 +124,13 @@ class SiteMap:
         return msgspec.structs.replace(tap, module=tap.module.format(l=point.layer))
 
     def local(self) -> SiteMap:
-        """The map of what one of several workers has; its points are numbered alike."""
+        """The map of one tensor-parallel worker, with the sizes of its shards. Its points have the same numbers."""
         s, workers = self.sizes, self.tensor_parallel
         local = {"heads": s.heads // workers, "kv_heads": max(1, s.kv_heads // workers), "d_mlp": s.d_mlp // workers}
         return self if workers == 1 else SiteMap(self.family, msgspec.structs.replace(s, **local))
 
     def view(self, tap: Tap) -> View | None:
-        """Where the point of a tap lies in its tensor; None if it is all of it."""
+        """Where the columns of a tap's point lie in its tensor; None if the tensor has no others."""
         if tap.by_head:
             return View(0, by_head=True)
         if tap.scale:
@@ -145,7 +148,7 @@ class SiteMap:
         kind = self.family.points[self.points[point].kind]
         if kind.layout != "sharded":
             return 1
-        # with fewer key/value heads than workers, several have the same
+        # with fewer key/value heads than workers, several workers have the same shard
         return min(self.tensor_parallel, self.sizes.kv_heads) if kind.width == "K" else self.tensor_parallel
 
     def shard(self, point: int, rank: int) -> Shard:
@@ -155,13 +158,13 @@ class SiteMap:
         return Shard(number, number * size, (number + 1) * size, rank * shards % self.tensor_parallel == 0)
 
     def whole(self, ref: SiteRef) -> bool:
-        """Whether one worker has all the columns of a site ref, and can sum over them."""
+        """Whether one worker has all the columns of a site ref, and so can sum over them."""
         width, shards = self.points[ref.point].width, self.shard_count(ref.point)
         first, end = ref.columns or (0, width)
         return first * shards // width == (end - 1) * shards // width
 
     def refs(self) -> list[SiteRef]:
-        """Every site ref of the model, word by word."""
+        """The site refs of all words that the model has, without second indices."""
         return [ref for name in self.names for ref in self.resolve(Site(name))]
 
     def parts(self, name: str) -> tuple[int, int] | None:
@@ -173,28 +176,30 @@ class SiteMap:
 
         Raises: `UnsupportedSite` for a word, layer or index that this model does not have.
         """
-        if not self._known(site.name):
-            kind = self.family.sites.get(site.name, ("", 0))[0]
-            layers = self.family.points[kind].layers if kind else "all"
-            why = (
-                self.family.lacks.get(site.name)
-                or {
-                    "dense": "each of its layers has experts, which run in one fused kernel",
-                    "sparse": "none of its layers has experts",
-                    "all": "no layer of it has one",
-                }[layers]
-            )
-            raise UnsupportedSite(
-                f"{site.name} is not available on {self.family.name} models: {why}; there are: {', '.join(self.names)}"
-            )
-        if site.name in self.withdrawn:
-            raise UnsupportedSite(f"{site.name} was not proved on this model: {self.withdrawn[site.name]}")
+        self._check_has(site.name)
         if not SITES[site.name].layered:
             return [SiteRef(site.name, None, self._point(site.name, 0))]
         index, columns = ("", None) if site.index is None else (str(site.index), self._columns(site))
         return [
             SiteRef(site.name, layer, self._point(site.name, layer), index, columns) for layer in self._layers(site)
         ]
+
+    def _check_has(self, name: str) -> None:
+        """Raises `UnsupportedSite` for a word that this model does not have, or that was withdrawn."""
+        if name in self.withdrawn:
+            raise UnsupportedSite(f"{name} was not proved on this model: {self.withdrawn[name]}")
+        if self._has(name):
+            return
+        kind = self.family.sites.get(name, ("", 0))[0]
+        reasons = {
+            "dense": "each of its layers has experts, which run in one fused kernel",
+            "sparse": "none of its layers has experts",
+            "all": "no layer of it has one",
+        }
+        why = self.family.lacks.get(name) or reasons[self.family.points[kind].layers if kind else "all"]
+        raise UnsupportedSite(
+            f"{name} is not available on {self.family.name} models: {why}; there are: {', '.join(self.names)}"
+        )
 
     def _columns(self, site: Site) -> tuple[int, int]:
         """The columns of a site's row that its second index names."""
@@ -226,7 +231,7 @@ class SiteMap:
         """The layers that a site names."""
         index: Index | None = site.layers
         kind, shift = self.family.sites[site.name]
-        having = self._has[kind] if shift == 0 else list(range(self.layers))
+        having = self._layers_of[kind] if shift == 0 else list(range(self.layers))
         if index is None:
             return having
         if isinstance(index, int):
@@ -250,7 +255,7 @@ class SiteMap:
         return self._number[kind, layer + shift]
 
     def label(self, point: int) -> str:
-        """A point's name for people: of its words the one of the earliest layer, `resid_post[3]` for `resid_pre[4]`."""
+        """A point's name for people: its word of the earliest layer, `resid_post[3]` rather than `resid_pre[4]`."""
         return self._labels[point][0]
 
     def labels(self, point: int) -> list[str]:
@@ -260,7 +265,7 @@ class SiteMap:
     @functools.cached_property
     def _labels(self) -> list[list[str]]:
         labels: list[list[str]] = [[] for _ in self.points]
-        words = [name for name in SITES if self._known(name)]
+        words = [name for name in SITES if self._has(name)]
         for layer in (None, *range(self.layers)):
             for name in words:
                 if SITES[name].layered == (layer is not None) and (layer is None or layer in self._layers(Site(name))):
@@ -268,6 +273,6 @@ class SiteMap:
         return labels
 
     def describe_point(self, point: int) -> str:
-        """A point with the modules where the table says that it is: `mlp_in[0] (model.layers.0.mlp)`."""
+        """A point's name with the modules at which its taps are: `mlp_in[0] (model.layers.0.mlp)`."""
         taps = [self._tap(self.points[point], engine) for engine in ("transformers", "vllm")]
         return f"{self.label(point)} ({' or '.join(dict.fromkeys(tap.module for tap in taps))})"

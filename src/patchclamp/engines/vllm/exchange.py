@@ -19,18 +19,19 @@ from patchclamp.runtime import Runtime
 class Exchange:
     """The rows that cross between the workers of one engine. `group`: vLLM's, of all of them.
 
-    here, keeps, shard [workers, P]: whether a worker has a point, keeps what is captured there, and which shard it has
+    has_tap, keeps, shard [workers, P]: whether a worker has the tap of a point, whether it keeps captures there, and
+    which shard it has
     """
 
     def __init__(self, runtime: Runtime, group: Any) -> None:
         self._runtime, self._group = runtime, group
         points = range(len(runtime.sites.points))
         own = np.stack([
-            runtime.here, [runtime.keeps_at(point) for point in points], [shard.number for shard in runtime.shards],
+            runtime.has_tap, [runtime.keeps_at(point) for point in points], [shard.number for shard in runtime.shards],
         ])  # fmt: skip
         every: list[Any] = [None] * group.world_size
         torch.distributed.all_gather_object(every, own, group=group.cpu_group)
-        self._here, self._keeps, self._shard = (np.array([worker[i] for worker in every]) for i in range(3))
+        self._has_tap, self._keeps, self._shard = (np.array([worker[i] for worker in every]) for i in range(3))
         self._moved: dict[str, dict[str, torch.Tensor] | MissingSource] = {}  # by request, until it is installed
 
     def move(self, request: str, bound: BoundProgram) -> None:
@@ -83,13 +84,13 @@ class Exchange:
         for op in bound.ops:
             for key, point in op.reads():
                 if source_of(key) is not None:
-                    pairs |= dict.fromkeys((key, int(worker)) for worker in np.flatnonzero(self._here[:, point]))
+                    pairs |= dict.fromkeys((key, int(worker)) for worker in np.flatnonzero(self._has_tap[:, point]))
         return list(pairs)
 
     def _owner(self, point: int, reader: int) -> int | None:
         """The worker that keeps the shard of a point's rows which `reader` has, or would have; itself if it does."""
         sharded = self._runtime.sites.shard_count(point) > 1
-        has = self._here[:, point].astype(bool) & self._keeps[:, point].astype(bool)
+        has = self._has_tap[:, point].astype(bool) & self._keeps[:, point].astype(bool)
         if sharded:
             has &= self._shard[:, point] == self._shard[reader, point]
         if has[reader]:

@@ -102,9 +102,9 @@ class Attached:
         hooked = attach_taps(runner.get_model(), sites.taps("vllm"), sites.local().view, after_attention)
         self.runtime.views |= hooked
         self.runtime.keeps = first
-        self.runtime.here[:] = False
-        self.runtime.here[list(hooked)] = True
-        self.runtime.here[self._logits] = last
+        self.runtime.has_tap[:] = False
+        self.runtime.has_tap[list(hooked)] = True
+        self.runtime.has_tap[self._logits] = last
         if worker.vllm_config.parallel_config.world_size > 1:
             self._exchange = Exchange(self.runtime, compat.all_workers())
             self.runtime.remote_rows = self._exchange.rows
@@ -294,7 +294,7 @@ class Attached:
     ) -> Any:
         """(positions, rows) of one shard of the rows; for a receiver in another process, what `shared` hands it."""
         runtime = self.runtime
-        if not (runtime.keeps_at(point) and runtime.here[point] and runtime.shards[point].number == shard):
+        if not (runtime.keeps_at(point) and runtime.has_tap[point] and runtime.shards[point].number == shard):
             return None
         if not to:
             return self.runtime.fetch(run, point, op)
@@ -305,7 +305,7 @@ class Attached:
         runtime = self.runtime
         captured = {
             i: runtime.fetch(run, point, op)
-            for i, (run, point, op) in enumerate(wanted) if runtime.keeps_at(point) and runtime.here[point]
+            for i, (run, point, op) in enumerate(wanted) if runtime.keeps_at(point) and runtime.has_tap[point]
         }  # fmt: skip
         if not packed:
             return captured
