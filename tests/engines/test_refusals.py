@@ -203,7 +203,6 @@ def configuration(smollm2):
     ("parallel_config", "ubatch_size", 2, "micro-batching (enable_dbo, ubatch_size)"),
     ("parallel_config", "prefill_context_parallel_size", 2, "prefill_context_parallel_size above 1"),
     ("parallel_config", "decode_context_parallel_size", 2, "decode_context_parallel_size above 1"),
-    ("parallel_config", "data_parallel_size", 2, "data_parallel_size above 1"),
     ("parallel_config", "enable_elastic_ep", True, "elastic expert parallel (enable_elastic_ep)"),
     ("parallel_config", "enable_batch_sharded_sampling", True, "sharded sampling (enable_batch_sharded_sampling)"),
     ("", "kv_transfer_config", object(), "KV connectors and offloading (kv_transfer_config, kv_offloading_size)"),

@@ -11,6 +11,8 @@ from patchclamp.plan import BoundProgram
 from patchclamp.plan.room import bank_sizes
 from patchclamp.sites import SiteMap
 
+ABORTED = "the run was aborted"
+
 
 class Carried(msgspec.Struct, array_like=True):
     """What a request carries in its sampling parameters.

@@ -19,7 +19,7 @@ import safetensors.numpy
 
 from patchclamp.engines import wire
 from patchclamp.engines.base import Answer, Captured, Engine, Part, Request, Wanted, settle
-from patchclamp.engines.carried import carry, receipt_of
+from patchclamp.engines.carried import ABORTED, carry, receipt_of
 from patchclamp.errors import (
     TREE,
     EngineError,
@@ -243,7 +243,7 @@ class HttpEngine(Engine):
                         batch.take(event)
             batch.fail(EngineError(f"{self.url} ended its answer before the runs had ended"))
         except asyncio.CancelledError:
-            batch.fail(EngineError("the run was aborted"))
+            batch.fail(EngineError(ABORTED))
             raise
         except self._httpx.TransportError as error:
             batch.fail(EngineError(f"{self.url} went away: {type(error).__name__}: {error}"))
@@ -258,8 +258,10 @@ class HttpEngine(Engine):
         for run in [*abort, *release]:
             batch = self._batches.get(run)
             if batch is not None and (run in abort or batch.is_unheard(run)):
-                batch.end(run, EngineError("the run was aborted"))
+                batch.end(run, EngineError(ABORTED))
                 abort = [*abort, run]
+                if batch.task is not None and batch.has_ended:
+                    batch.task.cancel()  # closes the connection, at which the server stops what is left
         self._freed[0].extend(release)
         self._freed[1].extend(abort)
         if self._freeing is None:
@@ -324,6 +326,11 @@ class _Batch:
         for request, future in self.pairs:
             if request.run == run:
                 settle(future, error)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether every request has its answer or its error."""
+        return all(future.done() for _, future in self.pairs)
 
     def fail(self, error: PatchclampError) -> None:
         """Gives the error to every request that has not ended."""

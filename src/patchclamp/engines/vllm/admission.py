@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from patchclamp.engines.carried import decode
+from patchclamp.engines.carried import ABORTED, decode
 from patchclamp.errors import (
     CapacityError,
     EngineError,
@@ -153,6 +153,12 @@ class Admission:
         for session in [session for session, heard_s in self._sessions.items() if heard_s < oldest]:
             del self._sessions[session]
             self.release([run for run in self._capturing if run.startswith(f"{session}-")])
+
+    def abort(self, runs: list[str]) -> None:
+        """Ends requests of runs, with that error."""
+        for request, program in self.programs.items():
+            if program.bound.run in runs:
+                self.errors[request] = pack(EngineError(ABORTED))
 
     @property
     def has_orders(self) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import collections
 import functools
 import threading
+import zlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 import safetensors.numpy
 
 from patchclamp.engines.base import Answer, Captured, Engine, Model, Request, Tokenizer, Wanted, settle
-from patchclamp.engines.carried import carry, receipt_of
+from patchclamp.engines.carried import ABORTED, carry, receipt_of
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
 from patchclamp.engines.vllm import sampling as sampling_of_vllm
 from patchclamp.engines.vllm import shared
@@ -26,8 +27,8 @@ from patchclamp.engines.vllm.compat.seams import version
 from patchclamp.engines.vllm.underway import Parameters
 from patchclamp.engines.vllm.workers import unpack_captured
 from patchclamp.errors import EngineError, as_patchclamp_error, unpack
-
-ABORTED = "the run was aborted"
+from patchclamp.plan import CAPTURE
+from patchclamp.plan.bound import source_of
 
 
 class AsyncEngine(Engine):
@@ -113,6 +114,9 @@ class AsyncEngine(Engine):
         carried = carry(request, self.sites) if carried is None else carried
         params.extra_args = {**(params.extra_args or {}), configuration.KEY: carried}
         self._hold(request)
+        core = self._core_of(request)
+        if core is not None:
+            others["data_parallel_rank"] = core
         try:
             async for output in generate(prompt, params, name, **others):
                 verdict = front.verdict_in(output)
@@ -136,9 +140,25 @@ class AsyncEngine(Engine):
         """Frees the runs of clients that have not been heard of for so long."""
         await asyncio.gather(*front.tell_cores(self.client, "patchclamp_free_dead", lease_s))
 
-    async def ask(self, verb: str, *args: Any) -> list[Any]:
-        """What every worker of every engine core answers."""
-        calls = front.tell_cores(self.client, "collective_rpc", "patchclamp_rpc", None, (verb, *args), {})
+    def _core_of(self, request: Request) -> int | None:
+        """The engine core, of several, that must run a request: it has the rows that are read, and keeps what is
+        captured. None: any may, and vLLM balances."""
+        assert request.bound is not None
+        ops = request.bound.ops
+        if front.core_count(self.client) == 1 or not any(
+            op.kind == CAPTURE or any(map(source_of, op.keys)) for op in ops
+        ):
+            return None
+        return self._core_of_run(request.run)
+
+    def _core_of_run(self, run: str) -> int:
+        """The engine core that keeps a run's captures: the same for all of a client, which may read one in another."""
+        return zlib.crc32(run.rpartition("-")[0].encode()) % front.core_count(self.client)
+
+    async def ask(self, verb: str, *args: Any, only: int | None = None) -> list[Any]:
+        """What every worker of every engine core, or of number `only`, answers."""
+        call = ("collective_rpc", "patchclamp_rpc", None, (verb, *args), {})
+        calls = front.tell_cores(self.client, *call, only=only)
         answers = [answer for engine in await asyncio.gather(*calls) for answer in engine]
         errors = [error for _, error in answers if error is not None]
         if errors:
@@ -148,17 +168,24 @@ class AsyncEngine(Engine):
     async def fetch_async(self, wanted: list[Wanted]) -> list[Captured]:
         """As `fetch_many`."""
         captured: dict[int, Captured] = {}
-        for answer in await self.ask("fetch_many", wanted, True):
-            captured |= unpack_captured(answer)
+        by_core: dict[int, list[int]] = {}
+        for i, (run, _, _) in enumerate(wanted):
+            by_core.setdefault(self._core_of_run(run), []).append(i)
+        for core, places in by_core.items():
+            for answer in await self.ask("fetch_many", [wanted[i] for i in places], True, only=core):
+                captured |= {places[i]: rows for i, rows in unpack_captured(answer).items()}
         return [captured[i] for i in range(len(wanted))]
 
     async def status_async(self) -> dict[str, Any]:
         """As `status`; the counts of all engine cores together."""
-        statuses = await self.ask("status")
+        by_core = [await self.ask("status", only=core) for core in range(front.core_count(self.client))]
+        statuses = [status for core in by_core for status in core]
         counts = await asyncio.gather(*front.tell_cores(self.client, "patchclamp_counts"))
         summed = {name: sum(count[name] for count in counts) for name in counts[0]}
         captured = sum(status["captured_bytes"] for status in statuses)
-        return {**statuses[0], **summed, "captured_bytes": captured, "under_way": len(self._tasks)}
+        planned = [core[0]["steps_planned"] for core in by_core]
+        return {**statuses[0], **summed, "captured_bytes": captured, "under_way": len(self._tasks),
+                "steps_planned_by_core": planned}  # fmt: skip
 
     def _start(
         self, requests: list[Request], futures: list[Future[Answer]], carried: Mapping[str, bytes]
@@ -237,6 +264,9 @@ class AsyncEngine(Engine):
         for run in runs:
             if run in self._tasks:
                 self._tasks[run].cancel()
+        elsewhere = [run for run in runs if run not in self._tasks]
+        if elsewhere:  # another API process may have them
+            front.tell_cores(self.client, "patchclamp_abort", elsewhere)
         front.tell_cores(self.client, "patchclamp_release", runs)
 
 

@@ -16,7 +16,7 @@ import safetensors.numpy
 
 from patchclamp.engines.adapters import Adapter
 from patchclamp.engines.base import Answer, Captured, Model, Request, Tokenizer, Wanted, settle
-from patchclamp.engines.carried import carry, receipt_of
+from patchclamp.engines.carried import ABORTED, carry, receipt_of
 from patchclamp.engines.findings import Finding
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
 from patchclamp.engines.vllm import plugin, shared
@@ -36,7 +36,6 @@ from patchclamp.kernels.code import check_outside
 
 OURS = ("max_records", "bank_bytes", "kept_bytes", "ring_bytes", "pinned_bytes", "active_sizes", "multiprocess_mode")
 MAX_SCORES = 128  # what vLLM's sampler takes for one request
-ABORTED = "the run was aborted"
 COALESCE_S = 0.001
 MAX_SLEEP_S = 0.5  # of an idle engine's thread: a release that finds the lock taken does not wake it
 
@@ -233,6 +232,11 @@ class VllmEngine:
     def _check(self, config: Any) -> None:
         if configuration.enabled(config) is None:
             raise EngineError("vLLM dropped additional_config, without which the worker cannot know of patchclamp")
+        if config.parallel_config.data_parallel_size > 1:
+            raise EngineError(
+                "one process has one replica of the model: data_parallel_size above 1 is for servers "
+                "(patchclamp serve --data-parallel-size ...)"
+            )
 
     def _describe(self, name: str, config: Any) -> None:
         facts = configuration.model_facts(config)

@@ -230,8 +230,6 @@ def refused(vllm_config: Any) -> dict[str, str]:
          "not supported yet: it is not tested; merge the adapter into the model"),
         ("prefill_context_parallel_size above 1", _above(parallel_config, "prefill_context_parallel_size"), split),
         ("decode_context_parallel_size above 1", _above(parallel_config, "decode_context_parallel_size"), split),
-        ("data_parallel_size above 1", _above(parallel_config, "data_parallel_size"),
-         "not supported yet: start an engine a replica"),
         ("elastic expert parallel (enable_elastic_ep)", _above(parallel_config, "enable_elastic_ep", 0),
          "workers that come and go would lose programs and captures"),
         ("KV connectors and offloading (kv_transfer_config, kv_offloading_size)",

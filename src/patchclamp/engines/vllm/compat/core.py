@@ -60,6 +60,7 @@ def on_core(make: Callable[[Any], Admission]) -> None:
     setattr(owner, name, preprocess_add_request)
     owner.patchclamp_hold = lambda core, vectors, keys, drop: _core_of(core, make).hold(vectors, keys, drop)
     owner.patchclamp_release = lambda core, runs: _core_of(core, make).admission.release(runs)
+    owner.patchclamp_abort = lambda core, runs: _core_of(core, make).admission.abort(runs)
     owner.patchclamp_renew = lambda core, session: _core_of(core, make).admission.renew(session)
     owner.patchclamp_free_dead = lambda core, lease_s: _core_of(core, make).admission.free_dead(lease_s)
     owner.patchclamp_counts = lambda core: _core_of(core, make).admission.counts()

@@ -59,13 +59,19 @@ def stock_generate(client: Any) -> Generate:
     return functools.partial(getattr(method, "patchclamp", method), client)
 
 
-def tell_cores(client: Any, method: str, *args: Any) -> list[asyncio.Future[Any]]:
-    """Calls a method of every engine core, on the loop's thread. The call arrives before what is sent afterwards; the
-    futures have what comes back."""
+def core_count(client: Any) -> int:
+    """How many engine cores serve a client: data-parallel replicas of the model."""
+    cores = client.engine_core
+    return len(cores.core_engines)
+
+
+def tell_cores(client: Any, method: str, *args: Any, only: int | None = None) -> list[asyncio.Future[Any]]:
+    """Calls a method of every engine core, or of number `only`, on the loop's thread. The call arrives before what is
+    sent afterwards; the futures have what comes back."""
     from vllm.v1.engine import EngineCoreRequestType
 
     cores, answers = client.engine_core, []
-    for engine in cores.core_engines:
+    for engine in cores.core_engines if only is None else [cores.core_engines[only]]:
         number = uuid.uuid1().int >> 64
         cores.utility_results[number] = answer = asyncio.get_running_loop().create_future()
         # sent here and now: what it returns waits for nothing but a full socket

@@ -75,7 +75,7 @@ SEAMS: dict[str, Seam] = {
         Seam("cache", "vllm.config:CacheConfig", "refuse what breaks a guarantee", called="cache_config",
              has="enable_prefix_caching kv_offloading_size? kv_sharing_fast_prefill?"),
         Seam("parallel", "vllm.config:ParallelConfig", "know the workers", called="parallel_config",
-             has="data_parallel_size? decode_context_parallel_size? enable_batch_sharded_sampling? enable_dbo? "
+             has="decode_context_parallel_size? enable_batch_sharded_sampling? enable_dbo? "
              "enable_elastic_ep? pipeline_parallel_size prefill_context_parallel_size? tensor_parallel_size "
              "ubatch_size? world_size"),
         Seam("scheduler", "vllm.config:SchedulerConfig", "know the sizes of steps", called="scheduler_config",
