@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import patchclamp as pc
-from patchclamp.language import values
+from patchclamp.language import SITES, values
 from patchclamp.language.conversions import MAX_FP32
 from patchclamp.language.program import Program
 from patchclamp.plan import (
@@ -334,8 +334,7 @@ def test_logits_are_where_tokens_are_sampled():
 def test_a_program_is_checked_before_it_runs():
     cases = [
         (pc.Zero("router[0]"), pc.UnsupportedSite, "edits[0].at: router is not available on llama models: its layers have "
-         "one MLP each, and no experts to choose from; there are: embed, resid_pre, attn_in, q, k, v, z, attn_out, "
-         "resid_mid, mlp_in, neurons, mlp_out, resid_post, final_norm, logits"),
+         f"one MLP each, and no experts to choose from; there are: {', '.join(w for w in SITES if w != 'router')}"),
         (pc.Zero("resid_post[3]"), pc.UnsupportedSite,
          "edits[0].at: resid_post[3]: this model has 3 layers (0 to 2)"),
         (pc.Zero("resid_post[2:9]"), pc.UnsupportedSite,

@@ -37,10 +37,10 @@ class _Converting(msgspec.StructMeta):
     converters: dict[str, Callable[[Any], Any]]
 
     def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **config: Any) -> Any:
-        fields = {word: each for word, each in namespace.items() if isinstance(each, _Field)}
-        plain = {word: msgspec.field(default=each.default) for word, each in fields.items()}
+        fields = {word: value for word, value in namespace.items() if isinstance(value, _Field)}
+        plain = {word: msgspec.field(default=field.default) for word, field in fields.items()}
         struct = super().__new__(cls, name, bases, namespace | plain, **config)
-        struct.converters = {word: each.converter for word, each in fields.items()}
+        struct.converters = {word: field.converter for word, field in fields.items()}
         return struct
 
 

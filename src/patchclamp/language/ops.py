@@ -30,7 +30,7 @@ from patchclamp.language.values import Named, Value, Vector, as_value, check_nam
 __all__ = [  # the ops, which `patchclamp.language` and `patchclamp` export
     "Ablate", "Add", "Apply", "Capture", "Clamp", "Mean", "Noise", "Replace", "Scale", "Use", "Zero",
 ]  # fmt: skip
-APPLY_ARGUMENTS = ("positions", "site")  # what a function of `Apply` may ask for beside the rows
+APPLY_ARGUMENTS = ("positions", "site")  # arguments that a function of `Apply` may take beside the rows
 
 
 def as_site(value: Site | At | str) -> Site:
@@ -61,7 +61,7 @@ def _wanted_arguments(fn: Callable[..., Any]) -> tuple[str, ...]:
     if wrong or not rows:
         raise ProgramError(
             f"a function of rows is needed, and of {' and '.join(APPLY_ARGUMENTS)}, by these names, if it is to "
-            f"know them; this one takes {', '.join(map(str, parameters)) or 'nothing'}: give any other a default",
+            f"know them; this one takes {', '.join(map(str, parameters)) or 'nothing'}: give any other a default"
         )
     return tuple(p.name for p in needed)
 
@@ -249,8 +249,11 @@ OPS: dict[str, type[Op]] = {  # those that have a JSON form: all but `Apply`
 }
 
 
-def as_capture(value: Any) -> Capture:
-    """A capture from what `capture=` takes: a site, `site @ tokens`, the text of either, or a `Capture`."""
+CaptureLike = Capture | Site | At | str
+
+
+def as_capture(value: CaptureLike) -> Capture:
+    """A capture from a site, `site @ tokens`, the text of either, or a `Capture`."""
     if isinstance(value, Capture):
         return value
     if isinstance(value, str) and "@" in value:

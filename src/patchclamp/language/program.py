@@ -5,18 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from patchclamp.errors import PatchclampError, ProgramError, unknown
-from patchclamp.language.ops import OPS, Apply, Capture, Op, Use, as_capture
+from patchclamp.language.ops import OPS, Apply, Capture, CaptureLike, Op, Use, as_capture
 from patchclamp.language.site import At, Site
 from patchclamp.language.tokens import Selection
-from patchclamp.language.values import From, Named, Vector, as_value
+from patchclamp.language.values import From, Named, Value, Vector, as_value
 
 VALUES = {"vector": Vector, "from": From, "named": Named}
 VECTORS = {"value", "mask", "direction", "directions"}  # fields that hold numbers
+EditsLike = Op | Iterable[Op] | None  # what `edits=` takes for one prompt
+CapturesLike = CaptureLike | Iterable[CaptureLike] | None  # what `capture=` takes for one prompt
+Item = TypeVar("Item")
+Read = TypeVar("Read")
 
 
 class Program(msgspec.Struct, frozen=True):
@@ -26,11 +30,11 @@ class Program(msgspec.Struct, frozen=True):
     capture: tuple[Capture, ...] = ()
 
     @classmethod
-    def of(cls, edits: Any = (), captures: Any = ()) -> Program:
+    def of(cls, edits: EditsLike = (), captures: CapturesLike = ()) -> Program:
         """A program from the arguments of `lm.run`: ops, and sites or captures; one or a sequence of each."""
-        ops = [_check_op(item, f"edits[{i}]") for i, item in enumerate(_as_list(edits))]
-        kept = [_read_at(as_capture, item, f"capture[{i}]") for i, item in enumerate(_as_list(captures))]
-        return cls(tuple(ops), tuple(kept))
+        ops = (_check_op(item, f"edits[{i}]") for i, item in enumerate(_as_list(edits)))
+        capture = (_read_at(as_capture, item, f"capture[{i}]") for i, item in enumerate(_as_list(captures)))
+        return cls(tuple(ops), tuple(capture))
 
     @property
     def ops(self) -> Iterator[tuple[str, Op]]:
@@ -81,26 +85,27 @@ def _texts(op: Op) -> dict[str, Any]:
     return texts
 
 
-def from_dict(data: Any) -> Program:
-    """The program that `to_dict` gave. Raises `ProgramError` with the path of what is wrong."""
+def from_dict(data: object) -> Program:
+    """The program that `to_dict` wrote. Raises `ProgramError` with the path of what is wrong."""
     if not isinstance(data, dict):
         raise ProgramError(f"a program is an object with 'edits' and 'capture', not {type(data).__name__}")
     for key in data:
         if key not in ("edits", "capture"):
             raise unknown("part of a program", key, ("edits", "capture"), key)
-    parts = []
-    for part in ("edits", "capture"):
-        listed = data.get(part, [])
-        if not isinstance(listed, list):
-            raise ProgramError("a list of ops is needed", part)
-        parts.append(tuple(_read_op(op, f"{part}[{i}]") for i, op in enumerate(listed)))
-    for i, op in enumerate(parts[1]):
+    edits, capture = (_read_ops(data.get(part, []), part) for part in ("edits", "capture"))
+    for i, op in enumerate(capture):
         if not isinstance(op, Capture):
             raise ProgramError(f"only Capture may stand here, not {type(op).__name__}", f"capture[{i}]")
-    return Program(*parts)
+    return Program(edits, tuple(op for op in capture if isinstance(op, Capture)))
 
 
-def _read_op(data: Any, path: str) -> Op:
+def _read_ops(data: object, part: str) -> tuple[Op, ...]:
+    if not isinstance(data, list):
+        raise ProgramError("a list of ops is needed", part)
+    return tuple(_read_op(op, f"{part}[{i}]") for i, op in enumerate(data))
+
+
+def _read_op(data: object, path: str) -> Op:
     if not isinstance(data, dict):
         raise ProgramError(f"an op is an object, not {type(data).__name__}", path)
     kind = OPS.get(str(data.get("type")))
@@ -124,11 +129,11 @@ def _read_op(data: Any, path: str) -> Op:
     return _read_at(lambda words: kind(**words), fields, path)
 
 
-def _read_value(data: Any, path: str) -> Any:
+def _read_value(data: object, path: str) -> Value:
     if isinstance(data, list):
         return _read_at(as_value, data, path)
     tag = data.get("type") if isinstance(data, dict) else None
-    if not isinstance(tag, str) or tag not in VALUES:
+    if not isinstance(data, dict) or not isinstance(tag, str) or tag not in VALUES:
         raise ProgramError("a value is a list of numbers, or an object of type 'vector', 'from' or 'named'", path)
     words = {k: v for k, v in data.items() if k != "type"}
     kind = VALUES[tag]
@@ -145,21 +150,22 @@ def _read_value(data: Any, path: str) -> Any:
         raise ProgramError(str(error), path) from None
 
 
-def _check_op(op: Any, path: str) -> Op:
+def _check_op(op: object, path: str) -> Op:
     if isinstance(op, Op):
         return op
     raise ProgramError(f"an edit is an op such as pc.Add(...), not {type(op).__name__} {op!r}", path)
 
 
-def _read_at(read: Callable[[Any], Any], data: Any, path: str) -> Any:
-    """`read` of the data; an error has the path."""
+def _read_at(read: Callable[[Item], Read], item: Item, path: str) -> Read:
+    """`read` of an item; an error gets the path."""
     try:
-        return read(data)
+        return read(item)
     except PatchclampError as error:
         raise error.under(path) from None
 
 
-def _as_list(items: Any) -> Sequence[Any]:
+def _as_list(items: object) -> Sequence[Any]:
+    """A list of what may be one item, several, or None."""
     if items is None:
         return ()
     if isinstance(items, (Op, Site, At, str)):

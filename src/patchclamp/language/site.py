@@ -7,7 +7,7 @@ Layers and indices are 0-based, half-open, and may count from the end.  What a w
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, SupportsIndex
 
 import msgspec
 
@@ -16,7 +16,7 @@ from patchclamp.language.aliases import elsewhere, hook
 from patchclamp.language.registry import NNTERP, SITES
 
 if TYPE_CHECKING:
-    from patchclamp.language.tokens import Selection
+    from patchclamp.language.tokens import Selection, TokensLike
 
 
 class Range(msgspec.Struct, frozen=True):
@@ -32,7 +32,7 @@ class Range(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, key: slice) -> Range:
-        return cls(*(whole(end) if end is not None else None for end in (key.start, key.stop, key.step)))
+        return cls(*(as_integer(end) if end is not None else None for end in (key.start, key.stop, key.step)))
 
     def indices(self, length: int) -> range:
         """The indices within 0 … length−1, with slice semantics."""
@@ -44,6 +44,7 @@ class Range(msgspec.Struct, frozen=True):
 
 
 Index = int | Range
+IndexLike = SupportsIndex | slice | Range | None
 
 
 class Site(msgspec.Struct, frozen=True):
@@ -64,13 +65,13 @@ class Site(msgspec.Struct, frozen=True):
         if self.index is not None and not spec.index:
             raise ProgramError(f"{self.name} takes a layer only; it has no second index")
 
-    def __getitem__(self, key: Any) -> Site:
+    def __getitem__(self, key: IndexLike | tuple[IndexLike, ...]) -> Site:
         if self.layers is not None or self.index is not None:
             raise ProgramError(f"{self} is already indexed")
         keys = key if isinstance(key, tuple) else (key,)
         if len(keys) > 2:
             raise ProgramError(f"a site takes a layer and at most one index, not {len(keys)}")
-        return Site(self.name, *(_index(k) for k in keys))
+        return Site(self.name, *map(_index, keys))
 
     def __matmul__(self, tokens: Selection | str) -> At:
         from patchclamp.language.tokens import parse_tokens
@@ -90,27 +91,27 @@ class Site(msgspec.Struct, frozen=True):
 class At(msgspec.Struct, frozen=True):
     """A site at a selection of tokens: what `capture=` takes. Prints as `z[5, 3] @ prompt[-1]`.
 
-    `@` binds tighter than `|`, `&` and `-`, so those of `pc.embed @ pc.generated & pc.token(13)` join the selection.
+    `@` binds tighter than `|`, `&` and `-`; in `pc.embed @ pc.generated & pc.token(13)`, `&` joins the selections.
     """
 
     site: Site
     tokens: Selection
 
-    def __or__(self, other: Any) -> At:
+    def __or__(self, other: TokensLike) -> At:
         return At(self.site, self.tokens | other)
 
-    def __and__(self, other: Any) -> At:
+    def __and__(self, other: TokensLike) -> At:
         return At(self.site, self.tokens & other)
 
-    def __sub__(self, other: Any) -> At:
+    def __sub__(self, other: TokensLike) -> At:
         return At(self.site, self.tokens - other)
 
     def __str__(self) -> str:
         return f"{self.site} @ {self.tokens}"
 
 
-def whole(value: Any) -> int:
-    """An integer of Python's or NumPy's as an int. Raises `ProgramError` for anything else, 1.0 and True included."""
+def as_integer(value: SupportsIndex) -> int:
+    """A whole number of Python, NumPy or torch as an int. Raises `ProgramError` for all else, 1.0 and True included."""
     try:
         if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):  # a mask is no list of numbers
             raise AttributeError
@@ -119,13 +120,13 @@ def whole(value: Any) -> int:
         raise ProgramError(f"an index is a whole number, not {value!r}") from None
 
 
-def _index(key: Any) -> Index | None:
-    if key is None or isinstance(key, Range):
-        return None if key == Range() else key
+def _index(key: IndexLike) -> Index | None:
+    """An index from what stands in brackets; None for all, as in `[:]`."""
     if isinstance(key, slice):
         key = Range.of(key)
+    if key is None or isinstance(key, Range):
         return None if key == Range() else key
-    return whole(key)
+    return as_integer(key)
 
 
 _BRACKETS = re.compile(r"\s*(?P<name>[A-Za-z_][\w.]*)\s*(?:\[(?P<keys>[^\]]*)\])?\s*")

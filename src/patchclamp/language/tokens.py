@@ -11,36 +11,36 @@ import functools
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import SupportsIndex
 
 import msgspec
 
 from patchclamp.errors import ProgramError, TokensError, unknown
-from patchclamp.language.site import Index, Range, parse_index, whole
+from patchclamp.language.site import Index, Range, as_integer, parse_index
 
 GROUPS = ("prompt", "generated", "every")
 
 
 class Selection(msgspec.Struct, frozen=True):
-    """Base of all selections. a | b are the positions of either, a & b those of both, a - b those of a that b does not
-    have; all in ascending order."""
+    """Base of all selections. a | b has the positions of both, a & b those that are in both, a - b those of a that are
+    not in b; all in ascending order."""
 
-    def __or__(self, other: Any) -> Joined:
+    def __or__(self, other: TokensLike) -> Joined:
         return Joined("|", self, parse_tokens(other))
 
-    def __and__(self, other: Any) -> Joined:
+    def __and__(self, other: TokensLike) -> Joined:
         return Joined("&", self, parse_tokens(other))
 
-    def __sub__(self, other: Any) -> Joined:
+    def __sub__(self, other: TokensLike) -> Joined:
         return Joined("-", self, parse_tokens(other))
 
-    def __ror__(self, other: Any) -> Joined:
+    def __ror__(self, other: TokensLike) -> Joined:
         return Joined("|", parse_tokens(other), self)
 
-    def __rand__(self, other: Any) -> Joined:
+    def __rand__(self, other: TokensLike) -> Joined:
         return Joined("&", parse_tokens(other), self)
 
-    def __rsub__(self, other: Any) -> Joined:
+    def __rsub__(self, other: TokensLike) -> Joined:
         return Joined("-", parse_tokens(other), self)
 
     def __repr__(self) -> str:
@@ -63,36 +63,32 @@ class Positions(Selection, frozen=True, tag="positions"):
 
     def _check_open_end(self) -> None:
         """Only the prompt has an end that is known before the request runs."""
-        ends = {
-            int: lambda i: (i,),
-            tuple: lambda i: i,
-            Range: lambda i: (i.start, i.stop),
-            type(None): lambda _: (),
-        }[type(self.index)](self.index)
-        if any(end is not None and end < 0 for end in ends):
+        ends = self.index if isinstance(self.index, tuple) else (self.index,)
+        if isinstance(self.index, Range):
+            ends = self.index.start, self.index.stop
+        if any(isinstance(end, int) and end < 0 for end in ends):
             raise TokensError(
                 f"{self}: how many tokens a request generates is not known beforehand, so {self.of} cannot be "
                 "counted from its end; only prompt can"
             )
 
-    def __getitem__(self, key: Any) -> Positions:
+    def __getitem__(self, key: SupportsIndex | slice | tuple[SupportsIndex, ...] | list[int]) -> Positions:
         if self.index is not None:
             raise ProgramError(f"{self} is already indexed")
         if isinstance(key, slice):
             index = Range.of(key)
             return Positions(self.of, None if index == Range() else index)
         if isinstance(key, (tuple, list)):
-            return Positions(self.of, tuple(whole(k) for k in key))
-        return Positions(self.of, whole(key))
+            return Positions(self.of, tuple(map(as_integer, key)))
+        return Positions(self.of, as_integer(key))
 
     def select(self, prompt: int, limit: int) -> list[int] | range:
-        """Selected positions, for a prompt of `prompt` tokens and positions below `limit`; a list keeps its order.
+        """The selected positions below `limit`, for a prompt of `prompt` tokens. A list keeps its order.
 
         Raises `TokensError` for a numbered position that does not exist, or that a list names twice.
         """
-        first, length = {"prompt": (0, prompt), "generated": (prompt, max(limit - prompt, 0)), "every": (0, limit)}[
-            self.of
-        ]
+        groups = {"prompt": (0, prompt), "generated": (prompt, max(limit - prompt, 0)), "every": (0, limit)}
+        first, length = groups[self.of]
         if self.index is None:
             return range(first, first + length)
         if isinstance(self.index, Range):
@@ -136,7 +132,10 @@ class TextSpan(Selection, frozen=True, tag="span"):
             raise TokensError("span('') selects nothing: give the text of the tokens to select")
 
     def find(self, offsets: list[tuple[int, int]], prompt_text: str) -> list[int]:
-        """Positions whose characters `offsets` overlap the span. Raises `TokensError` when it is not in the prompt."""
+        """The positions of tokens that share a character with the span. Raises `TokensError` if the prompt lacks it.
+
+        offsets: each token's (first, last + 1) character in the prompt
+        """
         starts = [match.start() for match in re.finditer(f"(?={re.escape(self.text)})", prompt_text)]
         if not starts:
             raise TokensError(f"{self}: not in the prompt {prompt_text!r}")
@@ -158,7 +157,7 @@ class TokenIds(Selection, frozen=True, tag="token"):
 
     def __post_init__(self) -> None:
         try:
-            ids = tuple(sorted({whole(number) for number in self.ids}))
+            ids = tuple(sorted(set(map(as_integer, self.ids))))
         except ProgramError:
             raise ProgramError(
                 f"token ids are whole numbers, not {self.ids!r}; lm.tokenizer.bare(text) gives them"
@@ -213,7 +212,7 @@ MAX_DEPTH, MAX_JOINED, MAX_ID_SELECTIONS = 64, 128, 8
 
 @functools.lru_cache(1 << 12)
 def _size(selection: Selection) -> tuple[int, int, int]:
-    """How deep a selection is joined, how many leaves it has, and how many of those are of token ids."""
+    """How deep a selection is joined, how many leaves it has, and how many of them select by token id."""
     if not isinstance(selection, Joined):
         return 0, 1, int(isinstance(selection, TokenIds))
     left, right = _size(selection.left), _size(selection.right)

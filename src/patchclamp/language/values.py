@@ -136,7 +136,7 @@ class From(Converted, frozen=True, tag="from", dict=True):
         super().__post_init__()
 
 
-def check_name(name: Any) -> str:
+def check_name(name: object) -> str:
     """A name in the bank, or `ProgramError`: text that a file can hold, of at most 200 characters."""
     if not isinstance(name, str) or not name or len(name) > 200:
         raise ProgramError(f"a name is text, not empty and of at most 200 characters: not {name!r:.300}")
