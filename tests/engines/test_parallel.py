@@ -92,7 +92,7 @@ def seen(lm: pc.LM) -> tuple[dict[str, torch.Tensor], int]:
 
 
 def on_parts(lm: pc.LM, source: pc.Run) -> dict[str, torch.Tensor]:
-    """What every op does to rows that workers have pieces of: whole, and a head or some neurons of them."""
+    """What every op does to rows that workers have shards of: whole rows, and a head or some neurons of them."""
     draw, found = torch.Generator().manual_seed(1), {}
     for name in ("q", "k", "v", "z", "neurons"):
         count, size = lm.sites.parts(name)

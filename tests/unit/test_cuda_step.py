@@ -151,7 +151,7 @@ class Engine:
         bound = bind(request.program, request.run, prompt, request.most, self.sites, None)
         checked = 0
         for point in {point for op in bound.ops for point in op.points}:
-            wanted = {at for op in bound.ops if point in op.points for piece in op.ranges for at in range(*piece[:2])}
+            wanted = {at for op in bound.ops if point in op.points for bounds in op.ranges for at in range(*bounds[:2])}
             lowest = request.prompt - 1 if self.sites.points[point].rows == "sampled" else 0
             wanted = {at for at in wanted if lowest <= at < request.computed}
             positions, rows = self.runtime.fetch(request.run, point)
@@ -230,8 +230,8 @@ def test_an_eager_step_that_a_graph_goes_on_with_keeps_points_of_equal_bytes_apa
     step.close()
 
 
-def test_a_piece_that_releases_made_smaller_is_not_gone_on_with(monkeypatch):
-    """Runs are released while they still have their seats; the run that stays has its own rows alone."""
+def test_a_chunk_that_a_release_made_smaller_gets_no_further_steps(monkeypatch):
+    """Runs are released while they still have their slots; the run that stays has its own rows alone."""
     cuda_on_cpu.stub(monkeypatch)
     runtime = Runtime(
         SiteMap(LLAMA, Sizes(LAYERS, WIDTH, 61)), Limits(max_programs=4, max_records=512, bank_bytes=1 << 16)
@@ -262,8 +262,8 @@ def test_a_piece_that_releases_made_smaller_is_not_gone_on_with(monkeypatch):
 
 def test_what_is_released_is_not_held_by_the_last_step(monkeypatch):
     cuda_on_cpu.stub(monkeypatch)
-    kept = [piece for piece in gc.get_objects() if type(piece) is CaptureChunk]  # kept, so that no new one has its id
-    others = set(map(id, kept))
+    earlier = [chunk for chunk in gc.get_objects() if type(chunk) is CaptureChunk]  # kept, so that no new one has its id
+    earlier_ids = set(map(id, earlier))
     runtime = Runtime(
         SiteMap(LLAMA, Sizes(LAYERS, WIDTH, 61)), Limits(max_programs=2, max_records=512, bank_bytes=1 << 16)
     )
@@ -279,9 +279,9 @@ def test_what_is_released_is_not_held_by_the_last_step(monkeypatch):
             cuda_on_cpu.graph(step, point.number, torch.zeros(1, WIDTH))
         runtime.end()
     step.flush()
-    found = [piece for piece in gc.get_objects() if type(piece) is CaptureChunk and id(piece) not in others]
-    blocks = [weakref.ref(place.block) for piece in found for place in piece.places]
-    del found
+    chunks = [chunk for chunk in gc.get_objects() if type(chunk) is CaptureChunk and id(chunk) not in earlier_ids]
+    blocks = [weakref.ref(place.block) for chunk in chunks for place in chunk.places]
+    del chunks
     assert len(blocks) > 0
     assert all(block() is not None for block in blocks)
     runtime.free(["request"])

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import patchclamp as pc
-from patchclamp.language import SITES, values
+from patchclamp import language
+from patchclamp.language import values
 from patchclamp.language.conversions import MAX_FP32
 from patchclamp.language.program import Program
 from patchclamp.plan import (
@@ -93,20 +94,20 @@ def bound(edits=(), capture=(), prompt=5, max_tokens=4, run="mine", **sources):
 
 
 @given(st.sets(st.integers(0, 30), min_size=1), st.sampled_from(["one", "each", "some"]), st.data())
-def test_pieces_are_the_positions_and_few(chosen, kind, data):
+def test_position_ranges_are_the_positions_and_few(chosen, kind, data):
     positions = np.array(sorted(chosen))
     size = len(positions)
     some_rows = st.sets(st.integers(0, 60), min_size=size, max_size=size)
     rows = {"one": [0] * size, "each": range(size), "some": sorted(data.draw(some_rows))}[kind]
     rows = np.array(rows)
-    pieces = position_ranges(positions, None if kind == "one" else rows)
-    read = [(p, row + (p - start) * step) for start, stop, row, step in pieces for p in range(start, stop)]
+    ranges = position_ranges(positions, None if kind == "one" else rows)
+    read = [(p, row + (p - start) * step) for start, stop, row, step in ranges for p in range(start, stop)]
     assert read == list(zip(positions.tolist(), rows.tolist(), strict=True))
     breaks = sum(
         b - a != 1 or s - r != (0 if kind == "one" else 1)
         for (a, b), (r, s) in zip(itertools.pairwise(positions), itertools.pairwise(rows), strict=True)
     )
-    assert len(pieces) == breaks + 1
+    assert len(ranges) == breaks + 1
 
 
 def test_ops_become_numbers():
@@ -334,7 +335,7 @@ def test_logits_are_where_tokens_are_sampled():
 def test_a_program_is_checked_before_it_runs():
     cases = [
         (pc.Zero("router[0]"), pc.UnsupportedSite, "edits[0].at: router is not available on llama models: its layers have "
-         f"one MLP each, and no experts to choose from; there are: {', '.join(w for w in SITES if w != 'router')}"),
+         f"one MLP each, and no experts to choose from; there are: {', '.join(w for w in language.SITES if w != 'router')}"),
         (pc.Zero("resid_post[3]"), pc.UnsupportedSite,
          "edits[0].at: resid_post[3]: this model has 3 layers (0 to 2)"),
         (pc.Zero("resid_post[2:9]"), pc.UnsupportedSite,
@@ -486,14 +487,14 @@ def test_admitted_programs_never_overlap_and_leave_nothing(moves, random):
 def steps(draw):
     """A table of random programs and a batch over some of them, beside requests of nobody, with gaps between rows."""
     table = Table(4, POINTS, 400, SAMPLED)
-    pieces = st.tuples(st.integers(0, 12), st.integers(1, 6)).map(lambda p: (p[0], p[0] + p[1]))
+    ranges = st.tuples(st.integers(0, 12), st.integers(1, 6)).map(lambda p: (p[0], p[0] + p[1]))
     for _ in range(draw(st.integers(0, 4))):
         rows = []
         for ordinal, number in enumerate(draw(st.lists(st.sampled_from([0, 5, POINTS - 2, POINTS - 1]), max_size=6))):
             kind = draw(st.sampled_from([CAPTURE, LINEAR]))
             others = draw(st.sets(st.sampled_from(range(POINTS)), max_size=3))
-            for piece in draw(st.lists(pieces, max_size=2)):
-                rows += [(at, (*piece, kind, 0, ordinal, 0, 0)) for at in sorted({number, *others})]
+            for bounds in draw(st.lists(ranges, max_size=2)):
+                rows += [(at, (*bounds, kind, 0, ordinal, 0, 0)) for at in sorted({number, *others})]
         rows.sort(key=lambda row: row[0])
         counts = np.bincount([number for number, _ in rows], minlength=POINTS) if rows else np.zeros(POINTS, int)
         table.admit(record_array([record for _, record in rows]), counts)

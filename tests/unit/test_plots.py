@@ -226,22 +226,22 @@ class TestWords:
 
 
 marks = st.sampled_from(["same"] * 9 + ["differs"])
-pieces = st.lists(st.tuples(st.text("ab ", min_size=1, max_size=9), marks), min_size=1)
+word_lists = st.lists(st.tuples(st.text("ab ", min_size=1, max_size=9), marks), min_size=1)
 
 
 class TestAbridge:
-    @given(pieces, st.integers(20, 400))
-    def test_only_drops_and_marks_what_it_drops(self, given_pieces, limit: int):
-        kept = passage.abridge(given_pieces, limit)
-        rest = iter(given_pieces)
-        assert all(piece in rest for piece in kept if piece != (" … ", "same"))
+    @given(word_lists, st.integers(20, 400))
+    def test_only_drops_and_marks_what_it_drops(self, words, limit: int):
+        kept = passage.abridge(words, limit)
+        rest = iter(words)
+        assert all(word in rest for word in kept if word != (" … ", "same"))
         if (" … ", "same") not in kept:
-            assert kept == given_pieces
+            assert kept == words
 
     def test_what_differs_stays_and_both_ends(self):
-        given_pieces = [(f" {i}", "differs" if i == 500 else "same") for i in range(1000)]
-        kept = passage.abridge(given_pieces, 120)
-        assert {given_pieces[0], given_pieces[500], given_pieces[999]} <= set(kept)
+        words = [(f" {i}", "differs" if i == 500 else "same") for i in range(1000)]
+        kept = passage.abridge(words, 120)
+        assert {words[0], words[500], words[999]} <= set(kept)
         assert sum(len(text) for text, _ in kept) <= 120
 
     def test_prompts_that_share_nothing_are_cut_in_the_middle(self):

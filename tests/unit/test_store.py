@@ -155,7 +155,7 @@ def test_a_chunk_grows_in_place_where_the_next_step_lies():
 
 
 def test_what_is_still_on_its_way_is_waited_for_and_not_copied_out():
-    """A piece without data yet survives the release of most of its runs, and `flush` is asked before it is read."""
+    """A chunk without data yet survives the release of most of its runs, and `flush` is asked before it is read."""
     asked = []
     store = CaptureStore(WIDTHS, lambda: asked.append(1) or setattr(block, "data", data.view(torch.uint8)))
     numbers, block = [store.open("a"), store.open("b"), store.open("c")], HostBlock()
@@ -172,7 +172,7 @@ def test_what_is_still_on_its_way_is_waited_for_and_not_copied_out():
     assert store.fetch("c", 0)[1].tolist() == [[8.0, 9.0, 10.0, 11.0]]
 
 
-def test_a_run_has_the_pieces_of_its_time_and_no_piece_outlives_its_runs():
+def test_a_run_has_the_chunks_of_its_time_and_no_chunk_outlives_its_runs():
     store, one = CaptureStore(WIDTHS), layout_of([0], [[0]])
 
     def add(number: int, at: int) -> None:
@@ -193,7 +193,7 @@ def test_a_run_has_the_pieces_of_its_time_and_no_piece_outlives_its_runs():
     assert store.fetch("a", 0)[0].tolist() == [0, 3, 30]
     store.release("b")
     assert store.bytes == 3 * 64
-    add(b, 31)  # it was let go already
+    add(b, 31)  # it was released already
     store.release("a")
     assert (store.bytes, len(store)) == (0, 0)
 
