@@ -262,7 +262,8 @@ def test_a_chunk_that_a_release_made_smaller_gets_no_further_steps(monkeypatch):
 
 def test_what_is_released_is_not_held_by_the_last_step(monkeypatch):
     cuda_on_cpu.stub(monkeypatch)
-    earlier = [chunk for chunk in gc.get_objects() if type(chunk) is CaptureChunk]  # kept, so that no new one has its id
+    # chunks of other tests are held here, so that no new chunk has the id of one
+    earlier = [chunk for chunk in gc.get_objects() if type(chunk) is CaptureChunk]
     earlier_ids = set(map(id, earlier))
     runtime = Runtime(
         SiteMap(LLAMA, Sizes(LAYERS, WIDTH, 61)), Limits(max_programs=2, max_records=512, bank_bytes=1 << 16)
