@@ -24,7 +24,7 @@ from patchclamp.language.values import Value, ValueLike, as_value
 from patchclamp.plan.bound import BoundOp, BoundProgram, Condition, pack_columns, position_ranges, run_key
 from patchclamp.plan.lowering import lower
 from patchclamp.plan.prompt import Case, Prompt
-from patchclamp.sites import SiteMap, SiteRef
+from patchclamp.sites import Point, SiteMap, SiteRef
 from patchclamp.store.named import Means, NamedBank, Source, is_run
 
 NO_BANK = NamedBank()
@@ -220,17 +220,13 @@ class _OpBinder:
         ranges = position_ranges(self._case.positions, lowered.rows)
         if lowered.repeats != 1:
             ranges = tuple(each._replace(row=row) for row in range(lowered.repeats) for each in ranges)
-        ids = self._case.ids
+        ids, points = self._case.ids, [self._sites.points[ref.point] for ref in self._refs]
         return BoundOp(
-            self._path, lowered.action, tuple(ref.point for ref in self._refs), lowered.values, ranges,
-            reaches_cache=not isinstance(self._op, Capture) and any(map(self._before_keys, self._refs)),
+            self._path, lowered.action, tuple(point.number for point in points), lowered.values, ranges,
+            reaches_cache=not isinstance(self._op, Capture) and any(map(reaches_cache, points)),
             columns=0 if columns is None or isinstance(self._op, Capture) else pack_columns(columns),
             condition=Condition(self.put(Vector.of(ids)), self._case.others) if ids else None,
         )  # fmt: skip
-
-    def _before_keys(self, ref: SiteRef) -> bool:
-        """Whether an edit at a site ref can change keys and values."""
-        return self._sites.points[ref.point].kind not in ("final_norm", "logits")
 
     def put(self, vector: Vector) -> str:
         return self._binder.put(vector)
@@ -355,6 +351,11 @@ class _OpBinder:
             )
         if read[0].columns not in (None, written[0].columns):
             raise ShapeError(f"{read[0]} and {written[0]} are not the same part of a row: give the rows of run[...]")
+
+
+def reaches_cache(point: Point) -> bool:
+    """Whether an edit at a point can change keys and values."""
+    return point.kind not in ("final_norm", "logits")
 
 
 def vector_key(vector: Vector) -> str:

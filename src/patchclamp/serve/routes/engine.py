@@ -19,8 +19,9 @@ from patchclamp.engines import wire
 from patchclamp.engines.base import Answer, Part
 from patchclamp.engines.base import Request as EngineRequest
 from patchclamp.engines.carried import decode, receipt_of
-from patchclamp.errors import CapacityError, MissingSource, ProgramError, as_patchclamp_error, pack
-from patchclamp.plan.bound import source_of
+from patchclamp.errors import CapacityError, MissingSource, PatchclampError, ProgramError, as_patchclamp_error, pack
+from patchclamp.plan.bound import BoundProgram, source_of
+from patchclamp.plan.verify import is_content, verify
 from patchclamp.serve.front import Front
 from patchclamp.serve.routes.runs import caller
 
@@ -48,7 +49,7 @@ async def run(request: Request) -> Response:
     batch = await _read(request, wire.Batch)
     if len(batch.requests) > wire.MAX_REQUESTS:
         raise CapacityError(f"{len(batch.requests)} requests in a batch; at most {wire.MAX_REQUESTS} go", "requests")
-    vectors = _vectors(batch.vectors)
+    vectors = await asyncio.to_thread(_vectors, batch.vectors)
     requests = [_request(front, owner, each, vectors) for each in batch.requests]
     for session in {each.run.rpartition("-")[0] for each in batch.requests}:
         front.leases.renew(session)
@@ -191,6 +192,8 @@ def _vectors(data: bytes) -> dict[str, np.ndarray]:
             raise ProgramError(
                 f"rows [n, W] of fp32 are needed, not {list(rows.shape)} of {rows.dtype}", f"vectors.{key}"
             )
+        if not is_content(key, rows):  # others may use what has this content
+            raise ProgramError("its key is not the hash of its content", f"vectors.{key}"[:200])
     return vectors
 
 
@@ -206,7 +209,7 @@ def _request(front: Front, owner: str, asked: wire.WireRequest, vectors: dict[st
     front.engine.check_sampling(asked.sampling)
     bound = None
     if asked.carried is not None:
-        bound = _bound(owner, asked)
+        bound = _bound(front, owner, asked)
         missing = [key for key in asked.vectors if key not in vectors]
         if missing:
             raise MissingSource(f"vector {missing[0]} did not come along", asked.run)
@@ -216,7 +219,7 @@ def _request(front: Front, owner: str, asked: wire.WireRequest, vectors: dict[st
     )  # fmt: skip
 
 
-def _bound(owner: str, asked: wire.WireRequest) -> Any:
+def _bound(front: Front, owner: str, asked: wire.WireRequest) -> BoundProgram:
     """The program that a request carries, which may read what its owner has, and nobody else's."""
     assert asked.carried is not None
     try:
@@ -229,6 +232,11 @@ def _bound(owner: str, asked: wire.WireRequest) -> Any:
         raise ProgramError(f"the program is run {carried.bound.run}'s", asked.run)
     for run, _ in sources:
         _check_owned(owner, run)
+    prompt = len(asked.prompt_token_ids)
+    try:
+        verify(carried.bound, carried.sizes, prompt, prompt + asked.max_tokens - 1, front.engine.sites)
+    except PatchclampError as error:
+        raise error.under(asked.run) from None
     return carried.bound
 
 

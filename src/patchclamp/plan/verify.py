@@ -1,0 +1,156 @@
+"""Bound programs from elsewhere: what a binder of ours makes, and nothing else, may reach an engine.
+
+A bound program is numbers: points, columns, rows of a bank that all requests share. One that was made by hand could
+read another's vectors, write beyond a row, or edit under the keys of an unedited block.
+
+    P points · Q position ranges of an op · n rows of a value
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+
+from patchclamp.errors import PatchclampError, ProgramError
+from patchclamp.language import Vector
+from patchclamp.language.conversions import DTYPES, MAX_FP32
+from patchclamp.plan.bind import reaches_cache, vector_key
+from patchclamp.plan.bound import Action, Blend, BoundOp, BoundProgram, Keep, Linear, Noisy, Project, source_of
+from patchclamp.sites import SiteMap
+
+VECTOR_KEY = re.compile(r"v:[0-9a-f]{64}")
+MAX_PATH = 500
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """What a program is checked against: sizes (rows, width) by bank key, positions below `limit`, and a model."""
+
+    sizes: Mapping[str, tuple[int, int]]
+    limit: int
+    sites: SiteMap
+
+
+def verify(
+    bound: BoundProgram, sizes: Mapping[str, tuple[int, int]], prompt: int, limit: int, sites: SiteMap
+) -> None:  # fmt: skip
+    """Checks a program for a prompt of so many tokens whose positions are below `limit`, and the sizes that it says its
+    vectors and rows have. That vectors have these sizes is for `admission` to check, when it has them.
+
+    Raises `ProgramError` with the op's path for what `bind` does not make.
+    """
+    if bound.prompt != prompt:
+        raise ProgramError(f"it was bound to a prompt of {bound.prompt} tokens, and this one has {prompt}")
+    frame = Frame(sizes, limit, sites)
+    for key in sizes:
+        _need(VECTOR_KEY.fullmatch(key) is not None or source_of(key) is not None, f"no bank key: {key[:100]}")
+    for op in bound.ops:
+        try:
+            _check_op(op, frame)
+        except PatchclampError as error:
+            raise error.under(op.path[:MAX_PATH]) from None
+
+
+def is_content(key: str, rows: np.ndarray) -> bool:
+    """Whether a bank key is that of the rows [n, W]: the hash of a vector [n, W], or [W] where n is 1."""
+    count, width = rows.shape
+    data = np.ascontiguousarray(rows, "<f4").tobytes()
+    shapes = [(count, width), (width,)] if count == 1 else [(count, width)]
+    return key in [vector_key(Vector(shape, data)) for shape in shapes]
+
+
+def _check_op(op: BoundOp, frame: Frame) -> None:
+    points = frame.sites.points
+    _need(all(0 <= point < len(points) for point in op.points), f"points that this model does not have: {op.points}")
+    widths = {points[point].width for point in op.points}
+    _need(len(widths) <= 1, "points of several widths")
+    width = next(iter(widths), 0)
+    _need(len(op.values) in (0, 1, len(op.points)), f"{len(op.values)} values for {len(op.points)} points")
+    reaches = not isinstance(op.action, Keep) and any(reaches_cache(points[point]) for point in op.points)
+    _need(op.reaches_cache == reaches, "what it says of the cache is not so")
+    _check_columns(op, width)
+    _check_ranges(op, frame)
+    _check_action(op.action, op, frame, width)
+    if op.condition is not None:
+        _need(op.condition.ids in frame.sizes, "token ids that are nowhere")
+
+
+def _check_columns(op: BoundOp, width: int) -> None:
+    first, end = op.columns & 0xFFFF, op.columns >> 16
+    _need(op.columns == 0 or (0 <= first < end <= width), f"columns {first} to {end} of {width}")
+
+
+def _check_ranges(op: BoundOp, frame: Frame) -> None:
+    for start, stop, row, step in op.ranges:
+        _need(0 <= start < stop <= frame.limit, f"positions {start} to {stop} of {frame.limit}")
+        _need(row >= 0 and step in (0, 1), f"row {row} and step {step}")
+    starts = [each.start for each in op.ranges]
+    _need(not starts or starts[0] == min(starts), "positions that do not ascend")
+    last = max((row + (stop - start - 1) * step for start, stop, row, step in op.ranges), default=-1)
+    for key in op.values:
+        rows, _ = frame.sizes.get(key, (0, 0))
+        _need(last < rows, f"row {last} of {rows}")
+
+
+@functools.singledispatch
+def _check_action(action: Action, op: BoundOp, frame: Frame, width: int) -> None:
+    """Checks the numbers of an action, and that its values are as wide as the points."""
+    raise ProgramError(f"{type(action).__name__} does not come from elsewhere")
+
+
+@_check_action.register
+def _keep(action: Keep, op: BoundOp, frame: Frame, width: int) -> None:
+    _need(0 <= action.dtype < len(DTYPES), f"dtype {action.dtype}")
+    _need(not op.values and not op.columns and op.condition is None, "a capture reads nothing")
+    ends = [(a.stop, b.start) for a, b in zip(op.ranges, op.ranges[1:], strict=False)]
+    _need(all(stop <= start for stop, start in ends), "positions twice")
+
+
+@_check_action.register
+def _linear(action: Linear, op: BoundOp, frame: Frame, width: int) -> None:
+    _check_numbers(action.h_scale, action.v_scale)
+    _check_values(op, frame, width, needed=action.v_scale != 0)
+
+
+@_check_action.register
+def _blend(action: Blend, op: BoundOp, frame: Frame, width: int) -> None:
+    _check_numbers(action.alpha)
+    _check_values(op, frame, width, needed=True)
+    _need(frame.sizes.get(action.mask) == (1, width), f"a mask that is not one row of {width}")
+
+
+@_check_action.register
+def _project(action: Project, op: BoundOp, frame: Frame, width: int) -> None:
+    _check_numbers(action.low, action.high)
+    _check_values(op, frame, width, needed=True)
+
+
+@_check_action.register
+def _noise(action: Noisy, op: BoundOp, frame: Frame, width: int) -> None:
+    _check_numbers(action.std)
+    _need(0 <= action.seed < 1 << 63 and action.first_column == 0, "a seed, or a first column, that noise has not")
+    streams = action.streams
+    _need(len(streams) == len(op.points) and all(0 <= each < 1 << 31 for each in streams), "streams that noise has not")
+    _need(not op.values, "noise reads nothing")
+
+
+def _check_values(op: BoundOp, frame: Frame, width: int, needed: bool) -> None:
+    _need(bool(op.values) or not needed or not op.points, "no value")
+    for key in op.values:
+        _, columns = frame.sizes.get(key, (0, 0))
+        _need(columns == width, f"a value of {columns} columns at points of {width}")
+
+
+def _check_numbers(*numbers: float) -> None:
+    _need(
+        all(math.isfinite(each) and abs(each) <= MAX_FP32 for each in numbers), f"numbers that are not fp32: {numbers}"
+    )
+
+
+def _need(holds: bool, what: str) -> None:
+    if not holds:
+        raise ProgramError(f"no binder makes this: {what}"[:400])

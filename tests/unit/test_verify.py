@@ -1,0 +1,124 @@
+"""Bound programs from elsewhere: all that `bind` makes passes, and nothing that reads, writes or claims more does."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+import patchclamp as pc
+from patchclamp.errors import ProgramError
+from patchclamp.language import Program
+from patchclamp.plan.bind import bind, vector_key
+from patchclamp.plan.bound import Blend, Condition, Keep, Linear, Noisy, PositionRange, Project, RunCode
+from patchclamp.plan.room import bank_sizes
+from patchclamp.plan.verify import is_content, verify
+
+from .test_plan import SITES, Ran, point, spelled
+
+V = [1.0, 2.0, 3.0, 4.0]
+ROWS = [V, [2.0, 0.0, 1.0, 1.0]]
+PROMPT, MAX_TOKENS = 5, 4
+EDITS = [
+    pc.Add(V, "resid_post[0:2]", "prompt[-1]", 2.5), pc.Add(ROWS, "resid_mid[1]", "prompt[0, 3]"),
+    pc.Replace(V, "mlp_out[1]", "every[0, 1, 4]", 0.25), pc.Replace(V, "embed", mask=[0.0, 1.0, 1.0, 0.5]),
+    pc.Zero("resid_pre[2]"), pc.Scale(0.5, "attn_out"), pc.Capture("embed", "generated", "bfloat16"),
+    pc.Ablate(ROWS, "resid_post[1]"), pc.Clamp(V, "resid_post[2]", low=-1.0), pc.Noise(0.5, "resid_mid", seed=7),
+    pc.Add(V, "resid_post[1]", "prompt & token(3)"), pc.Add(V, "resid_post[1]", "generated & token(3, 5)"),
+    pc.Replace(pc.From("ran", "resid_post[1]"), "resid_post[1]", "prompt[1:3]"),
+    pc.Replace(pc.From("ran", "resid_post[0:2]", 2), "resid_post[0:2]", "prompt[1]"), pc.Add(V, "final_norm"),
+]  # fmt: skip
+
+
+def bound(edits=(), capture=()):
+    """A bound program, and the sizes of what it reads."""
+    sources, vectors = {"ran": Ran(range(7))}, {}
+    made = bind(
+        Program.of(edits, capture), "mine", spelled(PROMPT), MAX_TOKENS, SITES, sources.__getitem__, vectors=vectors
+    )
+    return made, bank_sizes(made, vectors, SITES, lambda run, at: len(sources[run].positions_of(at)))
+
+
+def check(program, sizes, prompt=PROMPT):
+    verify(program, sizes, prompt, PROMPT + MAX_TOKENS - 1, SITES)
+
+
+def changed(op, **fields):
+    """The program of one op, with other fields."""
+    program, sizes = bound([op])
+    return msgspec.structs.replace(program, ops=(msgspec.structs.replace(program.ops[0], **fields),)), sizes
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=str)
+def test_what_is_bound_passes(edit):
+    check(*bound([edit], ["resid_post[1:]", "logits"]))
+
+
+def test_all_at_once_passes_on_the_wire():
+    program, sizes = bound(EDITS, ["resid_post", "embed"])
+    check(msgspec.msgpack.decode(msgspec.msgpack.encode(program), type=type(program)), sizes)
+
+
+ADD, NOISE, KEEP = pc.Add(V, "resid_post[1]"), pc.Noise(0.5, "resid_mid[1]"), pc.Capture("embed")
+KEY = vector_key(pc.Vector.of(V))
+WRONG = {
+    "points beyond": (ADD, {"points": (10_000,)}),
+    "points before": (ADD, {"points": (-1,)}),
+    "points of several widths": (KEEP, {"points": (point("embed"), point("logits"))}),
+    "columns beyond": (ADD, {"columns": 0 | 600 << 16}),
+    "columns that end first": (ADD, {"columns": 3 | 2 << 16}),
+    "columns below": (ADD, {"columns": -1}),
+    "positions below": (ADD, {"ranges": (PositionRange(-1, 2),)}),
+    "positions beyond": (ADD, {"ranges": (PositionRange(0, 9),)}),
+    "positions far beyond": (KEEP, {"ranges": (PositionRange(0, 1 << 40),)}),
+    "positions that end first": (ADD, {"ranges": (PositionRange(3, 2),)}),
+    "positions that do not ascend": (ADD, {"ranges": (PositionRange(3, 4), PositionRange(0, 1))}),
+    "captured twice": (KEEP, {"ranges": (PositionRange(0, 3), PositionRange(2, 4))}),
+    "rows beyond": (ADD, {"ranges": (PositionRange(0, 1, 1),)}),
+    "rows that run beyond": (ADD, {"ranges": (PositionRange(0, 2, 0, 1),)}),
+    "rows before": (ADD, {"ranges": (PositionRange(0, 1, -1),)}),
+    "steps": (ADD, {"ranges": (PositionRange(0, 1, 0, 2),)}),
+    "no value": (ADD, {"values": ()}),
+    "two values": (ADD, {"values": (KEY, KEY)}),
+    "a value that is nowhere": (ADD, {"values": ("v:" + "0" * 64,)}),
+    "the cache untold": (ADD, {"reaches_cache": False}),
+    "the cache told wrongly": (pc.Add(V, "final_norm"), {"reaches_cache": True}),
+    "a dtype": (KEEP, {"action": Keep(3)}),
+    "a capture of columns": (KEEP, {"columns": 0 | 2 << 16}),
+    "a mask that is nowhere": (ADD, {"action": Blend(1.0, "v:" + "0" * 64)}),
+    "a number that is none": (ADD, {"action": Linear(float("nan"), 1.0)}),
+    "a number that is too large": (ADD, {"action": Linear(1e300, 1.0)}),
+    "bounds": (ADD, {"action": Project(float("-inf"), 0.0)}),
+    "code": (ADD, {"action": RunCode(1)}),
+    "no stream": (NOISE, {"action": Noisy(0.5, 0, False, ())}),
+    "a stream": (NOISE, {"action": Noisy(0.5, 0, False, (1 << 40,))}),
+    "a seed": (NOISE, {"action": Noisy(0.5, -1, False, (1,))}),
+    "a first column": (NOISE, {"action": Noisy(0.5, 0, False, (1,), 9)}),
+    "ids that are nowhere": (ADD, {"condition": Condition("v:" + "0" * 64, False)}),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_no_binder_makes_is_refused(wrong):
+    op, fields = WRONG[wrong]
+    check(*changed(op))
+    with pytest.raises(ProgramError, match=r"edits\[0\]: (no binder makes this|RunCode does not)"):
+        check(*changed(op, **fields))
+
+
+def test_sizes_and_prompts_are_the_requests_own():
+    program, sizes = bound([ADD])
+    with pytest.raises(ProgramError, match="a prompt of 5 tokens, and this one has 6"):
+        check(program, sizes, prompt=6)
+    with pytest.raises(ProgramError, match="a value of 8 columns at points of 4"):
+        check(program, {KEY: (1, 8)})
+    with pytest.raises(ProgramError, match="no bank key"):
+        check(program, {**sizes, "v:../../etc": (1, 4)})
+
+
+def test_a_key_is_the_content_of_its_rows():
+    for numbers in (V, ROWS, [V]):
+        vector = pc.Vector.of(numbers)
+        assert is_content(vector_key(vector), vector.rows())
+        assert not is_content(vector_key(vector), vector.rows() + np.float32(1))
+        assert not is_content(vector_key(vector), vector.rows().reshape(-1, 2))
