@@ -45,7 +45,10 @@ class Run:
     Captures stay with the worker until the run is dropped or `close`d; `run[site]` fetches them, once.
     """
 
-    def __init__(self, owner: Owner, request: Request, program: Program, answer: Answer | PatchclampError) -> None:
+    def __init__(
+        self, owner: Owner, request: Request, program: Program, answer: Answer | PatchclampError,
+        is_kept_elsewhere: bool = False,
+    ) -> None:  # fmt: skip
         self.key, self.prompt_token_ids, self.program = request.run, request.prompt_token_ids, program
         self.error: PatchclampError | None = None if isinstance(answer, Answer) else answer
         self.closed = False
@@ -59,7 +62,7 @@ class Run:
         self._fetched: dict[tuple[int, int | None], tuple[np.ndarray, torch.Tensor | np.ndarray]] = {}
         self._release = weakref.finalize(self, owner.engine.release, [self.key])
         self._release.atexit = False
-        if not program:
+        if not program or is_kept_elsewhere:
             self._release.detach()
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -88,3 +89,34 @@ def test_several_clients_share_the_replicas(server, local):
             assert counts(lm)["captured_bytes"] > 0
             del run
             assert not any(settled(lm).values())
+
+
+def test_what_is_kept_is_known_to_every_process(server):
+    """Each request comes on a connection of its own, which either process may take."""
+    vector = [1.0] * 576
+    steered = {"edits": [{"type": "add", "value": {"type": "named", "name": "ones"}, "at": "resid_post[3]"}]}
+    captured = {"capture": [{"type": "capture", "at": "resid_post[4]"}], "run": "italy"}
+    patched = {"edits": [{"type": "replace", "at": "resid_post[4]", "tokens": "prompt[-1]",
+                          "value": {"type": "from", "run": "italy", "site": "resid_post[4]"}}]}  # fmt: skip
+
+    def ask(verb: str, path: str, **body) -> httpx.Response:
+        with server.http() as http:
+            return http.request(verb, path, **body)
+
+    def complete(program: dict, **options) -> httpx.Response:
+        body = {"model": server.model, "prompt": "The capital of Italy is", "max_tokens": 2, "temperature": 0}
+        return ask("POST", "/v1/completions", json={**body, "patchclamp": program, **options})
+
+    assert ask("PUT", "/v1/patchclamp/vectors/ones", json=vector).status_code == 200
+    assert ask("PUT", "/v1/patchclamp/programs/calm", json={"edits": steered["edits"]}).status_code == 200
+    assert complete(captured).status_code == 200
+    for _ in range(8):
+        assert complete(steered).status_code == 200
+        assert complete(patched).status_code == 200
+        assert complete({}, model=f"{server.model}:calm").status_code == 200
+        assert len(ask("GET", "/v1/patchclamp/runs/italy/captures").content) > 576 * 4
+    assert ask("DELETE", "/v1/patchclamp/runs/italy").status_code == 200
+    assert ask("DELETE", "/v1/patchclamp/vectors/ones").status_code == 200
+    for _ in range(8):
+        assert ask("GET", "/v1/patchclamp/runs/italy").status_code == 410
+        assert complete(steered).status_code == 404

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from patchclamp.engines.base import Request
 from patchclamp.engines.vllm.serve_limits import ServeLimits
 from patchclamp.errors import PatchclampError, ProgramError, unknown
 from patchclamp.language import Capture, Program
@@ -72,12 +73,12 @@ class Call:
         self._prompts += 1
         return self._prompts - 1
 
-    def add(self, choice: int, run: Run, kept: Kept) -> None:
-        """Takes the run of a choice."""
+    def add(self, choice: int, run: Run, request: Request, kept: Kept) -> None:
+        """Takes the run of a choice, and its request."""
         name = run.key if self.name is None else self.name if choice == 0 else f"{self.name}.{choice}"
         self.runs[choice] = name, run
         if run.sites:
-            kept.keep(self.owner, name, run)
+            kept.keep(self.owner, name, run, request)
 
     async def answer(self, kept: Kept) -> dict[str, Any]:
         """The response's `patchclamp` object. What went along with it, and is not to be kept, is freed."""

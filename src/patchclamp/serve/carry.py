@@ -45,6 +45,7 @@ async def _edited(
     extra = dict(params.extra_args or {})
     params.extra_args = {name: value for name, value in extra.items() if name not in NAMES} or None
     if call is None:
+        await front.hear()
         call, number = of_extra_args(extra, OPEN, front.kept), 0
         _check_stock_route(front, call, params, request_id)
     assert number is not None
@@ -111,7 +112,7 @@ class _Child:
         last = output.outputs[0]
         answer = Answer(self._ids, last.text, None, {}, last.finish_reason, output.num_cached_tokens or 0)
         run = Run(self._front.lm, self._request, self._call.program, answer)
-        self._call.add(self._choice, run, self._front.kept)
+        self._call.add(self._choice, run, self._request, self._front.kept)
 
 
 def _child(front: Front, call: Call, prompt: Any, params: Any, index: int, first_choice: int) -> _Child:

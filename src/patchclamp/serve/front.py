@@ -12,6 +12,7 @@ from patchclamp.errors import PatchclampError
 from patchclamp.language import SiteOp
 from patchclamp.lm import LM
 from patchclamp.proving.cache import ensure_proved
+from patchclamp.serve.journal import Journal
 from patchclamp.serve.kept import Kept
 from patchclamp.serve.leases import Leases
 
@@ -32,14 +33,20 @@ class Front:
         self.engine = AsyncEngine(client, name)
         self.lm = LM(name, engine=self.engine)
         self.limits = configuration.serving(client.vllm_config)
-        self.kept, self.has_keys = Kept(self.limits), False
+        self._journal = Journal(self.engine)
+        self.kept, self.has_keys = Kept(self.limits, journal=self._journal), False
         self.model_name: str = client.vllm_config.model_config.served_model_name
-        self.leases = Leases(self.engine, LEASE_S)
+        self.leases = Leases(self.engine, LEASE_S, self.hear)
         self._proving = asyncio.ensure_future(self._prove())
 
     async def ready(self) -> None:
         """Returns when the sites are proved. Raises what starting or proving raised."""
         await asyncio.shield(self._proving)
+
+    async def hear(self) -> None:
+        """Takes what the server's other API processes have kept and dropped. A server of one has none."""
+        for note in await self._journal.news():
+            self.kept.hear(note, self.lm)
 
     def check_site(self, op: SiteOp, path: str) -> None:
         """Raises `UnsupportedSite` where the model lacks an op's site."""

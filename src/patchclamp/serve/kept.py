@@ -13,10 +13,13 @@ from typing import Any
 
 import msgspec
 
+from patchclamp.engines.base import Request
 from patchclamp.engines.vllm.serve_limits import ServeLimits
 from patchclamp.errors import MissingSource, NameTaken, ProgramError, near
 from patchclamp.language import Program, Vector
+from patchclamp.lm import LM
 from patchclamp.run import Run
+from patchclamp.serve.journal import Journal, Note, pack_entry, pack_run, unpack_entry, unpack_run
 from patchclamp.store.named import Means, NamedBank
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
@@ -33,6 +36,7 @@ class _KeptRun(msgspec.Struct):
     run: Run
     captured_bytes: int
     touched_s: float
+    is_elsewhere: bool = False  # another API process frees it
 
 
 class Owned(Mapping[str, Any]):
@@ -62,9 +66,13 @@ class Owned(Mapping[str, Any]):
 
 
 class Kept:
-    """By owner: runs and a bank. Used on the event loop's thread alone."""
+    """By owner: runs and a bank. Used on the event loop's thread alone. `journal` tells other API processes of it."""
 
-    def __init__(self, limits: ServeLimits | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, limits: ServeLimits | None = None, clock: Callable[[], float] = time.monotonic,
+        journal: Journal | None = None,
+    ) -> None:  # fmt: skip
+        self._journal = journal if journal is not None and journal.is_shared else None
         self.limits, self._clock = limits or ServeLimits(), clock
         self._runs: dict[str, dict[str, _KeptRun]] = {}
         self._banks: dict[str, NamedBank] = {}
@@ -102,11 +110,13 @@ class Kept:
         self.limits.check_room("bank_names", len(sizes.keys() - {name}), 1, "names in the bank")
         self.limits.check_room("bank_bytes", others, size, "bytes of the bank")
         self.bank(owner)[name], sizes[name] = entry, size
+        self._say(owner, name, kind, lambda: pack_entry(name, entry))
 
     def delete(self, owner: str, kind: str, name: str) -> None:
         """Raises `MissingSource`."""
         self.entry(owner, kind, name)
         del self.bank(owner)[name], self._bank_bytes[owner][name]
+        self._say(owner, name, "gone", lambda: b"it was deleted")
 
     def check_free(self, owner: str, name: str, kind: str) -> None:
         """Raises `NameTaken` for a name that an owner's run, vector or program has, unless it is of that kind."""
@@ -120,8 +130,11 @@ class Kept:
         self.drop_old()
         return Owned(self.bank(owner), {name: kept.run for name, kept in self._runs.get(owner, {}).items()})
 
-    def keep(self, owner: str, name: str, run: Run) -> None:
-        """Keeps a run under a name. Raises `CapacityError` where the owner's runs leave no room, and `NameTaken`."""
+    def keep(self, owner: str, name: str, run: Run, request: Request | None = None) -> None:
+        """Keeps a run under a name; other processes learn of it where its `request` is given.
+
+        Raises `CapacityError` where the owner's runs leave no room, and `NameTaken`.
+        """
         self.drop_old()
         self.check_free(owner, name, "run")
         runs = self._runs.setdefault(owner, {})
@@ -132,6 +145,8 @@ class Kept:
             self._close(owner, name, "another run took its name")
         runs[name] = _KeptRun(run, run.captured_bytes, self._clock())
         self._gone.pop((owner, name), None)
+        if request is not None:
+            self._say(owner, name, "run", lambda: pack_run(run, request))
 
     def run(self, owner: str, name: str) -> Run:
         """A run. Raises `Gone` for one that was dropped and `MissingSource` for one that never was."""
@@ -139,6 +154,8 @@ class Kept:
         kept = self._runs.get(owner, {}).get(name)
         if kept is not None:
             kept.touched_s = self._clock()
+            if kept.is_elsewhere:
+                self._say(owner, name, "touched", bytes)
             return kept.run
         if (owner, name) in self._gone:
             raise Gone(f"run {name} is no more: {self._gone[owner, name]}")
@@ -163,14 +180,45 @@ class Kept:
         """Frees runs that nobody has asked for in `run_ttl_s`."""
         oldest = self._clock() - self.limits.run_ttl_s
         for owner, runs in self._runs.items():
-            for name in [name for name, kept in runs.items() if kept.touched_s < oldest]:
+            for name in [name for name, kept in runs.items() if kept.touched_s < oldest and not kept.is_elsewhere]:
                 self._close(owner, name, f"nobody asked for it in {self.limits.run_ttl_s:g} seconds")
 
+    def _say(self, owner: str, name: str, kind: str, pack: Callable[[], bytes]) -> None:
+        if self._journal is not None:
+            self._journal.say(owner, name, kind, pack())
+
     def _close(self, owner: str, name: str, why: str) -> None:
+        self._forget(owner, name, why)
+        self._say(owner, name, "gone", why.encode)
+
+    def _forget(self, owner: str, name: str, why: str) -> None:
         self._runs[owner].pop(name).run.close()
         self._gone[owner, name] = why
         while len(self._gone) > MAX_GONE:
             del self._gone[next(iter(self._gone))]
+
+    def hear(self, note: Note, lm: LM) -> None:
+        """Takes what another process says."""
+        owner, name = note.owner, note.name
+        runs, bank = self._runs.setdefault(owner, {}), self.bank(owner)
+        if note.kind == "touched":
+            if name in runs:
+                runs[name].touched_s = self._clock()
+            return
+        if name in runs:
+            self._forget(owner, name, note.data.decode() if note.kind == "gone" else "another run took its name")
+        if note.kind == "run":
+            run = unpack_run(note.data, lm)
+            runs[name] = _KeptRun(run, run.captured_bytes, self._clock(), is_elsewhere=True)
+            self._gone.pop((owner, name), None)
+        elif note.kind == "gone":
+            self._bank_bytes.get(owner, {}).pop(name, None)
+            if name in bank:
+                del bank[name]
+        else:
+            entry = unpack_entry(note.kind, note.data)
+            bank[name] = entry
+            self._bank_bytes.setdefault(owner, {})[name] = bytes_of(entry)
 
 
 def kind_of(entry: object) -> str:

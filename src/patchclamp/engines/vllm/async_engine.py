@@ -136,6 +136,21 @@ class AsyncEngine(Engine):
         """A client is alive: runs named `session-…` stay."""
         front.tell_cores(self.client, "patchclamp_renew", session)
 
+    @property
+    def api_processes(self) -> int:
+        """How many processes like this one the server has."""
+        return front.process_count(self.client)
+
+    def say(self, key: str, note: bytes) -> None:
+        """Leaves the last word on a key for the server's other processes."""
+        front.tell_cores(self.client, "patchclamp_say", key, note, only=0)
+
+    async def said_since(self, number: int) -> tuple[int, list[bytes]]:
+        """What was said after a number, and the number to ask with next."""
+        [answer] = front.tell_cores(self.client, "patchclamp_said_since", number, only=0)
+        number, notes = await answer
+        return number, notes
+
     async def free_dead(self, lease_s: float) -> None:
         """Frees the runs of clients that have not been heard of for so long."""
         await asyncio.gather(*front.tell_cores(self.client, "patchclamp_free_dead", lease_s))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Request
+from fastapi import APIRouter, Depends, Path, Request
 from fastapi.responses import Response
 
 from patchclamp.language import Program, SiteOp, Vector
@@ -14,11 +14,11 @@ from patchclamp.serve.answers import Deleted, ProgramCard, ProgramList, VectorCa
 from patchclamp.serve.bodies import is_json, read_body
 from patchclamp.serve.front import Front
 from patchclamp.serve.kept import bytes_of, check_name
-from patchclamp.serve.routes.runs import caller
+from patchclamp.serve.routes.runs import caller, hear
 from patchclamp.store.named import Means, as_entry
 from patchclamp.store.one_entry import from_bytes, numbers_of_json, to_bytes
 
-router = APIRouter(prefix="/v1/patchclamp", tags=["patchclamp"])
+router = APIRouter(prefix="/v1/patchclamp", tags=["patchclamp"], dependencies=[Depends(hear)])
 Name = Annotated[str, Path(description="up to 64 letters, digits, '_', '-' and '.'", examples=["calm"])]
 
 

@@ -84,6 +84,8 @@ async def read_call(request: Any, raw_request: Request) -> Call | None:
     extra, xargs = request.model_extra or {}, request.vllm_xargs or {}
     has_object, variant = "patchclamp" in extra, None
     front, owner = caller(raw_request)
+    if has_object or ":" in (request.model or "") or not NAMES.isdisjoint(xargs):
+        await front.hear()
     if ":" in (request.model or ""):
         variant = await variant_of(request.model, raw_request.app.state.openai_serving_models, front.kept, owner)
     if not has_object and variant is None and NAMES.isdisjoint(xargs):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
 from patchclamp.run import Run
@@ -13,7 +13,13 @@ from patchclamp.serve.captures import captured_file, captured_names
 from patchclamp.serve.front import Front
 from patchclamp.serve.owners import owner_of
 
-router = APIRouter(prefix="/v1/patchclamp", tags=["patchclamp"])
+
+async def hear(request: Request) -> None:
+    """Has the front know what other API processes keep."""
+    await request.app.state.patchclamp.hear()
+
+
+router = APIRouter(prefix="/v1/patchclamp", tags=["patchclamp"], dependencies=[Depends(hear)])
 
 
 def caller(request: Request) -> tuple[Front, str]:

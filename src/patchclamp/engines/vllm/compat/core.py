@@ -20,6 +20,7 @@ from patchclamp.engines.vllm.admission import Admission, Program, Verdict
 from patchclamp.engines.vllm.compat.configuration import KEY, enabled
 from patchclamp.engines.vllm.compat.runner import carried, has_foreign
 from patchclamp.engines.vllm.compat.seams import require
+from patchclamp.engines.vllm.last_words import LastWords
 from patchclamp.errors import EngineError, PatchclampError, ProgramError, pack
 
 Table = tuple[np.ndarray, np.ndarray]  # token ids and log-probabilities [n, 1 + k] of n tokens, their own first
@@ -60,6 +61,8 @@ def on_core(make: Callable[[Any], Admission]) -> None:
     setattr(owner, name, preprocess_add_request)
     owner.patchclamp_hold = lambda core, vectors, keys, drop: _core_of(core, make).hold(vectors, keys, drop)
     owner.patchclamp_release = lambda core, runs: _core_of(core, make).admission.release(runs)
+    owner.patchclamp_say = lambda core, key, note: _core_of(core, make).say(key, note)
+    owner.patchclamp_said_since = lambda core, number: _core_of(core, make).since(number)
     owner.patchclamp_abort = lambda core, runs: _core_of(core, make).admission.abort(runs)
     owner.patchclamp_renew = lambda core, session: _core_of(core, make).admission.renew(session)
     owner.patchclamp_free_dead = lambda core, lease_s: _core_of(core, make).admission.free_dead(lease_s)
@@ -103,6 +106,7 @@ class _Admitting:
 
     def __init__(self, core: Any, admission: Admission) -> None:
         self._core, self.admission, self._scheduler = core, admission, core.scheduler
+        self._words = LastWords()
         self._ended: dict[str, Program] = {}  # that ended since their last output was told
         self._held: collections.deque[_Held] = collections.deque()
         scheduler = self._scheduler
@@ -123,6 +127,12 @@ class _Admitting:
         import safetensors.numpy
 
         self.admission.hold_vectors(safetensors.numpy.load(vectors) if vectors else {}, keys, drop)
+
+    def say(self, key: str, note: bytes) -> None:
+        self._words.say(key, note)
+
+    def since(self, number: int) -> tuple[int, list[bytes]]:
+        return self._words.since(number)
 
     # -- a request comes
 

@@ -65,6 +65,12 @@ def core_count(client: Any) -> int:
     return len(cores.core_engines)
 
 
+def process_count(client: Any) -> int:
+    """How many API processes the server has."""
+    cores = client.engine_core
+    return cores.client_count
+
+
 def tell_cores(client: Any, method: str, *args: Any, only: int | None = None) -> list[asyncio.Future[Any]]:
     """Calls a method of every engine core, or of number `only`, on the loop's thread. The call arrives before what is
     sent afterwards; the futures have what comes back."""
