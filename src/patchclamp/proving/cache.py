@@ -1,4 +1,4 @@
-"""Proofs remembered: a model is proved once for each model, engine, dtype and version, then read from the cache."""
+"""The cache of proofs: a model is proved once for each engine, dtype and version."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from patchclamp.proving.prove import Proof, prove
 
 
 def ensure_proved(lm: LM) -> list[Proof]:
-    """The proofs of an `LM`, made or remembered; withdraws the sites that fail from its map."""
+    """The proofs of an `LM`, from the cache or made now. Withdraws the sites that fail from its map."""
     path = cache_folder() / "proofs" / f"{_key(lm)}.json"
     try:
         proofs = msgspec.json.decode(path.read_bytes(), type=list[Proof])
     except (OSError, msgspec.DecodeError):
         proofs = prove(lm)
-        # what a table made of modules could not be sure of stays so
+        # a table made of modules may be unsure of a site, and proving again would not help
         if all(proof.holds for proof in proofs) or not lm.sites.family.tabled:
             _write(path, msgspec.json.encode(proofs))
     lm.sites.withdrawn = {proof.name: proof.note for proof in proofs if not proof.holds}
@@ -39,7 +39,7 @@ def _key(lm: LM) -> str:
 
 
 def _code() -> str:
-    """The code that reads and writes sites; a change of it voids old proofs."""
+    """A hash of the code that reads and writes sites. A change of it voids old proofs."""
     root = Path(__file__).parent.parent
     rooms = ("sites", "language", "kernels", "runtime", "engines", "plan", "store", "proving")
     files = [file for room in rooms for file in sorted((root / room).rglob("*.py"))]
@@ -48,7 +48,7 @@ def _code() -> str:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """In one move, so that another process never reads half a file; a cache that cannot be written is done without."""
+    """Writes a file in one move, so that another process never reads half of it; does nothing where it cannot."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, scratch = tempfile.mkstemp(dir=path.parent)

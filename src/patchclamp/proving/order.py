@@ -1,5 +1,7 @@
-"""Whether the words of a layer come in the order in which it computes: an edit at one moves what is made of it, and
-nothing else there. A table that takes one tensor for another is seen by that where no sum is about either."""
+"""Whether an edit at a site moves what its layer makes of it, and nothing else there.
+
+It shows a table that takes one tensor for another, also where no sum is about either of them.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +12,17 @@ from patchclamp.run import Run
 from patchclamp.sites import SiteRef
 
 MIN_MOVED_RTOL = 1e-6  # a row that an edit moves changes by more than this
-MAX_KEPT_RTOL = 0.05  # and one that it does not move by less than this
+MAX_KEPT_RTOL = 0.05  # a row that it does not move changes by less than this
 
 
-def watched(ref: SiteRef, known: set[str]) -> list[str]:
-    """Of the `known` site refs, by their text, those that an edit at `ref` must move, or must not."""
+def watched(ref: SiteRef, watchable: set[str]) -> list[str]:
+    """The texts of the site refs, among `watchable` ones, that an edit at `ref` must move, or must not."""
     names = (*SITES[ref.name].moves, *kept(ref.name))
-    return [text for name in names if (text := f"{name}[{ref.layer}]") in known]
+    return [text for name in names if (text := f"{name}[{ref.layer}]") in watchable]
 
 
 def disorder(ref: SiteRef, plain: Run, edited: Run, watched_refs: list[str]) -> str:
-    """What an edit at `ref` did that it cannot do there, of the last token's rows of two runs; "" if nothing."""
+    """What an edit at `ref` did and should not have done; "" if nothing. Compares the last token's rows of two runs."""
     for watched_ref in watched_refs:
         name = watched_ref.partition("[")[0]
         gap = _gap(np.asarray(edited[watched_ref]), np.asarray(plain[watched_ref]))

@@ -1,11 +1,11 @@
-"""The prover: a site exists on a live model only when it has been shown there to be what its table says.
+"""The prover: a site exists on a live model only when runs of that model have shown that it is what its table says.
 
-Five proofs of a site, all through the engine itself: its rows have the right shape and are finite; writing back what
-was read leaves the next-token logits bit-identical; an edit moves them, and of its layer what is made of the site and
-nothing else (`order`); and what is read adds up (`sums`).
+There are five proofs of a site, all made of runs through the engine.  Its rows have the right shape, and are finite.
+Writing back what was read leaves the next-token logits bit-identical.  An edit moves the logits.  In its layer the edit
+moves what is made of the site, and nothing else (`order`).  The rows add up (`sums`).
 
-Cut over GPUs (tensor parallel), the same proofs show the layout: rows that are replicated come from one rank and are
-written on all, so that of a partial sum, or of a part, other logits would come; cut ones come together from all ranks.
+Under tensor parallel the same proofs show the layout.  Replicated rows are read from one rank and written on all; if
+they were a partial sum, or a shard, the logits would change.  Shards are gathered from all ranks.
 """
 
 from __future__ import annotations
@@ -24,16 +24,23 @@ from patchclamp.proving.sums import sums
 from patchclamp.run import Run
 from patchclamp.sites import SiteRef
 
-LENGTH, LONGER = 4, 11  # tokens of the proof's prompt, and of one that runs beside it
-# how far the logits of a run may be apart, alone and in a batch, of the largest: kernels round otherwise there, and
-# where few bits are left a router may choose another expert for it
+LENGTH, LONGER_LENGTH = 4, 11  # tokens of the proof's prompt, and of one that runs beside it
+# how far a run's logits may differ alone and in a batch, relative to the largest: kernels round differently there, and
+# with few bits a router may choose another expert because of it
 LOGITS_RTOL = {"float32": 1e-3, "float16": 0.3, "bfloat16": 0.5}
 
 
 class Proof(msgspec.Struct, frozen=True):
-    """The proofs of one site word over all its layers; an edit was tried at `tried` of its refs. `note` names the
-    first layer that fails, and how; `adds`, `order`: whether the sums hold that are about it, and whether an edit moved
-    what it is to move and nothing else; None if none is about it."""
+    """The proofs of one site word in all its layers.
+
+    layers: how many it has; None for a word without layers
+    width, layout: of its rows
+    shape, noop, edit: whether these proofs hold
+    note: the first layer that fails, and how
+    adds: whether the sums that it is part of hold; None if it is in none
+    order: whether edits moved what is made of the site and nothing else; None if nothing in its layer is watched
+    tried: at how many of its refs an edit was tried
+    """
 
     name: str
     layers: int | None
@@ -55,19 +62,19 @@ class Proof(msgspec.Struct, frozen=True):
 def prove(lm: LM, full: bool = False) -> list[Proof]:
     """Proves every site word of a live `LM`.
 
-    Edits are tried in its first, middle and last layer, unless `full`: then in every layer, and what is written back is
-    compared alone. Shapes, sums and what is written back are of all layers always.
+    Edits are tried in the first, middle and last layer, or with `full` in every layer. With `full` each run that writes
+    back is made by itself, and not in a batch. Shapes, sums and writing back are of all layers always.
 
     Raises: `ModelError` for a model whose numbers are not finite, and where a run depends on those beside it.
     """
-    lengths = LENGTH, min(LONGER, lm.model.max_model_len - 1)
+    lengths = LENGTH, min(LONGER_LENGTH, lm.model.max_model_len - 1)
     ids, longer = (np.linspace(3, lm.model.d_vocab - 1, length).astype(int).tolist() for length in lengths)
     names = lm.sites.names
     base = lm.run(ids, max_tokens=1, capture=[*(_all(name) for name in names)], logprobs=True)
     _finite(lm, base)
     refs = [ref for name in names for ref in _tried(lm.sites.resolve(Site(name)), full)]
-    known = {str(ref) for ref in lm.sites.refs()} if lm.sites.family.tabled else set()
-    watched_refs = {str(ref): watched(ref, known) for ref in refs}
+    watchable = {str(ref) for ref in lm.sites.refs()} if lm.sites.family.tabled else set()
+    watched_refs = {str(ref): watched(ref, watchable) for ref in refs}
     everywhere = [Capture(at, prompt[-1]) for at in sorted(set(itertools.chain(*watched_refs.values())))]
     tries: list[list[Op]] = [[*_captures(watched_refs[str(ref)]), _push(base, ref)] for ref in refs]
     tries += [] if full else [_write_back(base, name) for name in names]
@@ -77,8 +84,8 @@ def prove(lm: LM, full: bool = False) -> list[Proof]:
     edited = dict(zip(map(str, refs), tried, strict=False))
     moved = {at: _moves(_answer(run), plain, noise) for at, run in edited.items()}
     disordered = {str(ref): disorder(ref, first, edited[str(ref)], watched_refs[str(ref)]) for ref in refs}
-    back = dict(zip(names, tried[len(refs) :], strict=False))
-    same = {name: np.array_equal(_answer(run), plain) for name, run in back.items()}
+    written_back = dict(zip(names, tried[len(refs) :], strict=False))
+    same = {name: np.array_equal(_answer(run), plain) for name, run in written_back.items()}
     noop = {name: same.get(name, False) or _changes_nothing(lm, ids, base, name) for name in names}
     wrong_sums = sums(lm, base)
     proofs = [_proof(lm, base, name, noop[name], moved, wrong_sums.get(name)) for name in names]
@@ -93,7 +100,7 @@ def _all(name: str) -> Site | At:
 
 
 def _tried(refs: list[SiteRef], full: bool) -> list[SiteRef]:
-    """Those of a word's site refs at which edits are tried."""
+    """The site refs of a word at which edits are tried."""
     chosen = {0, len(refs) // 2, len(refs) - 1}
     return refs if full else [ref for i, ref in enumerate(refs) if i in chosen]
 
@@ -104,8 +111,8 @@ def _write_back(base: Run, name: str) -> list[Op]:
 
 
 def _changes_nothing(lm: LM, ids: list[int], base: Run, name: str) -> bool:
-    """Whether a run in which a site is written back says what `base` says, each alone: in a batch, where a run stands
-    may change how it is rounded."""
+    """Whether a run that writes a site back gives the answer of `base`, each by itself: in a batch, a run's place may
+    change how it is rounded."""
     return np.array_equal(_answer(_runs(lm, ids, [_write_back(base, name)])[0]), _answer(base))
 
 
@@ -114,8 +121,8 @@ def _captures(refs: list[str]) -> list[Op]:
 
 
 def _runs(lm: LM, ids: list[int], programs: Sequence[Sequence[Op]], beside: list[int] | None = None) -> list[Run]:
-    """A run of each program, all in one batch, after a prompt that may run beside them: where batches are small, beside
-    the first."""
+    """A run of each program, all in one batch. The prompt `beside` comes first in the batch, if it is given; where
+    batches are small, it runs beside the first programs only."""
     others = [] if beside is None else [beside]
     runs = lm.run([*others, *[ids] * len(programs)], max_tokens=1, edits=[*[[] for _ in others], *programs],
                   capture=[_LOGITS], logprobs=True)  # fmt: skip
@@ -132,7 +139,7 @@ def _finite(lm: LM, base: Run) -> None:
 
 
 def _noise(lm: LM, base: Run, *others: Run) -> float:
-    """By how much runs of one prompt differ in a batch with another one, from one that ran alone, at most."""
+    """How far runs of one prompt in a batch with a longer one differ from the run that was made alone, at most."""
     gaps = [np.abs(_answer(other) - _answer(base)) for other in others]
     size, noise = float(np.abs(_answer(base)[:-1]).max()), max(float(gap[:-1].max()) for gap in gaps)
     if noise > LOGITS_RTOL.get(lm.model.dtype, max(LOGITS_RTOL.values())) * size:
@@ -145,7 +152,7 @@ def _noise(lm: LM, base: Run, *others: Run) -> float:
 
 
 def _answer(run: Run) -> np.ndarray:
-    """The next token's logits, and its log-probability, which is of what was written where they were."""
+    """The next token's logits as captured, and its log-probability, which shows what was written to the logits."""
     return np.append(np.asarray(run["logits"]).reshape(-1), run.logprobs)
 
 
@@ -155,9 +162,9 @@ def _moves(edited: np.ndarray, plain: np.ndarray, noise: float) -> bool:
 
 
 def push(name: str, row_W: np.ndarray) -> np.ndarray:
-    """A vector [W] to be added to a site's row [W]: as large as the row itself, in a direction that no norm removes; of
-    a router one that turns its choice round: what all chosen experts get alike changes nothing where their weights are
-    normed."""
+    """A vector [W] to add to a site's row [W]: as large as the row, in a direction that no norm removes. For a router
+    one that reverses its choice: adding the same to all chosen experts changes nothing where their weights are normed.
+    """
     row_W = row_W.astype(np.float64)
     if name == "router":
         return (-2 * row_W).astype(np.float32)
@@ -169,7 +176,7 @@ def _push(base: Run, ref: SiteRef) -> Add:
     return Add(push(ref.name, _row(base, ref)), at=str(ref), tokens=prompt[-1])
 
 
-def _right(base: Run, ref: SiteRef, rows: int, width: int) -> bool:
+def _has_shape(base: Run, ref: SiteRef, rows: int, width: int) -> bool:
     captured = np.asarray(base[str(ref)])
     return (len(captured), captured.size) == (rows, rows * width)
 
@@ -179,27 +186,27 @@ def _row(base: Run, ref: SiteRef) -> np.ndarray:
     return np.asarray(base[str(ref)])[-1].reshape(-1)
 
 
-def _proof(lm: LM, base: Run, name: str, noop: bool, moved: dict[str, bool], added: str | None) -> Proof:
+def _proof(lm: LM, base: Run, name: str, noop: bool, moved: dict[str, bool], wrong_sum: str | None) -> Proof:
+    """The proofs of a word but for `order`. `wrong_sum`: as `sums` returns it."""
     refs = lm.sites.resolve(Site(name))
     point = lm.sites.points[refs[0].point]
     rows = 1 if name == "logits" else LENGTH
-    wrong = [p for p in refs if not _right(base, p, rows, point.width)]
+    misshapen = [ref for ref in refs if not _has_shape(base, ref, rows, point.width)]
     tried = [ref for ref in refs if str(ref) in moved]
-    still = [ref for ref in tried if not moved[str(ref)]]
-    notes = [f"{wrong[0]} has shape {list(base[str(wrong[0])].shape)}"] if wrong else []
+    unmoved = [ref for ref in tried if not moved[str(ref)]]
+    notes = [f"{misshapen[0]} has shape {list(base[str(misshapen[0])].shape)}"] if misshapen else []
     notes += ["writing back what was read changes the logits"] if not noop else []
-    notes += [f"an edit at {still[0]} does not move the logits"] if still else []
-    notes += [added] if added else []
-    layers = None if refs[0].layer is None else len(refs)
-    layout = lm.sites.family.points[point.kind].layout
-    adds = None if added is None else not added
+    notes += [f"an edit at {unmoved[0]} does not move the logits"] if unmoved else []
+    notes += [wrong_sum] if wrong_sum else []
     return Proof(
-        name, layers, point.width, layout, not wrong, noop, not still, "; ".join(notes), adds, tried=len(tried)
-    )
+        name, None if refs[0].layer is None else len(refs), point.width, lm.sites.family.points[point.kind].layout,
+        not misshapen, noop, not unmoved, "; ".join(notes), None if wrong_sum is None else not wrong_sum,
+        tried=len(tried),
+    )  # fmt: skip
 
 
 def _ordered(proof: Proof, lm: LM, watched_refs: dict[str, list[str]], disordered: dict[str, str]) -> Proof:
-    """With what edits at the word's refs did in their layers."""
+    """The proofs with `order`: what edits at the word's refs did in their layers."""
     refs = [str(ref) for ref in lm.sites.resolve(Site(proof.name)) if str(ref) in watched_refs]
     wrong = [disordered[at] for at in refs if disordered[at]]
     order = None if not any(watched_refs[at] for at in refs) else not wrong

@@ -1,5 +1,8 @@
-"""Whether a live model's stream adds up: what attention and MLP give is what it gains, and one layer's end is the next
-one's start. Where a table was made of modules, whose names say no such thing, the embedding is what it starts with."""
+"""Whether a live model's stream adds up.
+
+The stream gains what attention and MLP return, and the end of one layer is the start of the next.  Where the table was
+made from the module tree, the stream must also begin with the embedding: there the modules' names do not say so.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,18 @@ from patchclamp.lm import LM
 from patchclamp.run import Run
 
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-DEFAULT_EPS = 2.0**-3  # of whatever else a model is in
+DEFAULT_EPS = 2.0**-3  # of any other dtype
 ADDED: tuple[str, ...] = ("attn_out", "mlp_out")
 HEAD_RTOL = 0.1  # of a head: keys and values may be kept in eight bits
 STREAM: tuple[str, ...] = ("resid_pre", "resid_mid", "resid_post")
 
 
 def sums(lm: LM, base: Run) -> dict[str, str]:
-    """The words that a sum is about, and why their rows in `base`, a run that captured everything, do not add up ("" if
-    they do). Where a sum fails all of its words do: it does not tell which of them is another tensor."""
+    """The words that a sum is about, each with the reason why it does not add up, "" if it does.
+
+    Where a sum fails, all its words fail: it does not tell which of them is the wrong tensor.
+    base: a run that captured everything
+    """
     return _of_table(lm, base) if lm.sites.family.tabled else _of_modules(lm, base)
 
 
@@ -35,7 +41,7 @@ def _of_table(lm: LM, base: Run) -> dict[str, str]:
             terms = [f"{name}[{layer}]" for name in (before, *gains)]
             if not _close(lm, [_rows(base, term) for term in terms], _rows(base, f"{after}[{layer}]")):
                 why = f"{' + '.join(terms)} is not {after}[{layer}]"
-                # what lies on one point is one tensor: with a layer's end the next one's start
+                # a layer's end and the next one's start are one point, and so one tensor
                 words = (*gains, after, *(["resid_pre"] if after == "resid_post" else []))
                 wrong |= {name: wrong[name] or why for name in words}
         if layer and not np.array_equal(_rows(base, f"resid_post[{layer - 1}]"), _rows(base, f"resid_pre[{layer}]")):
@@ -45,8 +51,8 @@ def _of_table(lm: LM, base: Run) -> dict[str, str]:
 
 
 def _of_heads(lm: LM, base: Run) -> dict[str, str]:
-    """The first token sees itself alone, so that each head brings together its own value: all of it, or, where
-    attention may go to nothing (sinks), a part. A value of another head, or of another place, lies elsewhere."""
+    """The first token sees itself alone, so each of its heads returns the token's own value, or a part of it where
+    attention may also go to nothing (sinks). A wrong tensor, or a wrong head, would point in another direction."""
     if not {"v", "z"} <= set(lm.sites.names):
         return {}
     for ref in lm.sites.resolve(Site("z")):
@@ -66,7 +72,7 @@ def _of_heads(lm: LM, base: Run) -> dict[str, str]:
 
 
 def _of_norms(lm: LM, base: Run) -> dict[str, str]:
-    """What a norm makes of the stream is not the stream."""
+    """A normed input differs from the stream that it is made of."""
     names, last = lm.sites.names, lm.sites.layers - 1
     wrong: dict[str, str] = {}
     for name, stream in (("attn_in", "resid_pre"), ("mlp_in", "resid_mid"), ("final_norm", "resid_post")):
@@ -101,7 +107,7 @@ def _adds_up(lm: LM, base: Run, layer: int) -> bool:
 
 
 def _close(lm: LM, terms: list[np.ndarray], total: np.ndarray) -> bool:
-    """Whether terms add up to `total`, number by number, but for the rounding of each in the model's dtype."""
+    """Whether terms add up to `total`, number by number, within the rounding of each in the model's dtype."""
     slack = 2 * EPS.get(lm.model.dtype, DEFAULT_EPS) * sum(np.abs(term) for term in (*terms, total))
     return bool((np.abs(sum(terms) - total) <= slack).all())
 
