@@ -1,6 +1,6 @@
 """A heatmap as one picture: its panels beside each other, corrupt-prompt tokens across, layers up.
 
-White is the corrupt baseline, full blue the clean one, so how blue a cell is says how far it comes back.
+White is the corrupt baseline, full blue the clean one, so style blue a cell is says style far it comes back.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def heatmap_figure(heatmap: Heatmap) -> Figure:
     y += layout.KEY
     for row in plan.rows:
         y += layout.HEADING + plan.row_height(row)
-        for place, number in enumerate(row):
-            x = MARGIN + plan.gutter + place * (plan.panel_width + layout.LAYERS + layout.GAP)
+        for column, number in enumerate(row):
+            x = MARGIN + plan.gutter + column * (plan.panel_width + layout.LAYERS + layout.GAP)
             axes = sheet.axes(x, y - (h := plan.panel_height(plan.panels[number])), plan.panel_width, h)
             _panel(axes, plan, plan.panels[number], colours, [s for s in best if s.panel == number])
         y += plan.label_height + 0.2 + layout.GAP
@@ -90,7 +90,7 @@ def _header(sheet: Sheet, plan: Layout) -> float:
 
 
 def _key(sheet: Sheet, y: float, plan: Layout, heatmap: Heatmap, colours: _Colours) -> None:
-    """The colour bar with both baselines on it, and beside it what outline and hatching mean."""
+    """The colour bar with both baselines on it, and beside it the meaning of outline and hatching."""
     from matplotlib.patches import Rectangle
 
     _bar(sheet.axes(MARGIN + 0.1, y + 0.2, layout.BAR_WIDTH, layout.BAR_HEIGHT), heatmap, colours)
@@ -168,8 +168,8 @@ def _tokens(axes: Axes, plan: Layout) -> None:
     every = plan.label_every
     turned = {0: {"ha": "center"}, 45: {"ha": "right"}, 90: {"ha": "right", "va": "center"}}[plan.angle]
     axes.set_xticks(np.arange(0, len(plan.labels), every) + 0.5)
-    how = lettering(LABEL, **turned)
-    axes.set_xticklabels(plan.labels[::every], rotation=plan.angle, rotation_mode="anchor", **how)
+    style = lettering(LABEL, **turned)
+    axes.set_xticklabels(plan.labels[::every], rotation=plan.angle, rotation_mode="anchor", **style)
 
 
 def _layers(axes: Axes, plan: Layout, panel: Panel) -> None:
@@ -197,8 +197,8 @@ def _numbers(axes: Axes, plan: Layout, panel: Panel, colours: _Colours) -> None:
     decimals = 2 if colours.reach.half >= 0.5 else 3
     for (row, column), value in np.ndenumerate(panel.values):
         if not np.isnan(value):
-            how = lettering(8, ha="center", va="center", color=colours.on(value))
-            axes.text(column + 0.5, row + 0.5, f"{value:.{decimals}f}".replace("-", "−"), **how)
+            style = lettering(8, ha="center", va="center", color=colours.on(value))
+            axes.text(column + 0.5, row + 0.5, f"{value:.{decimals}f}".replace("-", "−"), **style)
 
 
 def _outline(axes: Axes, spot: Spot) -> None:

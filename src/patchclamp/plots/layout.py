@@ -1,4 +1,4 @@
-"""Where everything of a heatmap's picture goes, in inches, worked out from its labels before anything is drawn.
+"""The places of everything in a heatmap's picture, in inches, computed from its labels before anything is drawn.
 
 P columns
 """
@@ -54,7 +54,7 @@ class Layout(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def label_every(self) -> int:
-        """Columns from one label to the next: each one's, unless they are too narrow for a line of text."""
+        """Columns from one label to the next: 1, unless columns are narrower than a line of text."""
         return math.ceil(0.14 / self.cell_width)
 
     def panel_height(self, panel: Panel) -> float:
@@ -105,9 +105,9 @@ def _angle(widest: float, cell_width: float, columns: int) -> int:
     return 45 if columns <= 24 else 90
 
 
-def _rows(shown: Sequence[Panel], each: float) -> tuple[tuple[int, ...], ...]:
+def _rows(shown: Sequence[Panel], panel_width: float) -> tuple[tuple[int, ...], ...]:
     """As few rows of panels as the widest picture allows, about equally long; single-row panels share rows."""
-    fit = max(1, int((WIDEST - 2 * MARGIN + GAP) // (each + GAP)))
+    fit = max(1, int((WIDEST - 2 * MARGIN + GAP) // (panel_width + GAP)))
     rows: list[tuple[int, ...]] = []
     for layered in (True, False):
         numbers = [i for i, panel in enumerate(shown) if (panel.rows[0] is not None) == layered]

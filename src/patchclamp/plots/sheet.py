@@ -33,9 +33,13 @@ def fonts() -> tuple[str, ...]:
     return tuple(name for name in _FONTS if name in installed) or ("sans-serif",)
 
 
-def lettering(size: float = 9, **how: Any) -> dict[str, Any]:
-    """Text properties: `$` and `\\` are drawn as they are, never read as mathematics. `size` in points."""
-    return {"fontsize": size, "family": list(fonts()), "color": INK, "parse_math": False, "usetex": False} | how
+def lettering(size: float = 9, **style: Any) -> dict[str, Any]:
+    """Properties of a matplotlib text. `$` and `\\` are drawn as they are, never read as mathematics.
+
+    size: in points
+    style: more properties
+    """
+    return {"fontsize": size, "family": list(fonts()), "color": INK, "parse_math": False, "usetex": False} | style
 
 
 class Ruler:
@@ -49,36 +53,36 @@ class Ruler:
         self._renderer: Any = FigureCanvasAgg(self._figure).get_renderer()
         self._bars: dict[tuple[Any, ...], float] = {}
 
-    def width(self, text: str, size: float = 9, **how: Any) -> float:
-        """The advance of a text, spaces at its ends included: what the next piece is placed after."""
-        key = (size, *sorted(how.items()))
+    def width(self, text: str, size: float = 9, **style: Any) -> float:
+        """The advance of a text, spaces at its ends included: how far behind its start the next text begins."""
+        key = (size, *sorted(style.items()))
         if key not in self._bars:
-            self._bars[key] = self._inked("||", size, how)
-        return self._inked(f"|{text}|", size, how) - self._bars[key]
+            self._bars[key] = self._inked("||", size, style)
+        return self._inked(f"|{text}|", size, style) - self._bars[key]
 
     def widest(self, texts: list[str], size: float = 9) -> float:
         return max((self.width(text, size) for text in texts), default=0.0)
 
-    def wrap(self, text: str, width: float, size: float = 9, **how: Any) -> list[str]:
+    def wrap(self, text: str, width: float, size: float = 9, **style: Any) -> list[str]:
         """Lines no wider than `width`, broken at spaces, and within a word only where it is wider by itself."""
         lines: list[str] = []
         for word in text.split(" "):
             longer = f"{lines[-1]} {word}" if lines else word
-            if lines and self.width(longer, size, **how) <= width:
+            if lines and self.width(longer, size, **style) <= width:
                 lines[-1] = longer
             else:
-                lines += self._cut(word, width, size, how)
+                lines += self._cut(word, width, size, style)
         return lines
 
-    def _cut(self, word: str, width: float, size: float, how: dict[str, Any]) -> list[str]:
-        pieces = math.ceil(1.1 * self.width(word, size, **how) / width)
-        if self.width(word, size, **how) <= width or len(word) < 2:
+    def _cut(self, word: str, width: float, size: float, style: dict[str, Any]) -> list[str]:
+        word_width = self.width(word, size, **style)
+        if word_width <= width or len(word) < 2:
             return [word]
-        each = math.ceil(len(word) / pieces)
-        return [word[i : i + each] for i in range(0, len(word), each)]
+        length = math.ceil(len(word) / math.ceil(1.1 * word_width / width))
+        return [word[i : i + length] for i in range(0, len(word), length)]
 
-    def _inked(self, text: str, size: float, how: dict[str, Any]) -> float:
-        drawn = self._figure.text(0, 0, text, **lettering(size, **how))
+    def _inked(self, text: str, size: float, style: dict[str, Any]) -> float:
+        drawn = self._figure.text(0, 0, text, **lettering(size, **style))
         extent = drawn.get_window_extent(self._renderer).width
         drawn.remove()
         return extent / DOTS_PER_INCH
@@ -93,16 +97,16 @@ class Sheet:
         self.width, self.height = width, height
         self.figure = Figure(figsize=(width, height), dpi=DOTS_PER_INCH, facecolor="white")
 
-    def text(self, x: float, y: float, text: str, size: float = 9, **how: Any) -> Text:
+    def text(self, x: float, y: float, text: str, size: float = 9, **style: Any) -> Text:
         """Text whose first line's base is at `y`."""
-        return self.figure.text(x / self.width, 1 - y / self.height, text, **lettering(size, va="baseline") | how)
+        return self.figure.text(x / self.width, 1 - y / self.height, text, **lettering(size, va="baseline") | style)
 
-    def rule(self, x: float, y: float, width: float, color: str, **how: Any) -> None:
+    def rule(self, x: float, y: float, width: float, color: str, **style: Any) -> None:
         """A horizontal line."""
         from matplotlib.lines import Line2D
 
         across = [x / self.width, (x + width) / self.width]
-        self.figure.add_artist(Line2D(across, [1 - y / self.height] * 2, color=color, **how))
+        self.figure.add_artist(Line2D(across, [1 - y / self.height] * 2, color=color, **style))
 
     def axes(self, x: float, y: float, width: float, height: float) -> Axes:
         """Axes whose top left corner is at (`x`, `y`)."""

@@ -1,4 +1,4 @@
-"""Where a picture goes: what can be wrong with that is found here, and can be asked before an hour of runs.
+"""The file that a picture is written to. What can be wrong with it is found here, also before an hour of runs.
 
 A folder that does not exist is made.
 """
@@ -24,10 +24,10 @@ def need(module: str) -> Any:
 def picture(path: str | Path) -> tuple[Path, str]:
     """The file of a picture and its format, by its ending: png, pdf, svg, whatever matplotlib writes."""
     path = Path(path)
-    known = need("matplotlib.backend_bases").FigureCanvasBase.get_supported_filetypes()
+    formats = need("matplotlib.backend_bases").FigureCanvasBase.get_supported_filetypes()
     ending = path.suffix.removeprefix(".").lower()
-    if ending not in known:
-        raise unknown("picture format", ending, sorted(known), str(path))
+    if ending not in formats:
+        raise unknown("picture format", ending, sorted(formats), str(path))
     return _file(path), ending
 
 

@@ -10,7 +10,7 @@ import unicodedata
 
 from patchclamp.plots.heatmap import Heatmap, Spot
 
-_SEEN = {"\n": "↵", "\t": "⇥", "\r": "␍"}
+_VISIBLE = {"\n": "↵", "\t": "⇥", "\r": "␍"}
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -21,12 +21,12 @@ def visible(token: str) -> str:
 
 def plain(text: str) -> str:
     """As `visible`, but spaces stay spaces: for running text."""
-    return "".join(_seen(character) for character in text)
+    return "".join(_visible(character) for character in text)
 
 
-def _seen(character: str) -> str:
-    if character in _SEEN:
-        return _SEEN[character]
+def _visible(character: str) -> str:
+    if character in _VISIBLE:
+        return _VISIBLE[character]
     hidden = unicodedata.category(character)[0] in "CZ" and character != " "
     return f"⟨{ord(character):04X}⟩" if hidden else character
 
