@@ -219,11 +219,8 @@ def _walk(
                         factor = tl.load((record + FACTOR).to(tl.pointer_type(tl.float32)))
                 if factor != 0.0:
                     seed = _look((record + 8).to(tl.pointer_type(tl.int64)))
-                    h = tl.where(
-                        changed,
-                        h + factor * _normals(seed, position, value, column + x.to(tl.int32), quantiles, BLOCK),
-                        h,
-                    )
+                    noise = _normals(seed, position, value, column + x.to(tl.int32), quantiles, BLOCK)
+                    h = tl.where(changed, h + factor * noise, h)
         number += 1
         if AHEAD:
             start, stop, kind, step, value, x, y, v = start_2, stop_2, kind_2, step_2, value_2, x_2, y_2, v_2
