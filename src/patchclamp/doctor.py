@@ -31,7 +31,7 @@ class Report(msgspec.Struct, frozen=True):
 def examine(model: str | None = None, engine: str | None = None, **options: Any) -> Report:
     """Examines the machine and, with a `model`, an engine started for it with `options`.
 
-    What keeps a model from starting is a finding, not an error.
+    An error that keeps a model from starting is a finding, too.
     """
     findings = [*_versions(), *_vllm(engine)]
     return Report((*findings, *(_model(model, engine, options) if model is not None else ())))
@@ -52,8 +52,8 @@ def _vllm(engine: str | None) -> list[Finding]:
     if engine not in (None, "vllm"):
         return []
     if importlib.util.find_spec("vllm") is None:
-        wanted = engine == "vllm"
-        return [Finding("versions", "vllm", "problem" if wanted else "note", "not installed: the transformers engine "
+        status = "problem" if engine == "vllm" else "note"
+        return [Finding("versions", "vllm", status, "not installed: the transformers engine "
                         "runs the same programs, slowly", "pip install 'patchclamp[vllm]'")]  # fmt: skip
     try:
         from patchclamp.engines.vllm.report import machine, seams
@@ -79,8 +79,8 @@ def _model(model: str, engine: str | None, options: dict[str, Any]) -> list[Find
         except PatchclampError as error:
             return [model_loads, Finding("sites", "proof", "problem", str(error), "report it with the model's name")]
         configuration = [finding for finding in of_engine if finding.part == "configuration"]
-        rest = [finding for finding in of_engine if finding.part != "configuration"]
-        return [model_loads, *configuration, *map(_site, proofs), *rest]
+        others = [finding for finding in of_engine if finding.part != "configuration"]
+        return [model_loads, *configuration, *map(_site, proofs), *others]
 
 
 def _site(proof: Proof) -> Finding:

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 import patchclamp as pc
-from patchclamp.engines.transformers import _can_be_padded_right
+from patchclamp.engines.transformers import _check_padding_right
 from patchclamp.errors import ModelError
 from patchclamp.proving import prove
 
@@ -204,4 +204,4 @@ def test_an_opt_that_the_table_is_not_about_says_why(tmp_path, changed):
 )  # fmt: skip
 def test_windows_that_never_bite_may_be_padded_on_the_right(config, refused):
     with pytest.raises(ModelError, match="a sliding window") if refused else nullcontext():
-        _can_be_padded_right(SimpleNamespace(model_type="phi3", **config), True, 131_072)
+        _check_padding_right(SimpleNamespace(model_type="phi3", **config), True, 131_072)

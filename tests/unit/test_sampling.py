@@ -31,7 +31,7 @@ def test_each_bound_acts_on_what_the_last_one_left():
 def test_values_that_mean_none():
     sampler = Sampler({"temperature": 1e-9, "top_k": None, "seed": -1}, set())
     assert (sampler.temperature, sampler.top_k) == (0.01, 0)
-    assert Sampler({"temperature": 0}, set()).pick(torch.tensor([0.0, 2.0, 1.0]), 0) == 1
+    assert Sampler({"temperature": 0}, set()).pick(torch.tensor([0.0, 2.0, 1.0])) == 1
 
 
 def test_each_of_several_runs_has_a_seed_of_its_own():

@@ -1,4 +1,4 @@
-"""The seam: what every engine takes and gives. The fake that ships (`engines.fake`) speaks it in full."""
+"""The protocol of engines: requests and answers. The fake that ships (`engines.fake`) has all of it."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Model(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """What a run has newly generated. Joined, the parts are the run's text, token ids and log-probabilities.
+    """The newest of what a run has generated. Joined, the parts are the run's text, token ids and log-probabilities.
 
-    text: what no later token changes; a character that is not whole yet, or what may become a stop text, comes later
+    text: new text that no later token changes; half a character, and the beginning of a stop text, come later
     token_ids: the new tokens
-    logprobs: a float for each of them, where they were asked for
+    logprobs: a float for each of them, if they were asked for
     """
 
     text: str
@@ -58,8 +58,8 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Listener(Protocol):
-    """Takes every part of a run, in order and before the run's answer, on the engine's thread: it waits for nothing and
-    raises nothing. It stays in this process.
+    """Takes every part of a run, in order, before the run's answer comes. The engine's thread calls it, so it must not
+    wait or raise. It stays in this process.
 
     closed: nobody reads the parts any more; the engine stops the run as far as it can
     """
@@ -184,7 +184,7 @@ Captured = tuple[np.ndarray, "torch.Tensor | np.ndarray"]  # positions [T] ascen
 class Engine(Protocol):
     """Carries requests. Calls are safe from any thread.
 
-    What not every engine can do has its refusal here; an engine that subclasses `Engine` inherits it.
+    Where an engine cannot do something, it inherits the refusal from here.
 
     model: facts of the model
     sites: its site map
@@ -202,19 +202,19 @@ class Engine(Protocol):
     run_prefix: str = ""
 
     def submit(self, requests: list[Request]) -> list[Future[Answer]]:
-        """Starts requests, as one batch where that means something; each has its own answer or error."""
+        """Starts requests, as one batch where the engine has batches. Each gets its own answer or error."""
         ...
 
     def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, torch.Tensor | np.ndarray]:
         """Positions [T] ascending and rows [T, W] that a finished run captured at a point.
 
-        Of one op, by its place in the bound program, or of all; then, where two captured a position, the later's.
+        op: one op, by its number in the bound program, or all; of two ops that captured a position the later one counts
         """
         ...
 
     def fetch_many(self, wanted: list[Wanted]) -> list[Captured]:
-        """What `fetch` gives for each of (run, point, op), in one call: for what is little, and much of it."""
-        return [self.fetch(*each) for each in wanted]
+        """What `fetch` gives for each of (run, point, op), in one call. For many captures that are small."""
+        return [self.fetch(run, point, op) for run, point, op in wanted]
 
     def release(self, runs: list[str]) -> None:
         """Frees what runs captured, and stops one under way whose listener is gone.

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from patchclamp import __version__
-from patchclamp.engines.base import Answer, Engine, Model, Part, Request, Tokenizer
+from patchclamp.engines.base import Answer, Engine, Model, Part, Request, Tokenizer, settle
 from patchclamp.engines.fake_tokenizer import EOS, SPECIAL, FakeTokenizer
 from patchclamp.errors import (
     EngineError,
@@ -109,11 +109,11 @@ class FakeEngine(Engine):
             if name not in SAMPLING:
                 raise unknown("sampling parameter", name, SAMPLING, f"sampling.{name}")
         if sampling.get("temperature", 0) != 0:
-            asked = sampling["temperature"]
-            raise ProgramError(f"the fake engine is greedy: 0 is needed, not {asked!r}", "sampling.temperature")
+            temperature = sampling["temperature"]
+            raise ProgramError(f"the fake engine is greedy: 0 is needed, not {temperature!r}", "sampling.temperature")
 
     def status(self) -> dict[str, int]:
-        """Counts of what is held; a batch brings its own tables, which go with it."""
+        """Counts of what is held. Every batch has tables of its own, so none are held between batches."""
         return {
             "programs": self._programs,
             "runs": len(self._captured),
@@ -224,14 +224,14 @@ class _Programs:
         ends = np.cumsum([rows.size for rows in values.values()]).tolist()
         addresses = {key: (end - r.size, r.shape[1]) for (key, r), end in zip(values.items(), ends, strict=True)}
         self._bank = np.concatenate([np.zeros(0, np.float32), *(rows.ravel() for rows in values.values())])
-        made = [records_of(bound.ops, addresses, len(sites.points)) for bound in bounds]
-        size = sum(len(records) for records, _ in made)
+        of_programs = [records_of(bound.ops, addresses, len(sites.points)) for bound in bounds]
+        size = sum(len(records) for records, _ in of_programs)
         self._table = ProgramTable(len(bounds), len(sites.points), size, self._sampled)
         self.slot = {bound.run: slot for slot, bound in enumerate(bounds, 1)}
         begin = 0
-        for slot, records in enumerate(made, 1):
-            self._table.admit(*records, slot, begin)
-            begin += len(records[0])
+        for slot, (records, counts) in enumerate(of_programs, 1):
+            self._table.admit(records, counts, slot, begin)
+            begin += len(records)
         self._run = {slot: run for run, slot in self.slot.items()}
         self._code, self._sites = code, sites
         self.errors: dict[str, RunError] = {}
@@ -239,8 +239,8 @@ class _Programs:
         self._buffer = np.zeros(0, np.float32)
 
     def begin(self, batch: Batch, token_R: np.ndarray) -> Tap:
-        """Plans a step of such token ids; returns what carries it out, given a point's kind and layer and its rows, in
-        place."""
+        """Plans a step whose rows are of these token ids [R]. Returns what carries the plan out, in place, on a
+        point's rows, given its kind and layer."""
         plan = self._plan = make_plan(batch, self._table, self._widths)
         self._buffer = np.zeros(plan.size, np.float32)
 
@@ -265,7 +265,7 @@ class _Programs:
             self.errors.setdefault(self._run[slot], not_finite(self._sites.label(point)))
 
     def _apply(self, number: int, rows: np.ndarray, point: int, position: np.ndarray) -> np.ndarray | None:
-        """What code makes of rows [n, W]; None, and its run's error, where it failed."""
+        """Runs code on rows [n, W]. If it fails, that is its run's error, and the result is None."""
         import torch
 
         run, code = self._code[number]
@@ -276,7 +276,7 @@ class _Programs:
             return None
 
     def end(self) -> list[tuple[str, _CapturedRows]]:
-        """What the step captured, with the run it belongs to."""
+        """The rows that the step captured, each with its run."""
         plan = self._plan
         assert plan is not None
         captured, layout = [], plan.layout
@@ -290,7 +290,7 @@ class _Programs:
 
 
 class _Writer:
-    """One request at work: its tokens, its key/value cache, and what it has answered so far."""
+    """One request under way: its tokens, its key/value cache, and its answer so far."""
 
     def __init__(self, request: Request, net: _Net, tokenizer: Tokenizer) -> None:
         self.request, self._tokenizer = request, tokenizer
@@ -303,7 +303,7 @@ class _Writer:
         self.keys, self.values = net.cache(len(self.tokens) + request.max_tokens)
 
     def take(self, count: int, logits_V: np.ndarray) -> None:
-        """Notes `count` more positions as computed and, once none is left, takes the likeliest next token."""
+        """Counts so many more positions as computed. If all are, takes the likeliest next token."""
         self.computed += count
         if self.computed < len(self.tokens):
             return
@@ -362,16 +362,15 @@ class _Net:
         self._cos, self._sin = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
 
     def cache(self, positions: int) -> tuple[np.ndarray, np.ndarray]:
-        """Room for the keys and the values of a request, [layers, T, H, E] each."""
+        """Memory for the keys and the values of a request, [layers, T, H, E] each."""
         shape = (len(self._layers), positions, self._heads, self._size)
         return np.zeros(shape, np.float32), np.zeros(shape, np.float32)
 
     def forward(self, writers: list[_Writer], counts: list[int], tap: Tap) -> np.ndarray:
-        """The next `counts[n]` tokens of each request; returns the logits after each request's last one, [N, V]."""
-        spans = [range(writer.computed, writer.computed + n) for writer, n in zip(writers, counts, strict=True)]
-        ids_R = [writer.tokens[p] for writer, span in zip(writers, spans, strict=True) for p in span]
-        rows = [(writer, p) for writer, span in zip(writers, spans, strict=True) for p in span]
-        h_RD = self._embedding_VD[ids_R]
+        """Computes the next `counts[n]` tokens of each request. Returns the logits after each one's last, [N, V]."""
+        rows = [(writer, p) for writer, count in zip(writers, counts, strict=True)
+                for p in range(writer.computed, writer.computed + count)]  # fmt: skip
+        h_RD = self._embedding_VD[[writer.tokens[p] for writer, p in rows]]
         for number, layer in enumerate(self._layers):
             tap("stream", number, h_RD)
             in_RD = _norm(h_RD)
@@ -397,11 +396,11 @@ class _Net:
     def _attention(
         self, number: int, layer: _Layer, h_RD: np.ndarray, rows: list[tuple[_Writer, int]], tap: Tap
     ) -> np.ndarray:
-        """Attention of every row over its own request's cache, which the rows' keys and values enter first."""
+        """Attention of every row over the cache of its request, after the rows' keys and values have entered it."""
         positions = [p for _, p in rows]
-        q_RD, k_RD, v_RD = made = [_times(h_RD, w) for w in (layer.q_DD, layer.k_DD, layer.v_DD)]
-        for kind, made_RD in zip("qkv", made, strict=True):
-            tap(kind, number, made_RD)
+        q_RD, k_RD, v_RD = (_times(h_RD, weight) for weight in (layer.q_DD, layer.k_DD, layer.v_DD))
+        for kind, projected_RD in (("q", q_RD), ("k", k_RD), ("v", v_RD)):
+            tap(kind, number, projected_RD)
         q_RHE, k_RHE, v_RHE = self._rotate(q_RD, positions), self._rotate(k_RD, positions), self._split(v_RD)
         for (writer, p), k_HE, v_HE in zip(rows, k_RHE, v_RHE, strict=True):
             writer.keys[number, p], writer.values[number, p] = k_HE, v_HE
@@ -449,19 +448,16 @@ def _attend(q_HE: np.ndarray, k_THE: np.ndarray, v_THE: np.ndarray) -> np.ndarra
 def _check_sizes(layers: int, d_model: int, d_vocab: int, heads: int, max_model_len: int, chunk: int | None) -> None:
     lowest = {"layers": 1, "d_model": 1, "d_vocab": len(SPECIAL) + 1, "heads": 1, "max_model_len": 1, "chunk": 1}
     sizes = (layers, d_model, d_vocab, heads, max_model_len, chunk)
-    for (name, least), size in zip(lowest.items(), sizes, strict=True):
+    for (name, minimum), size in zip(lowest.items(), sizes, strict=True):
         if not isinstance(size, int) and not (name == "chunk" and size is None):
             raise ProgramError(f"a whole number is needed, not {size!r}", name)
-        if size is not None and size < least:
-            raise ProgramError(f"at least {least} is needed, not {size}", name)
+        if size is not None and size < minimum:
+            raise ProgramError(f"at least {minimum} is needed, not {size}", name)
     if d_model % (2 * heads):
         raise ProgramError(f"{heads} heads of an even size do not make d_model={d_model}", "heads")
 
 
 def _settled(answer: Answer | PatchclampError) -> Future[Answer]:
     future: Future[Answer] = Future()
-    if isinstance(answer, PatchclampError):
-        future.set_exception(answer)
-    else:
-        future.set_result(answer)
+    settle(future, answer)
     return future

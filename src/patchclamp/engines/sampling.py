@@ -1,4 +1,4 @@
-"""Sampling for engines that have none of their own: some of vLLM's parameters, by its names."""
+"""Sampling for engines that have none of their own: some of vLLM's parameters, by vLLM's names."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from patchclamp.errors import ProgramError, unknown
 
-UNSEEDED = -1  # the seed that means none, as in vLLM
-MIN_TEMPERATURE = 0.01  # of those above 0, as in vLLM
+UNSEEDED = -1  # the seed that stands for no seed, as in vLLM
+MIN_TEMPERATURE = 0.01  # a lower one above 0 counts as this, as in vLLM
 NAMES = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos")
 
 
@@ -43,25 +43,26 @@ class Sampler:
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
                 raise ProgramError(f"a number from {low} to {high} is needed, not {value!r}", f"sampling.{name}")
         top_k = sampling.get("top_k", 0)
-        if top_k is not None and (not _whole(top_k) or top_k < -1):
+        if top_k is not None and (not _is_integer(top_k) or top_k < -1):
             raise ProgramError(f"a whole number is needed, or 0 or -1 for all, not {top_k!r}", "sampling.top_k")
         stop = sampling.get("stop") or []
         words = [stop] if isinstance(stop, str) else stop
         if not isinstance(words, (list, tuple)) or not all(isinstance(word, str) and word for word in words):
             raise ProgramError(f"text or a list of texts is needed, none of them empty, not {stop!r}", "sampling.stop")
         ids = sampling.get("stop_token_ids") or []
-        if not isinstance(ids, (list, tuple)) or not all(_whole(token) and token >= 0 for token in ids):
+        if not isinstance(ids, (list, tuple)) or not all(_is_integer(token) and token >= 0 for token in ids):
             raise ProgramError(f"a list of token ids is needed, not {ids!r}", "sampling.stop_token_ids")
         if not isinstance(sampling.get("ignore_eos", False), bool):
             raise ProgramError(f"True or False is needed, not {sampling['ignore_eos']!r}", "sampling.ignore_eos")
 
-    def pick(self, logits_V: torch.Tensor, step: int) -> int:
+    def pick(self, logits_V: torch.Tensor) -> int:
+        """The next token."""
         if self.temperature == 0:
             return int(logits_V.argmax())
         return int(torch.multinomial(self.probabilities(logits_V), 1, generator=self.generator))
 
     def probabilities(self, logits_V: torch.Tensor) -> torch.Tensor:
-        """What a token is drawn from, [V]: min_p, top_k and top_p act one after the other, as in vLLM."""
+        """The probabilities [V] to draw a token by: min_p, top_k and top_p act one after the other, as in vLLM."""
         probs_V = (logits_V.cpu().float() / self.temperature).softmax(-1)
         probs_V = probs_V * (probs_V >= self.min_p * probs_V.max())
         if 0 < self.top_k < len(probs_V):
@@ -71,6 +72,7 @@ class Sampler:
         return torch.zeros_like(probs_V).scatter_(0, order, ranked * keep)
 
     def finish(self, ids: list[int], max_tokens: int, text: Callable[[], str]) -> str | None:
+        """Why a request with these generated tokens ends now; None if it goes on. `text` decodes them."""
         if ids[-1] in self.ends or (self.stop and any(word in text() for word in self.stop)):
             return "stop"
         return "length" if len(ids) >= max_tokens else None
@@ -85,5 +87,5 @@ class Sampler:
         return text[: min((text.index(word) for word in self.stop if word in text), default=len(text))]
 
 
-def _whole(number: Any) -> bool:
+def _is_integer(number: object) -> bool:
     return isinstance(number, int) and not isinstance(number, bool)

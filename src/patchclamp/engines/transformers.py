@@ -45,13 +45,14 @@ from patchclamp.sites.untabled import no_text_model, untabled
 class TransformersEngine(Engine):
     """A causal language model from a hub id or a folder.
 
-    `dtype`: a torch dtype's name, or "auto" for the checkpoint's; `max_num_seqs`: prompts of one batch;
-    `padding_side`: where shorter prompts of a batch are padded ("right" only for models of a site table whose attention
-    sees everything: others count the padding that then lies before what is generated); `skip_tokenizer_init`: prompts
-    are token ids.
+    dtype: a torch dtype's name, or "auto" for the checkpoint's
+    max_num_seqs: prompts of one batch
+    padding_side: where shorter prompts of a batch are padded; "right" only for models that have a site table and no
+        sliding window: others would count the padding, which then lies before the generated tokens
+    skip_tokenizer_init: prompts are token ids
 
-    Raises: `ModelError` for a model without a table of which none can be made, for a checkpoint without some of the
-    model's weights, and for a model that cannot be padded on the right.
+    Raises: `ModelError` if there is no site table and none can be made, if the checkpoint lacks some of the model's
+    weights, and for a model that cannot be padded on the right.
     """
 
     def __init__(
@@ -73,33 +74,27 @@ class TransformersEngine(Engine):
         if padding_side not in ("left", "right"):
             raise unknown("padding side", str(padding_side), ("left", "right"), "padding_side")
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        # scores that are capped: fused attention leaves the cap out
-        exact = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            name, dtype=_dtype(dtype), trust_remote_code=trust_remote_code, output_loading_info=True, **exact
-        )
-        net, loading = loaded
-        self._net: Any = _complete(net, loading["missing_keys"]).to(self.device).eval()
+        self._net = _load(name, _dtype(dtype), trust_remote_code).to(self.device).eval()
         self.tokenizer: Tokenizer = (
             NoTokenizer() if skip_tokenizer_init else HubTokenizer.load(name, trust_remote_code=trust_remote_code)
         )
         config = self._net.config
-        named = config.architectures or [type(self._net).__name__]
-        tabled = has_table(named, config)
+        architectures = config.architectures or [type(self._net).__name__]
+        tabled = has_table(architectures, config)
         if not tabled and config.get_text_config() is not config:
-            raise no_text_model(named)
+            raise no_text_model(architectures)
         sizes = sizes_of(config)
-        kind, longest = str(self._net.dtype).removeprefix("torch."), max_model_len or _longest(config)
+        max_model_len = max_model_len or _max_positions(config)
         if padding_side == "right":
-            _can_be_padded_right(config, tabled, longest)
-        family = family_of(named, config) if tabled else untabled(config, trust_remote_code)
+            _check_padding_right(config, tabled, max_model_len)
+        family = family_of(architectures, config) if tabled else untabled(config, trust_remote_code)
         self.sites = SiteMap(family, sizes)
         self.model = Model(
             name, "transformers", transformers.__version__, family.name, config.num_hidden_layers, config.hidden_size,
-            config.vocab_size, kind, longest, f"{self.device} {getattr(config, '_commit_hash', None)}",
+            config.vocab_size, str(self._net.dtype).removeprefix("torch."), max_model_len,
+            f"{self.device} {getattr(config, '_commit_hash', None)}",
         )  # fmt: skip
-        self._width, self._left = max_num_seqs, padding_side == "left"
+        self._batch_size, self._pads_left = max_num_seqs, padding_side == "left"
         self.runtime = Runtime(self.sites, Limits(max_num_seqs, max_records, bank_bytes), self.device)
         self._room = Room(max_num_seqs, max_records, bank_bytes // 4)
         self._placements: dict[str, Placement] = {}  # by run
@@ -112,9 +107,9 @@ class TransformersEngine(Engine):
 
     def submit(self, requests: list[Request]) -> list[Future[Answer]]:
         futures: list[Future[Answer]] = [Future() for _ in requests]
-        for i in range(0, len(requests), self._width):
-            batch = futures[i : i + self._width]
-            served = self._call(self._serve, requests[i : i + self._width], batch)
+        for i in range(0, len(requests), self._batch_size):
+            batch = futures[i : i + self._batch_size]
+            served = self._call(self._serve, requests[i : i + self._batch_size], batch)
             served.add_done_callback(functools.partial(settle_if_failed, batch))
         return futures
 
@@ -127,8 +122,8 @@ class TransformersEngine(Engine):
         self._released.extend(runs)
 
     def abort(self, runs: list[str]) -> None:
-        """A batch that was submitted runs to its end, but for runs whose listener is gone; then what it captured is
-        freed."""
+        """A batch that was submitted runs to its end, except for runs whose listener is closed. Then the captures of
+        these runs are freed."""
         with contextlib.suppress(EngineError):  # closed: nothing is held any more
             self._call(self._release, runs)
 
@@ -176,19 +171,19 @@ class TransformersEngine(Engine):
             settle(future, answer)
 
     def _admit(self, request: Request) -> Exception | None:
-        """Gives a request's program its room and installs it; returns the error where it cannot."""
+        """Gives a request's program its room and installs it. Returns the error if that fails."""
         try:
             self.runtime.hold_code(request.run, request.code)
             if request.abandoned:
                 return EngineError("the run was aborted")
             if request.bound is not None:
-                self._place(request, request.bound)
+                self._admit_program(request, request.bound)
         except Exception as error:
             return as_patchclamp_error(error)
         return None
 
-    def _place(self, request: Request, bound: BoundProgram) -> None:
-        """Admits a program where the batch has room for it."""
+    def _admit_program(self, request: Request, bound: BoundProgram) -> None:
+        """Admits a program. Raises `CapacityError` if the batch has no room for it."""
         sources = {source.key: source for source in request.sources}
         sizes = bank_sizes(bound, request.vectors, self.sites, lambda run, point: len(sources[run].positions_of(point)))
         placement = self._room.place(record_count(bound.ops), sizes)
@@ -217,7 +212,7 @@ class TransformersEngine(Engine):
     @torch.inference_mode()
     def _generate(self, requests: list[Request]) -> list[Answer | Exception]:
         writers = [_Writer(request, self.tokenizer, self._eos()) for request in requests]
-        step = _Step(requests, self._left, self.device)
+        step = _Step(requests, self._pads_left, self.device)
         while not all(writer.done for writer in writers):
             logits_BV = self._forward(step, self.runtime.slots(["" if w.done else w.request.run for w in writers]))
             for writer, logits_V in zip(writers, logits_BV.float(), strict=True):
@@ -260,11 +255,11 @@ class TransformersEngine(Engine):
 class _Step:
     """The padded inputs of one pass: the prompts first, then one token each."""
 
-    def __init__(self, requests: list[Request], left: bool, device: str) -> None:
+    def __init__(self, requests: list[Request], pads_left: bool, device: str) -> None:
         prompts = [request.prompt_token_ids for request in requests]
         self.length = np.array([len(prompt) for prompt in prompts])
         widest = int(self.length.max())
-        self.start = widest - self.length if left else np.zeros(len(prompts), np.int64)
+        self.start = widest - self.length if pads_left else np.zeros(len(prompts), np.int64)
         ids, mask, positions = np.zeros((3, len(prompts), widest), np.int64)
         for b, prompt in enumerate(prompts):
             row = slice(self.start[b], self.start[b] + len(prompt))
@@ -319,7 +314,7 @@ class _Writer:
         logprobs_V = logits_V.log_softmax(-1)
         if not self.ids:
             self.scores = {token: float(logprobs_V[token]) for token in self.request.score}
-        self.last = self.sampler.pick(logits_V, len(self.ids))
+        self.last = self.sampler.pick(logits_V)
         self.ids.append(self.last)
         if self.request.logprobs is not None:
             self.logprobs.append(float(logprobs_V[self.last]))
@@ -328,10 +323,10 @@ class _Writer:
             self.top_logprobs.append(dict(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
         self.reason = self.sampler.finish(self.ids, self.request.max_tokens, self._text)
         if self.request.listener is not None:
-            self.request.listener(Part(self._news(), [self.last], self.logprobs[-1:]))
+            self.request.listener(Part(self._new_text(), [self.last], self.logprobs[-1:]))
 
-    def _news(self) -> str:
-        """What may be given of the text and was not yet."""
+    def _new_text(self) -> str:
+        """The text that no later token changes and that the listener does not have yet."""
         text = self._final() if self.done else self.sampler.safe(self.tokenizer.settled(self.ids))
         if not text.startswith(self._sent):
             if self.done:
@@ -354,24 +349,33 @@ class _Writer:
         return Answer(self.ids, self._final, logprobs, self.scores, self.reason, 0, self.top_logprobs)
 
 
-def _complete(net: Any, missing: Iterable[str]) -> Any:
-    """A model all of whose weights were there. Raises `ModelError` where Transformers has made some up at random."""
-    names = sorted(missing)
-    if names:
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+def _load(name: str, dtype: torch.dtype | str, trust_remote_code: bool) -> Any:
+    """The model of a checkpoint. Raises `ModelError` where Transformers has made some of its weights up at random."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    # fused attention leaves out the cap of attention scores
+    exact = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **exact
+    )
+    net, loading = loaded
+    missing = sorted(loading["missing_keys"])
+    if missing:
+        others = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise ModelError(
-            f"the checkpoint has no {', '.join(names[:5])}{more}, which {type(net).__name__} needs; Transformers would "
-            "make them up. Is it a causal language model's?"
+            f"the checkpoint has no {', '.join(missing[:5])}{others}, which {type(net).__name__} needs; Transformers "
+            "would make them up. Is it a causal language model's?"
         )
     return net
 
 
-def _can_be_padded_right(config: Any, tabled: bool, longest: int) -> None:
-    """Raises `ModelError` for a model whose layers may count the places in the cache rather than positions: those with
-    a window that is shorter than what they may see."""
+def _check_padding_right(config: Any, tabled: bool, max_model_len: int) -> None:
+    """Raises `ModelError` for a model whose layers may count places in the cache instead of positions: one with a
+    sliding window that is shorter than its longest text, and one without a site table."""
     kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
     windowed = set(kinds) != {"full_attention"} if kinds else getattr(config, "use_sliding_window", True)
-    if not tabled or (windowed and window is not None and window < longest):
+    if not tabled or (windowed and window is not None and window < max_model_len):
         why = "a sliding window" if tabled else "no site table that would tell what its layers count"
         raise ModelError(
             f"padded on the right, what {config.model_type} models generate would lie behind the padding, and this one "
@@ -379,14 +383,13 @@ def _can_be_padded_right(config: Any, tabled: bool, longest: int) -> None:
         )
 
 
-def _longest(config: Any) -> int:
-    """How many tokens a model takes, by whichever name its config tells it."""
+def _max_positions(config: Any) -> int:
+    """How many tokens a model takes, whatever its config calls that."""
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
-    lengths = [getattr(config, name, None) for name in names]
-    longest = next((length for length in lengths if isinstance(length, int)), None)
-    if longest is None:
-        raise ModelError(f"the config of {config.architectures} does not say how many tokens fit: give max_model_len")
-    return longest
+    for name in names:
+        if isinstance(length := getattr(config, name, None), int):
+            return length
+    raise ModelError(f"the config of {config.architectures} does not say how many tokens fit: give max_model_len")
 
 
 def _dtype(name: str | torch.dtype) -> torch.dtype | str:
