@@ -1,7 +1,7 @@
-"""What a site table says: where each named tensor of a model family is made, on both engines.
+"""The structs of a site table, which says at which modules each named tensor of a model family is, on both engines.
 
-A *point* is one place in the model where a tensor (or the pair whose sum is the stream) can be read and written; a
-site word names a point, shifted by some layers.  `resid_post[l]` and `resid_pre[l+1]` are one point.
+A *point* is a place in the model where a tensor can be read and written, or the pair of tensors whose sum is the
+stream.  A site word names a point, of its layer or of a later one: `resid_post[l]` and `resid_pre[l+1]` are one point.
 
     D model width · V vocabulary · Q all query heads · K all key/value heads · Z all heads' results · M MLP width
     X experts · l layer
@@ -25,14 +25,15 @@ class Tap(msgspec.Struct, frozen=True):
     """A tensor at a module's border.
 
     module: its path, `{l}` a layer
-    moment: its input (`in`), its output (`out`), or what vLLM's attention layer computes (`attention`)
-    hidden: which positional argument the tensor is, or the name of a keyword argument; of `out`, which item of a tuple
-    residual: likewise, of the other tensor, where the engine carries the stream as the sum of two
-    of: the widths of the tensors that lie side by side in it, if there are several; the point is number `part` of them
-    mixed: whether they lie side by side head by head
+    moment: its input (`in`), its output (`out`), or the result that vLLM's attention layer computes (`attention`)
+    hidden: the number of the positional argument, or the name of the keyword argument; for `out`, the item of a tuple
+    residual: the same for the second tensor, where the engine carries the stream as the sum of two
+    of: if several tensors lie side by side in it, their widths
+    part: which of them the point is
+    mixed: whether they lie side by side within each head
     by_head: whether the tensor is [B, H, T, E]
-    scale: the config's name of a factor; the site is the tensor times that
-    rerun: whether an edit runs the module again, because its other results were made of the tensor (a router's choice)
+    scale: the config's name of a factor; the site is the tensor times this factor
+    rerun: whether an edit runs the module again, because it made its other results of the tensor (a router's choice)
     """
 
     module: str
@@ -50,12 +51,12 @@ class Tap(msgspec.Struct, frozen=True):
 class PointKind(msgspec.Struct, frozen=True):
     """One kind of point, on both engines.
 
-    transformers, vllm: where its tensor is
+    transformers, vllm: its tap
     width: the size of its rows
     layout: how a row lies under tensor parallel
-    per_layer: whether every layer has one; otherwise the model has one, such as the point after the last layer
+    per_layer: whether it is in layers; otherwise the model has one, such as the point after the last layer
     rows: the tokens of a step, or only those that are sampled from
-    layers: which have it: all, those with an ordinary MLP (`dense`), or those with experts (`sparse`)
+    layers: which layers have it: all, those with an ordinary MLP (`dense`), or those with experts (`sparse`)
     """
 
     transformers: Tap
@@ -75,12 +76,12 @@ STREAM: dict[str, tuple[str, int]] = {  # words without a kind of point of that 
 class Family(msgspec.Struct, frozen=True, dict=True):
     """Model classes that share one table.
 
-    points: its kinds of points by name, which is the site word, or a name of the stream (`STREAM`)
+    points: its point kinds by name, which is a site word, or a name of the stream (`STREAM`)
     lacks: the words that it does not have, and why
-    needs: what a config must say for the table to be about it; a name stands for that other setting's value
+    needs: settings that a config must have; a text is the name of another setting, whose value it must be
     backend: whether vLLM runs it through its Transformers backend, which makes the modules of the vLLM taps
-    tabled: whether the table is written here, not made of a module tree
-    divided_by: the config's name of what vLLM divides the stream by in float16
+    tabled: whether the table is in `sites.tables`, and not made from a module tree
+    divided_by: the config's name of the number that vLLM divides the stream by in float16
     """
 
     name: str
@@ -94,17 +95,17 @@ class Family(msgspec.Struct, frozen=True, dict=True):
 
     @functools.cached_property
     def sites(self) -> dict[str, tuple[str, int]]:
-        """The words it has, each with its kind of point and the layers to shift by."""
+        """The words it has, each with its point kind, and how many layers later its point is."""
         kinds = {word: (word, 0) if word in self.points else STREAM.get(word, (word, 0)) for word in SITES}
         return {word: at for word, at in kinds.items() if at[0] in self.points and word not in self.lacks}
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """How many layers a model has, and how wide things are.
+    """How many layers a model has, and how wide its rows are.
 
     sparse: the layers whose MLP is a mixture of experts
-    d_result: the width of a head's result, where that is not `d_head`
-    factors: by the config's names of them
+    d_result: the width of a head's result, if it is not `d_head`
+    factors: numbers that the model multiplies by, by their names in the config
     """
 
     layers: int
@@ -131,9 +132,9 @@ class Sizes(msgspec.Struct, frozen=True):
 
 
 def sizes_of(config: Any, d_vocab: int | None = None) -> Sizes:
-    """The sizes in a Transformers config, by whichever names it has for them.
+    """The sizes in a Transformers config, whatever it calls them.
 
-    Raises: `ModelError` where it does not have one width, number of heads and number of layers.
+    Raises: `ModelError` if it does not have one width, number of heads and number of layers for all layers.
     """
 
     def setting(*names: str, otherwise: Any = None) -> Any:

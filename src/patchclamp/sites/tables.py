@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from patchclamp.errors import ModelError
-from patchclamp.sites.families import Family, PointKind, Size, Tap
+from patchclamp.sites.families import Family, Moment, PointKind, Size, Tap
 
 L, NORM = "model.layers.{l}", "model.norm"
 ATTENTION, MLP = L + ".self_attn", L + ".mlp"
@@ -17,18 +17,19 @@ NO_EXPERTS = {"router": "its layers have one MLP each, and no experts to choose 
 FUSED = {"neurons": "its experts run in one fused kernel, which keeps what they hold to itself"}
 
 
-def kind(ours: Tap, theirs: Tap | None = None, width: Size = "D", **rest: Any) -> PointKind:
-    """A kind of point, of its tap on Transformers (`ours`) and on vLLM, which is the same if it is not given."""
-    return PointKind(ours, ours if theirs is None else theirs, width, **rest)
+def kind(transformers: Tap, vllm: Tap | None = None, width: Size = "D", **rest: Any) -> PointKind:
+    """A kind of point, of its tap on Transformers and on vLLM, which is the same if it is not given. `rest`: other
+    fields of `PointKind`."""
+    return PointKind(transformers, transformers if vllm is None else vllm, width, **rest)
 
 
-def same(module: str, moment: Any = "out", width: Size = "D", **rest: Any) -> PointKind:
-    """A kind whose tensor both engines have at the same border, bare or first among others."""
+def same(module: str, moment: Moment = "out", width: Size = "D", **rest: Any) -> PointKind:
+    """A kind whose tap is the same on both engines."""
     return kind(Tap(module, moment), width=width, **rest)
 
 
-def sharded(ours: Tap, theirs: Tap | None = None, width: Size = "Q", **rest: Any) -> PointKind:
-    return kind(ours, theirs, width, layout="sharded", **rest)
+def sharded(transformers: Tap, vllm: Tap | None = None, width: Size = "Q", **rest: Any) -> PointKind:
+    return kind(transformers, vllm, width, layout="sharded", **rest)
 
 
 def results(o_proj: str, attention: str) -> PointKind:
@@ -36,45 +37,46 @@ def results(o_proj: str, attention: str) -> PointKind:
     return sharded(Tap(o_proj, "in"), Tap(attention, "attention"))
 
 
-def projections(ours: str, theirs: str, *words: str) -> dict[str, PointKind]:
-    """Queries, keys or values: on Transformers the output of a projection each (`ours`, `{w}` the word), on vLLM their
-    part of a merged one's."""
+def projections(transformers: str, vllm: str, *words: str) -> dict[str, PointKind]:
+    """Queries, keys or values, by their `words`: on Transformers each is the output of a projection of its own (`{w}`
+    is the word), on vLLM a part of the output of a merged one."""
     return {
-        word: sharded(Tap(ours.format(w=word, l="{l}"), "out"), Tap(theirs, "out", of=QKV, part=part), width)
+        word: sharded(Tap(transformers.format(w=word, l="{l}"), "out"), Tap(vllm, "out", of=QKV, part=part), width)
         for part, (word, width) in enumerate(PARTS)
         if word in words
     }
 
 
-def merged(module: str, ours: str | None = None, mixed: bool = False) -> dict[str, PointKind]:
-    """Queries, keys and values side by side on both engines."""
+def merged(module: str, transformers: str | None = None, mixed: bool = False) -> dict[str, PointKind]:
+    """Queries, keys and values, side by side in the output of one projection on both engines."""
 
     def tap(module: str, part: int) -> Tap:
         return Tap(module, "out", of=QKV, part=part, mixed=mixed)
 
     return {
-        word: sharded(tap(ours or module, part), tap(module, part), width) for part, (word, width) in enumerate(PARTS)
+        word: sharded(tap(transformers or module, part), tap(module, part), width)
+        for part, (word, width) in enumerate(PARTS)
     }
 
 
-def end(ours: str, theirs: str | None = None, pair: bool = False) -> dict[str, PointKind]:
+def end(transformers: str, vllm: str | None = None, pair: bool = False) -> dict[str, PointKind]:
     """The stream after the last layer, the result of its norm, and the logits."""
-    theirs = theirs or ours
+    vllm = vllm or transformers
     return {
-        "stream_end": kind(Tap(ours, "in"), Tap(theirs, "in", 0, 1 if pair else None), per_layer=False),
-        "final_norm": kind(Tap(ours, "out"), Tap(theirs, "out"), per_layer=False),
+        "stream_end": kind(Tap(transformers, "in"), Tap(vllm, "in", 0, 1 if pair else None), per_layer=False),
+        "final_norm": kind(Tap(transformers, "out"), Tap(vllm, "out"), per_layer=False),
         "logits": kind(Tap("lm_head", "out"), Tap("compute_logits", "out"), "V", per_layer=False, rows="sampled"),
     }
 
 
 def without(family: Family, name: str, architectures: str, why: dict[str, str], **points: PointKind) -> Family:
-    """A family like another, but for some points and the words that it lacks."""
-    kept = {name: each for name, each in (family.points | points).items() if name not in why or name in points}
-    return Family(name, tuple(architectures.split()), kept, why)
+    """A family like another, with some `points` changed, and without the words of `why`."""
+    kinds = {word: kind for word, kind in (family.points | points).items() if word not in why or word in points}
+    return Family(name, tuple(architectures.split()), kinds, why)
 
 
 def on_backend(family: Family) -> Family:
-    """A family whose vLLM taps are of the modules that the Transformers backend makes."""
+    """The family, run by vLLM's Transformers backend: its vLLM taps are at that backend's modules."""
     return msgspec.structs.replace(family, backend=True)
 
 
@@ -204,7 +206,7 @@ OLMO2 = on_backend(without(
 _N, _M = "gpt_neox.layers.{l}", "model.layers.{l}"
 
 
-def _neox(module: str, moment: Any = "out", width: Size = "D", **rest: Any) -> PointKind:
+def _neox(module: str, moment: Moment = "out", width: Size = "D", **rest: Any) -> PointKind:
     return kind(Tap(_N + module, moment), Tap(_M + module, moment), width, **rest)
 
 
@@ -234,7 +236,7 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def has_table(architectures: list[str] | tuple[str, ...] | None, config: Any = None) -> bool:
-    """Whether some family's table lists one of a config's `architectures`, and is about models of such a config."""
+    """Whether `family_of` finds a family."""
     try:
         return bool(family_of(architectures, config))
     except ModelError:
@@ -244,7 +246,7 @@ def has_table(architectures: list[str] | tuple[str, ...] | None, config: Any = N
 def family_of(architectures: list[str] | tuple[str, ...] | None, config: Any = None) -> Family:
     """The family whose table lists one of a config's `architectures`.
 
-    Raises: `ModelError` where none does, and for a config that the table is not about.
+    Raises: `ModelError` if none does, and for a config that is not as the family `needs` it.
     """
     for family in FAMILIES:
         if set(family.architectures) & set(architectures or ()):
@@ -256,5 +258,5 @@ def family_of(architectures: list[str] | tuple[str, ...] | None, config: Any = N
                         f"{getattr(config, name)}"
                     )
             return family
-    known = sorted(name for family in FAMILIES for name in family.architectures)
-    raise ModelError(f"no site table for {list(architectures or ())}; there are tables for {', '.join(known)}")
+    tabled = sorted(name for family in FAMILIES for name in family.architectures)
+    raise ModelError(f"no site table for {list(architectures or ())}; there are tables for {', '.join(tabled)}")

@@ -1,8 +1,8 @@
-"""A table for a decoder that has none, made of its module tree.
+"""A site table for a decoder that has none, made from its module tree.
 
-The tree is made of the config, without weights, so that every process finds the same one; and it is run once on tensors
-without data, so that every module that is named was seen to be called once with rows of the right width. What then is
-not certain is not offered; whether attention and MLP add up to the stream, the prover sees on the live model.
+The tree is made from the config, without weights, so every process gets the same one.  It is run once on tensors
+without data, so that the table names only modules that are called once, with rows of the right width.  A site that is
+not certain is not offered.  Whether attention and MLP add up to the stream is proved on the live model.
 
     T tokens of the trial run · D model width · l layer
 """
@@ -31,7 +31,7 @@ ATTENTION = ("self_attn", "self_attention", "attention", "attn")
 ATTENTION_END = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 MLP = ("mlp", "feed_forward", "ffn")
 MLP_END = ("down_proj", "c_proj", "dense_4h_to_h", "fc2", "fc_out", "w2")
-OTHERWISE = {  # what is called alike and is something else
+OTHERWISE = {  # modules whose names mislead, by model type and site word
     "diffllama": {"z": "what its projection takes is half as many heads, twice as wide: normed differences of two"},
 }
 UNKNOWN = "this model has no site table, and without one it is not known where that is made"
@@ -42,7 +42,7 @@ class Call(msgspec.Struct):
 
     count: how often
     argument: its first positional argument, if that is a tensor
-    result: what it returned (the first of several), if that is a tensor
+    result: its result, or the first of several, if that is a tensor
     """
 
     count: int = 0
@@ -83,17 +83,17 @@ class Tree(msgspec.Struct):
 
 
 def untabled(config: Any, trust_remote_code: bool = False) -> Family:
-    """The table of a decoder-only model, made of its Transformers config.
+    """The table of a decoder-only model, made from its Transformers config.
 
-    Raises: `ModelError` where its layers are not found, or are not called with the stream.
+    Raises: `ModelError` if its layers are not found, or are not called with the stream.
     """
     try:
         sizes, tree = sizes_of(config), tree_of(config, trust_remote_code)
     except ModelError:
         raise
     except Exception as error:
-        named = ", ".join(getattr(config, "architectures", None) or [type(config).__name__])
-        raise ModelError(f"no site table for {named}, and none can be made: {type(error).__name__}: {error}") from error
+        names = ", ".join(getattr(config, "architectures", None) or [type(config).__name__])
+        raise ModelError(f"no site table for {names}, and none can be made: {type(error).__name__}: {error}") from error
     layers = _layers(tree, sizes)
     points = {
         "stream": _point_kind(tree, layers + ".{l}", "in"),
@@ -123,7 +123,7 @@ def untabled(config: Any, trust_remote_code: bool = False) -> Family:
 
 
 def no_text_model(architectures: Sequence[str]) -> ModelError:
-    """For a config whose text decoder is a part of it."""
+    """The error of a config whose text decoder is one of its parts."""
     return ModelError(
         f"no site table for {list(architectures)}, and none can be made: its text decoder is a part of it, beside one "
         "for images or sound. Only models of text alone have sites; many families have such checkpoints too"
@@ -131,7 +131,7 @@ def no_text_model(architectures: Sequence[str]) -> ModelError:
 
 
 def tree_of(config: Any, trust_remote_code: bool) -> Tree:
-    """The modules of a config's model, and what a run of it calls."""
+    """The modules of a config's model, and how a run of it calls them."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -153,7 +153,7 @@ def tree_of(config: Any, trust_remote_code: bool) -> Tree:
 
 
 def _run(net: Any, tree: Tree) -> None:
-    """Fills in what a run of the model calls, on tensors that have shapes only."""
+    """Runs the model on tensors that have shapes only, and fills in the tree's `calls`."""
     import torch
 
     def before(path: str, module: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -168,7 +168,7 @@ def _run(net: Any, tree: Tree) -> None:
     for path, module in tree.modules.items():
         module.register_forward_pre_hook(functools.partial(before, path))
         module.register_forward_hook(functools.partial(after, path))
-    # given a mask and positions, most models do not compute with the values of either
+    # given a mask and positions, most models need no values of either
     masked = {"attention_mask": torch.zeros(1, 1, T, T), "position_ids": torch.zeros(1, T, dtype=torch.long)}
     failed: Exception | None = None
     for options, dtype in itertools.product((masked, {}), (torch.bfloat16, torch.float32)):
@@ -184,14 +184,13 @@ def _run(net: Any, tree: Tree) -> None:
 
 def _layers(tree: Tree, sizes: Sizes) -> str:
     """The path of the list of decoder layers: the only list of that length whose modules are called with the stream."""
-    lists = {
-        path: len(tree.children(path)) for path, each in tree.modules.items() if type(each).__name__ == "ModuleList"
-    }
+    modules = tree.modules.items()
+    lists = {path: len(tree.children(path)) for path, module in modules if type(module).__name__ == "ModuleList"}
     outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
     fitting = [path for path in outer if lists[path] == sizes.layers]
     if len(fitting) != 1:
-        seen = ", ".join(f"{path} ({lists[path]})" for path in outer) or ", ".join(tree.children("")) or "no modules"
-        raise tree.refuse(f"not one list of {sizes.layers} layers was found among: {seen}")
+        listed = ", ".join(f"{path} ({lists[path]})" for path in outer) or ", ".join(tree.children("")) or "no modules"
+        raise tree.refuse(f"not one list of {sizes.layers} layers was found among: {listed}")
     for layer in range(sizes.layers):
         path = f"{fitting[0]}.{layer}"
         if not tree.rows(path, "in", sizes.d_model):
@@ -205,7 +204,7 @@ def _layers(tree: Tree, sizes: Sizes) -> str:
 
 
 def _last_norm(tree: Tree, layers: str, sizes: Sizes) -> str:
-    """The path of the norm beside the layers that is called after them, wherever it is declared."""
+    """The path of the norm beside the layers that is called after them."""
     owner, order = layers.rpartition(".")[0], list(tree.calls)
     called = order[order.index(f"{layers}.{sizes.layers - 1}") + 1 :]
     after = [path for name in tree.children(owner) if (path := f"{owner}.{name}".lstrip(".")) in called]
@@ -225,17 +224,17 @@ def _last_norm(tree: Tree, layers: str, sizes: Sizes) -> str:
 def _part(
     tree: Tree, layers: str, sizes: Sizes, word: str, names: tuple[str, ...], ends: tuple[str, ...] = ()
 ) -> PointKind | str:
-    """The kind of point of a word: what the module of one of these `names` returns in every layer, or with `ends` what
-    its last projection takes. Or why there is none."""
+    """The point kind of a word, or the reason why there is none. Its point is the result of the module that has one of
+    these `names` in every layer; or with `ends` the input of that module's last projection, which has one of those."""
     width = SITES[word].width
     moment: Moment = "in" if ends else "out"
     path = layers + ".{l}"
-    for among in (names, ends) if ends else (names,):
+    for candidates in (names, ends) if ends else (names,):
         children = [tree.children(path.format(l=layer)) for layer in range(sizes.layers)]
-        common = [name for name in among if all(name in each for each in children)]
+        common = [name for name in candidates if all(name in of_layer for of_layer in children)]
         if len(common) != 1:
             first = ", ".join(children[0])
-            return f"it has no site table, and of {', '.join(among)} not one is in every {path} (0: {first})"
+            return f"it has no site table, and of {', '.join(candidates)} not one is in every {path} (0: {first})"
         path = f"{path}.{common[0]}"
     for layer in range(sizes.layers):
         if not tree.rows(path.format(l=layer), moment, sizes[width]):
@@ -251,7 +250,7 @@ def _part(
 
 
 def _norm_before(tree: Tree, path: str) -> str | None:
-    """The norm beside a module whose result, as it is or reshaped, the module takes."""
+    """The norm beside a module whose result, unchanged or reshaped, is the module's input; None if there is none."""
     argument, owner = tree.calls[path].argument, path.rpartition(".")[0]
     for name in tree.children(owner):
         beside = f"{owner}.{name}"
@@ -268,7 +267,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _point_kind(tree: Tree, path: str, moment: Moment, width: Size = "D", **rest: Any) -> PointKind:
-    """A kind of point at one module, by its path in the base model: vLLM has that as `model`."""
+    """A point kind at one module, given its path in the base model, which vLLM calls `model`."""
     return PointKind(Tap(f"{tree.prefix}.{path}", moment), Tap(f"model.{path}", moment), width, **rest)
 
 
