@@ -1,0 +1,185 @@
+"""Many clients at once on one server: plain, steered, capturing, patching, malformed and leaving requests, each against
+what it gives alone. `python -m tests.serve.storm URL MODEL --clients 64 --minutes 10` is the long one."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import json
+import random
+import time
+from collections import Counter
+
+import httpx
+import numpy as np
+import safetensors.numpy
+
+PROMPTS = ("The capital of France is", "Water boils at a temperature of", "x", "When John and Mary went to the store,")
+STEERED = {"edits": [{"type": "add", "value": {"type": "named", "name": "storm"}, "at": "resid_post[3]", "scale": 3.0}]}
+CAPTURED = {"capture": [{"type": "capture", "at": "resid_post[2]"}, {"type": "capture", "at": "z[1]"}]}
+MALFORMED = (
+    {"patchclamp": {"edits": [{"type": "scale", "factor": 1e300, "at": "embed"}]}},
+    {"patchclamp": {"edits": [{"type": "scale", "factor": 1, "at": "embed", "tokens": 'span("no such text")'}]}},
+    {"patchclamp": {"edits": "x"}},
+    {"patchclamp": {"capture": [{"type": "capture", "at": "resid_post[999]"}]}},
+    {"patchclamp": {"edits": [{"type": "add", "value": {"type": "named", "name": "nobody"}, "at": "embed"}]}},
+    {"vllm_xargs": {"fuzz_strength": "much"}},
+)
+KINDS = ("plain", "steered", "captured", "streamed", "kept", "malformed", "leaving", "leaving early")
+
+
+class Storm:
+    """Clients of one server. `wrong` has what was not as it should be, `done` how often each kind was tried."""
+
+    def __init__(self, url: str, model: str, key: str | None, seed: int) -> None:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        limits = httpx.Limits(max_connections=None)
+        self.http = httpx.AsyncClient(base_url=url, headers=headers, timeout=300, limits=limits)
+        self.model, self.random = model, random.Random(seed)
+        self.alone: dict[tuple[str, str], str] = {}
+        self.rows: dict[str, np.ndarray] = {}
+        self.wrong: list[str] = []
+        self.done: Counter[str] = Counter()
+
+    async def prepare(self) -> None:
+        """What every request gives alone."""
+        models = (await self.http.get("/v1/models")).json()["data"]
+        vector = np.random.default_rng(0).standard_normal(await self._width()).tolist()
+        (await self.http.put("/v1/patchclamp/vectors/storm", json=vector)).raise_for_status()
+        assert models
+        for prompt in PROMPTS:
+            for kind, program in (("plain", None), ("steered", STEERED), ("captured", CAPTURED)):
+                body = (await self._complete(prompt, program)).raise_for_status().json()
+                self.alone[kind, prompt] = body["choices"][0]["text"]
+                if kind == "captured":
+                    self.rows[prompt] = rows_of(body)
+            assert self.alone["plain", prompt] == self.alone["captured", prompt]
+
+    async def _width(self) -> int:
+        body = (await self._complete("x", {"capture": [{"type": "capture", "at": "embed"}]})).raise_for_status().json()
+        file = base64.b64decode(body["patchclamp"]["runs"][0]["captures"])
+        return safetensors.numpy.load(file)["embed"].shape[1]
+
+    async def _complete(self, prompt: str, program: dict | None, **options) -> httpx.Response:
+        return await self.http.post("/v1/completions", json=self._body(prompt, program, **options))
+
+    def _body(self, prompt: str, program: dict | None, **options) -> dict:
+        body = {"model": self.model, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True, **options}
+        return body if program is None else {**body, "patchclamp": program}
+
+    async def client(self, actions: int, until_s: float = float("inf")) -> None:
+        """One client: so many requests, one after the other."""
+        for _ in range(actions):
+            if time.monotonic() > until_s:
+                return
+            kind, prompt = self.random.choice(KINDS), self.random.choice(PROMPTS)
+            self.done[kind] += 1
+            try:
+                await getattr(self, f"_{kind.replace(' ', '_')}")(prompt)
+            except Exception as error:
+                self.wrong.append(f"{kind}: {type(error).__name__}: {error}")
+
+    def _expect(self, kind: str, prompt: str, text: str) -> None:
+        if text != self.alone[kind, prompt]:
+            self.wrong.append(f"{kind}: {prompt!r} gave {text!r}, and alone {self.alone[kind, prompt]!r}")
+
+    async def _plain(self, prompt: str) -> None:
+        body = (await self._complete(prompt, None)).raise_for_status().json()
+        self._expect("plain", prompt, body["choices"][0]["text"])
+        assert "patchclamp" not in body
+
+    async def _steered(self, prompt: str) -> None:
+        body = (await self._complete(prompt, STEERED)).raise_for_status().json()
+        self._expect("steered", prompt, body["choices"][0]["text"])
+
+    async def _captured(self, prompt: str) -> None:
+        body = (await self._complete(prompt, CAPTURED)).raise_for_status().json()
+        self._expect("captured", prompt, body["choices"][0]["text"])
+        np.testing.assert_allclose(rows_of(body), self.rows[prompt], rtol=1e-3, atol=1e-3)
+
+    async def _streamed(self, prompt: str) -> None:
+        text, ours = "", None
+        async with self.http.stream("POST", "/v1/completions", json=self._body(prompt, STEERED, stream=True)) as parts:
+            async for line in parts.aiter_lines():
+                if line.startswith("data: {"):
+                    chunk = json.loads(line[6:])
+                    text += "".join(choice["text"] for choice in chunk["choices"])
+                    ours = chunk.get("patchclamp", ours)
+        self._expect("steered", prompt, text)
+        assert ours is not None
+
+    async def _kept(self, prompt: str) -> None:
+        name = f"storm-{self.random.getrandbits(64):x}"
+        (await self._complete(prompt, {**CAPTURED, "run": name})).raise_for_status()
+        (await self.http.get(f"/v1/patchclamp/runs/{name}/captures")).raise_for_status()
+        (await self.http.delete(f"/v1/patchclamp/runs/{name}")).raise_for_status()
+        assert (await self.http.get(f"/v1/patchclamp/runs/{name}")).status_code == 410
+
+    async def _malformed(self, prompt: str) -> None:
+        response = await self.http.post(
+            "/v1/completions", json=self._body(prompt, None) | self.random.choice(MALFORMED)
+        )
+        assert 400 <= response.status_code < 500, f"{response.status_code}: {response.text[:200]}"
+
+    async def _leaving(self, prompt: str) -> None:
+        body = self._body(prompt, {**STEERED, **CAPTURED}, stream=True, max_tokens=200)
+        async with self.http.stream("POST", "/v1/completions", json=body) as parts:
+            async for _ in parts.aiter_lines():
+                break
+
+    async def _leaving_early(self, prompt: str) -> None:
+        asked = asyncio.ensure_future(self._complete(prompt, {**STEERED, **CAPTURED}, max_tokens=200))
+        await asyncio.sleep(self.random.random() / 5)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+
+    async def left(self, within_s: float = 30) -> dict[str, int]:
+        """What the engine still holds, once it had time to free it."""
+        end = time.monotonic() + within_s
+        while True:
+            status = (await self.http.get("/v1/patchclamp/engine/status")).raise_for_status().json()
+            names = ("programs", "records", "vectors", "requests", "waiting", "captured_bytes")
+            held = {name: status[name] for name in names if status[name]}
+            if not held or time.monotonic() > end:
+                return held
+            await asyncio.sleep(0.1)
+
+
+def rows_of(body: dict) -> np.ndarray:
+    """What a response captured of the stream."""
+    [run] = body["patchclamp"]["runs"]
+    return safetensors.numpy.load(base64.b64decode(run["captures"]))["resid_post[2]"]
+
+
+async def storm(
+    url: str, model: str, key: str | None, clients: int, actions: int, seed: int, minutes: float = float("inf")
+) -> tuple[Storm, dict[str, int]]:
+    """Runs a storm; returns it, and what the engine holds after it."""
+    made = Storm(url, model, key, seed)
+    async with made.http:
+        await made.prepare()
+        until_s = time.monotonic() + 60 * minutes
+        await asyncio.gather(*(made.client(actions, until_s) for _ in range(clients)))
+        left = await made.left()
+        await made.http.delete("/v1/patchclamp/vectors/storm")
+    return made, left
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("url")
+    parser.add_argument("model")
+    parser.add_argument("--key")
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    made, left = asyncio.run(storm(args.url, args.model, args.key, args.clients, 1 << 40, args.seed, args.minutes))
+    print(f"{made.done.total()} requests {dict(made.done)}, left {left}, {len(made.wrong)} wrong")
+    print("\n".join(made.wrong[:20]))
+    raise SystemExit(bool(made.wrong or left))
+
+
+if __name__ == "__main__":
+    main()
