@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from patchclamp.errors import AddressMoved, EngineError
-from patchclamp.runtime.addresses import addresses, compare, wanted
+from patchclamp.runtime.addresses import addresses, checked, compare
 
 
 @dataclasses.dataclass
@@ -89,7 +89,7 @@ def test_it_is_asked_for_in_the_environment(monkeypatch):
         monkeypatch.delenv("PATCHCLAMP_CHECK_ADDRESSES", raising=False)
         if value is not None:
             monkeypatch.setenv("PATCHCLAMP_CHECK_ADDRESSES", value)
-        assert wanted() is asked
+        assert checked() is asked
 
 
 class TestWatch:

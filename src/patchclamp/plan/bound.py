@@ -1,5 +1,5 @@
-"""Bound programs: a program in numbers, for one prompt. Plain data: sent as msgpack, and hashed for the keys of
-the prefix cache.
+"""Bound programs: a program in numbers, for one prompt. It is plain data, is sent as msgpack, and is hashed for the
+keys of the prefix cache.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy as np
 
 CAPTURE = 0  # keep the row
 LINEAR = 1  # h_scale · h + v_scale · v; a scale of 0 leaves its term out altogether
-BLEND = 2  # (1 − a) · h + a · v for a = alpha · m, m a number a column
-PROJECT = 3  # h + (p′ − p) · v, for p = h · v and p′ the nearest to it of low … high
+BLEND = 2  # (1 − a) · h + a · v for a = alpha · m, where m has a number for each column
+PROJECT = 3  # h + (p′ − p) · v for p = h · v, where p′ is p brought to low … high
 NOISE = 4  # h + std · ε; relative: std times the row's root mean square
-MATCH = 5  # no edit: the next record acts only where the token's id is, or is not, one of some ids
+MATCH = 5  # a condition: the next record acts only where the token's id is, or is not, one of some ids
 APPLY = 6  # fn(h), any code
 
 
@@ -35,7 +35,7 @@ class Keep(msgspec.Struct, frozen=True, array_like=True, tag=CAPTURE):
     """Keep the row.
 
     dtype: an index into `DTYPES`
-    conditional: whether some of the positions count only under conditions on generated tokens
+    conditional: whether some of its positions have conditions on generated tokens
     """
 
     kind: ClassVar[int] = CAPTURE
@@ -64,8 +64,8 @@ class Project(msgspec.Struct, frozen=True, array_like=True, tag=PROJECT):
 
 
 class Noisy(msgspec.Struct, frozen=True, array_like=True, tag=NOISE):
-    """streams: for each point, the number that tells its noise from other sites'
-    first_column: the number of a shard's first column
+    """streams: for each point, the number that makes its noise another than that of other points
+    first_column: of the worker's shard of a row
     """
 
     kind: ClassVar[int] = NOISE
@@ -77,7 +77,7 @@ class Noisy(msgspec.Struct, frozen=True, array_like=True, tag=NOISE):
 
 
 class RunCode(msgspec.Struct, frozen=True, array_like=True, tag=APPLY):
-    """code: its number among the code of all programs; never used twice."""
+    """code: the number of its function; no two of a process have the same."""
 
     kind: ClassVar[int] = APPLY
     code: int
@@ -87,7 +87,7 @@ Action = Keep | Linear | Blend | Project | Noisy | RunCode
 
 
 class Condition(msgspec.Struct, frozen=True, array_like=True):
-    """An op acts only where the token's id is among those of the bank key `ids`, or with `others` not among them."""
+    """An op acts only where the token's id is one of the ids under the bank key `ids`; with `others`, none of them."""
 
     ids: str
     others: bool
@@ -102,7 +102,7 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
     values: a bank key for each point, one for all, or none
     ranges: the positions it acts on, ascending
     reaches_cache: whether it can change keys and values that later tokens read
-    columns: of a row, those it acts on (`pack_columns`); 0: all
+    columns: the columns of a row that it acts on (`pack_columns`); 0: all
     condition: on the token's id, if it has one
     """
 
@@ -121,39 +121,42 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Every bank key that is read."""
+        """Every bank key that it reads."""
         mask = (self.action.mask,) if isinstance(self.action, Blend) else ()
         return (*self.values, *mask, *((self.condition.ids,) if self.condition else ()))
 
     def reads(self) -> list[tuple[str, int]]:
-        """Bank keys, each with a point where it is read."""
+        """Every bank key that it reads, with each point at which it does."""
         if len(self.values) == len(self.points):
             reads = list(zip(self.values, self.points, strict=True))
         else:
             reads = [(key, point) for key in self.values for point in self.points]
         return reads + [(key, point) for key in self.keys[len(self.values) :] for point in self.points]
 
-    def at(self, here: np.ndarray) -> BoundOp:
-        """The op at the points that are `here`, bool [P]. One without points stays, so that ordinals do not change."""
-        if here.all():
+    def at(self, chosen: np.ndarray) -> BoundOp:
+        """The op at its points that are `chosen`, bool [P]. It stays even without points, so that no other op gets its
+        number."""
+        if chosen.all():
             return self
-        local = [i for i, point in enumerate(self.points) if here[point]]
-        if not local:
+        index = [i for i, point in enumerate(self.points) if chosen[point]]
+        if not index:
             return msgspec.structs.replace(self, action=NOTHING, points=(), values=(), condition=None)
-        values = self.values if len(self.values) != len(self.points) else tuple(self.values[i] for i in local)
+        values = self.values if len(self.values) != len(self.points) else tuple(self.values[i] for i in index)
         action = self.action
         if isinstance(action, Noisy):
-            action = msgspec.structs.replace(action, streams=tuple(action.streams[i] for i in local))
-        return msgspec.structs.replace(self, action=action, points=tuple(self.points[i] for i in local), values=values)
+            action = msgspec.structs.replace(action, streams=tuple(action.streams[i] for i in index))
+        return msgspec.structs.replace(self, action=action, points=tuple(self.points[i] for i in index), values=values)
 
 
 NOTHING = Linear(1.0, 0.0)  # what an op without points does
 
 
 class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):
-    """A program bound to a prompt of `prompt` tokens, run under the key `run`.
+    """A program bound to a prompt.
 
-    Edited blocks of the prefix cache are shared among programs of one `salt` only.
+    run: the key of its run
+    prompt: how many tokens the prompt has
+    salt: only programs of the same salt share edited blocks of the prefix cache
     """
 
     run: str
@@ -163,15 +166,14 @@ class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @functools.cached_property
     def captured(self) -> dict[int, np.ndarray]:
-        """The positions captured at each point, ascending, if the run generates `max_tokens`. Points with the same
-        ranges share one array."""
-        ranges: dict[int, list[PositionRange]] = collections.defaultdict(list)
+        """The positions that are captured at each point, ascending, if the run generates `max_tokens`. Points with the
+        same ranges share one array."""
+        ranges: dict[int, tuple[PositionRange, ...]] = collections.defaultdict(tuple)
         for op in self.ops:
             for point in op.points if op.kind == CAPTURE else ():
-                ranges[point].extend(op.ranges)
-        of_points = {point: tuple(some) for point, some in ranges.items()}
-        positions = {some: position_array(some) for some in set(of_points.values())}
-        return {point: positions[some] for point, some in of_points.items()}
+                ranges[point] += op.ranges
+        positions = {of_point: position_array(of_point) for of_point in set(ranges.values())}
+        return {point: positions[of_point] for point, of_point in ranges.items()}
 
 
 def position_array(ranges: tuple[PositionRange, ...]) -> np.ndarray:
@@ -183,7 +185,7 @@ def position_array(ranges: tuple[PositionRange, ...]) -> np.ndarray:
 
 
 def position_ranges(positions: np.ndarray, rows: np.ndarray | None) -> tuple[PositionRange, ...]:
-    """The fewest ranges of distinct positions and the row each reads (None: row 0), ascending."""
+    """As few ranges as possible for distinct positions, ascending, and the row that each reads (None: row 0)."""
     if len(positions) == 0:
         return ()
     order = np.argsort(positions)
@@ -212,12 +214,12 @@ def run_key(run: str, point: int) -> str:
 
 def source_of(key: str) -> tuple[str, int] | None:
     """The run and the point that a bank key names; None for an inline vector's."""
-    kind, _, rest = key.partition(":")
-    run, _, point = rest.rpartition(":")
+    kind, _, name = key.partition(":")
+    run, _, point = name.rpartition(":")
     return (run, int(point)) if kind == "r" else None
 
 
 def noise_stream(kind: str, layer: int | None) -> int:
-    """A point's number in the counter that noise is made from (`kernels.noise`): 31 bits of a hash of its name."""
+    """The number of a point in the counter that noise is made of (`kernels.noise`): 31 bits of a hash of its name."""
     digest = hashlib.blake2s(f"{kind}[{layer}]".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1

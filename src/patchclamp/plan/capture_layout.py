@@ -1,10 +1,10 @@
 """The capture layout: which positions programs capture, and where their rows lie in a step's capture buffer.
 
 A capture range is what one position range of a capture op keeps of one request: rows of consecutive positions, at
-several points.  Capture ranges kept at the same points in the same dtype, as of many requests with the same program,
-form a point group.  A group has one region of the buffer for each of its points; in a region the rows of the group's
-ranges lie one after the other.  So a step is planned by ranges and regions, not by records, which are as many as
-ranges times points.
+several points.  Capture ranges at the same points and in the same dtype form a point group; requests with the same
+program have such.  A group has one region of the buffer for each of its points, and in each region the rows of the
+group's ranges lie one after the other.  So a step is planned by ranges and regions, and not by records, of which there
+is one for every range and point.
 
     C capture ranges · G point groups · A regions · P points
 """
@@ -20,15 +20,23 @@ from patchclamp.language.conversions import DTYPES
 
 
 class CaptureLayout(msgspec.Struct, dict=True, eq=False):
-    """All capture ranges and regions at one time; never changed.
+    """All capture ranges and regions at one time. It never changes.
 
-    Of each capture range, [C], those of a group side by side:
-    `range_number`: what records call it. `slot`: its request. `op`: the ordinal of its op in the program.
-    `start`, `stop`: its positions, start … stop−1. `group`: its point group, 0 … G−1.
-    `sampled`: whether its rows are the sampled ones.
-    Of each region, [A], in order of points:
-    `region_number`: what records call it. `region_group`: its group. `point`: its point. `dtype`: index into `DTYPES`.
-    `groups`: G.
+    Capture ranges [C], those of a group side by side:
+    range_number: what records call the range
+    slot: of its request
+    op: the number of its op in the program
+    start, stop: its positions, start … stop−1
+    group: its point group, 0 … G−1
+    sampled: whether its rows are the sampled ones
+
+    Regions [A], in order of points:
+    region_number: what records call the region
+    region_group: its point group
+    point: its point
+    dtype: an index into `DTYPES`
+
+    groups: G
     """
 
     range_number: np.ndarray
@@ -64,7 +72,7 @@ class CaptureLayout(msgspec.Struct, dict=True, eq=False):
         return _inverse(self.region_number)
 
     def pairs(self, ranges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Each of some ranges with every region of its group: indices of ranges and of regions, in order of ranges."""
+        """Pairs each of some ranges with every region of its group. Returns the ranges and the regions, by index."""
         by_group = np.argsort(self.region_group, kind="stable")
         regions_of_group = np.bincount(self.region_group, minlength=self.groups)
         first_of_group = np.cumsum(regions_of_group) - regions_of_group
@@ -80,7 +88,7 @@ def _inverse(numbers: np.ndarray) -> np.ndarray:
 
 
 class _NumberPool:
-    """Numbers that are taken and given back, low ones first. All numbers in use are below `end`."""
+    """Numbers that are taken, low ones first, and given back. All that are in use are below `end`."""
 
     def __init__(self) -> None:
         self._returned = np.zeros(0, np.int64)
@@ -124,7 +132,8 @@ class CaptureRanges:
     def add(
         self, slot: int, op: np.ndarray, start: np.ndarray, stop: np.ndarray, dtype: np.ndarray, point: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Takes a program's capture records, sorted by point; returns the number of each one's range and region."""
+        """Adds the ranges of a program's capture records, sorted by point. Returns the numbers of each record's range
+        and region."""
         range_number, region_number = np.zeros((2, len(op)), np.int64)
         grids = self._grids(op, start, stop, dtype, point)
         first_records = np.concatenate([np.zeros(0, np.int64), *(grid[0] for grid in grids)])  # one of each range
@@ -132,12 +141,12 @@ class CaptureRanges:
         self._reserve(self._range_numbers.end)
         group_number, begin, group_counts = np.zeros(len(numbers), np.int64), 0, []
         for grid in grids:
-            group, mine = self._group(point[grid[:, 0]], int(dtype[grid[0, 0]])), slice(begin, begin + grid.shape[1])
-            range_number[grid], region_number[grid] = numbers[mine], group.regions[:, None]
-            group_number[mine] = group.number
+            group, end = self._group(point[grid[:, 0]], int(dtype[grid[0, 0]])), begin + grid.shape[1]
+            range_number[grid], region_number[grid] = numbers[begin:end], group.regions[:, None]
+            group_number[begin:end] = group.number
             group.ranges += grid.shape[1]
             group_counts.append((group, grid.shape[1]))
-            begin += grid.shape[1]
+            begin = end
         self._columns[0, numbers] = slot
         self._columns[1:, numbers] = op[first_records], start[first_records], stop[first_records], group_number
         self._of_slot[slot] = numbers, group_counts
@@ -193,24 +202,24 @@ class CaptureRanges:
             self._columns = wider
 
     def _grids(self, op: np.ndarray, *columns: np.ndarray) -> list[np.ndarray]:
-        """Records as grids [points, ranges]: where all points of an op keep the same ranges, one grid holds them all;
-        other records are by themselves, one grid for each point and dtype."""
-        order, grids, alone = np.argsort(op, kind="stable"), [], [np.zeros(0, np.int64)]
+        """The records in grids [points, ranges]. An op whose points all keep the same ranges has one grid; all other
+        records have one for each point and dtype."""
+        order, grids, ungrouped = np.argsort(op, kind="stable"), [], [np.zeros(0, np.int64)]
         for records in np.split(order, np.flatnonzero(np.diff(op[order])) + 1):
             grid = self._grid(records, *columns) if len(records) > 1 else None
             if grid is None:
-                alone.append(records)
+                ungrouped.append(records)
             else:
                 grids.append(grid)
-        records = np.concatenate(alone)
+        records = np.concatenate(ungrouped)
         _, _, dtype, point = (column[records] for column in columns)
         key = point * len(DTYPES) + dtype
         order = np.argsort(key, kind="stable")
-        rest = np.split(records[order], np.flatnonzero(np.diff(key[order])) + 1)
-        return grids + [group[None] for group in rest if len(group)]
+        by_key = np.split(records[order], np.flatnonzero(np.diff(key[order])) + 1)
+        return grids + [group[None] for group in by_key if len(group)]
 
     def _grid(self, records: np.ndarray, *columns: np.ndarray) -> np.ndarray | None:
-        """One op's records as a grid [points, ranges]; None if its points do not keep the same ranges alike."""
+        """One op's records as a grid [points, ranges]; None if its points do not all keep the same ranges."""
         start, stop, dtype, point = (column[records] for column in columns)
         points = 1 + int(np.count_nonzero(np.diff(point)))
         if len(records) % points:

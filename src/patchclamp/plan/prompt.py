@@ -1,7 +1,7 @@
 """A prompt, and the positions of its request that a selection of tokens names.
 
-Which tokens will be generated is not known beforehand: a selection by token id names generated positions on condition,
-and the kernel compares the token when it is there.
+It is not known beforehand which tokens will be generated.  So a selection by token id names generated positions on a
+condition, and the kernel checks it, when the token is known.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from patchclamp.language.tokens import Joined, Positions, Selection, TextSpan, T
 
 
 class Case(msgspec.Struct):
-    """Positions of a selection under one condition.
+    """Positions of a selection that have the same condition.
 
-    ids: ascending; the token must be one of them. Without any there is no condition
+    ids: ascending; the token must be one of them; empty: there is no condition
     others: the token must be none of `ids` instead
-    alone: whether the selection has no other positions, whatever is generated
+    alone: whether the selection has no other positions, whichever tokens are generated
     """
 
     positions: np.ndarray
@@ -29,7 +29,7 @@ class Case(msgspec.Struct):
 
 
 class Prompt(msgspec.Struct):
-    """A prompt's tokens; `spell` gives its text and each token's (first, last+1) character when a span asks."""
+    """A prompt's token ids. `spell` returns its text, and each token's (first, last + 1) character; spans need them."""
 
     ids: Sequence[int]
     spell: Callable[[], tuple[str, list[tuple[int, int]]]]
@@ -44,33 +44,33 @@ class Prompt(msgspec.Struct):
         return self._select(tokens, limit, lambda leaf: np.flatnonzero(np.isin(token, leaf.ids)), lowest)
 
     def cases(self, tokens: Tokens, limit: int, lowest: int = 0) -> list[Case]:
-        """The positions below `limit` that a selection names: first those it names in any case, then those it names on
-        condition, none of them twice. Where rows begin at position `lowest`, `every`, or a range of it, begins there.
+        """The positions below `limit` that a selection names: first those without a condition, then those with one,
+        none of them twice. `lowest`: the first position that has rows; `every`, or a range of it, begins there.
         """
         leaves, first = ids_in(tokens), len(self.ids)
         certain = self.select(tokens, limit, lowest=lowest)
         if not leaves or first >= limit:
             return [Case(certain, alone=True)]
         later, none = np.arange(first, limit), np.zeros(0, np.int64)
-        # ids by signature: which leaves they are in. Ids of one signature select the same positions
+        # token ids by signature, which says which leaves they are in: ids of one signature select the same positions
         ids_of: dict[tuple[bool, ...], list[int]] = {(False,) * len(leaves): []}
         named = np.unique(np.concatenate([leaf.ids for leaf in leaves]))
         for token, among in zip(named.tolist(), np.stack([np.isin(named, leaf.ids) for leaf in leaves]).T, strict=True):
             ids_of.setdefault(tuple(among.tolist()), []).append(token)
-        # by the positions that are selected: these, the ids that select them, and whether all unnamed ids do
+        # by selected positions: these, the ids that select them, and whether all ids that no leaf names do so, too
         outcomes: dict[bytes, tuple[np.ndarray, list[int], bool]] = {}
         for signature, ids in ids_of.items():
             hits = iter(signature)
             chosen = self._select(tokens, limit, lambda leaf, hits=hits: later if next(hits) else none)
             chosen = np.sort(chosen[chosen >= first])
-            _, others, rest = outcomes.setdefault(chosen.tobytes(), (chosen, [], False))
-            others.extend(ids)
-            outcomes[chosen.tobytes()] = chosen, others, rest or not any(signature)
+            _, selecting, unnamed = outcomes.setdefault(chosen.tobytes(), (chosen, [], False))
+            selecting.extend(ids)
+            outcomes[chosen.tobytes()] = chosen, selecting, unnamed or not any(signature)
         always = set.intersection(*(set(chosen.tolist()) for chosen, _, _ in outcomes.values()))
         certain = np.concatenate([certain[certain < first], np.array(sorted(always), np.int64)])
         conditional = [
-            Case(positions, tuple(np.setdiff1d(named, ids).tolist() if rest else sorted(ids)), rest)
-            for chosen, ids, rest in outcomes.values()
+            Case(positions, tuple(np.setdiff1d(named, ids).tolist() if unnamed else sorted(ids)), unnamed)
+            for chosen, ids, unnamed in outcomes.values()
             if len(positions := chosen[~np.isin(chosen, certain)])
         ]
         return [Case(certain, alone=not conditional), *conditional]
@@ -78,7 +78,7 @@ class Prompt(msgspec.Struct):
     def _select(
         self, tokens: Selection, limit: int, match: Callable[[TokenIds], np.ndarray], lowest: int = 0
     ) -> np.ndarray:
-        """Positions of a selection; `match` gives those of selections by token id, and is called in their order."""
+        """Positions of a selection. `match` gives those of each selection by token id in it, and is called in order."""
         if isinstance(tokens, Joined):
             left, right = (self._select(side, limit, match, lowest) for side in (tokens.left, tokens.right))
             joined = {"|": np.union1d, "&": np.intersect1d, "-": np.setdiff1d}[tokens.op]

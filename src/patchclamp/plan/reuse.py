@@ -1,7 +1,7 @@
-"""Which key/value blocks a request may share: what its edits and captures mean for the prefix cache.
+"""Which key/value blocks of the prefix cache a request may share.
 
-A block's key gets the edits resolved inside it; the engine chains block keys, so the edits of earlier blocks are in it
-already.  Blocks below the first edited position get nothing and stay shared with everyone.
+The key of a block gets a hash of the edits at its positions.  The engine chains the keys of blocks, so the edits of
+earlier blocks are in a key already.  Blocks below the first edited position get nothing, and stay shared with everyone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The books of what programs take on a worker: slots, records of the program table, and numbers of the vector bank.
+"""The books of what admitted programs take: slots, records of the program table, and numbers of the vector bank.
 
-Whoever admits programs keeps one `Room`; workers put things where its placements say and keep no books of their own, so
-a program that was given a placement fits on every rank. Sizes are of the whole model: a rank that has a part of it uses
-less.
+Whoever admits programs keeps one `Room`.  Workers write records and vectors where its placements say, and keep no books
+of their own, so a program that has a placement fits on every rank.  Sizes are of the whole model; a rank with shards
+uses less.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Placement(msgspec.Struct, frozen=True, array_like=True):
 
     slot: its number while it is admitted, from 1 on
     record: the first of its records in the program table
-    addresses: by bank key, the number in the bank at which its rows begin, and how many rows they are
+    addresses: by bank key, the number of the bank at which the key's rows begin, and how many rows there are
     load: the keys of `addresses` whose rows are not in the bank yet
-    evicted: keys whose rows have left the bank since the placement before this one
+    evicted: keys whose rows have left the bank since the last placement
     """
 
     slot: int
@@ -42,8 +42,7 @@ Sizes = Mapping[str, tuple[int, int]]  # by bank key: how many rows, and how wid
 def bank_sizes(
     bound: BoundProgram, vectors: Mapping[str, np.ndarray], sites: SiteMap, rows_of: Callable[[str, int], int]
 ) -> dict[str, tuple[int, int]]:
-    """The sizes of every bank key that a bound program reads: of inline vectors their own, of the rows of runs
-    `rows_of(run, point)` and the point's width."""
+    """The sizes of every bank key that a bound program reads. `rows_of(run, point)`: how many rows a run captured."""
     sizes: dict[str, tuple[int, int]] = {}
     for key in dict.fromkeys(key for op in bound.ops for key in op.keys):
         source = source_of(key)
@@ -55,8 +54,7 @@ def bank_sizes(
 
 
 def resident_name(key: str, sharded: bool) -> str:
-    """What the bank calls a key's rows: a vector that is read whole at one site and sharded at another lies there
-    twice."""
+    """What the bank calls a key's rows. A vector that is read both whole and sharded is there twice."""
     return f"{key}#" if sharded and key.startswith("v:") else key
 
 
@@ -72,7 +70,7 @@ def resident_sizes(bound: BoundProgram, sizes: Sizes, sites: SiteMap) -> dict[st
 
 
 class Extents:
-    """First-fit allocation of the numbers 0 … size − 1; neighbouring free extents are always joined."""
+    """First-fit allocation of the numbers 0 … size − 1. Free extents that touch are joined."""
 
     def __init__(self, size: int) -> None:
         self._free = [(0, size)] if size else []  # (begin, end), ascending
@@ -86,14 +84,14 @@ class Extents:
         return max((end - begin for begin, end in self._free), default=0)
 
     def take(self, count: int, multiple: int = 1) -> int | None:
-        """The begin of `count` numbers at a multiple of `multiple`, or None where there is no such room."""
+        """Takes `count` numbers. Returns the first, a multiple of `multiple`; or None if no extent is long enough."""
         if count == 0:
             return 0
         for i, (begin, end) in enumerate(self._free):
             first = -(-begin // multiple) * multiple
             if end - first >= count:
-                rest = ((begin, first), (first + count, end))
-                self._free[i : i + 1] = [gap for gap in rest if gap[0] < gap[1]]
+                gaps = ((begin, first), (first + count, end))
+                self._free[i : i + 1] = [gap for gap in gaps if gap[0] < gap[1]]
                 return first
         return None
 
@@ -122,7 +120,7 @@ class _Resident(msgspec.Struct):
 class Room:
     """Slots 1 … `slots`, `records` records and `numbers` numbers of the bank.
 
-    Rows that no admitted program reads stay in the bank until their room is needed, least recently used first out.
+    Rows that no admitted program reads stay in the bank until others need the place; the least recently used go first.
     """
 
     def __init__(self, slots: int, records: int, numbers: int) -> None:
@@ -138,19 +136,19 @@ class Room:
         return len(self._admitted)
 
     def place(self, records: int, sizes: Sizes) -> Placement | None:
-        """A placement for a program of `records` records that reads bank keys of `sizes` (rows, width); None while
-        there is no room beside the admitted ones.
+        """Gives a program of `records` records, which reads bank keys of `sizes`, its placement; or None while there
+        is no room beside the admitted programs.
 
-        Raises `CapacityError` for a program that would not fit even alone.
+        Raises `CapacityError` for a program that does not fit into an empty room.
         """
         self._check_fits(records, sizes)
-        placement = self._place(records, sizes)
-        if placement is None and not self._admitted:  # rows kept for later lie in the way of what fits alone
+        placement = self._take(records, sizes)
+        if placement is None and not self._admitted:  # rows that nobody reads are in the way
             self._drop(list(self._resident))
-            placement = self._place(records, sizes)
+            placement = self._take(records, sizes)
         return placement
 
-    def _place(self, records: int, sizes: Sizes) -> Placement | None:
+    def _take(self, records: int, sizes: Sizes) -> Placement | None:
         if not self._free_slots:
             return None
         first_record = self._records.take(records)
@@ -164,7 +162,7 @@ class Room:
                 load.append(key)
             else:
                 self._records.give(first_record, records)
-                self._let_be(list(sizes)[:i])
+                self._stop_reading(list(sizes)[:i])
                 self._drop(load)
                 return None
             self._resident[key].readers += 1
@@ -175,18 +173,18 @@ class Room:
         return placement
 
     def free(self, placement: Placement) -> None:
-        """Takes a placement back; the rows it read stay for the next program that reads them."""
+        """Takes a placement back. The rows it read stay in the bank, for the next program that reads them."""
         _, records = self._admitted.pop(placement.slot)
         self._free_slots.append(placement.slot)
         self._records.give(placement.record, records)
-        self._let_be(placement.addresses)
+        self._stop_reading(placement.addresses)
 
     def forget(self, keys: Iterable[str]) -> None:
-        """Drops rows that nobody can ask for any more; those that are being read go with their last reader's room."""
+        """Drops rows that no later program can read, except for those that an admitted one reads now."""
         self._drop([key for key in keys if key in self._resident and not self._resident[key].readers])
 
     def counts(self) -> dict[str, int]:
-        """What is taken: programs, records, keys being read; all 0 when every program has been freed."""
+        """Counts of programs, records, and keys that are read; all 0 when every program has been freed."""
         return {
             "programs": len(self),
             "records": self.records - self._records.free,
@@ -222,7 +220,7 @@ class Room:
         self._resident[key] = _Resident(begin, count)
         return True
 
-    def _let_be(self, keys: Iterable[str]) -> None:
+    def _stop_reading(self, keys: Iterable[str]) -> None:
         for key in keys:
             self._resident[key].readers -= 1
 

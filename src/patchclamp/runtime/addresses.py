@@ -1,7 +1,7 @@
-"""Where the tensors lie that a CUDA graph reads: recorded by path when it is, compared whenever it is replayed.
+"""The addresses of the tensors that a CUDA graph reads: noted when it is recorded, compared whenever it is replayed.
 
-A graph reads the addresses it was recorded with.  A step that builds one of its inputs anew, instead of filling it in
-place, replays on old numbers without an error; with PATCHCLAMP_CHECK_ADDRESSES=1 that is an error which names them.
+A graph reads the addresses that it was recorded with.  If a step builds an input anew, instead of filling it in place,
+the graph reads old numbers, without an error.  With PATCHCLAMP_CHECK_ADDRESSES=1 that is an error, which names them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ VARIABLE = "PATCHCLAMP_CHECK_ADDRESSES"
 MAX_DEPTH = 8
 
 
-def wanted() -> bool:
-    """Whether addresses are to be checked, from the environment."""
+def checked() -> bool:
+    """Whether addresses are to be checked, by the environment."""
     return os.environ.get(VARIABLE, "") not in ("", "0")
 
 
 def addresses(value: Any, path: str, device: str = "cuda") -> dict[str, int]:
-    """The address of every tensor on a kind of device within a value, by its path: `args[0]`,
-    `attn_metadata['model.layers.0'].block_table`. Empty tensors, which have none, are left out."""
+    """The addresses of all tensors in a value that are on a kind of device, by their paths: `args[0]`,
+    `attn_metadata['model.layers.0'].block_table`. Empty tensors are left out; they have no address."""
     return dict(_walk(value, path, device, 0))
 
 
@@ -41,6 +41,7 @@ def _walk(value: Any, path: str, device: str, depth: int) -> Iterator[tuple[str,
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
+    """The parts of a value, each with what its path has in addition."""
     if isinstance(value, Mapping):
         yield from ((f"[{key!r}]", inner) for key, inner in value.items())
     elif isinstance(value, (list, tuple)):
@@ -52,14 +53,14 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{name}", getattr(value, name)) for name in value.__struct_fields__)
 
 
-def compare(then: Mapping[str, int], now: Mapping[str, int], what: str) -> None:
-    """Raises `AddressMoved`, with the paths, if a graph recorded with `then` would not read what a step built `now`."""
-    if then == now:
+def compare(recorded: Mapping[str, int], filled: Mapping[str, int], graph: str) -> None:
+    """Raises `AddressMoved`, with the paths, if a graph reads other addresses than a step has filled."""
+    if recorded == filled:
         return
     kinds = {
-        "missing": [path for path in then if path not in now],
-        "added": [path for path in now if path not in then],
-        "changed": [path for path, address in now.items() if then.get(path, address) != address],
+        "missing": [path for path in recorded if path not in filled],
+        "added": [path for path in filled if path not in recorded],
+        "changed": [path for path, address in filled.items() if recorded.get(path, address) != address],
     }
     changes = "; ".join(f"{kind}: {', '.join(sorted(paths))}" for kind, paths in kinds.items() if paths)
-    raise AddressMoved(f"the CUDA graph of {what} reads other memory than this step filled. {changes}")
+    raise AddressMoved(f"the CUDA graph of {graph} reads other memory than this step filled. {changes}")

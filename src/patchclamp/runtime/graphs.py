@@ -1,9 +1,9 @@
 """CUDA graphs with taps in them, and copies of them cut down to the taps that the steps at hand need.
 
-A tap that a step does not need still costs its launch (1 to 3 µs on an H200).  A graph that has been replayed a few
-times for the same points is therefore cloned, the nodes of all its other taps are taken out, and the copy is replayed
-from then on.  Everything else in it is the same nodes, so not a bit differs.  Where the CUDA bindings do not allow
-this, the whole graph goes on being replayed.
+A tap that a step does not need still costs its launch (1 to 3 µs on an H200).  So after a graph has been replayed a few
+times for the same points, it is cloned, and the nodes of all other taps are taken out of the copy, which is replayed
+from then on.  All its other nodes are the same, so not a bit of the results differs.  Where the CUDA bindings do not
+allow it, the whole graph is replayed.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ import torch
 
 from patchclamp.kernels import switches
 
-PATIENCE = 12  # replays for the same points before a copy is made: making one costs about as much as it saves in these
+PATIENCE = 12  # replays for the same points before a copy is made, which costs about as much as it saves in so many
 MAX_NODES = 1 << 15  # of all copies together
-NODE_BYTES = 3600  # device memory that a copy takes a node (1.25 MiB for 368, vLLM 0.32 on an H200)
+NODE_BYTES = 3600  # device memory that a copy takes for each node (1.25 MiB for 368, vLLM 0.32 on an H200)
 MAX_COUNTED = 256  # sets of points whose replays a graph counts
 
 logger = logging.getLogger("patchclamp")
 
 
 class Recorded:
-    """What has been recorded: the taps of each graph; and the points that the step at hand needs."""
+    """The taps of each recorded graph, and the points that the present step needs."""
 
     def __init__(self) -> None:
         self._taps: dict[int, list[tuple[Any, int]]] = {}
         self._copies: collections.OrderedDict[_Copy, None] = collections.OrderedDict()  # least recently chosen first
-        self._gone: list[tuple[torch.cuda.Event, _Copy]] = []
+        self._dropped: list[tuple[torch.cuda.Event, _Copy]] = []  # with the event after which nothing runs them
         self.active = np.zeros(0, bool)
-        self.key = b""
+        self.key = b""  # `active` as bytes
         self.cut = 0  # copies made
 
     def use(self, active: np.ndarray) -> None:
-        """Points that steps need from now on, bool [P]."""
+        """Sets the points that steps need from now on, bool [P]."""
         self.active, self.key = active, active.tobytes()
 
     def note(self, point: int) -> None:
-        """A tap has just been launched on the current stream: if that is being captured, remembers its node."""
+        """Remembers the node of the tap that was just launched on the current stream, if a graph is being recorded."""
         if not torch.cuda.is_current_stream_capturing() or _runtime() is None:
             return
         try:
@@ -57,21 +57,21 @@ class Recorded:
         return TappedGraph(graph, self._taps.pop(int(graph.raw_cuda_graph()), []), self)
 
     def forget(self) -> None:
-        """Lets go of the taps of graphs that came to nothing."""
+        """Forgets the taps of graphs whose recording failed."""
         self._taps = {}
 
     def keep(self, copy: _Copy) -> None:
-        """Bounds the copies kept: those chosen longest ago go first, once nothing that runs can need them."""
+        """Adds a copy. Beyond `MAX_NODES`, those chosen longest ago are dropped, and freed once nothing runs them."""
         self._copies[copy] = None
         self.cut += 1
-        while sum(kept.nodes for kept in self._copies) > MAX_NODES and len(self._copies) > 1:
+        while sum(other.nodes for other in self._copies) > MAX_NODES and len(self._copies) > 1:
             oldest, _ = self._copies.popitem(last=False)
             oldest.owner.drop(oldest)
             event = torch.cuda.Event()
             event.record()
-            self._gone.append((event, oldest))
-        while self._gone and self._gone[0][0].query():
-            self._gone.pop(0)
+            self._dropped.append((event, oldest))
+        while self._dropped and self._dropped[0][0].query():
+            self._dropped.pop(0)
 
     def chosen(self, copy: _Copy) -> None:
         self._copies.move_to_end(copy)
@@ -85,7 +85,7 @@ class _Copy:
         self._launch, self._number, self._stream = _runtime().cudaGraphLaunch, -1, None
 
     def launch(self) -> None:
-        """On the current stream. Raises `RuntimeError` if that is refused."""
+        """Launches it on the current stream. Raises `RuntimeError` if CUDA refuses."""
         number = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
         if number != self._number:
             self._stream, self._number = _runtime().cudaStream_t(init_value=number), number
@@ -104,18 +104,18 @@ class TappedGraph:
 
     def __init__(self, graph: torch.cuda.CUDAGraph, taps: list[tuple[Any, int]], recorded: Recorded) -> None:
         self._graph, self._taps, self._recorded = graph, taps, recorded
-        self.addresses: dict[str, int] | None = getattr(graph, "addresses", None)  # of what it reads, if it was noted
-        self._all = frozenset(point for _, point in taps)
-        self._key: bytes | None = None
-        self._wanted = self._all
-        self._copy: _Copy | None = None
+        self.addresses: dict[str, int] | None = getattr(graph, "addresses", None)  # of what it reads, if checked
+        self._all_points = frozenset(point for _, point in taps)
+        self._key: bytes | None = None  # of the points that were chosen for
+        self._points = self._all_points  # those of them that are active
+        self._copy: _Copy | None = None  # with the taps of these points alone
         self._copies: dict[frozenset[int], _Copy] = {}
         self._replays: collections.Counter[frozenset[int]] = collections.Counter()
-        self._whole = not taps or not switches.enabled("cut_graphs")
+        self._stays_whole = not taps or not switches.enabled("cut_graphs")
         graph.instantiate()
 
     def replay(self) -> None:
-        if self._whole:
+        if self._stays_whole:
             self._graph.replay()
             return
         if self._key != self._recorded.key:
@@ -124,64 +124,63 @@ class TappedGraph:
             try:
                 self._copy.launch()
                 return
-            except Exception as error:  # the whole graph is at hand, and right
-                self._copy, self._whole = None, True
+            except Exception as error:  # the whole graph does the same
+                self._copy, self._stays_whole = None, True
                 switches.give_up("cut_graphs", error)
         self._graph.replay()
-        if self._whole:
-            return
-        if self._wanted != self._all:
-            self._wait_and_cut()
+        if not self._stays_whole and self._points != self._all_points:
+            self._count_and_cut()
 
     def reset(self) -> None:
         self._graph.reset()
 
     def drop(self, copy: _Copy) -> None:
-        """Forgets a copy."""
+        """Forgets a copy. The replays for its points are counted anew."""
         del self._copies[copy.points]
-        del self._replays[copy.points]  # it must earn another
+        del self._replays[copy.points]
         if self._copy is copy:
             self._copy = None
 
     def _choose(self) -> None:
         self._key, active = self._recorded.key, self._recorded.active
-        self._wanted = frozenset(point for point in self._all if active[point])
-        self._copy = self._copies.get(self._wanted)
+        self._points = frozenset(point for point in self._all_points if active[point])
+        self._copy = self._copies.get(self._points)
         if self._copy is not None:
             self._recorded.chosen(self._copy)
 
-    def _wait_and_cut(self) -> None:
+    def _count_and_cut(self) -> None:
+        """Counts a replay of the whole graph, and makes a copy after `PATIENCE` of them for the same points."""
         if len(self._replays) > MAX_COUNTED:
             self._replays.clear()
-        self._replays[self._wanted] += 1
-        if self._replays[self._wanted] < PATIENCE:
+        self._replays[self._points] += 1
+        if self._replays[self._points] < PATIENCE:
             return
         try:
-            self._copy = self._copies[self._wanted] = _cut(self, self._graph, self._taps, self._wanted)
-        except Exception as error:  # whatever the bindings at hand raise: the whole graph is right, if slower
+            self._copy = self._copies[self._points] = _cut(self, self._graph, self._taps, self._points)
+        except Exception as error:  # the whole graph does the same, more slowly
             switches.give_up("cut_graphs", error)
-            self._whole = True
+            self._stays_whole = True
             return
         self._recorded.keep(self._copy)
 
 
-def _cut(owner: TappedGraph, graph: torch.cuda.CUDAGraph, taps: list[tuple[Any, int]], wanted: frozenset[int]) -> _Copy:
-    """A copy of a graph without the taps at other points. Raises `RuntimeError` where CUDA does not allow it."""
+def _cut(owner: TappedGraph, graph: torch.cuda.CUDAGraph, taps: list[tuple[Any, int]], points: frozenset[int]) -> _Copy:
+    """A copy of a graph with the taps at `points` only. Raises `RuntimeError` where CUDA does not allow it."""
     runtime = _runtime()
     (clone,) = _done("cudaGraphClone", runtime.cudaGraph_t(init_value=graph.raw_cuda_graph()))
     try:
         for node, point in taps:
-            if point not in wanted:
+            if point not in points:
                 _take_out(clone, _done("cudaGraphNodeFindInClone", node, clone)[0])
         _, nodes = _done("cudaGraphGetNodes", clone)
         (executable,) = _done("cudaGraphInstantiate", clone, 0)
     finally:
         _done("cudaGraphDestroy", clone)
-    return _Copy(owner, wanted, executable, int(nodes))
+    return _Copy(owner, points, executable, int(nodes))
 
 
 def _take_out(graph: Any, node: Any) -> None:
-    """Removes a node; what came after it comes after what came before it."""
+    """Removes a node. The nodes that depended on it then depend on those that it depended on."""
     before = _neighbours("cudaGraphNodeGetDependencies", node)
     after = _neighbours("cudaGraphNodeGetDependentNodes", node)
     _done("cudaGraphDestroyNode", node)
@@ -193,15 +192,16 @@ def _take_out(graph: Any, node: Any) -> None:
 
 
 def _join(graph: Any, earlier: Any, later: Any, edge: Any) -> None:
-    """An edge of the same kind (it may let a kernel begin early), or a plain one where that kind may not be."""
+    """Adds an edge of a kind (which may let a kernel begin early), or a plain one if CUDA refuses that kind."""
     try:
         _done("cudaGraphAddDependencies", graph, [earlier], [later], [edge], 1)
     except RuntimeError:
         _done("cudaGraphAddDependencies", graph, [earlier], [later], None, 1)
 
 
-def _neighbours(question: str, node: Any) -> list[tuple[Any, Any]]:
-    nodes, edges, count = _done(question, node, _MAX_NEIGHBOURS)
+def _neighbours(call: str, node: Any) -> list[tuple[Any, Any]]:
+    """The nodes beside one, with the edges to them."""
+    nodes, edges, count = _done(call, node, _MAX_NEIGHBOURS)
     if count >= _MAX_NEIGHBOURS:
         raise RuntimeError(f"a graph node has {count} neighbours")
     return list(zip(nodes[:count], edges[:count], strict=True))
@@ -229,7 +229,7 @@ def can_cut() -> bool:
 
 
 def _done(name: str, *args: Any) -> tuple[Any, ...]:
-    """What a CUDA call returns. Raises `RuntimeError` for what it refuses."""
+    """The results of a CUDA call. Raises `RuntimeError` if it fails."""
     error, *results = getattr(_runtime(), name)(*args)
     if int(error) != 0:
         raise RuntimeError(f"{name}: {error}")

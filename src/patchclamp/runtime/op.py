@@ -1,7 +1,7 @@
-"""The one custom op, `patchclamp::site`, that every tap calls, and the runtime it finds at work on its thread.
+"""The one custom op, `patchclamp::site`, which every tap calls. It calls the runtime that is at work on its thread.
 
-The op mutates its tensors, so a compiler keeps it in place.  With no runtime at work (profiling, warm-up, an idle
-step) it does nothing.
+The op mutates its tensors, so a compiler keeps it in place.  If no runtime is at work (while vLLM profiles or warms up,
+and in idle steps), it does nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _library.define("site(Tensor(a!) hidden, Tensor(b!)? residual, int point) -> ()"
 
 
 def acting(hidden: torch.Tensor, residual: torch.Tensor | None, point: int) -> None:
-    """What the op does: on its own for taps that no compiler sees."""
+    """What the op does. Taps that no compiler sees call it directly."""
     if _current.runtime is not None:
         _current.runtime.apply(point, hidden, residual)
 
@@ -48,18 +48,17 @@ site = torch.ops.patchclamp.site
 
 
 class _Passing(TorchDispatchMode):
-    """Calls what it is asked about."""
+    """Calls each function unchanged."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args)
 
 
 def shorten(packet: Any) -> bool:
-    """Makes compiled code that runs find `acting` under the op's name, where it looks at every call.
+    """Lets compiled code call `acting` without PyTorch's dispatcher. Returns whether that worked.
 
-    The way through PyTorch's dispatcher takes 2 µs, and 7 where caches are cold, as they are in a step, at each of
-    hundreds of taps.  Whoever else looks finds the op.  Where PyTorch does not allow it, everybody does, and the answer
-    is False.
+    Compiled code looks the op up by its name at every call.  While it runs, it finds `acting` there; everybody else
+    finds the op.  The dispatcher takes 2 µs, and 7 where caches are cold, as in a step, at each of hundreds of taps.
     """
     if not switches.enabled("op_class"):
         return False
@@ -72,12 +71,12 @@ def shorten(packet: Any) -> bool:
             def default(self) -> Any:
                 return acting if _current.compiled else op
 
-        with _Passing():  # PyTorch looks the op up by its name once, when a mode first meets it, and remembers it
+        with _Passing():  # a mode looks the op up by its name when it first meets it, and remembers it
             op(torch.zeros(1), None, 0)
         packet.__class__ = Packet
         if packet.default is not op:
             raise TypeError("the op is not found under its name")
-    except Exception as error:  # whatever another PyTorch raises
+    except Exception as error:  # of another PyTorch
         with suppress(Exception):
             packet.__class__ = stock
         switches.give_up("op_class", error)
@@ -89,17 +88,20 @@ shorten(site)
 
 
 class at_work:
-    """Taps on this thread act for `runtime` within; `compiled`: all that runs there was compiled before, and nothing is
-    traced or compiled (Dynamo would not know what it finds)."""
+    """A context in which taps on this thread call `runtime`.
 
-    __slots__ = ("_before", "_now")
+    compiled: all code that runs there was compiled before; nothing may be traced or compiled (Dynamo does not know
+        what `shorten` puts in the op's place)
+    """
+
+    __slots__ = ("_before", "_within")
 
     def __init__(self, runtime: AtWork, compiled: bool = False) -> None:
-        self._now = runtime, compiled
+        self._within = runtime, compiled
 
     def __enter__(self) -> None:
         self._before = _current.runtime, _current.compiled
-        _current.runtime, _current.compiled = self._now
+        _current.runtime, _current.compiled = self._within
 
     def __exit__(self, *error: object) -> None:
         _current.runtime, _current.compiled = self._before

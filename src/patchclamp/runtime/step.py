@@ -1,4 +1,4 @@
-"""How a step is carried out where the model is: on the host, or (`runtime.cuda`) on a CUDA device."""
+"""What carries out a step where the model is: `HostStep` on the CPU, `runtime.cuda.CudaStep` on a CUDA device."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ from patchclamp.store.host_memory import HostBlock
 
 
 class Step(Protocol):
-    """`unit`: what captured rows are measured in; `recording`: every tap launches, for a graph is being recorded;
-    `code`: runs that of a number on rows [n, W] at a point and at positions [n], and gives None if it failed."""
+    """What the runtime needs of either.
+
+    unit: the sizes of captured numbers in plans, `NUMBERS` or `BYTES`
+    recording: whether a graph is being recorded, so that every tap launches
+    code: runs the code of a number on rows [n, W] at a point and at positions [n]; returns None if it failed
+    """
 
     unit: np.ndarray
     recording: bool
@@ -25,7 +29,7 @@ class Step(Protocol):
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes held on the device beside the bank, by what they are for."""
+        """Bytes held on the device beside the bank, by their purpose."""
         ...
 
     def begin(self, plan: StepPlan, batch: Batch, steps: int) -> None:
@@ -35,11 +39,12 @@ class Step(Protocol):
     def apply(
         self, point: int, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, sampled: bool
     ) -> np.ndarray | None:
-        """Carries a point out; returns the slots whose edits were not written because they are not finite, if known."""
+        """Carries out the plan at a point. Returns the slots whose edits were not finite, and so not written; or None,
+        if `failed` will tell."""
         ...
 
     def end(self, plan: StepPlan) -> BufferSlice | ScatteredSlices | None:
-        """Where what was captured lies, if anything was."""
+        """Where the step's captures lie, if there are any."""
         ...
 
     def prepare(self) -> None:
@@ -47,25 +52,25 @@ class Step(Protocol):
         ...
 
     def flush(self) -> None:
-        """Returns when all that `end` gave can be read."""
+        """Returns when all captures can be read."""
         ...
 
     def close(self) -> None:
-        """Stops what runs beside the steps; none follows."""
+        """Stops the threads beside the steps. No step follows."""
         ...
 
     def failed(self) -> list[tuple[int, int]]:
-        """Slots whose program's edits were not finite and not written, where `apply` did not tell, and at which point;
-        of steps whose results have arrived."""
+        """The slots whose edits were not finite, and so not written, each with the point, of steps whose results have
+        arrived; without those that `apply` returned."""
         ...
 
 
 class HostStep:
-    """On the CPU: rows are kept in one fp32 buffer a step."""
+    """Steps on the CPU. Captured rows are kept in one fp32 buffer a step."""
 
     unit, recording = NUMBERS, False
     code: fused.CodeRunner | None = None
-    token_of_row: torch.Tensor | None = None  # the engine's own, of every row of the step at hand
+    token_of_row: torch.Tensor | None = None  # the engine's token ids of the step's rows, [R]
 
     @property
     def memory(self) -> dict[str, int]:
@@ -76,7 +81,7 @@ class HostStep:
 
     def begin(self, plan: StepPlan, batch: Batch, steps: int) -> None:
         self._plan = plan.advanced(steps) if steps else plan
-        self._kept = torch.empty(plan.size, device=self._bank.data.device)
+        self._captures = torch.empty(plan.size, device=self._bank.data.device)
         self._last_rows = batch.row + batch.count - 1
 
     def apply(
@@ -86,11 +91,11 @@ class HostStep:
         token_R = self.token_of_row
         if token_R is not None and sampled:
             token_R = token_R[torch.from_numpy(self._last_rows).to(token_R.device)]
-        arguments = (rows, point, self._table, self._plan, self._bank.data, self._kept, token_R, self.code)
+        arguments = (rows, point, self._table, self._plan, self._bank.data, self._captures, token_R, self.code)
         return fused.apply(hidden_RW, residual_RW, *arguments)
 
     def end(self, plan: StepPlan) -> BufferSlice | ScatteredSlices | None:
-        return BufferSlice(HostBlock(self._kept.cpu().view(torch.uint8)), 0) if plan.size else None
+        return BufferSlice(HostBlock(self._captures.cpu().view(torch.uint8)), 0) if plan.size else None
 
     def prepare(self) -> None:
         return None

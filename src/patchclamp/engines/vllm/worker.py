@@ -124,7 +124,7 @@ class Attached:
         step.code = runtime.run_code
         self._most_kept = step.max_graph_bytes
         compat.count_memory(runner, runtime.bank.data.nbytes + step.bytes)
-        watch = Watch(step.buffers) if addresses.wanted() else None
+        watch = Watch(step.buffers) if addresses.checked() else None
         self._graphs = Graphs(limits.active_sizes, self.recording, step.recorded.tapped, step.recorded.forget, watch)
 
     def at_work(self) -> Any:
