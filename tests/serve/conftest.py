@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -23,6 +24,8 @@ KEYS = ("one-key", "another-key")
 OPTIONS = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 32, "block_size": 32,
            "kv_cache_memory_bytes": 1 << 26}  # fmt: skip
 STARTS_WITHIN_S = 240
+LIMITS = {"openai_body_bytes": 1 << 22, "body_bytes": 1 << 21, "json_bytes": 1 << 20, "program_ops": 64,
+          "program_captures": 32, "bank_names": 8, "bank_bytes": 1 << 20}  # fmt: skip
 
 
 class Server:
@@ -38,7 +41,10 @@ class Server:
         return httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {key}"}, timeout=120)
 
 
-def start(model: str, log: Path, *options: str, command: tuple[str, ...] = ("-m", "patchclamp", "serve")) -> Server:
+def start(
+    model: str, log: Path, *options: str, command: tuple[str, ...] = ("-m", "patchclamp", "serve"),
+    environment: dict[str, str] | None = None,
+) -> Server:  # fmt: skip
     """Starts a server and waits until it answers."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -46,7 +52,9 @@ def start(model: str, log: Path, *options: str, command: tuple[str, ...] = ("-m"
     given = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
     words = [sys.executable, *command, model, *given, "--enforce-eager", "--host=127.0.0.1", f"--port={port}", *options]
     with log.open("w") as out:
-        process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            words, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=os.environ | (environment or {})
+        )
     server = Server(f"http://127.0.0.1:{port}", model, process, log)
     end = time.monotonic() + STARTS_WITHIN_S
     while time.monotonic() < end and process.poll() is None:
@@ -78,7 +86,8 @@ def model(smollm2, tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def server(model, tmp_path_factory) -> Iterator[Server]:
-    made = start(model, tmp_path_factory.mktemp("log") / "server.log", "--api-key", *KEYS)
+    config = f"--additional-config={json.dumps({'patchclamp': {'serve': LIMITS}})}"
+    made = start(model, tmp_path_factory.mktemp("log") / "server.log", config, "--api-key", *KEYS)
     yield made
     stop(made)
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from patchclamp.engines.base import Answer, Request
+from patchclamp.engines.vllm.compat.front import http_error
 from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.plan import Prompt
 from patchclamp.plan.bindings import Bindings
@@ -20,35 +21,45 @@ from patchclamp.serve.plugin import NAMES
 
 
 def edited(client: Any, stock: Any, prompt: Any, params: Any, request_id: str, **others: Any) -> AsyncIterator[Any]:
-    """vLLM's `generate`, with a program. Called in the order of an HTTP request's prompts."""
+    """vLLM's `generate`, with a program. Called in the order of an HTTP request's prompts.
+
+    On a route of vLLM's own an error is vLLM's, with our status; what is wrong as written is raised at once.
+    """
     call = current.get()
-    number = None if call is None else call.next_prompt()
-    return _noting_errors(_edited(client, stock, prompt, params, request_id, call, number, others), call)
+    if call is not None:
+        number = call.next_prompt()
+        return _noting_errors(_edited(client, stock, prompt, params, request_id, call, number, others), call)
+    try:
+        call = _stock_call(front_of(client), params, request_id)
+    except PatchclampError as error:
+        raise http_error(str(error), error.status) from error
+    return _as_vllm_errors(_edited(client, stock, prompt, params, request_id, call, 0, others))
 
 
-async def _noting_errors(outputs: AsyncIterator[Any], call: Call | None) -> AsyncIterator[Any]:
+async def _noting_errors(outputs: AsyncIterator[Any], call: Call) -> AsyncIterator[Any]:
     try:
         async for output in outputs:
             yield output
     except PatchclampError as error:
-        if call is not None:
-            call.error = error
+        call.error = error
         raise
 
 
+async def _as_vllm_errors(outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    try:
+        async for output in outputs:
+            yield output
+    except PatchclampError as error:
+        raise http_error(str(error), error.status) from error
+
+
 async def _edited(
-    client: Any, stock: Any, prompt: Any, params: Any, request_id: str, call: Call | None, number: int | None,
-    others: dict[str, Any],
+    client: Any, stock: Any, prompt: Any, params: Any, request_id: str, call: Call, number: int, others: dict[str, Any]
 ) -> AsyncIterator[Any]:  # fmt: skip
     front = front_of(client)
     await front.ready()
-    extra = dict(params.extra_args or {})
+    extra = params.extra_args or {}
     params.extra_args = {name: value for name, value in extra.items() if name not in NAMES} or None
-    if call is None:
-        await front.hear()
-        call, number = of_extra_args(extra, OPEN, front.kept), 0
-        _check_stock_route(front, call, params, request_id)
-    assert number is not None
     if not call.program:
         async for output in stock(prompt, params, request_id, **others):
             yield output
@@ -61,6 +72,13 @@ async def _edited(
         if output.finished and not call.on_own_route:
             output.kv_transfer_params = {"patchclamp": await call.answer(front.kept)}
         yield output
+
+
+def _stock_call(front: Front, params: Any, request_id: str) -> Call:
+    """What the `extra_args` of a request ask for that came by a route of vLLM's own."""
+    call = of_extra_args(dict(params.extra_args or {}), OPEN, front.kept)
+    _check_stock_route(front, call, params, request_id)
+    return call
 
 
 def _check_stock_route(front: Front, call: Call, params: Any, request_id: str) -> None:

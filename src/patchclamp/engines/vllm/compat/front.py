@@ -6,6 +6,7 @@ import asyncio
 import functools
 import uuid
 from collections.abc import AsyncIterator, Callable
+from http import HTTPStatus
 from typing import Any
 
 from patchclamp.engines.vllm.compat.configuration import KEY, enabled
@@ -90,6 +91,14 @@ def tell_cores(client: Any, method: str, *args: Any, only: int | None = None) ->
 def tables_of_client(client: Any) -> dict[str, list[Any]]:
     """`tables_of` the client's output processor."""
     return tables_of(client.output_processor)
+
+
+def http_error(message: str, status: int) -> Exception:
+    """An error that vLLM's own routes answer with a status; before 0.32 with 400."""
+    from vllm import exceptions
+
+    kind = getattr(exceptions, "GracefulHTTPError", None)
+    return ValueError(message) if kind is None else kind(message, HTTPStatus(status))
 
 
 def verdict_in(output: Any) -> tuple[str, Any] | None:

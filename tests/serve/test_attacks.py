@@ -1,0 +1,214 @@
+"""Requests that mean harm: every one is refused with its own status, none costs the server its life or its memory."""
+
+from __future__ import annotations
+
+import base64
+import json
+import socket
+
+import httpx
+import msgspec
+import numpy as np
+import psutil
+import pytest
+from safetensors.numpy import save
+
+import patchclamp as pc
+from patchclamp.engines import wire
+from patchclamp.engines.carried import Carried
+from patchclamp.plan.bind import vector_key
+from patchclamp.plan.bound import BoundOp, BoundProgram, Linear, PositionRange
+from tests.attacks.requests import FILES, NUMBERS, OBJECTS
+
+from .conftest import KEYS, LIMITS
+from .test_openai import PROMPT, VECTOR, complete
+
+JSON = {"Content-Type": "application/json"}
+named = pytest.mark.parametrize("attack", [*FILES, *NUMBERS], ids=lambda attack: attack.name)
+
+
+@pytest.fixture
+def http(server):
+    with server.http() as client:
+        yield client
+
+
+def message(response: httpx.Response) -> str:
+    return response.json()["error"]["message"]
+
+
+@named
+def test_a_body_that_lies_is_refused(http, attack):
+    headers = JSON if attack in NUMBERS else {}
+    response = http.put(attack.path, content=attack.body, headers=headers)
+    assert response.status_code in attack.statuses, response.text[:500]
+    assert len(message(response)) <= 2000
+    assert http.get(attack.path).status_code == 404
+
+
+@pytest.mark.parametrize("attack", OBJECTS, ids=lambda attack: attack.name)
+@pytest.mark.parametrize("way", ["an object", "text"])
+def test_an_object_that_lies_is_refused(server, http, attack, way):
+    plain = {"model": server.model, "prompt": PROMPT, "max_tokens": 1}
+    if way == "an object":
+        body = json.dumps(plain)[:-1].encode() + b', "patchclamp": ' + attack.body + b"}"
+    else:
+        body = json.dumps({**plain, "vllm_xargs": {"patchclamp": attack.body.decode()}}).encode()
+    response = http.post("/v1/completions", content=body, headers=JSON)
+    assert response.status_code in attack.statuses, response.text[:500]
+    if response.status_code != 200:
+        assert len(message(response)) <= 2000
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["..", "%2e%2e", "..%2f..%2fetc%2fpasswd", "a%2fb", "a%00b", "%ff", "a%20b", "a:b", "x" * 65, "%2e", "~", "a\\b"],
+)
+@pytest.mark.parametrize("kind", ["vectors", "programs", "runs"])
+def test_a_name_cannot_leave_its_folder(server, kind, name):
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as raw:  # as it is, not tidied
+        head = f"PUT /v1/patchclamp/{kind}/{name} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEYS[0]}\r\n"
+        raw.sendall(
+            f"{head}Content-Type: application/json\r\nContent-Length: 3\r\nConnection: close\r\n\r\n[1]".encode()
+        )
+        status = int(raw.recv(1 << 16).split()[1])
+    assert status in (400, 404, 405)
+
+
+def send(server, head: str, *chunks: bytes, most: int = 1 << 30) -> tuple[int, int]:
+    """A response's status, and how many bytes of the body were sent by then."""
+    sent = 0
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as raw:
+        raw.sendall(f"{head} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEYS[0]}\r\n".encode() + chunks[0])
+        raw.settimeout(0.01)
+        while sent < most:
+            try:
+                return int(raw.recv(1 << 16).split()[1]), sent
+            except TimeoutError:
+                pass
+            raw.settimeout(60 if len(chunks) == 1 else 0.001)
+            for chunk in chunks[1:]:
+                try:
+                    raw.sendall(chunk)
+                    sent += len(chunk)
+                except (BrokenPipeError, ConnectionResetError, TimeoutError):
+                    raw.settimeout(30)
+        raise AssertionError("no answer")
+
+
+@pytest.mark.parametrize(
+    ("head", "limit"),
+    [
+        ("PUT /v1/patchclamp/vectors/x", "body_bytes"), ("PUT /v1/patchclamp/programs/x", "json_bytes"),
+        ("POST /v1/completions", "openai_body_bytes"), ("POST /v1/chat/completions", "openai_body_bytes"),
+    ],
+)  # fmt: skip
+def test_a_body_over_the_limit_is_refused_before_it_is_read(server, head, limit):
+    kind = b"" if limit == "body_bytes" else b"Content-Type: application/json\r\n"
+    said, sent = send(server, head, kind + f"Content-Length: {1 << 40}\r\n\r\n".encode())
+    assert (said, sent) == (413, 0)
+    chunk = b"10000\r\n" + b" " * (1 << 16) + b"\r\n"
+    said, sent = send(server, head, kind + b"Transfer-Encoding: chunked\r\n\r\n", chunk, most=1 << 26)
+    assert said == 413
+    assert sent < LIMITS[limit] + (1 << 24)  # with what lay in sockets on the way
+
+
+def test_packed_bodies_are_not_unpacked(http):
+    response = http.put("/v1/patchclamp/vectors/x", content=b"\x1f\x8b", headers={"Content-Encoding": "gzip"})
+    assert response.status_code == 400
+    assert "Content-Encoding" in message(response)
+
+
+@pytest.mark.parametrize("key", [None, "", "Bearer", "Bearer nobody", "Basic one-key", "one-key"])
+def test_without_a_key_nothing_of_ours_answers(server, key):
+    headers = {} if key is None else {"Authorization": key}
+    with httpx.Client(base_url=server.url, headers=headers) as stranger:
+        paths = stranger.get("/openapi.json").json()["paths"]
+        ours = [(path, method) for path, methods in paths.items() for method in methods if "patchclamp" in path]
+        assert len(ours) >= 12
+        for path, method in [*ours, ("/v1/completions", "post"), ("/v1/models", "get")]:
+            assert stranger.request(method, path.replace("{name}", "x").replace("{run}", "x")).status_code == 401
+
+
+def test_routes_of_vllm_that_are_open_carry_no_program(server, http):
+    """`/invocations` runs the model for anybody, with a key or without."""
+    body = {"model": server.model, "prompt": PROMPT, "max_tokens": 2, "temperature": 0}
+    assert httpx.post(f"{server.url}/invocations", json=body).status_code == 200
+    for xargs in ({"fuzz_strength": 1.0}, {"patchclamp": '{"capture": [{"type": "capture", "at": "embed"}]}'}):
+        response = httpx.post(f"{server.url}/invocations", json={**body, "vllm_xargs": xargs})
+        assert response.status_code == 400
+        assert "programs go through /v1/completions" in message(response)
+
+
+def test_a_bank_is_bounded_and_says_so(http):
+    try:
+        for i in range(LIMITS["bank_names"]):
+            assert http.put(f"/v1/patchclamp/vectors/v{i}", json=[1.0]).status_code == 200
+        full = http.put("/v1/patchclamp/vectors/more", json=[1.0])
+        assert full.status_code == 429
+        assert "limit bank_names" in message(full)
+        large = http.put("/v1/patchclamp/vectors/v0", content=save({"x": np.zeros((1, 1 << 18), np.float32)}))
+        assert large.status_code == 429
+        assert "limit bank_bytes" in message(large)
+    finally:
+        for i in range(LIMITS["bank_names"]):
+            http.delete(f"/v1/patchclamp/vectors/v{i}")
+
+
+def bound(owner: str, **fields) -> tuple[bytes, str]:
+    """A batch of one request with a bound op of our making, and its run."""
+    key, run = vector_key(pc.Vector.of(VECTOR)), f"{owner}-attack-{len(fields)}"
+    op = BoundOp("edits[0]", Linear(1.0, 1.0), (1,), (key,), (PositionRange(0, 3),), True)
+    op = msgspec.structs.replace(op, **{name: value for name, value in fields.items() if name != "sizes"})
+    carried = Carried(BoundProgram(run, 3, (op,)), fields.get("sizes", {key: (1, 576)}))
+    request = wire.WireRequest(run, [1, 2, 3], 2, msgspec.msgpack.encode(carried), [key])
+    return msgspec.msgpack.encode(wire.Batch([request], save({key: fields.get("rows", VECTOR)[None]}))), run
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"points": (100_000,)}, {"columns": 100 | 5000 << 16}, {"ranges": (PositionRange(0, 1 << 40),)},
+        {"ranges": (PositionRange(0, 1, 50),)}, {"values": ()}, {"reaches_cache": False}, {"sizes": {}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_bound_program_of_no_binder_is_refused(http, fields):
+    info = msgspec.msgpack.decode(http.get("/v1/patchclamp/engine/info").content)
+    body, _ = bound(info["owner"], **fields)
+    response = http.post("/v1/patchclamp/engine/run", content=body)
+    assert response.status_code == 400, response.text
+    assert "no binder makes this" in message(response)
+    good, _ = bound(info["owner"])
+    answered = http.post("/v1/patchclamp/engine/run", content=good)
+    assert answered.status_code == 200
+    assert b"error" not in answered.content
+
+
+def test_a_vector_cannot_take_the_name_of_another(http):
+    info = msgspec.msgpack.decode(http.get("/v1/patchclamp/engine/info").content)
+    body, _ = bound(info["owner"])
+    honest, key = msgspec.msgpack.decode(body), vector_key(pc.Vector.of(VECTOR))
+    lie = {**honest, "vectors": save({key: -VECTOR[None]})}
+    response = http.post("/v1/patchclamp/engine/run", content=msgspec.msgpack.encode(lie))
+    assert response.status_code == 400
+    assert "not the hash of its content" in message(response)
+
+
+def memory(server) -> int:
+    return psutil.Process(server.process.pid).memory_info().rss
+
+
+def test_hostile_requests_leave_no_memory_behind(server, http):
+    def attack() -> None:
+        for each in (*FILES, *NUMBERS):
+            http.put(each.path, content=each.body, headers=JSON if each in NUMBERS else {})
+
+    attack()
+    before = memory(server)
+    for _ in range(5):
+        attack()
+    assert memory(server) - before < 32 << 20
+    rows = base64.b64encode(VECTOR.tobytes()).decode()
+    ok = {"edits": [{"type": "add", "at": "resid_post[3]", "value": {"type": "vector", "shape": [576], "data": rows}}]}
+    assert complete(server, {"patchclamp": ok}).choices[0].text != complete(server).choices[0].text
