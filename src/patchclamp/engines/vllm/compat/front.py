@@ -94,11 +94,11 @@ def tables_of_client(client: Any) -> dict[str, list[Any]]:
 
 
 def http_error(message: str, status: int) -> Exception:
-    """An error that vLLM's own routes answer with a status; before 0.32 with 400."""
-    from vllm import exceptions
-
-    kind = getattr(exceptions, "GracefulHTTPError", None)
-    return ValueError(message) if kind is None else kind(message, HTTPStatus(status))
+    """An error that vLLM's own routes answer with a status, or with 400 where a version lacks such errors."""
+    exceptions, _ = require("errors")
+    if not hasattr(exceptions, "GracefulHTTPError"):
+        return ValueError(message)
+    return exceptions.GracefulHTTPError(message, HTTPStatus(status))
 
 
 def verdict_in(output: Any) -> tuple[str, Any] | None:

@@ -64,6 +64,8 @@ SEAMS: dict[str, Seam] = {
              called="engine_core"),
         Seam("clean up", "vllm.v1.engine.core:cleanup_dist_env_and_memory", "shut down one engine of several"),
         Seam("workspace", "vllm.v1.worker.workspace:reset_workspace_manager", "shut down one engine of several"),
+        Seam("errors", "vllm.exceptions", "have vLLM's routes answer with a status", has="GracefulHTTPError?",
+             called="exceptions"),
         # configuration
         Seam("configuration", "vllm.config:VllmConfig", "know how an engine is set up",
              called="vllm_config _config uncompiled",
