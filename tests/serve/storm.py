@@ -34,7 +34,7 @@ class Storm:
 
     def __init__(self, url: str, model: str, key: str | None, seed: int) -> None:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        limits = httpx.Limits(max_connections=None)
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=2)  # the server's is five seconds
         self.http = httpx.AsyncClient(base_url=url, headers=headers, timeout=300, limits=limits)
         self.model, self.random = model, random.Random(seed)
         self.alone: dict[tuple[str, str], str] = {}

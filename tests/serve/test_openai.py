@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import time
 
 import numpy as np
 import openai
@@ -167,3 +168,21 @@ def test_an_edit_that_overflows_fails_its_request_alone(server):
         complete(server, program([pc.Scale(3e38, at=pc.resid_post[1]), pc.Scale(3e38, at=pc.resid_post[1])]))
     assert caught.value.status_code == 500
     assert complete(server).choices[0].text
+
+
+def test_a_client_that_leaves_leaves_nothing(server):
+    """Whenever it leaves: the server says nothing of an error, and frees what ran for it."""
+    log = server.log.read_text()
+    for wait_s in (0.01, 0.05, 0.1, 0.3, 0.6):
+        with pytest.raises(openai.APITimeoutError):
+            server.openai().with_options(timeout=wait_s).completions.create(
+                model=server.model, prompt=PROMPT, max_tokens=400, extra_body=program([STEERED], CAPTURED)
+            )
+    assert complete(server, program([STEERED])).choices[0].text
+    with server.http() as http:
+        end = time.monotonic() + 20
+        while http.get("/v1/patchclamp/engine/status").json()["captured_bytes"] and time.monotonic() < end:
+            time.sleep(0.05)
+        assert http.get("/v1/patchclamp/engine/status").json()["captured_bytes"] == 0
+        assert http.get("/v1/patchclamp/runs").json() == {"runs": []}
+    assert "Traceback" not in server.log.read_text()[len(log) :]

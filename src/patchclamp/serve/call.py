@@ -66,7 +66,7 @@ class Call:
         self.keep, self.compare = bool(data.get("keep", self.name is not None)), bool(data.get("compare", False))
         self.runs: dict[int, tuple[str, Run]] = {}
         self.error: PatchclampError | None = None
-        self._prompts = 0
+        self._prompts, self._is_answered = 0, False
 
     def next_prompt(self) -> int:
         """The number of the next prompt that vLLM's route asks for."""
@@ -88,12 +88,19 @@ class Call:
                 await asyncio.to_thread(self._run_answer, choice, *self.runs[choice]) for choice in sorted(self.runs)
             ],
         }
+        self._is_answered = True
         if self.variant is not None:
             answer["variant"] = {"name": self.variant.name, "edits": len(self.variant.program.edits)}
         for name, run in self.runs.values():
             if not self.keep and self._goes_along(run):
                 kept.let_go(self.owner, name, run)
         return answer
+
+    def leave(self, kept: Kept) -> None:
+        """Frees what nobody will ask for: the client is gone, or has an error in place of the answer."""
+        if not self._is_answered and not self.keep:
+            for name, run in self.runs.values():
+                kept.let_go(self.owner, name, run)
 
     def _goes_along(self, run: Run) -> bool:
         """Whether a run's captures are in the response."""

@@ -68,8 +68,13 @@ def _with_programs(stock: Endpoint) -> Endpoint:
             response = await _called(call, stock(request=request, raw_request=raw_request))
             if isinstance(response, StreamingResponse):
                 return await _streamed(response, call, front)
-            return await _whole(response, call, front, None if twin is None else await twin)
+            twin_body = None if twin is None else await twin
+            if response is None or (twin is not None and twin_body is None):  # the client is gone
+                call.leave(front.kept)
+                return response
+            return await _whole(response, call, front, twin_body)
         except PatchclampError as error:
+            call.leave(front.kept)
             raise error if call.variant is None else call.variant.said_of(error) from None
         finally:
             if twin is not None:
@@ -115,10 +120,10 @@ async def _called(call: Call | None, response: Awaitable[Response]) -> Response:
 
 
 async def _twin(stock: Endpoint, request: Any, raw_request: Request) -> Any:
-    """The unedited answer."""
+    """The unedited answer; None: the client is gone."""
     plain = request.model_copy(update={"vllm_xargs": None})
     response = await contextvars.copy_context().run(lambda: stock(request=plain, raw_request=raw_request))
-    return json.loads(bytes(response.body))
+    return None if response is None else json.loads(bytes(response.body))
 
 
 async def _whole(response: Response, call: Call, front: Front, twin: Any) -> Response:
@@ -145,19 +150,22 @@ async def _streamed(response: StreamingResponse, call: Call, front: Front) -> Re
     async def body() -> AsyncIterator[Any]:
         last: dict[str, Any] = {}
         chunk = first
-        while chunk is not None:
-            text = chunk if isinstance(chunk, str) else bytes(chunk).decode()
-            if call.variant is not None:
-                text = chunk = _of_model(text, call.variant.asked)
-            if text.startswith("data: [DONE]"):
-                if call.error is None:
-                    answer = await call.answer(front.kept)
-                    yield f"data: {json.dumps({**last, 'choices': [], 'patchclamp': answer})}\n\n"
-            elif text.startswith("data: {") and not last:
-                whole = json.loads(text[6:])
-                last = {name: whole[name] for name in ("id", "object", "created", "model") if name in whole}
-            yield chunk
-            chunk = await anext(chunks, None)
+        try:
+            while chunk is not None:
+                text = chunk if isinstance(chunk, str) else bytes(chunk).decode()
+                if call.variant is not None:
+                    text = chunk = _of_model(text, call.variant.asked)
+                if text.startswith("data: [DONE]"):
+                    if call.error is None:
+                        answer = await call.answer(front.kept)
+                        yield f"data: {json.dumps({**last, 'choices': [], 'patchclamp': answer})}\n\n"
+                elif text.startswith("data: {") and not last:
+                    whole = json.loads(text[6:])
+                    last = {name: whole[name] for name in ("id", "object", "created", "model") if name in whole}
+                yield chunk
+                chunk = await anext(chunks, None)
+        finally:
+            call.leave(front.kept)
 
     return StreamingResponse(body(), media_type="text/event-stream")
 
