@@ -148,8 +148,8 @@ class Run:
 
     @property
     def idle_edits(self) -> list[str]:
-        """Paths of the edits that acted on no row, such as "edits[0]", in order: their tokens never came, or were to
-        come after the end. It is worked out from the run's token ids, and exact."""
+        """Paths of the edits that acted on no row, such as "edits[0]", in order: none of their tokens came before the
+        run ended. The run's token ids tell it exactly."""
         tokens = np.array([*self.prompt_token_ids, *self.token_ids][: self._positions], np.int64)
         acted: dict[str, bool] = {}
         for op in self._ops:
@@ -158,16 +158,17 @@ class Run:
         return [path for path, did in acted.items() if not did]
 
     def _acted(self, op: BoundOp, tokens: np.ndarray) -> bool:
-        """Whether an op had a row among positions of such tokens."""
+        """Whether an op acted on any of the positions of these tokens."""
         for start, stop, _, _ in op.ranges:
-            here = tokens[start:stop]
-            condition = op.condition
-            if len(here) and (not condition or (np.isin(here, self._ids_of[condition.ids]) != condition.others).any()):
+            chosen, condition = tokens[start:stop], op.condition
+            if condition is not None:
+                chosen = chosen[np.isin(chosen, self._ids_of[condition.ids]) != condition.others]
+            if len(chosen):
                 return True
         return False
 
     def close(self) -> None:
-        """Lets the captures go now."""
+        """Frees the captures now."""
         self.closed = True
         self._prefetched.clear()
         self._release()
@@ -210,12 +211,12 @@ class Run:
 
     @property
     def _captured(self) -> dict[int, np.ndarray]:
-        """Positions captured at each point, were every token generated that was asked for."""
+        """The positions that are captured at each point if the run generates `max_tokens`."""
         return self._bound.captured if self._bound is not None else {}
 
     @functools.cached_property
     def _captures_at(self) -> dict[int, list[int]]:
-        """Of each captured point the ops that capture it, by their places in the bound program."""
+        """The ops that capture each point, by their numbers in the bound program."""
         captures: dict[int, list[int]] = {}
         for ordinal, op in enumerate(self._ops):
             for point in op.points if op.kind == CAPTURE else ():
@@ -224,11 +225,11 @@ class Run:
 
     @functools.cached_property
     def _capture_of_path(self) -> dict[str, int]:
-        """The `Capture` at each path, by its place in the bound program."""
+        """The number, in the bound program, of the `Capture` at each path."""
         return {op.path: ordinal for ordinal, op in enumerate(self._ops) if op.kind == CAPTURE}
 
     def _computed(self, positions: np.ndarray) -> np.ndarray:
-        """Of ascending positions those that came to be."""
+        """Those of ascending positions that were computed."""
         return positions[: np.searchsorted(positions, self._positions)]
 
     def _fetch(self, site: Site | str) -> tuple[np.ndarray, torch.Tensor | np.ndarray]:
@@ -250,7 +251,7 @@ class Run:
 
     def _op(self, path: str) -> SiteOp:
         """The op of the program at a path."""
-        op = next(op for known, op in self.program.ops if known == path)
+        op = dict(self.program.ops)[path]
         assert isinstance(op, SiteOp)
         return op
 
@@ -269,7 +270,7 @@ class Run:
         return positions, rows if dtypes == {"float32"} or len(dtypes) > 1 else _cast(rows, dtypes.pop())
 
     def _matching(self, point: int, ordinal: int, name: str) -> tuple[np.ndarray, torch.Tensor | np.ndarray]:
-        """What one op captured, of the tokens that it selects, which are known now."""
+        """The rows that one op captured, without those whose tokens, now known, it does not select."""
         positions, rows = self._stored(point, ordinal, name)
         op = self._ops[ordinal]
         if not _conditional(op):
@@ -278,20 +279,20 @@ class Run:
         return positions[selected], rows[selected]
 
     def _stored(self, point: int, ordinal: int | None, name: str) -> tuple[np.ndarray, torch.Tensor | np.ndarray]:
-        """What the engine has of an op, or of all, at a point, of the positions that came to be."""
-        wanted = self._captured[point] if ordinal is None else position_array(self._ops[ordinal].ranges)
-        wanted = self._computed(wanted)
+        """What the engine has of an op, or of all, at a point, at the positions that were computed."""
+        planned = self._captured[point] if ordinal is None else position_array(self._ops[ordinal].ranges)
+        expected = self._computed(planned)
         if (point, ordinal) not in self._prefetched:
             self._prefetch(point, ordinal)
         positions, rows = self._prefetched.pop((point, ordinal))
         count = len(self._computed(positions))
         positions, rows = positions[:count], rows[:count]
-        if not np.array_equal(positions, wanted):
-            raise PatchclampError(f"{name}: {len(wanted)} positions were asked for and {count} were captured")
+        if not np.array_equal(positions, expected):
+            raise PatchclampError(f"{name}: {len(expected)} positions were asked for and {count} were captured")
         return positions, rows
 
     def _prefetch(self, point: int, ordinal: int | None) -> None:
-        """Asks the engine for what is read now and, where that is little, for what else there is to read."""
+        """Fetches what is read now, and if the run captured little, all else that it captured."""
         points = list(self._captured) if self.captured_bytes <= MAX_PREFETCH_BYTES else []
         keys = [(point, ordinal), *(key for key in self.unread(points) if key != (point, ordinal))]
         wanted: list[Wanted] = [(self.key, *key) for key in keys]

@@ -77,7 +77,7 @@ def check_nothing_left(lm: pc.LM) -> None:
     if not engine.remote:
         attached, admission, admitting = worker(lm), admission_of(lm), engine_core(lm).patchclamp
         kept = [attached._settled, attached.runtime._errors, attached.runtime._admitted, admission.errors,
-                admission._capturing, engine_core(lm).scheduler.requests, admitting._ended, admitting._held]  # fmt: skip
+                admission._capturing, engine_core(lm).scheduler.requests, admitting._ended, admitting._withheld]  # fmt: skip
         assert [len(held) for held in kept] == [0] * len(kept)
 
 

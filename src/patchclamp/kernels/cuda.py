@@ -373,19 +373,19 @@ def site(
     rows, width = hidden_RW.shape
     other, coded = hidden_RW if residual_RW is None else residual_RW, phase is not None
     at, beside, row, other_row = hidden_RW.data_ptr(), other.data_ptr(), hidden_RW.stride(0), other.stride(0)
-    rest = row, other_row, width, kept.data_ptr() - kept_begin, point, phase or 0
+    numbers = row, other_row, width, kept.data_ptr() - kept_begin, point, phase or 0
     # all that Triton specialises a kernel on; launched by it, a kernel costs the host less than half the time
     key = (hidden_RW.dtype, other.dtype, row, other_row, width, residual_RW is not None, sampled, coded, at % 16,
            beside % 16)  # fmt: skip
     launch = tables.ready.get(key)
     if launch is not None:
-        launch(rows, at, beside, *rest)
+        launch(rows, at, beside, *numbers)
         return
     read, options = [getattr(tables, name) for name in READ], launched(width, residual_RW is not None, sampled)
     same, options = (tables.bad_address, tables.points), options | {"CODE": coded} | _early()
-    kernel = _site[rows,](*read, *same, hidden_RW, other, *rest, **options)
+    kernel = _site[rows,](*read, *same, hidden_RW, other, *numbers, **options)
     if kernel is not None:  # Triton's interpreter has none
-        same, constants = (*(each.data_ptr() for each in read), *same), tuple(options[name] for name in CONSTANTS)
+        same, constants = (*(table.data_ptr() for table in read), *same), tuple(options[name] for name in CONSTANTS)
         tables.ready[key] = relauncher(kernel, same, constants, hidden_RW.device.index)
 
 

@@ -143,11 +143,11 @@ def _edit(
 def _match(token_A: torch.Tensor, records: np.ndarray, bank_B: torch.Tensor) -> np.ndarray:
     """Whether each token meets its record's condition."""
     matches = np.zeros(len(records), bool)
-    conditions, which = np.unique(records[["value", "step", "x"]], return_inverse=True)
+    conditions, condition_A = np.unique(records[["value", "step", "x"]], return_inverse=True)
     for i, (ids, count, expected) in enumerate(conditions.tolist()):
-        some = which == i
-        is_one = torch.isin(token_A[_on(token_A, some)].long(), bank_B[ids : ids + count].long())
-        matches[some] = is_one.cpu().numpy() == (expected == 1)
+        under = condition_A == i
+        is_one = torch.isin(token_A[_on(token_A, under)].long(), bank_B[ids : ids + count].long())
+        matches[under] = is_one.cpu().numpy() == (expected == 1)
     return matches
 
 
@@ -191,10 +191,11 @@ def _noise(
     _, std_A1 = _scalars(h_AW, records)
     index_A, relative = _on(h_AW, index), _on(h_AW, records["step"] == 1)[:, None]
     seed, site = (_on(h_AW, records[field].copy()) for field in ("other", "value"))
-    at, before_AW = _on(h_AW, position.astype(np.int64)), h_AW[index_A]
+    position_A, before_AW = _on(h_AW, position.astype(np.int64)), h_AW[index_A]
     first = _on(h_AW, records["x"].astype(np.int64))
-    width, parts = h_AW.shape[1], zip(*(each.split(MAX_NOISE_ROWS) for each in (seed, at, site, first)), strict=True)
-    e_AW = torch.cat([normals_of(key, place, kind, width, begin) for key, place, kind, begin in parts])
+    width = h_AW.shape[1]
+    parts = zip(*(tensor_A.split(MAX_NOISE_ROWS) for tensor_A in (seed, position_A, site, first)), strict=True)
+    e_AW = torch.cat([normals_of(s_A, p_A, site_A, width, first_A) for s_A, p_A, site_A, first_A in parts])
     columns = records["columns"].astype(np.int64)
     count = np.where(columns == 0, h_AW.shape[1], (columns >> 16 & 0xFFFF) - (columns & 0xFFFF))
     size_A1 = (before_AW.double().square().sum(1, keepdim=True) / _on(h_AW, count)[:, None]).sqrt().float()

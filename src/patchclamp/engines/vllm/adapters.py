@@ -20,7 +20,7 @@ from patchclamp.engines.vllm.workers import Workers
 from patchclamp.errors import CapacityError, EngineError, ModelError
 
 
-class _Held(msgspec.Struct):
+class _Loaded(msgspec.Struct):
     """An adapter as vLLM knows it, and the runs that use it."""
 
     request: Any
@@ -33,7 +33,7 @@ class Adapters:
     def __init__(self, engine: Any, workers: Workers, config: Any) -> None:
         self._engine, self._workers, self._config = engine, workers, config
         self._room: int = 0 if config is None else config.max_cpu_loras
-        self._held: dict[str, _Held] = {}  # by name, in the order of loading
+        self._loaded: dict[str, _Loaded] = {}  # by name, in the order of loading
         self._numbers = itertools.count(1)
 
     def check(self, adapter: Adapter) -> None:
@@ -51,7 +51,7 @@ class Adapters:
 
     def admits(self, requests: Iterable[Request]) -> int:
         """How many requests, from the first on, have room for their adapters beside those in use."""
-        used = {name for name, held in self._held.items() if held.runs}
+        used = {name for name, loaded in self._loaded.items() if loaded.runs}
         for i, request in enumerate(requests := list(requests)):
             if request.adapter is not None:
                 used.add(request.adapter.name)
@@ -67,24 +67,24 @@ class Adapters:
         adapter = request.adapter
         if adapter is None:
             return None
-        if adapter.name not in self._held:
+        if adapter.name not in self._loaded:
             self._make_room()
-            self._held[adapter.name] = _Held(self._load(adapter), set())
-        held = self._held[adapter.name]
-        held.runs.add(request.run)
-        return held.request
+            self._loaded[adapter.name] = _Loaded(self._load(adapter), set())
+        loaded = self._loaded[adapter.name]
+        loaded.runs.add(request.run)
+        return loaded.request
 
     def give(self, request: Request) -> None:
         """A request no longer needs its adapter."""
-        held = None if request.adapter is None else self._held.get(request.adapter.name)
-        if held is not None:
-            held.runs.discard(request.run)
+        loaded = None if request.adapter is None else self._loaded.get(request.adapter.name)
+        if loaded is not None:
+            loaded.runs.discard(request.run)
 
     def _make_room(self) -> None:
-        for name in [name for name, held in self._held.items() if not held.runs]:
-            if len(self._held) < self._room:
+        for name in [name for name, loaded in self._loaded.items() if not loaded.runs]:
+            if len(self._loaded) < self._room:
                 return
-            self._engine.remove_lora(self._held.pop(name).request.lora_int_id)
+            self._engine.remove_lora(self._loaded.pop(name).request.lora_int_id)
 
     def _load(self, adapter: Adapter) -> Any:
         number = next(self._numbers)

@@ -28,7 +28,7 @@ class PartialAnswer:
         """Adds an output, with the log-probabilities that came since the last one, and gives it to the listener."""
         new = output.outputs[0]
         ids = list(new.token_ids)
-        logprobs = [float(number) for _, numbers in tables for number in numbers[:, 0]] if self._wanted else []
+        logprobs = [float(number) for _, numbers in tables for number in numbers[:, 0]] if self._has_logprobs else []
         part = Part(new.text, ids, logprobs[: len(ids)])
         if tables and self._request.score and not self._ids:
             first = dict(zip(tables[0][0][0].tolist(), tables[0][1][0].tolist(), strict=True))
@@ -45,12 +45,12 @@ class PartialAnswer:
             self._request.listener(part)
 
     @property
-    def _wanted(self) -> bool:
+    def _has_logprobs(self) -> bool:
         return self._request.logprobs is not None
 
     def answer(self, output: Any, decode: Decode | None) -> Answer:
         """Of the last output, which was taken; `decode(ids, stopped)` gives the text of one that has none yet."""
         reason, cached = output.outputs[0].finish_reason, output.num_cached_tokens or 0
         text = "".join(self._texts) if decode is None else functools.partial(decode, self._ids, reason == "stop")
-        logprobs = self._logprobs if self._wanted else None
+        logprobs = self._logprobs if self._has_logprobs else None
         return Answer(self._ids, text, logprobs, self._scores, reason, cached, self._top_logprobs[: len(self._ids)])

@@ -27,7 +27,7 @@ class Watch:
         self.compared = 0  # replays compared
 
     def current_addresses(self) -> dict[str, int]:
-        """The addresses of everything that the graph at hand reads, by path."""
+        """The addresses of all that the present graph reads, by path."""
         return self._addresses(self._built) if self._call_addresses is None else self._call_addresses
 
     def _addresses(self, values: Mapping[str, Any]) -> dict[str, int]:
@@ -36,11 +36,11 @@ class Watch:
             by_path |= addresses(value, path)
         return by_path
 
-    def _compare(self, graph: Any, now: dict[str, int], what: str) -> None:
-        then = getattr(graph, "addresses", None)
-        if then is not None:
+    def _compare(self, graph: Any, filled: dict[str, int], name: str) -> None:
+        recorded = getattr(graph, "addresses", None)
+        if recorded is not None:
             self.compared += 1
-            compare(then, now, what)
+            compare(recorded, filled, name)
 
     def watch_wrappers(self, vllm_config: Any) -> None:
         """Watches the wrappers of an engine: their arguments, and for full graphs what the forward context carries."""
@@ -53,10 +53,11 @@ class Watch:
         read["kwargs"] = kwargs
         if wrapper.runtime_mode.name == "FULL":
             read |= {"attn_metadata": context.attn_metadata, "slot_mapping": getattr(context, "slot_mapping", None)}
-        now, desc = self._addresses(read), context.batch_descriptor
+        filled, desc = self._addresses(read), context.batch_descriptor
         entry = wrapper.concrete_cudagraph_entries.get(desc)
-        self._compare(getattr(entry, "cudagraph", None), now, f"{desc.num_tokens} tokens ({wrapper.runtime_mode.name})")
-        self._call_addresses = now
+        graph_name = f"{desc.num_tokens} tokens ({wrapper.runtime_mode.name})"
+        self._compare(getattr(entry, "cudagraph", None), filled, graph_name)
+        self._call_addresses = filled
         try:
             return stock(wrapper, *args, **kwargs)
         finally:
@@ -82,8 +83,10 @@ class Watch:
                 setattr(state, name, keeping(getattr(state, name)))
 
         @functools.wraps(prepare)
-        def prepare_attn(batch: Any, mode: Any, block_tables: Any, slot_mappings: Any, *args: Any, **more: Any) -> Any:
-            metadata = prepare(batch, mode, block_tables, slot_mappings, *args, **more)
+        def prepare_attn(
+            batch: Any, mode: Any, block_tables: Any, slot_mappings: Any, *args: Any, **options: Any
+        ) -> Any:
+            metadata = prepare(batch, mode, block_tables, slot_mappings, *args, **options)
             inputs = {"input_ids": batch.input_ids, "positions": batch.positions}
             self._built = {
                 "kwargs": inputs, "model_inputs": model_inputs, "attn_metadata": metadata, "block_tables": block_tables,

@@ -94,11 +94,11 @@ def program_of(request: Any, carried: bytes) -> Program | None:
     return program
 
 
-class _Held:
-    """Outputs that wait for what the workers say of their programs."""
+class _Withheld:
+    """Outputs (client, output, program) that wait for the workers' verdicts on their programs."""
 
-    def __init__(self, verdicts: Future[Any], asked: list[tuple[int, Any, Program]]) -> None:
-        self.verdicts, self.asked = verdicts, asked
+    def __init__(self, verdicts: Future[Any], entries: list[tuple[int, Any, Program]]) -> None:
+        self.verdicts, self.entries = verdicts, entries
 
 
 class _Admitting:
@@ -108,7 +108,7 @@ class _Admitting:
         self._core, self.admission, self._scheduler = core, admission, core.scheduler
         self._words = LastWords()
         self._ended: dict[str, Program] = {}  # that ended since their last output was told
-        self._held: collections.deque[_Held] = collections.deque()
+        self._withheld: collections.deque[_Withheld] = collections.deque()
         scheduler = self._scheduler
         self._add, self._schedule, self._update = (
             scheduler.add_request,
@@ -223,20 +223,20 @@ class _Admitting:
 
     def pending(self) -> bool:
         """Whether workers have something to do, or to say."""
-        return self.admission.has_orders or bool(self._held)
+        return self.admission.has_orders or bool(self._withheld)
 
     def end_step(self, scheduler_output: Any, model_output: Any) -> Any:
-        """The outputs of a step, with what came of the programs among them."""
+        """The outputs of a step, with the verdicts on their programs."""
         outputs = self._update(scheduler_output, model_output)
         if self.admission.errors:
             self._end_refused(outputs)
         if self._ended or self.admission.programs:
             self._tell(outputs)
-        late: list[tuple[int, Any]] = []  # held back until now, in order: all before what has come since
-        while self._held and self._held[0].verdicts.done():
-            held = self._held.popleft()
-            self._attach(held.verdicts.result(), held.asked)
-            late += [(client, output) for client, output, _ in held.asked]
+        late: list[tuple[int, Any]] = []  # withheld until now, in order; they go before the outputs of this step
+        while self._withheld and self._withheld[0].verdicts.done():
+            withheld = self._withheld.popleft()
+            self._attach(withheld.verdicts.result(), withheld.entries)
+            late += [(client, output) for client, output, _ in withheld.entries]
         for client, output in reversed(late):
             self._outputs(outputs, client).insert(0, output)
         return outputs
@@ -256,7 +256,7 @@ class _Admitting:
         self.admission.errors.clear()
 
     def _outputs(self, outputs: dict[int, Any], client: int) -> list[Any]:
-        """The outputs of a client, to be added to: the default of vLLM's struct is shared by nobody."""
+        """The outputs of a client, in a list of their own, so that more can be added."""
         from vllm.v1.engine import EngineCoreOutputs
 
         if client not in outputs:
@@ -264,41 +264,41 @@ class _Admitting:
         return outputs[client].outputs
 
     def _tell(self, outputs: dict[int, Any]) -> None:
-        """Asks the workers about the programs whose request has ended, and, where the front end may end it itself, at
-        a stop text, of those that go on."""
-        asked: list[tuple[int, Any, Program]] = []
+        """Asks the workers for verdicts on the programs of requests that have ended, and of those that the front end
+        may end by itself, at a stop text."""
+        judged: list[tuple[int, Any, Program]] = []
         for client, part in outputs.items():
             for output in part.outputs:
                 program = self._ended.get(output.request_id) or self.admission.programs.get(output.request_id)
                 if program is None or output.kv_transfer_params is not None:
                     continue
                 if output.finish_reason is not None or self._stops_at_text(output.request_id):
-                    asked.append((client, output, program))
+                    judged.append((client, output, program))
         self._ended.clear()
-        if not asked:
+        if not judged:
             return
-        ids = [output.request_id for _, output, _ in asked]
-        ended = [output.request_id for _, output, _ in asked if output.finish_reason is not None]
+        ids = [output.request_id for _, output, _ in judged]
+        ended = [output.request_id for _, output, _ in judged if output.finish_reason is not None]
         call = ("settle", ids, ended)
         verdicts = self._core.model_executor.collective_rpc("patchclamp_rpc", args=call, non_block=True)
         if verdicts.done():
-            self._attach(verdicts.result(), asked)
+            self._attach(verdicts.result(), judged)
             return
-        late = {id(output) for _, output, _ in asked}
+        late = {id(output) for _, output, _ in judged}
         for part in outputs.values():
             part.outputs = [output for output in part.outputs if id(output) not in late]
-        self._held.append(_Held(verdicts, asked))
+        self._withheld.append(_Withheld(verdicts, judged))
 
     def _stops_at_text(self, request_id: str) -> bool:
         request = self._scheduler.requests.get(request_id)
         return request is not None and bool(request.sampling_params.stop)
 
-    def _attach(self, answers: Sequence[Any], asked: list[tuple[int, Any, Program]]) -> None:
+    def _attach(self, answers: Sequence[Any], judged: list[tuple[int, Any, Program]]) -> None:
         """Puts verdicts on outputs."""
         errors = [error for _, error in answers if error is not None]
         if not errors:
             self.admission.salt = sum(failures for (_, failures), _ in answers)
-        for i, (_, output, program) in enumerate(asked):
+        for i, (_, output, program) in enumerate(judged):
             verdict = Verdict("", errors[0]) if errors else _joined([verdicts[i] for (verdicts, _), _ in answers])
             verdict = self.admission.judge(program, verdict)
             output.kv_transfer_params = {KEY: [verdict.receipt, verdict.error]}

@@ -102,10 +102,10 @@ def http_error(message: str, status: int) -> Exception:
 
 
 def verdict_in(output: Any) -> tuple[str, Any] | None:
-    """Takes what was told of a request's program out of an output: its receipt and its error."""
-    told = output.kv_transfer_params
-    if not isinstance(told, dict) or KEY not in told:
+    """Takes the verdict on a request's program out of an output: its receipt and its error; None without one."""
+    params = output.kv_transfer_params
+    if not isinstance(params, dict) or KEY not in params:
         return None
     output.kv_transfer_params = None
-    receipt, error = told[KEY]
+    receipt, error = params[KEY]
     return receipt, tuple(error) if error is not None else None

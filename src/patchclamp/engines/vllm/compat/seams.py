@@ -305,8 +305,8 @@ def require(name: str) -> tuple[Any, str]:
     untaken = [word for word in seam.takes if word not in parameters]
     if untaken:
         raise _moved(seam, f"it takes no parameter {', '.join(untaken)}")
-    wanted = [word.rstrip("~") for word in seam.has.split() if not word.endswith("?")]
-    absent = [word for word in wanted if not hasattr(entered, word)]
+    required = [word.rstrip("~") for word in seam.has.split() if not word.endswith("?")]
+    absent = [word for word in required if not hasattr(entered, word)]
     if absent:
         absent = sorted(set(absent).difference(_set_attributes(entered)))
     if absent:

@@ -13,16 +13,16 @@ import torch
 
 
 class _Rewound(torch.Generator):
-    """A generator that goes back to where it was when its step began, whatever offset is set."""
+    """A generator that returns to its state at the beginning of the step, whatever offset is set."""
 
     def keep(self) -> None:
-        self._kept = self.get_state()
+        self._at_step = self.get_state()
 
     def get_offset(self) -> int:
         return 0
 
     def set_offset(self, offset: int) -> None:
-        self.set_state(self._kept)
+        self.set_state(self._at_step)
 
 
 def rewind(runner: Any) -> None:
