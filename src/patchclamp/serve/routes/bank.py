@@ -10,20 +10,49 @@ from fastapi.responses import Response
 
 from patchclamp.language import Program, SiteOp, Vector
 from patchclamp.language.program import to_dict
+from patchclamp.serve import examples
 from patchclamp.serve.answers import Deleted, ProgramCard, ProgramList, VectorCard, VectorList
 from patchclamp.serve.bodies import is_json, read_body
 from patchclamp.serve.front import Front
 from patchclamp.serve.kept import bytes_of, check_name
 from patchclamp.serve.routes.runs import caller, hear
+from patchclamp.serve.schema import ERRORS, FILE, REFS, ProgramBody
 from patchclamp.store.named import Means, as_entry
 from patchclamp.store.one_entry import from_bytes, numbers_of_json, to_bytes
 
-router = APIRouter(prefix="/v1/patchclamp", tags=["patchclamp"], dependencies=[Depends(hear)])
-Name = Annotated[str, Path(description="up to 64 letters, digits, '_', '-' and '.'", examples=["calm"])]
+router = APIRouter(prefix="/v1/patchclamp", tags=["patchclamp"], dependencies=[Depends(hear)], responses=ERRORS)
+NUMBERS = {"type": "array", "minItems": 1, "items": {"type": "number"}}
+NAMES = "up to 64 letters, digits, '_', '-' and '.'"
+VectorName = Annotated[str, Path(description=NAMES, examples=["calm"])]
+ProgramName = Annotated[str, Path(description=NAMES, examples=["quiet"])]
+
+VECTOR_BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
+            "application/json": {
+                "schema": {"anyOf": [NUMBERS, {"type": "array", "minItems": 1, "items": NUMBERS}]},
+                "examples": {"vector": {"summary": "A vector of four numbers", "value": examples.VECTOR}},
+            },
+        },
+    }
+}
+PROGRAM_BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {
+                "schema": {"$ref": REFS.format(model=ProgramBody.__name__)},
+                "examples": {"program": {"summary": "Two edits", "value": examples.PROGRAM}},
+            }
+        },
+    }
+}
 
 
-@router.put("/vectors/{name}")
-async def put_vector(name: Name, request: Request) -> VectorCard:
+@router.put("/vectors/{name}", openapi_extra=VECTOR_BODY)
+async def put_vector(name: VectorName, request: Request) -> VectorCard:
     """Keeps a vector [D] or [n, D], or means, under a name that ops of this API key may use.
 
     The body is a safetensors file with one tensor, or, as application/json, a list of numbers or of such lists. For
@@ -48,8 +77,8 @@ async def list_vectors(request: Request) -> VectorList:
     return VectorList(vectors=cards, bank_bytes=front.kept.bank_bytes(owner), limit_bytes=front.limits.bank_bytes)
 
 
-@router.get("/vectors/{name}", response_class=Response)
-async def read_vector(name: Name, request: Request) -> Response:
+@router.get("/vectors/{name}", response_class=Response, responses=FILE)
+async def read_vector(name: VectorName, request: Request) -> Response:
     """A vector, or means, as the safetensors file that can be put back."""
     front, owner = caller(request)
     data = to_bytes(name, front.kept.entry(owner, "vector", name))
@@ -57,15 +86,15 @@ async def read_vector(name: Name, request: Request) -> Response:
 
 
 @router.delete("/vectors/{name}")
-async def delete_vector(name: Name, request: Request) -> Deleted:
+async def delete_vector(name: VectorName, request: Request) -> Deleted:
     """Drops a vector. Requests that are under way keep it."""
     front, owner = caller(request)
     front.kept.delete(owner, "vector", name)
     return Deleted(deleted=name)
 
 
-@router.put("/programs/{name}")
-async def put_program(name: Name, request: Request) -> ProgramCard:
+@router.put("/programs/{name}", openapi_extra=PROGRAM_BODY)
+async def put_program(name: ProgramName, request: Request) -> ProgramCard:
     """Keeps the edits of a program under a name: the model `MODEL:NAME` runs them, and so does the op `use`."""
     front, owner = caller(request)
     check_name(name, "name")
@@ -84,14 +113,14 @@ async def list_programs(request: Request) -> ProgramList:
 
 
 @router.get("/programs/{name}")
-async def read_program(name: Name, request: Request) -> dict[str, Any]:
+async def read_program(name: ProgramName, request: Request) -> dict[str, list[dict[str, Any]]]:
     """A program, as it can be put back."""
     front, owner = caller(request)
     return {"edits": to_dict(front.kept.entry(owner, "program", name))["edits"]}
 
 
 @router.delete("/programs/{name}")
-async def delete_program(name: Name, request: Request) -> Deleted:
+async def delete_program(name: ProgramName, request: Request) -> Deleted:
     """Drops a program, and the model that it is served as."""
     front, owner = caller(request)
     front.kept.delete(owner, "program", name)

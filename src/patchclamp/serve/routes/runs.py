@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Annotated
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Path, Request
 from fastapi.responses import Response
 
+from patchclamp.errors import PatchclampError
 from patchclamp.run import Run
+from patchclamp.serve.answers import Deleted, RunCard, RunList
 from patchclamp.serve.captures import captured_file, captured_names
 from patchclamp.serve.front import Front
 from patchclamp.serve.owners import owner_of
+from patchclamp.serve.schema import ERRORS, FILE
+
+Name = Annotated[str, Path(description="of a run", examples=["italy"])]
+
+
+class Unlisted(PatchclampError):
+    """Names that are not told."""
+
+    status = 403
 
 
 async def hear(request: Request) -> None:
@@ -19,7 +30,7 @@ async def hear(request: Request) -> None:
     await request.app.state.patchclamp.hear()
 
 
-router = APIRouter(prefix="/v1/patchclamp", tags=["patchclamp"], dependencies=[Depends(hear)])
+router = APIRouter(prefix="/v1/patchclamp", tags=["patchclamp"], dependencies=[Depends(hear)], responses=ERRORS)
 
 
 def caller(request: Request) -> tuple[Front, str]:
@@ -29,21 +40,23 @@ def caller(request: Request) -> tuple[Front, str]:
 
 
 @router.get("/runs")
-async def list_runs(request: Request) -> dict[str, Any]:
-    """The runs that this API key has here."""
+async def list_runs(request: Request) -> RunList:
+    """The runs that this API key has here. A server without keys lists none: a run is for those who know its name."""
     front, owner = caller(request)
-    return {"runs": [_describe(name, run) for name, run in front.kept.runs(owner).items()]}
+    if not front.has_keys:
+        raise Unlisted("this server has no API keys, so that a run is found by its name alone")
+    return RunList(runs=[_describe(name, run) for name, run in front.kept.runs(owner).items()])
 
 
 @router.get("/runs/{run}")
-async def read_run(run: str, request: Request) -> dict[str, Any]:
+async def read_run(run: Name, request: Request) -> RunCard:
     """What a run is, and what it captured."""
     front, owner = caller(request)
     return _describe(run, front.kept.run(owner, run))
 
 
-@router.get("/runs/{run}/captures", response_class=Response)
-async def read_captures(run: str, request: Request) -> Response:
+@router.get("/runs/{run}/captures", response_class=Response, responses=FILE)
+async def read_captures(run: Name, request: Request) -> Response:
     """A run's captures as safetensors (`patchclamp.serve.captures`)."""
     front, owner = caller(request)
     data = await asyncio.to_thread(captured_file, front.kept.run(owner, run))
@@ -51,15 +64,15 @@ async def read_captures(run: str, request: Request) -> Response:
 
 
 @router.delete("/runs/{run}")
-async def delete_run(run: str, request: Request) -> dict[str, Any]:
+async def delete_run(run: Name, request: Request) -> Deleted:
     """Frees a run's captures."""
     front, owner = caller(request)
     front.kept.drop(owner, run)
-    return {"deleted": run}
+    return Deleted(deleted=run)
 
 
-def _describe(name: str, run: Run) -> dict[str, Any]:
-    return {
-        "run": name, "prompt_token_ids": run.prompt_token_ids, "token_ids": run.token_ids, "text": run.text,
-        "captures": captured_names(run), "captured_bytes": run.captured_bytes, "fingerprint": run.program.fingerprint,
-    }  # fmt: skip
+def _describe(name: str, run: Run) -> RunCard:
+    return RunCard(
+        run=name, prompt_token_ids=run.prompt_token_ids, token_ids=run.token_ids, text=run.text,
+        captures=captured_names(run), captured_bytes=run.captured_bytes, fingerprint=run.program.fingerprint,
+    )  # fmt: skip

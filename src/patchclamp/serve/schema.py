@@ -1,0 +1,173 @@
+"""What our requests and answers look like, for the server's OpenAPI page.
+
+The ops are made from the language's own structs, so that the page cannot say another thing. The page is all that these
+models are for: requests are read by the language, whose errors say more.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import FastAPI
+from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic.json_schema import models_json_schema
+
+from patchclamp.language import Named, Site, Tokens, Vector
+from patchclamp.language.ops import OPS, Op
+from patchclamp.language.values import Value
+from patchclamp.serve.answers import Problem
+from patchclamp.serve.examples import EXAMPLES
+
+ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": Problem, "description": "What is wrong, and with what."}}
+FILE: dict[int | str, dict[str, Any]] = {
+    200: {
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+        "description": "A safetensors file.",
+    }
+}
+REFS = "#/components/schemas/{model}"
+SiteText = Annotated[str, Field(description="a site", examples=["resid_post[3]", "z[5, 3]", "embed"])]
+TokensText = Annotated[
+    str, Field(description="which tokens", examples=["every", "prompt[-1]", "generated", 'span("Eiffel Tower")'])
+]
+
+
+class Closed(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class VectorValue(Closed):
+    """Numbers [D] or [n, D]."""
+
+    type: Literal["vector"]
+    shape: list[int] = Field(examples=[[576]])
+    data: str = Field(description="little-endian fp32, row by row, in base64")
+
+
+class NamedValue(Closed):
+    """A vector, or means, that this API key keeps here."""
+
+    type: Literal["named"]
+    name: str = Field(examples=["calm"])
+
+
+class FromValue(Closed):
+    """Rows that another run captured."""
+
+    type: Literal["from"]
+    run: str = Field(description="its name", examples=["italy"])
+    site: SiteText | None = Field(None, description="where they were captured; null: at the site that is written")
+    position: TokensText | None = Field(None, description="which of its positions; null: those that are written")
+
+
+Numbers = list[float] | list[list[float]]
+TYPES: dict[Any, Any] = {  # of the fields of ops: what is written for them
+    Site: SiteText,
+    Tokens: TokensText,
+    Value: Numbers | VectorValue | NamedValue | FromValue,
+    Vector | Named: Numbers | VectorValue | NamedValue,
+}
+
+
+def _written(kind: Any) -> Any:
+    """The type that is written for a field of an op."""
+    if kind in TYPES:
+        return TYPES[kind]
+    for inner in TYPES:
+        if kind == inner | None:
+            return TYPES[inner] | None
+    return kind
+
+
+def _op_model(name: str, op: type[Op]) -> type[BaseModel]:
+    """The model of an op."""
+    fields: dict[str, Any] = {"type": (Literal[name], ...)}
+    for field in msgspec.structs.fields(op):
+        default = ... if field.required else field.default
+        fields[field.name] = _written(field.type), default if isinstance(default, (int, float, str)) else str(default)
+        if field.required or default is None:
+            fields[field.name] = _written(field.type), default
+    return create_model(f"{op.__name__}Op", __base__=Closed, __doc__=inspect.getdoc(op), **fields)
+
+
+def _list_of(kind: Any) -> Any:
+    return list[kind]
+
+
+OP_MODELS = {name: _op_model(name, op) for name, op in OPS.items()}
+ANY_OP = Annotated[functools.reduce(operator.or_, OP_MODELS.values()), Field(discriminator="type")]
+ProgramBody = create_model(
+    "ProgramBody", __base__=Closed, __doc__="The edits of a program, in order.", edits=(_list_of(ANY_OP), ...)
+)
+PatchclampRequest = create_model(
+    "PatchclampRequest",
+    __base__=Closed,
+    __doc__="What a request asks of patchclamp: edits in order, and captures, which see the values after all edits.",
+    edits=(_list_of(ANY_OP), []),
+    capture=(_list_of(OP_MODELS["capture"]), []),
+    run=(str | None, Field(None, description="a name under which the run is kept", examples=["italy"])),
+    keep=(bool, Field(False, description="whether captures stay for later requests; with a name they do")),
+    compare=(bool, Field(False, description="whether the unedited answer comes beside it; not with stream")),
+)
+
+
+class RunAnswer(BaseModel):
+    """The run of one choice."""
+
+    index: int = Field(description="of the choice")
+    run: str = Field(description="its name")
+    idle_edits: list[str] = Field(description="edits that acted on no token, as edits[0]")
+    captures: str | None = Field(None, description="safetensors in base64; null where it is larger than inline_bytes")
+    captures_url: str | None = Field(None, description="where the captures are read, where they stay")
+
+
+class VariantAnswer(BaseModel):
+    name: str
+    edits: int = Field(description="how many edits it has: they come first, and count in paths")
+
+
+class PatchclampAnswer(BaseModel):
+    """What came of it. An answer without it comes from a server that did not see the program."""
+
+    fingerprint: str = Field(description="SHA-256 of the program that was applied")
+    runs: list[RunAnswer]
+    variant: VariantAnswer | None = None
+    unedited: dict[str, Any] | None = Field(None, description="the whole answer without the program, for compare")
+
+
+BODIES = (ProgramBody, PatchclampRequest, PatchclampAnswer)
+
+
+def attach(app: FastAPI) -> None:
+    """Has an app's OpenAPI page tell of the `patchclamp` object, with examples."""
+    stock = app.openapi
+
+    @functools.wraps(stock)
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            _extend(stock(), app.state.patchclamp.model_name)
+        return stock()
+
+    app.openapi = openapi
+
+
+def _extend(page: dict[str, Any], model: str) -> None:
+    """Adds what is ours to a page."""
+    _, ours = models_json_schema([(body, "validation") for body in BODIES], ref_template=REFS)
+    schemas = page.setdefault("components", {}).setdefault("schemas", {})
+    schemas.update(ours["$defs"])
+    for path, examples in EXAMPLES.items():
+        post = page["paths"][path]["post"]
+        content = post["requestBody"]["content"]["application/json"]
+        content["examples"] = {
+            name: {"summary": summary, "value": {"model": model, **value}}
+            for name, (summary, value) in examples.items()
+        }
+        reference = REFS.format(model=PatchclampRequest.__name__)
+        schemas[content["schema"]["$ref"].rpartition("/")[2]]["properties"]["patchclamp"] = {"$ref": reference}
+        answer = {"patchclamp": {"$ref": REFS.format(model=PatchclampAnswer.__name__)}}
+        post["responses"]["200"]["content"]["application/json"] = {"schema": {"type": "object", "properties": answer}}
