@@ -14,14 +14,18 @@ from patchclamp.errors import (
     AddressMoved,
     CapacityError,
     EngineError,
+    Gone,
     MissingSource,
     ModelError,
+    NameTaken,
+    NoKey,
     PatchclampError,
     ProgramError,
     RunError,
     SeamMoved,
     ShapeError,
     TokensError,
+    TooLarge,
     UnknownName,
     UnsupportedSite,
 )  # fmt: skip
@@ -59,10 +63,10 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "LM", "AddressMoved", "CapacityError", "EngineError", "From", "MissingSource", "ModelError", "Named", "Part",
-    "PatchclampError", "Program", "ProgramError", "Run", "RunError", "SeamMoved", "ShapeError", "Site", "Stream",
-    "TokensError", "UnknownName", "UnsupportedSite", "Vector", "every", "generated", "prompt", "site", "span",
-    "studies", "token", "tokens",
+    "LM", "AddressMoved", "CapacityError", "EngineError", "From", "Gone", "MissingSource", "ModelError", "NameTaken",
+    "Named", "NoKey", "Part", "PatchclampError", "Program", "ProgramError", "Run", "RunError", "SeamMoved",
+    "ShapeError", "Site", "Stream", "TokensError", "TooLarge", "UnknownName", "UnsupportedSite", "Vector", "every",
+    "generated", "prompt", "site", "span", "studies", "token", "tokens",
 ]  # fmt: skip
 __all__ += ops.__all__
 __all__ += list(language.SITES)

@@ -5,8 +5,10 @@
     │   ├── UnknownName     400  a word that names nothing: a site, a field, an option, a metric
     │   ├── ShapeError      400  a vector whose shape does not fit the site or the selection
     │   └── TokensError     400  a selection that this prompt cannot satisfy
+    ├── NoKey               401  a server that wants an API key, and was given none
     ├── UnsupportedSite     422  a known site that this model, engine or position does not have
     ├── MissingSource       404  a run or vector that is not (or no longer) there
+    │   └── Gone            410  what was here and is no more
     ├── NameTaken           409  a name that something of another kind has
     ├── CapacityError       429  a table is full; the text says which option makes it larger
     │   └── TooLarge        413  a request that asks for more than any request may
@@ -62,12 +64,20 @@ class TokensError(ProgramError):
     pass
 
 
+class NoKey(PatchclampError):
+    status = 401
+
+
 class UnsupportedSite(PatchclampError):
     status = 422
 
 
 class MissingSource(PatchclampError):
     status = 404
+
+
+class Gone(MissingSource):
+    status = 410
 
 
 class NameTaken(PatchclampError):
@@ -105,8 +115,9 @@ class RunError(PatchclampError):
 TREE: dict[str, type[PatchclampError]] = {
     kind.__name__: kind
     for kind in (
-        PatchclampError, ProgramError, UnknownName, ShapeError, TokensError, UnsupportedSite,
-        MissingSource, NameTaken, CapacityError, TooLarge, ModelError, EngineError, SeamMoved, AddressMoved, RunError,
+        PatchclampError, ProgramError, UnknownName, ShapeError, TokensError, NoKey,
+        UnsupportedSite, MissingSource, Gone, NameTaken, CapacityError, TooLarge, ModelError, EngineError, SeamMoved,
+        AddressMoved, RunError,
     )
 }  # fmt: skip
 

@@ -15,10 +15,10 @@ from safetensors.numpy import save
 
 import patchclamp as pc
 from patchclamp.engines.vllm.serve_limits import ServeLimits
-from patchclamp.errors import CapacityError, MissingSource, NameTaken, ProgramError, TooLarge
+from patchclamp.errors import CapacityError, Gone, MissingSource, NameTaken, NoKey, ProgramError, TooLarge
 from patchclamp.language import Program, Vector
-from patchclamp.serve.kept import Gone, Kept, check_name
-from patchclamp.serve.owners import NoKey, owner_of
+from patchclamp.serve.kept import Kept, check_name
+from patchclamp.serve.owners import owner_of
 from patchclamp.store.named import Means
 from patchclamp.store.one_entry import MAX_HEADER_BYTES, from_bytes, numbers_of_json, to_bytes
 

@@ -596,6 +596,16 @@ def test_the_error_tree_is_drawn_as_it_is():
     }
 
 
+def test_every_error_is_public():
+    assert set(errors.TREE) <= set(pc.__all__)
+    assert all(getattr(pc, name) is kind for name, kind in errors.TREE.items())
+    kinds = re.compile(rf"^class (\w+)\((?:{'|'.join(errors.TREE)})\):", re.MULTILINE)
+    files = {path.name: kinds.findall(path.read_text()) for path in Path(errors.__file__).parent.rglob("*.py")}
+    assert {name: classes for name, classes in files.items() if classes} == {
+        "errors.py": [name for name in errors.TREE if name != "PatchclampError"]
+    }
+
+
 def test_every_op_names_its_fields():
     assert {"Apply": pc.Apply} | {kind.__name__: kind for kind in OPS.values()} == {
         name: getattr(pc, name) for name in language.ops.__all__

@@ -15,7 +15,7 @@ import msgspec
 
 from patchclamp.engines.base import Request
 from patchclamp.engines.vllm.serve_limits import ServeLimits
-from patchclamp.errors import MissingSource, NameTaken, ProgramError, near
+from patchclamp.errors import Gone, MissingSource, NameTaken, ProgramError, near
 from patchclamp.language import Program, Vector
 from patchclamp.lm import LM
 from patchclamp.run import Run
@@ -24,12 +24,6 @@ from patchclamp.store.named import Means, NamedBank
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 MAX_GONE = 4096  # runs that are no more, of which it is remembered why
-
-
-class Gone(MissingSource):
-    """What was here and is no more: `status` 410."""
-
-    status = 410
 
 
 class _KeptRun(msgspec.Struct):

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import hashlib
 
-from patchclamp.errors import PatchclampError
+from patchclamp.errors import NoKey
 
 OPEN = "open"  # of servers without API keys: what is there belongs to whoever knows its name
-
-
-class NoKey(PatchclampError):
-    status = 401
 
 
 def owner_of(authorization: str | None, has_keys: bool) -> str:
