@@ -14,15 +14,14 @@ from tests.unit.test_structure import FILES, ORDER, room, rooms
 FILE = Path(__file__).parents[1] / "docs" / "rooms.svg"
 JOBS = {
     "cli": "the command: one file a command, no logic",
-    "serve": "HTTP: routes, the wire format, the page",
+    "serve": "programs in vLLM's OpenAI server: routes, names",
     "studies": "questions made of many runs: sweeps, comparisons",
     "plots": "pictures of results: PNG and HTML",
-    "trace": "programs written as if the model were at hand",
     "doctor": "what works on this machine, and what does not",
     "proving": "pc.LM: each site is proved on the live model first",
     "lm": "checks a call, binds its programs, hands it over",
-    "stream": "what a run generates, as it is made",
-    "run": "what came of a request; fetches its captures",
+    "stream": "the tokens of a run as they are generated",
+    "run": "the results of a request; fetches its captures",
     "engines": "carry requests: vLLM, Transformers, the fake",
     "runtime": "in the worker: tables, taps, steps, the way out",
     "kernels": "edit and copy rows: a plain one, and fast ones",
@@ -33,7 +32,7 @@ JOBS = {
     "errors": "every error, as one tree",
 }
 BANDS = {
-    "ask": ("#8250df", ("cli", "serve", "studies", "plots", "trace", "doctor")),
+    "ask": ("#8250df", ("cli", "serve", "studies", "plots", "doctor")),
     "call": ("#0969da", ("proving", "lm", "stream", "run")),
     "carry": ("#bc4c00", ("engines",)),
     "compute": ("#1a7f37", ("runtime", "kernels", "plan")),

@@ -87,6 +87,14 @@ def test_files_that_pages_name_are_there():
             assert (ROOT / path).exists(), path
 
 
+def test_files_of_the_package_that_the_architecture_names_are_there():
+    paths = set(re.findall(r"`((?:\w+/)*\w+\.py)`", ARCHITECTURE))
+    assert len(paths) > 40
+    files = {path.relative_to(ROOT / "src" / "patchclamp").as_posix() for path in (ROOT / "src").rglob("*.py")}
+    for path in paths - {name for name in paths if (ROOT / name).exists()}:
+        assert any(name == path or name.endswith(f"/{path}") for name in files), path
+
+
 @every_page
 def test_no_paragraph_breaks_into_a_list(name):
     """A line within a paragraph that begins as an item of a list is shown as one."""
