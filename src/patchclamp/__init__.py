@@ -27,6 +27,7 @@ from patchclamp.errors import (
     TokensError,
     TooLarge,
     UnknownName,
+    Unlisted,
     UnsupportedSite,
 )  # fmt: skip
 from patchclamp.language import From, Named, Program, Site, Vector, every, generated, ops, prompt, span, token
@@ -65,8 +66,8 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "LM", "AddressMoved", "CapacityError", "EngineError", "From", "Gone", "MissingSource", "ModelError", "NameTaken",
     "Named", "NoKey", "Part", "PatchclampError", "Program", "ProgramError", "Run", "RunError", "SeamMoved",
-    "ShapeError", "Site", "Stream", "TokensError", "TooLarge", "UnknownName", "UnsupportedSite", "Vector", "every",
-    "generated", "prompt", "site", "span", "studies", "token", "tokens",
+    "ShapeError", "Site", "Stream", "TokensError", "TooLarge", "UnknownName", "Unlisted", "UnsupportedSite", "Vector",
+    "every", "generated", "prompt", "site", "span", "studies", "token", "tokens",
 ]  # fmt: skip
 __all__ += ops.__all__
 __all__ += list(language.SITES)

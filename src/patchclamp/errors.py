@@ -6,6 +6,7 @@
     │   ├── ShapeError      400  a vector whose shape does not fit the site or the selection
     │   └── TokensError     400  a selection that this prompt cannot satisfy
     ├── NoKey               401  a server that wants an API key, and was given none
+    ├── Unlisted            403  names that a server does not tell
     ├── UnsupportedSite     422  a known site that this model, engine or position does not have
     ├── MissingSource       404  a run or vector that is not (or no longer) there
     │   └── Gone            410  what was here and is no more
@@ -68,6 +69,10 @@ class NoKey(PatchclampError):
     status = 401
 
 
+class Unlisted(PatchclampError):
+    status = 403
+
+
 class UnsupportedSite(PatchclampError):
     status = 422
 
@@ -116,8 +121,8 @@ TREE: dict[str, type[PatchclampError]] = {
     kind.__name__: kind
     for kind in (
         PatchclampError, ProgramError, UnknownName, ShapeError, TokensError, NoKey,
-        UnsupportedSite, MissingSource, Gone, NameTaken, CapacityError, TooLarge, ModelError, EngineError, SeamMoved,
-        AddressMoved, RunError,
+        Unlisted, UnsupportedSite, MissingSource, Gone, NameTaken, CapacityError, TooLarge, ModelError, EngineError,
+        SeamMoved, AddressMoved, RunError,
     )
 }  # fmt: skip
 

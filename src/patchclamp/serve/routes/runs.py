@@ -8,7 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Path, Request
 from fastapi.responses import Response
 
-from patchclamp.errors import PatchclampError
+from patchclamp.errors import Unlisted
 from patchclamp.run import Run
 from patchclamp.serve.answers import Deleted, RunCard, RunList
 from patchclamp.serve.captures import captured_file, captured_names
@@ -17,12 +17,6 @@ from patchclamp.serve.owners import owner_of
 from patchclamp.serve.schema import ERRORS, FILE
 
 Name = Annotated[str, Path(description="of a run", examples=["italy"])]
-
-
-class Unlisted(PatchclampError):
-    """Names that are not told."""
-
-    status = 403
 
 
 async def hear(request: Request) -> None:
