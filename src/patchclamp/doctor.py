@@ -84,8 +84,8 @@ def _model(model: str, engine: str | None, options: dict[str, Any]) -> list[Find
 
 
 def _site(proof: Proof) -> Finding:
+    if not proof.holds:
+        advice = "programs that name it are refused; the others work"
+        return Finding("sites", proof.name, "problem", proof.note or "not proved", advice)
     layers = "" if proof.layers is None else f" in {proof.layers} layers"
-    if proof.holds:
-        return Finding("sites", proof.name, "ok", f"proved{layers}: shape, no-op write, edit, order, sums")
-    return Finding("sites", proof.name, "problem", proof.note or "not proved",
-                   "programs that name it are refused; the others work")  # fmt: skip
+    return Finding("sites", proof.name, "ok", f"proved{layers}: shape, no-op write, edit, order, sums")

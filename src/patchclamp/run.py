@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from patchclamp.engines.base import Answer, Captured, Engine, Request, Wanted
+from patchclamp.engines.base import Answer, Captured, Engine, Request
 from patchclamp.errors import MissingSource, PatchclampError, ProgramError
 from patchclamp.language import Program, Site, SiteOp
 from patchclamp.language.conversions import DTYPES
@@ -295,8 +295,8 @@ class Run:
         """Fetches what is read now, and if the run captured little, all else that it captured."""
         points = list(self._captured) if self.captured_bytes <= MAX_PREFETCH_BYTES else []
         keys = [(point, ordinal), *(key for key in self.unread(points) if key != (point, ordinal))]
-        wanted: list[Wanted] = [(self.key, *key) for key in keys]
-        self.take_fetched(dict(zip(keys, self._owner.engine.fetch_many(wanted), strict=True)))
+        captured = self._owner.engine.fetch_many([(self.key, *key) for key in keys])
+        self.take_fetched(dict(zip(keys, captured, strict=True)))
 
     def unread(self, points: Iterable[int]) -> list[tuple[int, None]]:
         """Of captured points those whose rows have not come from the engine yet."""

@@ -206,10 +206,8 @@ class Engine(Protocol):
         ...
 
     def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, torch.Tensor | np.ndarray]:
-        """Positions [T] ascending and rows [T, W] that a finished run captured at a point.
-
-        op: one op, by its number in the bound program, or all; of two ops that captured a position the later one counts
-        """
+        """Positions [T] ascending and rows [T, W] that a finished run captured at a point: by one op, by its number in
+        the bound program, or by all; of two ops that captured a position the later one counts."""
         ...
 
     def fetch_many(self, wanted: list[Wanted]) -> list[Captured]:
@@ -217,10 +215,8 @@ class Engine(Protocol):
         return [self.fetch(run, point, op) for run, point, op in wanted]
 
     def release(self, runs: list[str]) -> None:
-        """Frees what runs captured, and stops one under way whose listener is gone.
-
-        The garbage collector calls this, wherever it happens to run: it may wait for no lock.
-        """
+        """Frees what runs captured, and stops those under way whose listener is gone. The garbage collector may call
+        it at any moment, so it must not wait for a lock."""
         ...
 
     def abort(self, runs: list[str]) -> None:

@@ -39,9 +39,7 @@ class Sampler:
             if name not in NAMES:
                 raise unknown("sampling parameter", name, NAMES, f"sampling.{name}")
         for name, low, high in (("temperature", 0, 2), ("top_p", 1e-6, 1), ("min_p", 0, 1)):
-            value = sampling.get(name, high)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
-                raise ProgramError(f"a number from {low} to {high} is needed, not {value!r}", f"sampling.{name}")
+            _check_number(name, sampling.get(name, high), low, high)
         top_k = sampling.get("top_k", 0)
         if top_k is not None and (not _is_integer(top_k) or top_k < -1):
             raise ProgramError(f"a whole number is needed, or 0 or -1 for all, not {top_k!r}", "sampling.top_k")
@@ -85,6 +83,11 @@ class Sampler:
     def cut(self, text: str) -> str:
         """The text before the first stop text."""
         return text[: min((text.index(word) for word in self.stop if word in text), default=len(text))]
+
+
+def _check_number(name: str, value: object, low: float, high: float) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
+        raise ProgramError(f"a number from {low} to {high} is needed, not {value!r}", f"sampling.{name}")
 
 
 def _is_integer(number: object) -> bool:

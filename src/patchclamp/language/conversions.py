@@ -65,16 +65,14 @@ def as_numbers(value: ValueLike) -> Vector | Named:
 
 def as_row(value: ValueLike) -> Vector | Named:
     """Numbers [D]."""
-    vector = as_numbers(value)
-    if isinstance(vector, Vector) and len(vector.shape) != 1:
+    if isinstance(vector := as_numbers(value), Vector) and len(vector.shape) != 1:
         raise ShapeError(f"one row [D] is needed; this is {list(vector.shape)}")
     return vector
 
 
 def as_directions(value: ValueLike) -> Vector | Named:
     """Numbers [D] or [k, D], no row all zeros."""
-    vector = as_numbers(value)
-    if isinstance(vector, Vector) and not vector.array().any(axis=-1).all():
+    if isinstance(vector := as_numbers(value), Vector) and not vector.array().any(axis=-1).all():
         raise ShapeError("a direction is all zeros")
     return vector
 

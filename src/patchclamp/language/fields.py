@@ -38,10 +38,9 @@ class _Converting(msgspec.StructMeta):
 
     def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **config: Any) -> Any:
         fields = {word: value for word, value in namespace.items() if isinstance(value, _Field)}
-        plain = {word: msgspec.field(default=field.default) for word, field in fields.items()}
-        struct = super().__new__(cls, name, bases, namespace | plain, **config)
-        struct.converters = {word: field.converter for word, field in fields.items()}
-        return struct
+        namespace |= {word: msgspec.field(default=field.default) for word, field in fields.items()}
+        namespace["converters"] = {word: field.converter for word, field in fields.items()}
+        return super().__new__(cls, name, bases, namespace, **config)
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))

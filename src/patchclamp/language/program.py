@@ -113,9 +113,7 @@ def _read_op(data: object, path: str) -> Op:
         raise unknown("op", str(data.get("type")), OPS, f"{path}.type")
     fields = {k: v for k, v in data.items() if k != "type"}
     names = kind.__struct_fields__
-    for field in fields:
-        if field not in names:
-            raise unknown(f"field of {kind.__name__}", field, names, f"{path}.{field}")
+    _check_fields(fields, names, kind.__name__, path)
     needed = names[: len(names) - len(kind.__struct_defaults__)]
     for field in sorted(needed, key=lambda field: field != "at"):
         if field not in fields:
@@ -129,6 +127,12 @@ def _read_op(data: object, path: str) -> Op:
     return _read_at(lambda words: kind(**words), fields, path)
 
 
+def _check_fields(fields: Iterable[str], names: tuple[str, ...], owner: str, path: str) -> None:
+    for field in fields:
+        if field not in names:
+            raise unknown(f"field of {owner}", field, names, f"{path}.{field}")
+
+
 def _read_value(data: object, path: str) -> Value:
     if isinstance(data, list):
         return _read_at(as_value, data, path)
@@ -137,9 +141,7 @@ def _read_value(data: object, path: str) -> Value:
         raise ProgramError("a value is a list of numbers, or an object of type 'vector', 'from' or 'named'", path)
     words = {k: v for k, v in data.items() if k != "type"}
     kind = VALUES[tag]
-    for field in words:
-        if field not in kind.__struct_fields__:
-            raise unknown(f"field of a {tag}", field, kind.__struct_fields__, f"{path}.{field}")
+    _check_fields(words, kind.__struct_fields__, f"a {tag}", path)
     try:
         return msgspec.convert(data, Vector) if tag == "vector" else kind(**words)
     except PatchclampError as error:

@@ -34,12 +34,16 @@ class Range(msgspec.Struct, frozen=True):
     def of(cls, key: slice) -> Range:
         return cls(*(as_integer(end) if end is not None else None for end in (key.start, key.stop, key.step)))
 
+    @property
+    def ends(self) -> tuple[int | None, int | None]:
+        return self.start, self.stop
+
     def indices(self, length: int) -> range:
         """The indices within 0 … length−1, with slice semantics."""
         return range(*slice(self.start, self.stop, self.step).indices(length))
 
     def __str__(self) -> str:
-        ends = ("" if end is None else str(end) for end in (self.start, self.stop))
+        ends = ("" if end is None else str(end) for end in self.ends)
         return ":".join(ends) + ("" if self.step is None else f":{self.step}")
 
 

@@ -65,7 +65,7 @@ class Positions(Selection, frozen=True, tag="positions"):
         """Only the prompt has an end that is known before the request runs."""
         ends = self.index if isinstance(self.index, tuple) else (self.index,)
         if isinstance(self.index, Range):
-            ends = self.index.start, self.index.stop
+            ends = self.index.ends
         if any(isinstance(end, int) and end < 0 for end in ends):
             raise TokensError(
                 f"{self}: how many tokens a request generates is not known beforehand, so {self.of} cannot be "

@@ -178,10 +178,8 @@ class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
 def position_array(ranges: tuple[PositionRange, ...]) -> np.ndarray:
     """The positions of some ranges, ascending."""
-    if not ranges:
-        return np.zeros(0, np.int64)
     positions = [np.arange(start, stop) for start, stop, *_ in ranges]
-    return positions[0] if len(positions) == 1 else np.unique(np.concatenate(positions))
+    return positions[0] if len(positions) == 1 else np.unique(np.concatenate([np.zeros(0, np.int64), *positions]))
 
 
 def position_ranges(positions: np.ndarray, rows: np.ndarray | None) -> tuple[PositionRange, ...]:

@@ -91,10 +91,9 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
 
     def advanced(self, steps: int) -> StepPlan:
         """The plan of the step `steps` later, at most `steady_steps`, if every request goes on by a token a step."""
-        return msgspec.structs.replace(
-            self, tokens=self.tokens.advanced(steps), sampled=self.sampled.advanced(steps),
-            begin=self.begins(steps), steady_steps=self.steady_steps - steps,
-        )  # fmt: skip
+        tokens, sampled, begin = self.tokens.advanced(steps), self.sampled.advanced(steps), self.begins(steps)
+        steady_steps = self.steady_steps - steps
+        return msgspec.structs.replace(self, tokens=tokens, sampled=sampled, begin=begin, steady_steps=steady_steps)
 
     def begins(self, steps: int) -> np.ndarray:
         """The first position that each range keeps in the step `steps` later, [C]."""
@@ -198,8 +197,7 @@ def _offsets(count: np.ndarray, layout: CaptureLayout) -> tuple[np.ndarray, np.n
 
 
 def _steady_steps(position: np.ndarray, start: np.ndarray, stop: np.ndarray) -> int:
-    """For how many more steps of one token no request enters or leaves a range. `position` [C]: of each range's
-    request; −1 if it is not in the step."""
+    """For how many more steps no range is entered or left; `position` [C] of its request, −1 if not in the step."""
     steps = np.where(position < start, start, stop) - position
     steps = steps[(position >= 0) & (steps > 0)]
     return int(steps.min()) - 1 if len(steps) else FOREVER

@@ -70,10 +70,9 @@ class _Colours:
 
 def _footer(heatmap: Heatmap) -> list[str]:
     noise = words.noise(heatmap)
-    lines = [f"{noise[0].upper()}{noise[1:]}.  Ran on {heatmap.provenance}."]
-    if heatmap.skipped:
-        lines.append("Dotted underline: tokens without a partner in the other prompt, not patched.")
-    return lines
+    line = f"{noise[0].upper()}{noise[1:]}.  Ran on {heatmap.provenance}."
+    skipped = "Dotted underline: tokens without a partner in the other prompt, not patched."
+    return [line, skipped] if heatmap.skipped else [line]
 
 
 def _header(sheet: Sheet, plan: Layout) -> float:

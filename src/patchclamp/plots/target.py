@@ -42,10 +42,9 @@ def page(path: str | Path) -> Path:
 
 def check_targets(png: str | Path | None = None, html: str | Path | None = None) -> None:
     """Raises now what `heatmap_png` and `heatmap_html` would raise after the runs."""
-    if png is not None:
-        picture(png)
-    if html is not None:
-        page(html)
+    for path, check in ((png, picture), (html, page)):
+        if path is not None:
+            check(path)
 
 
 def _file(path: Path) -> Path:

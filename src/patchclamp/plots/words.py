@@ -71,10 +71,9 @@ def noise(heatmap: Heatmap) -> str:
 
 def best(heatmap: Heatmap, spot: Spot, limit: int = 60) -> str:
     """`resid_pre[8] @ ·Tower, 3.12 (97 % of the way to clean)`, the label at most `limit` characters."""
-    label = shorten(visible(heatmap.columns[spot.column].label), limit)
-    where = f"{heatmap.panels[spot.panel].row_name(spot.row)} @ {label}"
-    part = heatmap.share(spot.value)
-    return f"{where}, {number(spot.value)}" + ("" if part is None else f" ({percent(part)} of the way to clean)")
+    row, label = heatmap.panels[spot.panel].row_name(spot.row), visible(heatmap.columns[spot.column].label)
+    share = "" if (part := heatmap.share(spot.value)) is None else f" ({percent(part)} of the way to clean)"
+    return f"{row} @ {shorten(label, limit)}, {number(spot.value)}{share}"
 
 
 def positions(numbers: tuple[int, ...]) -> str:

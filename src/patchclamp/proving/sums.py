@@ -31,13 +31,10 @@ def sums(lm: LM, base: Run) -> dict[str, str]:
 def _of_table(lm: LM, base: Run) -> dict[str, str]:
     names = lm.sites.names
     wrong = {name: "" for name in names if name in (*STREAM, *ADDED)}
-    steps = [("resid_pre", ("attn_out",), "resid_mid"), ("resid_mid", ("mlp_out",), "resid_post")]
-    if "resid_mid" not in names:
-        steps = [("resid_pre", ADDED, "resid_post")]
     if not {"resid_pre", "resid_post", *ADDED} <= set(names):
         return {}
     for layer in range(lm.sites.layers):
-        for before, gains, after in steps:
+        for before, gains, after in _stages(names):
             terms = [f"{name}[{layer}]" for name in (before, *gains)]
             if not _close(lm, [_rows(base, term) for term in terms], _rows(base, f"{after}[{layer}]")):
                 why = f"{' + '.join(terms)} is not {after}[{layer}]"
@@ -48,6 +45,13 @@ def _of_table(lm: LM, base: Run) -> dict[str, str]:
             why = f"resid_post[{layer - 1}] is not resid_pre[{layer}]"
             wrong |= {name: wrong[name] or why for name in ("resid_pre", "resid_post")}
     return wrong | _of_heads(lm, base) | _of_norms(lm, base)
+
+
+def _stages(names: list[str]) -> list[tuple[str, tuple[str, ...], str]]:
+    """Each part of a layer: the stream before it, what it adds, and the stream after it."""
+    if "resid_mid" not in names:
+        return [("resid_pre", ADDED, "resid_post")]
+    return [("resid_pre", ("attn_out",), "resid_mid"), ("resid_mid", ("mlp_out",), "resid_post")]
 
 
 def _of_heads(lm: LM, base: Run) -> dict[str, str]:

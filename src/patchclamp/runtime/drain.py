@@ -186,13 +186,16 @@ class Drain:
         if self._filled_bytes > self._pinned_bytes:
             self._give_back(len(self._filled))
         while self._filled_bytes > self._pinned_bytes:
-            oldest, self._next_checked = self._filled.pop(0), max(self._next_checked - 1, 0)
-            self._filled_bytes -= oldest.slab.size
-            self._spills.append((self._workers.submit(_spill, oldest), oldest))
-            self.spilled += 1
+            self._spill_oldest()
         self._filled.append(_FilledSlab(self._pinned.take(size)))
         self._filled_bytes += self._filled[-1].slab.size
         return self._filled[-1]
+
+    def _spill_oldest(self) -> None:
+        oldest, self._next_checked = self._filled.pop(0), max(self._next_checked - 1, 0)
+        self._filled_bytes -= oldest.slab.size
+        self._spills.append((self._workers.submit(_spill, oldest), oldest))
+        self.spilled += 1
 
     def _give_back(self, checked: int) -> None:
         """Checks so many slabs in turn, and gives back those that nobody reads or writes any more."""

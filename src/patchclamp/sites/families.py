@@ -152,6 +152,11 @@ def sizes_of(config: Any, d_vocab: int | None = None) -> Sizes:
     )  # fmt: skip
 
 
+def architectures_of(config: Any) -> list[str]:
+    """The model classes that a config names, or else its own class."""
+    return list(getattr(config, "architectures", None) or [type(config).__name__])
+
+
 def _single(config: Any, name: str) -> int:
     """A setting that is one number for all layers."""
     try:
@@ -160,10 +165,9 @@ def _single(config: Any, name: str) -> int:
         value = None
     if isinstance(value, int):
         return value
-    named = ", ".join(getattr(config, "architectures", None) or [type(config).__name__])
     raise ModelError(
-        f"the config of {named} does not tell one {name} for all layers: sites are those of decoders with attention in "
-        "every layer, alike"
+        f"the config of {', '.join(architectures_of(config))} does not tell one {name} for all layers: sites are those "
+        "of decoders with attention in every layer, alike"
     )
 
 
@@ -174,5 +178,5 @@ def _sparse(config: Any, layers: int) -> tuple[int, ...]:
     """The layers with experts."""
     every = getattr(config, "decoder_sparse_step", None) or getattr(config, "moe_layer_freq", None) or 1
     first, dense = getattr(config, "first_k_dense_replace", 0), getattr(config, "mlp_only_layers", None) or ()
-    shifted = 1 if hasattr(config, "decoder_sparse_step") else 0  # which counts from one
-    return tuple(layer for layer in range(first, layers) if (layer + shifted) % every == 0 and layer not in dense)
+    shift = hasattr(config, "decoder_sparse_step")  # which counts from one
+    return tuple(layer for layer in range(first, layers) if (layer + shift) % every == 0 and layer not in dense)

@@ -9,7 +9,7 @@ import msgspec
 
 from patchclamp.errors import ModelError, UnsupportedSite
 from patchclamp.language.registry import SITES
-from patchclamp.language.site import Index, Range, Site
+from patchclamp.language.site import Index, Site
 from patchclamp.sites.families import Family, Sizes, Tap
 from patchclamp.sites.tables import FAMILIES
 
@@ -82,11 +82,7 @@ class SiteMap:
     """The points and site refs of a model that `tensor_parallel` workers share."""
 
     def __init__(self, family: Family | str, sizes: Sizes, tensor_parallel: int = 1) -> None:
-        if isinstance(family, str):
-            by_name = {tabled.name: tabled for tabled in FAMILIES}
-            if family not in by_name:
-                raise ModelError(f"no family {family!r}; there are {', '.join(by_name)}")
-            family = by_name[family]
+        family = _family_named(family) if isinstance(family, str) else family
         self.family, self.sizes, self.tensor_parallel = family, sizes, tensor_parallel
         self.layers, self.d_model, self.d_vocab = sizes.layers, sizes.d_model, sizes.d_vocab
         self.withdrawn: dict[str, str] = {}  # words that were not proved on the live model, and why
@@ -110,10 +106,8 @@ class SiteMap:
 
     def _has(self, name: str) -> bool:
         """Whether the model has a site word, by its table."""
-        if name not in self.family.sites:
-            return False
-        kind = self.family.sites[name][0]
-        return not self.family.points[kind].per_layer or bool(self._layers_of[kind])
+        kind, _ = self.family.sites.get(name, ("", 0))
+        return kind != "" and (not self.family.points[kind].per_layer or bool(self._layers_of[kind]))
 
     def taps(self, engine: Literal["transformers", "vllm"]) -> list[tuple[Point, Tap]]:
         """Every point with its tap on an engine. The taps' module paths name the layer."""
@@ -210,22 +204,15 @@ class SiteMap:
             raise UnsupportedSite(
                 f"{site}: rows of {count * size} numbers cannot be indexed; at most {MAX_INDEXED_COLUMNS} can"
             )
-        if isinstance(index, int):
-            fits = -count <= index < count
-            first, end, step = index % count, index % count + 1, 1
-        else:
-            assert isinstance(index, Range)
-            chosen = index.indices(count)
-            first, end, step = chosen.start, chosen.stop, chosen.step
-            ends = [e for e in (index.start, index.stop) if e is not None]
-            fits = all(-count <= e <= count for e in ends)
-            if fits and not len(chosen):
-                raise UnsupportedSite(f"{site}: the range has no {kind} in it; it ends where it begins, or before")
-        if not fits:
+        assert index is not None
+        if not _fits(index, count):
             raise UnsupportedSite(f"{site}: this model has {count} {kind}s (0 to {count - 1})")
-        if step != 1:
+        chosen = range(index % count, index % count + 1) if isinstance(index, int) else index.indices(count)
+        if not chosen:
+            raise UnsupportedSite(f"{site}: the range has no {kind} in it; it ends where it begins, or before")
+        if chosen.step != 1:
             raise UnsupportedSite(f"{site}: name each {kind}, or neighbours, as in {site.name}[0, 0:{min(count, 2)}]")
-        return first * size, end * size
+        return chosen.start * size, chosen.stop * size
 
     def _layers(self, site: Site) -> list[int]:
         """The layers that a site names."""
@@ -234,12 +221,8 @@ class SiteMap:
         having = self._layers_of[kind] if shift == 0 else list(range(self.layers))
         if index is None:
             return having
-        if isinstance(index, int):
-            chosen, fits = [index % self.layers], -self.layers <= index < self.layers
-        else:
-            chosen, ends = list(index.indices(self.layers)), [index.start, index.stop]
-            fits = bool(chosen) and all(-self.layers <= end <= self.layers for end in ends if end is not None)
-        if not fits:
+        chosen = [index % self.layers] if isinstance(index, int) else list(index.indices(self.layers))
+        if not chosen or not _fits(index, self.layers):
             raise UnsupportedSite(f"{site}: this model has {self.layers} layers (0 to {self.layers - 1})")
         lacking = [layer for layer in chosen if layer not in having] if len(having) < self.layers else []
         if lacking:
@@ -276,3 +259,17 @@ class SiteMap:
         """A point's name with the modules at which its taps are: `mlp_in[0] (model.layers.0.mlp)`."""
         taps = [self._tap(self.points[point], engine) for engine in ("transformers", "vllm")]
         return f"{self.label(point)} ({' or '.join(dict.fromkeys(tap.module for tap in taps))})"
+
+
+def _fits(index: Index, count: int) -> bool:
+    """Whether an index reaches beyond none of `count` items."""
+    if isinstance(index, int):
+        return -count <= index < count
+    return all(-count <= end <= count for end in index.ends if end is not None)
+
+
+def _family_named(name: str) -> Family:
+    by_name = {family.name: family for family in FAMILIES}
+    if name not in by_name:
+        raise ModelError(f"no family {name!r}; there are {', '.join(by_name)}")
+    return by_name[name]

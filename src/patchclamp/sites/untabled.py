@@ -20,7 +20,7 @@ import msgspec
 
 from patchclamp.errors import ModelError
 from patchclamp.language.registry import SITES
-from patchclamp.sites.families import Family, Moment, PointKind, Size, Sizes, Tap, sizes_of
+from patchclamp.sites.families import Family, Moment, PointKind, Size, Sizes, Tap, architectures_of, sizes_of
 
 if TYPE_CHECKING:
     import torch
@@ -69,9 +69,12 @@ class Tree(msgspec.Struct):
     calls: dict[str, Call]
     embedding: str
 
+    def call(self, path: str) -> Call:
+        return self.calls.get(path, Call())
+
     def rows(self, path: str, moment: str, width: int) -> bool:
         """Whether a module was called once and took (`in`) or gave (`out`) rows [T, width]."""
-        call = self.calls.get(path, Call())
+        call = self.call(path)
         shape = call.shape(moment)
         return call.count == 1 and shape is not None and shape[-1:] == [width] and math.prod(shape) == T * width
 
@@ -92,7 +95,7 @@ def untabled(config: Any, trust_remote_code: bool = False) -> Family:
     except ModelError:
         raise
     except Exception as error:
-        names = ", ".join(getattr(config, "architectures", None) or [type(config).__name__])
+        names = ", ".join(architectures_of(config))
         raise ModelError(f"no site table for {names}, and none can be made: {type(error).__name__}: {error}") from error
     layers = _layers(tree, sizes)
     points = {
@@ -194,7 +197,7 @@ def _layers(tree: Tree, sizes: Sizes) -> str:
     for layer in range(sizes.layers):
         path = f"{fitting[0]}.{layer}"
         if not tree.rows(path, "in", sizes.d_model):
-            call = tree.calls.get(path, Call())
+            call = tree.call(path)
             raise tree.refuse(
                 f"{path} should be called once, with the stream [{T}, {sizes.d_model}] first; it was called "
                 f"{call.count} times, with {call.shape('in') or 'no tensor'}; it has: "
@@ -238,7 +241,7 @@ def _part(
         path = f"{path}.{common[0]}"
     for layer in range(sizes.layers):
         if not tree.rows(path.format(l=layer), moment, sizes[width]):
-            shape = tree.calls.get(path.format(l=layer), Call()).shape(moment)
+            shape = tree.call(path.format(l=layer)).shape(moment)
             return (
                 f"it has no site table, and {path.format(l=layer)} has {shape or 'no tensor'} where "
                 f"[{T}, {sizes[width]}] would be right"
@@ -254,7 +257,7 @@ def _norm_before(tree: Tree, path: str) -> str | None:
     argument, owner = tree.calls[path].argument, path.rpartition(".")[0]
     for name in tree.children(owner):
         beside = f"{owner}.{name}"
-        result = tree.calls.get(beside, Call()).result
+        result = tree.call(beside).result
         kind = type(tree.modules[beside]).__name__
         is_norm = ("norm" in name or "norm" in kind.lower()) and kind != "Identity"
         if is_norm and result is not None and argument is not None and _storage(result) == _storage(argument):

@@ -49,8 +49,8 @@ class PartialAnswer:
         return self._request.logprobs is not None
 
     def answer(self, output: Any, decode: Decode | None) -> Answer:
-        """Of the last output, which was taken; `decode(ids, stopped)` gives the text of one that has none yet."""
+        """The answer, after the last output was taken. `decode(ids, stopped)` gives its text, if it has none yet."""
+        ids, logprobs = self._ids, self._logprobs if self._has_logprobs else None
         reason, cached = output.outputs[0].finish_reason, output.num_cached_tokens or 0
-        text = "".join(self._texts) if decode is None else functools.partial(decode, self._ids, reason == "stop")
-        logprobs = self._logprobs if self._has_logprobs else None
-        return Answer(self._ids, text, logprobs, self._scores, reason, cached, self._top_logprobs[: len(self._ids)])
+        text = "".join(self._texts) if decode is None else functools.partial(decode, ids, reason == "stop")
+        return Answer(ids, text, logprobs, self._scores, reason, cached, self._top_logprobs[: len(ids)])
