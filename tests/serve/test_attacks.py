@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import socket
+from pathlib import Path
 
 import httpx
 import msgspec
 import numpy as np
+import openai
 import psutil
 import pytest
 from safetensors.numpy import save
@@ -16,6 +19,7 @@ from safetensors.numpy import save
 import patchclamp as pc
 from patchclamp.engines import wire
 from patchclamp.engines.carried import Carried
+from patchclamp.engines.vllm.serve_limits import ServeLimits
 from patchclamp.plan.bind import vector_key
 from patchclamp.plan.bound import BoundOp, BoundProgram, Linear, PositionRange
 from tests.attacks.requests import FILES, NUMBERS, OBJECTS
@@ -140,6 +144,22 @@ def test_routes_of_vllm_that_are_open_carry_no_program(server, http):
         assert "programs go through /v1/completions" in message(response)
 
 
+def test_the_page_on_security_names_every_route_that_is_open(server):
+    guarded = ("/v1", "/v2", "/inference", "/cohere")
+    open_routes = {
+        path for path in httpx.get(f"{server.url}/openapi.json").json()["paths"] if not path.startswith(guarded)
+    }
+    text = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+    listed = text.partition("## What vLLM leaves open")[2].partition("without one:")[2].partition("With `VLLM")[0]
+    assert set(re.findall(r"`(/[a-z_]+)`", listed)) == open_routes
+
+
+def test_the_page_on_security_names_every_limit():
+    text = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+    table = text.partition("## Limits")[2].partition("## What arrives")[0]
+    assert set(re.findall(r"`([a-z_]+)`", table)) - {"max_tokens"} == set(ServeLimits.__struct_fields__)
+
+
 def test_a_bank_is_bounded_and_says_so(http):
     try:
         for i in range(LIMITS["bank_names"]):
@@ -153,6 +173,19 @@ def test_a_bank_is_bounded_and_says_so(http):
     finally:
         for i in range(LIMITS["bank_names"]):
             http.delete(f"/v1/patchclamp/vectors/v{i}")
+
+
+def test_a_run_that_may_capture_too_much_is_refused_before_it_runs(server):
+    """`neurons` of 8 layers: 4 * 8 * 1536 bytes a token."""
+    capture = {
+        "capture": [
+            {"type": "capture", "at": site} for site in ("neurons", "resid_post", "resid_mid", "mlp_in", "attn_in")
+        ]
+    }
+    with pytest.raises(openai.RateLimitError, match=r"may capture.*limit run_bytes"):
+        complete(server, {"patchclamp": capture}, ["a " * 250] * 4, max_tokens=200, n=2, temperature=1)
+    with server.http() as http:
+        assert http.get("/v1/patchclamp/runs").json() == {"runs": []}
 
 
 def bound(owner: str, **fields) -> tuple[bytes, str]:

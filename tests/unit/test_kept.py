@@ -95,6 +95,22 @@ def test_runs_are_bounded_in_number_bytes_and_time(lm):
     assert tight.runs("a") == {}
 
 
+def test_runs_under_way_have_room_for_what_they_may_capture(lm):
+    run = lm.run("One two", max_tokens=1, capture=[pc.embed])
+    kept = Kept(ServeLimits(run_bytes=3 * run.captured_bytes))
+    kept.keep("a", "x", run)
+    with kept.room_for("a", run.captured_bytes):
+        with kept.room_for("b", 2 * run.captured_bytes), kept.room_for("a", run.captured_bytes):
+            pass
+        with (
+            pytest.raises(CapacityError, match=r"may capture.*limit run_bytes"),
+            kept.room_for("a", run.captured_bytes + 1),
+        ):
+            pass
+    with kept.room_for("a", 2 * run.captured_bytes):
+        pass
+
+
 def test_a_run_that_went_along_is_let_go_unless_another_has_its_name(lm):
     kept = Kept()
     first, second = (lm.run("One two", max_tokens=1, capture=[pc.embed]) for _ in range(2))

@@ -53,6 +53,11 @@ def bank_sizes(
     return sizes
 
 
+def captured_bytes(bound: BoundProgram, sites: SiteMap) -> int:
+    """Bytes that a bound program captures at most: in fp32, if its run generates `max_tokens`."""
+    return sum(4 * len(positions) * sites.points[point].width for point, positions in bound.captured.items())
+
+
 def resident_name(key: str, sharded: bool) -> str:
     """What the bank calls a key's rows. A vector that is read both whole and sharded is there twice."""
     return f"{key}#" if sharded and key.startswith("v:") else key

@@ -13,6 +13,7 @@ from patchclamp.engines.vllm.compat.front import http_error
 from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.plan import Prompt
 from patchclamp.plan.bindings import Bindings
+from patchclamp.plan.room import captured_bytes
 from patchclamp.run import Run
 from patchclamp.serve.call import Call, current, of_extra_args
 from patchclamp.serve.front import Front, front_of
@@ -113,18 +114,20 @@ class _Child:
     async def outputs(self, generate: Callable[..., Any], name: str, others: dict[str, Any]) -> AsyncIterator[Any]:
         """vLLM's outputs; the run is the call's before the last one is given."""
         engine, request = self._front.engine, self._request
-        finished = False
-        try:
-            async for output in engine.outputs(request, self._prompt, self._params, name, generate, **others):
-                new = list(output.outputs[0].token_ids)
-                self._ids = self._ids + new if self._params.output_kind.name == "DELTA" else new
-                finished = output.finished
-                if finished:
-                    self._take(output)
-                yield output
-        finally:
-            if not finished:
-                engine.release([request.run])
+        assert request.bound is not None
+        most, finished = captured_bytes(request.bound, engine.sites), False
+        with self._front.kept.room_for(self._call.owner, most):
+            try:
+                async for output in engine.outputs(request, self._prompt, self._params, name, generate, **others):
+                    new = list(output.outputs[0].token_ids)
+                    self._ids = self._ids + new if self._params.output_kind.name == "DELTA" else new
+                    finished = output.finished
+                    if finished:
+                        self._take(output)
+                    yield output
+            finally:
+                if not finished:
+                    engine.release([request.run])
 
     def _take(self, output: Any) -> None:
         last = output.outputs[0]

@@ -6,8 +6,10 @@ a program's, never that of two.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -71,6 +73,7 @@ class Kept:
         self._runs: dict[str, dict[str, _KeptRun]] = {}
         self._banks: dict[str, NamedBank] = {}
         self._bank_bytes: dict[str, dict[str, int]] = {}  # by owner and name
+        self._expected: Counter[str] = Counter()  # by owner: bytes that runs under way may capture
         self._gone: dict[tuple[str, str], str] = {}  # why a run is no more
 
     def bank(self, owner: str) -> NamedBank:
@@ -123,6 +126,18 @@ class Kept:
         """What programs of an owner may name."""
         self.drop_old()
         return Owned(self.bank(owner), {name: kept.run for name, kept in self._runs.get(owner, {}).items()})
+
+    @contextlib.contextmanager
+    def room_for(self, owner: str, captured_bytes: int) -> Iterator[None]:
+        """Room for what a run may capture, while it runs. Raises `CapacityError` where its owner has none."""
+        used = self._expected[owner] + sum(kept.captured_bytes for kept in self._runs.get(owner, {}).values())
+        what = "bytes that a run of so many max_tokens may capture"
+        self.limits.check_room("run_bytes", used, captured_bytes, what, "capture")
+        self._expected[owner] += captured_bytes
+        try:
+            yield
+        finally:
+            self._expected[owner] -= captured_bytes
 
     def keep(self, owner: str, name: str, run: Run, request: Request | None = None) -> None:
         """Keeps a run under a name; other processes learn of it where its `request` is given.
