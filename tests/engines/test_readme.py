@@ -3,7 +3,10 @@
 import re
 from pathlib import Path
 
+import pytest
+
 import patchclamp as pc
+from patchclamp import errors
 
 ROOT = Path(__file__).resolve().parents[2]
 README, GUIDE = ROOT / "README.md", ROOT / "docs" / "guide.md"
@@ -24,8 +27,12 @@ def run_blocks(page: Path, lm: pc.LM, monkeypatch, folder: Path) -> dict:
     return names
 
 
-def test_every_example_of_the_readme_runs(engines, tmp_path, monkeypatch):
-    lm = engines.get("vllm", "float32")
+both_engines = pytest.mark.parametrize("engine", ["transformers", "vllm"])
+
+
+@both_engines
+def test_every_example_of_the_readme_runs(engine, engines, tmp_path, monkeypatch):
+    lm = engines.get(engine, "float32")
     names = run_blocks(README, lm, monkeypatch, tmp_path)
     assert names["run"].text == " Paris.\n\nThe answer is:"
     assert names["run"][pc.resid_post[10]].shape == (len(names["run"].prompt_token_ids) + 7, lm.model.d_model)
@@ -36,8 +43,9 @@ def test_every_example_of_the_readme_runs(engines, tmp_path, monkeypatch):
     assert "<html" in (tmp_path / "sweep.html").read_text()[:2000].lower()
 
 
-def test_every_example_of_the_guide_runs(engines, tmp_path, monkeypatch):
-    lm = engines.get("vllm", "float32")
+@both_engines
+def test_every_example_of_the_guide_runs(engine, engines, tmp_path, monkeypatch):
+    lm = engines.get(engine, "float32")
     names = run_blocks(GUIDE, lm, monkeypatch, tmp_path)
     assert names["run"].text.startswith(" Paris")
     assert names["rows"].shape == (len(names["run"].prompt_token_ids) + 7, lm.model.d_model)
@@ -45,6 +53,23 @@ def test_every_example_of_the_guide_runs(engines, tmp_path, monkeypatch):
     assert len(names["mixed"]) == 3
     assert (tmp_path / "bank.safetensors").exists()
     assert names["coded"].error is None
+    assert names["place"] == "edits[1].value"
+    before, after = names["steps"]["edits[0]"], names["steps"]["capture[0]"]
+    assert (after == 2 * before).all()
+    assert before.any()
+
+
+def test_the_first_example_names_no_option_of_one_engine():
+    """The blocks are run on both engines, with the options that they load a model with left out."""
+    for page in (README, GUIDE):
+        blocks = "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S))
+        for options in re.findall(r"pc\.LM\(\"smollm2\"(.*?)\)", blocks):
+            assert options in ("", ", allow_code=True")
+
+
+def test_the_guide_draws_every_error():
+    drawn = GUIDE.read_text(encoding="utf-8").partition("\n## Errors\n")[2].partition("\n## ")[0]
+    assert set(errors.TREE) <= set(re.findall(r"\w+", drawn))
 
 
 def test_shell_examples_name_real_options():
