@@ -17,6 +17,7 @@ import patchclamp as pc
 from patchclamp.engines.vllm.serve_limits import ServeLimits
 from patchclamp.errors import CapacityError, Gone, MissingSource, NameTaken, NoKey, ProgramError, TooLarge
 from patchclamp.language import Program, Vector
+from patchclamp.serve.journal import Note
 from patchclamp.serve.kept import Kept, check_name
 from patchclamp.serve.owners import owner_of
 from patchclamp.store.named import Means
@@ -217,3 +218,16 @@ def test_any_bytes_are_a_vector_or_refused(noise, cut):
         for read in (from_bytes, numbers_of_json):
             with contextlib.suppress(ProgramError):  # 400
                 assert isinstance(read(data), (Vector, Means))
+
+
+def test_what_another_process_dropped_is_gone_here_too(lm):
+    kept = Kept()
+    kept.hear(Note("a", "x", "gone", "other", b"it was deleted"), lm)
+    with pytest.raises(Gone, match="x is no more: it was deleted"):
+        kept.run("a", "x")
+    kept.hear(Note("a", "calm", "vector", "other", to_bytes("calm", ROW)), lm)
+    assert kept.bank_bytes("a") == 16
+    kept.hear(Note("a", "calm", "gone", "other", b"it was deleted"), lm)
+    assert (kept.bank_bytes("a"), kept.entries("a", "vector")) == (0, {})
+    with pytest.raises(MissingSource, match="there is no run calm"):
+        kept.run("a", "calm")

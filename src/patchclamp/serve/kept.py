@@ -202,6 +202,10 @@ class Kept:
 
     def _forget(self, owner: str, name: str, why: str) -> None:
         self._runs[owner].pop(name).run.close()
+        self._remember(owner, name, why)
+
+    def _remember(self, owner: str, name: str, why: str) -> None:
+        """Why a run is no more."""
         self._gone[owner, name] = why
         while len(self._gone) > MAX_GONE:
             del self._gone[next(iter(self._gone))]
@@ -220,10 +224,10 @@ class Kept:
             run = unpack_run(note.data, lm)
             runs[name] = _KeptRun(run, run.captured_bytes, self._clock(), is_elsewhere=True)
             self._gone.pop((owner, name), None)
-        elif note.kind == "gone":
-            self._bank_bytes.get(owner, {}).pop(name, None)
-            if name in bank:
-                del bank[name]
+        elif note.kind == "gone" and name in bank:
+            del bank[name], self._bank_bytes[owner][name]
+        elif note.kind == "gone":  # a run's name, which this process may have never heard before
+            self._remember(owner, name, note.data.decode())
         else:
             entry = unpack_entry(note.kind, note.data)
             bank[name] = entry
