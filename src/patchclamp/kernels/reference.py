@@ -11,7 +11,7 @@ import numpy as np
 
 from patchclamp.kernels.noise import normals
 from patchclamp.plan import APPLY, BLEND, CAPTURE, LINEAR, MATCH, NOISE, PROJECT, ProgramTable, StepPlan
-from patchclamp.plan.records import columns_of
+from patchclamp.plan.records import columns_of, named
 from patchclamp.plan.step import RowLabels
 
 
@@ -38,43 +38,50 @@ def apply(
     for r in range(len(h_RW)):
         slot, position, matched = int(rows.slot[r]), int(rows.position[r]), True
         for number in range(table.first[slot, point], table.first[slot, point + 1]):
-            record, applies, matched = table.records[number], matched, True
+            kind = int(table.records["kind"][number])
+            record, applies, matched = named(table.records[number : number + 1], kind)[0], matched, True
             if not applies or not record["start"] <= position < record["stop"]:
                 continue
-            if record["kind"] == MATCH:
-                ids = bank_B[record["value"] : record["value"] + record["step"]]
+            if kind == MATCH:
                 assert token_R is not None
-                matched = (token_R[r] in ids) == (record["x"] == 1)
-                continue
-            if record["kind"] == CAPTURE:
-                i, region = ranges[int(record["step"])], regions[int(record["value"])]
+                ids = bank_B[record["ids"] : record["ids"] + record["count"]]
+                matched = (token_R[r] in ids) == (record["expected"] == 1)
+            elif kind == CAPTURE:
+                i, region = ranges[int(record["range"])], regions[int(record["region"])]
                 begin = plan.base[region] + (plan.offset[i] + position - plan.begin[i]) * width
                 kept_K[begin : begin + width] = h_RW[r]
-                continue
-            h_W, x, y, edited_R[r], columns = h_RW[r], record["x"], record["y"], True, columns_of(record)
-            if record["kind"] == APPLY:
+            elif kind == APPLY:
                 assert code is not None
-                result = code(int(record["value"]), h_W[None, columns].copy(), point, np.array([position]))
-                h_RW[r, columns] = h_W[columns] if result is None else result[0]
-                continue
-            if record["kind"] == NOISE:
-                row = (int(record["other"]), position, int(record["value"]), int(x) + width)
-                h_RW[r, columns] = noise(h_W[columns], normals(*row)[int(x) :][columns], y, bool(record["step"]))
-                continue
-            begin = record["value"] + (position - record["start"]) * record["step"] * width
-            v_W, mask = bank_B[begin : begin + width], record["other"]
-            if record["kind"] == LINEAR:
-                h_RW[r, columns] = linear(h_W[columns], v_W[columns], x, y)
-            elif record["kind"] == BLEND:
-                h_RW[r, columns] = blend(h_W[columns], v_W[columns], y * bank_B[mask : mask + width][columns])
-            elif record["kind"] == PROJECT:
-                h_RW[r, columns] = project(h_W[columns], v_W[columns], x, y)
+                columns, edited_R[r] = columns_of(record), True
+                result = code(int(record["code"]), h_RW[r, None, columns].copy(), point, np.array([position]))
+                h_RW[r, columns] = h_RW[r, columns] if result is None else result[0]
+            else:
+                h_RW[r, columns_of(record)], edited_R[r] = _edited(h_RW[r], record, position, bank_B), True
     return edited_R
 
 
-def linear(h_W: np.ndarray, v_W: np.ndarray, x: np.float32, y: np.float32) -> np.ndarray:
-    """x·h + y·v in fp32, each product and the sum rounded; a factor of 0 leaves its term out, NaN or not."""
-    terms = [factor * term if factor != 1 else term for factor, term in ((x, h_W), (y, v_W)) if factor != 0]
+def _edited(h_W: np.ndarray, record: np.void, position: int, bank_B: np.ndarray) -> np.ndarray:
+    """The columns of a row that a record edits, after the edit."""
+    kind, columns, width = record["kind"], columns_of(record), len(h_W)
+    if kind == NOISE:
+        first = int(record["first_column"])
+        e_W = normals(int(record["seed"]), position, int(record["stream"]), first + width)[first:]
+        return noise(h_W[columns], e_W[columns], record["std"], bool(record["relative"]))
+    begin = record["vector"] + (position - record["start"]) * record["row_step"] * width
+    v_W = bank_B[begin : begin + width][columns]
+    if kind == LINEAR:
+        return linear(h_W[columns], v_W, record["h_scale"], record["v_scale"])
+    if kind == PROJECT:
+        return project(h_W[columns], v_W, record["low"], record["high"])
+    assert kind == BLEND
+    mask_W = bank_B[record["mask"] : record["mask"] + width][columns]
+    return blend(h_W[columns], v_W, record["alpha"] * mask_W)
+
+
+def linear(h_W: np.ndarray, v_W: np.ndarray, h_scale: np.float32, v_scale: np.float32) -> np.ndarray:
+    """h_scale·h + v_scale·v in fp32, each product and the sum rounded; a scale of 0 leaves its term out, NaN or not."""
+    scaled = ((h_scale, h_W), (v_scale, v_W))
+    terms = [scale * term if scale != 1 else term for scale, term in scaled if scale != 0]
     return sum(terms[1:], terms[0]) if terms else np.zeros_like(h_W)
 
 

@@ -16,7 +16,7 @@ import torch
 from patchclamp.errors import ModelError
 from patchclamp.kernels import cuda, fused, moves
 from patchclamp.plan import APPLY, MATCH, Batch, ProgramTable, StepPlan
-from patchclamp.plan.records import columns_of
+from patchclamp.plan.records import columns_of, named
 from patchclamp.plan.step import BYTES
 from patchclamp.runtime.device import CudaTables
 from patchclamp.runtime.drain import Drain
@@ -164,22 +164,22 @@ class CudaStep:
         """Runs a request's code on its rows. Returns its slot if some results are not finite, which are not written."""
         assert self._plan is not None
         assert self.code is not None
-        batch, record = self._batch, records[-1]
+        batch, record = self._batch, named(records[-1:], APPLY)[0]
         rows = batch.row[n] + np.arange(batch.count[n])
         position = batch.position[n] + self._steps + np.arange(batch.count[n])
         if sampled:
             rows, position = rows[-1:], position[-1:]
         holds = (record["start"] <= position) & (position < record["stop"])
         if len(records) > 1 and holds.any():
-            first, count = int(records[0]["value"]), int(records[0]["step"])
+            condition = named(records[:1], MATCH)[0]
+            ids = self.tables.bank[condition["ids"] : condition["ids"] + condition["count"]].long()
             token = self.tables.token_of_row[torch.from_numpy(rows).to(hidden_RW.device)].long()
-            matches = torch.isin(token, self.tables.bank[first : first + count].long()).cpu().numpy()
-            holds &= matches == (records[0]["x"] == 1)
+            holds &= torch.isin(token, ids).cpu().numpy() == (condition["expected"] == 1)
         if not holds.any():
             return []
         row_A = torch.from_numpy(np.array([n]) if sampled else rows[holds]).to(hidden_RW.device)
         h_AW, columns = fused.join(hidden_RW, residual_RW, row_A), columns_of(record)
-        result = self.code(int(record["value"]), h_AW[:, columns], point, position[holds])
+        result = self.code(int(record["code"]), h_AW[:, columns], point, position[holds])
         if result is None:
             return []
         new_AW = h_AW.clone()
