@@ -1,0 +1,237 @@
+"""What clients of a server notice: vLLM's own benchmark against stock's server and ours, in turn on one machine.
+
+    python benchmarks/serve_load.py --shape 0.6b --out DIR      (a CUDA machine; random weights)
+    python benchmarks/serve_load.py --shape smollm2 --requests 40 --rounds 1      (a CPU: to see that it runs)
+
+First stock's server is asked for as much as it gives. Then both servers get 80 % of that rate, at random intervals:
+without programs, and with a program (one vector at every layer) on every second request, for which stock gets the same
+requests without. A figure is the ratio of the medians over rounds of a run's median, or 99th percentile, of the time to
+the first token and between tokens. Last, a sweep over HTTP against the same sweep in this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+FIGURES = ("median_ttft_ms", "p99_ttft_ms", "median_itl_ms", "p99_itl_ms")
+BARS = {"no program": (1.02, 1.05, 1.02, 1.05), "every second": (1.05, 1.15, 1.05, 1.15)}
+CLIENT = "from vllm.benchmarks.serve import add_cli_args, main; from vllm.utils.argparse_utils import FlexibleArgumentParser; parser = FlexibleArgumentParser(); add_cli_args(parser); main(parser.parse_args())"  # noqa: E501
+STARTS_WITHIN_S = 400
+
+
+def model_of(shape: str, folder: Path) -> str:
+    """The folder of a model of that shape, with a tokenizer."""
+    if shape == "smollm2":
+        from patchclamp.engines.smollm2 import prepare
+
+        return str(prepare())
+    from tests.models import SHAPES, shape_only, with_words
+
+    path = shape_only(folder / shape, shape)
+    with_words(path, SHAPES[shape]["vocab_size"])
+    return path
+
+
+class Server:
+    """A server in a process of its own; `ours`: patchclamp's."""
+
+    def __init__(self, model: str, ours: bool, options: list[str], log: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command = (
+            ["-m", "patchclamp", "serve", model]
+            if ours
+            else ["-m", "vllm.entrypoints.openai.api_server", "--model", model]
+        )
+        environment = os.environ if ours else {**os.environ, "VLLM_PLUGINS": ""}
+        self.url, self.model, self.log = f"http://127.0.0.1:{port}", model, log
+        with log.open("w") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, *command, "--host=127.0.0.1", f"--port={port}", *options], env=environment,
+                stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+
+    def wait(self) -> None:
+        """Returns when it answers."""
+        end = time.monotonic() + STARTS_WITHIN_S
+        while time.monotonic() < end and self.process.poll() is None:
+            try:
+                urllib.request.urlopen(f"{self.url}/health", timeout=5)
+                return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.5)
+        raise SystemExit(f"a server did not start:\n{self.log.read_text()[-3000:]}")
+
+    def put_vector(self, width: int) -> None:
+        numbers = (0.01 * np.random.default_rng(0).standard_normal(width)).tolist()
+        request = urllib.request.Request(
+            f"{self.url}/v1/patchclamp/vectors/v", json.dumps(numbers).encode(), {"content-type": "application/json"},
+            method="PUT",
+        )  # fmt: skip
+        urllib.request.urlopen(request)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGTERM)
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+
+PROGRAM = {"patchclamp": {"edits": [{"type": "add", "at": "resid_post", "value": {"type": "named", "name": "v"}}]}}
+
+
+def client(
+    server: Server, folder: Path, requests: int, tokens: int, rate: float, seed: int, program: bool
+) -> tuple[subprocess.Popen, Path]:  # fmt: skip
+    """vLLM's benchmark of a server, started; and where its result will lie."""
+    result = folder / f"{seed}-{int(program)}-{time.monotonic_ns()}.json"
+    words = [sys.executable, "-c", CLIENT, f"--base-url={server.url}", f"--model={server.model}", "--backend=openai",
+             "--dataset-name=random", f"--random-input-len={tokens}", f"--random-output-len={tokens}",
+             f"--num-prompts={requests}", f"--request-rate={rate}", f"--seed={seed}", "--ignore-eos", "--disable-tqdm",
+             "--save-result", f"--result-dir={folder}", f"--result-filename={result.name}",
+             "--percentile-metrics=ttft,itl", "--metric-percentiles=99"]  # fmt: skip
+    if program:
+        words.append(f"--extra-body={json.dumps(PROGRAM)}")
+    with (folder / "client.log").open("a") as log:
+        return subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT), result
+
+
+def load(server: Server, folder: Path, args: Any, rate: float, seed: int, program: bool) -> dict[str, float]:
+    """One round: two clients at half the rate each, one of them with programs or neither."""
+    half = args.requests // 2
+    running = [client(server, folder, half, args.tokens, rate / 2, seed, False),
+               client(server, folder, half, args.tokens, rate / 2, seed + 1, program)]  # fmt: skip
+    results = []
+    for process, result in running:
+        if process.wait():
+            raise SystemExit(f"a client failed:\n{(folder / 'client.log').read_text()[-3000:]}")
+        results.append(json.loads(result.read_text()))
+        assert results[-1]["completed"] == half, results[-1]
+    return {name: float(np.mean([result[name] for result in results])) for name in FIGURES}
+
+
+def saturation(server: Server, folder: Path, args: Any) -> float:
+    """Requests a second that a server gives when it is asked for all at once."""
+    rates = []
+    for seed in (1, 2):  # the first warms it up
+        process, result = client(server, folder, args.requests, args.tokens, float("inf"), seed, False)
+        if process.wait():
+            raise SystemExit(f"a client failed:\n{(folder / 'client.log').read_text()[-3000:]}")
+        rates.append(json.loads(result.read_text())["request_throughput"])
+    return rates[-1]
+
+
+def sweep_s(lm: Any, rounds: int) -> float:
+    """Seconds of a sweep of every site of the stream, the median of some."""
+    from patchclamp.studies import patch_sweep
+
+    draw, times = np.random.default_rng(3), []
+    for _ in range(rounds + 1):
+        clean, corrupt = draw.integers(100, 500, (2, 17)).tolist()
+        begin = time.perf_counter()
+        patch_sweep(lm, clean=clean, corrupt=corrupt, answer=7, foil=9, sites=["resid_pre", "attn_out", "mlp_out"])
+        times.append(time.perf_counter() - begin)
+    return float(np.median(times[1:]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="0.6b", choices=("0.6b", "8b", "smollm2"))
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--tokens", type=int, default=64, help="of a prompt, and generated")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--no-sweep", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("out"))
+    args = parser.parse_args()
+    import torch
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="serve-load-"))
+    model, width = model_of(args.shape, folder), {"0.6b": 1024, "8b": 4096, "smollm2": 576}[args.shape]
+    options = ["--max-model-len=2048", "--no-enable-prefix-caching"]
+    if torch.cuda.is_available():
+        options += ["--gpu-memory-utilization=0.4", *(["--load-format=dummy"] if args.shape != "smollm2" else [])]
+    else:
+        options += ["--enforce-eager", f"--kv-cache-memory-bytes={1 << 28}", "--dtype=float32"]
+    sides = {name: Server(model, name == "ours", options, folder / f"{name}.log") for name in ("stock", "ours")}
+    try:
+        for server in sides.values():
+            server.wait()
+        sides["ours"].put_vector(width)
+        report = measure(sides, folder, args)
+        if not args.no_sweep:
+            report["sweep"] = compare_sweeps(sides, model, args)
+    finally:
+        for server in sides.values():
+            server.close()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    report |= {"shape": args.shape, "device": device, "when": datetime.date.today().isoformat(),
+               "command": " ".join(sys.argv)}  # fmt: skip
+    file = args.out / f"serve_load-{args.shape}-{report['when']}.json"
+    file.write_text(json.dumps(report, indent=1))
+    print(f"written to {file}")
+
+
+def measure(sides: dict[str, Server], folder: Path, args: Any) -> dict[str, Any]:
+    """The ratios of both cases."""
+    rate = 0.8 * saturation(sides["stock"], folder, args)
+    saturation(sides["ours"], folder, args)
+    print(f"80 % of stock's saturation: {rate:.1f} requests a second", flush=True)
+    report: dict[str, Any] = {"requests_per_s": rate, "cases": {}}
+    for case, bars in BARS.items():
+        rounds: dict[str, list[dict[str, float]]] = {"stock": [], "ours": []}
+        for number in range(args.rounds):
+            for name in ("stock", "ours") if number % 2 else ("ours", "stock"):
+                program = case == "every second" and name == "ours"
+                rounds[name].append(load(sides[name], folder, args, rate, 10 + 2 * number, program))
+        medians = {name: {figure: float(np.median([each[figure] for each in rounds[name]])) for figure in FIGURES}
+                   for name in rounds}  # fmt: skip
+        ratios = {figure: medians["ours"][figure] / medians["stock"][figure] for figure in FIGURES}
+        report["cases"][case] = {"ratios": ratios, "medians": medians, "rounds": rounds}
+        told = ", ".join(f"{figure} {ratios[figure]:.3f} ({bar})" for figure, bar in zip(FIGURES, bars, strict=True))
+        print(f"{case}: {told}", flush=True)
+    return report
+
+
+def compare_sweeps(sides: dict[str, Server], model: str, args: Any) -> dict[str, float]:
+    """Seconds of a sweep over HTTP, and in this process, where no server is left beside it but ours."""
+    import torch
+
+    import patchclamp as pc
+
+    sides["stock"].close()
+    with pc.LM(sides["ours"].url) as lm:
+        http_s = sweep_s(lm, args.rounds)
+    sides["ours"].close()
+    own = {"gpu_memory_utilization": 0.4} if torch.cuda.is_available() else {"enforce_eager": True, "dtype": "float32"}
+    if torch.cuda.is_available() and args.shape != "smollm2":
+        own["load_format"] = "dummy"
+    with pc.LM(model, engine="vllm", max_model_len=2048, **own) as lm:
+        local_s = sweep_s(lm, args.rounds)
+    print(f"sweep: {http_s:.2f} s over HTTP, {local_s:.2f} s here, ratio {http_s / local_s:.2f} (1.3)", flush=True)
+    return {"http_s": http_s, "local_s": local_s, "ratio": http_s / local_s}
+
+
+if __name__ == "__main__":
+    main()
