@@ -73,3 +73,32 @@ class Problem(BaseModel):
     """An error, in OpenAI's shape."""
 
     error: ErrorDetail
+
+
+class ServedModel(BaseModel):
+    """What is served."""
+
+    patchclamp: str = Field(description="its version")
+    vllm: str = Field(description="its version")
+    model: str
+    family: str = Field(description="the name of its site table")
+    layers: int
+    d_model: int
+    d_vocab: int
+    dtype: str
+    max_model_len: int
+    limits: dict[str, float | None] = Field(description="what one caller may ask for and leave here")
+
+
+class SiteCard(BaseModel):
+    """A site word."""
+
+    name: str = Field(examples=["resid_post"])
+    shape: str = Field(examples=["[T, D]"])
+    meaning: str
+    layers: list[int] | None = Field(description="that have it; none of a site that the model has once")
+    why_not: str | None = Field(description="why this model does not have it")
+
+
+class SiteList(BaseModel):
+    sites: list[SiteCard]

@@ -14,12 +14,14 @@ MAX_MESSAGE = 2000  # characters of an error that are sent back: what was asked 
 def attach(app: Any) -> None:
     """Puts our routes on an app. They answer once `start` has run."""
     from patchclamp.serve import schema
-    from patchclamp.serve.routes import bank, engine, openai, runs
+    from patchclamp.serve.routes import bank, engine, model, openai, runs, sweeps
 
     app.exception_handler(PatchclampError)(answer_error)
     openai.attach(app)
     app.include_router(runs.router)
     app.include_router(bank.router)
+    app.include_router(model.router)
+    app.include_router(sweeps.router)
     schema.attach(app)
     app.include_router(engine.router)
 

@@ -10,9 +10,10 @@ Heimersheim and Nanda 2024 (arXiv:2404.15255).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
 from patchclamp.errors import PatchclampError, ProgramError, TokensError, UnsupportedSite
@@ -25,7 +26,7 @@ from patchclamp.studies.align import Alignment, align
 from patchclamp.studies.batches import run_batches
 from patchclamp.studies.metric import Graded, grade, single_token
 from patchclamp.studies.progress import progress
-from patchclamp.studies.sweep_result import Column, PatchSweep
+from patchclamp.studies.sweep_result import Cell, Column, PatchSweep
 
 BASELINES = 8  # reruns of the corrupt prompt, spread through the batch, that measure the noise floor
 
@@ -43,6 +44,7 @@ def patch_sweep(
     metric: str = "logit_diff",
     batch: int = 256,
     show_progress: bool | None = None,
+    listener: Listener | None = None,
 ) -> PatchSweep:
     """Patches every cell of sites × layers × positions from the clean run into the corrupt one; returns the grid.
 
@@ -51,6 +53,7 @@ def patch_sweep(
     such as "0:12". `positions`: columns of the grid, selections of the corrupt prompt (`pc.prompt[-1]`,
     `pc.span("Colosseum")`, a number); a span of several tokens is patched together. All aligned positions otherwise.
     `metric`: "logit_diff", "logprob" or "recovered". `batch`: runs submitted at a time; two batches are under way.
+    `listener`: hears of cells as they finish; what it raises stops the sweep.
 
     Raises: `TokensError` for an answer of several tokens or prompts that cannot be aligned, and the error of any run.
     """
@@ -66,12 +69,9 @@ def patch_sweep(
     cells = [(row, column) for row in rows for column in columns if _possible(row, column, base)]
     if not cells:
         raise ProgramError("no cell to patch: no site has a value at any of the positions")
-    graded.scale(graded.read(source.scores), graded.read(base.scores))
-    values, floor = _run_cells(lm, source, base, cells, graded, batch, show_progress)
     source_value, base_value = graded.read(source.scores), graded.read(base.scores)
     offset, factor = graded.scale(source_value, base_value)
-    grid = _grid(names, rows, columns, cells, (values - offset) * factor)
-    return PatchSweep(
+    sweep = PatchSweep(
         model=lm.model.name, engine=f"{lm.model.engine} {lm.model.version}", dtype=lm.model.dtype, metric=metric,
         clean_prompt=_text(lm, clean), corrupt_prompt=_text(lm, corrupt),
         clean_tokens=tuple(lm.tokenizer.token_strings(source.prompt_token_ids)),
@@ -79,19 +79,47 @@ def patch_sweep(
         answer=lm.tokenizer.token_strings([graded.answer])[0],
         foil=None if graded.foil is None else lm.tokenizer.token_strings([graded.foil])[0],
         sites=tuple(dict.fromkeys(site.name for site in names)), layers=_layers(rows), columns=tuple(columns),
-        grid=grid,
+        grid=_grid(names, rows, columns, cells, np.full(len(cells), np.nan)),
         clean=(source_value - offset) * factor, corrupt=(base_value - offset) * factor,
-        noise_floor=floor * abs(factor), alignment=alignment.pairs, skipped=_skipped(lm, source, base, alignment),
+        noise_floor=np.nan, alignment=alignment.pairs, skipped=_skipped(lm, source, base, alignment),
     )  # fmt: skip
+
+    def tell(which: list[int], values: np.ndarray) -> None:
+        if listener is not None:
+            scaled = ((values - offset) * factor).tolist()
+            listener.cells([Cell(*cells[i][0], cells[i][1], value) for i, value in zip(which, scaled, strict=True)])
+
+    try:
+        if listener is not None:
+            listener.begin(sweep, len(cells))
+        values, floor = _run_cells(lm, source, base, cells, graded, batch, show_progress, tell)
+    finally:
+        source.close()  # an error's frames may hold it for long
+    grid = _grid(names, rows, columns, cells, (values - offset) * factor)
+    return msgspec.structs.replace(sweep, grid=grid, noise_floor=floor * abs(factor))
+
+
+class Listener(Protocol):
+    """Hears of a sweep as it goes, on threads of the sweep's."""
+
+    def begin(self, sweep: PatchSweep, cells: int) -> None:
+        """The sweep begins: its result so far, whose grid is NaN, and how many cells there will be."""
+        ...
+
+    def cells(self, cells: list[Cell]) -> None:
+        """Cells that have finished."""
+        ...
 
 
 Row = tuple[str, int | None]
 
 
 def _run_cells(
-    lm: LM, source: Run, base: Run, cells: list[tuple[Row, Column]], graded: Graded, batch: int, show: bool | None
-) -> tuple[np.ndarray, float]:
-    """The metric of every cell, and the largest difference among reruns of the unpatched prompt beside them."""
+    lm: LM, source: Run, base: Run, cells: list[tuple[Row, Column]], graded: Graded, batch: int, show: bool | None,
+    tell: Callable[[list[int], np.ndarray], None],
+) -> tuple[np.ndarray, float]:  # fmt: skip
+    """The metric of every cell, and the largest difference among reruns of the unpatched prompt beside them. `tell` is
+    given numbers of cells and their values."""
     edits: list[list[Replace]] = [[_patch(source, row, column)] for row, column in cells]
     every_nth = max(len(edits) // BASELINES, 1)
     plan: list[int | None] = []
@@ -109,11 +137,14 @@ def _run_cells(
     with progress("patching", len(plan), show) as advance:
 
         def read(runs: list[Run]) -> None:
+            new: list[int] = []
             for run, i in zip(runs, unread, strict=False):
                 if i is None:
                     baselines.append(graded.read(run.scores))
                 else:
                     values[i] = graded.read(run.scores)
+                    new.append(i)
+            tell(new, values[new])
             advance(len(runs))
 
         run_batches(lm, calls, read)

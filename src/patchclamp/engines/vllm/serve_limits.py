@@ -26,6 +26,9 @@ class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     program_captures: captures among them
     inline_bytes: captures that travel in a response; larger ones are fetched
 
+    sweep_cells: cells of a sweep
+    sweeps: of one owner at once
+
     Of what stays:
     bank_names: vectors and programs of one owner
     bank_bytes: their bytes
@@ -40,6 +43,8 @@ class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     program_ops: Count = 1024
     program_captures: Count = 1024
     inline_bytes: Count = 1 << 20
+    sweep_cells: Count = 20_000
+    sweeps: Count = 4
     bank_names: Count = 1024
     bank_bytes: Count = 1 << 28
     kept_runs: Count = 4096
