@@ -171,10 +171,7 @@ class CudaStep:
             rows, position = rows[-1:], position[-1:]
         holds = (record["start"] <= position) & (position < record["stop"])
         if len(records) > 1 and holds.any():
-            condition = named(records[:1], MATCH)[0]
-            ids = self.tables.bank[condition["ids"] : condition["ids"] + condition["count"]].long()
-            token = self.tables.token_of_row[torch.from_numpy(rows).to(hidden_RW.device)].long()
-            holds &= torch.isin(token, ids).cpu().numpy() == (condition["expected"] == 1)
+            holds &= self._matches(named(records[:1], MATCH)[0], rows)
         if not holds.any():
             return []
         row_A = torch.from_numpy(np.array([n]) if sampled else rows[holds]).to(hidden_RW.device)
@@ -187,6 +184,12 @@ class CudaStep:
         finite_A = new_AW.to(hidden_RW.dtype).isfinite().all(1)
         fused.split(hidden_RW, residual_RW, row_A[finite_A], new_AW[finite_A])
         return [] if bool(finite_A.all()) else [int(batch.slot[n])]
+
+    def _matches(self, condition: np.void, rows: np.ndarray) -> np.ndarray:
+        """Whether the token of each row meets the condition of a `MATCH` record."""
+        ids = self.tables.bank[condition["ids"] : condition["ids"] + condition["count"]].long()
+        token = self.tables.token_of_row[torch.from_numpy(rows).to(ids.device)].long()
+        return torch.isin(token, ids).cpu().numpy() == (condition["expected"] == 1)
 
     def end(self, plan: StepPlan) -> BufferSlice | ScatteredSlices | None:
         """Where the step's captures will lie on the host."""

@@ -93,14 +93,17 @@ class Drain:
         self.send()
         if self._head + size > self._ring_bytes:
             self._head = self._unsent = self._clear = 0
-        unused = self._filled[-1].slab.size - self._filled[-1].slab.used if self._filled else 0
-        copy_bytes = unused if size <= unused < self._copy_bytes else self._copy_bytes  # a slab takes whole copies
-        clear = min(self._head + max(copy_bytes, size), self._ring_bytes)
+        clear = min(self._head + max(self._next_copy_bytes(size), size), self._ring_bytes)
         while self._sent and self._sent[0][2].query():
             self._sent.popleft()
         while self._sent and self._overlaps(self._head, clear):
             torch.cuda.current_stream().wait_event(self._sent.popleft()[2])
         self._clear = clear
+
+    def _next_copy_bytes(self, size: int) -> int:
+        """The bytes of the next copy, which has `size` at least: as many as fill the slab, if that is possible."""
+        unused = self._filled[-1].slab.size - self._filled[-1].slab.used if self._filled else 0
+        return unused if size <= unused < self._copy_bytes else self._copy_bytes
 
     def send(self) -> None:
         """Queues copies of all that was written."""
@@ -141,11 +144,11 @@ class Drain:
     def _allocate_beside_ring(self, size: int) -> Allocation:
         """Memory of its own for more than the ring holds."""
         try:
-            data = torch.empty(size, dtype=torch.uint8, device=self.ring.device)
+            data = self.ring.new_empty(size)
         except torch.OutOfMemoryError:
             self.flush()
             torch.cuda.empty_cache()
-            data = torch.empty(size, dtype=torch.uint8, device=self.ring.device)
+            data = self.ring.new_empty(size)
         block = HostBlock()
         self.send()
         self._beside_ring.append((data, block))

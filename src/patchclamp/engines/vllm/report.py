@@ -34,8 +34,7 @@ def machine() -> list[Finding]:
 
 
 def _version() -> Finding:
-    installed = version()
-    if installed.split("+")[0] in CHECKED:
+    if (installed := version()).split("+")[0] in CHECKED:
         return Finding("versions", "vllm", "ok", installed)
     return Finding("versions", "vllm", "note", f"{installed}, checked are {', '.join(CHECKED)}",
                    "it works if every seam below is found; otherwise install a version that was checked")  # fmt: skip
