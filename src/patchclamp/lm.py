@@ -447,7 +447,7 @@ def _per_prompt(items: Any, prompts: int, name: str) -> Sequence[Any]:
 
 
 def _top_logprobs(logprobs: Any, scored: bool) -> int | None:
-    """Of how many of the likeliest tokens log-probabilities are wanted beside each generated one's; None: of none."""
+    """How many top tokens to report at each generated token; 0: only that token; None: no log-probabilities."""
     if isinstance(logprobs, bool):
         return 0 if logprobs else None
     if not is_token_id(logprobs) or not 1 <= logprobs <= MAX_SCORES:

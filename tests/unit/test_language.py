@@ -20,7 +20,7 @@ from patchclamp.language.aliases import DIFFERENCES, ELSEWHERE
 from patchclamp.language.conversions import DTYPES
 from patchclamp.language.ops import OPS, as_capture
 from patchclamp.language.program import Program, to_dict
-from patchclamp.language.registry import NNTERP, TRANSFORMER_LENS, kept
+from patchclamp.language.registry import NNTERP, TRANSFORMER_LENS, unmoved
 from patchclamp.language.tokens import GROUPS, Joined, Positions
 from patchclamp.language.values import orthonormal
 from patchclamp.sites.tables import FAMILIES
@@ -660,12 +660,12 @@ def test_what_an_edit_keeps_is_what_it_does_not_move():
     assert {"mlp_in", "router", "neurons", "mlp_out"} <= mlp
     for name, spec in SITES.items():
         block = {"attention": attention, "mlp": attention | mlp, "": set()}[spec.block]
-        assert set(kept(name)) == block - {name, *spec.moves}
-        assert list(kept(name)) == [other for other in SITES if other in kept(name)], "in the registry's order"
-    assert {"attn_in", "k", "v"} <= set(kept("q")) <= attention - {"z", "attn_out"}
-    assert {"attn_in", "q", "k", "v"} <= set(kept("z"))
-    assert {*attention, "mlp_in", "router"} <= set(kept("neurons")) <= (attention | mlp) - {"mlp_out"}
-    assert set(kept("attn_out")) == attention - {"attn_out"}
-    assert set(kept("mlp_out")) == attention | mlp - {"mlp_out"}
-    assert kept("attn_in") == kept("resid_post") == ()
-    assert set(kept("mlp_in")) == attention
+        assert set(unmoved(name)) == block - {name, *spec.moves}
+        assert list(unmoved(name)) == [other for other in SITES if other in unmoved(name)], "in the registry's order"
+    assert {"attn_in", "k", "v"} <= set(unmoved("q")) <= attention - {"z", "attn_out"}
+    assert {"attn_in", "q", "k", "v"} <= set(unmoved("z"))
+    assert {*attention, "mlp_in", "router"} <= set(unmoved("neurons")) <= (attention | mlp) - {"mlp_out"}
+    assert set(unmoved("attn_out")) == attention - {"attn_out"}
+    assert set(unmoved("mlp_out")) == attention | mlp - {"mlp_out"}
+    assert unmoved("attn_in") == unmoved("resid_post") == ()
+    assert set(unmoved("mlp_in")) == attention

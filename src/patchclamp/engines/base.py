@@ -1,4 +1,5 @@
-"""The protocol of engines: requests and answers. The fake that ships (`engines.fake`) has all of it."""
+"""The engine protocol: what an engine takes (`Request`) and gives (`Answer`). The fake (`engines.fake`) implements all
+of it."""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ class Request(msgspec.Struct):
     vectors: the inline vectors that the program reads, rows [n, W] by bank key
     sampling: parameters by vLLM's names
     score: token ids whose log-probability as the next token is wanted
-    logprobs: of how many of the likeliest tokens they are wanted, beside each generated one's; None: of none
+    logprobs: how many of the likeliest tokens to report at each generated token; 0: only the generated token; None: no
+        log-probabilities
     code: what its `Apply`s run, by number
     sources: the runs it reads, held so that they stay until it ends
     listener: takes what is generated as it is made

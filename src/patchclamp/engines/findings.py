@@ -1,4 +1,4 @@
-"""What an examination finds: one thing each, and what can be done about it."""
+"""What the doctor reports, one thing at a time."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import msgspec
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """Of a `part` (versions, seams, configuration, sites, fusions, graphs, memory) one thing, by `name`.
+    """One finding of the doctor.
 
-    What was found, in words, and where it is not as it should be what to do about it. With a "problem" patchclamp does
-    not work.
+    part: the area it belongs to: versions, seams, configuration, sites, fusions, graphs, memory
+    name: what was looked at
+    status: "ok"; "note" for what is worth knowing; "problem": patchclamp does not work
+    detail: what was found
+    advice: what to do about it
     """
 
     part: str

@@ -89,7 +89,7 @@ TRANSFORMER_LENS: dict[str, str] = {alias: spec.name for spec in SITES.values() 
 NNTERP: dict[str, str] = {alias: spec.name for spec in SITES.values() for alias in spec.nnterp}
 
 
-def kept(name: str) -> tuple[str, ...]:
+def unmoved(name: str) -> tuple[str, ...]:
     """The words of a layer that an edit at `name` does not change: of its own block all that it does not move, and of
     an MLP's site all of attention."""
     spec = SITES[name]

@@ -27,12 +27,12 @@ class Binding(msgspec.Struct, frozen=True):
 
 class Bindings:
     """Binds the programs of one call, which holds them, at `sites`; `source` finds the runs that they read, `bank` has
-    names, and code is taken where `has_code` allows it."""
+    names, and `allow_code` says whether programs may have code."""
 
     def __init__(
-        self, sites: SiteMap, source: Callable[[str], Source], bank: Mapping[str, Any], has_code: bool
+        self, sites: SiteMap, source: Callable[[str], Source], bank: Mapping[str, Any], allow_code: bool
     ) -> None:
-        self._sites, self._source, self._bank, self._has_code = sites, source, bank, has_code
+        self._sites, self._source, self._bank, self._allow_code = sites, source, bank, allow_code
         self._by_length: dict[tuple[int, int], Binding] = {}  # by program, and length of the prompt
 
     def of(self, program: Program, run: str, prompt: Prompt, max_tokens: int) -> Binding:
@@ -44,7 +44,7 @@ class Bindings:
             return msgspec.structs.replace(known, bound=msgspec.structs.replace(known.bound, run=run))
         vectors: dict[str, np.ndarray] = {}
         sources: dict[str, Source] = {}
-        code: dict[int, Code] | None = {} if self._has_code else None
+        code: dict[int, Code] | None = {} if self._allow_code else None
 
         def source(key: str) -> Source:
             return sources.setdefault(key, self._source(key))

@@ -43,7 +43,7 @@ RECORD = np.dtype(
     ]
 )  # fmt: skip
 FIELDS: dict[int, dict[str, str]] = {  # by kind: its own names of the fields, beside start, stop, kind and columns
-    CAPTURE: {"range": "step", "region": "value", "dtype": "x"},  # until a table has them, region is the op's ordinal
+    CAPTURE: {"range": "step", "region": "value", "dtype": "x"},  # region: the op's number, until a table admits it
     LINEAR: {"row_step": "step", "vector": "value", "h_scale": "x", "v_scale": "y"},
     BLEND: {"row_step": "step", "vector": "value", "alpha": "y", "mask": "other"},
     PROJECT: {"row_step": "step", "vector": "value", "low": "x", "high": "y"},

@@ -1,23 +1,23 @@
-"""Whether an edit at a site moves what its layer makes of it, and nothing else there.
+"""Checks that an edit at a site changes what its layer computes from that site, and nothing else in the layer.
 
-It shows a table that takes one tensor for another, also where no sum is about either of them.
+A table that takes one tensor for another fails this check, even where no sum (`sums`) includes either tensor.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from patchclamp.language.registry import SITES, kept
+from patchclamp.language.registry import SITES, unmoved
 from patchclamp.run import Run
 from patchclamp.sites import SiteRef
 
 MIN_MOVED_RTOL = 1e-6  # a row that an edit moves changes by more than this
-MAX_KEPT_RTOL = 0.05  # a row that it does not move changes by less than this
+MAX_UNMOVED_RTOL = 0.05  # a row that it does not move changes by less than this
 
 
 def watched(ref: SiteRef, watchable: set[str]) -> list[str]:
     """The texts of the site refs, among `watchable` ones, that an edit at `ref` must move, or must not."""
-    names = (*SITES[ref.name].moves, *kept(ref.name))
+    names = (*SITES[ref.name].moves, *unmoved(ref.name))
     return [text for name in names if (text := f"{name}[{ref.layer}]") in watchable]
 
 
@@ -28,7 +28,7 @@ def disorder(ref: SiteRef, plain: Run, edited: Run, watched_refs: list[str]) -> 
         gap = _gap(np.asarray(edited[watched_ref]), np.asarray(plain[watched_ref]))
         if name in SITES[ref.name].moves and gap <= MIN_MOVED_RTOL:
             return f"an edit at {ref} does not move {watched_ref}, which is made of it"
-        if name in kept(ref.name) and gap > MAX_KEPT_RTOL:
+        if name in unmoved(ref.name) and gap > MAX_UNMOVED_RTOL:
             return f"an edit at {ref} moves {watched_ref}, which is not made of it"
     return ""
 

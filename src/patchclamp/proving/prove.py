@@ -4,8 +4,8 @@ There are five proofs of a site, all made of runs through the engine.  Its rows 
 Writing back what was read leaves the next-token logits bit-identical.  An edit moves the logits.  In its layer the edit
 moves what is made of the site, and nothing else (`order`).  The rows add up (`sums`).
 
-Under tensor parallel the same proofs show the layout.  Replicated rows are read from one rank and written on all; if
-they were a partial sum, or a shard, the logits would change.  Shards are gathered from all ranks.
+Under tensor parallel the same proofs check the layout.  A replicated row is read from one worker and written to all.
+If it were only a partial sum or a slice, the logits would change.  Sharded rows are gathered from all workers.
 """
 
 from __future__ import annotations
@@ -162,8 +162,9 @@ def _moves(edited: np.ndarray, plain: np.ndarray, noise: float) -> bool:
 
 
 def push(name: str, row_W: np.ndarray) -> np.ndarray:
-    """A vector [W] to add to a site's row [W]: as large as the row, in a direction that no norm removes. For a router
-    one that reverses its choice: adding the same to all chosen experts changes nothing where their weights are normed.
+    """A test edit for a row [W]: a vector [W] to add to it. It is as long as the row, and no norm removes it.
+
+    For a router it reverses the choice of experts, because adding the same number to all of them may change nothing.
     """
     row_W = row_W.astype(np.float64)
     if name == "router":

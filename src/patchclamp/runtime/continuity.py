@@ -1,8 +1,8 @@
 """How a step relates to the one before it: decided here, once a step, and read by planner, tables, staging and drain.
 
-`same`: every request went on by one token, and neither host nor device has anything to do for it.
-`advanced`: every request went on by one token; the plan stands, and what is captured lies one step further on.
-`changed`: anything else; the step is planned anew.
+`quiet`: each request moved one token on, and the old plan needs no change.
+`advanced`: the same, but positions and captures move one step on.
+`changed`: anything else; the step gets a new plan.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from patchclamp.plan import Batch, ProgramTable, StepPlan
 from patchclamp.plan.step import PlannedCaptures
 from patchclamp.store.captures import BufferSlice, CaptureChunk, ScatteredSlices
 
-Sameness = Literal["same", "advanced", "changed"]
+Sameness = Literal["quiet", "advanced", "changed"]
 
 
 class Continuity:
@@ -61,7 +61,7 @@ class Continuity:
             return "changed"
         self._next_position += 1
         if self._nothing_to_do:
-            return "same"
+            return "quiet"
         self.steps += 1
         return "advanced"
 

@@ -20,7 +20,7 @@ CAPTURED = np.dtype(
 )  # fmt: skip
 
 
-class Captured(NamedTuple):
+class CapturedEntry(NamedTuple):
     """An entry of the table, in Python's numbers."""
 
     run: int

@@ -16,7 +16,7 @@ import torch
 
 from patchclamp.errors import MissingSource
 from patchclamp.language.conversions import DTYPES
-from patchclamp.store.captured import Captured, CaptureSource
+from patchclamp.store.captured import CapturedEntry, CaptureSource
 from patchclamp.store.host_memory import HostBlock, copy_bytes
 
 ALIGNED = 16  # regions begin at multiples of so many bytes
@@ -81,16 +81,16 @@ class CaptureChunk(msgspec.Struct, dict=True, eq=False):
         return _split_by_run(self.source.table())
 
     @functools.cached_property
-    def _by_point(self) -> dict[int, dict[int, list[Captured]]]:
+    def _by_point(self) -> dict[int, dict[int, list[CapturedEntry]]]:
         """By run, for runs that were fetched from, and by point: the entries of the table."""
         return {}
 
-    def captured(self, run: int, point: int, op: int | None) -> list[Captured]:
+    def captured(self, run: int, point: int, op: int | None) -> list[CapturedEntry]:
         """What a run captured at a point, by one op or by all."""
         if run not in self._by_point:
             by_point = self._by_point[run] = collections.defaultdict(list)
             for row in self._table_of_run[run].tolist():
-                by_point[row[1]].append(Captured(*row))
+                by_point[row[1]].append(CapturedEntry(*row))
         entries = self._by_point[run].get(point, [])
         return entries if op is None else [entry for entry in entries if entry.op == op]
 
@@ -113,14 +113,14 @@ class CaptureChunk(msgspec.Struct, dict=True, eq=False):
         else:
             self.places.append(place)
 
-    def positions(self, entry: Captured) -> np.ndarray:
+    def positions(self, entry: CapturedEntry) -> np.ndarray:
         """The positions of an entry of the table, [S · count]."""
         first, steps = entry.position, self.steps
         if 1 in (steps, entry.count):
             return np.arange(first, first + steps * entry.count)
         return (np.arange(first, first + steps)[:, None] + np.arange(entry.count)).reshape(-1)
 
-    def parts(self, entry: Captured) -> list[np.ndarray]:
+    def parts(self, entry: CapturedEntry) -> list[np.ndarray]:
         """The bytes of an entry's rows, [S, size] for each place, as views."""
         begin, end = entry.offset, entry.offset + entry.count * entry.row_bytes
         return [place.cut(begin, end, self.stride) for place in self.places]
@@ -326,7 +326,7 @@ class CaptureStore:
         return unique, entries, order[first]
 
 
-Entry = tuple[CaptureChunk, Captured]  # a chunk, and an entry of its table
+Entry = tuple[CaptureChunk, CapturedEntry]  # a chunk, and an entry of its table
 
 
 def _gather(entries: list[Entry], chosen: np.ndarray | None, width: int) -> torch.Tensor:

@@ -63,7 +63,7 @@ class Verdict(msgspec.Struct):
     error: Packed | None
 
 
-class Program:
+class RequestProgram:
     """A request's program in the core."""
 
     __slots__ = ("_spoiled", "admission", "bound", "cached_tokens", "carried", "placement", "salt", "sizes")
@@ -105,7 +105,7 @@ class Admission:
     def __init__(self, sites: SiteMap, room: Room, workers: int) -> None:
         self._sites, self._room, self._workers = sites, room, workers
         self.salt = 0  # how many runs have failed; blocks of the prefix cache are shared between two failures only
-        self.programs: dict[str, Program] = {}  # of unfinished requests, admitted or waiting
+        self.programs: dict[str, RequestProgram] = {}  # of unfinished requests, admitted or waiting
         self._queue: list[tuple[tuple[float, ...], int, Any]] = []  # a heap of requests, some of which left
         self._waiting: dict[str, Any] = {}  # requests that wait
         self._blocked: Any = None  # the first of the queue, if it had no room and none was freed since
@@ -179,7 +179,7 @@ class Admission:
         """Requests that the scheduler does not have yet: waiting for room, or about to end with an error."""
         return len(self._waiting) + len(self.errors)
 
-    def arrive(self, request: Any, program: Program, priority: tuple[float, ...]) -> bool:
+    def arrive(self, request: Any, program: RequestProgram, priority: tuple[float, ...]) -> bool:
         """Admits a request's program if there is room; else it waits (lower `priority` first), or gets an error."""
         self.programs[request.request_id] = program
         try:
@@ -197,7 +197,7 @@ class Admission:
             heapq.heappush(self._queue, (priority, next(self._order), request))
         return False
 
-    def _check(self, program: Program) -> None:
+    def _check(self, program: RequestProgram) -> None:
         """Raises `ProgramError` for a program that would be installed wrongly, or that captures under a run's name that
         another request captures under: children of one prompt (`n`) have one program."""
         bound, points = program.bound, self._sites.points
@@ -242,7 +242,7 @@ class Admission:
             else:
                 heapq.heappop(self._queue)
 
-    def refuse(self, request: Any, program: Program | None, error: PatchclampError) -> None:
+    def refuse(self, request: Any, program: RequestProgram | None, error: PatchclampError) -> None:
         """A request ends with an error before it runs."""
         if program is not None:
             self.programs[request.request_id] = program
@@ -259,7 +259,7 @@ class Admission:
             self._room.free(program.placement)
             program.placement = self._blocked = None
 
-    def judge(self, program: Program, verdict: Verdict) -> Verdict:
+    def judge(self, program: RequestProgram, verdict: Verdict) -> Verdict:
         """A verdict of the workers, with what the core alone knows."""
         if verdict.error is None and program.read_spoiled_blocks:
             error = RunError(
@@ -274,7 +274,7 @@ class Admission:
         return {**self._room.counts(), "waiting": len(self._waiting), "vectors": len(self._vectors),
                 "requests": len(self.programs)}  # fmt: skip
 
-    def _admit(self, request_id: str, program: Program) -> bool:
+    def _admit(self, request_id: str, program: RequestProgram) -> bool:
         """Whether there is room for a program, which it then has."""
         try:
             sizes = resident_sizes(program.bound, program.sizes, self._sites)
@@ -296,7 +296,7 @@ class Admission:
         self._order_admission(request_id, program, placement)
         return True
 
-    def _order_admission(self, request_id: str, program: Program, placement: Placement) -> None:
+    def _order_admission(self, request_id: str, program: RequestProgram, placement: Placement) -> None:
         self._orders.admit.append(Admitted(request_id, program.carried, placement))
         for name in placement.load:
             key = name.removesuffix("#")

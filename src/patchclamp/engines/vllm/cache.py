@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from patchclamp.engines.vllm.admission import Program
+from patchclamp.engines.vllm.admission import RequestProgram
 from patchclamp.engines.vllm.compat import core, runner
 from patchclamp.plan.reuse import block_key, lowest_capture
 
@@ -30,7 +30,7 @@ def _lowest_capture(request: Any, carried: bytes) -> int | None:
     return None if program is None else lowest_capture(program.bound)
 
 
-def _program(request: Any, carried: bytes) -> Program | None:
+def _program(request: Any, carried: bytes) -> RequestProgram | None:
     """A request's program; None for bytes that are none, whose request admission ends with an error."""
     try:
         return core.program_of(request, carried)

@@ -15,7 +15,7 @@ import numpy as np
 import safetensors.numpy
 
 from patchclamp.engines.adapters import Adapter
-from patchclamp.engines.base import Answer, Captured, Model, Request, Tokenizer, Wanted, settle
+from patchclamp.engines.base import Answer, Captured, Engine, Model, Request, Tokenizer, Wanted, settle
 from patchclamp.engines.carried import ABORTED, carry, receipt_of
 from patchclamp.engines.findings import Finding
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
@@ -45,15 +45,12 @@ _one_at_a_time = threading.Lock()  # vLLM keeps the step at hand in globals: eng
 _alive: set[VllmEngine] = set()
 
 
-class VllmEngine:
+class VllmEngine(Engine):
     """Stock vLLM in this process. `options` are vLLM's engine arguments by their own names, and seven of ours:
 
     `max_records`, `bank_bytes`, `kept_bytes`, `ring_bytes`, `pinned_bytes`, `active_sizes`: sizes in the worker
     (`Limits`); `multiprocess_mode`: the engine core in a process of its own.
     """
-
-    proved = False
-    run_prefix = ""
 
     def __init__(self, name: str, **options: Any) -> None:
         self._queue: collections.deque[tuple[Callable[..., Any], Future[Any]]] = collections.deque()

@@ -1,4 +1,4 @@
-"""What every configuration of ours must have: made whole, or refused, where vLLM makes it of its engine arguments."""
+"""Fills in our part of vLLM's configuration, or refuses the configuration."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from patchclamp.engines.vllm.admission import Admission, Program, Verdict
+from patchclamp.engines.vllm.admission import Admission, RequestProgram, Verdict
 from patchclamp.engines.vllm.compat.configuration import KEY, enabled
 from patchclamp.engines.vllm.compat.runner import carried, has_foreign
 from patchclamp.engines.vllm.compat.seams import require
@@ -82,7 +82,7 @@ def _core_of(core: Any, make: Callable[[Any], Admission]) -> _Admitting:
         return admitting
 
 
-def program_of(request: Any, carried: bytes) -> Program | None:
+def program_of(request: Any, carried: bytes) -> RequestProgram | None:
     """A request's program; decoded once, when the request is made and its blocks get their keys. None in engines that
     are not ours.
 
@@ -90,14 +90,14 @@ def program_of(request: Any, carried: bytes) -> Program | None:
     """
     program = getattr(request, "patchclamp", None)
     if program is None and _making.admission is not None:
-        program = request.patchclamp = Program(_making.admission, carried)
+        program = request.patchclamp = RequestProgram(_making.admission, carried)
     return program
 
 
 class _Withheld:
     """Outputs (client, output, program) that wait for the workers' verdicts on their programs."""
 
-    def __init__(self, verdicts: Future[Any], entries: list[tuple[int, Any, Program]]) -> None:
+    def __init__(self, verdicts: Future[Any], entries: list[tuple[int, Any, RequestProgram]]) -> None:
         self.verdicts, self.entries = verdicts, entries
 
 
@@ -107,7 +107,7 @@ class _Admitting:
     def __init__(self, core: Any, admission: Admission) -> None:
         self._core, self.admission, self._scheduler = core, admission, core.scheduler
         self._words = LastWords()
-        self._ended: dict[str, Program] = {}  # that ended since their last output was told
+        self._ended: dict[str, RequestProgram] = {}  # that ended since their last output was told
         self._withheld: collections.deque[_Withheld] = collections.deque()
         scheduler = self._scheduler
         self._add, self._schedule, self._update = (
@@ -147,12 +147,12 @@ class _Admitting:
         if data is None and not has_foreign(request.sampling_params):
             self._add(request)
             return
-        program: Program | None = getattr(request, "patchclamp", None)
+        program: RequestProgram | None = getattr(request, "patchclamp", None)
         try:
             if data is None:
                 raise ProgramError(f"what stands under {KEY!r} in extra_args is no program")
             if program is None:
-                program = request.patchclamp = Program(self.admission, data)
+                program = request.patchclamp = RequestProgram(self.admission, data)
                 self._key_blocks(request)
             if request.resumable:
                 request.streaming_queue = collections.deque()  # more of it may come before it is told its error
@@ -173,7 +173,7 @@ class _Admitting:
 
     def search(self, request: Any) -> Any:
         """What the prefix cache has for a request that is scheduled for the first time, or again."""
-        program: Program | None = getattr(request, "patchclamp", None)
+        program: RequestProgram | None = getattr(request, "patchclamp", None)
         if program is not None and program.is_stale and request.num_computed_tokens == 0:
             program.refresh()
             self._key_blocks(request)
@@ -266,7 +266,7 @@ class _Admitting:
     def _tell(self, outputs: dict[int, Any]) -> None:
         """Asks the workers for verdicts on the programs of requests that have ended, and of those that the front end
         may end by itself, at a stop text."""
-        judged: list[tuple[int, Any, Program]] = []
+        judged: list[tuple[int, Any, RequestProgram]] = []
         for client, part in outputs.items():
             for output in part.outputs:
                 program = self._ended.get(output.request_id) or self.admission.programs.get(output.request_id)
@@ -293,7 +293,7 @@ class _Admitting:
         request = self._scheduler.requests.get(request_id)
         return request is not None and bool(request.sampling_params.stop)
 
-    def _attach(self, answers: Sequence[Any], judged: list[tuple[int, Any, Program]]) -> None:
+    def _attach(self, answers: Sequence[Any], judged: list[tuple[int, Any, RequestProgram]]) -> None:
         """Puts verdicts on outputs."""
         errors = [error for _, error in answers if error is not None]
         if not errors:
