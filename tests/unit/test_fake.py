@@ -10,7 +10,6 @@ import pytest
 import patchclamp as pc
 from patchclamp.engines.base import Request
 from patchclamp.engines.fake_tokenizer import BOS, EOS, FakeTokenizer
-from patchclamp.language import SITES
 from patchclamp.language.program import Program
 from patchclamp.plan import Prompt, bind
 from patchclamp.plan.bind import vector_key
@@ -98,7 +97,10 @@ def test_facts_and_seeds():
     lm = pc.LM("fake", layers=2, d_model=8, d_vocab=70, heads=1, max_model_len=32, seed=5)
     assert (lm.model.layers, lm.model.d_model, lm.model.d_vocab, lm.model.max_model_len) == (2, 8, 70, 32)
     assert (lm.model.name, lm.model.engine, lm.model.version) == ("fake", "fake", pc.__version__)
-    assert lm.sites.names == [name for name in SITES if name != "router"]
+    assert lm.sites.names == [
+        *("embed", "resid_pre", "attn_in", "q", "k", "v", "z", "attn_out", "resid_mid", "mlp_in", "neurons", "mlp_out"),
+        *("resid_post", "final_norm", "logits"),
+    ]
     again, other = pc.LM("fake", seed=5), pc.LM("fake", seed=6)
     first = pc.LM("fake", seed=5).run(EIFFEL, logprobs=True)
     assert seen(first) == seen(again.run(EIFFEL, logprobs=True))

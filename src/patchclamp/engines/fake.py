@@ -43,6 +43,11 @@ from patchclamp.sites import SiteMap, Sizes
 from patchclamp.sites.tables import LLAMA
 
 SAMPLING = ("temperature", "ignore_eos")
+TAPPED = {  # the points of a Llama that `_Net` has
+    "stream", "attn_in", "q", "k", "v", "z", "attn_out", "mid", "mlp_in", "neurons", "mlp_out", "stream_end",
+    "final_norm", "logits",
+}  # fmt: skip
+FAMILY = msgspec.structs.replace(LLAMA, points={name: kind for name, kind in LLAMA.points.items() if name in TAPPED})
 
 Tap = Callable[[str, int | None, np.ndarray], None]
 
@@ -65,8 +70,8 @@ class FakeEngine(Engine):
         chunk: int | None = None,
     ) -> None:
         _check_sizes(layers, d_model, d_vocab, heads, max_model_len, chunk)
-        self.model = Model("fake", "fake", __version__, LLAMA.name, layers, d_model, d_vocab, "float32", max_model_len)
-        self.sites = SiteMap(LLAMA, Sizes(layers, d_model, d_vocab, heads, heads, d_model // heads, 2 * d_model))
+        self.model = Model("fake", "fake", __version__, FAMILY.name, layers, d_model, d_vocab, "float32", max_model_len)
+        self.sites = SiteMap(FAMILY, Sizes(layers, d_model, d_vocab, heads, heads, d_model // heads, 2 * d_model))
         self.tokenizer: Tokenizer = FakeTokenizer(d_vocab)
         self._net = _Net(layers, d_model, d_vocab, heads, max_model_len, seed)
         self._chunk = chunk or max_model_len
