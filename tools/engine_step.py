@@ -167,7 +167,7 @@ class Worker:
         assert placement is not None
         for key, rows in vectors.items():
             begin = placement.addresses[key][0]
-            self.bank.write(begin, torch.from_numpy(rows.astype(np.float32)))
+            self.bank.write(begin, [torch.from_numpy(rows.astype(np.float32))])
             self.addresses[key] = begin, rows.shape[1]
         request.slot = placement.slot
         self.table.admit(*records_of(bound.ops, self.addresses, len(SITES.points)), placement.slot, placement.record)

@@ -80,14 +80,15 @@ def test_ten_thousand_programs_leave_every_table_empty(lm, monkeypatch):
     assert [before[name] for name in EMPTY] == [0] * len(EMPTY)
     source = lm.run(list(range(3, 11)), max_tokens=1, capture=[pc.resid_mid[1]])
     (runtime,) = lm.engine._engine.collective_rpc(lambda worker: worker.worker.patchclamp.runtime)
-    admit, admitted = runtime.admit, []
+    admit_all, admitted = runtime.admit_all, []
 
-    def counted(*args) -> None:
-        admit(*args)
-        admitted.append(len(runtime))
+    def counted(arrivals, vectors):
+        errors = admit_all(arrivals, vectors)
+        admitted.extend([len(runtime)] * (len(arrivals) - len(errors)))
+        return errors
 
     with monkeypatch.context() as patch:
-        patch.setattr(runtime, "admit", counted)
+        patch.setattr(runtime, "admit_all", counted)
         for first in range(0, REQUESTS, BATCH):
             a_batch(lm, first, source)
     assert len(admitted) >= REQUESTS - REQUESTS // BATCH
@@ -101,7 +102,7 @@ def test_ten_thousand_programs_leave_every_table_empty(lm, monkeypatch):
     assert not lm.engine._held_back
     assert {name: len(getattr(runtime, name)) for name in HELD} == dict.fromkeys(HELD, 0)
     assert len(runtime.table.captures) == 0
-    assert 0 < len(runtime._resident) <= 2_000  # what lies in the bank, and no more
+    assert 0 < len(runtime.resident) <= 2_000  # what lies in the bank, and no more
 
 
 def a_batch(lm: pc.LM, first: int, source: pc.Run) -> None:

@@ -23,6 +23,7 @@ from patchclamp.plan import (
     PROJECT,
     RECORD,
     Batch,
+    ProgramTable,
     Prompt,
     bind,
     make_plan,
@@ -43,7 +44,7 @@ from patchclamp.plan.bound import (
     position_ranges,
     run_key,
 )  # fmt: skip
-from patchclamp.plan.records import records_of
+from patchclamp.plan.records import records_of, records_of_alike, shape_of
 from patchclamp.plan.reuse import block_key, lowest_capture
 from patchclamp.plan.step import BYTES
 from patchclamp.sites import SiteMap, Sizes
@@ -374,6 +375,48 @@ def test_records_are_by_point_in_program_order():
     ]  # fmt: skip
     assert records.tolist() == record_array(expected).tolist()
     assert [len(part) for part in records_of((), {}, POINTS)] == [0, POINTS]
+
+
+@pytest.mark.parametrize("shape", range(7))
+def test_programs_of_one_shape_are_admitted_together_as_one_by_one(shape: int):
+    """Records, tables and capture layout are the same to the bit."""
+    rng = np.random.default_rng(shape)
+
+    def program(i: int) -> BoundProgram:
+        v, w, scale = rng.standard_normal(D).tolist(), rng.standard_normal(D).tolist(), float(rng.standard_normal())
+        site, other = f"resid_post[{i % 2}]", f"attn_out[{(i + 1) % 2}]"
+        first = int(rng.integers(0, 3))
+        return [
+            lambda: bound([pc.Add(v, site, f"every[{first}:5]", scale=scale), pc.Scale(scale, other)]),
+            lambda: bound([], f"resid_post[0:2] @ every[{first}:5]"),
+            lambda: bound([], [f"{site} @ every[{first}]", pc.Capture(other, dtype="bfloat16")]),
+            lambda: bound([pc.Replace(v, site, f"prompt[{first}]", mask=w), pc.Clamp(w, other, low=scale)]),
+            lambda: bound([pc.Noise(abs(scale), site, seed=i, relative=True), pc.Zero(other, f"prompt[{first}]")]),
+            lambda: bound([pc.Add([v, w], site, "every[1, 4]"), pc.Ablate([v, w], other)], "embed @ prompt[0]"),
+            lambda: bound([pc.Zero(site, f"generated & token({3 + first})")]),
+        ][shape]()
+
+    programs = [program(i) for i in range(5)]
+    assert len({shape_of(made.ops) for made in programs}) == 1
+    keys = [[key for op in made.ops for key in op.keys] for made in programs]
+    addresses = [{key: (D * int(rng.integers(1, 99)), D) for key in some} for some in keys]
+    records, counts = records_of_alike([made.ops for made in programs], addresses, POINTS)
+    slots, begins = np.array([3, 1, 5, 2, 4]), 40 * np.arange(5)
+    together, alone = ProgramTable(5, POINTS, 200), ProgramTable(5, POINTS, 200)
+    together.admit_alike(records, counts, slots, begins)
+    for i, made in enumerate(programs):
+        expected = records_of(made.ops, addresses[i], POINTS)
+        assert records[i].tolist() == expected[0].tolist()
+        assert counts[i].tolist() == expected[1].tolist()
+        alone.admit(*expected, int(slots[i]), int(begins[i]))
+    assert len(records[0]) > 0
+    assert together.records.tolist() == alone.records.tolist()
+    for name in ("first", "generation", "_acts", "_acting"):
+        assert getattr(together, name).tolist() == getattr(alone, name).tolist()
+    assert (together.changed, together.version, len(together)) == (alone.changed, alone.version, len(alone))
+    layout, expected_layout = together.captures.layout(), alone.captures.layout()
+    for name in layout.__struct_fields__:
+        assert np.array_equal(getattr(layout, name), getattr(expected_layout, name)), name
 
 
 # -- the program table

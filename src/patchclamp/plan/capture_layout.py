@@ -130,26 +130,29 @@ class CaptureRanges:
         return sum(group.ranges for group in self._groups.values())
 
     def add(
-        self, slot: int, op: np.ndarray, start: np.ndarray, stop: np.ndarray, dtype: np.ndarray, point: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Adds the ranges of a program's capture records, sorted by point. Returns the numbers of each record's range
-        and region."""
-        range_number, region_number = np.zeros((2, len(op)), np.int64)
+        self, slots: np.ndarray, op: np.ndarray, start: np.ndarray, stop: np.ndarray, dtype: np.ndarray,
+        point: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+        """Adds the ranges of programs' capture records, K each and sorted by point. The programs differ in their slots
+        [N] and in `start` and `stop` [N, K] alone. Returns the numbers of their ranges [N, K] and regions [K]."""
+        range_number, region_number = np.zeros(start.shape, np.int64), np.zeros(len(op), np.int64)
         grids = self._grids(op, start, stop, dtype, point)
         first_records = np.concatenate([np.zeros(0, np.int64), *(grid[0] for grid in grids)])  # one of each range
-        numbers = self._range_numbers.take(len(first_records))
+        numbers = self._range_numbers.take(len(slots) * len(first_records)).reshape(len(slots), -1)
         self._reserve(self._range_numbers.end)
-        group_number, begin, group_counts = np.zeros(len(numbers), np.int64), 0, []
+        group_number, begin, group_counts = np.zeros(len(first_records), np.int64), 0, []
         for grid in grids:
-            group, end = self._group(point[grid[:, 0]], int(dtype[grid[0, 0]])), begin + grid.shape[1]
-            range_number[grid], region_number[grid] = numbers[begin:end], group.regions[:, None]
-            group_number[begin:end] = group.number
-            group.ranges += grid.shape[1]
+            group, mine = self._group(point[grid[:, 0]], int(dtype[grid[0, 0]])), slice(begin, begin + grid.shape[1])
+            range_number[:, grid], region_number[grid] = numbers[:, None, mine], group.regions[:, None]
+            group_number[mine] = group.number
+            group.ranges += len(slots) * grid.shape[1]
             group_counts.append((group, grid.shape[1]))
-            begin = end
-        self._columns[0, numbers] = slot
-        self._columns[1:, numbers] = op[first_records], start[first_records], stop[first_records], group_number
-        self._of_slot[slot] = numbers, group_counts
+            begin += grid.shape[1]
+        slot, op = slots[:, None], op[first_records]
+        columns = slot, op, start[:, first_records], stop[:, first_records], group_number
+        for column, entries in zip(self._columns, columns, strict=True):
+            column[numbers] = entries
+        self._of_slot.update((each, (mine, group_counts)) for each, mine in zip(slots.tolist(), numbers, strict=True))
         self._layout = None
         return range_number, region_number
 
@@ -201,32 +204,37 @@ class CaptureRanges:
             wider[:, : self._columns.shape[1]] = self._columns
             self._columns = wider
 
-    def _grids(self, op: np.ndarray, *columns: np.ndarray) -> list[np.ndarray]:
+    def _grids(
+        self, op: np.ndarray, start: np.ndarray, stop: np.ndarray, dtype: np.ndarray, point: np.ndarray
+    ) -> list[np.ndarray]:
         """The records in grids [points, ranges]. An op whose points all keep the same ranges has one grid; all other
         records have one for each point and dtype."""
         order, grids, ungrouped = np.argsort(op, kind="stable"), [], [np.zeros(0, np.int64)]
         for records in np.split(order, np.flatnonzero(np.diff(op[order])) + 1):
-            grid = self._grid(records, *columns) if len(records) > 1 else None
+            grid = self._grid(records, start, stop, dtype, point) if len(records) > 1 else None
             if grid is None:
                 ungrouped.append(records)
             else:
                 grids.append(grid)
         records = np.concatenate(ungrouped)
-        _, _, dtype, point = (column[records] for column in columns)
-        key = point * len(DTYPES) + dtype
+        key = point[records] * len(DTYPES) + dtype[records]
         order = np.argsort(key, kind="stable")
         by_key = np.split(records[order], np.flatnonzero(np.diff(key[order])) + 1)
         return grids + [group[None] for group in by_key if len(group)]
 
-    def _grid(self, records: np.ndarray, *columns: np.ndarray) -> np.ndarray | None:
+    def _grid(
+        self, records: np.ndarray, start: np.ndarray, stop: np.ndarray, dtype: np.ndarray, point: np.ndarray
+    ) -> np.ndarray | None:
         """One op's records as a grid [points, ranges]; None if its points do not all keep the same ranges."""
-        start, stop, dtype, point = (column[records] for column in columns)
+        point, dtype = point[records], dtype[records]
         points = 1 + int(np.count_nonzero(np.diff(point)))
         if len(records) % points:
             return None
-        start, stop, point = (column.reshape(points, -1) for column in (start, stop, point))
-        same_ranges = (start == start[0]).all() and (stop == stop[0]).all() and (point == point[:, :1]).all()
-        sampled = self._sampled[point[:, 0]]
+        point, sampled = point.reshape(points, -1), self._sampled[point]
+        starts, stops = (column[:, records].reshape(len(column), points, -1) for column in (start, stop))
+        same_ranges = (
+            (starts == starts[:, :1]).all() and (stops == stops[:, :1]).all() and (point == point[:, :1]).all()
+        )
         alike = same_ranges and (dtype == dtype[0]).all() and (sampled == sampled[0]).all()
         return records.reshape(points, -1) if alike else None
 

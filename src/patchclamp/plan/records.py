@@ -9,7 +9,8 @@ of the fields, `named` reads records by these names, and `_write` writes the fie
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -72,16 +73,33 @@ def named(records: np.ndarray, kind: int) -> np.ndarray:
 
 
 Addresses = Mapping[str, tuple[int, int]]  # by bank key: the number its rows begin at, and their width
+Several = Sequence[Addresses]  # of each program
+Number = int | np.ndarray
 
 
 def records_of(ops: Sequence[BoundOp], addresses: Addresses, points: int) -> tuple[np.ndarray, np.ndarray]:
     """A bound program's records sorted by point (program order within), and how many each point has, [P]."""
-    of_ops = [_records(op, ordinal, addresses) for ordinal, op in enumerate(ops)]
+    records, counts = records_of_alike([ops], [addresses], points)
+    return records[0], counts[0]
+
+
+def shape_of(ops: Sequence[BoundOp]) -> Hashable:
+    """What programs have in common whose records can be made together: all but numbers."""
+    return tuple([(op.kind, len(op.points), len(op.ranges), len(op.values), op.condition is None) for op in ops])
+
+
+def records_of_alike(
+    programs: Sequence[Sequence[BoundOp]], addresses: Sequence[Addresses], points: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The records of programs of one shape, [N, R], sorted by point (program order within), and how many each point
+    has, [N, P]. Each program has its own addresses."""
+    of_ops = [_records(ops, ordinal, addresses) for ordinal, ops in enumerate(zip(*programs, strict=True))]
+    number = np.arange(len(programs))[:, None]
     if not of_ops:
-        return np.zeros(0, RECORD), np.zeros(points, np.int64)
-    records, point = (np.concatenate(parts) for parts in zip(*of_ops, strict=True))
-    order = np.argsort(point, kind="stable")
-    return records[order], np.bincount(point, minlength=points)
+        return np.zeros((len(programs), 0), RECORD), np.zeros((len(programs), points), np.int64)
+    records, point = (np.concatenate(parts, axis=1) for parts in zip(*of_ops, strict=True))
+    counts = np.bincount((number * points + point).ravel(), minlength=len(programs) * points)
+    return records[number, np.argsort(point, axis=1, kind="stable")], counts.reshape(-1, points)
 
 
 def record_count(ops: Sequence[BoundOp]) -> int:
@@ -89,25 +107,42 @@ def record_count(ops: Sequence[BoundOp]) -> int:
     return sum(len(op.points) * len(op.ranges) * (2 if op.condition else 1) for op in ops)
 
 
-def _records(op: BoundOp, ordinal: int, addresses: Addresses) -> tuple[np.ndarray, np.ndarray]:
-    """One op's records, every range at every point, and the point of each."""
-    ranges, points = np.array(op.ranges, np.int64).reshape(-1, 4), np.array(op.points, np.int64)
-    records_PQ = np.zeros((len(points), len(ranges)), RECORD)
-    records_PQ["start"], records_PQ["stop"], records_PQ["step"] = ranges[:, 0], ranges[:, 1], ranges[:, 3]
-    records_PQ["kind"], records_PQ["columns"] = op.kind, np.array(op.columns, np.int64).astype(np.int32)
-    if op.values:
-        begin, width = np.array([addresses[key] for key in op.values], np.int64).T
-        records_PQ["value"] = begin[:, None] + ranges[:, 2] * width[:, None]
-    if op.points:
-        _write(op.action, named(records_PQ, op.kind), addresses, ordinal)
-    records, point = records_PQ.reshape(-1), np.repeat(points, len(ranges))
-    if op.condition is None:
+def _records(ops: Sequence[BoundOp], ordinal: int, addresses: Sequence[Addresses]) -> tuple[np.ndarray, np.ndarray]:
+    """The records of the op that N programs of one shape have in the same place, [N, ·], every range at every point,
+    and the point of each."""
+    first, flat = ops[0], itertools.chain.from_iterable
+    ranges = _numbers(flat(flat(op.ranges for op in ops))).reshape(len(ops), 1, len(first.ranges), 4)
+    points = _numbers(flat(op.points for op in ops)).reshape(len(ops), len(first.points))
+    records_NPQ = np.zeros((len(ops), len(first.points), len(first.ranges)), RECORD)
+    records_NPQ["start"], records_NPQ["stop"] = ranges[..., 0], ranges[..., 1]
+    records_NPQ["step"], records_NPQ["kind"] = ranges[..., 3], first.kind
+    records_NPQ["columns"] = _column([op.columns for op in ops]).astype(np.int32)
+    if first.values:
+        places = _numbers(flat(known[key] for op, known in zip(ops, addresses, strict=True) for key in op.values))
+        begin, width = np.moveaxis(places.reshape(len(ops), -1, 1, 2), 3, 0)
+        records_NPQ["value"] = begin + ranges[..., 2] * width
+    if first.points:
+        _write(first.action, named(records_NPQ, first.kind), [op.action for op in ops], addresses, ordinal)
+    records, point = records_NPQ.reshape(len(ops), -1), np.repeat(points, len(first.ranges), axis=1)
+    if first.condition is None:
         return records, point
-    conditions = match_records(records, *addresses[op.condition.ids], expected=not op.condition.others)
-    return np.stack([conditions, records], 1).reshape(-1), np.repeat(point, 2)
+    conditions = [op.condition for op in ops if op.condition is not None]
+    ids = np.array([known[each.ids] for each, known in zip(conditions, addresses, strict=True)])
+    expected = np.array([[not each.others] for each in conditions])
+    matches = match_records(records, ids[:, :1], ids[:, 1:], expected)
+    return np.stack([matches, records], 2).reshape(len(ops), -1), np.repeat(point, 2, axis=1)
 
 
-def match_records(records: np.ndarray, ids: int, count: int, expected: bool) -> np.ndarray:
+def _numbers(numbers: Iterable[int]) -> np.ndarray:
+    return np.fromiter(numbers, np.int64)
+
+
+def _column(of_programs: Sequence[float]) -> np.ndarray:
+    """A number of each program, to stand in all its records [N, P, Q]."""
+    return np.array(of_programs)[:, None, None]
+
+
+def match_records(records: np.ndarray, ids: Number, count: Number, expected: bool | np.ndarray) -> np.ndarray:
     """The `MATCH` record that stands before each record: it acts only where the token's id is one of some ids, or if
     not `expected` is none of them. The `count` ids lie in the bank, ascending, from number `ids` on."""
     conditions = np.zeros_like(records)
@@ -118,40 +153,46 @@ def match_records(records: np.ndarray, ids: int, count: int, expected: bool) -> 
 
 
 @functools.singledispatch
-def _write(action: Action, fields: np.ndarray, addresses: Addresses, ordinal: int) -> None:
-    """Writes the fields of an action, in records [P, Q] by the names of its kind. `ordinal`: the op's number."""
-    raise NotImplementedError(f"no record for {type(action).__name__}")
+def _write(first: Action, fields: np.ndarray, actions: Sequence[Action], addresses: Several, ordinal: int) -> None:
+    """Writes the fields of the programs' actions, all of the kind of the `first`, in records [N, P, Q] by the names of
+    that kind. `ordinal`: the op's number."""
+    raise NotImplementedError(f"no record for {type(first).__name__}")
 
 
 @_write.register
-def _capture(action: Keep, fields: np.ndarray, addresses: Addresses, ordinal: int) -> None:
-    fields["dtype"], fields["region"] = action.dtype, ordinal
+def _capture(first: Keep, fields: np.ndarray, actions: Sequence[Keep], addresses: Several, ordinal: int) -> None:
+    fields["dtype"], fields["region"] = _column([action.dtype for action in actions]), ordinal
 
 
 @_write.register
-def _linear(action: Linear, fields: np.ndarray, addresses: Addresses, ordinal: int) -> None:
-    fields["h_scale"], fields["v_scale"] = action.h_scale, action.v_scale
+def _linear(first: Linear, fields: np.ndarray, actions: Sequence[Linear], addresses: Several, ordinal: int) -> None:
+    fields["h_scale"] = _column([action.h_scale for action in actions])
+    fields["v_scale"] = _column([action.v_scale for action in actions])
 
 
 @_write.register
-def _blend(action: Blend, fields: np.ndarray, addresses: Addresses, ordinal: int) -> None:
-    fields["alpha"], fields["mask"] = action.alpha, addresses[action.mask][0]
+def _blend(first: Blend, fields: np.ndarray, actions: Sequence[Blend], addresses: Several, ordinal: int) -> None:
+    masks = [known[action.mask][0] for action, known in zip(actions, addresses, strict=True)]
+    fields["alpha"], fields["mask"] = _column([action.alpha for action in actions]), _column(masks)
 
 
 @_write.register
-def _project(action: Project, fields: np.ndarray, addresses: Addresses, ordinal: int) -> None:
-    fields["low"], fields["high"] = action.low, action.high
+def _project(first: Project, fields: np.ndarray, actions: Sequence[Project], addresses: Several, ordinal: int) -> None:
+    fields["low"], fields["high"] = _column([action.low for action in actions]), _column([a.high for a in actions])
 
 
 @_write.register
-def _noise(action: Noisy, fields: np.ndarray, addresses: Addresses, ordinal: int) -> None:
-    fields["std"], fields["seed"], fields["relative"] = action.std, action.seed, action.relative
-    fields["stream"], fields["first_column"] = np.array(action.streams, np.int64)[:, None], action.first_column
+def _noise(first: Noisy, fields: np.ndarray, actions: Sequence[Noisy], addresses: Several, ordinal: int) -> None:
+    fields["std"] = _column([action.std for action in actions])
+    fields["seed"] = _column([action.seed for action in actions])
+    fields["relative"] = _column([action.relative for action in actions])
+    fields["first_column"] = _column([action.first_column for action in actions])
+    fields["stream"] = np.array([action.streams for action in actions], np.int64)[..., None]
 
 
 @_write.register
-def _code(action: RunCode, fields: np.ndarray, addresses: Addresses, ordinal: int) -> None:
-    fields["code"] = action.code
+def _code(first: RunCode, fields: np.ndarray, actions: Sequence[RunCode], addresses: Several, ordinal: int) -> None:
+    fields["code"] = _column([action.code for action in actions])
 
 
 def columns_of(record: np.void) -> slice:

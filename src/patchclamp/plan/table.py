@@ -43,17 +43,22 @@ class ProgramTable:
     def admit(self, records: np.ndarray, counts: np.ndarray, slot: int, begin: int) -> None:
         """Writes a request's records, sorted by point, with `counts` [points] of them at each. Their place is the one
         that `plan.room` gave: a free `slot`, and the records from `begin` on."""
-        self.generation[slot] = self.generation[slot] % (1 << 30) + 1
-        self.records[begin : begin + len(records)] = records
-        self.first[slot, 0] = begin
-        self.first[slot, 1:] = begin + np.cumsum(counts)
-        self._acts[slot] = counts > 0
-        self._acting += self._acts[slot]
-        self._add_captures(slot, begin, records, counts)
-        if (records["kind"] == APPLY).any():
-            self.coded.add(slot)
-        self._mark_changed(slot, begin, begin + len(records))
-        self._admitted.add(slot)
+        self.admit_alike(records[None], counts[None], np.array([slot]), np.array([begin]))
+
+    def admit_alike(self, records: np.ndarray, counts: np.ndarray, slots: np.ndarray, begins: np.ndarray) -> None:
+        """The same for requests with as many records each: [N, R], with counts [N, points], slots [N], begins [N]."""
+        places = begins[:, None] + np.arange(records.shape[1])
+        self.generation[slots] = self.generation[slots] % (1 << 30) + 1
+        self.records[places] = records
+        self.first[slots, 0] = begins
+        self.first[slots, 1:] = begins[:, None] + np.cumsum(counts, axis=1)
+        self._acts[slots] = counts > 0
+        self._acting += np.count_nonzero(counts, axis=0)
+        self._add_captures(slots, places, records, counts)
+        self.coded.update(slots[(records["kind"] == APPLY).any(axis=1)].tolist())
+        for slot, begin in zip(slots.tolist(), begins.tolist(), strict=True):
+            self._mark_changed(slot, begin, begin + records.shape[1])
+            self._admitted.add(slot)
 
     def drop(self, slot: int) -> None:
         """Frees a slot and its records."""
@@ -90,12 +95,21 @@ class ProgramTable:
         changed, self.changed = self.changed, (set(), [])
         return changed
 
-    def _add_captures(self, slot: int, begin: int, records: np.ndarray, counts: np.ndarray) -> None:
-        captures = np.flatnonzero(records["kind"] == CAPTURE)
-        if len(captures) == 0:
+    def _add_captures(self, slots: np.ndarray, places: np.ndarray, records: np.ndarray, counts: np.ndarray) -> None:
+        """Takes the captures among records [N, R] that were written at their places; those of all requests together
+        where they are alike but for their positions."""
+        captures = records["kind"] == CAPTURE
+        if not captures.any():
             return
-        point = np.repeat(np.arange(len(counts)), counts)[captures]
-        fields = named(records[captures], CAPTURE)
+        alike = (captures == captures[0]).all() and (counts == counts[0]).all()
+        kept = np.flatnonzero(captures[0])
+        fields = named(records[:, kept], CAPTURE)
         op, start, stop, dtype = (fields[name].astype(np.int64) for name in ("region", "start", "stop", "dtype"))
-        in_table, index = named(self.records, CAPTURE), begin + captures
-        in_table["range"][index], in_table["region"][index] = self.captures.add(slot, op, start, stop, dtype, point)
+        if len(slots) > 1 and not (alike and (op == op[0]).all() and (dtype == dtype[0]).all()):
+            for i in range(len(slots)):
+                self._add_captures(slots[i : i + 1], places[i : i + 1], records[i : i + 1], counts[i : i + 1])
+            return
+        point = np.repeat(np.arange(counts.shape[1]), counts[0])[kept]
+        in_table, index = named(self.records, CAPTURE), places[:, kept]
+        numbers = self.captures.add(slots, op[0], start, stop, dtype[0], point)
+        in_table["range"][index], in_table["region"][index] = numbers

@@ -8,23 +8,26 @@ it happens on the thread that steps the engine.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import repeat
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 
-from patchclamp.errors import MissingSource, ModelError, RunError, ShapeError, not_finite, pack
+from patchclamp.errors import ModelError, RunError, ShapeError, not_finite, pack
 from patchclamp.kernels.code import call
 from patchclamp.plan import APPLY, CAPTURE, Batch, BoundProgram, ProgramTable, StepPlan, make_plan
 from patchclamp.plan.bind import Code
-from patchclamp.plan.bound import BoundOp, Keep, source_of
-from patchclamp.plan.records import records_of
-from patchclamp.plan.room import Placement, resident_name
+from patchclamp.plan.bound import BoundOp, Keep
+from patchclamp.plan.records import records_of_alike, shape_of
+from patchclamp.plan.room import Placement
 from patchclamp.plan.step import NUMBERS
 from patchclamp.runtime.continuity import Continuity, Sameness
-from patchclamp.runtime.shards import columns_in, shard_op
+from patchclamp.runtime.resident import ResidentRows
+from patchclamp.runtime.shards import shard_op
 from patchclamp.runtime.step import HostStep, Step
 from patchclamp.sites import SiteMap, View
 from patchclamp.store.bank import Bank
@@ -69,6 +72,29 @@ class _Admitted(msgspec.Struct):
     receipt: str
 
 
+class Arrival(NamedTuple):
+    """A program to install. `receipt`: what says, with the answer, that it was installed."""
+
+    request: str
+    bound: BoundProgram
+    placement: Placement
+    receipt: str = ""
+
+
+class _Local(NamedTuple):
+    """What a worker does of a program.
+
+    ops: of the program, at the points that are here
+    addresses: where the rows of their keys lie in the bank, and how wide they are
+    token_bytes: as of `_Admitted`
+    """
+
+    arrival: Arrival
+    ops: Sequence[BoundOp]
+    addresses: Mapping[str, tuple[int, int]]
+    token_bytes: int
+
+
 class Runtime:
     """Programs of one model of `sites` on `device`."""
 
@@ -77,6 +103,7 @@ class Runtime:
         # by point, as all arrays here: this worker's shard; whether there are others; whether it keeps its captures
         self.shards = [sites.shard(point.number, rank) for point in sites.points]
         self._sharded = np.array([sites.shard_count(point.number) > 1 for point in sites.points])
+        self._is_whole = not self._sharded.any()
         self._keeps_shard = np.array([shard.keeps for shard in self.shards])
         self.widths = np.array([shard.end - shard.first for shard in self.shards])
         self.sampled = np.array([point.rows == "sampled" for point in sites.points])
@@ -87,7 +114,7 @@ class Runtime:
         self.store = CaptureStore(self.widths, lambda: self.step.flush())
         self.plan: StepPlan | None = None
         self.steps_planned = 0
-        self._resident: dict[str, tuple[int, int]] = {}  # by name: where rows begin in the bank, and how wide they are
+        self.resident = ResidentRows(self.bank, sites, lambda run, point: self.fetch(run, point)[1])
         # by the engine's name of a request; its stop is the position from which on its program does nothing
         self._admitted: dict[str, _Admitted] = {}
         self._slot_of: dict[str, int] = {}
@@ -214,84 +241,85 @@ class Runtime:
         self, request: str, bound: BoundProgram, placement: Placement, vectors: Mapping[str, torch.Tensor],
         receipt: str = "",
     ) -> None:  # fmt: skip
-        """Installs a program before its request is scheduled: its records and the rows that it reads, where the
-        placement says. `vectors`: the inline vectors that are not in the bank yet. `receipt`: what says, with the
-        answer, that the program was installed.
+        """Installs one program, as `admit_all`. Raises the error of one that cannot be installed."""
+        for error in self.admit_all([Arrival(request, bound, placement, receipt)], vectors).values():
+            raise error
 
-        Raises the error of a program that cannot be installed, such as `MissingSource`. The rows that could be written
-        to the bank are there all the same, for programs that come later.
+    def admit_all(self, arrivals: Sequence[Arrival], vectors: Mapping[str, torch.Tensor]) -> dict[str, Exception]:
+        """Installs programs before their requests are scheduled: their records and the rows that they read, where the
+        placements say. `vectors`: the inline vectors that are not in the bank yet.
+
+        Returns the errors, such as `MissingSource`, of programs that could not be installed, by request. The rows that
+        could be written to the bank are there all the same, for programs that come later.
         """
-        for name in placement.evicted:
-            self._resident.pop(name, None)
-        remote = self.remote_rows(request) if self.remote_rows is not None else {}
-        local_ops = [shard_op(op.at(self.has_tap), self.shards, self.sites) for op in bound.ops]
-        keeps = np.where(self._sharded, self._keeps_shard, self.keeps)
-        ops = local_ops if keeps.all() else [op.at(keeps) if op.kind == CAPTURE else op for op in local_ops]
-        addresses = self._addresses(ops, placement, vectors, remote)
-        records = records_of(ops, addresses, len(self.sites.points))
-        slot = placement.slot
-        self.table.admit(*records, slot, placement.record)
-        # captures count whoever keeps them: all workers of a stage must choose the same graphs
-        token_bytes = sum(self._token_size(op) for op in local_ops if op.kind == CAPTURE)
-        # ops count at whichever stage they act: code with taps may differ from stock's in the last bits, and what a
-        # request's batchmates get must not depend on that stage
-        stop = max((positions.stop for op in bound.ops if op.points for positions in op.ranges), default=0)
-        code_stop = max((positions.stop for op in bound.ops if op.kind == APPLY for positions in op.ranges), default=0)
-        self._admitted[request] = _Admitted(bound.run, slot, token_bytes, receipt)
-        self._slot_of[request], self._stop_of[request] = slot, stop
-        if code_stop:
-            self._code_stop[request] = code_stop
-        if token_bytes:
-            self._token_bytes[token_bytes] += 1
-            self.step.prepare()
-        self._run_of_slot[slot] = self.store.open(bound.run)
-
-    def _addresses(
-        self, ops: Sequence[BoundOp], placement: Placement, vectors: Mapping[str, torch.Tensor],
-        remote: Mapping[str, torch.Tensor],
-    ) -> dict[str, tuple[int, int]]:  # fmt: skip
-        """`_address` of every key that the ops read. Raises the first error once all other rows are written."""
-        addresses: dict[str, tuple[int, int]] = {}
-        missing: MissingSource | None = None
-        for key in dict.fromkeys(key for op in ops for key in op.keys):
+        errors: dict[str, Exception] = {}
+        by_shape: dict[Hashable, list[_Local]] = collections.defaultdict(list)
+        for arrival in arrivals:
             try:
-                addresses[key] = self._address(key, placement, vectors, remote)
-            except MissingSource as error:
-                missing = missing or error
-        if missing is not None:
-            raise missing
-        return addresses
+                local = self._localise(arrival, vectors)
+                by_shape[shape_of(local.ops)].append(local)
+            except Exception as error:
+                errors[arrival.request] = error
+        self.resident.write()
+        for alike in by_shape.values():
+            try:
+                self._install(alike)
+            except Exception:  # of which one may be at fault
+                for local in alike:
+                    try:
+                        self._install([local])
+                    except Exception as error:
+                        errors[local.arrival.request] = error
+        return errors
 
-    def _address(
-        self, key: str, placement: Placement, vectors: Mapping[str, torch.Tensor], remote: Mapping[str, torch.Tensor]
-    ) -> tuple[int, int]:
-        """Where a key's rows begin in the bank, and how wide they are. Writes them there first if need be."""
-        name, first, end = columns_in(key)
-        resident = resident_name(name, first is not None)
-        begin, count = placement.addresses[resident]
-        if resident in placement.load:
-            source = source_of(name)
-            if source is None:
-                rows = vectors[name][:, first:end]
-            else:
-                rows = remote[name] if name in remote else self.fetch(*source)[1]
-                if len(rows) < count:
-                    raise MissingSource(
-                        f"run {source[0]} captured {len(rows)} positions at {self.sites.label(source[1])}, not {count}"
-                    )
-            self.bank.write(begin, rows[:count])
-            self._resident[resident] = begin, rows.shape[-1]
-        if self._resident.get(resident, (-1, 0))[0] != begin:
-            raise MissingSource(f"the rows of {name[:40]} could not be brought into the bank when they were first read")
-        return self._resident[resident]
+    def _localise(self, arrival: Arrival, vectors: Mapping[str, torch.Tensor]) -> _Local:
+        """What this worker does of a program. The rows that it reads have their place then."""
+        self.resident.forget(arrival.placement.evicted)
+        remote = self.remote_rows(arrival.request) if self.remote_rows is not None else {}
+        ops = arrival.bound.ops
+        if not self._has_all:
+            ops = [shard_op(op.at(self.has_tap), self.shards, self.sites) for op in ops]
+        # captures count whoever keeps them: all workers of a stage must choose the same graphs
+        kept = [(op.points, op.action.dtype) for op in ops if isinstance(op.action, Keep)]
+        token_bytes = sum([self._bytes_of_token[dtype][point] for points, dtype in kept for point in points])
+        if kept and not self._has_all:
+            keeps = np.where(self._sharded, self._keeps_shard, self.keeps)
+            ops = [op.at(keeps) if op.kind == CAPTURE else op for op in ops]
+        return _Local(arrival, ops, self.resident.addresses(ops, arrival.placement, vectors, remote), token_bytes)
 
-    def _token_size(self, op: BoundOp) -> int:
-        """How many bytes, aligned, an op captures of a token. Sampled rows do not count: no graph writes them."""
-        assert isinstance(op.action, Keep)
-        item = 4 if self.step.unit is NUMBERS else int(ITEM_BYTES[op.action.dtype])
-        points = np.array(op.points, np.int64)
-        rows = item * self.widths[points[~self.sampled[points]]]
-        return int((-(-rows // ALIGNED) * ALIGNED).sum())
+    @property
+    def _has_all(self) -> bool:
+        """Whether everything of every program is done and kept here."""
+        return self._is_whole and self.keeps and bool(self.has_tap.all())
+
+    def _install(self, alike: Sequence[_Local]) -> None:
+        """Installs programs of one shape, whose rows are in the bank."""
+        addresses, points = [local.addresses for local in alike], len(self.sites.points)
+        records, counts = records_of_alike([local.ops for local in alike], addresses, points)
+        placements = [local.arrival.placement for local in alike]
+        slots = np.array([placement.slot for placement in placements])
+        self.table.admit_alike(records, counts, slots, np.array([placement.record for placement in placements]))
+        for (request, bound, placement, receipt), _, _, token_bytes in alike:
+            self._admitted[request] = _Admitted(bound.run, placement.slot, token_bytes, receipt)
+            self._slot_of[request] = placement.slot
+            # ops count at whichever stage they act: code with taps may differ from stock's in the last bits, and what a
+            # request's batchmates get must not depend on that stage
+            self._stop_of[request] = max([each.stop for op in bound.ops if op.points for each in op.ranges], default=0)
+            code_stop = max([each.stop for op in bound.ops if op.kind == APPLY for each in op.ranges], default=0)
+            if code_stop:
+                self._code_stop[request] = code_stop
+            if token_bytes:
+                self._token_bytes[token_bytes] += 1
+                self.step.prepare()
+            self._run_of_slot[placement.slot] = self.store.open(bound.run)
+
+    @functools.cached_property
+    def _bytes_of_token(self) -> list[list[int]]:
+        """How many bytes, aligned, a capture of a dtype keeps of a token at a point. Sampled rows do not count: no
+        graph writes them."""
+        items = [4 if self.step.unit is NUMBERS else int(item) for item in ITEM_BYTES]
+        rows = [-(-item * self.widths // ALIGNED) * ALIGNED for item in items]
+        return [np.where(self.sampled, 0, of_dtype).tolist() for of_dtype in rows]
 
     def refuse(self, request: str, run: str, error: Exception) -> None:
         """Fails the run of a program that could not be installed. It counts as a failure, because the blocks of the

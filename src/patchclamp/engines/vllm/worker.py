@@ -26,7 +26,7 @@ from patchclamp.errors import EngineError, pack
 from patchclamp.plan.bind import Code
 from patchclamp.plan.room import Room
 from patchclamp.plan.step import FOREVER
-from patchclamp.runtime import Limits, Runtime, addresses
+from patchclamp.runtime import Arrival, Limits, Runtime, addresses
 from patchclamp.runtime.op import at_work
 from patchclamp.runtime.step import HostStep
 from patchclamp.runtime.taps import attach as attach_taps
@@ -208,17 +208,24 @@ class Attached:
         """
         self.runtime.release(orders.release)
         vectors = {key: torch.tensor(rows) for key, rows in orders.vectors.items()}
+        arrivals: list[Arrival] = []
         for admitted in orders.admit:
             bound, receipt = decode(admitted.program).bound, receipt_of(admitted.program)
-            try:
-                self.runtime.admit(admitted.request, bound, admitted.placement, vectors, receipt)
-            except Exception as error:
-                self.runtime.refuse(admitted.request, bound.run, error)
-            if admitted.request in finished:
+            arrivals.append(Arrival(admitted.request, bound, admitted.placement, receipt))
+            if admitted.request in finished:  # what comes after it may have its place
+                self._install(arrivals, vectors)
                 self._free([admitted.request])
                 if bound.run in orders.release:  # which did nothing yet: the run was not here
                     self.runtime.release([bound.run])
+                arrivals = []
+        self._install(arrivals, vectors)
         self.runtime.table.captures.layout()  # gathered here rather than while rows are planned
+
+    def _install(self, arrivals: list[Arrival], vectors: dict[str, torch.Tensor]) -> None:
+        errors = self.runtime.admit_all(arrivals, vectors)
+        for arrival in arrivals if errors else ():
+            if arrival.request in errors:
+                self.runtime.refuse(arrival.request, arrival.bound.run, errors[arrival.request])
 
     def planned(self, requests: list[str], row: np.ndarray, position: np.ndarray, count: np.ndarray) -> None:
         """Plans a step with programs. The arrays are the runner's own, and change with its next step."""
