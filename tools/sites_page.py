@@ -30,7 +30,7 @@ of a value, where it differs) · M MLP width · X experts · V vocabulary · l a
 **How to read the tables.** A site is tapped at a module's input or output. Arguments count from 0; where two are
 named, as in "arguments 1 + 2", the site is their sum. Columns are half-open. Under tensor parallel every worker has
 the whole of a *replicated* tensor, and only some heads or neurons of a *sharded* one. patchclamp puts these
-together.
+together. The first table is llama's. The tables of other families have the sites that differ from it.
 
 **What holds for every raw hook.** On Transformers a hook sees a padded batch, [B, T, D]. With patchclamp you get
 the rows of one request. On vLLM a hook sees one step, [rows, D]: the rows of many requests, one request after the
@@ -54,11 +54,8 @@ def page() -> str:
 
 
 def _section(family: Family) -> str:
-    words = [word for word in SITES if word in family.sites]
-    rows = ([f"`{word}`", _shape(family, word), _layout(family, word),
-             *(_where(family, word, engine) for engine in ENGINES)] for word in words)  # fmt: skip
-    table = _table(("site", "shape", "tensor parallel", "on Transformers", "on vLLM"), rows)
-    parts = [f"### {family.name}\n", _about(family), table, "", "**A raw hook would have returned**\n", _hooks(family)]
+    parts = [f"### {family.name}\n", _about(family), _places(family), "", "**A raw hook would have returned**\n",
+             _hooks(family)]  # fmt: skip
     if family.lacks:
         parts += ["", "**Not there**\n", *(f"- `{word}`: {why}" for word, why in family.lacks.items())]
     named = [difference for difference in DIFFERENCES if family.name in difference.families]
@@ -69,6 +66,27 @@ def _section(family: Family) -> str:
             *(f"- {_difference(each, False)}" for each in named),
         ]
     return "\n".join(parts) + "\n"
+
+
+def _places(family: Family) -> str:
+    """The table of a family's sites; of those that are as in the first family, only their names."""
+    first = {} if family is FAMILIES[0] else _rows(FAMILIES[0])
+    rows = _rows(family)
+    alike = [word for word, row in rows.items() if first.get(word) == row]
+    own = [row for word, row in rows.items() if word not in alike]
+    table = _table(("site", "shape", "tensor parallel", "on Transformers", "on vLLM"), own)
+    return table if not alike else f"{table}\n\n{_as_first(alike)}"
+
+
+def _rows(family: Family) -> dict[str, list[str]]:
+    """By word: the cells of its row."""
+    return {word: [f"`{word}`", _shape(family, word), _layout(family, word),
+                   *(_where(family, word, engine) for engine in ENGINES)]
+            for word in SITES if word in family.sites}  # fmt: skip
+
+
+def _as_first(words: Iterable[str]) -> str:
+    return f"{_words(words)}: as for [{FAMILIES[0].name}](#{FAMILIES[0].name})"
 
 
 def _about(family: Family) -> str:
@@ -90,7 +108,7 @@ def _hooks(family: Family) -> str:
             groups.setdefault(text, []).append(word)
     lines = [f"- {_words(words)}: {_sides(*text)}" for text, words in groups.items()]
     if alike:
-        lines.append(f"- {_words(alike)}: as for [{FAMILIES[0].name}](#{FAMILIES[0].name})")
+        lines.append(f"- {_as_first(alike)}")
     return "\n".join(lines)
 
 
@@ -99,10 +117,10 @@ def _texts(family: Family) -> dict[str, tuple[str, str]]:
             for word in SITES if word in family.sites}  # fmt: skip
 
 
-def _sides(ours: str, theirs: str) -> str:
-    if ours == theirs:
-        return f"{ours}."
-    return f"*Transformers*: {ours}. *vLLM*: {theirs}."
+def _sides(transformers: str, vllm: str) -> str:
+    if transformers == vllm:
+        return f"{vllm}."
+    return f"*Transformers*: {transformers}. *vLLM*: {vllm}."
 
 
 def _shape(family: Family, word: str) -> str:
@@ -159,7 +177,7 @@ def _sum(sizes: tuple[Size, ...]) -> str:
 
 def _aliases() -> str:
     ours = [[f"`{word}`", _listed(TRANSFORMER_LENS, word), _listed(NNTERP, word)] for word in SITES]
-    theirs = [[f"`{alias}`", f"`{_layered(site)}`"] for alias, site in TRANSFORMER_LENS.items()]
+    lens = [[f"`{alias}`", f"`{_layered(site)}`"] for alias, site in TRANSFORMER_LENS.items()]
     nnterp = [[f"`{_layered(alias)}`", f"`{_layered(site)}`"] for alias, site in NNTERP.items()]
     refused = [[f"`{name}`", why.replace("{l}", "l")] for name, why in ELSEWHERE.items()]
     return "\n".join([
@@ -169,7 +187,7 @@ def _aliases() -> str:
         "(`layers_output[3:5]`). What is printed, saved or sent is our name.\n",
         "### From ours\n", _table(("ours", "TransformerLens", "nnterp"), ours), "",
         "### From nnterp's\n", _table(("nnterp", "ours"), nnterp), "",
-        "### From TransformerLens'\n", _table(("TransformerLens", "ours"), theirs), "",
+        "### From TransformerLens'\n", _table(("TransformerLens", "ours"), lens), "",
         "### Where they are another tensor\n",
         "TransformerLens' numbers are ours where its weights are not processed (`from_pretrained_no_processing`, or "
         "`TransformerBridge`). Its other ways of loading fold norms and biases into the weights and centre them, which "

@@ -9,7 +9,7 @@ from patchclamp.language.aliases import ELSEWHERE
 from patchclamp.language.registry import NNTERP, SITES, TRANSFORMER_LENS
 from patchclamp.sites.tables import FAMILIES
 from tools.raw_hooks import BACKEND, POST_NORMED, raw
-from tools.sites_page import page
+from tools.sites_page import _rows, page
 
 FILE = Path(__file__).parents[2] / "docs" / "sites.md"
 PAGE = page()
@@ -19,10 +19,24 @@ def section(name: str) -> str:
     return re.split(r"\n(?=##)", PAGE.partition(f"\n### {name}\n")[2])[0]
 
 
+def own_rows(family: str, word: str) -> list[list[str]]:
+    """The rows that a family's own table has of a site, each as cells: name, shape, layout, Transformers, vLLM."""
+    lines = [line for line in section(family).splitlines() if line.startswith(f"| `{word}` |")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def as_llama(family: str) -> set[str]:
+    """The sites of which a family's section says, below its table, that they lie as llama's do."""
+    places = section(family).partition("**A raw hook")[0]
+    return {
+        word for words in re.findall(r"^(`.*): as for \[llama\]", places, re.M) for word in re.findall(r"\w+", words)
+    }
+
+
 def row(family: str, word: str) -> list[str]:
-    """The cells of a site's row: name, shape, layout, Transformers, vLLM."""
-    (line,) = [line for line in section(family).splitlines() if line.startswith(f"| `{word}` |")]
-    return [cell.strip() for cell in line.strip("|").split("|")]
+    """The cells of a site's row, in the family's own table or in llama's."""
+    (cells,) = own_rows("llama" if word in as_llama(family) else family, word)
+    return cells
 
 
 def hook_text(family: str, word: str) -> str:
@@ -41,6 +55,8 @@ def test_every_site_of_every_family_is_there_once(family):
     assert all(spec.shape and spec.meaning and word == spec.name for word, spec in SITES.items())
     for word in SITES:
         if word in family.sites:
+            assert len(own_rows(family.name, word)) == (word not in as_llama(family.name))
+            assert row(family.name, word) == _rows(family)[word]
             assert len(row(family.name, word)) == 5
             assert hook_text(family.name, word)
             assert raw(family, word, "transformers")
@@ -53,6 +69,12 @@ def test_every_site_of_every_family_is_there_once(family):
 
 def test_families_that_remarks_name_are_there():
     assert {*BACKEND, *POST_NORMED} <= {family.name for family in FAMILIES}
+
+
+def test_other_families_show_what_differs():
+    assert as_llama("llama") == set()
+    assert as_llama("qwen3") == set(FAMILIES[0].sites) - {"q", "k"}
+    assert as_llama("gpt2") == {"logits"}
 
 
 def test_places_are_those_of_the_tables():
