@@ -22,7 +22,7 @@ from patchclamp.engines.carried import Carried
 from patchclamp.engines.vllm.serve_limits import ServeLimits
 from patchclamp.plan.bind import vector_key
 from patchclamp.plan.bound import BoundOp, BoundProgram, Linear, PositionRange
-from tests.attacks.requests import FILES, NUMBERS, OBJECTS
+from tests.attacks.requests import ENGINE, FILES, NUMBERS, OBJECTS
 
 from .conftest import KEYS, LIMITS
 from .test_openai import PROMPT, VECTOR, complete
@@ -226,6 +226,29 @@ def test_a_vector_cannot_take_the_name_of_another(http):
     response = http.post("/v1/patchclamp/engine/run", content=msgspec.msgpack.encode(lie))
     assert response.status_code == 400
     assert "not the hash of its content" in message(response)
+
+
+@pytest.mark.parametrize("number", range(len(ENGINE)), ids=lambda i: f"{ENGINE[i][0]} {str(ENGINE[i][1])[:60]}")
+def test_what_our_client_would_not_say_is_answered_in_kind(server, http, number):
+    """Refused, or an answer; an error that a request of a batch meets comes within the answer."""
+    route, said = ENGINE[number]
+    owner = msgspec.msgpack.decode(http.get("/v1/patchclamp/engine/info").content)["owner"]
+    body = msgspec.msgpack.encode(_of_owner(said, owner))
+    response = http.post(f"/v1/patchclamp/engine/{route}", content=body)
+    assert response.status_code < 500, response.text[:500]
+    if response.status_code >= 400:
+        assert len(message(response)) <= 2000
+    assert http.get("/health").status_code == 200
+    http.post("/v1/patchclamp/engine/free", content=msgspec.msgpack.encode(wire.Free("a", [f"{owner}-a-b"])))
+
+
+def _of_owner(said: object, owner: str) -> object:
+    """What is said, with an owner's name in it."""
+    if isinstance(said, dict):
+        return {key: _of_owner(value, owner) for key, value in said.items()}
+    if isinstance(said, list):
+        return [_of_owner(value, owner) for value in said]
+    return said.replace("OWNER", owner) if isinstance(said, str) else said
 
 
 def memory(server) -> int:

@@ -67,7 +67,12 @@ class HubTokenizer:
     def chat(self, messages: list[dict[str, Any]]) -> list[int]:
         if not getattr(self.inner, "chat_template", None):
             raise ProgramError("this model's tokenizer has no chat template: give a prompt instead of messages")
-        chat = self.inner.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
+        from jinja2 import TemplateError
+
+        try:
+            chat = self.inner.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
+        except TemplateError as error:
+            raise ProgramError(f"the model's chat template does not take these messages: {error}", "messages") from None
         return list(chat["input_ids"] if hasattr(chat, "keys") else chat)
 
 
