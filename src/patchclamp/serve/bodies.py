@@ -36,22 +36,30 @@ def said_bytes(request: Request) -> int:
 
 
 class BoundedRoute(APIRoute):
-    """A route whose bodies FastAPI reads, none over `openai_body_bytes`."""
+    """A route of ours whose bodies FastAPI reads, none over a limit."""
+
+    limit = "json_bytes"
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
         handle = super().get_route_handler()
 
         async def bounded(request: Request) -> Response:
             limits: ServeLimits = request.app.state.patchclamp.limits
-            if limits.openai_body_bytes is None:
+            if getattr(limits, self.limit) is None:
                 return await handle(request)
-            limits.check("openai_body_bytes", said_bytes(request), "bytes of the body", "body")
-            return await handle(Request(request.scope, _counted(request, limits)))
+            limits.check(self.limit, said_bytes(request), "bytes of the body", "body")
+            return await handle(Request(request.scope, _counted(request, limits, self.limit)))
 
         return bounded
 
 
-def _counted(request: Request, limits: ServeLimits) -> Callable[[], Awaitable[Any]]:
+class OpenAIRoute(BoundedRoute):
+    """One of vLLM's own."""
+
+    limit = "openai_body_bytes"
+
+
+def _counted(request: Request, limits: ServeLimits, limit: str) -> Callable[[], Awaitable[Any]]:
     """What receives a request's body as far as it may go. FastAPI passes only its own errors on."""
     received = 0
 
@@ -60,7 +68,7 @@ def _counted(request: Request, limits: ServeLimits) -> Callable[[], Awaitable[An
         message = await request.receive()
         received += len(message.get("body", b""))
         try:
-            limits.check("openai_body_bytes", received, "bytes of the body", "body")
+            limits.check(limit, received, "bytes of the body", "body")
         except TooLarge as error:
             raise HTTPException(error.status, str(error)) from None
         return message

@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.routing import APIRoute
 
 from patchclamp.errors import PatchclampError, ProgramError
-from patchclamp.serve.bodies import BoundedRoute
+from patchclamp.serve.bodies import OpenAIRoute
 from patchclamp.serve.call import Call, current, of_extra_args
 from patchclamp.serve.front import Front
 from patchclamp.serve.plugin import NAMES
@@ -31,7 +31,7 @@ Endpoint = Callable[..., Awaitable[Response]]
 def attach(app: Any) -> None:
     """Puts routes of ours before vLLM's; they call vLLM's functions."""
     stock = {route.path: route for route in app.routes if isinstance(route, APIRoute)}
-    router = APIRouter(route_class=BoundedRoute, tags=["OpenAI"])
+    router = APIRouter(route_class=OpenAIRoute, tags=["OpenAI"])
     for path in PATHS:
         route = stock[path]
         router.post(path, dependencies=route.dependencies, responses=route.responses, summary=route.summary)(

@@ -15,6 +15,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from patchclamp.errors import PatchclampError, RunError, as_patchclamp_error, pack, unpack
+from patchclamp.serve.bodies import BoundedRoute
 from patchclamp.serve.front import Front
 from patchclamp.serve.routes.runs import caller
 from patchclamp.serve.schema import ERRORS
@@ -23,7 +24,7 @@ from patchclamp.studies.sweep_result import Cell, PatchSweep
 
 BATCH = 64  # cells that are read together: a sweep whose client is gone ends within two batches
 
-router = APIRouter(prefix="/v1/patchclamp", tags=["patchclamp"], responses=ERRORS)
+router = APIRouter(prefix="/v1/patchclamp", tags=["patchclamp"], responses=ERRORS, route_class=BoundedRoute)
 Prompt = Annotated[str | list[int], Field(description="text or token ids")]
 Token = Annotated[str | int, Field(description="one token, as text or id")]
 
