@@ -727,6 +727,19 @@ def fail_first(monkeypatch: pytest.MonkeyPatch, runtime: Any) -> None:
     monkeypatch.setattr(runtime, "admit_all", fails)
 
 
+def test_when_nothing_can_be_installed_no_program_of_the_step_runs_unedited(lm, monkeypatch):
+    runtime, edit = worker(lm).runtime, [pc.Scale(-2.0, pc.resid_post[0], pc.prompt[3])]
+    plain, edited = lm.run([PROMPT] * 2, max_tokens=2, edits=[[], edit], logprobs=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime.resident, "write", lambda: 1 // 0)
+        runs = lm.run([PROMPT] * 3, max_tokens=2, edits=[edit, [], edit], logprobs=True)
+    assert ["division" in str(run.error) for run in runs] == [True, False, True]
+    assert runs[1].logprobs == pytest.approx(plain.logprobs, abs=1e-4)
+    again = lm.run(PROMPT, max_tokens=2, edits=edit, logprobs=True)
+    assert again.logprobs == pytest.approx(edited.logprobs, abs=1e-4)
+    assert edited.logprobs != pytest.approx(plain.logprobs, abs=1e-4)
+
+
 def test_who_read_such_blocks_is_told_so_even_after_it_was_preempted(lm, monkeypatch):
     """What it generated before rests on them, whatever it reads later."""
     runtime, scheduler = worker(lm).runtime, engine_core(lm).scheduler

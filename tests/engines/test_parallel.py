@@ -165,7 +165,7 @@ def faults(lm: pc.LM) -> None:
             """The second worker does not do something once: install the program that comes first, or act at a point."""
             runtime = wrapper.worker.patchclamp.runtime
             if wrapper.worker.rank == 1:
-                owner = runtime if name == "admit" else runtime.step
+                owner = runtime if name == "_localise" else runtime.step
                 stock = getattr(owner, name)
 
                 def broken(*args: Any) -> Any:
@@ -178,7 +178,7 @@ def faults(lm: pc.LM) -> None:
 
         return break_once
 
-    for name in ("admit", "apply"):
+    for name in ("_localise", "apply"):
         lm.engine._call(lambda name=name: lm.engine._engine.collective_rpc(breaks(name))).result()
         check([pc.Add(VECTOR, pc.resid_post[LAYERS - 2])], f"{name} is broken")
         check([pc.Add([3e38] * D, pc.resid_post[0], scale=1e30)], "not finite")

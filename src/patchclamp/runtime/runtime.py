@@ -300,6 +300,12 @@ class Runtime:
         slots = np.array([placement.slot for placement in placements])
         self.table.admit_alike(records, counts, slots, np.array([placement.record for placement in placements]))
         for (request, bound, placement, receipt), _, _, token_bytes in alike:
+            if request in self._slot_of:  # by a turn that another program broke off
+                continue
+            self._run_of_slot[placement.slot] = self.store.open(bound.run)
+            if token_bytes:
+                self.step.prepare()
+                self._token_bytes[token_bytes] += 1
             self._admitted[request] = _Admitted(bound.run, placement.slot, token_bytes, receipt)
             self._slot_of[request] = placement.slot
             # ops count at whichever stage they act: code with taps may differ from stock's in the last bits, and what a
@@ -308,10 +314,6 @@ class Runtime:
             code_stop = max([each.stop for op in bound.ops if op.kind == APPLY for each in op.ranges], default=0)
             if code_stop:
                 self._code_stop[request] = code_stop
-            if token_bytes:
-                self._token_bytes[token_bytes] += 1
-                self.step.prepare()
-            self._run_of_slot[placement.slot] = self.store.open(bound.run)
 
     @functools.cached_property
     def _bytes_of_token(self) -> list[list[int]]:

@@ -222,7 +222,10 @@ class Attached:
         self.runtime.table.captures.layout()  # gathered here rather than while rows are planned
 
     def _install(self, arrivals: list[Arrival], vectors: dict[str, torch.Tensor]) -> None:
-        errors = self.runtime.admit_all(arrivals, vectors)
+        try:
+            errors = self.runtime.admit_all(arrivals, vectors)
+        except Exception as error:  # none may run unedited
+            errors = {arrival.request: error for arrival in arrivals}
         for arrival in arrivals if errors else ():
             if arrival.request in errors:
                 self.runtime.refuse(arrival.request, arrival.bound.run, errors[arrival.request])
