@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -56,15 +56,26 @@ def start(
             words, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=os.environ | (environment or {})
         )
     server = Server(f"http://127.0.0.1:{port}", model, process, log)
-    end = time.monotonic() + STARTS_WITHIN_S
-    while time.monotonic() < end and process.poll() is None:
-        try:
-            if httpx.get(f"{server.url}/health").status_code == 200:
-                return server
-        except httpx.HTTPError:
-            time.sleep(0.2)
+    if becomes(lambda: process.poll() is not None or answers(server), STARTS_WITHIN_S) and process.poll() is None:
+        return server
     stop(server)
     raise AssertionError(f"the server did not start:\n{log.read_text()[-4000:]}")
+
+
+def answers(server: Server) -> bool:
+    try:
+        return httpx.get(f"{server.url}/health").status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def becomes(condition: Callable[[], bool], within_s: float = 30) -> bool:
+    """Whether a condition holds before long: it is looked at ten times a second."""
+    for _ in range(round(10 * within_s)):
+        if condition():
+            return True
+        time.sleep(0.1)
+    return False
 
 
 def stop(server: Server) -> None:

@@ -8,7 +8,6 @@ import asyncio
 import base64
 import json
 import random
-import time
 from collections import Counter
 
 import httpx
@@ -41,6 +40,11 @@ class Storm:
         self.rows: dict[str, np.ndarray] = {}
         self.wrong: list[str] = []
         self.done: Counter[str] = Counter()
+        self.over = False
+
+    def end(self) -> None:
+        """Lets every client end after its request."""
+        self.over = True
 
     async def prepare(self) -> None:
         """What every request gives alone."""
@@ -68,10 +72,10 @@ class Storm:
         body = {"model": self.model, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True, **options}
         return body if program is None else {**body, "patchclamp": program}
 
-    async def client(self, actions: int, until_s: float = float("inf")) -> None:
+    async def client(self, actions: int) -> None:
         """One client: so many requests, one after the other."""
         for _ in range(actions):
-            if time.monotonic() > until_s:
+            if self.over:
                 return
             kind, prompt = self.random.choice(KINDS), self.random.choice(PROMPTS)
             self.done[kind] += 1
@@ -136,14 +140,15 @@ class Storm:
 
     async def left(self, within_s: float = 30) -> dict[str, int]:
         """What the engine still holds, once it had time to free it."""
-        end = time.monotonic() + within_s
-        while True:
+        held = {}
+        for _ in range(round(10 * within_s)):
             status = (await self.http.get("/v1/patchclamp/engine/status")).raise_for_status().json()
             names = ("programs", "records", "vectors", "requests", "waiting", "captured_bytes")
             held = {name: status[name] for name in names if status[name]}
-            if not held or time.monotonic() > end:
-                return held
+            if not held:
+                break
             await asyncio.sleep(0.1)
+        return held
 
 
 def rows_of(body: dict) -> np.ndarray:
@@ -153,14 +158,15 @@ def rows_of(body: dict) -> np.ndarray:
 
 
 async def storm(
-    url: str, model: str, key: str | None, clients: int, actions: int, seed: int, minutes: float = float("inf")
+    url: str, model: str, key: str | None, clients: int, actions: int, seed: int, minutes: float | None = None
 ) -> tuple[Storm, dict[str, int]]:
     """Runs a storm; returns it, and what the engine holds after it."""
     made = Storm(url, model, key, seed)
     async with made.http:
         await made.prepare()
-        until_s = time.monotonic() + 60 * minutes
-        await asyncio.gather(*(made.client(actions, until_s) for _ in range(clients)))
+        if minutes is not None:
+            asyncio.get_running_loop().call_later(60 * minutes, made.end)
+        await asyncio.gather(*(made.client(actions) for _ in range(clients)))
         left = await made.left()
         await made.http.delete("/v1/patchclamp/vectors/storm")
     return made, left

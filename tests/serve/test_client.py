@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -18,7 +17,7 @@ import torch
 import patchclamp as pc
 from patchclamp.studies import patch_sweep
 
-from .conftest import KEYS, Server
+from .conftest import KEYS, Server, becomes
 
 PROMPTS = ["The capital of France is", "Water boils at", "x"]
 VECTOR = np.random.default_rng(5).standard_normal(576).astype(np.float32)
@@ -37,9 +36,7 @@ def counts(lm: pc.LM) -> dict[str, int]:
 
 def settled(lm: pc.LM, within_s: float = 20) -> dict[str, int]:
     """The counts, when all that was freed is."""
-    end = time.monotonic() + within_s
-    while any(counts(lm).values()) and time.monotonic() < end:
-        time.sleep(0.05)
+    becomes(lambda: not any(counts(lm).values()), within_s)
     return counts(lm)
 
 
@@ -184,10 +181,7 @@ def test_a_client_that_is_killed_leaves_nothing(lm, server):
     client = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE)
     assert client.stdout is not None
     assert client.stdout.readline() == b"ready\n"
-    end = time.monotonic() + 60
-    while not counts(lm)["programs"] and time.monotonic() < end:
-        time.sleep(0.02)
-    assert counts(lm)["programs"] > 0
+    assert becomes(lambda: counts(lm)["programs"] > 0, within_s=60)
     os.kill(client.pid, signal.SIGKILL)
     client.wait()
     assert not any(settled(lm).values())

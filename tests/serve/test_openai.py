@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import time
 
 import numpy as np
 import openai
@@ -14,6 +13,8 @@ import torch
 
 import patchclamp as pc
 from patchclamp.language.program import to_dict
+
+from .conftest import becomes
 
 PROMPT = "The capital of France is"
 VECTOR = np.random.default_rng(5).standard_normal(576).astype(np.float32)
@@ -180,9 +181,6 @@ def test_a_client_that_leaves_leaves_nothing(server):
             )
     assert complete(server, program([STEERED])).choices[0].text
     with server.http() as http:
-        end = time.monotonic() + 20
-        while http.get("/v1/patchclamp/engine/status").json()["captured_bytes"] and time.monotonic() < end:
-            time.sleep(0.05)
-        assert http.get("/v1/patchclamp/engine/status").json()["captured_bytes"] == 0
+        assert becomes(lambda: http.get("/v1/patchclamp/engine/status").json()["captured_bytes"] == 0)
         assert http.get("/v1/patchclamp/runs").json() == {"runs": []}
     assert "Traceback" not in server.log.read_text()[len(log) :]

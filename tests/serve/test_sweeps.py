@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import time
 
 import numpy as np
 import pytest
 
 from patchclamp.language.registry import SITES
 from patchclamp.studies import patch_sweep
+
+from .conftest import becomes
 
 ASKED = {"clean": "The Eiffel Tower is in", "corrupt": "The Colosseum is in", "answer": " Paris", "foil": " Rome",
          "sites": ["resid_pre", "mlp_out"]}  # fmt: skip
@@ -72,15 +73,14 @@ def test_it_ends_when_the_client_goes(server):
                     assert data["cells"] > 200
                 if name == "cells":
                     break
-        end = time.monotonic() + 30
-        names = ("programs", "requests", "captured_bytes", "waiting")
-        while time.monotonic() < end:
+
+        def held() -> dict[str, int]:
             status = http.get("/v1/patchclamp/engine/status").json()
-            if not any(status[name] for name in names):
-                break
-            time.sleep(0.1)
-        assert {name: status[name] for name in names} == dict.fromkeys(names, 0)
-        assert status["under_way"] == 0
+            names = ("programs", "requests", "captured_bytes", "waiting", "under_way")
+            return {name: status[name] for name in names if status[name]}
+
+        becomes(lambda: not held())
+        assert held() == {}
 
 
 def test_the_model_and_its_sites(server, local):
