@@ -23,6 +23,7 @@ from patchclamp.language.site import parse_site
 from patchclamp.plan import Prompt
 from patchclamp.plan.bindings import Bindings
 from patchclamp.run import Run
+from patchclamp.sites import SiteRef
 from patchclamp.store.named import NamedBank
 from patchclamp.stream import Stream, wake
 
@@ -204,22 +205,24 @@ class LM:
         Raises `MissingSource` for a site that a run did not capture, and the error of a run that failed.
         """
         runs, chunk, size = list(runs), [], 0
-        names = [run.sites if sites is None else [ref for site in _as_list(sites) for ref in run.refs(site)]
-                 for run in runs]  # fmt: skip
-        for run, refs in zip(runs, names, strict=True):
-            run.answer  # noqa: B018  raises the run's own error
-            captured = {*run.sites}
-            points = [self.sites.resolve(parse_site(ref))[0].point for ref in refs if ref in captured]
-            unread = run.unread(dict.fromkeys(points))
-            if run.closed and unread:
-                raise MissingSource(f"run {run.key} was closed before its captures were read")
+        refs = self.sites.refs() if sites is None else self._refs(sites)
+        places = {ref: (str(ref), parse_site(str(ref))) for ref in refs}
+        wanted = [[ref for ref in refs if run.has_captured(ref.point)] if sites is None else refs for run in runs]
+        for run, of_run in zip(runs, wanted, strict=True):
+            unread = run.unread({ref.point for ref in of_run})
             chunk += [(run, key) for key in unread]
-            size += run.captured_bytes
+            size += sum(run.bytes_at(point) for point, _ in unread)
             if size > MAX_FETCH_BYTES:
                 self._fetch(chunk)
                 chunk, size = [], 0
         self._fetch(chunk)
-        return [{ref: run[ref] for ref in refs} for run, refs in zip(runs, names, strict=True)]
+        return [
+            {places[ref][0]: run.rows_of(*places[ref], ref) for ref in of_run}
+            for run, of_run in zip(runs, wanted, strict=True)
+        ]
+
+    def _refs(self, sites: Any) -> list[SiteRef]:
+        return [ref for site in _as_list(sites) for ref in self.sites.resolve(parse_site(site))]
 
     def _fetch(self, chunk: list[tuple[Run, tuple[int, None]]]) -> None:
         """Has runs take what they captured, (point, None) each."""

@@ -17,7 +17,7 @@ from patchclamp.language.site import parse_site
 from patchclamp.language.tokens import Tokens, parse_tokens
 from patchclamp.plan import CAPTURE, BoundOp, BoundProgram, Prompt
 from patchclamp.plan.bound import Keep, position_array
-from patchclamp.sites import SiteMap
+from patchclamp.sites import SiteMap, SiteRef
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +60,7 @@ class Run:
         self._ids_of = {key: request.vectors[key].reshape(-1).astype(np.int64) for key in conditions}
         self._prefetched: dict[tuple[int, int | None], Captured] = {}
         self._fetched: dict[tuple[int, int | None], tuple[np.ndarray, torch.Tensor | np.ndarray]] = {}
+        self._equal = NO_POSITIONS, NO_POSITIONS  # what was to come and what came, found equal last
         self._release = weakref.finalize(self, owner.engine.release, [self.key])
         self._release.atexit = False
         if not program or is_kept_elsewhere:
@@ -128,18 +129,24 @@ class Run:
 
         Raises `MissingSource` if it was not captured, and the run's own error if it failed.
         """
-        rows, at = self._fetch(site)[1], self._site(site)
+        at, ref, ordinal = self._locate(site)
+        return self.rows_of(str(site), at, ref, ordinal)
+
+    def rows_of(self, name: str, at: Site, ref: SiteRef, ordinal: int | None = None) -> torch.Tensor | np.ndarray:
+        """`run[name]` of a site whose ref is known, captured by one op or by all."""
+        rows = self._fetch(ref.point, ordinal, name)[1]
         parts = self._sites.parts(at.name)
         if parts is None:
             return rows
-        first, end = self._sites.resolve(at)[0].columns or (0, rows.shape[1])
+        first, end = ref.columns or (0, rows.shape[1])
         rows = rows[:, first:end].reshape((len(rows), (end - first) // parts[1], parts[1]))
         rows = rows[:, 0] if isinstance(at.index, int) else rows
         return rows[..., 0] if parts[1] == 1 else rows
 
     def positions(self, site: Site | str) -> list[int]:
         """The positions that label the rows of `run[site]`."""
-        return self._fetch(site)[0].tolist()
+        _, ref, ordinal = self._locate(site)
+        return self._fetch(ref.point, ordinal, str(site))[0].tolist()
 
     @property
     def sites(self) -> list[str]:
@@ -187,7 +194,7 @@ class Run:
                 f"run {self.key} captured {self._sites.label(point)} {len(ordinals)} times, one of them by token id: "
                 "capture it once to read it with From, or give the rows of run[site]"
             )
-        return self._computed(self._captured.get(point, NO_POSITIONS))
+        return self._captured_computed.get(point, NO_POSITIONS)
 
     def select(self, tokens: Tokens | str) -> np.ndarray:
         """The positions of this run that a selection names, in its order."""
@@ -204,7 +211,7 @@ class Run:
     def _sites(self) -> SiteMap:
         return self._owner.engine.sites
 
-    @property
+    @functools.cached_property
     def _positions(self) -> int:
         """How many positions have activations: the last sampled token was never an input."""
         return len(self.prompt_token_ids) + len(self.token_ids) - 1
@@ -213,6 +220,12 @@ class Run:
     def _captured(self) -> dict[int, np.ndarray]:
         """The positions that are captured at each point if the run generates `max_tokens`."""
         return self._bound.captured if self._bound is not None else {}
+
+    @functools.cached_property
+    def _captured_computed(self) -> dict[int, np.ndarray]:
+        """Positions captured at each point; points with the same ones share an array."""
+        shared = {id(positions): self._computed(positions) for positions in self._captured.values()}
+        return {point: shared[id(positions)] for point, positions in self._captured.items()}
 
     @functools.cached_property
     def _captures_at(self) -> dict[int, list[int]]:
@@ -232,17 +245,21 @@ class Run:
         """Those of ascending positions that were computed."""
         return positions[: np.searchsorted(positions, self._positions)]
 
-    def _fetch(self, site: Site | str) -> tuple[np.ndarray, torch.Tensor | np.ndarray]:
-        """Positions and rows of a site, or of the `Capture` at a path."""
+    def _locate(self, site: Site | str) -> tuple[Site, SiteRef, int | None]:
+        """The site that is named, or that of the `Capture` at a path and the op; and where it is."""
         self.answer  # noqa: B018  raises the run's own error
         ordinal = self._capture_of_path.get(site) if isinstance(site, str) else None
         at = self._site(site)
         refs = self._sites.resolve(at)
         if len(refs) > 1:
             raise ProgramError(f"run[...] takes one layer: {at} names {len(refs)}, as in run[pc.{refs[0]}]")
-        key = refs[0].point, ordinal
+        return at, refs[0], ordinal
+
+    def _fetch(self, point: int, ordinal: int | None, name: str) -> tuple[np.ndarray, torch.Tensor | np.ndarray]:
+        """Positions and rows of a point, by one op or by all."""
+        key = point, ordinal
         if key not in self._fetched:
-            self._fetched[key] = self._read(*key, str(site))
+            self._fetched[key] = self._read(*key, name)
         return self._fetched[key]
 
     def _site(self, site: Site | str) -> Site:
@@ -280,27 +297,42 @@ class Run:
 
     def _stored(self, point: int, ordinal: int | None, name: str) -> tuple[np.ndarray, torch.Tensor | np.ndarray]:
         """What the engine has of an op, or of all, at a point, at the positions that were computed."""
-        planned = self._captured[point] if ordinal is None else position_array(self._ops[ordinal].ranges)
-        expected = self._computed(planned)
+        expected = (
+            self._captured_computed[point] if ordinal is None
+            else self._computed(position_array(self._ops[ordinal].ranges))
+        )  # fmt: skip
         if (point, ordinal) not in self._prefetched:
             self._prefetch(point, ordinal)
         positions, rows = self._prefetched.pop((point, ordinal))
+        if self._equal[0] is expected and self._equal[1] is positions:  # as at most points of a run
+            return positions, rows
         count = len(self._computed(positions))
-        positions, rows = positions[:count], rows[:count]
-        if not np.array_equal(positions, expected):
+        if not np.array_equal(positions[:count], expected):
             raise PatchclampError(f"{name}: {len(expected)} positions were asked for and {count} were captured")
-        return positions, rows
+        if count == len(positions):
+            self._equal = expected, positions
+        return positions[:count], rows[:count]
 
     def _prefetch(self, point: int, ordinal: int | None) -> None:
         """Fetches what is read now, and if the run captured little, all else that it captured."""
-        points = list(self._captured) if self.captured_bytes <= MAX_PREFETCH_BYTES else []
+        points = self._captured if self.captured_bytes <= MAX_PREFETCH_BYTES else ()
         keys = [(point, ordinal), *(key for key in self.unread(points) if key != (point, ordinal))]
         captured = self._owner.engine.fetch_many([(self.key, *key) for key in keys])
         self.take_fetched(dict(zip(keys, captured, strict=True)))
 
+    def has_captured(self, point: int) -> bool:
+        """Whether it captured a point."""
+        return point in self._captured
+
     def unread(self, points: Iterable[int]) -> list[tuple[int, None]]:
-        """Of captured points those whose rows have not come from the engine yet."""
-        return [(point, None) for point in points if not {(point, None)} & {*self._fetched, *self._prefetched}]
+        """Of these points those that it captured and whose rows have not come from the engine yet. Raises the run's own
+        error, and `MissingSource` where they can come no more."""
+        self.answer  # noqa: B018  raises
+        keys = [(point, None) for point in points if point in self._captured]
+        unread = [key for key in keys if key not in self._fetched and key not in self._prefetched]
+        if self.closed and unread:
+            raise MissingSource(f"run {self.key} was closed before its captures were read")
+        return unread
 
     def take_fetched(self, rows: dict[tuple[int, int | None], Captured]) -> None:
         """Takes positions and rows of points, or of one op there, as the engine has given them."""
@@ -310,8 +342,11 @@ class Run:
     @functools.cached_property
     def captured_bytes(self) -> int:
         """About how many bytes of rows it captured, as fp32."""
-        widths = ((len(self._computed(at)), self._sites.points[point].width) for point, at in self._captured.items())
-        return sum(4 * count * width for count, width in widths)
+        return sum(map(self.bytes_at, self._captured))
+
+    def bytes_at(self, point: int) -> int:
+        """About how many of these bytes are of a point that it captured."""
+        return 4 * len(self._captured_computed[point]) * self._sites.points[point].width
 
     def __reduce__(self):
         raise ProgramError("a Run belongs to its engine and cannot be copied or pickled; take its tensors instead")

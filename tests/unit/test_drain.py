@@ -110,6 +110,7 @@ def test_what_was_captured_is_what_arrives(on: Callable[[Device], Stream], seed:
     drain = drains.Drain(torch.device("cpu"), rng.choice([16, 1000, 1 << 10, 1 << 13]), 1 << 15)
     sizes = rng.choice([[1, 16, 40], [1, 40, 300, 1 << 10], [16, 3000, 1 << 13, 1 << 14], [250, 256, 1000, 1008]])
     speeds, allocated = rng.choice([(0.05, 0.9), (0.9, 0.05), (0.5, 0.5), (0.02, 0.02)]), []
+    viewed: list[tuple[torch.Tensor, int]] = []  # what callers hold of blocks that may be gone
     for number in range(250):
         size, value = rng.choice(sizes), number % 251 + 1
         memory, begin, block, offset = drain.allocate(size)
@@ -120,6 +121,10 @@ def test_what_was_captured_is_what_arrives(on: Callable[[Device], Stream], seed:
         allocated.append((block, offset, size, value))
         if rng.random() < 0.2:
             allocated.pop(rng.randrange(len(allocated)))
+        if rng.random() < 0.1 and allocated:
+            block, offset, length, value = rng.choice(allocated)
+            if block.has_arrived and block.data is not None:
+                viewed.append((torch.from_numpy(block.data.numpy()[offset : offset + length]), value))
         if rng.random() < 0.05:
             drain.send() if rng.random() < 0.5 else drain.flush()
         with device.lock:
@@ -131,6 +136,7 @@ def test_what_was_captured_is_what_arrives(on: Callable[[Device], Stream], seed:
     for block, offset, size, value in allocated:
         assert block.data is not None
         assert (block.data[offset : offset + size] == value).all()
+    assert all((rows == value).all() for rows, value in viewed)
     assert device.late > 0, "nothing was late: this checked nothing"
     drain.close()
 

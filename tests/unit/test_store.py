@@ -8,7 +8,9 @@ import os
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -20,7 +22,15 @@ from patchclamp.engines.vllm import shared
 from patchclamp.plan.capture_layout import CaptureLayout
 from patchclamp.plan.step import PlannedCaptures, RowLabels, StepPlan, _offsets
 from patchclamp.store import host_memory
-from patchclamp.store.captures import ALIGNED, BufferSlice, CaptureChunk, CaptureStore, ScatteredSlices
+from patchclamp.store.captures import (
+    ALIGNED,
+    BufferSlice,
+    CaptureChunk,
+    CaptureStore,
+    ScatteredSlices,
+    StoredRows,
+    tensors_of,
+)
 from patchclamp.store.host_memory import SLAB_BYTES, SLABS_AHEAD, HostBlock, PinnedSlabs
 
 WIDTHS = np.array([4, 6])
@@ -115,7 +125,7 @@ def chunk(draw: np.random.Generator, runs: dict[str, int], plain: Plain, in_byte
 @given(st.integers(0, 2**32), st.booleans())
 def test_what_is_fetched_is_what_each_row_was(seed, in_bytes):
     draw, plain, store = np.random.default_rng(seed), Plain(), CaptureStore(WIDTHS)
-    runs = {}
+    runs, held = {}, []
     for name in "abc":
         runs[name], plain.rows[name] = store.open(name), []
     for _ in range(int(draw.integers(1, 7))):
@@ -131,12 +141,18 @@ def test_what_is_fetched_is_what_each_row_was(seed, in_bytes):
                     expected = plain.fetch(name, point, op)
                     assert positions.tolist() == list(expected)
                     assert rows.tolist() == [row.tolist() for row in expected.values()]
-                    where, parts = store.parts(name, point, op)
-                    assert where.tolist() == positions.tolist()
-                    assert torch.cat([part.float() for part in parts]).tolist() == rows.float().tolist()
+                    held.append((rows, rows.tolist()))
+        wanted = [(name, point, op) for name in runs for point in range(2) for op in (None, 0, 1, 2)]
+        for view_bytes in (0, 1 << 30):  # views where they can be, and none
+            for one, (positions, rows) in zip(wanted, tensors_of(store.find(wanted), view_bytes), strict=True):
+                assert dict(zip(positions.tolist(), rows.tolist(), strict=True)) == {
+                    position: row.tolist() for position, row in plain.fetch(*one).items()
+                }
+                held.append((rows, rows.tolist()))
     for name in list(runs):
         store.release(name)
     assert (len(store), store.bytes) == (0, 0)
+    assert all(rows.tolist() == was for rows, was in held)  # whatever came and went since
 
 
 def test_a_chunk_grows_in_place_where_the_next_step_lies():
@@ -240,6 +256,12 @@ def test_memory_that_cannot_be_pinned_serves_as_ordinary(caplog):
     gc.collect()
 
 
+def stored(rows: torch.Tensor, parts: int = 1) -> StoredRows:
+    """Rows as a store has them, in several parts of a chunk."""
+    flat = rows.reshape(-1).view(torch.uint8).numpy()
+    return StoredRows(np.arange(len(rows)) + 3, np.array_split(flat, parts), rows.dtype, rows.shape[-1])
+
+
 class Line:
     """A sender and a receiver, and what passes between them."""
 
@@ -247,14 +269,15 @@ class Line:
         self.sender, self.receiver, self.handed = shared.Sender(), shared.Receiver(), []
 
     def fetch(self, rows: torch.Tensor, parts: int = 1, before=lambda: None):
-        split = list(rows.tensor_split(parts))
+        return self.fetch_many({0: stored(rows, parts)}, before)[0]
 
-        def ask(to, mapped, at, files):
+    def fetch_many(self, wanted: dict[int, StoredRows], before=lambda: None):
+        def ask(*receiver):
             before()
-            self.handed.append(self.sender.hand(np.arange(len(rows)) + 3, split, to, mapped, at, files))
-            return self.handed[-1]
+            self.handed.append(self.sender.hand(wanted, *receiver))
+            return [self.handed[-1]]
 
-        return self.receiver.fetch(ask)
+        return self.receiver.fetch(ask)[0]
 
 
 def left() -> set[str]:
@@ -275,9 +298,61 @@ def test_rows_cross_to_another_process_and_leave_nothing(monkeypatch, parts, row
     assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in kept)  # nobody writes there again
     assert left() == before
     assert len(os.listdir("/proc/self/fd")) <= open_files + 2  # the buffer, on either side
-    sent = [handed["here"] for handed in line.handed if not isinstance(handed, bytes)]
+    sent = [handed["here"] for handed in line.handed if "data" not in handed]
     assert len(sent) == {5: 0, 70_000: 3, 400_001: 12}[rows]
-    assert len({handed["buffer"] for handed in line.handed if not isinstance(handed, bytes)}) == (rows > 5)
+    assert len({handed["buffer"] for handed in line.handed if "data" not in handed}) == (rows > 5)
+
+
+@given(st.integers(0, 2**32))
+def test_rows_of_many_pass_together(seed):
+    """Of several senders at once, in several dtypes and parts, however the rows meet the ends of a buffer."""
+    draw = np.random.default_rng(seed)
+    senders, receiver = [shared.Sender() for _ in range(int(draw.integers(1, 4)))], shared.Receiver()
+    asked = 0
+    with mock.patch.object(shared, "MAX_BUFFER_BYTES", 512), mock.patch.object(shared, "MAX_INLINE_BYTES", 300):
+        for _ in range(3):
+            wanted = []
+            for _ in senders:
+                many = {}
+                for number in draw.permutation(9)[: int(draw.integers(0, 9))].tolist():
+                    rows = torch.from_numpy(draw.standard_normal((int(draw.integers(0, 30)), int(draw.integers(1, 7)))))
+                    many[number] = stored(rows.to(TORCH[int(draw.integers(3))]), int(draw.integers(1, 4)))
+                wanted.append(many)
+
+            def ask(*receiver_arguments, wanted=wanted):
+                nonlocal asked
+                asked += 1
+                pairs = zip(senders, wanted, strict=True)
+                answers = [sender.hand(many, *receiver_arguments) for sender, many in pairs]
+                return msgspec.msgpack.decode(msgspec.msgpack.encode(answers))
+
+            for many, taken in zip(wanted, receiver.fetch(ask), strict=True):
+                assert many.keys() == taken.keys()
+                for number, (positions, rows) in taken.items():
+                    ((where, expected),) = tensors_of([many[number]], 1 << 30)
+                    assert positions.tolist() == where.tolist()
+                    assert (rows.dtype, rows.shape) == (expected.dtype, expected.shape)
+                    assert torch.equal(rows.float(), expected.float())
+    assert asked >= 3
+
+
+@pytest.mark.parametrize(("chunks", "count", "is_view"), [(1, 1000, True), (2, 1000, False), (1, 3, False)])
+def test_rows_that_lie_contiguous_are_viewed_and_others_are_copied_once(chunks, count, is_view):
+    """A view shares the chunk's memory, which outlives the run. What lies in several chunks, or is little, is copied."""
+    width, store, one = 64, CaptureStore(np.array([64])), layout_of([0], [[0]])
+    number, rows = store.open("a"), torch.randn(chunks, count, 64)
+    for i in range(chunks):
+        place = BufferSlice(in_block(rows[i]), 0)
+        store.add(captured([place], count * width, one, [number], [i * count], [count], [0], [width]))
+    copy = mock.Mock(wraps=host_memory.copy_bytes)
+    with mock.patch("patchclamp.store.captures.copy_bytes", copy):
+        positions, fetched = store.fetch("a", 0)
+    assert sum(new.nbytes for new, _ in copy.call_args[0][0]) == (0 if is_view else rows.nbytes)
+    assert (fetched.data_ptr() == rows.data_ptr()) == is_view
+    store.release("a")
+    assert store.bytes == 0
+    assert positions.tolist() == list(range(chunks * count))
+    assert torch.equal(fetched, rows.reshape(-1, width))
 
 
 def test_a_callers_memory_is_used_again_once_nobody_holds_it_and_is_bounded(monkeypatch):
@@ -320,7 +395,7 @@ def test_files_that_cannot_be_seen_are_done_without(monkeypatch):
     monkeypatch.setattr(line.receiver, "_map", lambda handed: (_ for _ in ()).throw(OSError(24, "Too many open files")))
     for _ in range(5):
         assert torch.equal(line.fetch(made)[1], made)
-    assert [isinstance(handed, bytes) for handed in line.handed] == [False, True] * 3 + [True, True]
+    assert ["data" in handed for handed in line.handed] == [False, True] * 3 + [True, True]
     assert left() == before
 
 
@@ -346,10 +421,9 @@ def test_a_run_that_goes_on_between_two_parts_is_fetched_anew(monkeypatch):
 
     def ask(to, mapped, at, files):
         asked.append(at)
-        now = rows[len(asked) > 1]
-        return line.sender.hand(np.arange(len(now)), [now], to, mapped, at, files)
+        return [line.sender.hand({0: stored(rows[len(asked) > 1])}, to, mapped, at, files)]
 
-    assert torch.equal(line.receiver.fetch(ask)[1], rows[1])
+    assert torch.equal(line.receiver.fetch(ask)[0][0][1], rows[1])
     assert asked == [0, 1 << 21, 0, 1 << 21]
 
 
@@ -360,11 +434,11 @@ def test_a_receiver_hears_from_several_senders():
     for turn in range(12):
         made = torch.full((50_000, 16), float(turn))
 
-        def ask(to, mapped, at, files, made=made, sender=senders[turn % 3]):
-            handed.append(sender.hand(np.arange(len(made)), [made], to, mapped, at, files))
-            return handed[-1]
+        def ask(*asked, made=made, sender=senders[turn % 3]):
+            handed.append(sender.hand({0: stored(made)}, *asked))
+            return [handed[-1]]
 
-        assert torch.equal(receiver.fetch(ask)[1], made)
+        assert torch.equal(receiver.fetch(ask)[0][0][1], made)
     assert len({answer["buffer"] for answer in handed}) == 3  # each is mapped once, and gone on with
     assert left() == before
 
@@ -372,10 +446,10 @@ def test_a_receiver_hears_from_several_senders():
 def test_what_a_dead_receiver_leaves_is_deleted():
     sender, before, made = shared.Sender(), left(), torch.zeros(50_000, 16)
     dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
-    lost = sender.hand(np.arange(50_000), [made], f"{int(dead.stdout)}-x")
+    lost = sender.hand({0: stored(made)}, f"{int(dead.stdout)}-x")
     assert os.path.exists(lost["path"])
     receiver = shared.Receiver()
-    receiver.fetch(lambda *asked: sender.hand(np.arange(50_000), [made], *asked))
+    receiver.fetch(lambda *asked: [sender.hand({0: stored(made)}, *asked)])
     assert left() == before
 
 
@@ -384,7 +458,7 @@ def test_rows_travel_in_the_answer_where_no_file_can_be_written(monkeypatch, tmp
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     line, made = Line(), torch.randn(70_000, 16)
     assert torch.equal(line.fetch(made)[1], made)
-    assert isinstance(line.handed[0], bytes)
+    assert "data" in line.handed[0]
     assert os.listdir(tmp_path) == []
 
 

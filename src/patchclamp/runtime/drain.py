@@ -29,19 +29,30 @@ Allocation = tuple[torch.Tensor, int, HostBlock, int]
 
 
 class _FilledSlab:
-    """A slab, the blocks that lie in it, and the event after its last copy from the device."""
+    """A slab, the blocks that lie in it, and the event after its last copy from the device.
+
+    data: its bytes while it is being filled, then None. Blocks hold a part of this very tensor, and so does whatever
+    views them: once none of it is left, nobody reads the slab.
+    """
 
     def __init__(self, slab: Slab) -> None:
         self.slab = slab
+        memory = slab.data.numpy()
+        with torch.inference_mode(False):
+            self.data: torch.Tensor | None = torch.from_numpy(memory)
+        self._memory = weakref.ref(memory)
         self.blocks: list[weakref.ref[HostBlock]] = []
         self.last_copied: torch.cuda.Event | None = None
 
     @property
+    def is_read(self) -> bool:
+        """Whether a block or a view of one is there."""
+        return self._memory() is not None
+
+    @property
     def in_use(self) -> bool:
         """Whether somebody may yet read or write it."""
-        if any(block() is not None for block in self.blocks):
-            return True
-        return self.last_copied is not None and not self.last_copied.query()
+        return self.is_read or (self.last_copied is not None and not self.last_copied.query())
 
 
 class Drain:
@@ -159,8 +170,9 @@ class Drain:
         the event after the copy."""
         size = source.numel()
         filled = self._slab_for(size)
-        slab = filled.slab
-        target = slab.data[slab.used : slab.used + size]
+        slab, data = filled.slab, filled.data
+        assert data is not None
+        target = data[slab.used : slab.used + size]
         slab.used += size
         compute, copied = torch.cuda.current_stream(), torch.cuda.Event()
         self._ready.record(compute)
@@ -181,11 +193,13 @@ class Drain:
         """The slab that is being filled, or the next one if `size` bytes do not fit there. May wait for spills."""
         if self._filled and self._filled[-1].slab.used + size <= self._filled[-1].slab.size:
             return self._filled[-1]
+        if self._filled:
+            self._filled[-1].data = None
         self._give_back(SLABS_CHECKED)
         while self._spills and (len(self._spills) > MAX_SPILLS or self._spills[0][0].done()):
             future, spilled = self._spills.popleft()
             future.result()
-            self._pinned.give(spilled.slab)
+            (self._pinned.give_up if spilled.is_read else self._pinned.give)(spilled.slab)
         if self._filled_bytes > self._pinned_bytes:
             self._give_back(len(self._filled))
         while self._filled_bytes > self._pinned_bytes:

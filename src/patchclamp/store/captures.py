@@ -1,4 +1,4 @@
-"""Captured rows: kept as the kernel left them, in chunks of many steps; a fetch filters a chunk's table and gathers.
+"""Captured rows: kept as the kernel left them, in chunks of many steps; a fetch views a chunk, or gathers from several.
 
 S steps of a chunk · W width of a point · T positions
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Callable
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,9 +18,10 @@ import torch
 from patchclamp.errors import MissingSource
 from patchclamp.language.conversions import DTYPES
 from patchclamp.store.captured import CapturedEntry, CaptureSource
-from patchclamp.store.host_memory import HostBlock, copy_bytes
+from patchclamp.store.host_memory import HostBlock, copy_bytes, reused
 
 ALIGNED = 16  # regions begin at multiples of so many bytes
+MIN_VIEW_BYTES = 1 << 16  # less is copied, so that it does not keep the memory of many other rows
 MAX_UNCOUNTED = 8  # chunks that wait until it is known whose they are
 _TORCH = tuple(getattr(torch, name) for name in DTYPES)
 ITEM_BYTES = np.array([dtype.itemsize for dtype in _TORCH])
@@ -96,7 +98,7 @@ class CaptureChunk(msgspec.Struct, dict=True, eq=False):
 
     @property
     def steps(self) -> int:
-        return sum(place.steps for place in self.places)
+        return self.places[0].steps if len(self.places) == 1 else sum(place.steps for place in self.places)
 
     @property
     def has_arrived(self) -> bool:
@@ -289,62 +291,106 @@ class CaptureStore:
         A position that the same op captured again (after preemption) keeps its first rows; of two ops the later counts.
         Raises `MissingSource` for a run that is not kept.
         """
-        positions, entries, chosen = self._find(run, point, op)
-        return positions, _gather(entries, chosen, self._widths[point])
+        return tensors_of(self.find([(run, point, op)]))[0]
 
-    def parts(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, list[torch.Tensor]]:
-        """The same with the rows in contiguous parts [n, W], as views where they lie so."""
-        positions, entries, chosen = self._find(run, point, op)
-        width = self._widths[point]
-        dtypes = {entry.dtype for _, entry in entries}
-        if chosen is None and len(dtypes) == 1:
-            parts = [part for chunk, entry in entries for part in chunk.parts(entry)]
-            if all(part.flags.c_contiguous for part in parts):
-                dtype = _TORCH[dtypes.pop()]
-                return positions, [torch.from_numpy(part.reshape(-1)).view(dtype).view(-1, width) for part in parts]
-        return positions, [_gather(entries, chosen, width)]
-
-    def _find(self, run: str, point: int, op: int | None) -> tuple[np.ndarray, list[Entry], np.ndarray | None]:
-        """Positions [T], the entries that hold rows of them, and which of all the entries' rows count (None: all, in
-        order)."""
-        if run not in self._runs:
-            raise MissingSource(f"run {run} is not here: it was released, or captured nothing")
+    def find(self, wanted: Iterable[tuple[str, int, int | None]]) -> list[StoredRows]:
+        """Where the rows of each (run, point, op) lie, as `fetch` gives them. Waits for what is on its way."""
+        wanted = list(wanted)
+        for run in dict.fromkeys(run for run, _, _ in wanted):
+            if run not in self._runs:
+                raise MissingSource(f"run {run} is not here: it was released, or captured nothing")
         self._flush()
-        number = self._runs[run].number
-        entries = [
-            (chunk, entry)
-            for _, chunk in self._chunks_of(self._runs[run])
-            for entry in chunk.captured(number, point, op)
+        chunks_of: dict[str, list[CaptureChunk]] = {}
+        same_positions: dict[tuple[int, int, int], np.ndarray] = {}
+        stored: list[StoredRows] = []
+        for run, point, op in wanted:
+            if run not in chunks_of:
+                chunks_of[run] = [chunk for _, chunk in self._chunks_of(self._runs[run])]
+            number, width = self._runs[run].number, self._widths[point]
+            entries = [(chunk, entry) for chunk in chunks_of[run] for entry in chunk.captured(number, point, op)]
+            if len(entries) != 1:
+                stored.append(_joined(entries, width))
+                continue
+            chunk, entry = entries[0]
+            key = entry.position, entry.count, chunk.steps
+            if key not in same_positions:
+                same_positions[key] = chunk.positions(entry)
+            stored.append(StoredRows(same_positions[key], chunk.parts(entry), _TORCH[entry.dtype], width))
+        return stored
+
+
+class StoredRows(NamedTuple):
+    """The rows of some positions [T] ascending, `width` numbers each: their bytes one after the other, as views of
+    chunks, each [S, n]."""
+
+    positions: np.ndarray
+    parts: list[np.ndarray]
+    dtype: torch.dtype
+    width: int
+
+    def is_view(self, view_bytes: int) -> bool:
+        """Whether the rows lie contiguous, and have so many bytes at least."""
+        return self.nbytes >= view_bytes and len(self.parts) == 1 and self.parts[0].flags.c_contiguous
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.positions) * self.width * self.dtype.itemsize
+
+    def tensor(self, data: np.ndarray) -> torch.Tensor:
+        """The rows [T, W], which are these bytes, as a view."""
+        return torch.from_numpy(data.reshape(-1)).view(self.dtype).view(-1, self.width)
+
+    def copies(self, memory: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The copies, pairs (to, from), that put the bytes side by side into memory."""
+        ends = itertools.accumulate(part.size for part in self.parts)
+        return [
+            (memory[end - part.size : end].reshape(part.shape), part)
+            for end, part in zip(ends, self.parts, strict=True)
         ]
-        of_entry = [chunk.positions(entry) for chunk, entry in entries]
-        positions = np.concatenate([np.zeros(0, np.int64), *of_entry])
-        if bool((np.diff(positions) > 0).all()):
-            return positions, entries, None
-        ops = np.repeat([entry.op for _, entry in entries], [len(part) for part in of_entry])
-        order = np.lexsort((np.arange(len(positions)), -ops, positions))
-        unique, first = np.unique(positions[order], return_index=True)
-        return unique, entries, order[first]
+
+
+def tensors_of(stored: list[StoredRows], view_bytes: int = MIN_VIEW_BYTES) -> list[tuple[np.ndarray, torch.Tensor]]:
+    """Positions and rows of each: a view of the chunk where at least `view_bytes` lie contiguous in it; the others are
+    copied, all together. Chunks are not written again while a view is held."""
+    copied = [rows for rows in stored if not rows.is_view(view_bytes)]
+    begins, size = side_by_side(copied)
+    memory = reused.take(size)
+    places = [memory[begin : begin + rows.nbytes] for rows, begin in zip(copied, begins, strict=True)]
+    copy_bytes([pair for rows, place in zip(copied, places, strict=True) for pair in rows.copies(place)])
+    place = iter(places)
+    return [
+        (rows.positions, rows.tensor(rows.parts[0] if rows.is_view(view_bytes) else next(place))) for rows in stored
+    ]
+
+
+def side_by_side(stored: list[StoredRows]) -> tuple[list[int], int]:
+    """Where each begins, if all of them lie side by side at aligned places; and the bytes of all."""
+    ends = list(itertools.accumulate((-(-rows.nbytes // ALIGNED) * ALIGNED for rows in stored), initial=0))
+    return ends[:-1], ends[-1]
 
 
 Entry = tuple[CaptureChunk, CapturedEntry]  # a chunk, and an entry of its table
 
 
-def _gather(entries: list[Entry], chosen: np.ndarray | None, width: int) -> torch.Tensor:
-    """The rows of entries, side by side in new memory [T, W]; of these rows the chosen ones, in that order."""
-    if not entries:
-        return torch.zeros(0, width)
-    dtypes = {entry.dtype for _, entry in entries}
-    if len(dtypes) > 1:
-        joined = torch.cat([_gather([entry], None, width).float() for entry in entries])
-    else:
-        parts = [part for chunk, entry in entries for part in chunk.parts(entry)]
-        memory = np.empty(sum(part.size for part in parts), np.uint8)  # in huge pages where it is large, unlike torch's
-        ends = np.cumsum([part.size for part in parts]).tolist()
-        copy_bytes([
-            (memory[end - part.size : end].reshape(part.shape), part) for end, part in zip(ends, parts, strict=True)
-        ])  # fmt: skip
-        joined = torch.from_numpy(memory).view(_TORCH[dtypes.pop()]).view(-1, width)
-    return joined if chosen is None else joined[torch.from_numpy(chosen)]
+def _joined(entries: list[Entry], width: int) -> StoredRows:
+    """The rows of several entries, or of none. Rows in other dtypes become fp32."""
+    of_entry = [
+        StoredRows(chunk.positions(entry), chunk.parts(entry), _TORCH[entry.dtype], width) for chunk, entry in entries
+    ]
+    positions = np.concatenate([np.zeros(0, np.int64), *(rows.positions for rows in of_entry)])
+    dtypes = {rows.dtype for rows in of_entry} or {torch.float32}
+    ascending = bool((np.diff(positions) > 0).all())
+    if ascending and len(dtypes) == 1:
+        return StoredRows(positions, [part for rows in of_entry for part in rows.parts], dtypes.pop(), width)
+    tensors = [rows for _, rows in tensors_of(of_entry)]
+    joined = torch.cat(tensors if len(dtypes) == 1 else [rows.float() for rows in tensors])
+    if not ascending:
+        ops = np.repeat([entry.op for _, entry in entries], [len(rows) for rows in tensors])
+        order = np.lexsort((np.arange(len(positions)), -ops, positions))
+        positions, first = np.unique(positions[order], return_index=True)
+        joined = joined[torch.from_numpy(order[first])]
+    data = joined.view(torch.uint8).numpy()
+    return StoredRows(positions, [data], joined.dtype, width)
 
 
 def _split_by_run(table: np.ndarray) -> dict[int, np.ndarray]:

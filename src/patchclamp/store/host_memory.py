@@ -131,7 +131,11 @@ class PinnedSlabs:
         if self.bytes <= self._limit_bytes:
             self._free[slab.size].append(slab)
         else:
-            self.bytes -= slab.size
+            self.give_up(slab)
+
+    def give_up(self, slab: Slab) -> None:
+        """Lets go of a slab that somebody may read yet; its memory stays as long as they do."""
+        self.bytes -= slab.size
 
     def close(self) -> None:
         """Stops the threads and drops the unused slabs."""
@@ -168,7 +172,9 @@ class ReusedMemory:
         self._free: collections.deque[mmap.mmap] = collections.deque()
 
     def take(self, size: int) -> np.ndarray:
-        """`size` bytes."""
+        """`size` bytes; a few are ordinary memory."""
+        if size < _HUGE_BYTES // 2:
+            return np.empty(size, np.uint8)
         for memory in list(self._free):
             if size <= len(memory) <= 2 * size:
                 with contextlib.suppress(ValueError):  # another thread was faster
@@ -185,6 +191,9 @@ class ReusedMemory:
         # runs wherever the last reference happens to go: it may wait for no lock
         if sum(map(len, list(self._free))) + len(memory) <= MAX_FREE_BYTES:
             self._free.append(memory)
+
+
+reused = ReusedMemory()
 
 
 # -- files that two processes map
@@ -246,12 +255,22 @@ def copy_bytes(copies: list[tuple[np.ndarray, np.ndarray]]) -> None:
     """Copies arrays of bytes, pairs (to, from) of one shape, [n] or [S, n]; with several threads if they are large."""
     size = sum(new.size for new, _ in copies)
     if size < 4 * _MIN_SHARE_BYTES:
-        for new, old in copies:
-            new[...] = old
+        _copy(copies)
         return
-    share_bytes, shares = max(_MIN_SHARE_BYTES, size // _MAX_SHARES), []
+    share_bytes, shares, share_size = max(_MIN_SHARE_BYTES, size // _MAX_SHARES), [[]], 0
     for new, old in copies:
         axis = 0 if new.ndim == 1 or new.shape[0] > 1 else 1
         count = max(-(-new.size // share_bytes), 1)
-        shares += zip(np.array_split(new, count, axis), np.array_split(old, count, axis), strict=True)
-    list(_copiers.map(lambda share: np.copyto(*share), shares))
+        pieces = zip(np.array_split(new, count, axis), np.array_split(old, count, axis), strict=True)
+        for piece in pieces:
+            if share_size >= share_bytes:
+                shares.append([])
+                share_size = 0
+            shares[-1].append(piece)
+            share_size += piece[0].size
+    list(_copiers.map(_copy, shares))
+
+
+def _copy(copies: list[tuple[np.ndarray, np.ndarray]]) -> None:
+    for new, old in copies:
+        new[...] = old

@@ -25,7 +25,7 @@ from patchclamp.engines.vllm.compat import configuration, front
 from patchclamp.engines.vllm.compat.core import decoded
 from patchclamp.engines.vllm.compat.seams import version
 from patchclamp.engines.vllm.underway import Parameters
-from patchclamp.engines.vllm.workers import unpack_captured
+from patchclamp.engines.vllm.workers import join_captured
 from patchclamp.errors import EngineError, as_patchclamp_error, unpack
 from patchclamp.plan import CAPTURE
 from patchclamp.plan.bound import source_of
@@ -182,14 +182,22 @@ class AsyncEngine(Engine):
 
     async def fetch_async(self, wanted: list[Wanted]) -> list[Captured]:
         """As `fetch_many`."""
-        captured: dict[int, Captured] = {}
         by_core: dict[int, list[int]] = {}
         for i, (run, _, _) in enumerate(wanted):
             by_core.setdefault(self._core_of_run(run), []).append(i)
+        captured: dict[int, Captured] = {}
         for core, places in by_core.items():
-            for answer in await self.ask("fetch_many", [wanted[i] for i in places], True, only=core):
-                captured |= {places[i]: rows for i, rows in unpack_captured(answer).items()}
+            part = await asyncio.to_thread(self._receive, [wanted[i] for i in places], core)
+            captured |= zip(places, part, strict=True)
         return [captured[i] for i in range(len(wanted))]
+
+    def _receive(self, wanted: list[Wanted], core: int) -> list[Captured]:
+        """What the workers of one core captured; not on the loop's thread."""
+
+        def ask(*receiver: Any) -> list[Any]:
+            return self._wait(self.ask("fetch", wanted, *receiver, only=core))
+
+        return join_captured(self._receiver.fetch(ask), len(wanted))
 
     async def status_async(self) -> dict[str, Any]:
         """As `status`; the counts of all engine cores together."""

@@ -30,7 +30,7 @@ from patchclamp.engines.vllm.compat.seams import require_all, version
 from patchclamp.engines.vllm.report import running
 from patchclamp.engines.vllm.underway import Parameters, Underway, judged
 from patchclamp.engines.vllm.worker import too_deep
-from patchclamp.engines.vllm.workers import Workers, unpack_captured
+from patchclamp.engines.vllm.workers import Workers, join_captured
 from patchclamp.errors import EngineError, PatchclampError, RunError, describe_error, unknown
 from patchclamp.kernels.code import check_outside
 
@@ -80,25 +80,13 @@ class VllmEngine(Engine):
         return futures
 
     def fetch(self, run: str, point: int, op: int | None = None) -> Captured:
-        import torch
-
-        shards = [self._fetch(run, point, op, shard) for shard in range(self.sites.shard_count(point))]
-        return shards[0] if len(shards) == 1 else (shards[0][0], torch.cat([rows for _, rows in shards], 1))
-
-    def _fetch(self, run: str, point: int, op: int | None, shard: int) -> tuple[np.ndarray, Any]:
-        def ask(to: str, mapped: list[int], at: int, files: bool) -> Any:
-            return self._call(lambda: self._workers.one("fetch", run, point, op, shard, to, mapped, at, files)).result()
-
-        return self._receiver.fetch(ask) if self.remote else ask("", [], 0, False)
+        return self.fetch_many([(run, point, op)])[0]
 
     def fetch_many(self, wanted: list[Wanted]) -> list[Captured]:
-        if any(self.sites.shard_count(point) > 1 for _, point, _ in wanted):
-            return [self.fetch(run, point, op) for run, point, op in wanted]
-        answers = self._call(lambda: self._workers.all("fetch_many", wanted, self.remote)).result()
-        captured: dict[int, Captured] = {}
-        for answer in answers:
-            captured |= unpack_captured(answer) if self.remote else answer
-        return [captured[i] for i in range(len(wanted))]
+        def ask(*receiver: Any) -> list[Any]:
+            return self._call(lambda: self._workers.all("fetch", wanted, *receiver)).result()
+
+        return join_captured(self._receiver.fetch(ask) if self.remote else ask(), len(wanted))
 
     def release(self, runs: list[str]) -> None:
         # called by the garbage collector, wherever it happens to run: it may wait for no lock

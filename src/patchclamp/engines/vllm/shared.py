@@ -1,8 +1,9 @@
 """Captured rows on their way to another process of the machine: through a buffer in shared memory, one for a receiver.
 
 Memory that the system must first find and clear passes 1 to 2 GB/s; a buffer that both sides have mapped already passes
-as fast as it is copied.  The receiver copies out what it is handed, in parts where it is much, so nothing that a caller
-holds depends on the buffer.  Little, and where there is no room for a buffer, travels as safetensors in the answer.
+as fast as it is copied.  The rows of one call lie side by side, and pass in parts where they are more than a buffer
+holds.  The receiver copies the parts out, so nothing that a caller holds depends on the buffer.  Little travels in the
+answer, and so does everything where there is no room for a buffer.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import safetensors.torch
 import torch
 
+from patchclamp.engines.base import Captured
 from patchclamp.store import host_memory
+from patchclamp.store.captures import StoredRows, side_by_side
 
 MAX_INLINE_BYTES = 1 << 20  # bytes that travel in the answer
-MAX_BUFFER_BYTES = 1 << 26  # bytes of a buffer
+MAX_BUFFER_BYTES = 1 << 26  # bytes of a buffer, and of a part
 _PATIENCE = 3  # fetches in a row without sight of the sender's files before they are asked for no more
 
 
@@ -41,30 +43,26 @@ class Sender:
         self._numbers = itertools.count((int.from_bytes(os.urandom(5), "big") << 16) + 1)
 
     def hand(
-        self, positions: np.ndarray, rows: list[torch.Tensor], to: str, mapped: Collection[int] = (), at: int = 0,
-        files: bool = True,
-    ) -> Any:  # fmt: skip
-        """An answer for the receiver `to`, which has mapped the buffers `mapped`: positions [T] and rows [T, W].
+        self, stored: dict[int, StoredRows], to: str, mapped: Collection[int] = (), at: int = 0, files: bool = True
+    ) -> dict[str, Any]:
+        """An answer for the receiver `to`, which has mapped the buffers `mapped`: rows by their numbers there.
 
-        `rows` are contiguous parts, in order; of their bytes those from `at` on, as many as the buffer holds.  `files`:
-        it can open ours.
+        Of the bytes, side by side, those from `at` on, at most `MAX_BUFFER_BYTES`. `files`: it can open ours.
         """
-        size = sum(part.nbytes for part in rows)
+        rows = list(stored.values())
+        begins, size = side_by_side(rows)
         if not files:
             self._drop(to)
         buffer = self._buffer(to, mapped, min(size, MAX_BUFFER_BYTES)) if files and size > MAX_INLINE_BYTES else None
-        if buffer is None:
-            joined = rows[0] if len(rows) == 1 else torch.cat(rows)
-            return safetensors.torch.save({"positions": torch.from_numpy(positions), "rows": joined.contiguous()})
-        here = min(size - at, len(buffer.memory))
-        parts = _cut([part.view(-1).view(torch.uint8).numpy() for part in rows], at, here)
-        ends = np.cumsum([len(part) for part in parts]).tolist()
+        here = max(0, min(size - at, MAX_BUFFER_BYTES))
+        memory = np.empty(here, np.uint8) if buffer is None else buffer.memory
         host_memory.copy_bytes(
-            [(buffer.memory[end - len(part) : end], part) for end, part in zip(ends, parts, strict=True)]
+            [pair for each, begin in zip(rows, begins, strict=True) for pair in _part(each, begin - at, memory[:here])]
         )
-        shape = [sum(len(part) for part in rows), rows[0].shape[-1]]
-        return {"buffer": buffer.number, "path": buffer.path, "size": len(buffer.memory), "here": here,
-                "positions": positions.tobytes(), "shape": shape, "dtype": str(rows[0].dtype)[6:]}  # fmt: skip
+        answer = {"size": size, **_described(stored)}
+        if buffer is None:
+            return answer | {"data": memory.tobytes()}
+        return answer | {"buffer": buffer.number, "path": buffer.path, "buffer_bytes": len(buffer.memory), "here": here}
 
     def _buffer(self, to: str, mapped: Collection[int], size: int) -> _Buffer | None:
         """The receiver's buffer, for so many bytes; None where there is no room."""
@@ -95,54 +93,83 @@ class Receiver:
         self.name = f"{os.getpid()}-{uuid.uuid4().hex}"
         self._buffers: dict[int, tuple[int, np.ndarray]] = {}  # by sender: its buffer's number, and the memory
         self._memory = host_memory.ReusedMemory()
-        self._lock = threading.Lock()  # from asking until what lies in the buffer is copied out
-        self._unseen = 0  # fetches in a row that did not see the sender's files
+        self._lock = threading.Lock()  # from asking until what lies in the buffers is copied out
+        self._unseen = 0  # fetches in a row that did not see the senders' files
 
-    def fetch(self, ask: Callable[[str, list[int], int, bool], Any]) -> tuple[np.ndarray, torch.Tensor]:
-        """Positions and rows; `ask(name, mapped, at, files)` is `Sender.hand` there."""
+    def fetch(self, ask: Callable[[str, list[int], int, bool], list[Any]]) -> list[dict[int, Captured]]:
+        """Positions and rows by number, of each sender; `ask(name, mapped, at, files)` is `Sender.hand` at each."""
         with self._lock:
-            shape: list[int]
-            files, at, data, shape = self._unseen < _PATIENCE, 0, np.zeros(0, np.uint8), []
+            files, at = self._unseen < _PATIENCE, 0
+            before: list[Any] = []
+            memories: list[np.ndarray] = []
             while True:
-                handed = ask(self.name, [number for number, _ in self._buffers.values()], at, files)
-                if isinstance(handed, bytes):
-                    read = safetensors.torch.load(handed)
-                    return read["positions"].numpy(), read["rows"]
+                answers = ask(self.name, [number for number, _ in self._buffers.values()], at, files)
                 try:
-                    memory = self._map(handed)
+                    parts = [self._part(answer) for answer in answers]
                 except OSError:  # another machine, another view of this one's files, or no file may be opened now
                     self._unseen, files, at = self._unseen + 1, False, 0
                     continue
-                self._unseen = 0
-                dtype = getattr(torch, handed["dtype"])
-                if shape != handed["shape"]:  # the first part, or the run has gone on meanwhile
-                    fresh, shape, at = at == 0, handed["shape"], 0
-                    data = self._memory.take(shape[0] * shape[1] * dtype.itemsize)
-                    if not fresh:
+                self._unseen = 0 if files else self._unseen
+                described = [(answer["positions"], answer["rows"]) for answer in answers]
+                if at == 0 or described != before:  # the first part, or a run has gone on meanwhile
+                    before, memories = described, [self._memory.take(answer["size"]) for answer in answers]
+                    if at:
+                        at = 0
                         continue
-                host_memory.copy_bytes([(data[at : at + handed["here"]], memory[: handed["here"]])])
-                at += handed["here"]
-                if at == len(data):
-                    rows = torch.from_numpy(data).view(dtype).view(shape)
-                    return np.frombuffer(handed["positions"], np.int64), rows
+                host_memory.copy_bytes(
+                    [(memory[at : at + len(part)], part) for memory, part in zip(memories, parts, strict=True)]
+                )
+                at += MAX_BUFFER_BYTES
+                if all(at >= answer["size"] for answer in answers):
+                    return [_read(answer, memory) for answer, memory in zip(answers, memories, strict=True)]
 
-    def _map(self, handed: dict[str, Any]) -> np.ndarray:
-        number = handed["buffer"]
+    def _part(self, answer: dict[str, Any]) -> np.ndarray:
+        """The bytes that an answer brings, or shows in its sender's buffer."""
+        if "data" in answer:
+            return np.frombuffer(answer["data"], np.uint8)
+        return self._map(answer)[: answer["here"]]
+
+    def _map(self, answer: dict[str, Any]) -> np.ndarray:
+        number = answer["buffer"]
         buffer = self._buffers.get(number >> 16)
         if buffer is None or buffer[0] != number:
-            buffer = self._buffers[number >> 16] = number, host_memory.map_shared(handed["path"], handed["size"])
+            memory = host_memory.map_shared(answer["path"], answer["buffer_bytes"])
+            buffer = self._buffers[number >> 16] = number, memory
         return buffer[1]
 
 
-def _cut(parts: list[np.ndarray], at: int, size: int) -> list[np.ndarray]:
-    """The bytes at … at + size − 1 of several arrays laid side by side."""
-    inside = []
-    for part in parts:
-        begin, end = max(at, 0), min(at + size, len(part))
+def _described(stored: dict[int, StoredRows]) -> dict[str, Any]:
+    """The rows without their bytes: each one's number, which of `positions` it has, its width and its dtype."""
+    arrays = {id(rows.positions): rows.positions for rows in stored.values()}  # the rows of a run often share one
+    which = {key: i for i, key in enumerate(arrays)}
+    rows = [[number, which[id(rows.positions)], rows.width, str(rows.dtype)[6:]] for number, rows in stored.items()]
+    return {"positions": [array.tobytes() for array in arrays.values()], "rows": rows}
+
+
+def _read(answer: dict[str, Any], memory: np.ndarray) -> dict[int, Captured]:
+    """Positions and rows by number, as views of memory that an answer's bytes were copied to."""
+    positions = [np.frombuffer(array, np.int64) for array in answer["positions"]]
+    stored = [
+        StoredRows(positions[which], [], getattr(torch, dtype), width) for _, which, width, dtype in answer["rows"]
+    ]
+    begins, _ = side_by_side(stored)
+    return {
+        number: (rows.positions, rows.tensor(memory[begin : begin + rows.nbytes]))
+        for (number, *_), rows, begin in zip(answer["rows"], stored, begins, strict=True)
+    }
+
+
+def _part(rows: StoredRows, at: int, memory: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The copies that put the bytes of rows at `at` … of memory; bytes outside it are left out."""
+    if at >= 0 and at + rows.nbytes <= len(memory):
+        return rows.copies(memory[at:])
+    copies = []
+    for part in rows.parts:
+        begin, end = max(at, 0), min(at + part.size, len(memory))
         if begin < end:
-            inside.append(part[begin:end])
-        at -= len(part)
-    return inside
+            copies.append((memory[begin:end], part.reshape(-1)[begin - at : end - at]))
+        at += part.size
+    return copies
 
 
 def _alive(name: str) -> bool:

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from safetensors.torch import save
 
 from patchclamp.engines.base import Wanted
 from patchclamp.engines.carried import decode, receipt_of
@@ -30,6 +29,7 @@ from patchclamp.runtime import Arrival, Limits, Runtime, addresses
 from patchclamp.runtime.op import at_work
 from patchclamp.runtime.step import HostStep
 from patchclamp.runtime.taps import attach as attach_taps
+from patchclamp.store.captures import tensors_of
 
 
 def attach(worker: Any) -> None:
@@ -299,28 +299,15 @@ class Attached:
         self._settled.update(ended)
         return [self.runtime.outcome(request) for request in requests], self.runtime.failures
 
-    def do_fetch(
-        self, run: str, point: int, op: int | None, shard: int, to: str, mapped: list[int], at: int, files: bool
-    ) -> Any:
-        """(positions, rows) of one shard of the rows; for a receiver in another process, what `shared` hands it."""
+    def do_fetch(self, wanted: list[Wanted], *receiver: Any) -> dict[Any, Any]:
+        """(positions, rows) of those that are kept here, by their number in `wanted`; for a receiver in another process
+        what `shared.Sender.hand` gives."""
         runtime = self.runtime
-        if not (runtime.keeps_at(point) and runtime.has_tap[point] and runtime.shards[point].number == shard):
-            return None
-        if not to:
-            return self.runtime.fetch(run, point, op)
-        return self._sender.hand(*self.runtime.store.parts(run, point, op), to, mapped, at, files)
-
-    def do_fetch_many(self, wanted: list[Wanted], packed: bool) -> Any:
-        """(positions, rows) of those that are kept here, by their index in `wanted`; `packed`: as safetensors."""
-        runtime = self.runtime
-        captured = {
-            i: runtime.fetch(run, point, op)
-            for i, (run, point, op) in enumerate(wanted) if runtime.keeps_at(point) and runtime.has_tap[point]
-        }  # fmt: skip
-        if not packed:
-            return captured
-        parts = {f"{i} positions": torch.from_numpy(positions) for i, (positions, _) in captured.items()}
-        return save(parts | {f"{i} rows": rows.contiguous() for i, (_, rows) in captured.items()})
+        here = [i for i, (_, point, _) in enumerate(wanted) if runtime.keeps_at(point) and runtime.has_tap[point]]
+        stored = dict(zip(here, runtime.store.find([wanted[i] for i in here]), strict=True))
+        if receiver:
+            return self._sender.hand(stored, *receiver)
+        return dict(zip(here, tensors_of(list(stored.values())), strict=True))
 
     def do_close(self) -> None:
         """Stops the threads that bring captures to the host. Whoever holds captures can read them still."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import safetensors.torch
-
 from patchclamp.engines.base import Captured
 from patchclamp.engines.vllm.compat.core import notice_death
 from patchclamp.errors import unpack
@@ -44,8 +42,15 @@ class Workers:
         return {**statuses[0], **summed, "workers": len(statuses)}
 
 
-def unpack_captured(data: bytes) -> dict[int, Captured]:
-    """What `do_fetch_many` has packed: (positions, rows) by place."""
-    tensors = safetensors.torch.load(data)
-    places = [int(name.split()[0]) for name in tensors if name.endswith("rows")]
-    return {i: (tensors[f"{i} positions"].numpy(), tensors[f"{i} rows"]) for i in places}
+def join_captured(answers: list[dict[int, Captured]], count: int) -> list[Captured]:
+    """What the workers have, in order of their ranks, of each of `count` that were wanted: shards are put together."""
+    import torch
+
+    shards: list[list[Captured]] = [[] for _ in range(count)]
+    for answer in answers:
+        for i, captured in answer.items():
+            shards[i].append(captured)
+    return [
+        some[0] if len(some) == 1 else (some[0][0], torch.cat([torch.as_tensor(rows) for _, rows in some], 1))
+        for some in shards
+    ]
