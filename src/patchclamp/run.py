@@ -125,7 +125,8 @@ class Run:
 
         A site captured twice gives the union of positions; where both have one, the later in the program's order. A
         path such as "edits[0]" gives what that `Capture` kept, at its own place in the order. It is the same tensor
-        each time, and `resid_pre[l + 1]` is that of `resid_post[l]`: clone what is to be changed in place.
+        each time, and `resid_pre[l + 1]` is that of `resid_post[l]`; where the model runs in this process it may be the
+        captured memory itself, which `From` reads too: clone what is to be changed in place.
 
         Raises `MissingSource` if it was not captured, and the run's own error if it failed.
         """

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 import patchclamp as pc
+from patchclamp.store import host_memory
 
 from .conftest import PROMPTS
 
@@ -90,3 +93,42 @@ def test_a_run_that_is_closed_keeps_what_was_read_alone(calls, engine):
     assert run[pc.resid_post[0]] is first
     with pytest.raises(pc.MissingSource, match="was closed before"):
         run[pc.resid_post[1]]
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_ten_rounds_of_the_same_captures_take_the_memory_of_one(shallow, monkeypatch, apart):
+    """In the core's process rows are views of what was captured; from another process all pass through one file."""
+    options = {"enable_prefix_caching": False, "multiprocess_mode": True} if apart else {"enable_prefix_caching": False}
+    lm, mapped, copied = shallow.get("vllm", "float32", **options), [], []
+    map_shared, copy_bytes = host_memory.map_shared, host_memory.copy_bytes
+    monkeypatch.setattr(host_memory, "map_shared", lambda *args: mapped.append(args) or map_shared(*args))
+    for module in ("store.captures", "store.host_memory"):  # where it is called from
+        monkeypatch.setattr(
+            f"patchclamp.{module}.copy_bytes",
+            lambda copies: copied.append(sum(new.nbytes for new, _ in copies)) or copy_bytes(copies),
+        )
+    prompts = [[*range(100 + i, 500 + i)] for i in range(5)]  # in one step
+    resident, first = [], None
+    for _ in range(10):
+        runs = lm.run(prompts, max_tokens=1, capture=[pc.resid_post])
+        copied.clear()
+        fetched = lm.fetch(runs)
+        rows = torch.stack([tensors[f"resid_post[{lm.model.layers - 1}]"] for tensors in fetched])
+        first = rows if first is None else first
+        assert rows.shape == (5, 400, lm.model.d_model)
+        assert torch.allclose(rows, first, atol=1e-3, rtol=1e-4)
+        size = sum(
+            rows.nbytes for tensors in fetched for rows in {id(rows): rows for rows in tensors.values()}.values()
+        )
+        assert (sum(copied) > 0) == apart
+        assert sum(copied) <= size
+        del runs, fetched, rows
+        resident.append(resident_bytes())
+    assert len({*mapped}) <= apart
+    assert max(resident[3:]) - resident[2] < size
+    assert lm.engine.status()["captured_bytes"] <= size  # the last release goes with the next step
