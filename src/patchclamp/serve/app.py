@@ -14,7 +14,7 @@ MAX_MESSAGE = 2000  # characters of an error that are sent back: what was asked 
 def attach(app: Any) -> None:
     """Puts our routes on an app. They answer once `start` has run."""
     from patchclamp.serve import schema
-    from patchclamp.serve.routes import bank, engine, model, openai, runs, sweeps
+    from patchclamp.serve.routes import bank, engine, model, openai, page, runs, sweeps
 
     app.exception_handler(PatchclampError)(answer_error)
     openai.attach(app)
@@ -22,6 +22,7 @@ def attach(app: Any) -> None:
     app.include_router(bank.router)
     app.include_router(model.router)
     app.include_router(sweeps.router)
+    app.include_router(page.router)
     schema.attach(app)
     app.include_router(engine.router)
 
