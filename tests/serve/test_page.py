@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
+from websockets.sync.client import ClientConnection, connect
 
-from .conftest import Server
+from .conftest import KEYS, Server, becomes
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -26,15 +33,74 @@ def test_it_is_one_small_file_that_asks_this_server_alone(server: Server):
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
-def test_it_says_what_it_needs(server: Server, tmp_path):
-    """The server wants a key, and the page has none yet."""
+def test_what_a_reader_does_in_a_browser(server: Server, tmp_path):
+    with browser(tmp_path, f"{server.url}/patchclamp") as page:
+        assert page.becomes(text("sweep-said"), "this server wants an API key: put it in above")
+        page.run(f"key.value = {json.dumps(KEYS[0])}; key.dispatchEvent(new Event('change'))")
+        assert page.becomes("document.getElementById('model').textContent.includes('layers of')", True)
+        page.run("document.querySelector('#sweep [name=sites]').value = 'resid_pre, mlp_out'")
+        page.run("document.querySelector('#sweep button').click()")
+        assert page.becomes(f"{text('sweep-said')}.includes('strongest')", True)
+        cells = page.run("document.querySelectorAll('td.cell').length")
+        shades = page.run("new Set([...document.querySelectorAll('td.cell')].map(c => c.style.background)).size")
+        assert page.run(text("sweep-said")).startswith(f"{cells} cells")
+        assert shades > 2
+        page.run("document.querySelectorAll('td.cell')[3].click()")
+        assert page.becomes(f"{text('cell-said')}.includes('cosine')", True)
+        page.run("document.querySelector('#edit [name=length]').value = '5'")
+        page.run("document.querySelector('#edit button').click()")
+        assert page.becomes(f"{text('edit-said')}.startsWith('program ')", True)
+        edited, unedited = page.run(text("edited")), page.run(text("unedited"))
+        assert min(len(edited), len(unedited)) > 0
+        assert page.run("document.querySelectorAll('#edited mark').length") > 0
+        assert page.run("document.querySelectorAll('#unedited mark').length") == 0
+        assert page.problems == []
+
+
+def text(name: str) -> str:
+    return f"document.getElementById('{name}').textContent"
+
+
+class Page:
+    """A page in a browser, through the browser's own protocol."""
+
+    def __init__(self, connection: ClientConnection) -> None:
+        self.connection, self.last, self.problems = connection, 0, []
+        self.send("Runtime.enable")
+        self.send("Log.enable")
+
+    def send(self, method: str, **parameters: Any) -> dict[str, Any]:
+        self.last += 1
+        self.connection.send(json.dumps({"id": self.last, "method": method, "params": parameters}))
+        while True:
+            message = json.loads(self.connection.recv(timeout=60))
+            if message.get("method") == "Runtime.exceptionThrown":
+                self.problems.append(message["params"])
+            if message.get("id") == self.last:
+                return message["result"]
+
+    def run(self, script: str) -> Any:
+        """The value of some JavaScript."""
+        return self.send("Runtime.evaluate", expression=script, returnByValue=True)["result"].get("value")
+
+    def becomes(self, script: str, value: Any) -> bool:
+        return becomes(lambda: self.run(script) == value, within_s=60)
+
+
+@contextlib.contextmanager
+def browser(folder: Path, url: str) -> Iterator[Page]:
     assert BROWSER is not None
-    shown = subprocess.run(
-        [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}",
-         "--virtual-time-budget=8000", "--dump-dom", f"{server.url}/patchclamp"],
-        capture_output=True, text=True, timeout=120,
-    ).stdout  # fmt: skip
-    said = re.search(r'id="sweep-said"[^>]*>([^<]*)<', shown)
-    assert said is not None
-    assert said[1] == "this server wants an API key: put it in above"
-    assert shown.count("<option") == 6
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+               "--disable-background-networking", "--disable-component-update", "--remote-debugging-port=0"]  # fmt: skip
+    process = subprocess.Popen([BROWSER, *options, f"--user-data-dir={folder}", url], stderr=subprocess.DEVNULL)
+    try:
+        port = folder / "DevToolsActivePort"
+        assert becomes(lambda: port.exists() and bool(port.read_text()))
+        address = f"http://127.0.0.1:{port.read_text().splitlines()[0]}/json"
+        assert becomes(lambda: any(tab["type"] == "page" for tab in httpx.get(address).json()))
+        tab = next(tab for tab in httpx.get(address).json() if tab["type"] == "page")
+        with connect(tab["webSocketDebuggerUrl"], max_size=None) as connection:
+            yield Page(connection)
+    finally:
+        process.terminate()
+        process.wait(30)
