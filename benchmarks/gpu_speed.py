@@ -1,4 +1,4 @@
-"""The bars of speed on one CUDA machine: patchclamp against stock vLLM, side by side in one run.
+"""The bars of speed on one CUDA machine: patchclamp with stock numerics against stock vLLM, side by side in one run.
 
     python benchmarks/gpu_speed.py --out DIR     (--shapes 8b,0.6b; random weights)
     python benchmarks/gpu_speed.py --draw DIR/gpu_speed-*.json
@@ -164,7 +164,7 @@ def fetch(model: str) -> dict[str, Any]:
     options = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 2048,
                "gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 4 << 30, "enforce_eager": True}  # fmt: skip
     found = []
-    with pc.LM(model, engine="vllm", prove=False, multiprocess_mode=True, **options) as lm:
+    with pc.LM(model, engine="vllm", prove=False, numerics="stock", multiprocess_mode=True, **options) as lm:
         prompts = [np.random.default_rng(i).integers(100, 30000, 1024).tolist() for i in range(16)]
         for _ in range(6):
             runs = lm.run(prompts, max_tokens=1, capture=[pc.Capture(pc.resid_post, dtype="bfloat16")])

@@ -124,7 +124,8 @@ class Side:
         from patchclamp.runtime import Limits
 
         self.ours = kind == "patchclamp"
-        extra = {"patchclamp": {"limits": msgspec.to_builtins(Limits(max_programs=512))}} if self.ours else {}
+        settings = {"limits": msgspec.to_builtins(Limits(max_programs=512)), "numerics": "stock"}
+        extra = {"patchclamp": settings} if self.ours else {}
         free = torch.cuda.mem_get_info()[0]
         began = time.perf_counter()
         arguments = {**OPTIONS, "kv_cache_memory_bytes": kv_bytes, "enforce_eager": "eager" in kind, **options}

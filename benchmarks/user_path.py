@@ -7,7 +7,8 @@
 Each side is a process of its own, and they take turns, stock first or last. Both are asked for the same outputs. A
 figure is the ratio of the medians of whole calls, with the 95 % interval of a bootstrap over pairs. Prompts are random
 and new in every round, so the prefix cache has nothing of them. Stock's engine core runs in a process of its own, as
-`LLM` starts it, but for the tiny shape; `--our-cores` says where ours does.
+`LLM` starts it, but for the tiny shape; `--our-cores` says where ours does. `--numerics stock,uniform` measures uniform
+numerics beside stock's.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ SIZES = {  # of a shape: requests, prompt tokens, generated tokens, and the capt
 SWEEP_TOKENS = 17
 SWEEP_SITES = ("resid_pre", "resid_mid", "resid_post", "attn_in", "attn_out", "mlp_in", "mlp_out", "q", "k", "v", "z",
                "neurons")  # fmt: skip
+UNIFORM = ", uniform"  # ends the name of a side with uniform numerics, and of its bar
 BARS = {
     "tiny": {"no program": 1.1, "one vector": 1.3, "captured and read": 1.6, "sweep": 1.3},
-    "0.6b": {"no program": 1.03, "no program, logprobs": 1.03, "one vector": 1.08, "distinct programs": 1.15,
-             "one in eight": 1.05, "captured": 1 / 0.7, "captured and summed": 2.0, "sweep": 1.15},
-    "8b": {"no program": 1.01, "no program, logprobs": 1.01, "one vector": 1.03, "distinct programs": 1.05,
-           "one in eight": 1.02, "captured": 1 / 0.7, "captured and summed": 2.0, "sweep": 1.15},
+    "0.6b": {"no program": 1.03, "no program, uniform": 1.06, "no program, logprobs": 1.03, "one vector": 1.08,
+             "distinct programs": 1.15, "one in eight": 1.05, "captured": 1 / 0.7, "captured and summed": 2.0, "sweep": 1.15},
+    "8b": {"no program": 1.01, "no program, uniform": 1.02, "no program, logprobs": 1.01, "one vector": 1.03,
+           "distinct programs": 1.05, "one in eight": 1.02, "captured": 1 / 0.7, "captured and summed": 2.0, "sweep": 1.15},
 }  # fmt: skip
 
 
@@ -213,6 +215,11 @@ def compare(sides: dict[str, Remote], name: str, rounds: int) -> dict[str, dict[
     return rows
 
 
+def bar_of(result: dict[str, Any], case: str, side: str) -> float | None:
+    """The most that a ratio should be; few cases have one with uniform numerics."""
+    return result["bars"].get(case + UNIFORM if side.endswith(UNIFORM) else case)
+
+
 def table(result: dict[str, Any]) -> str:
     """The figures as Markdown."""
     lines = [f"# What a caller waits for, {result['date']}", "",
@@ -224,7 +231,7 @@ def table(result: dict[str, Any]) -> str:
             if "error" in row:
                 lines.append(f"| {name} | {side} | | | {row['error']} | | |")
                 continue
-            bar = result["bars"].get(name)
+            bar = bar_of(result, name, side)
             lines.append(
                 f"| {name} | {side} | {row['stock_s']:.3f} | {row['ours_s']:.3f} | {row['ratio']:.3f} "
                 f"[{row['low']:.3f}, {row['high']:.3f}] | {'' if bar is None else f'{bar:.2f}'} | "
@@ -242,12 +249,11 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
 
     figure, axes = plt.subplots(1, len(results), figsize=(6 * len(results), 4), squeeze=False, layout="constrained")
     for axis, result in zip(axes[0], results, strict=True):
-        rows = {f"{name}, {side}": (name, row) for name, sides in result["cases"].items()
+        rows = {f"{name}, {side}": (bar_of(result, name, side), row) for name, sides in result["cases"].items()
                 for side, row in sides.items() if "error" not in row}  # fmt: skip
-        for y, (name, row) in enumerate(rows.values()):
+        for y, (bar, row) in enumerate(rows.values()):
             axis.plot([row["low"], row["high"]], [y, y], color="#4477aa", linewidth=2)
             axis.plot([row["ratio"]], [y], "o", color="#4477aa", label="measured" if y == 0 else None)
-            bar = result["bars"].get(name)
             if bar is not None:
                 axis.plot([bar, bar], [y - 0.3, y + 0.3], color="#cc3311", label="bar" if y == 0 else None)
         axis.axvline(1.0, color="#888888", linewidth=1)
@@ -271,6 +277,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--layers", type=int, help="of the shape, fewer than it has")
     parser.add_argument("--our-cores", default="in process", help="in process, beside, or both: in process,beside")
+    parser.add_argument("--numerics", default="stock", help="of ours: stock, uniform, or both: stock,uniform")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--draw", nargs="+", type=Path)
     args = parser.parse_args()
@@ -284,7 +291,9 @@ def _sides(args: argparse.Namespace) -> dict[str, Remote]:
     """Stock and ours, which start together."""
     from tests.models import UNTIMED, shape_only
 
-    tiny, cores = args.shape == "tiny", args.our_cores.split(",")
+    tiny, numerics = args.shape == "tiny", args.numerics.split(",")
+    ours = {core + (UNIFORM if kind == "uniform" else ""): {"multiprocess_mode": core == "beside", "numerics": kind}
+            for core in args.our_cores.split(",") for kind in numerics}  # fmt: skip
     changed = dict(hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=4, head_dim=32,
                    vocab_size=512) if tiny else {}  # fmt: skip
     layers = 4 if tiny else args.layers
@@ -295,12 +304,13 @@ def _sides(args: argparse.Namespace) -> dict[str, Remote]:
                     "block_size": 32, "max_model_len": 512}  # fmt: skip
     else:
         compilation = {"inductor_compile_config": UNTIMED, "cudagraph_capture_sizes": [1, 8, 64, 256, 512]}
-        options |= {"kv_cache_memory_bytes": 32 << 30, "gpu_memory_utilization": 0.9 / (1 + len(cores)),
+        options |= {"kv_cache_memory_bytes": min(32, 72 // (1 + len(ours))) << 30,
+                    "gpu_memory_utilization": 0.9 / (1 + len(ours)),
                     "max_num_seqs": 1024, "compilation_config": compilation}  # fmt: skip
     environ = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if tiny else {}  # else as `LLM` starts it: beside the caller
     sides = {"stock": Remote("stock", args.shape, model, options, environ)}
-    for core in cores:
-        sides[core] = Remote("ours", args.shape, model, {**options, "multiprocess_mode": core == "beside"}, {})
+    for name, own in ours.items():
+        sides[name] = Remote("ours", args.shape, model, {**options, **own}, {})
     for side in sides.values():
         side.started()
     return sides
@@ -311,7 +321,8 @@ def measure(args: argparse.Namespace) -> None:
     import vllm
 
     on_gpu = torch.cuda.is_available()
-    names = args.cases.split(",") if args.cases else list(BARS[args.shape])
+    cases = [name for name in BARS[args.shape] if not name.endswith(UNIFORM)]
+    names = args.cases.split(",") if args.cases else cases
     result: dict[str, Any] = {
         "date": datetime.date.today().isoformat(), "vllm": vllm.__version__, "shape": args.shape,
         "machine": torch.cuda.get_device_name() if on_gpu else f"CPU, {os.cpu_count()} cores",

@@ -1,4 +1,5 @@
-"""vLLM's own compiler, which GPUs use, on a CPU: stock or patchclamp, in a process of its own; prints JSON.
+"""vLLM's own compiler, which GPUs use, on a CPU: stock, or patchclamp with stock numerics or uniform ones, in a process
+of its own; prints JSON.
 
 On a CPU vLLM leaves its compiler (`VllmBackend`: a graph cut at attention, compiled piece by piece, saved ahead of time)
 for plain torch.compile.  Here it is told not to, and its one pass that names CUDA kernels is left out.
@@ -73,7 +74,8 @@ else:
     def bits(runs) -> list:
         return [[run.token_ids, [x.hex() for x in run.logprobs]] for run in runs]
 
-    with pc.LM(asked["model"], engine="vllm", prove=False, **options) as lm:
+    numerics = "uniform" if kind == "uniform" else "stock"
+    with pc.LM(asked["model"], engine="vllm", prove=False, numerics=numerics, **options) as lm:
         width, greedy = (
             lm.model.d_model,
             {"max_tokens": asked["tokens"], "sampling": {"ignore_eos": True}, "logprobs": True},
@@ -83,6 +85,8 @@ else:
         told["taps, idle"] = Counted.looked
         seen = lm.run(asked["prompts"], capture=[pc.resid_post], **greedy)
         told["captured"] = bits(seen)
+        patches = [[pc.Replace(pc.From(run, pc.resid_post), at=pc.resid_post)] for run in seen]
+        told["patched onto itself"] = bits(lm.run(asked["prompts"], edits=patches, **greedy))
         told["rows"] = [run[pc.resid_post[0]].tolist() for run in seen]
         noop = [pc.Add([0.0] * width, at=pc.resid_post[0])]
         told["nothing added"] = bits(lm.run(asked["prompts"], edits=noop, **greedy))
@@ -91,6 +95,8 @@ else:
         Counted.looked = 0
         told["again"] = bits(lm.run(asked["prompts"], **greedy))
         told["taps, idle again"] = Counted.looked
+        status = lm.engine.status()
+        told["steps"] = {name: status[name] for name in ("steps_with_taps", "steps_without_taps")}
         graphs._step = SimpleNamespace(active=True, usable=None)
         lm.run(asked["prompts"], **greedy)
         told["taps, in the active variant"] = Counted.looked

@@ -1,5 +1,6 @@
 """The doctor about vLLM: what it says of a running engine, and that it sees what is wrong."""
 
+import copy
 import importlib.metadata
 
 import pytest
@@ -54,7 +55,8 @@ def test_a_plugin_that_is_not_installed_is_a_problem(monkeypatch):
 
 
 def test_fusions_graphs_and_memory_of_a_gpu(shallow):
-    config = shallow.get("vllm", "float32").engine.config
+    config = copy.deepcopy(shallow.get("vllm", "float32").engine.config)
+    config.additional_config["patchclamp"]["numerics"] = "stock"
     status = {
         "runner": "v2", "workers": 2, "fusions": {"AllReduceFusionPass": [8, 0], "RMSNormQuantFusionPass": [16, 16]},
         "active_graphs": 35, "idle_graphs": 35, "active_graphs_problem": "", "memory": {"tables": 3 << 20},
@@ -64,6 +66,10 @@ def test_fusions_graphs_and_memory_of_a_gpu(shallow):
     assert found["AllReduceFusionPass"].detail == "0 matches with taps, 8 in stock's code"
     assert found["variants"].detail == "35 sizes of step recorded with taps, 35 without"
     assert found["tables"].detail == "3.0 MiB"
+    config.additional_config["patchclamp"]["numerics"] = "uniform"
+    uniform = {finding.name: finding for finding in report.running(config, status)}
+    assert (found["numerics"].detail, uniform["numerics"].detail) == ("stock", "uniform")
+    assert uniform["AllReduceFusionPass"].detail == "0 matches, with taps"
     full = report.running(config, {**status, "active_graphs": 0, "active_graphs_problem": "the GPU had no room"})
     (variants,) = [finding for finding in full if finding.name == "variants"]
     assert (variants.status, variants.detail) == ("note", "the GPU had no room")

@@ -1,8 +1,10 @@
-"""What is called around a runner's steps: everything in steps with programs, nothing but `before` in others."""
+"""What is called around a runner's steps: everything in steps with programs, and in others nothing but `before` and the
+context that they run in."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +13,9 @@ import pytest
 import torch
 
 from patchclamp.engines.vllm import worker
+from patchclamp.engines.vllm.compat import graphs as compat_graphs
 from patchclamp.engines.vllm.compat import runner as compat
-from patchclamp.runtime import Limits, Runtime
+from patchclamp.runtime import Limits, Runtime, op
 from patchclamp.sites import SiteMap, Sizes
 from patchclamp.sites.tables import LLAMA
 from tests.reference import cuda_on_cpu
@@ -21,7 +24,8 @@ PREPARED = SimpleNamespace(
     num_reqs=1, query_start_loc_np=np.zeros(2), num_computed_tokens_np=np.zeros(2), req_ids=["r"],
     num_scheduled_tokens=np.ones(1),
 )  # fmt: skip
-WHOLE = ["before", "planned", "after"]
+WHOLE = ["before", "at work", "planned", "after"]
+IDLE = ["before", "at rest"]
 
 
 class V2:
@@ -72,7 +76,13 @@ def hooks(called) -> compat.Hooks:
         return step, True
 
     noted = [lambda *args, name=name: called.append(name) for name in ("planned", "logits", "after")]
-    return compat.Hooks(before, *noted, nullcontext)
+
+    @contextmanager
+    def context(name: str) -> Iterator[None]:
+        called.append(name)
+        yield
+
+    return compat.Hooks(before, *noted, lambda: context("at work"), lambda: context("at rest"))
 
 
 @pytest.fixture
@@ -92,7 +102,7 @@ def v1(hooks) -> Any:
 
 
 def test_v2_calls_everything_in_steps_with_programs_alone(v2, called):
-    for active, expected in ((True, WHOLE), (False, ["before"]), (True, WHOLE)):
+    for active, expected in ((True, WHOLE), (False, IDLE), (True, WHOLE)):
         called.clear()
         assert v2.execute_model(active) == "executed"
         assert v2.sample_tokens(None) == "sampled"
@@ -112,11 +122,11 @@ def test_v2_keeps_nothing_of_a_step_that_failed(v2, called):
     with pytest.raises(RuntimeError, match="out of memory"):
         v2.execute_model(True)
     assert v2.sample_tokens(None) == "sampled"
-    assert called == ["before", "planned"]
+    assert called == ["before", "at work", "planned"]
 
 
 def test_v1_calls_everything_in_steps_with_programs_alone(v1, called):
-    for active, expected in ((True, WHOLE), (False, ["before"]), (True, WHOLE)):
+    for active, expected in ((True, WHOLE), (False, IDLE), (True, WHOLE)):
         called.clear()
         assert v1.execute_model(active) == "executed"
         assert called == expected
@@ -126,7 +136,62 @@ def test_v1_keeps_nothing_of_a_step_that_failed(v1, called):
     v1.fails = True
     with pytest.raises(RuntimeError, match="out of memory"):
         v1.execute_model(True)
-    assert called == ["before", "planned"]
+    assert called == ["before", "at work", "planned"]
+
+
+def test_v1_replays_graphs_without_taps_in_dummy_steps(hooks, monkeypatch):
+    """Whatever the last step was: the tables still say whose its rows were."""
+    monkeypatch.setattr(compat, "record_variants_v1", lambda runner, graphs: None)
+    used: list[bool] = []
+    runner, graphs = V1(), SimpleNamespace(use=lambda active: used.append(active), has=lambda mode, tokens: True)
+    runner._dummy_run = lambda: used[-1]
+    compat._hook_v1(runner, hooks, graphs)  # type: ignore[arg-type]
+    runner.execute_model(True)
+    assert used == [True]
+    assert runner._dummy_run() is False
+
+
+def a_worker(uniform: bool) -> Any:
+    """A worker's bookkeeping without programs, whose steps are what `_take_in` says."""
+    attached: Any = worker.Attached.__new__(worker.Attached)
+    runtime = Runtime(SiteMap(LLAMA, Sizes(2, 4, 6)), Limits(max_programs=4, max_records=64, bank_bytes=1 << 12))
+    vars(attached).update(kind="v1", runtime=runtime, _uniform=uniform, _compiled=True, _steps=[0, 0], _preemptions=0,
+                          _graphs=None, _take_in=lambda output: (output.active, True))  # fmt: skip
+    return attached
+
+
+@pytest.mark.parametrize(("uniform", "counts"), [(True, (5, 0)), (False, (2, 3))])
+def test_idle_steps_run_code_with_taps_if_numerics_are_uniform_alone(uniform, counts):
+    attached = a_worker(uniform)
+    steps = [(False, 5), (True, 1), (False, 1), (False, 0), (True, 1), (False, 2)]  # one of them computes nothing
+    for active, tokens in steps:
+        output = SimpleNamespace(active=active, num_scheduled_tokens={}, total_num_scheduled_tokens=tokens)
+        assert attached.before(output) == (active, True)
+    status = attached.do_status()
+    assert (status["steps_with_taps"], status["steps_without_taps"]) == counts
+
+
+@pytest.mark.parametrize("uniform", [True, False])
+def test_taps_of_idle_steps_do_nothing_and_take_the_short_way_where_there_are_any(uniform):
+    attached, hidden = a_worker(uniform), torch.zeros(2, 3)
+    attached.runtime.apply = lambda *args: pytest.fail("a tap acted in an idle step")
+    with attached.at_rest():
+        tap: Any = torch.ops.patchclamp.site.default
+        assert (tap is op.acting) == uniform
+        tap(hidden, None, 1)
+    assert torch.ops.patchclamp.site.default is not op.acting
+    attached.runtime.apply = lambda *args: hidden.fill_(1.0)
+    with attached.at_work():
+        op.site(hidden, None, 1)
+    assert hidden.tolist() == [[1.0] * 3] * 2
+
+
+@pytest.mark.parametrize(("numerics", "lacks"), [("stock", True), ("uniform", False)])
+def test_a_model_that_was_compiled_elsewhere_has_no_code_without_taps_and_only_stock_numerics_need_it(numerics, lacks):
+    compilation = SimpleNamespace(mode=SimpleNamespace(name="VLLM_COMPILE"))
+    ours = {"patchclamp": {"numerics": numerics}}
+    config = SimpleNamespace(additional_config=ours, compilation_config=compilation)
+    assert compat_graphs.lacks_idle_variant(config) is lacks
 
 
 @pytest.mark.parametrize(("kept", "ring", "least"), [(1 << 12, 1 << 14, 1 << 12), (1 << 12, 1 << 12, 1 << 11)])

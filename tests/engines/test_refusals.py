@@ -163,6 +163,11 @@ def test_unknown_engine_options_are_errors(smollm2):
             pc.LM(str(smollm2), engine=engine, **{option: 1})
     with pytest.raises(pc.UnknownName, match="no engine 'vlm'"):
         pc.LM(str(smollm2), engine="vlm")
+    for engine in ("vllm", "transformers", "fake"):
+        with pytest.raises(pc.UnknownName, match=r"numerics: no numerics 'unifrom' .did you mean 'uniform'"):
+            pc.LM("fake" if engine == "fake" else str(smollm2), engine=engine, numerics="unifrom")
+    with pytest.raises(pc.EngineError, match="'stock' was asked for, and the Transformers engine runs the same code"):
+        pc.LM(str(smollm2), engine="transformers", numerics="stock")
     for option, value in (("kept_bytes", "much"), ("active_sizes", ["8"])):
         with pytest.raises(pc.EngineError, match=rf"engine options: .*{option}"):
             pc.LM(str(smollm2), engine="vllm", **{option: value})

@@ -1,4 +1,5 @@
-"""The compiler that vLLM uses on GPUs makes two variants of a model, the idle one stock's, and finds both again."""
+"""The compiler that vLLM uses on GPUs makes two variants of a model, the idle one stock's, and finds both again; with
+uniform numerics it makes one, and neither a capture nor a self-patch changes a bit."""
 
 import json
 import os
@@ -22,9 +23,10 @@ PROMPTS = [[3, 5, 7, 11, 13], list(range(100, 140)), [42]]
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory) -> dict[str, dict]:
-    """What stock, patchclamp, and patchclamp started again say; of two folders of compiled code, theirs and ours."""
+    """What stock, patchclamp with stock numerics and with uniform ones, and the former started again say. Each has a
+    folder of compiled code of its own."""
     model = with_weights(tmp_path_factory.mktemp("model"), "0.6b", LAYERS, **SHAPE)
-    caches = {kind: str(tmp_path_factory.mktemp(kind)) for kind in ("stock", "ours")}
+    caches = {kind: str(tmp_path_factory.mktemp(kind)) for kind in ("stock", "ours", "uniform")}
     asked = json.dumps({"model": model, "options": OPTIONS, "prompts": PROMPTS, "tokens": TOKENS})
 
     def start(kind: str) -> subprocess.Popen:
@@ -42,11 +44,11 @@ def said(tmp_path_factory) -> dict[str, dict]:
         assert process.returncode == 0, err[-3000:]
         return json.loads(out.splitlines()[-1])
 
-    both = {kind: start(kind) for kind in ("stock", "ours")}
+    started = {kind: start(kind) for kind in caches}
     try:
-        found = {kind: finish(process) for kind, process in both.items()}
+        found = {kind: finish(process) for kind, process in started.items()}
     finally:
-        for process in both.values():
+        for process in started.values():
             process.kill()
     with pc.LM(model, engine="vllm", prove=False, enforce_eager=True, **OPTIONS) as eager:
         runs = eager.run(PROMPTS, max_tokens=1, capture=[pc.resid_post[0]])
@@ -81,3 +83,22 @@ def test_the_active_variant_has_taps(said, which):
         seen = torch.tensor(rows)[: len(eager)]
         assert float((seen - eager).abs().max()) <= 0.02 * float(eager.abs().max())
     assert {name: found[name] for name in ("captured", "rows")} == {n: said["ours"][n] for n in ("captured", "rows")}
+
+
+def test_with_uniform_numerics_neither_a_capture_nor_a_self_patch_changes_a_bit(said):
+    uniform, stock = said["uniform"], said["ours"]
+    for name in ("captured", "patched onto itself", "nothing added", "again"):
+        assert uniform[name] == uniform["plain"], name
+    for steered, plain in zip(uniform["steered"], uniform["plain"], strict=True):
+        assert steered[1] != plain[1]
+    assert uniform["plain"] == stock["captured"]
+    assert stock["captured"] == stock["patched onto itself"]
+    assert stock["captured"] != stock["plain"], "the two codes give the same bits: this checked nothing"
+
+
+def test_with_uniform_numerics_one_code_with_taps_is_compiled_and_runs_in_every_step(said):
+    uniform, stock = said["uniform"], said["ours"]
+    assert uniform["num_graphs_seen"] == 1
+    assert uniform["taps, idle"] == uniform["taps, idle again"] > 4 * LAYERS * TOKENS
+    assert uniform["steps"] == {"steps_with_taps": 6 * TOKENS, "steps_without_taps": 0}
+    assert stock["steps"] == {"steps_with_taps": 4 * TOKENS, "steps_without_taps": 2 * TOKENS}

@@ -36,6 +36,8 @@ BESIDE = (
     "addresses",
     "v1 addresses",
     "two runners",
+    "uniform",
+    "v1 uniform",
 )
 HOW = modes.parts()  # how requests are run, and what of them others may reuse, in both dtypes
 SITES = tuple(families.PARTS)
@@ -82,7 +84,8 @@ def carry_out(part: str) -> None:
                 fresh("ours", part) | ({"VLLM_USE_V2_MODEL_RUNNER": "0"} if part.startswith("v1 ") else {})
             )
             does = {"crowded": corners.crowded, "transformers": corners.like_transformers, "bounded": corners.bounded,
-                    "sleep": corners.sleeping, "addresses": corners.watched, "two runners": corners.one_after_the_other}  # fmt: skip
+                    "sleep": corners.sleeping, "addresses": corners.watched, "two runners": corners.one_after_the_other,
+                    "uniform": corners.uniform}  # fmt: skip
             does[part.removeprefix("v1 ").split(",")[0]](part, model)
     except Exception as error:
         traceback.print_exc()

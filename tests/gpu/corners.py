@@ -1,4 +1,4 @@
-"""What lies beside the guarantees: the kernel, the drain, little memory, sleep, addresses."""
+"""What lies beside the guarantees: the kernel, the drain, little memory, sleep, addresses, uniform numerics."""
 
 from __future__ import annotations
 
@@ -295,3 +295,38 @@ def one_after_the_other(mode: str, model: str) -> None:
             status = lm.engine.status()
         held = run.error is None and status["runner"] == runner and status["active_graphs"] == 3
         note(mode, f"{runner}, in a process with the other", held, f"{status['active_graphs']} active sizes")
+
+
+def uniform(mode: str, model: str) -> None:
+    """Uniform numerics, compiled in bf16, with graphs: neither a capture nor a self-patch changes a bit.
+
+    Runs of a prompt alone, and of all prompts together, have steps of the same shapes whatever their programs are. They
+    are long enough for graphs to be cut down.
+    """
+    import patchclamp as pc
+
+    asked = {"max_tokens": 40, "sampling": {"ignore_eos": True}, "logprobs": True}
+    with pc.LM(model, engine="vllm", prove=False, numerics="uniform", **BASE, dtype="bfloat16") as lm:
+        status = lm.engine.status()
+        right = status["runner"] == ("v1" if mode.startswith("v1") else "v2") and status["active_graphs"] > 0
+        note(mode, "starts", right, f"runner {status['runner']}, {status['active_graphs']} active sizes")
+        sites = [pc.Site(name) for name in lm.sites.names if name not in ("embed", "logits")]
+        for prompts, kind in ((PROMPTS[:1], "a short prompt"), (PROMPTS[2:3], "a longer one"), (PROMPTS, "a batch")):
+            plain = [bits(run) for run in lm.run(prompts, **asked)]
+            read = lm.run(prompts, capture=[*sites, pc.logits], **asked)
+            note(mode, f"{kind}: a capture of everything changes no bit", [bits(run) for run in read] == plain, "")
+            changed = []
+            for site in sites:
+                patches = [[pc.Replace(pc.From(run, site), at=site)] for run in read]
+                if [bits(run) for run in lm.run(prompts, edits=patches, **asked)] != plain:
+                    changed.append(site.name)
+            note(mode, f"{kind}: self-patches, site by site, change no bit", not changed, ", ".join(changed))
+            steered = lm.run(prompts, edits=[pc.Add([0.5] * lm.model.d_model, at=pc.resid_post[1])], **asked)
+            differ = all(bits(run) != before for run, before in zip(steered, plain, strict=True))
+            note(mode, f"{kind}: and an edit does", differ, "")
+            after = [bits(run) for run in lm.run(prompts, **asked)]
+            note(mode, f"{kind}: without a program again, bit for bit", after == plain, "")
+        status = lm.engine.status()
+        counts = f"{status['steps_with_taps']} steps with taps, {status['steps_without_taps']} without"
+        held = status["steps_with_taps"] > 0 == status["steps_without_taps"]
+        note(mode, "every step ran code with taps", held, counts)

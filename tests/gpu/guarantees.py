@@ -108,7 +108,7 @@ def guarantees(mode: str, model: str) -> None:
         stock = running.enter_context(Stock(model, options, **environ, **fresh("stock", mode)))
         running.enter_context(surroundings({**environ, **fresh("ours", mode)}))
         began = time.time()
-        with pc.LM(model, engine="vllm", prove=False, **options) as lm:
+        with pc.LM(model, engine="vllm", prove=False, numerics="stock", **options) as lm:
             runner = lm.engine.status()["runner"]
             right = runner == ("v1" if "v1" in mode else "v2")
             note(mode, "starts", right, f"{time.time() - began:.0f} s, runner {runner}")
@@ -135,7 +135,7 @@ def found_again(mode: str, model: str) -> None:
     expected, again = json.loads(answers(mode).read_text()), f"{mode} again"
     with (
         surroundings({**environ, **fresh("ours", mode)}),
-        pc.LM(model, engine="vllm", prove=False, **options) as lm,
+        pc.LM(model, engine="vllm", prove=False, numerics="stock", **options) as lm,
     ):
         runs = lm.run(PROMPTS, max_tokens=TOKENS, sampling={"ignore_eos": True}, logprobs=True)
         edited = lm.run(

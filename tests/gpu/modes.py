@@ -119,14 +119,14 @@ def _worst(runs: dict[str, Any], programs: dict[str, Any], plain: Any, bound: An
 def poison(part: str, model: str, **changed: Any) -> None:
     """Prompts unedited after they were run edited, and in an engine that never saw an edit: the same bits.
 
-    The processes compile into one folder, one after the other, so that the second finds what the first made. Steps
-    without a program run code that is compiled without taps, which need not round as the code with taps does: requests
+    The processes compile into one folder, one after the other, so that the second finds what the first made. With stock
+    numerics, steps without a program run code that is compiled without taps, which need not round as the code with taps does: requests
     without edits, too, capture what they generate, so that all that is compared was computed by the same code.
     """
     from tests.engines import poison as script
 
     dtype = part.removeprefix("poison ")
-    options = {"dtype": dtype, "enforce_eager": False, "gpu_memory_utilization": BASE["gpu_memory_utilization"],
+    options = {"dtype": dtype, "numerics": "stock", "enforce_eager": False, "gpu_memory_utilization": BASE["gpu_memory_utilization"],
                "compilation_config": {"inductor_compile_config": UNTIMED, "cudagraph_capture_sizes": SIZES[:-1]},
                **changed}  # fmt: skip
     environ, told = {**fresh("ours", part), **IEEE}, {}

@@ -328,6 +328,14 @@ def test_options_are_checked(options, text):
         pc.LM("fake", **options)
 
 
+def test_numerics_are_uniform():
+    """Which they are by nature: reading changes nothing. Stock's are refused."""
+    with pc.LM("fake", numerics="uniform") as lm:
+        assert lm.run(EIFFEL, logprobs=True).logprobs == lm.run(EIFFEL, logprobs=True, capture="resid_post").logprobs
+    with pytest.raises(pc.EngineError, match="numerics: 'stock' was asked for, and the fake engine runs the same code"):
+        pc.LM("fake", numerics="stock")
+
+
 def test_a_run_that_is_let_go_is_missing(lm):
     source = lm.run(EIFFEL, max_tokens=1, capture=pc.resid_post)
     later = lm.run(EIFFEL, max_tokens=1, capture=pc.resid_post)

@@ -23,6 +23,7 @@ import numpy as np
 from patchclamp import __version__
 from patchclamp.engines.base import Answer, Engine, Model, Part, Request, Tokenizer, settle
 from patchclamp.engines.fake_tokenizer import EOS, SPECIAL, FakeTokenizer
+from patchclamp.engines.numerics import only_uniform
 from patchclamp.errors import (
     EngineError,
     MissingSource,
@@ -55,7 +56,7 @@ Tap = Callable[[str, int | None, np.ndarray], None]
 class FakeEngine(Engine):
     """A seeded random decoder of `layers` layers; runs are carried out in `submit`, one batch at a time.
 
-    `chunk`: how many tokens of a prompt one step computes (all, unless given).
+    `chunk`: how many tokens of a prompt one step computes (all, unless given); `numerics`: only "uniform".
     """
 
     def __init__(
@@ -68,7 +69,9 @@ class FakeEngine(Engine):
         max_model_len: int = 128,
         seed: int = 0,
         chunk: int | None = None,
+        numerics: str = "uniform",
     ) -> None:
+        only_uniform(numerics, "fake")
         _check_sizes(layers, d_model, d_vocab, heads, max_model_len, chunk)
         self.model = Model("fake", "fake", __version__, FAMILY.name, layers, d_model, d_vocab, "float32", max_model_len)
         self.sites = SiteMap(FAMILY, Sizes(layers, d_model, d_vocab, heads, heads, d_model // heads, 2 * d_model))

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from patchclamp.engines.base import Answer, Engine, Model, Part, Request, Tokenizer, settle, settle_if_failed
+from patchclamp.engines.numerics import only_uniform
 from patchclamp.engines.sampling import Sampler
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
 from patchclamp.errors import (
@@ -50,6 +51,7 @@ class TransformersEngine(Engine):
     padding_side: where shorter prompts of a batch are padded; "right" only for models that have a site table and no
         sliding window: others would count the padding, which then lies before the generated tokens
     skip_tokenizer_init: prompts are token ids
+    numerics: only "uniform": every step runs the same code
 
     Raises: `ModelError` if there is no site table and none can be made, if the checkpoint lacks some of the model's
     weights, and for a model that cannot be padded on the right.
@@ -68,9 +70,11 @@ class TransformersEngine(Engine):
         skip_tokenizer_init: bool = False,
         max_records: int = Limits().max_records,
         bank_bytes: int = Limits().bank_bytes,
+        numerics: str = "uniform",
     ) -> None:
         import transformers
 
+        only_uniform(numerics, "Transformers")
         if padding_side not in ("left", "right"):
             raise unknown("padding side", str(padding_side), ("left", "right"), "padding_side")
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -88,7 +88,7 @@ shorten(site)
 
 
 class at_work:
-    """A context in which taps on this thread call `runtime`.
+    """A context in which taps on this thread call `runtime`; with None they do nothing.
 
     compiled: all code that runs there was compiled before; nothing may be traced or compiled (Dynamo does not know
         what `shorten` puts in the op's place)
@@ -96,7 +96,7 @@ class at_work:
 
     __slots__ = ("_before", "_within")
 
-    def __init__(self, runtime: AtWork, compiled: bool = False) -> None:
+    def __init__(self, runtime: AtWork | None, compiled: bool = False) -> None:
         self._within = runtime, compiled
 
     def __enter__(self) -> None:

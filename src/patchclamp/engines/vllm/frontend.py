@@ -34,7 +34,8 @@ from patchclamp.engines.vllm.workers import Workers, join_captured
 from patchclamp.errors import EngineError, PatchclampError, RunError, describe_error, unknown
 from patchclamp.kernels.code import check_outside
 
-OURS = ("max_records", "bank_bytes", "kept_bytes", "ring_bytes", "pinned_bytes", "active_sizes", "multiprocess_mode")
+LIMITS = ("max_records", "bank_bytes", "kept_bytes", "ring_bytes", "pinned_bytes", "active_sizes")
+OURS = (*LIMITS, "numerics", "multiprocess_mode")
 MAX_SCORES = 128  # what vLLM's sampler takes for one request
 COALESCE_S = 0.001
 MAX_SLEEP_S = 0.5  # of an idle engine's thread: a release that finds the lock taken does not wake it
@@ -46,10 +47,11 @@ _alive: set[VllmEngine] = set()
 
 
 class VllmEngine(Engine):
-    """Stock vLLM in this process. `options` are vLLM's engine arguments by their own names, and seven of ours:
+    """Stock vLLM in this process. `options` are vLLM's engine arguments by their own names, and eight of ours:
 
     `max_records`, `bank_bytes`, `kept_bytes`, `ring_bytes`, `pinned_bytes`, `active_sizes`: sizes in the worker
-    (`Limits`); `multiprocess_mode`: the engine core in a process of its own.
+    (`Limits`); `numerics`: "uniform", if steps without programs are to run the code of those with programs, or "stock",
+    if stock's; `multiprocess_mode`: the engine core in a process of its own.
     """
 
     def __init__(self, name: str, **options: Any) -> None:
@@ -184,10 +186,11 @@ class VllmEngine(Engine):
         for option in options:
             if option not in options_known:
                 raise unknown("engine option", option, options_known, option)
-        ours = {option: options.pop(option) for option in OURS if option in options}
-        separate = bool(ours.pop("multiprocess_mode", False))
+        limits = {option: options.pop(option) for option in LIMITS if option in options}
+        ours = {"limits": limits, "numerics": options.pop("numerics", "uniform")}
+        separate = bool(options.pop("multiprocess_mode", False))
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        extra = {**options.pop("additional_config", {}), configuration.KEY: {"limits": ours}}
+        extra = {**options.pop("additional_config", {}), configuration.KEY: ours}
         arguments = {"model": name, "disable_log_stats": True, "max_logprobs": MAX_SCORES, **options}
         configuration.spare_memory(arguments)
         with configuration.surroundings(separate):

@@ -8,13 +8,14 @@ from typing import Any
 import msgspec
 
 from patchclamp import __version__
+from patchclamp.engines import numerics
 from patchclamp.engines.vllm.architecture import site_map
 from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.serve_limits import ServeLimits
 from patchclamp.errors import EngineError, unknown
 from patchclamp.runtime import Limits
 
-ASKED = ("limits", "serve")  # parts of our part of `additional_config` that a user gives
+ASKED = ("limits", "serve", "numerics")  # parts of our part of `additional_config` that a user gives
 PARTS = (*ASKED, "version", "op", "taps")
 
 
@@ -33,6 +34,8 @@ def complete(vllm_config: Any) -> None:
         if part not in PARTS:
             raise unknown("part of patchclamp's settings", part, ASKED, f"additional_config.patchclamp.{part}")
     configuration.check(vllm_config)
+    asked = ours.get("numerics", "stock")
+    numerics.check(asked)
     try:
         limits = msgspec.convert(ours.get("limits", {}), Limits, strict=True)
         serving = msgspec.convert(ours.get("serve", {}), ServeLimits, strict=True)
@@ -48,5 +51,6 @@ def complete(vllm_config: Any) -> None:
         version=__version__,
         op="site(hidden, residual, point)",
         limits={**msgspec.to_builtins(limits), "max_programs": most},
+        numerics=asked,
         taps=hashlib.sha256(taps).hexdigest()[:16],
     )

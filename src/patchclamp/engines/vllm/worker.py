@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import msgspec
@@ -84,6 +84,8 @@ class Attached:
         self._settled: set[str] = set()  # requests whose programs were asked about when they ended
         self._logits = next(point.number for point in sites.points if point.rows == "sampled")
         self._active = self._awaits_logits = False
+        self._uniform = configuration.is_uniform(worker.vllm_config)
+        self._steps = [0, 0]  # that computed tokens by code without taps, and with taps
         self._warm = self.runtime.device.type != "cuda"
         self._preemptions = self._total = 0
         self._requests: list[str] = []  # of the step that was planned last
@@ -109,7 +111,7 @@ class Attached:
             self._exchange = Exchange(self.runtime, compat.all_workers())
             self.runtime.remote_rows = self._exchange.rows
             compat.on_execute(worker, self.ahead)
-        self.hooks = compat.Hooks(self.before, self.planned, self.logits, self.after, self.at_work)
+        self.hooks = compat.Hooks(self.before, self.planned, self.logits, self.after, self.at_work, self.at_rest)
         compat.hook_runner(runner, kind, self.hooks, self._graphs)
 
     def _on_cuda(self, runner: Any, limits: Limits) -> None:
@@ -129,6 +131,10 @@ class Attached:
 
     def at_work(self) -> Any:
         return at_work(self.runtime, self._compiled)
+
+    def at_rest(self) -> Any:
+        """The context of an idle step. Taps do nothing there; where compiled code has taps, they take a short way."""
+        return at_work(None, self._compiled) if self._uniform else nullcontext()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -151,6 +157,13 @@ class Attached:
 
     def before(self, scheduler_output: Any) -> tuple[bool, bool]:
         """Takes in the requests that came and ended; returns (active, whether the captures fit beside a graph)."""
+        active, fits = self._take_in(scheduler_output)
+        _, tokens = compat.scheduled(scheduler_output)
+        self._steps[active or self._uniform] += tokens > 0
+        return active, fits
+
+    def _take_in(self, scheduler_output: Any) -> tuple[bool, bool]:
+        """What `before` returns, which is often known from the step before."""
         self.runtime.plan = None
         self._awaits_logits = False
         ordered = compat.orders(scheduler_output) is not None
@@ -275,7 +288,9 @@ class Attached:
             )
 
     def do_status(self) -> dict[str, Any]:
-        status = {"runner": self.kind, "preemptions": self._preemptions, **self.runtime.status()}
+        without_taps, with_taps = self._steps
+        steps = {"steps_with_taps": with_taps, "steps_without_taps": without_taps}
+        status = {"runner": self.kind, "preemptions": self._preemptions, **steps, **self.runtime.status()}
         if not self.runtime.keeps:  # the worker that keeps captures counts failures, too
             status["failures"] = 0
         if self._graphs is not None:

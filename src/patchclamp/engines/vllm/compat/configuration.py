@@ -21,6 +21,12 @@ def enabled(vllm_config: Any) -> dict[str, Any] | None:
     return ours if isinstance(ours, dict) else None
 
 
+def is_uniform(vllm_config: Any) -> bool:
+    """Whether an engine is ours and every step of it runs the same code, with taps."""
+    ours = enabled(vllm_config)
+    return ours is not None and ours["numerics"] == "uniform"
+
+
 def set_serving(vllm_config: Any, limits: ServeLimits) -> dict[str, Any]:
     """Keeps what a server allows its callers beside the configuration, of this process alone, and takes it out of our
     part of `additional_config`, which is returned. The engine arguments that it was made of are left as they are."""
@@ -183,6 +189,7 @@ def chosen(vllm_config: Any) -> dict[str, Any]:
     parallel_config = vllm_config.parallel_config
     mode, sizes = compilation_config.cudagraph_mode, compilation_config.cudagraph_capture_sizes or []
     return {
+        "numerics": "uniform" if is_uniform(vllm_config) else "stock",
         "dtype": str(model_config.dtype).removeprefix("torch."),
         "max_model_len": model_config.max_model_len,
         "max_num_seqs": scheduler_config.max_num_seqs,

@@ -1,6 +1,7 @@
 """The two variants of vLLM's compiled code and of its CUDA graphs, and which of them a step runs.
 
-The idle variant is stock's own: no op of ours was ever in it.  The active one has our taps.
+The active variant has our taps.  With stock numerics the idle one is stock's own: no op of ours was ever in it.  With
+uniform numerics the code is one and has taps, and an idle graph is one of its graphs whose taps launched nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from patchclamp.engines.vllm.compat.addresses import Watch
-from patchclamp.engines.vllm.compat.configuration import enabled
+from patchclamp.engines.vllm.compat.configuration import enabled, is_uniform
 from patchclamp.engines.vllm.compat.seams import require
 from patchclamp.errors import EngineError
 from patchclamp.runtime.graphs import MAX_NODES, NODE_BYTES
@@ -328,7 +329,8 @@ class compiled_variant:
 def on_compile() -> None:
     """Has vLLM's compiler compile a model of ours twice: as traced (active), and with our op's nodes erased (idle).
 
-    The idle variant is stock's own code: no fusion is lost and no bit differs.
+    The idle variant is stock's own code: no fusion is lost and no bit differs. With uniform numerics the model is
+    compiled once, as traced.
     """
     owner, name = require("compile")
     stock = getattr(owner, name)
@@ -340,7 +342,8 @@ def on_compile() -> None:
         if enabled(backend.vllm_config) is None or backend.prefix.endswith(_IDLE):
             return stock(backend, graph, example_inputs)
         _compiled.add(id(backend.vllm_config))
-        files, untapped = set(backend.compilation_config.traced_files), _without_taps(graph)
+        files = set(backend.compilation_config.traced_files)
+        untapped = None if is_uniform(backend.vllm_config) else _without_taps(graph)
         with _counting_fusions(backend.vllm_config, 1):
             active = stock(backend, graph, example_inputs)
         if untapped is None:
@@ -368,8 +371,9 @@ def compiled_ahead(vllm_config: Any) -> bool:
 
 
 def lacks_idle_variant(vllm_config: Any) -> bool:
-    """Whether an engine's model was compiled elsewhere than in `on_compile`: idle steps would run code with taps."""
-    return _mode(vllm_config) == "VLLM_COMPILE" and id(vllm_config) not in _compiled
+    """Whether an engine's model was compiled elsewhere than in `on_compile`, and idle steps would run code with taps
+    though its numerics are stock's."""
+    return _mode(vllm_config) == "VLLM_COMPILE" and id(vllm_config) not in _compiled and not is_uniform(vllm_config)
 
 
 def _mode(vllm_config: Any) -> str | None:

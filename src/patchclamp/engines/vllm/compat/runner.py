@@ -115,6 +115,7 @@ class Hooks(msgspec.Struct):
     logits     called with what the model computed
     after      called after active steps
     at_work    makes a context in which taps act
+    at_rest    makes a context for steps that are not active
     """
 
     before: Callable[[Any], tuple[bool, bool]]
@@ -122,6 +123,7 @@ class Hooks(msgspec.Struct):
     logits: Callable[[Any], None]
     after: Callable[[], None]
     at_work: Callable[[], Any]
+    at_rest: Callable[[], Any]
 
 
 def hook_runner(runner: Any, kind: str, hooks: Hooks, graphs: Graphs | None) -> None:
@@ -162,7 +164,8 @@ def _hook_v1(runner: Any, hooks: Hooks, graphs: Graphs | None) -> None:
             graphs.use(active)
             usable = graphs.has if fits else _no_graph
         if not active:
-            return execute(scheduler_output, *args, **kwargs)
+            with hooks.at_rest():
+                return execute(scheduler_output, *args, **kwargs)
         with hooks.at_work(), compiled_variant(active=True, usable=usable):
             result = execute(scheduler_output, *args, **kwargs)
         hooks.after()
@@ -202,7 +205,8 @@ def _hook_v2(runner: Any, hooks: Hooks, graphs: Graphs) -> None:
         active, fits = hooks.before(scheduler_output)
         graphs.use(active)
         if not active:
-            return execute(scheduler_output, *args, **kwargs)
+            with hooks.at_rest():
+                return execute(scheduler_output, *args, **kwargs)
         try:
             with hooks.at_work(), compiled_variant(active=True, usable=graphs.has if fits else _no_graph):
                 return execute(scheduler_output, *args, **kwargs)
@@ -235,11 +239,13 @@ def _no_graph(mode: Any, tokens: int) -> bool:
 
 
 def _profile_variants(runner: Any, graphs: Graphs) -> None:
-    """Has a V1 runner compile, tune and measure the active variant like the idle one."""
+    """Has a V1 runner compile, tune and measure the active variant like the idle one. Its other dummy steps are idle,
+    whatever the last step was."""
     dummy = runner._dummy_run
 
     @functools.wraps(dummy)
     def dummy_run(*args: Any, **kwargs: Any) -> Any:
+        graphs.use(active=False)
         if kwargs.get("is_profile"):
             with graphs.recording(), compiled_variant(active=True):
                 dummy(*args, **kwargs)
