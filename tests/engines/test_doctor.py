@@ -14,6 +14,7 @@ def test_a_running_engine_is_described(shallow):
     lm = shallow.get("vllm", "float32")
     found = {(finding.part, finding.name): finding for finding in lm.engine.report()}
     assert found["configuration", "runner"].detail == "V1"
+    assert found["configuration", "numerics"].detail == "uniform"
     assert found["configuration", "dtype"].detail == "float32"
     assert found["configuration", "max_model_len"].detail == "512"
     assert found["configuration", "compilation"].detail == "eager"

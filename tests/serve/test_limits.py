@@ -1,11 +1,11 @@
-"""Limits of a server are read when it starts, and change nothing in what vLLM compiles."""
+"""Limits of a server are read when it starts, and change nothing in what vLLM compiles. Its numerics do."""
 
 from __future__ import annotations
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
-from patchclamp.engines.vllm.compat.configuration import KEY, serving
+from patchclamp.engines.vllm.compat.configuration import KEY, is_uniform, serving
 from patchclamp.errors import EngineError, UnknownName
 
 
@@ -24,12 +24,19 @@ def test_limits_are_no_part_of_the_key_of_the_compile_cache(model):
     assert config(model, limits={"max_records": 1 << 10}).compute_hash() != plain.compute_hash()
 
 
+def test_numerics_are_stocks_unless_asked_for_and_part_of_the_key(model):
+    plain, stock, uniform = config(model), config(model, numerics="stock"), config(model, numerics="uniform")
+    assert [is_uniform(each) for each in (plain, stock, uniform)] == [False, False, True]
+    assert plain.compute_hash() == stock.compute_hash() != uniform.compute_hash()
+
+
 @pytest.mark.parametrize(
     ("parts", "error", "text"),
     [
         ({"serve": {"body": 5}}, EngineError, "unknown field `body`"),
         ({"serve": {"body_bytes": "many"}}, EngineError, "Expected `int`"),
         ({"serve": {"run_ttl_s": 0}}, EngineError, "run_ttl_s"),
+        ({"numerics": "stok"}, UnknownName, "no numerics 'stok' .did you mean 'stock'"),
         ({"server": {}}, UnknownName, "did you mean 'serve'"),
     ],
 )
