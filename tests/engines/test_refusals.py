@@ -306,12 +306,14 @@ def test_code_saved_as_one_piece_is_refused(smollm2, monkeypatch):
 
 
 def test_a_compiled_model_without_an_idle_variant_is_refused(shallow, monkeypatch):
-    """As a vLLM would leave it that compiles where patchclamp does not see it."""
+    """As a vLLM would leave it that compiles where patchclamp does not see it; stock numerics alone need the variant."""
     from vllm.config import CompilationMode
 
     lm = shallow.get("vllm", "float32")
     assert lm.engine._call(lambda: lm.engine._workers.one("started")).result() is None
     monkeypatch.setattr(lm.engine.config.compilation_config, "mode", CompilationMode.VLLM_COMPILE)
+    assert lm.engine._call(lambda: lm.engine._workers.one("started")).result() is None
+    monkeypatch.setitem(lm.engine.config.additional_config["patchclamp"], "numerics", "stock")
     with pytest.raises(pc.EngineError, match="compiled the model where patchclamp does not see it"):
         lm.engine._call(lambda: lm.engine._workers.one("started")).result()
 

@@ -284,7 +284,7 @@ class Attached:
         if lacks_idle_variant(self._config):
             raise EngineError(
                 "vLLM compiled the model where patchclamp does not see it, so steps without programs would run code "
-                "with taps in it; set VLLM_USE_AOT_COMPILE=0, or enforce_eager=True"
+                'with taps in it; set VLLM_USE_AOT_COMPILE=0, enforce_eager=True, or numerics="uniform"'
             )
 
     def do_status(self) -> dict[str, Any]:
