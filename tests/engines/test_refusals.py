@@ -370,7 +370,9 @@ def test_prompts_as_arrays_and_chats(shallow):
     assert "user\nName the capital of France.\nassistant" in lm.tokenizer.decode(chat.prompt_token_ids)
     assert chat.token_ids == lm.run(chat.prompt_token_ids, max_tokens=8, logprobs=True).token_ids
     for messages in ([{"rol": "user"}], {"role": "user"}):
-        with pytest.raises(pc.ProgramError, match="messages: not a chat"):
+        with pytest.raises(
+            pc.ProgramError, match=r"messages: (not a chat|the model's chat template does not take these messages)"
+        ):
             lm.run(messages=messages, max_tokens=1, logprobs=True)
 
 

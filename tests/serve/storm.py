@@ -33,7 +33,8 @@ class Storm:
 
     def __init__(self, url: str, model: str, key: str | None, seed: int) -> None:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        limits = httpx.Limits(max_connections=None, keepalive_expiry=2)  # the server's is five seconds
+        # no request goes on a connection that the server may be closing
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self.http = httpx.AsyncClient(base_url=url, headers=headers, timeout=300, limits=limits)
         self.model, self.random = model, random.Random(seed)
         self.alone: dict[tuple[str, str], str] = {}

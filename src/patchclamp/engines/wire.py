@@ -161,7 +161,7 @@ def pack_captured(captured: Iterable[Captured]) -> bytes:
 
     tensors: dict[str, torch.Tensor] = {}
     for i, (positions, rows) in enumerate(captured):
-        tensors[f"{i} positions"] = torch.from_numpy(np.ascontiguousarray(positions))
+        tensors[f"{i} positions"] = torch.from_numpy(np.array(positions))  # sites may share theirs
         tensors[f"{i} rows"] = torch.as_tensor(rows).clone(memory_format=torch.contiguous_format)
     return safetensors.torch.save(tensors)
 
