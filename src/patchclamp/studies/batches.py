@@ -6,13 +6,14 @@ import asyncio
 import collections
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from patchclamp.lm import LM
 from patchclamp.run import Run
 
 UNDER_WAY = 2
+LOOK_EVERY_S = 0.2
 
 
 def run_batches(lm: LM, calls: Iterable[Mapping[str, Any]], read: Callable[[list[Run]], None]) -> None:
@@ -36,14 +37,17 @@ def run_batches(lm: LM, calls: Iterable[Mapping[str, Any]], read: Callable[[list
 
     # a thread, for a notebook has an event loop on this one already
     with ThreadPoolExecutor(1, thread_name_prefix="patchclamp batches") as thread:
-        thread.submit(
-            int
-        ).result()  # the thread starts before anything is under way: an interrupt would not wait for it
+        # the thread starts before anything is under way: an interrupt would not wait for it
+        thread.submit(int).result()
+        ended = thread.submit(lambda: asyncio.run(main()))
         try:
-            thread.submit(lambda: asyncio.run(main())).result()
+            # Python misses a signal that comes just before it blocks, until it looks again
+            while not wait([ended], timeout=LOOK_EVERY_S).done:
+                pass
         except BaseException:
             stopped.set_result(None)
             raise
+        ended.result()
 
 
 async def _run_batches(lm: LM, calls: Iterable[Mapping[str, Any]], read: Callable[[list[Run]], None]) -> None:
