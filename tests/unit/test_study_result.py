@@ -1,0 +1,63 @@
+"""Results of studies are saved in one file and come back the same, and what is no such file is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import patchclamp as pc
+from patchclamp.studies.result import StudyResult, provenance
+
+
+class Part(msgspec.Struct, frozen=True, eq=False):
+    name: str
+    values: np.ndarray
+
+
+class Example(StudyResult, frozen=True, eq=False, kw_only=True):
+    floor: float
+    tokens: tuple[str, ...]
+    grid: np.ndarray
+    parts: tuple[Part, ...]
+
+
+class Other(StudyResult, frozen=True, eq=False, kw_only=True):
+    floor: float
+
+
+def example() -> Example:
+    draw = np.random.default_rng(3)
+    with pc.LM("fake") as lm:
+        made = provenance(lm, (3, 5))
+    parts = (Part("a", draw.integers(0, 9, 4)), Part("b", np.full((2, 0), np.nan)))
+    return Example(provenance=made, floor=0.1, tokens=("é", "\n"), grid=draw.normal(size=(2, 3)).T, parts=parts)
+
+
+def test_a_saved_result_comes_back_to_the_bit(tmp_path: Path):
+    result = example()
+    loaded = Example.load(result.save(tmp_path / "result.safetensors"))
+    assert loaded.provenance == result.provenance
+    assert loaded.provenance.seeds == (3, 5)
+    assert (loaded.floor, loaded.tokens) == (0.1, ("é", "\n"))
+    assert loaded.grid.tobytes() == np.ascontiguousarray(result.grid).tobytes()
+    assert [part.name for part in loaded.parts] == ["a", "b"]
+    for one, other in zip(loaded.parts, result.parts, strict=True):
+        assert one.values.dtype == other.values.dtype
+        assert np.array_equal(one.values, other.values)
+
+
+@pytest.mark.parametrize("what", ["missing", "garbage", "foreign", "another study"])
+def test_other_files_are_refused(tmp_path: Path, what: str):
+    path = tmp_path / "file"
+    if what == "garbage":
+        path.write_bytes(b"\x80pickle")
+    elif what == "foreign":
+        save_file({"0": np.zeros(2)}, path)
+    elif what == "another study":
+        Other(provenance=example().provenance, floor=1.0).save(path)
+    with pytest.raises(pc.ProgramError, match="file"):
+        Example.load(path)
