@@ -136,7 +136,7 @@ class Side:
             )
             self.engine = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
         if self.ours:
-            self.rpc("started")
+            self.rpc("started", False)
         self.start_s = round(time.perf_counter() - began, 1)
         self.memory_mib = (free - torch.cuda.mem_get_info()[0]) >> 20
         self.core = self.engine.engine_core.engine_core

@@ -177,6 +177,9 @@ class Remote:
     def close(self) -> None:
         self._pipe.close()
         self._process.join(30)
+        self.stop()
+
+    def stop(self) -> None:
         if self._process.is_alive():
             self._process.terminate()
 
@@ -306,15 +309,23 @@ def _sides(args: argparse.Namespace) -> dict[str, Remote]:
                     "block_size": 32, "max_model_len": 512}  # fmt: skip
     else:
         compilation = {"inductor_compile_config": UNTIMED, "cudagraph_capture_sizes": [1, 8, 64, 256, 512]}
-        options |= {"kv_cache_memory_bytes": min(32, 72 // (1 + len(ours))) << 30,
+        import torch
+
+        memory_gib = torch.cuda.get_device_properties(0).total_memory >> 30
+        options |= {"kv_cache_memory_bytes": min(32, int(0.6 * memory_gib / (1 + len(ours)))) << 30,
                     "gpu_memory_utilization": 0.9 / (1 + len(ours)),
                     "max_num_seqs": 1024, "compilation_config": compilation}  # fmt: skip
     environ = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if tiny else {}  # else as `LLM` starts it: beside the caller
     sides = {"stock": Remote("stock", args.shape, model, options, environ)}
     for name, own in ours.items():
         sides[name] = Remote("ours", args.shape, model, {**options, **own}, {})
-    for side in sides.values():
-        side.started()
+    try:
+        for side in sides.values():
+            side.started()
+    except BaseException:
+        for side in sides.values():
+            side.stop()
+        raise
     return sides
 
 

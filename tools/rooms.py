@@ -20,6 +20,7 @@ JOBS = {
     "doctor": "what works on this machine, and what does not",
     "proving": "pc.LM: each site is proved on the live model first",
     "lm": "checks a call, binds its programs, hands it over",
+    "call": "the arguments of a call, read for each prompt",
     "stream": "the tokens of a run as they are generated",
     "run": "the results of a request; fetches its captures",
     "engines": "carry requests: vLLM, Transformers, the fake",
@@ -33,7 +34,7 @@ JOBS = {
 }
 BANDS = {
     "ask": ("#8250df", ("cli", "serve", "studies", "plots", "doctor")),
-    "call": ("#0969da", ("proving", "lm", "stream", "run")),
+    "call": ("#0969da", ("proving", "lm", "call", "stream", "run")),
     "carry": ("#bc4c00", ("engines",)),
     "compute": ("#1a7f37", ("runtime", "kernels", "plan")),
     "know": ("#57606a", ("sites", "store", "language", "errors")),

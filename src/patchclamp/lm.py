@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import itertools
+import os
 import secrets
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,12 +15,23 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from patchclamp.call import (
+    MAX_SCORES,
+    as_list,
+    count_of,
+    fuzz_of,
+    is_token_id,
+    per_prompt,
+    plain,
+    samplings_of,
+    seeded,
+    top_logprobs_of,
+)
 from patchclamp.engines.adapters import Adapter, adapters_of
 from patchclamp.engines.base import Answer, Engine, Request
 from patchclamp.engines.open import open_engine
 from patchclamp.errors import EngineError, MissingSource, PatchclampError, ProgramError, TokensError
-from patchclamp.language import At, Op, Program, Site
-from patchclamp.language.fuzz import fuzz
+from patchclamp.language import Program
 from patchclamp.language.site import parse_site
 from patchclamp.plan import Prompt
 from patchclamp.plan.bindings import Bindings
@@ -27,9 +40,9 @@ from patchclamp.sites import SiteRef
 from patchclamp.store.named import NamedBank
 from patchclamp.stream import Stream, wake
 
-MAX_RUNS = 16_384  # of one prompt, as in vLLM
 MAX_FETCH_BYTES = 1 << 26  # of captures that come from the engine in one call, or little more
-MAX_SCORES = 128  # token ids graded in one run: what vLLM's sampler takes
+MAX_VIEWED_BYTES = 1 << 30  # the same, where large captures come without a copy
+KEYS_DRAWN = 256
 
 
 class LM:
@@ -127,7 +140,7 @@ class LM:
         call = self._read_call(prompt, messages, max_tokens, edits, capture, sampling, score, logprobs, lora)
         futures = self.engine.submit(call.requests)  # without an await before it: a cancelled call is always aborted
         try:
-            answers = await asyncio.gather(*map(_awaited, futures))
+            answers = await _all_answers(futures)
         except BaseException:
             self.engine.abort(call.keys)
             raise
@@ -161,25 +174,25 @@ class LM:
     ) -> _Call:  # fmt: skip
         """The requests that the arguments of a call describe."""
         prompts, listed = self._prompts(prompt, messages)
-        parts = (_per_prompt(edits, len(prompts), "edits"), _per_prompt(capture, len(prompts), "capture"))
+        parts = (per_prompt(edits, len(prompts), "edits"), per_prompt(capture, len(prompts), "capture"))
         made: dict[tuple[int, int], Program] = {}  # by the lists they are of: one list for all prompts is one program
         programs = [made.get((id(edit), id(keep))) or made.setdefault((id(edit), id(keep)), Program.of(edit, keep))
                     for edit, keep in zip(*parts, strict=True)]  # fmt: skip
-        samplings = [_plain(one) for one in _samplings(sampling, len(prompts))]
-        fuzzes = [_fuzz(one.pop("extra_args", None)) for one in samplings]
+        samplings = [plain(one) for one in samplings_of(sampling, len(prompts))]
+        fuzzes = [fuzz_of(one.pop("extra_args", None)) for one in samplings]
         programs = [msgspec.structs.replace(program, edits=program.edits + fuzz) if fuzz else program
                     for program, fuzz in zip(programs, fuzzes, strict=True)]  # fmt: skip
-        counts = [_count(one) for one in samplings]
+        counts = [count_of(one) for one in samplings]
         for one in samplings if isinstance(sampling, (list, tuple)) else samplings[:1]:
             self.engine.check_sampling(one)
-        scores = _per_prompt(score, len(prompts), "score")
+        scores = per_prompt(score, len(prompts), "score")
         adapters = self._adapters(lora, len(prompts))
         top, bindings = (
-            _top_logprobs(logprobs, any(len(tokens) for tokens in scores)),
+            top_logprobs_of(logprobs, any(len(tokens) for tokens in scores)),
             Bindings(self.sites, self._source, self.bank, self._allow_code),
         )
         requests = [
-            self._request(prompts[i], programs[i], scores[i], _seeded(one, number), max_tokens, adapters[i],
+            self._request(prompts[i], programs[i], scores[i], seeded(one, number), max_tokens, adapters[i],
                           f"prompt {i}" if listed else None, top, bindings)
             for i, one in enumerate(samplings)
             for number in range(counts[i])
@@ -212,7 +225,7 @@ class LM:
             unread = run.unread({ref.point for ref in of_run})
             chunk += [(run, key) for key in unread]
             size += sum(run.bytes_at(point) for point, _ in unread)
-            if size > MAX_FETCH_BYTES:
+            if size > (MAX_VIEWED_BYTES if self.engine.has_views else MAX_FETCH_BYTES):
                 self._fetch(chunk)
                 chunk, size = [], 0
         self._fetch(chunk)
@@ -222,7 +235,7 @@ class LM:
         ]
 
     def _refs(self, sites: Any) -> list[SiteRef]:
-        return [ref for site in _as_list(sites) for ref in self.sites.resolve(parse_site(site))]
+        return [ref for site in as_list(sites) for ref in self.sites.resolve(parse_site(site))]
 
     def _fetch(self, chunk: list[tuple[Run, tuple[int, None]]]) -> None:
         """Has runs take what they captured, (point, None) each."""
@@ -321,7 +334,7 @@ class LM:
         bindings: Bindings,
     ) -> Request:
         """One run of a prompt (ids, text), `path` where that stands in a list. Raises what is wrong with it."""
-        key, (ids, text) = self.engine.run_prefix + secrets.token_hex(8), prompt
+        key, (ids, text) = self.engine.run_prefix + _key(), prompt
         if not is_token_id(max_tokens) or max_tokens < 1:
             raise ProgramError(f"at least one token must be generated, not {max_tokens!r}", "max_tokens")
         if len(ids) + max_tokens > self.model.max_model_len:
@@ -373,104 +386,37 @@ class _Call(NamedTuple):
         return [request.run for request in self.requests]
 
 
-def _count(sampling: dict[str, Any]) -> int:
-    """How many runs a prompt has: takes `n` out of its sampling."""
-    count = sampling.pop("n", None)
-    count = 1 if count is None else count
-    if not is_token_id(count) or not 1 <= count <= MAX_RUNS:
-        raise ProgramError(f"a whole number from 1 to {MAX_RUNS} is needed, not {count!r}", "sampling.n")
-    if count > 1 and not sampling.get("temperature"):
-        raise ProgramError(f"{count} runs without a temperature would all be the same: give one", "sampling.n")
-    return int(count)
-
-
-def _samplings(sampling: Any, prompts: int) -> Sequence[Mapping[str, Any]]:
-    """The sampling of each prompt."""
-    samplings = (
-        list(sampling) if isinstance(sampling, (list, tuple)) else [{} if sampling is None else sampling] * prompts
-    )
-    if len(samplings) != prompts or not all(isinstance(one, Mapping) for one in samplings):
-        raise ProgramError(f"names and values are needed, or a list of {prompts} of them, one a prompt", "sampling")
-    return samplings
-
-
-def _plain(value: Any) -> Any:
-    """A value in Python's own numbers, lists and dicts."""
-    if isinstance(value, Mapping):
-        return {name.item() if isinstance(name, np.generic) else name: _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, (set, frozenset)):
-        return sorted(map(_plain, value), key=repr)
-    return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value
-
-
-def _seeded(sampling: dict[str, Any], number: int) -> dict[str, Any]:
-    """The sampling of a prompt's run of that number, seeded as vLLM would; -1 is no seed there."""
-    seed = sampling.get("seed")
-    if seed in (None, -1):
-        return sampling
-    if not is_token_id(seed) or not -(2**63) <= seed + number < 2**63:
-        raise ProgramError(f"a whole number of 64 bits is needed, not {seed!r}", "sampling.seed")
-    if seed + number == -1:
-        raise ProgramError(
-            f"of runs from {seed} on one would have the seed -1, which is none: begin elsewhere", "sampling.seed"
-        )
-    return {**sampling, "seed": seed + number}
-
-
-def _fuzz(extra: Any) -> tuple[Op, ...]:
-    if extra is not None and not isinstance(extra, Mapping):
-        raise ProgramError(f"names and values are needed, not {type(extra).__name__}", "sampling.extra_args")
-    try:
-        return fuzz(dict(extra or {}))
-    except PatchclampError as error:
-        raise error.under("sampling.extra_args") from None
-
-
-def is_token_id(value: object) -> bool:
-    """Whether a value is a whole number, Python's or NumPy's; True and 5.0 are none."""
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def _per_prompt(items: Any, prompts: int, name: str) -> Sequence[Any]:
-    """The edits, captures or scores of each prompt, from one list for all or a list of lists, one a prompt."""
-    if items is not None and not isinstance(items, (str, Site, At, Op, list, tuple, Mapping)):
-        try:
-            items = list(items)
-        except TypeError:
-            raise ProgramError(f"a list is needed, not {type(items).__name__}", name) from None
-    if isinstance(items, (list, tuple)) and any(isinstance(item, (list, tuple)) for item in items):
-        if not all(isinstance(item, (list, tuple)) for item in items):
-            raise ProgramError("either one list for all prompts, or a list of lists, one a prompt", name)
-        if len(items) != prompts:
-            raise ProgramError(f"{len(items)} lists for {prompts} prompts", name)
-        return items
-    return [items] * prompts
-
-
-def _top_logprobs(logprobs: Any, scored: bool) -> int | None:
-    """How many top tokens to report at each generated token; 0: only that token; None: no log-probabilities."""
-    if isinstance(logprobs, bool):
-        return 0 if logprobs else None
-    if not is_token_id(logprobs) or not 1 <= logprobs <= MAX_SCORES:
-        raise ProgramError(f"True, or a number from 1 to {MAX_SCORES}, not {logprobs!r}", "logprobs")
-    if scored:
-        raise ProgramError("a run with score= has no likeliest tokens beside it: give logprobs=True", "logprobs")
-    return int(logprobs)
-
-
-def _as_list(sites: Any) -> list[Any]:
-    return list(sites) if isinstance(sites, (list, tuple)) else [sites]
-
-
-async def _awaited(future: Future[Answer]) -> Answer | PatchclampError:
-    """What comes of a run, awaited; a reader that is cancelled does not cancel the engine's future."""
+async def _all_answers(futures: list[Future[Answer]]) -> list[Answer | PatchclampError]:
+    """What comes of runs, awaited; the loop is woken once. A reader that is cancelled does not cancel the futures."""
     loop = asyncio.get_running_loop()
-    done = loop.create_future()
-    future.add_done_callback(lambda _: wake(loop, done))
-    await done
-    return _wait(future)
+    done, left = loop.create_future(), itertools.count(1)
+
+    def end(_: Future[Answer]) -> None:
+        if next(left) == len(futures):
+            wake(loop, done)
+
+    for future in futures:
+        future.add_done_callback(end)
+    if futures:
+        await done
+    return [_wait(future) for future in futures]
+
+
+_drawn: collections.deque[str] = collections.deque()  # keys of runs to come
+
+
+os.register_at_fork(after_in_child=_drawn.clear)
+
+
+def _key() -> str:
+    """A key that nobody can guess. Many are drawn at once: the system is asked outside of Python's lock, and who comes
+    back for it may wait for another thread."""
+    while True:
+        try:
+            return _drawn.popleft()
+        except IndexError:
+            drawn: str = secrets.token_hex(8 * KEYS_DRAWN)
+            _drawn.extend(drawn[begin : begin + 16] for begin in range(0, len(drawn), 16))
 
 
 def _wait(future: Future[Answer]) -> Answer | PatchclampError:

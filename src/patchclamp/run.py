@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 MAX_PREFETCH_BYTES = 1 << 20  # of captures that come together when the first of them is read
+VIEWED_BYTES = 1 << 17  # of a point that surely comes as a view, where views are to be had
 NO_POSITIONS = np.zeros(0, np.int64)
 
 
@@ -315,8 +316,11 @@ class Run:
         return positions[:count], rows[:count]
 
     def _prefetch(self, point: int, ordinal: int | None) -> None:
-        """Fetches what is read now, and if the run captured little, all else that it captured."""
-        points = self._captured if self.captured_bytes <= MAX_PREFETCH_BYTES else ()
+        """Fetches what is read now, and all else that the run captured, if that is little or comes without a copy."""
+        points = list(self._captured)
+        if self.captured_bytes > MAX_PREFETCH_BYTES:
+            has_views = self._owner.engine.has_views
+            points = [point for point in points if has_views and self.bytes_at(point) >= VIEWED_BYTES]
         keys = [(point, ordinal), *(key for key in self.unread(points) if key != (point, ordinal))]
         captured = self._owner.engine.fetch_many([(self.key, *key) for key in keys])
         self.take_fetched(dict(zip(keys, captured, strict=True)))

@@ -310,12 +310,12 @@ def test_a_compiled_model_without_an_idle_variant_is_refused(shallow, monkeypatc
     from vllm.config import CompilationMode
 
     lm = shallow.get("vllm", "float32")
-    assert lm.engine._call(lambda: lm.engine._workers.one("started")).result() is None
+    assert lm.engine._call(lambda: lm.engine._workers.one("started", False)).result() is None
     monkeypatch.setattr(lm.engine.config.compilation_config, "mode", CompilationMode.VLLM_COMPILE)
-    assert lm.engine._call(lambda: lm.engine._workers.one("started")).result() is None
+    assert lm.engine._call(lambda: lm.engine._workers.one("started", False)).result() is None
     monkeypatch.setitem(lm.engine.config.additional_config["patchclamp"], "numerics", "stock")
     with pytest.raises(pc.EngineError, match="compiled the model where patchclamp does not see it"):
-        lm.engine._call(lambda: lm.engine._workers.one("started")).result()
+        lm.engine._call(lambda: lm.engine._workers.one("started", False)).result()
 
 
 @pytest.mark.parametrize(("cpu", "context"), [(False, "LLM_CLASS"), (True, "UNKNOWN_CONTEXT")])

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import patchclamp as pc
+from patchclamp.call import plain, seeded
 from patchclamp.engines.sampling import Sampler
-from patchclamp.lm import _plain, _seeded
 
 
 def drawn_from(logits: list[float], **sampling: float) -> list[float]:
@@ -36,16 +36,16 @@ def test_values_that_mean_none():
 
 def test_each_of_several_runs_has_a_seed_of_its_own():
     for seed in (11, np.int64(11)):
-        found = [_seeded(_plain({"seed": seed}), number)["seed"] for number in range(3)]
+        found = [seeded(plain({"seed": seed}), number)["seed"] for number in range(3)]
         assert found == [11, 12, 13]
         assert {type(one) for one in found} == {int}
-    assert [_seeded({"seed": -1}, number) for number in range(3)] == [{"seed": -1}] * 3  # none, as for vLLM
-    assert _seeded({}, 2) == {}
+    assert [seeded({"seed": -1}, number) for number in range(3)] == [{"seed": -1}] * 3  # none, as for vLLM
+    assert seeded({}, 2) == {}
     with pytest.raises(pc.ProgramError, match=r"sampling.seed: of runs from -3 on one would have the seed -1"):
-        _seeded({"seed": -3}, 2)
+        seeded({"seed": -3}, 2)
     for seed, number in ((1.5, 0), ("a", 0), (True, 0), (2**70, 0), (2**63 - 1, 1), (-(2**63) - 1, 0)):
         with pytest.raises(pc.ProgramError, match=r"sampling.seed: a whole number of 64 bits is needed"):
-            _seeded({"seed": seed}, number)
+            seeded({"seed": seed}, number)
 
 
 @pytest.mark.parametrize(

@@ -203,6 +203,11 @@ class Engine(Protocol):
     proved: bool = False
     run_prefix: str = ""
 
+    @property
+    def has_views(self) -> bool:
+        """Whether large captures come without a copy, so that all of a run may come together."""
+        return False
+
     def submit(self, requests: list[Request]) -> list[Future[Answer]]:
         """Starts requests, as one batch where the engine has batches. Each gets its own answer or error."""
         ...

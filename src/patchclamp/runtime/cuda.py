@@ -69,6 +69,9 @@ class CudaStep:
         """Device memory held, beside the bank."""
         return sum(self.memory.values())
 
+    def open_captures(self) -> None:
+        self.drain.open()
+
     def begin(self, plan: StepPlan, batch: Batch, steps: int) -> None:
         self._plan, self._batch, self._steps = plan, batch, steps
         if not steps:

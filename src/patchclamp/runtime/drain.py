@@ -80,6 +80,10 @@ class Drain:
     def device_bytes(self) -> int:
         return self.ring.nbytes
 
+    def open(self) -> None:
+        """From now on captures come into memory that other processes can map."""
+        self._pinned.is_open = True
+
     def prepare(self) -> None:
         """Makes pinned memory ahead of captures that are coming."""
         self._pinned.prepare()

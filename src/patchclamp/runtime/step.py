@@ -51,6 +51,10 @@ class Step(Protocol):
         """A program that captures has been admitted."""
         ...
 
+    def open_captures(self) -> None:
+        """From now on captures lie where other processes can map them, if the step keeps them in memory of its own."""
+        ...
+
     def flush(self) -> None:
         """Returns when all captures can be read."""
         ...
@@ -98,6 +102,9 @@ class HostStep:
         return BufferSlice(HostBlock(self._captures.cpu().view(torch.uint8)), 0) if plan.size else None
 
     def prepare(self) -> None:
+        return None
+
+    def open_captures(self) -> None:
         return None
 
     def flush(self) -> None:

@@ -56,7 +56,7 @@ class Front:
             raise error.under(f"{path}.at") from None
 
     async def _prove(self) -> None:
-        await self.engine.ask("started")
+        await self.engine.ask("started", True)
         await asyncio.to_thread(ensure_proved, self.lm)
 
 

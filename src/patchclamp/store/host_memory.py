@@ -16,14 +16,18 @@ import tempfile
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from patchclamp.store import open_memory
+
 logger = logging.getLogger("patchclamp")
 
 SLAB_BYTES = 1 << 26
+MIN_PINNED_BYTES, MAX_PINNED_BYTES = 1 << 32, 1 << 35  # of a worker, if nothing else was asked for
 SLABS_AHEAD = 4  # slabs that are made ahead of need
 MAX_FREE_BYTES = 1 << 28  # bytes that `ReusedMemory` keeps while nobody holds them
 _HUGE_BYTES, _PAGE_BYTES = 1 << 21, 4096
@@ -51,6 +55,17 @@ class HostBlock:
     def has_arrived(self) -> bool:
         """Whether the bytes are there now; waits for nothing."""
         return self.data is not None and (self.copied is None or self.copied.query())
+
+
+def default_pinned_bytes(workers: int) -> int:
+    """What each of so many workers of this machine may pin: together a quarter of the free memory; 4 to 32 GiB each."""
+    import psutil
+
+    free = psutil.virtual_memory().available
+    with contextlib.suppress(OSError, ValueError):  # a container's own limit
+        limit, used = (Path("/sys/fs/cgroup", f"memory.{name}").read_text() for name in ("max", "current"))
+        free = min(free, int(limit) - int(used))
+    return max(MIN_PINNED_BYTES, min(MAX_PINNED_BYTES, free // (4 * workers)))
 
 
 def huge_memory(size: int) -> mmap.mmap:
@@ -99,6 +114,7 @@ class PinnedSlabs:
         unregister: Callable[[np.ndarray], None] = _unregister,
     ) -> None:
         self._limit_bytes, self._register, self._unregister = limit_bytes, register, unregister
+        self.is_open = False  # whether other processes are to map new slabs
         self._free: dict[int, list[Slab]] = collections.defaultdict(list)  # by size
         self._coming: collections.deque[Future[Slab]] = collections.deque()
         self._makers = ThreadPoolExecutor(3, thread_name_prefix="patchclamp-pin")
@@ -148,7 +164,9 @@ class PinnedSlabs:
         self._coming.append(self._makers.submit(self._make, SLAB_BYTES))
 
     def _make(self, size: int) -> Slab:
-        memory = np.frombuffer(huge_memory(size), np.uint8, size)
+        memory = open_memory.make(size) if self.is_open else None
+        if memory is None:
+            memory = np.frombuffer(huge_memory(size), np.uint8, size)
         list(self._touchers.map(_touch, [memory[i : i + _TOUCH_BYTES] for i in range(0, size, _TOUCH_BYTES)]))
         try:
             self._register(memory)

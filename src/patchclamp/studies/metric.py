@@ -14,8 +14,9 @@ from collections.abc import Mapping
 
 import msgspec
 
+from patchclamp.call import is_token_id
 from patchclamp.errors import ProgramError, TokensError, unknown
-from patchclamp.lm import LM, is_token_id
+from patchclamp.lm import LM
 
 METRICS = ("logprob", "logit_diff", "recovered")
 

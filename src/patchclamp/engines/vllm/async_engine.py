@@ -52,12 +52,16 @@ class AsyncEngine(Engine):
             facts["dtype"], facts["max_model_len"], configuration.settings(config),
         )  # fmt: skip
         self._parameters = Parameters(not skipped)
-        self._receiver = shared.Receiver()
+        self._receiver = shared.Receiver(self.release)
         self._vectors: collections.Counter[str] = collections.Counter()  # that the cores hold: how many requests do
         self._dropped: list[str] = []
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by run
 
     # -- from any thread
+
+    @property
+    def has_views(self) -> bool:
+        return self._receiver.has_views
 
     def submit(self, requests: list[Request]) -> list[Future[Answer]]:
         futures: list[Future[Answer]] = [Future() for _ in requests]

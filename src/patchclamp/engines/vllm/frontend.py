@@ -60,7 +60,7 @@ class VllmEngine(Engine):
         self._asleep = False
         self._wake = threading.Condition()
         self._stop, self._ended = False, EngineError("the engine is closed")
-        self._receiver = shared.Receiver()
+        self._receiver = shared.Receiver(self.release)
         self._engine: Any = None
         self._held_back: collections.deque[tuple[Request, Future[Answer]]] = collections.deque()
         self._waiting: dict[str, Underway] = {}  # by run
@@ -72,6 +72,10 @@ class VllmEngine(Engine):
         )
         self._thread.start()
         started.result()
+
+    @property
+    def has_views(self) -> bool:
+        return self._receiver.has_views or not self.remote
 
     # -- from any thread
 
@@ -214,7 +218,7 @@ class VllmEngine(Engine):
             config, executor, log_stats=False,
             multiprocess_mode=separate,
         )  # fmt: skip
-        self._workers = Workers(self._engine)
+        self._workers = Workers(self._engine, self.remote)
         self._adapters = Adapters(self._engine, self._workers, config.lora_config)
 
     def _check(self, config: Any) -> None:

@@ -1,18 +1,24 @@
-"""Captured rows on their way to another process of the machine: through a buffer in shared memory, one for a receiver.
+"""Captured rows on their way to another process of the machine.
 
-Memory that the system must first find and clear passes 1 to 2 GB/s; a buffer that both sides have mapped already passes
-as fast as it is copied.  The rows of one call lie side by side, and pass in parts where they are more than a buffer
-holds.  The receiver copies the parts out, so nothing that a caller holds depends on the buffer.  Little travels in the
-answer, and so does everything where there is no room for a buffer.
+Large rows that lie in open memory (`store.open_memory`), as a GPU's captures do, are lent: the receiver maps that
+memory, and what it gives to a caller are views.  The sender keeps what it has lent until no view is left.
+
+All other rows pass through a buffer in shared memory, one for a receiver.  Memory that the system must first find and
+clear passes 1 to 2 GB/s; a buffer that both sides have mapped already passes as fast as it is copied.  The rows of one
+call lie side by side, and pass in parts where they are more than a buffer holds.  The receiver copies the parts out, so
+nothing that a caller holds depends on the buffer.  Little travels in the answer, and so does everything where there is
+no room for a buffer.
 """
 
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
 import threading
 import uuid
-from collections.abc import Callable, Collection
+import weakref
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import msgspec
@@ -20,12 +26,14 @@ import numpy as np
 import torch
 
 from patchclamp.engines.base import Captured
-from patchclamp.store import host_memory
-from patchclamp.store.captures import StoredRows, side_by_side
+from patchclamp.store import host_memory, open_memory
+from patchclamp.store.captures import MIN_VIEW_BYTES, StoredRows, side_by_side
+from patchclamp.store.open_memory import Place
 
 MAX_INLINE_BYTES = 1 << 20  # bytes that travel in the answer
 MAX_BUFFER_BYTES = 1 << 26  # bytes of a buffer, and of a part
 _PATIENCE = 3  # fetches in a row without sight of the sender's files before they are asked for no more
+_LOAN = "loan:"  # begins the name of what was lent, among the names of runs that are released
 
 
 class _Buffer(msgspec.Struct):
@@ -41,6 +49,7 @@ class Sender:
         self._buffers: dict[str, _Buffer] = {}
         # no two senders' numbers are alike: a receiver hears from several, and knows by the upper bits from which
         self._numbers = itertools.count((int.from_bytes(os.urandom(5), "big") << 16) + 1)
+        self._lent: dict[str, tuple[str, list[np.ndarray]]] = {}  # by loan: the receiver, and what must stay for it
 
     def hand(
         self, stored: dict[int, StoredRows], to: str, mapped: Collection[int] = (), at: int = 0, files: bool = True
@@ -49,7 +58,8 @@ class Sender:
 
         Of the bytes, side by side, those from `at` on, at most `MAX_BUFFER_BYTES`. `files`: it can open ours.
         """
-        rows = list(stored.values())
+        places = {n: place for n, rows in stored.items() if (place := _lendable(rows)) is not None} if files else {}
+        rows = [each for number, each in stored.items() if number not in places]
         begins, size = side_by_side(rows)
         if not files:
             self._drop(to)
@@ -60,6 +70,9 @@ class Sender:
             [pair for each, begin in zip(rows, begins, strict=True) for pair in _part(each, begin - at, memory[:here])]
         )
         answer = {"size": size, **_described(stored)}
+        if places:
+            loan = self._lend(to, [stored[number].parts[0] for number in places]) if at == 0 else ""
+            answer |= {"loan": loan, "lent": [(number, *place) for number, place in places.items()]}
         if buffer is None:
             return answer | {"data": memory.tobytes()}
         return answer | {"buffer": buffer.number, "path": buffer.path, "buffer_bytes": len(buffer.memory), "here": here}
@@ -80,6 +93,25 @@ class Sender:
             self._buffers[to] = _Buffer(next(self._numbers), *shared)
         return self._buffers.get(to)
 
+    def _lend(self, to: str, rows: list[np.ndarray]) -> str:
+        """Keeps rows for a receiver until the loan of that name is returned; those of receivers that died go."""
+        for loan in [loan for loan, (name, _) in self._lent.items() if not _alive(name)]:
+            del self._lent[loan]
+        loan = f"{_LOAN}{next(self._numbers)}"
+        self._lent[loan] = to, rows
+        return loan
+
+    def take_back(self, released: Iterable[str]) -> None:
+        """Forgets the loans among names that were released."""
+        for name in released:
+            if name.startswith(_LOAN):
+                self._lent.pop(name, None)
+
+    @property
+    def loans(self) -> int:
+        """How many loans receivers hold."""
+        return len(self._lent)
+
     def _drop(self, to: str) -> None:
         buffer = self._buffers.pop(to, None)
         if buffer is not None and buffer.path:
@@ -87,10 +119,16 @@ class Sender:
 
 
 class Receiver:
-    """Takes what `Sender`s hand over. `name` tells receivers apart."""
+    """Takes what `Sender`s hand over. `name` tells receivers apart. `release` gets the names of loans of which no view
+    is left, wherever the garbage collector runs; they go to the senders' `take_back`.
 
-    def __init__(self) -> None:
-        self.name = f"{os.getpid()}-{uuid.uuid4().hex}"
+    has_views: whether large rows have come as views
+    """
+
+    def __init__(self, release: Callable[[list[str]], None]) -> None:
+        self.name, self._release = f"{os.getpid()}-{uuid.uuid4().hex}", release
+        self.has_views = False
+        self._mapped: dict[str, tuple[Place, mmap.mmap]] = {}  # open memory, by its name
         self._buffers: dict[int, tuple[int, np.ndarray]] = {}  # by sender: its buffer's number, and the memory
         self._memory = host_memory.ReusedMemory()
         self._lock = threading.Lock()  # from asking until what lies in the buffers is copied out
@@ -102,15 +140,19 @@ class Receiver:
             files, at = self._unseen < _PATIENCE, 0
             before: list[Any] = []
             memories: list[np.ndarray] = []
+            lent: list[dict[int, np.ndarray]] = []
             while True:
                 answers = ask(self.name, [number for number, _ in self._buffers.values()], at, files)
                 try:
                     parts = [self._part(answer) for answer in answers]
+                    if at == 0:
+                        lent = [self._borrow(answer) for answer in answers]
                 except OSError:  # another machine, another view of this one's files, or no file may be opened now
+                    self._release([answer["loan"] for answer in answers if answer.get("loan")])
                     self._unseen, files, at = self._unseen + 1, False, 0
                     continue
                 self._unseen = 0 if files else self._unseen
-                described = [(answer["positions"], answer["rows"]) for answer in answers]
+                described = [(answer["positions"], answer["rows"], answer.get("lent")) for answer in answers]
                 if at == 0 or described != before:  # the first part, or a run has gone on meanwhile
                     before, memories = described, [self._memory.take(answer["size"]) for answer in answers]
                     if at:
@@ -121,13 +163,36 @@ class Receiver:
                 )
                 at += MAX_BUFFER_BYTES
                 if all(at >= answer["size"] for answer in answers):
-                    return [_read(answer, memory) for answer, memory in zip(answers, memories, strict=True)]
+                    return [_read(*parts) for parts in zip(answers, memories, lent, strict=True)]
 
     def _part(self, answer: dict[str, Any]) -> np.ndarray:
         """The bytes that an answer brings, or shows in its sender's buffer."""
         if "data" in answer:
             return np.frombuffer(answer["data"], np.uint8)
         return self._map(answer)[: answer["here"]]
+
+    def _borrow(self, answer: dict[str, Any]) -> dict[int, np.ndarray]:
+        """The open memory of every row that was lent, from the row's first byte on. Once no view is left of any of it,
+        the loan is returned."""
+        if "lent" not in answer:
+            return {}
+        places = {number: Place(*place) for number, *place in answer["lent"]}
+        roots: dict[str, np.ndarray] = {}
+        returned = _Returned(self._release, answer["loan"])
+        for place in places.values():
+            if place.name not in roots:
+                if place.name not in self._mapped:
+                    self._forget_closed()
+                    self._mapped[place.name] = place, open_memory.map_place(place)
+                roots[place.name] = np.frombuffer(self._mapped[place.name][1], np.uint8)
+                returned.after(roots[place.name])
+        self.has_views = True
+        return {number: roots[place.name][place.offset :] for number, place in places.items()}
+
+    def _forget_closed(self) -> None:
+        """Lets go of mapped memory that its owner has given up. Views of it stay."""
+        for name in [name for name, (place, _) in self._mapped.items() if not open_memory.is_open(place)]:
+            del self._mapped[name]
 
     def _map(self, answer: dict[str, Any]) -> np.ndarray:
         number = answer["buffer"]
@@ -146,17 +211,38 @@ def _described(stored: dict[int, StoredRows]) -> dict[str, Any]:
     return {"positions": [array.tobytes() for array in arrays.values()], "rows": rows}
 
 
-def _read(answer: dict[str, Any], memory: np.ndarray) -> dict[int, Captured]:
-    """Positions and rows by number, as views of memory that an answer's bytes were copied to."""
+def _read(answer: dict[str, Any], memory: np.ndarray, lent: dict[int, np.ndarray]) -> dict[int, Captured]:
+    """Positions and rows by number: views of what was lent, and of the memory that all others were copied to."""
     positions = [np.frombuffer(array, np.int64) for array in answer["positions"]]
-    stored = [
-        StoredRows(positions[which], [], getattr(torch, dtype), width) for _, which, width, dtype in answer["rows"]
-    ]
-    begins, _ = side_by_side(stored)
-    return {
-        number: (rows.positions, rows.tensor(memory[begin : begin + rows.nbytes]))
-        for (number, *_), rows, begin in zip(answer["rows"], stored, begins, strict=True)
+    stored = {
+        number: StoredRows(positions[which], [], getattr(torch, dtype), width)
+        for number, which, width, dtype in answer["rows"]
     }
+    copied = [number for number in stored if number not in lent]
+    begins, _ = side_by_side([stored[number] for number in copied])
+    data = lent | {number: memory[begin:] for number, begin in zip(copied, begins, strict=True)}
+    return {number: (rows.positions, rows.tensor(data[number][: rows.nbytes])) for number, rows in stored.items()}
+
+
+class _Returned:
+    """Returns a loan when all of some arrays are gone."""
+
+    def __init__(self, release: Callable[[list[str]], None], loan: str) -> None:
+        self._release, self._loan, self._left = release, loan, 0
+
+    def after(self, memory: np.ndarray) -> None:
+        self._left += 1
+        weakref.finalize(memory, self._gone).atexit = False
+
+    def _gone(self) -> None:
+        self._left -= 1
+        if not self._left:
+            self._release([self._loan])
+
+
+def _lendable(rows: StoredRows) -> Place | None:
+    """Where rows lie that a receiver can map."""
+    return open_memory.place_of(rows.parts[0]) if rows.is_view(MIN_VIEW_BYTES) else None
 
 
 def _part(rows: StoredRows, at: int, memory: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -30,6 +30,7 @@ from patchclamp.runtime.op import at_work
 from patchclamp.runtime.step import HostStep
 from patchclamp.runtime.taps import attach as attach_taps
 from patchclamp.store.captures import tensors_of
+from patchclamp.store.host_memory import default_pinned_bytes
 
 
 def attach(worker: Any) -> None:
@@ -118,10 +119,11 @@ class Attached:
         from patchclamp.runtime.cuda import CudaStep
 
         rows, samples, positions = compat.device_facts(runner, self.kind)
+        workers = self._config.parallel_config.world_size
         runtime = self.runtime
         runtime.step = step = CudaStep(
             runtime.table, runtime.bank, rows, samples, positions, compat.token_ids(runner, self.kind),
-            limits.kept_bytes, limits.ring_bytes, limits.pinned_bytes,
+            limits.kept_bytes, limits.ring_bytes, limits.pinned_bytes or default_pinned_bytes(workers),
         )  # fmt: skip
         step.code = runtime.run_code
         self._most_kept = step.max_graph_bytes
@@ -219,6 +221,7 @@ class Attached:
         A program whose request was aborted before its first step is installed too, and freed at once: later programs
         read the rows that it brought into the bank.
         """
+        self._sender.take_back(orders.release)
         self.runtime.release(orders.release)
         vectors = {key: torch.tensor(rows) for key, rows in orders.vectors.items()}
         arrivals: list[Arrival] = []
@@ -279,8 +282,11 @@ class Attached:
             memory |= {f"CUDA graphs {kind} taps": size for kind, size in self._graphs.bytes.items()}
         return {**self.do_status(), "fusions": self._fusions, "memory": memory}
 
-    def do_started(self) -> None:
-        """Raises `EngineError` if guarantee 1 would not hold."""
+    def do_started(self, remote: bool) -> None:
+        """Captures are to be mapped by the front end if that is `remote`. Raises `EngineError` if guarantee 1 would not
+        hold."""
+        if remote:
+            self.runtime.step.open_captures()
         if lacks_idle_variant(self._config):
             raise EngineError(
                 "vLLM compiled the model where patchclamp does not see it, so steps without programs would run code "

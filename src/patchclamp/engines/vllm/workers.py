@@ -12,10 +12,10 @@ from patchclamp.errors import unpack
 class Workers:
     """An engine's workers, asked on its thread; all at once, in one call each time."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, remote: bool) -> None:
         self._engine = engine
         notice_death(engine)
-        self.all("started")
+        self.all("started", remote)
 
     def all(self, verb: str, *args: Any) -> list[Any]:
         """Every worker's result; raises the first error."""
