@@ -64,7 +64,8 @@ class Run:
         self._equal = NO_POSITIONS, NO_POSITIONS  # what was to come and what came, found equal last
         self._release = weakref.finalize(self, owner.engine.release, [self.key])
         self._release.atexit = False
-        if not program or is_kept_elsewhere:
+        captures = any(op.kind == CAPTURE for op in self._ops)
+        if is_kept_elsewhere or not (captures or request.code):  # the engine keeps nothing for it, or for another
             self._release.detach()
 
     @property

@@ -17,11 +17,19 @@ from patchclamp.errors import (
     TokensError,
     UnsupportedSite,
 )  # fmt: skip
-from patchclamp.language import Apply, Capture, From, Named, Program, SiteOp, Tokens, Use, Vector
+from patchclamp.language import Apply, Capture, From, Named, Program, Site, SiteOp, Tokens, Use, Vector
 from patchclamp.language.ops import Op
 from patchclamp.language.tokens import Joined, Positions, Selection, ids_in
 from patchclamp.language.values import Value, ValueLike, as_value
-from patchclamp.plan.bound import BoundOp, BoundProgram, Condition, pack_columns, position_ranges, run_key
+from patchclamp.plan.bound import (
+    BoundOp,
+    BoundProgram,
+    Condition,
+    PositionRange,
+    pack_columns,
+    position_ranges,
+    run_key,
+)
 from patchclamp.plan.lowering import lower
 from patchclamp.plan.prompt import Case, Prompt
 from patchclamp.sites import Point, SiteMap, SiteRef
@@ -52,22 +60,49 @@ _code_numbers = itertools.count(1)
 def bind(
     program: Program, run: str, prompt: Prompt, max_tokens: int, sites: SiteMap, source: Callable[[str], Source],
     bank: Mapping[str, Any] | None = None, vectors: dict[str, np.ndarray] | None = None,
-    code: dict[int, Code] | None = None,
+    code: dict[int, Code] | None = None, known: Known | None = None,
 ) -> BoundProgram:  # fmt: skip
     """Checks a program against a prompt, a model, and the runs and names (`bank`) it reads, and puts it into numbers.
 
     Positions are those that are inputs: below len(prompt) + max_tokens − 1. `vectors` receives the rows [n, W] of every
-    vector by its bank key, `code` the code by its number (None: code is not allowed).
+    vector by its bank key, `code` the code by its number (None: code is not allowed). `known` is what programs that are
+    bound together share.
 
     Raises: what is wrong, with its path in the program: `ProgramError`, `TokensError`, `ShapeError`,
     `UnsupportedSite`, `MissingSource`.
     """
     binder = _Binder(
         prompt, len(prompt.ids) + max_tokens - 1, sites, source, NO_BANK if bank is None else bank,
-        {} if vectors is None else vectors, code,
+        {} if vectors is None else vectors, code, Known() if known is None else known,
     )  # fmt: skip
     ops = itertools.chain.from_iterable(binder.bind(path, op) for path, op in program.ops)
     return BoundProgram(run, len(prompt.ids), tuple(ops))
+
+
+class Known:
+    """What the programs of one call have in common, worked out once: the refs of a site, the positions of a selection,
+    the rows of a run, and the ranges of positions. It holds every array by whose identity it finds something."""
+
+    def __init__(self) -> None:
+        self.refs: dict[Site, list[SiteRef]] = {}
+        self.cases: dict[tuple[Selection, int, int, int], list[Case]] = {}
+        self.selected: dict[tuple[Selection, str], np.ndarray] = {}  # positions of a run
+        self.rows: dict[tuple[int, int], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        self.ranges: dict[tuple[int, int], tuple[tuple[PositionRange, ...], np.ndarray, np.ndarray | None]] = {}
+
+    def rows_of(self, captured: np.ndarray, wanted: np.ndarray, run: str, ref: SiteRef) -> np.ndarray:
+        """As `_rows`."""
+        key = id(captured), id(wanted)
+        if key not in self.rows:
+            self.rows[key] = _rows(captured, wanted, run, ref), captured, wanted
+        return self.rows[key][0]
+
+    def ranges_of(self, positions: np.ndarray, rows: np.ndarray | None) -> tuple[PositionRange, ...]:
+        """As `position_ranges`."""
+        key = id(positions), id(rows)
+        if key not in self.ranges:
+            self.ranges[key] = position_ranges(positions, rows), positions, rows
+        return self.ranges[key][0]
 
 
 def is_of_length_alone(program: Program) -> bool:
@@ -88,9 +123,9 @@ class _Binder:
 
     def __init__(
         self, prompt: Prompt, limit: int, sites: SiteMap, source: Callable[[str], Source], bank: Mapping[str, Any],
-        vectors: dict[str, np.ndarray], code: dict[int, Code] | None,
+        vectors: dict[str, np.ndarray], code: dict[int, Code] | None, known: Known,
     ) -> None:  # fmt: skip
-        self.prompt, self.limit, self.sites, self._source = prompt, limit, sites, source
+        self.prompt, self.limit, self.sites, self._source, self.known = prompt, limit, sites, source, known
         self._bank, self._vectors, self._code, self._used_edits = bank, vectors, code, 0
 
     def bind(self, path: str, op: Op, users: tuple[str, ...] = ()) -> list[BoundOp]:
@@ -132,13 +167,24 @@ class _Binder:
         return [_OpBinder(self, path, op, refs, case, False).bound() for case in cases]
 
     def _resolve(self, op: SiteOp) -> list[SiteRef]:
-        try:
-            return self.sites.resolve(op.at)
-        except PatchclampError as error:
-            raise error.under("at") from None
+        if op.at not in self.known.refs:
+            try:
+                self.known.refs[op.at] = self.sites.resolve(op.at)
+            except PatchclampError as error:
+                raise error.under("at") from None
+        return self.known.refs[op.at]
 
     def _select(self, op: SiteOp, ref: SiteRef) -> list[Case]:
         """The op's selection: the positions that are selected in any case, then those that depend on a token's id."""
+        if not _is_positional(op.tokens):
+            return self._cases(op, ref)
+        lowest = len(self.prompt.ids) - 1 if self.sites.points[ref.point].rows == "sampled" else 0
+        key = op.tokens, len(self.prompt.ids), self.limit, lowest
+        if key not in self.known.cases:
+            self.known.cases[key] = self._cases(op, ref)
+        return self.known.cases[key]
+
+    def _cases(self, op: SiteOp, ref: SiteRef) -> list[Case]:
         self.check_ids(op.tokens, "tokens")
         sampled = self.sites.points[ref.point].rows == "sampled"
         try:
@@ -217,7 +263,7 @@ class _OpBinder:
 
     def bound(self) -> BoundOp:
         lowered, columns = lower(self._op, self), self._refs[0].columns
-        ranges = position_ranges(self._case.positions, lowered.rows)
+        ranges = self._binder.known.ranges_of(self._case.positions, lowered.rows)
         if lowered.repeats != 1:
             ranges = tuple(each._replace(row=row) for row in range(lowered.repeats) for each in ranges)
         ids, points = self._case.ids, [self._sites.points[ref.point] for ref in self._refs]
@@ -321,19 +367,21 @@ class _OpBinder:
         read = self._refs if value.site is None else self._sites.resolve(value.site)
         self._check_alike(value, read)
         written = self._case.positions
-        positions = written if value.position is None else self._source_positions(value.position, source)
+        positions = written if value.position is None else self._source_positions(value.position, run, source)
         if len(positions) not in (1, len(written)):
             raise ShapeError(f"{value.position} names {len(positions)} positions; {len(written)} are written")
-        rows = {_rows(source.positions_of(ref.point), positions, run, ref).tobytes() for ref in read}
-        if len(rows) > 1:
+        row, *others = [self._binder.known.rows_of(source.positions_of(ref.point), positions, run, ref) for ref in read]
+        if not all(other is row or np.array_equal(other, row) for other in others):
             raise MissingSource(f"run {value.run} captured other positions at some of the layers of {read[0].name}")
-        row = np.frombuffer(rows.pop(), np.int64)
         keys = tuple(run_key(run, ref.point) for ref in read)
-        return keys, np.repeat(row, len(written)) if len(row) == 1 else row
+        return keys, np.repeat(row, len(written)) if len(row) == 1 != len(written) else row
 
-    def _source_positions(self, tokens: Tokens, source: Source) -> np.ndarray:
-        positions = source.select(tokens)
-        self._binder.check_ids(tokens, "position")
+    def _source_positions(self, tokens: Tokens, run: str, source: Source) -> np.ndarray:
+        selected = self._binder.known.selected
+        if (tokens, run) not in selected:
+            selected[tokens, run] = source.select(tokens)
+            self._binder.check_ids(tokens, "position")
+        positions = selected[tokens, run]
         if len(positions) != 1 and not self._case.alone:
             raise ShapeError(f"{tokens} names {len(positions)} positions; for tokens yet to come it must be one")
         return positions

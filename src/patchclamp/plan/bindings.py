@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.language import Program
-from patchclamp.plan.bind import Code, bind, is_of_length_alone
+from patchclamp.plan.bind import Code, Known, bind, is_of_length_alone
 from patchclamp.plan.bound import BoundProgram
 from patchclamp.plan.prompt import Prompt
 from patchclamp.sites import SiteMap
@@ -33,6 +33,7 @@ class Bindings:
         self, sites: SiteMap, source: Callable[[str], Source], bank: Mapping[str, Any], allow_code: bool
     ) -> None:
         self._sites, self._source, self._bank, self._allow_code = sites, source, bank, allow_code
+        self._known = Known()
         self._by_length: dict[tuple[int, int], Binding] = {}  # by program, and length of the prompt
 
     def of(self, program: Program, run: str, prompt: Prompt, max_tokens: int) -> Binding:
@@ -49,7 +50,7 @@ class Bindings:
         def source(key: str) -> Source:
             return sources.setdefault(key, self._source(key))
 
-        bound = bind(program, run, prompt, max_tokens, self._sites, source, self._bank, vectors, code)
+        bound = bind(program, run, prompt, max_tokens, self._sites, source, self._bank, vectors, code, self._known)
         binding = Binding(bound, vectors, code or {}, tuple(sources.values()))
         if is_of_length_alone(program):
             self._by_length[id(program), len(prompt.ids)] = binding

@@ -303,7 +303,8 @@ class Runtime:
         for (request, bound, placement, receipt), _, _, token_bytes in alike:
             if request in self._slot_of:  # by a turn that another program broke off
                 continue
-            self._run_of_slot[placement.slot] = self.store.open(bound.run)
+            if any(op.kind == CAPTURE for op in bound.ops):
+                self._run_of_slot[placement.slot] = self.store.open(bound.run)
             if token_bytes:
                 self.step.prepare()
                 self._token_bytes[token_bytes] += 1

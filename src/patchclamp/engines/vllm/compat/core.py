@@ -49,7 +49,7 @@ def on_core(make: Callable[[Any], Admission]) -> None:
 
     @functools.wraps(stock)
     def preprocess_add_request(core: Any, request: Any) -> Any:
-        if enabled(core.vllm_config) is None:
+        if getattr(core, "patchclamp", None) is None and enabled(core.vllm_config) is None:
             return stock(core, request)
         _making.admission = _core_of(core, make).admission
         try:
@@ -75,6 +75,9 @@ _meeting = threading.Lock()
 
 def _core_of(core: Any, make: Callable[[Any], Admission]) -> _Admitting:
     """What admits the programs of an engine core; put around it at its first use, by whichever thread."""
+    admitting = getattr(core, "patchclamp", None)
+    if admitting is not None:
+        return admitting
     with _meeting:
         admitting = getattr(core, "patchclamp", None)
         if admitting is None:
