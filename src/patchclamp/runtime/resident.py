@@ -15,16 +15,23 @@ from patchclamp.store.bank import Bank
 
 
 class ResidentRows:
-    """Rows of inline vectors and of runs, in a bank. `captured(run, point)` gives the rows [T, W] that a run captured
-    here."""
+    """Rows of inline vectors and of runs, in a bank. `captured` gives the rows [T, W] that runs captured here, of each
+    (run, point)."""
 
-    def __init__(self, bank: Bank, sites: SiteMap, captured: Callable[[str, int], torch.Tensor]) -> None:
+    def __init__(
+        self, bank: Bank, sites: SiteMap, captured: Callable[[list[tuple[str, int]]], list[torch.Tensor]]
+    ) -> None:
         self._bank, self._sites, self._captured = bank, sites, captured
+        self._found: dict[tuple[str, int], torch.Tensor] = {}  # rows of runs that are about to be asked for
         self._places: dict[str, tuple[int, int]] = {}  # by name: where rows begin in the bank, and how wide they are
         self._unwritten: list[tuple[int, torch.Tensor]] = []  # where rows begin, and the rows
 
     def __len__(self) -> int:
         return len(self._places)
+
+    def find(self, wanted: Sequence[tuple[str, int]]) -> None:
+        """Finds what runs captured here, all of it at once, until the next `write`."""
+        self._found = dict(zip(wanted, self._captured(list(wanted)), strict=True)) if wanted else {}
 
     def addresses(
         self, ops: Sequence[BoundOp], placement: Placement, vectors: Mapping[str, torch.Tensor],
@@ -55,7 +62,7 @@ class ResidentRows:
             if source is None:
                 rows = vectors[name][:, first:end]
             else:
-                rows = remote[name] if name in remote else self._captured(*source)
+                rows = remote[name] if name in remote else self._rows_of_run(source)
                 if len(rows) < count:
                     raise MissingSource(
                         f"run {source[0]} captured {len(rows)} positions at {self._sites.label(source[1])}, not {count}"
@@ -66,9 +73,13 @@ class ResidentRows:
             raise MissingSource(f"the rows of {name[:40]} could not be brought into the bank when they were first read")
         return self._places[resident]
 
+    def _rows_of_run(self, source: tuple[str, int]) -> torch.Tensor:
+        found = self._found.get(source)
+        return self._captured([source])[0] if found is None else found
+
     def write(self) -> None:
         """Writes the rows that have a place and are not in the bank yet; neighbours together, all in their order."""
-        rows, self._unwritten = self._unwritten, []
+        rows, self._unwritten, self._found = self._unwritten, [], {}
         neighbours: list[torch.Tensor] = []
         first = end = 0
         for begin, each in rows:

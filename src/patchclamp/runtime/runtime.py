@@ -8,6 +8,7 @@ it happens on the thread that steps the engine.
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import repeat
@@ -21,43 +22,20 @@ from patchclamp.errors import ModelError, RunError, ShapeError, not_finite, pack
 from patchclamp.kernels.code import call
 from patchclamp.plan import APPLY, CAPTURE, Batch, BoundProgram, ProgramTable, StepPlan, make_plan
 from patchclamp.plan.bind import Code
-from patchclamp.plan.bound import BoundOp, Keep
+from patchclamp.plan.bound import BoundOp, Keep, source_of
 from patchclamp.plan.records import records_of_alike, shape_of
 from patchclamp.plan.room import Placement
 from patchclamp.plan.step import NUMBERS
 from patchclamp.runtime.continuity import Continuity, Sameness
+from patchclamp.runtime.limits import Limits
 from patchclamp.runtime.resident import ResidentRows
 from patchclamp.runtime.shards import shard_op
 from patchclamp.runtime.step import HostStep, Step
 from patchclamp.sites import SiteMap, View
 from patchclamp.store.bank import Bank
-from patchclamp.store.captures import ALIGNED, ITEM_BYTES, CaptureStore
+from patchclamp.store.captures import ALIGNED, ITEM_BYTES, CaptureStore, tensors_of
 
 Packed = tuple[str, str, str | None]
-
-
-class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Sizes. The last four count on a GPU only.
-
-    max_programs: programs admitted at one time
-    max_records: their records, one for each point and position range
-    bank_bytes: bytes of vectors on the device
-    kept_bytes: what a step with a CUDA graph may capture, at most half of `ring_bytes`; one that captures more runs
-        without a graph
-    ring_bytes: captures on their way off the device
-    pinned_bytes: captures in pinned host memory; the oldest move to ordinary memory. None: a quarter of the memory that
-        is free, and 4 to 32 GiB (`default_pinned_bytes`)
-    active_sizes: the sizes of step, in tokens, for which graphs with taps are recorded; None: all that vLLM records.
-        Steps of other sizes run without a graph if they have programs
-    """
-
-    max_programs: int = 256
-    max_records: int = 1 << 18
-    bank_bytes: int = 1 << 28
-    kept_bytes: int = 1 << 27
-    ring_bytes: int = 1 << 28
-    pinned_bytes: int | None = None
-    active_sizes: tuple[int, ...] | None = None
 
 
 class _Admitted(msgspec.Struct):
@@ -115,7 +93,7 @@ class Runtime:
         self.store = CaptureStore(self.widths, lambda: self.step.flush())
         self.plan: StepPlan | None = None
         self.steps_planned = 0
-        self.resident = ResidentRows(self.bank, sites, lambda run, point: self.fetch(run, point)[1])
+        self.resident = ResidentRows(self.bank, sites, self._captured)
         # by the engine's name of a request; its stop is the position from which on its program does nothing
         self._admitted: dict[str, _Admitted] = {}
         self._slot_of: dict[str, int] = {}
@@ -164,6 +142,10 @@ class Runtime:
     def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, torch.Tensor]:
         """Positions and rows of a run, as `CaptureStore.fetch`."""
         return self.store.fetch(run, point, op)
+
+    def _captured(self, wanted: list[tuple[str, int]]) -> list[torch.Tensor]:
+        """The rows that runs captured, (run, point) each."""
+        return [rows for _, rows in tensors_of(self.store.find((run, point, None) for run, point in wanted))]
 
     def release(self, runs: Iterable[str]) -> None:
         """Frees runs' captures."""
@@ -255,6 +237,8 @@ class Runtime:
         """
         errors: dict[str, Exception] = {}
         by_shape: dict[Hashable, list[_Local]] = collections.defaultdict(list)
+        with contextlib.suppress(Exception):  # each program that reads what cannot be had is told so below
+            self.resident.find(self._sources(arrivals))
         for arrival in arrivals:
             try:
                 local = self._localise(arrival, vectors)
@@ -272,6 +256,12 @@ class Runtime:
                     except Exception as error:
                         errors[local.arrival.request] = error
         return errors
+
+    def _sources(self, arrivals: Sequence[Arrival]) -> list[tuple[str, int]]:
+        """What programs read of runs that are kept here and that is not in the bank yet: (run, point) each."""
+        names = dict.fromkeys(name for arrival in arrivals for name in arrival.placement.load)
+        sources = [source for name in names if (source := source_of(name)) is not None]
+        return [source for source in sources if self.captured_here(*source)]
 
     def _localise(self, arrival: Arrival, vectors: Mapping[str, torch.Tensor]) -> _Local:
         """What this worker does of a program. The rows that it reads have their place then."""

@@ -22,6 +22,7 @@ from patchclamp.store.host_memory import HostBlock, copy_bytes, reused
 
 ALIGNED = 16  # regions begin at multiples of so many bytes
 MIN_VIEW_BYTES = 1 << 16  # less is copied, so that it does not keep the memory of many other rows
+SPARSE_TURNS = 8  # turns after which a chunk shrinks of which less than half is kept
 MAX_UNCOUNTED = 8  # chunks that wait until it is known whose they are
 _TORCH = tuple(getattr(torch, name) for name in DTYPES)
 ITEM_BYTES = np.array([dtype.itemsize for dtype in _TORCH])
@@ -199,7 +200,7 @@ class CaptureStore:
         self._numbers: set[int] = set()  # of runs that are kept
         self._chunks: dict[int, CaptureChunk] = {}  # by turn, a count of the chunks ever added
         self._uncounted: collections.deque[int] = collections.deque()  # turns of chunks not counted yet
-        self._sparse: dict[int, CaptureChunk] = {}  # by turn: to be shrunk
+        self._sparse: dict[int, int] = {}  # by turn: the turn since which less than half of the chunk is kept
         self._turn = self._next_number = 0
 
     def __len__(self) -> int:
@@ -227,7 +228,8 @@ class CaptureStore:
         """Drops a run's rows; a run that is not here was released before.
 
         When less than half of a chunk belongs to runs that are still kept, their rows are copied out and its memory is
-        freed, now or once the chunk has arrived from the device: a release is part of a step, and waits for nothing.
+        freed: once the chunk has arrived from the device, and some turns later, because runs are often released one
+        soon after the other, and of a chunk of which nothing is kept there is nothing to copy.
         """
         if run not in self._runs:
             return
@@ -239,15 +241,16 @@ class CaptureStore:
             if chunk.live_bytes <= 0:
                 del self._chunks[turn]
             elif 2 * chunk.live_bytes < chunk.stride:
-                self._sparse[turn] = chunk
-        self._shrink_arrived()
+                self._sparse.setdefault(turn, self._turn)
 
-    def _shrink_arrived(self) -> None:
-        """Shrinks the chunks that are mostly of released runs, as far as they are in host memory."""
-        for turn, chunk in list(self._sparse.items()):
-            if turn not in self._chunks:
+    def _shrink(self, turns: int) -> None:
+        """Shrinks the chunks that have been mostly of released runs for so many turns, as far as they are in host
+        memory."""
+        for turn, since in list(self._sparse.items()):
+            chunk = self._chunks.get(turn)
+            if chunk is None:
                 del self._sparse[turn]
-            elif chunk.has_arrived:
+            elif self._turn - since >= turns and chunk.has_arrived:
                 del self._sparse[turn]
                 chunk.shrink([number for number in chunk.bytes_of_runs if number in self._numbers])
 
@@ -255,13 +258,13 @@ class CaptureStore:
     def bytes(self) -> int:
         """Host memory that captures take, or will."""
         self._count(len(self._uncounted))
-        self._shrink_arrived()
+        self._shrink(0)
         return sum(chunk.steps * chunk.stride for chunk in self._chunks.values())
 
     def add(self, chunk: CaptureChunk) -> None:
         """Keeps a chunk, to which steps may yet be appended, for those of its runs that are kept."""
         if self._sparse:
-            self._shrink_arrived()
+            self._shrink(SPARSE_TURNS)
         self._chunks[self._turn] = chunk
         self._uncounted.append(self._turn)
         self._turn += 1
