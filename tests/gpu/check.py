@@ -38,6 +38,7 @@ BESIDE = (
     "two runners",
     "uniform",
     "v1 uniform",
+    "lent",
 )
 HOW = modes.parts()  # how requests are run, and what of them others may reuse, in both dtypes
 SITES = tuple(families.PARTS)
@@ -85,7 +86,7 @@ def carry_out(part: str) -> None:
             )
             does = {"crowded": corners.crowded, "transformers": corners.like_transformers, "bounded": corners.bounded,
                     "sleep": corners.sleeping, "addresses": corners.watched, "two runners": corners.one_after_the_other,
-                    "uniform": corners.uniform}  # fmt: skip
+                    "uniform": corners.uniform, "lent": corners.lent}  # fmt: skip
             does[part.removeprefix("v1 ").split(",")[0]](part, model)
     except Exception as error:
         traceback.print_exc()

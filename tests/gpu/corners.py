@@ -56,6 +56,45 @@ def drain(mode: str) -> None:
     drain.close()
 
 
+def lent(mode: str, model: str) -> None:
+    """Captures of an engine core in a process of its own are views of its pinned memory: the same bytes as copies, and
+    nobody writes there while one is held, though more is captured than pinned memory holds."""
+    import gc
+
+    import torch
+
+    import patchclamp as pc
+
+    options = {**BASE, "dtype": "bfloat16", "enforce_eager": True, "multiprocess_mode": True, "pinned_bytes": 1 << 27}
+    draw, held, wrong = torch.Generator().manual_seed(5), [], 0
+    with pc.LM(model, engine="vllm", prove=False, **options) as lm:
+        for turn in range(6):
+            prompts = torch.randint(100, 30_000, (6, 500), generator=draw).tolist()
+            runs = lm.run(prompts, max_tokens=1, capture=[pc.Capture(pc.resid_post, dtype="bfloat16")])
+            views = [tensor for tensors in lm.fetch(runs) for tensor in tensors.values()]
+            for run in runs:
+                run._fetched.clear()
+            lm.engine._receiver._unseen = 9  # as where this process cannot map what the core has
+            copies = [tensor for tensors in lm.fetch(runs) for tensor in tensors.values()]
+            lm.engine._receiver._unseen = 0
+            wrong += sum(not torch.equal(view, copy) for view, copy in zip(views, copies, strict=True))
+            held.append((views[turn::2], copies[turn::2]))
+            note(
+                mode, f"turn {turn} comes as views", lm.engine.has_views, f"{len(views)} tensors"
+            ) if turn < 1 else None
+            del runs, views, copies
+        wrong += sum(not torch.equal(*pair) for turn in held for pair in zip(*turn, strict=True))
+        note(mode, "what was lent equals copies, and stays so", wrong == 0, f"{wrong} tensors differ")
+        loans = lm.engine.status()["loans"]
+        held.clear()
+        gc.collect()
+        lm.run([5, 6, 7], max_tokens=1, capture=[pc.resid_post]).close()
+        left = lm.engine.status()
+        note(
+            mode, "loans are returned", loans > 0 and left["loans"] == 0, f"{loans} while views were held, then {left}"
+        )
+
+
 def crowded(mode: str, model: str) -> None:
     """Chunked prefill, preemption and prefix caching together, compiled and with graphs."""
     import torch

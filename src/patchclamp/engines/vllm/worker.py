@@ -296,7 +296,8 @@ class Attached:
     def do_status(self) -> dict[str, Any]:
         without_taps, with_taps = self._steps
         steps = {"steps_with_taps": with_taps, "steps_without_taps": without_taps}
-        status = {"runner": self.kind, "preemptions": self._preemptions, **steps, **self.runtime.status()}
+        own = {"runner": self.kind, "loans": self._sender.loans, "preemptions": self._preemptions}
+        status = {**own, **steps, **self.runtime.status()}
         if not self.runtime.keeps:  # the worker that keeps captures counts failures, too
             status["failures"] = 0
         if self._graphs is not None:
