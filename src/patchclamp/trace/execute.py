@@ -33,7 +33,7 @@ class Execution:
 
     def __init__(self, recordings: list[Recording], edits: list[Op], options: Call) -> None:
         self._edits, self._options, self._recordings = edits, options, recordings
-        self._schedule = Schedule(recordings)
+        self._schedule = Schedule(recordings, bool(edits))
         self._left = 0  # batches, this one included
         self._runs: dict[int, tuple[Planned, Run]] = {}  # by the planned run's id
 
@@ -94,7 +94,7 @@ class Execution:
             [Capture(site, cache.tokens) for cache in run.recording.caches for site in cache.sites] if own else []
             for run, own in zip(batch, last, strict=True)
         ]
-        call["sampling"] = [run.recording.sampling or {} for run in batch]
+        call["sampling"] = [_sampling(run) for run in batch]
         if any(run.recording.score and own for run, own in zip(batch, last, strict=True)):
             call["score"] = [run.recording.score if own else [] for run, own in zip(batch, last, strict=True)]
         return call | (self._options if any(last) else {k: v for k, v in self._options.items() if k == "lora"})
@@ -184,6 +184,13 @@ class Execution:
                 cache.failure = at_line(error, cache.line)
                 return cache.failure
         return None
+
+
+def _sampling(run: Planned) -> dict[str, Any]:
+    """The sampling of a run; of one that samples nothing that counts, only what edits it."""
+    sampling = run.recording.sampling or {}
+    kept = sampling if run.is_last or run.max_tokens > 1 else {"extra_args": sampling.get("extra_args")}
+    return {name: value for name, value in kept.items() if value is not None}
 
 
 def _prompt(run: Planned) -> str | list[int]:

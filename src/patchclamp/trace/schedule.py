@@ -39,11 +39,13 @@ class Planned(NamedTuple):
 class Schedule:
     """The levels of all entries of some recordings, and the runs that these make.
 
+    has_edits: whether other edits act before the trace's own; they may need tokens that are generated
+
     Raises `ProgramError`, with the line, for writes that depend on themselves.
     """
 
-    def __init__(self, recordings: Iterable[Recording]) -> None:
-        self.recordings = list(recordings)
+    def __init__(self, recordings: Iterable[Recording], has_edits: bool = False) -> None:
+        self.recordings, self._has_edits = list(recordings), has_edits
         self._levels: dict[Entry, int] = {}
         self._last = {rec: max((self._level(e) for e in rec.entries if not e.is_read), default=0)
                       for rec in self.recordings}  # fmt: skip
@@ -89,7 +91,8 @@ class Schedule:
     def _early_run(self, recording: Recording, level: int, reads: list[Entry]) -> Planned:
         writes = {write for read in reads for write in _upstream(read)}
         in_prompt = {write for write in writes if (recording.positions(write) < recording.length).any()}
-        max_tokens = 1 if all(map(_fits_the_prompt, in_prompt)) else recording.max_tokens
+        alone = not self._has_edits and all(map(_fits_the_prompt, in_prompt))
+        max_tokens = 1 if alone else recording.max_tokens
         chosen = (in_prompt if max_tokens == 1 else writes) | set(reads)
         return Planned(recording, level, tuple(e for e in recording.entries if e in chosen), max_tokens, False)
 
@@ -119,9 +122,15 @@ def _fits_the_prompt(write: Entry) -> bool:
 
 
 def is_shared(run: Planned, read: Entry) -> bool:
-    """Whether a run reads the place of a read again further on, which is what `From` would take."""
-    others = [entry for entry in run.entries if entry.is_read and entry is not read and entry.points & read.points]
-    return any(other.number > read.number for other in others)
+    """Whether a run reads the place of a read again once it was written, which is what `From` would take."""
+    after = [entry for entry in run.entries if entry.number > read.number and entry.points & read.points]
+    written = next((entry.number for entry in after if not entry.is_read), None)
+    if written is None:
+        return False
+    resolve = run.recording.lm.sites.resolve
+    cached = (ref.point for cache in run.recording.caches for site in cache.sites for ref in resolve(site))
+    again = any(entry.is_read and entry.number > written for entry in after)
+    return again or (run.is_last and not read.points.isdisjoint(cached))
 
 
 def failed_with(run: Planned, error: PatchclampError) -> None:

@@ -32,6 +32,9 @@ TO_COME = From("a read of this trace")  # stands for a read whose run is not kno
 class View(Arithmetic):
     """A tensor of the model at some tokens. See `Spot` for its axes."""
 
+    _recording: Recording
+    _spot: Spot
+
     def __init__(self, recording: Recording, spot: Spot) -> None:
         object.__setattr__(self, "_recording", recording)
         object.__setattr__(self, "_spot", spot)
@@ -114,7 +117,7 @@ class View(Arithmetic):
         """`pc.Apply`: any Python on the rows, where `allow_code=True`."""
         self._record(Apply, fn)
 
-    def _record(self, op: type[SiteOp], *values: Any, source: Entry | None = None, **fields: Any) -> None:
+    def _record(self, op: Callable[..., SiteOp], *values: Any, source: Entry | None = None, **fields: Any) -> None:
         """Records an op here, of some values, or of the rows that a read will have."""
         values = values if source is None else (TO_COME,)
         spot = self._spot
