@@ -1,5 +1,6 @@
 """Traces on the fake engine: what each line records, and that its values are those of the program written by hand."""
 
+# ruff: noqa: PT012, RUF043  a trace is a block, and its error comes at the block's end
 from __future__ import annotations
 
 import asyncio
@@ -61,10 +62,14 @@ class TestReading:
 
     def test_nnterps_names_have_a_batch_axis_and_nothing_else_has(self, lm):
         with lm.trace(EIFFEL) as t:
-            pairs = [(t.layers_output[1].save(), t.layers[1].output.save()),
-                     (t.layers_input[2].save(), t.layers[1].output.save()),
-                     (t.attentions_output[0].save(), t.attn_out[0].save()), (t.mlps_output[0].save(), t.mlp_out[0].save()),
-                     (t.token_embeddings.save(), t.embed.save()), (t.layers_output[1][:, -1].save(), t.layers[1].output[-1].save())]
+            pairs = [
+                (t.layers_output[1].save(), t.layers[1].output.save()),
+                (t.layers_input[2].save(), t.layers[1].output.save()),
+                (t.attentions_output[0].save(), t.attn_out[0].save()),
+                (t.mlps_output[0].save(), t.mlp_out[0].save()),
+                (t.token_embeddings.save(), t.embed.save()),
+                (t.layers_output[1][:, -1].save(), t.layers[1].output[-1].save()),
+            ]
             token, logits = t.layers_output[1][0, -1].save(), t.logits.save()
         for batched, plain in pairs:
             assert batched.shape == (1, *plain.shape)
@@ -97,7 +102,16 @@ class TestReading:
             parts = [z[1].save(), z[:, 1].save(), z[-1, 1].save(), z[:][2].save(), z[0:1][-1].save(),
                      z[pc.span("Tower")].save(), t.z[1][1:3, 0:1].save(), t.z[1, 0][-1].save()]  # fmt: skip
             whole = z.save()
-        expected = [whole[:, 1], whole[:, 1], whole[-1, 1], whole[2], whole[-1, 0:1], whole[[3]], whole[1:3, 0:1], whole[-1, 0]]
+        expected = [
+            whole[:, 1],
+            whole[:, 1],
+            whole[-1, 1],
+            whole[2],
+            whole[-1, 0:1],
+            whole[[3]],
+            whole[1:3, 0:1],
+            whole[-1, 0],
+        ]
         for part, rows in zip(parts, expected, strict=True):
             assert torch.equal(part, rows)
 
@@ -145,7 +159,13 @@ class TestReading:
     def test_a_computed_value_is_saved(self, lm, v):
         with lm.trace(EIFFEL) as t:
             a, b = t.layers[1].output, t.layers[0].output
-            sums = [(a - b).save(), ((2 * a + v) / 4 - 1).save(), (v - a[-1]).save(), (-a[-1] * v).save(), (v * b).save()]
+            sums = [
+                (a - b).save(),
+                ((2 * a + v) / 4 - 1).save(),
+                (v - a[-1]).save(),
+                (-a[-1] * v).save(),
+                (v * b).save(),
+            ]
             x, y = a.save(), b.save()
         for value, expected in zip(sums, [x - y, (2 * x + v) / 4 - 1, v - x[-1], -x[-1] * v, v * y], strict=True):
             torch.testing.assert_close(value, expected)
@@ -363,7 +383,6 @@ class TestWithinARun:
         assert torch.equal(p, first)
         torch.testing.assert_close(q, first + v)
 
-
     def test_a_cache_further_on_is_not_taken_for_the_read(self, lm, v):
         with lm.trace() as t:
             a, b = t.invoke(EIFFEL), t.invoke(COLOSSEUM)
@@ -397,7 +416,10 @@ class TestSeveralPrompts:
         assert len(shared) == len(t.invokes) == 32
         for i, (prompt, value) in enumerate(zip(prompts, shared, strict=True)):
             assert torch.equal(value, i * by_hand(lm, "resid_post[1]", prompt=prompt)[-1])
-        assert t.invokes[3].text == lm.run(prompts[3], max_tokens=2, edits=[pc.Scale(3, "resid_post[1]", tokens="prompt[-1]")]).text
+        assert (
+            t.invokes[3].text
+            == lm.run(prompts[3], max_tokens=2, edits=[pc.Scale(3, "resid_post[1]", tokens="prompt[-1]")]).text
+        )
 
     def test_asyncio_batches_likewise(self, lm, monkeypatch):
         counts, arun = [], type(lm).arun

@@ -69,10 +69,15 @@ class Arithmetic:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", str(func)).strip("_")
+        name = function_name(func)
         if kwargs or name not in _TORCH or not any(isinstance(arg, Arithmetic) for arg in args):
             refuse(f"torch's {name}", f"{_TORCH_INSTEAD[name]}, or " if name in _TORCH_INSTEAD else "")
         return _TORCH[name](*args)
+
+
+def function_name(func: Any) -> str:
+    """The name of a function of torch's, `add` for `__add__`; in place it is `add_`, or `iadd`."""
+    return getattr(func, "__name__", str(func)).removeprefix("__").removesuffix("__")
 
 
 def _subtract(a: Any, b: Any) -> Any:
@@ -89,7 +94,11 @@ _TORCH = {
     "div": lambda a, b: a / b if isinstance(a, Arithmetic) else b.__rtruediv__(a),
 }
 _TORCH |= {"radd": _TORCH["add"], "rmul": _TORCH["mul"], "truediv": _TORCH["div"]}
-_TORCH_INSTEAD = {"iadd": "write x = x + value", "setitem": "write into the model: t.layers[5].output[-1] = value"}
+_TORCH_INSTEAD = {
+    "add_": "write x = x + value",
+    "iadd": "write x = x + value",
+    "setitem": "write into the model: t.layers[5].output[-1] = value",
+}
 
 
 def refuse(what: str, first: str = "") -> NoReturn:

@@ -48,11 +48,12 @@ class Entry:
     def depths(self) -> list[Depth]:
         return [depth(self.recording.lm, point) for point in self.points]
 
-    def want(self) -> None:
-        """Asks for the rows of a read."""
+    def want(self, recording: Recording) -> None:
+        """Asks for the rows of a read, for a recording of the same trace."""
         self.recording.check_open()
-        if self.recording.prompt is None:
-            raise ProgramError("a named program edits and reads nothing: write numbers there, and read in a trace")
+        self.recording.check_prompt()
+        if self.recording.trace is not recording.trace:
+            raise ProgramError(f"{self.spot} is of another trace: save it there, and write the saved tensor here")
         self.wanted = True
 
     def is_upstream_of(self, read: Entry) -> bool:
@@ -79,12 +80,13 @@ class Recording:
     """What is done to one prompt, and what came of it.
 
     prompt: (token ids, text), or None of a program without one (`lm.edit`)
+    trace: the trace that it is of, which is only compared
     state: "open" while lines are recorded, then "ended"; or "left", when an error left the block
     failure: why its run failed
     """
 
-    def __init__(self, lm: LM, prompt: tuple[list[int], str | None] | None, max_tokens: int, line: Line) -> None:
-        self.lm, self.prompt, self.max_tokens, self.line = lm, prompt, max_tokens, line
+    def __init__(self, lm: LM, prompt: tuple[list[int], str | None] | None, max_tokens: int, trace: object) -> None:
+        self.lm, self.prompt, self.max_tokens, self.trace, self.line = lm, prompt, max_tokens, trace, callers_line()
         self.entries: list[Entry] = []
         self.saved: list[Saved] = []
         self.caches: list[Cache] = []
@@ -98,14 +100,18 @@ class Recording:
         if self.state != "open":
             raise ProgramError("the trace has ended: reads and writes belong inside its `with`")
 
+    def check_prompt(self) -> None:
+        if self.prompt is None:
+            raise ProgramError("a named program edits and reads nothing: write numbers there, and read in a trace")
+
     def write(self, op: SiteOp, spot: Spot, source: Entry | None = None) -> None:
         """Records a write. Raises what is wrong with it, at the line of the caller."""
         self.check_open()
         self._check(op if source is None else Zero(op.at, op.tokens))
         entry = Entry(self, op, spot, source, callers_line())
         if source is not None:
+            source.want(self)
             self._check_source(entry, source)
-            source.want()
         self.entries.append(entry)
 
     def read(self, spot: Spot) -> Entry:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import torch
 
-from patchclamp.errors import MissingSource, PatchclampError, ProgramError, near
+from patchclamp.errors import MissingSource, PatchclampError, ProgramError, TokensError, near
 from patchclamp.language.site import Site, parse_site
 from patchclamp.language.tokens import Tokens
-from patchclamp.trace.arithmetic import READS, Arithmetic, Expression, refuse_attribute
+from patchclamp.trace.arithmetic import READS, Arithmetic, Expression, function_name, refuse_attribute
 from patchclamp.trace.lines import Line, callers_line
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Pending(Arithmetic, torch.Tensor):
         for arg in args:
             if isinstance(arg, Pending):
                 arg.saved.raise_failure()
-        name = getattr(func, "__name__", str(func)).strip("_")
+        name = function_name(func)
         if name in READS:
             return args[0].expression()
         if name in ("repr", "format"):
@@ -99,7 +99,7 @@ def save(expression: Expression) -> Pending:
         raise ProgramError("only numbers are saved here, and nothing of the model")
     saved = Saved(expression, callers_line())
     for term in expression.terms:
-        term.read.want()
+        term.read.want(expression.terms[0].read.recording)
     expression.terms[0].read.recording.saved.append(saved)
     return saved.tensor
 
@@ -118,7 +118,10 @@ def rows_of(entry: Entry, run: Run, path: str) -> torch.Tensor:
     """What a read's `Capture`, at `path` in the program of its run, kept: in the shape of the read's spot."""
     captured = torch.as_tensor(run[path])
     index = {position: row for row, position in enumerate(run.positions(path))}
-    order = [index[p] for p in run.select(entry.op.tokens).tolist() if p in index]
+    try:
+        order = [index[p] for p in run.select(entry.op.tokens).tolist() if p in index]
+    except TokensError:  # a number that the run did not come to
+        order = []
     rows = captured if order == list(range(len(captured))) else captured[order]
     if not len(rows):
         raise MissingSource(f"{entry.spot}: the run ended after {len(run.token_ids)} tokens, so this one never came")

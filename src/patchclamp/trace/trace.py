@@ -119,7 +119,7 @@ class Trace:
         read = read_prompt(self._lm, prompt, messages)
         if isinstance(sampling, dict) and sampling.get("n", 1) not in (None, 1):
             raise ProgramError("a trace has one run a prompt: use an invoke for each", "sampling.n")
-        recording = Recording(self._lm, read, self._max_tokens, callers_line())
+        recording = Recording(self._lm, read, self._max_tokens, self)
         recording.sampling, recording.score = sampling, list(score)
         self._invokes.append(invoke := Invoke(recording))
         return invoke
@@ -239,14 +239,18 @@ class Edit(Invoke):
     """What `lm.edit` gives: a program without a prompt. Its tensors are those of every token."""
 
     def __init__(self, lm: LM, name: str) -> None:
-        super().__init__(Recording(lm, None, 1, callers_line()), every)
+        super().__init__(Recording(lm, None, 1, self), every)
         vars(self).update(_name=check_name(name))
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         recording = self._recording
         recording.state = "ended" if kind is None else "left"
-        if kind is None:
-            recording.lm.bank[self._name] = [entry.op for entry in recording.entries if not entry.is_read]
+        if kind is not None:
+            return
+        edits = [entry.op for entry in recording.entries if not entry.is_read]
+        if not edits:
+            raise ProgramError(f"nothing was written, so there is no program to be named {self._name!r}")
+        recording.lm.bank[self._name] = edits
 
     def cache(self, *sites: Site | str, tokens: Tokens | str | None = None) -> Cache:
         raise ProgramError("a named program edits and reads nothing: cache in a trace")

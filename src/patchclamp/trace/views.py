@@ -40,7 +40,9 @@ class View(Arithmetic):
         object.__setattr__(self, "_spot", spot)
 
     def __getitem__(self, key: Any) -> View:
-        return View(self._recording, self._spot[key])
+        spot = self._spot[key]
+        self._recording.lm.sites.resolve(spot.site)  # a head that is not there is said at this line
+        return View(self._recording, spot)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         assign(self[key], value)
@@ -239,6 +241,7 @@ def width_of(recording: Recording, spot: Spot) -> int:
 def shape_of(recording: Recording, spot: Spot) -> tuple[int, ...]:
     """The shape of a read's value, where it is known how many tokens it has."""
     entry = recording.read(spot)
+    recording.check_prompt()
     if recording.has_generated(entry) and not spot.single:
         raise ProgramError(f"how many tokens {spot} has is known once they are generated")
     width, parts = width_of(recording, spot), recording.lm.sites.parts(spot.site.name)
