@@ -1,6 +1,6 @@
 """Traces on the fake engine: what each line records, and that its values are those of the program written by hand."""
 
-# ruff: noqa: PT012, RUF043  a trace is a block, and its error comes at the block's end
+# ruff: noqa: PT012  a trace is a block, and its error comes at the block's end
 from __future__ import annotations
 
 import asyncio

@@ -1,0 +1,36 @@
+"""Recipes: common interventions, each as a trace (`traced`) and as a program written by hand (`explicit`).
+
+`docs/recipes.md` prints them, the tests run them on every engine, and `patchclamp recipes MODEL` runs them on yours.
+A recipe takes an `LM` and returns what it read, by name: tensors, and lists of token ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from patchclamp.trace.recipes import explicit, traced
+
+if TYPE_CHECKING:
+    from patchclamp.trace.load import TracedLM
+
+Values = dict[str, Any]
+Function = Callable[["TracedLM"], Values]
+
+
+class Recipe(NamedTuple):
+    """One intervention in both forms; they return the same values."""
+
+    name: str
+    traced: Function
+    explicit: Function
+
+    @property
+    def title(self) -> str:
+        """The first line of its docstring."""
+        return (self.traced.__doc__ or "").strip().split("\n")[0]
+
+
+RECIPES: dict[str, Recipe] = {
+    name: Recipe(name, getattr(traced, name), getattr(explicit, name)) for name in traced.__all__
+}
