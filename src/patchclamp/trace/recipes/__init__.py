@@ -25,11 +25,6 @@ class Recipe(NamedTuple):
     traced: Function
     explicit: Function
 
-    @property
-    def title(self) -> str:
-        """The first line of its docstring."""
-        return (self.traced.__doc__ or "").strip().split("\n")[0]
-
 
 RECIPES: dict[str, Recipe] = {
     name: Recipe(name, getattr(traced, name), getattr(explicit, name)) for name in traced.__all__

@@ -74,7 +74,7 @@ def attention_heads(lm: LM):
     edits = [[pc.Zero(pc.z[layer, head])] for head in range(heads)]
     runs = lm.run([CLEAN] * heads, max_tokens=1, edits=edits, capture=[LOGITS, pc.z[layer] @ LAST])
     logits = torch.stack([torch.as_tensor(run[pc.logits][0]) for run in runs])
-    return {"logits": logits, "z": runs[-1][pc.z[layer]][0, heads - 1]}
+    return {"logits": logits, "z": runs[-1][pc.z[layer]][0]}
 
 
 def neurons(lm: LM):

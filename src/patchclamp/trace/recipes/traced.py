@@ -9,7 +9,7 @@ from patchclamp.trace.load import TracedLM as LM
 
 __all__ = [
     "ablation", "activation_patching", "attention_heads", "caching", "clone_and_replace", "fuzzing", "logit_lens",
-    "neurons", "patchscope", "streaming", "steering", "two_traces",
+    "neurons", "patchscope", "steering", "streaming", "two_traces",
 ]  # fmt: skip
 CLEAN, CORRUPT = "The Eiffel Tower is in the city of", "The Colosseum is in the city of"
 
@@ -43,8 +43,8 @@ def steering(lm: LM):
     """
     layer = lm.model.layers // 3
     with lm.trace() as t:
-        with t.invoke("I love this") as a, t.invoke("I hate this") as b:
-            direction = (a.layers[layer].output[-1] - b.layers[layer].output[-1]).save()
+        a, b = t.invoke("I love this"), t.invoke("I hate this")
+        direction = (a.layers[layer].output[-1] - b.layers[layer].output[-1]).save()
     with lm.trace("I think that the film", max_tokens=8) as t:
         t.all().layers[layer].output += 2 * direction
         logits = t.all().logits.save()
@@ -110,8 +110,8 @@ def attention_heads(lm: LM):
             with t.invoke(CLEAN) as a:
                 a.layers[layer].attn.z[head] = 0
                 logits.append(a.logits[-1].save())
-                silent = a.layers[layer].attn.z[-1, head].save()
-    return {"logits": torch.stack(logits), "z": silent}
+                last = a.layers[layer].attn.z[:][-1].save()  # [H, E], with the last head silent
+    return {"logits": torch.stack(logits), "z": last}
 
 
 def neurons(lm: LM):
