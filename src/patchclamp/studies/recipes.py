@@ -15,8 +15,6 @@ import numpy as np
 import patchclamp as pc
 from patchclamp.errors import unknown
 from patchclamp.studies.parity import BOUNDS, ENGINES, SHARED
-from patchclamp.trace.recipes import RECIPES
-
 
 class RecipeValue(msgspec.Struct, frozen=True):
     """One value of a recipe.
@@ -80,6 +78,8 @@ def compare_recipes(
 
     Raises: `UnknownName` for a recipe or a dtype that there is not, and whatever an engine's start raises.
     """
+    from patchclamp.trace.recipes import RECIPES
+
     for name in recipes:
         if name not in RECIPES:
             raise unknown("recipe", name, RECIPES, "recipes")
@@ -101,6 +101,8 @@ Both = tuple[dict[str, Any], dict[str, Any]]  # the values of the trace, and tho
 
 
 def _values(name: str, lm: Any) -> Both:
+    from patchclamp.trace.recipes import RECIPES  # which needs torch
+
     return RECIPES[name].traced(lm), RECIPES[name].explicit(lm)
 
 

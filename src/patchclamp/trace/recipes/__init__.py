@@ -1,21 +1,18 @@
 """Recipes: common interventions, each as a trace (`traced`) and as a program written by hand (`explicit`).
 
 `docs/recipes.md` prints them, the tests run them on every engine, and `patchclamp recipes MODEL` runs them on yours.
-A recipe takes an `LM` and returns what it read, by name: tensors, and lists of token ids.
+A recipe takes a `pc.LM` and returns what it read, by name: tensors, and lists of token ids.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from patchclamp.trace.recipes import explicit, traced
 
-if TYPE_CHECKING:
-    from patchclamp.trace.load import TracedLM
-
 Values = dict[str, Any]
-Function = Callable[["TracedLM"], Values]
+Function = Callable[[Any], Values]
 
 
 class Recipe(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 import patchclamp as pc
-from patchclamp.trace.load import TracedLM as LM
 
 __all__ = [
     "ablation", "activation_patching", "attention_heads", "caching", "clone_and_replace", "fuzzing", "logit_lens",
@@ -14,7 +13,7 @@ __all__ = [
 CLEAN, CORRUPT = "The Eiffel Tower is in the city of", "The Colosseum is in the city of"
 
 
-def clone_and_replace(lm: LM):
+def clone_and_replace(lm: pc.LM):
     """Take a copy of the stream, change some tokens, and write it back."""
     layer = lm.model.layers // 2
     with lm.trace(CLEAN) as t:
@@ -26,7 +25,7 @@ def clone_and_replace(lm: LM):
     return {"changed": changed, "logits": logits}
 
 
-def ablation(lm: LM):
+def ablation(lm: pc.LM):
     """Zero what attention adds in one layer, and take a direction out of the stream after another."""
     layer, direction = lm.model.layers // 2, torch.linspace(-1, 1, lm.model.d_model)
     with lm.trace(CLEAN) as t:
@@ -36,7 +35,7 @@ def ablation(lm: LM):
     return {"stream": stream, "logits": logits}
 
 
-def steering(lm: LM):
+def steering(lm: pc.LM):
     """Add the difference of two prompts to the stream, at every token, while the model writes on.
 
     Source: Turner et al. 2023 (arXiv:2308.10248).
@@ -51,7 +50,7 @@ def steering(lm: LM):
     return {"direction": direction, "logits": logits, "tokens": t.token_ids}
 
 
-def logit_lens(lm: LM):
+def logit_lens(lm: pc.LM):
     """What each layer would say: its stream at the last token in place of the last layer's, then the model's own norm
     and unembedding.
 
@@ -67,7 +66,7 @@ def logit_lens(lm: LM):
     return {"logits": torch.stack(lens), "tokens": torch.stack(lens).argmax(-1).tolist()}
 
 
-def activation_patching(lm: LM):
+def activation_patching(lm: pc.LM):
     """Put one prompt's value into another, in one trace: the first prompt runs first, all patches are one batch.
 
     Source: Vig et al. 2020 (arXiv:2004.12265), Meng et al. 2022 (arXiv:2202.05262).
@@ -82,7 +81,7 @@ def activation_patching(lm: LM):
     return {"logits": torch.stack(patched)}
 
 
-def two_traces(lm: LM):
+def two_traces(lm: pc.LM):
     """The same with two traces: a saved value is a tensor, which another trace writes, changed if you like."""
     layer = lm.model.layers // 2
     with lm.trace(CLEAN) as t:
@@ -93,7 +92,7 @@ def two_traces(lm: LM):
     return {"clean": clean, "logits": logits}
 
 
-def caching(lm: LM):
+def caching(lm: pc.LM):
     """Save many sites at once. The stream is the embedding plus what every layer adds to it."""
     with lm.trace(CLEAN) as t:
         cache = t.cache(pc.embed, pc.attn_out, pc.mlp_out, pc.resid_post)
@@ -102,7 +101,7 @@ def caching(lm: LM):
     return {"stream": last, "sum": cache[pc.embed] + added}
 
 
-def attention_heads(lm: LM):
+def attention_heads(lm: pc.LM):
     """Zero each head of one layer, one in each prompt of a batch, and see what that does to the next token."""
     layer, logits = lm.model.layers // 2, []
     with lm.trace() as t:
@@ -114,7 +113,7 @@ def attention_heads(lm: LM):
     return {"logits": torch.stack(logits), "z": last}
 
 
-def neurons(lm: LM):
+def neurons(lm: pc.LM):
     """Read some neurons of a layer, silence some and make others stronger."""
     layer = lm.model.layers // 2
     with lm.trace(CLEAN) as t:
@@ -125,7 +124,7 @@ def neurons(lm: LM):
     return {"before": before, "after": after, "logits": logits}
 
 
-def patchscope(lm: LM):
+def patchscope(lm: pc.LM):
     """Ask the model what a hidden state means: put it into the last token of a prompt that makes it repeat that token.
 
     Source: Ghandeharioun et al. 2024 (arXiv:2401.06102).
@@ -139,7 +138,7 @@ def patchscope(lm: LM):
     return {"written": written, "logits": logits, "tokens": b.token_ids}
 
 
-def fuzzing(lm: LM):
+def fuzzing(lm: pc.LM):
     """Add seeded noise to the stream, as strong as a tenth of it. It is the same on every engine.
 
     Source: Roger 2025 (LessWrong, "Fuzzing LLMs sometimes makes them reveal their secrets").
@@ -152,7 +151,7 @@ def fuzzing(lm: LM):
     return {"plain": plain[: len(t.run.prompt_token_ids)], "noisy": noisy, "tokens": t.token_ids}
 
 
-def streaming(lm: LM):
+def streaming(lm: pc.LM):
     """Read tokens as they come, then what was saved; the first token that is generated is edited alone."""
     layer, tokens = lm.model.layers // 2, []
     with lm.trace(CLEAN, max_tokens=6, stream=True) as t:
