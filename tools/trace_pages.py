@@ -44,8 +44,8 @@ Their snippet, then ours. What a trace is, and which names and shapes it has, is
 ## nnsight and nnterp
 
 These were run side by side on 24 November 2026: nnterp 1.3.0 on nnsight 0.6.3, and ours, both on Transformers 5 with
-SmolLM2 in fp32 on a CPU, by `python -m tools.nnsight_snippets`. All values were within 1.1e-6 of each other. In front of
-all of them stand `model = StandardizedTransformer(name)` and `lm = pc.LM(name)`.
+SmolLM2 in fp32 on a CPU, by `python -m tools.nnsight_snippets`. All values were within 1.1e-6 of each other. In front
+of all of them stand `model = StandardizedTransformer(name)` and `lm = pc.LM(name)`.
 
 What differs:
 

@@ -16,6 +16,7 @@ import patchclamp as pc
 from patchclamp.errors import unknown
 from patchclamp.studies.parity import BOUNDS, ENGINES, SHARED
 
+
 class RecipeValue(msgspec.Struct, frozen=True):
     """One value of a recipe.
 
