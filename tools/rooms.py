@@ -18,7 +18,7 @@ JOBS = {
     "studies": "questions made of many runs: sweeps, comparisons",
     "plots": "pictures of results: PNG and HTML",
     "doctor": "what works on this machine, and what does not",
-    "trace": "pc.LM: proxies of the model's tensors, that write programs",
+    "trace": "pc.LM: proxies of tensors that write programs",
     "proving": "proves each site on the live model",
     "lm": "checks a call, binds its programs, hands it over",
     "call": "the arguments of a call, read for each prompt",

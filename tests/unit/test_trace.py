@@ -323,6 +323,19 @@ class TestWriting:
             assert h[0].abs().max() > 0.5
 
 
+    def test_what_code_raises_names_its_line(self):
+        def wrong(h):
+            raise ZeroDivisionError("of mine")
+
+        with pc.LM("fake", allow_code=True) as lm:
+            with pytest.raises(pc.RunError, match="(?s)ZeroDivisionError: of mine.*# its line"), lm.trace() as t:
+                a, b = t.invoke(EIFFEL), t.invoke(COLOSSEUM)
+                b.layers[0].output.save()
+                b.layers[1].output[-1].apply(wrong)  # its line
+                h = a.layers[1].output.save()
+            assert torch.equal(h, by_hand(lm, "resid_post[1]"))
+
+
 class TestWithinARun:
     def test_a_later_layer_is_written_with_an_earlier_ones_value(self, lm, calls):
         with lm.trace(EIFFEL, max_tokens=3) as t:
