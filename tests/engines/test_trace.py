@@ -88,6 +88,15 @@ def test_an_earlier_layer_is_written_into_a_later_one(shallow, options):
         assert gap(value, other) <= 1e-4
 
 
+def test_the_second_run_finds_the_firsts_blocks(shallow):
+    """Nobody ran this prompt before the trace."""
+    with shallow.get("vllm", "float32").trace("Once more: " + LONG) as t:
+        t.layers[6].output[-1] = t.layers[3].output[-1]
+        logits = t.logits.save()
+    assert t.run.cached_tokens >= 32
+    assert logits.any()
+
+
 @BOTH
 def test_what_was_saved_stays_as_it_is_while_the_engine_runs_on(shallow, engine):
     """Kernels write over their inputs, and views of the captured memory would show it."""

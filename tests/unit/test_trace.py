@@ -146,6 +146,22 @@ class TestReading:
         with pytest.raises(pc.MissingSource, match=r"resid_mid\[1\] is not in this cache"):
             cache[pc.resid_mid[1]]
 
+    def test_a_cache_of_everything(self, lm):
+        with lm.trace(EIFFEL, max_tokens=3) as t:
+            cache = t.cache()
+        assert {name.partition("[")[0] for name in cache} == set(lm.sites.names)
+        assert cache["logits"].shape == (1, lm.model.d_vocab)
+        assert cache["mlp_in[1]"].shape == (T, D)
+        assert torch.equal(cache["layers_output[1]"], by_hand(lm, "resid_post[1]"))
+
+    def test_a_chat_is_a_prompt(self, lm):
+        chat = [{"role": "user", "content": "hello"}]
+        with lm.trace(messages=chat) as t:
+            h = t.layers[1].output.save()
+        assert torch.equal(
+            h, torch.as_tensor(lm.run(messages=chat, max_tokens=1, capture=["resid_post[1]"])["resid_post[1]"])
+        )
+
     def test_saved_values_are_nobody_elses(self, lm):
         with lm.trace(EIFFEL) as t:
             first, again, cache = t.layers[1].output.save(), t.layers[1].output.save(), t.cache(pc.resid_post[1])
@@ -322,13 +338,12 @@ class TestWriting:
             assert h[-1].abs().max() == 0.5
             assert h[0].abs().max() > 0.5
 
-
     def test_what_code_raises_names_its_line(self):
         def wrong(h):
             raise ZeroDivisionError("of mine")
 
         with pc.LM("fake", allow_code=True) as lm:
-            with pytest.raises(pc.RunError, match="(?s)ZeroDivisionError: of mine.*# its line"), lm.trace() as t:
+            with pytest.raises(pc.RunError, match=r"(?s)ZeroDivisionError: of mine.*# its line"), lm.trace() as t:
                 a, b = t.invoke(EIFFEL), t.invoke(COLOSSEUM)
                 b.layers[0].output.save()
                 b.layers[1].output[-1].apply(wrong)  # its line

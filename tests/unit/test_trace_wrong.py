@@ -210,6 +210,8 @@ def test_what_is_wrong_with_the_trace_itself(lm, no_run):
         lm.trace(score=[1])
     with pytest.raises(E, match="one run a prompt"):
         lm.trace(EIFFEL, sampling={"n": 2, "temperature": 1.0})
+    with pytest.raises(E, match="names and values are needed"):
+        lm.trace(EIFFEL, sampling=[{}])
     with pytest.raises(E, match="one prompt is streamed at a time"), lm.trace(stream=True) as t:
         t.invoke(EIFFEL)
     with pytest.raises(E, match="at least one token must be generated"), lm.trace(EIFFEL, max_tokens=0) as t:
@@ -243,6 +245,8 @@ def test_after_the_end(lm):
         forgotten.norm()
     with pytest.raises(E, match="invokes belong inside"):
         t.invoke(EIFFEL)
+    with pytest.raises(E, match="is one `with` block"), t:
+        pass
     with pytest.raises(E, match="only a trace with stream=True"):
         list(t)
     with lm.trace(EIFFEL, stream=True) as t:

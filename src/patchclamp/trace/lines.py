@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import linecache
+import os.path
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 from patchclamp.errors import PatchclampError
 
-_HERE = str(Path(__file__).parent)
+_HERE = os.path.dirname(__file__)
 
 
 class Line(NamedTuple):
@@ -26,7 +26,7 @@ class Line(NamedTuple):
 def callers_line() -> Line:
     """The innermost line on the stack that is not of this folder."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and str(Path(frame.f_code.co_filename).parent) == _HERE:
+    while frame.f_back is not None and os.path.dirname(frame.f_code.co_filename) == _HERE:
         frame = frame.f_back
     return Line(frame.f_code.co_filename, frame.f_lineno)
 

@@ -157,7 +157,7 @@ class Recording:
                 "one trace (or t.invoke) and write in another"
             )
 
-    @property
+    @functools.cached_property
     def bound_prompt(self) -> Prompt:
         assert self.prompt is not None
         ids, text = self.prompt

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from patchclamp.engines.base import Part
@@ -107,7 +107,9 @@ class Trace:
         sampling: Any = None, score: Sequence[int] = (), logprobs: bool | int = False, lora: Any = None,
         stream: bool = False,
     ) -> None:  # fmt: skip
-        self._lm, self._max_tokens, self._sampling = lm, max_tokens, sampling
+        if not isinstance(max_tokens, int) or max_tokens < 1:
+            raise ProgramError(f"at least one token must be generated, not {max_tokens!r}", "max_tokens")
+        self._lm, self._max_tokens, self._sampling, self._entered = lm, max_tokens, sampling, False
         self._edits = list(Program.of(edits).edits)
         self._options: Call = {"logprobs": logprobs, "lora": lora}
         self._streamed, self._state, self._invokes = stream, "open", []
@@ -117,7 +119,9 @@ class Trace:
 
     def _new(self, prompt: Any, messages: Any, sampling: Any, score: Sequence[int]) -> Invoke:
         read = read_prompt(self._lm, prompt, messages)
-        if isinstance(sampling, dict) and sampling.get("n", 1) not in (None, 1):
+        if sampling is not None and not isinstance(sampling, Mapping):
+            raise ProgramError(f"names and values are needed, not {type(sampling).__name__}", "sampling")
+        if sampling is not None and sampling.get("n", 1) not in (None, 1):
             raise ProgramError("a trace has one run a prompt: use an invoke for each", "sampling.n")
         recording = Recording(self._lm, read, self._max_tokens, self)
         recording.sampling, recording.score = sampling, list(score)
@@ -162,6 +166,9 @@ class Trace:
     # -- the end of the `with`
 
     def __enter__(self) -> Trace:
+        if self._entered:
+            raise ProgramError("a trace is one `with` block: call lm.trace again for another")
+        self._entered = True
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
@@ -170,7 +177,7 @@ class Trace:
             drive(execution, self._lm)
 
     async def __aenter__(self) -> Trace:
-        return self
+        return self.__enter__()
 
     async def __aexit__(self, kind: Any, *_: Any) -> None:
         execution = self._end(kind is not None)
