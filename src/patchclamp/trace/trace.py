@@ -124,7 +124,7 @@ class Trace:
         if sampling is not None and sampling.get("n", 1) not in (None, 1):
             raise ProgramError("a trace has one run a prompt: use an invoke for each", "sampling.n")
         recording = Recording(self._lm, read, self._max_tokens, self)
-        recording.sampling, recording.score = sampling, list(score)
+        recording.sampling, recording.score = None if sampling is None else dict(sampling), list(score)
         self._invokes.append(invoke := Invoke(recording))
         return invoke
 
