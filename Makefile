@@ -35,8 +35,9 @@ check: setup  ## lint, formatting, types, and the rules of the package's structu
 	$(BIN)/pyright
 	$(BIN)/python -m pytest tests/unit/test_structure.py
 
-docs: setup  ## make anew what the code says of itself: docs/sites.md, docs/rooms.svg, the step in docs/architecture.md
+docs: setup  ## make anew what the code says of itself: docs/sites.md, docs/recipes.md, docs/rooms.svg, the step in docs/architecture.md
 	$(BIN)/python -m tools.sites_page > docs/sites.md
+	$(BIN)/python -m tools.trace_pages
 	$(BIN)/python -m tools.rooms
 	$(BIN)/python -m tools.engine_step
 

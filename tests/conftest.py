@@ -32,7 +32,16 @@ GROUPS = {
     "compiled": ("test_exact", "test_parity", "test_ops", "test_token_ids", "test_apply"),
     "families": ("test_families", "test_untabled", "test_variants", "test_prover"),
     "processes": ("test_off_is_stock", "test_two_bodies", "test_parallel"),
-    "eager": ("test_stream", "test_modes", "test_refusals", "test_cache", "test_many", "test_doctor", "test_inert"),
+    "eager": (
+        "test_stream",
+        "test_modes",
+        "test_refusals",
+        "test_cache",
+        "test_many",
+        "test_doctor",
+        "test_inert",
+        "test_trace",
+    ),
     "tiny": ("test_storm", "test_capacity", "test_lora", "test_poison", "test_admission"),
     "real": ("test_sweep", "test_readme", "test_cli_parity"),
 }

@@ -18,7 +18,8 @@ JOBS = {
     "studies": "questions made of many runs: sweeps, comparisons",
     "plots": "pictures of results: PNG and HTML",
     "doctor": "what works on this machine, and what does not",
-    "proving": "pc.LM: each site is proved on the live model first",
+    "trace": "pc.LM: proxies of tensors that write programs",
+    "proving": "proves each site on the live model",
     "lm": "checks a call, binds its programs, hands it over",
     "call": "the arguments of a call, read for each prompt",
     "stream": "the tokens of a run as they are generated",
@@ -34,7 +35,7 @@ JOBS = {
 }
 BANDS = {
     "ask": ("#8250df", ("cli", "serve", "studies", "plots", "doctor")),
-    "call": ("#0969da", ("proving", "lm", "call", "stream", "run")),
+    "call": ("#0969da", ("trace", "proving", "lm", "call", "stream", "run")),
     "carry": ("#bc4c00", ("engines",)),
     "compute": ("#1a7f37", ("runtime", "kernels", "plan")),
     "know": ("#57606a", ("sites", "store", "language", "errors")),

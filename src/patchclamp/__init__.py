@@ -36,9 +36,9 @@ from patchclamp.language.ops import *  # noqa: F403
 if TYPE_CHECKING:
     from patchclamp import studies
     from patchclamp.engines.base import Part
-    from patchclamp.proving.load import ProvedLM as LM
     from patchclamp.run import Run
     from patchclamp.stream import Stream
+    from patchclamp.trace.load import TracedLM as LM
 
 __version__ = "0.1.0"
 
@@ -47,7 +47,7 @@ tokens = language.parse_tokens
 globals().update({name: Site(name) for name in language.SITES})  # pc.embed, pc.resid_pre, ...
 
 _LAZY = {
-    "LM": ("patchclamp.proving.load", "ProvedLM"),
+    "LM": ("patchclamp.trace.load", "TracedLM"),
     "Part": ("patchclamp.engines.base", "Part"),
     "Run": ("patchclamp.run", "Run"),
     "Stream": ("patchclamp.stream", "Stream"),

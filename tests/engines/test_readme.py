@@ -4,12 +4,13 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import patchclamp as pc
 from patchclamp import errors
 
 ROOT = Path(__file__).resolve().parents[2]
-README, GUIDE = ROOT / "README.md", ROOT / "docs" / "guide.md"
+README, GUIDE, TRACING = ROOT / "README.md", ROOT / "docs" / "guide.md", ROOT / "docs" / "tracing.md"
 
 
 def run_blocks(page: Path, lm: pc.LM, monkeypatch, folder: Path) -> dict:
@@ -57,6 +58,17 @@ def test_every_example_of_the_guide_runs(engine, engines, tmp_path, monkeypatch)
     before, after = names["steps"]["edits[0]"], names["steps"]["capture[0]"]
     assert (after == 2 * before).all()
     assert before.any()
+
+
+@both_engines
+def test_every_example_of_tracing_runs(engine, engines, tmp_path, monkeypatch):
+    lm = engines.get(engine, "float32")
+    names = run_blocks(TRACING, lm, monkeypatch, tmp_path)
+    lm.bank.clear()
+    assert torch.equal(names["before"] + names["v"], names["after"])
+    assert names["steps"].shape == (7, lm.model.d_model)
+    assert names["t"].text == names["run"].text
+    assert len(names["values"]) == 2
 
 
 def test_the_first_example_names_no_option_of_one_engine():

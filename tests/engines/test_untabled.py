@@ -8,6 +8,7 @@ import torch
 
 import patchclamp as pc
 from patchclamp.errors import ModelError, UnsupportedSite
+from patchclamp.studies.recipes import gap
 
 from ..models import of_family
 from . import test_families
@@ -125,3 +126,21 @@ def test_parity_compares_what_both_tables_have(tmp_path):
     assert found.holds, found.problems
     assert {"attn_in", "resid_mid", "attn_out"} <= set(found.left_out)
     assert {site.name for site in found.sites} >= {"resid_pre", "resid_post", "z", "final_norm", "logits"}
+
+
+def test_a_trace_reads_and_writes_its_own_rows_alone(pair):
+    """The backend has all requests on the second axis of [1, rows, D]: each prompt gets its own, and writes reach them."""
+    values = []
+    for lm in (pair.lm, pair.hub):
+        saved = []
+        with lm.trace() as t:
+            for prompt in PROMPTS:
+                with t.invoke(prompt) as a:
+                    a.layers[0].output[-1] *= 2
+                    saved += [a.layers[0].output.save(), a.layers_output[1].save(), a.logits.save()]
+        values.append(saved)
+    for ours, theirs in zip(*values, strict=True):
+        assert gap(ours, theirs) <= 1e-4
+    plain = pair.lm.run(PROMPTS[0], max_tokens=1, capture=[pc.resid_post[0]])[pc.resid_post[0]]
+    assert gap(values[0][0][:-1], plain[:-1]) <= 1e-4
+    assert gap(values[0][0][-1:], 2 * plain[-1:]) <= 1e-4

@@ -18,7 +18,7 @@ from patchclamp.lm import LM
 from patchclamp.plan import lowering
 from patchclamp.runtime import Limits
 from patchclamp.sites import tables
-from tools import engine_step, rooms
+from tools import engine_step, rooms, trace_pages
 
 ROOT = Path(__file__).parents[2]
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
@@ -113,6 +113,11 @@ def test_the_engine_step_is_the_codes():
 
 def test_the_picture_of_the_rooms_is_up_to_date():
     assert rooms.FILE.read_text(encoding="utf-8") == rooms.picture(), "the rooms have changed: run make docs"
+
+
+def test_the_recipes_and_snippets_are_up_to_date():
+    assert PAGES["docs/recipes.md"] == trace_pages.recipes_page(), "the recipes have changed: run make docs"
+    assert PAGES["docs/coming_from.md"] == trace_pages.coming_page(), "the snippets have changed: run make docs"
 
 
 def test_every_room_has_its_row():

@@ -17,7 +17,7 @@ ROOT = Path(patchclamp.__file__).parent
 FILES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 ORDER = (
-    "cli", "serve", "studies", "plots", "doctor", "proving", "lm", "call", "stream", "run", "engines", "runtime", "kernels", "plan", "sites",
+    "cli", "serve", "studies", "plots", "doctor", "trace", "proving", "lm", "call", "stream", "run", "engines", "runtime", "kernels", "plan", "sites",
     "store", "language", "errors",
 )  # fmt: skip
 ABOVE_THE_FACE = ORDER[: ORDER.index("proving")]  # these may `import patchclamp as pc`

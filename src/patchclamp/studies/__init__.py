@@ -3,6 +3,7 @@
 from patchclamp.studies.parity import parity
 from patchclamp.studies.parity_result import Parity
 from patchclamp.studies.patch_sweep import patch_sweep
+from patchclamp.studies.recipes import Recipes, compare_recipes
 from patchclamp.studies.sweep_result import Cell, Column, PatchSweep
 
-__all__ = ["Cell", "Column", "Parity", "PatchSweep", "parity", "patch_sweep"]
+__all__ = ["Cell", "Column", "Parity", "PatchSweep", "Recipes", "compare_recipes", "parity", "patch_sweep"]

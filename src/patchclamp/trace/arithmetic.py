@@ -1,0 +1,234 @@
+"""Arithmetic on values of a trace: sums of reads times numbers, plus numbers. All else is refused where it is written.
+
+A program can add, scale and replace rows, and no more. So what is recorded is always Σ factor · read + constant.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from patchclamp.errors import ProgramError, near
+from patchclamp.trace.spots import numbers
+
+if TYPE_CHECKING:
+    from patchclamp.trace.recording import Entry
+
+Number = float | np.ndarray
+INSTEAD = (
+    "save it and compute after the trace, in two traces if the result is to be written, or write it with .apply(fn), "
+    "Python on the rows, on a local engine with allow_code=True"
+)
+READS = ("clone", "detach", "cpu", "float")  # of a tensor: the value here, as it is saved anyhow
+KNOWN = ("save", "shape", *READS)
+
+
+class Term(NamedTuple):
+    """A read times a number, or times one for each column."""
+
+    read: Entry
+    factor: Number
+
+
+class Arithmetic:
+    """What values of a trace have in common: `+`, `-`, `*` and `/` by numbers, and clear errors for the rest."""
+
+    def expression(self) -> Expression:
+        raise NotImplementedError
+
+    def __add__(self, other: Any) -> Expression:
+        return self.expression().plus(as_expression(other, "+"), 1.0)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Expression:
+        return self.expression().plus(as_expression(other, "-"), -1.0)
+
+    def __rsub__(self, other: Any) -> Expression:
+        return as_expression(other, "-").plus(self.expression(), -1.0)
+
+    def __mul__(self, other: Any) -> Expression:
+        if isinstance(other, Arithmetic):
+            refuse("one value of the trace times another")
+        return self.expression().times(as_number(other, "*"))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Expression:
+        return self.expression().times(reciprocal(other))
+
+    def __neg__(self) -> Expression:
+        return self.expression().times(-1.0)
+
+    def __pos__(self) -> Expression:
+        return self.expression()
+
+    __array_ufunc__ = None  # NumPy leaves `array * value` to the value
+    __hash__ = object.__hash__
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        name = function_name(func)
+        if kwargs or name not in _TORCH or not any(isinstance(arg, Arithmetic) for arg in args):
+            refuse(f"torch's {name}", f"{_TORCH_INSTEAD[name]}, or " if name in _TORCH_INSTEAD else "")
+        return _TORCH[name](*args)
+
+
+def function_name(func: Any) -> str:
+    """The name of a function of torch's, `add` for `__add__`; in place it is `add_`, or `iadd`."""
+    return getattr(func, "__name__", str(func)).removeprefix("__").removesuffix("__")
+
+
+def _subtract(a: Any, b: Any) -> Any:
+    return a - b if isinstance(a, Arithmetic) else b.__rsub__(a)
+
+
+_TORCH = {
+    "add": lambda a, b: a + b if isinstance(a, Arithmetic) else b + a,
+    "mul": lambda a, b: a * b if isinstance(a, Arithmetic) else b * a,
+    "sub": _subtract,
+    "rsub": lambda a, b: _subtract(b, a),
+    "neg": lambda a: -a,
+    "true_divide": lambda a, b: a / b if isinstance(a, Arithmetic) else b.__rtruediv__(a),
+    "div": lambda a, b: a / b if isinstance(a, Arithmetic) else b.__rtruediv__(a),
+}
+_TORCH |= {"radd": _TORCH["add"], "rmul": _TORCH["mul"], "truediv": _TORCH["div"]}
+_TORCH_INSTEAD = {
+    "add_": "write x = x + value",
+    "iadd": "write x = x + value",
+    "setitem": "write into the model: t.layers[5].output[-1] = value",
+}
+
+
+def refuse(what: str, first: str = "") -> NoReturn:
+    """Raises the error for what no program can compute."""
+    raise ProgramError(f"{what} cannot be part of a program: {first}{INSTEAD}")
+
+
+_REFUSED = {
+    "__matmul__": "a matrix product", "__rmatmul__": "a matrix product", "__pow__": "a power", "__rpow__": "a power",
+    "__rtruediv__": "a number divided by a value of the trace", "__floordiv__": "a whole quotient",
+    "__rfloordiv__": "a whole quotient", "__mod__": "a remainder", "__rmod__": "a remainder",
+    "__abs__": "an absolute value", "__invert__": "a negation", "__and__": "a bitwise and", "__or__": "a bitwise or",
+    "__xor__": "a bitwise xor", "__rand__": "a bitwise and", "__ror__": "a bitwise or", "__rxor__": "a bitwise xor",
+    "__lshift__": "a shift", "__rshift__": "a shift", "__round__": "a rounded value", "__divmod__": "a remainder",
+}  # fmt: skip
+_UNKNOWN_YET = {
+    "__bool__": "`if`, `and`, `or` and `not` need", "__float__": "float() needs", "__int__": "int() needs",
+    "__complex__": "complex() needs", "__index__": "an index needs", "__iter__": "a loop needs",
+    "__len__": "len() needs", "__contains__": "`in` needs", "__eq__": "a comparison needs",
+    "__ne__": "a comparison needs", "__lt__": "a comparison needs", "__le__": "a comparison needs",
+    "__gt__": "a comparison needs", "__ge__": "a comparison needs", "__array__": "NumPy needs",
+    "__reversed__": "a loop needs",
+}  # fmt: skip
+
+
+def _refusal(what: str) -> Any:
+    def refused(self: Any, *_: Any, **__: Any) -> NoReturn:
+        refuse(what)
+
+    return refused
+
+
+def _too_early(what: str) -> Any:
+    def refused(self: Any, *_: Any, **__: Any) -> NoReturn:
+        raise ProgramError(
+            f"{what} a number, and inside the trace there is none yet: save the value and decide after the trace, in a "
+            "second one if need be, or with .apply(fn), Python on the rows, on a local engine"
+        )
+
+    return refused
+
+
+for _name, _what in _REFUSED.items():
+    setattr(Arithmetic, _name, _refusal(_what))
+for _name, _what in _UNKNOWN_YET.items():
+    setattr(Arithmetic, _name, _too_early(_what))
+
+
+class Expression(Arithmetic):
+    """Σ factor · read + constant."""
+
+    def __init__(self, terms: tuple[Term, ...] = (), constant: Number = 0.0) -> None:
+        self.terms, self.constant = terms, constant
+
+    def expression(self) -> Expression:
+        return self
+
+    @property
+    def is_one_read(self) -> bool:
+        """Whether it is a read as it is."""
+        alone = len(self.terms) == 1 and np.ndim(self.terms[0].factor) == 0 and np.ndim(self.constant) == 0
+        return alone and self.terms[0].factor == 1.0 and self.constant == 0.0
+
+    def plus(self, other: Expression, sign: float) -> Expression:
+        terms = list(self.terms)
+        for read, factor in other.terms:
+            same = [i for i, term in enumerate(terms) if term.read is read]
+            if same:
+                terms[same[0]] = Term(read, terms[same[0]].factor + sign * factor)
+            else:
+                terms.append(Term(read, sign * factor))
+        return Expression(tuple(terms), self.constant + sign * other.constant)
+
+    def times(self, factor: Number) -> Expression:
+        return Expression(tuple(Term(read, f * factor) for read, f in self.terms), self.constant * factor)
+
+    def clone(self) -> Expression:
+        return self
+
+    detach = cpu = float = clone
+
+    def save(self) -> Any:
+        """The value as a tensor, which is there after the trace."""
+        from patchclamp.trace.saved import save
+
+        return save(self)
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        raise ProgramError("index before you compute, as in t.layers[5].output[-1] * 2")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        refuse_attribute(name, KNOWN)
+
+    def __repr__(self) -> str:
+        words = [f"{factor if np.ndim(factor) == 0 else '…'} · {read.spot}" for read, factor in self.terms]
+        return f"<value of a trace: {' + '.join(words) or 'numbers'}>"
+
+
+def refuse_attribute(name: str, known: tuple[str, ...]) -> NoReturn:
+    """Raises for what a tensor may have, and a value of a trace does not."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    in_place = {"add_": "+= value", "sub_": "-= value", "mul_": "*= factor", "zero_": "[...] = 0",
+                "copy_": "[...] = value", "fill_": "[...] = number", "div_": "/= number"}  # fmt: skip
+    if name in in_place:
+        raise ProgramError(f"a value of the trace is written with `{in_place[name]}`, not with .{name}()")
+    raise ProgramError(
+        f"a value of the trace has no {name!r}{near(name, known)}; it has {', '.join(known)}, and arithmetic: {INSTEAD}"
+    )
+
+
+def as_expression(value: Any, sign: str) -> Expression:
+    """A value of the trace, or numbers, as an expression."""
+    if isinstance(value, Arithmetic):
+        return value.expression()
+    return Expression(constant=as_number(value, sign))
+
+
+def as_number(value: Any, sign: str) -> Number:
+    number = numbers(value)
+    if number is None:
+        raise ProgramError(f"a value of the trace {sign} {type(value).__name__}: a number or a vector is needed")
+    return number
+
+
+def reciprocal(divisor: Any) -> Number:
+    """1 / a number, or of each of some numbers."""
+    if isinstance(divisor, Arithmetic):
+        refuse("one value of the trace divided by another")
+    number = as_number(divisor, "/")
+    if not np.all(number):
+        raise ProgramError("a value of the trace is divided by zero")
+    return 1.0 / number

@@ -1,0 +1,188 @@
+"""Recordings: what a trace does to one prompt, as ops in the order of the caller's lines."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from patchclamp.errors import PatchclampError, ProgramError, UnsupportedSite
+from patchclamp.language import Capture, Program, SiteOp, Zero
+from patchclamp.language.registry import SITES
+from patchclamp.language.site import parse_site
+from patchclamp.plan import Prompt
+from patchclamp.plan.bind import bind
+from patchclamp.sites import SiteRef
+from patchclamp.trace.lines import Line, callers_line
+from patchclamp.trace.spots import Spot
+
+if TYPE_CHECKING:
+    from patchclamp.run import Run
+    from patchclamp.trace.load import TracedLM as LM
+    from patchclamp.trace.saved import Cache, Saved
+
+Depth = tuple[int, int]  # a layer, and the place of a word in the order in which a layer computes
+
+
+class Entry:
+    """One op, where it stands in its recording, and the line that made it.
+
+    op: as it goes into the program; of a write that reads, its value is put in when the read's run is known
+    spot: where it acts
+    source: the read whose rows it writes, or None
+    """
+
+    def __init__(self, recording: Recording, op: SiteOp, spot: Spot, source: Entry | None, line: Line) -> None:
+        self.recording, self.op, self.spot, self.source, self.line = recording, op, spot, source, line
+        self.number = len(recording.entries)
+        self.refs: list[SiteRef] = recording.lm.sites.resolve(op.at)
+        self.points = {ref.point for ref in self.refs}
+        self.wanted = False  # of a read: whether anybody wants its rows
+
+    @property
+    def is_read(self) -> bool:
+        return isinstance(self.op, Capture)
+
+    @functools.cached_property
+    def depths(self) -> list[Depth]:
+        return [depth(self.recording.lm, point) for point in self.points]
+
+    def want(self, recording: Recording) -> None:
+        """Asks for the rows of a read, for a recording of the same trace."""
+        self.recording.check_open()
+        self.recording.check_prompt()
+        if self.recording.trace is not recording.trace:
+            raise ProgramError(f"{self.spot} is of another trace: save it there, and write the saved tensor here")
+        self.wanted = True
+
+    def is_upstream_of(self, read: Entry) -> bool:
+        """Whether a write can change what a read of the same recording sees."""
+        if self.is_read or self.recording is not read.recording:
+            return False
+        if read.recording.has_generated(read):
+            return True  # what was sampled before it depends on every write
+        if self.points & read.points:
+            return self.number < read.number
+        return min(self.depths) < max(read.depths)
+
+
+def depth(lm: LM, point: int) -> Depth:
+    """Where a point comes in the order in which the model computes: by its earliest word."""
+    site = parse_site(lm.sites.label(point))
+    word = list(SITES).index(site.name)
+    if isinstance(site.layers, int):
+        return site.layers, word
+    return (-1, word) if site.name == "embed" else (lm.model.layers, word)
+
+
+class Recording:
+    """What is done to one prompt, and what came of it.
+
+    prompt: (token ids, text), or None of a program without one (`lm.edit`)
+    trace: the trace that it is of, which is only compared
+    state: "open" while lines are recorded, then "ended"; or "left", when an error left the block
+    failure: why its run failed
+    """
+
+    def __init__(self, lm: LM, prompt: tuple[list[int], str | None] | None, max_tokens: int, trace: object) -> None:
+        self.lm, self.prompt, self.max_tokens, self.trace, self.line = lm, prompt, max_tokens, trace, callers_line()
+        self.entries: list[Entry] = []
+        self.saved: list[Saved] = []
+        self.caches: list[Cache] = []
+        self.sampling: dict[str, Any] | None = None
+        self.score: list[int] = []
+        self.state = "open"
+        self.failure: PatchclampError | None = None
+        self.run: Run | None = None
+
+    def check_open(self) -> None:
+        if self.state != "open":
+            raise ProgramError("the trace has ended: reads and writes belong inside its `with`")
+
+    def check_prompt(self) -> None:
+        if self.prompt is None:
+            raise ProgramError("a named program edits and reads nothing: write numbers there, and read in a trace")
+
+    def write(self, op: SiteOp, spot: Spot, source: Entry | None = None) -> None:
+        """Records a write. Raises what is wrong with it, at the line of the caller."""
+        self.check_open()
+        self._check(op if source is None else Zero(op.at, op.tokens))
+        entry = Entry(self, op, spot, source, callers_line())
+        if source is not None:
+            source.want(self)
+            self._check_source(entry, source)
+        self.entries.append(entry)
+
+    def read(self, spot: Spot) -> Entry:
+        """Records that a spot is read here: what was written before is seen, what comes later is not."""
+        self.check_open()
+        op = Capture(spot.site, spot.tokens)
+        self._check(op)
+        entry = Entry(self, op, spot, None, callers_line())
+        if len(entry.refs) > 1:
+            raise ProgramError(
+                f"{spot.site} is read of one layer at a time, as in {entry.refs[0]}; t.cache({str(spot.site)!r}) saves "
+                "many at once"
+            )
+        same = [other for other in self.entries if other.is_read and other.spot == spot]
+        if same and not any(not e.is_read and e.points & entry.points for e in self.entries[same[-1].number :]):
+            return same[-1]
+        self.entries.append(entry)
+        return entry
+
+    def _check(self, op: SiteOp) -> None:
+        """Binds one op to the prompt, to find what is wrong with it."""
+        if self.prompt is None:
+            self.lm.sites.resolve(op.at)
+            return
+        bind(
+            Program((op,)), "", self.bound_prompt, self.max_tokens, self.lm.sites, _no_source, self.lm.bank, {},
+            {} if self.lm.allows_code else None,
+        )  # fmt: skip
+
+    def _check_source(self, write: Entry, read: Entry) -> None:
+        """Raises where a write reads what is made after it, or what depends on it."""
+        if read.recording is not self:
+            return
+        if self.has_generated(read):
+            raise ProgramError(
+                f"{read.spot} depends on what is generated, and {write.spot} may change that: read it in one trace and "
+                "write it in another, or use pc.Apply on a local engine (.apply(fn))"
+            )
+        latest = max(read.depths)
+        if any(depth(self.lm, point) <= latest for point in write.points - read.points):
+            raise ProgramError(
+                f"{write.spot.site} is computed before {read.spot.site}, so it cannot depend on it in one run: read in "
+                "one trace (or t.invoke) and write in another"
+            )
+
+    @functools.cached_property
+    def bound_prompt(self) -> Prompt:
+        assert self.prompt is not None
+        ids, text = self.prompt
+        return Prompt(ids, lambda: self.lm.tokenizer.spell(ids, text))
+
+    @property
+    def limit(self) -> int:
+        """Positions that are inputs, if it goes on to the end."""
+        return self.length + self.max_tokens - 1
+
+    @property
+    def length(self) -> int:
+        return 0 if self.prompt is None else len(self.prompt[0])
+
+    def positions(self, entry: Entry) -> np.ndarray:
+        """Every position that an entry may act on."""
+        first = self.length - 1 if entry.spot.site.name == "logits" else 0
+        cases = self.bound_prompt.cases(entry.op.tokens, self.limit, first)
+        return np.concatenate([case.positions for case in cases])
+
+    def has_generated(self, entry: Entry) -> bool:
+        """Whether it may act on tokens that are generated."""
+        positions = self.positions(entry)
+        return bool(positions.size) and int(positions.max()) >= self.length
+
+
+def _no_source(key: str) -> Any:
+    raise UnsupportedSite(f"run {key} is read by the program")

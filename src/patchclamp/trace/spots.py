@@ -1,0 +1,153 @@
+"""Spots: a tensor of the model at some tokens, as a proxy names it, and what brackets make of it.
+
+A spot is [T, W], as the model's module makes it without its batch axis; of heads [T, H, E]. The names of nnterp
+(`layers_output[5]`) have the batch axis in front, [1, T, W], when they are indexed and when they are saved. That is the
+one rule; `logits` has no such axis under either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from patchclamp.errors import PatchclampError, ProgramError
+from patchclamp.language.registry import SITES
+from patchclamp.language.site import Range, Site
+from patchclamp.language.tokens import Positions, Selection, Tokens, every, parse_tokens, prompt
+from patchclamp.language.values import Vector
+
+WHOLE = slice(None)
+
+
+class Spot(msgspec.Struct, frozen=True):
+    """A site at a selection of tokens.
+
+    whole: whether the selection is a whole group, so that brackets count within it
+    named: whether the caller named the group (`t.generated`): a selection in brackets is then one within the group
+    parted: whether the heads, neurons or experts were chosen, so that brackets select tokens
+    batched: whether there is a batch axis in front
+    single: whether one token was chosen by number, which drops its axis
+    """
+
+    site: Site
+    tokens: Tokens
+    whole: bool = True
+    named: bool = False
+    parted: bool = True
+    batched: bool = False
+    single: bool = False
+
+    @classmethod
+    def of(cls, site: Site, group: Tokens, named: bool, single: bool = False, batched: bool = False) -> Spot:
+        """A site at a group of tokens: `prompt`, of which logits exist at the last alone, `generated`, `every`."""
+        has_parts = bool(SITES[site.name].index)
+        whole = isinstance(group, Positions) and group.index is None
+        tokens = group
+        if site.name == "logits" and group == prompt:
+            tokens = prompt[-1:]
+        return cls(site, tokens, whole, named, not has_parts or site.index is not None, batched, single and not batched)
+
+    def __getitem__(self, key: Any) -> Spot:
+        keys = list(key) if isinstance(key, tuple) else [key]
+        if any(one is None or one is Ellipsis for one in keys):
+            raise ProgramError(f"{self}: brackets take numbers, ranges, lists and selections, not {key!r}")
+        spot = self._without_batch(keys) if self.batched else self
+        if not spot.parted:
+            spot = spot._part(keys.pop(1 if len(keys) > 1 else 0)) if _is_part(keys) else spot
+        if keys:
+            spot = spot._select(keys.pop(0))
+        if any(not _is_whole(one) for one in keys):
+            raise ProgramError(
+                f"{spot}: brackets choose tokens, and of heads, neurons and experts which of them; single numbers of a "
+                "row cannot be read or written there: use .save() and index it after the trace, or a vector with zeros"
+            )
+        return spot
+
+    def _without_batch(self, keys: list[Any]) -> Spot:
+        """The batch of one is taken from the front of the brackets."""
+        first = keys.pop(0)
+        if _is_whole(first):
+            return self
+        if isinstance(first, Selection) or first not in (0, -1):
+            raise ProgramError(
+                f"{self} has a batch axis of 1 in front, as in nnterp: write [:, {_written(first)}] or "
+                f"[0, {_written(first)}]"
+            )
+        return msgspec.structs.replace(self, batched=False)
+
+    def _part(self, key: Any) -> Spot:
+        """Some heads, neurons or experts."""
+        site = self.site if _is_whole(key) else Site(self.site.name, self.site.layers, key)
+        return msgspec.structs.replace(self, site=site, parted=True)
+
+    def _select(self, key: Any) -> Spot:
+        """Some tokens of the group."""
+        if _is_whole(key):
+            return self
+        if isinstance(key, (Selection, str)):
+            chosen = parse_tokens(key)
+            tokens = self.tokens & chosen if self.named and self.tokens != every else chosen
+            return msgspec.structs.replace(self, tokens=tokens, whole=False)
+        if not self.whole:
+            raise ProgramError(f"{self}: its tokens are chosen already")
+        if self.site.name == "logits" and self.tokens == prompt[-1:]:
+            return self._sampled(key)
+        group = self.tokens
+        assert isinstance(group, Positions)
+        if isinstance(key, slice):
+            return msgspec.structs.replace(self, tokens=group[key], whole=False)
+        if hasattr(key, "tolist"):
+            key = key.tolist()
+        if isinstance(key, (Sequence, range)):
+            return msgspec.structs.replace(self, tokens=group[list(key)], whole=False)
+        return msgspec.structs.replace(self, tokens=group[key], whole=False, single=True)
+
+    def _sampled(self, key: Any) -> Spot:
+        """Logits of a prompt have one row, its last token's."""
+        if key not in (0, -1):
+            raise ProgramError(
+                f"logits[{_written(key)}]: logits exist only where a token is sampled, of the prompt at its last "
+                "token: write logits[-1], or t.generated.logits for the tokens after it"
+            )
+        return msgspec.structs.replace(self, tokens=prompt[-1], whole=False, single=True)
+
+    def __str__(self) -> str:
+        return f"{self.site} @ {self.tokens}"
+
+
+def _is_part(keys: list[Any]) -> bool:
+    """Whether brackets of a site with parts choose some: alone, or after the tokens."""
+    return len(keys) > 1 or (len(keys) == 1 and not isinstance(keys[0], (Selection, str)))
+
+
+def _is_whole(key: Any) -> bool:
+    return isinstance(key, slice) and key == WHOLE
+
+
+def _written(key: Any) -> str:
+    return str(Range.of(key)) if isinstance(key, slice) else str(key)
+
+
+def positive(site: Site, layers: int) -> Site:
+    """A site whose layer counts from the front."""
+    if isinstance(site.layers, int) and -layers <= site.layers < 0:
+        return Site(site.name, site.layers + layers, site.index)
+    return site
+
+
+def numbers(value: Any) -> float | np.ndarray | None:
+    """A number, or numbers as fp32 [..., W]; None for what is neither."""
+    if isinstance(value, (bool, str, bytes)) or value is None:
+        return None
+    if isinstance(value, Vector):
+        value = value.array()
+    if hasattr(value, "detach"):
+        value = value.detach().cpu().float().numpy()
+    try:
+        array = np.asarray(value, np.float32)
+    except (TypeError, ValueError, OverflowError, PatchclampError):
+        return None
+    return float(value) if array.ndim == 0 else array

@@ -1,0 +1,325 @@
+"""`lm.trace` and `lm.edit`: the objects that a `with` gives, and the end of the `with`, where all of it runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from patchclamp.engines.base import Part
+from patchclamp.errors import EngineError, PatchclampError, ProgramError, TokensError
+from patchclamp.language import Program, Site
+from patchclamp.language.site import parse_site
+from patchclamp.language.tokens import Tokens, every, generated, parse_tokens, prompt
+from patchclamp.language.values import check_name
+from patchclamp.run import Run
+from patchclamp.trace.activations import Group, Steps
+from patchclamp.trace.execute import Call, Calls, Execution
+from patchclamp.trace.lines import callers_line
+from patchclamp.trace.recording import Recording
+from patchclamp.trace.saved import Cache
+
+if TYPE_CHECKING:
+    from patchclamp.trace.load import TracedLM as LM
+
+
+class Invoke(Group):
+    """One prompt in a trace. Its tensors are those of the prompt's tokens; `generated`, `all()` and `prompt` give those
+    of others."""
+
+    def __init__(self, recording: Recording, tokens: Tokens = prompt) -> None:
+        super().__init__(recording, tokens, False)
+
+    @property
+    def generated(self) -> Steps:
+        """The tokens that are generated, from when they are inputs: `t.generated[3].layers[5].output`, or all of them,
+        `t.generated.layers[5].output`."""
+        return Steps(self._recording, generated)
+
+    @property
+    def prompt(self) -> Steps:
+        """The tokens of the prompt, said aloud: a selection in brackets is then one among them."""
+        return Steps(self._recording, prompt)
+
+    def all(self) -> Group:
+        """Every token, of the prompt and generated."""
+        return Group(self._recording, every, True)
+
+    def cache(self, *sites: Site | str, tokens: Tokens | str | None = None) -> Cache:
+        """Saves many sites at once, as they are after all writes of the trace; every site if none is named.
+
+        tokens: a selection; the prompt's if not given
+        """
+        recording = self._recording
+        recording.check_open()
+        chosen = [parse_site(site) for site in sites] or [Site(name) for name in recording.lm.sites.names]
+        for site in chosen:
+            recording.lm.sites.resolve(site)
+        cache = Cache(chosen, prompt if tokens is None else parse_tokens(tokens), callers_line())
+        if tokens is None and any(site.name == "logits" for site in chosen):
+            cache.tokens = every & prompt
+        recording.caches.append(cache)
+        return cache
+
+    @property
+    def run(self) -> Run:
+        """The run, after the trace: `run.text`, `run.token_ids`, and what the trace asked for besides."""
+        recording = self._recording
+        if recording.failure is not None:
+            raise recording.failure
+        if recording.run is None:
+            raise ProgramError("the trace has not run yet: its run is there after the `with`")
+        return recording.run
+
+    @property
+    def error(self) -> PatchclampError | None:
+        """What it met, or None."""
+        return self._recording.failure
+
+    @property
+    def text(self) -> str:
+        return self.run.text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.run.token_ids
+
+    def __enter__(self) -> Invoke:
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if kind is not None:
+            self._recording.state = "left"
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), "all", "cache", "error", "generated", "prompt", "run", "text", "token_ids"]
+
+
+class Trace:
+    """What `lm.trace` gives: with a prompt it is that prompt's `Invoke`; without, it has one for each `invoke`.
+
+    At the end of the `with` everything runs, in as few batches as its reads allow. A trace with `stream=True` runs when
+    it is iterated, after the `with`.
+    """
+
+    def __init__(
+        self, lm: LM, prompt: Any = None, *, messages: Any = None, max_tokens: int = 1, edits: Any = (),
+        sampling: Any = None, score: Sequence[int] = (), logprobs: bool | int = False, lora: Any = None,
+        stream: bool = False,
+    ) -> None:  # fmt: skip
+        if not isinstance(max_tokens, int) or max_tokens < 1:
+            raise ProgramError(f"at least one token must be generated, not {max_tokens!r}", "max_tokens")
+        self._lm, self._max_tokens, self._sampling, self._entered = lm, max_tokens, sampling, False
+        self._edits = list(Program.of(edits).edits)
+        self._options: Call = {"logprobs": logprobs, "lora": lora}
+        self._streamed, self._state, self._invokes = stream, "open", []
+        self._only = None if prompt is None and messages is None else self._new(prompt, messages, sampling, score)
+        if self._only is None and score:
+            raise ProgramError("score= goes with a prompt: t.invoke(prompt, score=...)", "score")
+
+    def _new(self, prompt: Any, messages: Any, sampling: Any, score: Sequence[int]) -> Invoke:
+        read = read_prompt(self._lm, prompt, messages)
+        if sampling is not None and not isinstance(sampling, Mapping):
+            raise ProgramError(f"names and values are needed, not {type(sampling).__name__}", "sampling")
+        if sampling is not None and sampling.get("n", 1) not in (None, 1):
+            raise ProgramError("a trace has one run a prompt: use an invoke for each", "sampling.n")
+        recording = Recording(self._lm, read, self._max_tokens, self)
+        recording.sampling, recording.score = None if sampling is None else dict(sampling), list(score)
+        self._invokes.append(invoke := Invoke(recording))
+        return invoke
+
+    def invoke(
+        self, prompt: Any = None, *, messages: Any = None, sampling: Any = None, score: Sequence[int] = ()
+    ) -> Invoke:
+        """Another prompt, in the same batch: `with t.invoke("…") as a:`. Values of one may be written into another."""
+        if self._state != "open":
+            raise ProgramError("the trace has ended: invokes belong inside its `with`")
+        if self._only is not None:
+            raise ProgramError("this trace has its prompt: lm.trace() without one takes invokes")
+        if self._streamed:
+            raise ProgramError("one prompt is streamed at a time: lm.trace(prompt, stream=True)")
+        return self._new(prompt, messages, self._sampling if sampling is None else sampling, score)
+
+    @property
+    def invokes(self) -> list[Invoke]:
+        """The invokes, in order."""
+        return list(self._invokes)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if self._only is None:
+            raise ProgramError(f"this trace has no prompt of its own: use an invoke's, a.{name}, or lm.trace(prompt)")
+        return getattr(self._only, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            object.__setattr__(self, name, value)
+        elif self._only is None:
+            raise ProgramError(f"this trace has no prompt of its own: write into an invoke's, a.{name}")
+        else:
+            setattr(self._only, name, value)
+
+    def __dir__(self) -> list[str]:
+        return ["invoke", "invokes", *(dir(self._only) if self._only is not None else ())]
+
+    # -- the end of the `with`
+
+    def __enter__(self) -> Trace:
+        if self._entered:
+            raise ProgramError("a trace is one `with` block: call lm.trace again for another")
+        self._entered = True
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        execution = self._end(kind is not None)
+        if execution is not None:
+            drive(execution, self._lm)
+
+    async def __aenter__(self) -> Trace:
+        return self.__enter__()
+
+    async def __aexit__(self, kind: Any, *_: Any) -> None:
+        execution = self._end(kind is not None)
+        if execution is not None:
+            await drive_async(execution, self._lm)
+
+    def _end(self, left: bool) -> Execution | None:
+        """Closes the recordings; what is to be run now, if anything."""
+        recordings = [invoke._recording for invoke in self._invokes]
+        self._state = "left" if left or any(r.state == "left" for r in recordings) else "ended"
+        for recording in recordings:
+            recording.state = self._state
+        if self._state == "left":
+            return None
+        if not recordings:
+            raise ProgramError("this trace has no prompt: lm.trace(prompt), or `with t.invoke(prompt) as a` inside it")
+        self._execution = Execution(recordings, self._edits, self._options)
+        return None if self._streamed else self._execution
+
+    # -- streams
+
+    def __iter__(self) -> Iterator[Part]:
+        calls, call = self._before_the_stream()
+        try:
+            with self._lm.stream(**call) as stream:
+                yield from stream
+        except PatchclampError as error:
+            _answer(calls, error)
+        except BaseException:
+            _abandon(calls)
+            raise
+        else:
+            _answer(calls, [stream.run])
+
+    async def __aiter__(self) -> AsyncIterator[Part]:
+        calls, call = self._before_the_stream()
+        try:
+            async with self._lm.stream(**call) as stream:
+                async for part in stream:
+                    yield part
+        except PatchclampError as error:
+            _answer(calls, error)
+        except BaseException:
+            _abandon(calls)
+            raise
+        else:
+            _answer(calls, [stream.run])
+
+    def _before_the_stream(self) -> tuple[Calls, Call]:
+        """Makes all calls but the prompt's own, which is left to be streamed."""
+        if not self._streamed:
+            raise ProgramError("only a trace with stream=True is iterated: lm.trace(prompt, stream=True)")
+        if self._state != "ended":
+            raise ProgramError("a trace streams once, after its `with`")
+        self._state = "streamed"
+        calls = self._execution.calls()
+        call = next(calls)
+        while not self._execution.is_last_call():
+            answered = _answer(calls, _called(self._lm, call))
+            assert answered is not None  # the last call is still to come
+            call = answered
+        return calls, {name: value[0] if isinstance(value, list) else value for name, value in call.items()}
+
+
+class Edit(Invoke):
+    """What `lm.edit` gives: a program without a prompt. Its tensors are those of every token."""
+
+    def __init__(self, lm: LM, name: str) -> None:
+        super().__init__(Recording(lm, None, 1, self), every)
+        vars(self).update(_name=check_name(name))
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        recording = self._recording
+        recording.state = "ended" if kind is None else "left"
+        if kind is not None:
+            return
+        edits = [entry.op for entry in recording.entries if not entry.is_read]
+        if not edits:
+            raise ProgramError(f"nothing was written, so there is no program to be named {self._name!r}")
+        recording.lm.bank[self._name] = edits
+
+    def cache(self, *sites: Site | str, tokens: Tokens | str | None = None) -> Cache:
+        raise ProgramError("a named program edits and reads nothing: cache in a trace")
+
+
+def drive(execution: Execution, lm: LM) -> None:
+    """Makes the calls of an execution."""
+    calls = execution.calls()
+    call = next(calls, None)
+    while call is not None:
+        call = _answer(calls, _called(lm, call))
+
+
+async def drive_async(execution: Execution, lm: LM) -> None:
+    """As `drive`, awaiting each call."""
+    calls = execution.calls()
+    call = next(calls, None)
+    while call is not None:
+        try:
+            answer = await lm.arun(**call)
+        except PatchclampError as error:
+            answer = error
+        call = _answer(calls, answer)
+
+
+def _called(lm: LM, call: Call) -> list[Run] | PatchclampError:
+    try:
+        return lm.run(**call)
+    except PatchclampError as error:
+        return error
+
+
+def _answer(calls: Calls, answer: list[Run] | PatchclampError) -> Call | None:
+    """Gives a call its runs or its error; the next call, or None after the last."""
+    try:
+        return calls.throw(answer) if isinstance(answer, PatchclampError) else calls.send(answer)
+    except StopIteration:
+        return None
+
+
+def _abandon(calls: Calls) -> None:
+    """Ends the calls of a stream that was left: what it saves never comes, and says so."""
+    with contextlib.suppress(PatchclampError):
+        calls.throw(EngineError("the stream was left before its end"))
+
+
+def read_prompt(lm: LM, prompt: Any, messages: Any) -> tuple[list[int], str | None]:
+    """One prompt: its token ids, and its text if it has one."""
+    if messages is not None and prompt is None:
+        return list(lm.tokenizer.chat(list(messages))), None
+    if isinstance(prompt, str):
+        ids = lm.tokens(prompt)
+        if not ids:
+            raise TokensError("an empty prompt has no position to run", "prompt")
+        return ids, prompt
+    prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if prompt is None or messages is not None:
+        raise ProgramError("give either a prompt or messages")
+    if not isinstance(prompt, (list, tuple)) or not prompt or isinstance(prompt[0], (str, list, tuple)):
+        raise ProgramError(
+            "a trace has one prompt, text or token ids: for several, `with lm.trace() as t:` and an invoke for each, "
+            "`with t.invoke(prompt) as a:`",
+            "prompt",
+        )
+    return [int(token) for token in prompt], None

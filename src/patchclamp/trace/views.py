@@ -1,0 +1,350 @@
+"""Views: proxies of the model's tensors. A view is read where it is saved, cloned, computed with or written elsewhere,
+and written by `=`, `+=`, `-=`, `*=`, `/=` and by its methods, one for each op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import numpy as np
+
+from patchclamp.errors import PatchclampError, ProgramError, ShapeError
+from patchclamp.language import Ablate, Add, Apply, Clamp, From, Noise, Replace, Scale, SiteOp, Vector, Zero
+from patchclamp.trace.arithmetic import (
+    READS,
+    Arithmetic,
+    Expression,
+    Number,
+    Term,
+    as_expression,
+    as_number,
+    reciprocal,
+    refuse,
+    refuse_attribute,
+)  # fmt: skip
+from patchclamp.trace.recording import Entry, Recording
+from patchclamp.trace.spots import Spot, numbers
+
+OPS = ("ablate", "apply", "clamp_along", "noise", "replace")
+TO_COME = From("a read of this trace")  # stands for a read whose run is not known yet
+
+
+class View(Arithmetic):
+    """A tensor of the model at some tokens. See `Spot` for its axes."""
+
+    _recording: Recording
+    _spot: Spot
+
+    def __init__(self, recording: Recording, spot: Spot) -> None:
+        object.__setattr__(self, "_recording", recording)
+        object.__setattr__(self, "_spot", spot)
+
+    def __getitem__(self, key: Any) -> View:
+        spot = self._spot[key]
+        self._recording.lm.sites.resolve(spot.site)  # a head that is not there is said at this line
+        return View(self._recording, spot)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        assign(self[key], value)
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise ProgramError(f"{self._spot} has no {name!r} to be set: it is written as a whole, or [...] = value")
+
+    # -- read
+
+    def expression(self) -> Expression:
+        return Expression((Term(self._recording.read(self._spot), 1.0),))
+
+    def save(self) -> Any:
+        """The value here, as a tensor that is there after the trace."""
+        return self.expression().save()
+
+    def clone(self) -> Draft:
+        """The value here, whatever is written later. It can be changed in place and written back."""
+        return Draft(self)
+
+    def detach(self) -> Expression:
+        return self.expression()
+
+    cpu = float = detach
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape, where it is known how many tokens there are. Raises `ProgramError` elsewhere."""
+        return shape_of(self._recording, self._spot)
+
+    # -- written
+
+    def __iadd__(self, other: Any) -> View:
+        write(self, as_expression(other, "+="), 1.0)
+        return self
+
+    def __isub__(self, other: Any) -> View:
+        write(self, as_expression(other, "-=").times(-1.0), 1.0)
+        return self
+
+    def __imul__(self, other: Any) -> View:
+        if isinstance(other, Arithmetic):
+            refuse("one value of the trace times another")
+        write(self, Expression(), as_number(other, "*="))
+        return self
+
+    def __itruediv__(self, other: Any) -> View:
+        return self.__imul__(reciprocal(other))
+
+    def replace(self, value: Any, alpha: float = 1.0, mask: Any = None) -> None:
+        """`pc.Replace`: (1 − a) · h + a · value, with a = alpha · mask, for numbers or a value of the trace."""
+        if isinstance(value, Arithmetic):
+            expression = value.expression()
+            if not expression.is_one_read:
+                refuse("a value that is computed, blended in,")
+            self._record(Replace, source=expression.terms[0].read, alpha=alpha, mask=mask)
+        else:
+            vector = as_vector(self, as_number(value, "as a value:"))
+            self._record(Replace, vector, alpha=alpha, mask=mask)
+
+    def ablate(self, directions: Any) -> None:
+        """`pc.Ablate`: takes the span of some directions out."""
+        self._record(Ablate, directions)
+
+    def clamp_along(self, direction: Any, low: float | None = None, high: float | None = None) -> None:
+        """`pc.Clamp`: bounds the projection on a direction."""
+        self._record(Clamp, direction, low=low, high=high)
+
+    def noise(self, std: float, seed: int = 0, relative: bool = False) -> None:
+        """`pc.Noise`: adds seeded noise."""
+        self._record(Noise, std, seed=seed, relative=relative)
+
+    def apply(self, fn: Callable[..., Any]) -> None:
+        """`pc.Apply`: any Python on the rows, where `allow_code=True`."""
+        self._record(Apply, fn)
+
+    def _record(self, op: Callable[..., SiteOp], *values: Any, source: Entry | None = None, **fields: Any) -> None:
+        """Records an op here, of some values, or of the rows that a read will have."""
+        values = values if source is None else (TO_COME,)
+        spot = self._spot
+        self._recording.write(op(*values, at=spot.site, tokens=spot.tokens, **fields), spot, source)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if self._recording.state != "open" and not name.startswith("__"):
+            raise ProgramError(f"{self._spot} was not saved: .save() it inside the trace")
+        refuse_attribute(name, ("save", "shape", *READS, *OPS))
+
+    def __repr__(self) -> str:
+        return f"<{self._spot}>"
+
+
+def assign(view: View, value: Any) -> None:
+    """`view = value`."""
+    if isinstance(value, View) and value._recording is view._recording and value._spot == view._spot:
+        return  # `x += v` assigns what it has written; `x = x` changes nothing
+    if isinstance(value, Draft) and value.edits:
+        value.write_into(view)
+        return
+    write(view, value.expression() if isinstance(value, Arithmetic) else Expression(constant=as_number(value, "=")))
+
+
+def write(view: View, expression: Expression, own: Number | None = None) -> None:
+    """Records ops after which the view has its own value times `own` (None: nothing of it), plus an expression."""
+    entries = view._recording.entries
+    count = len(entries)
+    try:
+        _write(view, expression, own)
+    except PatchclampError:
+        del entries[count:]  # all of it or nothing
+        raise
+
+
+def _write(view: View, expression: Expression, own: Number | None) -> None:
+    others: list[Term] = []
+    for term in expression.terms:
+        if _is_as_it_stands(view, term.read):
+            own = term.factor if own is None else own + term.factor
+        elif np.ndim(term.factor):
+            refuse("a read of another place times a vector")
+        else:
+            others.append(Term(term.read, float(term.factor)))
+    if own is not None:
+        _scale(view, own)
+    elif others:
+        first = others.pop(0)
+        view._record(Replace, source=first.read)
+        _scale(view, first.factor)
+    else:
+        _replace(view, expression.constant)
+        return
+    for term in others:
+        view._record(Add, source=term.read, scale=term.factor)
+    if np.any(expression.constant):
+        vector = as_vector(view, expression.constant)
+        view._record(Add, vector)
+
+
+def _replace(view: View, constant: Number) -> None:
+    """Writes numbers in the place of rows."""
+    if np.ndim(constant) == 0 and constant == 0:
+        view._record(Zero)
+        return
+    vector = as_vector(view, constant)
+    view._record(Replace, vector)
+
+
+def _is_as_it_stands(view: View, read: Entry) -> bool:
+    """Whether a read is of this very view, and nothing was written there since."""
+    recording, spot = view._recording, view._spot
+    same = read.recording is recording and read.spot.site == spot.site and read.spot.tokens == spot.tokens
+    return same and not any(not e.is_read and e.points & read.points for e in recording.entries[read.number :])
+
+
+def _scale(view: View, factor: Number) -> None:
+    """Multiplies rows by a number, or by one for each column: (1 − a) · h + a · 0 for a = 1 − factor."""
+    if np.ndim(factor) == 0:
+        if factor != 1.0:
+            view._record(Scale, float(factor))
+        return
+    row = as_vector(view, factor)
+    mask = np.float32(1) - row.array()
+    if len(row.shape) > 1 or not np.array_equal(np.float32(1) - mask, row.array()):
+        raise ProgramError(
+            "rows are multiplied by a number, or by one vector that is a mask (of 0 and 1, say): a program has no "
+            "other product; write it with .apply(fn), Python on the rows, on a local engine"
+        )
+    view._record(Replace, np.zeros_like(mask), mask=mask)
+
+
+def as_vector(view: View, number: Number) -> Vector:
+    """A number, or numbers in the shape of the view, as the rows that an op takes."""
+    recording, spot = view._recording, view._spot
+    width, parts = width_of(recording, spot), recording.lm.sites.parts(spot.site.name)
+    array = np.asarray(number, np.float32)
+    if array.ndim == 0:
+        return Vector.of(np.full(width, array, np.float32))
+    if spot.batched and array.ndim > 2 and array.shape[0] == 1:
+        array = array[0]
+    if parts is not None and array.shape[-1] == parts[1] and array.ndim > 1 and array.shape[-2] * parts[1] == width:
+        array = array.reshape(*array.shape[:-2], width)  # heads side by side
+    if array.ndim == 2 and array.shape[0] == 1:
+        array = array[0]
+    if array.ndim > 2 or array.shape[-1] != width:
+        raise ShapeError(f"{spot} is {width} wide; what is written there is {list(np.shape(number))}")
+    return Vector.of(array)
+
+
+def width_of(recording: Recording, spot: Spot) -> int:
+    """How many numbers a row of a spot has."""
+    sites = recording.lm.sites
+    ref = sites.resolve(spot.site)[0]
+    first, end = ref.columns or (0, sites.points[ref.point].width)
+    return end - first
+
+
+def shape_of(recording: Recording, spot: Spot) -> tuple[int, ...]:
+    """The shape of a read's value, where it is known how many tokens it has."""
+    entry = recording.read(spot)
+    recording.check_prompt()
+    if recording.has_generated(entry) and not spot.single:
+        raise ProgramError(f"how many tokens {spot} has is known once they are generated")
+    width, parts = width_of(recording, spot), recording.lm.sites.parts(spot.site.name)
+    row = [width]
+    if parts is not None:
+        row = [parts[1]] if isinstance(spot.site.index, int) else [width // parts[1], parts[1]]
+        row = row[:-1] if parts[1] == 1 else row
+    return (*[1] * spot.batched, *([] if spot.single else [len(recording.positions(entry))]), *row)
+
+
+class Draft(Arithmetic):
+    """A copy of a view, as `.clone()` makes it. Writing into it changes the copy alone, until it is written back."""
+
+    def __init__(self, view: View) -> None:
+        self._view, self._read = view, view.expression()
+        self.edits: list[Callable[[View], None]] = []
+
+    def expression(self) -> Expression:
+        if self.edits:
+            raise ProgramError("a clone that was changed in place can be written into the model, and no more")
+        return self._read
+
+    def save(self) -> Any:
+        return self.expression().save()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._view.shape
+
+    def detach(self) -> Draft:
+        return self
+
+    clone = cpu = float = detach
+
+    def __getitem__(self, key: Any) -> Part:
+        return Part(self, key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if isinstance(value, Part) and value.written:
+            return
+        value = value.expression() if isinstance(value, Arithmetic) else as_number(value, "=")
+        self.edits.append(lambda target: target.__setitem__(key, value))
+
+    def __iadd__(self, other: Any) -> Draft:
+        return self._change(lambda target: target.__iadd__(other), other)
+
+    def __isub__(self, other: Any) -> Draft:
+        return self._change(lambda target: target.__isub__(other), other)
+
+    def __imul__(self, other: Any) -> Draft:
+        return self._change(lambda target: target.__imul__(other), other)
+
+    def __itruediv__(self, other: Any) -> Draft:
+        return self._change(lambda target: target.__itruediv__(other), other)
+
+    def _change(self, change: Callable[[View], Any], other: Any) -> Draft:
+        if not isinstance(other, Arithmetic) and numbers(other) is None:
+            as_number(other, "with")
+        self.edits.append(change)
+        return self
+
+    def write_into(self, target: View) -> None:
+        """Writes the copy to where a view is: what was changed, and all else as it was when it was cloned."""
+        if not _is_as_it_stands(target, self._read.terms[0].read):
+            write(target, self._read)
+        for edit in self.edits:
+            edit(target)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        refuse_attribute(name, ("save", "shape", *READS))
+
+
+class Part(Arithmetic):
+    """A part of a `Draft`, as in `draft[-1] += v`."""
+
+    def __init__(self, draft: Draft, key: Any) -> None:
+        self._draft, self._key, self.written = draft, key, False
+
+    def expression(self) -> Expression:
+        draft = self._draft
+        if draft.edits or not _is_as_it_stands(draft._view, draft._read.terms[0].read):
+            raise ProgramError("the model or the clone was changed since: index first, and clone then")
+        return draft._view[self._key].expression()
+
+    def _change(self, name: str, other: Any) -> Part:
+        self._draft._change(lambda target: getattr(target[self._key], name)(other), other)
+        self.written = True
+        return self
+
+    def __iadd__(self, other: Any) -> Part:
+        return self._change("__iadd__", other)
+
+    def __isub__(self, other: Any) -> Part:
+        return self._change("__isub__", other)
+
+    def __imul__(self, other: Any) -> Part:
+        return self._change("__imul__", other)
+
+    def __itruediv__(self, other: Any) -> Part:
+        return self._change("__itruediv__", other)
+
+    def save(self) -> Any:
+        return self.expression().save()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        refuse_attribute(name, ("save",))

@@ -1,0 +1,27 @@
+"""Traces of a server's model: every recipe gives what it gives on the same engine in this process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import patchclamp as pc
+from patchclamp.studies.recipes import gap
+from patchclamp.trace.recipes import RECIPES
+
+from .conftest import KEYS
+
+
+@pytest.fixture(scope="module")
+def lm(server):
+    with pc.LM(server.url, api_key=KEYS[0]) as made:
+        yield made
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_the_same_over_http(lm, local, name):
+    there, here = RECIPES[name].traced(lm), RECIPES[name].traced(local)
+    assert there.keys() == here.keys()
+    for key, value in there.items():
+        assert gap(value, here[key]) <= 1e-5, key
+    assert all(type(value) is torch.Tensor or isinstance(value, list) for value in there.values())

@@ -1,0 +1,323 @@
+"""Traces that are wrong: each raises the error that says so, at its line, before anything runs; none returns."""
+
+# ruff: noqa: PT012, RUF043  a trace is a block, and its error comes at the block's end
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+import patchclamp as pc
+
+EIFFEL, COLOSSEUM = "The Eiffel Tower is in", "The Colosseum is in"
+V = torch.ones(16)
+E, U, S, X, K = pc.ProgramError, pc.UnknownName, pc.ShapeError, pc.UnsupportedSite, pc.TokensError
+
+
+@pytest.fixture(scope="module")
+def lm():
+    with pc.LM("fake") as made:
+        yield made
+
+
+@pytest.fixture
+def no_run(lm, monkeypatch):
+    """Fails a test in which anything runs."""
+
+    def run(*_, **__):
+        raise AssertionError("it ran")
+
+    monkeypatch.setattr(lm.engine, "submit", run)
+
+
+def put(view, key, value):
+    view[key] = value
+
+
+def loop(value):
+    for _ in value:
+        pass
+
+
+IN_A_LINE = {
+    # what is not known before the trace has run
+    "a branch on a value": (lambda t: "yes" if t.layers[1].output[-1] > 0 else "no", E, "a comparison needs a number"),
+    "the truth of a value": (lambda t: bool(t.layers[1].output[-1]), E, "`if`, `and`, `or` and `not` need a number"),
+    "the truth of a sum": (lambda t: not (t.layers[1].output[-1] + 1), E, "second one if need be"),
+    "float()": (lambda t: float(t.layers[1].output[-1]), E, r"float\(\) needs a number"),
+    "int()": (lambda t: int(t.layers[1].output[-1]), E, r"int\(\) needs a number"),
+    "len()": (lambda t: len(t.layers[1].output), E, r"len\(\) needs a number"),
+    "a loop": (lambda t: loop(t.layers[1].output), E, "a loop needs a number"),
+    "in": (lambda t: 3 in t.layers[1].output, E, "`in` needs a number"),
+    "equality": (lambda t: t.layers[1].output == 0, E, "a comparison needs a number"),
+    "an index": (lambda t: [1, 2][t.logits[-1]], E, "an index needs a number"),
+    "NumPy's array": (lambda t: np.asarray(t.layers[1].output), E, "NumPy needs a number"),
+    "a saved value": (lambda t: t.layers[1].output.save().sum(), E, "save it and compute after the trace"),
+    "a saved value's truth": (lambda t: bool(t.layers[1].output.save()), E, "need a number"),
+    "a saved value's shape": (lambda t: t.layers[1].output.save().shape, E, "no 'shape'"),
+    "a saved value's row": (lambda t: t.layers[1].output.save()[-1], E, "has no numbers before the trace ends"),
+    "a saved value in torch": (lambda t: torch.softmax(t.logits.save(), -1), E, "torch's softmax cannot be part"),
+    "a cache": (lambda t: t.cache(pc.resid_post)["resid_post[1]"], E, "nothing before the trace ends"),
+    "the run": (lambda t: t.run, E, "has not run yet"),
+    "the text": (lambda t: t.text, E, "has not run yet"),
+    # what a program cannot compute
+    "a product of values": (lambda t: t.layers[1].output * t.layers[0].output, E, "times another cannot be part of a"),
+    "a product in place": (lambda t: t.layers[1].output.__imul__(t.embed), E, "times another cannot be part of a"),
+    "a quotient of values": (lambda t: t.layers[1].output / t.embed, E, "divided by another cannot be part"),
+    "a reciprocal": (lambda t: 1 / t.layers[1].output, E, "a number divided by a value"),
+    "division by zero": (lambda t: t.layers[1].output / 0, E, "divided by zero"),
+    "a power": (lambda t: t.layers[1].output ** 2, E, "a power cannot be part of a program"),
+    "a matrix product": (lambda t: t.layers[1].output @ torch.eye(16), E, "a matrix product cannot be part"),
+    "a matrix product from the left": (lambda t: torch.eye(16) @ t.layers[1].output[-1], E, "torch's matmul cannot be"),
+    "torch's function": (lambda t: torch.relu(t.layers[1].output), E, r"torch's relu cannot .* \.apply\(fn\)"),
+    "torch.where": (lambda t: torch.where(V > 0, t.embed, 0.0), E, "torch's where cannot"),
+    "torch.cat": (lambda t: torch.stack([t.embed[0], t.embed[1]]), E, "torch's stack cannot"),
+    "a method of tensors": (lambda t: t.layers[1].output.norm(dim=-1), E, "no 'norm'; it has save, shape, clone"),
+    "a method in place": (lambda t: t.layers[1].output[-1].add_(V), E, r"written with `\+= value`"),
+    "a fill in place": (lambda t: t.layers[1].output[-1].zero_(), E, r"written with `\[...\] = 0`"),
+    "a clamp by element": (lambda t: t.layers[1].output.clamp(-1, 1), E, "did you mean 'clamp_along'"),
+    "a plain tensor changed": (lambda t: V.clone().__setitem__(0, t.embed[0]), E, "write into the model"),
+    "a plain tensor added to": (lambda t: V.clone().__iadd__(t.embed[0]), E, "write x = x \\+ value"),
+    "a vector that is no mask": (lambda t: t.layers[1].output.__imul__(1e-5 * V), E, "by one vector that is a mask"),
+    "another's read times a vector": (lambda t: put(t.layers[1].output, -1, t.embed[0] * V), E, "times a vector"),
+    "words": (lambda t: t.layers[1].output + "v", E, "str: a number or a vector is needed"),
+    "None": (lambda t: put(t.layers[1].output, -1, None), E, "NoneType: a number or a vector"),
+    "a flag": (lambda t: put(t.layers[1].output, -1, True), E, "bool: a number or a vector"),
+    "a computed value blended in": (lambda t: t.layers[1].output.replace(2 * t.embed), E, "is computed, blended in"),
+    "numbers that are not finite": (lambda t: put(t.layers[1].output, -1, float("nan")), S, "must be finite"),
+    "no Apply without leave": (lambda t: t.layers[1].output.apply(lambda h: h), E, "allow_code=True"),
+    "a function of nothing": (lambda t: t.layers[1].output.apply(3), E, "a function of rows is needed"),
+    # what is not there
+    "a layer too far": (lambda t: t.layers[3].output, X, "this model has 3 layers"),
+    "a layer too far back": (lambda t: t.layers[-4].output, X, "this model has 3 layers"),
+    "a head too many": (lambda t: t.layers[1].attn.z[2], X, "this model has 2 heads") ,
+    "a position too far": (lambda t: t.layers[1].output[6].save(), K, "the prompt has 6 tokens"),
+    "a position written too far": (lambda t: put(t.layers[1].output, 6, 0), K, "the prompt has 6 tokens"),
+    "a span that is not there": (lambda t: t.layers[1].output[pc.span("Rome")].save(), K, "not in the prompt"),
+    "a token never generated": (lambda t: t.generated[3].layers[1].output.save(), K, "raise max_tokens"),
+    "no token generated": (lambda t: put(t.generated.layers[1].output, slice(None), 0), K, "selects no position"),
+    "tokens twice": (lambda t: t.layers[1].output[[1, 1]].save(), K, "named twice"),
+    "tokens chosen twice": (lambda t: t.layers[1].output[0:3][1], E, "its tokens are chosen already"),
+    "generated from their end": (lambda t: t.generated[-1].layers[1].output, K, "cannot be counted from its end"),
+    "a mask of tokens": (lambda t: t.layers[1].output[torch.ones(6) > 0].save(), E, "an index is a whole number"),
+    "columns of the stream": (lambda t: t.layers[1].output[-1, 3], E, "single numbers of a row cannot be read"),
+    "columns written": (lambda t: put(t.layers[1].output, (-1, 3), 0), E, "single numbers of a row cannot be read"),
+    "a new axis": (lambda t: t.layers[1].output[None], E, "brackets take numbers, ranges, lists and selections"),
+    "an ellipsis": (lambda t: t.layers[1].output[..., -1], E, "brackets take numbers, ranges, lists and selections"),
+    "no batch axis in nnterp's name": (lambda t: t.layers_output[1][-2], E, r"write \[:, -2\] or \[0, -2\]"),
+    "a batch axis in ours": (lambda t: t.layers[1].output[0, -1], E, "single numbers of a row"),
+    "logits of the prompt": (lambda t: t.logits[2], E, "only where a token is sampled"),
+    "logits with a batch axis": (lambda t: t.logits[0, -1], E, "single numbers of a row"),
+    "attention weights": (lambda t: t.attention_probabilities[3], X, "attention weights, which a fused kernel never"),
+    "attention weights of a module": (lambda t: t.layers[1].attn.pattern, X, "do not exist in a fused kernel"),
+    "a site of another model": (lambda t: t.layers[1].mlp.router, X, "router is not available"),
+    "a name that is none": (lambda t: t.resid_pots[3], U, "did you mean 'resid_post'"),
+    "a module's name that is none": (lambda t: t.layers[1].mlp.outptu, U, "did you mean 'output'"),
+    "a tuple of outputs": (lambda t: t.layers[1].outputs, E, ".output is the tensor itself"),
+    "probabilities": (lambda t: t.next_token_probs, U, "take their softmax"),
+    "a site without its layer": (lambda t: t.resid_mid.save(), E, r"name the layer, resid_mid\[5\].save"),
+    "several layers read": (lambda t: t.layers[0:2].output.save(), E, r"read of one layer at a time.*t.cache"),
+    # what does not fit
+    "a vector too short": (lambda t: put(t.layers[1].output, -1, V[:3]), S, r"is 16 wide; what is written there is \[3\]"),
+    "a head's vector too long": (lambda t: put(t.layers[1].attn.z[0], -1, V), S, r"is 8 wide; what is written there is \[16\]"),
+    "too few rows": (lambda t: put(t.layers[1].output, slice(0, 3), torch.ones(2, 16)), S, "3 positions; the vector has 2"),
+    "a batch of two": (lambda t: put(t.layers_output[1], slice(None), torch.ones(2, 6, 16)), S, "16 wide; .* is \\[2, 6, 16\\]"),
+    "rows for tokens to come": (lambda t: put(t.layers[1].output, pc.token(3), torch.ones(2, 16)), K, "selects no position"),
+    # the order of things
+    "backwards in depth": (lambda t: put(t.layers[1].output, -1, t.layers[2].output[-1]), E, "is computed before .*cannot depend"),
+    "backwards in a layer": (lambda t: put(t.layers[1].attn.output, -1, t.layers[1].mlp.output[-1]), E, "is computed before"),
+    "the last layer's output into layers": (lambda t: put(t.layers[0:3].output, -1, t.layers[1].mid[-1]), E, "is computed before"),
+    "a clone changed and saved": (lambda t: (h := t.embed.clone(), put(h, -1, 0), h.save()), E, "can be written into the model, and no"),
+    "a sum that is indexed": (lambda t: (t.embed + t.resid_mid[1])[-1], E, "index before you compute"),
+    # assignment to what is no tensor
+    "a layer replaced": (lambda t: put(t.layers, 1, V), E, r"write what it returns, t.layers\[1\].output = value"),
+    "a module replaced": (lambda t: setattr(t.layers[1], "mlp", V), E, r".mlp.output = value"),
+    "a name set": (lambda t: setattr(t, "steering", V), E, "'steering' cannot be set in a trace"),
+    "an attribute of a tensor set": (lambda t: setattr(t.layers[1].output, "data", V), E, "no 'data' to be set"),
+    "a second prompt": (lambda t: t.invoke(COLOSSEUM), E, "this trace has its prompt"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", IN_A_LINE)
+def test_a_wrong_line_raises_there(lm, no_run, what):
+    line, kind, text = IN_A_LINE[what]
+    with pytest.raises(kind, match=text) as raised, lm.trace(EIFFEL) as t:
+        line(t)
+        pytest.fail("it returned")
+    assert type(raised.value) is kind
+
+
+@pytest.mark.parametrize("what", IN_A_LINE)
+def test_a_wrong_line_that_is_caught_leaves_no_trace(lm, what):
+    line, kind, _ = IN_A_LINE[what]
+    with lm.trace(EIFFEL) as t:
+        with pytest.raises(kind):
+            line(t)
+        t.layers[0].output.save()
+    assert all(isinstance(op, pc.Capture) for op in t.run.program.edits)
+
+
+def test_generated_values_of_the_same_run(lm, no_run):
+    with (
+        pytest.raises(E, match="depends on what is generated, and .* may change that"),
+        lm.trace(EIFFEL, max_tokens=3) as t,
+    ):
+        t.generated[1].layers[2].output = t.generated[1].layers[1].output
+    with pytest.raises(E, match="depends on what is generated"), lm.trace(EIFFEL, max_tokens=3) as t:
+        t.all().layers[2].output = t.all().layers[1].output
+
+
+def test_how_many_are_generated(lm, no_run):
+    with pytest.raises(E, match="known once they are generated"), lm.trace(EIFFEL, max_tokens=3) as t:
+        t.generated.layers[1].output.shape  # noqa: B018
+    with pytest.raises(S, match="how many tokens .* selects is known"), lm.trace(EIFFEL, max_tokens=3) as t:
+        t.layers[1].output[pc.token(3)] = torch.ones(2, 16)
+
+
+def test_a_cycle_between_prompts(lm, no_run):
+    with pytest.raises(E, match="(?s)depends on itself.*# round") as raised, lm.trace() as t:
+        a, b = t.invoke(EIFFEL), t.invoke(COLOSSEUM)
+        a.layers[1].output[-1] = b.layers[1].output[-1]  # round
+        b.layers[0].output[-1] = a.layers[2].output[-1]  # round
+    assert type(raised.value) is E
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kind", "text"),
+    [
+        ([EIFFEL, COLOSSEUM], E, "a trace has one prompt.*t.invoke"),
+        ([[1, 2], [3]], E, "a trace has one prompt"),
+        ([], E, "a trace has one prompt"),
+        (5, E, "a trace has one prompt"),
+        ([1, 99999], K, "(?s)outside the vocabulary"),
+    ],
+)
+def test_prompts_that_are_none(lm, prompt, kind, text):
+    with pytest.raises(kind, match=text), lm.trace(prompt):
+        pass
+
+
+def test_what_is_wrong_with_the_trace_itself(lm, no_run):
+    with pytest.raises(E, match="this trace has no prompt: lm.trace"), lm.trace():
+        pass
+    with pytest.raises(E, match=r"no prompt of its own: use an invoke's, a.layers"), lm.trace() as t:
+        t.layers  # noqa: B018
+    with pytest.raises(E, match=r"write into an invoke's, a.embed"), lm.trace() as t:
+        t.embed = 0
+    with pytest.raises(E, match="score= goes with a prompt"):
+        lm.trace(score=[1])
+    with pytest.raises(E, match="one run a prompt"):
+        lm.trace(EIFFEL, sampling={"n": 2, "temperature": 1.0})
+    with pytest.raises(E, match="names and values are needed"):
+        lm.trace(EIFFEL, sampling=[{}])
+    with pytest.raises(E, match="one prompt is streamed at a time"), lm.trace(stream=True) as t:
+        t.invoke(EIFFEL)
+    with pytest.raises(E, match="at least one token must be generated"), lm.trace(EIFFEL, max_tokens=0) as t:
+        pass
+    with pytest.raises(E, match="an edit is an op"):
+        lm.trace(EIFFEL, edits=["calm"])
+    with (
+        pytest.raises(pc.MissingSource, match="nothing in the bank is named 'clam'"),
+        lm.trace(EIFFEL, edits=[pc.Use("clam")]),
+    ):
+        pass
+    with pytest.raises(TypeError, match="capture"):
+        lm.trace(EIFFEL, capture=[pc.embed])
+
+
+def test_after_the_end(lm):
+    with lm.trace(EIFFEL) as t:
+        view, forgotten = t.layers[1].output, t.layers[1].output[-1]
+        h = view.save()
+    assert h.any()
+    for late in (
+        view.save,
+        lambda: put(view, -1, 0),
+        lambda: view + 1,
+        lambda: t.cache(pc.embed),
+        lambda: t.embed.save(),
+    ):
+        with pytest.raises(E, match="the trace has ended"):
+            late()
+    with pytest.raises(E, match="was not saved"):
+        forgotten.norm()
+    with pytest.raises(E, match="invokes belong inside"):
+        t.invoke(EIFFEL)
+    with pytest.raises(E, match="is one `with` block"), t:
+        pass
+    with pytest.raises(E, match="only a trace with stream=True"):
+        list(t)
+    with lm.trace(EIFFEL, stream=True) as t:
+        saved = t.embed.save()
+    with pytest.raises(E, match="a value of the trace has no 'sum'|compute after the trace"):
+        saved.sum()
+    list(t)
+    assert saved.any()
+    with pytest.raises(E, match="streams once"):
+        list(t)
+
+
+def test_an_error_in_the_block_is_the_callers_and_nothing_runs(lm, no_run):
+    with pytest.raises(ZeroDivisionError), lm.trace(EIFFEL) as t:
+        h = t.layers[1].output.save()
+        1 / 0  # noqa: B018
+    with pytest.raises(pc.MissingSource, match="an error left the trace"):
+        h.sum()
+    with pytest.raises(ZeroDivisionError), lm.trace() as t, t.invoke(EIFFEL) as a:
+        a.embed *= 2
+        1 / 0  # noqa: B018
+
+    async def wrong():
+        async with lm.trace(EIFFEL):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(wrong())
+
+
+def test_reads_across_traces_need_no_run_and_have_none(lm):
+    """A view of one trace means nothing in another: its saved tensor does."""
+    with lm.trace(EIFFEL) as one:
+        view, value = one.layers[1].output[-1], one.layers[1].output[-1].save()
+    with pytest.raises(E, match="the trace has ended"), lm.trace(COLOSSEUM) as t:
+        t.layers[1].output[-1] = view
+    with lm.trace(COLOSSEUM) as t:
+        t.layers[1].output[-1] = value
+        patched = t.layers[1].output[-1].save()
+    assert torch.equal(patched, value)
+    with pytest.raises(E, match="another trace"), lm.trace(COLOSSEUM) as t, lm.trace(EIFFEL) as other:
+        t.layers[1].output[-1] = other.layers[1].output[-1]
+
+
+def test_what_never_came_is_an_error_at_its_line(lm):
+    """The run may end early: what it did give is there, and what never came is no empty tensor."""
+    run = lm.run(EIFFEL, max_tokens=60)
+    assert len(run.token_ids) < 50
+    with (
+        pytest.raises(pc.MissingSource, match="(?s)ended after .* never came.*# late") as raised,
+        lm.trace(EIFFEL, max_tokens=60) as t,
+    ):
+        h = t.layers[1].output.save()
+        late = t.generated[50].layers[1].output.save()  # late
+    assert h.any()
+    with pytest.raises(pc.MissingSource, match="never came"):
+        late.sum()
+    assert raised.value.path is None
+
+
+def test_a_named_program(lm, no_run):
+    for wrong, text in (
+        (lambda e: e.layers[1].output.save(), "edits and reads nothing"),
+        (lambda e: put(e.layers[1].output, slice(None), e.layers[0].output), "edits and reads nothing"),
+        (lambda e: e.cache(pc.embed), "edits and reads nothing"),
+        (lambda e: e.layers[1].output.shape, "edits and reads nothing"),
+    ):
+        with pytest.raises(E, match=text), lm.edit("wrong") as e:
+            wrong(e)
+        assert "wrong" not in lm.bank
+    with pytest.raises(E, match="nothing was written"), lm.edit("empty"):
+        pass
+    with pytest.raises(E, match="a name is text"):
+        lm.edit("")
