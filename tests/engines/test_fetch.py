@@ -28,8 +28,9 @@ def calls(shallow, monkeypatch, request):
 @BOTH
 def test_the_first_read_brings_what_else_is_little(calls, engine, monkeypatch):
     lm, asked = calls
-    one, other = lm.run([PROMPTS[0]] * 2, max_tokens=3, capture=KEPT)
+    one, other, viewed = lm.run([PROMPTS[0]] * 3, max_tokens=3, capture=KEPT)
     monkeypatch.setattr("patchclamp.run.MAX_PREFETCH_BYTES", 0)
+    monkeypatch.setattr("patchclamp.run.VIEWED_BYTES", 1 << 40)
     apart = {site: other[site] for site in other.sites}
     points = lm.model.layers + 3  # resid_pre[l + 1] is resid_post[l]
     assert asked == [1] * points
@@ -43,6 +44,12 @@ def test_the_first_read_brings_what_else_is_little(calls, engine, monkeypatch):
         assert one[site].data_ptr() == together[site].data_ptr()
     assert torch.equal(one["capture[3]"], one[pc.mlp_out[2]])  # one op's rows are asked for by themselves
     assert asked == [points, 1]
+    asked.clear()
+    monkeypatch.setattr("patchclamp.run.MAX_PREFETCH_BYTES", 0)
+    monkeypatch.setattr("patchclamp.run.VIEWED_BYTES", 1)
+    assert torch.allclose(viewed[pc.resid_post[1]], one[pc.resid_post[1]], atol=1e-3, rtol=1e-4)
+    assert asked == ([points] if lm.engine.has_views else [1])
+    assert lm.engine.has_views == (engine == "vllm")
 
 
 @BOTH
