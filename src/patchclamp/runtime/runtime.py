@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
-from patchclamp.errors import ModelError, RunError, ShapeError, not_finite, pack
+from patchclamp.errors import ModelError, Packed, RunError, ShapeError, not_finite, pack
 from patchclamp.kernels.code import call
 from patchclamp.plan import APPLY, CAPTURE, Batch, BoundProgram, ProgramTable, StepPlan, make_plan
 from patchclamp.plan.bind import Code
@@ -34,8 +34,6 @@ from patchclamp.runtime.step import HostStep, Step
 from patchclamp.sites import SiteMap, View
 from patchclamp.store.bank import Bank
 from patchclamp.store.captures import ALIGNED, ITEM_BYTES, CaptureStore, tensors_of
-
-Packed = tuple[str, str, str | None]
 
 
 class _Admitted(msgspec.Struct):
