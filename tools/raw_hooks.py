@@ -11,9 +11,6 @@ from patchclamp.sites.families import Family, Tap
 
 Engine = Literal["transformers", "vllm"]
 
-BACKEND = ("olmo2", "gpt_neox")  # which vLLM runs through its Transformers backend
-POST_NORMED = ("gemma2", "gemma3", "olmo2")
-
 _ITSELF = "the site itself"
 _ONE_WORKER = "under tensor parallel only this worker's heads"
 _INPUT = {
@@ -58,7 +55,9 @@ def raw(family: Family, word: str, engine: Engine) -> str:
         return _added(family, word, tap, engine)
     if kind in ("stream", "mid", "embed"):
         return _stream(family, word, tap, engine)
-    return _normed(family, word, engine)
+    if word in ("attn_in", "mlp_in", "final_norm"):
+        return _normed(family, word, engine)
+    raise KeyError(f"nothing is said of a raw hook at {word}: say it in _INPUT, or in a function as _normed")
 
 
 def paired(family: Family) -> bool:
@@ -84,7 +83,7 @@ def _projection(family: Family, tap: Tap, engine: Engine) -> str:
         made = ["[B, H, T, E], heads before positions"]
     else:
         made = ["the site itself"]
-    if engine == "vllm" and family.name not in BACKEND and tap.of:
+    if engine == "vllm" and not family.backend and tap.of:
         made.append("in a tuple with the bias")
     if engine == "vllm":
         made.append(_ONE_WORKER)
@@ -93,8 +92,8 @@ def _projection(family: Family, tap: Tap, engine: Engine) -> str:
 
 def _added(family: Family, word: str, tap: Tap, engine: Engine) -> str:
     module, made = ("self_attn" if word == "attn_out" else "mlp"), []
-    hub = engine == "transformers" or family.name in BACKEND
-    if family.name in POST_NORMED:
+    hub = engine == "transformers" or family.backend
+    if tap.module.endswith("norm"):
         made.append(f"`{module}` returns its output before the norm that follows; the site is after that norm: what is "
                     "added to the stream")  # fmt: skip
     elif hub and word == "attn_out":

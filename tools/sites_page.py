@@ -8,7 +8,7 @@ from patchclamp.language.aliases import DIFFERENCES, ELSEWHERE, Difference
 from patchclamp.language.registry import NNTERP, SITES, TRANSFORMER_LENS
 from patchclamp.sites.families import Family, PointKind, Size, Tap
 from patchclamp.sites.tables import FAMILIES
-from tools.raw_hooks import BACKEND, Engine, raw
+from tools.raw_hooks import Engine, raw
 
 ENGINES: tuple[Engine, ...] = ("transformers", "vllm")
 TITLES = {"transformers": "Transformers", "vllm": "vLLM"}
@@ -93,7 +93,7 @@ def _about(family: Family) -> str:
     sentences = [", ".join(f"`{name}`" for name in family.architectures) + "."]
     if family.needs:
         sentences.append("Only with " + " and ".join(f"`{name}={value}`" for name, value in family.needs.items()) + ".")
-    if family.name in BACKEND:
+    if family.backend:
         sentences.append("vLLM runs it through its Transformers backend: rows are [1, rows, D].")
     return " ".join(sentences) + "\n"
 
@@ -166,10 +166,14 @@ def _border(tap: Tap, module: str) -> str:
 
 
 def _sum(sizes: tuple[Size, ...]) -> str:
-    """(Q, K, K) as (H+2K)·E."""
-    queries, keys = sizes.count("Q"), sizes.count("K")
-    terms = ["H"] * queries + ([f"{keys if keys > 1 else ''}K"] if keys else [])
-    return "0" if not terms else f"{terms[0]}·E" if len(terms) == 1 else f"({'+'.join(terms)})·E"
+    """(Q, K, K) as (H+2K)·E, (M, M) as 2M."""
+    of_head = {"Q": "H", "K": "K"}
+    terms = [f"{sizes.count(size) if sizes.count(size) > 1 else ''}{of_head.get(size, COUNTS[size])}"
+             for size in dict.fromkeys(sizes)]  # fmt: skip
+    if not of_head.keys() & set(sizes):
+        return "+".join(terms) or "0"
+    assert of_head.keys() >= set(sizes), f"{sizes} are not all of heads"
+    return f"{terms[0]}·E" if len(terms) == 1 else f"({'+'.join(terms)})·E"
 
 
 # -- names

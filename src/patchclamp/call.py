@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from patchclamp.engines.base import MAX_SCORES
 from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.language import At, Op, Site
 from patchclamp.language.fuzz import fuzz
 
 MAX_RUNS = 16_384  # of one prompt, as in vLLM
-MAX_SCORES = 128  # token ids graded in one run: what vLLM's sampler takes
 
 
 def count_of(sampling: dict[str, Any]) -> int:

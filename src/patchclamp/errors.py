@@ -163,14 +163,17 @@ def as_patchclamp_error(error: BaseException) -> PatchclampError:
     return run_error
 
 
-def pack(error: Exception) -> tuple[str, str, str | None]:
-    """An error as plain data (class, message, path), to cross a process."""
+Packed = tuple[str, str, str | None]  # an error as plain data: its class, message and path
+
+
+def pack(error: Exception) -> Packed:
+    """An error as plain data, to cross a process."""
     if isinstance(error, PatchclampError):
         return type(error).__name__, error.message, error.path
     return "RunError", describe_error(error), None
 
 
-def unpack(packed: tuple[str, str, str | None]) -> PatchclampError:
+def unpack(packed: Packed) -> PatchclampError:
     """The error that `pack` packed; a class this version does not know comes back as `RunError`."""
     name, message, path = packed
     return TREE.get(name, RunError)(message, path)

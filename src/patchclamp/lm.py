@@ -16,7 +16,6 @@ import msgspec
 import numpy as np
 
 from patchclamp.call import (
-    MAX_SCORES,
     as_list,
     count_of,
     fuzz_of,
@@ -28,7 +27,7 @@ from patchclamp.call import (
     top_logprobs_of,
 )
 from patchclamp.engines.adapters import Adapter, adapters_of
-from patchclamp.engines.base import Answer, Engine, Request
+from patchclamp.engines.base import MAX_SCORES, Answer, Engine, Request
 from patchclamp.engines.open import open_engine
 from patchclamp.errors import EngineError, MissingSource, PatchclampError, ProgramError, TokensError
 from patchclamp.language import Program
@@ -175,8 +174,9 @@ class LM:
         """The requests that the arguments of a call describe."""
         prompts, listed = self._prompts(prompt, messages)
         parts = (per_prompt(edits, len(prompts), "edits"), per_prompt(capture, len(prompts), "capture"))
-        made: dict[tuple[int, int], Program] = {}  # by the lists they are of: one list for all prompts is one program
-        programs = [made.get((id(edit), id(keep))) or made.setdefault((id(edit), id(keep)), Program.of(edit, keep))
+        by_lists: dict[tuple[int, int], Program] = {}  # one list for all prompts is one program
+        programs = [by_lists.get((id(edit), id(keep)))
+                    or by_lists.setdefault((id(edit), id(keep)), Program.of(edit, keep))
                     for edit, keep in zip(*parts, strict=True)]  # fmt: skip
         samplings = [plain(one) for one in samplings_of(sampling, len(prompts))]
         fuzzes = [fuzz_of(one.pop("extra_args", None)) for one in samplings]

@@ -32,7 +32,7 @@ SETTINGS = {
     "crowded": CROWDED, "roomy": {"max_num_seqs": 32, "kv_cache_memory_bytes": 400 * BLOCK_BYTES},
     "without a prefix cache": {**CROWDED, "enable_prefix_caching": False},
     "with adapters": {**CROWDED, "enable_lora": True, "max_loras": 2, "max_lora_rank": 8},
-    "few seats and records": {**CROWDED, "max_num_seqs": 3, "max_records": 150, "bank_bytes": 4 * max(D, V) * 64},
+    "few slots and records": {**CROWDED, "max_num_seqs": 3, "max_records": 150, "bank_bytes": 4 * max(D, V) * 64},
 }  # fmt: skip
 PARTED = {pc.z: 4, pc.q: 4, pc.k: 2, pc.v: 2, pc.neurons: SHAPE["intermediate_size"]}  # and how many parts each has
 LAYERED = [pc.resid_pre, pc.resid_mid, pc.resid_post, pc.attn_out, pc.mlp_out]

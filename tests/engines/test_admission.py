@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -368,7 +369,14 @@ def test_whoever_waits_goes_by_priority(lm, monkeypatch):
     assert ends(0, 1, 1, 0) == [0, 3, 1, 2]
 
 
-def test_who_is_aborted_while_waiting_lets_the_queue_move_on(lm):
+@pytest.fixture
+def slow_steps(lm, monkeypatch):
+    """The engine stands still for a moment before each step, so that a run outlasts what a test does beside it."""
+    step = lm.engine._step
+    monkeypatch.setattr(lm.engine, "_step", lambda: (time.sleep(0.03), step()))
+
+
+def test_who_is_aborted_while_waiting_lets_the_queue_move_on(lm, slow_steps):
     whole = {"edits": [pc.Scale(1.5, pc.resid_post[1], pc.prompt[::2])] * (RECORDS // 4), **ENDLESS}
 
     async def go() -> None:
@@ -456,7 +464,7 @@ def test_a_paused_scheduler_admits_when_it_goes_on(lm, mode):
     assert len(lm.run(PROMPT, max_tokens=2, **whole).token_ids) == 2
 
 
-def test_a_queue_that_cannot_move_costs_nothing_and_does_not_grow(lm, monkeypatch):
+def test_a_queue_that_cannot_move_costs_nothing_and_does_not_grow(lm, monkeypatch, slow_steps):
     """Behind a program that takes the whole room: nobody is tried again before somebody leaves, and those who give up
     are not kept."""
     whole = {"edits": [pc.Scale(1.5, pc.resid_post[1], pc.prompt[::2])] * (RECORDS // 4), **ENDLESS}
@@ -471,7 +479,8 @@ def test_a_queue_that_cannot_move_costs_nothing_and_does_not_grow(lm, monkeypatc
         waits = asyncio.create_task(lm.arun(PROMPT, max_tokens=1, **whole))
         for _ in range(6):
             leaving = [asyncio.create_task(lm.arun(PROMPT, max_tokens=1, **whole)) for _ in range(8)]
-            while admission.counts()["waiting"] < 9 and not running.done():
+            while admission.counts()["waiting"] < 9:
+                assert not running.done()
                 await asyncio.sleep(0.001)
             assert len(admission._queue) <= 2 * 9 + 17
             for task in leaving:

@@ -24,7 +24,7 @@ RNG = np.random.default_rng(0)
 
 @pytest.fixture(scope="module")
 def lm(tiny):
-    """Thirty-two seats, room for two thousand vectors, and few records: all three run out many times."""
+    """Thirty-two slots, room for two thousand vectors, and few records: all three run out many times."""
     options = dict(max_model_len=64, max_num_seqs=SEQS, kv_cache_memory_bytes=1 << 25, block_size=32)
     with pc.LM(tiny, engine="vllm", dtype="float32", enforce_eager=True, skip_tokenizer_init=True,
                max_records=RECORDS, bank_bytes=4 * D * 2_000, **options) as lm:  # fmt: skip
@@ -74,7 +74,7 @@ def check(run: pc.Run, program: list, chosen: list[int], source: pc.Run) -> None
 
 
 def test_ten_thousand_programs_leave_every_table_empty(lm, monkeypatch):
-    """More at once than there are seats, so that most of them wait; of each batch some do not even fit beside others,
+    """More at once than there are slots, so that most of them wait; of each batch some do not even fit beside others,
     and one never does."""
     before = lm.engine.status()
     assert [before[name] for name in EMPTY] == [0] * len(EMPTY)

@@ -8,11 +8,11 @@ from ..soak.failures import Failure, kept
 from .storm import Storm, adapters_of, engine
 
 MANY = ("runs", "taken back", "from the cache")
-WANTED = {"crowded": (*MANY, "preempted"), "with adapters": (*MANY, "with an adapter"), "few seats and records": MANY}
+WANTED = {"crowded": (*MANY, "preempted"), "with adapters": (*MANY, "with an adapter"), "few slots and records": MANY}
 ALWAYS = [
     Failure("storm", "crowded", 14657043, 2),
     Failure("storm", "with adapters", 2, 2),
-    Failure("storm", "few seats and records", 3, 2),
+    Failure("storm", "few slots and records", 3, 2),
 ]
 
 

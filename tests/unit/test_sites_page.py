@@ -2,14 +2,16 @@
 
 import re
 from pathlib import Path
+from unittest import mock
 
+import msgspec
 import pytest
 
 from patchclamp.language.aliases import ELSEWHERE
 from patchclamp.language.registry import NNTERP, SITES, TRANSFORMER_LENS
-from patchclamp.sites.tables import FAMILIES
-from tools.raw_hooks import BACKEND, POST_NORMED, raw
-from tools.sites_page import _rows, page
+from patchclamp.sites.tables import FAMILIES, LLAMA
+from tools.raw_hooks import raw
+from tools.sites_page import _rows, _sum, page
 
 FILE = Path(__file__).parents[2] / "docs" / "sites.md"
 PAGE = page()
@@ -67,8 +69,18 @@ def test_every_site_of_every_family_is_there_once(family):
         assert f"`{architecture}`" in section(family.name)
 
 
-def test_families_that_remarks_name_are_there():
-    assert {*BACKEND, *POST_NORMED} <= {family.name for family in FAMILIES}
+def test_columns_are_counted_in_any_width():
+    assert [_sum(sizes) for sizes in ((), ("Q",), ("Q", "K"), ("Q", "K", "K"))] == ["0", "H·E", "(H+K)·E", "(H+2K)·E"]
+    assert [_sum(sizes) for sizes in (("M",), ("M", "M"), ("V", "D"))] == ["M", "2M", "V+D"]
+
+
+def test_a_site_of_which_no_raw_hook_is_told_is_an_error():
+    """A new site takes a sentence of its own, and gets no other's."""
+    assert raw(LLAMA, "attn_in", "transformers") == "the site itself"
+    with mock.patch.dict(SITES, gate=msgspec.structs.replace(SITES["neurons"], name="gate")):
+        gated = msgspec.structs.replace(LLAMA, points=LLAMA.points | {"gate": LLAMA.points["neurons"]})
+        with pytest.raises(KeyError, match="nothing is said of a raw hook at gate"):
+            raw(gated, "gate", "vllm")
 
 
 def test_other_families_show_what_differs():

@@ -113,8 +113,17 @@ def test_no_import_cycle():
         return {word for word in imports(direct) if word in MODULES}
 
     graph = {module(name): loaded(tree) - {module(name)} for name, tree in TREES.items()}
-    assert graph["patchclamp.language.tokens"] >= {"patchclamp.language.site", "patchclamp.errors"}
+    assert graph["patchclamp.language.site"] >= {"patchclamp.language.tokens", "patchclamp.errors"}
     assert set(graphlib.TopologicalSorter(graph).static_order()) >= MODULES
+
+
+def test_no_cycle_below_lm_is_hidden_in_a_function_or_a_string():
+    """Among the modules of the rooms from `engines` down, by every import of theirs."""
+    below = {name: tree for name, tree in TREES.items() if room(name) in ORDER[ORDER.index("engines") :]}
+    modules = {module(name) for name in below}
+    graph = {module(name): modules.intersection(imports(tree)) - {module(name)} for name, tree in below.items()}
+    assert "patchclamp.engines.vllm.frontend" in graph["patchclamp.engines.open"]  # which a function imports
+    assert set(graphlib.TopologicalSorter(graph).static_order()) == modules
 
 
 @every_file
@@ -185,6 +194,6 @@ def test_functions_are_small():
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno is not None
     }
     assert len(sizes) > 200
-    assert not {name: size for name, size in sizes.items() if size > 80}
-    assert sum(size <= 35 for size in sizes.values()) >= 0.9 * len(sizes)
-    assert statistics.median(sizes.values()) <= 10
+    assert not {name: size for name, size in sizes.items() if size > 75}
+    assert sum(size <= 20 for size in sizes.values()) >= 0.9 * len(sizes)
+    assert statistics.median(sizes.values()) <= 7

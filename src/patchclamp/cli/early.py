@@ -8,7 +8,8 @@ from typing import Any
 
 from patchclamp.engines.open import NAMES
 from patchclamp.errors import PatchclampError, unknown
-from patchclamp.language.site import parse_index, parse_site
+from patchclamp.language.ranges import parse_index
+from patchclamp.language.site import parse_site
 from patchclamp.language.tokens import parse_tokens
 from patchclamp.plots import check_targets
 from patchclamp.studies.metric import grade

@@ -179,6 +179,7 @@ def settle_if_failed(futures: Iterable[Future[Answer]], job: Future[Any]) -> Non
             settle(future, as_patchclamp_error(error))
 
 
+MAX_SCORES = 128  # token ids graded in one run, and likeliest tokens of one position: what vLLM's sampler takes
 Wanted = tuple[str, int, int | None]  # a run, a point, and one op by its place in the bound program, or all (None)
 Captured = tuple[np.ndarray, "torch.Tensor | np.ndarray"]  # positions [T] ascending, and rows [T, W]
 

@@ -211,8 +211,8 @@ class HttpEngine(Engine):
     def _error(self, status: int, body: bytes) -> PatchclampError:
         """The error that an answer is."""
         try:
-            told = json.loads(body)["error"]
-            kind, message, path = TREE.get(told["type"]), str(told["message"]), told.get("param")
+            error = json.loads(body)["error"]
+            kind, message, path = TREE.get(error["type"]), str(error["message"]), error.get("param")
         except (ValueError, KeyError, TypeError):
             kind, message, path = None, body[:200].decode(errors="replace"), None
         if kind is not None:

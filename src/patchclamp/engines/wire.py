@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.engines.base import Answer, Captured, Model, Wanted
+from patchclamp.errors import Packed
 from patchclamp.sites import Family, SiteMap, Sizes
 
 WIRE = 1  # of this page; a client and a server of two numbers do not talk
@@ -128,7 +129,7 @@ class Failed(msgspec.Struct, tag="error"):
     """The error of request number `i`, packed."""
 
     i: int
-    error: tuple[str, str, str | None]
+    error: Packed
 
 
 Event = Generated | Answered | Failed

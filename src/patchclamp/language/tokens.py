@@ -16,7 +16,7 @@ from typing import SupportsIndex
 import msgspec
 
 from patchclamp.errors import ProgramError, TokensError, unknown
-from patchclamp.language.site import Index, Range, as_integer, parse_index
+from patchclamp.language.ranges import Index, Range, as_integer, parse_index
 
 GROUPS = ("prompt", "generated", "every")
 

@@ -84,7 +84,8 @@ def records_of(ops: Sequence[BoundOp], addresses: Addresses, points: int) -> tup
 
 
 def shape_of(ops: Sequence[BoundOp]) -> Hashable:
-    """What programs have in common whose records can be made together: all but numbers."""
+    """What programs have in common whose records can be made together. They differ in numbers alone: vectors, scales,
+    positions, and which points."""
     return tuple([(op.kind, len(op.points), len(op.ranges), len(op.values), op.condition is None) for op in ops])
 
 

@@ -1,8 +1,8 @@
 """The runtime: one model's admitted programs, the plan of the step at hand, and everything captured.
 
 Its owner admits a program before its request is scheduled, and frees it when the request has ended.  For each engine
-step it calls `begin_step` (or `begin`) once the batch is known, lets the model run `at_work`, and calls `end`.  All of
-it happens on the thread that steps the engine.
+step it calls `begin_step` once the batch is known (or `begin`, which plans anew each time), lets the model run
+`at_work`, and calls `end`.  All of it happens on the thread that steps the engine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
-from patchclamp.errors import ModelError, RunError, ShapeError, not_finite, pack
+from patchclamp.errors import ModelError, Packed, RunError, ShapeError, not_finite, pack
 from patchclamp.kernels.code import call
 from patchclamp.plan import APPLY, CAPTURE, Batch, BoundProgram, ProgramTable, StepPlan, make_plan
 from patchclamp.plan.bind import Code
@@ -34,8 +34,6 @@ from patchclamp.runtime.step import HostStep, Step
 from patchclamp.sites import SiteMap, View
 from patchclamp.store.bank import Bank
 from patchclamp.store.captures import ALIGNED, ITEM_BYTES, CaptureStore, tensors_of
-
-Packed = tuple[str, str, str | None]
 
 
 class _Admitted(msgspec.Struct):
@@ -284,7 +282,7 @@ class Runtime:
         return self._is_whole and self.keeps and bool(self.has_tap.all())
 
     def _install(self, alike: Sequence[_Local]) -> None:
-        """Installs programs of one shape, whose rows are in the bank."""
+        """Installs programs of one shape (`shape_of`), whose rows are in the bank. Their records are one array."""
         addresses, points = [local.addresses for local in alike], len(self.sites.points)
         records, counts = records_of_alike([local.ops for local in alike], addresses, points)
         placements = [local.arrival.placement for local in alike]

@@ -279,13 +279,13 @@ def copy_bytes(copies: list[tuple[np.ndarray, np.ndarray]]) -> None:
     for new, old in copies:
         axis = 0 if new.ndim == 1 or new.shape[0] > 1 else 1
         count = max(-(-new.size // share_bytes), 1)
-        pieces = zip(np.array_split(new, count, axis), np.array_split(old, count, axis), strict=True)
-        for piece in pieces:
+        parts = zip(np.array_split(new, count, axis), np.array_split(old, count, axis), strict=True)
+        for part in parts:
             if share_size >= share_bytes:
                 shares.append([])
                 share_size = 0
-            shares[-1].append(piece)
-            share_size += piece[0].size
+            shares[-1].append(part)
+            share_size += part[0].size
     list(_copiers.map(_copy, shares))
 
 

@@ -23,6 +23,7 @@ from patchclamp.errors import (
     CapacityError,
     EngineError,
     MissingSource,
+    Packed,
     PatchclampError,
     ProgramError,
     RunError,
@@ -34,8 +35,6 @@ from patchclamp.plan.records import record_count
 from patchclamp.plan.reuse import lowest_edit
 from patchclamp.plan.room import Placement, Room, resident_sizes
 from patchclamp.sites import SiteMap
-
-Packed = tuple[str, str, str | None]
 
 
 class Admitted(msgspec.Struct):

@@ -15,7 +15,7 @@ import numpy as np
 import safetensors.numpy
 
 from patchclamp.engines.adapters import Adapter
-from patchclamp.engines.base import Answer, Captured, Engine, Model, Request, Tokenizer, Wanted, settle
+from patchclamp.engines.base import MAX_SCORES, Answer, Captured, Engine, Model, Request, Tokenizer, Wanted, settle
 from patchclamp.engines.carried import ABORTED, carry, receipt_of
 from patchclamp.engines.findings import Finding
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
@@ -36,7 +36,6 @@ from patchclamp.kernels.code import check_outside
 
 LIMITS = ("max_records", "bank_bytes", "kept_bytes", "ring_bytes", "pinned_bytes", "active_sizes")
 OURS = (*LIMITS, "numerics", "multiprocess_mode")
-MAX_SCORES = 128  # what vLLM's sampler takes for one request
 COALESCE_S = 0.001
 MAX_SLEEP_S = 0.5  # of an idle engine's thread: a release that finds the lock taken does not wake it
 

@@ -13,7 +13,7 @@ import torch
 from patchclamp.engines.base import Wanted
 from patchclamp.engines.carried import decode, receipt_of
 from patchclamp.engines.vllm import shared
-from patchclamp.engines.vllm.admission import Admission, Orders, Packed
+from patchclamp.engines.vllm.admission import Admission, Orders
 from patchclamp.engines.vllm.architecture import site_map
 from patchclamp.engines.vllm.compat import backend, configuration, lora
 from patchclamp.engines.vllm.compat import runner as compat
@@ -21,7 +21,7 @@ from patchclamp.engines.vllm.compat.addresses import Watch
 from patchclamp.engines.vllm.compat.attention import after as after_attention
 from patchclamp.engines.vllm.compat.graphs import Graphs, compiled_ahead, fusions_of, lacks_idle_variant
 from patchclamp.engines.vllm.exchange import Exchange
-from patchclamp.errors import EngineError, pack
+from patchclamp.errors import EngineError, Packed, pack
 from patchclamp.plan.bind import Code
 from patchclamp.plan.room import Room
 from patchclamp.plan.step import FOREVER
@@ -61,7 +61,7 @@ def too_deep(level: int) -> EngineError | None:
     return EngineError(f"patchclamp does not run with sleep level {level}, which throws the weights away; use level 1")
 
 
-def answer(worker: Any, verb: str, *args: Any) -> tuple[Any, tuple[str, str, str | None] | None]:
+def answer(worker: Any, verb: str, *args: Any) -> tuple[Any, Packed | None]:
     """Carries out a call of the front end; returns (result, None) or (None, packed error): data, in any process."""
     attached: Attached | None = getattr(worker, "patchclamp", None)
     if attached is None:
