@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from patchclamp.engines.base import Answer, Captured, Engine, Request
+from patchclamp.engines.chat import prompt_of
 from patchclamp.errors import MissingSource, PatchclampError, ProgramError
 from patchclamp.language import Program, Site, SiteOp
 from patchclamp.language.conversions import DTYPES
 from patchclamp.language.site import parse_site
 from patchclamp.language.tokens import Tokens, parse_tokens
-from patchclamp.plan import CAPTURE, BoundOp, BoundProgram, Prompt
+from patchclamp.plan import CAPTURE, BoundOp, BoundProgram
 from patchclamp.plan.bound import Keep, position_array
 from patchclamp.sites import SiteMap, SiteRef
 
@@ -53,7 +54,7 @@ class Run:
         self.error: PatchclampError | None = None if isinstance(answer, Answer) else answer
         self.closed = False
         self.lora = None if request.adapter is None else request.adapter.folder
-        self._owner, self._answer, self._text = owner, answer, request.text
+        self._owner, self._answer, self._text, self._chat = owner, answer, request.text, request.chat
         self._bound: BoundProgram | None = request.bound
         self._limit = len(request.prompt_token_ids) + request.max_tokens - 1  # positions, had it gone on to the end
         conditions = {op.condition.ids for op in self._ops if op.condition}
@@ -202,8 +203,7 @@ class Run:
         return self._select(parse_tokens(tokens), self._positions)
 
     def _select(self, tokens: Tokens, limit: int) -> np.ndarray:
-        spell = self._owner.engine.tokenizer.spell
-        prompt = Prompt(self.prompt_token_ids, lambda: spell(self.prompt_token_ids, self._text))
+        prompt = prompt_of(self._owner.engine.tokenizer, self.prompt_token_ids, self._text, self._chat)
         return prompt.select(tokens, limit, [*self.prompt_token_ids, *self.token_ids])
 
     # -- what it captured

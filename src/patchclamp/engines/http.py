@@ -20,6 +20,7 @@ import safetensors.numpy
 from patchclamp.engines import wire
 from patchclamp.engines.base import Answer, Captured, Engine, Part, Request, Wanted, settle
 from patchclamp.engines.carried import ABORTED, carry, receipt_of
+from patchclamp.engines.chat import Turn
 from patchclamp.errors import (
     TREE,
     EngineError,
@@ -384,3 +385,6 @@ class HttpTokenizer:
 
     def chat(self, messages: list[dict[str, Any]]) -> list[int]:
         return list(self._ask("chat", messages))
+
+    def turns(self, ids: Sequence[int], messages: list[dict[str, Any]], options: dict[str, Any]) -> list[Turn]:
+        return [(role, list(positions)) for role, positions in self._ask("turns", list(ids), messages, options)]

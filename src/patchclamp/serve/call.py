@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from patchclamp.engines.base import Request
+from patchclamp.engines.chat import Chat
 from patchclamp.engines.vllm.serve_limits import ServeLimits
 from patchclamp.errors import PatchclampError, ProgramError, unknown
 from patchclamp.language import Capture, Program
@@ -34,6 +35,7 @@ class Call:
     keep: whether its captures stay for later requests
     compare: whether the unedited answer is wanted beside it
     variant: the program that is the request's model
+    chat: what the prompt is made of, of a chat
     runs: of every choice of the answer, by its number
     error: that ended it
     on_own_route: whether our own route answers, which has room for all that came of it
@@ -64,6 +66,7 @@ class Call:
             kept.check_free(owner, self.name, "run")
         self.owner, self.variant, self.on_own_route, self._limits = owner, variant, on_own_route, kept.limits
         self.keep, self.compare = bool(data.get("keep", self.name is not None)), bool(data.get("compare", False))
+        self.chat: Chat | None = None
         self.runs: dict[int, tuple[str, Run]] = {}
         self.error: PatchclampError | None = None
         self._prompts, self._is_answered = 0, False

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from patchclamp.engines.base import Answer, Request
+from patchclamp.engines.chat import prompt_of
 from patchclamp.engines.vllm.compat.front import http_error
 from patchclamp.errors import PatchclampError, ProgramError
-from patchclamp.plan import Prompt
 from patchclamp.plan.bindings import Bindings
 from patchclamp.plan.room import captured_bytes
 from patchclamp.run import Run
@@ -146,10 +146,10 @@ def _child(front: Front, call: Call, prompt: Any, params: Any, index: int, first
     lm, key = front.lm, f"{call.owner}-http-{secrets.token_hex(8)}"
     owned = front.kept.owned(call.owner)
     bindings = Bindings(lm.sites, owned.source, owned, False)
-    binding = bindings.of(call.program, key, Prompt(ids, lambda: lm.tokenizer.spell(ids, text)), params.max_tokens)
+    binding = bindings.of(call.program, key, prompt_of(lm.tokenizer, ids, text, call.chat), params.max_tokens)
     request = Request(
-        key, ids, params.max_tokens, binding.bound, binding.vectors, text=text, sources=binding.sources
-    )  # fmt: skip
+        key, ids, params.max_tokens, binding.bound, binding.vectors, text=text, sources=binding.sources, chat=call.chat
+    )
     return _Child(front, call, request, prompt, params, first_choice + index)
 
 

@@ -32,7 +32,11 @@ FILE: dict[int | str, dict[str, Any]] = {
 REFS = "#/components/schemas/{model}"
 SiteText = Annotated[str, Field(description="a site", examples=["resid_post[3]", "z[5, 3]", "embed"])]
 TokensText = Annotated[
-    str, Field(description="which tokens", examples=["every", "prompt[-1]", "generated", 'span("Eiffel Tower")'])
+    str,
+    Field(
+        description="which tokens",
+        examples=["every", "prompt[-1]", "generated", 'span("Eiffel Tower")', 'role("user")[-1]'],
+    ),
 ]
 
 

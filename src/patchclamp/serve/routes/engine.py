@@ -26,7 +26,7 @@ from patchclamp.serve.front import Front
 from patchclamp.serve.routes.runs import caller
 
 router = APIRouter(prefix=wire.PREFIX, tags=["patchclamp"])
-METHODS = ("encode", "bare", "decode", "settled", "token_strings", "spell", "chat")  # of tokenizers
+METHODS = ("encode", "bare", "decode", "settled", "token_strings", "spell", "chat", "turns")  # of tokenizers
 Body = TypeVar("Body")
 
 

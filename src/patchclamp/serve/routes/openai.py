@@ -16,6 +16,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.routing import APIRoute
 
+from patchclamp.engines.chat import TOLD, Chat
 from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.serve.bodies import OpenAIRoute
 from patchclamp.serve.call import Call, current, of_extra_args
@@ -104,10 +105,19 @@ async def read_call(request: Any, raw_request: Request) -> Call | None:
         call = Call(extra.pop("patchclamp"), owner, xargs, front.kept, variant)
     else:
         call = of_extra_args(xargs, owner, front.kept, variant, on_own_route=True)
+    call.chat = _chat_of(json.loads(await raw_request.body()))
     request.vllm_xargs = {**xargs, "patchclamp": ""}  # has `generate` ask the call
     if variant is not None:
         request.model = variant.model
     return call
+
+
+def _chat_of(body: dict[str, Any]) -> Chat | None:
+    """What the prompt is made of, of a chat."""
+    if "messages" not in body:
+        return None
+    options = {name: body[name] for name in (*TOLD, "reasoning_effort") if body.get(name) is not None}
+    return Chat(body["messages"], {**(body.get("chat_template_kwargs") or {}), **options})
 
 
 async def _called(call: Call | None, response: Awaitable[Response]) -> Response:
