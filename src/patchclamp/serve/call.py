@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import time
 from contextvars import ContextVar
 from typing import Any
 
@@ -69,7 +70,7 @@ class Call:
         self.chat: Chat | None = None
         self.runs: dict[int, tuple[str, Run]] = {}
         self.error: PatchclampError | None = None
-        self._prompts, self._is_answered = 0, False
+        self._prompts, self._is_answered, self._began_s = 0, False, time.perf_counter()
 
     def next_prompt(self) -> int:
         """The number of the next prompt that vLLM's route asks for."""
@@ -98,6 +99,18 @@ class Call:
             if not self.keep and self._goes_along(run):
                 kept.let_go(self.owner, name, run)
         return answer
+
+    def facts(self) -> dict[str, Any]:
+        """What the server's log says of it."""
+        runs = [run for _, run in self.runs.values()]
+        return {
+            "fingerprint": self.program.fingerprint, "runs": len(runs),
+            "ops": len(self.program.edits) + len(self.program.capture),
+            "prompt_tokens": sum(len(run.prompt_token_ids) for run in runs),
+            "generated_tokens": sum(len(run.token_ids) for run in runs),
+            "captured_bytes": sum(run.captured_bytes for run in runs),
+            "took_s": round(time.perf_counter() - self._began_s, 6),
+        }  # fmt: skip
 
     def leave(self, kept: Kept) -> None:
         """Frees what nobody will ask for: the client is gone, or has an error in place of the answer."""

@@ -17,6 +17,7 @@ from patchclamp.plan.room import captured_bytes
 from patchclamp.run import Run
 from patchclamp.serve.call import Call, current, of_extra_args
 from patchclamp.serve.front import Front, front_of
+from patchclamp.serve.log import log
 from patchclamp.serve.owners import OPEN
 from patchclamp.serve.plugin import NAMES
 
@@ -30,11 +31,13 @@ def edited(client: Any, stock: Any, prompt: Any, params: Any, request_id: str, *
     if call is not None:
         number = call.next_prompt()
         return _noting_errors(_edited(client, stock, prompt, params, request_id, call, number, others), call)
+    front = front_of(client)
     try:
-        call = _stock_call(front_of(client), params, request_id)
+        call = _stock_call(front, params, request_id)
     except PatchclampError as error:
+        front.failed(error, OPEN)
         raise http_error(str(error), error.status) from error
-    return _as_vllm_errors(_edited(client, stock, prompt, params, request_id, call, 0, others))
+    return _as_vllm_errors(_edited(client, stock, prompt, params, request_id, call, 0, others), front, call)
 
 
 async def _noting_errors(outputs: AsyncIterator[Any], call: Call) -> AsyncIterator[Any]:
@@ -46,11 +49,13 @@ async def _noting_errors(outputs: AsyncIterator[Any], call: Call) -> AsyncIterat
         raise
 
 
-async def _as_vllm_errors(outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
+async def _as_vllm_errors(outputs: AsyncIterator[Any], front: Front, call: Call) -> AsyncIterator[Any]:
     try:
         async for output in outputs:
             yield output
+        log("program", OPEN, **call.facts())
     except PatchclampError as error:
+        front.failed(error, OPEN)
         raise http_error(str(error), error.status) from error
 
 

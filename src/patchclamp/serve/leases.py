@@ -28,4 +28,5 @@ class Leases:
             await asyncio.sleep(LOOK_EVERY_S)
             with contextlib.suppress(Exception):  # an engine that ended says so elsewhere
                 await self._engine.free_dead(self._lease_s)
+                await self._engine.counts()  # for the metrics
                 await self._hear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from patchclamp.errors import CapacityError, MissingSource, PatchclampError, Pro
 from patchclamp.plan.bound import BoundProgram, source_of
 from patchclamp.plan.verify import is_content, verify
 from patchclamp.serve.front import Front
+from patchclamp.serve.log import log
 from patchclamp.serve.routes.runs import caller
 
 router = APIRouter(prefix=wire.PREFIX, tags=["patchclamp"])
@@ -53,7 +55,7 @@ async def run(request: Request) -> Response:
     requests = [_request(front, owner, each, vectors) for each in batch.requests]
     for session in {each.run.rpartition("-")[0] for each in batch.requests}:
         front.leases.renew(session)
-    running = _Running(front, batch, requests)
+    running = _Running(front, owner, batch, requests)
     return StreamingResponse(running.frames(), media_type="application/octet-stream")
 
 
@@ -116,8 +118,9 @@ async def status(request: Request) -> Response:
 class _Running:
     """The requests of one HTTP call, while they run; what is left is stopped with the connection."""
 
-    def __init__(self, front: Front, batch: wire.Batch, requests: list[EngineRequest]) -> None:
-        self._front, self._batch, self._requests = front, batch, requests
+    def __init__(self, front: Front, owner: str, batch: wire.Batch, requests: list[EngineRequest]) -> None:
+        self._front, self._owner, self._batch, self._requests = front, owner, batch, requests
+        self._began_s = time.perf_counter()
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[wire.Event] = asyncio.Queue()
         self._left = {request.run for request in requests}
@@ -141,15 +144,21 @@ class _Running:
                         self._left.discard(self._requests[event.i].run)
                 yield wire.frame(events)
         finally:
+            programs = sum(request.bound is not None for request in self._requests)
+            log("batch", self._owner, requests=len(self._requests), programs=programs, stopped=len(self._left),
+                took_s=round(time.perf_counter() - self._began_s, 6))  # fmt: skip
             if self._left:
                 self._front.engine.abort(list(self._left))
 
     def _end(self, i: int, future: Future[Answer]) -> None:
         """An answer or an error; called on the loop's thread."""
         carried = self._batch.requests[i].carried
-        error = future.exception()
-        if error is not None:
-            self._events.put_nowait(wire.Failed(i, pack(as_patchclamp_error(error))))
+        failure = future.exception()
+        if failure is not None:
+            error = as_patchclamp_error(failure)
+            if self._requests[i].run in self._left:
+                self._front.failed(error, self._owner)
+            self._events.put_nowait(wire.Failed(i, pack(error)))
             return
         receipt = "" if carried is None else receipt_of(carried)  # the engine has compared it with what came back
         self._events.put_nowait(wire.Answered.of(i, receipt, future.result()))

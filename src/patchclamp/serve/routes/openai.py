@@ -21,6 +21,7 @@ from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.serve.bodies import OpenAIRoute
 from patchclamp.serve.call import Call, current, of_extra_args
 from patchclamp.serve.front import Front
+from patchclamp.serve.log import log
 from patchclamp.serve.plugin import NAMES
 from patchclamp.serve.routes.runs import caller
 from patchclamp.serve.variants import variant_of, with_variants
@@ -141,6 +142,7 @@ async def _whole(response: Response, call: Call, front: Front, twin: Any) -> Res
         return response
     body = json.loads(bytes(response.body))
     body["patchclamp"] = await call.answer(front.kept)
+    log("program", call.owner, **call.facts())
     if twin is not None:
         body["patchclamp"]["unedited"] = twin
     if call.variant is not None:
@@ -168,12 +170,15 @@ async def _streamed(response: StreamingResponse, call: Call, front: Front) -> Re
                 if text.startswith("data: [DONE]"):
                     if call.error is None:
                         answer = await call.answer(front.kept)
+                        log("program", call.owner, **call.facts())
                         yield f"data: {json.dumps({**last, 'choices': [], 'patchclamp': answer})}\n\n"
                 elif text.startswith("data: {") and not last:
                     whole = json.loads(text[6:])
                     last = {name: whole[name] for name in ("id", "object", "created", "model") if name in whole}
                 yield chunk
                 chunk = await anext(chunks, None)
+            if call.error is not None:
+                front.failed(call.error, call.owner)
         finally:
             call.leave(front.kept)
 

@@ -250,7 +250,7 @@ class _Admitting:
             output = EngineCoreOutput(
                 request_id=request.request_id, new_token_ids=[], finish_reason=request.get_finished_reason(),
                 events=request.take_events(), trace_headers=request.trace_headers,
-                kv_transfer_params={KEY: ["", errors[request.request_id]]},
+                kv_transfer_params={KEY: ["", errors[request.request_id], None]},
             )  # fmt: skip
             self._outputs(outputs, request.client_index).append(output)
         self.admission.errors.clear()
@@ -301,7 +301,7 @@ class _Admitting:
         for i, (_, output, program) in enumerate(judged):
             verdict = Verdict("", errors[0]) if errors else _joined([verdicts[i] for (verdicts, _), _ in answers])
             verdict = self.admission.judge(program, verdict)
-            output.kv_transfer_params = {KEY: [verdict.receipt, verdict.error]}
+            output.kv_transfer_params = {KEY: [verdict.receipt, verdict.error, verdict.waited_s]}
 
 
 def _streamed() -> ProgramError:
@@ -334,9 +334,8 @@ def on_outputs() -> None:
             if state is not None and state.queue is not None:  # an `AsyncLLM`'s: `front` takes the verdict
                 name = state.external_req_id
             elif output.kv_transfer_params is not None and KEY in output.kv_transfer_params:
-                receipt, error = output.kv_transfer_params[KEY]
                 if state is not None:
-                    verdicts[output.request_id] = Verdict(receipt, tuple(error) if error is not None else None)
+                    verdicts[output.request_id] = read_verdict(output.kv_transfer_params[KEY])
                 output.kv_transfer_params = None
             if output.new_logprobs is not None and name in tables:
                 lists, output.new_logprobs = output.new_logprobs, None  # of which vLLM would make dictionaries
@@ -349,6 +348,12 @@ def on_outputs() -> None:
 
     process_outputs.patchclamp = True  # type: ignore[attr-defined]
     setattr(owner, name, process_outputs)
+
+
+def read_verdict(told: Sequence[Any]) -> Verdict:
+    """A verdict as it travels with an output."""
+    receipt, error, waited_s = told
+    return Verdict(receipt, tuple(error) if error is not None else None, waited_s)
 
 
 def verdicts_of(processor: Any) -> dict[str, Verdict]:
