@@ -17,6 +17,7 @@ from patchclamp.language.conversions import DTYPES
 from patchclamp.language.site import parse_site
 from patchclamp.language.tokens import Tokens, parse_tokens
 from patchclamp.plan import CAPTURE, BoundOp, BoundProgram
+from patchclamp.plan.acted import acted
 from patchclamp.plan.bound import Keep, position_array
 from patchclamp.sites import SiteMap, SiteRef
 
@@ -84,6 +85,11 @@ class Run:
         if not isinstance(answer.text, str):
             answer.text = answer.text()
         return answer.text
+
+    @property
+    def token_strings(self) -> list[str]:
+        """Each token's text, of the prompt and then of what was generated."""
+        return self._owner.engine.tokenizer.token_strings([*self.prompt_token_ids, *self.token_ids])
 
     @property
     def token_ids(self) -> list[int]:
@@ -156,25 +162,18 @@ class Run:
         return [str(ref) for ref in self._sites.refs() if ref.point in self._captured]
 
     @property
-    def idle_edits(self) -> list[str]:
-        """Paths of the edits that acted on no row, such as "edits[0]", in order: none of their tokens came before the
-        run ended. The run's token ids tell it exactly."""
+    def acted(self) -> dict[str, list[int]]:
+        """By path, such as "edits[0]", the positions that each edit acted on, ascending. The run's token ids tell it
+        exactly."""
         tokens = np.array([*self.prompt_token_ids, *self.token_ids][: self._positions], np.int64)
-        acted: dict[str, bool] = {}
-        for op in self._ops:
-            if op.kind != CAPTURE:
-                acted[op.path] = acted.get(op.path, False) or self._acted(op, tokens)
-        return [path for path, did in acted.items() if not did]
+        if self._bound is None:
+            return {}
+        return {path: positions.tolist() for path, positions in acted(self._bound, tokens, self._ids_of).items()}
 
-    def _acted(self, op: BoundOp, tokens: np.ndarray) -> bool:
-        """Whether an op acted on any of the positions of these tokens."""
-        for start, stop, _, _ in op.ranges:
-            chosen, condition = tokens[start:stop], op.condition
-            if condition is not None:
-                chosen = chosen[np.isin(chosen, self._ids_of[condition.ids]) != condition.others]
-            if len(chosen):
-                return True
-        return False
+    @property
+    def idle_edits(self) -> list[str]:
+        """Paths of the edits that acted on no row, in order: none of their tokens came before the run ended."""
+        return [path for path, positions in self.acted.items() if not positions]
 
     def close(self) -> None:
         """Frees the captures now."""

@@ -79,12 +79,14 @@ def test_a_run_is_patched_into_another(lm, local):
     assert logprobs[0] == logprobs[1] != lm.run(PROMPTS[0], max_tokens=4, logprobs=True).logprobs
 
 
-def test_chats_spans_and_the_bank(lm, local):
-    messages = [{"role": "user", "content": "Name a colour of the sky."}]
+@pytest.mark.parametrize("tokens", [pc.span("colour"), pc.role("user")[-1], pc.role("user", 0) | pc.role("system")[0]])
+def test_chats_and_the_bank(lm, local, tokens):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a colour of the sky."},
+                {"role": "assistant", "content": "Blue."}, {"role": "user", "content": "And of the sea?"}]  # fmt: skip
     texts = []
     for each in (lm, local):
         each.bank["calm"] = VECTOR
-        edits = [pc.Add(pc.Named("calm"), at=pc.resid_post[3] @ pc.span("colour"), scale=3.0)]
+        edits = [pc.Add(pc.Named("calm"), at=pc.resid_post[3] @ tokens, scale=3.0)]
         texts.append(each.run(messages=messages, edits=edits, max_tokens=5, logprobs=True))
     assert texts[0].text == texts[1].text
     assert texts[0].logprobs == texts[1].logprobs
@@ -171,20 +173,48 @@ def test_a_call_that_is_cancelled_stops(lm):
     assert not any(settled(lm).values())
 
 
-def test_a_client_that_is_killed_leaves_nothing(lm, server):
+@pytest.mark.parametrize("work", [
+    "lm.run([[5, 6, 7]] * 60, capture=[pc.resid_post], edits=[pc.Scale(0.9, at=pc.embed)], max_tokens=400)",
+    "pc.studies.patch_sweep(lm, clean=[5, 6, 7] * 90, corrupt=[5, 6, 8] * 90, answer=7, foil=9, sites=['resid_pre'])",
+    "kept = lm.run([5, 6, 7], capture=[pc.resid_post]); lm.run([5, 6, 7], max_tokens=400, edits=[pc.Zero(pc.embed)])",
+], ids=["batch", "sweep", "kept"])  # fmt: skip
+def test_a_client_that_is_killed_leaves_nothing(lm, server, work):
+    """Neither what runs nor what was captured before, which in a sweep is the clean run; within seconds."""
+    script = f"import patchclamp as pc\nwith pc.LM({server.url!r}, api_key={KEYS[0]!r}) as lm:\n    {work}\n"
+    client = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        assert becomes(lambda: counts(lm)["programs"] > 0 and counts(lm)["captured_bytes"] > 0, within_s=60)
+        assert client.poll() is None
+        os.kill(client.pid, signal.SIGKILL)
+        client.wait()
+        assert not any(settled(lm, within_s=10).values())
+    finally:
+        client.kill()
+
+
+def test_a_client_needs_neither_vllm_nor_torch_until_it_reads_a_tensor(server):
     script = f"""
+        import sys
+
+        class Blocked:
+            def find_spec(self, name, *_):
+                if name.partition(".")[0] in ("vllm", "torch", "transformers"):
+                    raise ImportError(name)
+
+        sys.meta_path.insert(0, Blocked())
         import patchclamp as pc
         with pc.LM({server.url!r}, api_key={KEYS[0]!r}) as lm:
-            print("ready", flush=True)
-            lm.run([[5, 6, 7]] * 60, capture=[pc.resid_post], edits=[pc.Scale(0.9, at=pc.embed)], max_tokens=400)
+            run = lm.run("The capital of France is", edits=[pc.Add([0.5] * 576, at=pc.embed)], capture=[pc.embed])
+            assert run.text and "".join(part.text for part in lm.stream("x", max_tokens=2))
+            sweep = pc.studies.patch_sweep(lm, clean="The Eiffel Tower", corrupt="The Colosseum", answer=" Paris", foil=" Rome")
+            assert sweep.best(1)
+            try:
+                run[pc.embed]
+            except pc.EngineError as error:
+                print(error)
     """
-    client = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE)
-    assert client.stdout is not None
-    assert client.stdout.readline() == b"ready\n"
-    assert becomes(lambda: counts(lm)["programs"] > 0, within_s=60)
-    os.kill(client.pid, signal.SIGKILL)
-    client.wait()
-    assert not any(settled(lm).values())
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True)
+    assert done.stdout.strip() == "what was captured comes as tensors of PyTorch: pip install torch", done.stderr
 
 
 def test_a_server_that_is_none_of_ours(server):

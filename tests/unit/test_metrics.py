@@ -30,7 +30,7 @@ def test_rows_and_bytes_are_those_that_the_selection_names(selection, prompt, ge
         bound = bind(program, "run", asked, len(generated) + more, lm.sites, None, None, vectors, None)
         ids = [*prompt, *generated]
         positions = len(ids) - 1
-        edited = sum(edited_rows(op, ids[:positions], vectors) for op in bound.ops[:-2])
+        edited = edited_rows(bound, np.array(ids[:positions]), vectors)
         named = asked.select(selection, positions + more, [*ids[:positions], *[99] * more])
         assert edited == 2 * int(np.sum(named < positions))
         widths = {

@@ -149,9 +149,9 @@ class Admission:
                 self._room.forget(keys)
                 self._blocked = None
 
-    def renew(self, session: str) -> None:
-        """A client is alive whose runs are named `session-…`."""
-        self._sessions[session] = time.monotonic()
+    def renew(self, session: str, ago_s: float = 0.0) -> None:
+        """A client was alive so long ago whose runs are named `session-…`."""
+        self._sessions[session] = time.monotonic() - ago_s
 
     def free_dead(self, lease_s: float) -> None:
         """Frees the captures of clients that have not been heard of for so long."""

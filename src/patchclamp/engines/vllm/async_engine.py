@@ -145,9 +145,9 @@ class AsyncEngine(Engine):
         self._start(requests, futures, carried)
         return futures
 
-    def renew(self, session: str) -> None:
-        """A client is alive: runs named `session-…` stay."""
-        front.tell_cores(self.client, "patchclamp_renew", session)
+    def renew(self, session: str, ago_s: float = 0.0) -> None:
+        """A client was alive so long ago: runs named `session-…` stay, until they are too old (`free_dead`)."""
+        front.tell_cores(self.client, "patchclamp_renew", session, ago_s)
 
     @property
     def api_processes(self) -> int:

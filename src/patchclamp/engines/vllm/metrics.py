@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from patchclamp.errors import PatchclampError
-from patchclamp.plan import CAPTURE, BoundOp, BoundProgram
+from patchclamp.plan import CAPTURE, BoundProgram
+from patchclamp.plan.acted import acted_on
 from patchclamp.plan.bound import APPLY, BLEND, LINEAR, NOISE, PROJECT
 from patchclamp.plan.room import captured_bytes
 from patchclamp.sites import SiteMap
@@ -54,9 +55,7 @@ class Metrics:
     def ended(self, bound: BoundProgram, ids: Sequence[int], vectors: Mapping[str, np.ndarray], sites: SiteMap) -> None:
         """A run has its answer; `ids`: of the prompt and what was generated, `vectors` has those of conditions."""
         computed = len(ids) - 1
-        self._rows.labels(self._model).inc(
-            sum(edited_rows(op, ids[:computed], vectors) for op in bound.ops if op.kind != CAPTURE)
-        )
+        self._rows.labels(self._model).inc(edited_rows(bound, np.asarray(ids[:computed], np.int64), vectors))
         if size := captured_bytes(bound, sites, computed):
             self._bytes.labels(self._model).inc(size)
 
@@ -78,10 +77,7 @@ class Metrics:
 metrics_of = functools.cache(Metrics)
 
 
-def edited_rows(op: BoundOp, ids: Sequence[int], vectors: Mapping[str, np.ndarray]) -> int:
-    """How many rows an edit acted on, at all its points, of the tokens whose ids these are."""
-    ends = [(start, min(stop, len(ids))) for start, stop, *_ in op.ranges]
-    if op.condition is None:
-        return len(op.points) * sum(max(end - start, 0) for start, end in ends)
-    named = np.isin(ids, vectors[op.condition.ids].astype(np.int64)) != op.condition.others
-    return len(op.points) * int(sum(named[start:end].sum() for start, end in ends))
+def edited_rows(bound: BoundProgram, ids: np.ndarray, vectors: Mapping[str, np.ndarray]) -> int:
+    """How many rows a program's edits acted on, of the tokens whose ids these are."""
+    edits = [op for op in bound.ops if op.kind != CAPTURE]
+    return sum(len(op.points) * len(acted_on(op, ids, vectors)) for op in edits)

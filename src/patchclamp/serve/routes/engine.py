@@ -6,12 +6,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
 import safetensors.numpy
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Path, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from safetensors import SafetensorError
 
@@ -30,6 +30,7 @@ from patchclamp.serve.routes.runs import caller
 router = APIRouter(prefix=wire.PREFIX, tags=["patchclamp"])
 METHODS = ("encode", "bare", "decode", "settled", "token_strings", "spell", "chat", "turns")  # of tokenizers
 Body = TypeVar("Body")
+Session = Annotated[str, Path(description="of a client", pattern="^[0-9a-z]{1,32}$")]
 
 
 @router.get("/info")
@@ -83,6 +84,25 @@ async def free(request: Request) -> dict[str, float]:
     front.engine.release(told.release)
     front.engine.abort(told.abort)
     return {"lease_s": wire.LEASE_S}
+
+
+@router.get("/live/{session}")
+async def live(session: Session, request: Request) -> Response:
+    """Goes on as long as the client lives. When the connection closes and no other one comes, what the client's runs
+    captured is freed."""
+    front, owner = caller(request)
+    name = f"{owner}-{session}"
+
+    async def beats() -> AsyncIterator[bytes]:
+        try:
+            while True:
+                front.leases.renew(name)
+                yield b"."
+                await asyncio.sleep(wire.BEAT_S)
+        finally:
+            front.leases.lost(name)
+
+    return StreamingResponse(beats(), media_type="application/octet-stream")
 
 
 @router.post("/tokenizer")

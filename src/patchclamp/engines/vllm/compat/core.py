@@ -64,7 +64,7 @@ def on_core(make: Callable[[Any], Admission]) -> None:
     owner.patchclamp_say = lambda core, key, note: _core_of(core, make).say(key, note)
     owner.patchclamp_said_since = lambda core, number: _core_of(core, make).since(number)
     owner.patchclamp_abort = lambda core, runs: _core_of(core, make).admission.abort(runs)
-    owner.patchclamp_renew = lambda core, session: _core_of(core, make).admission.renew(session)
+    owner.patchclamp_renew = lambda core, session, ago_s: _core_of(core, make).admission.renew(session, ago_s)
     owner.patchclamp_free_dead = lambda core, lease_s: _core_of(core, make).admission.free_dead(lease_s)
     owner.patchclamp_counts = lambda core: _core_of(core, make).admission.counts()
     owner.patchclamp_pending = lambda core: _core_of(core, make).pending()
