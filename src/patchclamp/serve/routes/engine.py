@@ -94,11 +94,14 @@ async def live(session: Session, request: Request) -> Response:
     name = f"{owner}-{session}"
 
     async def beats() -> AsyncIterator[bytes]:
+        beat_s = 0.0
         try:
-            while True:
-                front.leases.renew(name)
-                yield b"."
-                await asyncio.sleep(wire.BEAT_S)
+            while not request.app.state.server.should_exit:  # a server that ends waits for its connections
+                if beat_s <= time.monotonic():
+                    front.leases.renew(name)
+                    beat_s = time.monotonic() + wire.BEAT_S
+                    yield b"."
+                await asyncio.sleep(0.5)
         finally:
             front.leases.lost(name)
 
