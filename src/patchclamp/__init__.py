@@ -19,6 +19,7 @@ from patchclamp.errors import (
     ModelError,
     NameTaken,
     NoKey,
+    NotFinite,
     PatchclampError,
     ProgramError,
     RunError,
@@ -65,7 +66,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "LM", "AddressMoved", "CapacityError", "EngineError", "From", "Gone", "MissingSource", "ModelError", "NameTaken",
-    "Named", "NoKey", "Part", "PatchclampError", "Program", "ProgramError", "Run", "RunError", "SeamMoved",
+    "Named", "NoKey", "NotFinite", "Part", "PatchclampError", "Program", "ProgramError", "Run", "RunError", "SeamMoved",
     "ShapeError", "Site", "Stream", "TokensError", "TooLarge", "UnknownName", "Unlisted", "UnsupportedSite", "Vector",
     "every", "generated", "prompt", "role", "site", "span", "studies", "token", "tokens",
 ]  # fmt: skip

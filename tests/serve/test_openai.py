@@ -215,7 +215,7 @@ def test_what_is_wrong_is_said_with_its_status(server, extra, status, text, stre
 def test_an_edit_that_overflows_fails_its_request_alone(server):
     with pytest.raises(openai.APIStatusError, match="not finite") as caught:
         complete(server, program([pc.Scale(3e38, at=pc.resid_post[1]), pc.Scale(3e38, at=pc.resid_post[1])]))
-    assert caught.value.status_code == 500
+    assert caught.value.status_code == 422
     assert complete(server).choices[0].text
 
 
