@@ -19,6 +19,7 @@ from patchclamp.errors import (
     ModelError,
     NameTaken,
     NoKey,
+    NotFinite,
     PatchclampError,
     ProgramError,
     RunError,
@@ -30,7 +31,7 @@ from patchclamp.errors import (
     Unlisted,
     UnsupportedSite,
 )  # fmt: skip
-from patchclamp.language import From, Named, Program, Site, Vector, every, generated, ops, prompt, span, token
+from patchclamp.language import From, Named, Program, Site, Vector, every, generated, ops, prompt, role, span, token
 from patchclamp.language.ops import *  # noqa: F403
 
 if TYPE_CHECKING:
@@ -65,9 +66,9 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "LM", "AddressMoved", "CapacityError", "EngineError", "From", "Gone", "MissingSource", "ModelError", "NameTaken",
-    "Named", "NoKey", "Part", "PatchclampError", "Program", "ProgramError", "Run", "RunError", "SeamMoved",
+    "Named", "NoKey", "NotFinite", "Part", "PatchclampError", "Program", "ProgramError", "Run", "RunError", "SeamMoved",
     "ShapeError", "Site", "Stream", "TokensError", "TooLarge", "UnknownName", "Unlisted", "UnsupportedSite", "Vector",
-    "every", "generated", "prompt", "site", "span", "studies", "token", "tokens",
+    "every", "generated", "prompt", "role", "site", "span", "studies", "token", "tokens",
 ]  # fmt: skip
 __all__ += ops.__all__
 __all__ += list(language.SITES)

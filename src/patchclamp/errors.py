@@ -18,6 +18,7 @@
     │   ├── SeamMoved       500  this vLLM does not have a place that patchclamp attaches to
     │   └── AddressMoved    500  a CUDA graph would read other memory than the step filled
     └── RunError            500  a request failed while it ran
+        └── NotFinite       422  edits whose numbers overflow, which the program alone is the cause of
 
 The number is the HTTP status that a server answers with.  `path` points into the program: `edits[2].at`.
 """
@@ -117,12 +118,16 @@ class RunError(PatchclampError):
     status = 500
 
 
+class NotFinite(RunError):
+    status = 422
+
+
 TREE: dict[str, type[PatchclampError]] = {
     kind.__name__: kind
     for kind in (
         PatchclampError, ProgramError, UnknownName, ShapeError, TokensError, NoKey,
         Unlisted, UnsupportedSite, MissingSource, Gone, NameTaken, CapacityError, TooLarge, ModelError, EngineError,
-        SeamMoved, AddressMoved, RunError,
+        SeamMoved, AddressMoved, RunError, NotFinite,
     )
 }  # fmt: skip
 
@@ -139,9 +144,9 @@ def unknown(what: str, word: str, known: Iterable[str], path: str | None = None)
     return UnknownName(f"no {what} {word!r}{near(word, known)}; there are: {', '.join(known)}", path)
 
 
-def not_finite(site: str) -> RunError:
+def not_finite(site: str) -> NotFinite:
     """The error of a run whose edits at a site overflow: the rows are left as they were."""
-    return RunError(f"the edits at {site} make numbers that are not finite; they were not written")
+    return NotFinite(f"the edits at {site} make numbers that are not finite; they were not written")
 
 
 def describe_error(error: BaseException) -> str:

@@ -28,11 +28,11 @@ from patchclamp.call import (
 )
 from patchclamp.engines.adapters import Adapter, adapters_of
 from patchclamp.engines.base import MAX_SCORES, Answer, Engine, Request
+from patchclamp.engines.chat import Chat, prompt_of
 from patchclamp.engines.open import open_engine
 from patchclamp.errors import EngineError, MissingSource, PatchclampError, ProgramError, TokensError
 from patchclamp.language import Program
 from patchclamp.language.site import parse_site
-from patchclamp.plan import Prompt
 from patchclamp.plan.bindings import Bindings
 from patchclamp.run import Run
 from patchclamp.sites import SiteRef
@@ -273,13 +273,13 @@ class LM:
         m = self.model
         return f"<LM {m.name} on {m.engine} {m.version}, {m.layers} layers, {m.dtype}>"
 
-    def _prompts(self, prompt: Any, messages: Any) -> tuple[list[tuple[list[int], str | None]], bool]:
-        """(ids, text) of every prompt, and whether they came as a list."""
+    def _prompts(self, prompt: Any, messages: Any) -> tuple[list[_Prompt], bool]:
+        """Every prompt, and whether they came as a list."""
         if (prompt is None) == (messages is None):
             raise ProgramError("give either a prompt or messages")
         if messages is not None:
             listed = isinstance(messages, (list, tuple)) and bool(messages) and isinstance(messages[0], (list, tuple))
-            return [(self._chat(chat), None) for chat in (messages if listed else [messages])], listed
+            return [self._chat(chat) for chat in (messages if listed else [messages])], listed
         prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # a NumPy array or a tensor of ids
         if not isinstance(prompt, (str, list, tuple)):
             raise ProgramError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}", "prompt")
@@ -293,15 +293,15 @@ class LM:
             self.engine.check_adapter(adapter)
         return adapters
 
-    def _chat(self, messages: Any) -> list[int]:
+    def _chat(self, messages: Any) -> _Prompt:
         try:
-            return self.tokenizer.chat(list(messages))
+            return _Prompt(self.tokenizer.chat(list(messages)), chat=Chat(list(map(dict, messages))))
         except PatchclampError:
             raise
         except Exception as error:
             raise ProgramError(f"not a chat of role and content: {type(error).__name__}: {error}", "messages") from None
 
-    def _prompt(self, prompt: Any, path: str) -> tuple[list[int], str | None]:
+    def _prompt(self, prompt: Any, path: str) -> _Prompt:
         prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
         if isinstance(prompt, str):
             try:
@@ -319,11 +319,11 @@ class LM:
         if min(ids) < 0 or max(ids) >= self.model.d_vocab:
             outside = next(i for i in ids if not 0 <= i < self.model.d_vocab)
             raise TokensError(f"token id {outside} is outside the vocabulary of {self.model.d_vocab}", path)
-        return ids, text
+        return _Prompt(ids, text)
 
     def _request(
         self,
-        prompt: tuple[list[int], str | None],
+        prompt: _Prompt,
         program: Program,
         score: Any,
         sampling: dict[str, Any],
@@ -333,8 +333,8 @@ class LM:
         logprobs: int | None,
         bindings: Bindings,
     ) -> Request:
-        """One run of a prompt (ids, text), `path` where that stands in a list. Raises what is wrong with it."""
-        key, (ids, text) = self.engine.run_prefix + _key(), prompt
+        """One run of a prompt, `path` where that stands in a list. Raises what is wrong with it."""
+        key, (ids, text, chat) = self.engine.run_prefix + _key(), prompt
         if not is_token_id(max_tokens) or max_tokens < 1:
             raise ProgramError(f"at least one token must be generated, not {max_tokens!r}", "max_tokens")
         if len(ids) + max_tokens > self.model.max_model_len:
@@ -348,12 +348,12 @@ class LM:
         if len(set(score)) > MAX_SCORES:
             raise ProgramError(f"at most {MAX_SCORES} tokens can be scored, not {len(set(score))}", "score")
         try:
-            binding = bindings.of(program, key, Prompt(ids, lambda: self.tokenizer.spell(ids, text)), max_tokens)
+            binding = bindings.of(program, key, prompt_of(self.tokenizer, ids, text, chat), max_tokens)
         except PatchclampError as error:
             raise error if path is None else error.under(path) from None
         return Request(
             key, ids, max_tokens, binding.bound, binding.vectors, sampling, tuple(int(i) for i in score), logprobs,
-            binding.code, text, binding.sources, adapter=adapter,
+            binding.code, text, binding.sources, adapter=adapter, chat=chat,
         )  # fmt: skip
 
     def _source(self, key: str) -> Run:
@@ -366,6 +366,12 @@ class LM:
         if run.closed:
             raise MissingSource(f"run {key} was closed")
         return run
+
+
+class _Prompt(NamedTuple):
+    ids: list[int]
+    text: str | None = None
+    chat: Chat | None = None
 
 
 class _Call(NamedTuple):

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from patchclamp.engines.base import Answer, Captured, Engine, Request
+from patchclamp.engines.chat import prompt_of
 from patchclamp.errors import MissingSource, PatchclampError, ProgramError
 from patchclamp.language import Program, Site, SiteOp
 from patchclamp.language.conversions import DTYPES
 from patchclamp.language.site import parse_site
 from patchclamp.language.tokens import Tokens, parse_tokens
-from patchclamp.plan import CAPTURE, BoundOp, BoundProgram, Prompt
+from patchclamp.plan import CAPTURE, BoundOp, BoundProgram
+from patchclamp.plan.acted import acted
 from patchclamp.plan.bound import Keep, position_array
 from patchclamp.sites import SiteMap, SiteRef
 
@@ -54,7 +56,7 @@ class Run:
         self.error: PatchclampError | None = None if isinstance(answer, Answer) else answer
         self.closed = False
         self.lora = None if request.adapter is None else request.adapter.folder
-        self._owner, self._answer, self._text = owner, answer, request.text
+        self._owner, self._answer, self._text, self._chat = owner, answer, request.text, request.chat
         self._bound: BoundProgram | None = request.bound
         self._limit = len(request.prompt_token_ids) + request.max_tokens - 1  # positions, had it gone on to the end
         conditions = {op.condition.ids for op in self._ops if op.condition}
@@ -85,6 +87,11 @@ class Run:
         if not isinstance(answer.text, str):
             answer.text = answer.text()
         return answer.text
+
+    @property
+    def token_strings(self) -> list[str]:
+        """Each token's text, of the prompt and then of what was generated."""
+        return self._owner.engine.tokenizer.token_strings([*self.prompt_token_ids, *self.token_ids])
 
     @property
     def token_ids(self) -> list[int]:
@@ -157,25 +164,18 @@ class Run:
         return [str(ref) for ref in self._sites.refs() if ref.point in self._captured]
 
     @property
-    def idle_edits(self) -> list[str]:
-        """Paths of the edits that acted on no row, such as "edits[0]", in order: none of their tokens came before the
-        run ended. The run's token ids tell it exactly."""
+    def acted(self) -> dict[str, list[int]]:
+        """By path, such as "edits[0]", the positions that each edit acted on, ascending. The run's token ids tell it
+        exactly."""
         tokens = np.array([*self.prompt_token_ids, *self.token_ids][: self._positions], np.int64)
-        acted: dict[str, bool] = {}
-        for op in self._ops:
-            if op.kind != CAPTURE:
-                acted[op.path] = acted.get(op.path, False) or self._acted(op, tokens)
-        return [path for path, did in acted.items() if not did]
+        if self._bound is None:
+            return {}
+        return {path: positions.tolist() for path, positions in acted(self._bound, tokens, self._ids_of).items()}
 
-    def _acted(self, op: BoundOp, tokens: np.ndarray) -> bool:
-        """Whether an op acted on any of the positions of these tokens."""
-        for start, stop, _, _ in op.ranges:
-            chosen, condition = tokens[start:stop], op.condition
-            if condition is not None:
-                chosen = chosen[np.isin(chosen, self._ids_of[condition.ids]) != condition.others]
-            if len(chosen):
-                return True
-        return False
+    @property
+    def idle_edits(self) -> list[str]:
+        """Paths of the edits that acted on no row, in order: none of their tokens came before the run ended."""
+        return [path for path, positions in self.acted.items() if not positions]
 
     def close(self) -> None:
         """Frees the captures now."""
@@ -204,8 +204,7 @@ class Run:
         return self._select(parse_tokens(tokens), self._positions)
 
     def _select(self, tokens: Tokens, limit: int) -> np.ndarray:
-        spell = self._owner.engine.tokenizer.spell
-        prompt = Prompt(self.prompt_token_ids, lambda: spell(self.prompt_token_ids, self._text))
+        prompt = prompt_of(self._owner.engine.tokenizer, self.prompt_token_ids, self._text, self._chat)
         return prompt.select(tokens, limit, [*self.prompt_token_ids, *self.token_ids])
 
     # -- what it captured

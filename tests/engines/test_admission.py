@@ -252,7 +252,7 @@ def test_of_several_runs_of_a_prompt_one_fails(lm):
     runs = lm.run(
         PROMPT, logprobs=True, max_tokens=4, sampling=sampling, edits=[hot, steer], capture=[pc.resid_post[1]]
     )
-    assert [type(run.error) for run in runs] == [type(None), pc.RunError, type(None)]
+    assert [type(run.error) for run in runs] == [type(None), pc.NotFinite, type(None)]
     assert "not finite" in str(runs[1].error)
     for i in (0, 2):
         assert runs[i].token_ids == fine[i].token_ids
@@ -278,7 +278,7 @@ def test_children_of_vllms_own_parent_have_errors_of_their_own(lm):
     outputs, verdicts = raw(lm, act)
     (output,) = outputs.values()
     assert len(output.outputs) == len(verdicts) == 3
-    assert [verdict.error[0] for verdict in verdicts.values()] == ["RunError"] * 3
+    assert [verdict.error[0] for verdict in verdicts.values()] == ["NotFinite"] * 3
     assert [verdict.receipt for verdict in verdicts.values()] == [receipt_of(hot)] * 3
 
     fail, failed = runtime.fail, []
@@ -825,7 +825,7 @@ def storm(lm: pc.LM, number: int, seed: int) -> None:
             except asyncio.CancelledError:
                 what = "taken back"
             except (pc.CapacityError, pc.RunError) as error:
-                what = type(error).__name__
+                what = "RunError" if isinstance(error, pc.RunError) else type(error).__name__
         seen[what] = seen.get(what, 0) + 1
 
     async def everything() -> None:

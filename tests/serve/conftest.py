@@ -98,7 +98,10 @@ def model(smollm2, tmp_path_factory) -> str:
 @pytest.fixture(scope="session")
 def server(model, tmp_path_factory) -> Iterator[Server]:
     config = f"--additional-config={json.dumps({'patchclamp': {'serve': LIMITS}})}"
-    made = start(model, tmp_path_factory.mktemp("log") / "server.log", config, "--api-key", *KEYS)
+    made = start(
+        model, tmp_path_factory.mktemp("log") / "server.log", config, "--api-key", *KEYS,
+        environment={"VLLM_LOGGING_LEVEL": "INFO"},
+    )  # fmt: skip
     yield made
     stop(made)
 

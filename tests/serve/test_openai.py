@@ -84,6 +84,54 @@ def test_a_chat_and_its_unedited_twin(server, local):
     assert twin == plain.text != steered.text
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chats_messages_are_selected_by_role_and_by_text(server, local, stream):
+    """Content in parts, and a continued message, too."""
+    messages = [{"role": "user", "content": "Name a colour."}, {"role": "assistant", "content": "Red."},
+                {"role": "user", "content": "Another one."}]  # fmt: skip
+    edits = [pc.Add(VECTOR, at=pc.resid_post[3], tokens=pc.role("user")[-1], scale=9.0),
+             pc.Scale(0.5, at=pc.embed, tokens=pc.role("assistant") | pc.span("colour"))]  # fmt: skip
+    run, plain = (local.run(messages=messages, max_tokens=6, edits=each) for each in (edits, []))
+    positions = run.select(pc.role("user")[-1]).tolist()
+    assert local.tokenizer.token_strings([run.prompt_token_ids[i] for i in positions]) == ["."]
+    parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+    for given in (messages, parts):
+        answer = server.openai().chat.completions.create(
+            model=server.model, messages=given, max_tokens=6, temperature=0, stream=stream, extra_body=program(edits)
+        )
+        text = (
+            "".join(part.choices[0].delta.content or "" for part in answer if part.choices)
+            if stream
+            else answer.choices[0].message.content
+        )
+        assert text == run.text != plain.text
+
+
+def test_a_role_that_the_chat_lacks_and_a_prompt_that_is_no_chat(server):
+    edits = program([pc.Zero(pc.embed, tokens=pc.role("tool"))])
+    with pytest.raises(openai.BadRequestError, match="no message of that role; it has: user"):
+        server.openai().chat.completions.create(
+            model=server.model, messages=[{"role": "user", "content": "Hi"}], extra_body=edits
+        )
+    with pytest.raises(openai.BadRequestError, match="the prompt is no chat"):
+        complete(server, edits)
+
+
+def test_several_prompts_and_n_as_streams(server, local):
+    prompts = [PROMPT, "Water boils at"]
+    options = dict(n=2, temperature=1, seed=7, stream=True)
+    chunks = list(complete(server, program([STEERED], [pc.embed @ pc.prompt[-1]]), prompts, **options))
+    runs = local.run(prompts, max_tokens=6, edits=[STEERED], sampling={"n": 2, "temperature": 1.0, "seed": 7})
+    texts = [""] * 4
+    for chunk in chunks[:-1]:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == [run.text for group in runs for run in group]
+    told = chunks[-1].model_extra["patchclamp"]["runs"]
+    assert [each["index"] for each in told] == [0, 1, 2, 3]
+    assert all(tensors(each["captures"])["embed"].shape == (1, 576) for each in told)
+
+
 def test_several_prompts_and_n(server, local):
     prompts = [PROMPT, "Water boils at"]
     response = complete(server, program([STEERED], [pc.embed @ pc.prompt[-1]]), prompts, n=2, temperature=1, seed=7)
@@ -167,7 +215,7 @@ def test_what_is_wrong_is_said_with_its_status(server, extra, status, text, stre
 def test_an_edit_that_overflows_fails_its_request_alone(server):
     with pytest.raises(openai.APIStatusError, match="not finite") as caught:
         complete(server, program([pc.Scale(3e38, at=pc.resid_post[1]), pc.Scale(3e38, at=pc.resid_post[1])]))
-    assert caught.value.status_code == 500
+    assert caught.value.status_code == 422
     assert complete(server).choices[0].text
 
 

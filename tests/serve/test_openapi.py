@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import Counter
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from schemathesis.schemas import APIOperation
 
+from patchclamp.engines.wire import PREFIX
 from patchclamp.language.ops import OPS
 from patchclamp.serve.examples import EXAMPLES
 from patchclamp.serve.schema import OP_MODELS
@@ -21,6 +24,8 @@ from .conftest import KEYS
 
 KEY = {"Authorization": f"Bearer {KEYS[1]}"}
 EXAMPLES_OF_EACH = 25
+SITES_SHOWN = ["resid_post[3]", "z[5, 3]", "embed", "attn_out[0:2]", "logits", "router[1]", "nothing[1]"]
+TOKENS_SHOWN = ["every", "prompt[-1]", "generated", 'span("Eiffel")', 'role("user")', "token(5)", "prompt[99]"]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +63,9 @@ def test_every_example_of_the_openai_routes_runs(page, http, server, path):
 def test_every_other_example_runs(page, http):
     """What is put under the example name of its path is read and deleted; a run is made by the examples above."""
     paths = {
-        path: routes for path, routes in page["paths"].items() if path.startswith("/v1/patchclamp") and "{" in path
+        path: routes
+        for path, routes in page["paths"].items()
+        if path.startswith("/v1/patchclamp") and "{" in path and not path.startswith(PREFIX)
     }
     assert len(paths) == 4
     for body in examples(page["paths"]["/v1/completions"]["post"]).values():
@@ -88,7 +95,7 @@ def test_the_page_tells_of_the_object_and_of_every_op(page):
         shown = schemas[OP_MODELS[name].__name__]
         assert set(shown["properties"]) == {"type", *op.__struct_fields__}
         assert shown["description"]
-    assert {"edits", "capture", "run", "keep", "compare"} == set(schemas["PatchclampRequest"]["properties"])
+    assert {"edits", "capture", "run", "keep", "compare", "tokens"} == set(schemas["PatchclampRequest"]["properties"])
 
 
 def test_all_routes_of_ours_say_what_they_do(page):
@@ -105,6 +112,17 @@ def draw(operation: APIOperation, url: str, statuses: Counter[int]) -> None:
               suppress_health_check=list(HealthCheck))  # fmt: skip
     @given(case=operation.as_strategy(), noise=st.binary(max_size=200))
     def send(case: Any, noise: bytes) -> None:
+        if operation.path.endswith("/live/{session}"):  # goes on for ever
+            url_of_case = url + operation.path.replace("{session}", quote(case.path_parameters["session"], safe=""))
+            with httpx.stream("GET", url_of_case, headers=KEY) as response:
+                statuses[response.status_code] += 1
+            assert response.status_code < 500
+            return
+        if operation.path.endswith("/sweeps"):  # what a sweep goes on to say, nobody waits for
+            with httpx.stream("POST", url + operation.path, json=case.body, headers=KEY) as response:
+                statuses[response.status_code] += 1
+            assert response.status_code < 500, case.body
+            return
         if operation.method == "post":
             response = httpx.post(url + operation.path, content=noise, headers=KEY)
         else:
@@ -114,6 +132,44 @@ def draw(operation: APIOperation, url: str, statuses: Counter[int]) -> None:
         statuses[response.status_code] += 1
 
     send()
+
+
+def test_the_example_of_sweeps_runs(page, http):
+    [example] = page["components"]["schemas"]["SweepRequest"]["examples"]
+    with http.stream("POST", "/v1/patchclamp/sweeps", json=example) as response:
+        events = [line.removeprefix("event: ") for line in response.iter_lines() if line.startswith("event: ")]
+    assert (events[0], set(events[1:-1]), events[-1]) == ("start", {"cells"}, "summary")
+
+
+def test_no_object_that_is_drawn_from_the_page_is_a_5xx(page, server):
+    """Programs that the page describes, most of which no model could run; some can."""
+    body = {
+        "type": "object", "required": ["model", "prompt", "max_tokens", "patchclamp"],
+        "properties": {"model": {"const": server.model}, "prompt": {"const": "The Eiffel Tower"},
+                       "max_tokens": {"const": 2}, "patchclamp": {"$ref": "#/components/schemas/PatchclampRequest"}},
+    }  # fmt: skip
+    schemas = copy.deepcopy(page["components"]["schemas"])
+    for field, texts in (("at", SITES_SHOWN), ("tokens", TOKENS_SHOWN)):
+        for each in schemas.values():  # sites and selections are text: most draws of any text say nothing
+            if field in each.get("properties", {}) and "type" in each["properties"]:
+                each["properties"][field] = {"enum": texts}
+    paths = {"/v1/completions": {"post": {"responses": {}, "requestBody": {
+        "required": True, "content": {"application/json": {"schema": body}}}}}}  # fmt: skip
+    loaded = schemathesis.openapi.from_dict({**page, "paths": paths, "components": {"schemas": schemas}})
+    [operation] = [result.ok() for result in loaded.get_all_operations()]
+    statuses: Counter[int] = Counter()
+
+    @seed(11)
+    @settings(max_examples=60, database=None, deadline=None, phases=[Phase.generate],
+              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @given(case=operation.as_strategy())
+    def send(case: Any) -> None:
+        response = httpx.post(f"{server.url}{operation.path}", json=case.body, headers=KEY, timeout=60)
+        assert response.status_code < 500, (case.body, response.text[:500])
+        statuses[response.status_code] += 1
+
+    send()
+    assert {200, 400} <= set(statuses)
 
 
 def test_nothing_that_is_drawn_from_the_page_is_a_5xx(page, server):

@@ -48,12 +48,19 @@ def test_what_a_reader_does_in_a_browser(server: Server, tmp_path):
         page.run("document.querySelectorAll('td.cell')[3].click()")
         assert page.becomes(f"{text('cell-said')}.includes('cosine')", True)
         page.run("document.querySelector('#edit [name=length]').value = '5'")
+        page.run("document.querySelector('#edit [name=prompt]').value = 'The sea is'")
         page.run("document.querySelector('#edit button').click()")
-        assert page.becomes(f"{text('edit-said')}.startsWith('program ')", True)
-        edited, unedited = page.run(text("edited")), page.run(text("unedited"))
-        assert min(len(edited), len(unedited)) > 0
-        assert page.run("document.querySelectorAll('#edited mark').length") > 0
-        assert page.run("document.querySelectorAll('#unedited mark').length") == 0
+        assert page.becomes("document.querySelectorAll('#answers .t').length", 3 * (3 + 5))
+        assert page.becomes(text("edit-said"), "")
+        assert page.run("[...document.querySelectorAll('#answers b')].map(b => b.textContent)") == [
+            "As it is", "Steered", "Fuzzed", "Both"]  # fmt: skip
+        answers = page.run("[...document.querySelectorAll('#answers div > span')].map(s => s.textContent)")
+        assert all(answer.startswith("The sea is") and len(answer) > len("The sea is") for answer in answers)
+        assert len(set(answers)) > 2
+        # the first edit acts on what is generated, but for the last token, and the noise on the prompt
+        coloured = "[...document.querySelectorAll('#answers .t.{}')].map(t => t.title)"
+        assert page.run(coloured.format("a")) == [f"position {i}, steer at resid_post[2]" for i in range(3, 7)] * 2
+        assert page.run(coloured.format("b")) == [f"position {i}, noise at embed" for i in range(3)] * 2
         assert page.problems == []
 
 

@@ -16,6 +16,7 @@ import torch
 import patchclamp as pc
 
 from .conftest import Server, start, stop
+from .stock_requests import differences
 from .test_openai import CAPTURED, PROMPT, STEERED, complete, program
 
 PLUGIN = """
@@ -103,6 +104,11 @@ def test_what_vllms_own_answers_have_no_room_for_is_refused(plain, options, stat
     assert caught.value.status_code == status
     assert text in str(caught.value)
     assert complete(plain).choices[0].text
+
+
+def test_vllms_own_routes_and_ours_answer_alike_where_there_is_no_program(plain, server):
+    with server.http() as ours, httpx.Client(base_url=plain.url, timeout=120) as stock:
+        assert differences(ours, stock, server.model) == []
 
 
 def test_requests_without_a_program_are_stocks(plain, local):

@@ -9,7 +9,7 @@ from .storm import KINDS, storm
 
 
 def test_many_clients_at_once(server: Server):
-    made, left = asyncio.run(storm(server.url, server.model, KEYS[0], clients=16, actions=8, seed=1))
+    made, left, _ = asyncio.run(storm(server.url, server.model, KEYS[0], clients=16, actions=8, seed=1))
     assert made.wrong == []
     assert left == {}
     assert set(made.done) == set(KINDS)

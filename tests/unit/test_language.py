@@ -49,8 +49,13 @@ def positions(draw) -> Positions:
 
 texts = st.text(min_size=1) | st.text("\"'\\\n\r\t \x00\x7f\u2028é\U0001f600, )]", min_size=1)
 spans = st.builds(TextSpan, texts, st.integers(-9, 9))
+roles = st.builds(pc.role, texts, st.none() | st.integers(-9, 9))
 selections = st.recursive(
-    positions() | spans | st.builds(pc.token, st.integers(0, 99), st.integers(0, (1 << 24) - 1)),
+    positions()
+    | spans
+    | roles
+    | st.builds(lambda a, key: a[key], roles, st.integers(-9, 9))
+    | st.builds(pc.token, st.integers(0, 99), st.integers(0, (1 << 24) - 1)),
     lambda inner: st.builds(Joined, st.sampled_from(["|", "&", "-"]), inner, inner),
     max_leaves=5,
 )
@@ -440,6 +445,17 @@ ERRORS = [
     (lambda: pc.tokens("generated[2:-1]"), pc.TokensError, "generated[2:-1]: " + OPEN_END.format("generated")),
     (lambda: pc.every[0, -2], pc.TokensError, "every[0, -2]: " + OPEN_END.format("every")),
     (lambda: pc.span(""), pc.TokensError, "span('') selects nothing: give the text of the tokens to select"),
+    (lambda: pc.role(""), pc.ProgramError, "a role is a text, such as 'user', not ''"),
+    (lambda: pc.role("user")[()], pc.TokensError, 'role("user")[()] selects nothing: give at least one position'),
+    (lambda: pc.role("user")[1][2], pc.ProgramError, 'role("user")[1] is already indexed'),
+    (lambda: pc.tokens('role("user")[0:1, 2]'), pc.ProgramError,
+     "'role(\"user\")[0:1, 2]': a list of positions holds numbers only"),
+    (lambda: pc.role("tool").find([("user", [1])]), pc.TokensError,
+     'role("tool"): the chat has no message of that role; it has: user'),
+    (lambda: pc.role("user", 1).find([("user", [1])]), pc.TokensError,
+     'role("user", 1): the chat has 1 messages of that role, numbered from 0'),
+    (lambda: pc.role("user")[3].find([("user", [1, 2])]), pc.TokensError,
+     'role("user")[3]: there is no position 3; these messages have 2 tokens'),
     (lambda: pc.span(5), pc.ProgramError, "a span is a text and a number, not 5 and 0"),
     (lambda: pc.span("\ud83d"), pc.TokensError, "'\\ud83d' is not text: it has half a surrogate pair"),
     (lambda: pc.tokens(r'span("\x41")'), pc.ProgramError,

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.engines.adapters import Adapter
+from patchclamp.engines.chat import Chat, Turn
 from patchclamp.engines.findings import Finding
 from patchclamp.errors import EngineError, as_patchclamp_error
 from patchclamp.plan import BoundProgram
@@ -86,6 +87,7 @@ class Request(msgspec.Struct):
     sources: the runs it reads, held so that they stay until it ends
     listener: takes what is generated as it is made
     adapter: runs on top of the model's weights
+    chat: what the prompt was made of, if it was a chat
     """
 
     run: str
@@ -101,6 +103,7 @@ class Request(msgspec.Struct):
     sources: tuple[Source, ...] = ()
     listener: Listener | None = None
     adapter: Adapter | None = None
+    chat: Chat | None = None
 
     @property
     def abandoned(self) -> bool:
@@ -158,6 +161,11 @@ class Tokenizer(Protocol):
 
     def chat(self, messages: list[dict[str, Any]]) -> list[int]:
         """Ids of a chat, ready for the assistant's turn."""
+        ...
+
+    def turns(self, ids: Sequence[int], messages: list[dict[str, Any]], options: dict[str, Any]) -> list[Turn]:
+        """Of each message of a chat, whose ids these are, its role and the positions of its tokens; `options`: what the
+        chat template was told besides. Raises `TokensError` where that cannot be said for sure."""
         ...
 
 

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
+from patchclamp.engines.chat import Turn, find_turns
 from patchclamp.errors import ProgramError
 
 BOS, EOS = 0, 1
@@ -70,4 +71,12 @@ class FakeTokenizer:
         for i, message in enumerate(messages):
             if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
                 raise ProgramError("a message is an object with the texts 'role' and 'content'", f"messages[{i}]")
-        return self.encode("".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant:")
+        return self.encode(_rendered(messages))
+
+    def turns(self, ids: Sequence[int], messages: list[dict[str, Any]], options: dict[str, Any]) -> list[Turn]:
+        return find_turns(_rendered, lambda text: self.spell(ids, text), messages)
+
+
+def _rendered(messages: list[dict[str, Any]]) -> str:
+    """The chat's text."""
+    return "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant:"

@@ -20,6 +20,7 @@ import safetensors.numpy
 from patchclamp.engines import wire
 from patchclamp.engines.base import Answer, Captured, Engine, Part, Request, Wanted, settle
 from patchclamp.engines.carried import ABORTED, carry, receipt_of
+from patchclamp.engines.chat import Turn
 from patchclamp.errors import (
     TREE,
     EngineError,
@@ -60,7 +61,7 @@ class HttpEngine(Engine):
         self._batches: dict[str, _Batch] = {}  # by run
         self._freed: tuple[list[str], list[str]] = [], []  # to release, and to abort
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._live, name="patchclamp http", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="patchclamp http", daemon=True)
         self._thread.start()
         try:
             info = self._wait(self._start())
@@ -143,7 +144,7 @@ class HttpEngine(Engine):
 
     # -- on the thread of the event loop
 
-    def _live(self) -> None:
+    def _work(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()
@@ -152,7 +153,7 @@ class HttpEngine(Engine):
             self._loop.close()
 
     async def _start(self) -> wire.Info:
-        limits = self._httpx.Limits(max_connections=2 * MAX_POSTS, max_keepalive_connections=MAX_POSTS)
+        limits = self._httpx.Limits(max_connections=2 * MAX_POSTS + 1, max_keepalive_connections=MAX_POSTS)
         # how long a batch runs is the model's business
         timeout = self._httpx.Timeout(self._timeout_s, read=None)
         self._client = self._httpx.AsyncClient(
@@ -165,7 +166,7 @@ class HttpEngine(Engine):
                 f"the server speaks wire {info.get('wire')!r} of patchclamp {info.get('version')!r}, and this is wire "
                 f"{wire.WIRE}: install the same version on both sides"
             )
-        self._renewing = asyncio.ensure_future(self._renew())
+        self._living = asyncio.ensure_future(self._live())
         return msgspec.convert(info, wire.Info)
 
     async def _end(self) -> None:
@@ -273,12 +274,15 @@ class HttpEngine(Engine):
         with contextlib.suppress(PatchclampError):  # of a server that is gone, with what it held
             await self._ask("POST", "free", wire.Free(self._session, release, abort), again=True)
 
-    async def _renew(self) -> None:
-        """Says now and then that this client is alive."""
+    async def _live(self) -> None:
+        """Holds the connection that tells the server that this client is alive; opens it anew where it closes."""
+        timeout = self._httpx.Timeout(self._timeout_s, read=4 * wire.BEAT_S)
         while True:
-            await asyncio.sleep(wire.LEASE_S / 4)
-            with contextlib.suppress(PatchclampError):
-                await self._ask("POST", "free", wire.Free(self._session))
+            with contextlib.suppress(self._httpx.TransportError):
+                async with self._client.stream("GET", f"/live/{self._session}", timeout=timeout) as response:
+                    async for _ in response.aiter_raw():
+                        pass
+            await asyncio.sleep(1.0)
 
 
 class _Batch:
@@ -384,3 +388,6 @@ class HttpTokenizer:
 
     def chat(self, messages: list[dict[str, Any]]) -> list[int]:
         return list(self._ask("chat", messages))
+
+    def turns(self, ids: Sequence[int], messages: list[dict[str, Any]], options: dict[str, Any]) -> list[Turn]:
+        return [(role, list(positions)) for role, positions in self._ask("turns", list(ids), messages, options)]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Sequence
 from typing import Any
 
+from patchclamp.engines.chat import TOLD, Turn, find_turns
 from patchclamp.errors import ProgramError
 
 BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token that is one byte, where a vocabulary falls back on bytes
@@ -51,7 +53,7 @@ class HubTokenizer:
 
     def spell(self, ids: Sequence[int], text: str | None) -> tuple[str, list[tuple[int, int]]]:
         ids = list(ids)
-        for candidate, special in ((text, True), (self._full_text(ids), False)):
+        for candidate, special in ((text, True), (text, False), (self._full_text(ids), False)):
             if candidate is None or not self.inner.is_fast:
                 continue
             encoding = self.inner(candidate, return_offsets_mapping=True, add_special_tokens=special)
@@ -67,13 +69,26 @@ class HubTokenizer:
     def chat(self, messages: list[dict[str, Any]]) -> list[int]:
         if not getattr(self.inner, "chat_template", None):
             raise ProgramError("this model's tokenizer has no chat template: give a prompt instead of messages")
+        chat = self._template(messages, {}, tokenize=True)
+        return list(chat["input_ids"] if hasattr(chat, "keys") else chat)
+
+    def turns(self, ids: Sequence[int], messages: list[dict[str, Any]], options: dict[str, Any]) -> list[Turn]:
+        def render(plain: list[dict[str, Any]]) -> str:
+            return self._template(plain, options, tokenize=False)
+
+        return find_turns(render, lambda text: self.spell(ids, text), messages)
+
+    def _template(self, messages: list[dict[str, Any]], options: dict[str, Any], tokenize: bool) -> Any:
+        """What the model's chat template makes of messages."""
         from jinja2 import TemplateError
 
+        for name in inspect.signature(self.inner.apply_chat_template).parameters.keys() & options.keys() - set(TOLD):
+            raise ProgramError(f"the chat template is not told {name!r}", "messages")
+        options = {"add_generation_prompt": True, **options}
         try:
-            chat = self.inner.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
+            return self.inner.apply_chat_template(messages, tokenize=tokenize, **options)
         except TemplateError as error:
             raise ProgramError(f"the model's chat template does not take these messages: {error}", "messages") from None
-        return list(chat["input_ids"] if hasattr(chat, "keys") else chat)
 
 
 class NoTokenizer:
@@ -86,6 +101,7 @@ class NoTokenizer:
     bare: Any = _refuse
     spell: Any = _refuse
     chat: Any = _refuse
+    turns: Any = _refuse
 
     def decode(self, ids: Sequence[int]) -> str:
         return ""

@@ -5,6 +5,8 @@
                      every request ends with one `Answered` or `Failed`. A connection that closes stops what is left
     POST fetch       `Fetch`, answered with what `pack_captured` gives
     POST free        `Free`
+    GET  live/...    by a client's session: a byte now and then, for as long as the client holds the connection; when it
+                     closes, the client is dead, unless it comes back at once
     POST tokenizer   `Tokenize`, answered with what that method of `Tokenizer` returns
     POST sampling    a sampling's parameters; an error if the engine does not take them
     GET  status      counts, as `Engine.status`
@@ -23,12 +25,13 @@ import msgspec
 import numpy as np
 
 from patchclamp.engines.base import Answer, Captured, Model, Wanted
-from patchclamp.errors import Packed
+from patchclamp.errors import EngineError, Packed
 from patchclamp.sites import Family, SiteMap, Sizes
 
-WIRE = 1  # of this page; a client and a server of two numbers do not talk
+WIRE = 2  # of this page; a client and a server of two numbers do not talk
 PREFIX = "/v1/patchclamp/engine"
 LEASE_S = 60.0  # after which a client that has said nothing is dead, and what it left is freed
+BEAT_S = 15.0  # between two bytes of `live`
 MAX_REQUESTS = 512  # of a batch
 MAX_BODY_BYTES = 1 << 27
 
@@ -169,7 +172,9 @@ def pack_captured(captured: Iterable[Captured]) -> bytes:
 
 def unpack_captured(data: bytes) -> list[Captured]:
     """What `pack_captured` has packed."""
-    import safetensors.torch
-
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise EngineError("what was captured comes as tensors of PyTorch: pip install torch") from None
     tensors = safetensors.torch.load(data)
     return [(tensors[f"{i} positions"].numpy(), tensors[f"{i} rows"]) for i in range(len(tensors) // 2)]

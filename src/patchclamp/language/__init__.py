@@ -9,6 +9,7 @@ from patchclamp.language.registry import SITES, SiteSpec
 from patchclamp.language.site import At, Site, parse_site
 from patchclamp.language.tokens import (
     Positions,
+    Role,
     TextSpan,
     TokenIds,
     Tokens,
@@ -16,14 +17,15 @@ from patchclamp.language.tokens import (
     generated,
     parse_tokens,
     prompt,
+    role,
     span,
     token,
 )  # fmt: skip
 from patchclamp.language.values import From, Named, Value, Vector
 
 __all__ = [
-    "SITES", "At", "From", "Named", "Op", "Positions", "Program", "Range", "Site", "SiteOp", "SiteSpec", "TextSpan",
-    "TokenIds", "Tokens", "Value", "Vector", "every", "generated", "parse_site", "parse_tokens", "prompt", "span",
-    "token",
+    "SITES", "At", "From", "Named", "Op", "Positions", "Program", "Range", "Role", "Site", "SiteOp", "SiteSpec",
+    "TextSpan", "TokenIds", "Tokens", "Value", "Vector", "every", "generated", "parse_site", "parse_tokens", "prompt",
+    "role", "span", "token",
 ]  # fmt: skip
 __all__ += ops.__all__

@@ -1,8 +1,8 @@
 """Tokens: which positions of one request an op acts on, named by what the tokens are.
 
-`prompt[-1]`, `generated[0:8]`, `every[3]`, `span("Eiffel Tower")`, `token(464)`.  Positions are absolute and 0-based:
-the prompt's come first, `generated[0]` is the first sampled token *as an input*.  Which step of the engine computes a
-position never matters; a selection is a predicate on positions and tokens.
+`prompt[-1]`, `generated[0:8]`, `every[3]`, `span("Eiffel Tower")`, `role("user")[-1]`, `token(464)`.  Positions are
+absolute and 0-based: the prompt's come first, `generated[0]` is the first sampled token *as an input*.  Which step of
+the engine computes a position never matters; a selection is a predicate on positions and tokens.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Sequence
-from typing import SupportsIndex
+from collections.abc import Callable, Sequence
+from typing import Any, SupportsIndex
 
 import msgspec
 
@@ -73,14 +73,7 @@ class Positions(Selection, frozen=True, tag="positions"):
             )
 
     def __getitem__(self, key: SupportsIndex | slice | tuple[SupportsIndex, ...] | list[int]) -> Positions:
-        if self.index is not None:
-            raise ProgramError(f"{self} is already indexed")
-        if isinstance(key, slice):
-            index = Range.of(key)
-            return Positions(self.of, None if index == Range() else index)
-        if isinstance(key, (tuple, list)):
-            return Positions(self.of, tuple(map(as_integer, key)))
-        return Positions(self.of, as_integer(key))
+        return Positions(self.of, _index_of(self, key))
 
     def select(self, prompt: int, limit: int) -> list[int] | range:
         """The selected positions below `limit`, for a prompt of `prompt` tokens. A list keeps its order.
@@ -94,14 +87,7 @@ class Positions(Selection, frozen=True, tag="positions"):
         if isinstance(self.index, Range):
             chosen = self.index.indices(length)
             return range(first + chosen.start, first + max(chosen.start, chosen.stop), chosen.step)
-        numbers = (self.index,) if isinstance(self.index, int) else self.index
-        for number in numbers:
-            if not -length <= number < length:
-                raise TokensError(f"{self}: there is no position {number}; {self._extent(prompt, length)}")
-        chosen = [first + (number + length if number < 0 else number) for number in numbers]
-        if len(set(chosen)) < len(chosen):
-            raise TokensError(f"{self}: a position is named twice: {chosen}")
-        return chosen
+        return _numbered(self, range(first, first + length), lambda: self._extent(prompt, length))
 
     def _extent(self, prompt: int, length: int) -> str:
         if self.of == "prompt":
@@ -109,12 +95,85 @@ class Positions(Selection, frozen=True, tag="positions"):
         return f"{self.of} has {length} positions here; the last sampled token is never an input (raise max_tokens)"
 
     def __str__(self) -> str:
+        return f"{self.of}{_brackets(self.index)}"
+
+
+class Role(Selection, frozen=True, tag="role"):
+    """The prompt tokens that a chat's messages of one role say, without what the chat template puts around them.
+
+    message: the number of one such message, from 0, or from the end when negative; None: all of them
+    index: which of these tokens; None: all of them
+    """
+
+    role: str
+    message: int | None = None
+    index: Index | tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.role, str) or not self.role or re.search("[\ud800-\udfff]", self.role):
+            raise ProgramError(f"a role is a text, such as 'user', not {self.role!r}")
+        if self.message is not None:
+            msgspec.structs.force_setattr(self, "message", as_integer(self.message))
+        if self.index == ():
+            raise TokensError(f"role({json.dumps(self.role)})[()] selects nothing: give at least one position")
+
+    def __getitem__(self, key: SupportsIndex | slice | tuple[SupportsIndex, ...] | list[int]) -> Role:
+        return Role(self.role, self.message, _index_of(self, key))
+
+    def find(self, turns: Sequence[tuple[str, Sequence[int]]]) -> list[int]:
+        """The selected positions. Raises `TokensError` if the chat has no such message, or no such token in it.
+
+        turns: of each message the role, and the positions of the tokens that it says
+        """
+        said = [positions for role, positions in turns if role == self.role]
+        if not said:
+            roles = ", ".join(dict.fromkeys(role for role, _ in turns))
+            raise TokensError(f"{self}: the chat has no message of that role; it has: {roles}")
+        if self.message is not None:
+            if not -len(said) <= self.message < len(said):
+                raise TokensError(f"{self}: the chat has {len(said)} messages of that role, numbered from 0")
+            said = [said[self.message]]
+        positions = sorted({position for each in said for position in each})
         if self.index is None:
-            return self.of
-        numbers = ", ".join(map(str, self.index)) if isinstance(self.index, tuple) else str(self.index)
-        if isinstance(self.index, tuple) and len(self.index) < 2:
-            numbers += ","
-        return f"{self.of}[{numbers}]"
+            return positions
+        if isinstance(self.index, Range):
+            return [positions[i] for i in self.index.indices(len(positions))]
+        return _numbered(self, positions, lambda: f"these messages have {len(positions)} tokens")
+
+    def __str__(self) -> str:
+        message = "" if self.message is None else f", {self.message}"
+        return f"role({json.dumps(self.role, ensure_ascii=False)}{message}){_brackets(self.index)}"
+
+
+def _index_of(indexed: Positions | Role, key: Any) -> Index | tuple[int, ...] | None:
+    """What stands in the brackets after a selection."""
+    if indexed.index is not None:
+        raise ProgramError(f"{indexed} is already indexed")
+    if isinstance(key, slice):
+        index = Range.of(key)
+        return None if index == Range() else index
+    return tuple(map(as_integer, key)) if isinstance(key, (tuple, list)) else as_integer(key)
+
+
+def _numbered(indexed: Positions | Role, positions: Sequence[int], extent: Callable[[], str]) -> list[int]:
+    """Some of the positions, by the numbers that an index lists; `extent` says how many there are."""
+    numbers = (indexed.index,) if isinstance(indexed.index, int) else indexed.index
+    assert isinstance(numbers, tuple)
+    for number in numbers:
+        if not -len(positions) <= number < len(positions):
+            raise TokensError(f"{indexed}: there is no position {number}; {extent()}")
+    chosen = [positions[number] for number in numbers]
+    if len(set(chosen)) < len(chosen):
+        raise TokensError(f"{indexed}: a position is named twice: {chosen}")
+    return chosen
+
+
+def _brackets(index: Index | tuple[int, ...] | None) -> str:
+    """An index as it is written after a selection."""
+    if index is None:
+        return ""
+    numbers = ", ".join(map(str, index)) if isinstance(index, tuple) else str(index)
+    return f"[{numbers},]" if isinstance(index, tuple) and len(index) < 2 else f"[{numbers}]"
 
 
 class TextSpan(Selection, frozen=True, tag="span"):
@@ -219,7 +278,7 @@ def _size(selection: Selection) -> tuple[int, int, int]:
     return 1 + max(left[0], right[0]), left[1] + right[1], left[2] + right[2]
 
 
-Tokens = Positions | TextSpan | TokenIds | Joined
+Tokens = Positions | TextSpan | Role | TokenIds | Joined
 TokensLike = Selection | str | int | slice | range | Sequence[int]
 
 prompt = Positions("prompt")
@@ -230,6 +289,12 @@ every = Positions("every")
 def span(text: str, occurrence: int = 0) -> TextSpan:
     """The tokens of the prompt that spell `text`; `occurrence` counts from 0, or from the end when negative."""
     return TextSpan(text, occurrence)
+
+
+def role(name: str, message: int | None = None) -> Role:
+    """The tokens of the prompt that a chat's messages of a role say: `pc.role("user")[-1]` is the last of them. Of one
+    message alone where `message` numbers it, from 0, or from the end when negative."""
+    return Role(name, message)
 
 
 def token(*ids: int) -> TokenIds:
@@ -247,12 +312,14 @@ def ids_in(selection: Selection) -> list[TokenIds]:
 _OPEN, _CLOSE = re.compile(r"\s*\(\s*"), re.compile(r"\s*\)\s*")
 _GROUP = re.compile(r"\s*(?P<of>[A-Za-z_]\w*)\s*(?:\[(?P<keys>[^\]]*)\])?\s*")
 _TOKEN = re.compile(r"\s*token\(\s*(?P<ids>\d{1,9}(?:\s*,\s*\d{1,9})*)\s*\)\s*")
-_SPAN = re.compile(r'\s*span\(\s*(?P<text>"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\')\s*(?:,\s*(?P<n>-?\d{1,9})\s*)?\)\s*')
+_CALL = r'\(\s*(?P<text>"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\')\s*(?:,\s*(?P<n>-?\d{1,9})\s*)?\)\s*'
+_SPAN = re.compile(r"\s*span" + _CALL)
+_ROLE = re.compile(r"\s*role" + _CALL + r"(?:\[(?P<keys>[^\]]*)\])?\s*")
 
 
 def parse_tokens(text: TokensLike) -> Tokens:
     """A selection from its text form, from a position or positions of `every`, or a selection itself."""
-    if isinstance(text, (Positions, TextSpan, TokenIds, Joined)):
+    if isinstance(text, (Positions, TextSpan, Role, TokenIds, Joined)):
         return text
     if isinstance(text, (int, slice, range, list, tuple)) and not isinstance(text, bool):
         return every[slice(text.start, text.stop, text.step) if isinstance(text, range) else text]
@@ -294,6 +361,9 @@ def _one(text: str, at: int, depth: int) -> tuple[Tokens, int]:
         return selection, closed.end()
     if match := _SPAN.match(text, at):
         return TextSpan(_unquote(match["text"]), int(match["n"] or 0)), match.end()
+    if match := _ROLE.match(text, at):
+        number = None if match["n"] is None else int(match["n"])
+        return Role(_unquote(match["text"]), number, _keys(match["keys"], text)), match.end()
     if match := _TOKEN.match(text, at):
         return TokenIds(tuple(map(int, match["ids"].split(",")))), match.end()
     if match := _GROUP.match(text, at):
@@ -304,16 +374,21 @@ def _one(text: str, at: int, depth: int) -> tuple[Tokens, int]:
 def _group(match: re.Match[str], text: str) -> Positions:
     if match["of"] not in GROUPS:
         raise unknown("group of tokens", match["of"], GROUPS)
-    if match["keys"] is None:
-        return Positions(match["of"])
-    if "," in match["keys"]:
-        keys = match["keys"].removesuffix(",") if match["keys"].count(",") == 1 else match["keys"]
-        indices = [parse_index(key) for key in keys.split(",")]
-        numbers = tuple(index for index in indices if isinstance(index, int))
-        if len(numbers) < len(indices):
-            raise ProgramError(f"{text!r}: a list of positions holds numbers only")
-        return Positions(match["of"], numbers)
-    return Positions(match["of"], parse_index(match["keys"]))
+    return Positions(match["of"], _keys(match["keys"], text))
+
+
+def _keys(keys: str | None, text: str) -> Index | tuple[int, ...] | None:
+    """Reads what stands in brackets, in a selection's text."""
+    if keys is None:
+        return None
+    if "," not in keys:
+        return parse_index(keys)
+    listed = keys.removesuffix(",") if keys.count(",") == 1 else keys
+    indices = [parse_index(key) for key in listed.split(",")]
+    numbers = tuple(index for index in indices if isinstance(index, int))
+    if len(numbers) < len(indices):
+        raise ProgramError(f"{text!r}: a list of positions holds numbers only")
+    return numbers
 
 
 def _unquote(literal: str) -> str:

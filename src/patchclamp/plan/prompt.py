@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from patchclamp.language.tokens import Joined, Positions, Selection, TextSpan, TokenIds, Tokens, ids_in
+from patchclamp.errors import TokensError
+from patchclamp.language.tokens import Joined, Positions, Role, Selection, TextSpan, TokenIds, Tokens, ids_in
 
 
 class Case(msgspec.Struct):
@@ -29,10 +30,12 @@ class Case(msgspec.Struct):
 
 
 class Prompt(msgspec.Struct):
-    """A prompt's token ids. `spell` returns its text, and each token's (first, last + 1) character; spans need them."""
+    """A prompt's token ids. `spell` returns its text, and each token's (first, last + 1) character; spans need them.
+    `turns`, of a chat, returns each message's role and the positions of its tokens; roles need them."""
 
     ids: Sequence[int]
     spell: Callable[[], tuple[str, list[tuple[int, int]]]]
+    turns: Callable[[], list[tuple[str, list[int]]]] | None = None
 
     def select(self, tokens: Tokens, limit: int, ids: Sequence[int] | None = None, lowest: int = 0) -> np.ndarray:
         """Selected positions below `limit`, in the selection's order: ascending, except for a list that is not.
@@ -86,6 +89,10 @@ class Prompt(msgspec.Struct):
         if isinstance(tokens, TextSpan):
             text, offsets = self.spell()
             return np.asarray(tokens.find(offsets, text), np.int64)
+        if isinstance(tokens, Role):
+            if self.turns is None:
+                raise TokensError(f"{tokens}: the prompt is no chat, so it has no messages; give messages=")
+            return np.asarray(tokens.find(self.turns()), np.int64)
         if isinstance(tokens, TokenIds):
             return match(tokens)
         assert isinstance(tokens, Positions)

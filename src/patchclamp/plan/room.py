@@ -53,9 +53,14 @@ def bank_sizes(
     return sizes
 
 
-def captured_bytes(bound: BoundProgram, sites: SiteMap) -> int:
-    """Bytes that a bound program captures at most: in fp32, if its run generates `max_tokens`."""
-    return sum(4 * len(positions) * sites.points[point].width for point, positions in bound.captured.items())
+def captured_bytes(bound: BoundProgram, sites: SiteMap, computed: int | None = None) -> int:
+    """Bytes that a bound program captures, in fp32, of the first `computed` positions; None: of all, as if its run
+    generated `max_tokens`."""
+    rows = {
+        id(positions): len(positions) if computed is None else int(np.searchsorted(positions, computed))
+        for positions in bound.captured.values()  # points share them
+    }
+    return sum(4 * rows[id(positions)] * sites.points[point].width for point, positions in bound.captured.items())
 
 
 def resident_name(key: str, sharded: bool) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from patchclamp.errors import PatchclampError
-from patchclamp.serve.front import front_of
+from patchclamp.errors import NoKey, PatchclampError
+from patchclamp.serve.front import Front, front_of
+from patchclamp.serve.owners import OPEN, owner_of
 
 MAX_MESSAGE = 2000  # characters of an error that are sent back: what was asked may be in it
 
@@ -52,11 +53,14 @@ def _api_keys(args: Any) -> list[str]:
     return [key for key in (getattr(args, "api_key", None) or [os.environ.get("VLLM_API_KEY")]) if key]
 
 
-async def answer_error(_: Any, error: Exception) -> Any:
+async def answer_error(request: Any, error: Exception) -> Any:
     """An error of ours as OpenAI's error object, with its own status."""
     from fastapi.responses import JSONResponse
 
     assert isinstance(error, PatchclampError)
+    front: Front = request.app.state.patchclamp
+    authorization = request.headers.get("Authorization")
+    front.failed(error, OPEN if isinstance(error, NoKey) else owner_of(authorization, front.has_keys))
     return JSONResponse(error_object(error), status_code=error.status)
 
 

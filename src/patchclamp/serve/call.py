@@ -5,24 +5,29 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import time
 from contextvars import ContextVar
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from patchclamp.engines.base import Request
+from patchclamp.engines.chat import Chat
 from patchclamp.engines.vllm.serve_limits import ServeLimits
 from patchclamp.errors import PatchclampError, ProgramError, unknown
 from patchclamp.language import Capture, Program
 from patchclamp.language.fuzz import NAMES as FUZZ_NAMES
 from patchclamp.language.fuzz import fuzz
 from patchclamp.language.program import from_dict
+from patchclamp.plan.bound import position_ranges
 from patchclamp.run import Run
 from patchclamp.serve.captures import captured_file
 from patchclamp.serve.kept import Kept, check_name
 from patchclamp.serve.variants import Variant
 
-FIELDS = ("edits", "capture", "run", "keep", "compare")
+FLAGS = ("keep", "compare", "tokens")
+FIELDS = ("edits", "capture", "run", *FLAGS)
 
 
 class Call:
@@ -33,7 +38,9 @@ class Call:
     name: what its runs are kept under, where it says; else each has a name of its own
     keep: whether its captures stay for later requests
     compare: whether the unedited answer is wanted beside it
+    tokens: whether its tokens are wanted as texts, and where each edit acted
     variant: the program that is the request's model
+    chat: what the prompt is made of, of a chat
     runs: of every choice of the answer, by its number
     error: that ended it
     on_own_route: whether our own route answers, which has room for all that came of it
@@ -50,7 +57,7 @@ class Call:
                 raise unknown("field", str(field), FIELDS, f"patchclamp.{field}")
         try:
             program = from_dict({part: data[part] for part in ("edits", "capture") if part in data})
-            for field in ("keep", "compare"):
+            for field in FLAGS:
                 if not isinstance(data.get(field, False), bool):
                     raise ProgramError(f"true or false is needed, not {data[field]!r}", field)
             self.name: str | None = check_name(data["run"], "run") if data.get("run") is not None else None
@@ -64,9 +71,11 @@ class Call:
             kept.check_free(owner, self.name, "run")
         self.owner, self.variant, self.on_own_route, self._limits = owner, variant, on_own_route, kept.limits
         self.keep, self.compare = bool(data.get("keep", self.name is not None)), bool(data.get("compare", False))
+        self.tokens = bool(data.get("tokens", False))
+        self.chat: Chat | None = None
         self.runs: dict[int, tuple[str, Run]] = {}
         self.error: PatchclampError | None = None
-        self._prompts, self._is_answered = 0, False
+        self._prompts, self._is_answered, self._began_s = 0, False, time.perf_counter()
 
     def next_prompt(self) -> int:
         """The number of the next prompt that vLLM's route asks for."""
@@ -96,6 +105,18 @@ class Call:
                 kept.let_go(self.owner, name, run)
         return answer
 
+    def facts(self) -> dict[str, Any]:
+        """What the server's log says of it."""
+        runs = [run for _, run in self.runs.values()]
+        return {
+            "fingerprint": self.program.fingerprint, "runs": len(runs),
+            "ops": len(self.program.edits) + len(self.program.capture),
+            "prompt_tokens": sum(len(run.prompt_token_ids) for run in runs),
+            "generated_tokens": sum(len(run.token_ids) for run in runs),
+            "captured_bytes": sum(run.captured_bytes for run in runs),
+            "took_s": round(time.perf_counter() - self._began_s, 6),
+        }  # fmt: skip
+
     def leave(self, kept: Kept) -> None:
         """Frees what nobody will ask for: the client is gone, or has an error in place of the answer."""
         if not self._is_answered and not self.keep:
@@ -108,6 +129,9 @@ class Call:
 
     def _run_answer(self, choice: int, name: str, run: Run) -> dict[str, Any]:
         answer: dict[str, Any] = {"index": choice, "run": name, "idle_edits": run.idle_edits}
+        if self.tokens:
+            answer["tokens"] = run.token_strings
+            answer["acted"] = {path: _ranges(positions) for path, positions in run.acted.items()}
         if run.sites:
             inline = self._goes_along(run)
             if not self.on_own_route:
@@ -115,6 +139,11 @@ class Call:
             answer["captures"] = base64.b64encode(captured_file(run)).decode() if inline else None
             answer["captures_url"] = f"/v1/patchclamp/runs/{name}/captures" if self.keep or not inline else None
         return answer
+
+
+def _ranges(positions: list[int]) -> list[tuple[int, int]]:
+    """Ascending positions as half-open ranges."""
+    return [(each.start, each.stop) for each in position_ranges(np.array(positions, np.int64), None)]
 
 
 current: ContextVar[Call | None] = ContextVar("patchclamp call", default=None)

@@ -9,14 +9,15 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from patchclamp.engines.base import Answer, Request
+from patchclamp.engines.chat import prompt_of
 from patchclamp.engines.vllm.compat.front import http_error
 from patchclamp.errors import PatchclampError, ProgramError
-from patchclamp.plan import Prompt
 from patchclamp.plan.bindings import Bindings
 from patchclamp.plan.room import captured_bytes
 from patchclamp.run import Run
 from patchclamp.serve.call import Call, current, of_extra_args
 from patchclamp.serve.front import Front, front_of
+from patchclamp.serve.log import log
 from patchclamp.serve.owners import OPEN
 from patchclamp.serve.plugin import NAMES
 
@@ -30,11 +31,13 @@ def edited(client: Any, stock: Any, prompt: Any, params: Any, request_id: str, *
     if call is not None:
         number = call.next_prompt()
         return _noting_errors(_edited(client, stock, prompt, params, request_id, call, number, others), call)
+    front = front_of(client)
     try:
-        call = _stock_call(front_of(client), params, request_id)
+        call = _stock_call(front, params, request_id)
     except PatchclampError as error:
+        front.failed(error, OPEN)
         raise http_error(str(error), error.status) from error
-    return _as_vllm_errors(_edited(client, stock, prompt, params, request_id, call, 0, others))
+    return _as_vllm_errors(_edited(client, stock, prompt, params, request_id, call, 0, others), front, call)
 
 
 async def _noting_errors(outputs: AsyncIterator[Any], call: Call) -> AsyncIterator[Any]:
@@ -46,11 +49,13 @@ async def _noting_errors(outputs: AsyncIterator[Any], call: Call) -> AsyncIterat
         raise
 
 
-async def _as_vllm_errors(outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
+async def _as_vllm_errors(outputs: AsyncIterator[Any], front: Front, call: Call) -> AsyncIterator[Any]:
     try:
         async for output in outputs:
             yield output
+        log("program", OPEN, **call.facts())
     except PatchclampError as error:
+        front.failed(error, OPEN)
         raise http_error(str(error), error.status) from error
 
 
@@ -146,10 +151,10 @@ def _child(front: Front, call: Call, prompt: Any, params: Any, index: int, first
     lm, key = front.lm, f"{call.owner}-http-{secrets.token_hex(8)}"
     owned = front.kept.owned(call.owner)
     bindings = Bindings(lm.sites, owned.source, owned, False)
-    binding = bindings.of(call.program, key, Prompt(ids, lambda: lm.tokenizer.spell(ids, text)), params.max_tokens)
+    binding = bindings.of(call.program, key, prompt_of(lm.tokenizer, ids, text, call.chat), params.max_tokens)
     request = Request(
-        key, ids, params.max_tokens, binding.bound, binding.vectors, text=text, sources=binding.sources
-    )  # fmt: skip
+        key, ids, params.max_tokens, binding.bound, binding.vectors, text=text, sources=binding.sources, chat=call.chat
+    )
     return _Child(front, call, request, prompt, params, first_choice + index)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from patchclamp.engines.vllm.async_engine import AsyncEngine
 from patchclamp.engines.vllm.compat import configuration
+from patchclamp.engines.vllm.metrics import metrics_of
 from patchclamp.engines.wire import LEASE_S
 from patchclamp.errors import PatchclampError
 from patchclamp.language import SiteOp
@@ -15,6 +16,7 @@ from patchclamp.proving.cache import ensure_proved
 from patchclamp.serve.journal import Journal
 from patchclamp.serve.kept import Kept
 from patchclamp.serve.leases import Leases
+from patchclamp.serve.log import log, of_error
 
 
 class Front:
@@ -30,12 +32,13 @@ class Front:
 
     def __init__(self, client: Any) -> None:
         name = client.vllm_config.model_config.model
+        self.model_name: str = client.vllm_config.model_config.served_model_name
         self.engine = AsyncEngine(client, name)
         self.lm = LM(name, engine=self.engine)
         self.limits = configuration.serving(client.vllm_config)
+        self._metrics = metrics_of(self.model_name)
         self._journal = Journal(self.engine)
         self.kept, self.has_keys = Kept(self.limits, journal=self._journal), False
-        self.model_name: str = client.vllm_config.model_config.served_model_name
         self.leases = Leases(self.engine, LEASE_S, self.hear)
         self._proving = asyncio.ensure_future(self._prove())
 
@@ -55,9 +58,15 @@ class Front:
         except PatchclampError as error:
             raise error.under(f"{path}.at") from None
 
+    def failed(self, error: PatchclampError, owner: str) -> None:
+        """A request of an owner is answered with an error."""
+        self._metrics.failed(error)
+        log("error", owner, **of_error(error))
+
     async def _prove(self) -> None:
         await self.engine.ask("started", True)
         await asyncio.to_thread(ensure_proved, self.lm)
+        self.engine.metrics = self._metrics  # the proofs are nobody's requests
 
 
 def front_of(client: Any) -> Front:

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.engines.base import Answer, Request
+from patchclamp.engines.chat import Chat
 from patchclamp.engines.vllm.async_engine import AsyncEngine
 from patchclamp.language import Program, Vector
 from patchclamp.lm import LM
@@ -53,6 +54,7 @@ class RunNote(msgspec.Struct):
     answer: str
     finish_reason: str | None
     cached_tokens: int
+    chat: Chat | None
 
 
 class Journal:
@@ -93,7 +95,7 @@ def pack_run(run: Run, request: Request) -> bytes:
     note = RunNote(
         run.key, run.prompt_token_ids, request.max_tokens, request.text, request.bound,
         {key: request.vectors[key].reshape(-1).tolist() for key in keys}, run.program.to_json(), run.token_ids,
-        run.text, run.finish_reason, run.cached_tokens,
+        run.text, run.finish_reason, run.cached_tokens, request.chat,
     )  # fmt: skip
     return msgspec.msgpack.encode(note)
 
@@ -102,6 +104,8 @@ def unpack_run(data: bytes, lm: LM) -> Run:
     """The run, on this process's `lm`; dropping it frees nothing."""
     note = msgspec.msgpack.decode(data, type=RunNote)
     vectors = {key: np.array(ids, np.float32).reshape(1, -1) for key, ids in note.ids.items()}
-    request = Request(note.key, note.prompt_token_ids, note.max_tokens, note.bound, vectors, text=note.text)
+    request = Request(
+        note.key, note.prompt_token_ids, note.max_tokens, note.bound, vectors, text=note.text, chat=note.chat
+    )
     answer = Answer(note.token_ids, note.answer, None, {}, note.finish_reason, note.cached_tokens)
     return Run(lm, request, Program.from_json(note.program), answer, is_kept_elsewhere=True)

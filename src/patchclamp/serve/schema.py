@@ -32,7 +32,11 @@ FILE: dict[int | str, dict[str, Any]] = {
 REFS = "#/components/schemas/{model}"
 SiteText = Annotated[str, Field(description="a site", examples=["resid_post[3]", "z[5, 3]", "embed"])]
 TokensText = Annotated[
-    str, Field(description="which tokens", examples=["every", "prompt[-1]", "generated", 'span("Eiffel Tower")'])
+    str,
+    Field(
+        description="which tokens",
+        examples=["every", "prompt[-1]", "generated", 'span("Eiffel Tower")', 'role("user")[-1]'],
+    ),
 ]
 
 
@@ -111,6 +115,7 @@ PatchclampRequest = create_model(
     capture=(_list_of(OP_MODELS["capture"]), []),
     run=(str | None, Field(None, description="a name under which the run is kept", examples=["italy"])),
     keep=(bool, Field(False, description="whether captures stay for later requests; with a name they do")),
+    tokens=(bool, Field(False, description="whether each run tells its tokens as texts, and where each edit acted")),
     compare=(bool, Field(False, description="whether the unedited answer comes beside it; not with stream")),
 )
 
@@ -121,6 +126,11 @@ class RunAnswer(BaseModel):
     index: int = Field(description="of the choice")
     run: str = Field(description="its name")
     idle_edits: list[str] = Field(description="edits that acted on no token, as edits[0]")
+    tokens: list[str] | None = Field(None, description="the prompt's and what was generated, for tokens")
+    acted: dict[str, list[tuple[int, int]]] | None = Field(
+        None, description="by edit, half-open ranges of the positions that it acted on, for tokens",
+        examples=[{"edits[0]": [[4, 5]]}],
+    )  # fmt: skip
     captures: str | None = Field(None, description="safetensors in base64; null where it is larger than inline_bytes")
     captures_url: str | None = Field(None, description="where the captures are read, where they stay")
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from patchclamp.errors import ProgramError, UnsupportedSite, unknown
 from patchclamp.language.aliases import elsewhere
+from patchclamp.language.ranges import Range
 from patchclamp.language.registry import NNTERP, SITES
-from patchclamp.language.site import Range, Site
+from patchclamp.language.site import Site
 from patchclamp.language.tokens import Tokens
 from patchclamp.trace.recording import Recording
 from patchclamp.trace.spots import Spot, positive

@@ -14,8 +14,9 @@ import msgspec
 import numpy as np
 
 from patchclamp.errors import PatchclampError, ProgramError
+from patchclamp.language.ranges import Range
 from patchclamp.language.registry import SITES
-from patchclamp.language.site import Range, Site
+from patchclamp.language.site import Site
 from patchclamp.language.tokens import Positions, Selection, Tokens, every, parse_tokens, prompt
 from patchclamp.language.values import Vector
 

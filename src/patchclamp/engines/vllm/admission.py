@@ -56,16 +56,20 @@ class Orders(msgspec.Struct):
 
 class Verdict(msgspec.Struct):
     """What workers found of a request's program, told with its outputs: the receipt of what was installed ("": nothing
-    was), and the run's error."""
+    was), and the run's error; and how long it waited to be admitted (None: it was not)."""
 
     receipt: str
     error: Packed | None
+    waited_s: float | None = None
 
 
 class RequestProgram:
     """A request's program in the core."""
 
-    __slots__ = ("_spoiled", "admission", "bound", "cached_tokens", "carried", "placement", "salt", "sizes")
+    __slots__ = (
+        "_spoiled", "admission", "arrived_s", "bound", "cached_tokens", "carried", "placement", "salt", "sizes",
+        "waited_s",
+    )  # fmt: skip
 
     def __init__(self, admission: Admission, carried: bytes) -> None:
         decoded = decode(carried)
@@ -73,6 +77,8 @@ class RequestProgram:
         self.salt, self.cached_tokens, self._spoiled = admission.salt, 0, False
         self.bound = msgspec.structs.replace(decoded.bound, salt=str(self.salt))
         self.placement: Placement | None = None
+        self.arrived_s = 0.0
+        self.waited_s: float | None = None  # until it was admitted
 
     @property
     def is_stale(self) -> bool:
@@ -142,9 +148,9 @@ class Admission:
                 self._room.forget(keys)
                 self._blocked = None
 
-    def renew(self, session: str) -> None:
-        """A client is alive whose runs are named `session-…`."""
-        self._sessions[session] = time.monotonic()
+    def renew(self, session: str, ago_s: float = 0.0) -> None:
+        """A client was alive so long ago whose runs are named `session-…`."""
+        self._sessions[session] = time.monotonic() - ago_s
 
     def free_dead(self, lease_s: float) -> None:
         """Frees the captures of clients that have not been heard of for so long."""
@@ -181,6 +187,7 @@ class Admission:
     def arrive(self, request: Any, program: RequestProgram, priority: tuple[float, ...]) -> bool:
         """Admits a request's program if there is room; else it waits (lower `priority` first), or gets an error."""
         self.programs[request.request_id] = program
+        program.arrived_s = time.monotonic()
         try:
             self._check(program)
         except PatchclampError as error:
@@ -265,8 +272,8 @@ class Admission:
                 f"run {program.bound.run} read keys and values from the prefix cache beside a run whose edits were not "
                 "finite, and they may be of that one; run it again"
             )
-            return Verdict(verdict.receipt, pack(error))
-        return verdict
+            verdict = Verdict(verdict.receipt, pack(error))
+        return msgspec.structs.replace(verdict, waited_s=program.waited_s)
 
     def counts(self) -> dict[str, int]:
         """What is held; all 0 when every request has ended and every run was released."""
@@ -291,7 +298,7 @@ class Admission:
             return False
         if self._workers > 1:  # each has other parts of the programs before: what one has not read lies with another
             placement = msgspec.structs.replace(placement, load=tuple(placement.addresses))
-        program.placement = placement
+        program.placement, program.waited_s = placement, time.monotonic() - program.arrived_s
         self._order_admission(request_id, program, placement)
         return True
 

@@ -19,11 +19,13 @@ from patchclamp.engines.carried import ABORTED, carry, receipt_of
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
 from patchclamp.engines.vllm import sampling as sampling_of_vllm
 from patchclamp.engines.vllm import shared
+from patchclamp.engines.vllm.admission import Verdict
 from patchclamp.engines.vllm.answers import PartialAnswer
 from patchclamp.engines.vllm.architecture import site_map
 from patchclamp.engines.vllm.compat import configuration, front
 from patchclamp.engines.vllm.compat.core import decoded
 from patchclamp.engines.vllm.compat.seams import version
+from patchclamp.engines.vllm.metrics import Metrics
 from patchclamp.engines.vllm.underway import Parameters
 from patchclamp.engines.vllm.workers import join_captured
 from patchclamp.errors import EngineError, as_patchclamp_error, unpack
@@ -35,6 +37,7 @@ class AsyncEngine(Engine):
     """Carries requests of ours over an `AsyncLLM`. Made on its event loop; calls come from any other thread.
 
     client: the `AsyncLLM`
+    metrics: counts what goes through it, once somebody has put one here
     """
 
     remote = True
@@ -51,6 +54,7 @@ class AsyncEngine(Engine):
             name, "vllm", version(), self.sites.family.name, facts["layers"], facts["d_model"], facts["d_vocab"],
             facts["dtype"], facts["max_model_len"], configuration.settings(config),
         )  # fmt: skip
+        self.metrics: Metrics | None = None
         self._parameters = Parameters(not skipped)
         self._receiver = shared.Receiver(self.release)
         self._vectors: collections.Counter[str] = collections.Counter()  # that the cores hold: how many requests do
@@ -115,17 +119,26 @@ class AsyncEngine(Engine):
 
         Raises the run's error in place of the last output, and `EngineError` where that has no receipt.
         """
+        assert request.bound is not None
         carried = carry(request, self.sites) if carried is None else carried
         params.extra_args = {**(params.extra_args or {}), configuration.KEY: carried}
         self._hold(request)
         core = self._core_of(request)
         if core is not None:
             others["data_parallel_rank"] = core
+        if self.metrics is not None:
+            self.metrics.started(request.bound)
+        in_parts, ids = params.output_kind.name == "DELTA", list(request.prompt_token_ids)
         try:
             async for output in generate(prompt, params, name, **others):
                 verdict = front.verdict_in(output)
+                ids += output.outputs[0].token_ids if in_parts or output.finished else ()
                 if output.finished:
+                    if self.metrics is not None and verdict is not None and verdict.waited_s is not None:
+                        self.metrics.admitted(verdict.waited_s)
                     _check(request, verdict, receipt_of(carried))
+                    if self.metrics is not None:
+                        self.metrics.ended(request.bound, ids, request.vectors, self.sites)
                 yield output
         finally:
             self._drop(request)
@@ -136,9 +149,9 @@ class AsyncEngine(Engine):
         self._start(requests, futures, carried)
         return futures
 
-    def renew(self, session: str) -> None:
-        """A client is alive: runs named `session-…` stay."""
-        front.tell_cores(self.client, "patchclamp_renew", session)
+    def renew(self, session: str, ago_s: float = 0.0) -> None:
+        """A client was alive so long ago: runs named `session-…` stay, until they are too old (`free_dead`)."""
+        front.tell_cores(self.client, "patchclamp_renew", session, ago_s)
 
     @property
     def api_processes(self) -> int:
@@ -207,12 +220,19 @@ class AsyncEngine(Engine):
         """As `status`; the counts of all engine cores together."""
         by_core = [await self.ask("status", only=core) for core in range(front.core_count(self.client))]
         statuses = [status for core in by_core for status in core]
-        counts = await asyncio.gather(*front.tell_cores(self.client, "patchclamp_counts"))
-        summed = {name: sum(count[name] for count in counts) for name in counts[0]}
+        summed = await self.counts()
         captured = sum(status["captured_bytes"] for status in statuses)
         planned = [core[0]["steps_planned"] for core in by_core]
         return {**statuses[0], **summed, "captured_bytes": captured, "under_way": len(self._tasks),
                 "steps_planned_by_core": planned}  # fmt: skip
+
+    async def counts(self) -> dict[str, int]:
+        """What all engine cores hold together."""
+        counts = await asyncio.gather(*front.tell_cores(self.client, "patchclamp_counts"))
+        summed = {name: sum(count[name] for count in counts) for name in counts[0]}
+        if self.metrics is not None:
+            self.metrics.held(summed)
+        return summed
 
     def _start(
         self, requests: list[Request], futures: list[Future[Answer]], carried: Mapping[str, bytes]
@@ -297,11 +317,11 @@ class AsyncEngine(Engine):
         front.tell_cores(self.client, "patchclamp_release", runs)
 
 
-def _check(request: Request, verdict: tuple[str, Any] | None, receipt: str) -> None:
+def _check(request: Request, verdict: Verdict | None, receipt: str) -> None:
     """Raises why an answer cannot stand: its program failed, or nobody says that it was carried out."""
-    if verdict is not None and verdict[1] is not None:
-        raise unpack(verdict[1])
-    if verdict is None or verdict[0] != receipt:
+    if verdict is not None and verdict.error is not None:
+        raise unpack(verdict.error)
+    if verdict is None or verdict.receipt != receipt:
         raise EngineError(
             f"run {request.run} came back without the receipt of its program, so that nobody knows whether it was "
             "edited; its answer is thrown away"

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
 import safetensors.numpy
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Path, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from safetensors import SafetensorError
 
@@ -23,11 +24,13 @@ from patchclamp.errors import CapacityError, MissingSource, PatchclampError, Pro
 from patchclamp.plan.bound import BoundProgram, source_of
 from patchclamp.plan.verify import is_content, verify
 from patchclamp.serve.front import Front
+from patchclamp.serve.log import log
 from patchclamp.serve.routes.runs import caller
 
 router = APIRouter(prefix=wire.PREFIX, tags=["patchclamp"])
-METHODS = ("encode", "bare", "decode", "settled", "token_strings", "spell", "chat")  # of tokenizers
+METHODS = ("encode", "bare", "decode", "settled", "token_strings", "spell", "chat", "turns")  # of tokenizers
 Body = TypeVar("Body")
+Session = Annotated[str, Path(description="of a client", pattern="^[0-9a-z]{1,32}$")]
 
 
 @router.get("/info")
@@ -53,7 +56,7 @@ async def run(request: Request) -> Response:
     requests = [_request(front, owner, each, vectors) for each in batch.requests]
     for session in {each.run.rpartition("-")[0] for each in batch.requests}:
         front.leases.renew(session)
-    running = _Running(front, batch, requests)
+    running = _Running(front, owner, batch, requests)
     return StreamingResponse(running.frames(), media_type="application/octet-stream")
 
 
@@ -81,6 +84,28 @@ async def free(request: Request) -> dict[str, float]:
     front.engine.release(told.release)
     front.engine.abort(told.abort)
     return {"lease_s": wire.LEASE_S}
+
+
+@router.get("/live/{session}")
+async def live(session: Session, request: Request) -> Response:
+    """Goes on as long as the client lives. When the connection closes and no other one comes, what the client's runs
+    captured is freed."""
+    front, owner = caller(request)
+    name = f"{owner}-{session}"
+
+    async def beats() -> AsyncIterator[bytes]:
+        beat_s = 0.0
+        try:
+            while not request.app.state.server.should_exit:  # a server that ends waits for its connections
+                if beat_s <= time.monotonic():
+                    front.leases.renew(name)
+                    beat_s = time.monotonic() + wire.BEAT_S
+                    yield b"."
+                await asyncio.sleep(0.5)
+        finally:
+            front.leases.lost(name)
+
+    return StreamingResponse(beats(), media_type="application/octet-stream")
 
 
 @router.post("/tokenizer")
@@ -116,8 +141,9 @@ async def status(request: Request) -> Response:
 class _Running:
     """The requests of one HTTP call, while they run; what is left is stopped with the connection."""
 
-    def __init__(self, front: Front, batch: wire.Batch, requests: list[EngineRequest]) -> None:
-        self._front, self._batch, self._requests = front, batch, requests
+    def __init__(self, front: Front, owner: str, batch: wire.Batch, requests: list[EngineRequest]) -> None:
+        self._front, self._owner, self._batch, self._requests = front, owner, batch, requests
+        self._began_s = time.perf_counter()
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[wire.Event] = asyncio.Queue()
         self._left = {request.run for request in requests}
@@ -141,15 +167,21 @@ class _Running:
                         self._left.discard(self._requests[event.i].run)
                 yield wire.frame(events)
         finally:
+            programs = sum(request.bound is not None for request in self._requests)
+            log("batch", self._owner, requests=len(self._requests), programs=programs, stopped=len(self._left),
+                took_s=round(time.perf_counter() - self._began_s, 6))  # fmt: skip
             if self._left:
                 self._front.engine.abort(list(self._left))
 
     def _end(self, i: int, future: Future[Answer]) -> None:
         """An answer or an error; called on the loop's thread."""
         carried = self._batch.requests[i].carried
-        error = future.exception()
-        if error is not None:
-            self._events.put_nowait(wire.Failed(i, pack(as_patchclamp_error(error))))
+        failure = future.exception()
+        if failure is not None:
+            error = as_patchclamp_error(failure)
+            if self._requests[i].run in self._left:
+                self._front.failed(error, self._owner)
+            self._events.put_nowait(wire.Failed(i, pack(error)))
             return
         receipt = "" if carried is None else receipt_of(carried)  # the engine has compared it with what came back
         self._events.put_nowait(wire.Answered.of(i, receipt, future.result()))

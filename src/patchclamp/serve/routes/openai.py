@@ -16,10 +16,12 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.routing import APIRoute
 
+from patchclamp.engines.chat import TOLD, Chat
 from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.serve.bodies import OpenAIRoute
 from patchclamp.serve.call import Call, current, of_extra_args
 from patchclamp.serve.front import Front
+from patchclamp.serve.log import log
 from patchclamp.serve.plugin import NAMES
 from patchclamp.serve.routes.runs import caller
 from patchclamp.serve.variants import variant_of, with_variants
@@ -104,10 +106,19 @@ async def read_call(request: Any, raw_request: Request) -> Call | None:
         call = Call(extra.pop("patchclamp"), owner, xargs, front.kept, variant)
     else:
         call = of_extra_args(xargs, owner, front.kept, variant, on_own_route=True)
+    call.chat = _chat_of(json.loads(await raw_request.body()))
     request.vllm_xargs = {**xargs, "patchclamp": ""}  # has `generate` ask the call
     if variant is not None:
         request.model = variant.model
     return call
+
+
+def _chat_of(body: dict[str, Any]) -> Chat | None:
+    """What the prompt is made of, of a chat."""
+    if "messages" not in body:
+        return None
+    options = {name: body[name] for name in (*TOLD, "reasoning_effort") if body.get(name) is not None}
+    return Chat(body["messages"], {**(body.get("chat_template_kwargs") or {}), **options})
 
 
 async def _called(call: Call | None, response: Awaitable[Response]) -> Response:
@@ -131,6 +142,7 @@ async def _whole(response: Response, call: Call, front: Front, twin: Any) -> Res
         return response
     body = json.loads(bytes(response.body))
     body["patchclamp"] = await call.answer(front.kept)
+    log("program", call.owner, **call.facts())
     if twin is not None:
         body["patchclamp"]["unedited"] = twin
     if call.variant is not None:
@@ -158,12 +170,15 @@ async def _streamed(response: StreamingResponse, call: Call, front: Front) -> Re
                 if text.startswith("data: [DONE]"):
                     if call.error is None:
                         answer = await call.answer(front.kept)
+                        log("program", call.owner, **call.facts())
                         yield f"data: {json.dumps({**last, 'choices': [], 'patchclamp': answer})}\n\n"
                 elif text.startswith("data: {") and not last:
                     whole = json.loads(text[6:])
                     last = {name: whole[name] for name in ("id", "object", "created", "model") if name in whole}
                 yield chunk
                 chunk = await anext(chunks, None)
+            if call.error is not None:
+                front.failed(call.error, call.owner)
         finally:
             call.leave(front.kept)
 

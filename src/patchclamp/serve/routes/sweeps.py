@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import threading
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
@@ -17,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from patchclamp.errors import PatchclampError, RunError, as_patchclamp_error, pack, unpack
 from patchclamp.serve.bodies import BoundedRoute
 from patchclamp.serve.front import Front
+from patchclamp.serve.log import log
 from patchclamp.serve.routes.runs import caller
 from patchclamp.serve.schema import ERRORS
 from patchclamp.studies import patch_sweep
@@ -64,7 +66,7 @@ async def sweep(asked: SweepRequest, request: Request) -> StreamingResponse:
     key = (id(front), owner)
     front.limits.check_room("sweeps", _under_way[key], 1, "sweeps at once")
     _under_way[key] += 1
-    running = _Running(front, asked)
+    running, began_s = _Running(front, asked), time.perf_counter()
     try:
         first = await running.events.get()
         if isinstance(first, PatchclampError):
@@ -78,11 +80,16 @@ async def sweep(asked: SweepRequest, request: Request) -> StreamingResponse:
         try:
             event = first
             while event is not None:
-                yield _event("error", _error(event)) if isinstance(event, PatchclampError) else _event(*event)
+                if isinstance(event, PatchclampError):
+                    front.failed(event, owner)
+                    yield _event("error", _error(event))
+                else:
+                    yield _event(*event)
                 event = await running.events.get()
         finally:
             running.stop()
             _under_way[key] -= 1
+            log("sweep", owner, cells=running.told, took_s=round(time.perf_counter() - began_s, 6))
 
     return StreamingResponse(events(), media_type="text/event-stream")
 
@@ -95,6 +102,7 @@ class _Running:
         self.events: asyncio.Queue[tuple[str, dict[str, Any]] | PatchclampError | None] = asyncio.Queue()
         self._stopped = threading.Event()
         self._places: dict[str, dict[Any, int]] = {}
+        self.told = 0  # cells
         self._task = asyncio.ensure_future(asyncio.to_thread(self._run))
 
     def stop(self) -> None:
@@ -120,6 +128,7 @@ class _Running:
             ]
             for cell in cells
         ]
+        self.told += len(told)
         self._put(("cells", {"cells": told}))
 
     def _run(self) -> None:

@@ -64,7 +64,7 @@ def on_core(make: Callable[[Any], Admission]) -> None:
     owner.patchclamp_say = lambda core, key, note: _core_of(core, make).say(key, note)
     owner.patchclamp_said_since = lambda core, number: _core_of(core, make).since(number)
     owner.patchclamp_abort = lambda core, runs: _core_of(core, make).admission.abort(runs)
-    owner.patchclamp_renew = lambda core, session: _core_of(core, make).admission.renew(session)
+    owner.patchclamp_renew = lambda core, session, ago_s: _core_of(core, make).admission.renew(session, ago_s)
     owner.patchclamp_free_dead = lambda core, lease_s: _core_of(core, make).admission.free_dead(lease_s)
     owner.patchclamp_counts = lambda core: _core_of(core, make).admission.counts()
     owner.patchclamp_pending = lambda core: _core_of(core, make).pending()
@@ -253,7 +253,7 @@ class _Admitting:
             output = EngineCoreOutput(
                 request_id=request.request_id, new_token_ids=[], finish_reason=request.get_finished_reason(),
                 events=request.take_events(), trace_headers=request.trace_headers,
-                kv_transfer_params={KEY: ["", errors[request.request_id]]},
+                kv_transfer_params={KEY: ["", errors[request.request_id], None]},
             )  # fmt: skip
             self._outputs(outputs, request.client_index).append(output)
         self.admission.errors.clear()
@@ -304,7 +304,7 @@ class _Admitting:
         for i, (_, output, program) in enumerate(judged):
             verdict = Verdict("", errors[0]) if errors else _joined([verdicts[i] for (verdicts, _), _ in answers])
             verdict = self.admission.judge(program, verdict)
-            output.kv_transfer_params = {KEY: [verdict.receipt, verdict.error]}
+            output.kv_transfer_params = {KEY: [verdict.receipt, verdict.error, verdict.waited_s]}
 
 
 def _streamed() -> ProgramError:
@@ -337,9 +337,8 @@ def on_outputs() -> None:
             if state is not None and state.queue is not None:  # an `AsyncLLM`'s: `front` takes the verdict
                 name = state.external_req_id
             elif output.kv_transfer_params is not None and KEY in output.kv_transfer_params:
-                receipt, error = output.kv_transfer_params[KEY]
                 if state is not None:
-                    verdicts[output.request_id] = Verdict(receipt, tuple(error) if error is not None else None)
+                    verdicts[output.request_id] = read_verdict(output.kv_transfer_params[KEY])
                 output.kv_transfer_params = None
             if output.new_logprobs is not None and name in tables:
                 lists, output.new_logprobs = output.new_logprobs, None  # of which vLLM would make dictionaries
@@ -352,6 +351,12 @@ def on_outputs() -> None:
 
     process_outputs.patchclamp = True  # type: ignore[attr-defined]
     setattr(owner, name, process_outputs)
+
+
+def read_verdict(told: Sequence[Any]) -> Verdict:
+    """A verdict as it travels with an output."""
+    receipt, error, waited_s = told
+    return Verdict(receipt, tuple(error) if error is not None else None, waited_s)
 
 
 def verdicts_of(processor: Any) -> dict[str, Verdict]:

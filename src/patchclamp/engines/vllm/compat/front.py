@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator, Callable
 from http import HTTPStatus
 from typing import Any
 
+from patchclamp.engines.vllm.admission import Verdict
 from patchclamp.engines.vllm.compat.configuration import KEY, enabled
-from patchclamp.engines.vllm.compat.core import tables_of
+from patchclamp.engines.vllm.compat.core import read_verdict, tables_of
 from patchclamp.engines.vllm.compat.seams import require
 
 Generate = Callable[..., AsyncIterator[Any]]
@@ -101,11 +102,10 @@ def http_error(message: str, status: int) -> Exception:
     return exceptions.GracefulHTTPError(message, HTTPStatus(status))
 
 
-def verdict_in(output: Any) -> tuple[str, Any] | None:
-    """Takes the verdict on a request's program out of an output: its receipt and its error; None without one."""
+def verdict_in(output: Any) -> Verdict | None:
+    """Takes the verdict on a request's program out of an output; None without one."""
     params = output.kv_transfer_params
     if not isinstance(params, dict) or KEY not in params:
         return None
     output.kv_transfer_params = None
-    receipt, error = params[KEY]
-    return receipt, tuple(error) if error is not None else None
+    return read_verdict(params[KEY])
