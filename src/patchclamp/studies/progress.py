@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def progress(what: str, total: int, show: bool | None) -> Iterator[Callable[[int], None]]:
+def progress(what: str, total: int, show: bool | None, unit: str = "cells") -> Iterator[Callable[[int], None]]:
     """Yields a function that advances the bar; `show` None shows it where standard error is a terminal."""
     if not (sys.stderr.isatty() if show is None else show):
         yield lambda done: None
@@ -20,7 +20,7 @@ def progress(what: str, total: int, show: bool | None) -> Iterator[Callable[[int
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("cells"),
+        TextColumn(unit),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True)) as bar:

@@ -1,0 +1,174 @@
+"""`Harvested`: a data set on disk, read through NumPy memory maps, PyTorch or `datasets`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from patchclamp.errors import MissingSource, ProgramError, unknown
+from patchclamp.studies.harvest.documents import needed
+from patchclamp.studies.harvest.dtypes import as_float32
+from patchclamp.studies.harvest.moments import SiteStatistics, decoded, encoded, joined
+from patchclamp.studies.harvest.recipe import FORMAT, Manifest, StoredSite
+from patchclamp.studies.harvest.seal import INDEX, STATISTICS
+from patchclamp.studies.harvest.shard_file import open_rows, write_sealed
+
+if TYPE_CHECKING:
+    from patchclamp.studies.harvest.export import ActivationBuffer
+    from patchclamp.studies.harvest.torch_rows import Batches, Rows
+
+MANIFEST, DOCUMENTS = "harvest.json", "documents.safetensors"
+
+
+class Harvested:
+    """A data set that `harvest` wrote, whole or in part.
+
+    folder: the data set's
+    manifest: what made it, and what there will be
+    shards: the names of the shards that are there, in order; missing: of those that are not
+
+    Raises: `ProgramError` for another folder.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        try:
+            content = (self.folder / MANIFEST).read_bytes()
+            version = msgspec.json.decode(content)["recipe"]["format"]
+            if version != FORMAT:
+                raise ProgramError(f"{folder} has format {version}; this version reads {FORMAT}", "folder")
+            self.manifest = msgspec.json.decode(content, type=Manifest)
+        except (OSError, msgspec.MsgspecError, KeyError, TypeError) as error:
+            raise ProgramError(f"{folder} has no harvest: {error}", "folder") from None
+        there = {path.name for path in self.folder.iterdir()}
+        self.shards = [name for name in self.manifest.shards if name in there]
+        self.missing = [name for name in self.manifest.shards if name not in there]
+
+    @property
+    def complete(self) -> bool:
+        return not self.missing
+
+    @property
+    def sites(self) -> list[str]:
+        return [site.name for site in self.manifest.recipe.sites]
+
+    @property
+    def dtype(self) -> str:
+        """Of the stored rows."""
+        return self.manifest.recipe.dtype
+
+    def __len__(self) -> int:
+        """How many rows are there."""
+        return sum(len(self.array(self.sites[0], shard)) for shard in self.shards)
+
+    def width(self, site: str | None = None) -> int:
+        """How many numbers a row of a site has."""
+        return self._site(site).width
+
+    def array(self, site: str | None = None, shard: str | None = None) -> np.ndarray:
+        """A shard's rows at a site, [rows, D], mapped and not read: float32 or float16; of bfloat16, which NumPy lacks,
+        the 16 bits as uint16. Without `shard` the first, without `site` the only one."""
+        kind = self._site(site)
+        shard = self._shards_or_error()[0] if shard is None else shard
+        if shard not in self.shards:
+            raise unknown("shard", shard, self.shards, "shard")
+        dtype, _, rows = open_rows(self.folder / shard / kind.file)
+        if dtype != self.dtype or rows.shape[1] != kind.width:
+            raise ProgramError(f"{shard}/{kind.file} is {dtype} {list(rows.shape)}, and not {kind.width} wide in "
+                               f"{self.dtype}", "shard")  # fmt: skip
+        return rows
+
+    def blocks(self, rows: int = 4096, site: str | None = None) -> Iterator[np.ndarray]:
+        """All rows of a site in order, float32 [up to `rows`, D] at a time. They were shuffled when they were written,
+        so they are read from end to end."""
+        for shard in self._shards_or_error():
+            array = self.array(site, shard)
+            for first in range(0, len(array), rows):
+                yield as_float32(array[first : first + rows], self.dtype)
+
+    def index(self, shard: str | None = None) -> Any:
+        """A `pyarrow.Table` of each row's document, position and token, in the rows' order: of a shard, or of all."""
+        arrow, parquet = needed("pyarrow"), needed("pyarrow.parquet")
+        shards = self._shards_or_error() if shard is None else [shard]
+        return arrow.concat_tables([parquet.read_table(self.folder / name / INDEX) for name in shards])
+
+    def statistics(self) -> dict[str, SiteStatistics]:
+        """Mean, variance and norms of each site's rows, of the shards that are there."""
+        parts = [decoded((self.folder / shard / STATISTICS).read_bytes()) for shard in self._shards_or_error()]
+        return {site: joined(part[site] for part in parts) for site in self.sites}
+
+    def write_statistics(self) -> None:
+        """Writes `statistics.json` of the whole data set, if it is whole."""
+        if self.complete:
+            write_sealed(self.folder / STATISTICS, encoded(self.statistics()))
+
+    def torch(self, sites: Any = None) -> Rows:
+        """A `torch.utils.data.Dataset` of rows by number, as tensors in the stored dtype."""
+        from patchclamp.studies.harvest.torch_rows import Rows
+
+        return Rows(self, self._sites(sites))
+
+    def batches(self, size: int, sites: Any = None, repeat: bool = False) -> Batches:
+        """A `torch.utils.data.IterableDataset` of batches in the rows' order, which reads the files from end to end."""
+        from patchclamp.studies.harvest.torch_rows import Batches
+
+        return Batches(self, self._sites(sites), size, repeat)
+
+    def datasets(self, sites: Any = None, size: int = 4096) -> Any:
+        """A `datasets.IterableDataset`: document, position, token, and a column of float32 lists for each site."""
+        names = self._sites(sites)
+        return needed("datasets").IterableDataset.from_generator(
+            _records, gen_kwargs={"folder": str(self.folder), "shards": self._shards_or_error(), "sites": tuple(names),
+                                  "size": size}
+        )  # fmt: skip
+
+    def to_saelens(self, folder: str | Path, *, hook_name: str, context_size: int, site: str | None = None) -> int:
+        """As `export.to_saelens`: writes cached activations for SAELens."""
+        from patchclamp.studies.harvest.export import to_saelens
+
+        return to_saelens(self, folder, hook_name=hook_name, context_size=context_size, site=site)
+
+    def activation_buffer(self, site: str | None = None, **options: Any) -> ActivationBuffer:
+        """An `export.ActivationBuffer`, for dictionary_learning's `trainSAE`."""
+        from patchclamp.studies.harvest.export import ActivationBuffer
+
+        return ActivationBuffer(self, site=site, **options)
+
+    def _site(self, name: str | None) -> StoredSite:
+        sites = {site.name: site for site in self.manifest.recipe.sites}
+        if name is None and len(sites) == 1:
+            return next(iter(sites.values()))
+        if str(name) not in sites:
+            raise unknown("site in this harvest", str(name), sites, "site")
+        return sites[str(name)]
+
+    def _sites(self, sites: Any) -> list[str]:
+        names = self.sites if sites is None else [sites] if not isinstance(sites, (list, tuple)) else sites
+        return [self._site(str(name)).name for name in names]
+
+    def _shards_or_error(self) -> list[str]:
+        if not self.shards:
+            raise MissingSource(f"{self.folder} has no shard yet: run the harvest again, it goes on where it stopped")
+        return self.shards
+
+    def __repr__(self) -> str:
+        there = len(self.shards)
+        return f"<Harvested {self.folder.name}: {', '.join(self.sites)}; {there} of {there + len(self.missing)} shards>"
+
+
+def _records(folder: str, shards: list[str], sites: tuple[str, ...], size: int) -> Iterator[dict[str, Any]]:
+    """Every row of some shards as a dict. `datasets` deals the shards out to workers, for they are a list."""
+    data = Harvested(folder)
+    for shard in shards:
+        index = data.index(shard).to_pydict()
+        arrays = {site: data.array(site, shard) for site in sites}
+        for first in range(0, len(index["document"]), size):
+            blocks = {site: as_float32(rows[first : first + size], data.dtype) for site, rows in arrays.items()}
+            for row in range(len(index["document"][first : first + size])):
+                yield {name: values[first + row] for name, values in index.items()} | {
+                    site: block[row] for site, block in blocks.items()
+                }

@@ -1,0 +1,104 @@
+"""The recipe says what a data set is made of; its hash names the data set's folder."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import msgspec
+
+from patchclamp.lm import LM
+from patchclamp.studies.harvest.filters import Filters
+
+FORMAT = 1
+NAME_DIGITS = 16
+WEIGHTS = (".safetensors", ".bin", ".gguf", ".json")
+
+
+class StoredSite(msgspec.Struct, frozen=True):
+    """A site of the data set.
+
+    name: such as "resid_post[3]"
+    width: numbers of a stored row
+    captured: numbers of a captured row
+    projection: the hash of the matrix between them, "" without one
+    """
+
+    name: str
+    width: int
+    captured: int
+    projection: str = ""
+
+    @property
+    def file(self) -> str:
+        """Its file's name in a shard."""
+        words = self.name.replace("]", "").replace("[", ".").replace(", ", ".").replace(":", "-")
+        return f"{words}.safetensors"
+
+
+class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a data set is made of. Whatever changes a byte of it is here.
+
+    model: hub id, or the last name of a folder · weights: hash of the names and sizes of a folder's files, and of its
+    config.json; "" of a hub id · engine, settings: what computed it, with version · documents: hash of all tokens, and
+    of where documents and prompts begin · sites · dtype: of the stored rows · sums: whether a row is the sum over a
+    document · filters · seed · parts · shard_rows
+    """
+
+    model: str
+    weights: str
+    engine: str
+    settings: str
+    weights_dtype: str
+    documents: str
+    sites: tuple[StoredSite, ...]
+    dtype: str
+    sums: bool
+    filters: Filters
+    seed: int
+    parts: int
+    shard_rows: int
+    format: int = FORMAT
+
+    @property
+    def name(self) -> str:
+        """The hash that names the folder."""
+        return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()[:NAME_DIGITS]
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`harvest.json`: the recipe, and what there will be when all is done.
+
+    documents, tokens, cut_tokens: of the data set · part_rows: rows of each part, before caps on norms
+    """
+
+    recipe: Recipe
+    documents: int
+    tokens: int
+    cut_tokens: int
+    part_rows: tuple[int, ...]
+
+    @property
+    def shards(self) -> list[str]:
+        """The names of all shards, in order."""
+        size = self.recipe.shard_rows
+        counts = [-(-rows // size) for rows in self.part_rows]
+        return [shard_name(part, shard) for part, count in enumerate(counts) for shard in range(count)]
+
+
+def shard_name(part: int, shard: int) -> str:
+    return f"shard-{part:04d}-{shard:05d}"
+
+
+def model_identity(lm: LM) -> tuple[str, str]:
+    """The model's name and the hash of its weights' files, which are the same on every machine."""
+    folder = Path(lm.model.name)
+    if not folder.is_dir():
+        return lm.model.name, ""
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix in WEIGHTS and path.name != "config.json":
+            digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+    config = folder / "config.json"
+    digest.update(config.read_bytes() if config.exists() else b"")
+    return folder.name, digest.hexdigest()

@@ -1,0 +1,114 @@
+"""Sealing: a shard whose rows are all there gets its index and its statistics, and its name."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from patchclamp.studies.harvest.documents import needed
+from patchclamp.studies.harvest.dtypes import STORED
+from patchclamp.studies.harvest.moments import encoded, statistics_of
+from patchclamp.studies.harvest.plan import Part, Tokens
+from patchclamp.studies.harvest.recipe import Recipe, StoredSite, shard_name
+from patchclamp.studies.harvest.shard_file import DATA_OFFSET, header, open_rows, sync, write_sealed
+
+INDEX, STATISTICS = "index.parquet", "statistics.json"
+COPIED_BYTES = 1 << 24
+
+
+def metadata_of(recipe: Recipe, name: str, part: int, shard: int) -> dict[str, str]:
+    """What a shard's file says of itself."""
+    return {"harvest": name, "format": str(recipe.format), "shard": shard_name(part, shard)}
+
+
+def head_of(recipe: Recipe, name: str, part: int, shard: int, site: StoredSite, rows: int) -> bytes:
+    """The header of a site's file in a shard."""
+    return header(site.name, recipe.dtype, rows, site.width, metadata_of(recipe, name, part, shard))
+
+
+def seal(folder: Path, recipe: Recipe, name: str, tokens: Tokens, part: Part, shard: int) -> None:
+    """Gives a shard's folder what it lacks, and its name. It can be interrupted anywhere and done again.
+
+    folder: where the shard's folder is while it is being filled, in the data set's folder
+    """
+    for unfinished in folder.glob("*.new"):
+        unfinished.unlink()
+    passing = _within_caps(folder, recipe)
+    statistics = {}
+    for site in recipe.sites:
+        path = folder / site.file
+        if passing is not None and not passing.all():
+            path = _compacted(path, head_of(recipe, name, part.number, shard, site, int(passing.sum())), passing)
+        _, _, rows = open_rows(path)
+        statistics[site.name], _ = statistics_of(rows, recipe.dtype)
+        del rows
+        if path.name != site.file:
+            path.replace(folder / site.file)
+        sync(folder / site.file)
+    kept = part.tokens_of_shard(shard)
+    write_sealed(folder / INDEX, index(tokens, kept if passing is None else kept[passing], recipe.sums))
+    write_sealed(folder / STATISTICS, encoded(statistics))
+    place = folder.parent.parent / shard_name(part.number, shard)
+    folder.replace(place)
+    sync(place.parent)
+    sync(folder.parent)
+
+
+def index(tokens: Tokens, rows: np.ndarray, sums: bool) -> bytes:
+    """A Parquet file: of each row its document, its position there and its token id; a sum has only the document."""
+    arrow, parquet = needed("pyarrow"), needed("pyarrow.parquet")
+    document = tokens.document_of(rows)
+    nowhere = np.full(len(rows), sums)
+    table = arrow.table({
+        "document": arrow.array(document, arrow.int64()),
+        "position": arrow.array((rows - tokens.documents[document]).astype(np.int32), arrow.int32(), mask=nowhere),
+        "token": arrow.array(tokens.ids[rows], arrow.int32(), mask=nowhere),
+    })  # fmt: skip
+    file = io.BytesIO()
+    parquet.write_table(table, file, compression="zstd")
+    return file.getvalue()
+
+
+def _within_caps(folder: Path, recipe: Recipe) -> np.ndarray | None:
+    """Which rows are within the caps on norms at every site, bool [n]; None without caps. It is written down:
+    once a file is compacted, nobody can tell any more."""
+    if not recipe.filters.caps_norms:
+        return None
+    marks = folder.with_name(f"{folder.name}.passing.npy")  # beside: it is not of the data set
+    if marks.exists():
+        return np.load(marks)
+    passing = []
+    for site in recipe.sites:
+        _, _, rows = open_rows(folder / site.file)
+        passing.append(recipe.filters.passing(statistics_of(rows, recipe.dtype)[1]))
+        del rows
+    together = np.logical_and.reduce(passing)
+    file = io.BytesIO()
+    np.save(file, together)
+    write_sealed(marks, file.getvalue())
+    return together
+
+
+def _compacted(path: Path, head: bytes, passing: np.ndarray) -> Path:
+    """A file beside that has the passing rows alone, in their order; `path` itself, if it is that already."""
+    dtype, _, rows = open_rows(path)
+    if len(rows) != len(passing):
+        return path
+    beside = path.with_name(f"{path.name}.new")
+    step = max(1, COPIED_BYTES // (rows.shape[1] * STORED[dtype].itemsize))
+    with open(beside, "wb") as file:
+        file.write(head)
+        assert file.tell() == DATA_OFFSET
+        for first in range(0, len(rows), step):
+            file.write(rows[first : first + step][passing[first : first + step]].tobytes())
+    sync(beside)
+    return beside
+
+
+def forget(folder: Path) -> None:
+    """Removes the folder of a part whose shards are all sealed."""
+    shutil.rmtree(folder)
+    sync(folder.parent)

@@ -1,0 +1,106 @@
+"""One site's rows of one shard: a safetensors file of full size from the beginning, whose rows are written in any order
+through a memory map. The data begin at 4,096 bytes, so rows of whole pages are whole pages of the file."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+
+from patchclamp.errors import CapacityError, ProgramError
+from patchclamp.studies.harvest.dtypes import SAFETENSORS, STORED
+
+DATA_OFFSET = 4096
+
+
+def header(name: str, dtype: str, rows: int, width: int, metadata: dict[str, str]) -> bytes:
+    """The first `DATA_OFFSET` bytes of a safetensors file of one tensor. Spaces fill the header, as in the format."""
+    size = rows * width * STORED[dtype].itemsize
+    tensor = {"dtype": SAFETENSORS[dtype], "shape": [rows, width], "data_offsets": [0, size]}
+    text = json.dumps({"__metadata__": metadata, name: tensor}).encode()
+    room = DATA_OFFSET - 8
+    if len(text) > room:
+        raise ProgramError(f"{len(text)} bytes of header do not fit into {room}")
+    return room.to_bytes(8, "little") + text.ljust(room)
+
+
+class ShardFile:
+    """A file that is being filled. `rows` is what it holds, [rows, width] in its stored dtype."""
+
+    def __init__(self, path: Path, head: bytes, dtype: str, rows: int, width: int) -> None:
+        self.path = path
+        size = DATA_OFFSET + rows * width * STORED[dtype].itemsize
+        with open(path, "r+b" if path.exists() else "w+b") as file:
+            _reserve(file.fileno(), size, path)
+            os.pwrite(file.fileno(), head, 0)
+            self._map = mmap.mmap(file.fileno(), size)
+        if hasattr(mmap, "MADV_RANDOM"):
+            # else every first touch of a page reads what lies around it: seven times as long
+            self._map.madvise(mmap.MADV_RANDOM)
+        self.rows = _rows(self._map, dtype, rows, width)
+
+    def sync(self) -> None:
+        """Returns when all that was written is on the disk."""
+        sync(self.path)
+
+    def close(self) -> None:
+        """Lets the memory map go, which ends when nobody reads or writes it any more."""
+        del self.rows, self._map
+
+
+def open_rows(path: Path) -> tuple[str, dict[str, str], np.ndarray]:
+    """The dtype, the metadata and the rows [rows, width], mapped to be read, of a shard's file.
+
+    Raises: `ProgramError` for another file.
+    """
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            head = json.loads(file.read(min(length, DATA_OFFSET)))
+            metadata = head.pop("__metadata__")
+            ((_, tensor),) = head.items()
+            dtype = {name: dtype for dtype, name in SAFETENSORS.items()}[tensor["dtype"]]
+            rows, width = tensor["shape"]
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return dtype, metadata, _rows(mapped, dtype, rows, width, 8 + length)
+    except (OSError, ValueError, KeyError) as error:
+        raise ProgramError(f"{path} is no shard of a harvest: {type(error).__name__}: {error}") from None
+
+
+def sync(path: Path) -> None:
+    """Returns when a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_sealed(path: Path, content: bytes) -> None:
+    """Writes a file so that it is there whole, or not at all."""
+    beside = path.with_name(f"{path.name}.{os.getpid()}.new")
+    with open(beside, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+    sync(path.parent)
+
+
+def _rows(mapped: mmap.mmap, dtype: str, rows: int, width: int, offset: int = DATA_OFFSET) -> np.ndarray:
+    return np.frombuffer(mapped, STORED[dtype], rows * width, offset).reshape(rows, width)
+
+
+def _reserve(descriptor: int, size: int, path: Path) -> None:
+    """Gives the file its size and its room on the disk: a write through a map cannot say that the disk is full."""
+    if os.fstat(descriptor).st_size == size:
+        return
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, 0, size)
+        os.ftruncate(descriptor, size)
+    except OSError as error:
+        raise CapacityError(f"{path} needs {size} bytes, and there is no room for them: {error}") from None

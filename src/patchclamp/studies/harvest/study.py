@@ -1,0 +1,328 @@
+"""`harvest`: the activations of a data set's documents, shuffled, on disk, from any engine."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from patchclamp.errors import CapacityError, PatchclampError, ProgramError, UnsupportedSite
+from patchclamp.language import Capture
+from patchclamp.language.conversions import as_dtype, as_seed
+from patchclamp.language.ranges import Range
+from patchclamp.language.site import parse_site
+from patchclamp.language.tokens import Positions, Tokens, every
+from patchclamp.lm import LM
+from patchclamp.run import Run
+from patchclamp.studies.batches import run_batches
+from patchclamp.studies.harvest.documents import documents_of, needed
+from patchclamp.studies.harvest.dtypes import STORED, stored
+from patchclamp.studies.harvest.filters import Filters
+from patchclamp.studies.harvest.plan import Plan, make_plan
+from patchclamp.studies.harvest.reader import DOCUMENTS, MANIFEST, Harvested
+from patchclamp.studies.harvest.recipe import Manifest, Recipe, StoredSite, model_identity
+from patchclamp.studies.harvest.reduce import Project, Reduction
+from patchclamp.studies.harvest.shard_file import write_sealed
+from patchclamp.studies.harvest.writer import CHECKPOINT_BYTES, Batch, OpenPart, Writer, is_sealed
+from patchclamp.studies.progress import progress
+from patchclamp.studies.result import StudyResult, provenance
+
+SHARD_ROWS = 131_072
+BATCH_BYTES = 1 << 29  # captured in a batch, where that is between so many tokens
+LEAST_TOKENS, MOST_TOKENS = 8_192, 32_768
+
+
+class Harvest(StudyResult, frozen=True, eq=False, kw_only=True):
+    """What a harvest made.
+
+    folder: of the data set, named by the hash of what made it
+    sites, dtype: what is stored
+    documents, tokens: of the whole data set; cut_tokens: those that were cut off
+    rows: of the whole data set, before caps on norms; ran: tokens that this call ran
+    complete: whether all parts are there
+    """
+
+    folder: str
+    sites: tuple[str, ...]
+    dtype: str
+    documents: int
+    tokens: int
+    cut_tokens: int
+    rows: int
+    ran: int
+    complete: bool
+
+    def open(self) -> Harvested:
+        """The data set, to be read."""
+        return Harvested(self.folder)
+
+
+def harvest(
+    lm: LM,
+    documents: Any,
+    folder: str | Path,
+    *,
+    sites: Any,
+    column: str | None = None,
+    dtype: str = "bfloat16",
+    filters: Filters | None = None,
+    project: Project | Any = None,
+    sums: bool = False,
+    context: int | None = None,
+    overlong: str = "refuse",
+    seed: int = 0,
+    parts: int | None = None,
+    shard: tuple[int, int] = (0, 1),
+    shard_rows: int = SHARD_ROWS,
+    batch_tokens: int | None = None,
+    checkpoint_bytes: int = CHECKPOINT_BYTES,
+    show_progress: bool | None = None,
+) -> Harvest:
+    """Writes what documents' tokens have at some sites to disk, shuffled; one that was stopped goes on where it was.
+
+    documents, column: as `documents_of` takes them: a list, a file of text, JSON lines or Parquet, or `datasets`
+    folder: in which the data set's folder is, or will be; its name is the hash of all that its bytes depend on
+    sites: what to keep, as `capture=` takes sites; each layer is a site of its own
+    dtype: of what is stored: bfloat16, float16 or float32
+    filters: which rows are kept
+    project: W [K, D], or one by site: W h is stored in place of h. sums: the sum over each document's rows is stored
+    context, overlong: the longest prompt, and what becomes of longer documents: "refuse", "cut" or "split"
+    seed: of the shuffle
+    parts: documents are dealt to so many parts by hash; each part is shuffled on its own, and written after the one
+        before (as many as machines, unless given)
+    shard: (i, n) for machine i of n: it makes parts i, i + n, …
+    shard_rows: rows in a file
+    batch_tokens: tokens that are run at a time, chosen by the width of the rows unless given; two such batches are
+        under way, and a few more are being written
+    checkpoint_bytes: so many bytes are done again at most after a stop
+
+    Raises: `ProgramError` and `TokensError` for wrong arguments and documents, `CapacityError` if the disk is too
+    small, and the error of any run.
+    """
+    needed("pyarrow.parquet")
+    parts = max(shard[1], 1) if parts is None else parts
+    filters, dtype = filters or Filters(), as_dtype(dtype)
+    kinds = _kinds(lm, sites, project, sums)
+    batch_tokens = _batch_tokens(kinds, dtype) if batch_tokens is None else batch_tokens
+    _check_numbers(seed, parts, shard, shard_rows, batch_tokens)
+    plan = make_plan(lm, documents_of(documents, column), filters, context, overlong, parts, sums, seed, shard_rows)
+    manifest = _manifest(lm, plan, kinds, dtype, filters)
+    place = _write_plan(Path(folder), manifest, plan)
+    job = _Job(lm, plan, manifest, place, kinds, _window(filters, plan), batch_tokens, checkpoint_bytes)
+    ran = job.run(range(shard[0], parts, shard[1]), show_progress)
+    data = Harvested(place)
+    data.write_statistics()
+    return Harvest(
+        provenance=provenance(lm, (seed,)), folder=str(place), sites=tuple(kind.site.name for kind in kinds),
+        dtype=dtype, documents=manifest.documents, tokens=manifest.tokens, cut_tokens=manifest.cut_tokens,
+        rows=sum(manifest.part_rows), ran=ran, complete=data.complete,
+    )  # fmt: skip
+
+
+class _Kind(NamedTuple):
+    """A site, and what becomes of its rows."""
+
+    site: StoredSite
+    reduction: Reduction
+
+
+class _Job:
+    """Runs the prompts of some parts and has their rows written."""
+
+    def __init__(
+        self, lm: LM, plan: Plan, manifest: Manifest, place: Path, kinds: list[_Kind], window: tuple[int, Tokens],
+        batch_tokens: int, checkpoint: int,
+    ) -> None:  # fmt: skip
+        self._lm, self._plan, self._recipe, self._place = lm, plan, manifest.recipe, place
+        self._kinds, self._batch_tokens, self._checkpoint = kinds, batch_tokens, checkpoint
+        self._first, self._tokens = window
+        self._parts: list[OpenPart] = []
+        self._asked: list[tuple[OpenPart, list[int]]] = []
+        self._ran = 0
+
+    def run(self, numbers: Sequence[int], show: bool | None) -> int:
+        """Makes some parts. Returns how many tokens were run."""
+        self._writer = Writer()
+        try:
+            self._open([self._plan.part(number) for number in numbers])
+            total = sum(self._lengths(part)[part.left].sum() for part in self._parts)
+            with progress("harvesting", int(total), show, "tokens") as self._advance:
+                run_batches(self._lm, self._calls(), self._read)
+                self._writer.finish()
+        finally:
+            self._writer.stop()
+            for part in self._parts:
+                part.close()
+        return self._ran
+
+    def _open(self, parts: list[Any]) -> None:
+        for part in parts:
+            if not is_sealed(self._place, part):
+                self._parts.append(OpenPart(self._place, self._recipe, self._place.name, self._plan.tokens, part,
+                                            self._checkpoint))  # fmt: skip
+        needs, free = sum(part.bytes_left for part in self._parts), shutil.disk_usage(self._place).free
+        if needs > free:
+            raise CapacityError(
+                f"{needs / 1e9:.1f} GB are to be written to {self._place}, where {free / 1e9:.1f} GB are free: choose "
+                "fewer sites, a narrower dtype, a projection, or another disk"
+            )
+
+    def _lengths(self, part: OpenPart) -> np.ndarray:
+        """How many tokens each of a part's prompts has."""
+        return np.diff(self._plan.tokens.prompts)[part.part.prompts]
+
+    def _calls(self) -> Iterator[dict[str, Any]]:
+        """The runs of every batch, part by part."""
+        captures = [Capture(parse_site(kind.site.name), self._tokens, dtype=self._captured_dtype(kind))
+                    for kind in self._kinds]  # fmt: skip
+        for part in self._parts:
+            if not len(part.left):
+                self._writer.seal(part)
+                continue
+            part.open()
+            for prompts in _batches(part.left, self._lengths(part), self._batch_tokens):
+                self._asked.append((part, prompts))
+                ids = [self._plan.tokens.prompt(part.part.prompts[i]) for i in prompts]
+                yield {"prompt": ids, "max_tokens": 1, "capture": captures}
+
+    def _captured_dtype(self, kind: _Kind) -> str:
+        return "float32" if kind.reduction.changes else self._recipe.dtype
+
+    def _read(self, runs: list[Run]) -> None:
+        part, prompts = self._asked.pop(0)
+        for run, i in zip(runs, prompts, strict=True):
+            if run.error is not None:
+                first = self._plan.tokens.prompts[part.part.prompts[i]]
+                raise run.error.under(f"document {int(self._plan.tokens.document_of(first))}")
+        captured = self._lm.fetch(runs, [kind.site.name for kind in self._kinds])
+        tokens = sum(len(run.prompt_token_ids) for run in runs)
+
+        def rows() -> Iterator[list[np.ndarray]]:
+            kept = [self._kept(part.part.prompts[i]) for i in prompts]
+            for kind in self._kinds:
+                of_site = [by_site.pop(kind.site.name) for by_site in captured]
+                yield [self._reduced(kind, *one) for one in zip(of_site, kept, strict=True)]
+            for run in runs:
+                run.close()
+
+        self._writer.put(part, Batch(prompts, rows))
+        self._ran += tokens
+        self._advance(tokens)
+
+    def _kept(self, prompt: int) -> np.ndarray | slice:
+        """Which of a prompt's captured rows are kept."""
+        first, end = self._plan.tokens.prompts[prompt : prompt + 2]
+        kept = np.flatnonzero(self._plan.kept[first + self._first : end])
+        together = kept[-1] - kept[0] + 1 == len(kept)  # then nothing is copied
+        return slice(kept[0], kept[-1] + 1) if together else kept
+
+    def _reduced(self, kind: _Kind, rows: Any, which: np.ndarray | slice) -> np.ndarray:
+        """What is stored of a prompt at a site, [n, width]."""
+        if not kind.reduction.changes:
+            rows = stored(rows, self._recipe.dtype)
+            return rows.reshape(len(rows), -1)[which]
+        rows = np.asarray(rows, np.float32)
+        return stored(kind.reduction(rows.reshape(len(rows), -1)[which]), self._recipe.dtype)
+
+
+def _batches(left: np.ndarray, lengths: np.ndarray, limit: int) -> Iterator[list[int]]:
+    """The prompts in batches of about `limit` tokens, at least one each."""
+    batch, size = [], 0
+    for prompt in left.tolist():
+        if batch and size + lengths[prompt] > limit:
+            yield batch
+            batch, size = [], 0
+        batch.append(prompt)
+        size += int(lengths[prompt])
+    if batch:
+        yield batch
+
+
+def _batch_tokens(kinds: list[_Kind], dtype: str) -> int:
+    """How many tokens a batch has, by what is captured of each."""
+    sizes = [kind.site.captured * (4 if kind.reduction.changes else STORED[dtype].itemsize) for kind in kinds]
+    return min(max(BATCH_BYTES // sum(sizes), LEAST_TOKENS), MOST_TOKENS)
+
+
+def _check_numbers(seed: Any, parts: Any, shard: Any, shard_rows: Any, batch_tokens: Any) -> None:
+    try:
+        as_seed(seed)
+    except PatchclampError as error:
+        raise error.under("seed") from None
+    for name, value in (("parts", parts), ("shard_rows", shard_rows), ("batch_tokens", batch_tokens)):
+        if not isinstance(value, int) or value < 1:
+            raise ProgramError(f"a whole number from 1 on is needed, not {value!r}", name)
+    if not (isinstance(shard, tuple) and len(shard) == 2 and 0 <= shard[0] < shard[1]):
+        raise ProgramError(f"(i, n) with 0 <= i < n is needed, not {shard!r}", "shard")
+    if parts < shard[1]:
+        raise ProgramError(f"{shard[1]} machines make at least as many parts, not {parts}", "parts")
+
+
+def _kinds(lm: LM, sites: Any, project: Project | Any, sums: bool) -> list[_Kind]:
+    """Every site of every layer, once."""
+    project = Project(project) if project is not None and not isinstance(project, Project) else project
+    kinds: dict[str, _Kind] = {}
+    for number, text in enumerate(sites if isinstance(sites, (list, tuple)) else [sites]):
+        try:
+            refs = lm.sites.resolve(parse_site(text))
+        except PatchclampError as error:
+            raise error.under(f"sites[{number}]") from None
+        for ref in refs:
+            point = lm.sites.points[ref.point]
+            if point.rows == "sampled":
+                raise UnsupportedSite(
+                    f"{ref} has rows of generated tokens alone, and a harvest keeps none: take final_norm",
+                    f"sites[{number}]",
+                )
+            first, end = ref.columns or (0, point.width)
+            matrix = None if project is None else project.of(str(ref), end - first)
+            reduction = Reduction(matrix, sums)
+            site = StoredSite(str(ref), reduction.width(end - first), end - first, reduction.digest)
+            kinds[site.name] = _Kind(site, reduction)
+    if not kinds:
+        raise ProgramError("there is nothing to keep: name at least one site", "sites")
+    if project is not None and (unused := project.unused(list(kinds))):
+        raise ProgramError(f"there is a matrix for {', '.join(unused)}, which is not among the sites", "project")
+    return list(kinds.values())
+
+
+def _manifest(lm: LM, plan: Plan, kinds: list[_Kind], dtype: str, filters: Filters) -> Manifest:
+    model, weights = model_identity(lm)
+    tokens = plan.tokens
+    recipe = Recipe(
+        model=model, weights=weights, engine=f"{lm.model.engine} {lm.model.version}", settings=lm.model.settings,
+        weights_dtype=lm.model.dtype, documents=tokens.digest, sites=tuple(kind.site for kind in kinds), dtype=dtype,
+        sums=plan.sums, filters=filters, seed=plan.seed, parts=plan.parts, shard_rows=plan.shard_rows,
+    )  # fmt: skip
+    return Manifest(recipe, len(tokens.documents) - 1, len(tokens.ids), tokens.cut, plan.part_rows)
+
+
+def _write_plan(folder: Path, manifest: Manifest, plan: Plan) -> Path:
+    """Makes the data set's folder with the manifest and the documents' tokens. Returns it."""
+    import safetensors.numpy
+
+    place = folder / manifest.recipe.name
+    place.mkdir(parents=True, exist_ok=True)
+    tokens = plan.tokens
+    arrays = {"ids": tokens.ids, "documents": tokens.documents, "prompts": tokens.prompts}
+    if not (place / DOCUMENTS).exists():
+        write_sealed(place / DOCUMENTS, safetensors.numpy.save(arrays))
+    if not (place / MANIFEST).exists():
+        write_sealed(place / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+    return place
+
+
+def _window(filters: Filters, plan: Plan) -> tuple[int, Tokens]:
+    """The first position that is captured, and what is captured of every prompt: what lies in the window of positions,
+    if that is one for all prompts."""
+    whole_documents = len(plan.tokens.prompts) == len(np.unique(plan.tokens.documents))
+    if len(filters.positions) != 1 or not whole_documents:
+        return 0, every
+    first, end = filters.positions[0]
+    if (first or 0) < 0 or (end is not None and end < 0):
+        return 0, every
+    return first or 0, Positions("prompt", Range(first, end))

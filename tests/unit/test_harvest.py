@@ -1,0 +1,496 @@
+"""A harvest has every row of a plain loop once, where the shuffle says, whatever the batches, and says what it made."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+import patchclamp as pc
+from patchclamp.engines.fake import FakeEngine
+from patchclamp.errors import CapacityError, MissingSource, PatchclampError, ProgramError, TokensError, UnknownName
+from patchclamp.lm import LM
+from patchclamp.studies.harvest import Filters, Harvest, Harvested, Project, harvest, study, writer
+from patchclamp.studies.harvest.dtypes import as_float32, to_bfloat16
+from patchclamp.studies.harvest.ledger import Ledger
+from patchclamp.studies.harvest.permutation import Permutation
+from tests.reference.harvest import bytes_of, chi_square, rows_of
+
+SITES = ["resid_post[1]", "z[0, 1]"]
+BOS = 0
+
+
+@pytest.fixture(autouse=True)
+def _no_disk(monkeypatch):
+    """A disk that is shared makes these tests wait; what a stopped machine loses they cannot see."""
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+
+
+@pytest.fixture(scope="module")
+def lm():
+    with LM("", FakeEngine()) as lm:
+        yield lm
+
+
+@pytest.fixture(scope="module")
+def documents():
+    draw = np.random.default_rng(7)
+    return [[BOS, *draw.integers(2, 60, draw.integers(0, 30)).tolist()] for _ in range(50)] + [[]]
+
+
+def make(lm, documents, folder, **asked) -> Harvest:
+    return harvest(lm, documents, folder, **{"sites": SITES, "dtype": "float32", "shard_rows": 200,
+                                             "batch_tokens": 150} | asked)  # fmt: skip
+
+
+def places(data: Harvested) -> list[tuple[int, int]]:
+    index = data.index().to_pydict()
+    return list(zip(index["document"], index["position"], strict=True))
+
+
+# -- the shuffle
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**63 - 1))
+def test_a_permutation_takes_every_place_once(size, seed):
+    shuffle = Permutation(size, seed)
+    taken = shuffle.places(np.arange(size))
+    assert sorted(taken.tolist()) == list(range(size))
+    assert (shuffle.rows(taken) == np.arange(size)).all()
+
+
+def test_a_permutation_of_many_rows_is_inverted():
+    shuffle = Permutation(10**11 + 7, 3)
+    rows = np.random.default_rng(0).integers(0, shuffle.size, 1000)
+    assert (shuffle.rows(shuffle.places(rows)) == rows).all()
+    assert shuffle.places(rows).max() < shuffle.size
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_shuffle_is_exact_a_chi_square_over_places_holds(seed):
+    """Where a row comes from says nothing about where it lies: 64 stretches of the data against 64 of the files."""
+    size = 1 << 16
+    table = np.zeros((64, 64))
+    np.add.at(table, (np.arange(size) * 64 // size, Permutation(size, seed).places(np.arange(size)) * 64 // size), 1)
+    assert abs(chi_square(table)[0]) < 4.5
+    np.add.at(table, (np.arange(size) * 64 // size, np.arange(size) * 64 // size), 0.1)  # a tenth more in order
+    assert chi_square(table)[0] > 50
+
+
+@pytest.mark.parametrize("size", [6, 11])
+def test_over_seeds_any_two_rows_lie_at_any_two_places_alike(size):
+    seeds = 4000
+    pairs = np.array([Permutation(size, seed).places(np.array([0, 3])) for seed in range(seeds)])
+    counts = np.zeros((size, size))
+    np.add.at(counts, tuple(pairs.T), 1)
+    assert (np.diag(counts) == 0).all()
+    apart = counts[~np.eye(size, dtype=bool)]
+    expected = seeds / len(apart)
+    statistic = ((apart - expected) ** 2 / expected).sum()
+    assert abs(statistic - (len(apart) - 1)) / np.sqrt(2 * (len(apart) - 1)) < 4.5
+
+
+def test_rows_of_a_data_set_are_shuffled_over_all_shards(lm, tmp_path):
+    """On disk, by the index: documents against stretches of places, and positions against them."""
+    draw = np.random.default_rng(1)
+    documents = draw.integers(2, 60, (128, 64)).tolist()
+    data = make(lm, documents, tmp_path, sites="resid_post[0]", batch_tokens=4096, shard_rows=2000).open()
+    index = data.index()
+    stretch = np.arange(len(data)) * 16 // len(data)
+    for column, count in (("document", 16), ("position", 16)):
+        values = index[column].to_numpy()
+        table = np.zeros((count, 16))
+        np.add.at(table, (values * count // (values.max() + 1), stretch), 1)
+        assert abs(chi_square(table)[0]) < 4.5, column
+
+
+# -- what is written
+
+
+FILTERS = {
+    "none": (Filters(), lambda d, p: True),
+    "no BOS": (Filters(no_bos=True), lambda d, p: p > 0),
+    "no special": (Filters(no_special=True, not_tokens=(5, 6)), lambda d, p: d[p] > 1 and d[p] not in (5, 6)),
+    "windows": (Filters(positions=((2, 6), (-3, None))), lambda d, p: 2 <= p < 6 or p >= len(d) - 3),
+    "one window": (Filters(positions=((3, 9),)), lambda d, p: 3 <= p < 9),
+    "ids": (Filters(only_tokens=tuple(range(20, 40))), lambda d, p: 20 <= d[p] < 40),
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_every_row_of_a_plain_loop_is_there_once(lm, documents, tmp_path, name):
+    filters, keep = FILTERS[name]
+    made = make(lm, documents, tmp_path, filters=filters)
+    data, reference = made.open(), rows_of(lm, documents[:-1], SITES, keep)
+    assert made.complete
+    assert data.complete
+    assert made.rows == len(data) == len(reference[SITES[0]]) > 100
+    assert sorted(places(data)) == sorted(reference[SITES[0]])
+    assert places(data) != sorted(places(data))
+    for site in SITES:
+        rows = np.concatenate(list(data.blocks(37, site)))
+        for place, row in zip(places(data), rows, strict=True):
+            assert (row == reference[site][place]).all()
+    tokens = data.index()["token"].to_pylist()
+    assert tokens == [documents[d][p] for d, p in places(data)]
+
+
+def test_bytes_do_not_depend_on_batches_or_chunks(lm, documents, tmp_path):
+    first = make(lm, documents, tmp_path / "a", dtype="bfloat16")
+    with LM("", FakeEngine(chunk=3)) as other:
+        second = make(other, documents, tmp_path / "b", dtype="bfloat16", batch_tokens=17, checkpoint_bytes=1)
+    assert Path(first.folder).name == Path(second.folder).name
+    assert bytes_of(Path(first.folder)) == bytes_of(Path(second.folder))
+    assert len(bytes_of(Path(first.folder))) > 10
+
+
+def test_files_are_safetensors_whose_data_begin_at_a_page(lm, documents, tmp_path):
+    made = make(lm, documents, tmp_path, dtype="float16")
+    data = made.open()
+    assert data.shards == [f"shard-0000-0000{i}" for i in range(len(data.shards))]
+    path = Path(made.folder) / data.shards[1] / "z.0.1.safetensors"
+    with safe_open(path, "numpy") as file:
+        rows = file.get_tensor("z[0, 1]")
+        assert file.metadata() == {"harvest": Path(made.folder).name, "format": "1", "shard": data.shards[1]}
+    assert int.from_bytes(path.read_bytes()[:8], "little") + 8 == 4096
+    assert rows.dtype == np.float16
+    assert (rows == data.array("z[0, 1]", data.shards[1])).all()
+    assert sorted(p.name for p in path.parent.iterdir()) == [
+        "index.parquet", "resid_post.1.safetensors", "statistics.json", "z.0.1.safetensors"]  # fmt: skip
+
+
+def test_all_that_changes_bytes_changes_the_name(lm, documents, tmp_path):
+    matrix = np.eye(16, dtype=np.float32)[:4]
+    changes = [
+        {}, {"seed": 1}, {"shard_rows": 201}, {"parts": 2}, {"dtype": "bfloat16"}, {"sites": "resid_post[1]"},
+        {"filters": Filters(no_bos=True)}, {"sums": True, "overlong": "cut"}, {"context": 20, "overlong": "cut"},
+        {"context": 20, "overlong": "split"}, {"sites": "resid_post[1]", "project": matrix},
+        {"sites": "resid_post[1]", "project": 2 * matrix}, {"filters": Filters(norm_cap=99.0)},
+    ]  # fmt: skip
+    names = [make(lm, documents, tmp_path, **change).folder for change in changes]
+    names.append(make(lm, documents[1:], tmp_path).folder)
+    assert len(set(names)) == len(names)
+    assert make(lm, documents, tmp_path, batch_tokens=31).folder == names[0]
+
+
+def test_statistics_are_numpys(lm, documents, tmp_path):
+    for dtype in ("float32", "bfloat16"):
+        made = make(lm, documents, tmp_path, dtype=dtype)
+        data = made.open()
+        for site, statistics in data.statistics().items():
+            rows = np.concatenate(list(data.blocks(64, site))).astype(np.float64)
+            norms = np.linalg.norm(rows, axis=1)
+            assert statistics.rows == len(rows)
+            np.testing.assert_allclose(statistics.mean, rows.mean(axis=0), atol=1e-6)
+            np.testing.assert_allclose(statistics.variance, rows.var(axis=0), rtol=1e-5)
+            ours = [statistics.norm_mean, statistics.norm_rms, statistics.norm_min, statistics.norm_max]
+            numpys = [norms.mean(), np.sqrt((norms**2).mean()), norms.min(), norms.max()]
+            np.testing.assert_allclose(ours, numpys, rtol=1e-6)
+        written = json.loads((Path(made.folder) / "statistics.json").read_text())
+        assert written["resid_post[1]"]["mean"] == data.statistics()["resid_post[1]"].mean.tolist()
+
+
+def test_statistics_of_rows_far_from_zero(tmp_path):
+    from patchclamp.studies.harvest.moments import statistics_of
+
+    rows = (1000 + np.random.default_rng(0).standard_normal((5000, 300))).astype(np.float32)
+    statistics, _ = statistics_of(rows, "float32")
+    np.testing.assert_allclose(statistics.mean, rows.mean(axis=0, dtype=np.float64), rtol=1e-8)
+    np.testing.assert_allclose(statistics.variance, rows.astype(np.float64).var(axis=0), rtol=1e-4)
+
+
+@pytest.mark.parametrize(("filters", "cap"), [
+    (Filters(norm_cap=5.0), lambda norms: 5.0), (Filters(norm_times_median=1.1), lambda norms: 1.1 * np.median(norms))
+])  # fmt: skip
+def test_caps_on_norms_leave_rows_out_and_move_no_other(lm, documents, tmp_path, filters, cap):
+    whole = make(lm, documents, tmp_path).open()
+    capped = make(lm, documents, tmp_path, filters=filters).open()
+    for shard in whole.shards:
+        passing = np.ones(len(whole.array(SITES[0], shard)), bool)
+        for site in SITES:
+            norms = np.linalg.norm(whole.array(site, shard), axis=1)
+            passing &= norms <= cap(norms)
+        assert 0.1 < passing.mean() < 0.98
+        for site in SITES:
+            assert (capped.array(site, shard) == whole.array(site, shard)[passing]).all()
+        assert capped.index(shard) == whole.index(shard).filter(passing)
+    assert capped.statistics()[SITES[0]].rows == len(capped) < len(whole)
+
+
+def test_projections_and_sums_are_those_of_a_plain_loop(lm, documents, tmp_path):
+    matrix = np.random.default_rng(2).standard_normal((5, 16)).astype(np.float32)
+    asked = {"sites": "resid_post[1]", "filters": Filters(no_bos=True)}
+    reference = rows_of(lm, documents[:-1], ["resid_post[1]"], lambda d, p: p > 0)["resid_post[1]"]
+    projected = make(lm, documents, tmp_path, project=Project({"resid_post[1]": matrix}), **asked).open()
+    assert projected.width() == 5
+    rows = np.concatenate(list(projected.blocks()))
+    expected = np.array([reference[place] @ matrix.T for place in places(projected)])
+    np.testing.assert_allclose(rows, expected, atol=1e-5)
+
+    summed = make(lm, documents, tmp_path, project=matrix, sums=True, **asked).open()
+    index = summed.index().to_pydict()
+    assert sorted(index["document"]) == sorted({document for document, _ in reference})
+    assert set(index["position"]) == set(index["token"]) == {None}
+    for document, row in zip(index["document"], np.concatenate(list(summed.blocks())), strict=True):
+        total = np.sum([values for (d, _), values in reference.items() if d == document], axis=0)
+        np.testing.assert_allclose(row, total @ matrix.T, atol=1e-4)
+
+
+def test_long_documents_are_refused_cut_or_split(lm, tmp_path):
+    documents = [list(range(2, 40)), list(range(10, 20))]
+    with pytest.raises(TokensError, match="document 0 has 38 tokens, and a prompt at most 16: give overlong='cut'"):
+        make(lm, documents, tmp_path, context=16)
+    cut = make(lm, documents, tmp_path, context=16, overlong="cut")
+    assert (cut.cut_tokens, cut.rows) == (22, 26)
+    split = make(lm, documents, tmp_path, context=16, overlong="split").open()
+    assert sorted(places(split)) == [(0, p) for p in range(38)] + [(1, p) for p in range(10)]
+    pieces = [documents[0][:16], documents[0][16:32], documents[0][32:], documents[1]]
+    reference = rows_of(lm, pieces, SITES[:1])[SITES[0]]
+    rows = np.concatenate(list(split.blocks(site=SITES[0])))
+    for (document, position), row in zip(places(split), rows, strict=True):
+        piece = (position // 16, position % 16) if document == 0 else (3, position)
+        assert (row == reference[piece]).all()
+
+
+# -- machines, stops, and pressure
+
+
+def test_parts_of_several_machines_are_merged_by_name(lm, documents, tmp_path):
+    alone = make(lm, documents, tmp_path / "alone", parts=2)
+    for machine in (0, 1):
+        part = make(lm, documents, tmp_path / f"machine{machine}", shard=(machine, 2))
+        assert not part.complete
+        assert "shards" in repr(part.open())
+        shutil.copytree(part.folder, tmp_path / "merged", dirs_exist_ok=True)
+        assert Path(part.folder).name == Path(alone.folder).name
+        assert 0 < part.ran < alone.ran
+    merged = Harvested(tmp_path / "merged")
+    assert merged.complete
+    assert not (tmp_path / "merged" / "statistics.json").exists()
+    merged.write_statistics()
+    assert bytes_of(tmp_path / "merged") == bytes_of(Path(alone.folder))
+    assert sorted(places(merged)) == sorted(
+        (d, p) for d, document in enumerate(documents) for p in range(len(document))
+    )
+
+
+class Stopping(FakeEngine):
+    """Fails after so many requests."""
+
+    after = 10**9
+
+    def submit(self, requests):
+        type(self).after -= len(requests)
+        if self.after < 0:
+            raise pc.EngineError("the engine has stopped")
+        return super().submit(requests)
+
+
+@pytest.mark.parametrize("after", [0, 7, 23, 49])
+def test_a_harvest_whose_engine_stops_goes_on(lm, documents, tmp_path, after):
+    whole = make(lm, documents, tmp_path / "whole", filters=Filters(norm_cap=5.0))
+    asked = {"filters": Filters(norm_cap=5.0), "batch_tokens": 20, "checkpoint_bytes": 1}
+    with LM("", Stopping()) as stopping:
+        Stopping.after = after
+        with pytest.raises(pc.EngineError, match="has stopped"):
+            make(stopping, documents, tmp_path / "stopped", **asked)
+        stopped = Harvested(tmp_path / "stopped" / Path(whole.folder).name)
+        assert not stopped.complete
+        with pytest.raises(MissingSource, match="has no shard yet"):
+            stopped.index()
+        Stopping.after = 10**9
+        resumed = make(stopping, documents, tmp_path / "stopped", **asked)
+    assert bytes_of(Path(resumed.folder)) == bytes_of(Path(whole.folder))
+    assert resumed.ran <= whole.ran
+    assert make(lm, documents, tmp_path / "stopped", **asked).ran == 0
+
+
+class Failing(FakeEngine):
+    """Fails the one request whose prompt has a given token."""
+
+    def submit(self, requests):
+        futures = super().submit(requests)
+        for future, request in zip(list(futures), requests, strict=True):
+            if 61 in request.prompt_token_ids:
+                future = type(future)()
+                future.set_exception(pc.RunError("it failed while it ran"))
+                futures[requests.index(request)] = future
+        return futures
+
+
+def test_a_run_that_fails_is_the_harvests_error_and_loses_no_other(documents, tmp_path):
+    wrong = [*documents[:30], [3, 61, 4], *documents[30:]]
+    with LM("", Failing()) as failing, pytest.raises(pc.RunError, match="document 30: it failed while it ran"):
+        make(failing, wrong, tmp_path, checkpoint_bytes=1, batch_tokens=20)
+    with LM("", FakeEngine()) as whole:
+        made = make(whole, wrong, tmp_path)
+    assert made.complete
+    assert made.ran < made.tokens
+
+
+def test_a_part_is_one_processs(lm, documents, tmp_path):
+    made = make(lm, documents, tmp_path)
+    folder = Path(made.folder)
+    shutil.rmtree(folder / "shard-0000-00000")
+    (folder / "part-0000.open").mkdir()
+    held = Ledger(folder / "part-0000.open" / "ledger")
+    with pytest.raises(PatchclampError, match="another process is harvesting into"):
+        make(lm, documents, tmp_path)
+    held.close()
+    assert make(lm, documents, tmp_path).complete
+
+
+def test_rows_are_on_the_disk_before_the_ledger_has_their_documents(lm, documents, tmp_path, monkeypatch):
+    events: list[tuple[str, object]] = []
+
+    def noted(owner, name, what):
+        inner = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda self, *args: (inner(self, *args), events.append(what(self, *args)))[0])
+
+    noted(writer.ShardFile, "sync", lambda file: ("synced", file.path))
+    noted(Ledger, "add", lambda ledger, prompts: ("listed", tuple(prompts)))
+    made = make(lm, documents, tmp_path, batch_tokens=60, checkpoint_bytes=1)
+    files = len(made.open().shards) * len(SITES)
+    listed = [i for i, (what, _) in enumerate(events) if what == "listed"]
+    assert len(listed) > 3
+    for before, at in zip([-1, *listed], listed, strict=False):
+        assert len({path for _, path in events[before + 1 : at]}) == files
+    assert sorted(prompt for what, prompts in events if what == "listed" for prompt in prompts) == list(range(50))
+
+
+def test_half_an_entry_of_a_ledger_is_none(tmp_path):
+    ledger = Ledger(tmp_path / "ledger")
+    ledger.add([3, 1])
+    ledger.close()
+    with open(tmp_path / "ledger", "ab") as file:
+        file.write(b"\x05\x00\x00")
+    again = Ledger(tmp_path / "ledger")
+    assert again.finished.tolist() == [3, 1]
+    again.add([4])
+    again.close()
+    assert np.fromfile(tmp_path / "ledger", "<i8").tolist() == [3, 1, 4]
+
+
+def test_a_slow_disk_holds_back_admission_and_loses_nothing(lm, documents, tmp_path, monkeypatch):
+    """Writers wait until `put` has to; by then each of them has a batch, one is in `put`, and one more is under way."""
+    blocked, submitted = threading.Event(), []
+    write, submit = writer.OpenPart.write, lm.engine.submit
+
+    class Room(threading.BoundedSemaphore().__class__):
+        def acquire(self, blocking=True, timeout=None):
+            if super().acquire(blocking=False):
+                return True
+            if not blocked.is_set():
+                submitted.append(len(submissions))
+                blocked.set()
+            return super().acquire()
+
+    submissions = []
+    monkeypatch.setattr(writer.threading, "BoundedSemaphore", Room)
+    monkeypatch.setattr(lm.engine, "submit", lambda requests: submissions.append(len(requests)) or submit(requests))
+    monkeypatch.setattr(writer.OpenPart, "write", lambda part, batch: blocked.wait(60) and write(part, batch))
+    data = make(lm, documents, tmp_path, batch_tokens=20).open()
+    assert submitted == [writer.WRITERS + 2]
+    assert len(submissions) > 20
+    assert sorted(places(data)) == sorted((d, p) for d, document in enumerate(documents) for p in range(len(document)))
+
+
+def test_a_disk_that_is_too_small_is_told_before_anything_runs(lm, documents, tmp_path, monkeypatch):
+    class Usage:
+        free = 1000
+
+    monkeypatch.setattr(study.shutil, "disk_usage", lambda path: Usage)
+    monkeypatch.setattr(lm.engine, "submit", lambda requests: pytest.fail("something ran"))
+    with pytest.raises(CapacityError, match="GB are to be written to"):
+        make(lm, documents, tmp_path)
+
+
+def test_an_error_of_the_disk_is_raised(lm, documents, tmp_path, monkeypatch):
+    def broken(part, batch):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(writer.OpenPart, "write", broken)
+    with pytest.raises(OSError, match="the disk is gone"):
+        make(lm, documents, tmp_path)
+
+
+# -- what is said
+
+
+@pytest.mark.parametrize(("asked", "kind", "text"), [
+    ({"sites": []}, ProgramError, "sites: there is nothing to keep"),
+    ({"sites": ["resid_pots"]}, UnknownName, "sites[0]: no site 'resid_pots'"),
+    ({"sites": "logits"}, pc.UnsupportedSite, "sites[0]: logits has rows of generated tokens alone"),
+    ({"dtype": "int8"}, UnknownName, "int8"),
+    ({"seed": -1}, ProgramError, "seed: "),
+    ({"parts": 0}, ProgramError, "parts: a whole number from 1 on"),
+    ({"shard": (2, 2)}, ProgramError, "shard: (i, n) with 0 <= i < n"),
+    ({"shard": (0, 3), "parts": 2}, ProgramError, "parts: 3 machines make at least as many parts"),
+    ({"shard_rows": 0}, ProgramError, "shard_rows: "),
+    ({"context": 999}, ProgramError, "context: a prompt may have 1 to 127 tokens here, not 999"),
+    ({"overlong": "drop"}, ProgramError, "overlong: one of refuse, cut, split"),
+    ({"sums": True, "overlong": "split"}, ProgramError, "overlong: the sum over a document"),
+    ({"project": np.ones((3, 4))}, pc.ShapeError, "project: resid_post[1] is 16 wide; its matrix is [3, 4]"),
+    ({"project": {"resid_post[0]": np.ones((3, 16))}}, ProgramError, "project: no matrix for resid_post[1]"),
+    ({"filters": Filters(only_tokens=(63,))}, ProgramError, "filters: no row of"),
+    ({"column": "text"}, ProgramError, "column: only files and data sets have columns"),
+])  # fmt: skip
+def test_errors_say_what_is_wrong(lm, documents, tmp_path, asked, kind, text):
+    with pytest.raises(kind) as error:
+        make(lm, documents, tmp_path, **asked)
+    assert text in str(error.value)
+    assert not any(tmp_path.iterdir())
+
+
+def test_documents_that_are_none_are_refused(lm, tmp_path):
+    for documents, text in [([], "there are no documents"), ([[]], "there are no documents"), ([[2], [64]], "document 1: "),
+                            ([[1.5]], "text or a list of token ids"), (iter([[2]]), "cannot be read again"),
+                            (5, "a list, a file or a data set")]:  # fmt: skip
+        with pytest.raises(ProgramError, match=text):
+            make(lm, documents, tmp_path)
+
+
+@pytest.mark.parametrize(("wrong", "text"), [
+    ({"norm_cap": 0.0}, "filters.norm_cap: a norm above 0 is needed, not 0.0"),
+    ({"norm_times_median": float("nan")}, "filters.norm_times_median: a norm above 0"),
+    ({"positions": (4, None)}, "filters.positions: windows are pairs of first and end, such as ((4, None),), not (4, None)"),
+    ({"positions": ((0.5, None),)}, "filters.positions: 'float' object"), ({"not_tokens": ("x",)}, "filters.not_tokens: 'str'"),
+    ({"only_tokens": 5}, "filters.only_tokens: 'int' object is not iterable"),
+])  # fmt: skip
+def test_filters_that_are_none_are_refused(wrong, text):
+    with pytest.raises(ProgramError) as error:
+        Filters(**wrong)
+    assert text in str(error.value)
+
+
+def test_filters_take_numpys_numbers():
+    ids = np.arange(3)
+    filters = Filters(only_tokens=ids, positions=[[ids[1], None]], norm_cap=np.float32(2))
+    assert filters == Filters(only_tokens=(0, 1, 2), positions=((1, None),), norm_cap=2.0)
+    assert type(filters.only_tokens[0]) is type(filters.positions[0][0]) is int
+
+
+def test_the_result_is_saved_and_loaded(lm, documents, tmp_path):
+    made = make(lm, documents, tmp_path)
+    loaded = Harvest.load(made.save(tmp_path / "result"))
+    assert loaded.provenance.seeds == (0,)
+    assert loaded.open().sites == SITES
+    assert loaded.tokens == loaded.ran == sum(map(len, documents))
+    for folder in (tmp_path, tmp_path / "nothing"):
+        with pytest.raises(ProgramError, match="has no harvest"):
+            Harvested(folder)
+
+
+@given(st.lists(st.floats(width=32), min_size=1, max_size=8))
+def test_bfloat16_is_rounded_as_torch_does(values):
+    torch = pytest.importorskip("torch")
+    rows = np.array(values, np.float32)
+    ours, theirs = as_float32(to_bfloat16(rows), "bfloat16"), torch.from_numpy(rows).bfloat16().float().numpy()
+    np.testing.assert_array_equal(ours, theirs)
