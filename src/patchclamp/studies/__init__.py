@@ -1,9 +1,16 @@
 """ASK: questions made of many runs. One function to one frozen result; they know an `LM`, never vLLM."""
 
+from patchclamp.studies.ablation_sweep import ablation_sweep
+from patchclamp.studies.causal_trace import causal_trace
 from patchclamp.studies.parity import parity
 from patchclamp.studies.parity_result import Parity
 from patchclamp.studies.patch_sweep import patch_sweep
+from patchclamp.studies.path_patch import path_patch
 from patchclamp.studies.recipes import Recipes, compare_recipes
-from patchclamp.studies.sweep_result import Cell, Column, PatchSweep
+from patchclamp.studies.sources import Banked, MeanOf, Resampled, Zeros
+from patchclamp.studies.sweep_result import AblationSweep, CausalTrace, Cell, Column, PatchSweep, PathPatch
 
-__all__ = ["Cell", "Column", "Parity", "PatchSweep", "Recipes", "compare_recipes", "parity", "patch_sweep"]
+__all__ = [
+    "AblationSweep", "Banked", "CausalTrace", "Cell", "Column", "MeanOf", "Parity", "PatchSweep", "PathPatch", "Recipes",
+    "Resampled", "Zeros", "ablation_sweep", "causal_trace", "compare_recipes", "parity", "patch_sweep", "path_patch",
+]  # fmt: skip
