@@ -1,7 +1,7 @@
 """The cells of a study: many graded runs, submitted in batches, with reruns of the unpatched prompt among them.
 
-Every study that fills a grid goes through here: it says what to run (`Trial`), and gets numbers. Here are the batches of
-which two are under way, the reruns that measure the noise floor, the progress bar, and the journal from which an
+Every study that fills a grid goes through here: it says what to run (`Trial`), and gets numbers. Here are the batches
+of which two are under way, the reruns that measure the noise floor, the progress bar, and the journal from which an
 interrupted study goes on.
 """
 

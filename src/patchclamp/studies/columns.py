@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from patchclamp.errors import PatchclampError, ProgramError, TokensError
 from patchclamp.language.tokens import Positions, Tokens, parse_tokens
@@ -72,7 +71,9 @@ Make = Callable[[str, tuple[int, ...], str], Column]
 """A column of a label and positions of the patched prompt; the text is the path of the selection."""
 
 
-def columns_of(lm: LM, words: Words, all_positions: Sequence[int], positions: Any, number: int, make: Make) -> list[Column]:
+def columns_of(
+    lm: LM, words: Words, all_positions: Sequence[int], positions: Any, number: int, make: Make
+) -> list[Column]:
     """The columns of prompt pair `number`: one for each selection of `positions`, or for each position there is.
 
     positions: selections of the patched prompt; a mapping says their labels, and of several pairs a selection in it may
@@ -102,8 +103,8 @@ def _selections(positions: Any, number: int) -> list[tuple[str | None, Any, str]
                 selection = selection[number]
             chosen.append((str(label), selection, path))
         return chosen
-    one = isinstance(positions, (str, int, np.integer, slice)) or hasattr(positions, "select")
-    return [(None, selection, f"positions[{i}]") for i, selection in enumerate([positions] if one else positions)]
+    several: Sequence[Any] = list(positions) if isinstance(positions, (list, tuple)) else [positions]
+    return [(None, selection, f"positions[{i}]") for i, selection in enumerate(several)]
 
 
 def _selection(text: Any) -> Tokens:

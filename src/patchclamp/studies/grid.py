@@ -1,7 +1,7 @@
 """Filling a grid: cells of several unpatched runs, patched one at a time, with the mean over the runs and its spread.
 
-Every sweep gives its unpatched runs (`Unit`) and the places that are patched in them (`Place`). What is written there is
-the units' writers' business (`sources`), how it is run that of `cells`.
+Every sweep gives its unpatched runs (`Unit`) and the places that are patched in them (`Place`). What is written there
+is the units' writers' business (`sources`), how it is run that of `cells`.
 """
 
 from __future__ import annotations
@@ -150,7 +150,9 @@ def carrying(
 ) -> Iterator[Cells]:
     """`Cells` with a progress bar and, if the study is to be resumed from a file, its journal. `question` is all that
     decides the values, as plain data."""
-    journal = None if resume is None else Journal(resume, hash_of({**question, "made": msgspec.to_builtins(provenance(lm))}))
+    journal = (
+        None if resume is None else Journal(resume, hash_of({**question, "made": msgspec.to_builtins(provenance(lm))}))
+    )
     try:
         with progress(what, total, show) as advance:
             yield Cells(lm, batch, journal, advance)
@@ -172,6 +174,21 @@ def with_values(sweep: Any, filled: Filled, bases: Sequence[float], seed: int) -
             changed[name] = np.full(run.shape, np.nan)
             changed[name][run] = cells
     return msgspec.structs.replace(sweep, **changed)
+
+
+def teller(
+    listener: Listener, rows: Sequence[Row], columns: Sequence[Column]
+) -> Callable[[list[int], np.ndarray], None]:
+    """Tells a listener of places by their number, row by row."""
+
+    def tell(which: list[int], values: np.ndarray) -> None:
+        places = [(rows[i // len(columns)], columns[i % len(columns)]) for i in which]
+        listener.cells([
+            Cell(row.site, row.layer, column, value, row.index)
+            for (row, column), value in zip(places, values.tolist(), strict=True)
+        ])  # fmt: skip
+
+    return tell
 
 
 def check_seed(seed: Any) -> int:

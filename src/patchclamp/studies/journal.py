@@ -1,10 +1,10 @@
 """The journal of a study: values are appended as they are computed, so that an interrupted study goes on from there.
 
-One file. Its first line is JSON: `{"patchclamp": "journal", "format": 1, "made_by": HASH}`, where the hash is of all that
-decides the values. Frames follow: how many values (uint32), the values (float64 each), and the CRC-32 of both (uint32),
-little-endian. A frame is what one batch of runs gave, and it is on the disk before the next is written. An end that is
-torn (a process was killed while it wrote) is cut off when the file is opened, so a study that goes on computes the same
-batches and ends with the same bytes as one that was never interrupted.
+One file. Its first line is JSON: `{"patchclamp": "journal", "format": 1, "made_by": HASH}`, where the hash is of all
+that decides the values. Frames follow: how many values (uint32), the values (float64 each), and the CRC-32 of both
+(uint32), little-endian. A frame is what one batch of runs gave, and it is on the disk before the next is written. An
+end that is torn (a process was killed while it wrote) is cut off when the file is opened, so a study that goes on
+computes the same batches and ends with the same bytes as one that was never interrupted.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def _check(head: bytes, made_by: str, path: Path) -> None:
         raise ProgramError(f"{path} is no journal of a study that this version can read", "resume")
     if found.get("made_by") != made_by:
         raise ProgramError(
-            f"{path} was made by another study: another model, engine, version, prompt or option. Give another file, or "
-            "delete this one",
+            f"{path} was made by another study: another model, engine, version, prompt or option. Give another file, "
+            "or delete this one",
             "resume",
         )
 

@@ -5,8 +5,8 @@
     logit_diff  log p(answer) − log p(foil); of one token each, logit(answer) − logit(foil)
     recovered   (logit_diff − corrupt) / (clean − corrupt): 0 is the corrupt run, 1 the clean one
 
-log p of an answer of n tokens is the sum of log p(answer[i] | prompt + answer[:i]): n runs, whose edits name the prompt's
-positions and so act alike in each. A run grades every token that is asked of its prompt.
+log p of an answer of n tokens is the sum of log p(answer[i] | prompt + answer[:i]): n runs, whose edits name the
+prompt's positions and so act alike in each. A run grades every token that is asked of its prompt.
 
 Source: logit difference and its normalisation, Wang et al. 2022 (arXiv:2211.00593), section 3; probability, Meng et al.
 2022 (arXiv:2202.05262), section 2; on the choice of metric, Zhang and Nanda 2023 (arXiv:2309.16042).
@@ -89,8 +89,8 @@ def grade(metric: str, answer: Sequence[int], foil: Sequence[int] | None) -> Gra
 def answer_tokens(lm: LM, answer: Any, path: str) -> tuple[int, ...]:
     """The token ids of an answer: of a text, of one id, or of several.
 
-    Raises: `TokensError` for a text that has no tokens, or that is several where it would be one with a space before it;
-    `ProgramError` for what is none of these.
+    Raises: `TokensError` for a text that has no tokens, or that is several where it would be one with a space before
+    it; `ProgramError` for what is none of these.
     """
     if is_token_id(answer):
         return (int(answer),)
@@ -103,8 +103,8 @@ def answer_tokens(lm: LM, answer: Any, path: str) -> tuple[int, ...]:
         raise TokensError(f"{answer!r} has no tokens", path)
     if len(ids) > 1 and not answer.startswith(" ") and len(lm.tokenizer.bare(" " + answer)) == 1:
         raise TokensError(
-            f"{answer!r} is {len(ids)} tokens ({lm.tokenizer.token_strings(ids)}), and {' ' + answer!r} is one; did you "
-            "mean that? If not, give the token ids",
+            f"{answer!r} is {len(ids)} tokens ({lm.tokenizer.token_strings(ids)}), and {' ' + answer!r} is one; did "
+            "you mean that? If not, give the token ids",
             path,
         )
     return tuple(ids)

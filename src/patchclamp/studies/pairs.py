@@ -55,10 +55,10 @@ def pairs_of(
     """Every pair. Raises what is wrong with one, with its number where there are several."""
     cleans, corrupts = (list(of) if listed(of) else [of] for of in (clean, corrupt))
     if len(cleans) != len(corrupts) or not cleans:
-        raise ProgramError(f"{len(cleans)} clean prompts and {len(corrupts)} corrupt ones: they come in pairs", "corrupt")
-    graded = graded_of(
-        lm, one_each(answer, len(cleans), "answer"), one_each(foil, len(cleans), "foil"), metric
-    )
+        raise ProgramError(
+            f"{len(cleans)} clean prompts and {len(corrupts)} corrupt ones: they come in pairs", "corrupt"
+        )
+    graded = graded_of(lm, one_each(answer, len(cleans), "answer"), one_each(foil, len(cleans), "foil"), metric)
     asked = []
     for i, (one, other) in enumerate(zip(cleans, corrupts, strict=True)):
         where = f"[{i}]" if len(cleans) > 1 else ""
@@ -81,8 +81,8 @@ def _asked(lm: LM, clean: Words, corrupt: Words, graded: Graded, positions: Any,
         alone = [p for p in chosen if p not in partner]
         if alone:
             raise TokensError(
-                f"{list(chosen)}: position {alone[0]} ({words.tokens[alone[0]]!r}) has no partner in the {other} prompt; "
-                f"aligned are {sorted(partner)}",
+                f"{list(chosen)}: position {alone[0]} ({words.tokens[alone[0]]!r}) has no partner in the {other} "
+                f"prompt; aligned are {sorted(partner)}",
                 path,
             )
         partners = tuple(partner[p] for p in chosen)
@@ -94,12 +94,12 @@ def _asked(lm: LM, clean: Words, corrupt: Words, graded: Graded, positions: Any,
 
 def pair_of(lm: LM, asked: Asked, clean: float, corrupt: float | None) -> Pair:
     """A pair of a result, with the metric of both prompts."""
-    skipped = [
-        (side, position, words.tokens[position])
-        for side, words, alone in (("clean", asked.clean, asked.alignment.clean_only),
-                                   ("corrupt", asked.corrupt, asked.alignment.corrupt_only))
-        for position in alone
-    ]  # fmt: skip
+    alone: dict[Side, tuple[int, ...]] = {
+        "clean": asked.alignment.clean_only,
+        "corrupt": asked.alignment.corrupt_only,
+    }
+    alone: dict[Side, tuple[int, ...]] = {"clean": asked.alignment.clean_only, "corrupt": asked.alignment.corrupt_only}
+    skipped = [(side, p, asked.side(side).tokens[p]) for side, positions in alone.items() for p in positions]
     return Pair(
         clean_prompt=asked.clean.text, corrupt_prompt=asked.corrupt.text, clean_tokens=asked.clean.tokens,
         corrupt_tokens=asked.corrupt.tokens, answer=text_of(lm, asked.graded.answer) or "",

@@ -20,7 +20,6 @@ import msgspec
 import numpy as np
 
 from patchclamp.errors import ProgramError, UnsupportedSite, unknown
-from patchclamp.language import Site, Vector
 from patchclamp.language.ops import as_row
 from patchclamp.lm import LM
 from patchclamp.studies.cells import Trial, planned
@@ -57,7 +56,7 @@ def patch_sweep(
     corrupt: Any,
     answer: Any,
     foil: Any = None,
-    sites: Any = (Site("resid_pre"),),
+    sites: Any = ("resid_pre",),
     layers: Any = None,
     positions: Any = None,
     metric: str = "logit_diff",
@@ -98,7 +97,8 @@ def patch_sweep(
     resume: a file to which values are appended as they are computed, and from which an interrupted sweep of the same
         arguments goes on
 
-    Raises: `TokensError` for prompts that cannot be aligned, `ProgramError` for a wrong argument, and the error of any run.
+    Raises: `TokensError` for prompts that cannot be aligned, `ProgramError` for a wrong argument, and the error of any
+        run.
     """
     asked = _read(lm, clean, corrupt, answer, foil, metric, positions, direction)
     rows = rows_of(lm, sites, layers, group, window)
@@ -142,8 +142,10 @@ class _Plan:
         """Some rows of one panel and some columns, patched together."""
         row = self.rows[r[0]]
         if len(r) > 1:
-            layers = sorted({layer for i in r for layer in self.rows[i].layers or (self.rows[i].layer,)})
-            row = msgspec.structs.replace(row, layers=tuple(layers))
+            layers = {at.layers for i in r for at in self.rows[i].sites}
+            row = msgspec.structs.replace(
+                row, layers=tuple(sorted(layer for layer in layers if isinstance(layer, int)))
+            )
         columns = [_joined([pair.columns[i] for i in p]) for pair in self.asked]
         return Place(row, columns)
 
@@ -151,7 +153,7 @@ class _Plan:
         return {
             "study": "patch_sweep", "pairs": question_of(self.asked), "rows": msgspec.to_builtins(self.rows),
             "direction": self.direction, "source": question_of_source(self.lm, self.source),
-            "alpha": self.mixing.alpha, "mask": self.mixing.mask and self.mixing.mask.content, "zoom": zoom,
+            "alpha": self.mixing.alpha, "mask": msgspec.to_builtins(self.mixing.mask), "zoom": zoom,
         }  # fmt: skip
 
     def groups(self) -> Iterator[list[int]]:

@@ -11,8 +11,6 @@ from typing import Any, Self
 
 import msgspec
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from patchclamp.errors import ProgramError
 from patchclamp.lm import LM
@@ -51,6 +49,8 @@ class StudyResult(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
     def save(self, path: str | Path) -> Path:
         """Writes the result into one file."""
+        from safetensors.numpy import save_file
+
         tensors: dict[str, np.ndarray] = {}
 
         def store(value: Any) -> dict[str, str]:
@@ -71,6 +71,8 @@ class StudyResult(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
         Raises: `ProgramError` if the file is no result of this study, or is broken.
         """
+        from safetensors import SafetensorError, safe_open
+
         try:
             with safe_open(path, "numpy") as file:
                 metadata = file.metadata() or {}

@@ -1,5 +1,5 @@
-"""What a cell is patched with: a row of another run, zeros, a vector of the bank, a mean over prompts, or a row of a prompt
-drawn at random.
+"""What a cell is patched with: a row of another run, zeros, a vector of the bank, a mean over prompts, or a row of a
+prompt drawn at random.
 
     D width of what is patched · T positions of a prompt
 """
@@ -69,7 +69,8 @@ def as_source(source: Any) -> Source:
     if isinstance(source, str) and source.startswith("bank:"):
         return Banked(check_name(source.removeprefix("bank:")))
     raise ProgramError(
-        f"a source is 'zeros', 'bank:NAME', studies.MeanOf(prompts) or studies.Resampled(prompts), not {source!r}", "source"
+        f"a source is 'zeros', 'bank:NAME', studies.MeanOf(prompts) or studies.Resampled(prompts), not {source!r}",
+        "source",
     )
 
 
@@ -98,7 +99,8 @@ class Writer(Protocol):
     draws: int
 
     def edits(self, row: Row, read: tuple[int, ...], write: tuple[int, ...], number: int) -> list[list[Op]]:
-        """The edits of a cell, for each of its draws: positions `write` get what is at `read`. `number` counts cells."""
+        """The edits of a cell, for each of its draws: positions `write` get what is at `read`. `number` counts
+        cells."""
         ...
 
 
@@ -106,7 +108,7 @@ class Mixing(msgspec.Struct, frozen=True):
     """How much of the new value is mixed in, and in which columns: `Replace`'s alpha and mask."""
 
     alpha: float = 1.0
-    mask: Vector | None = None
+    mask: Vector | Named | None = None
 
     def replace(self, value: Any, at: Site, write: tuple[int, ...]) -> Replace:
         return Replace(value, at=at, tokens=every[write], alpha=self.alpha, mask=self.mask)
@@ -135,9 +137,7 @@ class FromZeros:
     def edits(self, row: Row, read: tuple[int, ...], write: tuple[int, ...], number: int) -> list[list[Op]]:
         if self._mixing == Mixing():
             return [[Zero(at, every[write]) for at in row.sites]]
-        return [
-            [self._mixing.replace(np.zeros(width_of(self._lm, at), np.float32), at, write) for at in row.sites]
-        ]
+        return [[self._mixing.replace(np.zeros(width_of(self._lm, at), np.float32), at, write) for at in row.sites]]
 
 
 class FromBank:
@@ -164,14 +164,14 @@ class FromMean:
 
     def __init__(self, means: dict[str, np.ndarray], by_position: bool, mixing: Mixing) -> None:
         self._by_position, self._mixing = by_position, mixing
-        self._means = {site: rows if by_position else Vector.of(rows) for site, rows in means.items()}
+        self._means = means
 
     def edits(self, row: Row, read: tuple[int, ...], write: tuple[int, ...], number: int) -> list[list[Op]]:
         return [[self._mixing.replace(self._value(str(at), write), at, write) for at in row.sites]]
 
-    def _value(self, at: str, write: tuple[int, ...]) -> Any:
+    def _value(self, at: str, write: tuple[int, ...]) -> Vector:
         mean = self._means[at]
-        return mean[list(write)] if self._by_position else mean
+        return Vector.of(mean[list(write)] if self._by_position else mean)
 
 
 class FromDrawn:
@@ -245,7 +245,11 @@ def _check_lengths(lengths: Sequence[int], length: int | None) -> None:
 
 
 def _means(
-    lm: LM, prompts: Sequence[Sequence[int]], sites: Sequence[Site], chosen: list[tuple[int, ...]] | None, by_position: bool
+    lm: LM,
+    prompts: Sequence[Sequence[int]],
+    sites: Sequence[Site],
+    chosen: list[tuple[int, ...]] | None,
+    by_position: bool,
 ) -> dict[str, np.ndarray]:
     """The mean at every site, over prompts and their chosen positions [D], or over prompts [T, D]; in fp64."""
     totals: dict[str, Any] = {}

@@ -1,6 +1,6 @@
 """How far the mean of several prompt pairs can be trusted: a confidence interval, and a test that it is not 0.
 
-    N pairs · C cells
+N pairs · C cells
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ _AT_ONCE = 1 << 22  # numbers of one matrix
 
 
 class Spread(NamedTuple):
-    """Of each cell [C]: the ends of the 95 % interval of its mean, and the p-value of its effect, alone and as one of all
-    cells."""
+    """Of each cell [C]: the ends of the 95 % interval of its mean, and the p-value of its effect, alone and as one of
+    all cells."""
 
     low: np.ndarray
     high: np.ndarray
@@ -29,9 +29,9 @@ def spread(values_NC: np.ndarray, base_N: np.ndarray, seed: int) -> Spread:
     """Interval and p-values of the mean over pairs.
 
     values_NC: of each pair; base_N: of its unpatched run, over which effects are measured
-    The interval is the percentile bootstrap's over pairs. The test flips the signs of pairs' effects: were there none, an
-    effect and its opposite would be alike likely. `p_family` compares with the largest statistic of all cells, so it holds
-    for all of them together.
+    The interval is the percentile bootstrap's over pairs. The test flips the signs of pairs' effects: were there none,
+    an effect and its opposite would be alike likely. `p_family` compares with the largest statistic of all cells, so
+    it holds for all of them together.
 
     Source: Efron and Tibshirani 1993, An Introduction to the Bootstrap, 13.3; sign flips with the largest statistic,
     Nichols and Holmes 2002 (Human Brain Mapping 15), and Westfall and Young 1993.

@@ -47,8 +47,8 @@ class Cell(msgspec.Struct, frozen=True):
 class Pair(msgspec.Struct, frozen=True):
     """Two prompts, what is graded, and the metric of both unpatched.
 
-    alignment: which clean position is which corrupt one; skipped: (side, position, token) without a partner; columns: the
-    grid's columns in these prompts. Of a study of one prompt the corrupt side is empty.
+    alignment: which clean position is which corrupt one; skipped: (side, position, token) without a partner; columns:
+    the grid's columns in these prompts. Of a study of one prompt the corrupt side is empty.
     """
 
     clean_prompt: str
@@ -198,8 +198,8 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
         return Cell(row.site, row.layer, self.columns[p], float(self.values[r, p]), row.index)
 
     def best(self, count: int = 5) -> list[Cell]:
-        """The cells that moved the metric furthest from the baseline towards the other prompt's, best first; where there
-        is no other prompt, those that moved it furthest."""
+        """The cells that moved the metric furthest from the baseline towards the other prompt's, best first; where
+        there is no other prompt, those that moved it furthest."""
         if self.goal is None:
             return sorted(self.cells(), key=lambda cell: -abs(cell.value - self.baseline))[:count]
         towards = 1.0 if self.goal >= self.baseline else -1.0

@@ -1,12 +1,13 @@
 """From coarse to fine: blocks of layers and positions are patched at once, and the best are cut into smaller ones.
 
 A block's value is not the sum of its cells': what is patched in one layer is overwritten by the next one's patch, and
-opposite effects cancel out.  So a zoom finds strong cells with a tenth of the runs, and proves of no other cell that it is
-weak.
+opposite effects cancel out.  So a zoom finds strong cells with a tenth of the runs, and proves of no other cell that
+it is weak.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -47,11 +48,7 @@ class Zoom:
 
     def parts(self, span: _Span) -> list[_Span]:
         """A block cut in half both ways."""
-        return [
-            _Span(tuple(rows), tuple(columns))
-            for rows in _halves(span.rows)
-            for columns in _halves(span.columns)
-        ]
+        return [_Span(tuple(rows), tuple(columns)) for rows in _halves(span.rows) for columns in _halves(span.columns)]
 
     @property
     def most_single(self) -> int:
@@ -110,7 +107,7 @@ def _cut(items: Sequence[int], size: int) -> list[Sequence[int]]:
     """Even parts of `size` items at most."""
     count = -(-len(items) // size)
     ends = [round(i * len(items) / count) for i in range(count + 1)]
-    return [items[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+    return [items[a:b] for a, b in itertools.pairwise(ends)]
 
 
 def _halves(items: Sequence[int]) -> list[Sequence[int]]:
