@@ -14,7 +14,6 @@ import pytest
 from typer.testing import CliRunner
 
 pytest.importorskip("matplotlib")
-pytest.importorskip("plotly")
 
 import patchclamp as pc
 from patchclamp import proving

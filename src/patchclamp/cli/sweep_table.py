@@ -60,7 +60,7 @@ def show_pictures(console: Console, heatmap: Heatmap, png: Path | None, html: Pa
 
 
 def _prompt(strip: Strip) -> Text:
-    line = Text(f"{strip.side:8}", style=f"bold {_COLOURS[strip.side]}")
+    line = Text(f"{strip.title:8}", style=f"bold {_COLOURS[strip.side]}")
     for token, mark in zip(strip.tokens, strip.marks, strict=True):
         line.append(words.plain(token), style="not bold default" if mark == "same" else "underline")
     return line

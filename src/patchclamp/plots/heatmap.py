@@ -66,6 +66,12 @@ class Strip(msgspec.Struct, frozen=True):
     side: Side
     tokens: tuple[str, ...]
     marks: tuple[Mark, ...]
+    name: str = ""
+
+    @property
+    def title(self) -> str:
+        """What it is called: its side, unless it has a name."""
+        return self.name or self.side
 
     @property
     def skipped(self) -> list[tuple[int, str]]:

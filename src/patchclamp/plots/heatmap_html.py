@@ -94,9 +94,8 @@ def _data(heatmap: Heatmap) -> dict[str, Any]:
             "pale": PALE,
         },
         "axis": heatmap.axis,
-        "noise_floor": heatmap.noise_floor,
         "columns": [_column(column) for column in heatmap.columns],
-        "panels": [_panel(panel) for panel in heatmap.panels],
+        "panels": [_panel(heatmap, panel) for panel in heatmap.panels],
         "best": {"panel": best[0].panel, "row": best[0].row, "column": best[0].column} if best else None,
     }
 
@@ -119,13 +118,14 @@ def _positions(column: Column) -> str:
     )
 
 
-def _panel(panel: Panel) -> dict[str, Any]:
+def _panel(heatmap: Heatmap, panel: Panel) -> dict[str, Any]:
     return {
         "site": panel.name,
         "rows": panel.rows,
         "names": [panel.row_name(row) for row in range(len(panel.rows))],
         "part_of": None if panel.part_of is None else [panel.part_of[0], words.visible(panel.part_of[1])],
         "values": _numbers(panel.values),
+        "faint": [np.flatnonzero(row).tolist() for row in heatmap.faint(panel.values)],
         "coarse": None if panel.coarse is None else _numbers(panel.coarse),
         "details": [[name, _numbers(of, 4)] for name, of in panel.details],
     }
@@ -185,7 +185,7 @@ def _prompt(strip: Strip) -> str:
         f'<span class="token {mark}" id="{side}-{position}">{escape(words.visible(token))}<sub>{position}</sub></span>'
         for position, (token, mark) in enumerate(zip(strip.tokens, strip.marks, strict=True))
     )
-    return f'<div class="prompt {side}"><b>{side}</b><div class="tokens">{chips}</div></div>'
+    return f'<div class="prompt {side}"><b>{escape(strip.title)}</b><div class="tokens">{chips}</div></div>'
 
 
 def _legend(heatmap: Heatmap) -> str:

@@ -33,11 +33,9 @@
     if (way !== 0) more.push(`of the way to ${heatmap.goal.name}: ${minus((100 * effect / way).toFixed(1))} %`);
     for (const [name, numbers] of panel.details)
       if (numbers[row][column] !== null) more.push(`${name}: ${number(numbers[row][column])}`);
-    if (faint(value)) more.push("not above the noise floor");
+    if (panel.faint[row].includes(column)) more.push("not above the noise floor");
     return [...head, ...more];
   }
-
-  const faint = (value) => Math.abs(value - heatmap.baseline) <= heatmap.noise_floor;
 
   // Sizes in CSS pixels. Row 0 is at the bottom.
   function measure(panel, width, pen) {
@@ -60,7 +58,7 @@
       pen.fillRect(x, y, size.across - gap, size.down - gap);
       pen.globalAlpha = 1;
       if (shown === null) mark(pen, "×", x + size.across / 2, y + size.down / 2, Math.min(size.down, 11));
-      else if (value !== null && faint(value)) dot(pen, x + size.across / 2, y + size.down / 2, Math.min(size.across, size.down));
+      else if (panel.faint[row].includes(column)) dot(pen, x + size.across / 2, y + size.down / 2, Math.min(size.across, size.down));
     }));
   }
 

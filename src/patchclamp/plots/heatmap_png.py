@@ -96,28 +96,36 @@ def _header(sheet: Sheet, plan: Layout) -> float:
 
 
 def _key(sheet: Sheet, y: float, plan: Layout, heatmap: Heatmap, colours: _Colours) -> None:
-    """The colour bar with both baselines on it, and beside it the meaning of outline and hatching."""
+    """The colour bar with the baselines on it, and beside it what outline, hatching, paleness and dots mean: the first
+    note above, the others beside each other."""
     from matplotlib.patches import Rectangle
 
     _bar(sheet.axes(MARGIN + 0.1, y + 0.2, layout.BAR_WIDTH, layout.BAR_HEIGHT), heatmap, colours)
-    notes: list[tuple[str, dict[str, Any]]] = []
+    ruler, x = Ruler(), MARGIN + layout.BESIDE_BAR
+    for i, (text, look) in enumerate(_notes(plan, heatmap, colours)):
+        base = y + (0.32 if i == 0 else 0.54)
+        if look is None:
+            _dot(sheet, x + 0.08, base - 0.055)
+        else:
+            corner = (x / sheet.width, 1 - base / sheet.height)
+            sheet.figure.add_artist(Rectangle(corner, 0.16 / sheet.width, 0.11 / sheet.height, **look))
+        sheet.text(x + layout.BOX, base, text, LABEL)
+        x += layout.BOX + ruler.width(text, LABEL) + 0.2 if i > 0 else 0.0
+
+
+def _notes(plan: Layout, heatmap: Heatmap, colours: _Colours) -> list[tuple[str, dict[str, Any] | None]]:
+    """Texts, and how a box beside each looks; None for a dot."""
+    notes: list[tuple[str, dict[str, Any] | None]] = []
     if plan.key:
         notes.append((plan.key, {"facecolor": "white", "edgecolor": "black", "linewidth": 1.8}))
     if any(np.isnan(panel.values).any() and panel.coarse is None for panel in plan.panels):
         notes.append(("not run", _hatching() | {"linewidth": 0.5}))
     if any(panel.coarse is not None for panel in plan.panels):
-        notes.append(("paler: patched together with its block", {"facecolor": colours.map(0.85), "alpha": PALE}))
+        notes.append(("paler: its whole block", {"facecolor": colours.map(0.85), "alpha": PALE}))
     if any(heatmap.faint(panel.values).any() for panel in plan.panels):
-        how = "grey" if _numbered(plan) else "dot"
-        notes.append((f"{how}: effect not above the noise floor", {"facecolor": "none", "edgecolor": "none"}))
-    x = MARGIN + layout.BESIDE_BAR
-    for i, (text, look) in enumerate(notes):
-        base = y + 0.32 + i * 0.22
-        corner = (x / sheet.width, 1 - base / sheet.height)
-        sheet.figure.add_artist(Rectangle(corner, 0.16 / sheet.width, 0.11 / sheet.height, **look))
-        if text.startswith("dot"):
-            _dot(sheet, x + 0.08, base - 0.055)
-        sheet.text(x + layout.BOX, base, text, LABEL)
+        grey = {"facecolor": FAINT, "linewidth": 0}
+        notes.append(("not above the noise floor", grey if _numbered(plan) else None))
+    return notes
 
 
 def _dot(sheet: Sheet, x: float, y: float) -> None:
@@ -153,10 +161,12 @@ def _bar(axes: Axes, heatmap: Heatmap, colours: _Colours) -> None:
 
 def _baselines(axes: Axes, heatmap: Heatmap, reach: Scale) -> None:
     """The unpatched runs on the colour bar; where they lie close together their names keep apart."""
-    goal = heatmap.goal if heatmap.goal is not None and reach.low <= heatmap.goal.value <= reach.high else None
+    goal = heatmap.goal
+    if goal is not None and abs(heatmap.effect(goal.value)) > reach.half * (1 + 1e-9):
+        goal = None  # beyond the bar
     close = goal is not None and abs(heatmap.effect(goal.value)) < 0.7 * reach.half
     sides = ("left", "right") if heatmap.towards < 0 else ("right", "left")
-    at_left = goal is not None and goal.value <= reach.low
+    at_left = goal is not None and goal.value < reach.centre - 0.7 * reach.half
     for anchor, side in ((heatmap.baseline, sides[0]), (goal, sides[1])):
         if anchor is None:
             continue

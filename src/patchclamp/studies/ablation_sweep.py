@@ -138,7 +138,7 @@ def _pair(lm: LM, words: Words, graded: Graded, base: float, columns: tuple[Colu
     return Pair(
         clean_prompt=words.text, corrupt_prompt="", clean_tokens=words.tokens, corrupt_tokens=(),
         answer=text_of(lm, graded.answer) or "", foil=text_of(lm, graded.foil), clean=base, corrupt=None,
-        columns=columns,
+        columns=columns, answer_ids=graded.answer, foil_ids=graded.foil,
     )  # fmt: skip
 
 

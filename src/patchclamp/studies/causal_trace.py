@@ -197,6 +197,7 @@ def _begun(
             clean_prompt=text, corrupt_prompt=text, clean_tokens=tokens, corrupt_tokens=tokens,
             answer=text_of(lm, of.graded.answer) or "", foil=text_of(lm, of.graded.foil), clean=clean,
             corrupt=float(np.mean(noised)), columns=of.columns, alignment=tuple((p, p) for p in range(len(tokens))),
+            answer_ids=of.graded.answer, foil_ids=of.graded.foil,
         ))  # fmt: skip
         bases += noised
         scales.append((offset, factor))

@@ -35,7 +35,8 @@ class Listener(Protocol):
     """Hears of a sweep as it goes, on threads of the sweep's. What it raises stops the sweep."""
 
     def begin(self, sweep: Any, cells: int) -> None:
-        """The sweep begins: its result so far, whose values are NaN, and how many cells there will be."""
+        """The sweep begins: its result so far, whose values are NaN, and how many cells there will be; of a
+        zoom, at most."""
         ...
 
     def cells(self, cells: list[Cell]) -> None:

@@ -104,7 +104,8 @@ def pair_of(lm: LM, asked: Asked, clean: float, corrupt: float | None) -> Pair:
         clean_prompt=asked.clean.text, corrupt_prompt=asked.corrupt.text, clean_tokens=asked.clean.tokens,
         corrupt_tokens=asked.corrupt.tokens, answer=text_of(lm, asked.graded.answer) or "",
         foil=text_of(lm, asked.graded.foil), clean=clean, corrupt=corrupt, columns=asked.columns,
-        alignment=asked.alignment.pairs, skipped=tuple(skipped),
+        alignment=asked.alignment.pairs, skipped=tuple(skipped), answer_ids=asked.graded.answer,
+        foil_ids=asked.graded.foil,
     )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ from patchclamp.language.tokens import Positions, every
 from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.studies.cells import Cells, Round, Trial, planned
-from patchclamp.studies.columns import Column
+from patchclamp.studies.columns import Column, listed, words_of
 from patchclamp.studies.grid import Filled, Finished, Listener, carrying, graded_values, teller, with_values
 from patchclamp.studies.pairs import Asked, pair_of, pairs_of, question_of
 from patchclamp.studies.result import provenance
@@ -100,9 +100,9 @@ def path_patch(
     if direction not in ("denoising", "noising"):
         raise unknown("direction", direction, ("denoising", "noising"), "direction")
     written: Side = "corrupt" if direction == "denoising" else "clean"
-    pairs = pairs_of(lm, clean, corrupt, answer, foil, metric, _at(positions), written)
-    if len(pairs) > 1 or len(pairs[0].clean.ids) != len(pairs[0].corrupt.ids):
+    if listed(clean) or listed(corrupt) or not _alike_long(lm, clean, corrupt):
         raise ProgramError("paths are patched in one pair of prompts of one length", "corrupt")
+    pairs = pairs_of(lm, clean, corrupt, answer, foil, metric, _at(positions), written)
     rows = _senders(lm, senders, layers, group)
     paths = _Paths(lm, pairs[0], rows, _receivers(lm, receivers), _frozen(freeze), written)
     counts = [paths.count]
@@ -291,6 +291,10 @@ def _behind(row: Row, receiver: Receiver) -> bool:
     return receiver.layer == row.layer and any(
         order.index(site.name) > order.index(row.site) and site.name not in still for site in receiver.sites
     )
+
+
+def _alike_long(lm: LM, clean: Any, corrupt: Any) -> bool:
+    return len(words_of(lm, clean, "clean").ids) == len(words_of(lm, corrupt, "corrupt").ids)
 
 
 def _senders(lm: LM, senders: Any, layers: Any, group: int | None) -> list[Row]:

@@ -112,7 +112,7 @@ def _strips(sweep: Sweep) -> tuple[Strip, ...]:
         subject = sweep.subjects[0] if isinstance(sweep, CausalTrace) else ()
         side = "corrupt" if isinstance(sweep, CausalTrace) else "clean"
         own: list[Mark] = ["differs" if p in subject else "same" for p in range(len(sweep.clean_tokens))]
-        return (Strip(side, sweep.clean_tokens, tuple(own)),)
+        return (Strip(side, sweep.clean_tokens, tuple(own), "noised" if side == "corrupt" else "prompt"),)
     return (
         Strip("clean", sweep.clean_tokens, marks(sweep, 0)),
         Strip("corrupt", sweep.corrupt_tokens, marks(sweep, 1)),
@@ -200,7 +200,7 @@ def quantity(sweep: Sweep) -> str:
         return f"probability of {answer}"
     if sweep.metric == "logprob" or sweep.foil is None:
         return f"log-probability of {answer}"
-    difference = f"logit difference {answer} − {foil}"
+    difference = f"{'log-probability' if _several(sweep) else 'logit'} difference {answer} − {foil}"
     return f"recovered share of the {difference}" if sweep.metric == "recovered" else difference
 
 
@@ -212,8 +212,15 @@ def formula(sweep: Sweep) -> str:
     if sweep.metric == "logprob" or sweep.foil is None:
         return f"log p({answer} | prompt)"
     if sweep.metric == "recovered":
-        return f"(Δ patched − Δ corrupt) / (Δ clean − Δ corrupt), where Δ = logit({answer}) − logit({foil})"
-    return f"logit({answer}) − logit({foil}) = log p({answer} | prompt) − log p({foil} | prompt)"
+        difference = f"log p({answer}) − log p({foil})" if _several(sweep) else f"logit({answer}) − logit({foil})"
+        return f"(Δ patched − Δ corrupt) / (Δ clean − Δ corrupt), where Δ = {difference}"
+    difference = f"log p({answer} | prompt) − log p({foil} | prompt)"
+    return difference if _several(sweep) else f"logit({answer}) − logit({foil}) = {difference}"
+
+
+def _several(sweep: Sweep) -> bool:
+    """Whether an answer or a foil has several tokens: their log-probabilities are sums, and no logits."""
+    return any(len(ids or ()) > 1 for pair in sweep.pairs for ids in (pair.answer_ids, pair.foil_ids))
 
 
 def explained(sweep: Sweep) -> str:
@@ -229,7 +236,7 @@ def explained(sweep: Sweep) -> str:
             f"The part of the logit difference between {answer} and {foil} that the patch {back}: "
             "0 is the corrupt run, 1 the clean one."
         )
-    return f"How much the logits favour {answer} over {foil}; below 0 they favour {foil}."
+    return f"How much the model favours {answer} over {foil}; below 0 it favours {foil}."
 
 
 def model_name(sweep: Sweep) -> str:

@@ -47,6 +47,7 @@ class Cell(msgspec.Struct, frozen=True):
 class Pair(msgspec.Struct, frozen=True):
     """Two prompts, what is graded, and the metric of both unpatched.
 
+    answer_ids, foil_ids: the tokens that were graded
     alignment: which clean position is which corrupt one; skipped: (side, position, token) without a partner; columns:
     the grid's columns in these prompts. Of a study of one prompt the corrupt side is empty.
     """
@@ -62,6 +63,8 @@ class Pair(msgspec.Struct, frozen=True):
     columns: tuple[Column, ...]
     alignment: tuple[tuple[int, int], ...] = ()
     skipped: tuple[tuple[Side, int, str], ...] = ()
+    answer_ids: tuple[int, ...] = ()
+    foil_ids: tuple[int, ...] | None = None
 
 
 class Block(msgspec.Struct, frozen=True):

@@ -19,6 +19,7 @@ from patchclamp.studies.rows import Row, panels_of
 from patchclamp.studies.sweep_result import Block
 
 COARSEST = 8  # layers and positions of the first blocks
+LEVELS = 3  # how often they are halved
 
 
 class Zoom:
@@ -53,13 +54,12 @@ class Zoom:
     @property
     def most_single(self) -> int:
         """At most so many cells are patched alone."""
-        return min(int(self.possible.sum()), 4 * self.keep + sum(span.single for span in self.first))
+        return min(int(self.possible.sum()), 4 * self.keep * LEVELS + sum(span.single for span in self.first))
 
     @property
     def most(self) -> int:
         """At most so many runs are made of a pair."""
-        levels = int(np.ceil(np.log2(COARSEST)))
-        return len(self.first) + 4 * self.keep * levels
+        return len(self.first) + 4 * self.keep * LEVELS
 
 
 class _Span(NamedTuple):
