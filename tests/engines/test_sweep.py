@@ -116,10 +116,10 @@ def test_metrics_spans_and_unlayered_sites(engines):
 @pytest.mark.parametrize(
     ("asked", "error", "text"),
     [
-        (dict(answer=" Parisienne"), pc.TokensError, "is 2 tokens"),
+        (dict(answer="Paris is", foil=""), pc.TokensError, "foil: '' has no tokens"),
         (dict(foil=None), pc.ProgramError, "give foil="),
         (dict(foil=" Paris"), pc.ProgramError, "the same token"),
-        (dict(metric="kl"), pc.UnknownName, "there are: logprob, logit_diff, recovered"),
+        (dict(metric="kl"), pc.UnknownName, "there are: logit_diff, recovered, logprob, prob"),
         (dict(sites=["resid_prey"]), pc.UnknownName, "sites[0]: no site 'resid_prey' (did you mean 'resid_pre'"),
         (dict(layers=[31]), pc.UnsupportedSite, "layers 0 to 29"),
         (dict(positions=[pc.span("Eiffel")]), pc.TokensError, 'positions[0]: span("Eiffel"): not in the prompt'),

@@ -95,8 +95,8 @@ class StudyResult(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
 
 def _sort_header(file: Path) -> None:
-    """Sorts what stands in a safetensors file's header, which is as long as before: one result is one file, to the byte.
-    The library writes metadata in an order that differs from process to process."""
+    """Sorts what stands in a safetensors file's header, which stays as long: one result is one file, to the byte. The
+    library writes metadata in an order that differs from process to process."""
     with file.open("r+b") as opened:
         length = int.from_bytes(opened.read(8), "little")
         header = msgspec.json.encode(msgspec.json.decode(opened.read(length)), order="sorted")
