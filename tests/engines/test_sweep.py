@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import patchclamp as pc
-from patchclamp.studies import patch_sweep
+from patchclamp.studies import ablation_sweep, causal_trace, patch_sweep, path_patch
 
 from ..reference.hooks import PlainModel
 
@@ -111,6 +111,26 @@ def test_metrics_spans_and_unlayered_sites(engines):
     frame = diff.to_frame()
     assert len(frame) == 2 * 2 + 2 + 1
     assert set(frame["site"]) == {"resid_pre", "final_norm", "logits"}
+
+
+def test_the_other_studies_are_the_same_on_both_engines(engines):
+    pair = dict(clean=CLEAN, corrupt=CORRUPT, answer=" Paris", foil=" Rome")
+    found = {}
+    for engine in ("vllm", "transformers"):
+        lm = engines.get(engine, "float32")
+        found[engine] = [
+            path_patch(lm, **pair, senders=["z[23, 3:6]"], receivers=["logits", "v[24, 1]", ["q[25, 0]", "mlp_in[23]"]]),
+            ablation_sweep(lm, prompt=CLEAN, answer=" Paris", foil=" Rome", sites=["z[23]"], group=3),
+            causal_trace(lm, prompt=CLEAN, subject="Eiffel Tower", answer=" Paris and", metric="logprob", seeds=2,
+                         layers=[4, 25], positions=["span('Tower')", -1], window=2),
+        ]  # fmt: skip
+    for one, other in zip(*found.values(), strict=True):
+        assert np.abs(one.values - other.values).max() <= 1e-3
+        assert np.abs(one.values - one.baseline).max() > 0.1
+    trace = found["vllm"][2]
+    assert trace.clean > trace.corrupt + 3
+    assert trace.best(1)[0].layer == 25
+    assert trace.best(1)[0].column.clean == (9,)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -36,6 +37,7 @@ from patchclamp.studies.sweep_result import AblationSweep, Block, Column, Pair, 
 
 CLEAN = ("The", " Louvre", " is", " in", " the", " city")
 CORRUPT = ("The", " Colosseum", " is", " in", " the", " city")
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 BREAKOUT = "</script><img src=x onerror=alert(1)>"
 HOSTILE = (BREAKOUT, " $a$ $b$", "\u202egnp.exe", "<b>b</b>", "%{x}", "&amp;\"'@@title@@")
 
@@ -600,6 +602,21 @@ class TestHtml:
         path = heatmap_html(make_sweep().heatmap(), str(tmp_path / "deep" / "down" / "sweep.html"))
         assert path == tmp_path / "deep" / "down" / "sweep.html"
         assert path.read_text(encoding="utf-8") == heatmap_page(make_sweep().heatmap())
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+def test_a_browser_draws_every_panel_and_lets_nothing_else_run(tmp_path):
+    """The policy lets the page's script run, which makes a canvas of each panel; what a hostile token brings does not."""
+    sweep = make_sweep(("resid_pre", "mlp_out", "embed"), clean_tokens=HOSTILE[::-1], corrupt_tokens=HOSTILE)
+    path = heatmap_html(sweep.heatmap(), tmp_path / "a.html")
+    asked = [str(BROWSER), "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}",
+             "--dump-dom", path.as_uri()]  # fmt: skip
+    drawn = Page(subprocess.run(asked, capture_output=True, text=True, timeout=100, check=True).stdout)
+    canvases = [attrs for tag, attrs in drawn.tags if tag == "canvas"]
+    assert len(canvases) == 3
+    assert all(int(attrs["width"] or 0) > 300 and int(attrs["height"] or 0) > 20 for attrs in canvases)
+    assert [text for tag, _, text in drawn.texts if tag == "h3"] == ["resid_pre", "mlp_out", "embed"]
+    assert not [tag for tag, _ in drawn.tags if tag == "img"]
 
 
 # -- where to

@@ -149,6 +149,13 @@ class _Plan:
         columns = [_joined([pair.columns[i] for i in p]) for pair in self.asked]
         return Place(row, columns)
 
+    @functools.cached_property
+    def shared(self) -> Writer:
+        """What all pairs are patched with, where that is not the other prompt."""
+        assert self.source is not None
+        lengths = {len(pair.side(self.written).ids) for pair in self.asked}
+        return opened(self.lm, self.source, self.rows, lengths.pop() if len(lengths) == 1 else None, self.mixing)
+
     def question(self, zoom: int | None) -> dict[str, Any]:
         return {
             "study": "patch_sweep", "pairs": question_of(self.asked), "rows": msgspec.to_builtins(self.rows),
@@ -264,22 +271,14 @@ class _Opened:
         sites = list(dict.fromkeys(site for row in plan.rows for site in row.sites))
         return captured_runs(plan.lm, [plan.asked[i].side(read).ids for i in self._group], sites)
 
-    @functools.cached_property
-    def _shared(self) -> Writer:
-        plan = self._plan
-        assert plan.source is not None
-        lengths = {len(pair.side(plan.written).ids) for pair in plan.asked}
-        return opened(plan.lm, plan.source, plan.rows, lengths.pop() if len(lengths) == 1 else None, plan.mixing)
-
     def writer(self, number: int) -> Any:
         if self._plan.source is not None:
-            return lambda: self._shared
+            return lambda: self._plan.shared
         return lambda: FromRun(self._runs[number], self._plan.mixing)
 
     def close(self) -> None:
-        for run in vars(self).get("_runs", ()):
+        for run in vars(self).pop("_runs", ()):
             run.close()
-        vars(self).clear()
 
 
 def _read(

@@ -157,7 +157,7 @@ class _Paths:
             having = [
                 ref.layer for ref in self.lm.sites.resolve(Site(name)) if ref.layer is not None and ref.layer >= first
             ]
-            whole = every[tuple(range(len(self.ids)))]
+            whole = every[: len(self.ids)]
             edits += [
                 Replace(From(base, at, whole), at=at, tokens=whole) for at in [Site(name, behind) for behind in having]
             ]
@@ -165,7 +165,7 @@ class _Paths:
 
     def receiving(self, receiver: Receiver, sent: Run) -> list[Op]:
         """The edits of run 3."""
-        whole = every[tuple(range(len(self.ids)))]
+        whole = every[: len(self.ids)]
         return [Replace(From(sent, at, whole), at=at, tokens=whole) for at in receiver.sites]
 
 
