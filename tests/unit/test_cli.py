@@ -68,8 +68,8 @@ class TestFront:
     def test_every_file_of_the_folder_is_a_command(self):
         files = Path(demo_command.__file__).parent.glob("[a-z]*.py")
         assert list(COMMANDS) == sorted(file.stem for file in files)
-        assert COMMANDS.keys() >= {"ablate", "demo", "doctor", "parity", "paths", "sites", "sweep", "trace"}
-        assert all(name in run("--help")[1] for name in COMMANDS)
+        assert COMMANDS.keys() >= {"ablate", "causal_trace", "demo", "doctor", "parity", "paths", "sites", "sweep"}
+        assert all(name.replace("_", "-") in run("--help")[1] for name in COMMANDS)
 
     def test_version(self):
         assert run("--version") == (0, f"patchclamp {pc.__version__}\n")
@@ -200,7 +200,7 @@ class TestSweep:
                 "unablated run",
             ),
             (
-                ("trace", *SWEEP[1:6], "--subject", "Eiffel", "--answer", " Paris", "--seeds", "2"),
+                ("causal-trace", *SWEEP[1:6], "--subject", "Eiffel", "--answer", " Paris", "--seeds", "2"),
                 CausalTrace,
                 "noised run",
             ),
@@ -213,7 +213,8 @@ class TestSweep:
     )
     def test_every_study_shows_and_saves_its_grid(self, tmp_path, arguments, loaded, said):
         arguments = [
-            "--prompt" if word == "--clean" and arguments[0] in ("ablate", "trace") else word for word in arguments
+            "--prompt" if word == "--clean" and arguments[0] in ("ablate", "causal-trace") else word
+            for word in arguments
         ]
         paths = {kind: tmp_path / f"a.{kind}" for kind in ("png", "html", "save")}
         status, output = run(*arguments, *(f"--{kind}={path}" for kind, path in paths.items()), "--top", "9")

@@ -11,6 +11,7 @@ from patchclamp.studies.sources import Banked, MeanOf, Resampled, Zeros
 from patchclamp.studies.sweep_result import AblationSweep, CausalTrace, Cell, Column, PatchSweep, PathPatch
 
 __all__ = [
-    "AblationSweep", "Banked", "CausalTrace", "Cell", "Column", "MeanOf", "Parity", "PatchSweep", "PathPatch", "Recipes",
-    "Resampled", "Zeros", "ablation_sweep", "causal_trace", "compare_recipes", "parity", "patch_sweep", "path_patch",
+    "AblationSweep", "Banked", "CausalTrace", "Cell", "Column", "MeanOf", "Parity", "PatchSweep", "PathPatch",
+    "Recipes", "Resampled", "Zeros", "ablation_sweep", "causal_trace", "compare_recipes", "parity", "patch_sweep",
+    "path_patch",
 ]  # fmt: skip

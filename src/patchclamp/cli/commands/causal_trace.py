@@ -1,4 +1,4 @@
-"""`patchclamp trace`: through which states does a fact about a subject come to the answer?"""
+"""`patchclamp causal-trace`: through which states does a fact about a subject come to the answer?"""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from patchclamp.cli.arguments import (
 from patchclamp.cli.loading import loaded
 
 
-def trace(
+def causal_trace(
     model: Model,
     prompt: Annotated[str, typer.Option(help="The prompt that is run.")],
     subject: Annotated[str, typer.Option(help="The text in it whose embeddings are noised.")],
@@ -53,15 +53,15 @@ def trace(
     top: Top = 5,
 ) -> None:
     """Noise the subject, restore every site, layer and token, and show where the answer comes back: a causal trace."""
+    from patchclamp import studies
     from patchclamp.cli.early import check_engine, check_sweep
     from patchclamp.cli.sweep_table import show_sweep
-    from patchclamp.studies import causal_trace
 
     sites, columns, options = site or ["resid_post"], read_positions(positions), read_options(option, dtype)
     check_engine(engine)
     check_sweep(sites, layers, columns, metric, foil, png, html)
     with loaded(model, engine, options) as lm:
-        result = causal_trace(
+        result = studies.causal_trace(
             lm, prompt=prompt, subject=subject, answer=answer, foil=foil, sites=sites, layers=layers, positions=columns,
             metric=metric, group=group, window=window, std=std, seeds=seeds, resume=resume,
         )  # fmt: skip
