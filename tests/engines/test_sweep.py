@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import patchclamp as pc
-from patchclamp.studies import patch_sweep
+from patchclamp.studies import ablation_sweep, causal_trace, patch_sweep, path_patch
 
 from ..reference.hooks import PlainModel
 
@@ -113,13 +113,33 @@ def test_metrics_spans_and_unlayered_sites(engines):
     assert set(frame["site"]) == {"resid_pre", "final_norm", "logits"}
 
 
+def test_the_other_studies_are_the_same_on_both_engines(engines):
+    pair = dict(clean=CLEAN, corrupt=CORRUPT, answer=" Paris", foil=" Rome")
+    found = {}
+    for engine in ("vllm", "transformers"):
+        lm = engines.get(engine, "float32")
+        found[engine] = [
+            path_patch(lm, **pair, senders=["z[23, 3:6]"], receivers=["logits", "v[24, 1]", ["q[25, 0]", "mlp_in[23]"]]),
+            ablation_sweep(lm, prompt=CLEAN, answer=" Paris", foil=" Rome", sites=["z[23]"], group=3),
+            causal_trace(lm, prompt=CLEAN, subject="Eiffel Tower", answer=" Paris and", metric="logprob", seeds=2,
+                         layers=[4, 25], positions=["span('Tower')", -1], window=2),
+        ]  # fmt: skip
+    for one, other in zip(*found.values(), strict=True):
+        assert np.abs(one.values - other.values).max() <= 1e-3
+        assert np.abs(one.values - one.baseline).max() > 0.1
+    trace = found["vllm"][2]
+    assert trace.clean > trace.corrupt + 3
+    assert trace.best(1)[0].layer == 25
+    assert trace.best(1)[0].column.clean == (9,)
+
+
 @pytest.mark.parametrize(
     ("asked", "error", "text"),
     [
-        (dict(answer=" Parisienne"), pc.TokensError, "is 2 tokens"),
+        (dict(answer="Paris is", foil=""), pc.TokensError, "foil: '' has no tokens"),
         (dict(foil=None), pc.ProgramError, "give foil="),
         (dict(foil=" Paris"), pc.ProgramError, "the same token"),
-        (dict(metric="kl"), pc.UnknownName, "there are: logprob, logit_diff, recovered"),
+        (dict(metric="kl"), pc.UnknownName, "there are: logit_diff, recovered, logprob, prob"),
         (dict(sites=["resid_prey"]), pc.UnknownName, "sites[0]: no site 'resid_prey' (did you mean 'resid_pre'"),
         (dict(layers=[31]), pc.UnsupportedSite, "layers 0 to 29"),
         (dict(positions=[pc.span("Eiffel")]), pc.TokensError, 'positions[0]: span("Eiffel"): not in the prompt'),

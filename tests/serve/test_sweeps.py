@@ -51,7 +51,8 @@ def test_a_sweep_is_the_same_as_here(server, local):
     ("change", "status", "text"),
     [
         ({"sites": ["resid_pro"]}, 400, "resid_pro"),
-        ({"answer": " two tokens"}, 400, "token"),
+        ({"answer": ""}, 400, "token"),
+        ({"direction": "forward"}, 400, "forward"),
         ({"layers": 99}, 422, "layers 0 to 7"),
         ({"metric": "loss"}, 400, "loss"),
         ({"what": 1}, 400, "what"),

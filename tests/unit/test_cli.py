@@ -14,7 +14,6 @@ import pytest
 from typer.testing import CliRunner
 
 pytest.importorskip("matplotlib")
-pytest.importorskip("plotly")
 
 import patchclamp as pc
 from patchclamp import proving
@@ -24,6 +23,7 @@ from patchclamp.cli.commands import COMMANDS
 from patchclamp.cli.commands import demo as demo_command
 from patchclamp.cli.early import check_sweep
 from patchclamp.proving import Proof
+from patchclamp.studies import AblationSweep, CausalTrace, MeanOf, PatchSweep, PathPatch
 
 SWEEP = ("sweep", "fake", "--engine", "fake", "--clean", "The Eiffel is in the", "--corrupt", "The Colosseum is in the",
          "--answer", " Paris", "--foil", " Rome")  # fmt: skip
@@ -68,8 +68,8 @@ class TestFront:
     def test_every_file_of_the_folder_is_a_command(self):
         files = Path(demo_command.__file__).parent.glob("[a-z]*.py")
         assert list(COMMANDS) == sorted(file.stem for file in files)
-        assert COMMANDS.keys() >= {"demo", "doctor", "parity", "sites", "sweep"}
-        assert all(name in run("--help")[1] for name in COMMANDS)
+        assert COMMANDS.keys() >= {"ablate", "causal_trace", "demo", "doctor", "parity", "paths", "sites", "sweep"}
+        assert all(name.replace("_", "-") in run("--help")[1] for name in COMMANDS)
 
     def test_version(self):
         assert run("--version") == (0, f"patchclamp {pc.__version__}\n")
@@ -124,7 +124,7 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("wrong", "text"),
         [
-            ({"metric": "logprb"}, "metric: no metric 'logprb' (did you mean 'logprob'?)"),
+            ({"metric": "logprb"}, "metric: no metric 'logprb' (did you mean 'logprob' or 'prob'?)"),
             ({"metric": "recovered", "foil": None}, "foil: recovered compares the answer with a foil"),
             ({"sites": ["resid_per"]}, "--site: no site 'resid_per' (did you mean 'resid_pre'"),
             ({"layers": "a:b"}, "--layers: 'a:b' is neither a number nor a range"),
@@ -163,9 +163,18 @@ class TestErrors:
         assert failed(*SWEEP) == "error: engine: [red]first[/red] second " + "x" * 200
 
     def test_a_missing_argument_is_the_usual_usage_error(self):
-        status, output = run("sweep", "fake")
+        status, output = run("ablate", "fake")
         assert status == 2
         assert "Missing option" in output
+
+    def test_a_sweep_takes_prompts_or_a_file_of_them(self, tmp_path):
+        assert failed(*SWEEP[:6]) == "error: sweep: missing option --corrupt; or give a file with --pairs"
+        pairs = tmp_path / "pairs.jsonl"
+        pairs.write_text('{"clean": "a"}\n')
+        assert "--pairs: --clean stands in the file" in failed(*SWEEP, "--pairs", str(pairs)).replace("error: ", "", 1)
+        assert "line 1 of" in failed(*SWEEP[:4], "--pairs", str(pairs))
+        assert "cannot be read" in failed(*SWEEP[:4], "--pairs", str(tmp_path / "none"))
+        assert "none of zeros, mean:FILE and resample:FILE" in failed(*SWEEP, "--source", "noise")
 
     def test_other_errors_are_not_hidden(self, monkeypatch):
         def broken(*_, **__):
@@ -177,6 +186,52 @@ class TestErrors:
 
 
 class TestSweep:
+    @pytest.mark.parametrize(
+        ("arguments", "loaded", "said"),
+        [
+            (
+                ("sweep", *SWEEP[1:], "--site", "z", "--group", "1", "--positions", "-1", "--source", "zeros"),
+                PatchSweep,
+                "z[",
+            ),
+            (
+                ("ablate", *SWEEP[1:6], "--answer", " Paris", "--foil", " Rome", "--each-token"),
+                AblationSweep,
+                "unablated run",
+            ),
+            (
+                ("causal-trace", *SWEEP[1:6], "--subject", "Eiffel", "--answer", " Paris", "--seeds", "2"),
+                CausalTrace,
+                "noised run",
+            ),
+            (
+                ("paths", *SWEEP[1:], "--receiver", "q[2,0]+k[2,0]", "--receiver", "logits"),
+                PathPatch,
+                "q[2,·0]·+·k[2,·0]",
+            ),
+        ],
+    )
+    def test_every_study_shows_and_saves_its_grid(self, tmp_path, arguments, loaded, said):
+        arguments = [
+            "--prompt" if word == "--clean" and arguments[0] in ("ablate", "causal-trace") else word
+            for word in arguments
+        ]
+        paths = {kind: tmp_path / f"a.{kind}" for kind in ("png", "html", "save")}
+        status, output = run(*arguments, *(f"--{kind}={path}" for kind, path in paths.items()), "--top", "9")
+        assert status == 0, output
+        assert said in output
+        assert "noise floor 0" in output
+        assert all(path.stat().st_size > 1000 for path in paths.values())
+        assert loaded.load(paths["save"]).cells()
+
+    def test_pairs_of_a_file_have_their_mean(self, tmp_path):
+        pairs = [{"clean": SWEEP[5], "corrupt": corrupt, "answer": " Paris", "foil": " Rome"}
+                 for corrupt in (SWEEP[7], "The cat is in the")]  # fmt: skip
+        (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+        status, output = run(*SWEEP[:4], "--pairs", str(tmp_path / "pairs.jsonl"))
+        assert status == 0
+        assert "Means over 2 pairs of prompts; the first is shown." in output
+
     def test_best_cells_baselines_and_pictures(self, tmp_path):
         png, page = tmp_path / "new" / "sweep.png", tmp_path / "new" / "sweep.html"
         status, output = run(
@@ -201,8 +256,9 @@ class TestSweep:
         assert png.read_bytes().startswith(b"\x89PNG")
         assert "Eiffel" in page.read_text(encoding="utf-8")
 
-    def test_every_argument_reaches_the_study(self, monkeypatch):
+    def test_every_argument_reaches_the_study(self, monkeypatch, tmp_path):
         asked = {}
+        (tmp_path / "prompts").write_text("one\n\ntwo\n")
 
         class Closing:
             def __init__(self, *given, **options):
@@ -223,14 +279,16 @@ class TestSweep:
         line = failed(
             "sweep", "org/model", "--engine", "vllm", "--dtype", "float32", "--option", "seed=1", "--clean", "a",
             "--corrupt", "b", "--answer", "c", "--metric", "logprob", "--layers", "3", "--positions", "-1",
-            "--positions", 'span("x")',
+            "--positions", 'span("x")', "--direction", "noising", "--group", "2", "--window", "3", "--source",
+            f"mean:{tmp_path / 'prompts'}", "--alpha", "0.5", "--zoom", "4", "--seed", "5", "--resume", str(tmp_path / "j"),
         )  # fmt: skip
         assert line == "error: far enough"
         assert asked == {
             "lm": (("org/model", "vllm"), {"prove": True, "dtype": "float32", "seed": 1}),
             "study": {
                 "clean": "a", "corrupt": "b", "answer": "c", "foil": None, "sites": ["resid_pre"], "layers": "3",
-                "positions": [-1, 'span("x")'], "metric": "logprob",
+                "positions": [-1, 'span("x")'], "metric": "logprob", "direction": "noising", "group": 2, "window": 3,
+                "source": MeanOf(["one", "two"]), "alpha": 0.5, "zoom": 4, "seed": 5, "resume": tmp_path / "j",
             },
             "closed": True,
         }  # fmt: skip

@@ -576,9 +576,9 @@ def test_what_is_no_token_id_is_not_scored(lm, score):
         lm.run(EIFFEL, max_tokens=1, score=score)
 
 
-@pytest.mark.parametrize("answer", [True, 5.7, None, [5]])
+@pytest.mark.parametrize("answer", [True, 5.7, None, {}, [[5], []]])
 def test_an_answer_is_a_text_or_a_token_id(lm, answer):
-    with pytest.raises(pc.ProgramError, match=f"^answer: a text or a token id is needed, not {type(answer).__name__}"):
+    with pytest.raises(pc.ProgramError, match=f"^answer: a text or token ids are needed, not {type(answer).__name__}"):
         pc.studies.patch_sweep(lm, clean=EIFFEL, corrupt=EIFFEL, answer=answer, foil=" Rome", sites=[pc.resid_pre])
 
 

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -17,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("matplotlib")
-pytest.importorskip("plotly")
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import QuadMesh
@@ -30,11 +30,14 @@ from patchclamp.plots import check_targets, heatmap_html, heatmap_png, passage, 
 from patchclamp.plots.heatmap_html import heatmap_page
 from patchclamp.plots.heatmap_png import heatmap_figure
 from patchclamp.plots.palette import DIVERGING
+from patchclamp.studies.result import Provenance
+from patchclamp.studies.rows import Row
 from patchclamp.studies.sweep_heatmap import formula, model_name
-from patchclamp.studies.sweep_result import Column, PatchSweep
+from patchclamp.studies.sweep_result import AblationSweep, Block, Column, Pair, PatchSweep
 
 CLEAN = ("The", " Louvre", " is", " in", " the", " city")
 CORRUPT = ("The", " Colosseum", " is", " in", " the", " city")
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 BREAKOUT = "</script><img src=x onerror=alert(1)>"
 HOSTILE = (BREAKOUT, " $a$ $b$", "\u202egnp.exe", "<b>b</b>", "%{x}", "&amp;\"'@@title@@")
 
@@ -50,30 +53,58 @@ def make_sweep(
     seed: int = 0,
     **rest,
 ) -> PatchSweep:
-    """A sweep of random values between the baselines; unlayered sites fill the first row only."""
+    """A sweep of random values between the baselines."""
     pairs = tuple((p, p) for p in range(len(corrupt_tokens)))
     columns = columns or tuple(Column(token, (p,), (p,)) for p, token in enumerate(corrupt_tokens))
-    grid = np.random.default_rng(seed).uniform(*sorted((corrupt, clean)), (len(sites), layers, len(columns)))
-    for s, site in enumerate(sites):
-        if site in ("embed", "final_norm", "logits"):
-            grid[s, 1:] = np.nan
-    facts = {
-        "model": "org/model", "engine": "vllm 0.32.0", "dtype": "float32", "metric": "logit_diff",
-        "clean_prompt": "".join(clean_tokens), "corrupt_prompt": "".join(corrupt_tokens), "answer": " Paris",
-        "foil": " Rome", "noise_floor": 1e-6, "alignment": pairs, "skipped": (),
-    }  # fmt: skip
+    rows = [Row(site, layer) for site in sites
+            for layer in ((None,) if site in ("embed", "final_norm", "logits") else range(layers))]  # fmt: skip
+    values = np.random.default_rng(seed).uniform(*sorted((corrupt, clean)), (len(rows), len(columns)))
+    made = Provenance(rest.pop("model", "org/model"), "vllm 0.32.0", "float32", "0")
+    of_pair = {"answer": " Paris", "foil": " Rome", "alignment": pairs, "skipped": ()}
+    of_pair |= {name: rest.pop(name) for name in list(rest) if name in of_pair}
+    pair = Pair(
+        clean_prompt="".join(clean_tokens), corrupt_prompt="".join(corrupt_tokens), clean_tokens=clean_tokens,
+        corrupt_tokens=corrupt_tokens, clean=clean, corrupt=corrupt, columns=columns, **of_pair,
+    )  # fmt: skip
+    facts = {"metric": "logit_diff", "noise_floor": 1e-6} | rest
     return PatchSweep(
-        clean_tokens=clean_tokens, corrupt_tokens=corrupt_tokens, sites=sites, layers=tuple(range(layers)),
-        columns=columns, grid=grid, clean=clean, corrupt=corrupt, **(facts | rest),
+        provenance=made, pairs=(pair,), rows=tuple(rows), columns=columns, values=values, each=values[None], clean=clean,
+        corrupt=corrupt, **facts,
     )  # fmt: skip
 
 
 def with_grid(sweep: PatchSweep, **cells: float) -> PatchSweep:
-    """A sweep whose grid is the corrupt baseline but for `s_l_p` cells."""
-    grid = np.full_like(sweep.grid, sweep.corrupt)
+    """A sweep whose values are the corrupt baseline but for `site_layer_column` cells."""
+    values = np.full_like(sweep.values, sweep.corrupt)
     for name, value in cells.items():
-        grid[tuple(map(int, name.strip("_").split("_")))] = value
-    return msgspec.structs.replace(sweep, grid=grid)
+        site, layer, column = map(int, name.strip("_").split("_"))
+        values[sweep.rows.index(Row(sweep.sites[site], layer)), column] = value
+    return msgspec.structs.replace(sweep, values=values)
+
+
+def with_gaps(sweep: PatchSweep, rows: slice, columns: slice = slice(None)) -> PatchSweep:
+    """A sweep some of whose cells were not run."""
+    values = sweep.values.copy()
+    values[rows, columns] = np.nan
+    return msgspec.structs.replace(sweep, values=values)
+
+
+def heads(columns: int = 1, count: int = 3, layers: int = 5) -> PatchSweep:
+    """A sweep of heads, whose value in row r and column p is r + 100 p."""
+    rows = tuple(Row("z", layer, str(head)) for head in range(count) for layer in range(layers))
+    across = tuple(Column(token, (p,), (p,)) for p, token in enumerate(CORRUPT[:columns]))
+    values = np.arange(len(rows))[:, None] + 100.0 * np.arange(columns)
+    return msgspec.structs.replace(make_sweep(), rows=rows, columns=across, values=values)
+
+
+def ablation() -> AblationSweep:
+    """An ablation of one prompt, with two strong effects of opposite signs."""
+    of = with_grid(make_sweep(layers=3), _0_1_2=-5.0, _0_2_3=-2.5)
+    pair = msgspec.structs.replace(of.pairs[0], clean=-3.0, corrupt=None, corrupt_tokens=(), alignment=())
+    return AblationSweep(
+        provenance=of.provenance, metric="logit_diff", pairs=(pair,), rows=of.rows, columns=of.columns, values=of.values,
+        each=of.values[None], clean=-3.0, corrupt=None, noise_floor=0.0, direction="noising",
+    )  # fmt: skip
 
 
 LONG = tuple(f" token{p}" for p in range(40))
@@ -98,6 +129,13 @@ SWEEPS = {
         skipped=(("clean", 1, " Louvre"), ("corrupt", 1, " Col"), ("corrupt", 2, "osseum")),
     ),
     "hostile tokens": make_sweep(clean_tokens=HOSTILE[::-1], corrupt_tokens=HOSTILE, answer="<i>", foil="$x$"),
+    "heads across": heads(),
+    "heads below each other": heads(columns=6),
+    "an ablation": ablation(),
+    "blocks": msgspec.structs.replace(
+        with_gaps(make_sweep(layers=8), slice(2, 8), slice(0, 4)), blocks=(Block((0, 1, 2, 3, 4, 5, 6, 7), (0, 1, 2, 3), 2.0),)
+    ),
+    "noising": make_sweep(direction="noising"),
     "long labels": make_sweep(
         clean_tokens=("x" * 90,) * 6, corrupt_tokens=("y z" * 30,) * 6, model="m" * 140,
         answer="a b" * 40,
@@ -113,6 +151,52 @@ class TestReading:
     def test_the_scale_is_centred_on_corrupt_and_ends_at_clean(self):
         found = make_sweep(clean=4.0, corrupt=-3.0).heatmap().scale
         assert (found.low, found.centre, found.high, found.towards) == (-10.0, -3.0, 4.0, 1.0)
+        assert found.to_goal
+
+    def test_where_no_cell_comes_near_clean_the_largest_effect_is_the_strong_end(self):
+        found = with_grid(make_sweep(clean=4.0, corrupt=-3.0), _0_2_3=-1.0).heatmap().scale
+        assert (found.low, found.centre, found.high, found.to_goal) == (-5.0, -3.0, -1.0, False)
+
+    def test_noising_is_centred_on_clean_and_keeps_the_colours_of_the_sides(self):
+        found = make_sweep(clean=4.0, corrupt=-3.0, direction="noising").heatmap()
+        assert (found.baseline.name, found.goal.name) == ("clean", "corrupt")
+        assert (found.scale.low, found.scale.centre, found.scale.high, found.scale.towards) == (-3.0, 4.0, 11.0, -1.0)
+        assert found.scale.blue_above
+        assert found.axis == "token of the clean prompt"
+        assert make_sweep(clean=-5.0, corrupt=2.0).heatmap().scale.blue_above is False
+
+    def test_an_ablation_has_no_goal(self):
+        heatmap = ablation().heatmap()
+        assert (heatmap.goal, heatmap.share(-5.0), heatmap.scale.half) == (None, None, 2.0)
+        assert [spot.value for spot in heatmap.ranked(2)] == [-5.0, -2.5] == [c.value for c in ablation().best(2)]
+        assert [strip.title for strip in heatmap.strips] == ["prompt"]
+
+    def test_what_is_not_above_the_noise_floor_is_faint(self):
+        sweep = msgspec.structs.replace(with_grid(make_sweep(layers=2), _0_1_2=-2.5, _0_0_1=-2.4), noise_floor=0.5)
+        faint = sweep.heatmap().faint(sweep.grid[0])
+        assert np.argwhere(~faint).tolist() == [[0, 1]]
+        assert not sweep.heatmap().faint(np.array([np.nan])).any()
+
+    def test_heads_stand_across_where_there_are_few_columns(self):
+        (only,) = (heatmap := heads().heatmap()).panels
+        assert (only.name, heatmap.axis, [c.label for c in heatmap.columns]) == ("z @ The", "head", ["0", "1", "2"])
+        assert np.array_equal(only.values, np.arange(15).reshape(3, 5).T)
+        assert only.cell_name(4, heatmap.columns[2]) == ("z[4, 2]", "The")
+        assert heatmap.ranked(1)[0].value == heads().best(1)[0].value == 14.0
+
+    def test_heads_have_panels_where_there_are_many(self):
+        panels = (heatmap := heads(columns=6).heatmap()).panels
+        assert [panel.name for panel in panels] == ["z[:, 0]", "z[:, 1]", "z[:, 2]"]
+        assert panels[1].cell_name(3, heatmap.columns[4]) == ("z[3, 1]", " the")
+        assert panels[1].values[3, 4] == 408.0
+
+    def test_a_cell_without_a_value_shows_its_smallest_block(self):
+        blocks = (Block((0, 1, 2, 3), (0, 1), 1.0), Block((0, 1), (0,), 2.0))
+        sweep = msgspec.structs.replace(with_gaps(make_sweep(layers=4), slice(0, 4)), blocks=blocks)
+        coarse = sweep.heatmap().panels[0].coarse
+        assert coarse[:, 0].tolist() == [2.0, 2.0, 1.0, 1.0]
+        assert np.isnan(coarse[:, 2]).all()
+        assert sweep.heatmap().ranked(3) == []
 
     def test_clean_below_corrupt_turns_the_scale(self):
         found = make_sweep(clean=-5.0, corrupt=2.0).heatmap().scale
@@ -308,7 +392,9 @@ class TestPng:
         assert not axes.get_yticklabels()
 
     def test_layers_are_named_by_their_number(self):
-        sweep = msgspec.structs.replace(make_sweep(layers=3), layers=(4, 8, 12))
+        sweep = make_sweep(layers=3)
+        rows = tuple(Row("resid_pre", layer) for layer in (4, 8, 12))
+        sweep = msgspec.structs.replace(sweep, rows=rows)
         (axes, _), *_ = heatmaps(heatmap_figure(sweep.heatmap())).values()
         assert [label.get_text() for label in axes.get_yticklabels()] == ["4", "8", "12"]
 
@@ -327,11 +413,16 @@ class TestPng:
         assert set(outlines(shown["attn_out"][0])) == {(3, 2)}
         assert not outlines(shown["resid_pre"][0])
 
+    def test_a_dot_marks_every_cell_that_is_not_above_the_noise_floor(self):
+        sweep = with_grid(make_sweep(layers=30), _0_2_3=4.0, _0_7_1=-3.5)
+        ((axes, _),) = heatmaps(heatmap_figure(sweep.heatmap())).values()
+        (dots,) = [line for line in axes.lines if line.get_marker() == "o"]
+        marked = {(int(y), int(x)) for x, y in dots.get_xydata()}
+        assert marked == {(row, column) for row in range(30) for column in range(6)} - {(2, 3), (7, 1)}
+
     def test_cells_that_were_not_run_are_hatched(self):
         sweep = make_sweep(("resid_pre", "embed"), layers=3)
-        grid = sweep.grid.copy()
-        grid[0, 1] = np.nan
-        figure = heatmap_figure(msgspec.structs.replace(sweep, grid=grid).heatmap())
+        figure = heatmap_figure(with_gaps(sweep, slice(1, 2)).heatmap())
         axes, mesh = heatmaps(figure)["resid_pre"]
         assert mesh.get_array().mask.reshape(3, 6)[1].all()
         assert axes.patch.get_hatch()
@@ -413,14 +504,20 @@ class TestHtml:
     def test_the_data_are_the_grid(self, page: Page):
         sweep, data = make_sweep(("resid_pre", "embed"), layers=5, seed=2), page.data()
         assert [panel["site"] for panel in data["panels"]] == ["resid_pre", "embed"]
-        assert np.array_equal(data["panels"][0]["values"], sweep.grid[0])
-        assert np.array_equal(data["panels"][1]["values"], sweep.grid[1, :1])
+        assert np.allclose(data["panels"][0]["values"], sweep.grid[0], rtol=1e-6, atol=0)
+        assert np.allclose(data["panels"][1]["values"], sweep.grid[1, :1], rtol=1e-6, atol=0)
         assert data["panels"][0]["rows"] == [0, 1, 2, 3, 4]
         assert data["panels"][1]["rows"] == [None]
         assert (data["scale"]["low"], data["scale"]["high"]) == (-10.0, 4.0)
         assert [column["label"] for column in data["columns"]] == [words.visible(token) for token in CORRUPT]
         best = data["best"]
-        assert data["panels"][best["panel"]]["values"][best["row"]][best["column"]] == sweep.best(1)[0].value
+        value = data["panels"][best["panel"]]["values"][best["row"]][best["column"]]
+        assert value == pytest.approx(sweep.best(1)[0].value, rel=1e-6)
+
+    def test_the_page_of_a_large_sweep_is_small(self):
+        tokens = tuple(f" token{p}" for p in range(204))
+        sweep = make_sweep(("resid_pre", "attn_out", "mlp_out"), layers=28, clean_tokens=tokens, corrupt_tokens=tokens)
+        assert len(heatmap_page(sweep.heatmap()).encode()) < 500_000
 
     def test_nothing_is_loaded_from_anywhere(self, page: Page):
         assert not [tag for tag, _ in page.tags if tag in ("link", "img", "iframe", "object", "embed", "base")]
@@ -432,8 +529,7 @@ class TestHtml:
     def test_only_its_own_scripts_may_run_and_nothing_may_load(self, page: Page):
         policies = [attrs["content"] for _, attrs in page.tags if attrs.get("http-equiv") == "Content-Security-Policy"]
         hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in page.scripts()]
-        assert len(hashes) == 2
-        assert "plotly.js v" in page.scripts()[0][:200]
+        assert len(hashes) == 1
         rules = dict(rule.split(maxsplit=1) for rule in policies[0].split("; "))
         assert rules["default-src"] == "'none'"
         assert rules["script-src"] == " ".join(f"'sha256-{digest}'" for digest in hashes)
@@ -468,18 +564,16 @@ class TestHtml:
         assert rows[1::2] == [words.signed(cell.value - sweep.corrupt) for cell in best]
 
     def test_cells_that_were_not_run_are_null(self):
-        sweep = make_sweep(("logits",), layers=1)
-        grid = sweep.grid.copy()
-        grid[0, 0, :-1] = np.nan
-        page = Page(heatmap_page(msgspec.structs.replace(sweep, grid=grid).heatmap()))
+        sweep = with_gaps(make_sweep(("logits",), layers=1), slice(0, 1), slice(0, -1))
+        page = Page(heatmap_page(sweep.heatmap()))
         assert page.data()["panels"][0]["values"][0][:-1] == [None] * 5
         assert "was not run" in page.prose()
 
     @every_sweep
     def test_is_whole_whatever_the_sweep(self, sweep: PatchSweep):
         page = Page(heatmap_page(sweep.heatmap()))
-        assert [tag for tag, _ in page.tags].count("script") == 3
-        assert len(page.data()["panels"]) == len(sweep.sites)
+        assert [tag for tag, _ in page.tags].count("script") == 2
+        assert len(page.data()["panels"]) == len(sweep.heatmap().panels)
         assert not re.search(r"@@\w+@@", page.prose().replace("@@title@@", "", 4))
 
     def test_hostile_tokens_stay_text(self):
@@ -510,6 +604,21 @@ class TestHtml:
         assert path.read_text(encoding="utf-8") == heatmap_page(make_sweep().heatmap())
 
 
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+def test_a_browser_draws_every_panel_and_lets_nothing_else_run(tmp_path):
+    """The policy lets the page's script run, which makes a canvas of each panel; what a hostile token brings does not."""
+    sweep = make_sweep(("resid_pre", "mlp_out", "embed"), clean_tokens=HOSTILE[::-1], corrupt_tokens=HOSTILE)
+    path = heatmap_html(sweep.heatmap(), tmp_path / "a.html")
+    asked = [str(BROWSER), "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}",
+             "--dump-dom", path.as_uri()]  # fmt: skip
+    drawn = Page(subprocess.run(asked, capture_output=True, text=True, timeout=100, check=True).stdout)
+    canvases = [attrs for tag, attrs in drawn.tags if tag == "canvas"]
+    assert len(canvases) == 3
+    assert all(int(attrs["width"] or 0) > 300 and int(attrs["height"] or 0) > 20 for attrs in canvases)
+    assert [text for tag, _, text in drawn.texts if tag == "h3"] == ["resid_pre", "mlp_out", "embed"]
+    assert not [tag for tag, _ in drawn.tags if tag == "img"]
+
+
 # -- where to
 
 
@@ -531,14 +640,13 @@ class TestTargets:
             check_targets(html=tmp_path / "file" / "x.html")
 
     def test_missing_packages_are_named_with_their_extra(self, tmp_path, monkeypatch):
-        monkeypatch.setitem(sys.modules, "plotly", None)
-        monkeypatch.setitem(sys.modules, "plotly.offline", None)
-        with pytest.raises(pc.PatchclampError, match=r"needs plotly: pip install 'patchclamp\[plots\]'"):
-            check_targets(html=tmp_path / "x.html")
+        monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+        with pytest.raises(pc.PatchclampError, match=r"needs matplotlib: pip install 'patchclamp\[plots\]'"):
+            check_targets(png=tmp_path / "x.png")
 
     def test_the_result_draws_itself(self, tmp_path):
         assert make_sweep().plot(tmp_path / "a.png").stat().st_size > 10_000
-        assert make_sweep().to_html(tmp_path / "a.html").stat().st_size > 1_000_000
+        assert make_sweep().to_html(tmp_path / "a.html").stat().st_size > 10_000
 
     def test_importing_is_cheap_and_drawing_touches_no_pyplot(self, tmp_path):
         code = """
@@ -546,12 +654,13 @@ class TestTargets:
             import patchclamp.plots
             heavy = {"matplotlib", "plotly", "torch", "vllm", "transformers"} & set(sys.modules)
             assert not heavy, heavy
-            from patchclamp.plots import Column, Heatmap, Panel, Strip
+            from patchclamp.plots import Anchor, Column, Heatmap, Panel, Strip
             import numpy as np
             strips = (Strip("clean", ("a",), ("same",)), Strip("corrupt", ("a",), ("same",)))
             heatmap = Heatmap("title", "metric", "formula", "explained", "provenance",
                               (Panel("embed", (None,), np.zeros((1, 1))),), (Column("a", (0,), (0,)),),
-                              1.0, 0.0, 0.0, strips)
+                              Anchor("corrupt", "corrupt", 0.0), Anchor("clean", "clean", 1.0), 0.0, strips, "cell",
+                              "token")
             patchclamp.plots.heatmap_png(heatmap, sys.argv[1])
             assert "patchclamp.studies" not in sys.modules
             assert "matplotlib.pyplot" not in sys.modules

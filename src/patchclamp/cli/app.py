@@ -28,7 +28,7 @@ app = typer.Typer(
     name="patchclamp", cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
 for name, command in COMMANDS.items():
-    app.command(name, context_settings=getattr(command, "context_settings", None))(command)
+    app.command(name.replace("_", "-"), context_settings=getattr(command, "context_settings", None))(command)
 
 
 def _version(asked: bool) -> None:

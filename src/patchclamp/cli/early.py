@@ -32,7 +32,7 @@ def check_sweep(
     html: Path | None = None,
 ) -> None:
     """Raises what the sweep or its pictures would raise minutes later, for all that no model is needed for."""
-    grade(metric, 0, None if foil is None else 1)
+    grade(metric, (0,), None if foil is None else (1,))
     check_targets(png, html)
     for text in sites:
         _read(parse_site, text, "--site")

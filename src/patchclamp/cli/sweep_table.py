@@ -1,4 +1,4 @@
-"""A patch sweep in a terminal: what was asked, both baselines, the best cells, where the pictures are."""
+"""A sweep in a terminal: what was asked, its baselines, the best cells, where the pictures are."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from patchclamp.cli.console import OUT
 from patchclamp.plots import Heatmap, Strip, heatmap_html, heatmap_png, words
+from patchclamp.studies.sweep_result import Sweep
 
 _COLOURS = {"clean": "blue", "corrupt": "dark_orange3"}
 
 
 def show_question(console: Console, heatmap: Heatmap) -> None:
-    """What was done, on what, and both prompts with the tokens in which they differ."""
+    """What was done, on what, and the prompts with the tokens in which they differ."""
     console.print()
     console.print(Text(heatmap.title, style="bold"), soft_wrap=True)
     console.print(Text(heatmap.provenance, style="dim"), soft_wrap=True)
@@ -24,16 +26,30 @@ def show_question(console: Console, heatmap: Heatmap) -> None:
 
 
 def show_best(console: Console, heatmap: Heatmap, top: int) -> None:
-    """Both baselines, the noise floor, and a table of the `top` best cells."""
+    """The baselines, the noise floor, and a table of the `top` best cells."""
     console.print()
-    for side, value in (("clean", heatmap.clean), ("corrupt", heatmap.corrupt)):
-        console.print(Text.assemble(f"{side + ' run':12}", (words.number(value), f"bold {_COLOURS[side]}")))
+    anchors = [anchor for anchor in (heatmap.baseline, heatmap.goal) if anchor is not None]
+    for anchor in sorted(anchors, key=lambda anchor: anchor.side):
+        value = words.number(anchor.value)
+        console.print(Text.assemble(f"{anchor.name + ' run':12}", (value, f"bold {_COLOURS[anchor.side]}")))
     console.print(Text(words.noise(heatmap)))
+    if heatmap.note:
+        console.print(Text(heatmap.note), soft_wrap=True)
     if heatmap.skipped:
         tokens = ", ".join(f"{words.quoted(token)} ({side} {position})" for side, position, token in heatmap.skipped)
         console.print(Text(f"no partner in the other prompt, so not patched: {tokens}"), soft_wrap=True)
     console.print()
     console.print(_best(heatmap, top))
+
+
+def show_sweep(sweep: Sweep, top: int, save: Path | None, png: Path | None, html: Path | None) -> None:
+    """All of a sweep, on standard output."""
+    heatmap = sweep.heatmap()
+    show_question(OUT, heatmap)
+    show_best(OUT, heatmap, top)
+    if save is not None:
+        OUT.print(Text.assemble("wrote ", (str(sweep.save(save)), "bold")), soft_wrap=True)
+    show_pictures(OUT, heatmap, png, html)
 
 
 def show_pictures(console: Console, heatmap: Heatmap, png: Path | None, html: Path | None) -> None:
@@ -44,7 +60,7 @@ def show_pictures(console: Console, heatmap: Heatmap, png: Path | None, html: Pa
 
 
 def _prompt(strip: Strip) -> Text:
-    line = Text(f"{strip.side:8}", style=f"bold {_COLOURS[strip.side]}")
+    line = Text(f"{strip.title:8}", style=f"bold {_COLOURS[strip.side]}")
     for token, mark in zip(strip.tokens, strip.marks, strict=True):
         line.append(words.plain(token), style="not bold default" if mark == "same" else "underline")
     return line
@@ -55,13 +71,15 @@ def _best(heatmap: Heatmap, top: int) -> Table:
     table.add_column("best cells", no_wrap=True)
     table.add_column("token", overflow="fold")
     table.add_column("positions", no_wrap=True)
-    for name in (heatmap.metric, "over corrupt", "way to clean"):
+    over, goal = f"over {heatmap.baseline.name}", heatmap.goal
+    for name in (heatmap.metric, over, *([] if goal is None else [f"way to {goal.name}"])):
         table.add_column(name, justify="right", no_wrap=True)
     for spot in heatmap.ranked(top):
         column = heatmap.columns[spot.column]
+        place, label = heatmap.panels[spot.panel].cell_name(spot.row, column)
+        share = [] if goal is None else [words.percent(heatmap.share(spot.value))]
         table.add_row(
-            Text(heatmap.panels[spot.panel].row_name(spot.row)), Text(words.visible(column.label)),
-            f"{words.positions(column.clean)} → {words.positions(column.corrupt)}", words.number(spot.value),
-            words.signed(heatmap.effect(spot.value)), words.percent(heatmap.share(spot.value)),
+            Text(place), Text(words.visible(label)), words.both(column), words.number(spot.value),
+            words.signed(heatmap.effect(spot.value)), *share,
         )  # fmt: skip
     return table

@@ -184,7 +184,7 @@ class FakeEngine(Engine):
 
     def _generate(self, writers: list[_Writer], values: dict[str, np.ndarray]) -> dict[str, RunError]:
         bounds = [writer.request.bound for writer in writers if writer.request.bound is not None]
-        self._captured |= {bound.run: [] for bound in bounds}
+        self._captured |= {bound.run: [] for bound in bounds if bound.captured}  # a run without is not released
         code = {number: (w.request.run, fn) for w in writers for number, fn in w.request.code.items()}
         programs, self._programs = _Programs(self.sites, bounds, values, code), len(bounds)
         while working := [writer for writer in writers if writer.reason is None]:

@@ -1,6 +1,7 @@
-"""A heatmap as one picture: its panels beside each other, corrupt-prompt tokens across, layers up.
+"""A heatmap as one picture: its panels beside each other, tokens (or heads) across, layers up.
 
-White is the corrupt baseline, full blue the clean one, so style blue a cell is says style far it comes back.
+White is no effect, blue is the way to the clean run's value and orange that to the corrupt one's: the deeper the
+colour, the further a cell goes. A dot marks a cell whose effect is not above the noise floor.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 from patchclamp.plots import layout, words
 from patchclamp.plots.heatmap import Heatmap, Panel, Scale, Spot
 from patchclamp.plots.layout import LABEL, MARGIN, Layout
-from patchclamp.plots.palette import BLANK, CLEAN, CORRUPT, DIVERGING, INK, MUTED
+from patchclamp.plots.palette import BLANK, CLEAN, CORRUPT, DIVERGING, FAINT, INK, MUTED, PALE
 from patchclamp.plots.sheet import Ruler, Sheet, lettering
 from patchclamp.plots.target import picture
 
@@ -35,7 +36,7 @@ def heatmap_png(heatmap: Heatmap, path: str | Path) -> Path:
 def heatmap_figure(heatmap: Heatmap) -> Figure:
     """The picture as a matplotlib figure."""
     plan = layout.plan(heatmap, _footer(heatmap), Ruler())
-    sheet, colours = Sheet(plan.width, plan.height), _Colours(heatmap.scale)
+    sheet, colours = Sheet(plan.width, plan.height), _Colours(heatmap)
     best = heatmap.ranked(1)
     y = _header(sheet, plan)
     _key(sheet, y, plan, heatmap, colours)
@@ -45,7 +46,10 @@ def heatmap_figure(heatmap: Heatmap) -> Figure:
         for column, number in enumerate(row):
             x = MARGIN + plan.gutter + column * (plan.panel_width + layout.LAYERS + layout.GAP)
             axes = sheet.axes(x, y - (h := plan.panel_height(plan.panels[number])), plan.panel_width, h)
-            _panel(axes, plan, plan.panels[number], colours, [s for s in best if s.panel == number])
+            _panel(axes, plan, heatmap, plan.panels[number], colours)
+            for spot in best:
+                if spot.panel == number:
+                    _outline(axes, spot)
         y += plan.label_height + 0.2 + layout.GAP
     for i, line in enumerate(plan.footer):
         sheet.text(MARGIN, y + 0.2 * i, line, LABEL, color=MUTED)
@@ -53,13 +57,13 @@ def heatmap_figure(heatmap: Heatmap) -> Figure:
 
 
 class _Colours:
-    """The shared colour map, turned so that clean is its blue end."""
+    """The shared colour map, turned so that clean is on its blue side."""
 
-    def __init__(self, reach: Scale) -> None:
+    def __init__(self, heatmap: Heatmap) -> None:
         from matplotlib.colors import LinearSegmentedColormap, Normalize
 
-        self.reach = reach
-        ends = DIVERGING if reach.towards > 0 else DIVERGING[::-1]
+        self.reach = reach = heatmap.scale
+        ends = DIVERGING if reach.blue_above else DIVERGING[::-1]
         self.map = LinearSegmentedColormap.from_list("patchclamp", ends)
         self.norm = Normalize(reach.low, reach.high)
 
@@ -70,9 +74,12 @@ class _Colours:
 
 def _footer(heatmap: Heatmap) -> list[str]:
     noise = words.noise(heatmap)
-    line = f"{noise[0].upper()}{noise[1:]}.  Ran on {heatmap.provenance}."
-    skipped = "Dotted underline: tokens without a partner in the other prompt, not patched."
-    return [line, skipped] if heatmap.skipped else [line]
+    lines = [f"{noise[0].upper()}{noise[1:]}.  Ran on {heatmap.provenance}."]
+    if heatmap.note:
+        lines.append(heatmap.note)
+    if heatmap.skipped:
+        lines.append("Dotted underline: tokens without a partner in the other prompt, not patched.")
+    return lines
 
 
 def _header(sheet: Sheet, plan: Layout) -> float:
@@ -89,21 +96,43 @@ def _header(sheet: Sheet, plan: Layout) -> float:
 
 
 def _key(sheet: Sheet, y: float, plan: Layout, heatmap: Heatmap, colours: _Colours) -> None:
-    """The colour bar with both baselines on it, and beside it the meaning of outline and hatching."""
+    """The colour bar with the baselines on it, and beside it what outline, hatching, paleness and dots mean: the first
+    note above, the others beside each other."""
     from matplotlib.patches import Rectangle
 
     _bar(sheet.axes(MARGIN + 0.1, y + 0.2, layout.BAR_WIDTH, layout.BAR_HEIGHT), heatmap, colours)
-    notes: list[tuple[str, dict[str, Any]]] = []
+    ruler, x = Ruler(), MARGIN + layout.BESIDE_BAR
+    for i, (text, look) in enumerate(_notes(plan, heatmap, colours)):
+        base = y + (0.32 if i == 0 else 0.54)
+        if look is None:
+            _dot(sheet, x + 0.08, base - 0.055)
+        else:
+            corner = (x / sheet.width, 1 - base / sheet.height)
+            sheet.figure.add_artist(Rectangle(corner, 0.16 / sheet.width, 0.11 / sheet.height, **look))
+        sheet.text(x + layout.BOX, base, text, LABEL)
+        x += layout.BOX + ruler.width(text, LABEL) + 0.2 if i > 0 else 0.0
+
+
+def _notes(plan: Layout, heatmap: Heatmap, colours: _Colours) -> list[tuple[str, dict[str, Any] | None]]:
+    """Texts, and how a box beside each looks; None for a dot."""
+    notes: list[tuple[str, dict[str, Any] | None]] = []
     if plan.key:
         notes.append((plan.key, {"facecolor": "white", "edgecolor": "black", "linewidth": 1.8}))
-    if any(np.isnan(panel.values).any() for panel in plan.panels):
+    if any(np.isnan(panel.values).any() and panel.coarse is None for panel in plan.panels):
         notes.append(("not run", _hatching() | {"linewidth": 0.5}))
-    x = MARGIN + layout.BESIDE_BAR
-    for i, (text, look) in enumerate(notes):
-        base = y + 0.32 + i * 0.22
-        corner = (x / sheet.width, 1 - base / sheet.height)
-        sheet.figure.add_artist(Rectangle(corner, 0.16 / sheet.width, 0.11 / sheet.height, **look))
-        sheet.text(x + layout.BOX, base, text, LABEL)
+    if any(panel.coarse is not None for panel in plan.panels):
+        notes.append(("paler: its whole block", {"facecolor": colours.map(0.85), "alpha": PALE}))
+    if any(heatmap.faint(panel.values).any() for panel in plan.panels):
+        grey = {"facecolor": FAINT, "linewidth": 0}
+        notes.append(("not above the noise floor", grey if _numbered(plan) else None))
+    return notes
+
+
+def _dot(sheet: Sheet, x: float, y: float) -> None:
+    from matplotlib.lines import Line2D
+
+    look = {"marker": "o", "markersize": 2.2, "color": FAINT, "markeredgewidth": 0}
+    sheet.figure.add_artist(Line2D([x / sheet.width], [1 - y / sheet.height], linestyle="none", **look))
 
 
 def _hatching() -> dict[str, Any]:
@@ -117,7 +146,8 @@ def _bar(axes: Axes, heatmap: Heatmap, colours: _Colours) -> None:
 
     reach = colours.reach
     extend = {(0, 0): "neither", (1, 0): "min", (0, 1): "max", (1, 1): "both"}[
-        bool(np.nanmin(heatmap.values) < reach.low), bool(np.nanmax(heatmap.values) > reach.high)
+        bool(np.nanmin(heatmap.values, initial=np.inf) < reach.low),
+        bool(np.nanmax(heatmap.values, initial=-np.inf) > reach.high),
     ]
     shades = ScalarMappable(colours.norm, colours.map)
     bar = axes.figure.colorbar(shades, cax=axes, orientation="horizontal", extend=extend)
@@ -130,37 +160,57 @@ def _bar(axes: Axes, heatmap: Heatmap, colours: _Colours) -> None:
 
 
 def _baselines(axes: Axes, heatmap: Heatmap, reach: Scale) -> None:
-    """Both unpatched runs on the colour bar; where they lie close together their names keep apart."""
-    close = abs(heatmap.clean - heatmap.corrupt) < 0.7 * reach.half
-    sides = ("left", "right") if heatmap.clean >= heatmap.corrupt else ("right", "left")
-    for name, value, color, side in (
-        ("corrupt", heatmap.corrupt, CORRUPT, sides[1]),
-        ("clean", heatmap.clean, CLEAN, sides[0]),
-    ):
-        axes.axvline(value, ymin=0, ymax=1.35, color=color, linewidth=1.6, clip_on=False)
+    """The unpatched runs on the colour bar; where they lie close together their names keep apart."""
+    goal = heatmap.goal
+    if goal is not None and abs(heatmap.effect(goal.value)) > reach.half * (1 + 1e-9):
+        goal = None  # beyond the bar
+    close = goal is not None and abs(heatmap.effect(goal.value)) < 0.7 * reach.half
+    sides = ("left", "right") if heatmap.towards < 0 else ("right", "left")
+    at_left = goal is not None and goal.value < reach.centre - 0.7 * reach.half
+    for anchor, side in ((heatmap.baseline, sides[0]), (goal, sides[1])):
+        if anchor is None:
+            continue
+        color = CLEAN if anchor.side == "clean" else CORRUPT
+        where = "left" if at_left and anchor is goal else "center"
+        axes.axvline(anchor.value, ymin=0, ymax=1.35, color=color, linewidth=1.6, clip_on=False)
         axes.annotate(
-            f"{name} {words.number(value)}", (value, 1.35), xycoords=("data", "axes fraction"),
+            f"{anchor.name} {words.number(anchor.value)}", (anchor.value, 1.35), xycoords=("data", "axes fraction"),
             xytext=((4 if side == "left" else -4) if close else 0, 2), textcoords="offset points",
-            **lettering(LABEL, color=color, weight="bold", ha=side if close else "center"),
+            **lettering(LABEL, color=color, weight="bold", ha=side if close else where),
         )  # fmt: skip
 
 
-def _panel(axes: Axes, plan: Layout, panel: Panel, colours: _Colours, best: list[Spot]) -> None:
-    columns, rows = len(plan.labels), len(panel.rows)
+def _panel(axes: Axes, plan: Layout, heatmap: Heatmap, panel: Panel, colours: _Colours) -> None:
     axes.patch.set(**_hatching())
-    axes.pcolormesh(
-        np.arange(columns + 1), np.arange(rows + 1), np.ma.masked_invalid(panel.values),
-        cmap=colours.map, norm=colours.norm, edgecolors="white",
-        linewidth=0.5 if min(plan.cell_height, plan.cell_width) > 0.14 else 0,
-    )  # fmt: skip
+    if panel.coarse is not None:
+        axes.patch.set(hatch=None, facecolor="white")
+        _mesh(axes, plan, panel.coarse, colours, alpha=PALE)
+    _mesh(axes, plan, panel.values, colours)
     axes.set_title(panel.name, loc="left", pad=5, **lettering(10.5, weight="bold"))
-    axes.set_xlabel("token of the corrupt prompt", **lettering(LABEL, color=MUTED))
+    axes.set_xlabel(heatmap.axis, **lettering(LABEL, color=MUTED))
     _tokens(axes, plan)
     _layers(axes, plan, panel)
     _ticks(axes)
-    _numbers(axes, plan, panel, colours)
-    for spot in best:
-        _outline(axes, spot)
+    if _numbered(plan):
+        _numbers(axes, panel, colours, heatmap.faint(panel.values))
+    else:
+        _dots(axes, plan, heatmap.faint(panel.values))
+
+
+def _mesh(axes: Axes, plan: Layout, values: np.ndarray, colours: _Colours, **look: Any) -> None:
+    rows, columns = values.shape
+    axes.pcolormesh(
+        np.arange(columns + 1), np.arange(rows + 1), np.ma.masked_invalid(values),
+        cmap=colours.map, norm=colours.norm, edgecolors="white",
+        linewidth=0.5 if min(plan.cell_height, plan.cell_width) > 0.14 else 0, **look,
+    )  # fmt: skip
+
+
+def _dots(axes: Axes, plan: Layout, faint: np.ndarray) -> None:
+    """A dot in every cell whose effect is not above the noise floor."""
+    rows, columns = np.nonzero(faint)
+    size = min(max(10 * min(plan.cell_height, plan.cell_width), 0.8), 2.2)  # points
+    axes.plot(columns + 0.5, rows + 0.5, linestyle="none", marker="o", markersize=size, color=FAINT, markeredgewidth=0)
 
 
 def _tokens(axes: Axes, plan: Layout) -> None:
@@ -189,14 +239,18 @@ def _ticks(axes: Axes) -> None:
         spine.set_visible(False)
 
 
-def _numbers(axes: Axes, plan: Layout, panel: Panel, colours: _Colours) -> None:
-    """The values themselves, where cells have room for them."""
-    if plan.cell_width < 0.48 or plan.cell_height < 0.25:
-        return
+def _numbered(plan: Layout) -> bool:
+    """Whether cells have room for their values."""
+    return plan.cell_width >= 0.48 and plan.cell_height >= 0.25
+
+
+def _numbers(axes: Axes, panel: Panel, colours: _Colours, faint: np.ndarray) -> None:
+    """The values themselves, grey where the effect is not above the noise floor."""
     decimals = 2 if colours.reach.half >= 0.5 else 3
     for (row, column), value in np.ndenumerate(panel.values):
         if not np.isnan(value):
-            style = lettering(8, ha="center", va="center", color=colours.on(value))
+            color = FAINT if faint[row, column] else colours.on(value)
+            style = lettering(8, ha="center", va="center", color=color)
             axes.text(column + 0.5, row + 0.5, f"{value:.{decimals}f}".replace("-", "−"), **style)
 
 

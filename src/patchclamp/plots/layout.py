@@ -123,6 +123,7 @@ def _across(count: int, panel_width: float) -> float:
 
 
 def _key(heatmap: Heatmap) -> str:
+    """What is written beside the outline."""
     spots = heatmap.ranked(1)
     return f"best: {best(heatmap, spots[0], LONGEST_LABEL)}" if spots else ""
 

@@ -9,5 +9,6 @@ DIVERGING = (
     "#d1e5f0", "#92c5de", "#4393c3", "#2166ac", "#053061",
 )  # fmt: skip
 
-INK, MUTED, RULE, BLANK = "#1f2933", "#5f6b7a", "#d5dae1", "#e3e7ec"
+INK, MUTED, RULE, BLANK, FAINT = "#1f2933", "#5f6b7a", "#d5dae1", "#e3e7ec", "#9aa4b1"
+PALE = 0.55  # opacity of what is shown paler
 CLEAN, CORRUPT = "#1b5a9e", "#a04e06"

@@ -31,6 +31,7 @@ class Passage(msgspec.Struct, frozen=True):
     """A prompt laid out in lines."""
 
     side: Side
+    title: str
     lines: tuple[tuple[Word, ...], ...]
 
     @property
@@ -40,7 +41,7 @@ class Passage(msgspec.Struct, frozen=True):
     def draw(self, sheet: Sheet, x: float, y: float, indent: float) -> None:
         """Draws with its name at `x` and its text `indent` to the right of that, first line's base at `y`."""
         color = CLEAN if self.side == "clean" else CORRUPT
-        sheet.text(x, y, self.side, SIZE, color=color, weight="bold")
+        sheet.text(x, y, self.title, SIZE, color=color, weight="bold")
         for i, line in enumerate(self.lines):
             for word in line:
                 _draw_word(sheet, x + indent, y + i * LINE, word, color)
@@ -59,7 +60,7 @@ def passage(strip: Strip, ruler: Ruler, width: float) -> Passage:
             word = _word(ruler, 0.0, text.lstrip(" "), mark)
         lines[-1].append(word)
         at = word.x + word.advance
-    return Passage(strip.side, tuple(map(tuple, lines)))
+    return Passage(strip.side, strip.title, tuple(map(tuple, lines)))
 
 
 def abridge(words: list[Marked], limit: int = CHARACTERS) -> list[Marked]:

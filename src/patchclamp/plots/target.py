@@ -33,7 +33,6 @@ def picture(path: str | Path) -> tuple[Path, str]:
 
 def page(path: str | Path) -> Path:
     """The file of a page."""
-    need("plotly.offline")
     path = Path(path)
     if path.suffix.lower() not in (".html", ".htm"):
         raise unknown("page format", path.suffix.removeprefix("."), ("html", "htm"), str(path))

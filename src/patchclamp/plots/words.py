@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import unicodedata
 
-from patchclamp.plots.heatmap import Heatmap, Spot
+from patchclamp.plots.heatmap import Column, Heatmap, Spot
 
 _VISIBLE = {"\n": "↵", "\t": "⇥", "\r": "␍"}
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -65,15 +65,17 @@ def unbroken(text: str) -> str:
 
 def noise(heatmap: Heatmap) -> str:
     if heatmap.noise_floor == 0:
-        return "noise floor 0: reruns of the corrupt prompt agree exactly"
+        return f"noise floor 0: reruns of the {heatmap.baseline.name} prompt agree exactly"
     return f"noise floor {number(heatmap.noise_floor)}: smaller effects mean nothing"
 
 
 def best(heatmap: Heatmap, spot: Spot, limit: int = 60) -> str:
     """`resid_pre[8] @ ·Tower, 3.12 (97 % of the way to clean)`, the label at most `limit` characters."""
-    row, label = heatmap.panels[spot.panel].row_name(spot.row), visible(heatmap.columns[spot.column].label)
-    share = "" if (part := heatmap.share(spot.value)) is None else f" ({percent(part)} of the way to clean)"
-    return f"{row} @ {shorten(label, limit)}, {number(spot.value)}{share}"
+    row, label = heatmap.panels[spot.panel].cell_name(spot.row, heatmap.columns[spot.column])
+    part, goal = heatmap.share(spot.value), heatmap.goal
+    far = f"{signed(heatmap.effect(spot.value))}" if part is None or goal is None else (
+        f"{percent(part)} of the way to {goal.name}")  # fmt: skip
+    return f"{row} @ {shorten(visible(label), limit)}, {number(spot.value)} ({far})"
 
 
 def positions(numbers: tuple[int, ...]) -> str:
@@ -81,3 +83,8 @@ def positions(numbers: tuple[int, ...]) -> str:
     if len(numbers) > 1 and numbers == tuple(range(numbers[0], numbers[-1] + 1)):
         return f"{numbers[0]}–{numbers[-1]}"
     return ", ".join(map(str, numbers))
+
+
+def both(column: Column) -> str:
+    """`3 → 4`, the clean and the corrupt positions; those of the one prompt there is."""
+    return " → ".join(positions(numbers) for numbers in (column.clean, column.corrupt) if numbers)

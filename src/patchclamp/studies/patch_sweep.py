@@ -2,33 +2,51 @@
 
 The corrupt prompt is run many times, each time with one cell (a site, a layer, a position) replaced by its value in a
 run of the clean prompt (denoising).  Where that brings the clean answer back, the cell carries what makes the
-difference.
+difference.  Noising is the other way round: cells of the corrupt run are put into the clean one, and what the answer
+needs is where it goes.
 
-Source: activation patching as in causal tracing, Meng et al. 2022 (arXiv:2202.05262), section 2.1; practice after
-Heimersheim and Nanda 2024 (arXiv:2404.15255).
+Source: activation patching as in causal tracing, Meng et al. 2022 (arXiv:2202.05262), section 2.1; both directions and
+practice after Heimersheim and Nanda 2024 (arXiv:2404.15255).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+import functools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from patchclamp.errors import PatchclampError, ProgramError, TokensError, UnsupportedSite
-from patchclamp.language import From, Range, Replace, Site
-from patchclamp.language.site import Index, parse_index, parse_site
-from patchclamp.language.tokens import Positions, Tokens, every, parse_tokens
+from patchclamp.errors import ProgramError, UnsupportedSite, unknown
+from patchclamp.language.ops import as_row
 from patchclamp.lm import LM
-from patchclamp.run import Run
-from patchclamp.studies.align import Alignment, align
-from patchclamp.studies.batches import run_batches
-from patchclamp.studies.metric import Graded, grade, single_token
-from patchclamp.studies.progress import progress
-from patchclamp.studies.sweep_result import Cell, Column, PatchSweep
+from patchclamp.studies.cells import Trial, planned
+from patchclamp.studies.columns import Column, same_columns
+from patchclamp.studies.grid import (
+    Filled,
+    Finished,
+    Listener,
+    Place,
+    Unit,
+    carrying,
+    check_seed,
+    fill,
+    graded_values,
+    reruns_for,
+    with_values,
+)
+from patchclamp.studies.pairs import Asked, pair_of, pairs_of, question_of
+from patchclamp.studies.result import provenance
+from patchclamp.studies.rows import Row, rows_of
+from patchclamp.studies.sources import FromRun, Mixing, Resampled, Source, Writer, as_source, captured_runs, opened
+from patchclamp.studies.sources import question_of as question_of_source
+from patchclamp.studies.sweep_result import Cell, PatchSweep, Side
+from patchclamp.studies.zoom import Zoom, zoom_in
 
-BASELINES = 8  # reruns of the corrupt prompt, spread through the batch, that measure the noise floor
+DIRECTIONS = ("denoising", "noising")
+MAX_SOURCE_BYTES = 1 << 28  # of what the prompts that are read capture at a time
 
 
 def patch_sweep(
@@ -36,224 +54,269 @@ def patch_sweep(
     *,
     clean: Any,
     corrupt: Any,
-    answer: str | int,
-    foil: str | int | None = None,
-    sites: Sequence[Any] = (Site("resid_pre"),),
+    answer: Any,
+    foil: Any = None,
+    sites: Any = ("resid_pre",),
     layers: Any = None,
-    positions: Sequence[Any] | None = None,
+    positions: Any = None,
     metric: str = "logit_diff",
+    direction: str = "denoising",
+    group: int | None = None,
+    window: int = 1,
+    source: Any = None,
+    alpha: float = 1.0,
+    mask: Any = None,
+    zoom: int | None = None,
+    seed: int = 0,
     batch: int = 256,
     show_progress: bool | None = None,
     listener: Listener | None = None,
+    resume: str | Path | None = None,
 ) -> PatchSweep:
     """Patches every cell of sites × layers × positions from the clean run into the corrupt one; returns the grid.
 
-    `clean`, `corrupt`: prompts, as text or token ids. `answer`, `foil`: one token each, as text or id, graded exactly.
-    `sites`: sites with or without layers; `layers`: which layers of those without (all), a number, a list, or text
-    such as "0:12". `positions`: columns of the grid, selections of the corrupt prompt (`pc.prompt[-1]`,
-    `pc.span("Colosseum")`, a number); a span of several tokens is patched together. All aligned positions otherwise.
-    `metric`: "logit_diff", "logprob" or "recovered". `batch`: runs submitted at a time; two batches are under way.
-    `listener`: hears of cells as they finish; what it raises stops the sweep.
+    clean, corrupt: prompts, as text or token ids; or lists of them, pair by pair, whose mean is the grid
+    answer, foil: text, a token id, or a list of ids, graded exactly; of several pairs one for all, or a list of them
+    sites: sites with or without layers, and with or without heads, neurons or experts (`pc.z[:, 3]`)
+    layers: which layers of those without: all, a number, a list, or text such as "0:12"
+    positions: the columns: selections of the corrupt prompt (of the clean one, when noising) such as `pc.prompt[-1]`,
+        `pc.span("Colosseum")`, or a number; a span of several tokens is patched together. A mapping gives them labels,
+        and of several pairs a selection in it may be a list, one a pair. All aligned positions if not given
+    metric: "logit_diff", "recovered", "logprob" or "prob" (`studies.metric`)
+    direction: "denoising", or "noising": cells of the corrupt run into the clean one
+    group: how many heads, neurons or experts of a site are a row: 1 for each head; None: the whole site
+    window: so many layers around a cell's are patched with it
+    source: what is written in place of the other prompt's values: "zeros", "bank:NAME", `studies.MeanOf(prompts)`, or
+        `studies.Resampled(prompts)`
+    alpha, mask: how much of it is mixed in, and in which columns [W], as of `pc.Replace`
+    zoom: start with blocks of 8 layers × 8 positions and halve the best so many of each size; the grid has the cells
+        that were reached. A block whose cells cancel out is not looked into
+    seed: of the confidence interval and the test over pairs
+    batch: runs submitted at a time; two batches are under way
+    listener: hears of cells as they finish; what it raises stops the sweep
+    resume: a file to which values are appended as they are computed, and from which an interrupted sweep of the same
+        arguments goes on
 
-    Raises: `TokensError` for an answer of several tokens or prompts that cannot be aligned, and the error of any run.
+    Raises: `TokensError` for prompts that cannot be aligned, `ProgramError` for a wrong argument, and the error of any
+        run.
     """
-    graded = grade(metric, single_token(lm, answer, "answer"), None if foil is None else single_token(lm, foil, "foil"))
-    names = [_site(site, i) for i, site in enumerate([sites] if isinstance(sites, (str, Site)) else sites)]
-    if not isinstance(batch, int) or batch < 1:
-        raise ProgramError(f"runs are submitted at least one at a time, not {batch!r}", "batch")
-    rows = _rows(lm, names, layers)
-    source = lm.run(clean, max_tokens=1, capture=[Site(*row) @ _readable(row[0]) for row in rows], score=graded.score)
-    base = lm.run(corrupt, max_tokens=1, score=graded.score)
-    alignment = align(source.prompt_token_ids, base.prompt_token_ids)
-    columns = _columns(lm, source, base, alignment, positions)
-    cells = [(row, column) for row in rows for column in columns if _possible(row, column, base)]
-    if not cells:
-        raise ProgramError("no cell to patch: no site has a value at any of the positions")
-    source_value, base_value = graded.read(source.scores), graded.read(base.scores)
-    offset, factor = graded.scale(source_value, base_value)
-    sweep = PatchSweep(
-        model=lm.model.name, engine=f"{lm.model.engine} {lm.model.version}", dtype=lm.model.dtype, metric=metric,
-        clean_prompt=_text(lm, clean), corrupt_prompt=_text(lm, corrupt),
-        clean_tokens=tuple(lm.tokenizer.token_strings(source.prompt_token_ids)),
-        corrupt_tokens=tuple(lm.tokenizer.token_strings(base.prompt_token_ids)),
-        answer=lm.tokenizer.token_strings([graded.answer])[0],
-        foil=None if graded.foil is None else lm.tokenizer.token_strings([graded.foil])[0],
-        sites=tuple(dict.fromkeys(site.name for site in names)), layers=_layers(rows), columns=tuple(columns),
-        grid=_grid(names, rows, columns, cells, np.full(len(cells), np.nan)),
-        clean=(source_value - offset) * factor, corrupt=(base_value - offset) * factor,
-        noise_floor=np.nan, alignment=alignment.pairs, skipped=_skipped(lm, source, base, alignment),
+    asked = _read(lm, clean, corrupt, answer, foil, metric, positions, direction)
+    rows = rows_of(lm, sites, layers, group, window)
+    mixing = Mixing(_alpha(alpha), None if mask is None else as_row(mask))
+    plan = _Plan(
+        lm, asked, rows, same_columns([pair.columns for pair in asked]), direction,
+        None if source is None else as_source(source), mixing, check_seed(seed),
     )  # fmt: skip
-
-    def tell(which: list[int], values: np.ndarray) -> None:
-        if listener is not None:
-            scaled = ((values - offset) * factor).tolist()
-            listener.cells([Cell(*cells[i][0], cells[i][1], value) for i, value in zip(which, scaled, strict=True)])
-
-    try:
-        if listener is not None:
-            listener.begin(sweep, len(cells))
-        values, floor = _run_cells(lm, source, base, cells, graded, batch, show_progress, tell)
-    finally:
-        source.close()  # an error's frames may hold it for long
-    grid = _grid(names, rows, columns, cells, (values - offset) * factor)
-    return msgspec.structs.replace(sweep, grid=grid, noise_floor=floor * abs(factor))
+    zooming = None if zoom is None else Zoom(plan.possible, rows, len(plan.columns), zoom)
+    counts = [(zooming.most if zooming else len(plan.places)) * plan.draws] * len(asked)
+    total = planned(counts, reruns_for(len(asked)))
+    with carrying(lm, "patching", total, plan.question(zoom), batch, show_progress, resume) as cells:
+        return _sweep(plan, cells, zooming, listener)
 
 
-class Listener(Protocol):
-    """Hears of a sweep as it goes, on threads of the sweep's."""
+class _Plan:
+    """What a sweep is of; `places` are its cells, `draws` the runs of one."""
 
-    def begin(self, sweep: PatchSweep, cells: int) -> None:
-        """The sweep begins: its result so far, whose grid is NaN, and how many cells there will be."""
-        ...
+    def __init__(
+        self, lm: LM, asked: list[Asked], rows: list[Row], columns: tuple[Column, ...], direction: str,
+        source: Source | None, mixing: Mixing, seed: int,
+    ) -> None:  # fmt: skip
+        self.lm, self.asked, self.rows, self.columns, self.direction = lm, asked, rows, columns, direction
+        self.source, self.mixing, self.seed = source, mixing, seed
+        self.written: Side = "corrupt" if direction == "denoising" else "clean"
+        self.draws = source.draws if isinstance(source, Resampled) else 1
+        self.possible = np.array([[self._possible(row, p) for p in range(len(columns))] for row in rows], bool)
+        self.places = [(int(r), int(p)) for r, p in np.argwhere(self.possible)]
+        if not self.places:
+            raise ProgramError("no cell to patch: no site has a value at any of the positions")
 
-    def cells(self, cells: list[Cell]) -> None:
-        """Cells that have finished."""
-        ...
+    def _possible(self, row: Row, p: int) -> bool:
+        """Logits exist at a prompt's last position only."""
+        if row.site != "logits":
+            return True
+        if any(len(pair.graded.questions) > 1 for pair in self.asked):
+            raise UnsupportedSite("logits decide one token, and this answer or foil has several", "sites")
+        return all(_ends(pair, pair.columns[p]) for pair in self.asked)
 
-
-Row = tuple[str, int | None]
-
-
-def _run_cells(
-    lm: LM, source: Run, base: Run, cells: list[tuple[Row, Column]], graded: Graded, batch: int, show: bool | None,
-    tell: Callable[[list[int], np.ndarray], None],
-) -> tuple[np.ndarray, float]:  # fmt: skip
-    """The metric of every cell, and the largest difference among reruns of the unpatched prompt beside them. `tell` is
-    given numbers of cells and their values."""
-    edits: list[list[Replace]] = [[_patch(source, row, column)] for row, column in cells]
-    every_nth = max(len(edits) // BASELINES, 1)
-    plan: list[int | None] = []
-    for i in range(len(edits)):
-        plan += [None, i] if i % every_nth == 0 else [i]
-    plan.append(None)
-    values, baselines = np.full(len(edits), np.nan), []
-    parts = [plan[begin : begin + batch] for begin in range(0, len(plan), batch)]
-    calls = (
-        {"prompt": [base.prompt_token_ids] * len(part), "max_tokens": 1, "score": graded.score,
-         "edits": [[] if i is None else edits[i] for i in part]}
-        for part in parts
-    )  # fmt: skip
-    unread = iter(plan)
-    with progress("patching", len(plan), show) as advance:
-
-        def read(runs: list[Run]) -> None:
-            new: list[int] = []
-            for run, i in zip(runs, unread, strict=False):
-                if i is None:
-                    baselines.append(graded.read(run.scores))
-                else:
-                    values[i] = graded.read(run.scores)
-                    new.append(i)
-            tell(new, values[new])
-            advance(len(runs))
-
-        run_batches(lm, calls, read)
-    return values, float(np.max(np.abs(np.array(baselines) - graded.read(base.scores))))
-
-
-def _patch(source: Run, row: Row, column: Column) -> Replace:
-    at = Site(*row)
-    return Replace(From(source, at, every[column.clean]), at=at, tokens=every[column.corrupt])
-
-
-def _site(text: Any, number: int) -> Site:
-    try:
-        site = parse_site(text)
-    except PatchclampError as error:
-        raise error.under(f"sites[{number}]") from None
-    if site.index is not None:
-        raise UnsupportedSite(f"{site}: heads and neurons cannot be swept yet", f"sites[{number}]")
-    return site
-
-
-def _rows(lm: LM, sites: list[Site], layers: Any) -> list[Row]:
-    """Every (site, layer) to patch, once."""
-    chosen = _which(layers, lm.model.layers)
-    rows: dict[Row, None] = {}
-    for site in sites:
-        for ref in lm.sites.resolve(site):
-            if site.layers is not None or ref.layer is None or ref.layer in chosen:
-                rows[ref.name, ref.layer] = None
-    return list(rows)
-
-
-def _which(layers: Any, count: int) -> set[int]:
-    if isinstance(layers, str):
-        layers = parse_index(layers)
-    if layers is None:
-        return set(range(count))
-    indices: list[Index] = [Range.of(layers) if isinstance(layers, slice) else layers] if isinstance(
-        layers, (int, Range, slice)) else list(layers)  # fmt: skip
-    chosen = {n for index in indices for n in (index.indices(count) if isinstance(index, Range) else [index])}
-    outside = [n for n in chosen if not -count <= n < count]
-    if outside or not chosen:
-        raise UnsupportedSite(f"this model has layers 0 to {count - 1}, not {layers}", "layers")
-    return {n % count for n in chosen}
-
-
-def _columns(lm: LM, source: Run, base: Run, alignment: Alignment, positions: Sequence[Any] | None) -> list[Column]:
-    partner = {corrupt: clean for clean, corrupt in alignment.pairs}
-    tokens = lm.tokenizer.token_strings(base.prompt_token_ids)
-    if positions is None:
-        return [Column(tokens[corrupt], (clean,), (corrupt,)) for clean, corrupt in alignment.pairs]
-    columns = []
-    for i, selection in enumerate(positions):
-        try:
-            chosen = [int(p) for p in base.select(_selection(selection))]
-        except PatchclampError as error:
-            raise error.under(f"positions[{i}]") from None
-        alone = [p for p in chosen if p not in partner]
-        if alone or not chosen:
-            what = (
-                f"position {alone[0]} ({tokens[alone[0]]!r}) has no partner in the clean prompt"
-                if alone
-                else "nothing selected"
+    def place(self, r: Sequence[int], p: Sequence[int]) -> Place:
+        """Some rows of one panel and some columns, patched together."""
+        row = self.rows[r[0]]
+        if len(r) > 1:
+            layers = {at.layers for i in r for at in self.rows[i].sites}
+            row = msgspec.structs.replace(
+                row, layers=tuple(sorted(layer for layer in layers if isinstance(layer, int)))
             )
-            raise TokensError(f"{selection}: {what}; aligned are {sorted(partner)}", f"positions[{i}]")
-        if any(column.corrupt == tuple(chosen) for column in columns):
-            raise TokensError(f"{selection} selects {chosen}, which another column has already", f"positions[{i}]")
-        label = "".join(tokens[p] for p in chosen)
-        columns.append(Column(label, tuple(partner[p] for p in chosen), tuple(chosen)))
-    return columns
+        columns = [_joined([pair.columns[i] for i in p]) for pair in self.asked]
+        return Place(row, columns)
+
+    @functools.cached_property
+    def shared(self) -> Writer:
+        """What all pairs are patched with, where that is not the other prompt."""
+        assert self.source is not None
+        lengths = {len(pair.side(self.written).ids) for pair in self.asked}
+        return opened(self.lm, self.source, self.rows, lengths.pop() if len(lengths) == 1 else None, self.mixing)
+
+    def question(self, zoom: int | None) -> dict[str, Any]:
+        return {
+            "study": "patch_sweep", "pairs": question_of(self.asked), "rows": msgspec.to_builtins(self.rows),
+            "direction": self.direction, "source": question_of_source(self.lm, self.source),
+            "alpha": self.mixing.alpha, "mask": msgspec.to_builtins(self.mixing.mask), "zoom": zoom,
+        }  # fmt: skip
+
+    def groups(self) -> Iterator[list[int]]:
+        """Pairs whose sources are captured together."""
+        widths = {}
+        for row in self.rows:
+            for at in row.sites:
+                ref = self.lm.sites.resolve(at)[0]
+                widths[ref.point] = 4 * self.lm.sites.points[ref.point].width
+        group: list[int] = []
+        size = 0
+        for i, pair in enumerate(self.asked):
+            more = sum(widths.values()) * max(len(pair.clean.ids), len(pair.corrupt.ids))
+            if group and size + more > MAX_SOURCE_BYTES:
+                yield group
+                group, size = [], 0
+            group.append(i)
+            size += more
+        yield group
 
 
-def _selection(text: Any) -> Tokens:
-    return Positions("prompt", text) if isinstance(text, int) else parse_tokens(text)
+def _sweep(plan: _Plan, cells: Any, zooming: Zoom | None, listener: Listener | None) -> PatchSweep:
+    """The result, from the unpatched runs to the last cell."""
+    baselines = cells.once(2 * len(plan.asked), lambda: _unpatched(plan))
+    both = list(zip(baselines[::2], baselines[1::2], strict=True))  # clean and corrupt, before normalisation
+    begun = _begun(plan, both)
+    shape = (len(plan.asked), len(plan.rows), len(plan.columns))
+
+    def patch(blocks: Sequence[tuple[Sequence[int], Sequence[int]]], tell: bool) -> Filled:
+        where = [(rows[0], columns[0]) for rows, columns in blocks]
+
+        def told(which: list[int], values: np.ndarray) -> None:
+            assert listener is not None
+            listener.cells([_cell(plan, *where[i], value) for i, value in zip(which, values.tolist(), strict=True)])
+
+        finished = Finished(len(blocks), len(plan.asked) * plan.draws, told if tell and listener is not None else None)
+        return _patched(plan, cells, [plan.place(*block) for block in blocks], both, finished)
+
+    if listener is not None:
+        listener.begin(begun, zooming.most_single if zooming else len(plan.places))
+    if zooming is None:
+        singles, blocks = plan.places, ()
+        filled = patch([([r], [p]) for r, p in singles], True)
+    else:
+        singles, filled, blocks = zoom_in(zooming, patch, _baseline(begun))
+    each = np.full(shape, np.nan)
+    for column, (r, p) in enumerate(singles):
+        each[:, r, p] = filled.values[:, column]
+    bases = [getattr(pair, plan.written) for pair in begun.pairs]
+    sweep = with_values(begun, Filled(each, filled.floor), bases, plan.seed)
+    return msgspec.structs.replace(sweep, blocks=tuple(blocks))
 
 
-def _readable(name: str) -> Positions:
-    """What of the clean prompt to capture: logits exist at its end only."""
-    return Positions("prompt", -1) if name == "logits" else Positions("prompt")
+def _unpatched(plan: _Plan) -> list[float]:
+    """The metric of every clean and corrupt prompt, in turn."""
+    prompts = [(words, pair.graded) for pair in plan.asked for words in (pair.clean, pair.corrupt)]
+    return graded_values(plan.lm, [Trial(words.ids, (), graded) for words, graded in prompts])
 
 
-def _possible(row: Row, column: Column, base: Run) -> bool:
-    return row[0] != "logits" or column.corrupt == (len(base.prompt_token_ids) - 1,)
+def _begun(plan: _Plan, both: list[tuple[float, float]]) -> PatchSweep:
+    """The result before any cell has been patched."""
+    pairs = []
+    for pair, values in zip(plan.asked, both, strict=True):
+        offset, factor = pair.graded.scale(*values)
+        pairs.append(pair_of(plan.lm, pair, *((value - offset) * factor for value in values)))
+    empty = np.full((len(pairs), len(plan.rows), len(plan.columns)), np.nan)
+    return PatchSweep(
+        provenance=provenance(plan.lm, _seeds(plan)), metric=plan.asked[0].graded.metric, pairs=tuple(pairs),
+        rows=tuple(plan.rows), columns=plan.columns, values=empty[0], each=empty,
+        clean=float(np.mean([pair.clean for pair in pairs])), corrupt=float(np.mean([pair.corrupt for pair in pairs])),
+        noise_floor=np.nan, direction=plan.direction,  # pyright: ignore[reportArgumentType]
+    )  # fmt: skip
 
 
-def _layers(rows: list[Row]) -> tuple[int, ...]:
-    return tuple(sorted({layer for _, layer in rows if layer is not None})) or (0,)
+def _patched(
+    plan: _Plan, cells: Any, places: list[Place], both: list[tuple[float, float]], finished: Finished
+) -> Filled:
+    """Every place in every pair, a group of pairs after the other."""
+    values, floors = [], []
+    for group in plan.groups():
+        source = _Opened(plan, group)
+        try:
+            units = [_unit(plan, i, both[i], source.writer(n)) for n, i in enumerate(group)]
+            mine = [Place(place.row, [place.columns[i] for i in group]) for place in places]
+            filled = fill(cells, units, mine, plan.draws, finished)
+        finally:
+            source.close()  # an error's frames may hold its runs for long
+        values.append(filled.values)
+        floors.append(filled.floor)
+    return Filled(np.concatenate(values), max(floors))
 
 
-def _grid(
-    names: list[Site], rows: list[Row], columns: list[Column], cells: list[tuple[Row, Column]], values: np.ndarray
-) -> np.ndarray:
-    """[S, L, P], NaN where nothing was run; an unlayered site stands in the first layer's row."""
-    sites, layers = list(dict.fromkeys(s.name for s in names)), _layers(rows)
-    grid = np.full((len(sites), len(layers), len(columns)), np.nan)
-    place = {column: p for p, column in enumerate(columns)}
-    for ((name, layer), column), value in zip(cells, values, strict=True):
-        grid[sites.index(name), 0 if layer is None else layers.index(layer), place[column]] = value
-    return grid
+def _unit(plan: _Plan, number: int, both: tuple[float, float], writer: Any) -> Unit:
+    pair = plan.asked[number]
+    base = both[1] if plan.written == "corrupt" else both[0]
+    return Unit(pair.side(plan.written).ids, (), pair.graded, plan.written, base, *pair.graded.scale(*both), writer)
 
 
-def _skipped(lm: LM, source: Run, base: Run, alignment: Alignment) -> tuple[tuple[str, int, str], ...]:
-    sides = (("clean", source, alignment.clean_only), ("corrupt", base, alignment.corrupt_only))
-    return tuple(
-        (side, position, lm.tokenizer.token_strings([run.prompt_token_ids[position]])[0])
-        for side, run, alone in sides
-        for position in alone
+class _Opened:
+    """What some pairs are patched with; it is run when the first cell needs it."""
+
+    def __init__(self, plan: _Plan, group: list[int]) -> None:
+        self._plan, self._group = plan, group
+
+    @functools.cached_property
+    def _runs(self) -> list[Any]:
+        plan, read = self._plan, "clean" if self._plan.written == "corrupt" else "corrupt"
+        sites = list(dict.fromkeys(site for row in plan.rows for site in row.sites))
+        return captured_runs(plan.lm, [plan.asked[i].side(read).ids for i in self._group], sites)
+
+    def writer(self, number: int) -> Any:
+        if self._plan.source is not None:
+            return lambda: self._plan.shared
+        return lambda: FromRun(self._runs[number], self._plan.mixing)
+
+    def close(self) -> None:
+        for run in vars(self).pop("_runs", ()):
+            run.close()
+
+
+def _read(
+    lm: LM, clean: Any, corrupt: Any, answer: Any, foil: Any, metric: str, positions: Any, direction: str
+) -> list[Asked]:
+    if direction not in DIRECTIONS:
+        raise unknown("direction", direction, DIRECTIONS, "direction")
+    return pairs_of(
+        lm, clean, corrupt, answer, foil, metric, positions, "corrupt" if direction == "denoising" else "clean"
     )
 
 
-def _text(lm: LM, prompt: Any) -> str:
-    return prompt if isinstance(prompt, str) else lm.tokenizer.decode(list(prompt))
+def _alpha(alpha: Any) -> float:
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float, np.integer, np.floating)):
+        raise ProgramError(f"a number is needed, not {alpha!r}", "alpha")
+    return float(alpha)
+
+
+def _seeds(plan: _Plan) -> tuple[int, ...]:
+    return (plan.seed, plan.source.seed) if isinstance(plan.source, Resampled) else (plan.seed,)
+
+
+def _ends(pair: Asked, column: Column) -> bool:
+    return (column.clean, column.corrupt) == ((pair.clean.last,), (pair.corrupt.last,))
+
+
+def _joined(columns: list[Column]) -> Column:
+    if len(columns) == 1:
+        return columns[0]
+    both = sorted({pair for column in columns for pair in zip(column.corrupt, column.clean, strict=True)})
+    label = f"{columns[0].label} … {columns[-1].label}"
+    return Column(label, tuple(clean for _, clean in both), tuple(corrupt for corrupt, _ in both))
+
+
+def _cell(plan: _Plan, r: int, p: int, value: float) -> Cell:
+    row = plan.rows[r]
+    return Cell(row.site, row.layer, plan.columns[p], value, row.index)
+
+
+def _baseline(sweep: PatchSweep) -> float:
+    return sweep.baseline

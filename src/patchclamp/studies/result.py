@@ -63,6 +63,7 @@ class StudyResult(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         fields = msgspec.json.encode(msgspec.to_builtins(self, enc_hook=store)).decode()
         target = Path(path)
         save_file(tensors, target, {"study": type(self).__name__, "format": FORMAT, "result": fields})
+        _sort_header(target)
         return target
 
     @classmethod
@@ -91,3 +92,14 @@ class StudyResult(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             return msgspec.convert(msgspec.json.decode(metadata["result"]), cls, dec_hook=restore, str_keys=True)
         except (msgspec.MsgspecError, KeyError, TypeError) as error:
             raise ProgramError(f"{path} is no {cls.__name__} that this version can read: {error}", "path") from None
+
+
+def _sort_header(file: Path) -> None:
+    """Sorts what stands in a safetensors file's header, which stays as long: one result is one file, to the byte. The
+    library writes metadata in an order that differs from process to process."""
+    with file.open("r+b") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = msgspec.json.encode(msgspec.json.decode(opened.read(length)), order="sorted")
+        assert len(header) <= length
+        opened.seek(8)
+        opened.write(header.ljust(length))

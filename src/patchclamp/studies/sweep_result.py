@@ -1,98 +1,231 @@
-"""What a patch sweep found: a grid of metric values and all that is needed to read it.
+"""What sweeps found: a grid of metric values, its spread over prompt pairs, and all that is needed to read it.
 
-S sites · L layers · P columns (positions or spans)
+R rows (of the model) · P columns (positions, spans, or receivers) · N pairs of prompts · S panels · L layers
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import msgspec
 import numpy as np
 
-from patchclamp.language.registry import SITES
+from patchclamp.studies.columns import Column
+from patchclamp.studies.result import StudyResult
+from patchclamp.studies.rows import Row, layers_of, panels_of
 
 if TYPE_CHECKING:
     import pandas
 
     from patchclamp.plots import Heatmap
 
-
-class Column(msgspec.Struct, frozen=True):
-    """Aligned positions patched together: those of the clean prompt are written at those of the corrupt one."""
-
-    label: str
-    clean: tuple[int, ...]
-    corrupt: tuple[int, ...]
+Side = Literal["clean", "corrupt"]
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """One patched run: where, the corrupt prompt's token there, and the metric."""
+    """One patched run: where, the corrupt prompt's tokens there, and the metric; of several pairs, its mean."""
 
     site: str
     layer: int | None
     column: Column
     value: float
+    index: str = ""
+
+    @property
+    def panel(self) -> str:
+        """`resid_pre`, or `z[:, 3]`."""
+        return Row(self.site, self.layer, self.index).panel
+
+    @property
+    def where(self) -> str:
+        """`resid_pre[8]`, or `z[8, 3]`."""
+        return str(Row(self.site, self.layer, self.index))
 
 
-class PatchSweep(msgspec.Struct, frozen=True, eq=False):
-    """`grid` [S, L, P] holds the metric of the corrupt run with one cell patched from the clean run.
+class Pair(msgspec.Struct, frozen=True):
+    """Two prompts, what is graded, and the metric of both unpatched.
 
-    `clean` and `corrupt` are the metric of the unpatched runs; `noise_floor` is the largest difference among reruns of
-    the corrupt baseline spread through the same batch: smaller effects mean nothing. `alignment` pairs clean and
-    corrupt positions; `skipped` lists (prompt, position, token) that have no partner. An unlayered site has its value
-    in the first layer's row and NaN in the others.
+    answer_ids, foil_ids: the tokens that were graded
+    alignment: which clean position is which corrupt one; skipped: (side, position, token) without a partner; columns:
+    the grid's columns in these prompts. Of a study of one prompt the corrupt side is empty.
     """
 
-    model: str
-    engine: str
-    dtype: str
-    metric: str
     clean_prompt: str
     corrupt_prompt: str
     clean_tokens: tuple[str, ...]
     corrupt_tokens: tuple[str, ...]
     answer: str
     foil: str | None
-    sites: tuple[str, ...]
-    layers: tuple[int, ...]
-    columns: tuple[Column, ...]
-    grid: np.ndarray
     clean: float
-    corrupt: float
+    corrupt: float | None
+    columns: tuple[Column, ...]
+    alignment: tuple[tuple[int, int], ...] = ()
+    skipped: tuple[tuple[Side, int, str], ...] = ()
+    answer_ids: tuple[int, ...] = ()
+    foil_ids: tuple[int, ...] | None = None
+
+
+class Block(msgspec.Struct, frozen=True):
+    """Several cells patched at once, on the way from coarse to fine: rows and columns of the grid by number."""
+
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    value: float
+
+
+class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
+    """The base of sweeps. `values` [R, P] is the metric of the runs with one cell patched, NaN where nothing was run.
+
+    pairs: the prompts; rows, columns: of the grid, columns with the first pair's positions
+    each: [N, R, P], the metric in every pair (and for every seed); `values` is its mean
+    clean, corrupt: the metric of the unpatched runs, means over the pairs
+    noise_floor: the largest difference among reruns of the unpatched prompts spread through the same batches: smaller
+        effects mean nothing
+    low, high: [R, P], the ends of the 95 % confidence interval of `values`; None of one pair
+    p, p_family: [R, P], p-values of the effect over the unpatched run, of a cell alone and as one of all cells
+    blocks: what was patched at once before the grid's cells, if the sweep zoomed in
+    """
+
+    metric: str
+    pairs: tuple[Pair, ...]
+    rows: tuple[Row, ...]
+    columns: tuple[Column, ...]
+    values: np.ndarray
+    each: np.ndarray
+    clean: float
+    corrupt: float | None
     noise_floor: float
-    alignment: tuple[tuple[int, int], ...]
-    skipped: tuple[tuple[str, int, str], ...]
+    direction: Literal["denoising", "noising"] = "denoising"
+    low: np.ndarray | None = None
+    high: np.ndarray | None = None
+    p: np.ndarray | None = None
+    p_family: np.ndarray | None = None
+    blocks: tuple[Block, ...] = ()
+
+    kind: ClassVar[str] = "sweep"
+
+    @property
+    def patched(self) -> Side:
+        """The side whose prompt is run with patches, and is the baseline of every cell."""
+        return "corrupt" if self.direction == "denoising" else "clean"
+
+    @property
+    def baseline(self) -> float:
+        """The metric without a patch."""
+        value = getattr(self, self.patched)
+        assert value is not None
+        return value
+
+    @property
+    def goal(self) -> float | None:
+        """The metric of the other prompt, towards which patches move it; None where there is none."""
+        return self.clean if self.patched == "corrupt" else self.corrupt
+
+    # -- of the first pair, and of the machine
+
+    @property
+    def model(self) -> str:
+        return self.provenance.model
+
+    @property
+    def engine(self) -> str:
+        return self.provenance.engine
+
+    @property
+    def dtype(self) -> str:
+        return self.provenance.dtype
+
+    @property
+    def clean_tokens(self) -> tuple[str, ...]:
+        return self.pairs[0].clean_tokens
+
+    @property
+    def corrupt_tokens(self) -> tuple[str, ...]:
+        return self.pairs[0].corrupt_tokens
+
+    @property
+    def answer(self) -> str:
+        return self.pairs[0].answer
+
+    @property
+    def foil(self) -> str | None:
+        return self.pairs[0].foil
+
+    @property
+    def alignment(self) -> tuple[tuple[int, int], ...]:
+        return self.pairs[0].alignment
+
+    @property
+    def skipped(self) -> tuple[tuple[Side, int, str], ...]:
+        return self.pairs[0].skipped
+
+    # -- the grid
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """The panels: sites, and of heads, neurons or experts each group by its index, as `z[:, 3]`."""
+        return tuple(panels_of(self.rows))
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return layers_of(self.rows)
+
+    @property
+    def grid(self) -> np.ndarray:
+        """`values` as [S, L, P] of `sites`, `layers` and `columns`. A site without layers has its values in the first
+        layer's row and NaN in the others."""
+        return self.as_grid(self.values)
+
+    def as_grid(self, values: np.ndarray) -> np.ndarray:
+        """Numbers of the cells [R, P] as [S, L, P]."""
+        panels, layers = self.sites, self.layers
+        grid = np.full((len(panels), len(layers), len(self.columns)), np.nan)
+        for row, of_row in zip(self.rows, values, strict=True):
+            grid[panels.index(row.panel), 0 if row.layer is None else layers.index(row.layer)] = of_row
+        return grid
+
+    def _run(self) -> Iterator[tuple[int, int]]:
+        for panel in self.sites:
+            for r, row in enumerate(self.rows):
+                if row.panel == panel:
+                    yield from ((r, p) for p in range(len(self.columns)) if not np.isnan(self.values[r, p]))
 
     def cells(self) -> list[Cell]:
         """Every cell that was run, in grid order."""
-        return [
-            Cell(site, layer if SITES[site].layered else None, column, float(value))
-            for s, site in enumerate(self.sites)
-            for l, layer in enumerate(self.layers)  # noqa: E741
-            for p, column in enumerate(self.columns)
-            if not np.isnan(value := self.grid[s, l, p])
-        ]
+        return [self._cell(r, p) for r, p in self._run()]
+
+    def _cell(self, r: int, p: int) -> Cell:
+        row = self.rows[r]
+        return Cell(row.site, row.layer, self.columns[p], float(self.values[r, p]), row.index)
 
     def best(self, count: int = 5) -> list[Cell]:
-        """The cells that moved the metric furthest from the corrupt baseline towards the clean one, best first."""
-        towards = 1.0 if self.clean >= self.corrupt else -1.0
+        """The cells that moved the metric furthest from the baseline towards the other prompt's, best first; where
+        there is no other prompt, those that moved it furthest."""
+        if self.goal is None:
+            return sorted(self.cells(), key=lambda cell: -abs(cell.value - self.baseline))[:count]
+        towards = 1.0 if self.goal >= self.baseline else -1.0
         return sorted(self.cells(), key=lambda cell: -towards * cell.value)[:count]
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row a cell: site, layer, column, clean and corrupt positions, value, and effect over the baseline."""
+        """One row a cell: site, layer, index, column, clean and corrupt positions, value, effect over the baseline, and
+        of several pairs the ends of the interval and both p-values."""
         import pandas
 
+        spread = {"low": self.low, "high": self.high, "p": self.p, "p_family": self.p_family}
         rows = [
             {
-                "site": cell.site, "layer": cell.layer, "column": cell.column.label,
+                "site": cell.site, "layer": cell.layer, "index": cell.index, "column": cell.column.label,
                 "clean_positions": cell.column.clean, "corrupt_positions": cell.column.corrupt,
-                "value": cell.value, "effect": cell.value - self.corrupt,
+                "value": cell.value, "effect": cell.value - self.baseline,
+                **{name: float(of[r, p]) for name, of in spread.items() if of is not None},
             }
-            for cell in self.cells()
+            for r, p in self._run() for cell in (self._cell(r, p),)
         ]  # fmt: skip
         return pandas.DataFrame(rows)
+
+    # -- pictures
 
     def heatmap(self) -> Heatmap:
         """The grid with the texts of its picture."""
@@ -107,7 +240,7 @@ class PatchSweep(msgspec.Struct, frozen=True, eq=False):
         return heatmap_png(self.heatmap(), path)
 
     def to_html(self, path: str | Path) -> Path:
-        """Writes one self-contained page: the heatmap with hover, both prompts, the metric and its baselines."""
+        """Writes one self-contained page: the heatmap with hover, the prompts, the metric and its baselines."""
         from patchclamp.plots import heatmap_html
 
         return heatmap_html(self.heatmap(), path)
@@ -115,10 +248,46 @@ class PatchSweep(msgspec.Struct, frozen=True, eq=False):
     def __repr__(self) -> str:
         best = self.best(1)
         where = f", best {best[0].value:.3f} at {place(best[0])}" if best else ""
-        return f"<PatchSweep {self.metric}: corrupt {self.corrupt:.3f}, clean {self.clean:.3f}{where}>"
+        known = {"clean": self.clean, "corrupt": self.corrupt}
+        runs = ", ".join(f"{side} {known[side]:.3f}" for side in ("corrupt", "clean") if known[side] is not None)
+        return f"<{type(self).__name__} {self.metric}: {runs}{where}>"
+
+
+class PatchSweep(Sweep, frozen=True, eq=False, kw_only=True):
+    """A patch sweep: cells of one prompt's run replaced by those of the other's (`patch_sweep`)."""
+
+    kind: ClassVar[str] = "patch"
+
+
+class AblationSweep(Sweep, frozen=True, eq=False, kw_only=True):
+    """An ablation sweep: cells of a prompt's run put out (`ablation_sweep`). `corrupt` is None."""
+
+    kind: ClassVar[str] = "ablation"
+
+
+class CausalTrace(Sweep, frozen=True, eq=False, kw_only=True):
+    """A causal trace: the subject's embeddings are noised, and cells get their clean values back (`causal_trace`).
+
+    subjects: the noised positions of each pair; std: of the noise, as added to the embeddings
+    """
+
+    subjects: tuple[tuple[int, ...], ...]
+    std: float
+
+    kind: ClassVar[str] = "trace"
+
+
+class PathPatch(Sweep, frozen=True, eq=False, kw_only=True):
+    """Path patching: rows are senders, columns receivers (`path_patch`).
+
+    frozen: the sites that were held at the unpatched run between the two
+    """
+
+    frozen: tuple[str, ...]
+
+    kind: ClassVar[str] = "path"
 
 
 def place(cell: Cell) -> str:
     """`resid_pre[8] @ ' Tower'`"""
-    site = cell.site if cell.layer is None else f"{cell.site}[{cell.layer}]"
-    return f"{site} @ {cell.column.label!r}"
+    return f"{cell.where} @ {cell.column.label!r}"

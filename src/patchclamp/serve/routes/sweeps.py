@@ -28,7 +28,7 @@ BATCH = 64  # cells that are read together: a sweep whose client is gone ends wi
 
 router = APIRouter(prefix="/v1/patchclamp", tags=["patchclamp"], responses=ERRORS, route_class=BoundedRoute)
 Prompt = Annotated[str | list[int], Field(description="text or token ids")]
-Token = Annotated[str | int, Field(description="one token, as text or id")]
+Answer = Annotated[str | int | list[int], Field(description="text, a token id, or several")]
 
 
 class SweepRequest(BaseModel):
@@ -43,12 +43,18 @@ class SweepRequest(BaseModel):
     )  # fmt: skip
     clean: Prompt
     corrupt: Prompt
-    answer: Token
-    foil: Token | None = None
+    answer: Answer
+    foil: Answer | None = None
     sites: list[str] = Field(["resid_pre"], min_length=1)
     layers: str | int | list[int] | None = Field(None, description='all; or some, such as "0:12"')
     positions: list[str | int] | None = Field(None, description="selections of the corrupt prompt; all aligned ones")
-    metric: str = Field("logit_diff", description="logit_diff, logprob or recovered")
+    metric: str = Field("logit_diff", description="logit_diff, recovered, logprob or prob")
+    direction: str = Field(
+        "denoising", description="denoising, or noising: cells of the corrupt run into the clean one"
+    )
+    group: int | None = Field(None, description="so many heads, neurons or experts are one row: 1 for each head")
+    window: int = Field(1, description="so many layers around a cell's are patched with it")
+    alpha: float = Field(1.0, description="how much of the new value is mixed in")
 
 
 _under_way: Counter[tuple[int, str]] = Counter()  # sweeps by front and owner
@@ -121,7 +127,7 @@ class _Running:
         places = self._places
         told = [
             [
-                places["sites"][cell.site],
+                places["sites"][cell.panel],
                 places["layers"].get(cell.layer, 0),
                 places["columns"][cell.column],
                 cell.value,
@@ -160,7 +166,7 @@ def _start(sweep: PatchSweep, cells: int) -> dict[str, Any]:
 
 
 def _summary(sweep: PatchSweep) -> dict[str, Any]:
-    best = [{"site": cell.site, "layer": cell.layer, "label": cell.column.label, "positions": cell.column.corrupt,
+    best = [{"site": cell.panel, "layer": cell.layer, "label": cell.column.label, "positions": cell.column.corrupt,
              "value": cell.value} for cell in sweep.best(5)]  # fmt: skip
     return {"noise_floor": sweep.noise_floor, "best": best}
 

@@ -1,0 +1,154 @@
+"""The ablation sweep: what of the model does an answer need?
+
+A prompt is run many times, each time with one cell put out: by zeros, by the mean over some prompts, or by the row of a
+prompt drawn at random.  Where the answer suffers, the cell took part in it.  Zeros and means bring the model to states
+that it never has; a resampled row does not, and adds the noise of the draw, which `draws` averages out.
+
+Source: mean ablation, Wang et al. 2022 (arXiv:2211.00593), section 2.2; resample ablation, Chan et al. 2022, "Causal
+scrubbing" (Alignment Forum); which to take when, Heimersheim and Nanda 2024 (arXiv:2404.15255).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from patchclamp.errors import ProgramError, UnsupportedSite
+from patchclamp.lm import LM
+from patchclamp.studies.cells import Trial, planned
+from patchclamp.studies.columns import Column, Words, columns_of, listed, same_columns, words_of
+from patchclamp.studies.grid import (
+    Filled,
+    Finished,
+    Listener,
+    Place,
+    Unit,
+    carrying,
+    check_seed,
+    fill,
+    graded_values,
+    reruns_for,
+    teller,
+    with_values,
+)
+from patchclamp.studies.metric import Graded, text_of
+from patchclamp.studies.pairs import graded_of, one_each
+from patchclamp.studies.result import provenance
+from patchclamp.studies.rows import Row, rows_of
+from patchclamp.studies.sources import Mixing, Resampled, as_source, opened, question_of
+from patchclamp.studies.sweep_result import AblationSweep, Pair
+
+ALL = "all tokens"
+
+
+def ablation_sweep(
+    lm: LM,
+    *,
+    prompt: Any,
+    answer: Any,
+    foil: Any = None,
+    sites: Any = ("attn_out", "mlp_out"),
+    layers: Any = None,
+    positions: Any = None,
+    metric: str = "logit_diff",
+    source: Any = "zeros",
+    group: int | None = None,
+    window: int = 1,
+    seed: int = 0,
+    batch: int = 256,
+    show_progress: bool | None = None,
+    listener: Listener | None = None,
+    resume: str | Path | None = None,
+) -> AblationSweep:
+    """Puts out every cell of sites × layers × positions in the run of a prompt; returns the grid.
+
+    prompt: text or token ids; or a list of prompts, whose mean is the grid
+    positions: the columns: selections of the prompt, put out together, or a mapping of labels to selections; "each" for
+        one column a token. One column of the whole prompt if not given. Tokens of the answer are never put out
+    metric: "logit_diff", "logprob" or "prob"
+    source: "zeros", "bank:NAME", `studies.MeanOf(prompts)` or `studies.Resampled(prompts)`
+
+    All else is as in `patch_sweep`; effects are measured over the run without an ablation.
+
+    Raises: `ProgramError` for a wrong argument, `TokensError` for a selection that is empty, and the error of any run.
+    """
+    prompts = list(prompt) if listed(prompt) else [prompt]
+    if metric == "recovered":
+        raise ProgramError("an ablation has no other prompt to recover; take logit_diff, logprob or prob", "metric")
+    if not prompts:
+        raise ProgramError("at least one prompt is needed", "prompt")
+    graded = graded_of(lm, one_each(answer, len(prompts), "answer"), one_each(foil, len(prompts), "foil"), metric)
+    words = [words_of(lm, one, f"prompt[{i}]" if len(prompts) > 1 else "prompt") for i, one in enumerate(prompts)]
+    columns = [_columns(lm, of, positions, i) for i, of in enumerate(words)]
+    rows = rows_of(lm, sites, layers, group, window)
+    if any(row.site == "logits" for row in rows):
+        raise UnsupportedSite("without logits there is no answer to grade", "sites")
+    source = as_source(source)
+    seeds = (check_seed(seed), source.seed) if isinstance(source, Resampled) else (check_seed(seed),)
+    draws = source.draws if isinstance(source, Resampled) else 1
+    across = same_columns(columns)
+    places = [Place(row, [of[p] for of in columns]) for row in rows for p in range(len(across))]
+    question = {
+        "study": "ablation_sweep", "prompts": [of.ids for of in words], "graded": msgspec.to_builtins(graded),
+        "columns": msgspec.to_builtins(columns), "rows": msgspec.to_builtins(rows), "source": question_of(lm, source),
+    }  # fmt: skip
+    total = planned([len(places) * draws] * len(words), reruns_for(len(words)))
+    lengths = {len(of.ids) for of in words}
+
+    @functools.cache
+    def writer() -> Any:
+        return opened(lm, source, rows, lengths.copy().pop() if len(lengths) == 1 else None, Mixing())
+
+    with carrying(lm, "ablating", total, question, batch, show_progress, resume) as cells:
+        bases = cells.once(
+            len(words), lambda: graded_values(lm, [Trial(of.ids, (), g) for of, g in zip(words, graded, strict=True)])
+        )
+        pairs = [_pair(lm, *of) for of in zip(words, graded, bases, columns, strict=True)]
+        begun = _begun(lm, metric, pairs, rows, across, seeds)
+        units = [Unit(of.ids, (), g, "clean", base, 0.0, 1.0, writer)
+                 for of, g, base in zip(words, graded, bases, strict=True)]  # fmt: skip
+        if listener is not None:
+            listener.begin(begun, len(places))
+        finished = Finished(
+            len(places), len(units) * draws, None if listener is None else teller(listener, rows, across)
+        )
+        filled = fill(cells, units, places, draws, finished)
+    return with_values(begun, Filled(filled.values.reshape(begun.each.shape), filled.floor), bases, seeds[0])
+
+
+def _columns(lm: LM, words: Words, positions: Any, number: int) -> tuple[Column, ...]:
+    whole = tuple(range(len(words.ids)))
+    if positions is None:
+        return (Column(ALL, whole, ()),)
+    if isinstance(positions, str) and positions == "each":
+        positions = None
+
+    def make(label: str, chosen: tuple[int, ...], path: str) -> Column:
+        return Column(label, chosen, ())
+
+    return tuple(columns_of(lm, words, whole, positions, number, make))
+
+
+def _pair(lm: LM, words: Words, graded: Graded, base: float, columns: tuple[Column, ...]) -> Pair:
+    return Pair(
+        clean_prompt=words.text, corrupt_prompt="", clean_tokens=words.tokens, corrupt_tokens=(),
+        answer=text_of(lm, graded.answer) or "", foil=text_of(lm, graded.foil), clean=base, corrupt=None,
+        columns=columns, answer_ids=graded.answer, foil_ids=graded.foil,
+    )  # fmt: skip
+
+
+def _begun(
+    lm: LM, metric: str, pairs: Sequence[Pair], rows: Sequence[Row], columns: tuple[Column, ...], seeds: tuple[int, ...]
+) -> AblationSweep:
+    """The result before any cell has been put out."""
+    empty = np.full((len(pairs), len(rows), len(columns)), np.nan)
+    return AblationSweep(
+        provenance=provenance(lm, seeds), metric=metric, pairs=tuple(pairs), rows=tuple(rows), columns=columns,
+        values=empty[0], each=empty, clean=float(np.mean([pair.clean for pair in pairs])), corrupt=None,
+        noise_floor=np.nan, direction="noising",
+    )  # fmt: skip

@@ -1,0 +1,241 @@
+"""The causal trace: through which states does a fact about a subject come to the answer?
+
+Noise on the embeddings of the subject's tokens takes the answer away; then one state at a time (a site, a layer, a
+position, or a window of layers) gets the value back that it has without the noise.  Where the answer returns, the fact
+passes.
+
+Source: Meng et al. 2022 (arXiv:2202.05262), section 2.1 and appendix B.1: noise of three times the standard deviation
+of the subjects' embeddings, 10 noise seeds, windows of 10 layers for attention and MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from patchclamp.errors import ProgramError
+from patchclamp.language import Noise, Op, Site
+from patchclamp.language.tokens import every
+from patchclamp.lm import LM, is_token_id
+from patchclamp.studies.cells import Trial, planned
+from patchclamp.studies.columns import Column, Words, chosen_positions, columns_of, listed, same_columns, words_of
+from patchclamp.studies.grid import (
+    Filled,
+    Finished,
+    Listener,
+    Place,
+    Unit,
+    carrying,
+    check_seed,
+    fill,
+    graded_values,
+    reruns_for,
+    teller,
+    with_values,
+)
+from patchclamp.studies.metric import Graded, text_of
+from patchclamp.studies.pairs import graded_of, one_each
+from patchclamp.studies.result import provenance
+from patchclamp.studies.rows import Row, rows_of
+from patchclamp.studies.sources import FromRun, Mixing, captured_runs
+from patchclamp.studies.sweep_result import CausalTrace, Pair
+
+TIMES = 3.0  # standard deviations of the subjects' embeddings
+
+
+class _Traced(NamedTuple):
+    """A prompt: the positions of its subject, what is graded, the columns."""
+
+    words: Words
+    subject: tuple[int, ...]
+    graded: Graded
+    columns: tuple[Column, ...]
+
+
+def causal_trace(
+    lm: LM,
+    *,
+    prompt: Any,
+    subject: Any,
+    answer: Any,
+    foil: Any = None,
+    sites: Any = ("resid_post",),
+    layers: Any = None,
+    positions: Any = None,
+    metric: str = "prob",
+    window: int = 1,
+    group: int | None = None,
+    std: float | None = None,
+    seeds: int | Sequence[int] = 10,
+    batch: int = 256,
+    show_progress: bool | None = None,
+    listener: Listener | None = None,
+    resume: str | Path | None = None,
+) -> CausalTrace:
+    """Restores every cell of sites × layers × positions in runs of a prompt whose subject is noised; returns the grid.
+
+    prompt: text or token ids, or a list of prompts; subject: a text in it, or a selection; of several prompts one each
+    positions: the columns; one a token if not given
+    metric: "prob", "logprob", "logit_diff" or "recovered" (0 is the noised run, 1 the clean one)
+    window: layers restored together; 10 in the paper for `attn_out` and `mlp_out`
+    std: of the noise; if not given, three times the standard deviation of the numbers in the embeddings of all subject
+        tokens
+    seeds: of the noise: how many (0, 1, …), or which. Values are means over the seeds, `each` has them alone: prompts
+        first, then seeds
+
+    All else is as in `patch_sweep`. The interval and the p-values are over prompts and seeds together.
+
+    Raises: `TokensError` for a subject that is not in its prompt, `ProgramError` for a wrong argument, and the error of
+    any run.
+    """
+    traced = _read(lm, prompt, subject, answer, foil, metric, positions)
+    rows = rows_of(lm, sites, layers, group, window)
+    if any(row.site == "logits" for row in rows):
+        raise ProgramError("the clean logits are the clean answer: there is nothing to trace", "sites")
+    numbers = _seeds(seeds)
+    columns = same_columns([of.columns for of in traced])
+    counts = [len(rows) * len(columns)] * (len(traced) * len(numbers))
+    question = {
+        "study": "causal_trace", "prompts": [[of.words.ids, of.subject] for of in traced],
+        "graded": msgspec.to_builtins([of.graded for of in traced]), "rows": msgspec.to_builtins(rows),
+        "columns": msgspec.to_builtins([of.columns for of in traced]), "std": std, "seeds": numbers,
+    }  # fmt: skip
+    with carrying(
+        lm, "tracing", planned(counts, reruns_for(len(counts))), question, batch, show_progress, resume
+    ) as cells:
+        noise = cells.once(1, lambda: [embedding_std(lm, traced) * TIMES if std is None else _std(std)])[0]
+        values = cells.once(len(traced) * (1 + len(numbers)), lambda: _unpatched(lm, traced, noise, numbers))
+        both = np.array(values).reshape(len(traced), 1 + len(numbers))  # clean, then noised by seed
+        begun, bases, scales = _begun(lm, metric, traced, rows, columns, both, noise, numbers)
+        if listener is not None:
+            listener.begin(begun, counts[0])
+        finished = Finished(counts[0], len(counts), None if listener is None else teller(listener, rows, columns))
+        filled = _restored(lm, cells, traced, rows, both, scales, noise, numbers, finished)
+    each = filled.values.reshape(len(counts), len(rows), len(columns))
+    return with_values(begun, Filled(each, filled.floor), bases, numbers[0])
+
+
+def embedding_std(lm: LM, traced: Sequence[_Traced]) -> float:
+    """The standard deviation of all numbers in the embeddings of the subjects' tokens."""
+    runs = captured_runs(lm, [of.words.ids for of in traced], [Site("embed")])
+    rows = [np.asarray(run["embed"], np.float64)[list(of.subject)] for run, of in zip(runs, traced, strict=True)]
+    for run in runs:
+        run.close()
+    return float(np.concatenate(rows).std())
+
+
+def _read(lm: LM, prompt: Any, subject: Any, answer: Any, foil: Any, metric: str, positions: Any) -> list[_Traced]:
+    prompts = list(prompt) if listed(prompt) else [prompt]
+    if not prompts:
+        raise ProgramError("at least one prompt is needed", "prompt")
+    graded = graded_of(lm, one_each(answer, len(prompts), "answer"), one_each(foil, len(prompts), "foil"), metric)
+    subjects = one_each(subject, len(prompts), "subject")
+    traced = []
+    for i, one in enumerate(prompts):
+        where = f"[{i}]" if len(prompts) > 1 else ""
+        words = words_of(lm, one, f"prompt{where}")
+        chosen = chosen_positions(lm, words, _selection(subjects[i]), f"subject{where}")
+        columns = columns_of(
+            lm, words, range(len(words.ids)), positions, i, lambda label, at, path: Column(label, at, at)
+        )
+        traced.append(_Traced(words, chosen, graded[i], tuple(columns)))
+    return traced
+
+
+def _selection(subject: Any) -> Any:
+    """A text that is no selection is a span."""
+    from patchclamp.errors import PatchclampError
+    from patchclamp.language.tokens import TextSpan, parse_tokens
+
+    if not isinstance(subject, str):
+        return subject
+    try:
+        return parse_tokens(subject)
+    except PatchclampError:
+        return TextSpan(subject)
+
+
+def _seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
+    numbers = tuple(range(seeds)) if is_token_id(seeds) else tuple(check_seed(seed) for seed in seeds)  # pyright: ignore
+    if not numbers or len(set(numbers)) < len(numbers):
+        raise ProgramError(f"at least one seed is needed, and none twice, not {seeds!r}", "seeds")
+    return numbers
+
+
+def _std(std: Any) -> float:
+    if isinstance(std, bool) or not isinstance(std, (int, float)) or not std > 0:
+        raise ProgramError(f"a number above 0 is needed, not {std!r}", "std")
+    return float(std)
+
+
+def _noise(of: _Traced, std: float, seed: int) -> tuple[Op, ...]:
+    return (Noise(std, at="embed", tokens=every[of.subject], seed=seed),)
+
+
+def _unpatched(lm: LM, traced: Sequence[_Traced], std: float, seeds: tuple[int, ...]) -> list[float]:
+    """The metric of every prompt, clean and then noised by each seed, before normalisation."""
+    noises = [(of, edits) for of in traced for edits in ((), *(_noise(of, std, seed) for seed in seeds))]
+    return graded_values(lm, [Trial(of.words.ids, edits, of.graded) for of, edits in noises])
+
+
+def _begun(
+    lm: LM, metric: str, traced: Sequence[_Traced], rows: Sequence[Row], columns: tuple[Column, ...], both: np.ndarray,
+    std: float, seeds: tuple[int, ...],
+) -> tuple[CausalTrace, list[float], list[tuple[float, float]]]:  # fmt: skip
+    """The result before any cell was restored, the noised metric of every unit, and the (offset, factor) of each
+    prompt."""
+    pairs, bases, scales = [], [], []
+    for of, values in zip(traced, both.tolist(), strict=True):
+        offset, factor = of.graded.scale(values[0], float(np.mean(values[1:])))
+        clean, *noised = [(value - offset) * factor for value in values]
+        text, tokens = of.words.text, of.words.tokens
+        pairs.append(Pair(
+            clean_prompt=text, corrupt_prompt=text, clean_tokens=tokens, corrupt_tokens=tokens,
+            answer=text_of(lm, of.graded.answer) or "", foil=text_of(lm, of.graded.foil), clean=clean,
+            corrupt=float(np.mean(noised)), columns=of.columns, alignment=tuple((p, p) for p in range(len(tokens))),
+            answer_ids=of.graded.answer, foil_ids=of.graded.foil,
+        ))  # fmt: skip
+        bases += noised
+        scales.append((offset, factor))
+    empty = np.full((len(bases), len(rows), len(columns)), np.nan)
+    begun = CausalTrace(
+        provenance=provenance(lm, seeds), metric=metric, pairs=tuple(pairs), rows=tuple(rows), columns=columns,
+        values=empty[0], each=empty, clean=float(np.mean([pair.clean for pair in pairs])),
+        corrupt=float(np.mean(bases)),
+        noise_floor=np.nan, subjects=tuple(of.subject for of in traced), std=std,
+    )  # fmt: skip
+    return begun, bases, scales
+
+
+def _restored(
+    lm: LM, cells: Any, traced: Sequence[_Traced], rows: Sequence[Row], both: np.ndarray,
+    scales: Sequence[tuple[float, float]], std: float, seeds: tuple[int, ...], finished: Finished,
+) -> Filled:  # fmt: skip
+    """Every cell of every prompt, all its seeds together, a prompt after the other: its captures are kept no longer."""
+    sites = list(dict.fromkeys(site for row in rows for site in row.sites))
+    values, floors = [], []
+    for i, of in enumerate(traced):
+        opened: list[Any] = []
+
+        def writer(of: _Traced = of, opened: list[Any] = opened) -> FromRun:
+            if not opened:
+                opened.extend(captured_runs(lm, [of.words.ids], sites))
+            return FromRun(opened[0], Mixing())
+
+        units = [
+            Unit(of.words.ids, _noise(of, std, seed), of.graded, "corrupt", base, *scales[i], writer)
+            for seed, base in zip(seeds, both[i, 1:].tolist(), strict=True)
+        ]
+        places = [Place(row, [column] * len(units)) for row in rows for column in of.columns]
+        try:
+            filled = fill(cells, units, places, 1, finished)
+        finally:
+            for run in opened:
+                run.close()
+        values.append(filled.values)
+        floors.append(filled.floor)
+    return Filled(np.concatenate(values), max(floors))

@@ -1,0 +1,179 @@
+"""The cells of a study: many graded runs, submitted in batches, with reruns of the unpatched prompt among them.
+
+Every study that fills a grid goes through here: it says what to run (`Trial`), and gets numbers. Here are the batches
+of which two are under way, the reruns that measure the noise floor, the progress bar, and the journal from which an
+interrupted study goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from patchclamp.errors import ProgramError
+from patchclamp.language import Op
+from patchclamp.lm import LM
+from patchclamp.run import Run
+from patchclamp.studies.batches import run_batches
+from patchclamp.studies.journal import Journal
+from patchclamp.studies.metric import Graded
+
+BASELINES = 8  # reruns of an unpatched prompt, spread through its cells, that measure the noise floor
+
+
+class Trial(NamedTuple):
+    """One graded run: a prompt's token ids, its edits, and what is graded. An answer of several tokens takes a run for
+    each of them."""
+
+    prompt: Sequence[int]
+    edits: Sequence[Op]
+    graded: Graded
+
+
+class Round(NamedTuple):
+    """The trials of one unpatched run, which `baseline` repeats."""
+
+    trials: Sequence[Trial]
+    baseline: Trial
+
+
+class Values(NamedTuple):
+    """What the trials of a round gave [n], and what the reruns of its baseline did."""
+
+    trials: np.ndarray
+    baselines: np.ndarray
+
+
+Tell = Callable[[int, np.ndarray, np.ndarray], None]
+"""Hears of trials that have finished: the number of their round, their numbers in it [n], their values [n]."""
+
+
+class Cells:
+    """Carries trials on `lm`, `batch` runs at a time. What `journal` has is not computed again.
+
+    advance: is told how many runs have finished
+    """
+
+    def __init__(self, lm: LM, batch: int, journal: Journal | None, advance: Callable[[int], None]) -> None:
+        if not isinstance(batch, int) or batch < 1:
+            raise ProgramError(f"runs are submitted at least one at a time, not {batch!r}", "batch")
+        self._lm, self._batch, self._journal, self._advance = lm, batch, journal, advance
+
+    def once(self, count: int, compute: Callable[[], Sequence[float]]) -> list[float]:
+        """`count` numbers that are computed here, unless the journal has them."""
+        known = self._take(count)
+        if len(known) == count:
+            return known.tolist()
+        values = [float(value) for value in compute()]
+        assert len(values) == count
+        if self._journal is not None:
+            self._journal.append(values)
+        return values
+
+    def run(
+        self, counts: Sequence[int], rounds: Callable[[], Sequence[Round]], tell: Tell, reruns: int = BASELINES
+    ) -> list[Values]:
+        """Every trial's value, a round at a time.
+
+        counts: how many trials each round has; `rounds` makes them, and is called only if some are not known yet
+        tell: hears of trials as they finish, on another thread; what it raises stops what is under way
+        reruns: about how many baselines a round has
+        """
+        plan = [(number, i) for number, count in enumerate(counts) for i in _spread(count, reruns)]
+        values = np.full(len(plan), np.nan)
+        known = self._take(len(plan))
+        values[: len(known)] = known
+        self._told(plan, values, range(len(known)), tell)
+        if len(known) < len(plan):
+            self._compute(plan, values, len(known), rounds(), tell)
+        return _by_round(len(counts), plan, values)
+
+    def _take(self, count: int) -> np.ndarray:
+        return self._journal.take(count) if self._journal is not None else np.zeros(0)
+
+    def _compute(
+        self, plan: Sequence[_Planned], values: np.ndarray, begin: int, rounds: Sequence[Round], tell: Tell
+    ) -> None:
+        """Fills in the values from `begin` on."""
+        trials = [rounds[number].baseline if i is None else rounds[number].trials[i] for number, i in plan[begin:]]
+        parts = list(_parts(trials, self._batch))
+        unread = iter(parts)
+        done = begin
+
+        def read(runs: list[Run]) -> None:
+            nonlocal done
+            part = next(unread)
+            graded = iter(runs)
+            new = range(done, done + len(part))
+            values[done : done + len(part)] = [
+                trial.graded.read([next(graded).scores for _ in trial.graded.questions]) for trial in part
+            ]
+            if self._journal is not None:
+                self._journal.append(values[done : done + len(part)])
+            done += len(part)
+            self._told(plan, values, new, tell)
+
+        run_batches(self._lm, map(_call, parts), read)
+
+    def _told(self, plan: Sequence[_Planned], values: np.ndarray, which: range, tell: Tell) -> None:
+        by_round: dict[int, list[tuple[int, float]]] = {}
+        for at in which:
+            number, i = plan[at]
+            if i is not None:
+                by_round.setdefault(number, []).append((i, float(values[at])))
+        for number, told in by_round.items():
+            tell(number, np.array([i for i, _ in told]), np.array([value for _, value in told]))
+        self._advance(len(which))
+
+
+_Planned = tuple[int, int | None]  # the round, and the number of a trial in it; None: its baseline
+
+
+def planned(counts: Sequence[int], reruns: int = BASELINES) -> int:
+    """How many trials and reruns `Cells.run` makes of rounds of so many trials."""
+    return sum(len(list(_spread(count, reruns))) for count in counts)
+
+
+def _spread(count: int, reruns: int) -> Iterator[int | None]:
+    """The numbers of a round's trials with its baselines, None, evenly among them; one stands at the end."""
+    every_nth = max(count // reruns, 1)
+    for i in range(count):
+        if i % every_nth == 0:
+            yield None
+        yield i
+    yield None
+
+
+def _parts(trials: Sequence[Trial], batch: int) -> Iterator[list[Trial]]:
+    """Consecutive trials of `batch` runs at most, or one trial that takes more."""
+    part: list[Trial] = []
+    runs = 0
+    for trial in trials:
+        more = len(trial.graded.questions)
+        if part and runs + more > batch:
+            yield part
+            part, runs = [], 0
+        part.append(trial)
+        runs += more
+    if part:
+        yield part
+
+
+def _call(part: Sequence[Trial]) -> dict[str, object]:
+    """The arguments of the call that runs some trials."""
+    runs = [(trial, question) for trial in part for question in trial.graded.questions]
+    return {
+        "prompt": [[*trial.prompt, *question.suffix] for trial, question in runs],
+        "max_tokens": 1,
+        "score": [question.score for _, question in runs],
+        "edits": [trial.edits for trial, _ in runs],
+    }
+
+
+def _by_round(rounds: int, plan: Sequence[_Planned], values: np.ndarray) -> list[Values]:
+    of = [([], []) for _ in range(rounds)]
+    for (number, i), value in zip(plan, values.tolist(), strict=True):
+        of[number][i is None].append(value)
+    return [Values(np.array(trials), np.array(baselines)) for trials, baselines in of]

@@ -1,0 +1,265 @@
+"""What a cell is patched with: a row of another run, zeros, a vector of the bank, a mean over prompts, or a row of a
+prompt drawn at random.
+
+    D width of what is patched · T positions of a prompt
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from patchclamp.errors import PatchclampError, ProgramError, TokensError
+from patchclamp.language import From, Op, Replace, Site, Vector
+from patchclamp.language.ops import Zero
+from patchclamp.language.tokens import Positions, every
+from patchclamp.language.values import Named, check_name
+from patchclamp.lm import LM
+from patchclamp.run import Run
+from patchclamp.studies.columns import chosen_positions, words_of
+from patchclamp.studies.rows import Row
+
+
+class Zeros(msgspec.Struct, frozen=True):
+    """Zeros: zero ablation."""
+
+
+class Banked(msgspec.Struct, frozen=True):
+    """What `lm.bank` has under a name: a vector, means, or a run, whose rows at the patched positions are taken."""
+
+    name: str
+
+
+class MeanOf(msgspec.Struct, frozen=True):
+    """The mean over the positions of some prompts, or over those of a selection.
+
+    by_position: the mean at each position by itself; then the prompts are as long as the patched one
+    Source: mean ablation, Wang et al. 2022 (arXiv:2211.00593), section 2.2.
+    """
+
+    prompts: Sequence[Any]
+    tokens: Any = None
+    by_position: bool = False
+
+
+class Resampled(msgspec.Struct, frozen=True):
+    """The row of a prompt drawn for each cell from some that are as long as the patched one, at the same position.
+
+    draws: how many prompts are drawn for a cell, whose value is their mean
+    Source: resample ablation, Chan et al. 2022, "Causal scrubbing" (Alignment Forum).
+    """
+
+    prompts: Sequence[Any]
+    seed: int = 0
+    draws: int = 1
+
+
+Source = Zeros | Banked | MeanOf | Resampled
+
+
+def as_source(source: Any) -> Source:
+    """A source from an object, or from "zeros" or "bank:NAME"."""
+    if isinstance(source, (Zeros, Banked, MeanOf, Resampled)):
+        return source
+    if source == "zeros":
+        return Zeros()
+    if isinstance(source, str) and source.startswith("bank:"):
+        return Banked(check_name(source.removeprefix("bank:")))
+    raise ProgramError(
+        f"a source is 'zeros', 'bank:NAME', studies.MeanOf(prompts) or studies.Resampled(prompts), not {source!r}",
+        "source",
+    )
+
+
+def question_of(lm: LM, source: Source | None) -> Any:
+    """What of a source decides the values of a study, as plain data."""
+    if source is None or isinstance(source, Zeros):
+        return type(source).__name__
+    if isinstance(source, Banked):
+        try:
+            entry = lm.bank[source.name]
+        except PatchclampError as error:
+            raise error.under("source") from None
+        rows = getattr(entry, "rows", None)
+        if isinstance(entry, Vector):
+            return ["bank", entry.content]
+        return ["bank", {site: row.content for site, row in rows.items()} if isinstance(rows, dict) else str(entry)]
+    ids = [words_of(lm, prompt, f"source.prompts[{i}]").ids for i, prompt in enumerate(source.prompts)]
+    if isinstance(source, Resampled):
+        return ["resampled", ids, source.seed, source.draws]
+    return ["mean", ids, None if source.tokens is None else str(source.tokens), source.by_position]
+
+
+class Writer(Protocol):
+    """Writes the edits of cells."""
+
+    draws: int
+
+    def edits(self, row: Row, read: tuple[int, ...], write: tuple[int, ...], number: int) -> list[list[Op]]:
+        """The edits of a cell, for each of its draws: positions `write` get what is at `read`. `number` counts
+        cells."""
+        ...
+
+
+class Mixing(msgspec.Struct, frozen=True):
+    """How much of the new value is mixed in, and in which columns: `Replace`'s alpha and mask."""
+
+    alpha: float = 1.0
+    mask: Vector | Named | None = None
+
+    def replace(self, value: Any, at: Site, write: tuple[int, ...]) -> Replace:
+        return Replace(value, at=at, tokens=every[write], alpha=self.alpha, mask=self.mask)
+
+
+class FromRun:
+    """Rows that another run captured."""
+
+    draws = 1
+
+    def __init__(self, run: Run, mixing: Mixing) -> None:
+        self._run, self._mixing = run, mixing
+
+    def edits(self, row: Row, read: tuple[int, ...], write: tuple[int, ...], number: int) -> list[list[Op]]:
+        return [[self._mixing.replace(From(self._run, at, every[read]), at, write) for at in row.sites]]
+
+
+class FromZeros:
+    """Zeros."""
+
+    draws = 1
+
+    def __init__(self, lm: LM, mixing: Mixing) -> None:
+        self._lm, self._mixing = lm, mixing
+
+    def edits(self, row: Row, read: tuple[int, ...], write: tuple[int, ...], number: int) -> list[list[Op]]:
+        if self._mixing == Mixing():
+            return [[Zero(at, every[write]) for at in row.sites]]
+        return [[self._mixing.replace(np.zeros(width_of(self._lm, at), np.float32), at, write) for at in row.sites]]
+
+
+class FromBank:
+    """What the bank has under a name."""
+
+    draws = 1
+
+    def __init__(self, lm: LM, name: str, mixing: Mixing) -> None:
+        self._name, self._mixing = name, mixing
+        try:
+            self._is_run = hasattr(lm.bank[name], "positions_of")
+        except PatchclampError as error:
+            raise error.under("source") from None
+
+    def edits(self, row: Row, read: tuple[int, ...], write: tuple[int, ...], number: int) -> list[list[Op]]:
+        value = From(self._name, None, every[write]) if self._is_run else Named(self._name)
+        return [[self._mixing.replace(value, at, write) for at in row.sites]]
+
+
+class FromMean:
+    """Means by site, [D], or [T, D] by position."""
+
+    draws = 1
+
+    def __init__(self, means: dict[str, np.ndarray], by_position: bool, mixing: Mixing) -> None:
+        self._by_position, self._mixing = by_position, mixing
+        self._means = means
+
+    def edits(self, row: Row, read: tuple[int, ...], write: tuple[int, ...], number: int) -> list[list[Op]]:
+        return [[self._mixing.replace(self._value(str(at), write), at, write) for at in row.sites]]
+
+    def _value(self, at: str, write: tuple[int, ...]) -> Vector:
+        mean = self._means[at]
+        return Vector.of(mean[list(write)] if self._by_position else mean)
+
+
+class FromDrawn:
+    """Rows of runs, one drawn for each cell and draw by (seed, cell, draw)."""
+
+    def __init__(self, runs: list[Run], seed: int, draws: int, mixing: Mixing) -> None:
+        self._runs, self._seed, self.draws, self._mixing = runs, seed, draws, mixing
+
+    def edits(self, row: Row, read: tuple[int, ...], write: tuple[int, ...], number: int) -> list[list[Op]]:
+        drawn = np.random.default_rng((self._seed, number)).integers(len(self._runs), size=self.draws)
+        return [FromRun(self._runs[i], self._mixing).edits(row, write, write, number)[0] for i in drawn.tolist()]
+
+
+def opened(lm: LM, source: Source, rows: Sequence[Row], length: int | None, mixing: Mixing) -> Writer:
+    """A writer of a source for cells of some rows of a prompt of `length` tokens, None where prompts differ in length.
+    Runs the prompts that the source is of."""
+    if isinstance(source, Zeros):
+        return FromZeros(lm, mixing)
+    if isinstance(source, Banked):
+        return FromBank(lm, source.name, mixing)
+    prompts = [words_of(lm, prompt, f"source.prompts[{i}]") for i, prompt in enumerate(source.prompts)]
+    if not prompts:
+        raise ProgramError("at least one prompt is needed", "source.prompts")
+    sites = list(dict.fromkeys(site for row in rows for site in row.sites))
+    if isinstance(source, Resampled):
+        if source.draws < 1:
+            raise ProgramError(f"at least one prompt is drawn for a cell, not {source.draws}", "source.draws")
+        _check_lengths([len(words.ids) for words in prompts], length)
+        runs = captured_runs(lm, [words.ids for words in prompts], sites)
+        return FromDrawn(runs, source.seed, source.draws, mixing)
+    if source.by_position:
+        _check_lengths([len(words.ids) for words in prompts], length)
+    chosen = None
+    if source.tokens is not None:
+        chosen = [chosen_positions(lm, words, source.tokens, "source.tokens") for words in prompts]
+    means = _means(lm, [words.ids for words in prompts], sites, chosen, source.by_position)
+    return FromMean(means, source.by_position, mixing)
+
+
+def captured_runs(lm: LM, prompts: Sequence[Sequence[int]], sites: Sequence[Site], score: Any = ()) -> list[Run]:
+    """Runs of prompts that capture some sites at every position. Raises the error of one that failed."""
+    names = {site.name for site in sites}
+    wanted = [Site(site.name, site.layers) @ _readable(site.name) for site in sites]
+    assert names or not sites
+    runs = lm.run([list(ids) for ids in prompts], max_tokens=1, capture=list(dict.fromkeys(wanted)), score=score)
+    for run in runs:
+        run.answer  # noqa: B018  raises the run's own error
+    return runs
+
+
+def width_of(lm: LM, at: Site) -> int:
+    """How many numbers a row has at a site of one layer."""
+    ref = lm.sites.resolve(at)[0]
+    return ref.columns[1] - ref.columns[0] if ref.columns else lm.sites.points[ref.point].width
+
+
+def _readable(name: str) -> Positions:
+    """What of a prompt to capture: logits exist at its end only."""
+    return Positions("prompt", -1) if name == "logits" else Positions("prompt")
+
+
+def _check_lengths(lengths: Sequence[int], length: int | None) -> None:
+    wrong = [i for i, of in enumerate(lengths) if of != length]
+    if length is None or wrong:
+        one = f"prompt {wrong[0]} has {lengths[wrong[0]]} tokens" if wrong else "the patched prompts differ in length"
+        raise TokensError(
+            f"rows are taken at the same positions, so these prompts must be as long as the patched one "
+            f"({length} tokens): {one}",
+            "source.prompts",
+        )
+
+
+def _means(
+    lm: LM,
+    prompts: Sequence[Sequence[int]],
+    sites: Sequence[Site],
+    chosen: list[tuple[int, ...]] | None,
+    by_position: bool,
+) -> dict[str, np.ndarray]:
+    """The mean at every site, over prompts and their chosen positions [D], or over prompts [T, D]; in fp64."""
+    totals: dict[str, Any] = {}
+    count = 0
+    for i, ids in enumerate(prompts):  # one at a time: what they capture may be large
+        (run,) = captured_runs(lm, [ids], sites)
+        positions = list(range(len(ids))) if chosen is None or by_position else list(chosen[i])
+        count += 1 if by_position else len(positions)
+        for site in sites:
+            rows = np.asarray(run[site], np.float64)[positions].reshape(len(positions), -1)
+            totals[str(site)] = totals.get(str(site), 0) + (rows if by_position else rows.sum(0))
+        run.close()
+    return {site: (total / count).astype(np.float32) for site, total in totals.items()}

@@ -1,0 +1,420 @@
+"""The machinery of cells: journals, reruns among the cells, resuming to the same bytes, streaming, spread, zoom."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import patchclamp as pc
+from patchclamp.studies import ablation_sweep, causal_trace, patch_sweep, path_patch
+from patchclamp.studies.cells import BASELINES, Cells, Round, Trial, planned
+from patchclamp.studies.journal import Journal, hash_of
+from patchclamp.studies.metric import grade
+from patchclamp.studies.rows import Row
+from patchclamp.studies.spread import FLIPS, spread
+from patchclamp.studies.sweep_result import PatchSweep
+from patchclamp.studies.zoom import Zoom, zoom_in
+
+CLEAN, CORRUPT = "The Eiffel is in the", "The Colosseum is in the"
+ASKED = dict(clean=CLEAN, corrupt=CORRUPT, answer=7, foil=9, show_progress=False)
+
+
+@pytest.fixture(scope="module")
+def lm():
+    with pc.LM("fake") as lm:
+        yield lm
+
+
+# -- the journal
+
+
+class TestJournal:
+    def test_values_come_back_in_order_and_new_ones_follow(self, tmp_path: Path):
+        path, made = tmp_path / "deep" / "j", hash_of({"a": 1})
+        first = Journal(path, made)
+        assert len(first.take(5)) == 0
+        first.append([1.0, np.nan])
+        first.append([-0.0])
+        first.close()
+        again = Journal(path, made)
+        assert again.take(2).tobytes() == np.array([1.0, np.nan]).tobytes()
+        assert again.take(9).tobytes() == np.array([-0.0]).tobytes()
+        assert len(again.take(1)) == 0
+        again.close()
+
+    @pytest.mark.parametrize("length", range(0, 130, 3))
+    def test_a_torn_end_is_cut_off_wherever_it_is(self, tmp_path: Path, length: int):
+        path, made = tmp_path / "j", hash_of({})
+        whole = Journal(path, made)
+        for frame in ([1.0], [2.0, 3.0]):
+            whole.append(frame)
+        whole.close()
+        data = path.read_bytes()
+        path.write_bytes(data[:length])
+        journal = Journal(path, made)
+        known = journal.take(9).tolist()
+        assert known in ([], [1.0], [1.0, 2.0, 3.0])
+        for frame in ([1.0], [2.0, 3.0])[(0, 1, 1, 2)[len(known)] :]:
+            journal.append(frame)
+        journal.close()
+        assert path.read_bytes() == data
+
+    def test_a_frame_whose_bytes_changed_is_not_believed(self, tmp_path: Path):
+        path, made = tmp_path / "j", hash_of({})
+        journal = Journal(path, made)
+        journal.append([1.0])
+        journal.append([2.0])
+        journal.close()
+        data = bytearray(path.read_bytes())
+        data[-8] ^= 1
+        path.write_bytes(data)
+        journal = Journal(path, made)
+        assert journal.take(9).tolist() == [1.0]
+        journal.close()
+
+    def test_another_studys_file_and_other_files_are_refused_and_kept(self, tmp_path: Path):
+        path = tmp_path / "j"
+        Journal(path, hash_of({"a": 1})).close()
+        with pytest.raises(pc.ProgramError, match=r"resume: .* was made by another study"):
+            Journal(path, hash_of({"a": 2}))
+        for data in (b"notes of mine", b"\x00" * 400, b'{"patchclamp": "journal", "format": 9}\n'):
+            path.write_bytes(data)
+            with pytest.raises(pc.ProgramError, match=r"resume: .* is no journal"):
+                Journal(path, hash_of({}))
+            assert path.read_bytes() == data
+
+    def test_two_studies_do_not_write_one_file(self, tmp_path: Path):
+        journal = Journal(tmp_path / "j", hash_of({}))
+        with pytest.raises(pc.ProgramError, match="is being written by another study"):
+            Journal(tmp_path / "j", hash_of({}))
+        journal.close()
+        Journal(tmp_path / "j", hash_of({})).close()
+
+
+# -- resuming
+
+
+STUDIES = {
+    "patch_sweep": dict(clean=[CLEAN, CORRUPT], corrupt=[CORRUPT, "The dog is in the"], answer=[7, 8], foil=[9, 6]),
+    "ablation_sweep": dict(prompt=CLEAN, answer=[7, 8], foil=9, sites=["z"], group=1, positions="each"),
+    "causal_trace": dict(prompt=CLEAN, subject="Eiffel", answer=7, seeds=3, layers="0:2"),
+    "path_patch": dict(clean=CLEAN, corrupt=CORRUPT, answer=7, foil=9, receivers=["logits", "q[2, 0]"]),
+    "zoom": dict(clean=CLEAN, corrupt=CORRUPT, answer=7, foil=9, zoom=1),
+}
+
+
+FORKING = """
+import json, os, random, signal, sys
+import patchclamp as pc
+from patchclamp.studies import ablation_sweep, causal_trace, patch_sweep, path_patch
+
+write = os.write
+
+def run(folder, study, asked, writes, torn):
+    \"\"\"In a process that is killed at its so many-th write, after a part of it; 0 writes: not at all.\"\"\"
+    left = writes
+
+    def dying(file, data):
+        nonlocal left
+        left -= 1
+        if left == 0:
+            write(file, bytes(data)[: int(torn * len(data))])
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(file, data)
+
+    child = os.fork()
+    if child == 0:
+        os.makedirs(folder, exist_ok=True)
+        os.chdir(folder)
+        os.write = dying
+        with pc.LM("fake") as lm:
+            result = globals()[study](lm, **asked, batch=7, show_progress=False, resume="journal")
+            result.save("result")
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+for name, asked in json.loads(sys.argv[1]).items():
+    draw = random.Random(name)
+    study = "patch_sweep" if name == "zoom" else name
+    codes = [run(name + ".whole", study, asked, 0, 0)]
+    sizes = []
+    for _ in range(3):
+        codes.append(run(name, study, asked, draw.randrange(1, 4), draw.random()))
+        sizes.append(os.path.getsize(name + "/journal"))
+    codes.append(run(name, study, asked, 0, 0))
+    print(json.dumps([name, codes, sizes]), flush=True)
+"""
+
+
+def test_killed_at_random_points_studies_end_with_the_same_bytes(tmp_path: Path):
+    done = subprocess.run([sys.executable, "-c", FORKING, json.dumps(STUDIES)], cwd=tmp_path, timeout=120,
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [name for name, *_ in told] == list(STUDIES)
+    for name, codes, sizes in told:
+        whole = (tmp_path / f"{name}.whole" / "journal").read_bytes()
+        assert codes == [0, *[-signal.SIGKILL] * 3, 0], done.stderr
+        assert max(sizes) < len(whole)
+        for file in ("journal", "result"):
+            assert (tmp_path / name / file).read_bytes() == (tmp_path / f"{name}.whole" / file).read_bytes(), name
+
+
+def test_what_is_known_is_not_run_again(lm, tmp_path: Path, monkeypatch):
+    first = patch_sweep(lm, **ASKED, resume=tmp_path / "j")
+    monkeypatch.setattr(lm.engine, "submit", lambda requests: pytest.fail("nothing is left to run"))
+    told: list[Any] = []
+
+    class Listener:
+        def begin(self, sweep, cells):
+            told.append((np.isnan(sweep.values).all(), cells))
+
+        def cells(self, cells):
+            told.extend(cells)
+
+    again = patch_sweep(lm, **ASKED, resume=tmp_path / "j", listener=Listener())
+    assert again.values.tobytes() == first.values.tobytes()
+    assert told[0] == (True, len(told) - 1)
+    assert sorted(c.value for c in told[1:]) == sorted(c.value for c in first.cells())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [dict(answer=8), dict(clean=CORRUPT), dict(layers=1), dict(alpha=0.5), dict(direction="noising"), dict(source="zeros"),
+     dict(positions=[-1]), dict(mask=np.ones(16)), dict(zoom=1), dict(window=2)],
+)  # fmt: skip
+def test_another_question_needs_another_file(lm, tmp_path: Path, change: dict):
+    patch_sweep(lm, **ASKED, resume=tmp_path / "j")
+    with pytest.raises(pc.ProgramError, match="another study"):
+        patch_sweep(lm, **(ASKED | change), resume=tmp_path / "j")
+
+
+# -- batches, reruns, listeners
+
+
+def test_reruns_stand_among_the_trials_and_batches_are_whole_trials(lm, monkeypatch):
+    graded, sizes = grade("logit_diff", (7, 8), (9, 6, 5)), []
+    submit = lm.engine.submit
+    monkeypatch.setattr(lm.engine, "submit", lambda requests: sizes.append(len(requests)) or submit(requests))
+    prompt = lm.tokens(CLEAN)
+    trials = [Trial(prompt, [pc.Scale(1 + i / 40, at="resid_pre[1]")], graded) for i in range(20)]
+    heard: list[tuple[int, int]] = []
+    cells = Cells(lm, 9, None, lambda done: None)
+    (values,) = cells.run(
+        [20],
+        lambda: [Round(trials, Trial(prompt, (), graded))],
+        lambda n, which, of: heard.extend((n, i) for i in which),
+    )
+    assert len(graded.questions) == 4
+    assert set(sizes[:-1]) == {8}
+    assert sum(sizes) == 4 * planned([20]) == 4 * (20 + len(values.baselines))
+    assert len(values.baselines) >= BASELINES
+    assert len(set(values.baselines.tolist())) == 1
+    assert values.baselines[0] == values.trials[0]
+    assert len(set(values.trials.tolist())) == 20
+    assert heard == [(0, i) for i in range(20)]
+
+
+def test_what_a_listener_raises_stops_the_sweep_and_leaves_nothing(lm):
+    class Listener:
+        def begin(self, sweep, cells):
+            pass
+
+        def cells(self, cells):
+            raise RuntimeError("enough")
+
+    for study, asked in (
+        (patch_sweep, ASKED),
+        (causal_trace, STUDIES["causal_trace"]),
+        (path_patch, STUDIES["path_patch"]),
+    ):
+        with pytest.raises(RuntimeError, match="enough"):
+            study(lm, **asked, listener=Listener())
+    gc.collect()  # the errors' frames
+    status = lm.engine.status()
+    assert (status["programs"], status["runs"]) == (0, 0)
+
+
+def test_nothing_stays_with_the_engine(lm):
+    patch_sweep(lm, **ASKED)
+    ablation_sweep(lm, **STUDIES["ablation_sweep"])
+    causal_trace(lm, **STUDIES["causal_trace"])
+    path_patch(lm, **STUDIES["path_patch"])
+    assert lm.engine.status()["runs"] == 0
+
+
+def test_every_cell_is_told_once_with_its_mean_over_pairs(lm):
+    told: dict[Any, float] = {}
+
+    class Listener:
+        def begin(self, sweep, cells):
+            assert cells == 18
+
+        def cells(self, cells):
+            for cell in cells:
+                assert (cell.layer, cell.column) not in told
+                told[cell.layer, cell.column] = cell.value
+
+    asked = dict(clean=[CLEAN] * 3, corrupt=[CORRUPT, "The dog is in the", "The cat is in the"], answer=7, foil=9)
+    sweep = patch_sweep(lm, **asked, batch=5, listener=Listener())
+    assert {key: pytest.approx(value) for key, value in told.items()} == {
+        (cell.layer, cell.column): cell.value for cell in sweep.cells()
+    }
+
+
+def test_results_are_saved_and_loaded(lm, tmp_path: Path):
+    for study, asked in ((patch_sweep, STUDIES["zoom"]), (causal_trace, STUDIES["causal_trace"])):
+        result = study(lm, **asked)
+        loaded = type(result).load(result.save(tmp_path / "result"))
+        assert loaded.values.tobytes() == result.values.tobytes()
+        assert (loaded.rows, loaded.columns, loaded.pairs, loaded.blocks) == (
+            result.rows, result.columns, result.pairs, result.blocks
+        )  # fmt: skip
+        assert repr(loaded) == repr(result)
+    assert isinstance(loaded.subjects, tuple)
+    frame = PatchSweep.load(patch_sweep(lm, **STUDIES["patch_sweep"]).save(tmp_path / "pairs")).to_frame()
+    assert {"site", "layer", "index", "effect", "low", "high", "p", "p_family"} <= set(frame.columns)
+
+
+# -- the spread over pairs
+
+
+class TestSpread:
+    def test_few_pairs_are_tested_exactly(self):
+        effects = np.array([[1.0, 0.0, 1.0], [2.0, 0.0, -1.0], [3.0, 0.0, 0.5], [1.0, 0.0, -0.2]])
+        found = spread(effects + 5, np.full(4, 5.0), seed=0)
+        assert found.p[0] == 2 / 16, "only all signs alike reach it"
+        assert found.p[1] == 1
+        flips = [abs(np.array(signs) @ effects[:, 2]) for signs in itertools.product((1, -1), repeat=4)]
+        assert found.p[2] == np.mean([flip >= abs(effects[:, 2].sum()) - 1e-9 for flip in flips])
+        assert (found.p_family >= found.p).all()
+
+    def test_many_pairs_are_tested_by_draws_and_agree_with_the_t_test(self):
+        draw = np.random.default_rng(1)
+        effects = draw.normal(0.35, 1, (40, 30))
+        found = spread(effects, np.zeros(40), seed=2)
+        from math import erfc, sqrt
+
+        t = effects.mean(0) / (effects.std(0, ddof=1) / sqrt(40))
+        normal = np.array([erfc(abs(x) / sqrt(2)) for x in t])
+        assert np.abs(found.p - normal).max() < 0.03
+        assert found.p.min() >= 1 / (FLIPS + 1)
+        assert (found.p_family >= found.p).all()
+        assert np.array_equal(found.p, spread(effects, np.zeros(40), seed=2).p)
+        wide = 1.96 * effects.std(0) / sqrt(40)
+        assert np.abs((found.high - found.low) / 2 - wide).max() < 0.1 * wide.max()
+
+    def test_where_nothing_is_few_cells_are_found(self):
+        noise = np.random.default_rng(3).normal(0, 1, (20, 400))
+        found = spread(noise, np.zeros(20), seed=0)
+        assert 0.02 < (found.p < 0.05).mean() < 0.09
+        assert (found.p_family < 0.05).sum() == 0
+
+    def test_cells_are_the_same_however_they_are_cut(self, monkeypatch):
+        values = np.random.default_rng(5).normal(0.2, 1, (15, 50))
+        whole = spread(values, np.zeros(15), 0)
+        monkeypatch.setattr("patchclamp.studies.spread._AT_ONCE", 4096)
+        parts = spread(values, np.zeros(15), 0)
+        assert all(np.allclose(a, b) for a, b in zip(whole, parts, strict=True))
+
+
+# -- zoom
+
+
+@given(st.integers(1, 20), st.integers(1, 20), st.integers(0, 2**32 - 1))
+def test_a_zoom_finds_a_single_strong_cell_with_few_runs(layers: int, columns: int, seed: int):
+    """A cell of effect 1, others of none; a block has the sum of its cells."""
+    draw = np.random.default_rng(seed)
+    strong = int(draw.integers(layers)), int(draw.integers(columns))
+    zoom = Zoom(np.ones((layers, columns), bool), [Row("resid_pre", layer) for layer in range(layers)], columns, 2)
+    runs = 0
+
+    def patch(blocks, single):
+        nonlocal runs
+        runs += len(blocks)
+        from patchclamp.studies.grid import Filled
+
+        assert single == all(len(rows) * len(across) == 1 for rows, across in blocks)
+        values = [float(strong[0] in rows and strong[1] in across) for rows, across in blocks]
+        return Filled(np.array([values]), 0.0)
+
+    singles, filled, blocks = zoom_in(zoom, patch, 0.0)
+    assert singles[int(filled.values[0].argmax())] == strong
+    assert filled.values.sum() == 1
+    assert len(set(singles)) == len(singles)
+    assert runs <= zoom.most
+    assert len(singles) <= zoom.most_single
+    assert len(blocks) + len(singles) == runs
+
+
+def test_a_zoom_of_a_model_agrees_with_the_whole_sweep(lm):
+    whole, zoomed = patch_sweep(lm, **ASKED, sites=["resid_pre", "logits"]), patch_sweep(
+        lm, **ASKED, sites=["resid_pre", "logits"], zoom=2)  # fmt: skip
+    run = ~np.isnan(zoomed.values)
+    assert 0 < run.sum() < (~np.isnan(whole.values)).sum()
+    assert np.array_equal(zoomed.values[run], whole.values[run])
+    assert zoomed.blocks
+
+
+# -- errors
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "text"),
+    [
+        (dict(sites=["z"], group=0), pc.ProgramError, "group: a group has at least one"),
+        (dict(group=1), pc.ProgramError, "sites[0].group: resid_pre has no heads"),
+        (dict(sites=["z[0, 5]"]), pc.UnsupportedSite, "sites[0]: z[:, 5]: this model has 2 heads"),
+        (dict(window=0), pc.ProgramError, "window: a window has at least one layer"),
+        (dict(direction="forward"), pc.UnknownName, "direction: no direction 'forward'; there are: denoising"),
+        (dict(source="zero"), pc.ProgramError, "source: a source is 'zeros'"),
+        (dict(source="bank:none"), pc.MissingSource, "source: nothing in the bank is named 'none'"),
+        (dict(alpha="1"), pc.ProgramError, "alpha: a number is needed"),
+        (dict(zoom=0), pc.ProgramError, "zoom: at least one block"),
+        (dict(batch=0), pc.ProgramError, "batch: runs are submitted at least one at a time"),
+        (dict(seed=-1), pc.ProgramError, "seed: a seed is a whole number"),
+        (dict(clean=[CLEAN, CLEAN]), pc.ProgramError, "corrupt: 2 clean prompts and 1 corrupt ones"),
+        (dict(answer="Paris"), pc.TokensError, "answer: 'Paris' is 5 tokens"),
+        (dict(answer=[7, 8], sites=["logits"]), pc.UnsupportedSite, "sites: logits decide one token"),
+        (dict(positions={"x": [1, 2]}, clean=[CLEAN] * 3, corrupt=[CORRUPT] * 3), pc.ProgramError, "2 selections"),
+    ],
+)
+def test_what_cannot_be_swept_is_told(lm, asked: dict, error: type, text: str):
+    with pytest.raises(error) as raised:
+        patch_sweep(lm, **(ASKED | asked))
+    assert text in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("study", "asked", "text"),
+    [
+        (ablation_sweep, dict(metric="recovered"), "metric: an ablation has no other prompt"),
+        (ablation_sweep, dict(sites=["logits"], group=None), "sites: without logits there is no answer"),
+        (causal_trace, dict(subject="Paris"), 'subject: span("Paris")'),
+        (causal_trace, dict(seeds=0), "seeds: at least one seed"),
+        (causal_trace, dict(seeds=[1, 1]), "seeds: at least one seed is needed, and none twice"),
+        (causal_trace, dict(std=0), "std: a number above 0"),
+        (path_patch, dict(senders=["resid_pre"]), "senders[0]: resid_pre is no sender"),
+        (path_patch, dict(receivers=["z[1, 0]"]), "receivers[0]: z[1, 0] is held between"),
+        (path_patch, dict(receivers=["q"]), "receivers[0]: q: a receiver is of one layer"),
+        (path_patch, dict(receivers=[["logits", "q[1, 0]"]]), "receivers[0]: logits is the end of the model"),
+        (path_patch, dict(receivers=["q[0, 0]"]), "receivers: no receiver lies behind any sender"),
+        (path_patch, dict(freeze=["resid_pre"]), "freeze: no site to freeze 'resid_pre'"),
+        (path_patch, dict(corrupt="The Colosseum is in"), "paths are patched in one pair of prompts of one length"),
+    ],
+)
+def test_what_other_studies_cannot_do_is_told(lm, study, asked: dict, text: str):
+    with pytest.raises(pc.PatchclampError) as raised:
+        study(lm, **(STUDIES[study.__name__] | asked))
+    assert text in str(raised.value)
