@@ -149,8 +149,15 @@ class Storm:
         assert (await self.http.get(f"/v1/patchclamp/runs/{name}")).status_code == 410
 
     async def _cells(self) -> AsyncIterator[list[Any]]:
-        """The cells of a sweep, as they come: its place in three numbers, and its value."""
-        async with self.http.stream("POST", "/v1/patchclamp/sweeps", json=SWEPT) as parts:
+        """The cells of a sweep, as they come: its place in three numbers, and its value. One that was left a moment ago
+        may still count among those that are allowed at once."""
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(600):
+                parts = await stack.enter_async_context(self.http.stream("POST", "/v1/patchclamp/sweeps", json=SWEPT))
+                if parts.status_code != 429:
+                    break
+                await parts.aclose()
+                await asyncio.sleep(0.1)
             parts.raise_for_status()
             event = ""
             async for line in parts.aiter_lines():

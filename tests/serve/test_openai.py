@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 
@@ -14,7 +15,7 @@ import torch
 import patchclamp as pc
 from patchclamp.language.program import to_dict
 
-from .conftest import becomes
+from .conftest import KEYS, becomes
 
 PROMPT = "The capital of France is"
 VECTOR = np.random.default_rng(5).standard_normal(576).astype(np.float32)
@@ -233,3 +234,24 @@ def test_a_client_that_leaves_leaves_nothing(server):
         assert becomes(lambda: http.get("/v1/patchclamp/engine/status").json()["captured_bytes"] == 0)
         assert http.get("/v1/patchclamp/runs").json() == {"runs": []}
     assert "Traceback" not in server.log.read_text()[len(log) :]
+
+
+def test_many_answers_with_captures_at_once(server):
+    """More than the server has threads for: none of them waits for another one's thread."""
+    alone = tensors(complete(server, program(capture=CAPTURED)).model_extra["patchclamp"]["runs"][0]["captures"])
+
+    async def all_at_once() -> list:
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key=KEYS[0], max_retries=0, timeout=60
+        ) as client:
+            asked = dict(
+                model=server.model, prompt=PROMPT, max_tokens=6, temperature=0, extra_body=program(capture=CAPTURED)
+            )
+            return await asyncio.gather(*(client.completions.create(**asked) for _ in range(48)))
+
+    for answer in asyncio.run(all_at_once()):
+        [told] = answer.model_extra["patchclamp"]["runs"]
+        captured = tensors(told["captures"])
+        assert captured.keys() == alone.keys()
+        for site, rows in captured.items():
+            np.testing.assert_allclose(rows, alone[site], rtol=1e-3, atol=1e-3)

@@ -160,7 +160,7 @@ def test_no_object_that_is_drawn_from_the_page_is_a_5xx(page, server):
     statuses: Counter[int] = Counter()
 
     @seed(11)
-    @settings(max_examples=60, database=None, deadline=None, phases=[Phase.generate],
+    @settings(max_examples=40, database=None, deadline=None, phases=[Phase.generate],
               suppress_health_check=list(HealthCheck))  # fmt: skip
     @given(case=operation.as_strategy())
     def send(case: Any) -> None:

@@ -25,19 +25,24 @@ from patchclamp.serve.plugin import NAMES
 def edited(client: Any, stock: Any, prompt: Any, params: Any, request_id: str, **others: Any) -> AsyncIterator[Any]:
     """vLLM's `generate`, with a program. Called in the order of an HTTP request's prompts.
 
-    On a route of vLLM's own an error is vLLM's, with our status; what is wrong as written is raised at once.
+    On our own routes what is wrong with a program is raised at once: of a stream, vLLM logs what is raised later, and
+    the error may quote the prompt. On a route of vLLM's own an error is vLLM's, with our status.
     """
-    call = current.get()
+    call, front = current.get(), front_of(client)
     if call is not None:
         number = call.next_prompt()
-        return _noting_errors(_edited(client, stock, prompt, params, request_id, call, number, others), call)
-    front = front_of(client)
+        try:
+            outputs = _bound(front, stock, prompt, params, request_id, call, number, others)
+        except PatchclampError as error:
+            call.error = error
+            raise
+        return _noting_errors(outputs, call)
     try:
         call = _stock_call(front, params, request_id)
     except PatchclampError as error:
         front.failed(error, OPEN)
         raise http_error(str(error), error.status) from error
-    return _as_vllm_errors(_edited(client, stock, prompt, params, request_id, call, 0, others), front, call)
+    return _as_vllm_errors(_edited(front, stock, prompt, params, request_id, call, others), front, call)
 
 
 async def _noting_errors(outputs: AsyncIterator[Any], call: Call) -> AsyncIterator[Any]:
@@ -60,24 +65,28 @@ async def _as_vllm_errors(outputs: AsyncIterator[Any], front: Front, call: Call)
 
 
 async def _edited(
-    client: Any, stock: Any, prompt: Any, params: Any, request_id: str, call: Call, number: int, others: dict[str, Any]
-) -> AsyncIterator[Any]:  # fmt: skip
-    front = front_of(client)
+    front: Front, stock: Any, prompt: Any, params: Any, request_id: str, call: Call, others: dict[str, Any]
+) -> AsyncIterator[Any]:
+    """The outputs of a request on a route of vLLM's own, which carry our part of the answer."""
     await front.ready()
+    async for output in _bound(front, stock, prompt, params, request_id, call, 0, others):
+        if output.finished and call.program:
+            output.kv_transfer_params = {"patchclamp": await call.answer(front.kept)}
+        yield output
+
+
+def _bound(
+    front: Front, stock: Any, prompt: Any, params: Any, request_id: str, call: Call, number: int, others: dict[str, Any]
+) -> AsyncIterator[Any]:  # fmt: skip
+    """vLLM's outputs of prompt `number` of a call, each run with its program. Raises what binding raises."""
     extra = params.extra_args or {}
     params.extra_args = {name: value for name, value in extra.items() if name not in NAMES} or None
     if not call.program:
-        async for output in stock(prompt, params, request_id, **others):
-            yield output
-        return
+        return stock(prompt, params, request_id, **others)
     children = [_child(front, call, prompt, params, i, number * params.n) for i in range(params.n)]
     names = [request_id] if params.n == 1 else [f"{i}_{request_id}" for i in range(params.n)]
     streams = [child.outputs(stock, name, others) for child, name in zip(children, names, strict=True)]
-    joined = streams[0] if len(streams) == 1 else _joined(streams, params)
-    async for output in joined:
-        if output.finished and not call.on_own_route:
-            output.kv_transfer_params = {"patchclamp": await call.answer(front.kept)}
-        yield output
+    return streams[0] if len(streams) == 1 else _joined(streams, params)
 
 
 def _stock_call(front: Front, params: Any, request_id: str) -> Call:

@@ -94,14 +94,10 @@ def _asked(lm: LM, clean: Words, corrupt: Words, graded: Graded, positions: Any,
 
 def pair_of(lm: LM, asked: Asked, clean: float, corrupt: float | None) -> Pair:
     """A pair of a result, with the metric of both prompts."""
-    alone: dict[Side, tuple[int, ...]] = {
-        "clean": asked.alignment.clean_only,
-        "corrupt": asked.alignment.corrupt_only,
-    }
     alone: dict[Side, tuple[int, ...]] = {"clean": asked.alignment.clean_only, "corrupt": asked.alignment.corrupt_only}
-    skipped: list[tuple[Side, int, str]] = []
-    for side, positions in alone.items():
-        skipped += [(side, p, asked.side(side).tokens[p]) for p in positions]
+    skipped: list[tuple[Side, int, str]] = [
+        (side, p, asked.side(side).tokens[p]) for side, positions in alone.items() for p in positions
+    ]
     return Pair(
         clean_prompt=asked.clean.text, corrupt_prompt=asked.corrupt.text, clean_tokens=asked.clean.tokens,
         corrupt_tokens=asked.corrupt.tokens, answer=text_of(lm, asked.graded.answer) or "",

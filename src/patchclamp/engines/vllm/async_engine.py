@@ -8,7 +8,7 @@ import functools
 import threading
 import zlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,8 @@ from patchclamp.engines.vllm.workers import join_captured
 from patchclamp.errors import EngineError, as_patchclamp_error, unpack
 from patchclamp.plan import CAPTURE
 from patchclamp.plan.bound import source_of
+
+FETCHES = 4  # of captures, at once
 
 
 class AsyncEngine(Engine):
@@ -57,6 +59,8 @@ class AsyncEngine(Engine):
         self.metrics: Metrics | None = None
         self._parameters = Parameters(not skipped)
         self._receiver = shared.Receiver(self.release)
+        # threads of its own: those of the loop may all wait for what is fetched here
+        self._fetching = ThreadPoolExecutor(FETCHES, "patchclamp fetch")
         self._vectors: collections.Counter[str] = collections.Counter()  # that the cores hold: how many requests do
         self._dropped: list[str] = []
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by run
@@ -204,7 +208,7 @@ class AsyncEngine(Engine):
             by_core.setdefault(self._core_of_run(run), []).append(i)
         captured: dict[int, Captured] = {}
         for core, places in by_core.items():
-            part = await asyncio.to_thread(self._receive, [wanted[i] for i in places], core)
+            part = await self._loop.run_in_executor(self._fetching, self._receive, [wanted[i] for i in places], core)
             captured |= zip(places, part, strict=True)
         return [captured[i] for i in range(len(wanted))]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import threading
@@ -109,7 +110,7 @@ class _Running:
         self._stopped = threading.Event()
         self._places: dict[str, dict[Any, int]] = {}
         self.told = 0  # cells
-        self._task = asyncio.ensure_future(asyncio.to_thread(self._run))
+        threading.Thread(target=self._run, name="patchclamp sweep", daemon=True).start()
 
     def stop(self) -> None:
         """Nobody listens any more."""
@@ -148,7 +149,8 @@ class _Running:
         self._put(None)
 
     def _put(self, event: tuple[str, dict[str, Any]] | PatchclampError | None) -> None:
-        self._loop.call_soon_threadsafe(self.events.put_nowait, event)
+        with contextlib.suppress(RuntimeError):  # the server has ended
+            self._loop.call_soon_threadsafe(self.events.put_nowait, event)
 
 
 def _numbered(values: tuple[Any, ...]) -> dict[Any, int]:
