@@ -9,5 +9,10 @@ DIVERGING = (
     "#d1e5f0", "#92c5de", "#4393c3", "#2166ac", "#053061",
 )  # fmt: skip
 
+# one hue, so that all see its order; it reads in grey too. Source: ColorBrewer, Blues
+SEQUENTIAL = (
+    "#f7fbff", "#deebf7", "#c6dbef", "#9ecae1", "#6baed6", "#4292c6", "#2171b5", "#08519c", "#08306b",
+)  # fmt: skip
+
 INK, MUTED, RULE, BLANK = "#1f2933", "#5f6b7a", "#d5dae1", "#e3e7ec"
 CLEAN, CORRUPT = "#1b5a9e", "#a04e06"

@@ -34,6 +34,11 @@ def picture(path: str | Path) -> tuple[Path, str]:
 def page(path: str | Path) -> Path:
     """The file of a page."""
     need("plotly.offline")
+    return plain_page(path)
+
+
+def plain_page(path: str | Path) -> Path:
+    """The file of a page that needs no library."""
     path = Path(path)
     if path.suffix.lower() not in (".html", ".htm"):
         raise unknown("page format", path.suffix.removeprefix("."), ("html", "htm"), str(path))

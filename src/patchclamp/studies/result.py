@@ -6,13 +6,11 @@ under `study` and the rest as JSON under `result`, where `{"tensor": "0"}` stand
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Self
 
 import msgspec
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from patchclamp.errors import ProgramError
 from patchclamp.lm import LM
@@ -34,6 +32,12 @@ class Provenance(msgspec.Struct, frozen=True):
     settings: str = ""
     seeds: tuple[int, ...] = ()
 
+    @property
+    def where(self) -> str:
+        """Model, engine and dtype for a picture; of a local folder its name, for pictures travel."""
+        path = PurePath(self.model)
+        return f"{path.name if path.is_absolute() else self.model} · {self.engine} · {self.dtype}"
+
 
 def provenance(lm: LM, seeds: tuple[int, ...] = ()) -> Provenance:
     """The provenance of what is run on `lm` now."""
@@ -51,6 +55,8 @@ class StudyResult(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
     def save(self, path: str | Path) -> Path:
         """Writes the result into one file."""
+        from safetensors.numpy import save_file
+
         tensors: dict[str, np.ndarray] = {}
 
         def store(value: Any) -> dict[str, str]:
@@ -71,6 +77,8 @@ class StudyResult(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
         Raises: `ProgramError` if the file is no result of this study, or is broken.
         """
+        from safetensors import SafetensorError, safe_open
+
         try:
             with safe_open(path, "numpy") as file:
                 metadata = file.metadata() or {}
