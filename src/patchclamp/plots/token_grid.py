@@ -29,7 +29,7 @@ class Shades(msgspec.Struct, frozen=True):
 
     def ink(self, value: float) -> str:
         """The colour of what is written on a cell of a value."""
-        return "white" if self._darkness(self.share(value)) > 0.5 else INK
+        return "white" if self._darkness(self.share(value)) > 0.45 else INK
 
     def _darkness(self, share: float) -> float:
         place = share * (len(self.colours) - 1)

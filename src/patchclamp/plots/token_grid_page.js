@@ -25,7 +25,7 @@
     if (value === null) return cell.classList.add("blank");
     const [red, green, blue] = colour(panel, value);
     cell.style.background = `rgb(${red},${green},${blue})`;
-    cell.style.color = 0.299 * red + 0.587 * green + 0.114 * blue < 128 ? "#fff" : "#1f2933";
+    cell.style.color = 0.299 * red + 0.587 * green + 0.114 * blue < 140 ? "#fff" : "#1f2933";
   }
 
   function tableOf(panel, number) {

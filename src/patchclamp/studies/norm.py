@@ -40,6 +40,14 @@ class Norm(msgspec.Struct, frozen=True, eq=False):
         scale_N1 = (rows_ND.square().mean(-1, keepdim=True) + self.epsilon).sqrt()
         return parts_ND / scale_N1 * self.weight
 
+    def pulled(self, directions_ND: torch.Tensor, rows_ND: torch.Tensor) -> torch.Tensor:
+        """The directions g for which ⟨g, part⟩ is ⟨direction, `frozen` part⟩, whatever the part."""
+        directions_ND = directions_ND * self.weight
+        if self.centres:
+            directions_ND = directions_ND - directions_ND.mean(-1, keepdim=True)
+            rows_ND = rows_ND - rows_ND.mean(-1, keepdim=True)
+        return directions_ND / (rows_ND.square().mean(-1, keepdim=True) + self.epsilon).sqrt()
+
 
 def possible_norms(checkpoint: Checkpoint, module: str) -> list[Norm]:
     """What the norm that a checkpoint calls `module` may be: with or without the mean, and its weight as stored or
