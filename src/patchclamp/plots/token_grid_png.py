@@ -21,13 +21,15 @@ if TYPE_CHECKING:
 
 MARGIN, NARROWEST, WIDEST = 0.4, 6.4, 17.0  # inches
 TITLE, LABEL, CELL = 13, 8.5, 7.5  # points
-LINE, KEY, BELOW = 0.19, 0.62, 0.3
+LINE, KEY, BELOW, GAP, BAR = 0.19, 0.62, 0.3, 0.35, 1.8
+FEW = 8  # columns that are always as wide as their labels
 LONGEST_LABEL, LONGEST_TEXT = 18, 12  # characters
 TEXT_HEIGHT = 0.15  # of a cell that holds text
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where a panel is and how large its cells are, in inches; `angle` turns its column labels."""
+    """How large a panel's cells are, in inches, and how far right of its place they begin; `angle` turns its column
+    labels, and with its name and colour bar it is `least` wide."""
 
     left: float
     cell_width: float
@@ -35,6 +37,7 @@ class Place(msgspec.Struct, frozen=True):
     labels: tuple[str, ...]
     label_height: float
     angle: int
+    least: float
 
     def width(self, panel: GridPanel) -> float:
         return self.cell_width * len(panel.columns)
@@ -56,25 +59,46 @@ def token_grid_png(grid: TokenGrid, path: str | Path) -> Path:
 def token_grid_figure(grid: TokenGrid) -> Figure:
     """The picture as a matplotlib figure."""
     ruler = Ruler()
-    places = [_place(panel, ruler) for panel in grid.panels]
-    width = max(NARROWEST, *(MARGIN * 2 + at.left + at.width(p) for at, p in zip(places, grid.panels, strict=True)))
+    lines = _lines([(panel, _place(panel, ruler)) for panel in grid.panels])
+    width = max(NARROWEST, *(2 * MARGIN + sum(_across(placed) for placed in line) - GAP for line in lines))
     title = ruler.wrap(unbroken(grid.title), width - 2 * MARGIN, TITLE, weight="bold")
     about = ruler.wrap(grid.explained, width - 2 * MARGIN, LABEL)
     footer = ruler.wrap(f"Made on {grid.provenance}.", width - 2 * MARGIN, LABEL)
-    heights = [KEY + at.height(p) + at.label_height + BELOW for at, p in zip(places, grid.panels, strict=True)]
+    heights = [max(KEY + at.height(panel) + at.label_height + BELOW for panel, at in line) for line in lines]
     header = MARGIN + 0.27 * len(title) + LINE * len(about)
     sheet = Sheet(width, header + sum(heights) + LINE * len(footer) + MARGIN)
     y = MARGIN + 0.05
-    for lines, step, style in ((title, 0.27, {"size": TITLE, "weight": "bold"}), (about, LINE, {"color": MUTED})):
-        for line in lines:
-            sheet.text(MARGIN, y, line, **{"size": LABEL, **style})
+    for texts, step, style in ((title, 0.27, {"size": TITLE, "weight": "bold"}), (about, LINE, {"color": MUTED})):
+        for text in texts:
+            sheet.text(MARGIN, y, text, **{"size": LABEL, **style})
             y += step
-    for panel, at, height in zip(grid.panels, places, heights, strict=True):
-        _draw(sheet, y, panel, at, ruler)
+    for line, height in zip(lines, heights, strict=True):
+        x = MARGIN
+        for panel, at in line:
+            _draw(sheet, x, y, panel, at, ruler)
+            x += _across((panel, at))
         y += height
-    for i, line in enumerate(footer):
-        sheet.text(MARGIN, y + LINE * (i + 1), line, LABEL, color=MUTED)
+    for i, text in enumerate(footer):
+        sheet.text(MARGIN, y + LINE * (i + 1), text, LABEL, color=MUTED)
     return sheet.figure
+
+
+def _across(placed: tuple[GridPanel, Place]) -> float:
+    """What a panel takes of a picture's width, with the gap behind it."""
+    panel, at = placed
+    return max(at.left + at.width(panel), at.least) + GAP
+
+
+def _lines(placed: list[tuple[GridPanel, Place]]) -> list[list[tuple[GridPanel, Place]]]:
+    """The panels in lines: beside each other where they fit and have the same rows."""
+    lines: list[list[tuple[GridPanel, Place]]] = []
+    for panel, at in placed:
+        beside = lines[-1] if lines and lines[-1][0][0].rows == panel.rows else []
+        if beside and sum(map(_across, beside)) + _across((panel, at)) <= WIDEST - 2 * MARGIN:
+            beside.append((panel, at))
+        else:
+            lines.append([(panel, at)])
+    return lines
 
 
 def _place(panel: GridPanel, ruler: Ruler) -> Place:
@@ -83,24 +107,27 @@ def _place(panel: GridPanel, ruler: Ruler) -> Place:
     texts = {shorten(text, LONGEST_TEXT) for row in panel.texts or () for text in row}
     wide = max(ruler.widest(sorted(texts), CELL) + 0.1, 0.42) if texts else min(4.0 / len(panel.columns), 0.6)
     narrow = max(min(room / len(panel.columns), 0.26), 0.05)
+    labels = tuple(shorten(column, LONGEST_LABEL) for column in panel.columns)
+    widest = ruler.widest(list(labels), LABEL)
+    if len(labels) <= FEW:
+        wide = max(wide, widest + 0.1)
     fits = wide * len(panel.columns) <= room
     cell_width = wide if fits else max(room / len(panel.columns), 0.4) if room / len(panel.columns) > 0.4 else narrow
     cell_height = max(min(9.0 / len(panel.rows), 0.24), TEXT_HEIGHT + 0.02 if texts and cell_width >= 0.4 else 0.06)
-    labels = tuple(shorten(column, LONGEST_LABEL) for column in panel.columns)
-    widest = ruler.widest(list(labels), LABEL)
     angle = 0 if widest + 0.06 <= cell_width else 45 if len(labels) <= 30 else 90
     height = {0: 0.22, 45: widest * math.sqrt(0.5) + 0.2, 90: widest + 0.14}[angle]
     lean = widest * math.sqrt(0.5) - cell_width / 2 if angle == 45 else 0.0
     left = max(ruler.widest(list(panel.rows), LABEL) + 0.38, lean)
-    return Place(left, cell_width, cell_height, labels, height, angle)
+    least = max(ruler.width(panel.name, LABEL + 1, weight="bold"), left + BAR + 0.5)
+    return Place(left, cell_width, cell_height, labels, height, angle, least)
 
 
-def _draw(sheet: Sheet, y: float, panel: GridPanel, at: Place, ruler: Ruler) -> None:
-    """A panel with its name and colour bar above, from `y` down."""
-    sheet.text(MARGIN, y + 0.22, panel.name, LABEL + 1, weight="bold")
-    bar_width = min(2.2, sheet.width - 2 * MARGIN)
-    _bar(sheet, MARGIN + at.left, y + 0.32, bar_width, panel)
-    axes = sheet.axes(MARGIN + at.left, y + KEY, at.width(panel), at.height(panel))
+def _draw(sheet: Sheet, x: float, y: float, panel: GridPanel, at: Place, ruler: Ruler) -> None:
+    """A panel with its name and colour bar above, from `x` to the right and
+    `y` down."""
+    sheet.text(x, y + 0.22, panel.name, LABEL + 1, weight="bold")
+    _bar(sheet, x + at.left, y + 0.32, BAR, panel)
+    axes = sheet.axes(x + at.left, y + KEY, at.width(panel), at.height(panel))
     _cells(axes, panel)
     if panel.texts is not None and at.cell_width >= 0.4 and at.cell_height >= TEXT_HEIGHT:
         _write(axes, panel, at, ruler)

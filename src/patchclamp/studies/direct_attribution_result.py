@@ -79,14 +79,14 @@ class DirectAttribution(StudyResult, frozen=True, eq=False, kw_only=True):
     def grid(self) -> TokenGrid:
         """The picture's numbers and texts: a panel of heads, one of layers, and a table of the largest parts."""
         what = self._quantity()
-        panels = [self._heads(what)] if self.heads.shape[2] else []
+        panels = [self._heads()] if self.heads.shape[2] else []
         mean = float(self.logit_diffs.mean())
         best = [share for share in self.ranked() if share.part.partition("[")[0] not in ("attn_out", "mlp_out")]
         return TokenGrid(
             title=f"What adds to the {what}: {words.number(mean)}",
             explained=("Each cell is what one part of the model adds to it by itself, through the final norm as it scaled "
                        f"that run{self._averaged()}. " + self._others()),
-            provenance=self.provenance.where, panels=(*panels, self._layers(what)),
+            provenance=self.provenance.where, panels=(*panels, self._layers()),
             table=(("part", f"adds to the {what}"), *((s.part, words.signed(s.value)) for s in best[:BEST])),
         )  # fmt: skip
 
@@ -104,21 +104,22 @@ class DirectAttribution(StudyResult, frozen=True, eq=False, kw_only=True):
 
     def _others(self) -> str:
         """The parts that are in no layer, in a sentence."""
-        single = [(part, value) for part, value in zip(self.parts, self.shares.mean(0), strict=True) if "[" not in part]
+        single = [(part, value) for part, value in zip(self.parts, self.shares.mean(0), strict=True)
+                  if "[" not in part and value]
         return "In no layer: " + ", ".join(f"{part} {words.signed(float(value))}" for part, value in single) + "."
 
-    def _heads(self, what: str) -> GridPanel:
+    def _heads(self) -> GridPanel:
         return GridPanel(
-            name=f"heads: {what}", row_name="layer", column_name="head", centre=0.0, values=self.heads.mean(0),
+            name="heads", row_name="layer", column_name="head", centre=0.0, values=self.heads.mean(0),
             rows=tuple(map(str, range(self.heads.shape[1]))), columns=tuple(map(str, range(self.heads.shape[2]))),
         )  # fmt: skip
 
-    def _layers(self, what: str) -> GridPanel:
+    def _layers(self) -> GridPanel:
         place = {part: c for c, part in enumerate(self.parts)}
         mean, layers = self.shares.mean(0), self.heads.shape[1]
         values = np.array([[mean[place[f"{word}[{l}]"]] for word in ("attn_out", "mlp_out")] for l in range(layers)])
         return GridPanel(
-            name=f"layers: {what}", row_name="layer", column_name="part", centre=0.0, values=values,
+            name="attention and MLPs", row_name="layer", column_name="part", centre=0.0, values=values,
             rows=tuple(map(str, range(layers))), columns=("attention", "MLP"),
             texts=tuple(tuple(words.signed(float(value)) for value in row) for row in values),
         )  # fmt: skip
