@@ -263,7 +263,11 @@ class Engine(Protocol):
         )  # fmt: skip
 
     def gradients(
-        self, prompt_token_ids: list[int], points: list[int], weights: dict[int, float], stream: np.ndarray | None = None
+        self,
+        prompt_token_ids: list[int],
+        points: list[int],
+        weights: dict[int, float],
+        stream: np.ndarray | None = None,
     ) -> Gradients:
         """Gradients of Σ weight · log p(token) of the next token, weights by token id, at some points.
 

@@ -153,7 +153,11 @@ class TransformersEngine(Engine):
         Sampler.check(sampling)
 
     def gradients(
-        self, prompt_token_ids: list[int], points: list[int], weights: dict[int, float], stream: np.ndarray | None = None
+        self,
+        prompt_token_ids: list[int],
+        points: list[int],
+        weights: dict[int, float],
+        stream: np.ndarray | None = None,
     ) -> Gradients:
         return self._call(gradients, self._net, self.sites, prompt_token_ids, points, weights, stream).result()
 

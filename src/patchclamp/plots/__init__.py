@@ -1,4 +1,5 @@
-"""SHOW: one function a form of picture. Pictures know a `Heatmap` or a `TokenGrid`, and nothing of the study it came from.
+"""SHOW: one function a form of picture. Pictures know a `Heatmap` or a `TokenGrid`, and nothing of the study it came
+from.
 
 `heatmap` has the numbers of a picture, `words` its text and `palette` its colours, so that every form of it agrees.
 """

@@ -44,8 +44,8 @@ def _darkness(colour: str) -> float:
 
 
 class GridPanel(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """`values` [R, C], NaN where there is none, as colours; `texts` [R][C] are written into the cells, `notes` [R][C] shown
-    by a page for the cell that is pointed at.
+    """`values` [R, C], NaN where there is none, as colours; `texts` [R][C] are written into the cells, `notes` [R][C]
+    shown by a page for the cell that is pointed at.
 
     name: what the values are
     row_name, column_name: of the axes
@@ -81,8 +81,8 @@ class GridPanel(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
 
 class TokenGrid(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """`explained`: what a cell is, in a sentence or two; `provenance`: what it was made on; `prompt`: its tokens, if the
-    picture should show them; `table`: rows of a table below the panels, the first its heads."""
+    """`explained`: what a cell is, in a sentence or two; `provenance`: what it was made on; `prompt`: its tokens, if
+    the picture should show them; `table`: rows of a table below the panels, the first its heads."""
 
     title: str
     explained: str

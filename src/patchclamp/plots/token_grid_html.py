@@ -77,4 +77,5 @@ def _table(table: Texts) -> str:
         return ""
     heads = "".join(f"<th>{escape(text)}</th>" for text in table[0])
     rows = "".join("<tr>" + "".join(f"<td>{escape(text)}</td>" for text in row) + "</tr>" for row in table[1:])
-    return f'<section class="wide"><table class="list"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></section>'
+    inner = f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody>"
+    return f'<section class="wide"><table class="list">{inner}</table></section>'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -104,7 +104,7 @@ def _lines(placed: list[tuple[GridPanel, Place]]) -> list[list[tuple[GridPanel, 
 def _place(panel: GridPanel, ruler: Ruler) -> Place:
     """A panel's cells are as wide as their texts, unless the picture would be too wide; then they hold none."""
     room = WIDEST - 2 * MARGIN - 1.0
-    texts = {shorten(text, LONGEST_TEXT) for row in panel.texts or () for text in row}
+    texts = {shorten(text, _longest_text(panel)) for row in panel.texts or () for text in row}
     wide = max(ruler.widest(sorted(texts), CELL) + 0.1, 0.42) if texts else min(4.0 / len(panel.columns), 0.6)
     narrow = max(min(room / len(panel.columns), 0.26), 0.05)
     labels = tuple(shorten(column, LONGEST_LABEL) for column in panel.columns)
@@ -143,7 +143,7 @@ def _bar(sheet: Sheet, x: float, y: float, width: float, panel: GridPanel) -> No
     sheet.text(x + width + 0.06, y + 0.09, number(shades.high), LABEL - 1)
 
 
-def _colour_map(panel: GridPanel):  # noqa: ANN202  matplotlib's
+def _colour_map(panel: GridPanel) -> Any:
     from matplotlib.colors import LinearSegmentedColormap
 
     colours = LinearSegmentedColormap.from_list("patchclamp", list(panel.shades.colours))
@@ -174,14 +174,18 @@ def _write(axes: Axes, panel: GridPanel, at: Place, ruler: Ruler) -> None:
         for c, text in enumerate(row):
             value = panel.values[r, c]
             if text and np.isfinite(value):
-                fitted = _fitted(text, at.cell_width - 0.06, ruler)
+                fitted = _fitted(shorten(text, _longest_text(panel)), at.cell_width - 0.06, ruler)
                 style = lettering(CELL, color=shades.ink(value), ha="center", va="center")
                 axes.text(c, r, fitted, **style)
 
 
+def _longest_text(panel: GridPanel) -> int:
+    """In characters: a column or two have room for sentences."""
+    return LONGEST_TEXT if len(panel.columns) > 2 else 4 * LONGEST_TEXT
+
+
 def _fitted(text: str, width: float, ruler: Ruler) -> str:
     """As much of a text as is no wider."""
-    text = shorten(text, LONGEST_TEXT)
     while len(text) > 1 and ruler.width(text, CELL) > width:
         text = shorten(text, len(text) - 1)
     return text
@@ -201,6 +205,6 @@ def _axes_labels(axes: Axes, panel: GridPanel, at: Place) -> None:
         spine.set_visible(False)
 
 
-def _ticks(at: Place) -> dict[str, object]:
+def _ticks(at: Place) -> dict[str, Any]:
     turned = {"ha": "right", "rotation_mode": "anchor"} if at.angle == 45 else {}
     return lettering(LABEL) | turned

@@ -1,12 +1,13 @@
-"""Attribution patching: an estimate of every cell of a patch sweep from one gradient, and the best of them patched exactly.
+"""Attribution patching: an estimate of every cell of a patch sweep from one gradient, and the best of them patched
+exactly.
 
 The effect of giving an activation a of the corrupt run its clean value is, to first order, (clean − corrupt) · ∂m/∂a.
-With `steps` the gradient is averaged over the way from the corrupt prompt's embedding to the clean one's, which finds cells
-whose gradient vanishes at the corrupt run.
+With `steps` the gradient is averaged over the way from the corrupt prompt's embedding to the clean one's, which finds
+cells whose gradient vanishes at the corrupt run.
 
-Source: Nanda 2023, "Attribution patching: activation patching at industrial scale"; Syed et al. 2023 (arXiv:2310.10348);
-integrated gradients of inputs as in Hanna et al. 2024 (arXiv:2403.17806), equation 3; Sundararajan et al. 2017
-(arXiv:1703.01365). On how far such estimates can be trusted, Kramár et al. 2024 (arXiv:2403.00745).
+Source: Nanda 2023, "Attribution patching: activation patching at industrial scale"; Syed et al. 2023
+(arXiv:2310.10348); integrated gradients of inputs as in Hanna et al. 2024 (arXiv:2403.17806), equation 3; Sundararajan
+et al. 2017 (arXiv:1703.01365). On how far such estimates can be trusted, Kramár et al. 2024 (arXiv:2403.00745).
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ def attribution_patching(
 ) -> AttributionPatching:
     """Estimates the effect of every patch of a clean run into a corrupt one, and makes the best of them exactly.
 
-    lm: on Transformers, for the gradients; `on`: where the exact patches run, such as the serving engine; `lm` itself if
-        not given
-    clean, corrupt: prompts, as text or token ids. answer, foil: one token each; the metric is logit(answer) − logit(foil),
-        or log p(answer) without a foil
+    lm: on Transformers, for the gradients; `on`: where the exact patches run, such as the serving engine; `lm` itself
+        if not given
+    clean, corrupt: prompts, as text or token ids. answer, foil: one token each; the metric is logit(answer) −
+        logit(foil), or log p(answer) without a foil
     sites: site words; of q, k, v and z every head is a row of its own. layers: a number, a list, or text such as "0:12"
     steps: 0 for the gradient of the corrupt run, else how many gradients to average on the way to the clean prompt
     verify: how many cells of the largest estimates to patch exactly; sample: how many others, drawn with `seed`, for an
@@ -124,7 +125,8 @@ class _Estimates:
         estimates = np.zeros((len(self._rows), len(self._clean_at)))
         for r, row in enumerate(self._rows):
             point = self._ref[row].point
-            products = (clean[point][self._clean_at] - corrupt[point][self._corrupt_at]) * slopes[point][self._corrupt_at]
+            products = clean[point][self._clean_at] - corrupt[point][self._corrupt_at]
+            products = products * slopes[point][self._corrupt_at]
             first, end = self._ref[row].columns or (0, products.shape[1])
             estimates[r] = products[:, first:end].sum(-1)
         return estimates
@@ -145,7 +147,8 @@ class _Estimates:
 
 
 def _chosen(estimates: np.ndarray, verify: int, sample: int, seed: int) -> tuple[list[int], list[int]]:
-    """The cells to verify, by number: those of the largest estimates, and those drawn from the others; and the drawn."""
+    """The cells to verify, by number: those of the largest estimates, and those drawn from the others; and the
+    drawn."""
     order = np.argsort(-np.abs(estimates), axis=None, kind="stable")
     rest = order[verify:]
     drawn = np.random.default_rng(seed).choice(rest, min(sample, len(rest)), replace=False)
@@ -211,5 +214,7 @@ def _check_same(lm: LM, serving: LM) -> None:
     """Raises `ProgramError` if two `LM`s are of models of different sizes."""
     ours, theirs = ((m.layers, m.d_model, m.d_vocab) for m in (lm.model, serving.model))
     if ours != theirs:
-        raise ProgramError(f"the estimates are of a model with (layers, width, vocabulary) {ours}, and the exact patches "
-                           f"would run on one with {theirs}", "on")  # fmt: skip
+        raise ProgramError(
+            f"the estimates are of a model with (layers, width, vocabulary) {ours}, and the exact patches would run on "
+            f"one with {theirs}", "on"
+        )  # fmt: skip

@@ -19,6 +19,7 @@ from patchclamp.studies.sweep_result import Column
 if TYPE_CHECKING:
     import pandas
 
+Verified = Literal["all", "best", "sampled"]
 BEST = 20  # verified cells in the picture's table
 
 
@@ -48,9 +49,9 @@ class AttributionPatching(StudyResult, frozen=True, eq=False, kw_only=True):
     order. `exact` [R, P]: how far it moved when the cell was patched; NaN where it was not. `sampled` [R, P]: whether a
     cell was verified because it was drawn at random, and not because its estimate is large.
 
-    metric: of `clean` and `corrupt`, the unpatched runs · steps: gradients averaged on the way from corrupt to clean; 0 is
-    the gradient of the corrupt run alone · verified_on: what made the exact patches · noise_floor: how far two unpatched
-    runs were apart there
+    metric: of `clean` and `corrupt`, the unpatched runs · steps: gradients averaged on the way from corrupt to clean;
+    0 is the gradient of the corrupt run alone · verified_on: what made the exact patches · noise_floor: how far two
+    unpatched runs were apart there
     """
 
     metric: str
@@ -69,16 +70,16 @@ class AttributionPatching(StudyResult, frozen=True, eq=False, kw_only=True):
     verified_on: Provenance
     noise_floor: float
 
-    def pearson(self, which: Literal["all", "best", "sampled"] = "all") -> float:
-        """The correlation of estimates and exact effects, of all verified cells, of those with the largest estimates, or
-        of those drawn at random; NaN of fewer than three."""
+    def pearson(self, which: Verified = "all") -> float:
+        """The correlation of estimates and exact effects, of all verified cells, of those with the largest estimates,
+        or of those drawn at random; NaN of fewer than three."""
         return _correlation(*self._pairs(which))
 
-    def spearman(self, which: Literal["all", "best", "sampled"] = "all") -> float:
+    def spearman(self, which: Verified = "all") -> float:
         """The correlation of their ranks, likewise."""
         return _correlation(*map(_ranks, self._pairs(which)))
 
-    def _pairs(self, which: str) -> tuple[np.ndarray, np.ndarray]:
+    def _pairs(self, which: Verified) -> tuple[np.ndarray, np.ndarray]:
         verified = np.isfinite(self.exact)
         chosen = verified & (self.sampled if which == "sampled" else ~self.sampled if which == "best" else True)
         return self.estimates[chosen], self.exact[chosen]
@@ -114,16 +115,19 @@ class AttributionPatching(StudyResult, frozen=True, eq=False, kw_only=True):
     def grid(self) -> TokenGrid:
         """The picture's numbers and texts: a panel a site, verified cells outlined, and a table of these."""
         sites = list(dict.fromkeys(row.site for row in self.rows))
-        way = f"gradients at {self.steps} steps between the two runs" if self.steps else "one gradient of the corrupt run"
+        way = (
+            f"gradients at {self.steps} steps between the two runs" if self.steps else "one gradient of the corrupt run"
+        )
         table = (
             ("place", "token", "estimate", "exact patch"),
-            *((str(cell.row), words.visible(cell.column.label), words.signed(cell.estimate), words.signed(cell.exact or 0.0))
-              for cell in self.best(BEST)),
+            *((str(cell.row), words.visible(cell.column.label), words.signed(cell.estimate),
+               words.signed(cell.exact or 0.0)) for cell in self.best(BEST)),
         )  # fmt: skip
         return TokenGrid(
             title=f"Attribution patching: {self._quantity()}",
-            explained=(f"Each cell estimates, from {way}, how far the corrupt run's {words.number(self.corrupt)} would move "
-                       f"if the cell had its value of the clean run ({words.number(self.clean)}). {self._verified()}"),
+            explained=(f"Each cell estimates, from {way}, how far the corrupt run's {words.number(self.corrupt)} would "
+                       f"move if the cell had its value of the clean run ({words.number(self.clean)}). "
+                       f"{self._verified()}"),
             provenance=self._made_on(), panels=tuple(map(self._panel, sites)), table=table if len(table) > 1 else (),
         )  # fmt: skip
 
@@ -137,13 +141,16 @@ class AttributionPatching(StudyResult, frozen=True, eq=False, kw_only=True):
         count = int(np.isfinite(self.exact).sum())
         if not count:
             return "No cell was verified."
-        parts = []
-        for which, name in (("best", "largest estimates"), ("sampled", "others, drawn at random")):
+        parts: list[str] = []
+        kinds: dict[Verified, str] = {"best": "largest estimates", "sampled": "others, drawn at random"}
+        for which, name in kinds.items():
             number = len(self._pairs(which)[0])
             if number:
-                parts.append(f"of the {number} {name} r {words.number(self.pearson(which))}, "
-                             f"ρ {words.number(self.spearman(which))}")  # fmt: skip
-        return f"{count} outlined cells were patched exactly; estimates and exact effects agree with {'; '.join(parts)}."
+                parts.append(f"r {words.number(self.pearson(which))}, ρ {words.number(self.spearman(which))} "
+                             f"over the {number} {name}")  # fmt: skip
+        return (
+            f"{count} outlined cells were patched exactly. Estimates and exact effects correlate: {'; '.join(parts)}."
+        )
 
     def _made_on(self) -> str:
         if self.provenance.where == self.verified_on.where:
@@ -190,8 +197,9 @@ class AttributionPatching(StudyResult, frozen=True, eq=False, kw_only=True):
 
     def __repr__(self) -> str:
         cell = self.proposals(1)[0]
+        verified = int(np.isfinite(self.exact).sum())
         return (f"<AttributionPatching {self.estimates.size} cells, largest {cell.estimate:+.3f} at {cell.row} @ "
-                f"{cell.column.label!r}; r {self.pearson():.2f} of {int(np.isfinite(self.exact).sum())} verified>")  # fmt: skip
+                f"{cell.column.label!r}; r {self.pearson():.2f} of {verified} verified>")  # fmt: skip
 
 
 def _correlation(a: np.ndarray, b: np.ndarray) -> float:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 HEADS = ("lm_head", "embed_out", "output")
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_eps", "norm_epsilon")
 EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings")
 
 
@@ -86,8 +87,7 @@ class Checkpoint:
     @functools.cached_property
     def epsilons(self) -> tuple[float, ...]:
         """What the config says that norms add to the variance; if it says nothing, the two usual numbers."""
-        names = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_eps", "norm_epsilon")
-        stated = [float(value) for name in names if (value := getattr(self.config, name, None)) is not None]
+        stated = [float(value) for name in EPSILONS if (value := getattr(self.config, name, None)) is not None]
         return tuple(dict.fromkeys(stated)) or (1e-5, 1e-6)
 
     def number(self, *names: str) -> float | None:

@@ -1,7 +1,8 @@
 """Direct logit attribution: what does each layer, head and neuron add to the answer's logit by itself?
 
-The last stream is a sum of what the embedding, every attention and every MLP added. The final norm is frozen at the scale
-it had in that run, and then the logits are a sum over the same parts. What a part does by way of later layers is not in it.
+The last stream is a sum of what the embedding, every attention and every MLP added. The final norm is frozen at the
+scale it had in that run, and then the logits are a sum over the same parts. What a part does by way of later layers is
+not in it.
 
     N prompts · D model width · L layers · C parts
 
@@ -78,7 +79,8 @@ def direct_attribution(
     heads, head_biases = _within("z", inner, rows, checkpoint, towards_ND)
     neurons, neuron_biases = _within("neurons", inner, rows, checkpoint, towards_ND)
     result = DirectAttribution(
-        provenance=provenance(lm), prompts=tuple("".join(lm.tokenizer.token_strings(run.prompt_token_ids)) for run in runs),
+        provenance=provenance(lm),
+        prompts=tuple("".join(lm.tokenizer.token_strings(run.prompt_token_ids)) for run in runs),
         answers=tuple(lm.tokenizer.token_strings(answers)), foils=tuple(lm.tokenizer.token_strings(foils)),
         parts=tuple(shares), shares=shares_NC.numpy(), totals=totals_N.numpy(),
         logit_diffs=difference.of(unembedding.uncapped(rows.at(LOGITS))).numpy(),
@@ -141,8 +143,8 @@ def _parts(rows: _Rows, lm: LM) -> dict[str, torch.Tensor]:
     gap = float((sum(parts.values()) - last_ND).norm() / last_ND.norm())
     if not gap <= tolerance(lm.model.dtype):
         raise ModelError(
-            f"what the embedding, attention and MLPs of this model added is {gap:.2g} off its last stream: a part of it "
-            "is not known, so no sum over its parts is its logit"
+            f"what the embedding, attention and MLPs of this model added is {gap:.2g} off its last stream: a part of "
+            "it is not known, so no sum over its parts is its logit"
         )
     return parts
 

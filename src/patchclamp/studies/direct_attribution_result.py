@@ -30,11 +30,12 @@ class Share(msgspec.Struct, frozen=True):
 
 class DirectAttribution(StudyResult, frozen=True, eq=False, kw_only=True):
     """`shares` [N, C] of the `parts` ("embed", "attn_out[0]", …, "bias") add up to `totals` [N], the difference
-    logit(answer) − logit(foil) as our readout makes it of the last stream, before a cap of the logits; `unexplained` [N]
-    is what is missing, of rounding. `logit_diffs` [N] is the model's own, before the cap. Without a foil it is logit(answer).
+    logit(answer) − logit(foil) as our readout makes it of the last stream, before a cap of the logits; `unexplained`
+    [N] is what is missing, of rounding. `logit_diffs` [N] is the model's own, before the cap. Without a foil it is
+    logit(answer).
 
-    `heads` [N, L, H] and `head_biases` [N, L] add up to their layer's `attn_out`, `neurons` [N, L, M] and `neuron_biases`
-    to its `mlp_out`; NaN in layers that have none, and [N, L, 0] where they were not asked for.
+    `heads` [N, L, H] and `head_biases` [N, L] add up to their layer's `attn_out`, `neurons` [N, L, M] and
+    `neuron_biases` to its `mlp_out`; NaN in layers that have none, and [N, L, 0] where they were not asked for.
     """
 
     prompts: tuple[str, ...]
@@ -58,11 +59,13 @@ class DirectAttribution(StudyResult, frozen=True, eq=False, kw_only=True):
         return found.value
 
     def ranked(self, kind: str = "") -> list[Share]:
-        """Parts by how much they add, the largest size first: all, or those of one `kind`: "attn_out", "z", "neurons"."""
+        """Parts by how much they add, the largest size first: all, or those of one `kind`: "attn_out", "z",
+        "neurons"."""
         shares = list(zip(self.parts, self.shares.mean(0).tolist(), strict=True))
         for name, grid in (("z", self.heads), ("neurons", self.neurons)):
             mean = grid.mean(0)
-            shares += [(f"{name}[{l}, {i}]", float(mean[l, i])) for l, i in np.argwhere(np.isfinite(mean)).tolist()]
+            present = np.argwhere(np.isfinite(mean)).tolist()
+            shares += [(f"{name}[{layer}, {i}]", float(mean[layer, i])) for layer, i in present]
         chosen = [Share(part, value) for part, value in shares if part.partition("[")[0] == kind or not kind]
         return sorted(chosen, key=lambda share: -abs(share.value))
 
@@ -72,8 +75,8 @@ class DirectAttribution(StudyResult, frozen=True, eq=False, kw_only=True):
 
         rows = [_row(part, self.shares[:, c]) for c, part in enumerate(self.parts)]
         for name, grid in (("z", self.heads), ("neurons", self.neurons)):
-            rows += [_row(f"{name}[{l}, {i}]", grid[:, l, i])
-                     for l, i in np.argwhere(np.isfinite(grid.mean(0))).tolist()]  # fmt: skip
+            present = np.argwhere(np.isfinite(grid.mean(0))).tolist()
+            rows += [_row(f"{name}[{layer}, {i}]", grid[:, layer, i]) for layer, i in present]
         return pandas.DataFrame(rows)
 
     def grid(self) -> TokenGrid:
@@ -84,8 +87,8 @@ class DirectAttribution(StudyResult, frozen=True, eq=False, kw_only=True):
         best = [share for share in self.ranked() if share.part.partition("[")[0] not in ("attn_out", "mlp_out")]
         return TokenGrid(
             title=f"What adds to the {what}: {words.number(mean)}",
-            explained=("Each cell is what one part of the model adds to it by itself, through the final norm as it scaled "
-                       f"that run{self._averaged()}. " + self._others()),
+            explained=("Each cell is what one part of the model adds to it by itself, through the final norm as it "
+                       f"scaled that run{self._averaged()}. " + self._others()),
             provenance=self.provenance.where, panels=(*panels, self._layers()),
             table=(("part", f"adds to the {what}"), *((s.part, words.signed(s.value)) for s in best[:BEST])),
         )  # fmt: skip
@@ -104,8 +107,11 @@ class DirectAttribution(StudyResult, frozen=True, eq=False, kw_only=True):
 
     def _others(self) -> str:
         """The parts that are in no layer, in a sentence."""
-        single = [(part, value) for part, value in zip(self.parts, self.shares.mean(0), strict=True)
-                  if "[" not in part and value]
+        single = [
+            (part, value)
+            for part, value in zip(self.parts, self.shares.mean(0), strict=True)
+            if "[" not in part and value
+        ]
         return "In no layer: " + ", ".join(f"{part} {words.signed(float(value))}" for part, value in single) + "."
 
     def _heads(self) -> GridPanel:
@@ -117,7 +123,8 @@ class DirectAttribution(StudyResult, frozen=True, eq=False, kw_only=True):
     def _layers(self) -> GridPanel:
         place = {part: c for c, part in enumerate(self.parts)}
         mean, layers = self.shares.mean(0), self.heads.shape[1]
-        values = np.array([[mean[place[f"{word}[{l}]"]] for word in ("attn_out", "mlp_out")] for l in range(layers)])
+        both = ("attn_out", "mlp_out")
+        values = np.array([[mean[place[f"{word}[{layer}]"]] for word in both] for layer in range(layers)])
         return GridPanel(
             name="attention and MLPs", row_name="layer", column_name="part", centre=0.0, values=values,
             rows=tuple(map(str, range(layers))), columns=("attention", "MLP"),

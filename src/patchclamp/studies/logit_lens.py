@@ -51,7 +51,8 @@ def logit_lens(
     """Reads a prompt's stream at every layer and position through the model's final norm and unembedding.
 
     prompt: text or token ids
-    tokens: chosen tokens, as text or id, whose rank and probability are wanted everywhere; with `unembedding` its labels
+    tokens: chosen tokens, as text or id, whose rank and probability are wanted everywhere; with `unembedding` its
+        labels
     site: a site as wide as the stream, such as "resid_post" or "resid_mid"
     layers: a number, a list, or text such as "0:12"; all if not given. positions: a selection or a list of numbers
     top: how many of the likeliest tokens to keep in each cell
@@ -67,12 +68,12 @@ def logit_lens(
     """
     import torch
 
-    at = _checked_site(lm, site)
+    at = checked_site(lm, site)
     chosen_layers = layers_of(lm, at.name, layers)
     run = lm.run(prompt, max_tokens=1, capture=[Site(at.name, layer) @ whole_prompt for layer in chosen_layers]
                  + [LAST @ whole_prompt])  # fmt: skip
     columns = positions_of(run, positions)
-    if not 1 <= top:
+    if not top >= 1:
         raise ProgramError(f"at least one token is kept a cell, not {top!r}", "top")
     maps = _translators(translators, chosen_layers, lm.model.d_model)
     own_VD = None if unembedding is None else _matrix(unembedding, lm.model.d_model)
@@ -80,7 +81,7 @@ def logit_lens(
     chosen = [_chosen(lm, token, names, i) for i, token in enumerate(tokens)]
     through = readout_of(lm, readout, weights, run.prompt_token_ids)
     stream = {layer: _rows(run, Site(at.name, layer), columns) for layer in chosen_layers}
-    rows_PLD = torch.stack([_rows(run, LAST, columns), *(maps[l](stream[l]) for l in chosen_layers)], 1)
+    rows_PLD = torch.stack([_rows(run, LAST, columns), *(maps[layer](rows) for layer, rows in stream.items())], 1)
     run.close()
     measured = _measure(_logits(through, own_VD, rows_PLD), len(chosen_layers), len(columns), top, chosen)
     ids = sorted({*chosen, *np.unique(measured.top_ids).tolist()})
@@ -221,7 +222,8 @@ def _chosen(lm: LM, token: str | int, names: list[str] | None, number: int) -> i
     return chosen
 
 
-def _checked_site(lm: LM, site: Site | str) -> Site:
+def checked_site(lm: LM, site: Site | str) -> Site:
+    """A site word, checked to be as wide as the stream and one a layer."""
     try:
         at = parse_site(site)
     except PatchclampError as error:

@@ -119,16 +119,15 @@ class LogitLens(StudyResult, frozen=True, eq=False, kw_only=True):
         if colour not in COLOURS:
             raise unknown("colour", colour, list(COLOURS), "colour")
         values = {"probability": self.top_probs[:, :, 0], "kl": self.kl, "entropy": self.entropy}[colour]
-        cells = [(l, p) for l in range(len(self.layers)) for p in range(len(self.positions))]  # noqa: E741
-        across = len(self.positions)
-        texts = [words.visible(self.texts[int(self.top_ids[l, p, 0])]) for l, p in cells]
-        notes = [self._note(l, p) for l, p in cells]
+        up, across = range(len(self.layers)), range(len(self.positions))
+        visible = {token: words.visible(text) for token, text in self.texts.items()}
         return GridPanel(
             name=COLOURS[colour], row_name="layer", column_name="token of the prompt", reaches=(0.0, None),
-            rows=tuple(map(str, self.layers)), columns=tuple(words.visible(self.prompt_tokens[p]) for p in self.positions),
+            rows=tuple(map(str, self.layers)),
+            columns=tuple(words.visible(self.prompt_tokens[position]) for position in self.positions),
             values=np.array(values, np.float64), strong="high" if colour == "probability" else "low",
-            texts=tuple(tuple(texts[i : i + across]) for i in range(0, len(texts), across)),
-            notes=tuple(tuple(notes[i : i + across]) for i in range(0, len(notes), across)),
+            texts=tuple(tuple(visible[token] for token in row) for row in self.top_ids[:, :, 0].tolist()),
+            notes=tuple(tuple(self._note(layer, p) for p in across) for layer in up),
         )  # fmt: skip
 
     def _note(self, l: int, p: int) -> str:  # noqa: E741
@@ -154,4 +153,6 @@ class LogitLens(StudyResult, frozen=True, eq=False, kw_only=True):
 
     def __repr__(self) -> str:
         best = self.top(self.layers[-1], self.positions[-1])[0]
-        return f"<LogitLens {self.site} × {len(self.positions)} positions: ends on {best.token!r} {best.probability:.2f}>"
+        return (
+            f"<LogitLens {self.site} × {len(self.positions)} positions: ends on {best.token!r} {best.probability:.2f}>"
+        )
