@@ -1,0 +1,280 @@
+"""Lens, direct attribution, patchscope and attribution patching equal plain loops of ours over Transformers, on either
+engine; their matrices are of the checkpoint, and a checkpoint that is another model's is found out."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import patchclamp as pc
+from patchclamp.studies import attribution_patching, direct_attribution, logit_lens, patch_sweep, patchscope
+
+from ..models import of_family
+from ..reference import readouts
+from ..reference.hooks import PlainModel
+
+PROMPT = "The Eiffel Tower is located in the city of"
+CLEAN, CORRUPT = "The Eiffel Tower is in", "The Colosseum is in"
+both_engines = pytest.mark.parametrize("engine", ["transformers", "vllm"])
+IDS = list(range(5, 17))
+
+
+@pytest.fixture(scope="module")
+def plain(shortened) -> PlainModel:
+    return PlainModel(shortened)
+
+
+@pytest.fixture(scope="module")
+def ids(shallow):
+    tokenizer = shallow.get("transformers", "float32").tokenizer
+    return lambda text: tokenizer.bare(text)[0] if text.startswith(" ") else tokenizer.encode(text)
+
+
+@pytest.fixture(scope="module")
+def seen(plain, ids):
+    return readouts.lens(plain, ids(PROMPT), list(range(8)))
+
+
+@pytest.fixture(scope="module")
+def lenses(shallow):
+    """The lens of the prompt on each engine, made once."""
+    return functools.cache(lambda engine: logit_lens(shallow.get(engine, "float32"), PROMPT, tokens=[" Paris", " the"]))
+
+
+class TestLens:
+    def test_ranks_tokens_and_kl_equal_a_plain_loop(self, lenses, seen, ids):
+        lens, chosen = lenses("transformers"), (ids(" Paris"), ids(" the"))
+        assert lens.readout == "checkpoint"
+        assert lens.ranks.shape == (8, 10, 2)
+        for (layer, position), there in seen.items():
+            ranks = lens.ranks[layer, position].tolist()
+            assert all(rank in there.ranks(token) for rank, token in zip(ranks, chosen, strict=True)), (layer, position)
+            assert lens.top(layer, position)[0].token_id == int(there.logits_V.argmax())
+            expected = there.logprobs_V[list(chosen)].numpy()
+            assert np.abs(lens.logprobs[layer, position] - expected).max() < 1e-3
+            assert abs(lens.kl[layer, position] - there.kl) < 1e-3
+        surely = [len(there.ranks(token)) == 1 for there in seen.values() for token in chosen]
+        assert np.mean(surely) > 0.9
+        assert lens.kl[-1].max() < 1e-6 < lens.kl[0].min()
+
+    def test_vllm_sees_the_same(self, lenses):
+        ours, theirs = lenses("transformers"), lenses("vllm")
+        assert np.abs(ours.logprobs - theirs.logprobs).max() < 2e-3
+        assert (ours.top_ids[:, :, 0] == theirs.top_ids[:, :, 0]).mean() > 0.99
+        assert ours.readout == theirs.readout == "checkpoint"
+
+    @both_engines
+    def test_the_engine_reads_out_what_the_checkpoint_does(self, shallow, lenses, engine):
+        few = dict(tokens=[" Paris", " the"], layers=[0, 5, 7], positions=[3, -1])
+        lens = logit_lens(shallow.get(engine, "float32"), PROMPT, readout="engine", **few)
+        whole = lenses(engine)
+        assert lens.readout == "engine"
+        cells = np.ix_([0, 5, 7], [3, 9])
+        assert np.abs(lens.logprobs - whole.logprobs[cells]).max() < 1e-4
+        assert (lens.ranks == whole.ranks[cells]).all()
+
+    def test_a_tuned_lens_moves_rows_before_they_are_read(self, shallow, plain, ids):
+        matrix, bias = torch.eye(576) + 0.05 * torch.randn(576, 576), torch.randn(576)
+        lm = shallow.get("transformers", "float32")
+        lens = logit_lens(lm, PROMPT, tokens=[" Paris"], layers=[4, 5], translators={4: (matrix, bias)})
+        seen = readouts.lens(plain, ids(PROMPT), [4, 5], lambda layer, row: matrix @ row + bias if layer == 4 else row)
+        for i, layer in enumerate((4, 5)):
+            expected = [float(seen[layer, p].logprobs_V[ids(" Paris")]) for p in range(10)]
+            assert np.abs(lens.logprobs[i, :, 0] - expected).max() < 1e-3
+            assert np.abs(lens.kl[i] - [seen[layer, p].kl for p in range(10)]).max() < 1e-3
+        assert lens.lens == "tuned lens"
+
+    @pytest.mark.parametrize("readout", ["checkpoint", "engine"])
+    def test_a_matrix_in_the_unembeddings_place(self, shallow, plain, ids, readout):
+        probe = torch.randn(3, 576) / 24
+        lens = logit_lens(shallow.get("transformers", "float32"), PROMPT, unembedding=probe, labels=["a", "b", "c"],
+                          tokens=["b"], layers=3, readout=readout)  # fmt: skip
+        with torch.no_grad():
+            normed = plain.net.model.norm(plain.read(ids(PROMPT), "resid_post", 3))
+        expected = (normed @ probe.T).log_softmax(-1)
+        assert np.abs(lens.probability("b")[0] - expected[:, 1].exp().numpy()).max() < 1e-4
+        assert lens.top(3, -1)[0].token == "abc"[int(expected[-1].argmax())]
+
+
+class TestDirectAttribution:
+    @pytest.fixture(scope="class")
+    def expected(self, plain, ids):
+        return readouts.direct(plain, ids(PROMPT), ids(" Paris"), ids(" Rome"))
+
+    @both_engines
+    def test_parts_equal_a_plain_loop_and_add_up(self, shallow, expected, engine, plain, ids):
+        result = direct_attribution(shallow.get(engine, "float32"), PROMPT, answer=" Paris", foil=" Rome")
+        shares = {share.part: share.value for share in result.ranked()}
+        assert expected.keys() <= shares.keys()
+        assert max(abs(shares[part] - value) for part, value in expected.items()) < 1e-3
+        logits_V = plain.logits(ids(PROMPT))
+        difference = float(logits_V[ids(" Paris")] - logits_V[ids(" Rome")])
+        assert abs(result.shares.sum() - difference) < 1e-3
+        assert abs(result.logit_diffs[0] - difference) < 1e-3
+        for layer in range(8):
+            assert abs(result.heads[0, layer].sum() - shares[f"attn_out[{layer}]"]) < 1e-3
+            assert abs(result.neurons[0, layer].sum() - shares[f"mlp_out[{layer}]"]) < 1e-3
+
+    def test_several_prompts_have_each_their_answer(self, shallow):
+        lm = shallow.get("transformers", "float32")
+        prompts, answers = [PROMPT, "The Colosseum is located in the city of"], [" Paris", " Rome"]
+        asked = dict(by=["layer"])
+        both = direct_attribution(lm, prompts, answer=answers, foil=answers[::-1], **asked)
+        alone = [direct_attribution(lm, prompts[i], answer=answers[i], foil=answers[1 - i], **asked) for i in (0, 1)]
+        assert np.abs(both.shares - np.concatenate([one.shares for one in alone])).max() < 1e-4
+        assert both.share("mlp_out[6]") == pytest.approx(np.mean([one.share("mlp_out[6]") for one in alone]), abs=1e-4)
+        assert both.heads.shape == both.neurons.shape == (2, 8, 0)
+
+
+class TestPatchscope:
+    @both_engines
+    def test_what_is_said_equals_a_plain_loop(self, shallow, plain, ids, engine):
+        lm = shallow.get(engine, "float32")
+        target = "cat -> cat\n1135 -> 1135\nhello -> hello\n?"
+        result = patchscope(lm, source=f"{PROMPT} Paris", layers=[1, 6], target_layers=[2, 3], max_tokens=3)
+        into = ids(target)
+        for s, layer in enumerate((1, 6)):
+            row = plain.read(lm.tokens(f"{PROMPT} Paris"), "resid_post", layer)[-1]
+            for g, to in enumerate((2, 3)):
+                said = readouts.placed(plain, into, to, len(into) - 1, row, 3)
+                assert result.texts[s][g] == lm.tokenizer.decode(said)
+                assert result.top_ids[s, g, 0] == said[0]
+        assert len({result.plain_text, *result.texts[0], *result.texts[1]}) > 2
+        assert result.moved.min() > 0.01
+
+    def test_norms_are_matched_if_asked(self, shallow, plain, ids):
+        lm = shallow.get("transformers", "float32")
+        asked = dict(source=PROMPT, source_position=3, target="It is x, you know", target_position=pc.span("x"),
+                     layers=5, target_layers=2, max_tokens=1, tokens=[" and"])  # fmt: skip
+        result, free = patchscope(lm, normed=True, **asked), patchscope(lm, **asked)
+        source = plain.read(ids(PROMPT), "resid_post", 5)[3]
+        into = lm.tokens("It is x, you know")
+        at = result.target_positions[0]
+        replaced = plain.read(into, "resid_post", 2)[at]
+        scale = float(replaced.norm() / source.norm())
+        assert result.scales[0, 0] == pytest.approx(scale, rel=1e-4)
+        for made, factor in ((result, scale), (free, 1.0)):
+            logits_V = plain.patched_logits(into, "resid_post", 2, at, source * factor)
+            expected = float(logits_V.log_softmax(-1)[lm.tokenizer.bare(" and")[0]])
+            assert abs(made.logprobs[0, 0, 0] - expected) < 1e-3
+        assert abs(result.logprobs[0, 0, 0] - free.logprobs[0, 0, 0]) > 1e-2
+
+
+class TestAttributionPatching:
+    ASKED = dict(clean=CLEAN, corrupt=CORRUPT, answer=" Paris", foil=" Rome")
+
+    def test_estimates_equal_a_plain_gradient(self, shallow, plain, ids):
+        lm = shallow.get("transformers", "float32")
+        result = attribution_patching(lm, sites=["resid_pre", "mlp_out", "z"], verify=0, sample=0, **self.ASKED)
+        clean, corrupt = (readouts.slopes(plain, ids(text), ids(" Paris"), ids(" Rome")) for text in (CLEAN, CORRUPT))
+        for r, row in enumerate(result.rows):
+            (rows, _), (base, slope) = clean[row.site, row.layer], corrupt[row.site, row.layer]
+            part = slice(None) if row.head is None else slice(64 * row.head, 64 * (row.head + 1))
+            expected = ((rows - base) * slope)[:, part].sum(-1).numpy()
+            assert np.abs(result.estimates[r] - expected).max() < 1e-3, row
+        assert np.isnan(result.exact).all()
+        assert np.abs(result.estimates).max() > 1
+
+    def test_integrated_gradients_equal_a_plain_loop(self, shallow, plain, ids):
+        lm, steps = shallow.get("transformers", "float32"), 4
+        asked = self.ASKED | dict(sites=["resid_pre"], verify=0, sample=0)
+        result = attribution_patching(lm, steps=steps, **asked)
+        embed = plain.net.model.embed_tokens.weight.detach()
+        begin, end = embed[ids(CORRUPT)], embed[ids(CLEAN)]
+        both = [readouts.slopes(plain, ids(text), ids(" Paris"), ids(" Rome")) for text in (CLEAN, CORRUPT)]
+        way = [
+            readouts.slopes(plain, ids(CORRUPT), ids(" Paris"), ids(" Rome"), begin + (k + 0.5) / steps * (end - begin))
+            for k in range(steps)
+        ]
+        for r, row in enumerate(result.rows):
+            place = row.site, row.layer
+            slope = sum(one[place][1] for one in way) / steps
+            expected = ((both[0][place][0] - both[1][place][0]) * slope).sum(-1).numpy()
+            assert np.abs(result.estimates[r] - expected).max() < 1e-3, row
+        # completeness: what is attributed to the embedding is what tells the two runs apart
+        finer = attribution_patching(lm, steps=24, layers=0, **asked)
+        assert finer.estimates.sum() == pytest.approx(result.clean - result.corrupt, abs=0.25)
+
+    @both_engines
+    def test_exact_patches_are_those_of_the_sweep(self, shallow, engine):
+        lm, on = shallow.get("transformers", "float32"), shallow.get(engine, "float32")
+        asked = self.ASKED | dict(sites=["resid_pre", "mlp_out"], layers=[0, 3, 6])
+        result = attribution_patching(lm, on=on, steps=4, verify=10, sample=6, seed=3, **asked)
+        sweep = patch_sweep(on, **asked)
+        exact = sweep.grid.reshape(result.exact.shape) - sweep.corrupt
+        verified = np.isfinite(result.exact)
+        assert verified.sum() == 16
+        assert np.abs(result.exact - exact)[verified].max() < 1e-3
+        assert result.sampled.sum() == 6
+        assert (result.sampled <= verified).all()
+        least = np.abs(result.estimates[verified & ~result.sampled]).min()
+        assert (np.abs(result.estimates[~verified]) <= least).all()
+        assert result.verified_on.engine.startswith(engine)
+        assert result.pearson() == pytest.approx(np.corrcoef(result.estimates[verified], exact[verified])[0, 1], abs=1e-3)
+        assert abs(result.pearson()) > 0.3
+
+    def test_other_engines_say_who_has_gradients(self, shallow):
+        with pytest.raises(pc.EngineError, match="vllm engine computes no gradients: load the model with engine='transf"):
+            attribution_patching(shallow.get("vllm", "float32"), **self.ASKED)
+
+
+# Gemma 2: a cap, norms after attention and MLP, weights around 1 · GPT-2: LayerNorm with a bias, positions, matrices the
+# other way round · Granite: factors in the stream and of the logits · GPT-NeoX: mixed heads, biases, `embed_out`
+@pytest.mark.parametrize("family", ["gemma2", "gpt2", "granite", "gpt_neox"])
+def test_other_families_read_out_add_up_and_have_gradients(family, tmp_path):
+    folder = of_family(tmp_path, family)
+    with pc.LM(folder, engine="transformers", dtype="float32", skip_tokenizer_init=True, prove=False) as lm:
+        ours, engines = (logit_lens(lm, IDS, tokens=[77], readout=way) for way in ("checkpoint", "engine"))
+        assert np.abs(ours.logprobs - engines.logprobs).max() < 1e-5
+        assert (ours.ranks == engines.ranks).all()
+        result = direct_attribution(lm, IDS, answer=77, foil=200)
+        run = lm.run(IDS, max_tokens=1, score=[77, 200])
+        if family != "gemma2":  # whose logits are capped after the sum
+            assert result.logit_diffs[0] == pytest.approx(run.scores[77] - run.scores[200], abs=1e-4)
+        assert result.shares.sum() == pytest.approx(result.logit_diffs[0], abs=1e-4)
+        for layer in range(lm.model.layers):
+            heads = result.heads[0, layer].sum() + result.head_biases[0, layer]
+            neurons = result.neurons[0, layer].sum() + result.neuron_biases[0, layer]
+            assert heads == pytest.approx(result.share(f"attn_out[{layer}]"), abs=1e-4)
+            assert neurons == pytest.approx(result.share(f"mlp_out[{layer}]"), abs=1e-4)
+        for site in ("resid_pre[1]", "attn_out[0]", "q[1]", "k[1]", "v[1]", "z[1]", "neurons[2]", "mlp_out[1]"):
+            assert_slope(lm, site, position=11)
+
+
+def assert_slope(lm: pc.LM, site: str, position: int) -> None:
+    """A site's gradient along a direction is what a small step along it changes."""
+    point = lm.sites.resolve(pc.site(site))[0].point
+    gradients = lm.engine.gradients(IDS, [point], {77: 1.0, 200: -1.0})
+    row, slope = gradients.rows[point][position], gradients.gradients[point][position]
+    run = lm.run(IDS, max_tokens=1, capture=[site])
+    assert np.abs(np.asarray(run[site]).reshape(len(IDS), -1)[position] - row).max() < 1e-5
+    direction = (slope / np.linalg.norm(slope)).astype(np.float32)
+    step = 5e-3 * float(np.linalg.norm(row))
+    high, low = lm.run([IDS] * 2, max_tokens=1, score=[77, 200], edits=[
+        [pc.Add(direction, at=site, tokens=pc.prompt[position], scale=sign * step)] for sign in (1, -1)
+    ])  # fmt: skip
+    change = (high.scores[77] - high.scores[200] - low.scores[77] + low.scores[200]) / (2 * step)
+    assert change == pytest.approx(float(np.linalg.norm(slope)), rel=2e-2), site
+
+
+def test_a_checkpoint_of_another_model_is_found_out(tmp_path):
+    own, other = tmp_path / "own", tmp_path / "other"
+    for folder in (own, other):
+        folder.mkdir()
+        of_family(folder, "llama")
+    tensors = load_file(other / "model.safetensors")
+    changed = {"model.layers.1.self_attn.o_proj.weight", "model.layers.2.mlp.down_proj.weight"}
+    save_file({k: v * 1.02 if k in changed else v for k, v in tensors.items()}, other / "model.safetensors", {"format": "pt"})
+    with pc.LM(str(own), engine="transformers", dtype="float32", skip_tokenizer_init=True, prove=False) as lm:
+        with pytest.raises(pc.ModelError, match=r"o_proj.weight in .* makes of z\[1\] is not this model's attn_out\[1\]: "
+                                                r"it is 0.02 off"):  # fmt: skip
+            direct_attribution(lm, IDS, answer=7, weights=other)
+        assert logit_lens(lm, IDS, weights=other).readout == "checkpoint"  # these matrices are its own
+        save_file({k: v + 0.1 * ("embed" in k or "lm_head" in k) for k, v in tensors.items()},
+                  other / "model.safetensors", {"format": "pt"})  # fmt: skip
+        with pytest.raises(pc.ModelError, match="off the model's own logits .* readout='engine' needs none"):
+            logit_lens(lm, IDS, weights=other)
+        with pytest.raises(pc.ModelError, match="nowhere are not in the hub's cache on this machine"):
+            logit_lens(lm, IDS, weights="nobody/nowhere")
