@@ -7,17 +7,20 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 import patchclamp as pc
+from patchclamp.cli.app import app
 from patchclamp.studies import attribution_patching, direct_attribution, logit_lens, patch_sweep, patchscope
 
-from ..models import of_family
+from ..models import of_family, with_words
 from ..reference import readouts
 from ..reference.hooks import PlainModel
 
 PROMPT = "The Eiffel Tower is located in the city of"
 CLEAN, CORRUPT = "The Eiffel Tower is in", "The Colosseum is in"
 both_engines = pytest.mark.parametrize("engine", ["transformers", "vllm"])
+PATCHED = dict(clean=CLEAN, corrupt=CORRUPT, answer=" Paris", foil=" Rome")
 IDS = list(range(5, 17))
 
 
@@ -163,11 +166,9 @@ class TestPatchscope:
 
 
 class TestAttributionPatching:
-    ASKED = dict(clean=CLEAN, corrupt=CORRUPT, answer=" Paris", foil=" Rome")
-
     def test_estimates_equal_a_plain_gradient(self, shallow, plain, ids):
         lm = shallow.get("transformers", "float32")
-        result = attribution_patching(lm, sites=["resid_pre", "mlp_out", "z"], verify=0, sample=0, **self.ASKED)
+        result = attribution_patching(lm, sites=["resid_pre", "mlp_out", "z"], verify=0, sample=0, **PATCHED)
         clean, corrupt = (readouts.slopes(plain, ids(text), ids(" Paris"), ids(" Rome")) for text in (CLEAN, CORRUPT))
         for r, row in enumerate(result.rows):
             (rows, _), (base, slope) = clean[row.site, row.layer], corrupt[row.site, row.layer]
@@ -179,7 +180,7 @@ class TestAttributionPatching:
 
     def test_integrated_gradients_equal_a_plain_loop(self, shallow, plain, ids):
         lm, steps = shallow.get("transformers", "float32"), 4
-        asked = self.ASKED | dict(sites=["resid_pre"], verify=0, sample=0)
+        asked = PATCHED | dict(sites=["resid_pre"], verify=0, sample=0)
         result = attribution_patching(lm, steps=steps, **asked)
         embed = plain.net.model.embed_tokens.weight.detach()
         begin, end = embed[ids(CORRUPT)], embed[ids(CLEAN)]
@@ -200,7 +201,7 @@ class TestAttributionPatching:
     @both_engines
     def test_exact_patches_are_those_of_the_sweep(self, shallow, engine):
         lm, on = shallow.get("transformers", "float32"), shallow.get(engine, "float32")
-        asked = self.ASKED | dict(sites=["resid_pre", "mlp_out"], layers=[0, 3, 6])
+        asked = PATCHED | dict(sites=["resid_pre", "mlp_out"], layers=[0, 3, 6])
         result = attribution_patching(lm, on=on, steps=4, verify=10, sample=6, seed=3, **asked)
         sweep = patch_sweep(on, **asked)
         exact = sweep.grid.reshape(result.exact.shape) - sweep.corrupt
@@ -212,12 +213,16 @@ class TestAttributionPatching:
         least = np.abs(result.estimates[verified & ~result.sampled]).min()
         assert (np.abs(result.estimates[~verified]) <= least).all()
         assert result.verified_on.engine.startswith(engine)
-        assert result.pearson() == pytest.approx(np.corrcoef(result.estimates[verified], exact[verified])[0, 1], abs=1e-3)
+        assert result.pearson() == pytest.approx(
+            np.corrcoef(result.estimates[verified], exact[verified])[0, 1], abs=1e-3
+        )
         assert abs(result.pearson()) > 0.3
 
     def test_other_engines_say_who_has_gradients(self, shallow):
-        with pytest.raises(pc.EngineError, match="vllm engine computes no gradients: load the model with engine='transf"):
-            attribution_patching(shallow.get("vllm", "float32"), **self.ASKED)
+        with pytest.raises(
+            pc.EngineError, match="vllm engine computes no gradients: load the model with engine='transf"
+        ):
+            attribution_patching(shallow.get("vllm", "float32"), **PATCHED)
 
 
 # Gemma 2: a cap, norms after attention and MLP, weights around 1 · GPT-2: LayerNorm with a bias, positions, matrices the
@@ -266,7 +271,9 @@ def test_a_checkpoint_of_another_model_is_found_out(tmp_path):
         of_family(folder, "llama")
     tensors = load_file(other / "model.safetensors")
     changed = {"model.layers.1.self_attn.o_proj.weight", "model.layers.2.mlp.down_proj.weight"}
-    save_file({k: v * 1.02 if k in changed else v for k, v in tensors.items()}, other / "model.safetensors", {"format": "pt"})
+    save_file(
+        {k: v * 1.02 if k in changed else v for k, v in tensors.items()}, other / "model.safetensors", {"format": "pt"}
+    )
     with pc.LM(str(own), engine="transformers", dtype="float32", skip_tokenizer_init=True, prove=False) as lm:
         with pytest.raises(pc.ModelError, match=r"o_proj.weight in .* makes of z\[1\] is not this model's attn_out\[1\]: "
                                                 r"it is 0.02 off"):  # fmt: skip
@@ -274,7 +281,44 @@ def test_a_checkpoint_of_another_model_is_found_out(tmp_path):
         assert logit_lens(lm, IDS, weights=other).readout == "checkpoint"  # these matrices are its own
         save_file({k: v + 0.1 * ("embed" in k or "lm_head" in k) for k, v in tensors.items()},
                   other / "model.safetensors", {"format": "pt"})  # fmt: skip
-        with pytest.raises(pc.ModelError, match="off the model's own logits .* readout='engine' needs none"):
+        with pytest.raises(pc.ModelError, match=r"off the model's own logits .* readout='engine' needs none"):
             logit_lens(lm, IDS, weights=other)
         with pytest.raises(pc.ModelError, match="nowhere are not in the hub's cache on this machine"):
             logit_lens(lm, IDS, weights="nobody/nowhere")
+
+
+@pytest.fixture(scope="module")
+def worded(tmp_path_factory) -> str:
+    """A tiny model whose tokens are the words w3, w4, …"""
+    folder = of_family(tmp_path_factory.mktemp("worded"), "llama")
+    with_words(folder, 512)
+    return folder
+
+
+def test_every_command_shows_its_study_and_writes_its_pictures(worded, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATCHCLAMP_CACHE", str(tmp_path / "cache"))
+    here = ["--engine", "transformers", "--dtype", "float32"]
+    two = ["--clean", "w5 w6 w7", "--corrupt", "w5 w9 w7", "--answer", "w10", "--foil", "w11"]
+    commands = {
+        "lens": ["--prompt", "w5 w6 w7", "--token", "w9", *here],
+        "attribute": ["--prompt", "w5 w6 w7", "--prompt", "w8 w9", "--answer", "w10", "--foil", "w11", *here],
+        "patchscope": ["--source", "w5 w6 w7", "--target", "w8 w9", "--layers", "0:2", "--max-tokens", "2", *here],
+        "propose": [*two, "--verify", "4", "--sample", "3", "--dtype", "float32"],
+    }
+    shown = {
+        "lens": "rank of 'w9'", "attribute": "all parts together", "patchscope": "goes on with",
+        "propose": "7 outlined cells were patched exactly",
+    }  # fmt: skip
+    for name, arguments in commands.items():
+        files = [tmp_path / f"{name}.{ending}" for ending in ("png", "html", "safetensors")]
+        pictures = [
+            word for file, flag in zip(files, ("--png", "--html", "--save"), strict=True) for word in (flag, str(file))
+        ]
+        done = CliRunner().invoke(app, [name, worded, *arguments, *pictures])
+        assert done.exit_code == 0, done.output
+        assert shown[name] in done.output
+        assert all(file.stat().st_size > 1000 for file in files)
+        assert done.output.count("wrote ") == 3
+    failed = CliRunner().invoke(app, ["lens", worded, "--prompt", "w5", "--png", "a.pgn"])
+    assert failed.exit_code == 2
+    assert "no picture format 'pgn'" in failed.output

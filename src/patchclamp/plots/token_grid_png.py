@@ -147,8 +147,7 @@ def _colour_map(panel: GridPanel) -> Any:
     from matplotlib.colors import LinearSegmentedColormap
 
     colours = LinearSegmentedColormap.from_list("patchclamp", list(panel.shades.colours))
-    colours.set_bad(BLANK)
-    return colours
+    return colours.with_extremes(bad=BLANK)
 
 
 def _cells(axes: Axes, panel: GridPanel) -> None:
