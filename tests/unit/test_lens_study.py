@@ -11,8 +11,9 @@ import patchclamp as pc
 from patchclamp.engines.fake import FakeEngine, _norm
 from patchclamp.lm import LM
 from patchclamp.studies import AttributionPatching, LogitLens, Patchscope, logit_lens, patchscope
-from patchclamp.studies.attribution_result import Row, _correlation, _ranks
+from patchclamp.studies.attribution_result import Row
 from patchclamp.studies.norm import Norm
+from patchclamp.studies.proposal import _correlation, _ranks
 from patchclamp.studies.readout import Unembedding
 from patchclamp.studies.result import provenance
 from patchclamp.studies.sweep_result import Column

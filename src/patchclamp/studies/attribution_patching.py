@@ -17,18 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from patchclamp.engines.base import Gradients
-from patchclamp.errors import PatchclampError, ProgramError, UnsupportedSite
+from patchclamp.errors import PatchclampError, UnsupportedSite
 from patchclamp.language import From, Replace, Site, every
 from patchclamp.language import prompt as whole_prompt
 from patchclamp.language.site import parse_site
 from patchclamp.lm import LM
 from patchclamp.run import Run
-from patchclamp.studies.align import align
+from patchclamp.sites import SiteRef
 from patchclamp.studies.attribution_result import AttributionPatching, Row
-from patchclamp.studies.batches import run_batches
-from patchclamp.studies.metric import Graded, grade, single_token
-from patchclamp.studies.progress import progress
+from patchclamp.studies.between import Between, arrays, check_counts, check_same, exact_effects
 from patchclamp.studies.result import provenance
 from patchclamp.studies.selected import layers_of
 from patchclamp.studies.sweep_result import Column
@@ -69,115 +66,40 @@ def attribution_patching(
     Raises: `EngineError` for an engine without gradients, `TokensError` for prompts that cannot be aligned,
     `UnsupportedSite` for sites without a gradient, and the error of any run.
     """
-    graded = grade("logit_diff" if foil is not None else "logprob", single_token(lm, answer, "answer"),
-                   None if foil is None else single_token(lm, foil, "foil"))  # fmt: skip
-    for name, value in (("steps", steps), ("verify", verify), ("sample", sample)):
-        if not isinstance(value, int) or value < 0:
-            raise ProgramError(f"a number from 0 on is needed, not {value!r}", name)
+    check_counts(steps=steps, verify=verify, sample=sample)
     rows = _rows(lm, [sites] if isinstance(sites, (str, Site)) else sites, layers)
-    ids = [_ids(lm, prompt) for prompt in (clean, corrupt)]
-    pairs = align(*ids).pairs
-    tokens = [tuple(lm.tokenizer.token_strings(one)) for one in ids]
-    columns = tuple(Column(tokens[1][b], (a,), (b,)) for a, b in pairs)
-    work = _Estimates(lm, graded, ids, pairs, rows)
-    estimates = work.estimate(steps)
-    chosen, drawn = _chosen(estimates, verify, sample, seed)
-    serving = on or lm
-    _check_same(lm, serving)
-    cells = [(rows[i // len(columns)], columns[i % len(columns)]) for i in chosen]
-    effects, floor = _verify(serving, ids, graded, cells, batch, show_progress) if cells else (np.zeros(0), 0.0)
-    exact, sampled = np.full(estimates.shape, np.nan), np.zeros(estimates.shape, bool)
-    exact.flat[chosen], sampled.flat[drawn] = effects, True
+    between, serving = Between(lm, clean, corrupt, answer, foil), on or lm
+    check_same(lm, serving)
+    refs = [lm.sites.resolve(Site(row.site, row.layer, row.head))[0] for row in rows]
+    between.read([ref.point for ref in refs])
+    estimates = _estimates(between, refs, steps)
+
+    def patch(numbers: list[int]) -> tuple[np.ndarray, float]:
+        cells = [(rows[i // len(between.columns)], between.columns[i % len(between.columns)]) for i in numbers]
+        places = dict.fromkeys((row.site, row.layer) for row, _ in cells)
+        source = serving.run(between.ids[0], max_tokens=1, capture=[Site(*place) @ whole_prompt for place in places])
+        try:
+            return exact_effects(serving, between, [[_patch(source, *cell)] for cell in cells], batch, show_progress)
+        finally:
+            source.close()
+
     return AttributionPatching(
-        provenance=provenance(lm, (seed,) if sample else ()), metric=graded.metric, clean_tokens=tokens[0],
-        corrupt_tokens=tokens[1], answer=lm.tokenizer.token_strings([graded.answer])[0],
-        foil=None if graded.foil is None else lm.tokenizer.token_strings([graded.foil])[0], steps=steps,
-        rows=tuple(rows), columns=columns, estimates=estimates, exact=exact, sampled=sampled,
-        clean=work.value(0), corrupt=work.value(1), verified_on=provenance(serving), noise_floor=floor,
+        provenance=provenance(lm, (seed,) if sample else ()), verified_on=provenance(serving), steps=steps,
+        rows=tuple(rows), columns=between.columns, **between.texts, **arrays(estimates, verify, sample, seed, patch),
     )  # fmt: skip
 
 
-class _Estimates:
-    """Gradients of a metric, and the differences of two runs that they are multiplied by."""
-
-    def __init__(
-        self, lm: LM, graded: Graded, ids: list[list[int]], pairs: tuple[tuple[int, int], ...], rows: list[Row]
-    ) -> None:
-        self._lm, self._graded, self._ids, self._rows = lm, graded, ids, rows
-        self._clean_at, self._corrupt_at = (np.array(side) for side in zip(*pairs, strict=True))
-        self._weights = {graded.answer: 1.0} | ({} if graded.foil is None else {graded.foil: -1.0})
-        self._ref = {row: lm.sites.resolve(Site(row.site, row.layer, row.head))[0] for row in rows}
-        self._points = sorted({ref.point for ref in self._ref.values()})
-        self._first = lm.sites.resolve(Site("resid_pre", 0))[0].point
-        self._runs = [self._at(one) for one in ids]
-
-    def value(self, side: int) -> float:
-        """The metric of the clean run (0) or the corrupt one (1)."""
-        return self._graded.read(self._runs[side].scores)
-
-    def _at(self, ids: list[int], stream: np.ndarray | None = None) -> Gradients:
-        return self._lm.engine.gradients(ids, [*self._points, self._first], self._weights, stream)
-
-    def estimate(self, steps: int) -> np.ndarray:
-        """The estimate of every cell, [rows, aligned positions]."""
-        clean, corrupt = (run.rows for run in self._runs)
-        slopes = self._slopes(steps)
-        estimates = np.zeros((len(self._rows), len(self._clean_at)))
-        for r, row in enumerate(self._rows):
-            point = self._ref[row].point
-            products = clean[point][self._clean_at] - corrupt[point][self._corrupt_at]
-            products = products * slopes[point][self._corrupt_at]
-            first, end = self._ref[row].columns or (0, products.shape[1])
-            estimates[r] = products[:, first:end].sum(-1)
-        return estimates
-
-    def _slopes(self, steps: int) -> dict[int, np.ndarray]:
-        """Gradients by point: of the corrupt run, or the mean of `steps` places, each in the middle of its part of the
-        way from the corrupt prompt's first stream to the clean one's."""
-        if not steps:
-            return self._runs[1].gradients
-        begin, end = self._runs[1].rows[self._first], self._runs[1].rows[self._first].copy()
-        end[self._corrupt_at] = self._runs[0].rows[self._first][self._clean_at]
-        total: dict[int, np.ndarray] = {}
-        for step in range(steps):
-            share = (step + 0.5) / steps
-            gradients = self._at(self._ids[1], begin + np.float32(share) * (end - begin)).gradients
-            total = {point: total.get(point, 0.0) + slope / steps for point, slope in gradients.items()}
-        return total
-
-
-def _chosen(estimates: np.ndarray, verify: int, sample: int, seed: int) -> tuple[list[int], list[int]]:
-    """The cells to verify, by number: those of the largest estimates, and those drawn from the others; and the
-    drawn."""
-    order = np.argsort(-np.abs(estimates), axis=None, kind="stable")
-    rest = order[verify:]
-    drawn = np.random.default_rng(seed).choice(rest, min(sample, len(rest)), replace=False)
-    return [*order[:verify].tolist(), *drawn.tolist()], drawn.tolist()
-
-
-def _verify(
-    lm: LM, ids: list[list[int]], graded: Graded, cells: list[tuple[Row, Column]], batch: int, show: bool | None
-) -> tuple[np.ndarray, float]:
-    """How far each cell's patch moves the metric, and how far unpatched runs beside them are apart."""
-    capture = [Site(*place) @ whole_prompt for place in dict.fromkeys((row.site, row.layer) for row, _ in cells)]
-    source: Run = lm.run(ids[0], max_tokens=1, capture=capture)
-    programs: list[list[Replace]] = [[], *([_patch(source, row, column)] for row, column in cells), []]
-    calls = (
-        {"prompt": [ids[1]] * len(part), "max_tokens": 1, "score": graded.score, "edits": part}
-        for part in (programs[i : i + batch] for i in range(0, len(programs), batch))
-    )
-    values: list[float] = []
-    with progress("verifying", len(programs), show) as advance:
-
-        def read(runs: list[Run]) -> None:
-            values.extend(graded.read(run.scores) for run in runs)
-            advance(len(runs))
-
-        try:
-            run_batches(lm, calls, read)
-        finally:
-            source.close()
-    return np.array(values[1:-1]) - values[0], abs(values[-1] - values[0])
+def _estimates(between: Between, refs: list[SiteRef], steps: int) -> np.ndarray:
+    """The estimate of every cell, [rows, aligned positions]."""
+    slopes: dict[int, np.ndarray] = {}
+    for run in between.along(steps):
+        for point in {ref.point for ref in refs}:
+            slopes[point] = slopes.get(point, 0.0) + run.gradients[point][between.corrupt_at] / max(steps, 1)
+    estimates = np.zeros((len(refs), len(between.columns)))
+    for r, ref in enumerate(refs):
+        first, end = ref.columns or (0, slopes[ref.point].shape[1])
+        estimates[r] = (between.difference(ref.point) * slopes[ref.point])[:, first:end].sum(-1)
+    return estimates
 
 
 def _patch(source: Run, row: Row, column: Column) -> Replace:
@@ -204,17 +126,3 @@ def _rows(lm: LM, sites: Sequence[Any], layers: Any) -> list[Row]:
             if kept is None or ref.layer in kept:
                 rows |= dict.fromkeys(Row(site.name, ref.layer, head) for head in heads)  # pyright: ignore
     return list(rows)
-
-
-def _ids(lm: LM, prompt: Any) -> list[int]:
-    return lm.tokens(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
-
-
-def _check_same(lm: LM, serving: LM) -> None:
-    """Raises `ProgramError` if two `LM`s are of models of different sizes."""
-    ours, theirs = ((m.layers, m.d_model, m.d_vocab) for m in (lm.model, serving.model))
-    if ours != theirs:
-        raise ProgramError(
-            f"the estimates are of a model with (layers, width, vocabulary) {ours}, and the exact patches would run on "
-            f"one with {theirs}", "on"
-        )  # fmt: skip

@@ -6,20 +6,19 @@ R rows (a site of a layer, or a head of it) · P columns (aligned positions)
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from patchclamp.language.registry import SITES
 from patchclamp.plots import GridPanel, TokenGrid, token_grid_html, token_grid_png, words
-from patchclamp.studies.result import Provenance, StudyResult
+from patchclamp.studies.proposal import Proposal
 from patchclamp.studies.sweep_result import Column
 
 if TYPE_CHECKING:
     import pandas
 
-Verified = Literal["all", "best", "sampled"]
 BEST = 20  # verified cells in the picture's table
 
 
@@ -44,56 +43,19 @@ class Estimate(msgspec.Struct, frozen=True):
     exact: float | None
 
 
-class AttributionPatching(StudyResult, frozen=True, eq=False, kw_only=True):
-    """`estimates` [R, P]: how far the metric of the corrupt run would move if the cell had its clean value, to first
-    order. `exact` [R, P]: how far it moved when the cell was patched; NaN where it was not. `sampled` [R, P]: whether a
-    cell was verified because it was drawn at random, and not because its estimate is large.
+class AttributionPatching(Proposal, frozen=True, eq=False, kw_only=True):
+    """Arrays are [R, P]: a cell is a row at an aligned position."""
 
-    metric: of `clean` and `corrupt`, the unpatched runs · steps: gradients averaged on the way from corrupt to clean;
-    0 is the gradient of the corrupt run alone · verified_on: what made the exact patches · noise_floor: how far two
-    unpatched runs were apart there
-    """
-
-    metric: str
-    clean_tokens: tuple[str, ...]
-    corrupt_tokens: tuple[str, ...]
-    answer: str
-    foil: str | None
-    steps: int
     rows: tuple[Row, ...]
     columns: tuple[Column, ...]
-    estimates: np.ndarray
-    exact: np.ndarray
-    sampled: np.ndarray
-    clean: float
-    corrupt: float
-    verified_on: Provenance
-    noise_floor: float
-
-    def pearson(self, which: Verified = "all") -> float:
-        """The correlation of estimates and exact effects, of all verified cells, of those with the largest estimates,
-        or of those drawn at random; NaN of fewer than three."""
-        return _correlation(*self._pairs(which))
-
-    def spearman(self, which: Verified = "all") -> float:
-        """The correlation of their ranks, likewise."""
-        return _correlation(*map(_ranks, self._pairs(which)))
-
-    def _pairs(self, which: Verified) -> tuple[np.ndarray, np.ndarray]:
-        verified = np.isfinite(self.exact)
-        chosen = verified & (self.sampled if which == "sampled" else ~self.sampled if which == "best" else True)
-        return self.estimates[chosen], self.exact[chosen]
 
     def proposals(self, count: int = 10) -> list[Estimate]:
         """The cells whose estimates are largest in size, largest first."""
-        order = np.argsort(-np.abs(self.estimates), axis=None, kind="stable")[:count]
-        return [self._cell(int(i)) for i in order]
+        return [self._cell(number) for number in self.largest(count)]
 
     def best(self, count: int = 5) -> list[Estimate]:
         """The verified cells that moved the metric furthest from corrupt towards clean, best first."""
-        towards = 1.0 if self.clean >= self.corrupt else -1.0
-        verified = [self._cell(int(i)) for i in np.flatnonzero(np.isfinite(self.exact))]
-        return sorted(verified, key=lambda cell: -towards * (cell.exact or 0.0))[:count]
+        return [self._cell(number) for number in self.foremost(count)]
 
     def _cell(self, number: int) -> Estimate:
         r, p = divmod(number, len(self.columns))
@@ -115,9 +77,6 @@ class AttributionPatching(StudyResult, frozen=True, eq=False, kw_only=True):
     def grid(self) -> TokenGrid:
         """The picture's numbers and texts: a panel a site, verified cells outlined, and a table of these."""
         sites = list(dict.fromkeys(row.site for row in self.rows))
-        way = (
-            f"gradients at {self.steps} steps between the two runs" if self.steps else "one gradient of the corrupt run"
-        )
         table = (
             ("place", "token", "estimate", "exact patch"),
             *((str(cell.row), words.visible(cell.column.label), words.signed(cell.estimate),
@@ -125,37 +84,11 @@ class AttributionPatching(StudyResult, frozen=True, eq=False, kw_only=True):
         )  # fmt: skip
         return TokenGrid(
             title=f"Attribution patching: {self._quantity()}",
-            explained=(f"Each cell estimates, from {way}, how far the corrupt run's {words.number(self.corrupt)} would "
-                       f"move if the cell had its value of the clean run ({words.number(self.clean)}). "
+            explained=(f"Each cell estimates, from {self._way()}, how far the corrupt run's "
+                       f"{words.number(self.corrupt)} would move if the cell had its value of the clean run ({words.number(self.clean)}). "
                        f"{self._verified()}"),
             provenance=self._made_on(), panels=tuple(map(self._panel, sites)), table=table if len(table) > 1 else (),
         )  # fmt: skip
-
-    def _quantity(self) -> str:
-        if self.foil is None:
-            return f"log-probability of {words.quoted(self.answer)}"
-        return f"logit difference {words.quoted(self.answer)} − {words.quoted(self.foil)}"
-
-    def _verified(self) -> str:
-        """How well estimates and exact patches agree, in a sentence."""
-        count = int(np.isfinite(self.exact).sum())
-        if not count:
-            return "No cell was verified."
-        parts: list[str] = []
-        kinds: dict[Verified, str] = {"best": "largest estimates", "sampled": "others, drawn at random"}
-        for which, name in kinds.items():
-            number = len(self._pairs(which)[0])
-            if number:
-                parts.append(f"r {words.number(self.pearson(which))}, ρ {words.number(self.spearman(which))} "
-                             f"over the {number} {name}")  # fmt: skip
-        return (
-            f"{count} outlined cells were patched exactly. Estimates and exact effects correlate: {'; '.join(parts)}."
-        )
-
-    def _made_on(self) -> str:
-        if self.provenance.where == self.verified_on.where:
-            return self.provenance.where
-        return f"{self.provenance.where}; verified on {self.verified_on.where}"
 
     def _panel(self, site: str) -> GridPanel:
         """A site's cells; of heads those of all positions together, layers up and heads across."""
@@ -200,16 +133,3 @@ class AttributionPatching(StudyResult, frozen=True, eq=False, kw_only=True):
         verified = int(np.isfinite(self.exact).sum())
         return (f"<AttributionPatching {self.estimates.size} cells, largest {cell.estimate:+.3f} at {cell.row} @ "
                 f"{cell.column.label!r}; r {self.pearson():.2f} of {verified} verified>")  # fmt: skip
-
-
-def _correlation(a: np.ndarray, b: np.ndarray) -> float:
-    if len(a) < 3 or np.ptp(a) == 0 or np.ptp(b) == 0:
-        return float("nan")
-    return float(np.corrcoef(a, b)[0, 1])
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    """Each value's rank; equal values share the mean of theirs."""
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    return ((2 * last - counts - 1) / 2)[inverse]
