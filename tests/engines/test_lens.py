@@ -11,7 +11,14 @@ from typer.testing import CliRunner
 
 import patchclamp as pc
 from patchclamp.cli.app import app
-from patchclamp.studies import attribution_patching, direct_attribution, logit_lens, patch_sweep, patchscope
+from patchclamp.studies import (
+    attribution_patching,
+    direct_attribution,
+    edge_attribution,
+    logit_lens,
+    patch_sweep,
+    patchscope,
+)
 
 from ..models import of_family, with_words
 from ..reference import readouts
@@ -225,6 +232,48 @@ class TestAttributionPatching:
             attribution_patching(shallow.get("vllm", "float32"), **PATCHED)
 
 
+class TestEdges:
+    """What one part tells another, against a model in which only the other's norm reads something else."""
+
+    @pytest.fixture(scope="class")
+    def expected(self, plain, ids):
+        """The effect of `share` of an edge, by sender and receiver."""
+        into, tokens = ids(CORRUPT), (ids(" Paris"), ids(" Rome"))
+
+        def effect(sender: str, receiver: str, share: float = 1.0) -> float:
+            (name, layer), (reads, at) = ((word.partition("[")[0], int(word[:-1].partition("[")[2]))
+                                          for word in (sender, receiver))  # fmt: skip
+            change = plain.read(ids(CLEAN), name, layer) - plain.read(into, name, layer)
+            block = plain.net.model.layers[at]
+            norm = {"attn_in": block.input_layernorm, "mlp_in": block.post_attention_layernorm,
+                    "resid_post": plain.net.model.norm}[reads]  # fmt: skip
+            logits_V = readouts.over_edge(plain, into, norm, share * change)
+            return float(logits_V[tokens[0]] - logits_V[tokens[1]])
+
+        return effect
+
+    @both_engines
+    def test_exact_patches_equal_a_plain_loop(self, shallow, expected, engine):
+        hub, on = shallow.get("transformers", "float32"), shallow.get(engine, "float32")
+        result = edge_attribution(hub, on=on, steps=3, verify=5, sample=5, **PATCHED)
+        frame = result.to_frame().dropna()
+        assert len(frame) == 10
+        for edge in frame.itertuples():
+            effect = expected(edge.sender, edge.receiver) - expected(edge.sender, edge.receiver, 0.0)
+            assert edge.exact == pytest.approx(effect, abs=1e-3), edge
+        assert frame.exact.abs().max() > 0.1
+
+    def test_estimates_are_the_slope_of_a_small_part_of_an_edge(self, shallow, expected):
+        result = edge_attribution(shallow.get("transformers", "float32"), verify=0, sample=0, **PATCHED)
+        edges = {(edge.sender, edge.receiver): edge.estimate for edge in result.proposals(1000)}
+        assert len(edges) == 17 * 18 // 2
+        assert ("mlp_out[3]", "attn_in[3]") not in edges
+        for ends in [("resid_pre[0]", "attn_in[0]"), ("attn_out[2]", "mlp_in[2]"), ("mlp_out[1]", "attn_in[5]"),
+                     ("attn_out[6]", "resid_post[7]")]:  # fmt: skip
+            slope = (expected(*ends, 1e-3) - expected(*ends, -1e-3)) / 2e-3
+            assert edges[ends] == pytest.approx(slope, rel=0.03, abs=5e-3), ends
+
+
 # Gemma 2: a cap, norms after attention and MLP, weights around 1 · GPT-2: LayerNorm with a bias, positions, matrices the
 # other way round · Granite: factors in the stream and of the logits · GPT-NeoX: mixed heads, biases, `embed_out`
 @pytest.mark.parametrize("family", ["gemma2", "gpt2", "granite", "gpt_neox"])
@@ -304,21 +353,22 @@ def test_every_command_shows_its_study_and_writes_its_pictures(worded, tmp_path,
         "attribute": ["--prompt", "w5 w6 w7", "--prompt", "w8 w9", "--answer", "w10", "--foil", "w11", *here],
         "patchscope": ["--source", "w5 w6 w7", "--target", "w8 w9", "--layers", "0:2", "--max-tokens", "2", *here],
         "propose": [*two, "--verify", "4", "--sample", "3", "--dtype", "float32"],
+        "propose --edges": [*two, "--verify", "2", "--sample", "1", "--dtype", "float32"],
     }
     shown = {
         "lens": "rank of 'w9'", "attribute": "all parts together", "patchscope": "goes on with",
-        "propose": "7 outlined cells were patched exactly",
+        "propose": "7 outlined cells were patched exactly", "propose --edges": "3 outlined cells were patched exactly",
     }  # fmt: skip
     for name, arguments in commands.items():
         files = [tmp_path / f"{name}.{ending}" for ending in ("png", "html", "safetensors")]
         pictures = [
             word for file, flag in zip(files, ("--png", "--html", "--save"), strict=True) for word in (flag, str(file))
         ]
-        done = CliRunner().invoke(app, [name, worded, *arguments, *pictures])
+        done = CliRunner().invoke(app, [*name.split(), worded, *arguments, *pictures])
         assert done.exit_code == 0, done.output
         assert shown[name] in done.output
         assert all(file.stat().st_size > 1000 for file in files)
-        assert done.output.count("wrote ") == 3
+        assert done.output.count("\nwrote ") == 3
     failed = CliRunner().invoke(app, ["lens", worded, "--prompt", "w5", "--png", "a.pgn"])
     assert failed.exit_code == 2
     assert "no picture format 'pgn'" in failed.output

@@ -124,3 +124,16 @@ def placed(plain: PlainModel, ids: list[int], layer: int, position: int, row_D: 
         said.append(int(plain.net(torch.tensor([said]), use_cache=False).logits[0, -1].argmax()))
     handle.remove()
     return said[len(ids) :]
+
+
+def over_edge(plain: PlainModel, ids: list[int], module: torch.nn.Module, change_TD: torch.Tensor) -> torch.Tensor:
+    """Next-token logits [V] when what a norm reads, and only that, is changed by some rows."""
+
+    def hook(norm, args, output):
+        return norm.forward(args[0] + change_TD)
+
+    handle = module.register_forward_hook(hook)
+    try:
+        return plain.logits(ids)
+    finally:
+        handle.remove()

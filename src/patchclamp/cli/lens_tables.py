@@ -8,7 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from patchclamp.plots import TokenGrid, words
-from patchclamp.studies import AttributionPatching, DirectAttribution, LogitLens, Patchscope
+from patchclamp.studies import AttributionPatching, DirectAttribution, EdgeAttribution, LogitLens, Patchscope
+from patchclamp.studies.edge_result import Edge
 
 
 def show_lens(console: Console, lens: LogitLens, position: int) -> None:
@@ -54,14 +55,15 @@ def show_patchscope(console: Console, result: Patchscope) -> None:
     console.print(table)
 
 
-def show_patching(console: Console, result: AttributionPatching, top: int) -> None:
-    """The verified cells that moved the metric furthest, and how well estimates and exact patches agree."""
+def show_patching(console: Console, result: AttributionPatching | EdgeAttribution, top: int) -> None:
+    """The verified cells or edges that moved the metric furthest, and how well estimates and exact patches agree."""
     _head(console, result.grid())
-    table = _table("best cells", "token", "estimate", "exact patch")
-    verified = result.best(top)
-    for cell in verified or result.proposals(top):
+    edges = isinstance(result, EdgeAttribution)
+    table = _table(*(("best edges", "read by") if edges else ("best cells", "token")), "estimate", "exact patch")
+    for cell in result.best(top) or result.proposals(top):
+        ends = (cell.sender, cell.receiver) if isinstance(cell, Edge) else (str(cell.row), cell.column.label)
         exact = "–" if cell.exact is None else words.signed(cell.exact)
-        table.add_row(Text(str(cell.row)), Text(words.visible(cell.column.label)), words.signed(cell.estimate), exact)
+        table.add_row(*(Text(words.visible(end)) for end in ends), words.signed(cell.estimate), exact)
     console.print(table)
     if np.isfinite(result.exact).any():
         console.print(Text(f"two unpatched runs differ by {words.number(result.noise_floor)}"))
@@ -78,6 +80,16 @@ def _head(console: Console, grid: TokenGrid) -> None:
 def _table(*columns: str) -> Table:
     table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in columns:
-        wordy = name in ("likeliest tokens", "goes on with", "token", "best cells", "layers", "heads", "neurons")
+        wordy = name in (
+            "likeliest tokens",
+            "goes on with",
+            "token",
+            "best cells",
+            "best edges",
+            "read by",
+            "layers",
+            "heads",
+            "neurons",
+        )
         table.add_column(name, justify="left" if wordy else "right", overflow="fold")
     return table

@@ -105,7 +105,9 @@ def _place(panel: GridPanel, ruler: Ruler) -> Place:
     """A panel's cells are as wide as their texts, unless the picture would be too wide; then they hold none."""
     room = WIDEST - 2 * MARGIN - 1.0
     texts = {shorten(text, _longest_text(panel)) for row in panel.texts or () for text in row}
-    wide = max(ruler.widest(sorted(texts), CELL) + 0.1, 0.42) if texts else min(4.0 / len(panel.columns), 0.6)
+    wide = (
+        max(ruler.widest(sorted(texts), CELL) + 0.1, 0.42) if texts else min(max(4.0 / len(panel.columns), 0.13), 0.6)
+    )
     narrow = max(min(room / len(panel.columns), 0.26), 0.05)
     labels = tuple(shorten(column, LONGEST_LABEL) for column in panel.columns)
     widest = ruler.widest(list(labels), LABEL)

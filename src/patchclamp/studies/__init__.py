@@ -4,6 +4,8 @@ from patchclamp.studies.attribution_patching import attribution_patching
 from patchclamp.studies.attribution_result import AttributionPatching
 from patchclamp.studies.direct_attribution import direct_attribution
 from patchclamp.studies.direct_attribution_result import DirectAttribution
+from patchclamp.studies.edge_attribution import edge_attribution
+from patchclamp.studies.edge_result import EdgeAttribution
 from patchclamp.studies.logit_lens import logit_lens
 from patchclamp.studies.logit_lens_result import LogitLens
 from patchclamp.studies.parity import parity
@@ -15,7 +17,7 @@ from patchclamp.studies.recipes import Recipes, compare_recipes
 from patchclamp.studies.sweep_result import Cell, Column, PatchSweep
 
 __all__ = [
-    "AttributionPatching", "Cell", "Column", "DirectAttribution", "LogitLens", "Parity", "PatchSweep", "Patchscope",
-    "Recipes", "attribution_patching", "compare_recipes", "direct_attribution", "logit_lens", "parity",
-    "patch_sweep", "patchscope",
+    "AttributionPatching", "Cell", "Column", "DirectAttribution", "EdgeAttribution", "LogitLens", "Parity",
+    "PatchSweep", "Patchscope", "Recipes", "attribution_patching", "compare_recipes", "direct_attribution",
+    "edge_attribution", "logit_lens", "parity", "patch_sweep", "patchscope",
 ]  # fmt: skip

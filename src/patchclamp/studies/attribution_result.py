@@ -85,7 +85,8 @@ class AttributionPatching(Proposal, frozen=True, eq=False, kw_only=True):
         return TokenGrid(
             title=f"Attribution patching: {self._quantity()}",
             explained=(f"Each cell estimates, from {self._way()}, how far the corrupt run's "
-                       f"{words.number(self.corrupt)} would move if the cell had its value of the clean run ({words.number(self.clean)}). "
+                       f"{words.number(self.corrupt)} would move if the cell had its value of the "
+                       f"clean run ({words.number(self.clean)}). "
                        f"{self._verified()}"),
             provenance=self._made_on(), panels=tuple(map(self._panel, sites)), table=table if len(table) > 1 else (),
         )  # fmt: skip

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from patchclamp.errors import ModelError
 from patchclamp.studies.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -75,3 +76,20 @@ def relative_gap(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 def tolerance(dtype: str) -> float:
     """How far apart what we compute in fp32 and what a model computes in its dtype may be, as a `relative_gap`."""
     return {"float32": 1e-3, "float16": 2e-2}.get(dtype, 5e-2)
+
+
+def proved_norm(
+    checkpoint: Checkpoint, module: str, before_ND: torch.Tensor, after_ND: torch.Tensor, dtype: str
+) -> Norm:
+    """The norm of a checkpoint that makes rows of the live model of the rows before it.
+
+    Raises: `ModelError` if none does.
+    """
+    norms = possible_norms(checkpoint, module)
+    gaps = [relative_gap(norm(before_ND), after_ND) for norm in norms]
+    if not gaps or not min(gaps) <= tolerance(dtype):
+        raise ModelError(
+            f"what {module} in {checkpoint.folder} makes of this model's stream is not what the model has behind it: "
+            f"it is {min(gaps, default=1.0):.2g} off. Are these another model's files?"
+        )
+    return norms[gaps.index(min(gaps))]

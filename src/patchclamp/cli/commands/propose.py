@@ -11,6 +11,7 @@ from patchclamp.cli.arguments import Dtype, Model, Options, read_options
 from patchclamp.cli.console import OUT
 from patchclamp.cli.loading import loaded
 from patchclamp.cli.pictures import Html, Png, Save, check_pictures, show_pictures
+from patchclamp.errors import ProgramError
 
 
 def propose(
@@ -21,6 +22,9 @@ def propose(
     foil: Annotated[str | None, typer.Option(help="One token, the corrupt prompt's.")] = None,
     site: Annotated[list[str] | None, typer.Option(help="resid_pre, attn_out, mlp_out, z, …; repeatable.")] = None,
     layers: Annotated[str | None, typer.Option(help="A layer or a range such as 0:12; all if not given.")] = None,
+    edges: Annotated[
+        bool, typer.Option("--edges", help="Estimate what each part tells each later one, in place of sites.")
+    ] = False,
     steps: Annotated[
         int,
         typer.Option(min=0, help="Gradients to average on the way to the clean prompt; 0 takes one, at the corrupt."),
@@ -48,10 +52,12 @@ def propose(
     from contextlib import nullcontext
 
     from patchclamp.cli.lens_tables import show_patching
-    from patchclamp.studies import attribution_patching
+    from patchclamp.studies import attribution_patching, edge_attribution
     from patchclamp.studies.attribution_patching import SITES
 
     check_pictures(png, html)
+    if edges and (site or layers):
+        raise ProgramError("edges are of all layers and parts: leave --site and --layers out", "--edges")
     options, is_url = read_options(option, dtype), on is not None and on.startswith(("http://", "https://"))
     ours = {} if dtype is None else {"dtype": dtype}
     with loaded(model, "transformers", options if on is None else ours) as lm:
@@ -60,9 +66,10 @@ def propose(
             nullcontext(lm) if on is None else loaded(str(name), engine, read_options(option) if is_url else options)
         )
         with serving as exact:
-            result = attribution_patching(
-                lm, clean=clean, corrupt=corrupt, answer=answer, foil=foil, sites=site or SITES, layers=layers,
-                steps=steps, verify=verify, sample=sample, seed=seed, on=exact,
+            asked = {} if edges else {"sites": site or SITES, "layers": layers}
+            result = (edge_attribution if edges else attribution_patching)(
+                lm, clean=clean, corrupt=corrupt, answer=answer, foil=foil,
+                steps=steps, verify=verify, sample=sample, seed=seed, on=exact, **asked,
             )  # fmt: skip
     show_patching(OUT, result, top)
     show_pictures(OUT, result, png, html, save)
