@@ -11,6 +11,10 @@ from patchclamp.plots import TokenGrid, words
 from patchclamp.studies import AttributionPatching, DirectAttribution, EdgeAttribution, LogitLens, Patchscope
 from patchclamp.studies.edge_result import Edge
 
+WORDY = frozenset({  # columns of text; the others are of numbers
+    "likeliest tokens", "goes on with", "token", "best cells", "best edges", "read by", "layers", "heads", "neurons",
+})  # fmt: skip
+
 
 def show_lens(console: Console, lens: LogitLens, position: int) -> None:
     """One row a layer, of one position: the likeliest tokens, KL and entropy, and the chosen tokens."""
@@ -80,16 +84,5 @@ def _head(console: Console, grid: TokenGrid) -> None:
 def _table(*columns: str) -> Table:
     table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in columns:
-        wordy = name in (
-            "likeliest tokens",
-            "goes on with",
-            "token",
-            "best cells",
-            "best edges",
-            "read by",
-            "layers",
-            "heads",
-            "neurons",
-        )
-        table.add_column(name, justify="left" if wordy else "right", overflow="fold")
+        table.add_column(name, justify="left" if name in WORDY else "right", overflow="fold")
     return table
