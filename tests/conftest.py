@@ -41,6 +41,7 @@ GROUPS = {
         "test_doctor",
         "test_inert",
         "test_trace",
+        "test_lens",
     ),
     "tiny": ("test_storm", "test_capacity", "test_lora", "test_poison", "test_admission"),
     "real": ("test_sweep", "test_readme", "test_cli_parity", "test_harvest"),

@@ -132,6 +132,19 @@ class Answer(msgspec.Struct):
     top_logprobs: list[dict[int, float]] = []
 
 
+class Gradients(msgspec.Struct, frozen=True):
+    """A prompt's activations, and how the log-probabilities of its next token depend on them.
+
+    scores: log-probability as the next token, by token id
+    rows: what there is at each point, fp32 [T, W]
+    gradients: of the weighted sum of log-probabilities by these rows, [T, W]
+    """
+
+    scores: dict[int, float]
+    rows: dict[int, np.ndarray]
+    gradients: dict[int, np.ndarray]
+
+
 class Tokenizer(Protocol):
     """Text to token ids and back."""
 
@@ -257,6 +270,23 @@ class Engine(Protocol):
             f"the {self.model.engine} engine runs no LoRA adapters: merge it into the model first "
             "(peft_model.merge_and_unload()) and load that, or use vLLM with enable_lora=True", "lora"
         )  # fmt: skip
+
+    def gradients(
+        self,
+        prompt_token_ids: list[int],
+        points: list[int],
+        weights: dict[int, float],
+        stream: np.ndarray | None = None,
+    ) -> Gradients:
+        """Gradients of Σ weight · log p(token) of the next token, weights by token id, at some points.
+
+        stream: rows [T, D] in the place of the stream before the first layer
+
+        Raises: `EngineError` where the model cannot be differentiated, `UnsupportedSite` for a point that cannot.
+        """
+        raise EngineError(
+            f"the {self.model.engine} engine computes no gradients: load the model with engine='transformers' for them"
+        )
 
     def report(self) -> list[Finding]:
         """What a doctor should know about this engine."""

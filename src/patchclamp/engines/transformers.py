@@ -15,7 +15,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from patchclamp.engines.base import Answer, Engine, Model, Part, Request, Tokenizer, settle, settle_if_failed
+from patchclamp.engines.base import Answer, Engine, Gradients, Model, Part, Request, Tokenizer, settle, settle_if_failed
+from patchclamp.engines.gradients import gradients
 from patchclamp.engines.numerics import only_uniform
 from patchclamp.engines.sampling import Sampler
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
@@ -150,6 +151,15 @@ class TransformersEngine(Engine):
 
     def check_sampling(self, sampling: dict[str, Any]) -> None:
         Sampler.check(sampling)
+
+    def gradients(
+        self,
+        prompt_token_ids: list[int],
+        points: list[int],
+        weights: dict[int, float],
+        stream: np.ndarray | None = None,
+    ) -> Gradients:
+        return self._call(gradients, self._net, self.sites, prompt_token_ids, points, weights, stream).result()
 
     def close(self) -> None:
         self._thread.shutdown()

@@ -1,4 +1,5 @@
-"""SHOW: one function a form of picture. Pictures know a `Heatmap` and nothing of the study that it came from.
+"""SHOW: one function a form of picture. Pictures know a `Heatmap` or a `TokenGrid`, and nothing of the study it came
+from.
 
 `heatmap` has the numbers of a picture, `words` its text and `palette` its colours, so that every form of it agrees.
 """
@@ -7,5 +8,11 @@ from patchclamp.plots.heatmap import Anchor, Column, Heatmap, Mark, Panel, Strip
 from patchclamp.plots.heatmap_html import heatmap_html
 from patchclamp.plots.heatmap_png import heatmap_png
 from patchclamp.plots.target import check_targets
+from patchclamp.plots.token_grid import GridPanel, TokenGrid
+from patchclamp.plots.token_grid_html import token_grid_html
+from patchclamp.plots.token_grid_png import token_grid_png
 
-__all__ = ["Anchor", "Column", "Heatmap", "Mark", "Panel", "Strip", "check_targets", "heatmap_html", "heatmap_png"]
+__all__ = [
+    "Anchor", "Column", "GridPanel", "Heatmap", "Mark", "Panel", "Strip", "TokenGrid", "check_targets",
+    "heatmap_html", "heatmap_png", "token_grid_html", "token_grid_png",
+]  # fmt: skip

@@ -11,4 +11,10 @@ DIVERGING = (
 
 INK, MUTED, RULE, BLANK, FAINT = "#1f2933", "#5f6b7a", "#d5dae1", "#e3e7ec", "#9aa4b1"
 PALE = 0.55  # opacity of what is shown paler
+
+# one hue, so that all see its order; it reads in grey too. Source: ColorBrewer, Blues
+SEQUENTIAL = (
+    "#f7fbff", "#deebf7", "#c6dbef", "#9ecae1", "#6baed6", "#4292c6", "#2171b5", "#08519c", "#08306b",
+)  # fmt: skip
+
 CLEAN, CORRUPT = "#1b5a9e", "#a04e06"

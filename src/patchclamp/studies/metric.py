@@ -110,6 +110,15 @@ def answer_tokens(lm: LM, answer: Any, path: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
+def single_token(lm: LM, answer: Any, path: str) -> int:
+    """The token id of an answer that must be one token. Raises as `answer_tokens`, and `TokensError` for several."""
+    ids = answer_tokens(lm, answer, path)
+    if len(ids) != 1:
+        tokens = lm.tokenizer.token_strings(list(ids))
+        raise TokensError(f"{answer!r} is {len(ids)} tokens ({tokens}); an answer or foil is one token here", path)
+    return ids[0]
+
+
 def text_of(lm: LM, tokens: Sequence[int] | None) -> str | None:
     """An answer for people."""
     return None if tokens is None else "".join(lm.tokenizer.token_strings(list(tokens)))

@@ -1,0 +1,128 @@
+"""Attribution patching: an estimate of every cell of a patch sweep from one gradient, and the best of them patched
+exactly.
+
+The effect of giving an activation a of the corrupt run its clean value is, to first order, (clean − corrupt) · ∂m/∂a.
+With `steps` the gradient is averaged over the way from the corrupt prompt's embedding to the clean one's, which finds
+cells whose gradient vanishes at the corrupt run.
+
+Source: Nanda 2023, "Attribution patching: activation patching at industrial scale"; Syed et al. 2023
+(arXiv:2310.10348); integrated gradients of inputs as in Hanna et al. 2024 (arXiv:2403.17806), equation 3; Sundararajan
+et al. 2017 (arXiv:1703.01365). On how far such estimates can be trusted, Kramár et al. 2024 (arXiv:2403.00745).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from patchclamp.errors import PatchclampError, UnsupportedSite
+from patchclamp.language import From, Replace, Site, every
+from patchclamp.language import prompt as whole_prompt
+from patchclamp.language.site import parse_site
+from patchclamp.lm import LM
+from patchclamp.run import Run
+from patchclamp.sites import SiteRef
+from patchclamp.studies.attribution_result import AttributionPatching, Row
+from patchclamp.studies.between import Between, arrays, check_counts, check_same, exact_effects
+from patchclamp.studies.result import provenance
+from patchclamp.studies.selected import layers_of
+from patchclamp.studies.sweep_result import Column
+
+SITES = ("resid_pre", "attn_out", "mlp_out")
+HEADED = ("q", "k", "v", "z")  # sites whose heads are patched one by one
+
+
+def attribution_patching(
+    lm: LM,
+    *,
+    clean: Any,
+    corrupt: Any,
+    answer: str | int,
+    foil: str | int | None = None,
+    sites: Sequence[Any] = SITES,
+    layers: Any = None,
+    steps: int = 0,
+    verify: int = 32,
+    sample: int = 32,
+    seed: int = 0,
+    on: LM | None = None,
+    batch: int = 256,
+    show_progress: bool | None = None,
+) -> AttributionPatching:
+    """Estimates the effect of every patch of a clean run into a corrupt one, and makes the best of them exactly.
+
+    lm: on Transformers, for the gradients; `on`: where the exact patches run, such as the serving engine; `lm` itself
+        if not given
+    clean, corrupt: prompts, as text or token ids. answer, foil: one token each; the metric is logit(answer) −
+        logit(foil), or log p(answer) without a foil
+    sites: site words; of q, k, v and z every head is a row of its own. layers: a number, a list, or text such as "0:12"
+    steps: 0 for the gradient of the corrupt run, else how many gradients to average on the way to the clean prompt
+    verify: how many cells of the largest estimates to patch exactly; sample: how many others, drawn with `seed`, for an
+        honest correlation
+    batch: exact patches submitted at a time
+
+    Raises: `EngineError` for an engine without gradients, `TokensError` for prompts that cannot be aligned,
+    `UnsupportedSite` for sites without a gradient, and the error of any run.
+    """
+    check_counts(steps=steps, verify=verify, sample=sample)
+    rows = _rows(lm, [sites] if isinstance(sites, (str, Site)) else sites, layers)
+    between, serving = Between(lm, clean, corrupt, answer, foil), on or lm
+    check_same(lm, serving)
+    refs = [lm.sites.resolve(Site(row.site, row.layer, row.head))[0] for row in rows]
+    between.read([ref.point for ref in refs])
+    estimates = _estimates(between, refs, steps)
+
+    def patch(numbers: list[int]) -> tuple[np.ndarray, float]:
+        cells = [(rows[i // len(between.columns)], between.columns[i % len(between.columns)]) for i in numbers]
+        places = dict.fromkeys((row.site, row.layer) for row, _ in cells)
+        source = serving.run(between.ids[0], max_tokens=1, capture=[Site(*place) @ whole_prompt for place in places])
+        try:
+            return exact_effects(serving, between, [[_patch(source, *cell)] for cell in cells], batch, show_progress)
+        finally:
+            source.close()
+
+    return AttributionPatching(
+        provenance=provenance(lm, (seed,) if sample else ()), verified_on=provenance(serving), steps=steps,
+        rows=tuple(rows), columns=between.columns, **between.texts, **arrays(estimates, verify, sample, seed, patch),
+    )  # fmt: skip
+
+
+def _estimates(between: Between, refs: list[SiteRef], steps: int) -> np.ndarray:
+    """The estimate of every cell, [rows, aligned positions]."""
+    slopes: dict[int, np.ndarray] = {}
+    for run in between.along(steps):
+        for point in {ref.point for ref in refs}:
+            slopes[point] = slopes.get(point, 0.0) + run.gradients[point][between.corrupt_at] / max(steps, 1)
+    estimates = np.zeros((len(refs), len(between.columns)))
+    for r, ref in enumerate(refs):
+        first, end = ref.columns or (0, slopes[ref.point].shape[1])
+        estimates[r] = (between.difference(ref.point) * slopes[ref.point])[:, first:end].sum(-1)
+    return estimates
+
+
+def _patch(source: Run, row: Row, column: Column) -> Replace:
+    at = Site(row.site, row.layer, row.head)
+    return Replace(From(source, at, every[column.clean]), at=at, tokens=every[column.corrupt])
+
+
+def _rows(lm: LM, sites: Sequence[Any], layers: Any) -> list[Row]:
+    rows: dict[Row, None] = {}
+    for i, text in enumerate(sites):
+        try:
+            site = parse_site(text)
+            refs = lm.sites.resolve(site)
+        except PatchclampError as error:
+            raise error.under(f"sites[{i}]") from None
+        if site.name in ("logits", "router"):
+            raise UnsupportedSite(f"there are no gradients at {site.name}", f"sites[{i}]")
+        kept = None if site.layers is not None or refs[0].layer is None else set(layers_of(lm, site.name, layers))
+        parts = lm.sites.parts(site.name)
+        heads = range(parts[0]) if parts and site.name in HEADED and site.index is None else [site.index]
+        if site.index is not None and not isinstance(site.index, int):
+            raise UnsupportedSite(f"{site}: name one head, or none for each", f"sites[{i}]")
+        for ref in refs:
+            if kept is None or ref.layer in kept:
+                rows |= dict.fromkeys(Row(site.name, ref.layer, head) for head in heads)  # pyright: ignore
+    return list(rows)

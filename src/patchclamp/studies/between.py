@@ -1,0 +1,143 @@
+"""Two runs and the way between them: activations and gradients of a clean and a corrupt prompt, and at steps on the
+way.
+
+T tokens of the corrupt prompt · D model width
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from patchclamp.engines.base import Gradients
+from patchclamp.errors import ProgramError
+from patchclamp.language import Replace, Site
+from patchclamp.lm import LM
+from patchclamp.run import Run
+from patchclamp.studies.align import align
+from patchclamp.studies.batches import run_batches
+from patchclamp.studies.metric import Graded, grade, single_token
+from patchclamp.studies.progress import progress
+from patchclamp.studies.sweep_result import Column
+
+
+class Between:
+    """The two prompts, aligned, with what is graded at their ends.
+
+    ids: of the clean prompt and the corrupt one · tokens: their texts · columns: the aligned positions · clean_at,
+    corrupt_at: the same as arrays
+    """
+
+    def __init__(self, lm: LM, clean: Any, corrupt: Any, answer: str | int, foil: str | int | None) -> None:
+        self._lm = lm
+        self.answer = single_token(lm, answer, "answer")
+        self.foil = None if foil is None else single_token(lm, foil, "foil")
+        metric = "logprob" if self.foil is None else "logit_diff"
+        self.graded: Graded = grade(metric, [self.answer], None if self.foil is None else [self.foil])
+        self.ids = [lm.tokens(one) if isinstance(one, str) else [int(i) for i in one] for one in (clean, corrupt)]
+        self.tokens = [tuple(lm.tokenizer.token_strings(one)) for one in self.ids]
+        pairs = align(*self.ids).pairs
+        self.columns = tuple(Column(self.tokens[1][b], (a,), (b,)) for a, b in pairs)
+        self.clean_at, self.corrupt_at = (np.array(side) for side in zip(*pairs, strict=True))
+        self._weights = {self.answer: 1.0} | ({} if self.foil is None else {self.foil: -1.0})
+        self._first = lm.sites.resolve(Site("resid_pre", 0))[0].point
+        self._points = [self._first]
+        self.clean = self.corrupt = Gradients({}, {}, {})
+
+    def read(self, points: Sequence[int]) -> None:
+        """Runs both prompts, and keeps what there is at some points. Raises `EngineError` without gradients."""
+        self._points = sorted({*points, self._first})
+        self.clean, self.corrupt = map(self._at, self.ids)
+
+    def value(self, run: Gradients) -> float:
+        """The metric of a run."""
+        return self.graded.read([run.scores])
+
+    def difference(self, point: int) -> np.ndarray:
+        """Clean − corrupt at a point, at the aligned positions."""
+        return self.clean.rows[point][self.clean_at] - self.corrupt.rows[point][self.corrupt_at]
+
+    def along(self, steps: int) -> Iterator[Gradients]:
+        """The corrupt run, or `steps` runs, each in the middle of its part of the way from the corrupt prompt's first
+        stream to the clean one's."""
+        if not steps:
+            yield self.corrupt
+        begin = self.corrupt.rows[self._first]
+        end = begin.copy()
+        end[self.corrupt_at] = self.clean.rows[self._first][self.clean_at]
+        for step in range(steps):
+            yield self._at(self.ids[1], begin + np.float32((step + 0.5) / steps) * (end - begin))
+
+    def _at(self, ids: list[int], stream: np.ndarray | None = None) -> Gradients:
+        return self._lm.engine.gradients(ids, self._points, self._weights, stream)
+
+    @property
+    def texts(self) -> dict[str, Any]:
+        """What a result says of the prompts and the metric."""
+        strings = self._lm.tokenizer.token_strings
+        return {
+            "metric": self.graded.metric, "clean_tokens": self.tokens[0], "corrupt_tokens": self.tokens[1],
+            "answer": strings([self.answer])[0], "foil": None if self.foil is None else strings([self.foil])[0],
+            "clean": self.value(self.clean), "corrupt": self.value(self.corrupt),
+        }  # fmt: skip
+
+
+def check_counts(**counts: int) -> None:
+    """Raises `ProgramError` for what should be a number from 0 on, and is not."""
+    for name, value in counts.items():
+        if not isinstance(value, int) or value < 0:
+            raise ProgramError(f"a number from 0 on is needed, not {value!r}", name)
+
+
+def check_same(lm: LM, serving: LM) -> None:
+    """Raises `ProgramError` if two `LM`s are of models of different sizes."""
+    ours, theirs = ((m.layers, m.d_model, m.d_vocab) for m in (lm.model, serving.model))
+    if ours != theirs:
+        raise ProgramError(
+            f"the estimates are of a model with (layers, width, vocabulary) {ours}, and the exact patches would run on "
+            f"one with {theirs}", "on"
+        )  # fmt: skip
+
+
+def chosen_cells(estimates: np.ndarray, verify: int, sample: int, seed: int) -> tuple[list[int], list[int]]:
+    """The cells to verify, by number: those of the largest estimates, then those drawn from the others; and the drawn.
+    Cells that are NaN are none."""
+    order = np.argsort(-np.abs(estimates), axis=None, kind="stable")[: int(np.isfinite(estimates).sum())]
+    rest = order[verify:]
+    drawn = np.random.default_rng(seed).choice(rest, min(sample, len(rest)), replace=False)
+    return [*order[:verify].tolist(), *drawn.tolist()], drawn.tolist()
+
+
+def exact_effects(
+    lm: LM, between: Between, edits: list[list[Replace]], batch: int, show: bool | None
+) -> tuple[np.ndarray, float]:
+    """How far each program moves the metric of the corrupt prompt, and how far two unpatched runs are apart."""
+    programs: list[list[Replace]] = [[], *edits, []]
+    [score] = [question.score for question in between.graded.questions]
+    calls = (
+        {"prompt": [between.ids[1]] * len(part), "max_tokens": 1, "score": score, "edits": part}
+        for part in (programs[i : i + batch] for i in range(0, len(programs), batch))
+    )
+    values: list[float] = []
+    with progress("verifying", len(programs), show) as advance:
+
+        def read(runs: list[Run]) -> None:
+            values.extend(between.graded.read([run.scores]) for run in runs)
+            advance(len(runs))
+
+        run_batches(lm, calls, read)
+    return np.array(values[1:-1]) - values[0], abs(values[-1] - values[0])
+
+
+def arrays(
+    estimates: np.ndarray, verify: int, sample: int, seed: int, patch: Callable[[list[int]], tuple[np.ndarray, float]]
+) -> dict[str, Any]:
+    """A proposal's arrays: the estimates, exact effects of the chosen cells as `patch` gives them, which were drawn,
+    and the noise floor."""
+    chosen, drawn = chosen_cells(estimates, verify, sample, seed)
+    effects, floor = patch(chosen) if chosen else (np.zeros(0), 0.0)
+    exact, sampled = np.full(estimates.shape, np.nan), np.zeros(estimates.shape, bool)
+    exact.flat[chosen], sampled.flat[drawn] = effects, True
+    return {"estimates": estimates, "exact": exact, "sampled": sampled, "noise_floor": floor}

@@ -1,0 +1,177 @@
+"""Edge attribution patching: an estimate, for every pair of parts, of what the later one would do if it read what the
+earlier one wrote in the clean run, and the largest of these edges patched exactly.
+
+A receiver reads the stream through a norm of its own. What an edge u → v does is, to first order, (clean − corrupt) of
+what u writes, times the gradient at the stream as v alone reads it. An exact patch of the edge gives v, and nothing
+else, the corrupt stream with u's clean part in it, through v's norm; it is one edit at `attn_in`, `mlp_in` or the last
+stream.
+
+    T positions · D model width · R receivers · S senders
+
+Source: Syed et al. 2023 (arXiv:2310.10348), equation 3; with `steps`, Hanna et al. 2024 (arXiv:2403.17806), equation 3.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from patchclamp.language import Replace, Site, Vector, every
+from patchclamp.language import prompt as whole_prompt
+from patchclamp.lm import LM
+from patchclamp.run import Run
+from patchclamp.studies.between import Between, arrays, check_counts, check_same, exact_effects
+from patchclamp.studies.checkpoint import Checkpoint
+from patchclamp.studies.edge_result import EdgeAttribution
+from patchclamp.studies.norm import Norm, proved_norm
+from patchclamp.studies.result import provenance
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A sender, or what a receiver reads. `order`: when it is computed; senders before a receiver's order reach it.
+
+    stream: the receiver's stream, before its norm, where it has one
+    """
+
+    site: Site
+    order: int
+    stream: Site | None = None
+
+
+def edge_attribution(
+    lm: LM,
+    *,
+    clean: Any,
+    corrupt: Any,
+    answer: str | int,
+    foil: str | int | None = None,
+    steps: int = 0,
+    verify: int = 32,
+    sample: int = 32,
+    seed: int = 0,
+    on: LM | None = None,
+    weights: Any = None,
+    batch: int = 256,
+    show_progress: bool | None = None,
+) -> EdgeAttribution:
+    """Estimates the effect of every edge between the embedding, attentions, MLPs and the logits, and patches the
+    largest exactly.
+
+    lm: on Transformers, for the gradients; `on`: where the exact patches run; `lm` itself if not given
+    clean, corrupt, answer, foil, steps, verify, sample, seed, batch: as in `attribution_patching`
+    weights: folder or hub id of the model's files, whose norms are read, if not the model's own name
+
+    Raises: `EngineError` for an engine without gradients, `ModelError` for files that are not the live model's,
+    `UnsupportedSite` for models whose attention or MLP has no norm of its own before it, and the error of any run.
+    """
+    check_counts(steps=steps, verify=verify, sample=sample)
+    between, serving = Between(lm, clean, corrupt, answer, foil), on or lm
+    check_same(lm, serving)
+    checkpoint = Checkpoint(str(weights or lm.model.name))
+    senders, receivers = _parts(lm)
+    read = {site for part in (*senders, *receivers) for site in (part.site, part.stream) if site is not None}
+    point = {site: lm.sites.resolve(site)[0].point for site in read}
+    between.read(list(point.values()))
+    norms = [_norm(lm, checkpoint, part, {site: between.corrupt.rows[at] for site, at in point.items()})
+             for part in receivers]  # fmt: skip
+    estimates = _estimates(between, senders, receivers, norms, point, steps)
+
+    def patch(numbers: list[int]) -> tuple[np.ndarray, float]:
+        edges = [(receivers[i // len(senders)], norms[i // len(senders)], senders[i % len(senders)]) for i in numbers]
+        sites = {site for receiver, _, sender in edges for site in (receiver.stream or receiver.site, sender.site)}
+        runs = [serving.run(ids, max_tokens=1, capture=[site @ whole_prompt for site in sites]) for ids in between.ids]
+        try:
+            edits = [[_patch(runs, between, *edge)] for edge in edges]
+            return exact_effects(serving, between, edits, batch, show_progress)
+        finally:
+            for run in runs:
+                run.close()
+
+    return EdgeAttribution(
+        provenance=provenance(lm, (seed,) if sample else ()), verified_on=provenance(serving), steps=steps,
+        senders=tuple(str(part.site) for part in senders), receivers=tuple(str(part.site) for part in receivers),
+        **between.texts, **arrays(estimates, verify, sample, seed, patch),
+    )  # fmt: skip
+
+
+def _parts(lm: LM) -> tuple[list[Part], list[Part]]:
+    """Senders and receivers, in the order in which the model computes them."""
+    mid = "resid_mid" in lm.sites.names  # otherwise attention and MLP read the same stream
+    senders, receivers = [Part(Site("resid_pre", 0), 0)], []
+    for layer in range(lm.model.layers):
+        pre, after = Site("resid_pre", layer), 2 * layer + 1
+        receivers += [
+            Part(Site("attn_in", layer), after, pre),
+            Part(Site("mlp_in", layer), after + 1 if mid else after, Site("resid_mid", layer) if mid else pre),
+        ]
+        senders += [Part(Site("attn_out", layer), after), Part(Site("mlp_out", layer), after + 1)]
+    receivers.append(Part(Site("resid_post", lm.model.layers - 1), 2 * lm.model.layers + 1))
+    return senders, receivers
+
+
+def _norm(lm: LM, checkpoint: Checkpoint, part: Part, rows: dict[Site, np.ndarray]) -> Norm | None:
+    """The norm through which a receiver reads its stream."""
+    import torch
+
+    if part.stream is None:
+        return None
+    module = lm.sites.family.points[part.site.name].transformers.module.format(l=part.site.layers)
+    before, after = (torch.from_numpy(rows[site]) for site in (part.stream, part.site))
+    return proved_norm(checkpoint, module, before, after, lm.model.dtype)
+
+
+def _estimates(
+    between: Between,
+    senders: list[Part],
+    receivers: list[Part],
+    norms: list[Norm | None],
+    point: dict[Site, int],
+    steps: int,
+) -> np.ndarray:
+    """The estimate of every edge, [R, S]; NaN where the sender does not come before the receiver."""
+    written_STD = np.stack([between.difference(point[part.site]) for part in senders])
+    slopes = np.zeros((len(receivers), *written_STD.shape[1:]))
+    for run in between.along(steps):
+        for r, (part, norm) in enumerate(zip(receivers, norms, strict=True)):
+            slope_TD = run.gradients[point[part.site]]
+            if norm is not None and part.stream is not None:
+                slope_TD = _before(norm, slope_TD, run.rows[point[part.stream]])
+            slopes[r] += slope_TD[between.corrupt_at] / max(steps, 1)
+    estimates = np.einsum("rtd,std->rs", slopes, written_STD, optimize=True)
+    reached = np.array([[sender.order < receiver.order for sender in senders] for receiver in receivers])
+    return np.where(reached, estimates, np.nan)
+
+
+def _before(norm: Norm, slope_TD: np.ndarray, rows_TD: np.ndarray) -> np.ndarray:
+    """The gradient before a norm, from that behind it."""
+    import torch
+
+    with torch.enable_grad():
+        rows = torch.from_numpy(rows_TD).clone().requires_grad_()
+        value = (norm(rows) * torch.from_numpy(np.ascontiguousarray(slope_TD))).sum()
+        return torch.autograd.grad(value, rows)[0].numpy()
+
+
+def _patch(runs: list[Run], between: Between, receiver: Part, norm: Norm | None, sender: Part) -> Replace:
+    """The edit that gives a receiver the corrupt stream with the sender's clean part in it."""
+    import torch
+
+    clean_TD, corrupt_TD = (_rows(run, sender.site) for run in runs)
+    stream_TD = _rows(runs[1], receiver.stream or receiver.site)
+    changed_TD = stream_TD.clone()
+    changed_TD[between.corrupt_at] += clean_TD[between.clean_at] - corrupt_TD[between.corrupt_at]
+    with torch.no_grad():
+        written_TD = changed_TD if norm is None else norm(changed_TD)
+    at = between.corrupt_at
+    return Replace(Vector.of(written_TD[at]), at=receiver.site, tokens=every[tuple(at.tolist())])
+
+
+def _rows(run: Run, site: Site) -> torch.Tensor:
+    import torch
+
+    return torch.as_tensor(run[site]).float()

@@ -1,0 +1,246 @@
+"""The logit lens: what would the model say next, if it stopped after this layer?
+
+Every layer's stream, at every position, goes through the model's own final norm and unembedding.
+
+    L layers · P positions · D model width · V vocabulary · K rows of a matrix in the unembedding's place
+
+Source: nostalgebraist 2020, "interpreting GPT: the logit lens" (LessWrong); the tuned lens and its KL, Belrose et al.
+2023 (arXiv:2303.08112), equations 2 and 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from patchclamp.errors import PatchclampError, ProgramError, ShapeError, UnsupportedSite
+from patchclamp.language import Site
+from patchclamp.language import prompt as whole_prompt
+from patchclamp.language.registry import SITES
+from patchclamp.language.site import parse_site
+from patchclamp.lm import LM
+from patchclamp.run import Run
+from patchclamp.studies.logit_lens_result import LogitLens
+from patchclamp.studies.metric import single_token
+from patchclamp.studies.readout import LAST, Readout, readout_of
+from patchclamp.studies.result import provenance
+from patchclamp.studies.selected import layers_of, positions_of
+
+if TYPE_CHECKING:
+    import torch
+
+
+def logit_lens(
+    lm: LM,
+    prompt: Any,
+    *,
+    tokens: Sequence[str | int] = (),
+    site: Site | str = "resid_post",
+    layers: Any = None,
+    positions: Any = None,
+    top: int = 5,
+    translators: Mapping[int, Any] | None = None,
+    unembedding: Any = None,
+    labels: Sequence[str] | None = None,
+    readout: str | None = None,
+    weights: Any = None,
+) -> LogitLens:
+    """Reads a prompt's stream at every layer and position through the model's final norm and unembedding.
+
+    prompt: text or token ids
+    tokens: chosen tokens, as text or id, whose rank and probability are wanted everywhere; with `unembedding` its
+        labels
+    site: a site as wide as the stream, such as "resid_post" or "resid_mid"
+    layers: a number, a list, or text such as "0:12"; all if not given. positions: a selection or a list of numbers
+    top: how many of the likeliest tokens to keep in each cell
+    translators: of a tuned lens, by layer: a matrix A [D, D] or a pair (A, b [D]); the stream h is read as A h + b
+    unembedding: a matrix [K, D] in the place of the model's, after its final norm. labels: a name for each of its rows
+    readout: "checkpoint" reads norm and unembedding from the model's files and proves them on the live model; "engine"
+        has the engine make the logits, one request a cell, for models whose files are elsewhere. By default the files
+        are taken where they are at hand; the result says which it was
+    weights: folder or hub id of the model's files, if not the model's own name
+
+    Raises: `ModelError` for files that are not the live model's, `ShapeError` for matrices that do not fit,
+    `UnsupportedSite` for a site of another width, and the error of the run.
+    """
+    import torch
+
+    at = checked_site(lm, site)
+    chosen_layers = layers_of(lm, at.name, layers)
+    run = lm.run(prompt, max_tokens=1, capture=[Site(at.name, layer) @ whole_prompt for layer in chosen_layers]
+                 + [LAST @ whole_prompt])  # fmt: skip
+    columns = positions_of(run, positions)
+    if not top >= 1:
+        raise ProgramError(f"at least one token is kept a cell, not {top!r}", "top")
+    maps = _translators(translators, chosen_layers, lm.model.d_model)
+    own_VD = None if unembedding is None else _matrix(unembedding, lm.model.d_model)
+    names = _labels(own_VD, labels)
+    chosen = [_chosen(lm, token, names, i) for i, token in enumerate(tokens)]
+    through = readout_of(lm, readout, weights, run.prompt_token_ids)
+    stream = {layer: _rows(run, Site(at.name, layer), columns) for layer in chosen_layers}
+    rows_PLD = torch.stack([_rows(run, LAST, columns), *(maps[layer](rows) for layer, rows in stream.items())], 1)
+    run.close()
+    measured = _measure(_logits(through, own_VD, rows_PLD), len(chosen_layers), len(columns), top, chosen)
+    ids = sorted({*chosen, *np.unique(measured.top_ids).tolist()})
+    texts = names or lm.tokenizer.token_strings(ids)
+    texts = {token: texts[token if names else i] for i, token in enumerate(ids)}
+    strings = tuple(lm.tokenizer.token_strings(run.prompt_token_ids))
+    return LogitLens(
+        provenance=provenance(lm), prompt=prompt if isinstance(prompt, str) else "".join(strings),
+        prompt_tokens=strings, prompt_token_ids=tuple(run.prompt_token_ids), site=at.name, layers=tuple(chosen_layers),
+        positions=tuple(columns), tokens=tuple(texts[token] for token in chosen), token_ids=tuple(chosen), texts=texts,
+        lens=_named(translators, own_VD), readout=through.way, about=through.about, **msgspec.structs.asdict(measured),
+    )  # fmt: skip
+
+
+class _Measured(msgspec.Struct):
+    """The arrays of a `LogitLens`."""
+
+    top_ids: np.ndarray
+    top_probs: np.ndarray
+    ranks: np.ndarray
+    logprobs: np.ndarray
+    kl: np.ndarray
+    entropy: np.ndarray
+
+
+def _measure(logits: Iterator[torch.Tensor], layers: int, positions: int, top: int, chosen: list[int]) -> _Measured:
+    """Reads logits [n, V] that come position by position: of the final layer, then of each layer."""
+    import torch
+
+    shape = (layers, positions)
+    result: _Measured | None = None
+    final_V, number = torch.zeros(0), 0
+    for logits_NV in logits:
+        kept = min(top, logits_NV.shape[1])
+        if result is None:
+            result = _Measured(
+                np.zeros((*shape, kept), np.int32), np.zeros((*shape, kept), np.float32),
+                np.zeros((*shape, len(chosen)), np.int32), np.zeros((*shape, len(chosen)), np.float32),
+                np.zeros(shape, np.float32), np.zeros(shape, np.float32),
+            )  # fmt: skip
+        for logprobs_V, logits_V in zip(logits_NV.log_softmax(-1), logits_NV, strict=True):
+            position, row = divmod(number, layers + 1)
+            number += 1
+            if row == 0:
+                final_V = logprobs_V
+            else:
+                _measure_cell(result, (row - 1, position), logprobs_V, logits_V, final_V, chosen)
+    assert result is not None
+    return result
+
+
+def _measure_cell(
+    result: _Measured, at: tuple[int, int], logprobs_V: torch.Tensor, logits_V: torch.Tensor, final_V: torch.Tensor,
+    chosen: list[int],
+) -> None:  # fmt: skip
+    best = logprobs_V.topk(result.top_ids.shape[2])
+    probs_V = logprobs_V.exp()
+    result.top_ids[at], result.top_probs[at] = best.indices.numpy(), best.values.exp().numpy()
+    result.ranks[at] = [int((logits_V > logits_V[token]).sum()) for token in chosen]
+    result.logprobs[at] = logprobs_V[chosen].numpy()
+    result.kl[at] = float((final_V.exp() * (final_V - logprobs_V)).sum())
+    result.entropy[at] = -float((probs_V * logprobs_V).sum())
+
+
+def _logits(through: Readout, own_VD: torch.Tensor | None, rows_PLD: torch.Tensor) -> Iterator[torch.Tensor]:
+    rows_ND = rows_PLD.flatten(0, 1)
+    if own_VD is None:
+        return through.logits(rows_ND)
+    normed_ND = through.normed(rows_ND)
+    return iter((normed_ND @ own_VD.T).split(256))
+
+
+class _Translator(msgspec.Struct, frozen=True, eq=False):
+    """h ↦ A h + b."""
+
+    matrix_DD: torch.Tensor | None = None
+    bias_D: torch.Tensor | None = None
+
+    def __call__(self, rows_ND: torch.Tensor) -> torch.Tensor:
+        rows_ND = rows_ND if self.matrix_DD is None else rows_ND @ self.matrix_DD.T
+        return rows_ND if self.bias_D is None else rows_ND + self.bias_D
+
+
+def _translators(translators: Mapping[int, Any] | None, layers: list[int], width: int) -> dict[int, _Translator]:
+    maps = dict.fromkeys(layers, _Translator())
+    for layer, parts in (translators or {}).items():
+        path = f"translators[{layer}]"
+        if layer not in maps:
+            raise ProgramError(f"the lens is of the layers {layers}, and this translator of layer {layer}", path)
+        matrix, bias = parts if isinstance(parts, (tuple, list)) and len(parts) == 2 else (parts, None)
+        maps[layer] = _Translator(
+            _tensor(matrix, (width, width), path), None if bias is None else _tensor(bias, (width,), path)
+        )
+    return maps
+
+
+def _matrix(numbers: Any, width: int) -> torch.Tensor:
+    return _tensor(numbers, (None, width), "unembedding")
+
+
+def _tensor(numbers: Any, shape: tuple[int | None, ...], path: str) -> torch.Tensor:
+    import torch
+
+    try:
+        tensor = torch.as_tensor(numbers).detach().cpu().float()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ShapeError(f"numbers are needed, not {type(numbers).__name__}: {error}", path) from None
+    fits = tensor.dim() == len(shape) and all(n in (None, m) for n, m in zip(shape, tensor.shape, strict=True))
+    if not fits:
+        wanted = ", ".join("K" if n is None else str(n) for n in shape)
+        raise ShapeError(f"[{wanted}] is needed, and this is {list(tensor.shape)}", path)
+    return tensor
+
+
+def _labels(own_VD: torch.Tensor | None, labels: Sequence[str] | None) -> list[str] | None:
+    """Names of the rows of a matrix in the unembedding's place."""
+    if own_VD is None:
+        if labels is not None:
+            raise ProgramError("labels name the rows of unembedding=, which is not given", "labels")
+        return None
+    if labels is None:
+        return [f"row {i}" for i in range(len(own_VD))]
+    if len(labels) != len(own_VD):
+        raise ProgramError(f"{len(labels)} labels for {len(own_VD)} rows", "labels")
+    return list(labels)
+
+
+def _chosen(lm: LM, token: str | int, names: list[str] | None, number: int) -> int:
+    """The id of a chosen token, or the row of that label."""
+    path = f"tokens[{number}]"
+    if names is not None:
+        if token not in names:
+            raise ProgramError(f"no row of the matrix has the label {token!r}; there are {', '.join(names[:8])}", path)
+        return names.index(token)  # pyright: ignore[reportArgumentType]
+    chosen = single_token(lm, token, path)
+    if not 0 <= chosen < lm.model.d_vocab:
+        raise ProgramError(f"token ids are 0 to {lm.model.d_vocab - 1}, not {chosen}", path)
+    return chosen
+
+
+def checked_site(lm: LM, site: Site | str) -> Site:
+    """A site word, checked to be as wide as the stream and one a layer."""
+    try:
+        at = parse_site(site)
+    except PatchclampError as error:
+        raise error.under("site") from None
+    if at.layers is not None or at.index is not None or not SITES[at.name].layered or SITES[at.name].width != "D":
+        wide = [name for name in lm.sites.names if SITES[name].layered and SITES[name].width == "D"]
+        raise UnsupportedSite(f"{at}: a lens reads a site as wide as the stream, without brackets: {', '.join(wide)}; "
+                              "layers= says which layers", "site")  # fmt: skip
+    return at
+
+
+def _rows(run: Run, site: Site, positions: list[int]) -> torch.Tensor:
+    import torch
+
+    return torch.as_tensor(run[site]).float()[positions]
+
+
+def _named(translators: Mapping[int, Any] | None, own_VD: torch.Tensor | None) -> str:
+    tuned = "tuned lens" if translators else "logit lens"
+    return tuned if own_VD is None else f"{tuned} through a matrix of {len(own_VD)} rows"

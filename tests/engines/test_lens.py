@@ -1,0 +1,374 @@
+"""Lens, direct attribution, patchscope and attribution patching equal plain loops of ours over Transformers, on either
+engine; their matrices are of the checkpoint, and a checkpoint that is another model's is found out."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+import patchclamp as pc
+from patchclamp.cli.app import app
+from patchclamp.studies import (
+    attribution_patching,
+    direct_attribution,
+    edge_attribution,
+    logit_lens,
+    patch_sweep,
+    patchscope,
+)
+
+from ..models import of_family, with_words
+from ..reference import readouts
+from ..reference.hooks import PlainModel
+
+PROMPT = "The Eiffel Tower is located in the city of"
+CLEAN, CORRUPT = "The Eiffel Tower is in", "The Colosseum is in"
+both_engines = pytest.mark.parametrize("engine", ["transformers", "vllm"])
+PATCHED = dict(clean=CLEAN, corrupt=CORRUPT, answer=" Paris", foil=" Rome")
+IDS = list(range(5, 17))
+
+
+@pytest.fixture(scope="module")
+def plain(shortened) -> PlainModel:
+    return PlainModel(shortened)
+
+
+@pytest.fixture(scope="module")
+def ids(shallow):
+    tokenizer = shallow.get("transformers", "float32").tokenizer
+    return lambda text: tokenizer.bare(text)[0] if text.startswith(" ") else tokenizer.encode(text)
+
+
+@pytest.fixture(scope="module")
+def seen(plain, ids):
+    return readouts.lens(plain, ids(PROMPT), list(range(8)))
+
+
+@pytest.fixture(scope="module")
+def lenses(shallow):
+    """The lens of the prompt on each engine, made once."""
+    return functools.cache(lambda engine: logit_lens(shallow.get(engine, "float32"), PROMPT, tokens=[" Paris", " the"]))
+
+
+class TestLens:
+    def test_ranks_tokens_and_kl_equal_a_plain_loop(self, lenses, seen, ids):
+        lens, chosen = lenses("transformers"), (ids(" Paris"), ids(" the"))
+        assert lens.readout == "checkpoint"
+        assert lens.ranks.shape == (8, 10, 2)
+        for (layer, position), there in seen.items():
+            ranks = lens.ranks[layer, position].tolist()
+            assert all(rank in there.ranks(token) for rank, token in zip(ranks, chosen, strict=True)), (layer, position)
+            assert lens.top(layer, position)[0].token_id == int(there.logits_V.argmax())
+            expected = there.logprobs_V[list(chosen)].numpy()
+            assert np.abs(lens.logprobs[layer, position] - expected).max() < 1e-3
+            assert abs(lens.kl[layer, position] - there.kl) < 1e-3
+        surely = [len(there.ranks(token)) == 1 for there in seen.values() for token in chosen]
+        assert np.mean(surely) > 0.9
+        assert lens.kl[-1].max() < 1e-6 < lens.kl[0].min()
+
+    def test_vllm_sees_the_same(self, lenses):
+        ours, theirs = lenses("transformers"), lenses("vllm")
+        assert np.abs(ours.logprobs - theirs.logprobs).max() < 2e-3
+        assert (ours.top_ids[:, :, 0] == theirs.top_ids[:, :, 0]).mean() > 0.99
+        assert ours.readout == theirs.readout == "checkpoint"
+
+    @both_engines
+    def test_the_engine_reads_out_what_the_checkpoint_does(self, shallow, lenses, engine):
+        few = dict(tokens=[" Paris", " the"], layers=[0, 5, 7], positions=[3, -1])
+        lens = logit_lens(shallow.get(engine, "float32"), PROMPT, readout="engine", **few)
+        whole = lenses(engine)
+        assert lens.readout == "engine"
+        cells = np.ix_([0, 5, 7], [3, 9])
+        assert np.abs(lens.logprobs - whole.logprobs[cells]).max() < 1e-4
+        assert (lens.ranks == whole.ranks[cells]).all()
+
+    def test_a_tuned_lens_moves_rows_before_they_are_read(self, shallow, plain, ids):
+        matrix, bias = torch.eye(576) + 0.05 * torch.randn(576, 576), torch.randn(576)
+        lm = shallow.get("transformers", "float32")
+        lens = logit_lens(lm, PROMPT, tokens=[" Paris"], layers=[4, 5], translators={4: (matrix, bias)})
+        seen = readouts.lens(plain, ids(PROMPT), [4, 5], lambda layer, row: matrix @ row + bias if layer == 4 else row)
+        for i, layer in enumerate((4, 5)):
+            expected = [float(seen[layer, p].logprobs_V[ids(" Paris")]) for p in range(10)]
+            assert np.abs(lens.logprobs[i, :, 0] - expected).max() < 1e-3
+            assert np.abs(lens.kl[i] - [seen[layer, p].kl for p in range(10)]).max() < 1e-3
+        assert lens.lens == "tuned lens"
+
+    @pytest.mark.parametrize("readout", ["checkpoint", "engine"])
+    def test_a_matrix_in_the_unembeddings_place(self, shallow, plain, ids, readout):
+        probe = torch.randn(3, 576) / 24
+        lens = logit_lens(shallow.get("transformers", "float32"), PROMPT, unembedding=probe, labels=["a", "b", "c"],
+                          tokens=["b"], layers=3, readout=readout)  # fmt: skip
+        with torch.no_grad():
+            normed = plain.net.model.norm(plain.read(ids(PROMPT), "resid_post", 3))
+        expected = (normed @ probe.T).log_softmax(-1)
+        assert np.abs(lens.probability("b")[0] - expected[:, 1].exp().numpy()).max() < 1e-4
+        assert lens.top(3, -1)[0].token == "abc"[int(expected[-1].argmax())]
+
+
+class TestDirectAttribution:
+    @pytest.fixture(scope="class")
+    def expected(self, plain, ids):
+        return readouts.direct(plain, ids(PROMPT), ids(" Paris"), ids(" Rome"))
+
+    @both_engines
+    def test_parts_equal_a_plain_loop_and_add_up(self, shallow, expected, engine, plain, ids):
+        result = direct_attribution(shallow.get(engine, "float32"), PROMPT, answer=" Paris", foil=" Rome")
+        shares = {share.part: share.value for share in result.ranked()}
+        assert expected.keys() <= shares.keys()
+        assert max(abs(shares[part] - value) for part, value in expected.items()) < 1e-3
+        logits_V = plain.logits(ids(PROMPT))
+        difference = float(logits_V[ids(" Paris")] - logits_V[ids(" Rome")])
+        assert abs(result.shares.sum() - difference) < 1e-3
+        assert abs(result.logit_diffs[0] - difference) < 1e-3
+        for layer in range(8):
+            assert abs(result.heads[0, layer].sum() - shares[f"attn_out[{layer}]"]) < 1e-3
+            assert abs(result.neurons[0, layer].sum() - shares[f"mlp_out[{layer}]"]) < 1e-3
+
+    def test_several_prompts_have_each_their_answer(self, shallow):
+        lm = shallow.get("transformers", "float32")
+        prompts, answers = [PROMPT, "The Colosseum is located in the city of"], [" Paris", " Rome"]
+        asked = dict(by=["layer"])
+        both = direct_attribution(lm, prompts, answer=answers, foil=answers[::-1], **asked)
+        alone = [direct_attribution(lm, prompts[i], answer=answers[i], foil=answers[1 - i], **asked) for i in (0, 1)]
+        assert np.abs(both.shares - np.concatenate([one.shares for one in alone])).max() < 1e-4
+        assert both.share("mlp_out[6]") == pytest.approx(np.mean([one.share("mlp_out[6]") for one in alone]), abs=1e-4)
+        assert both.heads.shape == both.neurons.shape == (2, 8, 0)
+
+
+class TestPatchscope:
+    @both_engines
+    def test_what_is_said_equals_a_plain_loop(self, shallow, plain, ids, engine):
+        lm = shallow.get(engine, "float32")
+        target = "cat -> cat\n1135 -> 1135\nhello -> hello\n?"
+        result = patchscope(lm, source=f"{PROMPT} Paris", layers=[1, 6], target_layers=[2, 3], max_tokens=3)
+        into = ids(target)
+        for s, layer in enumerate((1, 6)):
+            row = plain.read(lm.tokens(f"{PROMPT} Paris"), "resid_post", layer)[-1]
+            for g, to in enumerate((2, 3)):
+                said = readouts.placed(plain, into, to, len(into) - 1, row, 3)
+                assert result.texts[s][g] == lm.tokenizer.decode(said)
+                assert result.top_ids[s, g, 0] == said[0]
+        assert len({result.plain_text, *result.texts[0], *result.texts[1]}) > 2
+        assert result.moved.min() > 0.01
+
+    def test_norms_are_matched_if_asked(self, shallow, plain, ids):
+        lm = shallow.get("transformers", "float32")
+        asked = dict(source=PROMPT, source_position=3, target="It is x, you know", target_position=pc.span("x"),
+                     layers=5, target_layers=2, max_tokens=1, tokens=[" and"])  # fmt: skip
+        result, free = patchscope(lm, normed=True, **asked), patchscope(lm, **asked)
+        source = plain.read(ids(PROMPT), "resid_post", 5)[3]
+        into = lm.tokens("It is x, you know")
+        at = result.target_positions[0]
+        replaced = plain.read(into, "resid_post", 2)[at]
+        scale = float(replaced.norm() / source.norm())
+        assert result.scales[0, 0] == pytest.approx(scale, rel=1e-4)
+        for made, factor in ((result, scale), (free, 1.0)):
+            logits_V = plain.patched_logits(into, "resid_post", 2, at, source * factor)
+            expected = float(logits_V.log_softmax(-1)[lm.tokenizer.bare(" and")[0]])
+            assert abs(made.logprobs[0, 0, 0] - expected) < 1e-3
+        assert abs(result.logprobs[0, 0, 0] - free.logprobs[0, 0, 0]) > 1e-2
+
+
+class TestAttributionPatching:
+    def test_estimates_equal_a_plain_gradient(self, shallow, plain, ids):
+        lm = shallow.get("transformers", "float32")
+        result = attribution_patching(lm, sites=["resid_pre", "mlp_out", "z"], verify=0, sample=0, **PATCHED)
+        clean, corrupt = (readouts.slopes(plain, ids(text), ids(" Paris"), ids(" Rome")) for text in (CLEAN, CORRUPT))
+        for r, row in enumerate(result.rows):
+            (rows, _), (base, slope) = clean[row.site, row.layer], corrupt[row.site, row.layer]
+            part = slice(None) if row.head is None else slice(64 * row.head, 64 * (row.head + 1))
+            expected = ((rows - base) * slope)[:, part].sum(-1).numpy()
+            assert np.abs(result.estimates[r] - expected).max() < 1e-3, row
+        assert np.isnan(result.exact).all()
+        assert np.abs(result.estimates).max() > 1
+
+    def test_integrated_gradients_equal_a_plain_loop(self, shallow, plain, ids):
+        lm, steps = shallow.get("transformers", "float32"), 4
+        asked = PATCHED | dict(sites=["resid_pre"], verify=0, sample=0)
+        result = attribution_patching(lm, steps=steps, **asked)
+        embed = plain.net.model.embed_tokens.weight.detach()
+        begin, end = embed[ids(CORRUPT)], embed[ids(CLEAN)]
+        both = [readouts.slopes(plain, ids(text), ids(" Paris"), ids(" Rome")) for text in (CLEAN, CORRUPT)]
+        way = [
+            readouts.slopes(plain, ids(CORRUPT), ids(" Paris"), ids(" Rome"), begin + (k + 0.5) / steps * (end - begin))
+            for k in range(steps)
+        ]
+        for r, row in enumerate(result.rows):
+            place = row.site, row.layer
+            slope = sum(one[place][1] for one in way) / steps
+            expected = ((both[0][place][0] - both[1][place][0]) * slope).sum(-1).numpy()
+            assert np.abs(result.estimates[r] - expected).max() < 1e-3, row
+        # completeness: what is attributed to the embedding is what tells the two runs apart
+        finer = attribution_patching(lm, steps=24, layers=0, **asked)
+        assert finer.estimates.sum() == pytest.approx(result.clean - result.corrupt, abs=0.25)
+
+    @both_engines
+    def test_exact_patches_are_those_of_the_sweep(self, shallow, engine):
+        lm, on = shallow.get("transformers", "float32"), shallow.get(engine, "float32")
+        asked = PATCHED | dict(sites=["resid_pre", "mlp_out"], layers=[0, 3, 6])
+        result = attribution_patching(lm, on=on, steps=4, verify=10, sample=6, seed=3, **asked)
+        sweep = patch_sweep(on, **asked)
+        exact = sweep.grid.reshape(result.exact.shape) - sweep.corrupt
+        verified = np.isfinite(result.exact)
+        assert verified.sum() == 16
+        assert np.abs(result.exact - exact)[verified].max() < 1e-3
+        assert result.sampled.sum() == 6
+        assert (result.sampled <= verified).all()
+        least = np.abs(result.estimates[verified & ~result.sampled]).min()
+        assert (np.abs(result.estimates[~verified]) <= least).all()
+        assert result.verified_on.engine.startswith(engine)
+        assert result.pearson() == pytest.approx(
+            np.corrcoef(result.estimates[verified], exact[verified])[0, 1], abs=1e-3
+        )
+        assert abs(result.pearson()) > 0.3
+
+    def test_other_engines_say_who_has_gradients(self, shallow):
+        with pytest.raises(
+            pc.EngineError, match="vllm engine computes no gradients: load the model with engine='transf"
+        ):
+            attribution_patching(shallow.get("vllm", "float32"), **PATCHED)
+
+
+class TestEdges:
+    """What one part tells another, against a model in which only the other's norm reads something else."""
+
+    @pytest.fixture(scope="class")
+    def expected(self, plain, ids):
+        """The effect of `share` of an edge, by sender and receiver."""
+        into, tokens = ids(CORRUPT), (ids(" Paris"), ids(" Rome"))
+
+        def effect(sender: str, receiver: str, share: float = 1.0) -> float:
+            (name, layer), (reads, at) = ((word.partition("[")[0], int(word[:-1].partition("[")[2]))
+                                          for word in (sender, receiver))  # fmt: skip
+            change = plain.read(ids(CLEAN), name, layer) - plain.read(into, name, layer)
+            block = plain.net.model.layers[at]
+            norm = {"attn_in": block.input_layernorm, "mlp_in": block.post_attention_layernorm,
+                    "resid_post": plain.net.model.norm}[reads]  # fmt: skip
+            logits_V = readouts.over_edge(plain, into, norm, share * change)
+            return float(logits_V[tokens[0]] - logits_V[tokens[1]])
+
+        return effect
+
+    @both_engines
+    def test_exact_patches_equal_a_plain_loop(self, shallow, expected, engine):
+        hub, on = shallow.get("transformers", "float32"), shallow.get(engine, "float32")
+        result = edge_attribution(hub, on=on, steps=3, verify=5, sample=5, **PATCHED)
+        frame = result.to_frame().dropna()
+        assert len(frame) == 10
+        for edge in frame.itertuples():
+            effect = expected(edge.sender, edge.receiver) - expected(edge.sender, edge.receiver, 0.0)
+            assert edge.exact == pytest.approx(effect, abs=1e-3), edge
+        assert frame.exact.abs().max() > 0.1
+
+    def test_estimates_are_the_slope_of_a_small_part_of_an_edge(self, shallow, expected):
+        result = edge_attribution(shallow.get("transformers", "float32"), verify=0, sample=0, **PATCHED)
+        edges = {(edge.sender, edge.receiver): edge.estimate for edge in result.proposals(1000)}
+        assert len(edges) == 17 * 18 // 2
+        assert ("mlp_out[3]", "attn_in[3]") not in edges
+        for ends in [("resid_pre[0]", "attn_in[0]"), ("attn_out[2]", "mlp_in[2]"), ("mlp_out[1]", "attn_in[5]"),
+                     ("attn_out[6]", "resid_post[7]")]:  # fmt: skip
+            slope = (expected(*ends, 1e-3) - expected(*ends, -1e-3)) / 2e-3
+            assert edges[ends] == pytest.approx(slope, rel=0.03, abs=5e-3), ends
+
+
+# Gemma 2: a cap, norms after attention and MLP, weights around 1 · GPT-2: LayerNorm with a bias, positions, matrices the
+# other way round · Granite: factors in the stream and of the logits · GPT-NeoX: mixed heads, biases, `embed_out`
+@pytest.mark.parametrize("family", ["gemma2", "gpt2", "granite", "gpt_neox"])
+def test_other_families_read_out_add_up_and_have_gradients(family, tmp_path):
+    folder = of_family(tmp_path, family)
+    with pc.LM(folder, engine="transformers", dtype="float32", skip_tokenizer_init=True, prove=False) as lm:
+        ours, engines = (logit_lens(lm, IDS, tokens=[77], readout=way) for way in ("checkpoint", "engine"))
+        assert np.abs(ours.logprobs - engines.logprobs).max() < 1e-5
+        assert (ours.ranks == engines.ranks).all()
+        result = direct_attribution(lm, IDS, answer=77, foil=200)
+        run = lm.run(IDS, max_tokens=1, score=[77, 200])
+        if family != "gemma2":  # whose logits are capped after the sum
+            assert result.logit_diffs[0] == pytest.approx(run.scores[77] - run.scores[200], abs=1e-4)
+        assert result.shares.sum() == pytest.approx(result.logit_diffs[0], abs=1e-4)
+        for layer in range(lm.model.layers):
+            heads = result.heads[0, layer].sum() + result.head_biases[0, layer]
+            neurons = result.neurons[0, layer].sum() + result.neuron_biases[0, layer]
+            assert heads == pytest.approx(result.share(f"attn_out[{layer}]"), abs=1e-4)
+            assert neurons == pytest.approx(result.share(f"mlp_out[{layer}]"), abs=1e-4)
+        for site in ("resid_pre[1]", "attn_out[0]", "q[1]", "k[1]", "v[1]", "z[1]", "neurons[2]", "mlp_out[1]"):
+            assert_slope(lm, site, position=11)
+
+
+def assert_slope(lm: pc.LM, site: str, position: int) -> None:
+    """A site's gradient along a direction is what a small step along it changes."""
+    point = lm.sites.resolve(pc.site(site))[0].point
+    gradients = lm.engine.gradients(IDS, [point], {77: 1.0, 200: -1.0})
+    row, slope = gradients.rows[point][position], gradients.gradients[point][position]
+    run = lm.run(IDS, max_tokens=1, capture=[site])
+    assert np.abs(np.asarray(run[site]).reshape(len(IDS), -1)[position] - row).max() < 1e-5
+    direction = (slope / np.linalg.norm(slope)).astype(np.float32)
+    step = 5e-3 * float(np.linalg.norm(row))
+    high, low = lm.run([IDS] * 2, max_tokens=1, score=[77, 200], edits=[
+        [pc.Add(direction, at=site, tokens=pc.prompt[position], scale=sign * step)] for sign in (1, -1)
+    ])  # fmt: skip
+    change = (high.scores[77] - high.scores[200] - low.scores[77] + low.scores[200]) / (2 * step)
+    assert change == pytest.approx(float(np.linalg.norm(slope)), rel=2e-2), site
+
+
+def test_a_checkpoint_of_another_model_is_found_out(tmp_path):
+    own, other = tmp_path / "own", tmp_path / "other"
+    for folder in (own, other):
+        folder.mkdir()
+        of_family(folder, "llama")
+    tensors = load_file(other / "model.safetensors")
+    changed = {"model.layers.1.self_attn.o_proj.weight", "model.layers.2.mlp.down_proj.weight"}
+    save_file(
+        {k: v * 1.02 if k in changed else v for k, v in tensors.items()}, other / "model.safetensors", {"format": "pt"}
+    )
+    with pc.LM(str(own), engine="transformers", dtype="float32", skip_tokenizer_init=True, prove=False) as lm:
+        with pytest.raises(pc.ModelError, match=r"o_proj.weight in .* makes of z\[1\] is not this model's attn_out\[1\]: "
+                                                r"it is 0.02 off"):  # fmt: skip
+            direct_attribution(lm, IDS, answer=7, weights=other)
+        assert logit_lens(lm, IDS, weights=other).readout == "checkpoint"  # these matrices are its own
+        save_file({k: v + 0.1 * ("embed" in k or "lm_head" in k) for k, v in tensors.items()},
+                  other / "model.safetensors", {"format": "pt"})  # fmt: skip
+        with pytest.raises(pc.ModelError, match=r"off the model's own logits .* readout='engine' needs none"):
+            logit_lens(lm, IDS, weights=other)
+        with pytest.raises(pc.ModelError, match="nowhere are not in the hub's cache on this machine"):
+            logit_lens(lm, IDS, weights="nobody/nowhere")
+
+
+@pytest.fixture(scope="module")
+def worded(tmp_path_factory) -> str:
+    """A tiny model whose tokens are the words w3, w4, …"""
+    folder = of_family(tmp_path_factory.mktemp("worded"), "llama")
+    with_words(folder, 512)
+    return folder
+
+
+def test_every_command_shows_its_study_and_writes_its_pictures(worded, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATCHCLAMP_CACHE", str(tmp_path / "cache"))
+    here = ["--engine", "transformers", "--dtype", "float32"]
+    two = ["--clean", "w5 w6 w7", "--corrupt", "w5 w9 w7", "--answer", "w10", "--foil", "w11"]
+    commands = {
+        "lens": ["--prompt", "w5 w6 w7", "--token", "w9", *here],
+        "attribute": ["--prompt", "w5 w6 w7", "--prompt", "w8 w9", "--answer", "w10", "--foil", "w11", *here],
+        "patchscope": ["--source", "w5 w6 w7", "--target", "w8 w9", "--layers", "0:2", "--max-tokens", "2", *here],
+        "propose": [*two, "--verify", "4", "--sample", "3", "--dtype", "float32"],
+        "propose --edges": [*two, "--verify", "2", "--sample", "1", "--dtype", "float32"],
+    }
+    shown = {
+        "lens": "rank of 'w9'", "attribute": "all parts together", "patchscope": "goes on with",
+        "propose": "7 outlined cells were patched exactly", "propose --edges": "3 outlined cells were patched exactly",
+    }  # fmt: skip
+    for name, arguments in commands.items():
+        files = [tmp_path / f"{name}.{ending}" for ending in ("png", "html", "safetensors")]
+        pictures = [
+            word for file, flag in zip(files, ("--png", "--html", "--save"), strict=True) for word in (flag, str(file))
+        ]
+        done = CliRunner().invoke(app, [*name.split(), worded, *arguments, *pictures])
+        assert done.exit_code == 0, done.output
+        assert shown[name] in done.output
+        assert all(file.stat().st_size > 1000 for file in files)
+        assert done.output.count("\nwrote ") == 3
+    failed = CliRunner().invoke(app, ["lens", worded, "--prompt", "w5", "--png", "a.pgn"])
+    assert failed.exit_code == 2
+    assert "no picture format 'pgn'" in failed.output
