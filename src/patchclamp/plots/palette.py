@@ -12,3 +12,6 @@ DIVERGING = (
 INK, MUTED, RULE, BLANK, FAINT = "#1f2933", "#5f6b7a", "#d5dae1", "#e3e7ec", "#9aa4b1"
 PALE = 0.55  # opacity of what is shown paler
 CLEAN, CORRUPT = "#1b5a9e", "#a04e06"
+
+# lines of a chart, in this order; source: Okabe and Ito 2008, without the yellow, which is too light on white
+LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", INK)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -12,6 +12,7 @@ import numpy as np
 from patchclamp.errors import PatchclampError, ProgramError, unknown
 from patchclamp.language import Capture, Noise, Op, Site
 from patchclamp.language.fuzz import MODES, fuzz
+from patchclamp.language.ops import as_capture
 from patchclamp.language.site import At
 from patchclamp.language.tokens import prompt
 from patchclamp.lm import LM, MAX_SCORES, is_token_id
@@ -24,7 +25,7 @@ class Fuzz(msgspec.Struct, frozen=True):
     """The edits of a strength and a seed: at the embedding, as `language.fuzz` has them, or noise at some sites."""
 
     mode: str
-    at: tuple[Any, ...] | None
+    at: tuple[At, ...] | None
     relative: bool
 
     @classmethod
@@ -40,8 +41,7 @@ class Fuzz(msgspec.Struct, frozen=True):
         sites = (at,) if isinstance(at, (str, Site, At)) else tuple(at)
         if not sites:
             raise ProgramError("at least one site is needed", "at")
-        return cls(mode, tuple(Capture(*_split(site, i)).at @ Capture(*_split(site, i)).tokens
-                               for i, site in enumerate(sites)), relative)  # fmt: skip
+        return cls(mode, tuple(_place(site, i) for i, site in enumerate(sites)), relative)
 
     def edits(self, strength: float, seed: int) -> list[Op]:
         """Noise; none at strength 0."""
@@ -61,16 +61,13 @@ class Fuzz(msgspec.Struct, frozen=True):
         return f"noise at {places}" + (", times the row's root mean square" if self.relative else "")
 
 
-def _split(site: Any, number: int) -> tuple[Any, ...]:
+def _place(site: Any, number: int) -> At:
     """Site and tokens of `at[number]`."""
     try:
-        if isinstance(site, str) and "@" in site:
-            place, tokens = site.split("@", 1)
-            return Capture(place, tokens).at, Capture(place, tokens).tokens
-        one = Capture(site)
-        return one.at, one.tokens
+        place = as_capture(site)
     except PatchclampError as error:
         raise error.under(f"at[{number}]") from None
+    return place.at @ place.tokens
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -147,8 +144,8 @@ def strengths_of(strengths: Sequence[float] | None, default: tuple[float, ...]) 
 
 def seeds_of(seeds: Sequence[int]) -> tuple[int, ...]:
     """Seeds, all different."""
-    seeds = (seeds,) if is_token_id(seeds) else tuple(seeds)
-    if not seeds or not all(is_token_id(seed) and seed >= 0 for seed in seeds) or len(set(seeds)) < len(seeds):
+    whole = isinstance(seeds, Iterable) and all(is_token_id(seed) and seed >= 0 for seed in seeds)
+    if not whole or not 0 < len(set(seeds)) == len(seeds):
         raise ProgramError(f"whole numbers from 0 on are needed, none twice, not {seeds}", "seeds")
     return tuple(int(seed) for seed in seeds)
 

@@ -11,6 +11,7 @@ behaviour, Tice et al. 2024 (arXiv:2412.01784).
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ from patchclamp.studies.result import provenance
 from patchclamp.studies.teacher_forcing import Forced, forced_logprobs, parts
 
 Cell = tuple[int, int, int]  # numbers of prompt, strength and seed
+Place = tuple[int, tuple[int, ...]]  # a prompt's number, and an answer's token ids
 NAN = float("nan")
 
 
@@ -89,17 +91,39 @@ def fuzz_sweep(
         provenance=provenance(lm, plan.seeds), prompts=tuple(one.shown for one in plan.asked),
         strengths=plan.strengths, noise=plan.fuzz.words, chat=chat, max_tokens=max_tokens,
         sampling=plan.sampling.parameters, divergence=plan.first.words, refusal=refusal,
-        unfuzzed=tuple(tuple(runs.unfuzzed[p, s] for s in plan.unfuzzed_seeds) for p in range(len(plan.asked))),
-        answers=tuple(tuple(tuple(runs.answers[p, l, s] for s in range(len(plan.seeds)))
-                            for l in range(len(plan.strengths))) for p in range(len(plan.asked))),  # noqa: E741
-        exact=plan.grid(lambda cell: runs.answers[cell].token_ids == runs.own(cell).token_ids),
-        prefix=plan.grid(lambda cell: prefix_share(runs.answers[cell].token_ids, runs.own(cell).token_ids)),
-        kl=plan.grid(lambda cell: runs.divergences[cell][0]), js=plan.grid(lambda cell: runs.divergences[cell][1]),
-        perplexity=plan.grid(lambda cell: perplexities.get((cell[0], runs.answers[cell].token_ids), NAN)),
-        refused=plan.grid(lambda cell: NAN if pattern is None else bool(pattern.search(runs.answers[cell].text))),
-        unfuzzed_perplexity=np.array([[perplexities.get((p, runs.unfuzzed[p, s].token_ids), NAN)
-                                       for s in plan.unfuzzed_seeds] for p in range(len(plan.asked))]),
+        **_answers(plan, runs), **_measures(plan, runs, perplexities, pattern),
     )  # fmt: skip
+
+
+def _answers(plan: _Plan, runs: _Runs) -> dict[str, Any]:
+    """The answers by prompt, strength and seed, and the unfuzzed ones."""
+    prompts, strengths, seeds = map(range, plan.shape)
+    return {
+        "answers": tuple(tuple(tuple(runs.answers[p, l, s] for s in seeds) for l in strengths) for p in prompts),  # noqa: E741
+        "unfuzzed": tuple(tuple(runs.unfuzzed[p, s] for s in plan.unfuzzed_seeds) for p in prompts),
+    }
+
+
+def _measures(
+    plan: _Plan, runs: _Runs, perplexities: dict[Place, float], pattern: re.Pattern[str] | None
+) -> dict[str, Any]:
+    """The measures of all cells, [P, L, S] each."""
+
+    def grid(value: Callable[[Cell, FuzzAnswer, FuzzAnswer], float]) -> np.ndarray:
+        values = [value(cell, runs.answers[cell], runs.own(cell)) for cell in plan.cells]
+        return np.array(values, np.float64).reshape(plan.shape)
+
+    graded = [[perplexities.get((p, answer.token_ids), NAN) for answer in row]
+              for p, row in enumerate(_answers(plan, runs)["unfuzzed"])]  # fmt: skip
+    return {
+        "exact": grid(lambda cell, answer, own: answer.token_ids == own.token_ids),
+        "prefix": grid(lambda cell, answer, own: prefix_share(answer.token_ids, own.token_ids)),
+        "kl": grid(lambda cell, answer, own: runs.divergences[cell][0]),
+        "js": grid(lambda cell, answer, own: runs.divergences[cell][1]),
+        "perplexity": grid(lambda cell, answer, own: perplexities.get((cell[0], answer.token_ids), NAN)),
+        "refused": grid(lambda cell, answer, own: NAN if pattern is None else bool(pattern.search(answer.text))),
+        "unfuzzed_perplexity": np.array(graded),
+    }
 
 
 def prefix_share(answer: Sequence[int], other: Sequence[int]) -> float:
@@ -122,7 +146,8 @@ class _Plan(msgspec.Struct, frozen=True):
 
     @property
     def cells(self) -> list[Cell]:
-        return list(itertools.product(*map(range, self.shape)))
+        prompts, strengths, seeds = map(range, self.shape)
+        return list(itertools.product(prompts, strengths, seeds))
 
     @property
     def shape(self) -> Cell:
@@ -133,11 +158,7 @@ class _Plan(msgspec.Struct, frozen=True):
         """Numbers of the seeds that the unedited run of a prompt has: where nothing is drawn, one is as good as all."""
         return range(len(self.seeds) if self.sampling.drawn else 1)
 
-    def grid(self, value: Callable[[Cell], float]) -> np.ndarray:
-        """Values of all cells, [P, L, S]."""
-        return np.array([value(cell) for cell in self.cells], np.float64).reshape(self.shape)
-
-    def calls(self, cells: list[tuple[int, int | None, int]]) -> Iterator[dict[str, Any]]:
+    def calls(self, cells: Sequence[tuple[int, int | None, int]]) -> Iterator[dict[str, Any]]:
         """The calls that run cells; strength None is no edit."""
         edits = {
             (l, s): self.fuzz.edits(strength, seed)
@@ -191,7 +212,7 @@ def _run(lm: LM, plan: _Plan, show: bool | None) -> _Runs:
             advance(len(done))
 
         run_batches(lm, plan.calls(own), read_own)
-        run_batches(lm, plan.calls([*plan.cells]), read)
+        run_batches(lm, plan.calls(plan.cells), read)
     return runs
 
 
@@ -199,7 +220,7 @@ def _answer(run: Run) -> FuzzAnswer:
     return FuzzAnswer(run.text, tuple(run.token_ids))
 
 
-def _perplexities(lm: LM, plan: _Plan, runs: _Runs, show: bool | None) -> dict[tuple[int, tuple[int, ...]], float]:
+def _perplexities(lm: LM, plan: _Plan, runs: _Runs, show: bool | None) -> dict[Place, float]:
     """The perplexity under the unedited model of every different answer, by prompt and token ids."""
     answers = [(cell[0], answer) for cell, answer in runs.answers.items()]
     answers += [(place[0], answer) for place, answer in runs.unfuzzed.items()]
