@@ -6,7 +6,7 @@ under `study` and the rest as JSON under `result`, where `{"tensor": "0"}` stand
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Self
 
 import msgspec
@@ -31,6 +31,12 @@ class Provenance(msgspec.Struct, frozen=True):
     patchclamp: str
     settings: str = ""
     seeds: tuple[int, ...] = ()
+
+    @property
+    def where(self) -> str:
+        """Model, engine and dtype for a picture; of a local folder its name, for pictures travel."""
+        path = PurePath(self.model)
+        return f"{path.name if path.is_absolute() else self.model} · {self.engine} · {self.dtype}"
 
 
 def provenance(lm: LM, seeds: tuple[int, ...] = ()) -> Provenance:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import PurePath
-
 import numpy as np
 
 from patchclamp.plots import Chart, Curves, Line
@@ -33,7 +31,7 @@ def curves(sweep: FuzzSweep) -> Curves:
     prompts, _, seeds = sweep.exact.shape
     return Curves(
         title="Answers under noise of growing strength", x_label="strength", charts=tuple(charts), x_log=True,
-        provenance=_provenance(sweep),
+        provenance=sweep.provenance.where,
         notes=(f"{prompts} prompts{' as chats' if sweep.chat else ''}, {seeds} seed{'s' if seeds > 1 else ''}, "
                f"{sweep.max_tokens} tokens, {_sampling(sweep)}; {sweep.noise}.",),
     )  # fmt: skip
@@ -77,9 +75,3 @@ def wilson(hits: np.ndarray, count: int, z: float = 1.959964) -> tuple[np.ndarra
 def _sampling(sweep: FuzzSweep) -> str:
     temperature = sweep.sampling.get("temperature")
     return f"sampled at temperature {temperature:g}" if temperature else "greedy"
-
-
-def _provenance(sweep: FuzzSweep) -> str:
-    made = sweep.provenance
-    path = PurePath(made.model)
-    return f"{path.name if path.is_absolute() else made.model} · {made.engine} · {made.dtype}"
