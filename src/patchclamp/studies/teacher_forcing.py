@@ -8,6 +8,7 @@ token, in place of n prompts of growing length; the last token is scored by the 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from patchclamp.errors import ProgramError
 from patchclamp.language import Capture, From, Op, Program, Replace, Site
 from patchclamp.language.ops import SiteOp
 from patchclamp.language.tokens import every
-from patchclamp.lm import LM
+from patchclamp.lm import LM, MAX_SCORES
 from patchclamp.plan import Prompt
 from patchclamp.run import Run
 from patchclamp.studies.batches import run_batches
@@ -69,52 +70,85 @@ def _groups(items: Sequence[Forced]) -> Iterator[list[Forced]]:
         yield group
 
 
+class _Long(msgspec.Struct):
+    """A long run: a prompt with all but the last token of a continuation, which ends in any of `lasts`."""
+
+    item: Forced
+    lasts: list[int]
+
+    @property
+    def count(self) -> int:
+        """How many tokens are not the last."""
+        return len(self.item.continuation) - 1
+
+
+def _key(longs: dict[Any, _Long], item: Forced) -> Any:
+    """The key of the long run that scores an item's last token. Continuations that differ in it alone share one."""
+    last = item.continuation[-1]
+    for number in itertools.count():
+        key = item.prompt, item.continuation[:-1], item.edits, number
+        lasts = longs.setdefault(key, _Long(item, [])).lasts
+        if last in lasts:
+            return key
+        if len(lasts) < MAX_SCORES:
+            lasts.append(last)
+            return key
+
+
 def _group_logprobs(lm: LM, items: list[Forced], batch: int) -> list[np.ndarray]:
-    logprobs = [np.zeros(len(item.continuation)) for item in items]
+    longs: dict[Any, _Long] = {}
+    keys = [_key(longs, item) for item in items]
     runs: list[Run] = []
-    run_batches(lm, (_whole(lm, part) for part in parts(items, batch)), runs.extend)
-    for item, run, row in zip(items, runs, logprobs, strict=True):
-        row[-1] = run.scores[item.continuation[-1]]
-    places = [(i, n) for i, item in enumerate(items) for n in range(len(item.continuation) - 1)]
+    run_batches(lm, (_whole(lm, part) for part in parts([*longs.values()], batch)), runs.extend)
+    try:
+        before = dict(zip(longs, _readouts(lm, [*longs.values()], runs, batch), strict=True))
+    finally:
+        for run in runs:
+            run.close()
+    last = dict(zip(longs, (run.scores for run in runs), strict=True))
+    return [np.append(before[key], last[key][item.continuation[-1]]) for key, item in zip(keys, items, strict=True)]
+
+
+def _whole(lm: LM, longs: list[_Long]) -> dict[str, Any]:
+    """The call that makes long runs."""
+    return {
+        "prompt": [[*long.item.prompt, *long.item.continuation[:-1]] for long in longs],
+        "max_tokens": 1,
+        "edits": [list(fixed(lm, long.item)) for long in longs],
+        "capture": [_predicting(long) for long in longs],
+        "score": [long.lasts for long in longs],
+    }
+
+
+def _predicting(long: _Long) -> list[Capture]:
+    """The capture of the rows that predict all tokens but the last."""
+    first = len(long.item.prompt) - 1
+    return [Capture(FINAL_NORM, every[first : first + long.count])] if long.count else []
+
+
+def _readouts(lm: LM, longs: list[_Long], runs: list[Run], batch: int) -> list[np.ndarray]:
+    """The log-probabilities of all tokens but the last, each of a run of one token."""
+    logprobs = [np.zeros(long.count) for long in longs]
+    places = [(i, n) for i, long in enumerate(longs) for n in range(long.count)]
     unread = iter(places)
 
     def read(readouts: list[Run]) -> None:
         for run, (i, n) in zip(readouts, unread, strict=False):
-            logprobs[i][n] = run.scores[items[i].continuation[n]]
+            logprobs[i][n] = run.scores[longs[i].item.continuation[n]]
 
-    try:
-        run_batches(lm, (_readouts(items, runs, part) for part in parts(places, batch)), read)
-    finally:
-        for run in runs:
-            run.close()
+    run_batches(lm, (_readout(longs, runs, part) for part in parts(places, batch)), read)
     return logprobs
 
 
-def _whole(lm: LM, items: list[Forced]) -> dict[str, Any]:
-    """The call that runs prompts with their continuations, all but the last token of each."""
+def _readout(longs: list[_Long], runs: list[Run], places: list[tuple[int, int]]) -> dict[str, Any]:
+    """The call that reads rows of long runs through the unembedding."""
+    items = [longs[i].item for i, _ in places]
+    sources = [From(runs[i], FINAL_NORM, every[len(longs[i].item.prompt) - 1 + n]) for i, n in places]
     return {
-        "prompt": [[*item.prompt, *item.continuation[:-1]] for item in items],
-        "max_tokens": 1,
-        "edits": [list(fixed(lm, item)) for item in items],
-        "capture": [_predicting(item) for item in items],
-        "score": [[item.continuation[-1]] for item in items],
-    }
-
-
-def _predicting(item: Forced) -> list[Capture]:
-    """The capture of the rows that predict all tokens but the last."""
-    first, count = len(item.prompt) - 1, len(item.continuation) - 1
-    return [Capture(FINAL_NORM, every[first : first + count])] if count else []
-
-
-def _readouts(items: list[Forced], runs: list[Run], places: list[tuple[int, int]]) -> dict[str, Any]:
-    """The call that reads rows through the unembedding, each in a run of one token."""
-    sources = [From(runs[i], FINAL_NORM, every[len(items[i].prompt) - 1 + n]) for i, n in places]
-    return {
-        "prompt": [[items[i].prompt[-1]] for i, _ in places],
+        "prompt": [[item.prompt[-1]] for item in items],
         "max_tokens": 1,
         "edits": [[Replace(source, at=FINAL_NORM, tokens=every[0])] for source in sources],
-        "score": [[items[i].continuation[n]] for i, n in places],
+        "score": [[item.continuation[n]] for item, (_, n) in zip(items, places, strict=True)],
     }
 
 

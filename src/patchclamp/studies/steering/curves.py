@@ -20,9 +20,15 @@ def of_layers(vectors: SteeringVectors) -> Curves:
     layers = np.array(vectors.layers, np.float64)
     held = vectors.positive.held_out + vectors.negative.held_out
     separation = np.where(np.isfinite(vectors.separation), vectors.separation, np.nan)
+    charts = []
+    if not np.isnan(vectors.effect).any():
+        effect = Line("effect", layers, vectors.effect)
+        charts.append(Chart("Effect on held-out negative prompts", "score, nats", (effect,), level=0.0,
+                            level_label="none"))  # fmt: skip
     return Curves(
         title=f"Steering vectors by layer: {NAMES[vectors.method]}", x_label="layer",
         charts=(
+            *charts,
             Chart("Held-out accuracy", "share", (Line("accuracy", layers, vectors.accuracy),), y_range=(-0.02, 1.02),
                   level=0.5, level_label="chance"),
             Chart("Held-out separation", "standard deviations", (Line("separation", layers, separation),)),

@@ -42,8 +42,11 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
 
     method: "mean", "pca", "probe" or "imported" · tokens: which of a prompt were read, as text; of several the mean
     accuracy, separation [L]: of the held-out prompts (`directions.Check`), NaN where none were held out
+    effect [L]: how much the layer's vector, added once, moves the score of a behaviour on the held-out negative
+        prompts (`strength_curve`), in nats; NaN where no behaviour was given
     row_norm [L]: the mean length of the rows that were read: how large a vector is beside them
-    best: the layer of the highest accuracy, among equals of the largest separation; None if nothing was held out
+    best: the layer of the largest effect, or without a behaviour of the highest accuracy, among equals of the largest
+        separation; None if nothing was held out
     family: the model's site table, which GGUF files have as a hint
     """
 
@@ -54,6 +57,7 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
     vectors: np.ndarray
     accuracy: np.ndarray
     separation: np.ndarray
+    effect: np.ndarray
     row_norm: np.ndarray
     best: int | None
     positive: PromptSet
@@ -124,8 +128,8 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
         unknown, none = np.full(len(layers), np.nan), PromptSet(0, 0, "")
         return cls(
             provenance=Provenance(model_hint, "", "float32", __version__), method=IMPORTED, site="resid_post",
-            tokens="", layers=layers, vectors=np.stack(rows), accuracy=unknown, separation=unknown, row_norm=unknown,
-            best=None, positive=none, negative=none, chat=False, family=model_hint,
+            tokens="", layers=layers, vectors=np.stack(rows), accuracy=unknown, separation=unknown, effect=unknown,
+            row_norm=unknown, best=None, positive=none, negative=none, chat=False, family=model_hint,
         )  # fmt: skip
 
     def to_frame(self) -> pandas.DataFrame:
@@ -134,7 +138,7 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
 
         return pandas.DataFrame({
             "layer": self.layers, "norm": np.linalg.norm(self.vectors, axis=1), "row_norm": self.row_norm,
-            "accuracy": self.accuracy, "separation": self.separation,
+            "accuracy": self.accuracy, "separation": self.separation, "effect": self.effect,
         })  # fmt: skip
 
     def curves(self) -> Curves:

@@ -17,12 +17,11 @@ import numpy as np
 
 from patchclamp.errors import ProgramError
 from patchclamp.language.tokens import TokensLike, every, parse_tokens
-from patchclamp.lm import LM, is_token_id
-from patchclamp.studies.progress import progress
+from patchclamp.lm import LM
 from patchclamp.studies.prompts import ask
 from patchclamp.studies.result import StudyResult, provenance
+from patchclamp.studies.steering.behaviour import Behaviour, texts_of
 from patchclamp.studies.steering.result import SteeringVectors
-from patchclamp.studies.teacher_forcing import Forced, forced_logprobs
 
 if TYPE_CHECKING:
     import pandas
@@ -120,46 +119,18 @@ def strength_curve(
     Raises: `ProgramError` and its kind for arguments that cannot be, and the error of any run.
     """
     asked = ask(lm, prompts, chat)
-    answers = _continuations(lm, answer, len(asked), "answer")
-    foils = None if foil is None else _continuations(lm, foil, len(asked), "foil")
+    behaviour = Behaviour.of(lm, answer, foil, len(asked))
     steps = _scales(scales)
-    edits = {scale: vectors.edits(scale, layers=layers, tokens=tokens) if scale else () for scale in steps}
-    sides = [answers] if foils is None else [answers, foils]
-    items = [
-        Forced(one.ids, side[p], edits[scale], one.text)
-        for side in sides for p, one in enumerate(asked) for scale in steps
-    ]  # fmt: skip
-    with progress("scoring", len(items), show_progress) as advance:
-        totals = [float(row.sum()) for row in forced_logprobs(lm, items, batch, advance)]
-    grids = np.array(totals).reshape(len(sides), len(asked), len(steps))
+    edits = [vectors.edits(scale, layers=layers, tokens=tokens) if scale else () for scale in steps]
+    scored = behaviour.score(lm, asked, edits, batch, show_progress)
     return StrengthCurve(
         provenance=provenance(lm, vectors.provenance.seeds), prompts=tuple(one.shown for one in asked),
-        answers=_texts(lm, answers), foils=None if foils is None else _texts(lm, foils), scales=steps,
+        answers=texts_of(lm, behaviour.answers), scales=steps,
+        foils=None if behaviour.foils is None else texts_of(lm, behaviour.foils),
         vectors=f"{vectors.method} vectors of {vectors.site}", layers=_layers(vectors, layers),
-        tokens=str(parse_tokens(tokens)), chat=chat, logprobs=grids[0],
-        foil_logprobs=grids[1] if foils is not None else np.full(grids[0].shape, np.nan),
+        tokens=str(parse_tokens(tokens)), chat=chat, logprobs=scored.answer,
+        foil_logprobs=np.full(scored.answer.shape, np.nan) if scored.foil is None else scored.foil,
     )  # fmt: skip
-
-
-def _continuations(lm: LM, given: Any, prompts: int, path: str) -> list[tuple[int, ...]]:
-    """The token ids of each prompt's continuation."""
-    listed = isinstance(given, (list, tuple)) and bool(given) and all(isinstance(one, str) for one in given)
-    ids = (
-        [_ids(lm, one, f"{path}[{i}]") for i, one in enumerate(given)] if listed else [_ids(lm, given, path)] * prompts
-    )
-    if len(ids) != prompts:
-        raise ProgramError(f"{len(ids)} texts for {prompts} prompts", path)
-    return ids
-
-
-def _ids(lm: LM, given: Any, path: str) -> tuple[int, ...]:
-    if isinstance(given, str):
-        ids = tuple(lm.tokenizer.bare(given))
-    else:
-        ids = (given,) if is_token_id(given) else tuple(given) if isinstance(given, (list, tuple)) else ()
-    if not ids or not all(is_token_id(token) and 0 <= token < lm.model.d_vocab for token in ids):
-        raise ProgramError(f"a continuation is a text or token ids, at least one token: not {given!r}", path)
-    return tuple(int(token) for token in ids)
 
 
 def _scales(scales: Sequence[float]) -> tuple[float, ...]:
@@ -174,7 +145,3 @@ def _scales(scales: Sequence[float]) -> tuple[float, ...]:
 
 def _layers(vectors: SteeringVectors, layers: Iterable[int] | int | None) -> tuple[int, ...]:
     return tuple(int(edit.at.layers) for edit in vectors.edits(1.0, layers=layers) if isinstance(edit.at.layers, int))
-
-
-def _texts(lm: LM, ids: list[tuple[int, ...]]) -> tuple[str, ...]:
-    return tuple("".join(lm.tokenizer.token_strings(list(one))) for one in ids)

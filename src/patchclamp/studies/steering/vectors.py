@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from patchclamp.errors import ProgramError, UnsupportedSite
-from patchclamp.language import Capture, Site
+from patchclamp.language import Add, Capture, Site
 from patchclamp.language.site import Range, parse_index, parse_site
 from patchclamp.language.tokens import TokensLike, parse_tokens, prompt
 from patchclamp.lm import LM
@@ -21,6 +21,7 @@ from patchclamp.studies.batches import run_batches
 from patchclamp.studies.progress import progress
 from patchclamp.studies.prompts import Asked, ask, content_hash
 from patchclamp.studies.result import provenance
+from patchclamp.studies.steering.behaviour import Behaviour, check_behaviour
 from patchclamp.studies.steering.directions import Check, check, check_method, direction
 from patchclamp.studies.steering.result import PromptSet, SteeringVectors
 from patchclamp.studies.teacher_forcing import parts
@@ -40,6 +41,8 @@ def steering_vectors(
     chat: bool = False,
     held_out: float = 0.25,
     seed: int = 0,
+    answer: Any = None,
+    foil: Any = None,
     batch: int = 64,
     show_progress: bool | None = None,
 ) -> SteeringVectors:
@@ -52,12 +55,16 @@ def steering_vectors(
     tokens: which of each prompt are read; of several the mean
     held_out: the share of the prompts that the vectors are not made of but checked on, drawn by `seed`, pairs together
         (`directions.check`); 0 for no check, and no best layer
+    answer, foil: continuations as of `strength_curve`, which the positive class calls for, and the negative one. With
+        them the best layer is the one whose vector, added once to every token of the held-out negative prompts, moves
+        log p(answer) − log p(foil) most; without them the one that tells held-out prompts apart best
     batch: runs submitted at a time; two batches are under way
 
     Raises: `ProgramError` and its kind for arguments that cannot be, and the error of any run.
     """
     sides = ask(lm, positive, chat, "positive"), ask(lm, negative, chat, "negative")
     check_method(method, len(sides[0]), len(sides[1]))
+    check_behaviour(lm, answer, foil, held_out)
     named = _site(lm, site)
     numbers = _layers(lm, named, layers)
     tests = _held_out(len(sides[0]), len(sides[1]), held_out, seed)
@@ -65,14 +72,17 @@ def steering_vectors(
     with progress("reading", sum(map(len, sides)), show_progress) as advance:
         rows_NLD, norms = _read(lm, [*sides[0], *sides[1]], captures, batch, advance)
     vectors, checks = _fit(method, rows_NLD[: len(sides[0])], rows_NLD[len(sides[0]) :], tests)
-    best = max(range(len(numbers)), key=lambda i: (checks[i].accuracy, checks[i].separation, -i))
+    kept = [sides[1][i] for i in tests[1]]
+    effects = _effects(lm, named, numbers, vectors, kept, answer, foil, batch, show_progress)
+    best = max(range(len(numbers)), key=lambda i: (effects[i] if len(kept) and answer is not None else 0.0,
+                                                   checks[i].accuracy, checks[i].separation, -i))  # fmt: skip
     sets = [PromptSet(len(side), len(test), content_hash(side)) for side, test in zip(sides, tests, strict=True)]
     return SteeringVectors(
         provenance=provenance(lm, (seed,)), method=method, site=named.name, tokens=str(parse_tokens(tokens)),
         layers=tuple(numbers), vectors=vectors.astype(np.float32),
         accuracy=np.array([one.accuracy for one in checks]), separation=np.array([one.separation for one in checks]),
-        row_norm=norms, best=numbers[best] if len(tests[0]) else None, positive=sets[0], negative=sets[1], chat=chat,
-        family=lm.model.family,
+        effect=effects, row_norm=norms, best=numbers[best] if len(tests[0]) else None, positive=sets[0],
+        negative=sets[1], chat=chat, family=lm.model.family,
     )  # fmt: skip
 
 
@@ -90,6 +100,19 @@ def _fit(
         kept = held_out[0][:, layer], held_out[1][:, layer]
         checks.append(check(vectors[-1], (first, second), kept) if len(tests[0]) else NO_CHECK)
     return np.stack(vectors), checks
+
+
+def _effects(
+    lm: LM, site: Site, layers: list[int], vectors: np.ndarray, asked: list[Asked], answer: Any, foil: Any, batch: int,
+    show: bool | None,
+) -> np.ndarray:  # fmt: skip
+    """How much each layer's vector, added once, moves the score of a behaviour on held-out prompts: [L], their mean."""
+    if answer is None:
+        return np.full(len(layers), np.nan)
+    behaviour = Behaviour.of(lm, answer, foil, len(asked))
+    edits = [(), *((Add(vector, at=Site(site.name, layer)),) for layer, vector in zip(layers, vectors, strict=True))]
+    scores = behaviour.score(lm, asked, edits, batch, show).scores.mean(0)
+    return scores[1:] - scores[0]
 
 
 def _site(lm: LM, site: str | Site) -> Site:
