@@ -113,11 +113,22 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
         return (self.place(0.0) + self.place(positive[0])) / 2
 
     def ticks(self, most: int = 12) -> list[tuple[float, str]]:
-        """Place and text of the numbers that are labelled, at most about `most`: 0 and the last among them."""
+        """Place and text of the labels on the horizontal axis: every number, or if these are more than `most`, round
+        numbers on a linear axis, and 0 and every so many from the last on a logarithmic one."""
         numbers = self.numbers
-        every = math.ceil(len(numbers) / most)
-        kept = [x for i, x in enumerate(reversed(numbers)) if i % every == 0 or x == 0]
-        return [(self.place(x), tick(x)) for x in reversed(kept)]
+        if len(numbers) > most and self.x_log:
+            every = math.ceil(len(numbers) / most)
+            numbers = [x for i, x in enumerate(numbers) if (len(numbers) - 1 - i) % every == 0 or x == 0]
+        elif len(numbers) > most:
+            step = _round_step((numbers[-1] - numbers[0]) / most)
+            numbers = [n * step for n in range(math.ceil(numbers[0] / step), math.floor(numbers[-1] / step) + 1)]
+        return [(self.place(x), tick(x)) for x in numbers]
+
+
+def _round_step(least: float) -> float:
+    """The smallest of 1, 2 and 5 times a power of ten that is not below `least`."""
+    unit = 10.0 ** math.floor(math.log10(least))
+    return next(factor * unit for factor in (1, 2, 5, 10) if factor * unit >= least)
 
 
 def tick(value: float) -> str:

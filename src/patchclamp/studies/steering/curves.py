@@ -24,7 +24,7 @@ def of_layers(vectors: SteeringVectors) -> Curves:
     if not np.isnan(vectors.effect).any():
         effect = Line("effect", layers, vectors.effect)
         charts.append(Chart("Effect on held-out negative prompts", "score, nats", (effect,), level=0.0,
-                            level_label="none"))  # fmt: skip
+                            level_label="no effect"))  # fmt: skip
     return Curves(
         title=f"Steering vectors by layer: {NAMES[vectors.method]}", x_label="layer",
         charts=(
@@ -51,12 +51,17 @@ def of_strengths(curve: StrengthCurve) -> Curves:
         both = (Line("answer", scales, curve.logprobs.mean(0)), Line("foil", scales, curve.foil_logprobs.mean(0)))
         charts.append(Chart("Each continuation's log-probability", "nats", both, note="Means over prompts."))
     count, layers = len(curve.prompts), ", ".join(map(str, curve.layers))
+    where = f"layer{'s' if len(curve.layers) > 1 else ''} {layers}, on {_tokens(curve.tokens)}"
+    prompts = f"{count} prompt{'s' if count > 1 else ''}"
     return Curves(
         title="A behaviour's score by steering strength", x_label="scale", charts=tuple(charts),
         provenance=curve.provenance.where,
-        notes=(f"{curve.vectors}, layer{'s' if len(curve.layers) > 1 else ''} {layers}, on {curve.tokens}; {count} "
-               f"prompt{'s' if count > 1 else ''}; {signed(curve.slope)} nats by a scale of 1.",),
+        notes=(f"{curve.vectors}, {where}; {prompts}; {signed(curve.slope)} nats by a scale of 1.",),
     )  # fmt: skip
+
+
+def _tokens(tokens: str) -> str:
+    return "every token" if tokens == "every" else tokens
 
 
 def _score(curve: StrengthCurve) -> str:
