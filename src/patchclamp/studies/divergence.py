@@ -23,9 +23,9 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 def kl(log_p: np.ndarray, log_q: np.ndarray) -> float:
     """KL(p ‖ q) of two distributions as log-probabilities [V]; never below 0, but for rounding, which is cut."""
-    p = np.exp(log_p)
-    terms = np.where(p > 0, p * (log_p - np.where(p > 0, log_q, 0.0)), 0.0)
-    return max(float(terms.sum()), 0.0)
+    there = np.isfinite(log_p)
+    log_p, log_q = log_p[there], log_q[there]
+    return max(float((np.exp(log_p) * (log_p - log_q)).sum()), 0.0)
 
 
 def js(log_p: np.ndarray, log_q: np.ndarray) -> float:

@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from patchclamp.errors import ProgramError
+from patchclamp.errors import ProgramError, TokensError
 from patchclamp.language import Capture, From, Op, Program, Replace, Site
 from patchclamp.language.ops import SiteOp
-from patchclamp.language.tokens import every
+from patchclamp.language.tokens import Tokens, every
 from patchclamp.lm import LM, MAX_SCORES
 from patchclamp.plan import Prompt
 from patchclamp.run import Run
@@ -159,9 +159,18 @@ def fixed(lm: LM, item: Forced) -> Iterator[Op]:
     for path, op in Program.of(list(item.edits)).ops:
         if not isinstance(op, SiteOp):
             raise ProgramError("a program by its name has no place here: give its edits", path)
-        positions = tuple(prompt.select(op.tokens, len(ids), ids).tolist())
+        positions = _positions(prompt, op.tokens, ids, lm.model.max_model_len)
         if positions:
             yield msgspec.structs.replace(op, tokens=_numbered(positions, len(ids)))
+
+
+def _positions(prompt: Prompt, tokens: Tokens, ids: list[int], most: int) -> tuple[int, ...]:
+    """The positions that a selection names; one of a generated token that the continuation does not reach is none."""
+    try:
+        chosen = prompt.select(tokens, len(ids), ids)
+    except TokensError:
+        chosen = prompt.select(tokens, most, ids)
+    return tuple(chosen[chosen < len(ids)].tolist())
 
 
 def _numbered(positions: tuple[int, ...], count: int) -> Any:
