@@ -35,13 +35,11 @@ def direction(method: str, positive_nD: np.ndarray, negative_mD: np.ndarray) -> 
     check_method(method, len(positive_nD), len(negative_mD))
     positive_nD, negative_mD = np.asarray(positive_nD, np.float64), np.asarray(negative_mD, np.float64)
     raw_D = METHODS[method](positive_nD, negative_mD)
-    length = np.linalg.norm(raw_D)
-    if not length > 0:
-        raise ProgramError(
-            "positive and negative prompts give the same activations: there is no direction between them"
-        )
-    unit_D = raw_D / length
-    return unit_D * ((positive_nD.mean(0) - negative_mD.mean(0)) @ unit_D)
+    unit_D = raw_D / (np.linalg.norm(raw_D) or 1.0)
+    apart = float((positive_nD.mean(0) - negative_mD.mean(0)) @ unit_D)
+    if apart == 0:
+        raise ProgramError("positive and negative prompts give the same activations: no direction leads between them")
+    return unit_D * apart
 
 
 def mean_difference(positive_nD: np.ndarray, negative_mD: np.ndarray) -> np.ndarray:

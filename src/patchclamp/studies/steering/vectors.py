@@ -171,6 +171,7 @@ def _read(
     def read(runs: list[Run]) -> None:
         for run, tensors in zip(runs, lm.fetch(runs, sites), strict=True):
             rows_LTD = [np.asarray(tensors[str(site)], np.float64) for site in sites]
+            rows_LTD = [rows.reshape(len(rows), -1) for rows in rows_LTD]  # of heads too
             if not len(rows_LTD[0]):
                 raise ProgramError(f"{captures[0].tokens} selects nothing of prompt {len(means)}", "tokens")
             means.append(np.stack([rows.mean(0) for rows in rows_LTD]))
