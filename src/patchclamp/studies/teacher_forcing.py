@@ -135,6 +135,7 @@ def _readouts(lm: LM, longs: list[_Long], runs: list[Run], batch: int) -> list[n
     def read(readouts: list[Run]) -> None:
         for run, (i, n) in zip(readouts, unread, strict=False):
             logprobs[i][n] = run.scores[longs[i].item.continuation[n]]
+            run.close()
 
     run_batches(lm, (_readout(longs, runs, part) for part in parts(places, batch)), read)
     return logprobs

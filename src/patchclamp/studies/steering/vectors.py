@@ -13,7 +13,8 @@ import numpy as np
 
 from patchclamp.errors import ProgramError, UnsupportedSite
 from patchclamp.language import Add, Capture, Site
-from patchclamp.language.site import Range, parse_index, parse_site
+from patchclamp.language.ranges import Range, parse_index
+from patchclamp.language.site import parse_site
 from patchclamp.language.tokens import TokensLike, parse_tokens, prompt
 from patchclamp.lm import LM
 from patchclamp.run import Run
