@@ -69,7 +69,18 @@ class TestFront:
     def test_every_file_of_the_folder_is_a_command(self):
         files = Path(demo_command.__file__).parent.glob("[a-z]*.py")
         assert list(COMMANDS) == sorted(file.stem for file in files)
-        assert COMMANDS.keys() >= {"ablate", "causal_trace", "demo", "doctor", "fuzz", "parity", "paths", "sites", "steer", "sweep"}
+        assert COMMANDS.keys() >= {
+            "ablate",
+            "causal_trace",
+            "demo",
+            "doctor",
+            "fuzz",
+            "parity",
+            "paths",
+            "sites",
+            "steer",
+            "sweep",
+        }
         assert all(name.replace("_", "-") in run("--help")[1] for name in COMMANDS)
 
     def test_version(self):
