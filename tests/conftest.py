@@ -44,7 +44,7 @@ GROUPS = {
         "test_lens",
     ),
     "tiny": ("test_storm", "test_capacity", "test_lora", "test_poison", "test_admission"),
-    "real": ("test_sweep", "test_readme", "test_cli_parity", "test_harvest"),
+    "real": ("test_sweep", "test_fuzz", "test_steering", "test_readme", "test_cli_parity", "test_harvest"),
 }
 GROUP_OF = {f"serve/{path.name}": "serve" for path in sorted(Path(__file__).parent.glob("serve/test_*.py"))}
 GROUP_OF |= {f"engines/{name}.py": group for group, names in GROUPS.items() for name in names}

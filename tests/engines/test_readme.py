@@ -54,6 +54,9 @@ def test_every_example_of_the_guide_runs(engine, engines, tmp_path, monkeypatch)
     assert len(names["mixed"]) == 3
     assert (tmp_path / "bank.safetensors").exists()
     assert names["coded"].error is None
+    assert names["fuzzing"].exact[:, 0].min() == 1 > names["fuzzing"].exact[:, 2].mean()
+    assert names["vectors"].effect.max() > 2
+    assert names["curve"].slope > 1
     assert names["place"] == "edits[1].value"
     before, after = names["steps"]["edits[0]"], names["steps"]["capture[0]"]
     assert (after == 2 * before).all()

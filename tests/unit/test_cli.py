@@ -22,6 +22,7 @@ from patchclamp.cli.arguments import read_options, read_positions
 from patchclamp.cli.commands import COMMANDS
 from patchclamp.cli.commands import demo as demo_command
 from patchclamp.cli.early import check_sweep
+from patchclamp.plots import words
 from patchclamp.proving import Proof
 from patchclamp.studies import AblationSweep, CausalTrace, MeanOf, PatchSweep, PathPatch
 
@@ -68,7 +69,18 @@ class TestFront:
     def test_every_file_of_the_folder_is_a_command(self):
         files = Path(demo_command.__file__).parent.glob("[a-z]*.py")
         assert list(COMMANDS) == sorted(file.stem for file in files)
-        assert COMMANDS.keys() >= {"ablate", "causal_trace", "demo", "doctor", "parity", "paths", "sites", "sweep"}
+        assert COMMANDS.keys() >= {
+            "ablate",
+            "causal_trace",
+            "demo",
+            "doctor",
+            "fuzz",
+            "parity",
+            "paths",
+            "sites",
+            "steer",
+            "sweep",
+        }
         assert all(name.replace("_", "-") in run("--help")[1] for name in COMMANDS)
 
     def test_version(self):
@@ -456,3 +468,73 @@ class TestDoctor:
         status, output = run("doctor", "fake", "--engine", "fake")
         assert status == 1
         assert "an edit at attn_out[2] does not move the logits" in output
+
+
+class TestFuzz:
+    def test_curves_answers_and_files(self, tmp_path):
+        prompts = tmp_path / "prompts.txt"
+        prompts.write_text("The cat is\n\nhello\\nworld\n", encoding="utf-8")
+        files = {name: tmp_path / f"fuzz.{name}" for name in ("st", "png", "html")}
+        status, output = run("fuzz", "fake", "--engine", "fake", "--prompts", str(prompts), "--strength", "0", "--strength",
+                             "0.5", "--seed", "1", "--seed", "2", "--max-tokens", "3", "--save", str(files["st"]),
+                             "--png", str(files["png"]), "--html", str(files["html"]))  # fmt: skip
+        assert status == 0, output
+        assert "2 prompts, 2 seeds, 3 tokens, greedy; noise at embed" in output
+        assert "the first prompt: The cat is" in output
+        assert all(path.stat().st_size > 500 for path in files.values())
+        result = pc.studies.FuzzSweep.load(files["st"])
+        assert result.prompts == ("The cat is", "hello\nworld")
+        assert words.plain(result.answers[0][1][0].text) in output
+
+    @pytest.mark.parametrize(
+        ("arguments", "text"),
+        [
+            (("--strength", "0.2", "--strength", "0.1"), "strengths: ascending numbers"),
+            (("--site", "resid_past"), "at[0].at: no site 'resid_past'"),
+            (("--refusal", "("), "refusal: '(' is not a regular expression"),
+            (("--prompts", "none.txt"), "--prompts: none.txt cannot be read"),
+            (("--png", "a.pgn"), "a.pgn: no picture format"),
+        ],
+    )
+    def test_what_is_wrong_is_one_line(self, arguments, text, monkeypatch):
+        monkeypatch.setattr(proving.load, "ProvedLM", None)  # no model is loaded
+        assert failed("fuzz", "fake", "--engine", "fake", *arguments).removeprefix("error: ").startswith(text)
+
+
+class TestSteer:
+    @pytest.fixture
+    def sides(self, tmp_path):
+        for name, end in (("positive", "on"), ("negative", "not")):
+            lines = [f"{start} {end}" for start in ("the cat is", "the dog sat", "hello world", "The city is")]
+            (tmp_path / name).write_text("\n".join(lines), encoding="utf-8")
+        return ("steer", "fake", "--engine", "fake", "--positive", str(tmp_path / "positive"), "--negative",
+                str(tmp_path / "negative"))  # fmt: skip
+
+    def test_layers_a_curve_and_files(self, sides, tmp_path):
+        files = {name: tmp_path / f"steer.{name}" for name in ("st", "gguf", "png", "html")}
+        status, output = run(*sides, "--answer", " the", "--foil", " a", "--prompts", sides[5], "--layers", "1:3", "--save",
+                             str(files["st"]), "--gguf", str(files["gguf"]), "--png", str(files["png"]), "--html",
+                             str(files["html"]))  # fmt: skip
+        assert status == 0, output
+        vectors = pc.studies.SteeringVectors.load(files["st"])
+        assert f"Best: layer {vectors.best}." in output
+        assert "nats by a scale of 1" in output
+        assert all(path.stat().st_size > 200 for path in files.values())
+        read = pc.studies.SteeringVectors.from_gguf(files["gguf"])
+        assert read.layers == (vectors.best,)
+        assert (read.vectors[0] == vectors.vector()).all()
+
+    @pytest.mark.parametrize(
+        ("arguments", "text"),
+        [
+            (("--method", "men"), "method: no method 'men'"),
+            (("--prompts", "sides"), "--prompts: sides cannot be read"),
+            (("--foil", " a"), "--answer: a behaviour is scored by a continuation"),
+            (("--held-out", "0", "--png", "a.png"), "--held-out: there is nothing to draw"),
+            (("--layers", "a:b"), "--layers: 'a:b' is neither a number nor a range"),
+            (("--tokens", "promt"), "--tokens: no group of tokens 'promt'"),
+        ],
+    )
+    def test_what_is_wrong_is_one_line(self, sides, arguments, text, monkeypatch):
+        monkeypatch.setattr(proving.load, "ProvedLM", None)  # no model is loaded
+        assert failed(*sides, *arguments).removeprefix("error: ").startswith(text)

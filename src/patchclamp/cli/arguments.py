@@ -77,6 +77,18 @@ def read_positions(texts: Sequence[str] | None) -> list[int | str] | None:
     return [int(text) if re.fullmatch(r"\s*-?\d+\s*", text) else text for text in texts] if texts else None
 
 
+def read_prompts(path: Path, argument: str) -> list[str]:
+    """The prompts of a file, one a line; empty lines are none, and \\n stands for a line break."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProgramError(f"{path} cannot be read: {error}", argument) from None
+    prompts = [line.replace("\\n", "\n") for line in lines if line.strip()]
+    if not prompts:
+        raise ProgramError(f"{path} has no prompt", argument)
+    return prompts
+
+
 def _value(text: str) -> Any:
     try:
         return json.loads(text)

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from patchclamp.engines.open import NAMES
-from patchclamp.errors import PatchclampError, unknown
+from patchclamp.errors import PatchclampError, ProgramError, unknown
 from patchclamp.language.conversions import as_dtype
 from patchclamp.language.ranges import parse_index
 from patchclamp.language.site import parse_site
 from patchclamp.language.tokens import parse_tokens
 from patchclamp.plots import check_targets
+from patchclamp.studies.fuzz.asked import Fuzz, pattern_of, seeds_of, strengths_of
 from patchclamp.studies.metric import grade
+from patchclamp.studies.steering.directions import check_method
 
 
 def check_engine(name: str | None) -> None:
@@ -48,6 +50,39 @@ def check_harvest(sites: Sequence[str], dtype: str) -> None:
     for text in sites:
         _read(parse_site, text, "--site")
     _read(as_dtype, dtype, "--store")
+
+
+def check_fuzz(
+    strengths: Sequence[float] | None,
+    seeds: Sequence[int] | None,
+    sites: Sequence[str] | None,
+    refusal: str | None,
+    png: Path | None,
+    html: Path | None,
+) -> None:
+    """Raises what a fuzz sweep or its pictures would raise minutes later, for all that no model is needed for."""
+    Fuzz.of("noise", sites or None, True)
+    strengths_of(strengths or None, ())
+    seeds_of(seeds or (0,))
+    pattern_of(refusal)
+    check_targets(png, html)
+
+
+def check_steer(
+    method: str, site: str, layers: str | None, tokens: str, positive: int, negative: int, answer: str | None,
+    foil: str | None, scored: bool, held_out: float, png: Path | None, html: Path | None,
+) -> None:  # fmt: skip
+    """Raises what making steering vectors or their pictures would raise minutes later, as far as no model is needed."""
+    check_method(method, positive, negative)
+    if answer is None and (foil is not None or scored):
+        raise ProgramError("a behaviour is scored by a continuation that shows it: give --answer", "--answer")
+    if not (held_out or scored) and (png or html):
+        raise ProgramError("there is nothing to draw: give --prompts, or hold prompts out", "--held-out")
+    _read(parse_site, site, "--site")
+    _read(parse_tokens, tokens, "--tokens")
+    if layers is not None:
+        _read(parse_index, layers, "--layers")
+    check_targets(png, html)
 
 
 def _read(how: Callable[[str], Any], text: str, argument: str) -> None:

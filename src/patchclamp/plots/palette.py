@@ -18,3 +18,6 @@ SEQUENTIAL = (
 )  # fmt: skip
 
 CLEAN, CORRUPT = "#1b5a9e", "#a04e06"
+
+# lines of a chart, in this order; source: Okabe and Ito 2008, without the yellow, which is too light on white
+LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", INK)

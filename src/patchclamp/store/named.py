@@ -64,8 +64,14 @@ class CapturedRun(Source, Protocol):
     def refs(self, site: Site | str) -> list[str]: ...
 
 
+class Edits(Protocol):
+    """What is made into edits, such as a study's steering vectors: their program is kept, at a scale of 1."""
+
+    def edits(self, scale: float = 1.0) -> Sequence[Op]: ...
+
+
 Entry = Vector | Means | Program | Source
-EntryLike = Entry | ValueLike | Op | Sequence[Op]
+EntryLike = Entry | ValueLike | Op | Sequence[Op] | Edits
 
 
 class NamedBank(MutableMapping[str, Entry]):
@@ -195,6 +201,8 @@ def as_entry(entry: Any) -> Entry:
     """What the bank keeps of what it is given. Raises `ProgramError` for a program that captures or edits nothing."""
     if isinstance(entry, (Vector, Means)) or is_run(entry):
         return entry
+    if callable(edits := getattr(entry, "edits", None)):
+        entry = edits()
     if isinstance(entry, Program) or _is_edits(entry):
         program = entry if isinstance(entry, Program) else Program.of(entry)
         if program.capture or not program.edits or any(isinstance(op, Capture) for op in program.edits):

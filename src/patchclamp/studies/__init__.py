@@ -8,6 +8,7 @@ from patchclamp.studies.direct_attribution import direct_attribution
 from patchclamp.studies.direct_attribution_result import DirectAttribution
 from patchclamp.studies.edge_attribution import edge_attribution
 from patchclamp.studies.edge_result import EdgeAttribution
+from patchclamp.studies.fuzz import FuzzAnswer, FuzzSweep, fuzz_sweep
 from patchclamp.studies.harvest import Filters, Harvest, Harvested, Project, harvest
 from patchclamp.studies.logit_lens import logit_lens
 from patchclamp.studies.logit_lens_result import LogitLens
@@ -19,12 +20,14 @@ from patchclamp.studies.patchscope_result import Patchscope
 from patchclamp.studies.path_patch import path_patch
 from patchclamp.studies.recipes import Recipes, compare_recipes
 from patchclamp.studies.sources import Banked, MeanOf, Resampled, Zeros
+from patchclamp.studies.steering import SteeringVectors, StrengthCurve, steering_vectors, strength_curve
 from patchclamp.studies.sweep_result import AblationSweep, CausalTrace, Cell, Column, PatchSweep, PathPatch
 
 __all__ = [
     "AblationSweep", "AttributionPatching", "Banked", "CausalTrace", "Cell", "Column", "DirectAttribution",
-    "EdgeAttribution", "Filters", "Harvest", "Harvested", "LogitLens", "MeanOf", "Parity", "PatchSweep",
-    "Patchscope", "PathPatch", "Project", "Recipes", "Resampled", "Zeros", "ablation_sweep", "attribution_patching",
-    "causal_trace", "compare_recipes", "direct_attribution", "edge_attribution", "harvest", "logit_lens", "parity",
-    "patch_sweep", "patchscope", "path_patch",
+    "EdgeAttribution", "Filters", "FuzzAnswer", "FuzzSweep", "Harvest", "Harvested", "LogitLens", "MeanOf",
+    "Parity", "PatchSweep", "Patchscope", "PathPatch", "Project", "Recipes", "Resampled", "SteeringVectors",
+    "StrengthCurve", "Zeros", "ablation_sweep", "attribution_patching", "causal_trace", "compare_recipes",
+    "direct_attribution", "edge_attribution", "fuzz_sweep", "harvest", "logit_lens", "parity", "patch_sweep",
+    "patchscope", "path_patch", "steering_vectors", "strength_curve",
 ]  # fmt: skip

@@ -1,0 +1,231 @@
+"""The fuzz sweep: how strong may noise in a model's activations be before its answers change, and how do they change?
+
+Every prompt is run with noise of several strengths and seeds, and each answer is measured against the run without
+noise. Agreement says whether it changed, divergence how much the first token's distribution did, perplexity under the
+unedited model whether it is still fluent, and a pattern whether the model refused.
+
+Source: Roger 2025 (LessWrong, "Fuzzing LLMs sometimes makes them reveal their secrets"); noise that brings out hidden
+behaviour, Tice et al. 2024 (arXiv:2412.01784).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from patchclamp.errors import ProgramError
+from patchclamp.lm import LM
+from patchclamp.run import Run
+from patchclamp.studies.batches import run_batches
+from patchclamp.studies.divergence import js, kl
+from patchclamp.studies.fuzz.asked import FirstToken, Fuzz, Sampling, pattern_of, seeds_of, strengths_of
+from patchclamp.studies.fuzz.prompts import PROMPTS, QUICK_PROMPTS, QUICK_STRENGTHS, REFUSAL, STRENGTHS
+from patchclamp.studies.fuzz.result import FuzzAnswer, FuzzSweep
+from patchclamp.studies.progress import progress
+from patchclamp.studies.prompts import Asked, ask
+from patchclamp.studies.result import provenance
+from patchclamp.studies.teacher_forcing import Forced, forced_logprobs, parts
+
+Cell = tuple[int, int, int]  # numbers of prompt, strength and seed
+Place = tuple[int, tuple[int, ...]]  # a prompt's number, and an answer's token ids
+NAN = float("nan")
+
+
+def fuzz_sweep(
+    lm: LM,
+    prompts: Sequence[Any] | None = None,
+    strengths: Sequence[float] | None = None,
+    *,
+    seeds: Sequence[int] = (0,),
+    at: Any = None,
+    mode: str = "noise",
+    relative: bool = True,
+    chat: bool = False,
+    max_tokens: int = 32,
+    sampling: Mapping[str, Any] | None = None,
+    divergence: str | int = "full",
+    perplexity: bool = True,
+    refusal: str | None = REFUSAL,
+    quick: bool = False,
+    batch: int = 64,
+    show_progress: bool | None = None,
+) -> FuzzSweep:
+    """Runs every prompt with noise of every strength and seed, and measures each answer against the run without noise.
+
+    prompts: texts or token ids, or with `chat` texts or lists of messages; 23 instructions if not given
+    strengths: of the noise; 0 is the unedited run once more; 0 and ten from 0.01 to 1.8 if not given
+    seeds: of the noise, and of the sampler if `sampling` has a temperature
+    at: sites that get `Noise(strength, relative=relative)`, each with its tokens if you like, such as
+        `[pc.resid_post[8] @ pc.prompt]`; the embedding, as `fuzz_strength` does it, if not given
+    mode: "noise", or "scale": embeddings times 1 − strength
+    relative: whether the noise at `at` is times the row's root mean square
+    chat: whether prompts are the user's turn of a chat
+    divergence: "full", by all logits of the first token; a number k, by the k tokens that are likeliest without noise
+        and all others together, which is never more; "none"
+    perplexity: whether answers are graded by the unedited model (`studies.teacher_forcing`)
+    refusal: a regular expression that finds a refusal in an answer; None for no such measure
+    quick: 5 prompts and 7 strengths, where none are given
+    batch: runs submitted at a time; two batches are under way
+
+    Raises: `ProgramError` and its kind for arguments that cannot be, and the error of any run.
+    """
+    if quick and prompts is not None and strengths is not None:
+        raise ProgramError("it chooses prompts and strengths, and both are given", "quick")
+    if not isinstance(batch, int) or batch < 1:
+        raise ProgramError(f"runs are submitted at least one at a time, not {batch!r}", "batch")
+    plan = _Plan(
+        asked=ask(lm, (QUICK_PROMPTS if quick else PROMPTS) if prompts is None else prompts, chat),
+        strengths=strengths_of(strengths, QUICK_STRENGTHS if quick else STRENGTHS), seeds=seeds_of(seeds),
+        fuzz=Fuzz.of(mode, at, relative), sampling=Sampling.of(sampling), first=FirstToken(divergence),
+        max_tokens=max_tokens, batch=batch,
+    )  # fmt: skip
+    pattern = pattern_of(refusal)
+    runs = _run(lm, plan, show_progress)
+    perplexities = _perplexities(lm, plan, runs, show_progress) if perplexity else {}
+    return FuzzSweep(
+        provenance=provenance(lm, plan.seeds), prompts=tuple(one.shown for one in plan.asked),
+        strengths=plan.strengths, noise=plan.fuzz.words, chat=chat, max_tokens=max_tokens,
+        sampling=plan.sampling.parameters, divergence=plan.first.words, refusal=refusal,
+        **_answers(plan, runs), **_measures(plan, runs, perplexities, pattern),
+    )  # fmt: skip
+
+
+def _answers(plan: _Plan, runs: _Runs) -> dict[str, Any]:
+    """The answers by prompt, strength and seed, and the unfuzzed ones."""
+    prompts, strengths, seeds = map(range, plan.shape)
+    return {
+        "answers": tuple(tuple(tuple(runs.answers[p, l, s] for s in seeds) for l in strengths) for p in prompts),  # noqa: E741
+        "unfuzzed": tuple(tuple(runs.unfuzzed[p, s] for s in plan.unfuzzed_seeds) for p in prompts),
+    }
+
+
+def _measures(
+    plan: _Plan, runs: _Runs, perplexities: dict[Place, float], pattern: re.Pattern[str] | None
+) -> dict[str, Any]:
+    """The measures of all cells, [P, L, S] each."""
+
+    def grid(value: Callable[[Cell, FuzzAnswer, FuzzAnswer], float]) -> np.ndarray:
+        values = [value(cell, runs.answers[cell], runs.own(cell)) for cell in plan.cells]
+        return np.array(values, np.float64).reshape(plan.shape)
+
+    graded = [[perplexities.get((p, answer.token_ids), NAN) for answer in row]
+              for p, row in enumerate(_answers(plan, runs)["unfuzzed"])]  # fmt: skip
+    return {
+        "exact": grid(lambda cell, answer, own: answer.token_ids == own.token_ids),
+        "prefix": grid(lambda cell, answer, own: prefix_share(answer.token_ids, own.token_ids)),
+        "kl": grid(lambda cell, answer, own: runs.divergences[cell][0]),
+        "js": grid(lambda cell, answer, own: runs.divergences[cell][1]),
+        "perplexity": grid(lambda cell, answer, own: perplexities.get((cell[0], answer.token_ids), NAN)),
+        "refused": grid(lambda cell, answer, own: NAN if pattern is None else bool(pattern.search(answer.text))),
+        "unfuzzed_perplexity": np.array(graded),
+    }
+
+
+def prefix_share(answer: Sequence[int], other: Sequence[int]) -> float:
+    """The tokens before the first that differs, as a share of the longer of two answers: 1 only if they are equal."""
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(answer, other, strict=False))
+    return sum(1 for _ in same) / max(len(answer), len(other), 1)
+
+
+class _Plan(msgspec.Struct, frozen=True):
+    """What is run."""
+
+    asked: list[Asked]
+    strengths: tuple[float, ...]
+    seeds: tuple[int, ...]
+    fuzz: Fuzz
+    sampling: Sampling
+    first: FirstToken
+    max_tokens: int
+    batch: int
+
+    @property
+    def cells(self) -> list[Cell]:
+        prompts, strengths, seeds = map(range, self.shape)
+        return list(itertools.product(prompts, strengths, seeds))
+
+    @property
+    def shape(self) -> Cell:
+        return len(self.asked), len(self.strengths), len(self.seeds)
+
+    @property
+    def unfuzzed_seeds(self) -> range:
+        """Numbers of the seeds that the unedited run of a prompt has: where nothing is drawn, one is as good as all."""
+        return range(len(self.seeds) if self.sampling.drawn else 1)
+
+    def calls(self, cells: Sequence[tuple[int, int | None, int]]) -> Iterator[dict[str, Any]]:
+        """The calls that run cells; strength None is no edit."""
+        edits = {
+            (l, s): self.fuzz.edits(strength, seed)
+            for l, strength in enumerate(self.strengths)  # noqa: E741
+            for s, seed in enumerate(self.seeds)
+        }
+        none: list[Any] = []
+        for part in parts(cells, self.batch):
+            yield {
+                "prompt": [self.asked[p].prompt for p, _, _ in part], "max_tokens": self.max_tokens,
+                "edits": [none if l is None else edits[l, s] for _, l, s in part],  # noqa: E741
+                "capture": self.first.capture, "score": [self.first.score(p) for p, _, _ in part],
+                "sampling": [self.sampling.seeded(self.seeds[s]) for _, _, s in part],
+            }  # fmt: skip
+
+
+class _Runs(msgspec.Struct, frozen=True):
+    """What came of the runs, by cell; the unfuzzed ones by prompt and seed."""
+
+    answers: dict[Cell, FuzzAnswer]
+    divergences: dict[Cell, tuple[float, float]]
+    unfuzzed: dict[tuple[int, int], FuzzAnswer]
+    drawn: bool
+
+    def own(self, cell: Cell) -> FuzzAnswer:
+        """The unfuzzed answer that a cell is compared with: of its prompt, and where tokens are drawn of its seed."""
+        return self.unfuzzed[cell[0], cell[2] if self.drawn else 0]
+
+
+def _run(lm: LM, plan: _Plan, show: bool | None) -> _Runs:
+    """Runs every prompt without noise, and then every cell."""
+    runs = _Runs({}, {}, {}, plan.sampling.drawn)
+    own = [(p, None, s) for p in range(len(plan.asked)) for s in plan.unfuzzed_seeds]
+    first: dict[tuple[int, int], np.ndarray] = {}
+    plan.first.prepare(lm, plan.asked)
+    with progress("fuzzing", len(own) + len(plan.cells), show) as advance:
+        unread_own, unread = iter(own), iter(plan.cells)
+
+        def read_own(done: list[Run]) -> None:
+            for run, (p, _, s) in zip(done, unread_own, strict=False):
+                runs.unfuzzed[p, s], first[p, s] = _answer(run), plan.first.read(run)
+                run.close()
+            advance(len(done))
+
+        def read(done: list[Run]) -> None:
+            for run, cell in zip(done, unread, strict=False):
+                runs.answers[cell] = _answer(run)
+                before, after = first[cell[0], cell[2] if runs.drawn else 0], plan.first.read(run)
+                runs.divergences[cell] = (kl(before, after), js(before, after)) if len(before) else (NAN, NAN)
+                run.close()
+            advance(len(done))
+
+        run_batches(lm, plan.calls(own), read_own)
+        run_batches(lm, plan.calls(plan.cells), read)
+    return runs
+
+
+def _answer(run: Run) -> FuzzAnswer:
+    return FuzzAnswer(run.text, tuple(run.token_ids))
+
+
+def _perplexities(lm: LM, plan: _Plan, runs: _Runs, show: bool | None) -> dict[Place, float]:
+    """The perplexity under the unedited model of every different answer, by prompt and token ids."""
+    answers = [(cell[0], answer) for cell, answer in runs.answers.items()]
+    answers += [(place[0], answer) for place, answer in runs.unfuzzed.items()]
+    different = list(dict.fromkeys((p, answer.token_ids) for p, answer in answers))
+    items = [Forced(plan.asked[p].ids, ids) for p, ids in different]
+    with progress("grading", len(items), show) as advance:
+        logprobs = forced_logprobs(lm, items, max(plan.batch, 256), advance)
+    return {place: float(np.exp(-row.mean())) for place, row in zip(different, logprobs, strict=True)}

@@ -1,0 +1,187 @@
+"""Steering vectors from contrasting prompts, and the layer whose vector tells held-out prompts apart best.
+
+Source: contrastive activation addition, Rimsky et al. 2023 (arXiv:2312.06681); representation engineering, Zou et al.
+2023 (arXiv:2310.01405).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from patchclamp.errors import ProgramError, UnsupportedSite
+from patchclamp.language import Add, Capture, Site
+from patchclamp.language.ranges import Range, parse_index
+from patchclamp.language.site import parse_site
+from patchclamp.language.tokens import TokensLike, parse_tokens, prompt
+from patchclamp.lm import LM
+from patchclamp.run import Run
+from patchclamp.studies.batches import run_batches
+from patchclamp.studies.progress import progress
+from patchclamp.studies.prompts import Asked, ask, content_hash
+from patchclamp.studies.result import provenance
+from patchclamp.studies.steering.behaviour import Behaviour, check_behaviour
+from patchclamp.studies.steering.directions import Check, check, check_method, direction
+from patchclamp.studies.steering.result import PromptSet, SteeringVectors
+from patchclamp.studies.teacher_forcing import parts
+
+NO_CHECK = Check(float("nan"), float("nan"))
+
+
+def steering_vectors(
+    lm: LM,
+    positive: Sequence[Any],
+    negative: Sequence[Any],
+    *,
+    method: str = "mean",
+    site: str | Site = "resid_post",
+    layers: Any = None,
+    tokens: TokensLike = prompt[-1],
+    chat: bool = False,
+    held_out: float = 0.25,
+    seed: int = 0,
+    answer: Any = None,
+    foil: Any = None,
+    batch: int = 64,
+    show_progress: bool | None = None,
+) -> SteeringVectors:
+    """A direction a layer from what `site` has in positive and in negative prompts, and the layer where it is best.
+
+    positive, negative: texts or token ids, or with `chat` texts or lists of messages; as many of both are pairs
+    method: "mean" (difference of means), "pca" (of pairs' differences) or "probe" (logistic regression)
+    site: one whose rows are the width of the stream: `resid_post`, `attn_out`, …
+    layers: a number, a list, or text such as "8:20"; all layers if not given
+    tokens: which of each prompt are read; of several the mean
+    held_out: the share of the prompts that the vectors are not made of but checked on, drawn by `seed`, pairs together
+        (`directions.check`); 0 for no check, and no best layer
+    answer, foil: continuations as of `strength_curve`, which the positive class calls for, and the negative one. With
+        them the best layer is the one whose vector, added once to every token of the held-out negative prompts, moves
+        log p(answer) − log p(foil) most; without them the one that tells held-out prompts apart best
+    batch: runs submitted at a time; two batches are under way
+
+    Raises: `ProgramError` and its kind for arguments that cannot be, and the error of any run.
+    """
+    sides = ask(lm, positive, chat, "positive"), ask(lm, negative, chat, "negative")
+    check_method(method, len(sides[0]), len(sides[1]))
+    check_behaviour(lm, answer, foil, held_out)
+    named = _site(lm, site)
+    numbers = _layers(lm, named, layers)
+    tests = _held_out(len(sides[0]), len(sides[1]), held_out, seed)
+    captures = [Capture(Site(named.name, layer), parse_tokens(tokens)) for layer in numbers]
+    with progress("reading", sum(map(len, sides)), show_progress) as advance:
+        rows_NLD, norms = _read(lm, [*sides[0], *sides[1]], captures, batch, advance)
+    vectors, checks = _fit(method, rows_NLD[: len(sides[0])], rows_NLD[len(sides[0]) :], tests)
+    kept = [sides[1][i] for i in tests[1]]
+    effects = _effects(lm, named, numbers, vectors, kept, answer, foil, batch, show_progress)
+    best = max(range(len(numbers)), key=lambda i: (effects[i] if len(kept) and answer is not None else 0.0,
+                                                   checks[i].accuracy, checks[i].separation, -i))  # fmt: skip
+    sets = [PromptSet(len(side), len(test), content_hash(side)) for side, test in zip(sides, tests, strict=True)]
+    return SteeringVectors(
+        provenance=provenance(lm, (seed,)), method=method, site=named.name, tokens=str(parse_tokens(tokens)),
+        layers=tuple(numbers), vectors=vectors.astype(np.float32),
+        accuracy=np.array([one.accuracy for one in checks]), separation=np.array([one.separation for one in checks]),
+        effect=effects, row_norm=norms, best=numbers[best] if len(tests[0]) else None, positive=sets[0],
+        negative=sets[1], chat=chat, family=lm.model.family,
+    )  # fmt: skip
+
+
+def _fit(
+    method: str, positive_NLD: np.ndarray, negative_NLD: np.ndarray, tests: tuple[np.ndarray, np.ndarray]
+) -> tuple[np.ndarray, list[Check]]:
+    """Vectors [L, D] of the rows that are not held out, and their checks on those that are."""
+    classes = positive_NLD, negative_NLD
+    made_of = [np.delete(rows, test, axis=0) for rows, test in zip(classes, tests, strict=True)]
+    held_out = [rows[test] for rows, test in zip(classes, tests, strict=True)]
+    vectors, checks = [], []
+    for layer in range(positive_NLD.shape[1]):
+        first, second = (rows[:, layer] for rows in made_of)
+        vectors.append(direction(method, first, second))
+        kept = held_out[0][:, layer], held_out[1][:, layer]
+        checks.append(check(vectors[-1], (first, second), kept) if len(tests[0]) else NO_CHECK)
+    return np.stack(vectors), checks
+
+
+def _effects(
+    lm: LM, site: Site, layers: list[int], vectors: np.ndarray, asked: list[Asked], answer: Any, foil: Any, batch: int,
+    show: bool | None,
+) -> np.ndarray:  # fmt: skip
+    """How much each layer's vector, added once, moves the score of a behaviour on held-out prompts: [L], their mean."""
+    if answer is None:
+        return np.full(len(layers), np.nan)
+    behaviour = Behaviour.of(lm, answer, foil, len(asked))
+    edits = [(), *((Add(vector, at=Site(site.name, layer)),) for layer, vector in zip(layers, vectors, strict=True))]
+    scores = behaviour.score(lm, asked, edits, batch, show).scores.mean(0)
+    return scores[1:] - scores[0]
+
+
+def _site(lm: LM, site: str | Site) -> Site:
+    named = parse_site(site)
+    if named.layers is not None or named.index is not None:
+        raise ProgramError(f"a site's word is needed, such as {named.name!r}: layers= says which", "site")
+    refs = lm.sites.resolve(named)
+    if any(ref.layer is None for ref in refs):
+        raise UnsupportedSite(f"{named} has no layers, and vectors are made for each layer", "site")
+    if any(lm.sites.points[ref.point].width != lm.model.d_model for ref in refs):
+        raise UnsupportedSite(f"the rows of {named} are not as wide as the stream ({lm.model.d_model})", "site")
+    return named
+
+
+def _layers(lm: LM, site: Site, layers: Any) -> list[int]:
+    """The layers to read, ascending."""
+    there = [ref.layer for ref in lm.sites.resolve(site) if ref.layer is not None]
+    index = parse_index(layers) if isinstance(layers, str) else layers
+    if index is None:
+        return there
+    if isinstance(index, (slice, range)):
+        index = Range(index.start, index.stop, index.step)
+    count = lm.model.layers
+    chosen = list(index.indices(count)) if isinstance(index, Range) else [index] if isinstance(index, int) else [*index]
+    missing = [layer for layer in chosen if not -count <= layer < count or layer % count not in there]
+    if missing or not chosen:
+        raise UnsupportedSite(f"{site} has layers {there[0]} to {there[-1]}, not {missing or layers}", "layers")
+    return sorted({layer % count for layer in chosen})
+
+
+def _held_out(positive: int, negative: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of the held-out prompts of each class; of pairs the same. At least one of each is held out, and one is
+    not, unless the share is 0."""
+    if not isinstance(share, (int, float)) or not 0 <= share < 1:
+        raise ProgramError(f"a share from 0 to below 1 is needed, not {share!r}", "held_out")
+    counts = [round(share * n) for n in (positive, negative)]
+    if share and (min(counts) < 1 or counts[0] == positive or counts[1] == negative):
+        raise ProgramError(
+            f"{share:g} of {positive} positive and {negative} negative prompts leaves a class nothing to be made of or "
+            "checked on: give more prompts, or held_out=0 for no check", "held_out"
+        )  # fmt: skip
+    draws = np.random.default_rng(seed)
+    first = draws.permutation(positive)
+    second = first if positive == negative else draws.permutation(negative)
+    return np.sort(first[: counts[0]]), np.sort(second[: counts[1]])
+
+
+def _read(
+    lm: LM, asked: list[Asked], captures: list[Capture], batch: int, advance: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """The mean row of each prompt at each layer [N, L, D], and the mean length [L] of all rows."""
+    sites = [capture.at for capture in captures]
+    means: list[np.ndarray] = []
+    lengths: list[np.ndarray] = []
+
+    def read(runs: list[Run]) -> None:
+        for run, tensors in zip(runs, lm.fetch(runs, sites), strict=True):
+            rows_LTD = [np.asarray(tensors[str(site)], np.float64) for site in sites]
+            rows_LTD = [rows.reshape(len(rows), -1) for rows in rows_LTD]  # of heads too
+            if not len(rows_LTD[0]):
+                raise ProgramError(f"{captures[0].tokens} selects nothing of prompt {len(means)}", "tokens")
+            means.append(np.stack([rows.mean(0) for rows in rows_LTD]))
+            lengths.append(np.array([np.linalg.norm(rows, axis=1).mean() for rows in rows_LTD]))
+            run.close()
+        advance(len(runs))
+
+    calls = (
+        {"prompt": [one.prompt for one in part], "max_tokens": 1, "capture": captures} for part in parts(asked, batch)
+    )
+    run_batches(lm, calls, read)
+    return np.stack(means), np.mean(lengths, axis=0)

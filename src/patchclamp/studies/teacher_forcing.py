@@ -1,0 +1,186 @@
+"""Teacher forcing: the log-probability of every token of a given continuation, exact, on any engine.
+
+One run of prompt + continuation captures `final_norm` where each token of the continuation is predicted. Then each of
+those rows is written into a run of a single token, whose next token is scored: the engine's own unembedding reads it,
+in the engine's own numerics. So a continuation of n tokens costs one prompt of its length and n − 1 prompts of one
+token, in place of n prompts of growing length; the last token is scored by the long run itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from patchclamp.errors import ProgramError, TokensError
+from patchclamp.language import Capture, From, Op, Program, Replace, Site
+from patchclamp.language.ops import SiteOp
+from patchclamp.language.tokens import Tokens, every
+from patchclamp.lm import LM, MAX_SCORES
+from patchclamp.plan import Prompt
+from patchclamp.run import Run
+from patchclamp.studies.batches import run_batches
+
+MAX_ROWS = 1 << 14  # of `final_norm` that are kept at a time
+FINAL_NORM = Site("final_norm")
+
+
+class Forced(msgspec.Struct, frozen=True):
+    """A continuation of a prompt, in token ids, at least one; `text` is the prompt's, where it is known.
+
+    edits: as of a run that generates the continuation: selections of the prompt mean the prompt, `generated` means the
+        continuation
+    """
+
+    prompt: tuple[int, ...]
+    continuation: tuple[int, ...]
+    edits: tuple[Op, ...] = ()
+    text: str | None = None
+
+
+def forced_logprobs(
+    lm: LM, items: Sequence[Forced], batch: int = 256, advance: Callable[[int], None] = lambda done: None
+) -> list[np.ndarray]:
+    """For each item the log-probability of each token of its continuation, given those before it: fp64 [n].
+
+    `advance` hears of items as they are done.
+    Raises: the error of any run; `UnsupportedSite` where a model's `final_norm` was not proved and n > 1.
+    """
+    logprobs: list[np.ndarray] = []
+    for group in _groups(items):
+        logprobs += _group_logprobs(lm, group, batch)
+        advance(len(group))
+    return logprobs
+
+
+def _groups(items: Sequence[Forced]) -> Iterator[list[Forced]]:
+    """Items, as many at a time as keep `MAX_ROWS` rows."""
+    group: list[Forced] = []
+    rows = 0
+    for item in items:
+        if group and rows + len(item.continuation) > MAX_ROWS:
+            yield group
+            group, rows = [], 0
+        group.append(item)
+        rows += len(item.continuation)
+    if group:
+        yield group
+
+
+class _Long(msgspec.Struct):
+    """A long run: a prompt with all but the last token of a continuation, which ends in any of `lasts`."""
+
+    item: Forced
+    lasts: list[int]
+
+    @property
+    def count(self) -> int:
+        """How many tokens are not the last."""
+        return len(self.item.continuation) - 1
+
+
+def _key(longs: dict[Any, _Long], item: Forced) -> Any:
+    """The key of the long run that scores an item's last token. Continuations that differ in it alone share one."""
+    last = item.continuation[-1]
+    for number in itertools.count():
+        key = item.prompt, item.continuation[:-1], item.edits, number
+        lasts = longs.setdefault(key, _Long(item, [])).lasts
+        if last in lasts:
+            return key
+        if len(lasts) < MAX_SCORES:
+            lasts.append(last)
+            return key
+
+
+def _group_logprobs(lm: LM, items: list[Forced], batch: int) -> list[np.ndarray]:
+    longs: dict[Any, _Long] = {}
+    keys = [_key(longs, item) for item in items]
+    runs: list[Run] = []
+    run_batches(lm, (_whole(lm, part) for part in parts([*longs.values()], batch)), runs.extend)
+    try:
+        before = dict(zip(longs, _readouts(lm, [*longs.values()], runs, batch), strict=True))
+    finally:
+        for run in runs:
+            run.close()
+    last = dict(zip(longs, (run.scores for run in runs), strict=True))
+    return [np.append(before[key], last[key][item.continuation[-1]]) for key, item in zip(keys, items, strict=True)]
+
+
+def _whole(lm: LM, longs: list[_Long]) -> dict[str, Any]:
+    """The call that makes long runs."""
+    return {
+        "prompt": [[*long.item.prompt, *long.item.continuation[:-1]] for long in longs],
+        "max_tokens": 1,
+        "edits": [list(fixed(lm, long.item)) for long in longs],
+        "capture": [_predicting(long) for long in longs],
+        "score": [long.lasts for long in longs],
+    }
+
+
+def _predicting(long: _Long) -> list[Capture]:
+    """The capture of the rows that predict all tokens but the last."""
+    first = len(long.item.prompt) - 1
+    return [Capture(FINAL_NORM, every[first : first + long.count])] if long.count else []
+
+
+def _readouts(lm: LM, longs: list[_Long], runs: list[Run], batch: int) -> list[np.ndarray]:
+    """The log-probabilities of all tokens but the last, each of a run of one token."""
+    logprobs = [np.zeros(long.count) for long in longs]
+    places = [(i, n) for i, long in enumerate(longs) for n in range(long.count)]
+    unread = iter(places)
+
+    def read(readouts: list[Run]) -> None:
+        for run, (i, n) in zip(readouts, unread, strict=False):
+            logprobs[i][n] = run.scores[longs[i].item.continuation[n]]
+            run.close()
+
+    run_batches(lm, (_readout(longs, runs, part) for part in parts(places, batch)), read)
+    return logprobs
+
+
+def _readout(longs: list[_Long], runs: list[Run], places: list[tuple[int, int]]) -> dict[str, Any]:
+    """The call that reads rows of long runs through the unembedding."""
+    items = [longs[i].item for i, _ in places]
+    sources = [From(runs[i], FINAL_NORM, every[len(longs[i].item.prompt) - 1 + n]) for i, n in places]
+    return {
+        "prompt": [[item.prompt[-1]] for item in items],
+        "max_tokens": 1,
+        "edits": [[Replace(source, at=FINAL_NORM, tokens=every[0])] for source in sources],
+        "score": [[item.continuation[n]] for item, (_, n) in zip(items, places, strict=True)],
+    }
+
+
+def fixed(lm: LM, item: Forced) -> Iterator[Op]:
+    """An item's edits at the positions that they act on, by number: the continuation is part of the prompt now."""
+    ids = [*item.prompt, *item.continuation[:-1]]
+    prompt = Prompt(item.prompt, lambda: lm.tokenizer.spell(item.prompt, item.text))
+    for path, op in Program.of(list(item.edits)).ops:
+        if not isinstance(op, SiteOp):
+            raise ProgramError("a program by its name has no place here: give its edits", path)
+        positions = _positions(prompt, op.tokens, ids, lm.model.max_model_len)
+        if positions:
+            yield msgspec.structs.replace(op, tokens=_numbered(positions, len(ids)))
+
+
+def _positions(prompt: Prompt, tokens: Tokens, ids: list[int], most: int) -> tuple[int, ...]:
+    """The positions that a selection names; one of a generated token that the continuation does not reach is none."""
+    try:
+        chosen = prompt.select(tokens, len(ids), ids)
+    except TokensError:
+        chosen = prompt.select(tokens, most, ids)
+    return tuple(chosen[chosen < len(ids)].tolist())
+
+
+def _numbered(positions: tuple[int, ...], count: int) -> Any:
+    if positions == tuple(range(count)):
+        return every
+    run = tuple(range(positions[0], positions[-1] + 1))
+    return every[positions[0] : positions[-1] + 1] if positions == run else every[positions]
+
+
+def parts(items: Sequence[Any], size: int) -> Iterable[list[Any]]:
+    """Lists of at most `size` items, in order."""
+    return (list(items[begin : begin + size]) for begin in range(0, len(items), size))
