@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from patchclamp.call import is_token_id
 from patchclamp.errors import ProgramError
 from patchclamp.language import Noise, Op, Site
 from patchclamp.language.tokens import every
-from patchclamp.lm import LM, is_token_id
+from patchclamp.lm import LM
 from patchclamp.studies.cells import Trial, planned
 from patchclamp.studies.columns import Column, Words, chosen_positions, columns_of, listed, same_columns, words_of
 from patchclamp.studies.grid import (

@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 
+from patchclamp.call import is_token_id
 from patchclamp.errors import PatchclampError, ProgramError, TokensError
 from patchclamp.language.tokens import Positions, Tokens, parse_tokens
-from patchclamp.lm import LM, is_token_id
+from patchclamp.lm import LM
 from patchclamp.plan import Prompt
 
 

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
+from patchclamp.call import is_token_id
 from patchclamp.errors import ProgramError
 from patchclamp.language import Op
-from patchclamp.lm import LM, is_token_id
+from patchclamp.lm import LM
 from patchclamp.studies.cells import BASELINES, Cells, Round, Trial
 from patchclamp.studies.columns import Column
 from patchclamp.studies.journal import Journal, hash_of
