@@ -60,7 +60,7 @@ def ablation_sweep(
     group: int | None = None,
     window: int = 1,
     seed: int = 0,
-    batch: int = 256,
+    batch: int = 512,
     show_progress: bool | None = None,
     listener: Listener | None = None,
     resume: str | Path | None = None,

@@ -72,7 +72,7 @@ def causal_trace(
     group: int | None = None,
     std: float | None = None,
     seeds: int | Sequence[int] = 10,
-    batch: int = 256,
+    batch: int = 512,
     show_progress: bool | None = None,
     listener: Listener | None = None,
     resume: str | Path | None = None,

@@ -68,7 +68,7 @@ def patch_sweep(
     mask: Any = None,
     zoom: int | None = None,
     seed: int = 0,
-    batch: int = 256,
+    batch: int = 512,
     show_progress: bool | None = None,
     listener: Listener | None = None,
     resume: str | Path | None = None,

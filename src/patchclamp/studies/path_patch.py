@@ -75,7 +75,7 @@ def path_patch(
     freeze: Sequence[str] = ("z", "mlp_out"),
     metric: str = "logit_diff",
     direction: str = "denoising",
-    batch: int = 256,
+    batch: int = 512,
     show_progress: bool | None = None,
     listener: Listener | None = None,
     resume: str | Path | None = None,
