@@ -95,7 +95,7 @@ def test_shell_examples_name_real_options():
     pages = README.read_text(encoding="utf-8") + GUIDE.read_text(encoding="utf-8")
     shell = "\n".join(re.findall(r"```bash\n(.*?)```", pages, re.S))
     assert "patchclamp sweep" in shell
-    for command, options in re.findall(r"^patchclamp (\w+)([^#\n]*)", shell, re.M):
+    for command, options in re.findall(r"^patchclamp ([\w-]+)([^#\n]*)", shell, re.M):
         shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).output
         for option in re.findall(r"(--\w+)", options):
             assert option in shown, (command, option)
