@@ -411,7 +411,8 @@ async def _all_answers(futures: list[Future[Answer]]) -> list[Answer | Patchclam
 _drawn: collections.deque[str] = collections.deque()  # keys of runs to come
 
 
-os.register_at_fork(after_in_child=_drawn.clear)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_drawn.clear)
 
 
 def _key() -> str:

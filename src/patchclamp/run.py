@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 MAX_PREFETCH_BYTES = 1 << 20  # of captures that come together when the first of them is read
 VIEWED_BYTES = 1 << 17  # of a point that surely comes as a view, where views are to be had
+MAX_VIEWED_BYTES = 1 << 29  # of captures that come together though they are not little
 NO_POSITIONS = np.zeros(0, np.int64)
 
 
@@ -134,8 +135,8 @@ class Run:
 
         A site captured twice gives the union of positions; where both have one, the later in the program's order. A
         path such as "edits[0]" gives what that `Capture` kept, at its own place in the order. It is the same tensor
-        each time, and `resid_pre[l + 1]` is that of `resid_post[l]`; where the model runs in this process it may be the
-        captured memory itself, which `From` reads too: clone what is to be changed in place.
+        each time, and `resid_pre[l + 1]` is that of `resid_post[l]`; where the model runs in this process, or on a GPU
+        of this machine, it may be the captured memory itself, which `From` reads too: clone what is to be changed.
 
         Raises `MissingSource` if it was not captured, and the run's own error if it failed.
         """
@@ -319,8 +320,10 @@ class Run:
         """Fetches what is read now, and all else that the run captured, if that is little or comes without a copy."""
         points = list(self._captured)
         if self.captured_bytes > MAX_PREFETCH_BYTES:
-            has_views = self._owner.engine.has_views
-            points = [point for point in points if has_views and self.bytes_at(point) >= VIEWED_BYTES]
+            # rows of one step are contiguous; those of several are copied, so that little is lost if these were several
+            may_be_views = self._owner.engine.has_views and len(self.token_ids) <= 1
+            may_be_views = may_be_views and self.captured_bytes <= MAX_VIEWED_BYTES
+            points = [point for point in points if may_be_views and self.bytes_at(point) >= VIEWED_BYTES]
         keys = [(point, ordinal), *(key for key in self.unread(points) if key != (point, ordinal))]
         captured = self._owner.engine.fetch_many([(self.key, *key) for key in keys])
         self.take_fetched(dict(zip(keys, captured, strict=True)))

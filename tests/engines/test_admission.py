@@ -500,8 +500,8 @@ def test_a_queue_that_cannot_move_costs_nothing_and_does_not_grow(lm, monkeypatc
 
 @pytest.mark.parametrize("spoil", [
     lambda output: None,
-    lambda output: {"patchclamp": ["", None]},
-    lambda output: {"patchclamp": ["0" * 32, None]},
+    lambda output: {"patchclamp": ["", None, 0.0]},
+    lambda output: {"patchclamp": ["0" * 32, None, 0.0]},
 ], ids=["dropped", "empty", "another's"])  # fmt: skip
 def test_a_result_without_its_receipt_is_an_error(lm, monkeypatch, spoil):
     admitting = engine_core(lm).patchclamp

@@ -28,7 +28,11 @@ def calls(shallow, monkeypatch, request):
 @BOTH
 def test_the_first_read_brings_what_else_is_little(calls, engine, monkeypatch):
     lm, asked = calls
-    one, other, viewed = lm.run([PROMPTS[0]] * 3, max_tokens=3, capture=KEPT)
+    one, other = lm.run([PROMPTS[0]] * 2, max_tokens=3, capture=KEPT)
+    viewed, several = (
+        lm.run([PROMPTS[0]] * 2, max_tokens=1, capture=KEPT),
+        lm.run(PROMPTS[0], max_tokens=3, capture=KEPT),
+    )
     monkeypatch.setattr("patchclamp.run.MAX_PREFETCH_BYTES", 0)
     monkeypatch.setattr("patchclamp.run.VIEWED_BYTES", 1 << 40)
     apart = {site: other[site] for site in other.sites}
@@ -47,9 +51,15 @@ def test_the_first_read_brings_what_else_is_little(calls, engine, monkeypatch):
     asked.clear()
     monkeypatch.setattr("patchclamp.run.MAX_PREFETCH_BYTES", 0)
     monkeypatch.setattr("patchclamp.run.VIEWED_BYTES", 1)
-    assert torch.allclose(viewed[pc.resid_post[1]], one[pc.resid_post[1]], atol=1e-3, rtol=1e-4)
+    first = viewed[0][pc.resid_post[1]]
+    assert torch.allclose(first, one[pc.resid_post[1]][: len(first)], atol=1e-3, rtol=1e-4)
     assert asked == ([points] if lm.engine.has_views else [1])
     assert lm.engine.has_views == (engine == "vllm")
+    asked.clear()
+    several[pc.resid_post[1]]  # rows of several steps would be copied
+    monkeypatch.setattr("patchclamp.run.MAX_VIEWED_BYTES", 1)
+    viewed[1][pc.resid_post[1]]  # more than may come together
+    assert asked == [1, 1]
 
 
 @BOTH
@@ -69,6 +79,7 @@ def test_many_runs_come_in_one_call(calls, engine, monkeypatch):
     assert lm.fetch(runs)[1]["logits"].data_ptr() == everything[1]["logits"].data_ptr()
     assert asked == []  # they are here
     monkeypatch.setattr("patchclamp.lm.MAX_FETCH_BYTES", 1)
+    monkeypatch.setattr("patchclamp.lm.MAX_VIEWED_BYTES", 1)
     lm.fetch(lm.run(PROMPTS, max_tokens=1, capture=KEPT), [pc.resid_post[0], "logits"])
     assert asked == [2, 2, 2]
     assert lm.fetch([]) == []

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from patchclamp.engines.vllm import worker
+from patchclamp.engines.vllm import shared, worker
 from patchclamp.engines.vllm.compat import graphs as compat_graphs
 from patchclamp.engines.vllm.compat import runner as compat
 from patchclamp.runtime import Limits, Runtime, op
@@ -155,7 +155,7 @@ def a_worker(uniform: bool) -> Any:
     """A worker's bookkeeping without programs, whose steps are what `_take_in` says."""
     attached: Any = worker.Attached.__new__(worker.Attached)
     runtime = Runtime(SiteMap(LLAMA, Sizes(2, 4, 6)), Limits(max_programs=4, max_records=64, bank_bytes=1 << 12))
-    vars(attached).update(kind="v1", runtime=runtime, _uniform=uniform, _compiled=True, _steps=[0, 0], _preemptions=0,
+    vars(attached).update(kind="v1", runtime=runtime, _sender=shared.Sender(), _uniform=uniform, _compiled=True, _steps=[0, 0], _preemptions=0,
                           _graphs=None, _take_in=lambda output: (output.active, True))  # fmt: skip
     return attached
 
@@ -201,6 +201,7 @@ def test_a_worker_on_a_gpu_counts_what_lies_on_the_device(monkeypatch, kept, rin
     limits = Limits(max_programs=4, max_records=64, bank_bytes=1 << 12, kept_bytes=kept, ring_bytes=ring)
     attached: Any = worker.Attached.__new__(worker.Attached)
     attached.runtime, attached.kind = Runtime(SiteMap(LLAMA, Sizes(2, 4, 6)), limits), "v2"
+    attached._config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1, data_parallel_size_local=1))
     rows = SimpleNamespace(positions=torch.zeros(64, dtype=torch.int64), input_ids=torch.zeros(64, dtype=torch.int32))
     runner = SimpleNamespace(max_num_tokens=64, max_num_reqs=16, input_buffers=rows, model_memory_usage=1000)
     attached._on_cuda(runner, limits)

@@ -270,7 +270,7 @@ class TestEdges:
         assert ("mlp_out[3]", "attn_in[3]") not in edges
         for ends in [("resid_pre[0]", "attn_in[0]"), ("attn_out[2]", "mlp_in[2]"), ("mlp_out[1]", "attn_in[5]"),
                      ("attn_out[6]", "resid_post[7]")]:  # fmt: skip
-            slope = (expected(*ends, 1e-3) - expected(*ends, -1e-3)) / 2e-3
+            slope = (expected(*ends, 1e-2) - expected(*ends, -1e-2)) / 2e-2
             assert edges[ends] == pytest.approx(slope, rel=0.03, abs=5e-3), ends
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import patchclamp as pc
 from patchclamp.engines.carried import Carried
-from patchclamp.engines.vllm import worker
+from patchclamp.engines.vllm import shared, worker
 from patchclamp.engines.vllm.admission import Admitted, Orders
 from patchclamp.language import Program
 from patchclamp.plan import Prompt, bind
@@ -48,7 +48,7 @@ class Side:
         runtime = Runtime(SiteMap(LLAMA, Sizes(4, WIDTH, 61)), LIMITS)
         self.worker = worker.Attached.__new__(worker.Attached)
         vars(self.worker).update(
-            runtime=runtime, _preemptions=0, _total=0, _active=False, _awaits_logits=False, _settled=set(),
+            runtime=runtime, _sender=shared.Sender(), _preemptions=0, _total=0, _active=False, _awaits_logits=False, _settled=set(),
             _most_kept=4 * 4 * WIDTH,  # a token of one program that captures
             _uniform=False, _steps=[0, 0],
         )  # fmt: skip

@@ -17,7 +17,6 @@ import os
 import platform
 import random
 import sys
-import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -256,7 +255,6 @@ def main() -> None:
     parser.add_argument("--process", type=int, help="of the server, on this machine")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    began_s = time.monotonic()
     made, left, memory = asyncio.run(storm(
         args.url, args.model, args.key, args.clients, 1 << 40, args.seed, args.minutes, args.stock, args.process
     ))  # fmt: skip
@@ -264,7 +262,7 @@ def main() -> None:
     print("\n".join(made.wrong[:20]))
     if args.out is not None:
         report = {
-            "when": datetime.date.today().isoformat(), "took_s": round(time.monotonic() - began_s), "clients": args.clients,
+            "when": datetime.date.today().isoformat(), "clients": args.clients,
             "requests": dict(made.done), "wrong": made.wrong[:20], "wrong_count": len(made.wrong), "left": left,
             "memory_MiB_each_minute": [each >> 20 for each in memory],
             "hardware": f"{platform.machine()}, {os.cpu_count()} cores", "patchclamp": patchclamp.__version__,

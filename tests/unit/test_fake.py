@@ -433,7 +433,7 @@ def test_edits_that_are_not_finite_fail_their_run_and_no_other(lm):
         [EIFFEL, EIFFEL], max_tokens=2, edits=[[beyond, pc.Scale(2.0, pc.mlp_out[2])], []], logprobs=True
     )
     error = "the edits at resid_post[0] make numbers that are not finite; they were not written"
-    assert (type(failed.error), str(failed.error)) == (pc.RunError, error)
+    assert (type(failed.error), str(failed.error)) == (pc.NotFinite, error)
     assert plain.logprobs == lm.run(EIFFEL, max_tokens=2, logprobs=True).logprobs
     with pytest.raises(pc.RunError, match="at logits make numbers"):
         lm.run(EIFFEL, max_tokens=1, edits=[pc.Scale(3e38, pc.logits)] * 2, logprobs=True)

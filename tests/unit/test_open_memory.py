@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import patchclamp as pc
 from patchclamp.store import open_memory
 from tests.unit.test_store import Line, stored
 
@@ -41,7 +42,8 @@ def test_large_rows_in_open_memory_are_lent_and_not_copied():
     gc.collect()
     assert line.sender.loans == 1
     assert len(open_memory._open) == memories + 1  # it is kept for the view
-    last = line.sender._lent[next(iter(line.sender._lent))][1][0].view(np.float32)[-1]
+    [(_, files)] = line.sender._lent.values()
+    last = next(iter(files.values()))[0].view(np.float32)[-1]
     assert view[-1, -1] == float(last)
     del view
     gc.collect()
@@ -79,10 +81,39 @@ def test_where_memory_cannot_be_mapped_rows_are_copied(monkeypatch, where):
     assert not line.receiver.has_views
 
 
+def test_what_lies_in_one_file_is_returned_without_the_others():
+    line, rows = Line(), [lendable(70_000, seed=seed) for seed in range(2)]
+    fetched = line.fetch_many(dict(enumerate(map(stored, rows))))
+    kept = fetched[1][1]
+    del fetched
+    gc.collect()
+    [(_, files)] = line.sender._lent.values()
+    assert len(files) == line.sender.loans == 1
+    assert torch.equal(kept, rows[1])
+    del kept
+    gc.collect()
+    assert line.sender.loans == 0
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, pc.EngineError])
+def test_what_was_lent_to_a_fetch_that_failed_is_returned(error):
+    line, rows = Line(), lendable(70_000)
+
+    def ask(*receiver):
+        line.sender.hand({0: stored(rows)}, *receiver)
+        assert line.sender.loans == 1
+        raise error("stopped")
+
+    with pytest.raises(error):
+        line.receiver.fetch(ask)
+    assert line.sender.loans == 0
+    assert torch.equal(line.fetch(rows)[1], rows)
+
+
 def test_the_loans_of_a_receiver_that_died_are_taken_back():
     line, rows, dead = Line(), lendable(70_000), subprocess.Popen(["true"])
     dead.wait()
-    line.sender.hand({0: stored(rows)}, f"{dead.pid}-x")
+    line.sender.hand({0: stored(rows)}, f"{dead.pid}-x", loan="loan:1")
     assert line.sender.loans == 1
     kept = line.fetch(rows)
     assert line.sender.loans == 1

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
-from patchclamp.errors import ModelError, Packed, RunError, ShapeError, not_finite, pack
+from patchclamp.errors import MissingSource, ModelError, Packed, RunError, ShapeError, not_finite, pack
 from patchclamp.kernels.code import call
 from patchclamp.plan import APPLY, CAPTURE, Batch, BoundProgram, ProgramTable, StepPlan, make_plan
 from patchclamp.plan.bind import Code
@@ -235,7 +235,7 @@ class Runtime:
         """
         errors: dict[str, Exception] = {}
         by_shape: dict[Hashable, list[_Local]] = collections.defaultdict(list)
-        with contextlib.suppress(Exception):  # each program that reads what cannot be had is told so below
+        with contextlib.suppress(MissingSource):  # each program that reads what cannot be had is told so below
             self.resident.find(self._sources(arrivals))
         for arrival in arrivals:
             try:

@@ -23,6 +23,7 @@ from patchclamp.store.host_memory import HostBlock, copy_bytes, reused
 ALIGNED = 16  # regions begin at multiples of so many bytes
 MIN_VIEW_BYTES = 1 << 16  # less is copied, so that it does not keep the memory of many other rows
 SPARSE_TURNS = 8  # turns after which a chunk shrinks of which less than half is kept
+MAX_SPARSE_BYTES = 1 << 31  # of a step of such chunks; beyond, they shrink at once
 MAX_UNCOUNTED = 8  # chunks that wait until it is known whose they are
 _TORCH = tuple(getattr(torch, name) for name in DTYPES)
 ITEM_BYTES = np.array([dtype.itemsize for dtype in _TORCH])
@@ -242,6 +243,8 @@ class CaptureStore:
                 del self._chunks[turn]
             elif 2 * chunk.live_bytes < chunk.stride:
                 self._sparse.setdefault(turn, self._turn)
+        if sum(self._chunks[turn].stride for turn in self._sparse if turn in self._chunks) > MAX_SPARSE_BYTES:
+            self._shrink(0)
 
     def _shrink(self, turns: int) -> None:
         """Shrinks the chunks that have been mostly of released runs for so many turns, as far as they are in host

@@ -32,7 +32,7 @@ class Place(NamedTuple):
 
 def make(size: int) -> np.ndarray | None:
     """Memory of `size` bytes that others can map, uint8; None where the system has no such thing."""
-    if not hasattr(os, "memfd_create"):
+    if not hasattr(os, "memfd_create") or 2 * len(_open) >= _max_files():
         return None
     name = _NAME + secrets.token_hex(8)
     try:
@@ -56,6 +56,18 @@ def make(size: int) -> np.ndarray | None:
     return memory
 
 
+def _max_files() -> int:
+    """How many files this process may hold open for it: each memory takes two, and a quarter of the limit is enough."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    return soft // 4
+
+
 def _forget(address: int) -> None:
     _addresses.remove(address)
     _, file, _ = _open.pop(address)
@@ -70,12 +82,13 @@ def address_of(data: np.ndarray) -> int:
 def place_of(data: np.ndarray) -> Place | None:
     """Where contiguous bytes lie; None for those in other memory."""
     first = address_of(data)
-    before = _addresses[: bisect.bisect(_addresses, first)]
-    found = _open.get(before[-1]) if before else None
-    if found is None or first + data.nbytes > before[-1] + found[2]:
+    addresses = _addresses.copy()  # other threads may change it meanwhile
+    number = bisect.bisect(addresses, first) - 1
+    found = _open.get(addresses[number]) if number >= 0 else None
+    if found is None or first + data.nbytes > addresses[number] + found[2]:
         return None
     name, file, size = found
-    return Place(name, f"/proc/{os.getpid()}/fd/{file}", size, first - before[-1])
+    return Place(name, f"/proc/{os.getpid()}/fd/{file}", size, first - addresses[number])
 
 
 def is_open(place: Place) -> bool:

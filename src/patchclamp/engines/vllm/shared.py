@@ -49,16 +49,20 @@ class Sender:
         self._buffers: dict[str, _Buffer] = {}
         # no two senders' numbers are alike: a receiver hears from several, and knows by the upper bits from which
         self._numbers = itertools.count((int.from_bytes(os.urandom(5), "big") << 16) + 1)
-        self._lent: dict[str, tuple[str, list[np.ndarray]]] = {}  # by loan: the receiver, and what must stay for it
+        # by loan: the receiver, and by file the rows there that must stay for it
+        self._lent: dict[str, tuple[str, dict[str, list[np.ndarray]]]] = {}
 
     def hand(
-        self, stored: dict[int, StoredRows], to: str, mapped: Collection[int] = (), at: int = 0, files: bool = True
-    ) -> dict[str, Any]:
+        self, stored: dict[int, StoredRows], to: str, mapped: Collection[int] = (), at: int = 0, files: bool = True,
+        loan: str = "",
+    ) -> dict[str, Any]:  # fmt: skip
         """An answer for the receiver `to`, which has mapped the buffers `mapped`: rows by their numbers there.
 
-        Of the bytes, side by side, those from `at` on, at most `MAX_BUFFER_BYTES`. `files`: it can open ours.
+        Of the bytes, side by side, those from `at` on, at most `MAX_BUFFER_BYTES`. `files`: it can open ours. `loan`:
+        the name under which large rows are lent; without one nothing is.
         """
-        places = {n: place for n, rows in stored.items() if (place := _lendable(rows)) is not None} if files else {}
+        lends = files and loan
+        places = {n: place for n, rows in stored.items() if lends and (place := _lendable(rows)) is not None}
         rows = [each for number, each in stored.items() if number not in places]
         begins, size = side_by_side(rows)
         if not files:
@@ -71,8 +75,9 @@ class Sender:
         )
         answer = {"size": size, **_described(stored)}
         if places:
-            loan = self._lend(to, [stored[number].parts[0] for number in places]) if at == 0 else ""
-            answer |= {"loan": loan, "lent": [(number, *place) for number, place in places.items()]}
+            if at == 0:
+                self._lend(loan, to, {number: (place, stored[number].parts[0]) for number, place in places.items()})
+            answer["lent"] = [(number, *place) for number, place in places.items()]
         if buffer is None:
             return answer | {"data": memory.tobytes()}
         return answer | {"buffer": buffer.number, "path": buffer.path, "buffer_bytes": len(buffer.memory), "here": here}
@@ -93,19 +98,25 @@ class Sender:
             self._buffers[to] = _Buffer(next(self._numbers), *shared)
         return self._buffers.get(to)
 
-    def _lend(self, to: str, rows: list[np.ndarray]) -> str:
-        """Keeps rows for a receiver until the loan of that name is returned; those of receivers that died go."""
-        for loan in [loan for loan, (name, _) in self._lent.items() if not _alive(name)]:
-            del self._lent[loan]
-        loan = f"{_LOAN}{next(self._numbers)}"
-        self._lent[loan] = to, rows
-        return loan
+    def _lend(self, loan: str, to: str, rows: dict[int, tuple[Place, np.ndarray]]) -> None:
+        """Keeps rows for a receiver until they are returned, file by file; those of receivers that died go."""
+        for other in [other for other, (name, _) in self._lent.items() if not _alive(name)]:
+            del self._lent[other]
+        files: dict[str, list[np.ndarray]] = {}
+        for place, part in rows.values():
+            files.setdefault(place.name, []).append(part)
+        self._lent[loan] = to, files
 
     def take_back(self, released: Iterable[str]) -> None:
-        """Forgets the loans among names that were released."""
+        """Forgets what was lent among names that were released: `LOAN`, or `LOAN/FILE` for what lies in one file."""
         for name in released:
-            if name.startswith(_LOAN):
-                self._lent.pop(name, None)
+            loan, _, file = name.partition("/")
+            if not name.startswith(_LOAN) or loan not in self._lent:
+                continue
+            files = self._lent[loan][1]
+            files.pop(file, None)
+            if not file or not files:
+                del self._lent[loan]
 
     @property
     def loans(self) -> int:
@@ -134,21 +145,35 @@ class Receiver:
         self._lock = threading.Lock()  # from asking until what lies in the buffers is copied out
         self._unseen = 0  # fetches in a row that did not see the senders' files
 
-    def fetch(self, ask: Callable[[str, list[int], int, bool], list[Any]]) -> list[dict[int, Captured]]:
-        """Positions and rows by number, of each sender; `ask(name, mapped, at, files)` is `Sender.hand` at each."""
+    def fetch(self, ask: Callable[[str, list[int], int, bool, str], list[Any]]) -> list[dict[int, Captured]]:
+        """Positions and rows by number, of each sender; `ask(name, mapped, at, files, loan)` is `Sender.hand` at each.
+
+        What was lent is returned whatever is raised.
+        """
+        loans: list[str] = []
+        try:
+            return self._fetch(ask, loans)
+        except BaseException:
+            self._release(loans)
+            raise
+
+    def _fetch(self, ask: Callable[[str, list[int], int, bool, str], list[Any]], loans: list[str]) -> list[Any]:
+        """As `fetch`; every loan that is asked for is named in `loans` first."""
         with self._lock:
             files, at = self._unseen < _PATIENCE, 0
             before: list[Any] = []
             memories: list[np.ndarray] = []
             lent: list[dict[int, np.ndarray]] = []
             while True:
-                answers = ask(self.name, [number for number, _ in self._buffers.values()], at, files)
+                if at == 0:
+                    loans.append(_LOAN + uuid.uuid4().hex)
+                answers = ask(self.name, [number for number, _ in self._buffers.values()], at, files, loans[-1])
                 try:
                     parts = [self._part(answer) for answer in answers]
                     if at == 0:
-                        lent = [self._borrow(answer) for answer in answers]
+                        lent = [self._borrow(answer, loans[-1]) for answer in answers]
                 except OSError:  # another machine, another view of this one's files, or no file may be opened now
-                    self._release([answer["loan"] for answer in answers if answer.get("loan")])
+                    self._release([loans[-1]])
                     self._unseen, files, at = self._unseen + 1, False, 0
                     continue
                 self._unseen = 0 if files else self._unseen
@@ -171,21 +196,21 @@ class Receiver:
             return np.frombuffer(answer["data"], np.uint8)
         return self._map(answer)[: answer["here"]]
 
-    def _borrow(self, answer: dict[str, Any]) -> dict[int, np.ndarray]:
-        """The open memory of every row that was lent, from the row's first byte on. Once no view is left of any of it,
-        the loan is returned."""
+    def _borrow(self, answer: dict[str, Any], loan: str) -> dict[int, np.ndarray]:
+        """The open memory of every row that was lent, from the row's first byte on. Once no view is left of what lies
+        in a file, that is returned."""
         if "lent" not in answer:
             return {}
         places = {number: Place(*place) for number, *place in answer["lent"]}
         roots: dict[str, np.ndarray] = {}
-        returned = _Returned(self._release, answer["loan"])
         for place in places.values():
             if place.name not in roots:
                 if place.name not in self._mapped:
                     self._forget_closed()
                     self._mapped[place.name] = place, open_memory.map_place(place)
                 roots[place.name] = np.frombuffer(self._mapped[place.name][1], np.uint8)
-                returned.after(roots[place.name])
+                returned = weakref.finalize(roots[place.name], self._release, [f"{loan}/{place.name}"])
+                returned.atexit = False
         self.has_views = True
         return {number: roots[place.name][place.offset :] for number, place in places.items()}
 
@@ -222,22 +247,6 @@ def _read(answer: dict[str, Any], memory: np.ndarray, lent: dict[int, np.ndarray
     begins, _ = side_by_side([stored[number] for number in copied])
     data = lent | {number: memory[begin:] for number, begin in zip(copied, begins, strict=True)}
     return {number: (rows.positions, rows.tensor(data[number][: rows.nbytes])) for number, rows in stored.items()}
-
-
-class _Returned:
-    """Returns a loan when all of some arrays are gone."""
-
-    def __init__(self, release: Callable[[list[str]], None], loan: str) -> None:
-        self._release, self._loan, self._left = release, loan, 0
-
-    def after(self, memory: np.ndarray) -> None:
-        self._left += 1
-        weakref.finalize(memory, self._gone).atexit = False
-
-    def _gone(self) -> None:
-        self._left -= 1
-        if not self._left:
-            self._release([self._loan])
 
 
 def _lendable(rows: StoredRows) -> Place | None:

@@ -119,11 +119,14 @@ class Attached:
         from patchclamp.runtime.cuda import CudaStep
 
         rows, samples, positions = compat.device_facts(runner, self.kind)
-        workers = self._config.parallel_config.world_size
+        parallel = self._config.parallel_config
+        pinned = limits.pinned_bytes
+        if pinned is None:
+            pinned = default_pinned_bytes(parallel.world_size * parallel.data_parallel_size_local)
         runtime = self.runtime
         runtime.step = step = CudaStep(
             runtime.table, runtime.bank, rows, samples, positions, compat.token_ids(runner, self.kind),
-            limits.kept_bytes, limits.ring_bytes, limits.pinned_bytes or default_pinned_bytes(workers),
+            limits.kept_bytes, limits.ring_bytes, pinned,
         )  # fmt: skip
         step.code = runtime.run_code
         self._most_kept = step.max_graph_bytes
