@@ -420,7 +420,7 @@ def test_a_run_that_goes_on_between_two_parts_is_fetched_anew(monkeypatch):
     monkeypatch.setattr(shared, "MAX_BUFFER_BYTES", 1 << 21)
     line, rows, asked = Line(), [torch.randn(50_000, 16), torch.randn(60_000, 16)], []
 
-    def ask(to, mapped, at, files):
+    def ask(to, mapped, at, files, loan):
         asked.append(at)
         return [line.sender.hand({0: stored(rows[len(asked) > 1])}, to, mapped, at, files)]
 
