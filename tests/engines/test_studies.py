@@ -126,7 +126,7 @@ def test_sources(lm, plain, rows):
     lm.bank["other"] = other = lm.run(OTHERS[0], max_tokens=1, capture=["mlp_out"])
     stacked = {layer: torch.stack([rows(tuple(ids), "mlp_out", layer) for ids in OTHERS]) for layer in range(LAYERS)}
     drawn = {
-        (layer, p): np.random.default_rng((4, layer * 2 + p)).integers(3, size=2)
+        (layer, p): np.random.default_rng((4, 0, layer, p)).integers(3, size=2)
         for layer in range(LAYERS)
         for p in (0, 1)
     }

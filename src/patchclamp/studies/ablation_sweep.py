@@ -10,8 +10,8 @@ scrubbing" (Alignment Forum); which to take when, Heimersheim and Nanda 2024 (ar
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,12 @@ from patchclamp.studies.grid import (
     teller,
     with_values,
 )
+from patchclamp.studies.journal import json_of
 from patchclamp.studies.metric import Graded, text_of
 from patchclamp.studies.pairs import graded_of, one_each
 from patchclamp.studies.result import provenance
 from patchclamp.studies.rows import Row, rows_of
-from patchclamp.studies.sources import Mixing, Resampled, as_source, opened, question_of
+from patchclamp.studies.sources import Mixing, Resampled, Writer, as_source, in_words, opened, question_of
 from patchclamp.studies.sweep_result import AblationSweep, Pair
 
 ALL = "all tokens"
@@ -92,26 +93,28 @@ def ablation_sweep(
     seeds = (check_seed(seed), source.seed) if isinstance(source, Resampled) else (check_seed(seed),)
     draws = source.draws if isinstance(source, Resampled) else 1
     across = same_columns(columns)
-    places = [Place(row, [of[p] for of in columns]) for row in rows for p in range(len(across))]
+    places = [Place(row, [of[p] for of in columns], (r, p)) for r, row in enumerate(rows) for p in range(len(across))]
     question = {
         "study": "ablation_sweep", "prompts": [of.ids for of in words], "graded": msgspec.to_builtins(graded),
         "columns": msgspec.to_builtins(columns), "rows": msgspec.to_builtins(rows), "source": question_of(lm, source),
     }  # fmt: skip
     total = planned([len(places) * draws] * len(words), reruns_for(len(words)))
-    lengths = {len(of.ids) for of in words}
+    length, *others = {len(of.ids) for of in words}
+    shared: list[Writer] = []
 
-    @functools.cache
-    def writer() -> Any:
-        return opened(lm, source, rows, lengths.copy().pop() if len(lengths) == 1 else None, Mixing())
+    def writer() -> Writer:
+        if not shared:
+            shared.append(opened(lm, source, rows, None if others else length, Mixing()))
+        return shared[0]
 
-    with carrying(lm, "ablating", total, question, batch, show_progress, resume) as cells:
+    with _closing(shared), carrying(lm, "ablating", total, question, batch, show_progress, resume) as cells:
         bases = cells.once(
             len(words), lambda: graded_values(lm, [Trial(of.ids, (), g) for of, g in zip(words, graded, strict=True)])
         )
         pairs = [_pair(lm, *of) for of in zip(words, graded, bases, columns, strict=True)]
-        begun = _begun(lm, metric, pairs, rows, across, seeds)
-        units = [Unit(of.ids, (), g, "clean", base, 0.0, 1.0, writer)
-                 for of, g, base in zip(words, graded, bases, strict=True)]  # fmt: skip
+        begun = _begun(lm, metric, pairs, rows, across, seeds, in_words(source), json_of(question))
+        units = [Unit(of.ids, (), g, "clean", base, 0.0, 1.0, writer, n)
+                 for n, (of, g, base) in enumerate(zip(words, graded, bases, strict=True))]  # fmt: skip
         if listener is not None:
             listener.begin(begun, len(places))
         finished = Finished(
@@ -119,6 +122,16 @@ def ablation_sweep(
         )
         filled = fill(cells, units, places, draws, finished)
     return with_values(begun, Filled(filled.values.reshape(begun.each.shape), filled.floor), bases, seeds[0])
+
+
+@contextmanager
+def _closing(shared: list[Writer]) -> Iterator[None]:
+    """Lets go of what was patched with; an error's frames may hold it for long."""
+    try:
+        yield
+    finally:
+        for writer in shared:
+            writer.close()
 
 
 def _columns(lm: LM, words: Words, positions: Any, number: int) -> tuple[Column, ...]:
@@ -143,12 +156,13 @@ def _pair(lm: LM, words: Words, graded: Graded, base: float, columns: tuple[Colu
 
 
 def _begun(
-    lm: LM, metric: str, pairs: Sequence[Pair], rows: Sequence[Row], columns: tuple[Column, ...], seeds: tuple[int, ...]
-) -> AblationSweep:
+    lm: LM, metric: str, pairs: Sequence[Pair], rows: Sequence[Row], columns: tuple[Column, ...],
+    seeds: tuple[int, ...], source: str, question: str,
+) -> AblationSweep:  # fmt: skip
     """The result before any cell has been put out."""
     empty = np.full((len(pairs), len(rows), len(columns)), np.nan)
     return AblationSweep(
         provenance=provenance(lm, seeds), metric=metric, pairs=tuple(pairs), rows=tuple(rows), columns=columns,
         values=empty[0], each=empty, clean=float(np.mean([pair.clean for pair in pairs])), corrupt=None,
-        noise_floor=np.nan, direction="noising",
+        noise_floor=np.nan, direction="noising", source=source, question=question,
     )  # fmt: skip

@@ -38,6 +38,7 @@ from patchclamp.studies.grid import (
     teller,
     with_values,
 )
+from patchclamp.studies.journal import json_of
 from patchclamp.studies.metric import Graded, text_of
 from patchclamp.studies.pairs import graded_of, one_each
 from patchclamp.studies.result import provenance
@@ -88,7 +89,8 @@ def causal_trace(
     seeds: of the noise: how many (0, 1, …), or which. Values are means over the seeds, `each` has them alone: prompts
         first, then seeds
 
-    All else is as in `patch_sweep`. The interval and the p-values are over prompts and seeds together.
+    All else is as in `patch_sweep`. The interval and the p-values are over prompts, each with the mean over its seeds.
+    Of one prompt the interval is over its seeds, and there are no p-values.
 
     Raises: `TokensError` for a subject that is not in its prompt, `ProgramError` for a wrong argument, and the error of
     any run.
@@ -112,12 +114,13 @@ def causal_trace(
         values = cells.once(len(traced) * (1 + len(numbers)), lambda: _unpatched(lm, traced, noise, numbers))
         both = np.array(values).reshape(len(traced), 1 + len(numbers))  # clean, then noised by seed
         begun, bases, scales = _begun(lm, metric, traced, rows, columns, both, noise, numbers)
+        begun = msgspec.structs.replace(begun, source="clean activations", question=json_of(question))
         if listener is not None:
             listener.begin(begun, counts[0])
         finished = Finished(counts[0], len(counts), None if listener is None else teller(listener, rows, columns))
         filled = _restored(lm, cells, traced, rows, both, scales, noise, numbers, finished)
     each = filled.values.reshape(len(counts), len(rows), len(columns))
-    return with_values(begun, Filled(each, filled.floor), bases, numbers[0])
+    return with_values(begun, Filled(each, filled.floor), bases, numbers[0], len(numbers))
 
 
 def embedding_std(lm: LM, traced: Sequence[_Traced]) -> float:
@@ -228,10 +231,14 @@ def _restored(
             return FromRun(opened[0], Mixing())
 
         units = [
-            Unit(of.words.ids, _noise(of, std, seed), of.graded, "corrupt", base, *scales[i], writer)
+            Unit(of.words.ids, _noise(of, std, seed), of.graded, "corrupt", base, *scales[i], writer, i)
             for seed, base in zip(seeds, both[i, 1:].tolist(), strict=True)
         ]
-        places = [Place(row, [column] * len(units)) for row in rows for column in of.columns]
+        places = [
+            Place(row, [column] * len(units), (r, p))
+            for r, row in enumerate(rows)
+            for p, column in enumerate(of.columns)
+        ]
         try:
             filled = fill(cells, units, places, 1, finished)
         finally:

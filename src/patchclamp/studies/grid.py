@@ -52,6 +52,7 @@ class Unit(NamedTuple):
     written: the side of a column whose positions are patched; the other's are read
     base: its metric; offset, factor: the grid has (metric − offset) · factor
     writer: opens what cells are patched with, when it is first needed
+    number: of the pair of prompts among all
     """
 
     prompt: Sequence[int]
@@ -62,13 +63,16 @@ class Unit(NamedTuple):
     offset: float
     factor: float
     writer: Callable[[], Writer]
+    number: int
 
 
 class Place(NamedTuple):
-    """What is patched together: a row, and for each unit a column of its prompts."""
+    """What is patched together: a row, and for each unit a column of its prompts. `at`: the numbers of row and column
+    in the grid; of several cells those of the first."""
 
     row: Row
     columns: Sequence[Column]
+    at: tuple[int, int]
 
 
 class Filled(NamedTuple):
@@ -124,8 +128,8 @@ def _round(unit: Unit, places: Sequence[Place], number: int) -> Round:
     writer = unit.writer()
     trials = [
         Trial(unit.prompt, [*unit.before, *edits], unit.graded)
-        for i, place in enumerate(places)
-        for edits in writer.edits(place.row, *_sides(unit, place.columns[number]), number * len(places) + i)
+        for place in places
+        for edits in writer.edits(place.row, *_sides(unit, place.columns[number]), (unit.number, *place.at))
     ]
     return Round(trials, Trial(unit.prompt, unit.before, unit.graded))
 
@@ -163,18 +167,24 @@ def carrying(
             journal.close()
 
 
-def with_values(sweep: Any, filled: Filled, bases: Sequence[float], seed: int) -> Any:
+def with_values(sweep: Any, filled: Filled, bases: Sequence[float], seed: int, seeds: int = 1) -> Any:
     """A sweep with the values [N, R, P] of its units, their mean, and the mean's spread where there are several.
 
     bases: the unpatched metric of every unit; seed: of the spread's draws
+    seeds: so many units in a row are of one prompt, whose mean counts once: seeds are no prompts. Of a single prompt
+        the interval is over its seeds, and there are no p-values
     """
-    each = filled.values
+    each, base = filled.values, np.asarray(bases, np.float64)
     changed: dict[str, Any] = {"each": each, "values": each.mean(0), "noise_floor": filled.floor}
     run = ~np.isnan(changed["values"])
+    one_prompt = len(each) == seeds
+    if not one_prompt:
+        each, base = each.reshape(-1, seeds, *run.shape).mean(1), base.reshape(-1, seeds).mean(1)
     if len(each) > 1 and run.any():
-        for name, cells in spread(each[:, run], np.asarray(bases, np.float64), seed)._asdict().items():
+        found = spread(each[:, run], base, seed)
+        for name in ("low", "high") if one_prompt else found._fields:
             changed[name] = np.full(run.shape, np.nan)
-            changed[name][run] = cells
+            changed[name][run] = getattr(found, name)
     return msgspec.structs.replace(sweep, **changed)
 
 

@@ -30,7 +30,12 @@ _COUNT, _SUM = struct.Struct("<I"), struct.Struct("<I")
 
 def hash_of(question: Mapping[str, Any]) -> str:
     """SHA-256, in hex, of what decides the values of a study: plain data."""
-    return hashlib.sha256(msgspec.json.encode(question, order="deterministic")).hexdigest()
+    return hashlib.sha256(json_of(question).encode()).hexdigest()
+
+
+def json_of(question: Mapping[str, Any]) -> str:
+    """Plain data as JSON, the same text for the same data."""
+    return msgspec.json.encode(question, order="deterministic").decode()
 
 
 class Journal:

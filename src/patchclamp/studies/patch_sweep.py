@@ -37,10 +37,21 @@ from patchclamp.studies.grid import (
     reruns_for,
     with_values,
 )
+from patchclamp.studies.journal import json_of
 from patchclamp.studies.pairs import Asked, pair_of, pairs_of, question_of
 from patchclamp.studies.result import provenance
 from patchclamp.studies.rows import Row, rows_of
-from patchclamp.studies.sources import FromRun, Mixing, Resampled, Source, Writer, as_source, captured_runs, opened
+from patchclamp.studies.sources import (
+    FromRun,
+    Mixing,
+    Resampled,
+    Source,
+    Writer,
+    as_source,
+    captured_runs,
+    in_words,
+    opened,
+)
 from patchclamp.studies.sources import question_of as question_of_source
 from patchclamp.studies.sweep_result import Cell, PatchSweep, Side
 from patchclamp.studies.zoom import Zoom, zoom_in
@@ -105,13 +116,16 @@ def patch_sweep(
     mixing = Mixing(_alpha(alpha), None if mask is None else as_row(mask))
     plan = _Plan(
         lm, asked, rows, same_columns([pair.columns for pair in asked]), direction,
-        None if source is None else as_source(source), mixing, check_seed(seed),
+        None if source is None else as_source(source), mixing, check_seed(seed), zoom,
     )  # fmt: skip
     zooming = None if zoom is None else Zoom(plan.possible, rows, len(plan.columns), zoom)
     counts = [(zooming.most if zooming else len(plan.places)) * plan.draws] * len(asked)
     total = planned(counts, reruns_for(len(asked)))
-    with carrying(lm, "patching", total, plan.question(zoom), batch, show_progress, resume) as cells:
-        return _sweep(plan, cells, zooming, listener)
+    try:
+        with carrying(lm, "patching", total, plan.question, batch, show_progress, resume) as cells:
+            return _sweep(plan, cells, zooming, listener)
+    finally:
+        plan.close()
 
 
 class _Plan:
@@ -119,10 +133,10 @@ class _Plan:
 
     def __init__(
         self, lm: LM, asked: list[Asked], rows: list[Row], columns: tuple[Column, ...], direction: str,
-        source: Source | None, mixing: Mixing, seed: int,
+        source: Source | None, mixing: Mixing, seed: int, zoom: int | None,
     ) -> None:  # fmt: skip
         self.lm, self.asked, self.rows, self.columns, self.direction = lm, asked, rows, columns, direction
-        self.source, self.mixing, self.seed = source, mixing, seed
+        self.source, self.mixing, self.seed, self.zoom = source, mixing, seed, zoom
         self.written: Side = "corrupt" if direction == "denoising" else "clean"
         self.draws = source.draws if isinstance(source, Resampled) else 1
         self.possible = np.array([[self._possible(row, p) for p in range(len(columns))] for row in rows], bool)
@@ -147,7 +161,7 @@ class _Plan:
                 row, layers=tuple(sorted(layer for layer in layers if isinstance(layer, int)))
             )
         columns = [_joined([pair.columns[i] for i in p]) for pair in self.asked]
-        return Place(row, columns)
+        return Place(row, columns, (r[0], p[0]))
 
     @functools.cached_property
     def shared(self) -> Writer:
@@ -156,12 +170,26 @@ class _Plan:
         lengths = {len(pair.side(self.written).ids) for pair in self.asked}
         return opened(self.lm, self.source, self.rows, lengths.pop() if len(lengths) == 1 else None, self.mixing)
 
-    def question(self, zoom: int | None) -> dict[str, Any]:
+    def close(self) -> None:
+        """Lets go of what all pairs were patched with; an error's frames may hold it for long."""
+        shared = vars(self).pop("shared", None)
+        if shared is not None:
+            shared.close()
+
+    @functools.cached_property
+    def question(self) -> dict[str, Any]:
         return {
             "study": "patch_sweep", "pairs": question_of(self.asked), "rows": msgspec.to_builtins(self.rows),
             "direction": self.direction, "source": question_of_source(self.lm, self.source),
-            "alpha": self.mixing.alpha, "mask": msgspec.to_builtins(self.mixing.mask), "zoom": zoom,
+            **self.mixing.question(self.lm), "zoom": self.zoom,
         }  # fmt: skip
+
+    @property
+    def written_words(self) -> str:
+        """What is written into cells."""
+        other = "clean" if self.written == "corrupt" else "corrupt"
+        words = f"{other} activations" if self.source is None else in_words(self.source)
+        return words + self.mixing.in_words(self.lm)
 
     def groups(self) -> Iterator[list[int]]:
         """Pairs whose sources are captured together."""
@@ -232,6 +260,7 @@ def _begun(plan: _Plan, both: list[tuple[float, float]]) -> PatchSweep:
         rows=tuple(plan.rows), columns=plan.columns, values=empty[0], each=empty,
         clean=float(np.mean([pair.clean for pair in pairs])), corrupt=float(np.mean([pair.corrupt for pair in pairs])),
         noise_floor=np.nan, direction=plan.direction,  # pyright: ignore[reportArgumentType]
+        source=plan.written_words, question=json_of(plan.question),
     )  # fmt: skip
 
 
@@ -244,7 +273,7 @@ def _patched(
         source = _Opened(plan, group)
         try:
             units = [_unit(plan, i, both[i], source.writer(n)) for n, i in enumerate(group)]
-            mine = [Place(place.row, [place.columns[i] for i in group]) for place in places]
+            mine = [place._replace(columns=[place.columns[i] for i in group]) for place in places]
             filled = fill(cells, units, mine, plan.draws, finished)
         finally:
             source.close()  # an error's frames may hold its runs for long
@@ -256,7 +285,8 @@ def _patched(
 def _unit(plan: _Plan, number: int, both: tuple[float, float], writer: Any) -> Unit:
     pair = plan.asked[number]
     base = both[1] if plan.written == "corrupt" else both[0]
-    return Unit(pair.side(plan.written).ids, (), pair.graded, plan.written, base, *pair.graded.scale(*both), writer)
+    offset, factor = pair.graded.scale(*both)
+    return Unit(pair.side(plan.written).ids, (), pair.graded, plan.written, base, offset, factor, writer, number)
 
 
 class _Opened:

@@ -34,6 +34,7 @@ from patchclamp.run import Run
 from patchclamp.studies.cells import Cells, Round, Trial, planned
 from patchclamp.studies.columns import Column, listed, words_of
 from patchclamp.studies.grid import Filled, Finished, Listener, carrying, graded_values, teller, with_values
+from patchclamp.studies.journal import json_of
 from patchclamp.studies.pairs import Asked, pair_of, pairs_of, question_of
 from patchclamp.studies.result import provenance
 from patchclamp.studies.rows import Row, rows_of
@@ -51,13 +52,6 @@ class Receiver(NamedTuple):
 
     label: str
     sites: tuple[Site, ...]
-
-    @property
-    def layer(self) -> int | None:
-        """The first layer of its sites."""
-        layers = [site.layers for site in self.sites]
-        assert all(isinstance(layer, int) for layer in layers)
-        return min(layers, default=None)  # pyright: ignore[reportArgumentType, reportReturnType]
 
 
 def path_patch(
@@ -124,6 +118,7 @@ class _Paths:
             frozen,
             written,
         )
+        self.read: Side = "clean" if written == "corrupt" else "corrupt"
         self.column = pair.columns[0]
         self.ids = pair.side(written).ids
         behind = [[i for i, of in enumerate(receivers) if _behind(row, of)] for row in rows]
@@ -183,6 +178,7 @@ def _patched(paths: _Paths, cells: Cells, listener: Listener | None) -> PathPatc
         pairs=(msgspec.structs.replace(pair_of(lm, pair, clean, corrupt), columns=columns),), rows=tuple(paths.rows),
         columns=columns, values=empty[0], each=empty, clean=clean, corrupt=corrupt, noise_floor=np.nan,
         direction="denoising" if paths.written == "corrupt" else "noising", frozen=paths.frozen,
+        source=f"{paths.read} activations", question=json_of(paths.question()),
     )  # fmt: skip
     if listener is not None:
         listener.begin(begun, paths.count)
@@ -259,9 +255,8 @@ class _Runs:
         """Runs of the prompt that is read and of the one that is patched."""
         if self._source is None or self._base is None:
             paths = self._paths
-            read = "clean" if paths.written == "corrupt" else "corrupt"
             (self._source,) = captured_runs(
-                paths.lm, [paths.pair.side(read).ids], [at for row in paths.rows for at in row.sites]
+                paths.lm, [paths.pair.side(paths.read).ids], [at for row in paths.rows for at in row.sites]
             )
             (self._base,) = captured_runs(paths.lm, [paths.ids], [Site(name) for name in paths.frozen])
         return self._source, self._base
@@ -283,14 +278,18 @@ def _places(paths: _Paths, some: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _behind(row: Row, receiver: Receiver) -> bool:
-    """Whether a receiver reads what a sender wrote: it lies in a later layer, or in the same one behind the sender."""
+    """Whether a receiver reads what a sender wrote: one of its sites lies in a later layer, or in the same one behind
+    the sender. Its other sites have what they have without a patch."""
+    return not receiver.sites or any(_site_behind(row, site) for site in receiver.sites)
+
+
+def _site_behind(row: Row, site: Site) -> bool:
     assert row.layer is not None
-    if receiver.layer is None or receiver.layer > row.layer:
-        return True
-    order, still = list(SITES), unmoved(row.site)
-    return receiver.layer == row.layer and any(
-        order.index(site.name) > order.index(row.site) and site.name not in still for site in receiver.sites
-    )
+    assert isinstance(site.layers, int)
+    if site.layers != row.layer:
+        return site.layers > row.layer
+    order = list(SITES)
+    return order.index(site.name) > order.index(row.site) and site.name not in unmoved(row.site)
 
 
 def _alike_long(lm: LM, clean: Any, corrupt: Any) -> bool:

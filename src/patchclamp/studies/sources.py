@@ -36,7 +36,8 @@ class Banked(msgspec.Struct, frozen=True):
 class MeanOf(msgspec.Struct, frozen=True):
     """The mean over the positions of some prompts, or over those of a selection.
 
-    by_position: the mean at each position by itself; then the prompts are as long as the patched one
+    by_position: the mean at each position by itself; then the prompts are as long as the patched one, and there is no
+        selection
     Source: mean ablation, Wang et al. 2022 (arXiv:2211.00593), section 2.2.
     """
 
@@ -62,6 +63,8 @@ Source = Zeros | Banked | MeanOf | Resampled
 
 def as_source(source: Any) -> Source:
     """A source from an object, or from "zeros" or "bank:NAME"."""
+    if isinstance(source, MeanOf) and source.by_position and source.tokens is not None:
+        raise ProgramError("a mean by position is of every position: give tokens or by_position", "source.tokens")
     if isinstance(source, (Zeros, Banked, MeanOf, Resampled)):
         return source
     if source == "zeros":
@@ -79,10 +82,7 @@ def question_of(lm: LM, source: Source | None) -> Any:
     if source is None or isinstance(source, Zeros):
         return type(source).__name__
     if isinstance(source, Banked):
-        try:
-            entry = lm.bank[source.name]
-        except PatchclampError as error:
-            raise error.under("source") from None
+        entry = _entry(lm, source.name, "source")
         rows = getattr(entry, "rows", None)
         if isinstance(entry, Vector):
             return ["bank", entry.content]
@@ -93,14 +93,43 @@ def question_of(lm: LM, source: Source | None) -> Any:
     return ["mean", ids, None if source.tokens is None else str(source.tokens), source.by_position]
 
 
+def _entry(lm: LM, name: str, path: str) -> Any:
+    """What the bank has under a name."""
+    try:
+        return lm.bank[name]
+    except PatchclampError as error:
+        raise error.under(path) from None
+
+
+def in_words(source: Source) -> str:
+    """What is written into cells: `zeros`, `'french' of the bank`, `the mean of 3 prompts`."""
+    if isinstance(source, Zeros):
+        return "zeros"
+    if isinstance(source, Banked):
+        return f"'{source.name}' of the bank"
+    count = len(source.prompts)
+    prompts = "1 prompt" if count == 1 else f"{count} prompts"
+    if isinstance(source, Resampled):
+        drawn = f", {source.draws} a cell" if source.draws > 1 else ""
+        return f"rows of {prompts} drawn at random{drawn}"
+    where = " by position" if source.by_position else "" if source.tokens is None else f" at {source.tokens}"
+    return f"the mean of {prompts}{where}"
+
+
 class Writer(Protocol):
     """Writes the edits of cells."""
 
     draws: int
 
-    def edits(self, row: Row, read: tuple[int, ...], write: tuple[int, ...], number: int) -> list[list[Op]]:
-        """The edits of a cell, for each of its draws: positions `write` get what is at `read`. `number` counts
-        cells."""
+    def edits(
+        self, row: Row, read: tuple[int, ...], write: tuple[int, ...], cell: tuple[int, int, int]
+    ) -> list[list[Op]]:
+        """The edits of a cell, for each of its draws: positions `write` get what is at `read`. `cell`: the numbers of
+        the pair of prompts, the row and the column."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of what was captured."""
         ...
 
 
@@ -113,60 +142,86 @@ class Mixing(msgspec.Struct, frozen=True):
     def replace(self, value: Any, at: Site, write: tuple[int, ...]) -> Replace:
         return Replace(value, at=at, tokens=every[write], alpha=self.alpha, mask=self.mask)
 
+    def question(self, lm: LM) -> dict[str, Any]:
+        """As plain data; a mask of the bank with its numbers, as they are now."""
+        return {"alpha": self.alpha, "mask": msgspec.to_builtins(self._mask(lm))}
 
-class FromRun:
-    """Rows that another run captured."""
+    def in_words(self, lm: LM) -> str:
+        """What follows the words of a source: ` with alpha 0.5 in 3 of 64 columns`; nothing where all of it counts."""
+        words = "" if self.alpha == 1 else f" with alpha {self.alpha:g}"
+        mask = self._mask(lm)
+        if isinstance(mask, Vector):
+            numbers = mask.array()
+            words += f" in {np.count_nonzero(numbers)} of {numbers.size} columns"
+            words += "" if np.isin(numbers, (0, 1)).all() else ", weighted"
+        return words
+
+    def _mask(self, lm: LM) -> Any:
+        if not isinstance(self.mask, Named):
+            return self.mask
+        entry = _entry(lm, self.mask.name, "mask")
+        return entry if isinstance(entry, Vector) else ["bank", str(entry)]
+
+
+class _Light:
+    """A writer that has nothing to let go of."""
 
     draws = 1
+
+    def close(self) -> None:
+        pass
+
+
+class FromRun(_Light):
+    """Rows that another run captured, which whoever captured it closes."""
 
     def __init__(self, run: Run, mixing: Mixing) -> None:
         self._run, self._mixing = run, mixing
 
-    def edits(self, row: Row, read: tuple[int, ...], write: tuple[int, ...], number: int) -> list[list[Op]]:
+    def edits(
+        self, row: Row, read: tuple[int, ...], write: tuple[int, ...], cell: tuple[int, int, int]
+    ) -> list[list[Op]]:
         return [[self._mixing.replace(From(self._run, at, every[read]), at, write) for at in row.sites]]
 
 
-class FromZeros:
+class FromZeros(_Light):
     """Zeros."""
-
-    draws = 1
 
     def __init__(self, lm: LM, mixing: Mixing) -> None:
         self._lm, self._mixing = lm, mixing
 
-    def edits(self, row: Row, read: tuple[int, ...], write: tuple[int, ...], number: int) -> list[list[Op]]:
+    def edits(
+        self, row: Row, read: tuple[int, ...], write: tuple[int, ...], cell: tuple[int, int, int]
+    ) -> list[list[Op]]:
         if self._mixing == Mixing():
             return [[Zero(at, every[write]) for at in row.sites]]
         return [[self._mixing.replace(np.zeros(width_of(self._lm, at), np.float32), at, write) for at in row.sites]]
 
 
-class FromBank:
+class FromBank(_Light):
     """What the bank has under a name."""
-
-    draws = 1
 
     def __init__(self, lm: LM, name: str, mixing: Mixing) -> None:
         self._name, self._mixing = name, mixing
-        try:
-            self._is_run = hasattr(lm.bank[name], "positions_of")
-        except PatchclampError as error:
-            raise error.under("source") from None
+        self._is_run = hasattr(_entry(lm, name, "source"), "positions_of")
 
-    def edits(self, row: Row, read: tuple[int, ...], write: tuple[int, ...], number: int) -> list[list[Op]]:
+    def edits(
+        self, row: Row, read: tuple[int, ...], write: tuple[int, ...], cell: tuple[int, int, int]
+    ) -> list[list[Op]]:
         value = From(self._name, None, every[write]) if self._is_run else Named(self._name)
         return [[self._mixing.replace(value, at, write) for at in row.sites]]
 
 
-class FromMean:
+class FromMean(_Light):
     """Means by site, [D], or [T, D] by position."""
-
-    draws = 1
 
     def __init__(self, means: dict[str, np.ndarray], by_position: bool, mixing: Mixing) -> None:
         self._by_position, self._mixing = by_position, mixing
         self._means = means
 
-    def edits(self, row: Row, read: tuple[int, ...], write: tuple[int, ...], number: int) -> list[list[Op]]:
+    def edits(
+        self, row: Row, read: tuple[int, ...], write: tuple[int, ...], cell: tuple[int, int, int]
+    ) -> list[list[Op]]:
         return [[self._mixing.replace(self._value(str(at), write), at, write) for at in row.sites]]
 
     def _value(self, at: str, write: tuple[int, ...]) -> Vector:
@@ -175,14 +230,20 @@ class FromMean:
 
 
 class FromDrawn:
-    """Rows of runs, one drawn for each cell and draw by (seed, cell, draw)."""
+    """Rows of runs, one drawn for each cell and draw by the seed and the cell alone: not by how cells are grouped."""
 
     def __init__(self, runs: list[Run], seed: int, draws: int, mixing: Mixing) -> None:
         self._runs, self._seed, self.draws, self._mixing = runs, seed, draws, mixing
 
-    def edits(self, row: Row, read: tuple[int, ...], write: tuple[int, ...], number: int) -> list[list[Op]]:
-        drawn = np.random.default_rng((self._seed, number)).integers(len(self._runs), size=self.draws)
-        return [FromRun(self._runs[i], self._mixing).edits(row, write, write, number)[0] for i in drawn.tolist()]
+    def edits(
+        self, row: Row, read: tuple[int, ...], write: tuple[int, ...], cell: tuple[int, int, int]
+    ) -> list[list[Op]]:
+        drawn = np.random.default_rng((self._seed, *cell)).integers(len(self._runs), size=self.draws)
+        return [FromRun(self._runs[i], self._mixing).edits(row, write, write, cell)[0] for i in drawn.tolist()]
+
+    def close(self) -> None:
+        for run in self._runs:
+            run.close()
 
 
 def opened(lm: LM, source: Source, rows: Sequence[Row], length: int | None, mixing: Mixing) -> Writer:
@@ -217,8 +278,13 @@ def captured_runs(lm: LM, prompts: Sequence[Sequence[int]], sites: Sequence[Site
     wanted = [Site(site.name, site.layers) @ _readable(site.name) for site in sites]
     assert names or not sites
     runs = lm.run([list(ids) for ids in prompts], max_tokens=1, capture=list(dict.fromkeys(wanted)), score=score)
-    for run in runs:
-        run.answer  # noqa: B018  raises the run's own error
+    try:
+        for run in runs:
+            run.answer  # noqa: B018  raises the run's own error
+    except BaseException:
+        for run in runs:
+            run.close()  # the error's frames may hold them for long
+        raise
     return runs
 
 
@@ -256,7 +322,7 @@ def _means(
     count = 0
     for i, ids in enumerate(prompts):  # one at a time: what they capture may be large
         (run,) = captured_runs(lm, [ids], sites)
-        positions = list(range(len(ids))) if chosen is None or by_position else list(chosen[i])
+        positions = list(range(len(ids))) if chosen is None else list(chosen[i])
         count += 1 if by_position else len(positions)
         for site in sites:
             rows = np.asarray(run[site], np.float64)[positions].reshape(len(positions), -1)

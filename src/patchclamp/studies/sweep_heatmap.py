@@ -14,6 +14,7 @@ from patchclamp.studies.sweep_result import CausalTrace, PatchSweep, PathPatch, 
 
 ACROSS = 4  # up to so many columns, parts of a site (heads, …) stand across, and each column has panels of its own
 DETAILS = (("95 % interval from", "low"), ("to", "high"), ("p", "p"), ("p among all cells", "p_family"))
+OVER_SEEDS = (("95 % interval over seeds from", "low"), ("to", "high"))  # of one prompt, which has no p-values
 
 
 def heatmap(sweep: Sweep) -> Heatmap:
@@ -51,7 +52,7 @@ def _cut(
     at = sweep.sites.index(name)
     rows = 1 if _layers(sweep, name) == (None,) else len(sweep.layers)
     coarse = _coarse(sweep)
-    details = [(label, getattr(sweep, field)) for label, field in DETAILS]
+    details = [(label, getattr(sweep, field)) for label, field in (OVER_SEEDS if sweep.p is None else DETAILS)]
     return (
         pick(sweep.grid, at)[:rows],
         None if coarse is None else pick(sweep.as_grid(coarse), at)[:rows],
@@ -136,25 +137,34 @@ def marks(sweep: Sweep, own: int) -> tuple[Mark, ...]:
 def did(sweep: Sweep) -> str:
     """What was done to the runs."""
     if sweep.kind == "ablation":
-        return "Ablating one place at a time"
+        return f"Ablating one place at a time{_by(sweep)}"
     if sweep.kind == "trace":
         return "Restoring clean activations in runs with a noised subject"
     if sweep.kind == "path":
         return "Patching the paths from senders to receivers"
-    if sweep.direction == "noising":
-        return "Patching corrupt activations into the clean run"
-    return "Patching clean activations into the corrupt run"
+    return f"Patching {sweep.source or _read(sweep)} into the {sweep.patched} run"
+
+
+def _read(sweep: Sweep) -> str:
+    """What a patch writes if nothing else is said."""
+    return f"{'clean' if sweep.patched == 'corrupt' else 'corrupt'} activations"
+
+
+def _by(sweep: Sweep) -> str:
+    return f" by {sweep.source}" if sweep.source else ""
 
 
 def _cell(sweep: Sweep) -> str:
     """What a cell is."""
     one, other = ("corrupt", "clean") if sweep.patched == "corrupt" else ("clean", "corrupt")
     if sweep.kind == "ablation":
-        return "the run with one place ablated"
+        return f"the run with one place ablated{_by(sweep)}"
     if sweep.kind == "trace":
         return "a run with the subject noised and one place restored"
     if sweep.kind == "path":
         return f"the {one} run with the way from a sender to a receiver patched from the {other} run"
+    if sweep.source not in ("", _read(sweep)):
+        return f"the {one} run with one place patched with {sweep.source}"
     return f"the {one} run with one place patched from the {other} run"
 
 

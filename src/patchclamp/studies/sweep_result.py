@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
 import numpy as np
@@ -86,6 +86,8 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
     low, high: [R, P], the ends of the 95 % confidence interval of `values`; None of one pair
     p, p_family: [R, P], p-values of the effect over the unpatched run, of a cell alone and as one of all cells
     blocks: what was patched at once before the grid's cells, if the sweep zoomed in
+    source: what was written into the cells, in words, and how it was mixed in; empty in results of older versions
+    question: all that decides the values, as JSON; `asked` reads it
     """
 
     metric: str
@@ -103,8 +105,17 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
     p: np.ndarray | None = None
     p_family: np.ndarray | None = None
     blocks: tuple[Block, ...] = ()
+    source: str = ""
+    question: str = ""
 
     kind: ClassVar[str] = "sweep"
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """All that decides the values: the prompts' token ids, what is graded, columns, rows, and what else the study
+        has, as source, alpha, mask and zoom. Of the bank's entries it has the content. Empty in results of older
+        versions."""
+        return msgspec.json.decode(self.question) if self.question else {}
 
     @property
     def patched(self) -> Side:
@@ -269,6 +280,8 @@ class CausalTrace(Sweep, frozen=True, eq=False, kw_only=True):
     """A causal trace: the subject's embeddings are noised, and cells get their clean values back (`causal_trace`).
 
     subjects: the noised positions of each pair; std: of the noise, as added to the embeddings
+    low, high: of several prompts the interval over prompts, each with the mean over its seeds; of one prompt the
+        interval over its seeds, without p-values
     """
 
     subjects: tuple[tuple[int, ...], ...]
