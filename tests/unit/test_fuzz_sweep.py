@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -64,7 +65,7 @@ def test_noise_at_sites_of_ones_own(lm, sweep):
     edits = [pc.Noise(0.5, at=pc.resid_post[1], tokens=pc.prompt[-1], seed=9), pc.Noise(0.5, at=pc.mlp_out[0], seed=9)]
     assert other.answers[1][0][1].text == lm.run(ASKED[1], max_tokens=6, edits=edits).text
     assert other.noise == "noise at resid_post[1] @ prompt[-1], mlp_out[0]"
-    scaled = fuzz_sweep(lm, ASKED, (0.0, 0.9), mode="scale", **asked)
+    scaled = fuzz_sweep(lm, ASKED, (0.0, 0.9), mode="scale", max_tokens=6)
     run = lm.run(ASKED[0], max_tokens=6, sampling={"extra_args": {"fuzz_strength": 0.9, "fuzz_mode": "scale"}})
     assert scaled.answers[0][1][0].text == run.text
     assert np.isnan(other.noise_floor)
@@ -149,6 +150,8 @@ def test_a_sweep_is_saved_framed_and_drawn(sweep, tmp_path: Path):
         (dict(seeds=(1, 1)), "seeds: whole numbers from 0 on"),
         (dict(seeds=0.5), "seeds: whole numbers from 0 on"),
         (dict(mode="nose"), "mode: no way to fuzz 'nose' (did you mean 'noise'?)"),
+        (dict(mode="scale", seeds=(0, 1)), "seeds: scaling has no noise and greedy decoding draws nothing, so all 2"),
+        (dict(mode="scale", seeds=(0, 1), sampling={"temperature": 0}), "seeds: scaling has no noise and greedy"),
         (dict(mode="scale", at="embed"), "mode: 'scale' is a way to fuzz the embedding"),
         (dict(relative=False), "relative: noise at the embedding is relative"),
         (dict(at=[]), "at: at least one site"),
@@ -214,3 +217,19 @@ def test_wilsons_interval_as_published():
     }
     for (hits, count), ends in published.items():
         assert np.allclose(wilson(np.array(hits), count), ends, atol=5e-5)
+
+
+def test_seeds_of_a_prompt_do_not_narrow_an_interval(sweep):
+    """Two prompts are two draws, however many seeds each has."""
+    line = sweep.curves().charts[0].lines[0]
+    assert np.allclose(line.y, sweep.exact.mean((0, 2)))
+    assert np.allclose((line.low, line.high), wilson(sweep.exact.mean(2).sum(0), 2))
+    doubled = msgspec.structs.replace(sweep, exact=np.repeat(sweep.exact, 5, axis=2))
+    wider = doubled.curves().charts[0].lines[0]
+    assert np.allclose((line.low, line.high), (wider.low, wider.high))
+
+
+def test_seeds_count_where_scaled_runs_are_drawn(lm):
+    """The fake engine draws nothing: that it is asked for a seed says that the sweep took several."""
+    with pytest.raises(pc.UnknownName, match=r"sampling\.seed: no sampling parameter 'seed'"):
+        fuzz_sweep(lm, ASKED, (0.5,), mode="scale", seeds=(0, 1), sampling={"temperature": 1.0}, divergence="none")

@@ -527,7 +527,12 @@ ERRORS = [
      "dtype: no capture dtype 'flot32' (did you mean 'float32' or 'float16'?); there are: float32, bfloat16, float16"),
     # programs
     (lambda: Program.of([pc.Zero("embed"), "resid_post"]), pc.ProgramError,
-     "edits[1]: an edit is an op such as pc.Add(...), not str 'resid_post'"),
+     "edits[1]: an edit is an op such as pc.Add(...), not str 'resid_post'; a program by its name is "
+     "pc.Use('resid_post')"),
+    (lambda: Program.of("st"), pc.ProgramError,
+     "edits[0]: an edit is an op such as pc.Add(...), not str 'st'; a program by its name is pc.Use('st')"),
+    (lambda: Program.of(["st"]), pc.ProgramError,
+     "edits[0]: an edit is an op such as pc.Add(...), not str 'st'; a program by its name is pc.Use('st')"),
     (lambda: Program.of(5), pc.ProgramError, "edits[0]: an edit is an op such as pc.Add(...), not int 5"),
     (lambda: Program.of((), ["embed", "resid_pots"]), pc.UnknownName,
      f"capture[1].at: no site 'resid_pots' (did you mean 'resid_post' or 'resid_pre'?); there are: {ALL_SITES}"),

@@ -10,7 +10,15 @@ import torch
 import patchclamp as pc
 from patchclamp.engines.fake import FakeEngine, _norm
 from patchclamp.lm import LM
-from patchclamp.studies import AttributionPatching, LogitLens, Patchscope, logit_lens, patchscope
+from patchclamp.studies import (
+    AttributionPatching,
+    LogitLens,
+    Patchscope,
+    attribution_patching,
+    edge_attribution,
+    logit_lens,
+    patchscope,
+)
 from patchclamp.studies.attribution_result import Row
 from patchclamp.studies.norm import Norm
 from patchclamp.studies.proposal import _correlation, _ranks
@@ -113,6 +121,31 @@ class TestPatchscope:
     def test_as_many_rows_as_positions(self, lm):
         with pytest.raises(pc.TokensError, match="target_position: 1 positions are to be written with 2 rows"):
             patchscope(lm, source=PROMPT, source_position=[1, 2], target=PROMPT)
+
+    @pytest.mark.parametrize(("asked", "text"), [
+        (dict(batch=0), "batch: runs are submitted at least one at a time, not 0"),
+        (dict(top=0), "top: a whole number from 1 on is needed, not 0"),
+    ])  # fmt: skip
+    def test_numbers_are_checked_before_anything_runs(self, lm, asked, text, monkeypatch):
+        monkeypatch.setattr(lm, "run", None)
+        with pytest.raises(pc.ProgramError) as raised:
+            patchscope(lm, source=PROMPT, **asked)
+        assert str(raised.value) == text
+
+
+@pytest.mark.parametrize("study", [attribution_patching, edge_attribution])
+@pytest.mark.parametrize(("asked", "text"), [
+    (dict(batch=0), "batch: runs are submitted at least one at a time, not 0"),
+    (dict(batch=2.0), "batch: runs are submitted at least one at a time, not 2.0"),
+    (dict(seed=-1), "seed: a seed is a whole number from 0 on, not -1"),
+    (dict(seed="x"), "seed: a seed is a whole number from 0 on, not 'x'"),
+    (dict(steps=-1), "steps: a whole number from 0 on is needed, not -1"),
+    (dict(verify=None), "verify: a whole number from 0 on is needed, not None"),
+])  # fmt: skip
+def test_proposals_check_their_numbers_first(lm, study, asked, text):
+    with pytest.raises(pc.ProgramError) as raised:
+        study(lm, clean=PROMPT, corrupt=PROMPT, answer=" Paris", **asked)
+    assert str(raised.value) == text
 
 
 class TestFrozen:

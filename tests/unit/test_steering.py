@@ -172,6 +172,17 @@ def test_edits_and_the_bank(lm, vectors):
     assert (vectors.vector(1) == vectors.vectors[1]).all()
 
 
+def test_layers_may_be_numpys_numbers(lm, vectors):
+    assert vectors.edits(layers=np.int64(1)) == vectors.edits(layers=1)
+    assert vectors.edits(layers=np.array([0, 2])) == vectors.edits(layers=[0, 2])
+    assert vectors.edits(layers=np.array(1)) == vectors.edits(layers=1)
+    assert (vectors.vector(np.int64(1)) == vectors.vector(1)).all()
+    assert steering_vectors(lm, POSITIVE, NEGATIVE, layers=np.int64(1), seed=np.int64(0)).layers == (1,)
+    for wrong in (True, 1.0, [1.0], "1"):
+        with pytest.raises(pc.ProgramError, match="layers: a layer is a whole number, not "):
+            vectors.edits(layers=wrong)
+
+
 def test_they_are_saved_and_framed(vectors, tmp_path: Path):
     loaded = SteeringVectors.load(vectors.save(tmp_path / "vectors.safetensors"))
     assert loaded.vectors.tobytes() == vectors.vectors.tobytes()
@@ -323,6 +334,11 @@ def test_what_is_no_control_vector_is_told(lm, tmp_path: Path):
         (dict(answer=" the", held_out=0), "answer: it is scored on held-out prompts"),
         (dict(answer=""), "answer: a continuation is a text or token ids"),
         (dict(tokens="prompt[40]"), "prompt 0.capture[0]"),
+        (dict(layers=1.5), "layers: a layer is a whole number, not 1.5"),
+        (dict(batch=0), "batch: runs are submitted at least one at a time, not 0"),
+        (dict(batch=-2), "batch: runs are submitted at least one at a time, not -2"),
+        (dict(seed=-1), "seed: a seed is a whole number from 0 on, not -1"),
+        (dict(seed="x"), "seed: a seed is a whole number from 0 on, not 'x'"),
     ],
 )
 def test_what_cannot_be_made_is_an_error(lm, asked, text):
@@ -342,6 +358,8 @@ def test_what_cannot_be_made_is_an_error(lm, asked, text):
         (dict(answer=[5, 640]), "answer: a continuation is a text or token ids"),
         (dict(foil=True), "foil: a continuation is a text or token ids"),
         (dict(layers=[7]), "layers: there are vectors of layers"),
+        (dict(batch=0), "batch: runs are submitted at least one at a time, not 0"),
+        (dict(batch="many"), "batch: runs are submitted at least one at a time, not 'many'"),
     ],
 )
 def test_what_cannot_be_scored_is_an_error(lm, vectors, asked, text):

@@ -50,6 +50,16 @@ def test_a_saved_result_comes_back_to_the_bit(tmp_path: Path):
         assert np.array_equal(one.values, other.values)
 
 
+def test_saving_makes_the_folder_or_says_why_not(tmp_path: Path):
+    result = example()
+    assert result.save(tmp_path / "some" / "where" / "result").exists()
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path, tmp_path / "file" / "result"):
+        with pytest.raises(pc.ProgramError, match="cannot be written") as raised:
+            result.save(path)
+        assert raised.value.path == "path"
+
+
 @pytest.mark.parametrize("what", ["missing", "garbage", "foreign", "another study"])
 def test_other_files_are_refused(tmp_path: Path, what: str):
     path = tmp_path / "file"

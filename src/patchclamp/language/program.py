@@ -155,7 +155,8 @@ def _read_value(data: object, path: str) -> Value:
 def _check_op(op: object, path: str) -> Op:
     if isinstance(op, Op):
         return op
-    raise ProgramError(f"an edit is an op such as pc.Add(...), not {type(op).__name__} {op!r}", path)
+    hint = f"; a program by its name is pc.Use({op!r})" if isinstance(op, str) else ""
+    raise ProgramError(f"an edit is an op such as pc.Add(...), not {type(op).__name__} {op!r}{hint}", path)
 
 
 def _read_at(read: Callable[[Item], Read], item: Item, path: str) -> Read:

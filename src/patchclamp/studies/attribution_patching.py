@@ -25,7 +25,9 @@ from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.sites import SiteRef
 from patchclamp.studies.attribution_result import AttributionPatching, Row
-from patchclamp.studies.between import Between, arrays, check_counts, check_same, exact_effects
+from patchclamp.studies.between import Between, arrays, check_same, exact_effects
+from patchclamp.studies.checks import check_batch, check_whole
+from patchclamp.studies.grid import check_seed
 from patchclamp.studies.result import provenance
 from patchclamp.studies.selected import layers_of
 from patchclamp.studies.sweep_result import Column
@@ -66,7 +68,8 @@ def attribution_patching(
     Raises: `EngineError` for an engine without gradients, `TokensError` for prompts that cannot be aligned,
     `UnsupportedSite` for sites without a gradient, and the error of any run.
     """
-    check_counts(steps=steps, verify=verify, sample=sample)
+    steps, verify, sample = check_whole(steps, "steps"), check_whole(verify, "verify"), check_whole(sample, "sample")
+    seed, batch = check_seed(seed), check_batch(batch)
     rows = _rows(lm, [sites] if isinstance(sites, (str, Site)) else sites, layers)
     between, serving = Between(lm, clean, corrupt, answer, foil), on or lm
     check_same(lm, serving)

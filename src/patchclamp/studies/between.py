@@ -84,13 +84,6 @@ class Between:
         }  # fmt: skip
 
 
-def check_counts(**counts: int) -> None:
-    """Raises `ProgramError` for what should be a number from 0 on, and is not."""
-    for name, value in counts.items():
-        if not isinstance(value, int) or value < 0:
-            raise ProgramError(f"a number from 0 on is needed, not {value!r}", name)
-
-
 def check_same(lm: LM, serving: LM) -> None:
     """Raises `ProgramError` if two `LM`s are of models of different sizes."""
     ours, theirs = ((m.layers, m.d_model, m.d_vocab) for m in (lm.model, serving.model))

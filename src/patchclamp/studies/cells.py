@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from patchclamp.errors import ProgramError
 from patchclamp.language import Op
 from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.studies.batches import run_batches
+from patchclamp.studies.checks import check_batch
 from patchclamp.studies.journal import Journal
 from patchclamp.studies.metric import Graded
 
@@ -57,9 +57,7 @@ class Cells:
     """
 
     def __init__(self, lm: LM, batch: int, journal: Journal | None, advance: Callable[[int], None]) -> None:
-        if not isinstance(batch, int) or batch < 1:
-            raise ProgramError(f"runs are submitted at least one at a time, not {batch!r}", "batch")
-        self._lm, self._batch, self._journal, self._advance = lm, batch, journal, advance
+        self._lm, self._batch, self._journal, self._advance = lm, check_batch(batch), journal, advance
 
     def once(self, count: int, compute: Callable[[], Sequence[float]]) -> list[float]:
         """`count` numbers that are computed here, unless the journal has them."""

@@ -22,9 +22,11 @@ from patchclamp.language import Replace, Site, Vector, every
 from patchclamp.language import prompt as whole_prompt
 from patchclamp.lm import LM
 from patchclamp.run import Run
-from patchclamp.studies.between import Between, arrays, check_counts, check_same, exact_effects
+from patchclamp.studies.between import Between, arrays, check_same, exact_effects
 from patchclamp.studies.checkpoint import Checkpoint
+from patchclamp.studies.checks import check_batch, check_whole
 from patchclamp.studies.edge_result import EdgeAttribution
+from patchclamp.studies.grid import check_seed
 from patchclamp.studies.norm import Norm, proved_norm
 from patchclamp.studies.result import provenance
 
@@ -69,7 +71,8 @@ def edge_attribution(
     Raises: `EngineError` for an engine without gradients, `ModelError` for files that are not the live model's,
     `UnsupportedSite` for models whose attention or MLP has no norm of its own before it, and the error of any run.
     """
-    check_counts(steps=steps, verify=verify, sample=sample)
+    steps, verify, sample = check_whole(steps, "steps"), check_whole(verify, "verify"), check_whole(sample, "sample")
+    seed, batch = check_seed(seed), check_batch(batch)
     between, serving = Between(lm, clean, corrupt, answer, foil), on or lm
     check_same(lm, serving)
     checkpoint = Checkpoint(str(weights or lm.model.name))

@@ -32,8 +32,8 @@ class Edge(msgspec.Struct, frozen=True):
 class EdgeAttribution(Proposal, frozen=True, eq=False, kw_only=True):
     """Arrays are [R, S], all positions together; NaN where a sender does not come before a receiver.
 
-    senders: "embed", "attn_out[0]", "mlp_out[0]", … · receivers: "attn_in[0]", "mlp_in[0]", …, "resid_post[L-1]",
-    which is what the logits read
+    senders: "resid_pre[0]", which is the embedding, "attn_out[0]", "mlp_out[0]", … · receivers: "attn_in[0]",
+    "mlp_in[0]", …, "resid_post[L-1]", which is what the logits read
     """
 
     senders: tuple[str, ...]

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from patchclamp.errors import ProgramError, TokensError
+from patchclamp.errors import TokensError
 from patchclamp.language import Replace, Site, Vector, every
 from patchclamp.language import prompt as whole_prompt
 from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.studies.batches import run_batches
+from patchclamp.studies.checks import check_batch, check_whole
 from patchclamp.studies.logit_lens import checked_site
 from patchclamp.studies.metric import single_token
 from patchclamp.studies.patchscope_result import Patchscope
@@ -64,9 +65,7 @@ def patchscope(
     Raises: `TokensError` for positions that are not there or not as many on both sides, `UnsupportedSite` for a site of
     another width, and the error of any run.
     """
-    at = checked_site(lm, site)
-    if not isinstance(top, int) or top < 1:
-        raise ProgramError(f"at least one token is kept a cell, not {top!r}", "top")
+    at, top, batch = checked_site(lm, site), check_whole(top, "top", 1), check_batch(batch)
     taken = layers_of(lm, at.name, layers)
     placed = [] if target_layers is None else layers_of(lm, at.name, target_layers, "target_layers")
     chosen = [single_token(lm, token, f"tokens[{i}]") for i, token in enumerate(tokens)]

@@ -54,7 +54,11 @@ class StudyResult(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     provenance: Provenance
 
     def save(self, path: str | Path) -> Path:
-        """Writes the result into one file."""
+        """Writes the result into one file, and makes its folder.
+
+        Raises: `ProgramError` if the file cannot be written.
+        """
+        from safetensors import SafetensorError
         from safetensors.numpy import save_file
 
         tensors: dict[str, np.ndarray] = {}
@@ -68,8 +72,12 @@ class StudyResult(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
         fields = msgspec.json.encode(msgspec.to_builtins(self, enc_hook=store)).decode()
         target = Path(path)
-        save_file(tensors, target, {"study": type(self).__name__, "format": FORMAT, "result": fields})
-        _sort_header(target)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, target, {"study": type(self).__name__, "format": FORMAT, "result": fields})
+            _sort_header(target)
+        except (OSError, SafetensorError) as error:
+            raise ProgramError(f"{path} cannot be written: {error}", "path") from None
         return target
 
     @classmethod

@@ -8,7 +8,7 @@ from patchclamp.plots import Chart, Curves, Line
 from patchclamp.studies.fuzz.result import FuzzSweep
 
 QUARTILES = "Median over prompts and seeds; the band has the middle half of them."
-SHARES = "Share of prompts and seeds; the band is its 95 % interval (Wilson)."
+SHARES = "Share of prompts and seeds; the band is its 95 % interval over prompts (Wilson)."
 
 
 def curves(sweep: FuzzSweep) -> Curves:
@@ -39,7 +39,7 @@ def curves(sweep: FuzzSweep) -> Curves:
 
 def _agreement(sweep: FuzzSweep) -> Chart:
     lines = (_share(sweep, "same answer", sweep.exact), _quartiles(sweep, "share before it differs", sweep.prefix))
-    note = "Same answer: share, with its 95 % interval. Share before it differs: median and middle half."
+    note = "Same answer: share, with its 95 % interval over prompts. Share before it differs: median and middle half."
     return Chart("Agreement with the unfuzzed answer", "share", lines, y_range=(-0.02, 1.02), note=note)
 
 
@@ -55,9 +55,9 @@ def _quartiles(sweep: FuzzSweep, label: str, values: np.ndarray) -> Line:
 
 
 def _share(sweep: FuzzSweep, label: str, values: np.ndarray) -> Line:
-    """How many are 1, with Wilson's interval."""
-    count = values.shape[0] * values.shape[2]
-    low, high = wilson(values.sum((0, 2)), count)
+    """How many are 1, with Wilson's interval. Prompts are its draws: a prompt's seeds are alike, and of them the share
+    counts."""
+    low, high = wilson(values.mean(2).sum(0), values.shape[0])
     return Line(label, np.array(sweep.strengths), values.mean((0, 2)), low, high)
 
 

@@ -22,6 +22,7 @@ from patchclamp.errors import ProgramError
 from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.studies.batches import run_batches
+from patchclamp.studies.checks import check_batch
 from patchclamp.studies.divergence import js, kl
 from patchclamp.studies.fuzz.asked import FirstToken, Fuzz, Sampling, pattern_of, seeds_of, strengths_of
 from patchclamp.studies.fuzz.prompts import PROMPTS, QUICK_PROMPTS, QUICK_STRENGTHS, REFUSAL, STRENGTHS
@@ -59,7 +60,7 @@ def fuzz_sweep(
 
     prompts: texts or token ids, or with `chat` texts or lists of messages; 23 instructions if not given
     strengths: of the noise; 0 is the unedited run once more; 0 and ten from 0.01 to 1.8 if not given
-    seeds: of the noise, and of the sampler if `sampling` has a temperature
+    seeds: of the noise, and of the sampler if `sampling` has a temperature; with neither, one
     at: sites that get `Noise(strength, relative=relative)`, each with its tokens if you like, such as
         `[pc.resid_post[8] @ pc.prompt]`; the embedding, as `fuzz_strength` does it, if not given
     mode: "noise", or "scale": embeddings times 1 − strength
@@ -76,14 +77,17 @@ def fuzz_sweep(
     """
     if quick and prompts is not None and strengths is not None:
         raise ProgramError("it chooses prompts and strengths, and both are given", "quick")
-    if not isinstance(batch, int) or batch < 1:
-        raise ProgramError(f"runs are submitted at least one at a time, not {batch!r}", "batch")
     plan = _Plan(
         asked=ask(lm, (QUICK_PROMPTS if quick else PROMPTS) if prompts is None else prompts, chat),
         strengths=strengths_of(strengths, QUICK_STRENGTHS if quick else STRENGTHS), seeds=seeds_of(seeds),
         fuzz=Fuzz.of(mode, at, relative), sampling=Sampling.of(sampling), first=FirstToken(divergence),
-        max_tokens=max_tokens, batch=batch,
+        max_tokens=max_tokens, batch=check_batch(batch),
     )  # fmt: skip
+    if mode == "scale" and len(plan.seeds) > 1 and not plan.sampling.drawn:
+        raise ProgramError(
+            f"scaling has no noise and greedy decoding draws nothing, so all {len(plan.seeds)} seeds would give the "
+            "same answers: give one, or a temperature in sampling=", "seeds"
+        )  # fmt: skip
     pattern = pattern_of(refusal)
     runs = _run(lm, plan, show_progress)
     perplexities = _perplexities(lm, plan, runs, show_progress) if perplexity else {}

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from patchclamp.call import is_token_id
 from patchclamp.errors import CapacityError, PatchclampError, ProgramError, UnsupportedSite
 from patchclamp.language import Capture
 from patchclamp.language.conversions import as_dtype, as_seed
@@ -19,6 +20,7 @@ from patchclamp.language.tokens import Positions, Tokens, every
 from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.studies.batches import run_batches
+from patchclamp.studies.checks import check_whole
 from patchclamp.studies.harvest.documents import documents_of, needed
 from patchclamp.studies.harvest.dtypes import STORED, stored
 from patchclamp.studies.harvest.filters import Filters
@@ -104,11 +106,18 @@ def harvest(
     small, and the error of any run.
     """
     needed("pyarrow.parquet")
-    parts = max(shard[1], 1) if parts is None else parts
+    shard = _shard(shard)
+    parts = shard[1] if parts is None else parts
     filters, dtype = filters or Filters(), as_dtype(dtype)
     kinds = _kinds(lm, sites, project, sums)
     batch_tokens = _batch_tokens(kinds, dtype) if batch_tokens is None else batch_tokens
-    _check_numbers(seed, parts, shard, shard_rows, batch_tokens)
+    parts, shard_rows, batch_tokens, checkpoint_bytes = (
+        check_whole(value, name, least) for name, value, least in (
+            ("parts", parts, 1), ("shard_rows", shard_rows, 1), ("batch_tokens", batch_tokens, 1),
+            ("checkpoint_bytes", checkpoint_bytes, 0)))  # fmt: skip
+    _check_seed(seed)
+    if parts < shard[1]:
+        raise ProgramError(f"{shard[1]} machines make at least as many parts, not {parts}", "parts")
     plan = make_plan(lm, documents_of(documents, column), filters, context, overlong, parts, sums, seed, shard_rows)
     manifest = _manifest(lm, plan, kinds, dtype, filters)
     place = _write_plan(Path(folder), manifest, plan)
@@ -248,18 +257,18 @@ def _batch_tokens(kinds: list[_Kind], dtype: str) -> int:
     return min(max(BATCH_BYTES // sum(sizes), LEAST_TOKENS), MOST_TOKENS)
 
 
-def _check_numbers(seed: Any, parts: Any, shard: Any, shard_rows: Any, batch_tokens: Any) -> None:
+def _check_seed(seed: Any) -> None:
     try:
         as_seed(seed)
     except PatchclampError as error:
         raise error.under("seed") from None
-    for name, value in (("parts", parts), ("shard_rows", shard_rows), ("batch_tokens", batch_tokens)):
-        if not isinstance(value, int) or value < 1:
-            raise ProgramError(f"a whole number from 1 on is needed, not {value!r}", name)
-    if not (isinstance(shard, tuple) and len(shard) == 2 and 0 <= shard[0] < shard[1]):
+
+
+def _shard(shard: Any) -> tuple[int, int]:
+    whole = isinstance(shard, tuple) and len(shard) == 2 and all(map(is_token_id, shard))
+    if not (whole and 0 <= shard[0] < shard[1]):
         raise ProgramError(f"(i, n) with 0 <= i < n is needed, not {shard!r}", "shard")
-    if parts < shard[1]:
-        raise ProgramError(f"{shard[1]} machines make at least as many parts, not {parts}", "parts")
+    return int(shard[0]), int(shard[1])
 
 
 def _kinds(lm: LM, sites: Any, project: Project | Any, sums: bool) -> list[_Kind]:

@@ -16,6 +16,7 @@ from patchclamp import __version__
 from patchclamp.errors import ProgramError, ShapeError, UnsupportedSite
 from patchclamp.language import Add, Site
 from patchclamp.language.tokens import Tokens, TokensLike, every, parse_tokens
+from patchclamp.studies.checks import numbers_of
 from patchclamp.studies.result import Provenance, StudyResult
 from patchclamp.studies.steering import gguf
 
@@ -89,7 +90,7 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
     def _chosen(self, layers: Iterable[int] | int | None) -> list[int]:
         if layers is None:
             return list(self.layers) if self.best is None else [self.best]
-        chosen = [layers] if isinstance(layers, int) else list(layers)
+        chosen = numbers_of(layers)
         missing = [layer for layer in chosen if layer not in self.layers]
         if missing or not chosen:
             raise ProgramError(f"there are vectors of layers {list(self.layers)}, not of {missing or chosen}", "layers")

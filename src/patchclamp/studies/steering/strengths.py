@@ -18,6 +18,7 @@ import numpy as np
 from patchclamp.errors import ProgramError
 from patchclamp.language.tokens import TokensLike, every, parse_tokens
 from patchclamp.lm import LM
+from patchclamp.studies.checks import check_batch
 from patchclamp.studies.prompts import ask
 from patchclamp.studies.result import StudyResult, provenance
 from patchclamp.studies.steering.behaviour import Behaviour, texts_of
@@ -118,6 +119,7 @@ def strength_curve(
 
     Raises: `ProgramError` and its kind for arguments that cannot be, and the error of any run.
     """
+    batch = check_batch(batch)
     asked = ask(lm, prompts, chat)
     behaviour = Behaviour.of(lm, answer, foil, len(asked))
     steps = _scales(scales)

@@ -19,6 +19,8 @@ from patchclamp.language.tokens import TokensLike, parse_tokens, prompt
 from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.studies.batches import run_batches
+from patchclamp.studies.checks import check_batch, numbers_of
+from patchclamp.studies.grid import check_seed
 from patchclamp.studies.progress import progress
 from patchclamp.studies.prompts import Asked, ask, content_hash
 from patchclamp.studies.result import provenance
@@ -63,6 +65,7 @@ def steering_vectors(
 
     Raises: `ProgramError` and its kind for arguments that cannot be, and the error of any run.
     """
+    batch, seed = check_batch(batch), check_seed(seed)
     sides = ask(lm, positive, chat, "positive"), ask(lm, negative, chat, "negative")
     check_method(method, len(sides[0]), len(sides[1]))
     check_behaviour(lm, answer, foil, held_out)
@@ -137,7 +140,7 @@ def _layers(lm: LM, site: Site, layers: Any) -> list[int]:
     if isinstance(index, (slice, range)):
         index = Range(index.start, index.stop, index.step)
     count = lm.model.layers
-    chosen = list(index.indices(count)) if isinstance(index, Range) else [index] if isinstance(index, int) else [*index]
+    chosen = list(index.indices(count)) if isinstance(index, Range) else numbers_of(index)
     missing = [layer for layer in chosen if not -count <= layer < count or layer % count not in there]
     if missing or not chosen:
         raise UnsupportedSite(f"{site} has layers {there[0]} to {there[-1]}, not {missing or layers}", "layers")
