@@ -395,10 +395,10 @@ class _Call(NamedTuple):
 async def _all_answers(futures: list[Future[Answer]]) -> list[Answer | PatchclampError]:
     """What comes of runs, awaited; the loop is woken once. A reader that is cancelled does not cancel the futures."""
     loop = asyncio.get_running_loop()
-    done, left = loop.create_future(), itertools.count(1)
+    done, left, count = loop.create_future(), itertools.count(1), len(futures)
 
     def end(_: Future[Answer]) -> None:
-        if next(left) == len(futures):
+        if next(left) == count:
             wake(loop, done)
 
     for future in futures:
