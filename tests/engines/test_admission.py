@@ -498,6 +498,27 @@ def test_a_queue_that_cannot_move_costs_nothing_and_does_not_grow(lm, monkeypatc
 # -- what is not as it should be
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_run_that_is_let_go_of_before_it_is_installed_leaves_nothing(lm, waits):
+    """As when a client leaves at once: its release comes before the step that installs its program."""
+    first = [pc.Add(vector, at=pc.resid_post[0]) for vector in np.eye(ROWS, D, dtype=np.float32)] if waits else []
+    calls = [lm._read_call(PROMPT, None, 3, edits, capture, ENDLESS["sampling"], (), False, None)
+             for edits, capture in ((first, ()), (first and [pc.Add([1.0] * D, at=pc.resid_post[1])], [pc.resid_post]))]  # fmt: skip
+    requests, futures = [call.requests[0] for call in calls], [Future(), Future()]
+    waiting = []
+
+    def come_and_go() -> None:
+        lm.engine._add(requests, futures)
+        lm.engine._start_held_back()
+        waiting.append(engine_core(lm).patchclamp.admission.counts()["waiting"])
+        lm.engine._release([requests[1].run])
+
+    lm.engine._call(come_and_go).result()
+    assert [future.result().token_ids for future in futures]
+    assert waiting == [waits]
+    check_nothing_left(lm)
+
+
 @pytest.mark.parametrize("spoil", [
     lambda output: None,
     lambda output: {"patchclamp": ["", None, 0.0]},

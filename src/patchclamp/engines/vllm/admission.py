@@ -46,12 +46,13 @@ class Admitted(msgspec.Struct):
 
 
 class Orders(msgspec.Struct):
-    """What workers do before a step, after they have freed what ended: release runs, then install programs. `vectors`
-    are the rows of inline vectors that are not in the bank yet."""
+    """What workers do before a step, after they have freed what ended: release runs, install programs, and release runs
+    of these that were let go of before. `vectors` are the rows of inline vectors that are not in the bank yet."""
 
     release: list[str]
     admit: list[Admitted]
     vectors: dict[str, np.ndarray]
+    release_after: list[str] = []
 
 
 class Verdict(msgspec.Struct):
@@ -67,8 +68,8 @@ class RequestProgram:
     """A request's program in the core."""
 
     __slots__ = (
-        "_spoiled", "admission", "arrived_s", "bound", "cached_tokens", "carried", "placement", "salt", "sizes",
-        "waited_s",
+        "_spoiled", "admission", "arrived_s", "bound", "cached_tokens", "carried", "is_released", "placement", "salt",
+        "sizes", "waited_s",
     )  # fmt: skip
 
     def __init__(self, admission: Admission, carried: bytes) -> None:
@@ -77,6 +78,7 @@ class RequestProgram:
         self.salt, self.cached_tokens, self._spoiled = admission.salt, 0, False
         self.bound = msgspec.structs.replace(decoded.bound, salt=str(self.salt))
         self.placement: Placement | None = None
+        self.is_released = False  # its caller has let go of it already
         self.arrived_s = 0.0
         self.waited_s: float | None = None  # until it was admitted
 
@@ -140,8 +142,17 @@ class Admission:
                     del self._vectors[key]
 
     def release(self, runs: list[str]) -> None:
-        """Frees runs' captures, and their rows in the bank."""
-        self._orders.release += runs
+        """Frees runs' captures, and their rows in the bank; of a run that no worker knows yet, once they do."""
+        names = [*self._waiting, *(admitted.request for admitted in self._orders.admit)]
+        coming = {self.programs[name].bound.run: self.programs[name] for name in names if name in self.programs}
+        for run in runs:
+            program = coming.get(run)
+            if program is None:
+                self._orders.release.append(run)
+            elif program.placement is None:
+                program.is_released = True
+            else:
+                self._orders.release_after.append(run)
         self._capturing.difference_update(runs)
         for run in runs:
             if keys := self._runs.pop(run, None):
@@ -304,6 +315,8 @@ class Admission:
 
     def _order_admission(self, request_id: str, program: RequestProgram, placement: Placement) -> None:
         self._orders.admit.append(Admitted(request_id, program.carried, placement))
+        if program.is_released:
+            self._orders.release_after.append(program.bound.run)
         for name in placement.load:
             key = name.removesuffix("#")
             source = source_of(key)
