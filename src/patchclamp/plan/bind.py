@@ -379,9 +379,9 @@ class _OpBinder:
     def _source_positions(self, tokens: Tokens, run: str, source: Source) -> np.ndarray:
         selected = self._binder.known.selected
         if (tokens, run) not in selected:
-            found = source.select(tokens)
+            positions = source.select(tokens)
             self._binder.check_ids(tokens, "position")
-            selected[tokens, run] = found
+            selected[tokens, run] = positions
         positions = selected[tokens, run]
         if len(positions) != 1 and not self._case.alone:
             raise ShapeError(f"{tokens} names {len(positions)} positions; for tokens yet to come it must be one")

@@ -84,10 +84,10 @@ def place_of(data: np.ndarray) -> Place | None:
     first = address_of(data)
     addresses = _addresses.copy()  # other threads may change it meanwhile
     number = bisect.bisect(addresses, first) - 1
-    found = _open.get(addresses[number]) if number >= 0 else None
-    if found is None or first + data.nbytes > addresses[number] + found[2]:
+    memory = _open.get(addresses[number]) if number >= 0 else None
+    if memory is None or first + data.nbytes > addresses[number] + memory[2]:
         return None
-    name, file, size = found
+    name, file, size = memory
     return Place(name, f"/proc/{os.getpid()}/fd/{file}", size, first - addresses[number])
 
 
