@@ -78,7 +78,7 @@ def check_nothing_left(lm: pc.LM) -> None:
     if not engine.remote:
         attached, admission, admitting = worker(lm), admission_of(lm), engine_core(lm).patchclamp
         kept = [attached._settled, attached.runtime._errors, attached.runtime._admitted, admission.errors,
-                admission._capturing, engine_core(lm).scheduler.requests, admitting._ended, admitting._withheld]  # fmt: skip
+                admission._capturing, admission._under_way, engine_core(lm).scheduler.requests, admitting._ended, admitting._withheld]  # fmt: skip
         assert [len(held) for held in kept] == [0] * len(kept)
 
 
@@ -411,6 +411,23 @@ def test_who_comes_leaves_and_is_released_before_a_step_leaves_nothing(lm):
     before = runtime.status()["runs"]
     assert raw_sessions(lm, act) == {}
     assert runtime.status()["runs"] == before
+
+
+def test_who_is_released_on_the_way_leaves_nothing(lm):
+    """As when a client leaves and nobody aborts its request: what it captures after its release goes when it ends."""
+    runtime, kept = worker(lm).runtime, []
+    ops = (BoundOp("capture[0]", Keep(0), (POINT,), (), (PositionRange(0, 64),)),)
+
+    def act(inner: Any, add: Any) -> None:
+        add("on", msgspec.msgpack.encode(Carried(BoundProgram("on", len(PROMPT), ops), {})))
+        inner.step_fn()
+        kept.append(runtime.status()["captured_bytes"])
+        inner.patchclamp_release(["on"])
+
+    before = runtime.status()["captured_bytes"]
+    assert raw_sessions(lm, act) == {"on": None}
+    assert kept[0] > before
+    check_nothing_left(lm)
 
 
 def test_who_leaves_before_a_step_leaves_its_vector_for_the_next(lm, monkeypatch):

@@ -46,13 +46,12 @@ class Admitted(msgspec.Struct):
 
 
 class Orders(msgspec.Struct):
-    """What workers do before a step, after they have freed what ended: release runs, install programs, and release runs
-    of these that were let go of before. `vectors` are the rows of inline vectors that are not in the bank yet."""
+    """What workers do before a step, after they have freed what ended: release runs and install programs. `vectors` are
+    the rows of inline vectors that are not in the bank yet."""
 
     release: list[str]
     admit: list[Admitted]
     vectors: dict[str, np.ndarray]
-    release_after: list[str] = []
 
 
 class Verdict(msgspec.Struct):
@@ -78,7 +77,7 @@ class RequestProgram:
         self.salt, self.cached_tokens, self._spoiled = admission.salt, 0, False
         self.bound = msgspec.structs.replace(decoded.bound, salt=str(self.salt))
         self.placement: Placement | None = None
-        self.is_released = False  # its caller has let go of it already
+        self.is_released = False  # its caller has let go of it, though it is not at its end
         self.arrived_s = 0.0
         self.waited_s: float | None = None  # until it was admitted
 
@@ -120,6 +119,7 @@ class Admission:
         self._vectors: dict[str, _Vector] = {}
         self._runs: dict[str, set[str]] = {}  # by run: bank keys of its rows
         self._capturing: set[str] = set()  # runs that were asked for captures and not released yet
+        self._under_way: dict[str, RequestProgram] = {}  # by run: programs with captures of unfinished requests
         self._sessions: dict[str, float] = {}  # of clients elsewhere: when each was last heard of
         self._orders = Orders([], [], {})
         self.errors: dict[str, Packed] = {}  # of requests that cannot be admitted
@@ -142,17 +142,12 @@ class Admission:
                     del self._vectors[key]
 
     def release(self, runs: list[str]) -> None:
-        """Frees runs' captures, and their rows in the bank; of a run that no worker knows yet, once they do."""
-        names = [*self._waiting, *(admitted.request for admitted in self._orders.admit)]
-        coming = {self.programs[name].bound.run: self.programs[name] for name in names if name in self.programs}
+        """Frees runs' captures, and their rows in the bank. What a run that is still under way captures from now on is
+        freed when it ends."""
+        self._orders.release.extend(runs)
         for run in runs:
-            program = coming.get(run)
-            if program is None:
-                self._orders.release.append(run)
-            elif program.placement is None:
-                program.is_released = True
-            else:
-                self._orders.release_after.append(run)
+            if run in self._under_way:
+                self._under_way[run].is_released = True
         self._capturing.difference_update(runs)
         for run in runs:
             if keys := self._runs.pop(run, None):
@@ -239,6 +234,7 @@ class Admission:
                     "each of several runs of a prompt needs a program of its own"
                 )
             self._capturing.add(bound.run)
+            self._under_way[bound.run] = program
 
     def admit_waiting(self) -> Iterator[Any]:
         """Admits requests that have waited, in order, as far as there is room."""
@@ -272,7 +268,13 @@ class Admission:
             self._queue = [entry for entry in self._queue if self._waiting.get(entry[2].request_id) is entry[2]]
             heapq.heapify(self._queue)
         program = self.programs.pop(request_id, None)
-        if program is not None and program.placement is not None:
+        if program is None:
+            return
+        if self._under_way.get(program.bound.run) is program:
+            del self._under_way[program.bound.run]
+        if program.is_released:
+            self._orders.release.append(program.bound.run)
+        if program.placement is not None:
             self._room.free(program.placement)
             program.placement = self._blocked = None
 
@@ -315,8 +317,6 @@ class Admission:
 
     def _order_admission(self, request_id: str, program: RequestProgram, placement: Placement) -> None:
         self._orders.admit.append(Admitted(request_id, program.carried, placement))
-        if program.is_released:
-            self._orders.release_after.append(program.bound.run)
         for name in placement.load:
             key = name.removesuffix("#")
             source = source_of(key)

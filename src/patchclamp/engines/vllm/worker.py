@@ -238,7 +238,6 @@ class Attached:
                     self.runtime.release([bound.run])
                 arrivals = []
         self._install(arrivals, vectors)
-        self.runtime.release(orders.release_after)
         self.runtime.table.captures.layout()  # gathered here rather than while rows are planned
 
     def _install(self, arrivals: list[Arrival], vectors: dict[str, torch.Tensor]) -> None:
