@@ -39,6 +39,8 @@ GROUPS = {
         "test_cache",
         "test_many",
         "test_doctor",
+        "test_asked",
+        "test_fetch",
         "test_inert",
         "test_trace",
         "test_lens",

@@ -65,7 +65,7 @@ def test_what_cannot_be_asked_for_is_refused(shallow, wrong):
 def test_text_that_is_decoded_when_read_is_what_a_stream_gives(shallow, engine):
     """Characters of several tokens, special tokens, a token that ends the run: as when it is decoded token by token."""
     lm, ended = shallow.get(engine, "float32"), 0
-    cases = [{"temperature": 1.0, "seed": seed, "ignore_eos": True} for seed in range(4)]
+    cases = [{"temperature": 1.0, "seed": seed, "ignore_eos": True} for seed in range(2)]
     if engine == "vllm":
         first = lm.run(TEXTS[0], max_tokens=12, sampling=cases[0]).token_ids
         for more in ({}, {"include_stop_str_in_output": True}, {"skip_special_tokens": False}):

@@ -193,15 +193,25 @@ def test_a_call_that_is_cancelled_stops(lm):
     assert not any(settled(lm).values())
 
 
-@pytest.mark.parametrize("work", [
-    "lm.run([[5, 6, 7]] * 60, capture=[pc.resid_post], edits=[pc.Scale(0.9, at=pc.embed)], max_tokens=400)",
-    "pc.studies.patch_sweep(lm, clean=[5, 6, 7] * 90, corrupt=[5, 6, 8] * 90, answer=7, foil=9, sites=['resid_pre'])",
-    "kept = lm.run([5, 6, 7], capture=[pc.resid_post]); lm.run([5, 6, 7], max_tokens=400, edits=[pc.Zero(pc.embed)])",
-], ids=["batch", "sweep", "kept"])  # fmt: skip
+WORK = {  # of a client, over and over
+    "batch": "lm.run([[5, 6, 7]] * 60, capture=[pc.resid_post], max_tokens=200, sampling=on)",
+    "sweep": "pc.studies.patch_sweep(lm, clean=[5, 6, 7] * 40, corrupt=[5, 6, 8] * 40, answer=7, foil=9)",
+    "kept": "lm.run([5, 6, 7], max_tokens=200, edits=[pc.Zero(pc.embed)], sampling=on)",
+}
+
+
+@pytest.mark.parametrize("work", WORK)
 def test_a_client_that_is_killed_leaves_nothing(lm, server, work):
     """Neither what runs nor what was captured before, which in a sweep is the clean run; within seconds."""
-    script = f"import patchclamp as pc\nwith pc.LM({server.url!r}, api_key={KEYS[0]!r}) as lm:\n    {work}\n"
-    client = subprocess.Popen([sys.executable, "-c", script])
+    script = f"""
+        import patchclamp as pc
+        with pc.LM({server.url!r}, api_key={KEYS[0]!r}) as lm:
+            on = {{"ignore_eos": True}}
+            kept = lm.run([5, 6, 7], capture=[pc.resid_post])
+            while True:
+                {WORK[work]}
+    """
+    client = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)])
     try:
         assert becomes(lambda: counts(lm)["programs"] > 0 and counts(lm)["captured_bytes"] > 0, within_s=60)
         assert client.poll() is None

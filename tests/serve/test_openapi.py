@@ -23,7 +23,7 @@ from patchclamp.serve.schema import OP_MODELS
 from .conftest import KEYS
 
 KEY = {"Authorization": f"Bearer {KEYS[1]}"}
-EXAMPLES_OF_EACH = 25
+EXAMPLES_OF_EACH = 12
 SITES_SHOWN = ["resid_post[3]", "z[5, 3]", "embed", "attn_out[0:2]", "logits", "router[1]", "nothing[1]"]
 TOKENS_SHOWN = ["every", "prompt[-1]", "generated", 'span("Eiffel")', 'role("user")', "token(5)", "prompt[99]"]
 
@@ -160,7 +160,7 @@ def test_no_object_that_is_drawn_from_the_page_is_a_5xx(page, server):
     statuses: Counter[int] = Counter()
 
     @seed(11)
-    @settings(max_examples=40, database=None, deadline=None, phases=[Phase.generate],
+    @settings(max_examples=20, database=None, deadline=None, phases=[Phase.generate],
               suppress_health_check=list(HealthCheck))  # fmt: skip
     @given(case=operation.as_strategy())
     def send(case: Any) -> None:

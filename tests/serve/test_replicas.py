@@ -20,9 +20,11 @@ from .test_client import (  # noqa: F401  the same tests, on this server
     flat,
     settled,
     test_a_call_that_is_cancelled_stops,
-    test_a_client_that_is_killed_leaves_nothing,
     test_another_key_reads_and_frees_nothing,
     test_nothing_is_left_when_runs_are_dropped,
+)
+from .test_client import (
+    test_a_client_that_is_killed_leaves_nothing as killed,
 )
 
 
@@ -52,6 +54,10 @@ def test_a_run_is_the_same_but_for_its_batch(lm, local, case):
         for site in a.sites:
             assert a.positions(site) == b.positions(site)
             torch.testing.assert_close(a[site], b[site], rtol=1e-4, atol=1e-4)
+
+
+def test_a_client_that_is_killed_leaves_nothing(lm, server):
+    killed(lm, server, "sweep")
 
 
 def test_a_run_is_patched_into_another(lm, local):
