@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak check docs clean
+.PHONY: help setup demo test soak oracle check docs clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12)
 VENV := .venv
@@ -28,6 +28,10 @@ test: setup  ## run the tests, in two processes, each group of files in one, whi
 
 soak: setup  ## random search for MINUTES=2, from SEED=... or one that it prints; what fails is kept for make test
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+
+oracle: setup  ## published numbers of GPT-2 small, whose weights are in the folder GPT2=...
+	@test -n "$(GPT2)" || { echo "GPT-2 small's weights are needed: make oracle GPT2=/path/to/gpt2" >&2; exit 1; }
+	PATCHCLAMP_GPT2=$(GPT2) $(BIN)/python -m pytest tests/oracle
 
 check: setup  ## lint, formatting, types, and the rules of the package's structure
 	$(BIN)/ruff check .
