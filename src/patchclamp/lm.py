@@ -165,7 +165,11 @@ class LM:
             raise ProgramError("one at a time is streamed, not a list", "prompt" if messages is None else "messages")
         if call.counts != [1]:
             raise ProgramError(f"one run is streamed, not {call.counts[0]}: ask for several streams", "sampling.n")
-        return Stream(self.engine, call.requests[0], lambda answer: self._runs_of(call, [answer]))
+        request, program = call.requests[0], call.programs[0]
+        return Stream(
+            self.engine, request, lambda answer: self._runs_of(call, [answer]),
+            lambda answer: Run(self, request, program, answer, is_kept_elsewhere=True),
+        )  # fmt: skip
 
     def _read_call(
         self, prompt: Any, messages: Any, max_tokens: int, edits: Any, capture: Any, sampling: Any, score: Any,

@@ -21,6 +21,7 @@ class Stream:
     """What one run generates, as it is made: `for part in stream`, or `async for`; each part is a `Part`.
 
     Put together, the parts are what `lm.run` gives. After the last one, `stream.run` is the `Run`, with its captures.
+    On the way `stream.so_far` is the run as far as it was read: what it captured is there with every part.
     An error of the run is raised in place of the next part; one that is known only at the end, such as edits that are
     not finite on vLLM, comes after parts that were read.
 
@@ -28,8 +29,12 @@ class Stream:
     run and frees what it holds. After the end its run is as any other: kept until it is dropped or closed.
     """
 
-    def __init__(self, engine: Engine, request: Request, make_run: Callable[[Answer | PatchclampError], Run]) -> None:
-        self._engine, self._key = engine, request.run
+    def __init__(
+        self, engine: Engine, request: Request, make_run: Callable[[Answer | PatchclampError], Run],
+        look_at: Callable[[Answer], Run],
+    ) -> None:  # fmt: skip
+        self._engine, self._key, self._look_at = engine, request.run, look_at
+        self._has_logprobs, self._parts = request.logprobs is not None, list[Part]()
         self._make_run: Callable[[Answer | PatchclampError], Run] | None = make_run
         self._mailbox = request.listener = mailbox = _Mailbox()
         self._run: Run | None = None
@@ -51,6 +56,21 @@ class Stream:
                 else "the stream was closed before its end, so there is no run"
             )
         return self._run
+
+    @property
+    def so_far(self) -> Run:
+        """The run as far as its parts were read, with what it had captured by then; after the last part, `run`. Each
+        time it is another one, which the stream's end lets go of. Programs cannot name it in `From`.
+
+        Raises `ProgramError` before the first part and after `close`.
+        """
+        if not self._unread.alive:
+            return self.run
+        if not self._parts:
+            raise ProgramError("no part of the stream was read yet: what it captured comes with the first one")
+        token_ids = [token for part in self._parts for token in part.token_ids]
+        logprobs = [each for part in self._parts for each in part.logprobs] if self._has_logprobs else None
+        return self._look_at(Answer(token_ids, "".join(part.text for part in self._parts), logprobs, {}, None))
 
     def close(self) -> None:
         """Stops the run and frees what it holds; a stream that has ended stays as it is."""
@@ -94,7 +114,10 @@ class Stream:
     def _read(self, item: Part | Answer | PatchclampError) -> Part | None:
         """A part, or None at the end; raises the run's error, once."""
         if isinstance(item, Part):
-            return item if self._unread.alive else None
+            if self._unread.alive:
+                self._parts.append(item)
+                return item
+            return None
         self._mailbox.post(item)  # the end stays, for whoever reads again
         if self._unread.detach() is None:
             return None

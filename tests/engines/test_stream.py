@@ -71,6 +71,32 @@ def test_parts_are_the_run(shallow, engine):
 
 
 @BOTH
+def test_what_was_captured_is_there_with_every_part(shallow, engine):
+    """Long before the run ends; and who reads it and leaves leaves nothing behind."""
+    lm, at, before = shallow.get(engine, "float32"), pc.resid_post[6], counts(shallow.get(engine, "float32"))
+    ids = lm.tokens(PROMPTS[0])
+    run, stream = lm.run(ids, max_tokens=6, capture=at, sampling=LONG["sampling"]), lm.stream(ids, capture=at, **LONG)
+    with pytest.raises(pc.ProgramError, match="no part of the stream was read yet"):
+        stream.so_far  # noqa: B018
+    looked = []
+    for number, _ in enumerate(itertools.islice(stream, 6), 1):
+        so_far = stream.so_far
+        assert so_far.token_ids == run.token_ids[:number]
+        assert so_far.positions(at) == list(range(len(ids) + number - 1))
+        looked.append((so_far[at], so_far[at].clone()))
+        torch.testing.assert_close(so_far[at], run[at][: len(ids) + number - 1], rtol=1e-4, atol=1e-4)
+    assert stream._mailbox._items.qsize() < LONG["max_tokens"] - 100
+    with pytest.raises(pc.MissingSource):
+        lm.run(ids, edits=[pc.Replace(pc.From(so_far, at), at=at)])
+    stream.close()
+    with pytest.raises(pc.ProgramError, match="closed before its end"):
+        stream.so_far  # noqa: B018
+    assert all(torch.equal(rows, then) for rows, then in looked)
+    del so_far, looked, run
+    assert counts(lm) == before
+
+
+@BOTH
 def test_stop_texts_are_never_begun(shallow, engine):
     lm = shallow.get(engine, "float32")
     whole = lm.run(PROMPTS[0], max_tokens=16, sampling={"ignore_eos": True}, logprobs=True)

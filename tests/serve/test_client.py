@@ -116,7 +116,9 @@ def test_a_stream_and_asyncio(lm, local):
     edits = [pc.Add(VECTOR, at=pc.resid_post[3], scale=2.0)]
     here = local.run(PROMPTS[0], edits=edits, capture=[pc.embed], max_tokens=6)
     stream = lm.stream(PROMPTS[0], edits=edits, capture=[pc.embed], max_tokens=6)
-    parts = list(stream)
+    parts = [next(stream)]
+    assert torch.equal(stream.so_far["embed"], here["embed"][: len(here.prompt_token_ids)])
+    parts += stream
     assert "".join(part.text for part in parts) == here.text == stream.run.text
     assert len(parts) > 2
     assert torch.equal(stream.run["embed"], here["embed"])

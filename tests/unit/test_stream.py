@@ -68,7 +68,7 @@ def engine():
 
 @pytest.fixture
 def stream(engine):
-    return pc.Stream(engine, Request("r", [1], 2), made)
+    return pc.Stream(engine, Request("r", [1], 2), made, made)
 
 
 # -- on the fake engine
@@ -259,7 +259,7 @@ def test_a_reader_in_another_thread_is_told_of_the_closing(engine, stream):
 
 def test_a_dropped_stream_waits_for_nothing(engine):
     """The collector may run anywhere: the engine is only told to let go, which takes no lock."""
-    alone = pc.Stream(engine, Request("alone", [1], 2), made)
+    alone = pc.Stream(engine, Request("alone", [1], 2), made, made)
     engine.say("a")
     assert next(alone).text == "a"
     del alone
@@ -267,7 +267,7 @@ def test_a_dropped_stream_waits_for_nothing(engine):
     assert engine.submitted[-1].abandoned
     engine.say("b")
     engine.end(ANSWER)
-    circular = [pc.Stream(engine, Request("circular", [1], 2), made)]
+    circular = [pc.Stream(engine, Request("circular", [1], 2), made, made)]
     circular.append(circular)
     del circular
     gc.collect()

@@ -577,6 +577,36 @@ class TestStreams:
         assert text == whole
         assert torch.equal(h, by_hand(lm, "resid_post[1]"))
 
+    def test_values_come_with_the_parts(self, lm, v):
+        with lm.trace(EIFFEL, max_tokens=4, stream=True) as t:
+            t.layers[1].output[-1] = t.layers[0].output[-1]
+            h, third = t.all().layers[1].output.save(), t.generated[1].layers[1].output.save()
+            both = (t.all().layers[1].output + 2 * t.all().layers[0].output).save()
+            cache = t.cache(pc.resid_post[1], tokens=pc.prompt | pc.generated)
+        with pytest.raises(pc.ProgramError, match="nothing streams"):
+            t.so_far(h)
+        looked = []
+        for number, _ in enumerate(t, 1):
+            looked.append(t.so_far(h))
+            assert (
+                looked[-1].shape
+                == (T + number - 1, D)
+                == t.so_far(both).shape
+                == t.so_far(cache)[pc.resid_post[1]].shape
+            )
+            if number < 3:
+                with pytest.raises(pc.MissingSource, match=r"has not come yet: \d tokens were read"):
+                    t.so_far(third)
+            else:
+                assert torch.equal(t.so_far(third), looked[-1][T + 1])
+            with pytest.raises(pc.ProgramError, match=r"a value of .save\(\)"):
+                t.so_far(looked[-1])
+        assert torch.equal(h, looked[-1])
+        assert all(torch.equal(rows, h[: len(rows)]) for rows in looked)
+        assert torch.equal(cache[pc.resid_post[1]], h)
+        with pytest.raises(pc.ProgramError, match="nothing streams"):
+            t.so_far(h)
+
     def test_a_failing_stream_names_the_line(self, lm):
         with lm.trace(EIFFEL, max_tokens=4, stream=True) as t:
             t.layers[1].output[-1] = 1e30

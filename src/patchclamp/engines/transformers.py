@@ -108,6 +108,7 @@ class TransformersEngine(Engine):
         self._logits = next(point.number for point in self.sites.points if point.rows == "sampled")
         self.runtime.views |= attach(self._net, self.sites.taps("transformers"), self.sites.view)
         self._released: collections.deque[str] = collections.deque()
+        self._asked: collections.deque[tuple[Future[Any], tuple[str, int, int | None]]] = collections.deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="patchclamp")
 
     def submit(self, requests: list[Request]) -> list[Future[Answer]]:
@@ -119,7 +120,10 @@ class TransformersEngine(Engine):
         return futures
 
     def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, torch.Tensor]:
-        positions, rows = self._call(self.runtime.fetch, run, point, op).result()
+        asked: Future[tuple[np.ndarray, torch.Tensor]] = Future()
+        self._asked.append((asked, (run, point, op)))
+        self._call(self._fetch_asked)
+        positions, rows = asked.result()
         return positions, rows.cpu()
 
     def release(self, runs: list[str]) -> None:
@@ -165,6 +169,15 @@ class TransformersEngine(Engine):
         self._thread.shutdown()
 
     # -- on the engine's thread
+
+    def _fetch_asked(self) -> None:
+        """Fetches what callers wait for; between two steps, too, for those who read along."""
+        while self._asked:
+            asked, wanted = self._asked.popleft()
+            try:
+                asked.set_result(self.runtime.fetch(*wanted))
+            except Exception as error:
+                asked.set_exception(error)
 
     def _serve(self, requests: list[Request], futures: list[Future[Answer]]) -> None:
         errors = [self._admit(request) for request in requests]
@@ -234,6 +247,7 @@ class TransformersEngine(Engine):
                     self._write(writer, logits_V)
             self._free(writer.request.run for writer in writers if writer.done)
             step.advance([writer.last for writer in writers])
+            self._fetch_asked()
         return [writer.answer() for writer in writers]
 
     def _write(self, writer: _Writer, logits_V: torch.Tensor) -> None:

@@ -60,6 +60,14 @@ class Execution:
         """Whether the call that was yielded is of the last batch."""
         return self._left == 1
 
+    def value_so_far(self, saved: Saved, run: Run) -> Any:
+        """What a saved value of the last batch has in a run that is under way."""
+        planned = next(run for batch in self._schedule.batches() for run in batch if run.is_last)
+        reads = [term.read for term in saved.expression.terms]
+        return value_of(
+            saved.expression, {read: rows_of(read, run, self._path(planned, read)) for read in reads}
+        ).clone()
+
     # -- a call
 
     def _program(self, run: Planned) -> list[Op]:

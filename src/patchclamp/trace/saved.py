@@ -123,6 +123,8 @@ def rows_of(entry: Entry, run: Run, path: str) -> torch.Tensor:
     except TokensError:  # a number that the run did not come to
         order = []
     rows = captured if order == list(range(len(captured))) else captured[order]
+    if not len(rows) and run.finish_reason is None:
+        raise MissingSource(f"{entry.spot} has not come yet: {len(run.token_ids)} tokens were read")
     if not len(rows):
         raise MissingSource(f"{entry.spot}: the run ended after {len(run.token_ids)} tokens, so this one never came")
     rows = rows[0] if entry.spot.single else rows
@@ -157,6 +159,10 @@ class Cache(Mapping[str, torch.Tensor]):
             tensor = torch.as_tensor(tensor)
             rows[name] = (tensor if len(chosen) == len(tensor) else tensor[torch.as_tensor(chosen)]).clone()
         self._rows = rows
+
+    def empty(self) -> Cache:
+        """Another cache of the same."""
+        return Cache(self.sites, self.tokens, self.line)
 
     def _filled(self) -> dict[str, torch.Tensor]:
         if self.failure is not None:

@@ -17,9 +17,10 @@ from patchclamp.trace.activations import Group, Steps
 from patchclamp.trace.execute import Call, Calls, Execution
 from patchclamp.trace.lines import callers_line
 from patchclamp.trace.recording import Recording
-from patchclamp.trace.saved import Cache
+from patchclamp.trace.saved import Cache, Pending
 
 if TYPE_CHECKING:
+    from patchclamp.stream import Stream
     from patchclamp.trace.load import TracedLM as LM
 
 
@@ -113,6 +114,7 @@ class Trace:
         self._edits = list(Program.of(edits).edits)
         self._options: Call = {"logprobs": logprobs, "lora": lora}
         self._streamed, self._state, self._invokes = stream, "open", []
+        self._stream: Stream | None = None
         self._only = None if prompt is None and messages is None else self._new(prompt, messages, sampling, score)
         if self._only is None and score:
             raise ProgramError("score= goes with a prompt: t.invoke(prompt, score=...)", "score")
@@ -161,7 +163,7 @@ class Trace:
             setattr(self._only, name, value)
 
     def __dir__(self) -> list[str]:
-        return ["invoke", "invokes", *(dir(self._only) if self._only is not None else ())]
+        return ["invoke", "invokes", "so_far", *(dir(self._only) if self._only is not None else ())]
 
     # -- the end of the `with`
 
@@ -199,24 +201,42 @@ class Trace:
 
     # -- streams
 
+    def so_far(self, value: Any) -> Any:
+        """What a saved value or a cache has by now, while the trace streams: of the tokens whose parts were read.
+
+        Raises `ProgramError` where nothing streams, and `MissingSource` for a token that has not come yet.
+        """
+        if self._stream is None:
+            raise ProgramError("nothing streams: t.so_far(value) is for the loop `for part in t`")
+        run = self._stream.so_far
+        if isinstance(value, Cache):
+            cache = value.empty()
+            cache.fill(run, self._lm.fetch([run], cache.sites)[0])
+            return cache
+        if not isinstance(value, Pending):
+            raise ProgramError(f"a value of .save() or t.cache(...) is needed, not {type(value).__name__}")
+        return self._execution.value_so_far(value.saved, run)
+
     def __iter__(self) -> Iterator[Part]:
         calls, call = self._before_the_stream()
         try:
-            with self._lm.stream(**call) as stream:
-                yield from stream
+            with self._lm.stream(**call) as self._stream:
+                yield from self._stream
         except PatchclampError as error:
             _answer(calls, error)
         except BaseException:
             _abandon(calls)
             raise
         else:
-            _answer(calls, [stream.run])
+            _answer(calls, [self._stream.run])
+        finally:
+            self._stream = None
 
     async def __aiter__(self) -> AsyncIterator[Part]:
         calls, call = self._before_the_stream()
         try:
-            async with self._lm.stream(**call) as stream:
-                async for part in stream:
+            async with self._lm.stream(**call) as self._stream:
+                async for part in self._stream:
                     yield part
         except PatchclampError as error:
             _answer(calls, error)
@@ -224,7 +244,9 @@ class Trace:
             _abandon(calls)
             raise
         else:
-            _answer(calls, [stream.run])
+            _answer(calls, [self._stream.run])
+        finally:
+            self._stream = None
 
     def _before_the_stream(self) -> tuple[Calls, Call]:
         """Makes all calls but the prompt's own, which is left to be streamed."""
