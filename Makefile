@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak oracle check docs clean
+.PHONY: help setup demo test processes soak oracle check docs clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12)
 VENV := .venv
@@ -16,7 +16,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 export PYTHONHASHSEED ?= 0
 
 help:  ## this list
-	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY)  ## make .venv with everything pinned in requirements/cpu.txt (PYTHON=... chooses the Python, 3.11 or 3.12)
 
@@ -25,6 +25,9 @@ demo: setup  ## run the demo on the CPU, with the small real model, into out/dem
 
 test: setup  ## run the tests, in two processes, each group of files in one, which shares its engines (tests/conftest.py)
 	$(BIN)/python -m pytest -n 2
+
+processes: setup  ## run the tests that make test leaves out: replicas, several workers, vLLM's own compiler, each in processes of its own
+	$(BIN)/python -m pytest -n 2 -m processes
 
 soak: setup  ## random search for MINUTES=2, from SEED=... or one that it prints; what fails is kept for make test
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))

@@ -49,6 +49,7 @@ GROUPS = {
     "real": ("test_sweep", "test_fuzz", "test_steering", "test_readme", "test_cli_parity", "test_harvest"),
 }
 GROUP_OF = {f"serve/{path.name}": "serve" for path in sorted(Path(__file__).parent.glob("serve/test_*.py"))}
+GROUP_OF["serve/test_replicas.py"] = "replicas"
 GROUP_OF |= {f"engines/{name}.py": group for group, names in GROUPS.items() for name in names}
 ORDER = {file: number for number, file in enumerate(GROUP_OF)}
 

@@ -13,6 +13,8 @@ import torch
 import patchclamp as pc
 from tests.models import with_weights
 
+pytestmark = pytest.mark.processes
+
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
          "head_dim": 32, "vocab_size": 512}  # fmt: skip
 OPTIONS = {"dtype": "bfloat16", "max_model_len": 256, "max_num_seqs": 8, "skip_tokenizer_init": True,

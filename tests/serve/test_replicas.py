@@ -27,6 +27,8 @@ from .test_client import (
     test_a_client_that_is_killed_leaves_nothing as killed,
 )
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def server(model, tmp_path_factory) -> Iterator[Server]:
