@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 import patchclamp as pc
 from patchclamp.studies import ablation_sweep, causal_trace, patch_sweep, path_patch
 from patchclamp.studies.cells import BASELINES, Cells, Round, Trial, planned
+from patchclamp.studies.grid import carrying
 from patchclamp.studies.journal import Journal, hash_of
 from patchclamp.studies.metric import grade
 from patchclamp.studies.rows import Row
@@ -93,6 +95,24 @@ class TestJournal:
             with pytest.raises(pc.ProgramError, match=r"resume: .* is no journal"):
                 Journal(path, hash_of({}))
             assert path.read_bytes() == data
+
+    def test_other_weights_in_the_same_folder_are_another_study(self, tmp_path: Path):
+        """Of the same shapes, so that no file's size tells."""
+        folder = tmp_path / "model"
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        lm = pc.LM("fake")
+        lm.engine.model = msgspec.structs.replace(lm.model, name=str(folder))
+
+        def begun(weights: bytes) -> None:
+            (folder / "model.safetensors").write_bytes(bytes(200_000) + weights)
+            with carrying(lm, "patching", 1, {"study": "any"}, 8, False, tmp_path / "j"):
+                pass
+
+        begun(b"one")
+        begun(b"one")
+        with pytest.raises(pc.ProgramError, match=r"resume: .* was made by another study"):
+            begun(b"two")
 
     def test_two_studies_do_not_write_one_file(self, tmp_path: Path):
         journal = Journal(tmp_path / "j", hash_of({}))

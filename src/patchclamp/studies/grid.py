@@ -20,6 +20,7 @@ from patchclamp.language import Op
 from patchclamp.lm import LM
 from patchclamp.studies.cells import BASELINES, Cells, Round, Trial
 from patchclamp.studies.columns import Column
+from patchclamp.studies.identity import model_identity
 from patchclamp.studies.journal import Journal, hash_of
 from patchclamp.studies.metric import Graded
 from patchclamp.studies.progress import progress
@@ -156,9 +157,8 @@ def carrying(
 ) -> Iterator[Cells]:
     """`Cells` with a progress bar and, if the study is to be resumed from a file, its journal. `question` is all that
     decides the values, as plain data."""
-    journal = (
-        None if resume is None else Journal(resume, hash_of({**question, "made": msgspec.to_builtins(provenance(lm))}))
-    )
+    made = {"made": msgspec.to_builtins(provenance(lm)), "weights": model_identity(lm)[1]}
+    journal = None if resume is None else Journal(resume, hash_of({**question, **made}))
     try:
         with progress(what, total, show) as advance:
             yield Cells(lm, batch, journal, advance)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 
 import msgspec
 
-from patchclamp.lm import LM
 from patchclamp.studies.harvest.filters import Filters
 
 FORMAT = 1
 NAME_DIGITS = 16
-WEIGHTS = (".safetensors", ".bin", ".gguf", ".json")
 
 
 class StoredSite(msgspec.Struct, frozen=True):
@@ -39,8 +36,8 @@ class StoredSite(msgspec.Struct, frozen=True):
 class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a data set is made of. Whatever changes a byte of it is here.
 
-    model: hub id, or the last name of a folder · weights: hash of the names and sizes of a folder's files, and of its
-    config.json; "" of a hub id · engine, settings: what computed it, with version · documents: hash of all tokens, and
+    model: hub id, or the last name of a folder · weights: of a folder's files, as `studies.identity` hashes them; ""
+    of a hub id · engine, settings: what computed it, with version · documents: hash of all tokens, and
     of where documents and prompts begin · sites · dtype: of the stored rows · sums: whether a row is the sum over a
     document · filters · seed · parts · shard_rows
     """
@@ -88,17 +85,3 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def shard_name(part: int, shard: int) -> str:
     return f"shard-{part:04d}-{shard:05d}"
-
-
-def model_identity(lm: LM) -> tuple[str, str]:
-    """The model's name and the hash of its weights' files, which are the same on every machine."""
-    folder = Path(lm.model.name)
-    if not folder.is_dir():
-        return lm.model.name, ""
-    digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
-        if path.suffix in WEIGHTS and path.name != "config.json":
-            digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-    config = folder / "config.json"
-    digest.update(config.read_bytes() if config.exists() else b"")
-    return folder.name, digest.hexdigest()

@@ -26,10 +26,11 @@ from patchclamp.studies.harvest.dtypes import STORED, stored
 from patchclamp.studies.harvest.filters import Filters
 from patchclamp.studies.harvest.plan import Plan, make_plan
 from patchclamp.studies.harvest.reader import DOCUMENTS, MANIFEST, Harvested
-from patchclamp.studies.harvest.recipe import Manifest, Recipe, StoredSite, model_identity
+from patchclamp.studies.harvest.recipe import Manifest, Recipe, StoredSite
 from patchclamp.studies.harvest.reduce import Project, Reduction
 from patchclamp.studies.harvest.shard_file import write_sealed
 from patchclamp.studies.harvest.writer import CHECKPOINT_BYTES, Batch, OpenPart, Writer, is_sealed
+from patchclamp.studies.identity import model_identity
 from patchclamp.studies.progress import progress
 from patchclamp.studies.result import StudyResult, provenance
 
