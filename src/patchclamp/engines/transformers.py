@@ -41,6 +41,7 @@ from patchclamp.runtime.op import at_work
 from patchclamp.runtime.step import HostStep
 from patchclamp.runtime.taps import attach
 from patchclamp.sites import SiteMap, family_of, has_table, sizes_of
+from patchclamp.sites.families import architectures_of
 from patchclamp.sites.tables import DECODERS
 from patchclamp.sites.untabled import no_text_model, untabled
 
@@ -375,6 +376,8 @@ def _load(name: str, dtype: torch.dtype | str, trust_remote_code: bool) -> Any:
     exact = {"attn_implementation": "eager"} if capped else {}
     reads_images = not DECODERS.keys().isdisjoint(config.architectures or ())
     kind = transformers.AutoModelForImageTextToText if reads_images else transformers.AutoModelForCausalLM
+    if not reads_images and config.get_text_config() is not config and type(config) not in kind._model_mapping:
+        raise no_text_model(architectures_of(config))
     loaded: Any = kind.from_pretrained(
         name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **exact
     )

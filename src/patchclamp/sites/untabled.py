@@ -130,8 +130,8 @@ def no_text_model(architectures: Sequence[str]) -> ModelError:
     """The error of a config whose text decoder is one of its parts."""
     return ModelError(
         f"no site table for {list(architectures)}, and none can be made: its text decoder is a part of it, beside one "
-        f"for images or sound. Of such models there are tables for {', '.join(DECODERS)}; many families have checkpoints "
-        "of text alone, too"
+        f"for images or sound. Of such models there are tables for {', '.join(DECODERS)}; many families have "
+        "checkpoints of text alone, too"
     )
 
 
