@@ -120,6 +120,68 @@ UNTABLED: dict[str, tuple[str, dict]] = {
     "bart": ("bart", _BOTH),
     "pegasus": ("pegasus", _BOTH),
 }
+# models that also read images, by family of their decoder's class: the classes' stem, and the configs of both parts
+_SEEN = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_hidden_layers=1, image_size=28,
+             patch_size=14)  # fmt: skip
+_QWEN_SEEN = dict(depth=1, num_heads=2, patch_size=14)
+
+
+def _turned(*sections: int, **more) -> dict:
+    """Positions of three kinds, which are one kind in text."""
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sections), **more}}
+
+
+MULTIMODAL: dict[str, tuple[str, dict, dict]] = {
+    "gemma3": ("Gemma3", dict(_GROUPED, query_pre_attn_scalar=32, sliding_window=8), _SEEN),
+    "mistral3": ("Mistral3", dict(_GROUPED, model_type="mistral", sliding_window=None),
+                 dict(_SEEN, model_type="pixtral", head_dim=16)),
+    "qwen2_vl": ("Qwen2VL", dict(_GROUPED, **_turned(4, 6, 6)),
+                 dict(_QWEN_SEEN, embed_dim=32, hidden_size=128, mlp_ratio=2)),
+    "qwen2_5_vl": ("Qwen2_5_VL", dict(_GROUPED, **_turned(4, 6, 6)),
+                   dict(_QWEN_SEEN, hidden_size=32, out_hidden_size=128, intermediate_size=64)),
+    "qwen3_vl": ("Qwen3VL", dict(_GROUPED, **_turned(6, 5, 5, mrope_interleaved=True)),
+                 dict(_QWEN_SEEN, hidden_size=32, out_hidden_size=128, intermediate_size=64, patch_size=16,
+                      num_position_embeddings=16, deepstack_visual_indexes=[0])),
+}  # fmt: skip
+_IMAGE_TOKENS = {"image_token_index": 509, "boi_token_index": 507, "eoi_token_index": 508, "mm_tokens_per_image": 4}
+_QWEN_TOKENS = {"image_token_id": 509, "video_token_id": 508, "vision_start_token_id": 507, "vision_end_token_id": 506}
+
+
+def that_reads_images(folder: Path, name: str, seed: int = 0):
+    """A tiny model with a decoder and a tower for images, fp32, its weights random; saved in a folder, and returned."""
+    import torch
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    stem, text, seen = MULTIMODAL[name]
+    tokens = _QWEN_TOKENS if "qwen" in name else _IMAGE_TOKENS if name == "gemma3" else {"image_token_index": 509}
+    config = getattr(transformers, f"{stem}Config")(text_config=text, vision_config=seen, **tokens)
+    torch.manual_seed(seed)
+    net = getattr(transformers, f"{stem}ForConditionalGeneration")(config)
+    randomise(net)
+    net.save_pretrained(folder)
+    if name == "gemma3":  # as its checkpoints on the hub, and vLLM, call them
+        path = folder / "model.safetensors"
+        weights = {key.replace("vision_tower.", "vision_tower.vision_model."): w for key, w in load_file(path).items()}
+        save_file(weights, path, {"format": "pt"})
+    return net
+
+
+def with_gemma_processor(folder: Path) -> None:
+    """Puts a tokenizer and a processor of images beside a Gemma 3 of 512 tokens."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import Gemma3Processor, PreTrainedTokenizerFast
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    images = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+    lines = ["\n" * count for count in range(1, 5)]
+    names = ["<pad>", "<s>", "</s>", *lines, *(f"w{i}" for i in range(7, 507)), *images.values(), "w510", "<unk>"]
+    words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, extra_special_tokens=images, **special)
+    pictures = Gemma3ImageProcessorPil(size={"height": 28, "width": 28}, image_seq_length=4)
+    Gemma3Processor(pictures, tokenizer, image_seq_length=4).save_pretrained(folder)
 
 
 def of_family(folder: Path, name: str, seed: int = 0, **changed) -> str:
@@ -131,6 +193,15 @@ def of_family(folder: Path, name: str, seed: int = 0, **changed) -> str:
     kind, config = (FAMILIES | UNTABLED)[name]
     torch.manual_seed(seed)
     net = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**config, **changed}), dtype=torch.float32)
+    randomise(net)
+    net.save_pretrained(folder)
+    return str(folder)
+
+
+def randomise(net) -> None:
+    """Gives a model random weights: matrices all alike, the rest near what they were."""
+    import torch
+
     with torch.no_grad():
         for weights in net.parameters():
             if weights.dim() > 1:
@@ -140,5 +211,3 @@ def of_family(folder: Path, name: str, seed: int = 0, **changed) -> str:
         for place, bias in net.named_buffers():
             if place.endswith("e_score_correction_bias"):
                 bias.normal_(std=0.1)
-    net.save_pretrained(folder)
-    return str(folder)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from patchclamp.language.aliases import DIFFERENCES, ELSEWHERE, Difference
 from patchclamp.language.registry import NNTERP, SITES, TRANSFORMER_LENS
 from patchclamp.sites.families import Family, PointKind, Size, Tap
-from patchclamp.sites.tables import FAMILIES
+from patchclamp.sites.tables import DECODERS, FAMILIES
 from tools.raw_hooks import Engine, raw
 
 ENGINES: tuple[Engine, ...] = ("transformers", "vllm")
@@ -39,18 +39,29 @@ prefix cache. When a CUDA graph is replayed, a hook does not run at all. Kernels
 tensor that a hook was given. `logits` are read from what the model returns, not at a module.
 """
 
+WITHIN = """A decoder within a model that also reads images has its family's table, with other names before the modules.
+What is `model.layers.0` in the table is `model.language_model.layers.0` on Transformers, and
+`language_model.model.layers.0` on vLLM. Its requests take programs if they are text alone.
+"""
+
 
 def page() -> str:
     """The whole page."""
     families = [_section(family) for family in FAMILIES]
     rows = ([f"`{spec.name}`", spec.shape, spec.meaning] for spec in SITES.values())
     meaning = _table(("site", "shape", "what it is"), rows)
-    contents = [f"- [{family.name}](#{family.name}): {', '.join(family.architectures)}" for family in FAMILIES]
-    parts = [HEAD.format(sites=meaning), "## Families\n", "\n".join(contents) + "\n", *families, _aliases()]
+    contents = [f"- [{family.name}](#{family.name}): {_classes(family)}" for family in FAMILIES]
+    parts = [HEAD.format(sites=meaning), "## Families\n", "\n".join(contents) + "\n", WITHIN, *families, _aliases()]
     return "\n".join(parts)
 
 
 # -- a family
+
+
+def _classes(family: Family) -> str:
+    """The classes with a family's table, and the models that also read images and whose decoder has it."""
+    within = [name for name, (_, of_decoder) in DECODERS.items() if of_decoder is family]
+    return ", ".join(family.architectures) + (f"; the decoder of {', '.join(within)}" if within else "")
 
 
 def _section(family: Family) -> str:

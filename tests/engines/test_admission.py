@@ -150,13 +150,14 @@ def raw(
     def job() -> tuple[dict[str, Any], dict[str, Verdict]]:
         engine, outputs = lm.engine._engine, {}
 
-        def add(name: str, program: Any, prompt: list[int] = PROMPT, **more: Any) -> str:
+        def add(name: str, program: Any, prompt: Any = PROMPT, **more: Any) -> str:
             params = SamplingParams(**{"temperature": 0.0, "max_tokens": 3, "ignore_eos": True, **more})
             params.output_kind = RequestOutputKind.FINAL_ONLY
-            params.extra_args = {"patchclamp": program}
+            params.extra_args = None if program is None else {"patchclamp": program}
             with suppress(msgspec.DecodeError, TypeError):
                 runs.append(decode(program).bound.run)
-            return engine.add_request(name, {"prompt_token_ids": prompt}, params) or name
+            prompt = {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
+            return engine.add_request(name, prompt, params) or name
 
         act(engine, add)
         for _ in range(200):

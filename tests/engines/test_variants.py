@@ -10,8 +10,6 @@ import torch
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
     MptConfig,
     MptForCausalLM,
 )
@@ -21,7 +19,7 @@ from patchclamp.engines.transformers import _check_padding_right
 from patchclamp.errors import ModelError
 from patchclamp.proving import prove
 
-from ..models import FAMILIES, of_family
+from ..models import of_family
 from .test_families import EAGER, IDS, PROMPTS
 from .test_parity import worst_row
 
@@ -66,20 +64,6 @@ def test_a_stream_that_vllm_divides_in_float16_is_refused(tmp_path):
         ModelError, match=r"in float16 vLLM divides the stream of deepseek models .*use dtype=\"bfloat16\""
     ):
         pc.LM(folder, engine="vllm", **{**IDS, "dtype": "float16"}, **EAGER)
-
-
-def test_a_decoder_within_another_model_is_refused(tmp_path):
-    text = FAMILIES["gemma3"][1]
-    seen = dict(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
-    )
-    config = Gemma3Config(text_config=text, vision_config=seen, mm_tokens_per_image=4)
-    torch.manual_seed(0)
-    Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
-    with pytest.raises(
-        ModelError, match=r"no site table for .*Gemma3ForConditionalGeneration.*Only models of text alone"
-    ):
-        pc.LM(str(tmp_path), engine="transformers", **IDS)
 
 
 def test_how_many_tokens_fit_is_told_by_other_names_or_asked_for(tmp_path):

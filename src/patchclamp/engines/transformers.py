@@ -41,6 +41,8 @@ from patchclamp.runtime.op import at_work
 from patchclamp.runtime.step import HostStep
 from patchclamp.runtime.taps import attach
 from patchclamp.sites import SiteMap, family_of, has_table, sizes_of
+from patchclamp.sites.families import architectures_of
+from patchclamp.sites.tables import DECODERS
 from patchclamp.sites.untabled import no_text_model, untabled
 
 
@@ -83,10 +85,11 @@ class TransformersEngine(Engine):
         self.tokenizer: Tokenizer = (
             NoTokenizer() if skip_tokenizer_init else HubTokenizer.load(name, trust_remote_code=trust_remote_code)
         )
-        config = self._net.config
-        architectures = config.architectures or [type(self._net).__name__]
+        whole = self._net.config
+        config = whole.get_text_config()
+        architectures = whole.architectures or [type(self._net).__name__]
         tabled = has_table(architectures, config)
-        if not tabled and config.get_text_config() is not config:
+        if not tabled and config is not whole:
             raise no_text_model(architectures)
         sizes = sizes_of(config)
         max_model_len = max_model_len or _max_positions(config)
@@ -97,7 +100,7 @@ class TransformersEngine(Engine):
         self.model = Model(
             name, "transformers", transformers.__version__, family.name, config.num_hidden_layers, config.hidden_size,
             config.vocab_size, str(self._net.dtype).removeprefix("torch."), max_model_len,
-            f"{self.device} {getattr(config, '_commit_hash', None)}",
+            f"{self.device} {getattr(whole, '_commit_hash', None)}",
         )  # fmt: skip
         self._batch_size, self._pads_left = max_num_seqs, padding_side == "left"
         self.runtime = Runtime(self.sites, Limits(max_num_seqs, max_records, bank_bytes), self.device)
@@ -383,8 +386,13 @@ def _load(name: str, dtype: torch.dtype | str, trust_remote_code: bool) -> Any:
 
     config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     # fused attention leaves out the cap of attention scores
-    exact = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
-    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    exact = {"attn_implementation": "eager"} if capped else {}
+    reads_images = not DECODERS.keys().isdisjoint(config.architectures or ())
+    kind = transformers.AutoModelForImageTextToText if reads_images else transformers.AutoModelForCausalLM
+    if not reads_images and config.get_text_config() is not config and type(config) not in kind._model_mapping:
+        raise no_text_model(architectures_of(config))
+    loaded: Any = kind.from_pretrained(
         name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **exact
     )
     net, loading = loaded

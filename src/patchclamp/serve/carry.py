@@ -172,7 +172,7 @@ def _prompt_of(prompt: Any) -> tuple[list[int], str | None]:
     if not isinstance(prompt, dict) or not isinstance(prompt.get("prompt_token_ids"), list):
         raise ProgramError("a program needs a prompt of text or token ids")
     if prompt.get("type", "token") != "token":
-        raise ProgramError(f"a program acts on text alone, and this prompt is {prompt['type']}")
+        raise ProgramError(f"programs act on text alone, and this prompt is {prompt['type']}: leave out one of the two")
     return prompt["prompt_token_ids"], prompt.get("prompt")
 
 

@@ -234,6 +234,15 @@ FAMILIES: tuple[Family, ...] = (
     LLAMA, QWEN3, PHI3, GEMMA2, GEMMA3, GRANITE, OLMO2, GPT2, OPT, GPT_NEOX, MIXTRAL, QWEN3_MOE, GPT_OSS, DEEPSEEK,
 )  # fmt: skip
 
+# of models that also read images: the class, the model type of its decoder's config, and the family of the decoder
+DECODERS: dict[str, tuple[str, Family]] = {
+    "Gemma3ForConditionalGeneration": ("gemma3_text", GEMMA3),
+    "Mistral3ForConditionalGeneration": ("mistral", LLAMA),
+    "Qwen2VLForConditionalGeneration": ("qwen2_vl_text", LLAMA),
+    "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl_text", LLAMA),
+    "Qwen3VLForConditionalGeneration": ("qwen3_vl_text", QWEN3),
+}
+
 
 def has_table(architectures: list[str] | tuple[str, ...] | None, config: Any = None) -> bool:
     """Whether `family_of` finds a family."""
@@ -244,7 +253,8 @@ def has_table(architectures: list[str] | tuple[str, ...] | None, config: Any = N
 
 
 def family_of(architectures: list[str] | tuple[str, ...] | None, config: Any = None) -> Family:
-    """The family whose table lists one of a config's `architectures`.
+    """The family whose table lists one of a config's `architectures`; of a model that also reads images, that of its
+    decoder, whose config this is.
 
     Raises: `ModelError` if none does, and for a config that is not as the family `needs` it.
     """
@@ -258,5 +268,26 @@ def family_of(architectures: list[str] | tuple[str, ...] | None, config: Any = N
                         f"{getattr(config, name)}"
                     )
             return family
+    for name in architectures or ():
+        text, family = DECODERS.get(name, ("", LLAMA))
+        if text and getattr(config, "model_type", text) == text:
+            return within(family, name)
     tabled = sorted(name for family in FAMILIES for name in family.architectures)
     raise ModelError(f"no site table for {list(architectures or ())}; there are tables for {', '.join(tabled)}")
+
+
+def within(family: Family, architecture: str) -> Family:
+    """A family's table for decoders within models of another class, below other names."""
+
+    def moved(tap: Tap, below: str) -> Tap:
+        inner = tap.module.removeprefix("model.")
+        return tap if inner == tap.module else msgspec.structs.replace(tap, module=f"{below}.{inner}")
+
+    points = {
+        name: msgspec.structs.replace(
+            kind, transformers=moved(kind.transformers, "model.language_model"),
+            vllm=moved(kind.vllm, "language_model.model"),
+        )
+        for name, kind in family.points.items()
+    }  # fmt: skip
+    return msgspec.structs.replace(family, architectures=(architecture,), points=points)

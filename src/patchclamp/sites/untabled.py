@@ -21,6 +21,7 @@ import msgspec
 from patchclamp.errors import ModelError
 from patchclamp.language.registry import SITES
 from patchclamp.sites.families import Family, Moment, PointKind, Size, Sizes, Tap, architectures_of, sizes_of
+from patchclamp.sites.tables import DECODERS
 
 if TYPE_CHECKING:
     import torch
@@ -129,7 +130,8 @@ def no_text_model(architectures: Sequence[str]) -> ModelError:
     """The error of a config whose text decoder is one of its parts."""
     return ModelError(
         f"no site table for {list(architectures)}, and none can be made: its text decoder is a part of it, beside one "
-        "for images or sound. Only models of text alone have sites; many families have such checkpoints too"
+        f"for images or sound. Of such models there are tables for {', '.join(DECODERS)}; many families have "
+        "checkpoints of text alone, too"
     )
 
 

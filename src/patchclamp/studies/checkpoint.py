@@ -58,10 +58,12 @@ class Checkpoint:
 
     def _stored_name(self, name: str) -> str | None:
         """What the files call a tensor: checkpoints of a bare model lack the first word of a path, those of a model
-        that reads images too have more words before it."""
-        for short in (name, name.partition(".")[2]):
-            if short in self._file_of:
-                return short
+        that reads images too have more words before it, or other ones."""
+        inner = name.removeprefix("model.language_model.")
+        renamed = (f"language_model.model.{inner}", f"model.{inner}") if inner != name else ()
+        for stored in (name, name.partition(".")[2], *renamed):
+            if stored in self._file_of:
+                return stored
         longer = [stored for stored in self._file_of if stored.endswith(f".{name}")]
         return longer[0] if len(longer) == 1 else None
 

@@ -27,19 +27,26 @@ def is_uniform(vllm_config: Any) -> bool:
     return ours is not None and ours["numerics"] == "uniform"
 
 
+class _Additional(dict[str, Any]):
+    """An `additional_config`, with what a server allows its callers beside its items: vLLM hashes the items alone. The
+    configuration itself takes no attributes: vLLM could not make the one of a part of the model of it."""
+
+    serving: ServeLimits
+
+
 def set_serving(vllm_config: Any, limits: ServeLimits) -> dict[str, Any]:
-    """Keeps what a server allows its callers beside the configuration, of this process alone, and takes it out of our
-    part of `additional_config`, which is returned. The engine arguments that it was made of are left as they are."""
+    """Keeps what a server allows its callers beside our part of `additional_config`, and takes it out of that part,
+    which is returned. The engine arguments that it was made of are left as they are."""
     extra = vllm_config.additional_config
     ours = {part: value for part, value in extra[KEY].items() if part != "serve"}
-    vllm_config.additional_config = {**extra, KEY: ours}
-    vllm_config.patchclamp_serving = limits
+    vllm_config.additional_config = _Additional({**extra, KEY: ours})
+    vllm_config.additional_config.serving = limits
     return ours
 
 
 def serving(vllm_config: Any) -> ServeLimits:
     """What the server of a configuration of ours allows its callers."""
-    return vllm_config.patchclamp_serving
+    return vllm_config.additional_config.serving
 
 
 @contextmanager
@@ -235,6 +242,8 @@ def refused(vllm_config: Any) -> dict[str, str]:
          "not supported yet: CUDA graphs with adapters and taps are not tested; merge the adapter into the model"),
         ("LoRA (enable_lora) over several workers", vllm_config.lora_config and parallel_config.world_size > 1,
          "not supported yet: it is not tested; merge the adapter into the model"),
+        ("LoRA (enable_lora) with a model that also reads images", vllm_config.lora_config
+         and model_config.hf_config is not model_config.hf_text_config, "not supported yet: it is not tested"),
         ("prefill_context_parallel_size above 1", _above(parallel_config, "prefill_context_parallel_size"), split),
         ("decode_context_parallel_size above 1", _above(parallel_config, "decode_context_parallel_size"), split),
         ("elastic expert parallel (enable_elastic_ep)", _above(parallel_config, "enable_elastic_ep", 0),

@@ -157,6 +157,8 @@ class _Admitting:
             if program is None:
                 program = request.patchclamp = RequestProgram(self.admission, data)
                 self._key_blocks(request)
+            if request.mm_features:
+                raise _not_text(sorted({feature.modality for feature in request.mm_features}))
             if request.resumable:
                 request.streaming_queue = collections.deque()  # more of it may come before it is told its error
                 raise _streamed()
@@ -305,6 +307,12 @@ class _Admitting:
             verdict = Verdict("", errors[0]) if errors else _joined([verdicts[i] for (verdicts, _), _ in answers])
             verdict = self.admission.judge(program, verdict)
             output.kv_transfer_params = {KEY: [verdict.receipt, verdict.error, verdict.waited_s]}
+
+
+def _not_text(modalities: list[str]) -> ProgramError:
+    return ProgramError(
+        f"programs act on text alone, and this prompt has {' and '.join(modalities)} in it: leave out one of the two"
+    )
 
 
 def _streamed() -> ProgramError:

@@ -150,8 +150,10 @@ SEAMS: dict[str, Seam] = {
              has="model_executor scheduler vllm_config"),
         Seam("core requests", "vllm.v1.engine.core:EngineCore.preprocess_add_request", "read programs", ("request",)),
         Seam("request", "vllm.v1.request:Request", "admit programs and key edited blocks", called="request",
-             has="arrival_time block_hashes client_index get_finished_reason num_computed_tokens priority request_id "
-             "resumable sampling_params streaming_queue? take_events trace_headers update_block_hashes"),
+             has="arrival_time block_hashes client_index get_finished_reason mm_features num_computed_tokens priority "
+             "request_id resumable sampling_params streaming_queue? take_events trace_headers update_block_hashes"),
+        Seam("images", "vllm.multimodal.inputs:MultiModalFeatureSpec", "refuse programs beside them", has="modality",
+             called="feature"),
         Seam("request ended", "vllm.v1.request:RequestStatus", "end requests that are refused", has="FINISHED_ERROR",
              called="RequestStatus"),
         Seam("core scheduler", _CORE + "sched.scheduler:Scheduler", "admit programs", called="scheduler _scheduler",
