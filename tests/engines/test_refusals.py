@@ -186,7 +186,7 @@ def test_sizes_that_no_graph_is_recorded_for_are_named():
 
 
 @pytest.mark.parametrize(("options", "named"), [
-    ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}}, "speculative decoding"),
+    ({"speculative_config": {"method": "suffix", "num_speculative_tokens": 2}}, "speculative decoding by 'suffix'"),
 ])  # fmt: skip
 def test_configurations_that_break_a_guarantee_are_refused(smollm2, options, named):
     with pytest.raises(pc.EngineError, match=f"patchclamp does not run with {named}.*: "):
@@ -202,8 +202,20 @@ def configuration(smollm2):
     return lambda: copy.deepcopy(made)
 
 
+def test_drafts_are_refused_where_they_were_not_tried(configuration):
+    from patchclamp.engines.vllm.compat.configuration import refused
+
+    config = configuration()
+    object.__setattr__(config, "speculative_config", SimpleNamespace(method="ngram"))
+    assert refused(config) == {}
+    config.parallel_config.world_size = 2
+    assert list(refused(config)) == ["speculative decoding (speculative_config) over several workers"]
+    config.parallel_config.world_size, config.device_config.device_type = 1, "cuda"
+    assert "speculative decoding (speculative_config) on a GPU" in refused(config)
+
+
 @pytest.mark.parametrize(("part", "option", "value", "named"), [
-    ("", "speculative_config", object(), "speculative decoding (speculative_config)"),
+    ("", "speculative_config", SimpleNamespace(method="eagle"), "speculative decoding by 'eagle' (speculative_config)"),
     ("parallel_config", "enable_dbo", True, "micro-batching (enable_dbo, ubatch_size)"),
     ("parallel_config", "ubatch_size", 2, "micro-batching (enable_dbo, ubatch_size)"),
     ("parallel_config", "prefill_context_parallel_size", 2, "prefill_context_parallel_size above 1"),

@@ -597,6 +597,23 @@ def test_a_plan_is_what_a_loop_over_rows_says(step):
     assert plan.size <= len(taken) + int(np.unique(WIDTHS).sum())  # each width begins at a multiple of it
 
 
+def test_logits_of_drafted_rows_are_edited_and_captured_like_any():
+    """A request with two drafted tokens, a plain one with one, and a chunk of a prompt."""
+    table = Table(2, POINTS, 64, SAMPLED)
+    programs = [bound(pc.Scale(2.0, "logits"), capture, prompt=6, max_tokens=9) for capture in
+                ("logits @ generated[0:2]", "logits")]  # fmt: skip
+    slots = [table.admit(*records_of(made.ops, {}, POINTS)) for made in programs]
+    order, count = np.array([slots[0], 0, slots[1]]), np.array([3, 2, 4])
+    batch = Batch(order, np.array([0, 3, 5]), np.array([6, 20, 2]), count, 9, np.array([3, 2, 1]))
+    plan = make_plan(batch, table, WIDTHS)
+    assert batch.sampled_rows.tolist() == [0, 1, 2, 3, 4, 8]
+    assert plan.sampled.slot.tolist() == [slots[0]] * 3 + [0, 0, slots[1]]
+    assert plan.sampled.position.tolist() == [6, 7, 8, 20, 21, 5]
+    assert plan.sampled.rank.tolist() == [0, 1, 2, 0, 1, 0]
+    kept = {int(slot): range(b, b + c) for slot, b, c in zip(plan.layout.slot, plan.begin, plan.count, strict=True)}
+    assert kept == {slots[0]: range(6, 8), slots[1]: range(5, 6)}
+
+
 def scenario(name: str) -> bytes:
     """Three programs and a plain request in one of three fixed steps; the plan's bytes."""
     v, inside = [1.0] * D, "every[1, 3, 6]"

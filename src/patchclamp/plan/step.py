@@ -28,6 +28,8 @@ class Batch(msgspec.Struct, frozen=True):
     position [N]: its first position
     count [N]: how many positions it computes
     rows: R, the flat rows of the step
+    samples [N]: for how many of its last rows logits are computed; None: for one row of each. With speculative decoding
+        those are the row of its newest token and the rows of drafted ones
     """
 
     slot: np.ndarray
@@ -35,6 +37,13 @@ class Batch(msgspec.Struct, frozen=True):
     position: np.ndarray
     count: np.ndarray
     rows: int
+    samples: np.ndarray | None = None
+
+    @property
+    def sampled_rows(self) -> np.ndarray:
+        """The flat rows that logits are computed for, in their order."""
+        last = self.row + self.count - 1
+        return last if self.samples is None else _runs(last - self.samples + 1, self.samples)
 
 
 class RowLabels(msgspec.Struct, frozen=True):
@@ -58,7 +67,7 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
     """What a step must do.
 
     tokens: labels of all rows
-    sampled: labels of the rows that logits are computed for, the last one of each request
+    sampled: labels of the rows that logits are computed for, the last ones of each request
     active [P]: whether some request of the step has records at a point
     layout: the capture ranges and regions
     begin, count [C]: the first position that each range keeps in this step, and how many it keeps
@@ -173,7 +182,9 @@ def make_plan(batch: Batch, table: ProgramTable, widths: np.ndarray, unit: np.nd
     bounds[1, batch.slot] = batch.position + batch.count
     bounds[:, 0] = -1  # nobody's
     first, end = bounds.take(layout.slot, 1)
-    begin = np.maximum(layout.start, np.where(layout.sampled, end - 1, first) if layout.any_sampled else first)
+    if layout.any_sampled:
+        first = np.where(layout.sampled, end - _samples(batch, table)[layout.slot], first)
+    begin = np.maximum(layout.start, first)
     count = np.minimum(layout.stop, end)
     count -= begin
     np.maximum(count, 0, out=count)
@@ -225,7 +236,7 @@ def _by_width(sizes: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, int]:
 def _label(batch: Batch, steady: bool, positions: bool) -> tuple[RowLabels, RowLabels]:
     """Labels of the step's rows and of the sampled ones. `positions`: whether they have positions."""
     slot, count, none = batch.slot.astype(np.int32), batch.count, np.zeros(0, np.int32)
-    last = RowLabels(slot, (batch.position + count - 1).astype(np.int32), np.zeros_like(slot)) if positions else None
+    last = _label_sampled(batch, slot) if positions else None
     ends = batch.row + count
     if ends[-1] != batch.rows or batch.row[0] != 0 or ends[:-1].tobytes() != batch.row[1:].tobytes():
         return _label_with_gaps(batch), last or RowLabels(slot, none, none)
@@ -236,6 +247,29 @@ def _label(batch: Batch, steady: bool, positions: bool) -> tuple[RowLabels, RowL
     rank -= batch.row.astype(np.int32).repeat(count)
     position = batch.position.repeat(count).astype(np.int32) + rank if positions else none
     return RowLabels(slot.repeat(count), position, rank), last or RowLabels(slot, none, none)
+
+
+def _label_sampled(batch: Batch, slot: np.ndarray) -> RowLabels:
+    """Labels of the rows that logits are computed for."""
+    last = (batch.position + batch.count - 1).astype(np.int32)
+    samples = batch.samples
+    if samples is None:
+        return RowLabels(slot, last, np.zeros_like(slot))
+    position = _runs(last - samples + 1, samples).astype(np.int32)
+    return RowLabels(slot.repeat(samples), position, position - (last - samples + 1).astype(np.int32).repeat(samples))
+
+
+def _runs(first: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """The numbers first … first + count − 1 of each pair, one after the other."""
+    return np.repeat(first - np.cumsum(count) + count, count) + np.arange(int(count.sum()))
+
+
+def _samples(batch: Batch, table: ProgramTable) -> np.ndarray:
+    """By slot: how many logits of its request the step computes."""
+    samples = np.ones(len(table.first), np.int64)
+    if batch.samples is not None:
+        samples[batch.slot] = batch.samples
+    return samples
 
 
 def _label_with_gaps(batch: Batch) -> RowLabels:

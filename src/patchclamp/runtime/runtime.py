@@ -381,17 +381,19 @@ class Runtime:
         self.step.begin(self.plan, batch, 0)
 
     def begin_step(
-        self, requests: list[str], row: np.ndarray, position: np.ndarray, count: np.ndarray, total: int
+        self, requests: list[str], row: np.ndarray, position: np.ndarray, count: np.ndarray, total: int,
+        samples: np.ndarray | None = None,
     ) -> Sameness:  # fmt: skip
         """Begins a step: goes on with the last plan, or plans anew. The arrays may change afterwards.
 
         row, position, count: of each request its first row, first position and number of tokens
         total: the number of tokens
+        samples: for how many of its last tokens logits are computed; None: for one of each request
         """
         sameness = self.continuity.judge(requests, position, total)
         if sameness == "changed":
             row, position, count = row.astype(np.int64), position.astype(np.int64), count.astype(np.int64)
-            self.begin(Batch(self.slots(requests), row, position, count, total), requests)
+            self.begin(Batch(self.slots(requests), row, position, count, total, samples), requests)
             return sameness
         self.plan = self.continuity.plan
         if sameness == "advanced":

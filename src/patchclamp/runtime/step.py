@@ -86,7 +86,7 @@ class HostStep:
     def begin(self, plan: StepPlan, batch: Batch, steps: int) -> None:
         self._plan = plan.advanced(steps) if steps else plan
         self._captures = torch.empty(plan.size, device=self._bank.data.device)
-        self._last_rows = batch.row + batch.count - 1
+        self._sampled_rows = batch.sampled_rows
 
     def apply(
         self, point: int, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, sampled: bool
@@ -94,7 +94,7 @@ class HostStep:
         rows = self._plan.sampled if sampled else self._plan.tokens
         token_R = self.token_of_row
         if token_R is not None and sampled:
-            token_R = token_R[torch.from_numpy(self._last_rows).to(token_R.device)]
+            token_R = token_R[torch.from_numpy(self._sampled_rows).to(token_R.device)]
         arguments = (rows, point, self._table, self._plan, self._bank.data, self._captures, token_R, self.code)
         return fused.apply(hidden_RW, residual_RW, *arguments)
 

@@ -193,10 +193,15 @@ class _Run(msgspec.Struct):
 
 class CaptureStore:
     """Captured rows of every run that has not been released. `widths` [P]: numbers in a row of each point. `flush`
-    returns once all copies that are queued are done."""
+    returns once all copies that are queued are done.
+
+    `keeps_last`: of a position that was captured again, its last rows count, not its first: with speculative decoding
+    the first may be those of a drafted token that was thrown away.
+    """
 
     def __init__(self, widths: np.ndarray, flush: Callable[[], None] = lambda: None) -> None:
         self._widths, self._flush = widths.tolist(), flush
+        self.keeps_last = False
         self._runs: dict[str, _Run] = {}
         self._numbers: set[int] = set()  # of runs that are kept
         self._chunks: dict[int, CaptureChunk] = {}  # by turn, a count of the chunks ever added
@@ -294,7 +299,8 @@ class CaptureStore:
     def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, torch.Tensor]:
         """Positions [T] ascending and their rows [T, W], of one op or of all that captured there.
 
-        A position that the same op captured again (after preemption) keeps its first rows; of two ops the later counts.
+        A position that the same op captured again (after preemption) keeps its first rows, or with `keeps_last` its
+        last; of two ops the later counts.
         Raises `MissingSource` for a run that is not kept.
         """
         return tensors_of(self.find([(run, point, op)]))[0]
@@ -315,7 +321,7 @@ class CaptureStore:
             number, width = self._runs[run].number, self._widths[point]
             entries = [(chunk, entry) for chunk in chunks_of[run] for entry in chunk.captured(number, point, op)]
             if len(entries) != 1:
-                stored.append(_joined(entries, width))
+                stored.append(_joined(entries, width, self.keeps_last))
                 continue
             chunk, entry = entries[0]
             key = entry.position, entry.count, chunk.steps
@@ -378,8 +384,9 @@ def side_by_side(stored: list[StoredRows]) -> tuple[list[int], int]:
 Entry = tuple[CaptureChunk, CapturedEntry]  # a chunk, and an entry of its table
 
 
-def _joined(entries: list[Entry], width: int) -> StoredRows:
-    """The rows of several entries, or of none. Rows in other dtypes become fp32."""
+def _joined(entries: list[Entry], width: int, keeps_last: bool) -> StoredRows:
+    """The rows of several entries, or of none; of those of one position and op the first or the last. Rows in other
+    dtypes become fp32."""
     of_entry = [
         StoredRows(chunk.positions(entry), chunk.parts(entry), _TORCH[entry.dtype], width) for chunk, entry in entries
     ]
@@ -392,7 +399,8 @@ def _joined(entries: list[Entry], width: int) -> StoredRows:
     joined = torch.cat(tensors if len(dtypes) == 1 else [rows.float() for rows in tensors])
     if not ascending:
         ops = np.repeat([entry.op for _, entry in entries], [len(rows) for rows in tensors])
-        order = np.lexsort((np.arange(len(positions)), -ops, positions))
+        age = np.arange(len(positions))
+        order = np.lexsort((-age if keeps_last else age, -ops, positions))
         positions, first = np.unique(positions[order], return_index=True)
         joined = joined[torch.from_numpy(order[first])]
     data = joined.view(torch.uint8).numpy()

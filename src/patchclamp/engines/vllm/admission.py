@@ -29,7 +29,7 @@ from patchclamp.errors import (
     RunError,
     pack,
 )
-from patchclamp.plan import CAPTURE
+from patchclamp.plan import APPLY, CAPTURE
 from patchclamp.plan.bound import source_of
 from patchclamp.plan.records import record_count
 from patchclamp.plan.reuse import lowest_edit
@@ -80,6 +80,11 @@ class RequestProgram:
         self.is_released = False  # its caller has let go of it, though it is not at its end
         self.arrived_s = 0.0
         self.waited_s: float | None = None  # until it was admitted
+
+    @property
+    def has_code(self) -> bool:
+        """Whether it has ops that run Python."""
+        return any(op.kind == APPLY for op in self.bound.ops)
 
     @property
     def is_stale(self) -> bool:

@@ -108,6 +108,7 @@ class Attached:
         self.runtime.has_tap[:] = False
         self.runtime.has_tap[list(hooked)] = True
         self.runtime.has_tap[self._logits] = last
+        self.runtime.store.keeps_last = self._config.speculative_config is not None
         if worker.vllm_config.parallel_config.world_size > 1:
             self._exchange = Exchange(self.runtime, compat.all_workers())
             self.runtime.remote_rows = self._exchange.rows
@@ -249,11 +250,13 @@ class Attached:
             if arrival.request in errors:
                 self.runtime.refuse(arrival.request, arrival.bound.run, errors[arrival.request])
 
-    def planned(self, requests: list[str], row: np.ndarray, position: np.ndarray, count: np.ndarray) -> None:
+    def planned(
+        self, requests: list[str], row: np.ndarray, position: np.ndarray, count: np.ndarray, samples: np.ndarray | None
+    ) -> None:
         """Plans a step with programs. The arrays are the runner's own, and change with its next step."""
         self._requests = requests
         try:
-            self.runtime.begin_step(requests, row, position, count, self._total)
+            self.runtime.begin_step(requests, row, position, count, self._total, samples)
         except Exception as error:
             if self._graphs is not None:  # a graph with taps may be about to run, with the last step's plan
                 raise

@@ -233,8 +233,7 @@ def refused(vllm_config: Any) -> dict[str, str]:
     pass_config, mode = compilation_config.pass_config, compilation_config.cudagraph_mode
     split = "a worker sees a part of a request's positions, and programs name all of them"
     conditions = [
-        ("speculative decoding (speculative_config)", vllm_config.speculative_config,
-         "drafted tokens that are thrown away would be captured and counted as the run's own"),
+        *_refused_speculation(vllm_config),
         ("micro-batching (enable_dbo, ubatch_size)",
          _above(parallel_config, "enable_dbo", 0) or _above(parallel_config, "ubatch_size"),
          "a step is cut in two, and rows are planned for a whole one"),
@@ -278,6 +277,23 @@ def refused(vllm_config: Any) -> dict[str, str]:
          mode is not None and mode.name != "NONE" and _breakable(), "not supported yet: they are recorded in parts"),
     ]  # fmt: skip
     return {name: why for name, on, why in conditions if on}
+
+
+def _refused_speculation(vllm_config: Any) -> list[tuple[str, Any, str]]:
+    """Of speculative decoding, what was not tried. On a CPU steps tell which of their rows are drafted."""
+    speculative_config, no = vllm_config.speculative_config, "not supported yet: "
+    if speculative_config is None:
+        return []
+    method = getattr(speculative_config, "method", None)
+    return [
+        (f"speculative decoding by {method!r} (speculative_config)", method != "ngram",
+         no + 'the model that drafts has no taps, and what it does was not tried; method="ngram" works on a CPU'),
+        ("speculative decoding (speculative_config) on a GPU", vllm_config.device_config.device_type != "cpu",
+         no + "which logits are those of drafted tokens is not known there"),
+        ("speculative decoding (speculative_config) over several workers", vllm_config.parallel_config.world_size > 1,
+         no + "it is not tested"),
+        ("speculative decoding (speculative_config) with LoRA", vllm_config.lora_config, no + "it is not tested"),
+    ]  # fmt: skip
 
 
 def _above(config: Any, name: str, limit: int = 1) -> bool:

@@ -159,6 +159,8 @@ class _Admitting:
                 self._key_blocks(request)
             if request.mm_features:
                 raise _not_text(sorted({feature.modality for feature in request.mm_features}))
+            if self._core.vllm_config.speculative_config is not None and program.has_code:
+                raise _drafted()
             if request.resumable:
                 request.streaming_queue = collections.deque()  # more of it may come before it is told its error
                 raise _streamed()
@@ -312,6 +314,12 @@ class _Admitting:
 def _not_text(modalities: list[str]) -> ProgramError:
     return ProgramError(
         f"programs act on text alone, and this prompt has {' and '.join(modalities)} in it: leave out one of the two"
+    )
+
+
+def _drafted() -> ProgramError:
+    return ProgramError(
+        "code (Apply) does not run with speculative decoding: it would be given drafted tokens that are thrown away"
     )
 
 

@@ -111,7 +111,8 @@ class Hooks(msgspec.Struct):
 
     before     called with the scheduler's output; returns whether the step is active (a program acts in it), and
                whether a graph may be used
-    planned    called in active steps with the requests, and the first row, first position and count of each
+    planned    called in active steps with the requests, and the first row, first position and count of each; and
+               with speculative decoding, for how many of its last rows logits are computed
     logits     called with what the model computed
     after      called after active steps
     at_work    makes a context in which taps act
@@ -119,7 +120,7 @@ class Hooks(msgspec.Struct):
     """
 
     before: Callable[[Any], tuple[bool, bool]]
-    planned: Callable[[list[str], np.ndarray, np.ndarray, np.ndarray], None]
+    planned: Callable[[list[str], np.ndarray, np.ndarray, np.ndarray, np.ndarray | None], None]
     logits: Callable[[Any], None]
     after: Callable[[], None]
     at_work: Callable[[], Any]
@@ -179,10 +180,18 @@ def _hook_v1(runner: Any, hooks: Hooks, graphs: Graphs | None) -> None:
         batch = runner.input_batch
         requests = list(batch.req_ids)
         position = batch.num_computed_tokens_cpu[: len(requests)]
-        hooks.planned(requests, np.cumsum(num_scheduled_tokens) - num_scheduled_tokens, position, num_scheduled_tokens)
+        row, samples = np.cumsum(num_scheduled_tokens) - num_scheduled_tokens, _samples(scheduler_output, requests)
+        hooks.planned(requests, row, position, num_scheduled_tokens, samples)
         return result
 
     runner.execute_model, runner._prepare_inputs = execute_model, prepare_inputs
+
+
+def _samples(scheduler_output: Any, requests: list[str]) -> np.ndarray | None:
+    """For how many rows of each request a step computes logits: its newest token's and the drafted ones'. None: for
+    one of each."""
+    drafts = scheduler_output.scheduled_spec_decode_tokens
+    return np.array([1 + len(drafts.get(request, ())) for request in requests]) if drafts else None
 
 
 def _hook_v2(runner: Any, hooks: Hooks, graphs: Graphs) -> None:
@@ -220,7 +229,7 @@ def _hook_v2(runner: Any, hooks: Hooks, graphs: Graphs) -> None:
         if not active:
             return batch
         start, position = batch.query_start_loc_np[: batch.num_reqs], batch.num_computed_tokens_np[: batch.num_reqs]
-        hooks.planned(list(batch.req_ids), start, position, batch.num_scheduled_tokens)
+        hooks.planned(list(batch.req_ids), start, position, batch.num_scheduled_tokens, None)
         return batch
 
     @functools.wraps(sample)

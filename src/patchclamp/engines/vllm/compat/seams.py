@@ -87,6 +87,8 @@ SEAMS: dict[str, Seam] = {
              "traced_files"),
         Seam("passes", "vllm.config.compilation:PassConfig", "refuse what breaks a guarantee", called="pass_config",
              has="enable_sp? fuse_attn_quant? fuse_gemm_comms?"),
+        Seam("drafts", "vllm.config:SpeculativeConfig", "refuse what breaks a guarantee", has="method",
+             called="speculative_config", checked=_032),
         Seam("device", "vllm.config:DeviceConfig", "refuse what breaks a guarantee", has="device_type",
              called="device_config"),
         Seam("modes", "vllm.config", "set up a copy", has="CompilationMode get_current_vllm_config_or_none "
@@ -138,7 +140,7 @@ SEAMS: dict[str, Seam] = {
         # what the scheduler tells
         Seam("step", _CORE + "sched.output:SchedulerOutput", "follow requests", called="scheduler_output",
              has="finished_req_ids num_scheduled_tokens preempted_req_ids? scheduled_cached_reqs scheduled_new_reqs "
-             "total_num_scheduled_tokens"),
+             "scheduled_spec_decode_tokens total_num_scheduled_tokens"),
         Seam("new requests", _CORE + "sched.output:NewRequestData", "follow requests", called="new",
              has="num_computed_tokens req_id sampling_params"),
         Seam("running requests", _CORE + "sched.output:CachedRequestData", "follow requests", called="running",
@@ -153,7 +155,7 @@ SEAMS: dict[str, Seam] = {
              has="arrival_time block_hashes client_index get_finished_reason mm_features num_computed_tokens priority "
              "request_id resumable sampling_params streaming_queue? take_events trace_headers update_block_hashes"),
         Seam("images", "vllm.multimodal.inputs:MultiModalFeatureSpec", "refuse programs beside them", has="modality",
-             called="feature"),
+             called="feature", checked=_032),
         Seam("request ended", "vllm.v1.request:RequestStatus", "end requests that are refused", has="FINISHED_ERROR",
              called="RequestStatus"),
         Seam("core scheduler", _CORE + "sched.scheduler:Scheduler", "admit programs", called="scheduler _scheduler",
