@@ -121,6 +121,8 @@ class Answer(msgspec.Struct):
     finish_reason: "stop" or "length"
     cached_tokens: prompt tokens that were read from the prefix cache instead of computed
     top_logprobs: for each of `token_ids` the log-probabilities of the likeliest tokens there, by token id
+    computed_from: the layer and the prompt's position from which on it was computed, where what is before came from a
+        run of the prompt without a program; None if all of it was computed, or came from a prefix cache
     """
 
     token_ids: list[int]
@@ -130,6 +132,7 @@ class Answer(msgspec.Struct):
     finish_reason: str | None
     cached_tokens: int = 0
     top_logprobs: list[dict[int, float]] = []
+    computed_from: tuple[int, int] | None = None
 
 
 class Gradients(msgspec.Struct, frozen=True):
@@ -216,6 +219,7 @@ class Engine(Protocol):
     remote: whether programs run in other processes, which code (`Apply`) cannot enter
     proved: whether its sites were proved already, where it runs
     run_prefix: what the names of its runs begin with
+    whole_because: why it computes all of a run, if it is an engine that need not
     """
 
     model: Model
@@ -224,6 +228,10 @@ class Engine(Protocol):
     remote: bool = False
     proved: bool = False
     run_prefix: str = ""
+
+    @property
+    def whole_because(self) -> str:
+        return ""
 
     @property
     def has_views(self) -> bool:

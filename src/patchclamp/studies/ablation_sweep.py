@@ -121,7 +121,8 @@ def ablation_sweep(
             len(places), len(units) * draws, None if listener is None else teller(listener, rows, across)
         )
         filled = fill(cells, units, places, draws, finished)
-    return with_values(begun, Filled(filled.values.reshape(begun.each.shape), filled.floor), bases, seeds[0])
+    each = filled.values.reshape(begun.each.shape)
+    return with_values(begun, Filled(each, filled.floor), bases, cells.computed, seeds[0])
 
 
 @contextmanager

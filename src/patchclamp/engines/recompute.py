@@ -1,0 +1,148 @@
+"""Decides which requests of the Transformers engine leave a trunk (`engines.trunk`), and proves that they may.
+
+Where they do not, the reason is kept, and everything is computed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from patchclamp.engines.base import Request
+from patchclamp.engines.passes import Passes
+from patchclamp.engines.trunk import Layers, PassesFromCut, Trunk
+from patchclamp.errors import ModelError
+from patchclamp.plan.cuts import Asked, Cut, Group, first_layers, group
+from patchclamp.sites import SiteMap
+
+WAYS = ("changed", "all")
+MAX_TRUNK_BYTES = 1 << 28  # of prompts that nothing runs of now
+PROOF_TOKENS, LONG_PROOF_TOKENS = 12, 96  # of the proof's prompt, usually, and at most
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of the largest logit
+FEW = "no prompt was shared by enough runs, or their programs change nearly all of it"
+
+
+class Recompute:
+    """Of one model: its trunks, and whether requests may leave them.
+
+    whole_because: why everything is computed; empty if it need not be
+    passes: how many first passes computed everything, and how many began at a cut
+    """
+
+    def __init__(self, net: Any, sites: SiteMap, device: str, way: str, max_tokens: int) -> None:
+        self._net, self._sites, self._device = net, sites, device
+        self._first_layers = first_layers(sites)
+        self.whole_because = _reason(sites, way)
+        self._is_proved = False
+        self._layers: Layers | None = None
+        self._trunks: OrderedDict[tuple[int, ...], Trunk] = OrderedDict()
+        self.passes = {"whole": 0, "from_cut": 0}
+        window = _window(net.config)
+        fits = PROOF_TOKENS if window is None else window + 4
+        self._proof_tokens = min(fits if fits <= LONG_PROOF_TOKENS else PROOF_TOKENS, max_tokens - 1)
+        # the proof says nothing of windows that it did not fill
+        self._longest = max_tokens if window is None or self._proof_tokens > window else window
+
+    def groups(self, requests: Sequence[Request], size: int) -> list[Group]:
+        """Which requests are computed together, `size` at most, and from which cut on."""
+        if self.whole_because:
+            return [Group(list(range(i, min(i + size, len(requests))))) for i in range(0, len(requests), size)]
+        asked = [
+            Asked(request.prompt_token_ids, request.bound, len(request.prompt_token_ids) + request.max_tokens - 1 <= self._longest)
+            for request in requests
+        ]  # fmt: skip
+        return group(asked, self._first_layers, self._sites.layers, size)
+
+    def passes_from(self, cut: Cut | None, prompt: Sequence[int], count: int) -> Passes | None:
+        """The passes of some requests of one prompt from their cut on; None if all of it must be computed."""
+        if cut is not None and not self.whole_because and not self._is_proved:
+            self._prove()
+        if cut is None or self.whole_because:
+            self.passes["whole"] += 1
+            return None
+        assert self._layers is not None
+        self.passes["from_cut"] += 1
+        return PassesFromCut(self._trunk(prompt), self._layers, cut, count)
+
+    def _trunk(self, prompt: Sequence[int]) -> Trunk:
+        """A prompt's trunk. The last ones are kept, for the next requests of a sweep."""
+        assert self._layers is not None
+        key = tuple(prompt)
+        trunk = self._trunks.pop(key, None) or Trunk(self._net, self._layers, prompt, self._device)
+        self._trunks[key] = trunk
+        while len(self._trunks) > 1 and sum(kept.bytes for kept in self._trunks.values()) > MAX_TRUNK_BYTES:
+            self._trunks.popitem(last=False)
+        return trunk
+
+    def _prove(self) -> None:
+        """Compares passes from several cuts with whole ones, on this model, once."""
+        try:
+            self._layers = Layers(self._net, self._sites)
+            self.whole_because = self._difference() or ""
+        except Exception as error:  # of a model that is made otherwise
+            self.whole_because = f"a pass from a cut failed: {type(error).__name__}: {error}"
+        self._is_proved = not self.whole_because
+
+    def _difference(self) -> str | None:
+        """What is wrong with passes from cuts, if anything is."""
+        assert self._layers is not None
+        layers, length = self._sites.layers, self._proof_tokens
+        if length < 2:
+            raise ModelError("texts of one token have nothing to share")
+        prompt = np.random.default_rng(0).integers(self._sites.d_vocab, size=length).tolist()
+        trunk = Trunk(self._net, self._layers, prompt, self._device)
+        tolerance = TOLERANCE[self._net.dtype]
+        for cut in _cuts(layers, length):
+            whole = self._two_steps(Passes([prompt] * 2, True, self._device), cut, trunk)
+            parted = self._two_steps(PassesFromCut(trunk, self._layers, cut, 2), cut, trunk)
+            for expected_BV, logits_BV in zip(whole, parted, strict=True):
+                off = float((expected_BV - logits_BV).abs().max() / expected_BV.abs().max())
+                if not off <= tolerance:
+                    return f"logits of a pass from layer {cut.layer} and position {cut.position} on were {off:.1e} off"
+            if torch.equal(*whole[0]):
+                return f"an edit at layer {cut.layer} and position {cut.position} did not move the logits"
+        return None
+
+    def _two_steps(self, passes: Passes, cut: Cut, trunk: Trunk) -> list[torch.Tensor]:
+        """Logits of two steps, [2, V] each. The second row is edited where the cut is."""
+        assert self._layers is not None
+        module = [*self._layers.layers, self._layers.end][cut.layer]
+        noise = torch.randn(self._sites.d_model, generator=torch.Generator().manual_seed(0))
+        push = (noise * trunk.stream[cut.layer].float().std().cpu()).to(self._device, self._net.dtype)
+        row = cut.position - len(trunk.prompt)
+
+        def edit(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+            args[0][1, row] += push
+
+        hook = module.register_forward_pre_hook(edit)
+        try:
+            first_BV = passes.run(self._net).float()
+        finally:
+            hook.remove()
+        passes.advance(first_BV.argmax(-1).tolist())
+        return [first_BV, passes.run(self._net).float()]
+
+
+def _cuts(layers: int, length: int) -> list[Cut]:
+    """Cuts at the corners and in the middle."""
+    cuts = [(layers // 2, length // 2), (1, 1), (0, length - 2), (layers - 1, length - 2), (layers, length - 1)]
+    return [Cut(*cut) for cut in cuts]
+
+
+def _reason(sites: SiteMap, way: str) -> str:
+    """Why everything is computed, as far as that is known before the proof."""
+    if way == "all":
+        return 'recompute="all" was asked for'
+    if not sites.family.tabled:
+        return "the model has no site table that would tell what its layers take"
+    return ""
+
+
+def _window(config: Any) -> int | None:
+    """The length of the shortest window that any layer may look through; None if all see everything."""
+    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    return min((window for window in windows if isinstance(window, int)), default=None)
