@@ -3,11 +3,11 @@
     python benchmarks/exact_path.py --out DIR                  (a CPU is enough; SmolLM2-135M, fp32)
     python benchmarks/exact_path.py --only 40
 
-The same sweep of `resid_pre` on two engines, in turns: `recompute="all"` computes every run from its first layer and its
-first position on, in the same batches; `recompute="changed"`, the default, leaves out what is below the first layer and
-before the first position that a batch patches. A grid of a long prompt is thinned out to every so many layers and
-positions. Cells must be the same within 1e-4 of the metric. CPU seconds are of all threads of the process: beside other
-work they tell more than the clock.
+The same sweep of `resid_pre` on two engines, in turns. With `recompute="all"` every run is computed from its first
+layer and its first position on, in batches of the same size. With `recompute="changed"`, the default, what is below the
+first layer and before the first position that a batch patches is left out. A grid of a long prompt is thinned out to
+every so many layers and positions. Cells must be the same within 1e-4 of the metric. CPU seconds are of all threads of
+the process: beside other work they tell more than the clock.
 """
 
 from __future__ import annotations
@@ -65,11 +65,12 @@ def measure(pc: Any, engines: dict[str, Any], tokens: int) -> dict[str, Any]:
             wall[way].append(round(seconds, 2))
             cpu[way].append(round(cpu_seconds, 2))
             print(tokens, "tokens", way, f"{seconds:.1f} s, {cpu_seconds:.1f} s of CPU", file=sys.stderr, flush=True)
-    off = float(np.abs(results["changed"].values - results["all"].values).max())
+    whole = results["all"]
+    off = float(np.abs(results["changed"].values - whole.values).max())
     return {
-        "tokens": tokens, "cells": int(results["all"].values.size), "grid": list(results["all"].values.shape),
+        "tokens": tokens, "cells": int(whole.values.size), "grid": list(whole.values.shape),
         "wall_s": wall, "cpu_s": cpu, "speedup_wall": _ratio(wall), "speedup_cpu": _ratio(cpu),
-        "largest_difference": off, "largest_effect": float(np.abs(results["all"].values - results["all"].corrupt).max()),
+        "largest_difference": off, "largest_effect": float(np.abs(whole.values - whole.corrupt).max()),
         "noise_floor": {way: result.noise_floor for way, result in results.items()},
         "computed": results["changed"].computed, "same": off <= MAX_OFF,
         **({"bar": BAR[tokens]} if tokens in BAR else {}),

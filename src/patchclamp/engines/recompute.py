@@ -16,13 +16,14 @@ from patchclamp.engines.base import Request
 from patchclamp.engines.passes import Passes
 from patchclamp.engines.trunk import Layers, PassesFromCut, Trunk
 from patchclamp.errors import ModelError
-from patchclamp.plan.cuts import Asked, Cut, Group, first_layers, group
+from patchclamp.plan.cuts import Asked, Cut, Group, first_layers, group, in_order
 from patchclamp.sites import SiteMap
 
 WAYS = ("changed", "all")
 MAX_TRUNK_BYTES = 1 << 28  # of prompts that nothing runs of now
 PROOF_TOKENS, LONG_PROOF_TOKENS = 12, 96  # of the proof's prompt, usually, and at most
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of the largest logit
+PASS_ROWS = {"cpu": 64, "other": 2048}  # `plan.cuts.Work`; measured on a CPU, and estimated for GPUs
 FEW = "no prompt was shared by enough runs, or their programs change nearly all of it"
 
 
@@ -36,6 +37,7 @@ class Recompute:
     def __init__(self, net: Any, sites: SiteMap, device: str, way: str, max_tokens: int) -> None:
         self._net, self._sites, self._device = net, sites, device
         self._first_layers = first_layers(sites)
+        self._pass_rows = PASS_ROWS["cpu" if device.startswith("cpu") else "other"]
         self.whole_because = _reason(sites, way)
         self._is_proved = False
         self._layers: Layers | None = None
@@ -50,12 +52,13 @@ class Recompute:
     def groups(self, requests: Sequence[Request], size: int) -> list[Group]:
         """Which requests are computed together, `size` at most, and from which cut on."""
         if self.whole_because:
-            return [Group(list(range(i, min(i + size, len(requests))))) for i in range(0, len(requests), size)]
-        asked = [
-            Asked(request.prompt_token_ids, request.bound, len(request.prompt_token_ids) + request.max_tokens - 1 <= self._longest)
-            for request in requests
-        ]  # fmt: skip
-        return group(asked, self._first_layers, self._sites.layers, size)
+            return in_order(range(len(requests)), size)
+        asked = [Asked(request.prompt_token_ids, request.bound, self._sees(request)) for request in requests]
+        return group(asked, self._first_layers, self._sites.layers, size, self._pass_rows)
+
+    def _sees(self, request: Request) -> bool:
+        """Whether a request's text is within what the proof is about."""
+        return len(request.prompt_token_ids) + request.max_tokens - 1 <= self._longest
 
     def passes_from(self, cut: Cut | None, prompt: Sequence[int], count: int) -> Passes | None:
         """The passes of some requests of one prompt from their cut on; None if all of it must be computed."""

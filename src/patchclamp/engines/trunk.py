@@ -1,7 +1,7 @@
-"""Passes that compute only what programs can change: the rest comes from the trunk, the prompt's run without a program.
+"""Passes that compute only what programs can change. The rest comes from the trunk, the prompt's run without a program.
 
-A pass leaves the trunk at a cut (`plan.cuts`). It takes the tokens from the cut's position on, with the trunk's keys and
-values before it; the layers below the cut's are passed over, and the next one gets the trunk's stream.
+A pass leaves the trunk at a cut (`plan.cuts`). It takes the tokens from the cut's position on, with the trunk's keys
+and values before it. The layers below the cut's are passed over, and the next one gets the trunk's stream.
 
 B requests of the batch · T tokens of the prompt · D width of the stream · H key/value heads · E their size
 """

@@ -18,7 +18,6 @@ import numpy as np
 from patchclamp.plan.bound import BoundProgram
 from patchclamp.sites import SiteMap
 
-PASS_ROWS = 64  # a layer of a pass costs about as much besides its rows as so many rows do
 MIN_SHARED = 8  # requests of one prompt; fewer are computed whole, side by side, as one shape
 MAX_COST = 0.8  # of computing everything: a smaller gain is left
 
@@ -63,7 +62,32 @@ def cut_of(bound: BoundProgram, first_layer: Sequence[int], layers: int) -> Cut:
     return Cut(layer, position)
 
 
-def group(asked: Sequence[Asked], first_layer: Sequence[int], layers: int, size: int) -> list[Group]:
+class Work(NamedTuple):
+    """What passes over a prompt cost, in rows times layers.
+
+    layers, length: L and T
+    pass_rows: a layer of a pass costs about as much beside its rows as so many rows do
+    """
+
+    layers: int
+    length: int
+    pass_rows: int
+
+    def of(self, count: np.ndarray | int, cut: np.ndarray | Cut) -> np.ndarray:
+        """Of a pass of `count` requests from a cut on; or of several passes, their cuts [N, 2]."""
+        layer, position = np.asarray(cut).T
+        return (self.layers - layer) * (count * (self.length - position) + self.pass_rows)
+
+    def whole(self, count: int, size: int) -> int:
+        """Of computing everything of `count` requests, `size` at a time."""
+        return self.layers * (count * self.length + self.pass_rows * -(-count // size))
+
+    def of_parts(self, parts: Sequence[tuple[list[int], Cut]]) -> float:
+        """Of some requests' passes from their cuts on, and of the trunk that they leave."""
+        return self.whole(1, 1) + sum(float(self.of(len(index), cut)) for index, cut in parts)
+
+
+def group(asked: Sequence[Asked], first_layer: Sequence[int], layers: int, size: int, pass_rows: int) -> list[Group]:
     """Groups of `size` requests at most. Those that share no prompt with enough others, or would gain little, are
     computed whole, in their order."""
     by_prompt: dict[tuple[int, ...], list[int]] = {}
@@ -74,13 +98,18 @@ def group(asked: Sequence[Asked], first_layer: Sequence[int], layers: int, size:
     groups: list[Group] = []
     for prompt, index in by_prompt.items():
         cuts = cuts_of([asked[i].bound for i in index], first_layer, layers) if len(index) >= MIN_SHARED else None
-        parts = [] if cuts is None else split(cuts, layers, len(prompt), size)
-        if parts and _cost(parts, layers, len(prompt)) <= MAX_COST * _cost_whole(len(index), layers, len(prompt), size):
+        work = Work(layers, len(prompt), pass_rows)
+        parts = [] if cuts is None else split(cuts, work, size)
+        if parts and work.of_parts(parts) <= MAX_COST * work.whole(len(index), size):
             groups += [Group([index[i] for i in part], cut) for part, cut in parts]
         else:
             whole += index
-    whole.sort()
-    return [Group(whole[i : i + size]) for i in range(0, len(whole), size)] + groups
+    return in_order(sorted(whole), size) + groups
+
+
+def in_order(index: Sequence[int], size: int) -> list[Group]:
+    """Groups of `size` requests, which are computed whole."""
+    return [Group(list(index[i : i + size])) for i in range(0, len(index), size)]
 
 
 def cuts_of(programs: Iterable[BoundProgram | None], first_layer: Sequence[int], layers: int) -> np.ndarray | None:
@@ -95,47 +124,30 @@ def cuts_of(programs: Iterable[BoundProgram | None], first_layer: Sequence[int],
     return np.array(cuts)
 
 
-def split(cuts: np.ndarray, layers: int, length: int, size: int) -> list[tuple[list[int], Cut]]:
+def split(cuts: np.ndarray, work: Work, size: int) -> list[tuple[list[int], Cut]]:
     """Parts of requests with these cuts, each with the cut that serves all of it. As many as fit into one pass stay
     together: of one call, they are computed in one shape."""
     everyone = np.arange(len(cuts))
-    parts = [everyone] if len(cuts) <= size else _split(everyone, cuts, layers, length, size)
+    parts = [everyone] if len(cuts) <= size else _split(everyone, cuts, work, size)
     return [(np.sort(part).tolist(), Cut(*cuts[part].min(0).tolist())) for part in parts]
 
 
-def _split(index: np.ndarray, cuts: np.ndarray, layers: int, length: int, size: int) -> list[np.ndarray]:
+def _split(index: np.ndarray, cuts: np.ndarray, work: Work, size: int) -> list[np.ndarray]:
     """Cuts a part in two, by layers or by positions, where that leaves the least to compute, and goes on with both."""
-    together = _cost_of(len(index), *cuts[index].min(0), layers, length)
-    choices = [_best_split(index[np.argsort(cuts[index, axis], kind="stable")], cuts, layers, length) for axis in (0, 1)]
-    cost, first, rest = min(choices, key=lambda choice: choice[0])
-    if len(rest) == 0 or (len(index) <= size and cost >= together):
+    orders = [index[np.argsort(cuts[index, axis], kind="stable")] for axis in (0, 1)]
+    cost, first, rest = min((_best_split(order, cuts, work) for order in orders), key=lambda choice: choice[0])
+    if len(rest) == 0 or (len(index) <= size and cost >= work.of(len(index), cuts[index].min(0))):
         return [index]
-    return _split(first, cuts, layers, length, size) + _split(rest, cuts, layers, length, size)
+    return _split(first, cuts, work, size) + _split(rest, cuts, work, size)
 
 
-def _best_split(
-    order: np.ndarray, cuts: np.ndarray, layers: int, length: int
-) -> tuple[float, np.ndarray, np.ndarray]:
+def _best_split(order: np.ndarray, cuts: np.ndarray, work: Work) -> tuple[float, np.ndarray, np.ndarray]:
     """The cheapest way to cut a part in two that keeps its order: its cost, and the two."""
     if len(order) < 2:
         return np.inf, order, order[:0]
     before = np.minimum.accumulate(cuts[order])[:-1]
     after = np.minimum.accumulate(cuts[order][::-1])[::-1][1:]
     count = np.arange(1, len(order))
-    cost = _cost_of(count, *before.T, layers, length) + _cost_of(len(order) - count, *after.T, layers, length)
+    cost = work.of(count, before) + work.of(len(order) - count, after)
     best = int(np.argmin(cost))
     return float(cost[best]), order[: best + 1], order[best + 1 :]
-
-
-def _cost_of(count: np.ndarray | int, layer: np.ndarray | int, position: np.ndarray | int, layers: int, length: int):
-    return (layers - layer) * (count * (length - position) + PASS_ROWS)
-
-
-def _cost(parts: Sequence[tuple[list[int], Cut]], layers: int, length: int) -> float:
-    """Rows times layers that the parts compute, and their trunk."""
-    trunk = layers * (length + PASS_ROWS)
-    return trunk + sum(_cost_of(len(part), *cut, layers, length) for part, cut in parts)
-
-
-def _cost_whole(count: int, layers: int, length: int, size: int) -> float:
-    return layers * (count * length + PASS_ROWS * -(-count // size))
