@@ -9,6 +9,7 @@ import torch
 import patchclamp as pc
 from patchclamp.engines import recompute, trunk
 from patchclamp.errors import RunError, UnknownName
+from patchclamp.proving.prove import prove
 
 from ..models import of_family
 
@@ -125,12 +126,24 @@ def test_what_cannot_leave_a_trunk_is_computed_whole_and_says_why(folder, tmp_pa
     assert all(run.computed_from is not None for run in changed.run([PROMPT] * 10, max_tokens=1, edits=edits))
     assert changed.engine.whole_because.startswith("no prompt was shared by enough runs")
     assert whole.engine.whole_because == 'recompute="all" was asked for'
+    with changed.engine.computing_whole():
+        assert all(run.computed_from is None for run in changed.run([PROMPT] * 10, max_tokens=1, edits=edits))
     with pc.LM(of_family(tmp_path, "starcoder2"), **IDS) as untabled:
         runs = untabled.run([PROMPT] * 10, max_tokens=1, edits=edits)
         assert all(run.computed_from is None for run in runs)
         assert "no site table" in untabled.engine.whole_because
     with pytest.raises(UnknownName, match="no way to recompute 'some'; there are: changed, all"):
         pc.LM(folder, **IDS, recompute="some")
+
+
+def test_sites_are_proved_in_the_batches_that_the_proof_makes(folder):
+    """Programs beside a longer prompt show whether padding counts; from a cut on there would be none."""
+    with pc.LM(folder, **IDS) as lm:
+        proofs = prove(lm, full=True)
+        assert all(proof.holds for proof in proofs)
+        assert len(proofs) == len(lm.sites.names)
+        counts = lm.engine.status()
+        assert counts["batches_from_cut"] == 0 < counts["batches_whole"]
 
 
 def test_behind_a_window_that_the_proof_did_not_fill_everything_is_computed(tmp_path):

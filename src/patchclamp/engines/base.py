@@ -3,7 +3,8 @@ of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -237,6 +238,12 @@ class Engine(Protocol):
     def has_views(self) -> bool:
         """Whether large captures come without a copy, so that all of a run may come together."""
         return False
+
+    @contextlib.contextmanager
+    def computing_whole(self) -> Iterator[None]:
+        """Requests that are submitted within it are computed from their first layer and position on, in the batches
+        that they are submitted in."""
+        yield
 
     def submit(self, requests: list[Request]) -> list[Future[Answer]]:
         """Starts requests, as one batch where the engine has batches. Each gets its own answer or error."""

@@ -5,8 +5,9 @@ Where they do not, the reason is kept, and everything is computed.
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from patchclamp.plan.cuts import Asked, Cut, Group, first_layers, group, in_orde
 from patchclamp.sites import SiteMap
 
 WAYS = ("changed", "all")
-MAX_TRUNK_BYTES = 1 << 28  # of prompts that nothing runs of now
+MAX_TRUNK_BYTES = 1 << 28  # of trunks that are kept; a larger one is made, and let go of after its requests
 PROOF_TOKENS, LONG_PROOF_TOKENS = 12, 96  # of the proof's prompt, usually, and at most
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of the largest logit
 PASS_ROWS = {"cpu": 64, "other": 2048}  # `plan.cuts.Work`; measured on a CPU, and estimated for GPUs
@@ -39,7 +40,7 @@ class Recompute:
         self._first_layers = first_layers(sites)
         self._pass_rows = PASS_ROWS["cpu" if device.startswith("cpu") else "other"]
         self.whole_because = _reason(sites, way)
-        self._is_proved = False
+        self._is_proved, self._off = False, 0
         self._layers: Layers | None = None
         self._trunks: OrderedDict[tuple[int, ...], Trunk] = OrderedDict()
         self.passes = {"whole": 0, "from_cut": 0}
@@ -51,10 +52,19 @@ class Recompute:
 
     def groups(self, requests: Sequence[Request], size: int) -> list[Group]:
         """Which requests are computed together, `size` at most, and from which cut on."""
-        if self.whole_because:
+        if self.whole_because or self._off:
             return in_order(range(len(requests)), size)
         asked = [Asked(request.prompt_token_ids, request.bound, self._sees(request)) for request in requests]
         return group(asked, self._first_layers, self._sites.layers, size, self._pass_rows)
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Groups that are made within it are computed whole."""
+        self._off += 1
+        try:
+            yield
+        finally:
+            self._off -= 1
 
     def _sees(self, request: Request) -> bool:
         """Whether a request's text is within what the proof is about."""
@@ -76,10 +86,14 @@ class Recompute:
         assert self._layers is not None
         key = tuple(prompt)
         trunk = self._trunks.pop(key, None) or Trunk(self._net, self._layers, prompt, self._device)
+        self.trim(trunk.bytes)
         self._trunks[key] = trunk
-        while len(self._trunks) > 1 and sum(kept.bytes for kept in self._trunks.values()) > MAX_TRUNK_BYTES:
-            self._trunks.popitem(last=False)
         return trunk
+
+    def trim(self, more: int = 0) -> None:
+        """Lets go of the oldest trunks until they leave room for `more` bytes, or are all gone."""
+        while self._trunks and sum(trunk.bytes for trunk in self._trunks.values()) + more > MAX_TRUNK_BYTES:
+            self._trunks.popitem(last=False)
 
     def _prove(self) -> None:
         """Compares passes from several cuts with whole ones, on this model, once."""

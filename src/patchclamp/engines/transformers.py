@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -128,7 +128,13 @@ class TransformersEngine(Engine):
             batch = [futures[i] for i in index]
             served = self._call(self._serve, [requests[i] for i in index], batch, cut)
             served.add_done_callback(functools.partial(settle_if_failed, batch))
+        self._call(self._recompute.trim)
         return futures
+
+    @contextlib.contextmanager
+    def computing_whole(self) -> Iterator[None]:
+        with self._recompute.off():
+            yield
 
     @property
     def whole_because(self) -> str:
