@@ -124,6 +124,7 @@ def test_what_cannot_leave_a_trunk_is_computed_whole_and_says_why(folder, tmp_pa
     changed, whole = both
     edits = [[pc.Zero(pc.resid_post[1], tokens=pc.prompt[p])] for p in range(10, 20)]
     assert all(run.computed_from is not None for run in changed.run([PROMPT] * 10, max_tokens=1, edits=edits))
+    assert [finding.status for finding in changed.engine.report()] == ["ok"]
     assert changed.engine.whole_because.startswith("no prompt was shared by enough runs")
     assert whole.engine.whole_because == 'recompute="all" was asked for'
     with changed.engine.computing_whole():
@@ -155,7 +156,7 @@ def test_behind_a_window_that_the_proof_did_not_fill_everything_is_computed(tmp_
 
 
 @pytest.mark.parametrize("wrong", ["stream", "positions", "generation", "error"])
-def test_a_model_on_which_it_would_be_wrong_is_computed_whole(folder, both, monkeypatch, wrong):
+def test_a_model_on_which_it_would_be_wrong_is_computed_whole(folder, both, monkeypatch, caplog, wrong):
     class Wrong(trunk.PassesFromCut):
         def __init__(self, origin, layers, cut, count):
             if wrong == "error":
@@ -180,6 +181,8 @@ def test_a_model_on_which_it_would_be_wrong_is_computed_whole(folder, both, monk
         runs = lm.run([PROMPT] * 10, max_tokens=2, edits=edits, logprobs=True)
         assert all(run.computed_from is None for run in runs)
         assert ("something else" if wrong == "error" else "off") in lm.engine.whole_because
+        assert [line.getMessage().count(lm.engine.whole_because) for line in caplog.records] == [1]
+        assert [finding.status for finding in lm.engine.report()] == ["note"]
         again = lm.run([PROMPT] * 10, max_tokens=2, edits=edits, logprobs=True)
     expected = both[1].run([PROMPT] * 10, max_tokens=2, edits=edits, logprobs=True)
     for run, second, other in zip(runs, again, expected, strict=True):

@@ -6,6 +6,7 @@ Where they do not, the reason is kept, and everything is computed.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from patchclamp.errors import ModelError
 from patchclamp.plan.cuts import Asked, Cut, Group, first_layers, group, in_order
 from patchclamp.sites import SiteMap
 
+logger = logging.getLogger(__name__)
 WAYS = ("changed", "all")
 MAX_TRUNK_BYTES = 1 << 28  # of trunks that are kept; a larger one is made, and let go of after its requests
 PROOF_TOKENS, LONG_PROOF_TOKENS = 12, 96  # of the proof's prompt, usually, and at most
@@ -72,9 +74,7 @@ class Recompute:
 
     def passes_from(self, cut: Cut | None, prompt: Sequence[int], count: int) -> Passes | None:
         """The passes of some requests of one prompt from their cut on; None if all of it must be computed."""
-        if cut is not None and not self.whole_because and not self._is_proved:
-            self._prove()
-        if cut is None or self.whole_because:
+        if cut is None or self.why_whole():
             self.passes["whole"] += 1
             return None
         assert self._layers is not None
@@ -95,14 +95,24 @@ class Recompute:
         while self._trunks and sum(trunk.bytes for trunk in self._trunks.values()) + more > MAX_TRUNK_BYTES:
             self._trunks.popitem(last=False)
 
+    def why_whole(self) -> str:
+        """`whole_because`, after the proof, which is made once."""
+        if not self.whole_because and not self._is_proved:
+            self._prove()
+        return self.whole_because
+
+    @torch.inference_mode()
     def _prove(self) -> None:
-        """Compares passes from several cuts with whole ones, on this model, once."""
+        """Compares passes from several cuts with whole ones, on this model."""
         try:
             self._layers = Layers(self._net, self._sites)
             self.whole_because = self._difference() or ""
         except Exception as error:  # of a model that is made otherwise
             self.whole_because = f"a pass from a cut failed: {type(error).__name__}: {error}"
         self._is_proved = not self.whole_because
+        if not self._is_proved:
+            logger.warning("patchclamp: everything is computed in every run of a prompt, for %s. It is slower, and as "
+                           "right.", self.whole_because)  # fmt: skip
 
     def _difference(self) -> str | None:
         """What is wrong with passes from cuts, if anything is."""

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from patchclamp.engines.base import Answer, Engine, Gradients, Model, Part, Request, Tokenizer, settle, settle_if_failed
+from patchclamp.engines.findings import Finding
 from patchclamp.engines.gradients import gradients
 from patchclamp.engines.numerics import only_uniform
 from patchclamp.engines.passes import Passes
@@ -161,6 +162,13 @@ class TransformersEngine(Engine):
         """Counts: programs admitted, runs kept, vectors pinned, records free, steps planned, batches computed whole and
         from a cut on."""
         return self._call(self._counts).result()
+
+    def report(self) -> list[Finding]:
+        why = self._call(self._recompute.why_whole).result()
+        if why:
+            return [Finding("configuration", "recompute", "note", f"every run is computed whole: {why}")]
+        words = "runs that share a prompt are computed from the first layer and position that their programs change"
+        return [Finding("configuration", "recompute", "ok", words)]
 
     def _counts(self) -> dict[str, int]:
         batches = {f"batches_{way}": count for way, count in self._recompute.passes.items()}
