@@ -31,6 +31,8 @@ class Layers:
         if any((tap.moment, tap.hidden, tap.scale) != ("in", 0, "") for tap in places):
             raise ModelError("its table has the stream elsewhere than in the layers' first argument")
         *self.layers, self.end = [find(net, tap.module) for tap in places]
+        if any("forward" in vars(module) for module in self.layers):
+            raise ModelError("something has put a forward of its own into a layer")
 
     @contextlib.contextmanager
     def read(self, stream: list[torch.Tensor]) -> Iterator[None]:
