@@ -125,6 +125,12 @@ class Run:
         return self.answer.cached_tokens
 
     @property
+    def computed_from(self) -> tuple[int, int] | None:
+        """The layer and the position of the prompt from which on it was computed, where the engine took the rest from a
+        run of the prompt without a program; None if it did not."""
+        return self.answer.computed_from
+
+    @property
     def finish_reason(self) -> str | None:
         return self.answer.finish_reason
 

@@ -1,6 +1,7 @@
 """The pages in docs/ and at the root: links lead somewhere, names in them are names in the code, made parts are up to date,
 and examples run."""
 
+import inspect
 import itertools
 import re
 import sys
@@ -11,6 +12,7 @@ import msgspec
 import pytest
 
 from patchclamp.engines.fake import FakeEngine
+from patchclamp.engines.transformers import TransformersEngine
 from patchclamp.kernels import switches
 from patchclamp.language import ops
 from patchclamp.lm import LM
@@ -71,6 +73,13 @@ def test_every_switch_and_size_is_on_the_gpu_page():
     listed = set(re.findall(r"^\| `(\w+)` \|", PAGES["docs/gpu.md"], re.M))
     sizes = set(msgspec.structs.asdict(Limits())) - {"max_programs"}  # vLLM's max_num_seqs
     assert listed == set(switches.SWITCHES) | sizes | {"numerics"}
+
+
+def test_every_option_of_the_transformers_engine_is_in_the_guide():
+    table = PAGES["docs/guide.md"].partition("On Transformers the options are:")[2].partition("\n\n|")[2]
+    listed = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| ([^|]*) \|", table.partition("\n\n")[0], re.M)))
+    options = inspect.signature(TransformersEngine).parameters
+    assert sorted(listed) == sorted(set(options) - {"name"})
 
 
 def test_make_targets_are_there():

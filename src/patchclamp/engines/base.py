@@ -3,7 +3,8 @@ of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -121,6 +122,8 @@ class Answer(msgspec.Struct):
     finish_reason: "stop" or "length"
     cached_tokens: prompt tokens that were read from the prefix cache instead of computed
     top_logprobs: for each of `token_ids` the log-probabilities of the likeliest tokens there, by token id
+    computed_from: the layer and the prompt's position from which on it was computed, where what is before came from a
+        run of the prompt without a program; None if all of it was computed, or came from a prefix cache
     """
 
     token_ids: list[int]
@@ -130,6 +133,7 @@ class Answer(msgspec.Struct):
     finish_reason: str | None
     cached_tokens: int = 0
     top_logprobs: list[dict[int, float]] = []
+    computed_from: tuple[int, int] | None = None
 
 
 class Gradients(msgspec.Struct, frozen=True):
@@ -216,6 +220,7 @@ class Engine(Protocol):
     remote: whether programs run in other processes, which code (`Apply`) cannot enter
     proved: whether its sites were proved already, where it runs
     run_prefix: what the names of its runs begin with
+    whole_because: why it computes all of a run, if it is an engine that need not
     """
 
     model: Model
@@ -226,9 +231,19 @@ class Engine(Protocol):
     run_prefix: str = ""
 
     @property
+    def whole_because(self) -> str:
+        return ""
+
+    @property
     def has_views(self) -> bool:
         """Whether large captures come without a copy, so that all of a run may come together."""
         return False
+
+    @contextlib.contextmanager
+    def computing_whole(self) -> Iterator[None]:
+        """Requests that are submitted within it are computed from their first layer and position on, in the batches
+        that they are submitted in."""
+        yield
 
     def submit(self, requests: list[Request]) -> list[Future[Answer]]:
         """Starts requests, as one batch where the engine has batches. Each gets its own answer or error."""

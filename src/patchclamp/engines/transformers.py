@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -16,8 +16,11 @@ import numpy as np
 import torch
 
 from patchclamp.engines.base import Answer, Engine, Gradients, Model, Part, Request, Tokenizer, settle, settle_if_failed
+from patchclamp.engines.findings import Finding
 from patchclamp.engines.gradients import gradients
 from patchclamp.engines.numerics import only_uniform
+from patchclamp.engines.passes import Passes
+from patchclamp.engines.recompute import FEW, WAYS, Recompute
 from patchclamp.engines.sampling import Sampler
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
 from patchclamp.errors import (
@@ -32,8 +35,8 @@ from patchclamp.errors import (
     unpack,
 )
 from patchclamp.kernels.code import check_outside
-from patchclamp.plan import Batch
 from patchclamp.plan.bound import BoundProgram, run_key
+from patchclamp.plan.cuts import Cut
 from patchclamp.plan.records import record_count
 from patchclamp.plan.room import Placement, Room, bank_sizes
 from patchclamp.runtime import Limits, Runtime
@@ -55,6 +58,8 @@ class TransformersEngine(Engine):
         sliding window: others would count the padding, which then lies before the generated tokens
     skip_tokenizer_init: prompts are token ids
     numerics: only "uniform": every step runs the same code
+    recompute: what is computed of prompts that many requests of one call share: "changed", only the layers and
+        positions that their programs can change; "all", everything
 
     Raises: `ModelError` if there is no site table and none can be made, if the checkpoint lacks some of the model's
     weights, and for a model that cannot be padded on the right.
@@ -74,10 +79,13 @@ class TransformersEngine(Engine):
         max_records: int = Limits().max_records,
         bank_bytes: int = Limits().bank_bytes,
         numerics: str = "uniform",
+        recompute: Literal["changed", "all"] = "changed",
     ) -> None:
         import transformers
 
         only_uniform(numerics, "Transformers")
+        if recompute not in WAYS:
+            raise unknown("way to recompute", str(recompute), WAYS, "recompute")
         if padding_side not in ("left", "right"):
             raise unknown("padding side", str(padding_side), ("left", "right"), "padding_side")
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -110,17 +118,28 @@ class TransformersEngine(Engine):
         self._host = self.runtime.step
         self._logits = next(point.number for point in self.sites.points if point.rows == "sampled")
         self.runtime.views |= attach(self._net, self.sites.taps("transformers"), self.sites.view)
+        self._recompute = Recompute(self._net, self.sites, self.device, recompute, max_model_len)
         self._released: collections.deque[str] = collections.deque()
         self._asked: collections.deque[tuple[Future[Any], tuple[str, int, int | None]]] = collections.deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="patchclamp")
 
     def submit(self, requests: list[Request]) -> list[Future[Answer]]:
         futures: list[Future[Answer]] = [Future() for _ in requests]
-        for i in range(0, len(requests), self._batch_size):
-            batch = futures[i : i + self._batch_size]
-            served = self._call(self._serve, requests[i : i + self._batch_size], batch)
+        for index, cut in self._recompute.groups(requests, self._batch_size):
+            batch = [futures[i] for i in index]
+            served = self._call(self._serve, [requests[i] for i in index], batch, cut)
             served.add_done_callback(functools.partial(settle_if_failed, batch))
+        self._call(self._recompute.trim)
         return futures
+
+    @contextlib.contextmanager
+    def computing_whole(self) -> Iterator[None]:
+        with self._recompute.off():
+            yield
+
+    @property
+    def whole_because(self) -> str:
+        return self._recompute.whole_because or FEW
 
     def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, torch.Tensor]:
         asked: Future[tuple[np.ndarray, torch.Tensor]] = Future()
@@ -140,8 +159,20 @@ class TransformersEngine(Engine):
             self._call(self._release, runs)
 
     def status(self) -> dict[str, int]:
-        """Counts: programs admitted, runs kept, vectors pinned, records free, steps planned."""
-        return self._call(lambda: {**self.runtime.status(), **self._room.counts()}).result()
+        """Counts: programs admitted, runs kept, vectors pinned, records free, steps planned, batches computed whole and
+        from a cut on."""
+        return self._call(self._counts).result()
+
+    def report(self) -> list[Finding]:
+        why = self._call(self._recompute.why_whole).result()
+        if why:
+            return [Finding("configuration", "recompute", "note", f"every run is computed whole: {why}")]
+        words = "runs that share a prompt are computed from the first layer and position that their programs change"
+        return [Finding("configuration", "recompute", "ok", words)]
+
+    def _counts(self) -> dict[str, int]:
+        batches = {f"batches_{way}": count for way, count in self._recompute.passes.items()}
+        return {**self.runtime.status(), **self._room.counts(), **batches}
 
     def _call(self, job: Callable[..., Any], *args: Any) -> Future[Any]:
         """Runs a job on the engine's thread, after freeing what was released."""
@@ -182,13 +213,13 @@ class TransformersEngine(Engine):
             except Exception as error:
                 asked.set_exception(error)
 
-    def _serve(self, requests: list[Request], futures: list[Future[Answer]]) -> None:
+    def _serve(self, requests: list[Request], futures: list[Future[Answer]], cut: Cut | None) -> None:
         errors = [self._admit(request) for request in requests]
         ready = [i for i, error in enumerate(errors) if error is None]
         answers: list[Answer | Exception] = [error or RunError("not run") for error in errors]
         try:
             if ready:
-                for i, answer in zip(ready, self._generate([requests[i] for i in ready]), strict=True):
+                for i, answer in zip(ready, self._generate([requests[i] for i in ready], cut), strict=True):
                     answers[i] = answer
         except Exception as error:
             for i in ready:
@@ -240,18 +271,22 @@ class TransformersEngine(Engine):
         self._room.forget(run_key(run, point.number) for run in runs for point in self.sites.points)
 
     @torch.inference_mode()
-    def _generate(self, requests: list[Request]) -> list[Answer | Exception]:
+    def _generate(self, requests: list[Request], cut: Cut | None) -> list[Answer | Exception]:
+        """Answers or errors of a batch; one with a cut is of one prompt."""
         writers = [_Writer(request, self.tokenizer, self._eos()) for request in requests]
-        step = _Step(requests, self._pads_left, self.device)
+        prompts = [request.prompt_token_ids for request in requests]
+        passes = self._recompute.passes_from(cut, prompts[0], len(prompts))
+        computed_from = None if passes is None else cut
+        passes = passes or Passes(prompts, self._pads_left, self.device)
         while not all(writer.done for writer in writers):
-            logits_BV = self._forward(step, self.runtime.slots(["" if w.done else w.request.run for w in writers]))
+            logits_BV = self._forward(passes, self.runtime.slots(["" if w.done else w.request.run for w in writers]))
             for writer, logits_V in zip(writers, logits_BV.float(), strict=True):
                 if not writer.done:
                     self._write(writer, logits_V)
             self._free(writer.request.run for writer in writers if writer.done)
-            step.advance([writer.last for writer in writers])
+            passes.advance([writer.last for writer in writers])
             self._fetch_asked()
-        return [writer.answer() for writer in writers]
+        return [writer.answer(computed_from) for writer in writers]
 
     def _write(self, writer: _Writer, logits_V: torch.Tensor) -> None:
         """The next token of a request, unless its run has failed or nobody listens to it any more."""
@@ -263,17 +298,12 @@ class TransformersEngine(Engine):
         else:
             writer.take(logits_V)
 
-    def _forward(self, step: _Step, slots: np.ndarray) -> torch.Tensor:
-        """One pass of the model over what `step` holds; returns the logits to sample from, [B, V]."""
-        self.runtime.begin(step.batch(slots))
-        self._host.token_of_row = step.ids_BT.reshape(-1)
+    def _forward(self, passes: Passes, slots: np.ndarray) -> torch.Tensor:
+        """One pass of the model over the inputs at hand; returns the logits to sample from, [B, V]."""
+        self.runtime.begin(passes.batch(slots))
+        self._host.token_of_row = passes.ids_BT.reshape(-1)
         with at_work(self.runtime):
-            out = self._net(
-                input_ids=step.ids_BT, attention_mask=step.mask_BT, position_ids=step.positions_BT,
-                past_key_values=step.cache, use_cache=True, logits_to_keep=step.keep,
-            )  # fmt: skip
-            step.cache = out.past_key_values
-            logits_BV = out.logits[torch.arange(len(slots)), step.last_row].contiguous()
+            logits_BV = passes.run(self._net)
             self.runtime.apply(self._logits, logits_BV, None)
         self.runtime.end()
         return logits_BV
@@ -281,42 +311,6 @@ class TransformersEngine(Engine):
     def _eos(self) -> set[int]:
         ids = self._net.generation_config.eos_token_id
         return set(ids if isinstance(ids, Iterable) else [] if ids is None else [ids])
-
-
-class _Step:
-    """The padded inputs of one pass: the prompts first, then one token each."""
-
-    def __init__(self, requests: list[Request], pads_left: bool, device: str) -> None:
-        prompts = [request.prompt_token_ids for request in requests]
-        self.length = np.array([len(prompt) for prompt in prompts])
-        widest = int(self.length.max())
-        self.start = widest - self.length if pads_left else np.zeros(len(prompts), np.int64)
-        ids, mask, positions = np.zeros((3, len(prompts), widest), np.int64)
-        for b, prompt in enumerate(prompts):
-            row = slice(self.start[b], self.start[b] + len(prompt))
-            ids[b, row], mask[b, row], positions[b, row] = prompt, 1, np.arange(len(prompt))
-        self.ids_BT, self.mask_BT, self.positions_BT = (torch.from_numpy(a).to(device) for a in (ids, mask, positions))
-        self.cache: Any = None
-        last = self.start + self.length - 1
-        self.keep = int(widest - last.min())
-        self.last_row = torch.from_numpy(last - (widest - self.keep)).to(device)
-        self._first, self._count = np.zeros(len(prompts), np.int64), self.length
-
-    def batch(self, slots: np.ndarray) -> Batch:
-        widest = self.ids_BT.shape[1]
-        row = np.arange(len(slots)) * widest + self.start
-        return Batch(slots, row, self._first, self._count, len(slots) * widest)
-
-    def advance(self, tokens: list[int]) -> None:
-        """Makes the sampled tokens the next inputs."""
-        self._first = self._first + self._count
-        self._count = np.ones_like(self._count)
-        self.start = np.zeros_like(self.start)
-        device = self.ids_BT.device
-        self.ids_BT = torch.tensor(tokens, device=device)[:, None]
-        self.positions_BT = torch.from_numpy(self._first).to(device)[:, None]
-        self.mask_BT = torch.nn.functional.pad(self.mask_BT, (0, 1), value=1)
-        self.keep, self.last_row = 1, torch.zeros(len(tokens), dtype=torch.long, device=device)
 
 
 class _Writer:
@@ -373,11 +367,13 @@ class _Writer:
     def _final(self) -> str:
         return self.sampler.cut(self._text())
 
-    def answer(self) -> Answer | PatchclampError:
+    def answer(self, computed_from: Cut | None) -> Answer | PatchclampError:
         if self.error is not None:
             return self.error
         logprobs = None if self.request.logprobs is None else self.logprobs
-        return Answer(self.ids, self._final, logprobs, self.scores, self.reason, 0, self.top_logprobs)
+        return Answer(
+            self.ids, self._final, logprobs, self.scores, self.reason, 0, self.top_logprobs, computed_from
+        )  # fmt: skip
 
 
 def _load(name: str, dtype: torch.dtype | str, trust_remote_code: bool) -> Any:

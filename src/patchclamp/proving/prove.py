@@ -121,11 +121,12 @@ def _captures(refs: list[str]) -> list[Op]:
 
 
 def _runs(lm: LM, ids: list[int], programs: Sequence[Sequence[Op]], beside: list[int] | None = None) -> list[Run]:
-    """A run of each program, all in one batch. The prompt `beside` comes first in the batch, if it is given; where
-    batches are small, it runs beside the first programs only."""
+    """A run of each program, all in one batch and computed whole. The prompt `beside` comes first in the batch, if it
+    is given; where batches are small, it runs beside the first programs only."""
     others = [] if beside is None else [beside]
-    runs = lm.run([*others, *[ids] * len(programs)], max_tokens=1, edits=[*[[] for _ in others], *programs],
-                  capture=[_LOGITS], logprobs=True)  # fmt: skip
+    with lm.engine.computing_whole():
+        runs = lm.run([*others, *[ids] * len(programs)], max_tokens=1, edits=[*[[] for _ in others], *programs],
+                      capture=[_LOGITS], logprobs=True)  # fmt: skip
     return runs[len(others) :]
 
 

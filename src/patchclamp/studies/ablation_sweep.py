@@ -23,7 +23,6 @@ from patchclamp.lm import LM
 from patchclamp.studies.cells import Trial, planned
 from patchclamp.studies.columns import Column, Words, columns_of, listed, same_columns, words_of
 from patchclamp.studies.grid import (
-    Filled,
     Finished,
     Listener,
     Place,
@@ -121,7 +120,7 @@ def ablation_sweep(
             len(places), len(units) * draws, None if listener is None else teller(listener, rows, across)
         )
         filled = fill(cells, units, places, draws, finished)
-    return with_values(begun, Filled(filled.values.reshape(begun.each.shape), filled.floor), bases, seeds[0])
+    return with_values(begun, filled, bases, cells.computed, seeds[0])
 
 
 @contextmanager

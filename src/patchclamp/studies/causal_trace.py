@@ -120,7 +120,7 @@ def causal_trace(
         finished = Finished(counts[0], len(counts), None if listener is None else teller(listener, rows, columns))
         filled = _restored(lm, cells, traced, rows, both, scales, noise, numbers, finished)
     each = filled.values.reshape(len(counts), len(rows), len(columns))
-    return with_values(begun, Filled(each, filled.floor), bases, numbers[0], len(numbers))
+    return with_values(begun, Filled(each, filled.floor), bases, cells.computed, numbers[0], len(numbers))
 
 
 def embedding_std(lm: LM, traced: Sequence[_Traced]) -> float:

@@ -58,6 +58,15 @@ class Cells:
 
     def __init__(self, lm: LM, batch: int, journal: Journal | None, advance: Callable[[int], None]) -> None:
         self._lm, self._batch, self._journal, self._advance = lm, check_batch(batch), journal, advance
+        self._runs, self._cut = 0, 0  # that were carried out here, and those of them that began at a cut
+
+    @property
+    def computed(self) -> str:
+        """How much of the runs was computed, in words; empty if the engine has one way only."""
+        if self._cut:
+            return f"recomputed from the first edit on ({self._cut} of {self._runs} runs)"
+        why = self._lm.engine.whole_because
+        return f"computed whole: {why}" if why and self._runs else ""
 
     def once(self, count: int, compute: Callable[[], Sequence[float]]) -> list[float]:
         """`count` numbers that are computed here, unless the journal has them."""
@@ -103,6 +112,8 @@ class Cells:
         def read(runs: list[Run]) -> None:
             nonlocal done
             part = next(unread)
+            self._runs += len(runs)
+            self._cut += sum(run.answer.computed_from is not None for run in runs)
             graded = iter(runs)
             new = range(done, done + len(part))
             values[done : done + len(part)] = [

@@ -167,15 +167,19 @@ def carrying(
             journal.close()
 
 
-def with_values(sweep: Any, filled: Filled, bases: Sequence[float], seed: int, seeds: int = 1) -> Any:
-    """A sweep with the values [N, R, P] of its units, their mean, and the mean's spread where there are several.
+def with_values(
+    sweep: Any, filled: Filled, bases: Sequence[float], computed: str, seed: int, seeds: int = 1
+) -> Any:  # fmt: skip
+    """A sweep with the values of its units [N, R, P], their mean, and the mean's spread where there are several.
 
-    bases: the unpatched metric of every unit; seed: of the spread's draws
+    bases: the unpatched metric of every unit; computed: how much of the runs was; seed: of the spread's draws
     seeds: so many units in a row are of one prompt, whose mean counts once: seeds are no prompts. Of a single prompt
         the interval is over its seeds, and there are no p-values
     """
-    each, base = filled.values, np.asarray(bases, np.float64)
-    changed: dict[str, Any] = {"each": each, "values": each.mean(0), "noise_floor": filled.floor}
+    each, base = filled.values.reshape(sweep.each.shape), np.asarray(bases, np.float64)
+    changed: dict[str, Any] = {
+        "each": each, "values": each.mean(0), "noise_floor": filled.floor, "computed": computed,
+    }  # fmt: skip
     run = ~np.isnan(changed["values"])
     one_prompt = len(each) == seeds
     if not one_prompt:

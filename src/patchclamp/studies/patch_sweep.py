@@ -238,7 +238,7 @@ def _sweep(plan: _Plan, cells: Any, zooming: Zoom | None, listener: Listener | N
     for column, (r, p) in enumerate(singles):
         each[:, r, p] = filled.values[:, column]
     bases = [getattr(pair, plan.written) for pair in begun.pairs]
-    sweep = with_values(begun, Filled(each, filled.floor), bases, plan.seed)
+    sweep = with_values(begun, Filled(each, filled.floor), bases, cells.computed, plan.seed)
     return msgspec.structs.replace(sweep, blocks=tuple(blocks))
 
 

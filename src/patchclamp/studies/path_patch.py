@@ -194,7 +194,7 @@ def _patched(paths: _Paths, cells: Cells, listener: Listener | None) -> PathPatc
                 each[0, r, p] = value
     finally:
         runs.close()
-    return with_values(begun, Filled(each, floor), [getattr(begun, paths.written)], 0)
+    return with_values(begun, Filled(each, floor), [getattr(begun, paths.written)], cells.computed, 0)
 
 
 def _chunk(

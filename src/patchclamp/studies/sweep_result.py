@@ -88,6 +88,7 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
     blocks: what was patched at once before the grid's cells, if the sweep zoomed in
     source: what was written into the cells, in words, and how it was mixed in; empty in results of older versions
     question: all that decides the values, as JSON; `asked` reads it
+    computed: how much of the runs was computed, in words, on an engine that leaves out what programs cannot change
     """
 
     metric: str
@@ -107,6 +108,7 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
     blocks: tuple[Block, ...] = ()
     source: str = ""
     question: str = ""
+    computed: str = ""
 
     kind: ClassVar[str] = "sweep"
 

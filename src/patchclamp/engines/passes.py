@@ -1,0 +1,58 @@
+"""The passes of the Transformers engine: prompts side by side, padded, then one token each.
+
+B prompts of the batch · T longest prompt · V vocabulary
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from patchclamp.plan import Batch
+
+
+class Passes:
+    """The padded inputs of the pass at hand: the prompts first, then one token each."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]], pads_left: bool, device: str) -> None:
+        length = np.array([len(prompt) for prompt in prompts])
+        widest = int(length.max())
+        self.start = widest - length if pads_left else np.zeros(len(prompts), np.int64)
+        ids, mask, positions = np.zeros((3, len(prompts), widest), np.int64)
+        for b, prompt in enumerate(prompts):
+            row = slice(self.start[b], self.start[b] + len(prompt))
+            ids[b, row], mask[b, row], positions[b, row] = prompt, 1, np.arange(len(prompt))
+        self.ids_BT, self.mask_BT, self.positions_BT = (torch.from_numpy(a).to(device) for a in (ids, mask, positions))
+        self.cache: Any = None
+        last = self.start + length - 1
+        self.keep = int(widest - last.min())
+        self.last_row = torch.from_numpy(last - (widest - self.keep)).to(device)
+        self._first, self._count = np.zeros(len(prompts), np.int64), length
+
+    def batch(self, slots: np.ndarray) -> Batch:
+        widest = self.ids_BT.shape[1]
+        row = np.arange(len(slots)) * widest + self.start
+        return Batch(slots, row, self._first, self._count, len(slots) * widest)
+
+    def run(self, net: Any) -> torch.Tensor:
+        """The model's pass over the inputs at hand; returns the logits to sample from, [B, V]."""
+        out = net(
+            input_ids=self.ids_BT, attention_mask=self.mask_BT, position_ids=self.positions_BT,
+            past_key_values=self.cache, use_cache=True, logits_to_keep=self.keep,
+        )  # fmt: skip
+        self.cache = out.past_key_values
+        return out.logits[torch.arange(len(self.ids_BT)), self.last_row].contiguous()
+
+    def advance(self, tokens: list[int]) -> None:
+        """Makes the sampled tokens the next inputs."""
+        self._first = self._first + self._count
+        self._count = np.ones_like(self._count)
+        self.start = np.zeros_like(self.start)
+        device = self.ids_BT.device
+        self.ids_BT = torch.tensor(tokens, device=device)[:, None]
+        self.positions_BT = torch.from_numpy(self._first).to(device)[:, None]
+        self.mask_BT = torch.nn.functional.pad(self.mask_BT, (0, 1), value=1)
+        self.keep, self.last_row = 1, torch.zeros(len(tokens), dtype=torch.long, device=device)
