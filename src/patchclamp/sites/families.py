@@ -32,19 +32,19 @@ class Tap(msgspec.Struct, frozen=True):
     part: which of them the point is
     mixed: whether they lie side by side within each head
     by_head: whether the tensor is [B, H, T, E]
-    scale: the config's name of a factor; the site is the tensor times this factor
+    scale: a factor, or the config's name of one; the site is the tensor times this factor
     rerun: whether an edit runs the module again, because it made its other results of the tensor (a router's choice)
     """
 
     module: str
     moment: Moment
     hidden: int | str = 0
-    residual: int | None = None
+    residual: int | str | None = None
     of: tuple[Size, ...] = ()
     part: int = 0
     mixed: bool = False
     by_head: bool = False
-    scale: str = ""
+    scale: str | float = ""
     rerun: bool = False
 
 
@@ -56,7 +56,7 @@ class PointKind(msgspec.Struct, frozen=True):
     layout: how a row lies under tensor parallel
     per_layer: whether it is in layers; otherwise the model has one, such as the point after the last layer
     rows: the tokens of a step, or only those that are sampled from
-    layers: which layers have it: all, those with an ordinary MLP (`dense`), or those with experts (`sparse`)
+    layers: which layers have it: all, those with an ordinary MLP (`dense`), those with experts (`sparse`), or these
     """
 
     transformers: Tap
@@ -65,7 +65,7 @@ class PointKind(msgspec.Struct, frozen=True):
     layout: Literal["replicated", "sharded", "partial sum"] = "replicated"
     per_layer: bool = True
     rows: Literal["tokens", "sampled"] = "tokens"
-    layers: Literal["all", "dense", "sparse"] = "all"
+    layers: Literal["all", "dense", "sparse"] | tuple[int, ...] = "all"
 
 
 STREAM: dict[str, tuple[str, int]] = {  # words without a kind of point of that name: (kind, layers to shift by)
@@ -124,6 +124,12 @@ class Sizes(msgspec.Struct, frozen=True):
         return {"D": self.d_model, "V": self.d_vocab, "Q": self.heads * self.d_head, "K": self.kv_heads * self.d_head,
                 "Z": self.heads * (self.d_result or self.d_head), "M": self.d_mlp, "X": self.experts}[size]  # fmt: skip
 
+    def factor(self, scale: str | float) -> float:
+        """A factor of a tap; 1 where it has none."""
+        if not scale:
+            return 1.0
+        return self.factors[scale] if isinstance(scale, str) else scale
+
     def parts(self, size: Size) -> tuple[int, int]:
         """How many heads, neurons or experts a row of a width has, and how wide each is."""
         heads = {"Q": self.heads, "K": self.kv_heads, "Z": self.heads}
@@ -132,20 +138,21 @@ class Sizes(msgspec.Struct, frozen=True):
 
 
 def sizes_of(config: Any, d_vocab: int | None = None) -> Sizes:
-    """The sizes in a Transformers config, whatever it calls them.
+    """The sizes in a Transformers config, whatever it calls them. Where its layers differ in heads, or have none, there
+    are 0: no site is cut into heads then.
 
-    Raises: `ModelError` if it does not have one width, number of heads and number of layers for all layers.
+    Raises: `ModelError` if it does not have one width for all layers, and a number of them.
     """
 
     def setting(*names: str, otherwise: Any = None) -> Any:
-        return next((value for name in names if (value := getattr(config, name, None)) is not None), otherwise)
+        return next((value for name in names if (value := _setting(config, name)) is not None), otherwise)
 
-    width, heads, layers = (_single(config, name) for name in ("hidden_size", "num_attention_heads",
-                                                               "num_hidden_layers"))  # fmt: skip
+    width, layers = (_single(config, name) for name in ("hidden_size", "num_hidden_layers"))
+    heads = setting("num_attention_heads", otherwise=0)
     experts = setting("num_local_experts", "num_experts", "n_routed_experts", otherwise=0)
     return Sizes(
         layers, width, d_vocab or config.vocab_size, heads, setting("num_key_value_heads", otherwise=heads),
-        setting("head_dim", otherwise=width // heads),
+        setting("head_dim", otherwise=width // max(heads, 1)),
         setting("ffn_dim", "n_inner", "intermediate_size", otherwise=4 * width), experts,
         _sparse(config, layers) if experts else (), setting("v_head_dim", otherwise=0),
         {name: float(getattr(config, name)) for name in FACTORS if getattr(config, name, None) is not None},
@@ -159,16 +166,22 @@ def architectures_of(config: Any) -> list[str]:
 
 def _single(config: Any, name: str) -> int:
     """A setting that is one number for all layers."""
-    try:
-        value = getattr(config, name, None)
-    except Exception:  # Transformers' error for one that differs between layers
-        value = None
-    if isinstance(value, int):
+    value = _setting(config, name)
+    if value is not None:
         return value
     raise ModelError(
         f"the config of {', '.join(architectures_of(config))} does not tell one {name} for all layers: sites are those "
-        "of decoders with attention in every layer, alike"
+        "of decoders whose layers are alike"
     )
+
+
+def _setting(config: Any, name: str) -> int | None:
+    """A setting, if it is one number for all layers."""
+    try:
+        value = getattr(config, name, None)
+    except Exception:  # Transformers' error for one that differs between layers
+        return None
+    return value if isinstance(value, int) else None
 
 
 FACTORS = ("residual_multiplier",)
