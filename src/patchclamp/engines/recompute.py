@@ -46,7 +46,7 @@ class Recompute:
         self._layers: Layers | None = None
         self._trunks: OrderedDict[tuple[int, ...], Trunk] = OrderedDict()
         self.passes = {"whole": 0, "from_cut": 0}
-        window = _window(net.config)
+        window = _window(net.config.get_text_config())
         fits = PROOF_TOKENS if window is None else window + 4
         self._proof_tokens = min(fits if fits <= LONG_PROOF_TOKENS else PROOF_TOKENS, max_tokens - 1)
         # the proof says nothing of windows that it did not fill
