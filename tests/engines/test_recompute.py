@@ -8,7 +8,7 @@ import torch
 
 import patchclamp as pc
 from patchclamp.engines import recompute, trunk
-from patchclamp.errors import RunError, UnknownName
+from patchclamp.errors import CapacityError, RunError, UnknownName
 from patchclamp.proving.prove import prove
 
 from ..models import of_family
@@ -200,6 +200,22 @@ def test_an_error_is_its_own_runs(both):
             assert isinstance(run.error, RunError)
             assert str(run.error) == str(other.error)
         else:
+            assert run.computed_from is not None
+            assert run.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+def test_programs_that_a_cut_brought_together_wait_for_room(folder, both):
+    """A batch of eight has room for three of these programs. One that never fits is an error."""
+    edits = [[pc.Zero(pc.resid_post[1:3], tokens=pc.prompt[p]), pc.Zero(pc.mlp_out[2], tokens=pc.prompt[p])]
+             for p in range(10, 20)]  # fmt: skip
+    expected = both[1].run([PROMPT] * 10, max_tokens=2, edits=edits, logprobs=True)
+    edits[4] = [pc.Zero(pc.attn_out[1:3], tokens=pc.prompt[p]) for p in range(10, 19)]
+    with pc.LM(folder, **IDS, max_records=10) as lm:
+        runs = lm.run([PROMPT] * 10, max_tokens=2, edits=edits, logprobs=True)
+        assert isinstance(runs[4].error, CapacityError)
+        assert lm.engine.status()["records"] == 0
+    for i, (run, other) in enumerate(zip(runs, expected, strict=True)):
+        if i != 4:
             assert run.computed_from is not None
             assert run.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 

@@ -214,8 +214,12 @@ class TransformersEngine(Engine):
                 asked.set_exception(error)
 
     def _serve(self, requests: list[Request], futures: list[Future[Answer]], cut: Cut | None) -> None:
+        """Serves a batch. A program that has no room in it is an error; but where a cut decided who is in it, such a
+        program waits for the next one."""
         errors = [self._admit(request) for request in requests]
         ready = [i for i, error in enumerate(errors) if error is None]
+        may_wait = cut is not None and bool(ready)
+        waiting = [i for i, error in enumerate(errors) if may_wait and isinstance(error, CapacityError)]
         answers: list[Answer | Exception] = [error or RunError("not run") for error in errors]
         try:
             if ready:
@@ -224,12 +228,15 @@ class TransformersEngine(Engine):
         except Exception as error:
             for i in ready:
                 answers[i] = as_patchclamp_error(error)
-        for request, future, answer in zip(requests, futures, answers, strict=True):
+        for i, (request, answer) in enumerate(zip(requests, answers, strict=True)):
             try:
                 self._free([request.run])
             except Exception as error:
                 answer = answer if isinstance(answer, Exception) else as_patchclamp_error(error)
-            settle(future, answer)
+            if i not in waiting:
+                settle(futures[i], answer)
+        if waiting:
+            self._serve([requests[i] for i in waiting], [futures[i] for i in waiting], cut)
 
     def _admit(self, request: Request) -> Exception | None:
         """Gives a request's program its room and installs it. Returns the error if that fails."""
