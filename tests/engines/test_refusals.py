@@ -186,7 +186,8 @@ def test_sizes_that_no_graph_is_recorded_for_are_named():
 
 
 @pytest.mark.parametrize(("options", "named"), [
-    ({"speculative_config": {"method": "suffix", "num_speculative_tokens": 2}}, "speculative decoding by 'suffix'"),
+    ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}, "enable_lora": True},
+     r"speculative decoding \(speculative_config\) with LoRA"),
 ])  # fmt: skip
 def test_configurations_that_break_a_guarantee_are_refused(smollm2, options, named):
     with pytest.raises(pc.EngineError, match=f"patchclamp does not run with {named}.*: "):

@@ -121,8 +121,9 @@ class Source:
 
     def defining(self, word: str) -> list[str]:
         """The modules that define a class, a function or a variable of a name."""
-        mentions = re.compile(rf"^\s*(?:(?:async )?def |class )?{word}\b", re.M)
-        candidates = [name for name, path in self._path.items() if mentions.search(self._texts[path])]
+        mentions = re.compile(rf"^ *(?:(?:async )?def |class )?{word}\b", re.M)
+        texts = ((name, self._texts[path]) for name, path in self._path.items())
+        candidates = [name for name, text in texts if word in text and mentions.search(text)]
         imports = (ast.Import, ast.ImportFrom)
         return [
             name
