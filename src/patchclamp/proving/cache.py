@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 from pathlib import Path
 
 import msgspec
@@ -13,6 +11,7 @@ from patchclamp import __version__
 from patchclamp.engines.smollm2 import cache_folder
 from patchclamp.lm import LM
 from patchclamp.proving.prove import Proof, prove
+from patchclamp.store.whole_file import write_whole
 
 
 def ensure_proved(lm: LM) -> list[Proof]:
@@ -24,7 +23,7 @@ def ensure_proved(lm: LM) -> list[Proof]:
         proofs = prove(lm)
         # a table made of modules may be unsure of a site, and proving again would not help
         if all(proof.holds for proof in proofs) or not lm.sites.family.tabled:
-            _write(path, msgspec.json.encode(proofs))
+            write_whole(path, msgspec.json.encode(proofs))
     lm.sites.withdrawn = {proof.name: proof.note for proof in proofs if not proof.holds}
     return proofs
 
@@ -45,15 +44,3 @@ def _code() -> str:
     files = [file for room in rooms for file in sorted((root / room).rglob("*.py"))]
     files += [root / name for name in ("lm.py", "run.py")]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Writes a file in one move, so that another process never reads half of it; does nothing where it cannot."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, scratch = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.replace(scratch, path)
-    except OSError:
-        return

@@ -60,10 +60,17 @@ def _input_hook(point: int, tap: Tap) -> Callable[..., None]:
     hidden, residual = tap.hidden, tap.residual
 
     def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        residual_in = args[residual] if residual is not None and len(args) > residual else None
+        residual_in = None if residual is None else _argument(residual, args, kwargs)
         site(kwargs[hidden] if isinstance(hidden, str) else args[hidden], residual_in, point)
 
     return hook
+
+
+def _argument(at: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An argument of a call, by number or name; None if it was not given."""
+    if isinstance(at, str):
+        return kwargs.get(at)
+    return args[at] if len(args) > at else None
 
 
 def _attention_hook(point: int) -> Callable[[torch.Tensor], None]:

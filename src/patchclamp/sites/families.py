@@ -32,19 +32,19 @@ class Tap(msgspec.Struct, frozen=True):
     part: which of them the point is
     mixed: whether they lie side by side within each head
     by_head: whether the tensor is [B, H, T, E]
-    scale: the config's name of a factor; the site is the tensor times this factor
+    scale: a factor, or the config's name of one; the site is the tensor times this factor
     rerun: whether an edit runs the module again, because it made its other results of the tensor (a router's choice)
     """
 
     module: str
     moment: Moment
     hidden: int | str = 0
-    residual: int | None = None
+    residual: int | str | None = None
     of: tuple[Size, ...] = ()
     part: int = 0
     mixed: bool = False
     by_head: bool = False
-    scale: str = ""
+    scale: str | float = ""
     rerun: bool = False
 
 
@@ -56,7 +56,7 @@ class PointKind(msgspec.Struct, frozen=True):
     layout: how a row lies under tensor parallel
     per_layer: whether it is in layers; otherwise the model has one, such as the point after the last layer
     rows: the tokens of a step, or only those that are sampled from
-    layers: which layers have it: all, those with an ordinary MLP (`dense`), or those with experts (`sparse`)
+    layers: which layers have it: all, those with an ordinary MLP (`dense`), those with experts (`sparse`), or these
     """
 
     transformers: Tap
@@ -65,7 +65,7 @@ class PointKind(msgspec.Struct, frozen=True):
     layout: Literal["replicated", "sharded", "partial sum"] = "replicated"
     per_layer: bool = True
     rows: Literal["tokens", "sampled"] = "tokens"
-    layers: Literal["all", "dense", "sparse"] = "all"
+    layers: Literal["all", "dense", "sparse"] | tuple[int, ...] = "all"
 
 
 STREAM: dict[str, tuple[str, int]] = {  # words without a kind of point of that name: (kind, layers to shift by)
@@ -123,6 +123,10 @@ class Sizes(msgspec.Struct, frozen=True):
     def __getitem__(self, size: Size) -> int:
         return {"D": self.d_model, "V": self.d_vocab, "Q": self.heads * self.d_head, "K": self.kv_heads * self.d_head,
                 "Z": self.heads * (self.d_result or self.d_head), "M": self.d_mlp, "X": self.experts}[size]  # fmt: skip
+
+    def factor(self, scale: str | float) -> float:
+        """A factor of a tap; 1 where it has none."""
+        return scale if isinstance(scale, float) else self.factors[scale] if scale else 1.0
 
     def parts(self, size: Size) -> tuple[int, int]:
         """How many heads, neurons or experts a row of a width has, and how wide each is."""

@@ -100,8 +100,10 @@ class SiteMap:
         """The site words this model has, in the language's order."""
         return [name for name in SITES if self._has(name) and name not in self.withdrawn]
 
-    def _layers_with(self, mlp: Literal["all", "dense", "sparse"]) -> list[int]:
-        """All layers, those with an ordinary MLP (`dense`), or those with experts (`sparse`)."""
+    def _layers_with(self, mlp: Literal["all", "dense", "sparse"] | tuple[int, ...]) -> list[int]:
+        """All layers, those with an ordinary MLP (`dense`), those with experts (`sparse`), or these."""
+        if isinstance(mlp, tuple):
+            return list(mlp)
         sparse = set(self.sizes.sparse)
         return [layer for layer in range(self.layers) if mlp == "all" or (layer in sparse) == (mlp == "sparse")]
 
@@ -129,7 +131,7 @@ class SiteMap:
         if tap.by_head:
             return View(0, by_head=True)
         if tap.scale:
-            return View(self.d_model, factor=self.sizes.factors[tap.scale])
+            return View(self.d_model, factor=self.sizes.factor(tap.scale))
         if not tap.of:
             return None
         sizes = [self.sizes[size] for size in tap.of]
@@ -191,7 +193,8 @@ class SiteMap:
             "sparse": "none of its layers has experts",
             "all": "no layer of it has one",
         }
-        why = self.family.lacks.get(name) or reasons[self.family.points[kind].layers if kind else "all"]
+        having = self.family.points[kind].layers if kind else "all"
+        why = self.family.lacks.get(name) or reasons[having if isinstance(having, str) else "all"]
         raise UnsupportedSite(
             f"{name} is not available on {self.family.name} models: {why}; there are: {', '.join(self.names)}"
         )

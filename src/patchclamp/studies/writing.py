@@ -78,7 +78,7 @@ def proved_writer(
     norms: list[Norm | None] = [None]
     if checkpoint.tensor(f"{end}.weight") is not None:
         norms += possible_norms(checkpoint, end)
-    factor = lm.sites.sizes.factors[after.scale] if after.scale else 1.0
+    factor = lm.sites.sizes.factor(after.scale)
     candidates = [Writer(matrix, bias_D, factor, norm) for matrix, norm in itertools.product(matrices, norms)]
     gaps = [relative_gap(candidate(rows_NW), written_ND) for candidate in candidates]
     if not gaps or not min(gaps) <= tolerance(lm.model.dtype):

@@ -4,21 +4,42 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from patchclamp.engines.vllm.compat import backend, configuration
+from patchclamp.engines.vllm.found import found_family
 from patchclamp.errors import ModelError
-from patchclamp.sites import Family, SiteMap, family_of, has_table, sizes_of
+from patchclamp.sites import FAMILIES, Family, SiteMap, family_of, has_table, sizes_of
 from patchclamp.sites.untabled import no_text_model, untabled
 
 
 def site_map(vllm_config: Any) -> SiteMap:
-    """The site map of an engine's model; the same in the front end and in every worker."""
+    """The site map of an engine's model; the same in the front end and in every worker. A table that was found in
+    vLLM's class is read from our part of the configuration, and not looked for again."""
+    table = (configuration.enabled(vllm_config) or {}).get("table")
+    return _map_of(vllm_config, msgspec.json.decode(table, type=Family)) if table else find_sites(vllm_config)
+
+
+def find_sites(vllm_config: Any) -> SiteMap:
+    """The site map of an engine's model, from a table or from the model's class.
+
+    Raises: `ModelError`, with what to do, for a model that has none.
+    """
+    return _map_of(vllm_config, _family(vllm_config, configuration.model_facts(vllm_config)))
+
+
+def carried(sites: SiteMap) -> str:
+    """The table of a map, as a configuration carries it; "" if it stands in `sites.tables`."""
+    return "" if sites.family.tabled else msgspec.json.encode(sites.family).decode()
+
+
+def _map_of(vllm_config: Any, family: Family) -> SiteMap:
     facts = configuration.model_facts(vllm_config)
-    sizes = sizes_of(facts["config"], facts["d_vocab"])
-    return SiteMap(_family(vllm_config, facts), sizes, facts["tensor_parallel"])
+    return SiteMap(family, sizes_of(facts["config"], facts["d_vocab"]), facts["tensor_parallel"])
 
 
 def _advice(config: Any) -> str:
-    """What to do about a class of vLLM's that has no table."""
+    """What to do about a class of vLLM's in which no table is found."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as classes
 
     kind: Any = classes.get(type(config), None)
@@ -37,12 +58,9 @@ def _family(vllm_config: Any, facts: dict[str, Any]) -> Family:
     """The site table. Raises `ModelError`, with what to do, for a model that has none."""
     architectures, config = facts["architectures"], facts["config"]
     if not backend.used(vllm_config):
-        try:
-            family = family_of(architectures, config)
-        except ModelError as error:
-            if backend.nested(vllm_config):
-                raise no_text_model(architectures) from None
-            raise ModelError(f"{error}. {_advice(config)}") from None
+        if not any(set(family.architectures) & set(architectures) for family in FAMILIES):
+            return _found(vllm_config, facts)
+        family = family_of(architectures, config)
         if family.backend:
             raise ModelError(
                 f"the table of {family.name} models is for vLLM's Transformers backend. {_use_transformers_class()}"
@@ -62,3 +80,13 @@ def _family(vllm_config: Any, facts: dict[str, Any]) -> Family:
         raise no_text_model(architectures)
     with backend.outside(vllm_config):
         return untabled(config, facts["trust_remote_code"])
+
+
+def _found(vllm_config: Any, facts: dict[str, Any]) -> Family:
+    """The table that is found in vLLM's own class."""
+    if backend.nested(vllm_config):
+        raise no_text_model(facts["architectures"])
+    try:
+        return found_family(vllm_config)
+    except ModelError as error:
+        raise ModelError(f"{error}. {_advice(facts['config'])}") from None

@@ -9,14 +9,14 @@ import msgspec
 
 from patchclamp import __version__
 from patchclamp.engines import numerics
-from patchclamp.engines.vllm.architecture import site_map
+from patchclamp.engines.vllm.architecture import carried, find_sites
 from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.serve_limits import ServeLimits
 from patchclamp.errors import EngineError, unknown
 from patchclamp.runtime import Limits
 
 ASKED = ("limits", "serve", "numerics")  # parts of our part of `additional_config` that a user gives
-PARTS = (*ASKED, "version", "op", "taps")
+PARTS = (*ASKED, "version", "op", "taps", "table")
 
 
 def complete(vllm_config: Any) -> None:
@@ -46,11 +46,13 @@ def complete(vllm_config: Any) -> None:
     if wrong is not None:
         raise EngineError(wrong)
     most = 2 * configuration.model_facts(vllm_config)["max_num_seqs"]
-    taps = repr(site_map(vllm_config).taps("vllm")).encode()
+    sites = find_sites(vllm_config)
+    taps = repr(sites.taps("vllm")).encode()
     ours.update(
         version=__version__,
         op="site(hidden, residual, point)",
         limits={**msgspec.to_builtins(limits), "max_programs": most},
         numerics=asked,
         taps=hashlib.sha256(taps).hexdigest()[:16],
+        table=carried(sites),
     )

@@ -216,6 +216,8 @@ SEAMS: dict[str, Seam] = {
              called="impl"),
         Seam("network", "vllm.model_executor.models.interfaces_base:VllmModelForTextGeneration", "tap logits",
              has="compute_logits", called="net"),
+        Seam("make a model", "vllm.model_executor.model_loader.utils:initialize_model", "see what a class is made of",
+             ("vllm_config",)),
         Seam("backend", "vllm.config:ModelConfig.using_transformers_backend", "know whose modules a model has"),
         Seam("decorated", "vllm.compilation.wrapper:TorchCompileWithNoGuardsWrapper", "share Transformers' classes",
              checked=_032),
