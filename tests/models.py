@@ -187,12 +187,17 @@ def with_gemma_processor(folder: Path) -> None:
 def of_family(folder: Path, name: str, seed: int = 0, **changed) -> str:
     """A folder with a tiny model of a family, fp32, its weights random: matrices all alike, the rest (norms, biases)
     near what they start from."""
+    kind, config = (FAMILIES | UNTABLED)[name]
+    return of_config(folder, kind, {**config, **changed}, seed)
+
+
+def of_config(folder: Path, kind: str, config: dict, seed: int = 0) -> str:
+    """The same for a Transformers model type and its config."""
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    kind, config = (FAMILIES | UNTABLED)[name]
     torch.manual_seed(seed)
-    net = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**config, **changed}), dtype=torch.float32)
+    net = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**config), dtype=torch.float32)
     randomise(net)
     net.save_pretrained(folder)
     return str(folder)

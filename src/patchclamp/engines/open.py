@@ -62,8 +62,29 @@ def resolve(model: str) -> str:
 
 def _checked(kind: type, options: dict[str, Any]) -> dict[str, Any]:
     """The options. Raises `UnknownName` for one that an engine's class does not take."""
-    names = [name for name in inspect.signature(kind.__init__).parameters if name not in ("self", "name", "url")]
+    names = _options(kind)
     for option in options:
         if option not in names:
             raise unknown("engine option", option, names, option)
     return options
+
+
+def known_options(engine: str) -> list[str]:
+    """The names of the options that an engine takes. Raises `UnknownName` for an engine that there is not."""
+    if engine == "fake":
+        from patchclamp.engines.fake import FakeEngine
+
+        return _options(FakeEngine)
+    if engine == "transformers":
+        from patchclamp.engines.transformers import TransformersEngine
+
+        return _options(TransformersEngine)
+    if engine == "vllm":
+        from patchclamp.engines.vllm import frontend
+
+        return frontend.known_options()
+    raise unknown("engine", engine, NAMES, "engine")
+
+
+def _options(kind: type) -> list[str]:
+    return [name for name in inspect.signature(kind.__init__).parameters if name not in ("self", "name", "url")]

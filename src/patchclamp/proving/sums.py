@@ -1,7 +1,7 @@
 """Whether a live model's stream adds up.
 
 The stream gains what attention and MLP return, and the end of one layer is the start of the next.  Where the table was
-made from the module tree, the stream must also begin with the embedding: there the modules' names do not say so.
+found in the model's modules, a layer may have another mixer than attention.
 """
 
 from __future__ import annotations
@@ -90,24 +90,26 @@ def _of_norms(lm: LM, base: Run) -> dict[str, str]:
 
 
 def _of_modules(lm: LM, base: Run) -> dict[str, str]:
-    names = lm.sites.names
-    wrong: dict[str, str] = {name: "" for name in (*ADDED, "embed") if name in names}
-    if not set(ADDED) <= set(names):
-        wrong |= {name: f"{name} alone cannot be seen to be what the stream gains" for name in ADDED if name in names}
-    else:
-        layer = next((number for number in range(lm.sites.layers) if not _adds_up(lm, base, number)), None)
-        if layer is not None:
-            why = f"resid_pre[{layer}] + attn_out[{layer}] + mlp_out[{layer}] is not resid_post[{layer}]: "
-            wrong |= dict.fromkeys(ADDED, why + "it does something to them before it adds them")
-    if "embed" in names and not _close(lm, [_rows(base, "embed")], _rows(base, "resid_pre[0]")):
-        wrong["embed"] = "what its embedding gives is not resid_pre[0]: it scales it, or adds to it"
+    names = [name for name in (*ADDED, "resid_mid") if name in lm.sites.names]
+    layers_of = {name: {ref.layer for ref in lm.sites.resolve(Site(name))} for name in names}
+    wrong: dict[str, str] = dict.fromkeys(names, "")
+    for layer in range(lm.sites.layers):
+        for before, gains, after in _stages_of_layer({name for name in names if layer in layers_of[name]}):
+            terms = [f"{name}[{layer}]" for name in (before, *gains)]
+            if not _close(lm, [_rows(base, term) for term in terms], _rows(base, f"{after}[{layer}]")):
+                why = f"{' + '.join(terms)} is not {after}[{layer}]"
+                wrong |= {name: wrong[name] or why for name in (before, *gains, after) if name in wrong}
     return wrong
 
 
-def _adds_up(lm: LM, base: Run, layer: int) -> bool:
-    return _close(
-        lm, [_rows(base, f"{name}[{layer}]") for name in ("resid_pre", *ADDED)], _rows(base, f"resid_post[{layer}]")
-    )
+def _stages_of_layer(has: set[str]) -> list[tuple[str, tuple[str, ...], str]]:
+    """The same of a layer that has some of the words. What another mixer than attention adds has none, so of such a
+    layer only the sum after it can be checked."""
+    if "resid_mid" not in has:
+        gains = tuple(name for name in ADDED if name in has)
+        return [("resid_pre", gains, "resid_post")] if gains else []
+    stages = [("resid_pre", "attn_out", "resid_mid"), ("resid_mid", "mlp_out", "resid_post")]
+    return [(before, (gain,), after) for before, gain, after in stages if gain in has]
 
 
 def _close(lm: LM, terms: list[np.ndarray], total: np.ndarray) -> bool:

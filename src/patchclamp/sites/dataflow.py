@@ -19,7 +19,9 @@ import msgspec
 
 Key = int | str  # of an argument: its number or its name
 Sum = dict[int, float]  # values, each with its factor
-MIXER = re.compile(r"mamba|ssm|shortconv|short_conv|\bconv\b|delta_?net|delta_?attention|linear_?att|lightning|recurrent|rwkv")
+MIXER = re.compile(
+    r"mamba|ssm|shortconv|short_conv|\bconv\b|delta_?net|delta_?attention|linear_?att|lightning|recurrent|rwkv"
+)
 ATTENTION = re.compile(r"att(ention|n)")
 
 
@@ -121,7 +123,11 @@ class Record(msgspec.Struct, dict=True):
 
     def children(self, path: str) -> list[str]:
         start = f"{path}." if path else ""
-        return [name[len(start) :] for name in self.kinds if name.startswith(start) and "." not in name[len(start) :] and name]
+        return [
+            name[len(start) :]
+            for name in self.kinds
+            if name.startswith(start) and "." not in name[len(start) :] and name
+        ]
 
 
 class NotFound(Exception):
@@ -173,7 +179,10 @@ class Flow:
         changing = [key for key in last if self.count == 1 or wide[-2].get(key) != last[key]]
         choices = [*itertools.combinations(changing, 2), *((key,) for key in changing)]
         for keys in choices:
-            if all(self._is_kept(self.carried(layer, keys), self.carried(layer + 1, keys)) for layer in range(self.count - 1)):
+            if all(
+                self._is_kept(self.carried(layer, keys), self.carried(layer + 1, keys))
+                for layer in range(self.count - 1)
+            ):
                 before = self.carried(self.count - 1, keys)
                 for call, end_keys in self.calls_with_sums(self.calls[-1].end, len(self.record.values)):
                     if self._is_kept(before, [call.given[key] for key in end_keys]):
@@ -272,4 +281,3 @@ def _upwards(path: str, above: str) -> Iterator[str]:
     while path.startswith(f"{above}."):
         yield path
         path = path.rpartition(".")[0]
-

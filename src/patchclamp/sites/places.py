@@ -120,7 +120,9 @@ def _added(flow: Flow, part: str) -> Spot:
         raise NotFound("no layer of it adds what attention makes" if part == "attention" else "its layers have no MLP")
     for layer, found in terms.items():
         if len(found) > 1:
-            raise NotFound(f"layer {layer} adds {len(found)} results of {part} to the stream, and no tensor is their sum")
+            raise NotFound(
+                f"layer {layer} adds {len(found)} results of {part} to the stream, and no tensor is their sum"
+            )
     return _alike([_returning(flow, layer, *found[0]) for layer, found in terms.items()], tuple(terms))
 
 
@@ -131,7 +133,9 @@ def _returning(flow: Flow, layer: int, term: int, factor: float) -> Spot:
         if call.path.startswith(inside) and flow.unread(term, call.end):
             return Spot(flow.layers + ".{l}." + call.path[len(inside) :], "out", (item,), None, factor)
     value = flow.record.values[term]
-    raise NotFound(f"what is added to the stream is no module's result: {value.path or 'the model'} makes it ({value.op})")
+    raise NotFound(
+        f"what is added to the stream is no module's result: {value.path or 'the model'} makes it ({value.op})"
+    )
 
 
 def _mid(flow: Flow) -> Spot:

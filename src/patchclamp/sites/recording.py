@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import msgspec
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,8 +21,25 @@ from patchclamp.sites.dataflow import Call, Record, Value
 
 # ops whose result has the numbers of their first argument, if it is as large
 SAME = set(
-    "view _unsafe_view reshape alias detach clone _to_copy contiguous expand squeeze unsqueeze permute transpose slice "
-    "lift_fresh _reshape_alias select".split()
+    [
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "alias",
+        "detach",
+        "clone",
+        "_to_copy",
+        "contiguous",
+        "expand",
+        "squeeze",
+        "unsqueeze",
+        "permute",
+        "transpose",
+        "slice",
+        "lift_fresh",
+        "_reshape_alias",
+        "select",
+    ]
 )
 
 
@@ -103,7 +119,6 @@ class Recorder(TorchDispatchMode):
                 raise
             del self._under[depth:], self.record.calls[calls:]
             self.record.guessed[path] = f"{type(error).__name__}: {error}"
-            import os, traceback; os.environ.get("PCDBG") and traceback.print_exc()
             result = torch.empty_like(given[0])
             self._make(result, "guess", tuple(self.value(tensor) for tensor in given))
             return result
@@ -134,7 +149,9 @@ def recorded(net: nn.Module, may_guess: Callable[[str], bool] = lambda path: Fal
 
 def in_layers(net: nn.Module, layers: int) -> Callable[[str], bool]:
     """Whether a path is of a module within a decoder layer."""
-    lists = [path for path, module in net.named_modules() if isinstance(module, nn.ModuleList) and len(module) == layers]
+    lists = [
+        path for path, module in net.named_modules() if isinstance(module, nn.ModuleList) and len(module) == layers
+    ]
     within = re.compile("|".join(rf"{re.escape(path)}\.\d+\..+" for path in lists) or "$^")
     return lambda path: within.fullmatch(path) is not None
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import patchclamp as pc
+from patchclamp.engines.open import known_options
 from patchclamp.lm import LM
 from patchclamp.proving import ensure_proved, push
 from patchclamp.run import Run
@@ -23,7 +24,7 @@ from patchclamp.studies.parity_result import Bounds, Parity, SiteParity
 
 PROMPTS = ("The capital of France is", "When John and Mary went to the store, John gave a drink to")
 ENGINES = ("transformers", "vllm")
-SHARED = ("trust_remote_code", "skip_tokenizer_init")  # options that say how a model is read: for both engines
+ITS_OWN = ("numerics",)  # an option of the second engine alone, though the first knows one of that name
 # In bf16 and fp16 each engine rounds at places of its own what a layer makes. On a CPU SmolLM2's worst rows (30 layers)
 # were 0.09 and 0.007 apart, edits 0.47 and 0.055, log-probabilities 0.09 and 0.006 (in fp32: 2e-5, 7e-5, 8e-6); the
 # bounds are about twice that. A site that is the wrong tensor shows at that too (it is off by 1), a subtle one only in
@@ -49,8 +50,8 @@ def parity(
     """Runs `prompts` as one batch on both `engines` and compares every site that the model's table promises.
 
     `tolerance`: of rows (`BOUNDS` by dtype, unless given); `max_tokens`: how many tokens are generated, so that steps
-    of one token are compared too, as far as both engines choose the same. `options` are the second engine's, by its own
-    names; what says how the model is read goes to the first as well. `tell` hears what is being done.
+    of one token are compared too, as far as both engines choose the same. `options` go to each engine that has
+    one of that name, and what neither has is an error. `tell` hears what is being done.
 
     Raises: `ProgramError` for a dtype without bounds or no prompts, and whatever an engine's start raises.
     """
@@ -58,12 +59,21 @@ def parity(
     prompts = list(prompts)
     if not prompts or isinstance(prompts[0], (int, np.integer)):
         raise pc.ProgramError("a list of prompts is needed, each text or token ids", "prompts")
-    shared = {name: value for name, value in options.items() if name in SHARED}
+    shared, options = _given(options, engines)
     tell(f"running {model} on {engines[0]} …")
     theirs = _observe(model, engines[0], {"dtype": dtype, **shared}, prompts, max_tokens, None)
     tell(f"running {model} on {engines[1]} …")
     ours = _observe(model, engines[1], {"dtype": dtype, **options}, prompts, max_tokens, theirs.edits)
     return _compared(model, ours, theirs, bounds)
+
+
+def _given(options: dict[str, Any], engines: tuple[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of each engine: those that it has, and to the second those that neither has, which it refuses."""
+    first, second = (known_options(engine) if options else [] for engine in engines)
+    return (
+        {name: value for name, value in options.items() if name in first and name not in ITS_OWN},
+        {name: value for name, value in options.items() if name in second or name not in first},
+    )
 
 
 Edits = Mapping[str, tuple[str, np.ndarray]]  # by site: the place, and the vector [W] that is added there

@@ -45,6 +45,13 @@ _one_at_a_time = threading.Lock()  # vLLM keeps the step at hand in globals: eng
 _alive: set[VllmEngine] = set()
 
 
+def known_options() -> list[str]:
+    """The names of the options that an engine takes: vLLM's engine arguments, and ours."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    return [*(field.name for field in dataclasses.fields(EngineArgs)), *OURS]
+
+
 class VllmEngine(Engine):
     """Stock vLLM in this process. `options` are vLLM's engine arguments by their own names, and eight of ours:
 
@@ -185,10 +192,9 @@ class VllmEngine(Engine):
         plugin.register()
         if plugin.problem is not None:
             raise plugin.problem
-        options_known = [field.name for field in dataclasses.fields(EngineArgs)] + list(OURS)
         for option in options:
-            if option not in options_known:
-                raise unknown("engine option", option, options_known, option)
+            if option not in (known := known_options()):
+                raise unknown("engine option", option, known, option)
         limits = {option: options.pop(option) for option in LIMITS if option in options}
         ours = {"limits": limits, "numerics": options.pop("numerics", "uniform")}
         separate = bool(options.pop("multiprocess_mode", False))

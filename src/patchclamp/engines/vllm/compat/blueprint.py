@@ -23,7 +23,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from patchclamp.engines.vllm.compat.seams import require
-from patchclamp.errors import ModelError, Packed, pack
+from patchclamp.errors import Packed, pack
 from patchclamp.sites import sizes_of
 from patchclamp.sites.dataflow import NotFound, Record
 from patchclamp.sites.places import Places, places
@@ -71,9 +71,7 @@ def found(vllm_config: Any) -> Places:
         raise refuse(f"vLLM's {type(net).__name__}", str(why)) from None
     except Exception as error:
         name = type(net).__name__ if net is not None else ", ".join(facts.architectures)
-        raise refuse(
-            f"vLLM's {name}", f"a run of it without data fails, {type(error).__name__}: {error}"
-        ) from error
+        raise refuse(f"vLLM's {name}", f"a run of it without data fails, {type(error).__name__}: {error}") from error
 
 
 def _plain(vllm_config: Any) -> Any:

@@ -1,0 +1,122 @@
+"""Writes `docs/models.md`: which text decoders of vLLM's registry have sites without a table of ours, as tried here.
+
+    python -m tools.native_models                 every one that Transformers can make a tiny model of
+    python -m tools.native_models bloom mamba2    some of them, printed and not written
+
+Each is a tiny random model in fp32, in a process of its own: found, proved on vLLM, and compared with Transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).parent.parent / "docs" / "models.md"
+LIMIT_S = 240
+STREAM = ("embed", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "final_norm", "logits")
+PLAIN = dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+             intermediate_size=256, vocab_size=512, max_position_embeddings=512, bos_token_id=1, eos_token_id=2,
+             pad_token_id=0, num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2,
+             moe_intermediate_size=64, moe_num_experts=4, moe_k=2, sliding_window=None)  # fmt: skip
+_OLD = dict(num_key_value_heads=4)
+_LATENT = dict(num_key_value_heads=4, kv_lora_rank=512, q_lora_rank=64, qk_nope_head_dim=128, qk_rope_head_dim=64,
+               v_head_dim=128, head_dim=64, n_group=1, topk_group=1)  # fmt: skip
+_STATE = dict(state_size=16, mamba_d_state=16, mamba_d_conv=4, mamba_expand=2, mamba_n_heads=8, mamba_d_head=32,
+              mamba_n_groups=1, mamba_d_ssm=256, num_heads=8, n_groups=1, mamba_num_heads=8, mamba_head_dim=32,
+              ssm_state_size=16)  # fmt: skip
+_LINEAR = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=32)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "bloom": _OLD, "falcon": _OLD, "gptj": dict(rotary_dim=8, **_OLD), "axk1": _LATENT, "deepseek_v32": _LATENT,
+    "glm4_moe_lite": _LATENT, "minicpm3": _LATENT, "longcat_flash": _LATENT, "glm_moe_dsa": _LATENT,
+    "falcon_mamba": _STATE, "mamba": _STATE, "mamba2": dict(_STATE, head_dim=32), "falcon_h1": _STATE, "jamba": _STATE,
+    "zamba2": _STATE, "nemotron_h": _STATE, "granitemoehybrid": _STATE, "qwen3_next": _LINEAR, "qwen3_5_text": _LINEAR,
+    "qwen3_5_moe_text": _LINEAR, "olmo_hybrid": _LINEAR, "glm4_moe": dict(n_group=1, topk_group=1, n_shared_experts=1),
+    "granitemoeshared": dict(shared_intermediate_size=64),
+}  # fmt: skip
+ALSO = {"mamba2": dict(hidden_size=128, num_heads=8, head_dim=32)}
+
+
+def decoders() -> dict[str, str]:
+    """The Transformers model types that vLLM has a class of its own for, and we no table; each with the class."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
+
+    from patchclamp.sites import has_table
+
+    types: dict[str, str] = {}
+    for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        if name in _TEXT_GENERATION_MODELS and not has_table([name]):
+            if f"{kind}_text" not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+                types[kind] = name
+    return dict(sorted(types.items()))
+
+
+def tiny(kind: str) -> dict[str, Any]:
+    """A tiny config of a model type: of `PLAIN`, the settings that its config has."""
+    from transformers import CONFIG_MAPPING
+
+    own = CONFIG_MAPPING[kind]()
+    names = {name for name in PLAIN | SETTINGS.get(kind, {}) if hasattr(own, name)}
+    return {name: value for name, value in {**PLAIN, **SETTINGS.get(kind, {})}.items() if name in names}
+
+
+def tried(kind: str) -> dict[str, Any]:
+    """What comes of one: site words that are proved and equal, and why others are not."""
+    import patchclamp as pc
+    from tests.models import of_config
+
+    options: dict[str, Any] = dict(enforce_eager=True, max_model_len=128, block_size=32, kv_cache_memory_bytes=1 << 26,
+                                   skip_tokenizer_init=True)  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            of_config(Path(folder), kind, tiny(kind))
+        except Exception as error:
+            return {"made": False, "error": _line(error)}
+        try:
+            with pc.LM(folder, engine="vllm", dtype="float32", **options) as lm:
+                names, why = lm.sites.names, {**lm.sites.family.lacks, **lm.sites.withdrawn}
+        except Exception as error:
+            return {"made": True, "error": _line(error)}
+        told = {"made": True, "names": names, "why": why}
+        try:
+            prompts = [list(range(5, 25)), list(range(100, 112))]
+            result = pc.studies.parity(folder, prompts=prompts, max_tokens=3, **options)
+        except Exception as error:
+            return told | {"error": _line(error)}
+        equal = [site.name for site in result.sites if site.worst <= result.bounds.rows]
+        return told | {"equal": equal, "problems": list(result.problems), "left_out": list(result.left_out)}
+
+
+def _line(error: Exception) -> str:
+    return re.sub(r"\s+", " ", f"{type(error).__name__}: {error}")[:600]
+
+
+def in_a_process(kind: str) -> dict[str, Any]:
+    """`tried` in a process of its own, which may crash."""
+    command = [sys.executable, "-m", "tools.native_models", "--one", kind]
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=dict(os.environ))
+    except subprocess.TimeoutExpired:
+        return {"made": True, "error": f"it took longer than {LIMIT_S} s"}
+    found = [line for line in ran.stdout.splitlines() if line.startswith("{")]
+    if not found:
+        return {"made": True, "error": f"the process ended with {ran.returncode}: {ran.stderr.strip()[-300:]}"}
+    return json.loads(found[-1])
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--one"]:
+        print(json.dumps(tried(sys.argv[2])))
+        return
+    for kind in sys.argv[1:] or decoders():
+        print(kind, json.dumps(in_a_process(kind)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
