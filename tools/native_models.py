@@ -23,23 +23,31 @@ STREAM = ("embed", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"
 PLAIN = dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
              intermediate_size=256, vocab_size=512, max_position_embeddings=512, bos_token_id=1, eos_token_id=2,
              pad_token_id=0, num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2,
-             moe_intermediate_size=64, moe_num_experts=4, moe_k=2, sliding_window=None)  # fmt: skip
-_OLD = dict(num_key_value_heads=4)
+             moe_intermediate_size=64, moe_num_experts=4, moe_k=2)  # fmt: skip
 _LATENT = dict(num_key_value_heads=4, kv_lora_rank=512, q_lora_rank=64, qk_nope_head_dim=128, qk_rope_head_dim=64,
                v_head_dim=128, head_dim=64, n_group=1, topk_group=1)  # fmt: skip
-_STATE = dict(state_size=16, mamba_d_state=16, mamba_d_conv=4, mamba_expand=2, mamba_n_heads=8, mamba_d_head=32,
-              mamba_n_groups=1, mamba_d_ssm=256, num_heads=8, n_groups=1, mamba_num_heads=8, mamba_head_dim=32,
-              ssm_state_size=16)  # fmt: skip
 _LINEAR = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=32)
+_MOE = dict(n_group=1, topk_group=1, n_shared_experts=1, first_k_dense_replace=1)
+# by model type: settings that differ, and some that checkpoints have and Transformers' class does not know
 SETTINGS: dict[str, dict[str, Any]] = {
-    "bloom": _OLD, "falcon": _OLD, "gptj": dict(rotary_dim=8, **_OLD), "axk1": _LATENT, "deepseek_v32": _LATENT,
-    "glm4_moe_lite": _LATENT, "minicpm3": _LATENT, "longcat_flash": _LATENT, "glm_moe_dsa": _LATENT,
-    "falcon_mamba": _STATE, "mamba": _STATE, "mamba2": dict(_STATE, head_dim=32), "falcon_h1": _STATE, "jamba": _STATE,
-    "zamba2": _STATE, "nemotron_h": _STATE, "granitemoehybrid": _STATE, "qwen3_next": _LINEAR, "qwen3_5_text": _LINEAR,
-    "qwen3_5_moe_text": _LINEAR, "olmo_hybrid": _LINEAR, "glm4_moe": dict(n_group=1, topk_group=1, n_shared_experts=1),
-    "granitemoeshared": dict(shared_intermediate_size=64),
+    "afmoe": dict(score_func="sigmoid", n_group=1, topk_group=1, num_dense_layers=1), "axk1": _LATENT | _MOE,
+    "cohere2": dict(sliding_window=8), "cohere2_moe": dict(sliding_window=8), "deepseek_v32": _LATENT | _MOE,
+    "exaone4": dict(sliding_window=8, sliding_window_pattern=4), "exaone_moe": dict(sliding_window=8, **_MOE),
+    "falcon": dict(num_kv_heads=4), "gptj": dict(rotary_dim=8),
+    "falcon_h1": dict(mamba_d_ssm=256, mamba_n_heads=8, mamba_d_head=32, mamba_n_groups=1, mamba_d_state=16),
+    "glm4_moe": dict(head_dim=32, **_MOE), "glm4_moe_lite": _LATENT | _MOE, "glm_moe_dsa": _LATENT | _MOE,
+    "granitemoehybrid": dict(mamba_n_heads=8, mamba_d_head=32, mamba_d_state=16, shared_intermediate_size=64,
+                             layer_types=["mamba", "attention", "mamba", "attention"]),
+    "granitemoeshared": dict(shared_intermediate_size=64), "hy_v3": _MOE,
+    "jamba": dict(attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False, mamba_d_state=16),
+    "lfm2": dict(block_dim=128, layer_types=["conv", "full_attention"] * 2, conv_bias=False, block_ff_dim=256),
+    "lfm2_moe": dict(layer_types=["conv", "full_attention"] * 2, num_dense_layers=1),
+    "longcat_flash": _LATENT, "mamba2": dict(num_heads=8, head_dim=32, state_size=16, n_groups=1),
+    "minicpm3": _LATENT, "minimax_m2": dict(rotary_dim=16), "olmo_hybrid": _LINEAR,
+    "nemotron_h": dict(mamba_num_heads=8, mamba_head_dim=32, ssm_state_size=16, n_groups=1),
+    "qwen3_next": _LINEAR, "qwen3_5_text": _LINEAR, "qwen3_5_moe_text": _LINEAR,
+    "zamba2": dict(layer_types=["mamba", "hybrid"] * 2, hybrid_layer_ids=[1, 3], n_mamba_heads=8, mamba_headdim=32),
 }  # fmt: skip
-ALSO = {"mamba2": dict(hidden_size=128, num_heads=8, head_dim=32)}
 
 
 def decoders() -> dict[str, str]:
@@ -51,19 +59,18 @@ def decoders() -> dict[str, str]:
 
     types: dict[str, str] = {}
     for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
-        if name in _TEXT_GENERATION_MODELS and not has_table([name]):
-            if f"{kind}_text" not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-                types[kind] = name
+        named = name in _TEXT_GENERATION_MODELS and not has_table([name])
+        if named and f"{kind}_text" not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            types[kind] = name
     return dict(sorted(types.items()))
 
 
 def tiny(kind: str) -> dict[str, Any]:
-    """A tiny config of a model type: of `PLAIN`, the settings that its config has."""
+    """A tiny config of a model type: of `PLAIN` what its config has, and its own settings."""
     from transformers import CONFIG_MAPPING
 
-    own = CONFIG_MAPPING[kind]()
-    names = {name for name in PLAIN | SETTINGS.get(kind, {}) if hasattr(own, name)}
-    return {name: value for name, value in {**PLAIN, **SETTINGS.get(kind, {})}.items() if name in names}
+    names = CONFIG_MAPPING[kind]().to_dict()
+    return {name: value for name, value in PLAIN.items() if name in names} | SETTINGS.get(kind, {})
 
 
 def tried(kind: str) -> dict[str, Any]:

@@ -179,11 +179,9 @@ class Flow:
         changing = [key for key in last if self.count == 1 or wide[-2].get(key) != last[key]]
         choices = [*itertools.combinations(changing, 2), *((key,) for key in changing)]
         for keys in choices:
-            if all(
-                self._is_kept(self.carried(layer, keys), self.carried(layer + 1, keys))
-                for layer in range(self.count - 1)
-            ):
-                before = self.carried(self.count - 1, keys)
+            carried = [self.carried(layer, keys) for layer in range(self.count)]
+            if all(self._is_kept(before, after) for before, after in itertools.pairwise(carried)):
+                before = carried[-1]
                 for call, end_keys in self.calls_with_sums(self.calls[-1].end, len(self.record.values)):
                     if self._is_kept(before, [call.given[key] for key in end_keys]):
                         return keys, call, end_keys, True
@@ -193,8 +191,9 @@ class Flow:
                 return (changing[0],), call, end_keys, False
         given = {key: list(shape) for key, shape in self.calls[-1].shapes.items()}
         raise NotFound(
-            f"{self.layers}.{self.count - 1} should be called with the stream [{self.tokens}, {self.width}], or with two "
-            f"tensors whose sum it is, and a module after it with what it returns; it was called with {given or 'no tensor'}"
+            f"{self.layers}.{self.count - 1} should be called with the stream [{self.tokens}, {self.width}], or with "
+            "two tensors whose sum it is, and a module after it with what it returns; it was called with "
+            f"{given or 'no tensor'}"
         )
 
     def carried(self, layer: int, keys: tuple[Key, ...] | None = None) -> list[int]:

@@ -126,7 +126,9 @@ class Sizes(msgspec.Struct, frozen=True):
 
     def factor(self, scale: str | float) -> float:
         """A factor of a tap; 1 where it has none."""
-        return scale if isinstance(scale, float) else self.factors[scale] if scale else 1.0
+        if not scale:
+            return 1.0
+        return self.factors[scale] if isinstance(scale, str) else scale
 
     def parts(self, size: Size) -> tuple[int, int]:
         """How many heads, neurons or experts a row of a width has, and how wide each is."""
@@ -136,20 +138,21 @@ class Sizes(msgspec.Struct, frozen=True):
 
 
 def sizes_of(config: Any, d_vocab: int | None = None) -> Sizes:
-    """The sizes in a Transformers config, whatever it calls them.
+    """The sizes in a Transformers config, whatever it calls them. Where its layers differ in heads, or have none, there
+    are 0: no site is cut into heads then.
 
-    Raises: `ModelError` if it does not have one width, number of heads and number of layers for all layers.
+    Raises: `ModelError` if it does not have one width for all layers, and a number of them.
     """
 
     def setting(*names: str, otherwise: Any = None) -> Any:
-        return next((value for name in names if (value := getattr(config, name, None)) is not None), otherwise)
+        return next((value for name in names if (value := _setting(config, name)) is not None), otherwise)
 
-    width, heads, layers = (_single(config, name) for name in ("hidden_size", "num_attention_heads",
-                                                               "num_hidden_layers"))  # fmt: skip
+    width, layers = (_single(config, name) for name in ("hidden_size", "num_hidden_layers"))
+    heads = setting("num_attention_heads", otherwise=0)
     experts = setting("num_local_experts", "num_experts", "n_routed_experts", otherwise=0)
     return Sizes(
         layers, width, d_vocab or config.vocab_size, heads, setting("num_key_value_heads", otherwise=heads),
-        setting("head_dim", otherwise=width // heads),
+        setting("head_dim", otherwise=width // max(heads, 1)),
         setting("ffn_dim", "n_inner", "intermediate_size", otherwise=4 * width), experts,
         _sparse(config, layers) if experts else (), setting("v_head_dim", otherwise=0),
         {name: float(getattr(config, name)) for name in FACTORS if getattr(config, name, None) is not None},
@@ -163,16 +166,22 @@ def architectures_of(config: Any) -> list[str]:
 
 def _single(config: Any, name: str) -> int:
     """A setting that is one number for all layers."""
-    try:
-        value = getattr(config, name, None)
-    except Exception:  # Transformers' error for one that differs between layers
-        value = None
-    if isinstance(value, int):
+    value = _setting(config, name)
+    if value is not None:
         return value
     raise ModelError(
         f"the config of {', '.join(architectures_of(config))} does not tell one {name} for all layers: sites are those "
-        "of decoders with attention in every layer, alike"
+        "of decoders whose layers are alike"
     )
+
+
+def _setting(config: Any, name: str) -> int | None:
+    """A setting, if it is one number for all layers."""
+    try:
+        value = getattr(config, name, None)
+    except Exception:  # Transformers' error for one that differs between layers
+        return None
+    return value if isinstance(value, int) else None
 
 
 FACTORS = ("residual_multiplier",)

@@ -120,9 +120,7 @@ def _added(flow: Flow, part: str) -> Spot:
         raise NotFound("no layer of it adds what attention makes" if part == "attention" else "its layers have no MLP")
     for layer, found in terms.items():
         if len(found) > 1:
-            raise NotFound(
-                f"layer {layer} adds {len(found)} results of {part} to the stream, and no tensor is their sum"
-            )
+            raise NotFound(f"layer {layer} adds {len(found)} results of {part} to the stream, and none is their sum")
     return _alike([_returning(flow, layer, *found[0]) for layer, found in terms.items()], tuple(terms))
 
 
@@ -133,9 +131,7 @@ def _returning(flow: Flow, layer: int, term: int, factor: float) -> Spot:
         if call.path.startswith(inside) and flow.unread(term, call.end):
             return Spot(flow.layers + ".{l}." + call.path[len(inside) :], "out", (item,), None, factor)
     value = flow.record.values[term]
-    raise NotFound(
-        f"what is added to the stream is no module's result: {value.path or 'the model'} makes it ({value.op})"
-    )
+    raise NotFound(f"what is added to the stream is no module's result: {value.op} in {value.path} makes it")
 
 
 def _mid(flow: Flow) -> Spot:
@@ -154,9 +150,12 @@ def _taking(flow: Flow, layer: int, mlp: set[int]) -> Spot:
     inside, call, before = f"{flow.layers}.{layer}.", flow.calls[layer], flow.carried(layer)
     wanted = dict.fromkeys(before, 1.0) | {term: by for term, by in flow.gains[layer].items() if term not in mlp}
     for inner, keys in flow.calls_with_sums(call.begin, call.end):
-        if inner.path.startswith(inside):
-            if flow.total([inner.given[key] for key in keys], frozenset(before)) == wanted:
-                return Spot(flow.layers + ".{l}." + inner.path[len(inside) :], "in", keys)
+        total = flow.total([inner.given[key] for key in keys], frozenset(before))
+        if inner.path.startswith(inside) and total == wanted:
+            return Spot(flow.layers + ".{l}." + inner.path[len(inside) :], "in", keys)
+    others = flow.gains[layer].keys() - mlp
+    if all(others.isdisjoint(flow.record.sources(term)) for term in mlp):
+        raise NotFound("attention and MLP both read the stream before the layer, and none is between them")
     raise NotFound("no module takes the stream between attention and MLP")
 
 

@@ -1,5 +1,5 @@
-"""A record of one run of a model on tensors without data: which values were computed of which, and what every module was
-called with and returned.
+"""A record of one run of a model on tensors without data: which values were computed of which, and what every module
+was called with and returned.
 
     T tokens of the run · D model width
 """
@@ -20,27 +20,8 @@ from torch.utils._pytree import tree_leaves
 from patchclamp.sites.dataflow import Call, Record, Value
 
 # ops whose result has the numbers of their first argument, if it is as large
-SAME = set(
-    [
-        "view",
-        "_unsafe_view",
-        "reshape",
-        "alias",
-        "detach",
-        "clone",
-        "_to_copy",
-        "contiguous",
-        "expand",
-        "squeeze",
-        "unsqueeze",
-        "permute",
-        "transpose",
-        "slice",
-        "lift_fresh",
-        "_reshape_alias",
-        "select",
-    ]
-)
+SAME = {"_reshape_alias", "_to_copy", "_unsafe_view", "alias", "clone", "contiguous", "detach", "expand", "lift_fresh",
+        "permute", "reshape", "select", "slice", "squeeze", "transpose", "unsqueeze", "view"}  # fmt: skip
 
 
 class Recorder(TorchDispatchMode):
@@ -72,7 +53,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         tensors = _tensors((args, kwargs))
         of = tuple(self.value(tensor) for tensor in tensors)
-        result = func(*args, **kwargs)
+        result = _result(func, args, kwargs)
         name = func._schema.name.rpartition("::")[2]
         made = _tensors(result)
         if "fused_add" in name and len(tensors) >= 2 and len(made) == 2:
@@ -161,8 +142,18 @@ def kinds_of(module: nn.Module) -> str:
     return " ".join(kind.__name__ for kind in type(module).__mro__).lower()
 
 
+def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an op gives. One that only writes to its arguments need not know of tensors without data."""
+    try:
+        return func(*args, **kwargs)
+    except NotImplementedError:
+        if func._schema.returns:
+            raise
+        return None
+
+
 def _place(tensor: torch.Tensor) -> tuple[int, int, int]:
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel()
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.numel()
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -185,8 +176,7 @@ def _arithmetic(
     name = name.rstrip("_")
     numbers = [value for value in args if isinstance(value, (int, float)) and not isinstance(value, bool)]
     if name == "add" and len(tensors) == 2 and tensors[0].numel() == tensors[1].numel():
-        if kwargs.get("alpha", 1) == 1:
-            return "add", of, 1.0
+        return ("add" if kwargs.get("alpha", 1) == 1 else "weighted add"), of, 1.0
     if name == "mul" and len(tensors) == 1 and len(numbers) == 1:
         return "scale", of, float(numbers[0])
     if name == "div" and len(tensors) == 1 and len(numbers) == 1 and torch.is_tensor(args[0]):

@@ -108,15 +108,13 @@ def transformers_places(config: Any, trust_remote_code: bool) -> tuple[Places, s
             attn_implementation="eager",
             trust_remote_code=trust_remote_code,
         ).eval()
-        sizes, architecture, prefix = sizes_of(config), type(net).__name__, net.base_model_prefix
-        if net.base_model is net:
-            names = ", ".join(name for name, _ in net.named_children())
-            raise refuse(architecture, f"it has no base model {prefix!r}; it has: {names}")
+        sizes, architecture = sizes_of(config), type(net).__name__
         record = _record(net, sizes.layers)
     try:
-        return places(architecture, record, sizes.layers, sizes.d_model, T, widths_of(sizes)), prefix
+        found = places(architecture, record, sizes.layers, sizes.d_model, T, widths_of(sizes))
     except NotFound as why:
         raise refuse(architecture, str(why)) from None
+    return found, found.spots["stream"].path.partition(".")[0]
 
 
 def refuse(architecture: str, why: str) -> ModelError:

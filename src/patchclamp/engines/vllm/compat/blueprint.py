@@ -136,11 +136,15 @@ def _run(net: Any, plain: Any, layers: int) -> Record:
 
     torch.is_autocast_enabled = lambda *arguments: False  # the meta device has no autocast
     torch.amp.autocast = lambda *arguments, **options: contextlib.nullcontext()  # type: ignore[misc,assignment]
-    with set_forward_context(None, plain, num_tokens=T), torch.no_grad(), torch.device("meta"):
-        with recorded(net, in_layers(net, layers)) as recorder:
-            ids, positions = (torch.zeros(T, dtype=torch.long) for _ in range(2))
-            recorder.record.ids = recorder.value(ids)
-            net(input_ids=ids, positions=positions)
+    with (
+        set_forward_context(None, plain, num_tokens=T),
+        torch.no_grad(),
+        torch.device("meta"),
+        recorded(net, in_layers(net, layers)) as recorder,
+    ):
+        ids, positions = (torch.zeros(T, dtype=torch.long) for _ in range(2))
+        recorder.record.ids = recorder.value(ids)
+        net(input_ids=ids, positions=positions)
     return recorder.record
 
 
