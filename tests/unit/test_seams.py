@@ -22,7 +22,7 @@ OTHERS = PYTHON | {
     "name", "value",  # of an enum
     "shape", "data_ptr", "get_state", "set_state", "capture_end", "device", "type",  # torch's tensors, generators, graphs, devices
     "graph", "nodes", "op", "target", "erase_node", "recompile",  # torch.fx
-    "modules",  # torch.nn
+    "modules", "to", "eval",  # torch.nn
     "warning", "environ", "parameters", "kind", "put", "POSITIONAL_OR_KEYWORD", "bind", "arguments", "available", "opname", "argval", "co_consts",  # Python's library
     "architectures", "hidden_size", "num_hidden_layers", "_commit_hash",  # a config of Transformers
 }  # fmt: skip

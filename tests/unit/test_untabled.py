@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
-from patchclamp.errors import ModelError
+from patchclamp.errors import ModelError, UnsupportedSite
+from patchclamp.language import Site
 from patchclamp.sites import SiteMap, sizes_of
-from patchclamp.sites.untabled import _layers, tree_of, untabled
+from patchclamp.sites.dataflow import Call, Flow, NotFound, Record, Value
+from patchclamp.sites.untabled import untabled
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -25,7 +26,7 @@ def test_modules_are_found_by_what_a_run_of_them_sees():
     assert points == {
         "stream": (32, "model.h.1"), "stream_end": (32, "model.ln_f"), "final_norm": (32, "model.ln_f"),
         "logits": (64, "compute_logits"), "embed": (32, "model.wte"), "attn_out": (32, "model.h.1.attn"),
-        "mlp_out": (32, "model.h.1.mlp"), "z": (32, "model.h.1.attn.c_proj"), "neurons": (48, "model.h.1.mlp.c_proj"),
+        "mid": (32, "model.h.1.ln_2"), "mlp_out": (32, "model.h.1.mlp"), "z": (32, "model.h.1.attn.c_proj"), "neurons": (48, "model.h.1.mlp.c_proj"),
     }  # fmt: skip
     theirs = {tap.module for point, tap in sites.taps("transformers") if point.kind != "logits"}
     assert {module.partition(".")[0] for module in theirs} == {"transformer"}
@@ -41,8 +42,11 @@ def test_a_width_that_the_config_does_not_tell_is_not_offered():
 @pytest.mark.parametrize(
     ("made", "why"),
     [
-        (dict(kind="bert", is_decoder=True), "not one norm is called after encoder.layer, among: nothing"),
-        (dict(kind="gptj", rotary_dim=64), "a run of it without data fails, RuntimeError"),
+        (
+            dict(kind="bert", is_decoder=True),
+            r"encoder.layer.1 should be called with the stream .*, and a norm after it with what it returns",
+        ),
+        (dict(kind="gptj", rotary_dim=64), "a run of it without data fails"),
         (dict(kind="t5"), "Unrecognized configuration class"),
         (dict(kind="albert"), "Unrecognized configuration class"),
     ],
@@ -52,13 +56,82 @@ def test_others_are_refused(made, why):
         untabled(config(**made))
 
 
-def test_layers_are_those_that_are_called_with_the_stream():
-    made = config("starcoder2")
-    sizes, tree = sizes_of(made), tree_of(made, False)
-    assert _layers(tree, sizes) == "layers"
-    with pytest.raises(ModelError, match=r"not one list of 3 layers was found among: layers \(2\)"):
-        _layers(tree, msgspec.structs.replace(sizes, layers=3))
-    tree.calls["layers.1"].argument = torch.empty(4, 1, 5, 32, device="meta")  # several streams
-    told = r"layers.1 should be called once, with the stream \[5, 32\] .* with \[4, 1, 5, 32\]; it has: self_attn, mlp"
-    with pytest.raises(ModelError, match=told):
-        _layers(tree, sizes)
+def taps(kind: str, **changed) -> dict[str, str]:
+    """Where the points of a class are, on Transformers, by names of kinds."""
+    family = untabled(config(kind, **changed))
+    return {name: point.transformers.module for name, point in family.points.items()} | family.lacks
+
+
+def test_what_is_added_is_what_reaches_the_stream():
+    """BLOOM adds the stream within its modules; GLM-4 norms what it adds; Cohere's layers do both parts at once."""
+    added = {"bloom": ("self_attention.dense", "mlp.dense_4h_to_h"), "starcoder2": ("self_attn", "mlp"),
+             "glm4": ("post_self_attn_layernorm", "post_mlp_layernorm")}  # fmt: skip
+    for kind, ends in added.items():
+        found = taps(kind, num_key_value_heads=2, pad_token_id=0)
+        assert tuple(found[name].partition("{l}.")[2] for name in ("attn_out", "mlp_out")) == ends
+        assert found["mid"].endswith(".post_attention_layernorm")
+    found = taps("cohere", pad_token_id=0)
+    assert found["attn_out"].endswith(".self_attn")
+    assert found["resid_mid"] == (
+        "it has no site table, and attention and MLP both read the stream before the layer, and none is between them"
+    )
+
+
+def test_a_factor_is_read_where_it_is_multiplied():
+    point = untabled(config("granite", residual_multiplier=0.5)).points["attn_out"]
+    assert (point.transformers.module, point.transformers.scale) == ("model.layers.{l}.self_attn", 0.5)
+    sites = SiteMap(untabled(config("granite", residual_multiplier=0.5)), sizes_of(config("granite")))
+    assert sites.view(point.transformers).factor == 0.5
+
+
+def test_an_embedding_is_a_point_of_its_own_where_something_is_added_to_it():
+    assert taps("gpt_bigcode", n_inner=48)["embed"] == "transformer.wte"
+    assert "embed" not in taps("bloom")  # whose first stream is made of it alone
+    assert SiteMap(untabled(config("bloom")), sizes_of(config("bloom"))).names[:2] == ["embed", "resid_pre"]
+
+
+def test_layers_without_attention_have_a_stream():
+    made = config("jamba", num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False,
+                  num_key_value_heads=2, intermediate_size=48, pad_token_id=0)  # fmt: skip
+    sites = SiteMap(untabled(made), sizes_of(made))
+    assert [ref.layer for ref in sites.resolve(Site("attn_out"))] == [1, 3]
+    assert [ref.layer for ref in sites.resolve(Site("mlp_out"))] == [0, 1, 2, 3]
+    with pytest.raises(UnsupportedSite, match=r"attn_out\[0\]: layer 0 has no attn_out; there it is at \[1, 3\]"):
+        sites.resolve(Site("attn_out", 0))
+    made = config("mamba", state_size=8)
+    sites = SiteMap(untabled(made), sizes_of(made))
+    assert sites.names == ["embed", "resid_pre", "resid_post", "final_norm", "logits"]
+    with pytest.raises(UnsupportedSite, match="no layer of it adds what attention makes"):
+        sites.resolve(Site("attn_out"))
+
+
+def record() -> Record:
+    """Two layers that hand on a pair of tensors, whose sum a norm takes in the end."""
+    made = Record({"": "net", "l": "modulelist", "l.0": "layer", "l.1": "layer", "n": "norm"})
+    wide = (2, 3)
+    ids, embedded, gain, normed, more, total, end = range(7)
+    made.values = [
+        Value("given", (), (2,), ""), Value("embedding", (ids,), wide, "e"), Value("mm", (embedded,), wide, "l.0"),
+        Value("add", (embedded, gain), wide, "l.1"), Value("mm", (normed,), wide, "l.1"),
+        Value("add", (normed, more), wide, "n"), Value("norm", (total,), wide, "n"),
+    ]  # fmt: skip
+    calls = [("l.0", 2, [embedded], 3), ("l.1", 3, [gain, embedded], 5), ("n", 5, [more, normed], 7)]
+    made.calls = [
+        Call(path, begin, dict(enumerate(given)), dict.fromkeys(range(len(given)), wide), end=last)
+        for path, begin, given, last in calls
+    ]
+    made.calls[-1].result, made.calls[-1].result_shapes = {0: end}, {0: wide}
+    return made
+
+
+def test_two_tensors_are_the_stream_if_their_sum_is_kept():
+    flow = Flow(record(), 2, 3, 2)
+    assert (flow.layers, flow.keys, flow.end_keys, flow.adds) == ("l", (0, 1), (0, 1), True)
+    assert flow.gains == [{2: 1.0}, {4: 1.0}]
+
+
+def test_layers_that_are_not_called_are_not_found():
+    with pytest.raises(NotFound, match=r"not one list of 3 layers, each called once, was found among: l \(2\)"):
+        Flow(record(), 3, 3, 2)
+    with pytest.raises(NotFound, match=r"l\.1 should be called with the stream \[2, 4\], .* called with \{0: \[2, 3\]"):
+        Flow(record(), 2, 4, 2)

@@ -111,6 +111,9 @@ class Record(msgspec.Struct, dict=True):
                 returned.setdefault(number, []).append((call, item))
         return returned
 
+    def is_norm(self, path: str) -> bool:
+        return "norm" in path.rpartition(".")[2] or "norm" in self.kinds[path]
+
     def sources(self, number: int) -> set[int]:
         """The values that a value was computed of, and itself."""
         waiting, seen = [number], set()
@@ -182,19 +185,25 @@ class Flow:
             carried = [self.carried(layer, keys) for layer in range(self.count)]
             if all(self._is_kept(before, after) for before, after in itertools.pairwise(carried)):
                 before = carried[-1]
-                for call, end_keys in self.calls_with_sums(self.calls[-1].end, len(self.record.values)):
+                for call, end_keys in self._last_norms():
                     if self._is_kept(before, [call.given[key] for key in end_keys]):
                         return keys, call, end_keys, True
         results = set(self.calls[-1].result.values())
-        for call, end_keys in self.calls_with_sums(self.calls[-1].end, len(self.record.values)):
+        for call, end_keys in self._last_norms():
             if len(changing) == 1 and len(end_keys) == 1 and call.given[end_keys[0]] in results:
                 return (changing[0],), call, end_keys, False
         given = {key: list(shape) for key, shape in self.calls[-1].shapes.items()}
         raise NotFound(
             f"{self.layers}.{self.count - 1} should be called with the stream [{self.tokens}, {self.width}], or with "
-            "two tensors whose sum it is, and a module after it with what it returns; it was called with "
+            "two tensors whose sum it is, and a norm after it with what it returns; it was called with "
             f"{given or 'no tensor'}"
         )
+
+    def _last_norms(self) -> Iterator[tuple[Call, tuple[Key, ...]]]:
+        """The calls of norms after the last layer."""
+        for call, keys in self.calls_with_sums(self.calls[-1].end, len(self.record.values)):
+            if self.record.is_norm(call.path):
+                yield call, keys
 
     def carried(self, layer: int, keys: tuple[Key, ...] | None = None) -> list[int]:
         """The values whose sum is the stream before a layer."""

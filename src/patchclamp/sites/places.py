@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import msgspec
 
 from patchclamp.sites.dataflow import Flow, Key, NotFound, Record
-from patchclamp.sites.families import Moment
+from patchclamp.sites.families import Moment, Size, Sizes
 
 ATTENTION = ("self_attn", "self_attention", "attention", "attn")
 ATTENTION_END = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 MLP = ("mlp", "feed_forward", "ffn")
 MLP_END = ("down_proj", "c_proj", "dense_4h_to_h", "fc2", "fc_out", "w2")
 PARTS = {"attn_out": "attention", "mlp_out": "mlp"}
+WIDTHS: dict[str, Size] = {"z": "Q", "neurons": "M"}  # of rows that are not as wide as the stream
 ENDS = {"z": (ATTENTION, ATTENTION_END), "neurons": (MLP, MLP_END)}
 
 
@@ -44,14 +43,9 @@ class Places(msgspec.Struct, frozen=True):
     lacks: dict[str, str]
 
 
-def places(
-    architecture: str, record: Record, layers: int, d_model: int, tokens: int, widths: Mapping[str, int]
-) -> Places:
-    """What a record tells. `widths`: of the rows of `z` and `neurons`.
-
-    Raises: `NotFound` if there is no stream.
-    """
-    flow = Flow(record, layers, d_model, tokens)
+def places(architecture: str, record: Record, sizes: Sizes, tokens: int) -> Places:
+    """What a record of a run of `tokens` tells. Raises `NotFound` if there is no stream."""
+    flow = Flow(record, sizes.layers, sizes.d_model, tokens)
     spots = {
         "stream": Spot(flow.layers + ".{l}", "in", flow.keys, tuple(range(flow.count))),
         "stream_end": Spot(flow.end.path, "in", flow.end_keys),
@@ -59,7 +53,7 @@ def places(
     lacks: dict[str, str] = {}
     for name in ("final_norm", "embed", "attn_out", "mlp_out", "mid", "z", "neurons"):
         try:
-            spot = _spot(flow, name, widths)
+            spot = _spot(flow, name, sizes)
         except NotFound as why:
             lacks["resid_mid" if name == "mid" else name] = str(why)
         else:
@@ -67,12 +61,12 @@ def places(
     return Places(architecture, spots, lacks)
 
 
-def _spot(flow: Flow, name: str, widths: Mapping[str, int]) -> Spot | None:
+def _spot(flow: Flow, name: str, sizes: Sizes) -> Spot | None:
     """Where one kind of point lies; None if it is the stream."""
     if name in PARTS:
         return _added(flow, PARTS[name])
     if name in ENDS:
-        return _end(flow, widths[name], *ENDS[name])
+        return _end(flow, sizes[WIDTHS[name]], *ENDS[name])
     return {"final_norm": _final_norm, "embed": _embed, "mid": _mid}[name](flow)
 
 
@@ -192,5 +186,5 @@ def _check_taken(flow: Flow, path: str, width: int) -> None:
         shape = "no tensor" if taken is None else list(calls[0].shapes[0])
         raise NotFound(f"{path} has {shape} where [{flow.tokens}, {width}] would be right")
     for call, _ in record.returned.get(taken, ()):
-        if "norm" in call.path.rpartition(".")[2] or "norm" in record.kinds[call.path]:
+        if record.is_norm(call.path):
             raise NotFound(f"what {path} takes was normed by {call.path}")

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from patchclamp.sites.dataflow import Call, Record, Value
+from patchclamp.sites.families import Sizes
 
 # ops whose result has the numbers of their first argument, if it is as large
 SAME = {"_reshape_alias", "_to_copy", "_unsafe_view", "alias", "clone", "contiguous", "detach", "expand", "lift_fresh",
@@ -128,10 +129,20 @@ def recorded(net: nn.Module, may_guess: Callable[[str], bool] = lambda path: Fal
                 del module.forward
 
 
-def in_layers(net: nn.Module, layers: int) -> Callable[[str], bool]:
+def record_of(net: nn.Module, sizes: Sizes, ids: torch.Tensor, run: Callable[[], Any]) -> Record:
+    """The record of a run of a model on token ids. Modules within its layers need not run without data."""
+    with recorded(net, in_layers(net, sizes)) as recorder:
+        recorder.record.ids = recorder.value(ids)
+        run()
+    return recorder.record
+
+
+def in_layers(net: nn.Module, sizes: Sizes) -> Callable[[str], bool]:
     """Whether a path is of a module within a decoder layer."""
     lists = [
-        path for path, module in net.named_modules() if isinstance(module, nn.ModuleList) and len(module) == layers
+        path
+        for path, module in net.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == sizes.layers
     ]
     within = re.compile("|".join(rf"{re.escape(path)}\.\d+\..+" for path in lists) or "$^")
     return lambda path: within.fullmatch(path) is not None

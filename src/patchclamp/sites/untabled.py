@@ -9,6 +9,7 @@ not offered, and what is offered is proved on the live model.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -17,16 +18,15 @@ import msgspec
 
 from patchclamp.errors import ModelError
 from patchclamp.language.registry import SITES
-from patchclamp.sites.dataflow import NotFound
-from patchclamp.sites.families import Family, PointKind, Size, Sizes, Tap, architectures_of, sizes_of
-from patchclamp.sites.places import Places, Spot, places
+from patchclamp.sites.dataflow import NotFound, Record
+from patchclamp.sites.families import Family, PointKind, Sizes, Tap, architectures_of, sizes_of
+from patchclamp.sites.places import WIDTHS, Places, Spot, places
 
 T = 5
 OTHERWISE = {  # modules whose names mislead, by model type and site word
     "diffllama": {"z": "what its projection takes is half as many heads, twice as wide: normed differences of two"},
 }
 UNKNOWN = "this model has no site table, and without one it is not known where that is made"
-WIDTHS: dict[str, Size] = {"z": "Q", "neurons": "M"}
 LOGITS = PointKind(Tap("lm_head", "out"), Tap("compute_logits", "out"), "V", per_layer=False, rows="sampled")
 
 
@@ -72,9 +72,9 @@ def _point_kind(kind: str, transformers: Spot, vllm: Spot, sizes: Sizes) -> Poin
 
 
 def _tap(spot: Spot) -> Tap:
-    residual = spot.keys[1] if len(spot.keys) > 1 else None
+    hidden, *residual = spot.keys
     scale = "" if spot.factor == 1 else spot.factor
-    return Tap(spot.path, spot.moment, spot.keys[0], residual, scale=scale)
+    return Tap(spot.path, spot.moment, hidden, residual[0] if residual else None, scale=scale)
 
 
 def _moved(spot: Spot, prefix: str, below: str) -> Spot:
@@ -91,11 +91,6 @@ def no_text_model(architectures: Sequence[str]) -> ModelError:
     )
 
 
-def widths_of(sizes: Sizes) -> dict[str, int]:
-    """The widths of rows that are not as wide as the stream."""
-    return {word: sizes[width] for word, width in WIDTHS.items()}
-
-
 def transformers_places(config: Any, trust_remote_code: bool) -> tuple[Places, str]:
     """What is found in Transformers' class of a config, and the path of its base model."""
     import torch
@@ -109,9 +104,9 @@ def transformers_places(config: Any, trust_remote_code: bool) -> tuple[Places, s
             trust_remote_code=trust_remote_code,
         ).eval()
         sizes, architecture = sizes_of(config), type(net).__name__
-        record = _record(net, sizes.layers)
+        record = _record(net, sizes)
     try:
-        found = places(architecture, record, sizes.layers, sizes.d_model, T, widths_of(sizes))
+        found = places(architecture, record, sizes, T)
     except NotFound as why:
         raise refuse(architecture, str(why)) from None
     return found, found.spots["stream"].path.partition(".")[0]
@@ -121,11 +116,11 @@ def refuse(architecture: str, why: str) -> ModelError:
     return ModelError(f"no site table for {architecture}, and none can be made of its modules: {why}")
 
 
-def _record(net: Any, layers: int) -> Any:
+def _record(net: Any, sizes: Sizes) -> Record:
     """The record of a run of a model on tensors that have shapes only."""
     import torch
 
-    from patchclamp.sites.recording import in_layers, recorded
+    from patchclamp.sites.recording import record_of
 
     # given a mask and positions, most models need no values of either
     masked = {"attention_mask": torch.zeros(1, 1, T, T), "position_ids": torch.zeros(1, T, dtype=torch.long)}
@@ -133,11 +128,8 @@ def _record(net: Any, layers: int) -> Any:
     for options, dtype in itertools.product((masked, {}), (torch.bfloat16, torch.float32)):
         net.to(dtype)
         try:
-            with recorded(net, in_layers(net, layers)) as recorder:
-                ids = torch.zeros(1, T, dtype=torch.long)
-                recorder.record.ids = recorder.value(ids)
-                net(input_ids=ids, use_cache=False, **options)
-            return recorder.record
+            ids = torch.zeros(1, T, dtype=torch.long)
+            return record_of(net, sizes, ids, functools.partial(net, input_ids=ids, use_cache=False, **options))
         except Exception as error:
             failed = failed or error
     raise refuse(type(net).__name__, f"a run of it without data fails, {type(failed).__name__}: {failed}")

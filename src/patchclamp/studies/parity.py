@@ -24,6 +24,7 @@ from patchclamp.studies.parity_result import Bounds, Parity, SiteParity
 
 PROMPTS = ("The capital of France is", "When John and Mary went to the store, John gave a drink to")
 ENGINES = ("transformers", "vllm")
+READ = ("trust_remote_code", "skip_tokenizer_init")  # options that say how a model is read
 ITS_OWN = ("numerics",)  # an option of the second engine alone, though the first knows one of that name
 # In bf16 and fp16 each engine rounds at places of its own what a layer makes. On a CPU SmolLM2's worst rows (30 layers)
 # were 0.09 and 0.007 apart, edits 0.47 and 0.055, log-probabilities 0.09 and 0.006 (in fp32: 2e-5, 7e-5, 8e-6); the
@@ -59,7 +60,7 @@ def parity(
     prompts = list(prompts)
     if not prompts or isinstance(prompts[0], (int, np.integer)):
         raise pc.ProgramError("a list of prompts is needed, each text or token ids", "prompts")
-    shared, options = _given(options, engines)
+    shared, options = given(options, engines)
     tell(f"running {model} on {engines[0]} …")
     theirs = _observe(model, engines[0], {"dtype": dtype, **shared}, prompts, max_tokens, None)
     tell(f"running {model} on {engines[1]} …")
@@ -67,8 +68,11 @@ def parity(
     return _compared(model, ours, theirs, bounds)
 
 
-def _given(options: dict[str, Any], engines: tuple[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The options of each engine: those that it has, and to the second those that neither has, which it refuses."""
+def given(options: dict[str, Any], engines: tuple[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of each engine: those that it has, and to the second those that neither has, which it refuses. Of two
+    engines of one kind the options are the second's, but for those that say how a model is read."""
+    if engines[0] == engines[1]:
+        return {name: value for name, value in options.items() if name in READ}, options
     first, second = (known_options(engine) if options else [] for engine in engines)
     return (
         {name: value for name, value in options.items() if name in first and name not in ITS_OWN},

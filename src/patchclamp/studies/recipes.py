@@ -14,7 +14,7 @@ import numpy as np
 
 import patchclamp as pc
 from patchclamp.errors import unknown
-from patchclamp.studies.parity import BOUNDS, ENGINES, SHARED
+from patchclamp.studies.parity import BOUNDS, ENGINES, given
 
 
 class RecipeValue(msgspec.Struct, frozen=True):
@@ -87,11 +87,11 @@ def compare_recipes(
     if dtype not in BOUNDS:
         raise unknown("dtype", dtype, BOUNDS, "dtype")
     names, seen = list(recipes or RECIPES), []
-    shared = {name: value for name, value in options.items() if name in SHARED}
-    for engine, given in zip(engines, (shared, options), strict=True):
+    of_each = given(options, engines)
+    for engine, options_of_it in zip(engines, of_each, strict=True):
         tell(f"running {model} on {engine} …")
-        given = given if engine == "fake" else {"dtype": dtype, **given}
-        with pc.LM(model, engine, prove=False, **given) as lm:
+        all_options = options_of_it if engine == "fake" else {"dtype": dtype, **options_of_it}
+        with pc.LM(model, engine, prove=False, **all_options) as lm:
             seen.append((f"{lm.model.engine} {lm.model.version}", {name: _values(name, lm) for name in names}))
     (theirs, reference), (ours, examined) = seen
     values = [value for name in names for value in _compared(name, examined[name], reference[name])]

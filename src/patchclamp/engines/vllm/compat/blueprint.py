@@ -24,11 +24,11 @@ from torch.overrides import TorchFunctionMode
 
 from patchclamp.engines.vllm.compat.seams import require
 from patchclamp.errors import Packed, pack
-from patchclamp.sites import sizes_of
+from patchclamp.sites import Sizes, sizes_of
 from patchclamp.sites.dataflow import NotFound, Record
 from patchclamp.sites.places import Places, places
-from patchclamp.sites.recording import in_layers, recorded
-from patchclamp.sites.untabled import T, refuse, widths_of
+from patchclamp.sites.recording import record_of
+from patchclamp.sites.untabled import T, refuse
 
 LARGE = 1 << 12  # numbers of a tensor that is made without data
 FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, torch.full)
@@ -43,7 +43,7 @@ class Answer(msgspec.Struct):
 
 def main() -> None:
     """Answers on what was standard output; what vLLM prints goes to standard error."""
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    answers = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     try:
         from vllm.plugins import load_general_plugins
@@ -52,25 +52,23 @@ def main() -> None:
         answer = Answer(found(pickle.load(sys.stdin.buffer)))
     except Exception as error:
         answer = Answer(error=pack(error))
-    answers.write(msgspec.json.encode(answer))
-    answers.flush()
+    os.write(answers, msgspec.json.encode(answer))
 
 
 def found(vllm_config: Any) -> Places:
     """What a run of vLLM's class tells. Raises `ModelError` if it cannot be run, or has no stream."""
-    facts = vllm_config.model_config
-    config = facts.hf_text_config
-    sizes = sizes_of(config, facts.get_vocab_size())
-    net: Any = None
+    model_config = vllm_config.model_config
+    sizes = sizes_of(model_config.hf_text_config, model_config.get_vocab_size())
+    model: Any = None
     try:
         with _alone(_plain(vllm_config)) as plain:
-            net = _without_data(plain)
-            record = _run(net, plain, sizes.layers)
-        return places(type(net).__name__, record, sizes.layers, sizes.d_model, T, widths_of(sizes))
+            model = _without_data(plain)
+            record = _run(model, plain, sizes)
+        return places(type(model).__name__, record, sizes, T)
     except NotFound as why:
-        raise refuse(f"vLLM's {type(net).__name__}", str(why)) from None
+        raise refuse(f"vLLM's {type(model).__name__}", str(why)) from None
     except Exception as error:
-        name = type(net).__name__ if net is not None else ", ".join(facts.architectures)
+        name = type(model).__name__ if model is not None else ", ".join(model_config.architectures)
         raise refuse(f"vLLM's {name}", f"a run of it without data fails, {type(error).__name__}: {error}") from error
 
 
@@ -80,13 +78,13 @@ def _plain(vllm_config: Any) -> Any:
 
     plain = copy.copy(vllm_config)
     plain.quant_config = None
-    plain.parallel_config = copy.copy(vllm_config.parallel_config)
+    parallel_config = plain.parallel_config = copy.copy(vllm_config.parallel_config)
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "world_size"):
-        setattr(plain.parallel_config, name, 1)
-    plain.parallel_config.enable_expert_parallel = False
-    compilation = plain.compilation_config = copy.copy(vllm_config.compilation_config)
-    compilation.mode, compilation.custom_ops = CompilationMode.NONE, ["none"]
-    compilation.static_forward_context = {}
+        setattr(parallel_config, name, 1)
+    parallel_config.enable_expert_parallel = False
+    compilation_config = plain.compilation_config = copy.copy(vllm_config.compilation_config)
+    compilation_config.mode, compilation_config.custom_ops = CompilationMode.NONE, ["none"]
+    compilation_config.static_forward_context = {}
     return plain
 
 
@@ -119,33 +117,26 @@ def _without_data(plain: Any) -> Any:
     """vLLM's own class of a model, on the meta device."""
     owner, name = require("make a model")
     with _Large():
-        net = getattr(owner, name)(plain)
-    net = net.to("meta").eval()
-    for module in net.modules():
-        for key, value in list(vars(module).items()):
+        model = getattr(owner, name)(plain)
+    model = model.to("meta").eval()
+    for linear in model.modules():
+        for key, value in list(vars(linear).items()):
             if torch.is_tensor(value):  # neither a parameter nor a buffer
-                setattr(module, key, value.to("meta"))
-        if hasattr(module, "quant_method") and hasattr(module, "weight"):
-            module.cpu_linear = torch.nn.functional.linear  # which a CPU chooses once weights are loaded
-    return net
+                setattr(linear, key, value.to("meta"))
+        if hasattr(linear, "quant_method") and hasattr(linear, "weight"):
+            linear.cpu_linear = torch.nn.functional.linear  # which a CPU chooses once weights are loaded
+    return model
 
 
-def _run(net: Any, plain: Any, layers: int) -> Record:
+def _run(model: Any, plain: Any, sizes: Sizes) -> Record:
     """The record of a step of T tokens without attention's metadata, as when vLLM measures memory."""
     from vllm.forward_context import set_forward_context
 
     torch.is_autocast_enabled = lambda *arguments: False  # the meta device has no autocast
     torch.amp.autocast = lambda *arguments, **options: contextlib.nullcontext()  # type: ignore[misc,assignment]
-    with (
-        set_forward_context(None, plain, num_tokens=T),
-        torch.no_grad(),
-        torch.device("meta"),
-        recorded(net, in_layers(net, layers)) as recorder,
-    ):
+    with set_forward_context(None, plain, num_tokens=T), torch.no_grad(), torch.device("meta"):
         ids, positions = (torch.zeros(T, dtype=torch.long) for _ in range(2))
-        recorder.record.ids = recorder.value(ids)
-        net(input_ids=ids, positions=positions)
-    return recorder.record
+        return record_of(model, sizes, ids, lambda: model(input_ids=ids, positions=positions))
 
 
 if __name__ == "__main__":

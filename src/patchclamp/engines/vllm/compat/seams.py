@@ -68,22 +68,24 @@ SEAMS: dict[str, Seam] = {
              called="exceptions"),
         # configuration
         Seam("configuration", "vllm.config:VllmConfig", "know how an engine is set up",
-             called="vllm_config _config uncompiled",
+             called="vllm_config _config uncompiled plain",
              has="additional_config cache_config compilation_config compute_hash device_config ec_transfer_config? "
-             "kv_transfer_config lora_config model_config parallel_config scheduler_config speculative_config"),
+             "kv_transfer_config lora_config model_config parallel_config quant_config scheduler_config "
+             "speculative_config"),
         Seam("model", "vllm.config:ModelConfig", "know the model", called="model_config",
-             has="dtype enforce_eager get_vocab_size hf_config hf_text_config is_encoder_decoder is_moe? max_model_len "
+             has="architectures dtype enforce_eager get_vocab_size hf_config hf_text_config is_encoder_decoder is_moe? "
+             "max_model_len "
              "quantization runner_type sleep_mode_offload_cudagraph? trust_remote_code"),
         Seam("cache", "vllm.config:CacheConfig", "refuse what breaks a guarantee", called="cache_config",
              has="enable_prefix_caching kv_offloading_size? kv_sharing_fast_prefill?"),
         Seam("parallel", "vllm.config:ParallelConfig", "know the workers", called="parallel_config",
              has="decode_context_parallel_size? enable_batch_sharded_sampling? enable_dbo? "
-             "enable_elastic_ep? pipeline_parallel_size prefill_context_parallel_size? tensor_parallel_size "
-             "ubatch_size? world_size"),
+             "enable_elastic_ep? enable_expert_parallel pipeline_parallel_size prefill_context_parallel_size? "
+             "tensor_parallel_size ubatch_size? world_size"),
         Seam("scheduler", "vllm.config:SchedulerConfig", "know the sizes of steps", called="scheduler_config",
              has="async_scheduling? max_num_batched_tokens max_num_seqs"),
         Seam("compilation", "vllm.config:CompilationConfig", "know how code is compiled", called="compilation_config",
-             has="cache_dir cudagraph_capture_sizes cudagraph_mode mode pass_config static_forward_context "
+             has="cache_dir cudagraph_capture_sizes cudagraph_mode custom_ops mode pass_config static_forward_context "
              "traced_files"),
         Seam("passes", "vllm.config.compilation:PassConfig", "refuse what breaks a guarantee", called="pass_config",
              has="enable_sp? fuse_attn_quant? fuse_gemm_comms?"),
@@ -106,7 +108,8 @@ SEAMS: dict[str, Seam] = {
         Seam("worker", "vllm.v1.worker.gpu_worker:Worker", "reach the runner", called="worker",
              has="execute_model load_model model_runner sleep vllm_config"),
         Seam("groups", "vllm.distributed.parallel_state", "know the rank",
-             has="get_pp_group get_tp_group get_world_group init_model_parallel_group model_parallel_is_initialized",
+             has="get_pp_group get_tp_group get_world_group init_distributed_environment init_model_parallel_group "
+             "initialize_model_parallel model_parallel_is_initialized",
              called="parallel_state"),
         Seam("experts", "vllm.distributed.parallel_state:_EP", "run models with experts after others", checked=_032),
         Seam("group", "vllm.distributed.parallel_state:GroupCoordinator", "know the rank",
@@ -133,7 +136,7 @@ SEAMS: dict[str, Seam] = {
         Seam("context", "vllm.forward_context:ForwardContext", "see what a graph reads", called="context",
              has="attn_metadata batch_descriptor cudagraph_runtime_mode slot_mapping?"),
         Seam("contexts", "vllm.forward_context", "see what a graph reads",
-             has="get_forward_context is_forward_context_available"),
+             has="get_forward_context is_forward_context_available set_forward_context"),
         Seam("graph mode", "vllm.config:CUDAGraphMode", "choose no graph", has="NONE",
              called="mode cg_mode cudagraph_mode runtime_mode type"),
         Seam("breakable graphs", "vllm.compilation.breakable_cudagraph:is_breakable_cudagraph_enabled", "refuse them"),
@@ -217,7 +220,10 @@ SEAMS: dict[str, Seam] = {
         Seam("network", "vllm.model_executor.models.interfaces_base:VllmModelForTextGeneration", "tap logits",
              has="compute_logits", called="net"),
         Seam("make a model", "vllm.model_executor.model_loader.utils:initialize_model", "see what a class is made of",
-             ("vllm_config",)),
+             ("vllm_config",), checked=_032),
+        Seam("linear layer", "vllm.model_executor.layers.linear:LinearBase", "see what a class is made of",
+             has="cpu_linear? quant_method weight?", called="linear", checked=_032),
+        Seam("plugins", "vllm.plugins", "see what a class is made of", has="load_general_plugins"),
         Seam("backend", "vllm.config:ModelConfig.using_transformers_backend", "know whose modules a model has"),
         Seam("decorated", "vllm.compilation.wrapper:TorchCompileWithNoGuardsWrapper", "share Transformers' classes",
              checked=_032),
