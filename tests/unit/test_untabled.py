@@ -81,7 +81,9 @@ def test_a_factor_is_read_where_it_is_multiplied():
     point = untabled(config("granite", residual_multiplier=0.5)).points["attn_out"]
     assert (point.transformers.module, point.transformers.scale) == ("model.layers.{l}.self_attn", 0.5)
     sites = SiteMap(untabled(config("granite", residual_multiplier=0.5)), sizes_of(config("granite")))
-    assert sites.view(point.transformers).factor == 0.5
+    view = sites.view(point.transformers)
+    assert view is not None
+    assert view.factor == 0.5
 
 
 def test_an_embedding_is_a_point_of_its_own_where_something_is_added_to_it():
