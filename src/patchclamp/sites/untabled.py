@@ -21,6 +21,7 @@ from patchclamp.language.registry import SITES
 from patchclamp.sites.dataflow import NotFound, Record
 from patchclamp.sites.families import Family, PointKind, Sizes, Tap, architectures_of, sizes_of
 from patchclamp.sites.places import WIDTHS, Places, Spot, places
+from patchclamp.sites.tables import DECODERS
 
 T = 5
 OTHERWISE = {  # modules whose names mislead, by model type and site word
