@@ -15,7 +15,7 @@ from patchclamp.errors import ModelError, UnsupportedSite
 from patchclamp.sites import places
 from patchclamp.studies.recipes import gap
 
-from ..models import of_family
+from ..models import of_config, of_family
 from . import test_families
 from .test_families import EAGER, IDS, PROMPTS, every_edit_is_equal, rows_are_equal
 
@@ -90,6 +90,14 @@ def test_a_class_that_is_not_understood_says_what_to_do(tmp_path, monkeypatch):
         pc.LM(of_family(tmp_path, "nemotron"), engine="vllm", **IDS, **EAGER)
 
 
+def test_a_model_without_keys_and_values_is_for_vllm(tmp_path):
+    folder = of_config(
+        tmp_path, "mamba", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "state_size": 8}
+    )
+    with pytest.raises(ModelError, match=r'MambaForCausalLM takes no past_key_values: .* engine="vllm" may run it'):
+        pc.LM(folder, engine="transformers", **IDS)
+
+
 def test_what_does_not_add_up_is_withdrawn(tmp_path, monkeypatch):
     """GLM-4 norms what attention makes before it adds it."""
     returning = places._returning
@@ -100,7 +108,7 @@ def test_what_does_not_add_up_is_withdrawn(tmp_path, monkeypatch):
 
     monkeypatch.setattr(places, "_returning", before_the_norm)
     with pc.LM(of_family(tmp_path, "glm4"), engine="transformers", **IDS) as lm:
-        assert list(lm.sites.withdrawn) == ["attn_out", "resid_mid"]
+        assert list(lm.sites.withdrawn) == ["attn_out"]
         assert "resid_pre[0] + attn_out[0] is not resid_mid[0]" in lm.sites.withdrawn["attn_out"]
 
 

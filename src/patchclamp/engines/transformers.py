@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal
@@ -99,6 +100,7 @@ class TransformersEngine(Engine):
         tabled = has_table(architectures, config)
         if not tabled and config is not whole:
             raise no_text_model(architectures)
+        _check_cache(self._net)
         sizes = sizes_of(config)
         max_model_len = max_model_len or _max_positions(config)
         if padding_side == "right":
@@ -407,6 +409,15 @@ def _load(name: str, dtype: torch.dtype | str, trust_remote_code: bool) -> Any:
             "would make them up. Is it a causal language model's?"
         )
     return net
+
+
+def _check_cache(net: Any) -> None:
+    """Raises `ModelError` for a model that keeps a state in place of keys and values, which steps would not hand on."""
+    if "past_key_values" not in inspect.signature(net.forward).parameters:
+        raise ModelError(
+            f"{type(net).__name__} takes no past_key_values: what it keeps between tokens is not passed on here. "
+            'engine="vllm" may run it'
+        )
 
 
 def _check_padding_right(config: Any, tabled: bool, max_model_len: int) -> None:

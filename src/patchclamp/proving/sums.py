@@ -94,21 +94,25 @@ def _of_modules(lm: LM, base: Run) -> dict[str, str]:
     layers_of = {name: {ref.layer for ref in lm.sites.resolve(Site(name))} for name in names}
     wrong: dict[str, str] = dict.fromkeys(names, "")
     for layer in range(lm.sites.layers):
+        known = {"resid_pre", "resid_post"}  # rows that are the stream
         for before, gains, after in _stages_of_layer({name for name in names if layer in layers_of[name]}):
             terms = [f"{name}[{layer}]" for name in (before, *gains)]
-            if not _close(lm, [_rows(base, term) for term in terms], _rows(base, f"{after}[{layer}]")):
-                why = f"{' + '.join(terms)} is not {after}[{layer}]"
-                wrong |= {name: wrong[name] or why for name in (before, *gains, after) if name in wrong}
+            if _close(lm, [_rows(base, term) for term in terms], _rows(base, f"{after}[{layer}]")):
+                known |= {before, after}
+                continue
+            why = f"{' + '.join(terms)} is not {after}[{layer}]"
+            wrong |= {name: wrong[name] or why for name in {before, *gains, after} - known if name in wrong}
     return wrong
 
 
 def _stages_of_layer(has: set[str]) -> list[tuple[str, tuple[str, ...], str]]:
     """The same of a layer that has some of the words. What another mixer than attention adds has none, so of such a
-    layer only the sum after it can be checked."""
+    layer only the sum after it can be checked. The sum with the MLP comes first: where it holds, it vouches for
+    `resid_mid`."""
     if "resid_mid" not in has:
         gains = tuple(name for name in ADDED if name in has)
         return [("resid_pre", gains, "resid_post")] if gains else []
-    stages = [("resid_pre", "attn_out", "resid_mid"), ("resid_mid", "mlp_out", "resid_post")]
+    stages = [("resid_mid", "mlp_out", "resid_post"), ("resid_pre", "attn_out", "resid_mid")]
     return [(before, (gain,), after) for before, gain, after in stages if gain in has]
 
 

@@ -51,7 +51,7 @@ def places(architecture: str, record: Record, sizes: Sizes, tokens: int) -> Plac
         "stream_end": Spot(flow.end.path, "in", flow.end_keys),
     }
     lacks: dict[str, str] = {}
-    for name in ("final_norm", "embed", "attn_out", "mlp_out", "mid", "z", "neurons"):
+    for name in ("final_norm", "embed", *PARTS, "mid", *ENDS):
         try:
             spot = _spot(flow, name, sizes)
         except NotFound as why:

@@ -58,9 +58,12 @@ def _family(vllm_config: Any, facts: dict[str, Any]) -> Family:
     """The site table. Raises `ModelError`, with what to do, for a model that has none."""
     architectures, config = facts["architectures"], facts["config"]
     if not backend.used(vllm_config):
-        if not any(set(family.architectures) & set(architectures) for family in FAMILIES):
+        try:
+            family = family_of(architectures, config)
+        except ModelError as error:
+            if any(set(family.architectures) & set(architectures) for family in FAMILIES):
+                raise ModelError(f"{error}. {_advice(config)}") from None
             return _found(vllm_config, facts)
-        family = family_of(architectures, config)
         if family.backend:
             raise ModelError(
                 f"the table of {family.name} models is for vLLM's Transformers backend. {_use_transformers_class()}"
