@@ -15,7 +15,7 @@ from patchclamp.errors import ModelError, UnsupportedSite
 from patchclamp.sites import places
 from patchclamp.studies.recipes import gap
 
-from ..models import of_config, of_family
+from ..models import no_table, of_config, of_family
 from . import test_families
 from .test_families import EAGER, IDS, PROMPTS, every_edit_is_equal, rows_are_equal
 
@@ -27,6 +27,12 @@ HAS = {"starcoder2": WHOLE, "phi": [name for name in WHOLE if name != "resid_mid
 NATIVE = ("nemotron", "glm4")  # classes of vLLM's own
 THROUGH = {"model_impl": "transformers"}
 OPTIONS = {"llama": THROUGH}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def their_tables_are_not_there():
+    with no_table("Starcoder2ForCausalLM", "NemotronForCausalLM", "BloomForCausalLM", "Glm4ForCausalLM"):
+        yield
 
 
 @pytest.fixture(scope="module", params=HAS)

@@ -44,7 +44,7 @@ from patchclamp.runtime import Limits, Runtime
 from patchclamp.runtime.op import at_work
 from patchclamp.runtime.step import HostStep
 from patchclamp.runtime.taps import attach
-from patchclamp.sites import SiteMap, family_of, has_table, sizes_of
+from patchclamp.sites import SiteMap, family_of, has_table, layer_kinds, sizes_of
 from patchclamp.sites.families import architectures_of
 from patchclamp.sites.tables import DECODERS
 from patchclamp.sites.untabled import no_text_model, untabled
@@ -422,11 +422,14 @@ def _check_cache(net: Any) -> None:
 
 def _check_padding_right(config: Any, tabled: bool, max_model_len: int) -> None:
     """Raises `ModelError` for a model whose layers may count places in the cache instead of positions: one with a
-    sliding window that is shorter than its longest text, and one without a site table."""
+    sliding window that is shorter than its longest text, one with recurrent layers, whose state takes the padding in,
+    and one without a site table."""
     kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
     windowed = set(kinds) != {"full_attention"} if kinds else getattr(config, "use_sliding_window", True)
-    if not tabled or (windowed and window is not None and window < max_model_len):
-        why = "a sliding window" if tabled else "no site table that would tell what its layers count"
+    recurrent = "recurrent" in layer_kinds(config, len(kinds or ()))
+    if not tabled or recurrent or (windowed and window is not None and window < max_model_len):
+        why = "recurrent layers" if recurrent else "a sliding window"
+        why = why if tabled else "no site table that would tell what its layers count"
         raise ModelError(
             f"padded on the right, what {config.model_type} models generate would lie behind the padding, and this one "
             f'has {why}; use padding_side="left"'
