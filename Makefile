@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test processes soak oracle check docs clean
+.PHONY: help setup demo test processes families soak oracle check docs clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12)
 VENV := .venv
@@ -28,6 +28,9 @@ test: setup  ## run the tests, in two processes, each group of files in one, whi
 
 processes: setup  ## run the tests that make test leaves out: replicas, several workers, vLLM's own compiler, each in processes of its own
 	$(BIN)/python -m pytest -n 2 -m processes
+
+families: setup  ## prove every site table on both engines; make test proves a part of them
+	PATCHCLAMP_FAMILIES=all $(BIN)/python -m pytest tests/engines/test_families.py
 
 soak: setup  ## random search for MINUTES=2, from SEED=... or one that it prints; what fails is kept for make test
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))

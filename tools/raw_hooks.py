@@ -30,12 +30,18 @@ _SCALED = {  # of `embed`: what the module of that name returns
     ("gemma2", "vllm"): "`embed_tokens` returns the embedding before it is scaled by √D; the site is after",
     ("gemma3", "vllm"): "`embed_tokens` returns the embedding before it is scaled by √D; the site is after",
     ("granite", "vllm"): "`embed_tokens` returns the embedding before `embedding_multiplier`; the site is after",
+    ("granite_hybrid", "vllm"): "`embed_tokens` returns the embedding before `embedding_multiplier`; the site is after",
+    ("granite_hybrid", "transformers"): "`embed_tokens` returns the embedding before `embedding_multiplier`; the site "
+                                        "is after",
+    ("bloom", "transformers"): "`word_embeddings` returns the embedding before its norm; the site is after",
+    ("bloom", "vllm"): "`word_embeddings` returns the embedding before its norm; the site is after",
     ("granite", "transformers"): "`embed_tokens` returns the embedding before `embedding_multiplier`; the site is "
                                  "after",
 }  # fmt: skip
 _CAPPED = {
     "gemma2": "are capped (`final_logit_softcapping`)", "gemma3": "are capped, if the config caps them",
-    "granite": "are divided by `logits_scaling`",
+    "granite": "are divided by `logits_scaling`", "granite_hybrid": "are divided by `logits_scaling`",
+    "cohere": "are multiplied by `logit_scale`",
 }  # fmt: skip
 
 
@@ -51,12 +57,15 @@ def raw(family: Family, word: str, engine: Engine) -> str:
         return _CHOSEN[engine if tap.rerun or engine == "vllm" else "vllm"]
     if word in ("q", "k", "v"):
         return _projection(family, tap, engine)
+    if word == "mixer_out":
+        scale = f"; the stream gets it times `{tap.scale}`, and the site is that product" if tap.scale else ""
+        return f"where the mixer is attention, as at `attn_out`; elsewhere {'a tensor' if scale else _ITSELF}{scale}"
     if word in ("attn_out", "mlp_out"):
         return _added(family, word, tap, engine)
     if kind in ("stream", "mid", "embed"):
         return _stream(family, word, tap, engine)
     if word in ("attn_in", "mlp_in", "final_norm"):
-        return _normed(family, word, engine)
+        return _shared(word) if tap.moment == "in" and word != "final_norm" else _normed(family, word, engine)
     raise KeyError(f"nothing is said of a raw hook at {word}: say it in _INPUT, or in a function as _normed")
 
 
@@ -66,8 +75,8 @@ def paired(family: Family) -> bool:
 
 
 def _logits(family: Family, engine: Engine) -> str:
-    if family.name in _CAPPED:
-        return f"the head's logits before they {_CAPPED[family.name]}; the site is after"
+    if (name := family.name.removesuffix("_experts")) in _CAPPED:
+        return f"the head's logits before they {_CAPPED[name]}; the site is after"
     if engine == "transformers":
         return f"{_ITSELF}, of the positions that the call asked for"
     return "under tensor parallel the head's logits lie split over the workers; the site is what the sampler receives"
@@ -77,6 +86,9 @@ def _projection(family: Family, tap: Tap, engine: Engine) -> str:
     normed = "norm" in tap.module
     if tap.of and tap.mixed:
         made = ["queries, keys and values interleaved head by head: [q, k, v] of the first head, then of the next"]
+        if family.name == "falcon":
+            made = ["queries, keys and values interleaved by key/value head: its queries, its key, its value, then the "
+                    "next one's"]  # fmt: skip
     elif tap.of:
         made = ["queries, keys and values side by side in one tensor"]
     elif tap.by_head:
@@ -91,7 +103,8 @@ def _projection(family: Family, tap: Tap, engine: Engine) -> str:
 
 
 def _added(family: Family, word: str, tap: Tap, engine: Engine) -> str:
-    module, made = ("self_attn" if word == "attn_out" else "mlp"), []
+    module = "self_attn" if word == "attn_out" else "mlp"
+    made = []
     hub = engine == "transformers" or family.backend
     if tap.module.endswith("norm"):
         made.append(f"`{module}` returns its output before the norm that follows; the site is after that norm: what is "
@@ -112,11 +125,14 @@ def _added(family: Family, word: str, tap: Tap, engine: Engine) -> str:
 
 
 def _stream(family: Family, word: str, tap: Tap, engine: Engine) -> str:
-    if word == "embed" and (scaled := _SCALED.get((family.name, engine))):
+    name = family.name.removesuffix("_experts")
+    if word == "embed" and (scaled := _SCALED.get((name, engine))):
         return scaled
     if word == "embed":
         return "the embedding alone; the position's is added after it" if "embed" in family.points else _ITSELF
     if tap.residual is None:
+        if isinstance(tap.hidden, str):
+            return f"a layer is handed its arguments by name; `{tap.hidden}` is the site"
         if tap.hidden:
             return "a layer's first argument is the positions; its second is the site"
         return _ITSELF
@@ -124,6 +140,7 @@ def _stream(family: Family, word: str, tap: Tap, engine: Engine) -> str:
         return ("the norm is handed what attention added, and the stream before that. The site is neither of the two, "
                 "but their sum, in fp32")  # fmt: skip
     order = "(hidden, positions, residual)" if tap.hidden == 0 else "(positions, hidden, residual)"
+    order = "`hidden_states` and `residual`, by name," if isinstance(tap.hidden, str) else order
     return (f"a layer is handed {order} and returns (hidden, residual): what the last MLP added, and the stream before "
             "that. The site is neither of the two, but their sum, in fp32")  # fmt: skip
 
@@ -133,3 +150,8 @@ def _normed(family: Family, word: str, engine: Engine) -> str:
         first = ", but a bare tensor in layer 0" if word == "attn_in" else ""
         return f"a tuple of the normed rows and the stream{first}; the first is the site"
     return _ITSELF
+
+
+def _shared(word: str) -> str:
+    other = "the MLP" if word == "attn_in" else "attention"
+    return f"{_ITSELF}, in a tensor that {other} may read too: what a hook writes into it may change both"

@@ -7,12 +7,25 @@ from collections.abc import Iterable, Iterator
 from patchclamp.language.aliases import DIFFERENCES, ELSEWHERE, Difference
 from patchclamp.language.registry import NNTERP, SITES, TRANSFORMER_LENS
 from patchclamp.sites.families import Family, PointKind, Size, Tap
+from patchclamp.sites.map import LAYERS_WITH
 from patchclamp.sites.tables import DECODERS, FAMILIES
 from tools.raw_hooks import Engine, raw
 
 ENGINES: tuple[Engine, ...] = ("transformers", "vllm")
 TITLES = {"transformers": "Transformers", "vllm": "vLLM"}
 COUNTS: dict[Size, str] = {"D": "D", "V": "V", "Q": "H·E", "K": "K·E", "Z": "H·E", "M": "M", "X": "X"}
+
+# what could not be run on both engines, and why
+UNTRIED = {
+    "Qwen3NextForCausalLM": "Proved on both engines, but compared in bfloat16 alone: vLLM's kernels of linear "
+                            "attention for CPUs take nothing else",
+    "Qwen3_5ForCausalLM": "Of Qwen3_5ForCausalLM the Transformers side alone was run: vLLM's class imports "
+                          "torchvision, which a CPU build has not",
+    "MiniMaxM2ForCausalLM": "Its tensors were compared on no machine: vLLM's router for CPUs takes no sigmoid without "
+                            "groups. Each side was proved alone, vLLM's with a softmax",
+    "NemotronHForCausalLM": "Layers with experts were run on Transformers alone: vLLM has no kernel for CPUs of "
+                            "experts without a gate",
+}  # fmt: skip
 
 HEAD = """# Sites, family by family
 
@@ -104,6 +117,8 @@ def _about(family: Family) -> str:
     sentences = [", ".join(f"`{name}`" for name in family.architectures) + "."]
     if family.needs:
         sentences.append("Only with " + " and ".join(f"`{name}={value}`" for name, value in family.needs.items()) + ".")
+    if any(name in UNTRIED for name in family.architectures):
+        sentences.append("; ".join(UNTRIED[name] for name in family.architectures if name in UNTRIED) + ".")
     if family.backend:
         sentences.append("vLLM runs it through its Transformers backend: rows are [1, rows, D].")
     return " ".join(sentences) + "\n"
@@ -142,13 +157,17 @@ def _shape(family: Family, word: str) -> str:
 
 def _layout(family: Family, word: str) -> str:
     layout = family.points[family.sites[word][0]].layout
+    if layout == "partial sum":
+        return "not there: each worker has a part of the sum"
     return f"sharded by {SITES[word].index.rpartition('/value ')[2]}" if layout == "sharded" else layout
 
 
 def _where(family: Family, word: str, engine: Engine) -> str:
     name, shift = family.sites[word]
     kind: PointKind = family.points[name]
-    some = {"all": "", "dense": "; layers with an ordinary MLP", "sparse": "; layers with experts"}[kind.layers]
+    some = LAYERS_WITH[kind.layers].replace(", the", ";")
+    if kind.elsewhere in family.points:
+        some += f"; in the others `{kind.elsewhere}`"
     tap: Tap = getattr(kind, engine)
     if word == "logits":
         return "the model's `logits`" if engine == "transformers" else "`compute_logits`"
@@ -157,19 +176,27 @@ def _where(family: Family, word: str, engine: Engine) -> str:
     if not SITES[word].layered:
         return _border(tap, tap.module.replace("{l}", "0")) + some
     if not shift:
-        return _border(tap, tap.module) + some
+        return _border(tap, tap.module, family.name == "falcon") + some
     last: Tap = getattr(family.points[f"{name}_end"], engine)
     return f"{_border(tap, tap.module.replace('{l}', '{l+1}'))}; after the last layer {_border(last, last.module)}"
 
 
-def _border(tap: Tap, module: str) -> str:
+def _argument(name: int | str) -> str:
+    return f"`{name}`" if isinstance(name, str) else str(name)
+
+
+def _border(tap: Tap, module: str, grouped: bool = False) -> str:
+    """Where a tap is, as text. `grouped`: whether several queries read a key/value head."""
     moments = {"in": " input", "out": " output", "attention": ", what its attention op computes"}
     text = f"`{module}`{moments[tap.moment]}"
     if tap.residual is not None:
-        text += f", arguments {tap.hidden} + {tap.residual}"
+        text += f", arguments {_argument(tap.hidden)} + {_argument(tap.residual)}"
     elif tap.moment == "in" and tap.hidden:
-        text += f", argument {tap.hidden}"
-    if tap.of and tap.mixed:
+        text += f", argument {_argument(tap.hidden)}"
+    text += ", of which it is handed a copy" if tap.copied else ""
+    if tap.of and tap.mixed and grouped:
+        text += f", the {('queries', 'key', 'value')[tap.part]} of each key/value head"
+    elif tap.of and tap.mixed:
         text += f", the {('first', 'second', 'last')[tap.part]} third of each head's columns"
     elif tap.of:
         text += f", columns [{_sum(tap.of[: tap.part])}, {_sum(tap.of[: tap.part + 1])})"

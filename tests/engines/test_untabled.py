@@ -15,7 +15,7 @@ from patchclamp.errors import ModelError, UnsupportedSite
 from patchclamp.sites import places
 from patchclamp.studies.recipes import gap
 
-from ..models import of_config, of_family
+from ..models import no_table, of_config, of_family
 from . import test_families
 from .test_families import EAGER, IDS, PROMPTS, every_edit_is_equal, rows_are_equal
 
@@ -27,6 +27,12 @@ HAS = {"starcoder2": WHOLE, "phi": [name for name in WHOLE if name != "resid_mid
 NATIVE = ("nemotron", "glm4")  # classes of vLLM's own
 THROUGH = {"model_impl": "transformers"}
 OPTIONS = {"llama": THROUGH}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def their_tables_are_not_there():
+    with no_table("Starcoder2ForCausalLM", "NemotronForCausalLM", "BloomForCausalLM", "Glm4ForCausalLM"):
+        yield
 
 
 @pytest.fixture(scope="module", params=HAS)
@@ -92,9 +98,9 @@ def test_a_class_that_is_not_understood_says_what_to_do(tmp_path, monkeypatch):
 
 def test_a_model_without_keys_and_values_is_for_vllm(tmp_path):
     folder = of_config(
-        tmp_path, "mamba", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "state_size": 8}
+        tmp_path, "rwkv", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "context_length": 128}
     )
-    with pytest.raises(ModelError, match=r'MambaForCausalLM takes no past_key_values: .* engine="vllm" may run it'):
+    with pytest.raises(ModelError, match=r'RwkvForCausalLM takes no past_key_values: .* engine="vllm" may run it'):
         pc.LM(folder, engine="transformers", **IDS)
 
 

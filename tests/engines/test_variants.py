@@ -19,7 +19,7 @@ from patchclamp.engines.transformers import _check_padding_right
 from patchclamp.errors import ModelError
 from patchclamp.proving import prove
 
-from ..models import of_family
+from ..models import no_table, of_family
 from .test_families import EAGER, IDS, PROMPTS
 from .test_parity import worst_row
 
@@ -100,11 +100,15 @@ def test_a_model_whose_runs_depend_on_each_other_is_refused(tmp_path):
         pc.LM(folder, engine="transformers", **IDS)
 
 
-@pytest.mark.parametrize("name", ["mistral", "gpt_oss", "gemma3", "starcoder2"])
+@pytest.mark.parametrize("name", ["mistral", "gpt_oss", "gemma3", "starcoder2", "granite_hybrid"])
 def test_padding_on_the_right_is_refused_where_it_would_count(tmp_path, name):
     folder = of_family(tmp_path, name)
-    why = "no site table" if name == "starcoder2" else "a sliding window"
-    with pytest.raises(ModelError, match=rf'lie behind the padding, and this one has {why}.*padding_side="left"'):
+    why = {"starcoder2": "no site table", "granite_hybrid": "recurrent layers"}.get(name, "a sliding window")
+    hidden = ["Starcoder2ForCausalLM"] if name == "starcoder2" else []
+    with (
+        no_table(*hidden),
+        pytest.raises(ModelError, match=rf'lie behind the padding, and this one has {why}.*padding_side="left"'),
+    ):
         pc.LM(folder, engine="transformers", padding_side="right", **IDS)
 
 
@@ -155,8 +159,8 @@ def test_numbers_that_are_not_finite_are_told_of(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "engine", "why"),
     [
-        ("mamba", "transformers", "the config of MambaForCausalLM does not tell one num_attention_heads for all layers"),
-        ("mamba", "vllm", "the config of MambaForCausalLM does not tell one num_attention_heads for all layers"),
+        ("mamba", "transformers", r"\['MambaForCausalLM'\] does not say how many tokens fit: give max_model_len"),
+        ("mamba", "vllm", r"no site table for \['MambaForCausalLM'\]; there are tables for .* Mamba2ForCausalLM"),
         ("bloom", "vllm", r"no site table for .*Bloom.* vLLM does not run Transformers' own BloomForCausalLM either"),
     ],
 )  # fmt: skip
@@ -166,7 +170,7 @@ def test_what_has_no_sites_says_so_in_our_words(tmp_path, kind, engine, why):
     sizes = dict(vocab_size=512, hidden_size=128, num_hidden_layers=2)
     config = CONFIG_MAPPING[kind](**sizes, **({"n_head": 4} if kind == "bloom" else {"state_size": 16}))
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=why):
+    with no_table("BloomForCausalLM"), pytest.raises(ModelError, match=why):
         pc.LM(str(tmp_path), engine=engine, **IDS, **(EAGER if engine == "vllm" else {}))
 
 

@@ -14,7 +14,7 @@ import torch
 
 from patchclamp.engines.base import Gradients
 from patchclamp.errors import UnsupportedSite
-from patchclamp.runtime.taps import find
+from patchclamp.runtime.taps import find, handed
 from patchclamp.sites import SiteMap, Tap, View
 
 Read = Callable[[torch.Tensor], None]
@@ -78,8 +78,11 @@ def _keeper(tensors: dict[int, torch.Tensor], number: int) -> Read:
 def _read(net: Any, tap: Tap, read: Read) -> Any:
     """Hooks a tap: `read` gets its tensor."""
 
-    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        read(kwargs[tap.hidden] if isinstance(tap.hidden, str) else args[tap.hidden])
+    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        rows = kwargs[tap.hidden] if isinstance(tap.hidden, str) else args[tap.hidden]
+        rows = rows.clone() if tap.copied else rows
+        read(rows)
+        return handed(args, kwargs, tap.hidden, rows) if tap.copied else None
 
     def after(module: Any, args: Any, output: Any) -> None:
         assert isinstance(tap.hidden, int)
@@ -96,10 +99,7 @@ def _replace(net: Any, tap: Tap, rows_1TD: torch.Tensor) -> Any:
 
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         own = kwargs[tap.hidden] if isinstance(tap.hidden, str) else args[tap.hidden]
-        rows = own + (rows_1TD - own).detach()
-        if isinstance(tap.hidden, str):
-            return args, kwargs | {tap.hidden: rows}
-        return (*args[: tap.hidden], rows, *args[tap.hidden + 1 :]), kwargs
+        return handed(args, kwargs, tap.hidden, own + (rows_1TD - own).detach())
 
     return find(net, tap.module).register_forward_pre_hook(before, with_kwargs=True)
 

@@ -5,6 +5,8 @@ B prompts of the batch · T longest prompt · V vocabulary
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,11 +41,12 @@ class Passes:
 
     def run(self, net: Any) -> torch.Tensor:
         """The model's pass over the inputs at hand; returns the logits to sample from, [B, V]."""
+        name = cache_name(type(net))
         out = net(
             input_ids=self.ids_BT, attention_mask=self.mask_BT, position_ids=self.positions_BT,
-            past_key_values=self.cache, use_cache=True, logits_to_keep=self.keep,
+            use_cache=True, logits_to_keep=self.keep, **{name: self.cache},
         )  # fmt: skip
-        self.cache = out.past_key_values
+        self.cache = out[name]
         return out.logits[torch.arange(len(self.ids_BT)), self.last_row].contiguous()
 
     def advance(self, tokens: list[int]) -> None:
@@ -56,3 +59,9 @@ class Passes:
         self.positions_BT = torch.from_numpy(self._first).to(device)[:, None]
         self.mask_BT = torch.nn.functional.pad(self.mask_BT, (0, 1), value=1)
         self.keep, self.last_row = 1, torch.zeros(len(tokens), dtype=torch.long, device=device)
+
+
+@functools.cache
+def cache_name(kind: type) -> str:
+    """What a model class calls its cache: states alone have a name of their own."""
+    return "cache_params" if "cache_params" in inspect.signature(kind.forward).parameters else "past_key_values"

@@ -20,7 +20,7 @@ from patchclamp.engines.base import Answer, Engine, Gradients, Model, Part, Requ
 from patchclamp.engines.findings import Finding
 from patchclamp.engines.gradients import gradients
 from patchclamp.engines.numerics import only_uniform
-from patchclamp.engines.passes import Passes
+from patchclamp.engines.passes import Passes, cache_name
 from patchclamp.engines.recompute import FEW, WAYS, Recompute
 from patchclamp.engines.sampling import Sampler
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
@@ -44,7 +44,7 @@ from patchclamp.runtime import Limits, Runtime
 from patchclamp.runtime.op import at_work
 from patchclamp.runtime.step import HostStep
 from patchclamp.runtime.taps import attach
-from patchclamp.sites import SiteMap, family_of, has_table, sizes_of
+from patchclamp.sites import SiteMap, family_of, has_table, layer_kinds, sizes_of
 from patchclamp.sites.families import architectures_of
 from patchclamp.sites.tables import DECODERS
 from patchclamp.sites.untabled import no_text_model, untabled
@@ -413,7 +413,7 @@ def _load(name: str, dtype: torch.dtype | str, trust_remote_code: bool) -> Any:
 
 def _check_cache(net: Any) -> None:
     """Raises `ModelError` for a model that keeps a state in place of keys and values, which steps would not hand on."""
-    if "past_key_values" not in inspect.signature(net.forward).parameters:
+    if cache_name(type(net)) not in inspect.signature(net.forward).parameters:
         raise ModelError(
             f"{type(net).__name__} takes no past_key_values: what it keeps between tokens is not passed on here. "
             'engine="vllm" may run it'
@@ -422,11 +422,14 @@ def _check_cache(net: Any) -> None:
 
 def _check_padding_right(config: Any, tabled: bool, max_model_len: int) -> None:
     """Raises `ModelError` for a model whose layers may count places in the cache instead of positions: one with a
-    sliding window that is shorter than its longest text, and one without a site table."""
+    sliding window that is shorter than its longest text, one with recurrent layers, whose state takes the padding in,
+    and one without a site table."""
     kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
     windowed = set(kinds) != {"full_attention"} if kinds else getattr(config, "use_sliding_window", True)
-    if not tabled or (windowed and window is not None and window < max_model_len):
-        why = "a sliding window" if tabled else "no site table that would tell what its layers count"
+    recurrent = "recurrent" in layer_kinds(config, len(kinds or ()))
+    if not tabled or recurrent or (windowed and window is not None and window < max_model_len):
+        why = "recurrent layers" if recurrent else "a sliding window"
+        why = why if tabled else "no site table that would tell what its layers count"
         raise ModelError(
             f"padded on the right, what {config.model_type} models generate would lie behind the padding, and this one "
             f'has {why}; use padding_side="left"'

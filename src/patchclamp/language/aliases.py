@@ -61,28 +61,34 @@ class Difference(NamedTuple):
 _QK = ("blocks.{l}.attn.hook_q", "blocks.{l}.attn.hook_k")
 _ADDED = ("blocks.{l}.hook_attn_out", "blocks.{l}.hook_mlp_out")
 _OUTPUTS = ("attentions_output", "mlps_output")
+# families: with a norm after attention and MLP; without one before them; with factors; with normed queries and keys
+_POST = ("olmo2", "glm4", "exaone4")
+_NO_PRE, _FACTORS = ("olmo2", "exaone4"), ("granite", "granite_hybrid")
+_NORMED_QK = ("qwen3", "qwen3_moe", "gemma3", "olmo2", "exaone4", "glm4_moe_normed", "olmoe")
 DIFFERENCES: tuple[Difference, ...] = (
-    Difference(_OUTPUTS, ("gemma2", "gemma3", "olmo2"), "nnterp's is what the module returns; another norm follows it, "
+    Difference(_OUTPUTS, ("gemma2", "gemma3", *_POST), "nnterp's is what the module returns; another norm follows it, "
                "and `attn_out` and `mlp_out` are after that norm: what is added to the stream"),
-    Difference(_OUTPUTS, ("granite",), "nnterp's is what the module returns; `attn_out` and `mlp_out` are that times "
+    Difference(_OUTPUTS, _FACTORS, "nnterp's is what the module returns; `attn_out` and `mlp_out` are that times "
                "the config's `residual_multiplier`: what is added to the stream"),
-    Difference(("token_embeddings",), ("granite",), "nnterp's is what the embedding returns; `embed` is that times the "
+    Difference(("token_embeddings",), _FACTORS, "nnterp's is what the embedding returns; `embed` is that times the "
                "config's `embedding_multiplier`"),
     Difference(("token_embeddings",), ("gemma2",), "on Transformers 4 nnterp's is before the embedding is scaled; "
                "`embed` is after it, as nnterp's is on Transformers 5"),
-    Difference(("attentions_input", "mlps_input"), ("olmo2",), "there is no norm before attention and MLP, so there is "
+    Difference(("attentions_input", "mlps_input"), _NO_PRE, "there is no norm before attention and MLP, so there is "
                "no `attn_in` or `mlp_in`, and asking is an error: what they read is `resid_pre` and `resid_mid`"),
     Difference(("mlps_input", "mlps_output"), ("opt",), "nnterp has none, for want of an MLP module; ours are what "
                "`fc1` reads and what `fc2` returns"),
+    Difference(("hook_embed", "embed.hook_out", "token_embeddings"), ("bloom",), "theirs is before the norm that "
+               "follows the embedding; `embed` is after it: what the stream begins with"),
     Difference(("logits",), (), "nnterp's has a row for every position; ours for those that a token is sampled from"),
-    Difference(_QK, ("qwen3", "qwen3_moe", "gemma3", "olmo2"), "TransformerLens' is before queries and keys "
+    Difference(_QK, _NORMED_QK, "TransformerLens' is before queries and keys "
                "are normed; `q` and `k` are after it, what rotary embedding reads"),
-    Difference(_ADDED, ("olmo2",), "TransformerLens' is before the norm that follows; `attn_out` and `mlp_out` are "
+    Difference(_ADDED, _POST, "TransformerLens' is before the norm that follows; `attn_out` and `mlp_out` are "
                "after it: what is added to the stream"),
-    Difference(_ADDED, ("granite",), "TransformerLens' is before the factor `residual_multiplier`; ours is after it"),
-    Difference(("hook_embed", "embed.hook_out"), ("granite",), "TransformerLens' is before the factor "
+    Difference(_ADDED, _FACTORS, "TransformerLens' is before the factor `residual_multiplier`; ours is after it"),
+    Difference(("hook_embed", "embed.hook_out"), _FACTORS, "TransformerLens' is before the factor "
                "`embedding_multiplier`; ours is after it"),
-    Difference(("blocks.{l}.ln1.hook_out", "blocks.{l}.ln2.hook_out"), ("olmo2",), "TransformerLens' is after "
+    Difference(("blocks.{l}.ln1.hook_out", "blocks.{l}.ln2.hook_out"), _NO_PRE, "TransformerLens' is after "
                "attention and MLP; there is no `attn_in` or `mlp_in`, and asking is an error: use `attn_out` and "
                "`mlp_out`"),
 )  # fmt: skip

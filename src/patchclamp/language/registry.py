@@ -43,7 +43,8 @@ class SiteSpec(msgspec.Struct, frozen=True):
     nnterp: tuple[str, ...] = ()
 
 
-_HEADS, _MLP = ("z", "attn_out"), ("mlp_out",)
+_MIXER, _MLP = ("attn_out", "mixer_out"), ("mlp_out",)
+_HEADS = ("z", *_MIXER)
 _BLOCKS, _ATTN = "blocks.{l}.", "blocks.{l}.attn."
 
 SITES: dict[str, SiteSpec] = {  # in the order in which a model computes them
@@ -63,9 +64,12 @@ SITES: dict[str, SiteSpec] = {  # in the order in which a model computes them
         SiteSpec("v", "[T, K, E]", "values", "K",
                  index="key/value head", block="attention", moves=_HEADS, transformer_lens=(_ATTN + "hook_v",)),
         SiteSpec("z", "[T, H, E]", "each head's result before the output projection", "Z",
-                 index="head", block="attention", moves=("attn_out",), transformer_lens=(_ATTN + "hook_z",)),
-        SiteSpec("attn_out", "[T, D]", "what attention adds to the stream", block="attention",
+                 index="head", block="attention", moves=_MIXER, transformer_lens=(_ATTN + "hook_z",)),
+        SiteSpec("attn_out", "[T, D]", "what attention adds to the stream", block="attention", moves=("mixer_out",),
                  transformer_lens=(_BLOCKS + "hook_attn_out",), nnterp=("attentions_output",)),
+        SiteSpec("mixer_out", "[T, D]", "what a layer's mixer adds to the stream, where some layers have a state "
+                 "space or linear attention for attention; in a layer with attention it is `attn_out[l]`",
+                 block="attention", moves=("attn_out",)),
         SiteSpec("resid_mid", "[T, D]", "the stream between attention and MLP",
                  transformer_lens=(_BLOCKS + "hook_resid_mid",)),
         SiteSpec("mlp_in", "[T, D]", "the normed input of the MLP", block="mlp", moves=("router", "neurons", *_MLP),

@@ -15,10 +15,11 @@ MIN_MOVED_RTOL = 1e-6  # a row that an edit moves changes by more than this
 MAX_UNMOVED_RTOL = 0.05  # a row that it does not move changes by less than this
 
 
-def watched(ref: SiteRef, watchable: set[str]) -> list[str]:
-    """The texts of the site refs, among `watchable` ones, that an edit at `ref` must move, or must not."""
+def watched(ref: SiteRef, watchable: dict[str, int]) -> list[str]:
+    """The texts of the site refs that an edit at `ref` must move, or must not: of `watchable` ones, each with its
+    point, those at other points."""
     names = (*SITES[ref.name].moves, *unmoved(ref.name))
-    return [text for name in names if (text := f"{name}[{ref.layer}]") in watchable]
+    return [text for name in names if watchable.get(text := f"{name}[{ref.layer}]", ref.point) != ref.point]
 
 
 def disorder(ref: SiteRef, plain: Run, edited: Run, watched_refs: list[str]) -> str:

@@ -73,7 +73,7 @@ def prove(lm: LM, full: bool = False) -> list[Proof]:
     base = lm.run(ids, max_tokens=1, capture=[*(_all(name) for name in names)], logprobs=True)
     _finite(lm, base)
     refs = [ref for name in names for ref in _tried(lm.sites.resolve(Site(name)), full)]
-    watchable = {str(ref) for ref in lm.sites.refs()} if lm.sites.family.tabled else set()
+    watchable = {str(ref): ref.point for ref in lm.sites.refs()} if lm.sites.family.tabled else {}
     watched_refs = {str(ref): watched(ref, watchable) for ref in refs}
     everywhere = [Capture(at, prompt[-1]) for at in sorted(set(itertools.chain(*watched_refs.values())))]
     tries: list[list[Op]] = [[*_captures(watched_refs[str(ref)]), _push(base, ref)] for ref in refs]

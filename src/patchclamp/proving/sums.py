@@ -30,11 +30,12 @@ def sums(lm: LM, base: Run) -> dict[str, str]:
 
 def _of_table(lm: LM, base: Run) -> dict[str, str]:
     names = lm.sites.names
-    wrong = {name: "" for name in names if name in (*STREAM, *ADDED)}
-    if not {"resid_pre", "resid_post", *ADDED} <= set(names):
+    wrong = {name: "" for name in names if name in (*STREAM, *ADDED, "mixer_out")}
+    if not {"resid_pre", "resid_post"} <= set(names) or not _added(names):
         return {}
+    layers_of = {name: {ref.layer for ref in lm.sites.resolve(Site(name))} for name in _added(names)}
     for layer in range(lm.sites.layers):
-        for before, gains, after in _stages(names):
+        for before, gains, after in _stages(names, [name for name in layers_of if layer in layers_of[name]]):
             terms = [f"{name}[{layer}]" for name in (before, *gains)]
             if not _close(lm, [_rows(base, term) for term in terms], _rows(base, f"{after}[{layer}]")):
                 why = f"{' + '.join(terms)} is not {after}[{layer}]"
@@ -44,20 +45,29 @@ def _of_table(lm: LM, base: Run) -> dict[str, str]:
         if layer and not np.array_equal(_rows(base, f"resid_post[{layer - 1}]"), _rows(base, f"resid_pre[{layer}]")):
             why = f"resid_post[{layer - 1}] is not resid_pre[{layer}]"
             wrong |= {name: wrong[name] or why for name in ("resid_pre", "resid_post")}
+    if "mixer_out" in wrong and "attn_out" in wrong:  # in layers with attention they are one point
+        wrong["attn_out"] = wrong["attn_out"] or wrong["mixer_out"]
     return wrong | _of_heads(lm, base) | _of_norms(lm, base)
 
 
-def _stages(names: list[str]) -> list[tuple[str, tuple[str, ...], str]]:
-    """Each part of a layer: the stream before it, what it adds, and the stream after it."""
+def _added(names: list[str]) -> list[str]:
+    """The words of what is added to the stream."""
+    mixer = "mixer_out" if "mixer_out" in names else "attn_out"
+    return [name for name in (mixer, "mlp_out") if name in names]
+
+
+def _stages(names: list[str], added: list[str]) -> list[tuple[str, tuple[str, ...], str]]:
+    """Each part of a layer: the stream before it, what of `added` it adds, and the stream after it."""
     if "resid_mid" not in names:
-        return [("resid_pre", ADDED, "resid_post")]
-    return [("resid_pre", ("attn_out",), "resid_mid"), ("resid_mid", ("mlp_out",), "resid_post")]
+        return [("resid_pre", tuple(added), "resid_post")]
+    parts = [("resid_pre", "resid_mid"), ("resid_mid", "resid_post")]
+    return [(before, (gain,), after) for gain, (before, after) in zip(added, parts, strict=False)]
 
 
 def _of_heads(lm: LM, base: Run) -> dict[str, str]:
     """The first token sees itself alone, so each of its heads returns the token's own value, or a part of it where
     attention may also go to nothing (sinks). A wrong tensor, or a wrong head, would point in another direction."""
-    if not {"v", "z"} <= set(lm.sites.names):
+    if lm.sites.family.gated or not {"v", "z"} <= set(lm.sites.names):
         return {}
     for ref in lm.sites.resolve(Site("z")):
         z_HE, v_KE = (_rows(base, f"{name}[{ref.layer}]")[0] for name in ("z", "v"))
@@ -82,7 +92,7 @@ def _of_norms(lm: LM, base: Run) -> dict[str, str]:
     for name, stream in (("attn_in", "resid_pre"), ("mlp_in", "resid_mid"), ("final_norm", "resid_post")):
         if name in names and stream in names:
             pairs = [(name, f"{stream}[{last}]")] if name == "final_norm" else [
-                (f"{name}[{layer}]", f"{stream}[{layer}]") for layer in range(last + 1)
+                (str(ref), f"{stream}[{ref.layer}]") for ref in lm.sites.resolve(Site(name))
             ]  # fmt: skip
             same = next((pair for pair in pairs if np.array_equal(_rows(base, pair[0]), _rows(base, pair[1]))), None)
             wrong[name] = "" if same is None else f"{same[0]} is {same[1]}, and not what a norm makes of it"

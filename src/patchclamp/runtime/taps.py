@@ -56,12 +56,15 @@ def find(model: torch.nn.Module, path: str) -> torch.nn.Module:
     return module
 
 
-def _input_hook(point: int, tap: Tap) -> Callable[..., None]:
-    hidden, residual = tap.hidden, tap.residual
+def _input_hook(point: int, tap: Tap) -> Callable[..., Any]:
+    hidden, residual, copied = tap.hidden, tap.residual, tap.copied
 
-    def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         residual_in = None if residual is None else _argument(residual, args, kwargs)
-        site(kwargs[hidden] if isinstance(hidden, str) else args[hidden], residual_in, point)
+        rows = kwargs[hidden] if isinstance(hidden, str) else args[hidden]
+        rows = rows.clone() if copied else rows
+        site(rows, residual_in, point)
+        return handed(args, kwargs, hidden, rows) if copied else None
 
     return hook
 
@@ -71,6 +74,15 @@ def _argument(at: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if isinstance(at, str):
         return kwargs.get(at)
     return args[at] if len(args) > at else None
+
+
+def handed(
+    args: tuple[Any, ...], kwargs: dict[str, Any], name: int | str, rows: torch.Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call's arguments with `rows` in place of one of them, which is given by its number or its name."""
+    if isinstance(name, str):
+        return args, kwargs | {name: rows}
+    return (*args[:name], rows, *args[name + 1 :]), kwargs
 
 
 def _attention_hook(point: int) -> Callable[[torch.Tensor], None]:
@@ -98,7 +110,7 @@ def _router_hook(point: int) -> Callable[..., Any]:
         width = getattr(module, "hidden_dim", None)
         module.hidden_dim = logits_RX.shape[-1]
         try:
-            rerun = type(module).forward(module, logits_RX)
+            rerun = type(module).forward(module, logits_RX, *args[1:])
         finally:
             module._parameters |= own_parameters
             module.hidden_dim = width

@@ -1,6 +1,6 @@
 """WHERE: one table a model family, Transformers and vLLM side by side; the map of a live model."""
 
-from patchclamp.sites.families import Family, Sizes, Tap, sizes_of
+from patchclamp.sites.families import Family, Sizes, Tap, layer_kinds, sizes_of
 from patchclamp.sites.map import Point, Shard, SiteMap, SiteRef, View
 from patchclamp.sites.tables import FAMILIES, family_of, has_table
 
@@ -16,5 +16,6 @@ __all__ = [
            "View",
            "family_of",
            "has_table",
+           "layer_kinds",
            "sizes_of",
 ]  # fmt: skip

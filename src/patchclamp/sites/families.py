@@ -19,6 +19,9 @@ from patchclamp.language.registry import SITES
 from patchclamp.language.registry import Width as Size
 
 Moment = Literal["in", "out", "attention"]
+# those whose mixer is attention, or a recurrent one (a state space, linear attention); those with an ordinary MLP
+# (`dense`), with experts (`sparse`), or with either (`mlp`)
+Layers = Literal["all", "attention", "recurrent", "mlp", "dense", "sparse"]
 
 
 class Tap(msgspec.Struct, frozen=True):
@@ -27,13 +30,14 @@ class Tap(msgspec.Struct, frozen=True):
     module: its path, `{l}` a layer
     moment: its input (`in`), its output (`out`), or the result that vLLM's attention layer computes (`attention`)
     hidden: the number of the positional argument, or the name of the keyword argument; for `out`, the item of a tuple
-    residual: the same for the second tensor, where the engine carries the stream as the sum of two
+    residual: the same for the second tensor, where the engine carries the stream as the sum of two; None is no tensor
     of: if several tensors lie side by side in it, their widths
     part: which of them the point is
-    mixed: whether they lie side by side within each head
+    mixed: whether they lie side by side within each key/value head, with the queries that read it
     by_head: whether the tensor is [B, H, T, E]
     scale: a factor, or the config's name of one; the site is the tensor times this factor
     rerun: whether an edit runs the module again, because it made its other results of the tensor (a router's choice)
+    copied: whether the module is handed a copy of its input, because another module reads the same tensor
     """
 
     module: str
@@ -46,6 +50,7 @@ class Tap(msgspec.Struct, frozen=True):
     by_head: bool = False
     scale: str | float = ""
     rerun: bool = False
+    copied: bool = False
 
 
 class PointKind(msgspec.Struct, frozen=True):
@@ -56,7 +61,8 @@ class PointKind(msgspec.Struct, frozen=True):
     layout: how a row lies under tensor parallel
     per_layer: whether it is in layers; otherwise the model has one, such as the point after the last layer
     rows: the tokens of a step, or only those that are sampled from
-    layers: which layers have it: all, those with an ordinary MLP (`dense`), those with experts (`sparse`), or these
+    layers: which layers have it: those of a kind, or these
+    elsewhere: the point kind that its word names in the layers that do not have it
     """
 
     transformers: Tap
@@ -65,7 +71,8 @@ class PointKind(msgspec.Struct, frozen=True):
     layout: Literal["replicated", "sharded", "partial sum"] = "replicated"
     per_layer: bool = True
     rows: Literal["tokens", "sampled"] = "tokens"
-    layers: Literal["all", "dense", "sparse"] | tuple[int, ...] = "all"
+    layers: Layers | tuple[int, ...] = "all"
+    elsewhere: str = ""
 
 
 STREAM: dict[str, tuple[str, int]] = {  # words without a kind of point of that name: (kind, layers to shift by)
@@ -82,16 +89,18 @@ class Family(msgspec.Struct, frozen=True, dict=True):
     backend: whether vLLM runs it through its Transformers backend, which makes the modules of the vLLM taps
     tabled: whether the table is in `sites.tables`, and not made from a module tree
     divided_by: the config's name of the number that vLLM divides the stream by in float16
+    gated: whether a gate multiplies what attention computes, before `z`
     """
 
     name: str
     architectures: tuple[str, ...]
     points: dict[str, PointKind]
     lacks: dict[str, str] = {}
-    needs: dict[str, str | bool] = {}
+    needs: dict[str, str | bool | int | None] = {}
     backend: bool = False
     tabled: bool = True
     divided_by: str = ""
+    gated: bool = False
 
     @functools.cached_property
     def sites(self) -> dict[str, tuple[str, int]]:
@@ -104,6 +113,8 @@ class Sizes(msgspec.Struct, frozen=True):
     """How many layers a model has, and how wide its rows are.
 
     sparse: the layers whose MLP is a mixture of experts
+    recurrent: the layers whose mixer is a state space or linear attention
+    no_mixer, no_mlp: the layers that are an MLP alone, or a mixer alone
     d_result: the width of a head's result, if it is not `d_head`
     factors: numbers that the model multiplies by, by their names in the config
     """
@@ -119,6 +130,18 @@ class Sizes(msgspec.Struct, frozen=True):
     sparse: tuple[int, ...] = ()
     d_result: int = 0
     factors: dict[str, float] = {}
+    recurrent: tuple[int, ...] = ()
+    no_mixer: tuple[int, ...] = ()
+    no_mlp: tuple[int, ...] = ()
+
+    def layers_with(self, kind: Layers | tuple[int, ...]) -> list[int]:
+        """The layers of a kind, or the layers given."""
+        if isinstance(kind, tuple):
+            return list(kind)
+        every = set(range(self.layers))
+        with_mlp, sparse, recurrent = every - set(self.no_mlp), set(self.sparse), set(self.recurrent)
+        return sorted({"all": every, "attention": every - recurrent - set(self.no_mixer), "recurrent": recurrent,
+                       "mlp": with_mlp, "dense": with_mlp - sparse, "sparse": sparse}[kind])  # fmt: skip
 
     def __getitem__(self, size: Size) -> int:
         return {"D": self.d_model, "V": self.d_vocab, "Q": self.heads * self.d_head, "K": self.kv_heads * self.d_head,
@@ -148,14 +171,17 @@ def sizes_of(config: Any, d_vocab: int | None = None) -> Sizes:
         return next((value for name in names if (value := _setting(config, name)) is not None), otherwise)
 
     width, layers = (_single(config, name) for name in ("hidden_size", "num_hidden_layers"))
+    kinds = layer_kinds(config, layers)
     heads = setting("num_attention_heads", otherwise=0)
     experts = setting("num_local_experts", "num_experts", "n_routed_experts", otherwise=0)
     return Sizes(
-        layers, width, d_vocab or config.vocab_size, heads, setting("num_key_value_heads", otherwise=heads),
+        layers, width, d_vocab or config.vocab_size, heads, _kv_heads(config, heads),
         setting("head_dim", otherwise=width // max(heads, 1)),
-        setting("ffn_dim", "n_inner", "intermediate_size", otherwise=4 * width), experts,
-        _sparse(config, layers) if experts else (), setting("v_head_dim", otherwise=0),
+        setting(*MLP_WIDTHS, otherwise=4 * width), experts,
+        _sparse(config, kinds) if experts else (), setting("v_head_dim", otherwise=0),
         {name: float(getattr(config, name)) for name in FACTORS if getattr(config, name, None) is not None},
+        _of_kinds(kinds, "recurrent"), _of_kinds(kinds, "mlp", "experts"),
+        _of_kinds(kinds, "recurrent", "attention") if {"mlp", "experts"} & set(kinds) else (),
     )  # fmt: skip
 
 
@@ -184,12 +210,53 @@ def _setting(config: Any, name: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
+MLP_WIDTHS = (
+    "ffn_dim",
+    "intermediate_size_mlp",
+    "n_inner",
+    "ffn_hidden_size",
+    "shared_intermediate_size",
+    "intermediate_size",
+)
 FACTORS = ("residual_multiplier",)
 
 
-def _sparse(config: Any, layers: int) -> tuple[int, ...]:
+def _kv_heads(config: Any, heads: int) -> int:
+    one_for_all = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
+    names = ("num_key_value_heads", "num_kv_heads")
+    return 1 if one_for_all else next((n for name in names if (n := _setting(config, name)) is not None), heads)
+
+
+KINDS = {  # how configs name what a layer is, where one is an MLP alone too
+    "M": "recurrent", "mamba": "recurrent", "mamba2": "recurrent", "linear_attention": "recurrent",
+    "conv": "recurrent", "*": "attention", "-": "mlp", "mlp": "mlp", "E": "experts", "moe": "experts",
+}  # fmt: skip
+
+
+def layer_kinds(config: Any, layers: int) -> list[str]:
+    """What each layer is, by its config: a layer with `attention`, with a `recurrent` mixer, or an `mlp` or `experts`
+    alone. Of a config that does not say, all layers have attention."""
+    names = ("layers_block_type", "layer_types", "hybrid_override_pattern")
+    said = next((list(kinds) for name in names if (kinds := getattr(config, name, None))), [])
+    return [KINDS.get(kind, "attention") for kind in said] if len(said) == layers else ["attention"] * layers
+
+
+def _of_kinds(kinds: list[str], *which: str) -> tuple[int, ...]:
+    return tuple(layer for layer, kind in enumerate(kinds) if kind in which)
+
+
+def _sparse(config: Any, kinds: list[str]) -> tuple[int, ...]:
     """The layers with experts."""
-    every = getattr(config, "decoder_sparse_step", None) or getattr(config, "moe_layer_freq", None) or 1
-    first, dense = getattr(config, "first_k_dense_replace", 0), getattr(config, "mlp_only_layers", None) or ()
-    shift = hasattr(config, "decoder_sparse_step")  # which counts from one
-    return tuple(layer for layer in range(first, layers) if (layer + shift) % every == 0 and layer not in dense)
+    if {"mlp", "experts"} & set(kinds):
+        return _of_kinds(kinds, "experts")
+    if (listed := getattr(config, "moe_layers", None)) is not None:
+        return tuple(listed)
+    if (period := getattr(config, "expert_layer_period", None)) is not None:
+        return tuple(range(config.expert_layer_offset, len(kinds), period))
+    names = "decoder_sparse_step", "moe_layer_freq", "moe_layer_interval"
+    every = next((step for name in names if (step := getattr(config, name, None))), 1)
+    shift = any(hasattr(config, name) for name in ("decoder_sparse_step", "moe_layer_interval"))  # they count from one
+    first = getattr(config, "first_k_dense_replace", getattr(config, "moe_layer_start_index", 0))
+    end = getattr(config, "moe_layer_end_index", -1) % len(kinds) + 1
+    dense = getattr(config, "mlp_only_layers", None) or ()
+    return tuple(layer for layer in range(first, end) if (layer + shift) % every == 0 and layer not in dense)

@@ -14,6 +14,22 @@ from patchclamp.language.site import Site
 from patchclamp.sites.families import Family, Sizes, Tap
 from patchclamp.sites.tables import FAMILIES
 
+NONE_HAS = {  # why a model has no layer of a kind
+    "dense": "each of its layers has experts, which run in one fused kernel",
+    "sparse": "none of its layers has experts",
+    "attention": "none of its layers has attention",
+    "recurrent": "each of its layers has attention",
+    "mlp": "none of its layers has an MLP",
+    "all": "no layer of it has one",
+}
+LAYERS_WITH = {
+    "dense": ", the layers with an ordinary MLP",
+    "sparse": ", the layers with experts",
+    "attention": ", the layers with attention",
+    "recurrent": ", the layers with a state space or linear attention",
+    "mlp": ", the layers with an MLP",
+    "all": "",
+}
 MAX_INDEXED_COLUMNS = 0xFFFF  # of a site whose parts can be named: records have 16 bits for a column (`plan.records`)
 
 
@@ -35,9 +51,9 @@ class View(msgspec.Struct, frozen=True):
     """Where a point's columns lie in the tensor of its tap.
 
     tensor_width: columns of the tensor; 0 if it is [B, H, T, E]
-    first: the point's first column; where heads are mixed, its first in each head's columns
-    heads: where heads are mixed, how many heads the tensor has; otherwise 0
-    size: where heads are mixed, how many columns of each head are the point's
+    first: the point's first column; where heads are mixed, its first in each key/value head's columns
+    heads: where heads are mixed, how many key/value heads the tensor has; otherwise 0
+    size: where heads are mixed, how many columns of each key/value head are the point's
     by_head: whether the tensor is [B, H, T, E]
     factor: the point is the tensor times this
     """
@@ -89,7 +105,7 @@ class SiteMap:
         self.withdrawn: dict[str, str] = {}  # words that were not proved on the live model, and why
         self.points: list[Point] = []
         self._number: dict[tuple[str, int | None], int] = {}
-        self._layers_of = {name: self._layers_with(kind.layers) for name, kind in family.points.items()}
+        self._layers_of = {name: sizes.layers_with(kind.layers) for name, kind in family.points.items()}
         for name, kind in family.points.items():
             for layer in self._layers_of[name] if kind.per_layer else (None,):
                 self._number[name, layer] = len(self.points)
@@ -100,17 +116,17 @@ class SiteMap:
         """The site words this model has, in the language's order."""
         return [name for name in SITES if self._has(name) and name not in self.withdrawn]
 
-    def _layers_with(self, mlp: Literal["all", "dense", "sparse"] | tuple[int, ...]) -> list[int]:
-        """All layers, those with an ordinary MLP (`dense`), those with experts (`sparse`), or these."""
-        if isinstance(mlp, tuple):
-            return list(mlp)
-        sparse = set(self.sizes.sparse)
-        return [layer for layer in range(self.layers) if mlp == "all" or (layer in sparse) == (mlp == "sparse")]
-
     def _has(self, name: str) -> bool:
         """Whether the model has a site word, by its table."""
         kind, _ = self.family.sites.get(name, ("", 0))
-        return kind != "" and (not self.family.points[kind].per_layer or bool(self._layers_of[kind]))
+        if kind == "" or (self.tensor_parallel > 1 and self.family.points[kind].layout == "partial sum"):
+            return False
+        return not self.family.points[kind].per_layer or bool(self._having(kind))
+
+    def _having(self, kind: str) -> list[int]:
+        """The layers in which a point kind's word names a point."""
+        elsewhere = self.family.points[kind].elsewhere
+        return sorted({*self._layers_of[kind], *self._layers_of.get(elsewhere, ())})
 
     def taps(self, engine: Literal["transformers", "vllm"]) -> list[tuple[Point, Tap]]:
         """Every point with its tap on an engine. The taps' module paths name the layer."""
@@ -137,8 +153,8 @@ class SiteMap:
         sizes = [self.sizes[size] for size in tap.of]
         if not tap.mixed:
             return View(sum(sizes), sum(sizes[: tap.part]))
-        heads = self.sizes.heads
-        return View(sum(sizes), sum(sizes[: tap.part]) // heads, heads, sizes[tap.part] // heads)
+        groups = self.sizes.kv_heads
+        return View(sum(sizes), sum(sizes[: tap.part]) // groups, groups, sizes[tap.part] // groups)
 
     def shard_count(self, point: int) -> int:
         """How many shards a point's row has among the workers of one pipeline stage."""
@@ -187,14 +203,11 @@ class SiteMap:
             raise UnsupportedSite(f"{name} was not proved on this model: {self.withdrawn[name]}")
         if self._has(name):
             return
-        kind = self.family.sites.get(name, ("", 0))[0]
-        reasons = {
-            "dense": "each of its layers has experts, which run in one fused kernel",
-            "sparse": "none of its layers has experts",
-            "all": "no layer of it has one",
-        }
-        having = self.family.points[kind].layers if kind else "all"
-        why = self.family.lacks.get(name) or reasons[having if isinstance(having, str) else "all"]
+        kind = self.family.points.get(self.family.sites.get(name, ("", 0))[0])
+        having = kind.layers if kind else "all"
+        why = self.family.lacks.get(name) or NONE_HAS[having if isinstance(having, str) else "all"]
+        if kind is not None and kind.layout == "partial sum":
+            why = "each tensor-parallel worker has a part of the sum, and none has the whole"
         raise UnsupportedSite(
             f"{name} is not available on {self.family.name} models: {why}; there are: {', '.join(self.names)}"
         )
@@ -222,7 +235,7 @@ class SiteMap:
         """The layers that a site names."""
         index: Index | None = site.layers
         kind, shift = self.family.sites[site.name]
-        having = self._layers_of[kind] if shift == 0 else list(range(self.layers))
+        having = self._having(kind) if shift == 0 else list(range(self.layers))
         if index is None:
             return having
         chosen = [index % self.layers] if isinstance(index, int) else list(index.indices(self.layers))
@@ -230,7 +243,9 @@ class SiteMap:
             raise UnsupportedSite(f"{site}: this model has {self.layers} layers (0 to {self.layers - 1})")
         lacking = [layer for layer in chosen if layer not in having] if len(having) < self.layers else []
         if lacking:
-            raise UnsupportedSite(f"{site}: layer {lacking[0]} has no {site.name}; there it is at {having}")
+            kinds = self.family.points[kind].layers
+            kinds = LAYERS_WITH[kinds] if isinstance(kinds, str) else ""
+            raise UnsupportedSite(f"{site}: layer {lacking[0]} has no {site.name}; there it is at {having}{kinds}")
         return chosen
 
     def _point(self, name: str, layer: int) -> int:
@@ -239,6 +254,8 @@ class SiteMap:
             return self._number[kind, None]
         if layer + shift == self.layers:
             return self._number[f"{kind}_end", None]
+        if (kind, layer + shift) not in self._number:
+            kind = self.family.points[kind].elsewhere
         return self._number[kind, layer + shift]
 
     def label(self, point: int) -> str:

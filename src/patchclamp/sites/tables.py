@@ -8,83 +8,37 @@ import msgspec
 
 from patchclamp.errors import ModelError
 from patchclamp.sites.families import Family, Moment, PointKind, Size, Tap
-
-L, NORM = "model.layers.{l}", "model.norm"
-ATTENTION, MLP = L + ".self_attn", L + ".mlp"
-QKV: tuple[Size, ...] = ("Q", "K", "K")
-PARTS: tuple[tuple[str, Size], ...] = (("q", "Q"), ("k", "K"), ("v", "K"))
-NO_EXPERTS = {"router": "its layers have one MLP each, and no experts to choose from"}
-FUSED = {"neurons": "its experts run in one fused kernel, which keeps what they hold to itself"}
-
-
-def kind(transformers: Tap, vllm: Tap | None = None, width: Size = "D", **rest: Any) -> PointKind:
-    """A kind of point, of its tap on Transformers and on vLLM, which is the same if it is not given. `rest`: other
-    fields of `PointKind`."""
-    return PointKind(transformers, transformers if vllm is None else vllm, width, **rest)
-
-
-def same(module: str, moment: Moment = "out", width: Size = "D", **rest: Any) -> PointKind:
-    """A kind whose tap is the same on both engines."""
-    return kind(Tap(module, moment), width=width, **rest)
-
-
-def sharded(transformers: Tap, vllm: Tap | None = None, width: Size = "Q", **rest: Any) -> PointKind:
-    return kind(transformers, vllm, width, layout="sharded", **rest)
-
-
-def results(o_proj: str, attention: str) -> PointKind:
-    """The heads' results: the input of the output projection; on vLLM what the attention layer computes."""
-    return sharded(Tap(o_proj, "in"), Tap(attention, "attention"))
-
-
-def projections(transformers: str, vllm: str, *words: str) -> dict[str, PointKind]:
-    """Queries, keys or values, by their `words`: on Transformers each is the output of a projection of its own (`{w}`
-    is the word), on vLLM a part of the output of a merged one."""
-    return {
-        word: sharded(Tap(transformers.format(w=word, l="{l}"), "out"), Tap(vllm, "out", of=QKV, part=part), width)
-        for part, (word, width) in enumerate(PARTS)
-        if word in words
-    }
-
-
-def merged(module: str, transformers: str | None = None, mixed: bool = False) -> dict[str, PointKind]:
-    """Queries, keys and values, side by side in the output of one projection on both engines."""
-
-    def tap(module: str, part: int) -> Tap:
-        return Tap(module, "out", of=QKV, part=part, mixed=mixed)
-
-    return {
-        word: sharded(tap(transformers or module, part), tap(module, part), width)
-        for part, (word, width) in enumerate(PARTS)
-    }
-
-
-def end(transformers: str, vllm: str | None = None, pair: bool = False) -> dict[str, PointKind]:
-    """The stream after the last layer, the result of its norm, and the logits."""
-    vllm = vllm or transformers
-    return {
-        "stream_end": kind(Tap(transformers, "in"), Tap(vllm, "in", 0, 1 if pair else None), per_layer=False),
-        "final_norm": kind(Tap(transformers, "out"), Tap(vllm, "out"), per_layer=False),
-        "logits": kind(Tap("lm_head", "out"), Tap("compute_logits", "out"), "V", per_layer=False, rows="sampled"),
-    }
-
-
-def without(family: Family, name: str, architectures: str, why: dict[str, str], **points: PointKind) -> Family:
-    """A family like another, with some `points` changed, and without the words of `why`."""
-    kinds = {word: kind for word, kind in (family.points | points).items() if word not in why or word in points}
-    return Family(name, tuple(architectures.split()), kinds, why)
-
-
-def on_backend(family: Family) -> Family:
-    """The family, run by vLLM's Transformers backend: its vLLM taps are at that backend's modules."""
-    return msgspec.structs.replace(family, backend=True)
-
+from patchclamp.sites.hybrids import hybrids
+from patchclamp.sites.kinds import (
+    ATTENTION,
+    ATTENTION_ONLY,
+    FUSED,
+    MLP,
+    NO_EXPERTS,
+    NORM,
+    L,
+    end,
+    kind,
+    merged,
+    on_backend,
+    projections,
+    results,
+    same,
+    sharded,
+    without,
+)
 
 # vLLM hands a layer (positions, hidden, residual): the stream is hidden + residual; a fused norm's two inputs are what
 # was added last and the stream before it
 LLAMA = Family(
     name="llama",
-    architectures=("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"),
+    architectures=(
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Ernie4_5ForCausalLM",
+        "NemotronForCausalLM",
+    ),
     points={
         "stream": kind(Tap(L, "in"), Tap(L, "in", 1, 2)),
         "mid": kind(Tap(L + ".post_attention_layernorm", "in"), Tap(L + ".post_attention_layernorm", "in", 0, 1)),
@@ -127,15 +81,45 @@ GRANITE = without(
     mlp_out=kind(Tap(MLP, "out", scale="residual_multiplier")),
     **end(NORM),
 )  # fmt: skip
+GLM4 = without(
+    LLAMA, "glm4", "Glm4ForCausalLM", NO_EXPERTS,
+    attn_out=same(L + ".post_self_attn_layernorm"), mlp_out=same(L + ".post_mlp_layernorm"),
+)  # fmt: skip
+NO_INPUT_NORMS = NO_EXPERTS | {
+    "attn_in": "its attention reads the stream itself, resid_pre",
+    "mlp_in": "its MLP reads the stream itself, resid_mid",
+}
+BY_HEAD = {word: GEMMA3.points[word] for word in ("q", "k")}
+EXAONE4 = without(
+    LLAMA, "exaone4", "Exaone4ForCausalLM", NO_INPUT_NORMS, **BY_HEAD,
+    stream=kind(Tap(L, "in"), Tap(L, "in", 1)), mid=same(MLP, "in"),
+    attn_out=same(L + ".post_attention_layernorm"), mlp_out=same(L + ".post_feedforward_layernorm"), **end(NORM),
+)  # fmt: skip
+STABLELM = msgspec.structs.replace(without(
+    LLAMA, "stablelm", "StableLmForCausalLM", NO_EXPERTS,
+    stream=kind(Tap(L, "in"), Tap(L, "in", 1)), mid=same(L + ".post_attention_layernorm", "in"), **end(NORM),
+), needs={"use_parallel_residual": False, "qk_layernorm": False})  # fmt: skip
+# attention and MLP read the same normed tensor: attention is handed a copy of it, so that an edit is one of the two's
+PARALLEL = NO_EXPERTS | {
+    "resid_mid": "attention and MLP both read the stream before the layer, and none is between them"
+}
+COHERE = msgspec.structs.replace(without(
+    LLAMA, "cohere", "CohereForCausalLM Cohere2ForCausalLM", PARALLEL,
+    stream=kind(Tap(L, "in"), Tap(L, "in", 1)),
+    attn_in=same(ATTENTION, "in", hidden="hidden_states", copied=True), mlp_in=same(MLP, "in"),
+    attn_out=same(ATTENTION, layout="partial sum"), mlp_out=same(MLP, layout="partial sum"), **end(NORM),
+), needs={"use_qk_norm": False})  # fmt: skip
 MIXTRAL = without(
     LLAMA, "mixtral", "MixtralForCausalLM", FUSED,
     router=kind(Tap(MLP + ".gate", "out", rerun=True), Tap(L + ".block_sparse_moe.gate", "out"), "X"),
     mlp_out=kind(Tap(MLP, "out"), Tap(L + ".block_sparse_moe", "out")),
 )  # fmt: skip
+DENSE_AND_SPARSE = {
+    "neurons": sharded(Tap(MLP + ".down_proj", "in"), width="M", layers="dense"),
+    "router": kind(Tap(MLP + ".gate", "out", rerun=True), Tap(MLP + ".gate", "out"), "X", layers="sparse"),
+}
 QWEN3_MOE = without(
-    LLAMA, "qwen3_moe", "Qwen3MoeForCausalLM", {}, **NORMED,
-    neurons=sharded(Tap(MLP + ".down_proj", "in"), width="M", layers="dense"),
-    router=kind(Tap(MLP + ".gate", "out", rerun=True), Tap(MLP + ".gate", "out"), "X", layers="sparse"),
+    LLAMA, "qwen3_moe", "Qwen3MoeForCausalLM", ATTENTION_ONLY, **NORMED, **DENSE_AND_SPARSE,
 )  # fmt: skip
 GPT_OSS = without(
     LLAMA, "gpt_oss", "GptOssForCausalLM", FUSED,
@@ -145,13 +129,39 @@ GPT_OSS = without(
     attn_out=kind(Tap(ATTENTION, "out"), Tap(L + ".attn", "out")),
     router=kind(Tap(MLP + ".router", "out", rerun=True), Tap(MLP + ".router", "out"), "X"),
 )  # fmt: skip
+MOE = without(
+    LLAMA, "moe", "Ernie4_5_MoeForCausalLM Qwen2MoeForCausalLM", ATTENTION_ONLY, **DENSE_AND_SPARSE,
+)  # fmt: skip
+GLM4_MOE = msgspec.structs.replace(
+    without(LLAMA, "glm4_moe", "Glm4MoeForCausalLM", ATTENTION_ONLY, **DENSE_AND_SPARSE),
+    needs={"use_qk_norm": False},
+)
+GLM4_MOE_NORMED = msgspec.structs.replace(
+    without(LLAMA, "glm4_moe_normed", "Glm4MoeForCausalLM", ATTENTION_ONLY, **NORMED, **DENSE_AND_SPARSE),
+    needs={"use_qk_norm": True},
+)
+OLMOE = msgspec.structs.replace(without(
+    LLAMA, "olmoe", "OlmoeForCausalLM", FUSED, **NORMED, router=DENSE_AND_SPARSE["router"],
+), needs={"clip_qkv": None})  # fmt: skip
+_NORMED_INSIDE = "vLLM norms them in one function of the whole attention, and no module makes them alone"
+MINIMAX_M2 = without(
+    LLAMA, "minimax_m2", "MiniMaxM2ForCausalLM", FUSED | {"q": _NORMED_INSIDE, "k": _NORMED_INSIDE},
+    router=kind(Tap(MLP + ".gate", "out", rerun=True), Tap(L + ".block_sparse_moe.gate", "out"), "X"),
+    mlp_out=kind(Tap(MLP, "out"), Tap(L + ".block_sparse_moe", "out")),
+)  # fmt: skip
+_FEED = L + ".feed_forward"
+LLAMA4 = without(
+    LLAMA, "llama4", "Llama4ForCausalLM", ATTENTION_ONLY
+    | {"q": "vLLM orders the numbers of each head otherwise", "k": "vLLM orders the numbers of each head otherwise",
+       "router": "on Transformers the module that makes its logits also makes of them what the experts are given"},
+    neurons=sharded(Tap(_FEED + ".down_proj", "in"), width="M", layers="dense"), mlp_out=same(_FEED),
+)  # fmt: skip
 LATENT = "its attention keeps one latent row for all heads, from which the kernel makes keys and values"
 DEEPSEEK = msgspec.structs.replace(without(
     LLAMA, "deepseek", "DeepseekV2ForCausalLM DeepseekV3ForCausalLM",
-    {"q": LATENT + ", and what it asks with", "k": LATENT, "v": LATENT},
+    ATTENTION_ONLY | {"q": LATENT + ", and what it asks with", "k": LATENT, "v": LATENT},
     z=sharded(Tap(ATTENTION + ".o_proj", "in"), width="Z"),
-    neurons=sharded(Tap(MLP + ".down_proj", "in"), width="M", layers="dense"),
-    router=kind(Tap(MLP + ".gate", "out", rerun=True), Tap(MLP + ".gate", "out"), "X", layers="sparse"),
+    **DENSE_AND_SPARSE,
 ), divided_by="routed_scaling_factor")  # fmt: skip
 
 _H = "transformer.h.{l}"
@@ -173,6 +183,33 @@ GPT2 = Family(
     },
     lacks=NO_EXPERTS,
 )
+# what their embedding puts into the stream is the whole of it
+_NO_POSITIONS = msgspec.structs.replace(GPT2, points={w: kind for w, kind in GPT2.points.items() if w != "embed"})
+_ATTN = _H + ".attn"
+GPT_J = without(
+    _NO_POSITIONS, "gpt_j", "GPTJForCausalLM", PARALLEL,
+    stream=kind(Tap(_H, "in"), Tap(_H, "in", 1)),
+    attn_in=same(_ATTN, "in", hidden="hidden_states", copied=True),
+    **projections(_ATTN + ".{w}_proj", _ATTN + ".qkv_proj", "q", "k", "v"),
+    z=results(_ATTN + ".out_proj", _ATTN + ".attn"), mlp_in=same(_H + ".mlp", "in"),
+    neurons=sharded(Tap(_H + ".mlp.fc_out", "in"), width="M"),
+)  # fmt: skip
+_SELF = _H + ".self_attention"
+BLOOM = msgspec.structs.replace(without(
+    _NO_POSITIONS, "bloom", "BloomForCausalLM", NO_EXPERTS,
+    stream=kind(Tap(_H, "in"), Tap(_H, "in", 1)), attn_in=same(_H + ".input_layernorm"),
+    **merged(_SELF + ".query_key_value", regrouped=True), z=results(_SELF + ".dense", _SELF + ".attn"),
+    attn_out=kind(Tap(_SELF + ".dense", "out"), Tap(_SELF, "out")),
+    mid=same(_H + ".post_attention_layernorm", "in"), mlp_in=same(_H + ".post_attention_layernorm"),
+    neurons=sharded(Tap(_H + ".mlp.dense_4h_to_h", "in"), width="M"),
+    mlp_out=kind(Tap(_H + ".mlp.dense_4h_to_h", "out"), Tap(_H + ".mlp", "out")),
+), needs={"apply_residual_connection_post_layernorm": False, "slow_but_exact": False})  # fmt: skip
+FALCON = msgspec.structs.replace(without(
+    BLOOM, "falcon", "FalconForCausalLM", PARALLEL,
+    attn_in=kind(Tap(_SELF, "in", copied=True), Tap(_SELF, "in", "hidden_states", copied=True)),
+    attn_out=same(_SELF, layout="partial sum"),
+    mlp_in=same(_H + ".mlp", "in"), mlp_out=same(_H + ".mlp", layout="partial sum"),
+), needs={"parallel_attn": True, "bias": False})  # fmt: skip
 _O = "model.decoder.layers.{l}"
 OPT = Family(
     name="opt",
@@ -195,10 +232,19 @@ OPT = Family(
 )
 
 # through vLLM's Transformers backend: the same modules, below `model`, with merged projections, on rows [1, T, D]
+BACKEND = on_backend(without(
+    LLAMA, "llama_backend", "SmolLM3ForCausalLM SeedOssForCausalLM HunYuanDenseV1ForCausalLM", NO_EXPERTS,
+    stream=same(L, "in"), mid=same(L + ".post_attention_layernorm", "in"), **end(NORM),
+))  # fmt: skip
+STARCODER2 = on_backend(without(
+    BACKEND, "starcoder2", "Starcoder2ForCausalLM", NO_EXPERTS,
+    neurons=sharded(Tap(MLP + ".c_proj", "in"), width="M"),
+))  # fmt: skip
+HUNYUAN_MOE = on_backend(without(
+    BACKEND, "hunyuan_moe", "HunYuanMoEV1ForCausalLM", FUSED, router=same(MLP + ".gate.wg", width="X"),
+))  # fmt: skip
 OLMO2 = on_backend(without(
-    LLAMA, "olmo2", "Olmo2ForCausalLM",
-    NO_EXPERTS | {"attn_in": "its attention reads the stream itself, resid_pre",
-                  "mlp_in": "its MLP reads the stream itself, resid_mid"},
+    LLAMA, "olmo2", "Olmo2ForCausalLM Olmo3ForCausalLM", NO_INPUT_NORMS,
     stream=same(L, "in"), mid=same(MLP, "in"), **NORMED,
     attn_out=same(L + ".post_attention_layernorm"), mlp_out=same(L + ".post_feedforward_layernorm"),
     **end(NORM),
@@ -231,7 +277,10 @@ GPT_NEOX = Family(
 )
 
 FAMILIES: tuple[Family, ...] = (
-    LLAMA, QWEN3, PHI3, GEMMA2, GEMMA3, GRANITE, OLMO2, GPT2, OPT, GPT_NEOX, MIXTRAL, QWEN3_MOE, GPT_OSS, DEEPSEEK,
+    LLAMA, QWEN3, PHI3, GEMMA2, GEMMA3, GRANITE, GLM4, EXAONE4, STABLELM, COHERE, BACKEND, STARCODER2, OLMO2,
+    GPT2, GPT_J, BLOOM, FALCON, OPT, GPT_NEOX,
+    MIXTRAL, QWEN3_MOE, MOE, GLM4_MOE, GLM4_MOE_NORMED, OLMOE, MINIMAX_M2, LLAMA4, HUNYUAN_MOE,
+    GPT_OSS, DEEPSEEK, *hybrids(LLAMA, GRANITE),
 )  # fmt: skip
 
 # of models that also read images: the class, the model type of its decoder's config, and the family of the decoder
@@ -258,22 +307,27 @@ def family_of(architectures: list[str] | tuple[str, ...] | None, config: Any = N
 
     Raises: `ModelError` if none does, and for a config that is not as the family `needs` it.
     """
-    for family in FAMILIES:
-        if set(family.architectures) & set(architectures or ()):
-            for name, needed in family.needs.items():
-                right = getattr(config, needed, None) if isinstance(needed, str) else needed
-                if config is not None and getattr(config, name, right) != right:
-                    raise ModelError(
-                        f"the table of {family.name} models is for {name}={needed}, and this one has "
-                        f"{getattr(config, name)}"
-                    )
-            return family
+    families = [family for family in FAMILIES if set(family.architectures) & set(architectures or ())]
+    unmet = [_unmet(family, config) for family in families]
+    if "" in unmet:
+        return families[unmet.index("")]
+    if families:
+        raise ModelError("; ".join(unmet))
     for name in architectures or ():
         text, family = DECODERS.get(name, ("", LLAMA))
         if text and getattr(config, "model_type", text) == text:
             return within(family, name)
     tabled = sorted(name for family in FAMILIES for name in family.architectures)
     raise ModelError(f"no site table for {list(architectures or ())}; there are tables for {', '.join(tabled)}")
+
+
+def _unmet(family: Family, config: Any) -> str:
+    """What a config does not have of what the family needs; "" if it has all of it."""
+    for name, needed in family.needs.items():
+        right = getattr(config, needed, None) if isinstance(needed, str) else needed
+        if config is not None and getattr(config, name, right) != right:
+            return f"the table of {family.name} models is for {name}={needed}, and this one has {getattr(config, name)}"
+    return ""
 
 
 def within(family: Family, architecture: str) -> Family:
