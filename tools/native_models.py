@@ -5,6 +5,7 @@
     python -m tools.native_models --page FILES    the page, of what earlier runs printed
 
 Each is a tiny random model in fp32, in a process of its own: found, proved on vLLM, and compared with Transformers.
+Classes with a table are tried as if they had none.
 """
 
 from __future__ import annotations
@@ -52,15 +53,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def decoders() -> dict[str, str]:
-    """The Transformers model types that vLLM has a class of its own for, and we no table; each with the class."""
+    """The Transformers model types that vLLM has a class of its own for, each with the class."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
 
-    from patchclamp.sites import has_table
-
     types: dict[str, str] = {}
     for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
-        named = name in _TEXT_GENERATION_MODELS and not has_table([name])
+        named = name in _TEXT_GENERATION_MODELS
         if named and f"{kind}_text" not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
             types[kind] = name
     return dict(sorted(types.items()))
@@ -78,11 +77,11 @@ def tiny(kind: str) -> dict[str, Any]:
 def tried(kind: str) -> dict[str, Any]:
     """What comes of one: site words that are proved and equal, and why others are not."""
     import patchclamp as pc
-    from tests.models import of_config
+    from tests.models import no_table, of_config
 
     options: dict[str, Any] = dict(enforce_eager=True, max_model_len=128, block_size=32, kv_cache_memory_bytes=1 << 26,
                                    skip_tokenizer_init=True)  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, no_table(decoders()[kind]):
         try:
             of_config(Path(folder), kind, tiny(kind))
         except Exception as error:
@@ -136,6 +135,7 @@ def page(results: dict[str, dict[str, Any]]) -> str:
 For a decoder without a table patchclamp looks for the sites in the model's class: it runs the class once on tensors
 without data, follows what is added to the stream, and proves on the live model what it finds. This is so for vLLM's own
 classes, for vLLM's Transformers backend, and on Transformers. What is not found is refused, and says why.
+[Classes with a table](sites.md) have more sites; here they were tried as if they had none.
 
 The table says what came of tiny random models in fp32 ({versions}). Of {tried} classes
 of vLLM's own, {whole} have a proved stream. *Equal* are the sites that agree with Transformers within 10⁻⁴ in every

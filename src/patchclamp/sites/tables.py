@@ -293,6 +293,11 @@ DECODERS: dict[str, tuple[str, Family]] = {
 }
 
 
+def is_listed(architectures: list[str] | tuple[str, ...]) -> bool:
+    """Whether a table lists one of these classes, be a config as it needs or not."""
+    return any(set(family.architectures) & set(architectures) for family in FAMILIES)
+
+
 def has_table(architectures: list[str] | tuple[str, ...] | None, config: Any = None) -> bool:
     """Whether `family_of` finds a family."""
     try:

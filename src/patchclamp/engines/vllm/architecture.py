@@ -61,7 +61,7 @@ def _family(vllm_config: Any, facts: dict[str, Any]) -> Family:
         try:
             family = family_of(architectures, config)
         except ModelError as error:
-            if any(set(family.architectures) & set(architectures) for family in tables.FAMILIES):
+            if tables.is_listed(architectures):
                 raise ModelError(f"{error}. {_advice(config)}") from None
             return _found(vllm_config, facts)
         if family.backend:
