@@ -98,9 +98,9 @@ def test_a_class_that_is_not_understood_says_what_to_do(tmp_path, monkeypatch):
 
 def test_a_model_without_keys_and_values_is_for_vllm(tmp_path):
     folder = of_config(
-        tmp_path, "mamba", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "state_size": 8}
+        tmp_path, "rwkv", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "context_length": 128}
     )
-    with pytest.raises(ModelError, match=r'MambaForCausalLM takes no past_key_values: .* engine="vllm" may run it'):
+    with pytest.raises(ModelError, match=r'RwkvForCausalLM takes no past_key_values: .* engine="vllm" may run it'):
         pc.LM(folder, engine="transformers", **IDS)
 
 

@@ -73,7 +73,7 @@ def test_how_many_tokens_fit_is_told_by_other_names_or_asked_for(tmp_path):
     )
     with pc.LM(str(tmp_path / "mpt"), engine="transformers", **IDS) as lm:
         assert lm.model.max_model_len == 96
-        assert "attn_out" in lm.sites.withdrawn  # its MLP adds the stream itself
+        assert not lm.sites.withdrawn
     bloom = tmp_path / "bloom"
     BloomForCausalLM(BloomConfig(hidden_size=64, n_head=4, n_layer=2, vocab_size=128)).save_pretrained(bloom)
     with pytest.raises(
@@ -160,17 +160,15 @@ def test_numbers_that_are_not_finite_are_told_of(tmp_path):
     ("kind", "engine", "why"),
     [
         ("mamba", "transformers", r"\['MambaForCausalLM'\] does not say how many tokens fit: give max_model_len"),
-        ("mamba", "vllm", r"no site table for \['MambaForCausalLM'\]; there are tables for .* Mamba2ForCausalLM"),
-        ("bloom", "vllm", r"no site table for .*Bloom.* vLLM does not run Transformers' own BloomForCausalLM either"),
     ],
 )  # fmt: skip
 def test_what_has_no_sites_says_so_in_our_words(tmp_path, kind, engine, why):
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     sizes = dict(vocab_size=512, hidden_size=128, num_hidden_layers=2)
-    config = CONFIG_MAPPING[kind](**sizes, **({"n_head": 4} if kind == "bloom" else {"state_size": 16}))
+    config = CONFIG_MAPPING[kind](**sizes, state_size=16)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
-    with no_table("BloomForCausalLM"), pytest.raises(ModelError, match=why):
+    with pytest.raises(ModelError, match=why):
         pc.LM(str(tmp_path), engine=engine, **IDS, **(EAGER if engine == "vllm" else {}))
 
 

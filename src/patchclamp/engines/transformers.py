@@ -20,7 +20,7 @@ from patchclamp.engines.base import Answer, Engine, Gradients, Model, Part, Requ
 from patchclamp.engines.findings import Finding
 from patchclamp.engines.gradients import gradients
 from patchclamp.engines.numerics import only_uniform
-from patchclamp.engines.passes import Passes
+from patchclamp.engines.passes import Passes, cache_name
 from patchclamp.engines.recompute import FEW, WAYS, Recompute
 from patchclamp.engines.sampling import Sampler
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
@@ -413,7 +413,7 @@ def _load(name: str, dtype: torch.dtype | str, trust_remote_code: bool) -> Any:
 
 def _check_cache(net: Any) -> None:
     """Raises `ModelError` for a model that keeps a state in place of keys and values, which steps would not hand on."""
-    if "past_key_values" not in inspect.signature(net.forward).parameters:
+    if cache_name(type(net)) not in inspect.signature(net.forward).parameters:
         raise ModelError(
             f"{type(net).__name__} takes no past_key_values: what it keeps between tokens is not passed on here. "
             'engine="vllm" may run it'

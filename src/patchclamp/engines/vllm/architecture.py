@@ -9,7 +9,7 @@ import msgspec
 from patchclamp.engines.vllm.compat import backend, configuration
 from patchclamp.engines.vllm.found import found_family
 from patchclamp.errors import ModelError
-from patchclamp.sites import FAMILIES, Family, SiteMap, family_of, has_table, sizes_of
+from patchclamp.sites import Family, SiteMap, family_of, has_table, sizes_of, tables
 from patchclamp.sites.untabled import no_text_model, untabled
 
 
@@ -61,7 +61,7 @@ def _family(vllm_config: Any, facts: dict[str, Any]) -> Family:
         try:
             family = family_of(architectures, config)
         except ModelError as error:
-            if any(set(family.architectures) & set(architectures) for family in FAMILIES):
+            if any(set(family.architectures) & set(architectures) for family in tables.FAMILIES):
                 raise ModelError(f"{error}. {_advice(config)}") from None
             return _found(vllm_config, facts)
         if family.backend:
