@@ -11,7 +11,7 @@ from patchclamp.engines import recompute, trunk
 from patchclamp.errors import CapacityError, RunError, UnknownName
 from patchclamp.proving.prove import prove
 
-from ..models import of_family
+from ..models import no_table, of_family
 
 IDS = {"engine": "transformers", "dtype": "float32", "skip_tokenizer_init": True, "max_num_seqs": 8, "prove": False}
 PROMPT, OTHER = list(range(5, 25)), list(range(100, 117))  # longer than the families' windows
@@ -129,7 +129,7 @@ def test_what_cannot_leave_a_trunk_is_computed_whole_and_says_why(folder, tmp_pa
     assert whole.engine.whole_because == 'recompute="all" was asked for'
     with changed.engine.computing_whole():
         assert all(run.computed_from is None for run in changed.run([PROMPT] * 10, max_tokens=1, edits=edits))
-    with pc.LM(of_family(tmp_path, "starcoder2"), **IDS) as untabled:
+    with no_table("Starcoder2ForCausalLM"), pc.LM(of_family(tmp_path, "starcoder2"), **IDS) as untabled:
         runs = untabled.run([PROMPT] * 10, max_tokens=1, edits=edits)
         assert all(run.computed_from is None for run in runs)
         assert "no site table" in untabled.engine.whole_because
