@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -26,6 +26,13 @@ PREPARED = SimpleNamespace(
 )  # fmt: skip
 WHOLE = ["before", "at work", "planned", "after"]
 IDLE = ["before", "at rest"]
+
+
+class Step(NamedTuple):
+    """A step without drafted tokens; `active` is what `before` is to say of it."""
+
+    active: bool
+    scheduled_spec_decode_tokens: dict[str, list[int]] = {}  # noqa: RUF012
 
 
 class V2:
@@ -69,11 +76,9 @@ def called() -> list[str]:
 
 @pytest.fixture
 def hooks(called) -> compat.Hooks:
-    """A step is what `before` is to say of it."""
-
-    def before(step: bool) -> tuple[bool, bool]:
+    def before(step: Step) -> tuple[bool, bool]:
         called.append("before")
-        return step, True
+        return step.active, True
 
     noted = [lambda *args, name=name: called.append(name) for name in ("planned", "logits", "after")]
 
@@ -104,15 +109,15 @@ def v1(hooks) -> Any:
 def test_v2_calls_everything_in_steps_with_programs_alone(v2, called):
     for active, expected in ((True, WHOLE), (False, IDLE), (True, WHOLE)):
         called.clear()
-        assert v2.execute_model(active) == "executed"
+        assert v2.execute_model(Step(active)) == "executed"
         assert v2.sample_tokens(None) == "sampled"
         assert called == expected
 
 
 def test_v2_calls_nothing_for_a_dummy_step(v2, called):
-    v2.execute_model(True)
+    v2.execute_model(Step(True))
     called.clear()
-    assert v2.execute_model(True, dummy_run=True) == "dummy"
+    assert v2.execute_model(Step(True), dummy_run=True) == "dummy"
     assert called == []
 
 
@@ -120,7 +125,7 @@ def test_v2_keeps_nothing_of_a_step_that_failed(v2, called):
     """vLLM asks for samples all the same, and raises the error after that."""
     v2.fails = True
     with pytest.raises(RuntimeError, match="out of memory"):
-        v2.execute_model(True)
+        v2.execute_model(Step(True))
     assert v2.sample_tokens(None) == "sampled"
     assert called == ["before", "at work", "planned"]
 
@@ -128,14 +133,14 @@ def test_v2_keeps_nothing_of_a_step_that_failed(v2, called):
 def test_v1_calls_everything_in_steps_with_programs_alone(v1, called):
     for active, expected in ((True, WHOLE), (False, IDLE), (True, WHOLE)):
         called.clear()
-        assert v1.execute_model(active) == "executed"
+        assert v1.execute_model(Step(active)) == "executed"
         assert called == expected
 
 
 def test_v1_keeps_nothing_of_a_step_that_failed(v1, called):
     v1.fails = True
     with pytest.raises(RuntimeError, match="out of memory"):
-        v1.execute_model(True)
+        v1.execute_model(Step(True))
     assert called == ["before", "at work", "planned"]
 
 
@@ -146,7 +151,7 @@ def test_v1_replays_graphs_without_taps_in_dummy_steps(hooks, monkeypatch):
     runner, graphs = V1(), SimpleNamespace(use=lambda active: used.append(active), has=lambda mode, tokens: True)
     runner._dummy_run = lambda: used[-1]
     compat._hook_v1(runner, hooks, graphs)  # type: ignore[arg-type]
-    runner.execute_model(True)
+    runner.execute_model(Step(True))
     assert used == [True]
     assert runner._dummy_run() is False
 

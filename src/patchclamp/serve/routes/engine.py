@@ -80,7 +80,7 @@ async def free(request: Request) -> dict[str, float]:
     told = await _read(request, wire.Free)
     for name in (*told.release, *told.abort):
         _check_owned(owner, name)
-    front.leases.renew(f"{owner}-{told.session}")
+    front.leases.renew_unless_lost(f"{owner}-{told.session}")
     front.engine.release(told.release)
     front.engine.abort(told.abort)
     return {"lease_s": wire.LEASE_S}
@@ -95,6 +95,7 @@ async def live(session: Session, request: Request) -> Response:
 
     async def beats() -> AsyncIterator[bytes]:
         beat_s = 0.0
+        front.leases.opened(name)
         try:
             while not request.app.state.server.should_exit:  # a server that ends waits for its connections
                 if beat_s <= time.monotonic():
