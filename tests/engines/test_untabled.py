@@ -22,9 +22,9 @@ from .test_families import EAGER, IDS, PROMPTS, every_edit_is_equal, rows_are_eq
 pytestmark = pytest.mark.usefixtures("inspected_here")
 WHOLE = ["embed", "resid_pre", "z", "attn_out", "resid_mid", "neurons", "mlp_out", "resid_post", "final_norm", "logits"]
 # what each has
-HAS = {"starcoder2": WHOLE, "phi": [name for name in WHOLE if name != "resid_mid"], "nemotron": WHOLE, "glm4": WHOLE,
+HAS = {"starcoder2": WHOLE, "phi": [name for name in WHOLE if name != "resid_mid"], "nemotron": WHOLE,
        "flex_olmo": [name for name in WHOLE if name != "neurons"], "llama": WHOLE}  # fmt: skip
-NATIVE = ("nemotron", "glm4")  # classes of vLLM's own
+NATIVE = ("nemotron",)  # classes of vLLM's own
 THROUGH = {"model_impl": "transformers"}
 OPTIONS = {"llama": THROUGH}
 
