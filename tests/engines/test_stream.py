@@ -84,6 +84,7 @@ def test_what_was_captured_is_there_with_every_part(shallow, engine):
         assert so_far.token_ids == run.token_ids[:number]
         assert so_far.positions(at) == list(range(len(ids) + number - 1))
         looked.append((so_far[at], so_far[at].clone()))
+        assert not so_far[at].is_inference()
         torch.testing.assert_close(so_far[at], run[at][: len(ids) + number - 1], rtol=1e-4, atol=1e-4)
     assert stream._mailbox._items.qsize() < LONG["max_tokens"] - 100
     with pytest.raises(pc.MissingSource):

@@ -19,7 +19,7 @@ from patchclamp.engines.transformers import _check_padding_right
 from patchclamp.errors import ModelError
 from patchclamp.proving import prove
 
-from ..models import no_table, of_family
+from ..models import no_table, of_family, randomise
 from .test_families import EAGER, IDS, PROMPTS
 from .test_parity import worst_row
 
@@ -170,6 +170,26 @@ def test_what_has_no_sites_says_so_in_our_words(tmp_path, kind, engine, why):
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=why):
         pc.LM(str(tmp_path), engine=engine, **IDS, **(EAGER if engine == "vllm" else {}))
+
+
+@pytest.mark.parametrize("kind", ["mamba", "falcon_mamba"])
+def test_states_without_keys_go_on_as_they_began(tmp_path, kind):
+    """On Transformers, prompts of two lengths in one batch: each token is what the whole text before it gives."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    config = CONFIG_MAPPING[kind](vocab_size=512, hidden_size=64, num_hidden_layers=2, state_size=8)
+    net = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    randomise(net)
+    net.save_pretrained(tmp_path)
+    prompts = [[5, 6, 7, 8, 9, 10, 11], [40, 41, 42]]
+    with pc.LM(str(tmp_path), engine="transformers", max_model_len=64, **IDS) as lm:
+        runs = lm.run(prompts, max_tokens=6, logprobs=True, sampling={"ignore_eos": True})
+    for prompt, run in zip(prompts, runs, strict=True):
+        for i, token in enumerate(run.token_ids):
+            with torch.no_grad():
+                logits = net(torch.tensor([[*prompt, *run.token_ids[:i]]]), use_cache=False).logits[0, -1]
+            assert run.logprobs[i] == pytest.approx(float(logits.log_softmax(-1)[token]), abs=1e-4)
 
 
 @pytest.mark.parametrize("changed", [{"word_embed_proj_dim": 64}, {"_remove_final_layer_norm": True}])

@@ -196,7 +196,7 @@ def settle(future: Future[Answer], answer: Answer | Exception) -> None:
         future.set_result(answer)
 
 
-def settle_if_failed(futures: Iterable[Future[Answer]], job: Future[Any]) -> None:
+def settle_if_failed(futures: Iterable[Future[Any]], job: Future[Any]) -> None:
     """Gives the error of a job that serves some requests to each of them that has no answer yet."""
     error = job.exception()
     if error is not None:

@@ -42,12 +42,16 @@ class Passes:
     def run(self, net: Any) -> torch.Tensor:
         """The model's pass over the inputs at hand; returns the logits to sample from, [B, V]."""
         name = cache_name(type(net))
+        # once it has its states, a model without keys takes one token and no mask: the first Mamba would repeat the
+        # token along a longer one
+        has_states = name == "cache_params" and self.cache is not None
         out = net(
-            input_ids=self.ids_BT, attention_mask=self.mask_BT, position_ids=self.positions_BT,
+            input_ids=self.ids_BT, attention_mask=None if has_states else self.mask_BT, position_ids=self.positions_BT,
             use_cache=True, logits_to_keep=self.keep, **{name: self.cache},
         )  # fmt: skip
         self.cache = out[name]
-        return out.logits[torch.arange(len(self.ids_BT)), self.last_row].contiguous()
+        logits_BKV = out.logits[:, -self.keep :]  # also of a class that keeps them all
+        return logits_BKV[torch.arange(len(self.ids_BT)), self.last_row].contiguous()
 
     def advance(self, tokens: list[int]) -> None:
         """Makes the sampled tokens the next inputs."""

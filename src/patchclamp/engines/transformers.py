@@ -146,7 +146,7 @@ class TransformersEngine(Engine):
     def fetch(self, run: str, point: int, op: int | None = None) -> tuple[np.ndarray, torch.Tensor]:
         asked: Future[tuple[np.ndarray, torch.Tensor]] = Future()
         self._asked.append((asked, (run, point, op)))
-        self._call(self._fetch_asked)
+        self._call(self._fetch_asked).add_done_callback(functools.partial(settle_if_failed, [asked]))
         positions, rows = asked.result()
         return positions, rows.cpu()
 
@@ -211,7 +211,8 @@ class TransformersEngine(Engine):
         while self._asked:
             asked, wanted = self._asked.popleft()
             try:
-                asked.set_result(self.runtime.fetch(*wanted))
+                with torch.inference_mode(False):  # callers may train on the rows, and change them
+                    asked.set_result(self.runtime.fetch(*wanted))
             except Exception as error:
                 asked.set_exception(error)
 
