@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import patchclamp as pc
@@ -27,6 +27,8 @@ def test_rows_and_bytes_are_those_that_the_selection_names(selection, prompt, ge
         program = Program.of([pc.Scale(2.0, at=pc.resid_post[0:2], tokens=selection)], [pc.z[1] @ pc.prompt, pc.embed])
         vectors: dict[str, np.ndarray] = {}
         asked = Prompt(prompt, lambda: ("", []))
+        generates_inputs = len(generated) + more > 1  # else what selects nothing of the prompt is refused
+        assume(generates_inputs or len(asked.select(selection, len(prompt), prompt)))
         bound = bind(program, "run", asked, len(generated) + more, lm.sites, None, None, vectors, None)
         ids = [*prompt, *generated]
         positions = len(ids) - 1
