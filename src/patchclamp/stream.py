@@ -33,7 +33,8 @@ class Stream:
         self, engine: Engine, request: Request, make_run: Callable[[Answer | PatchclampError], Run],
         look_at: Callable[[Answer], Run],
     ) -> None:  # fmt: skip
-        self._engine, self._key, self._look_at = engine, request.run, look_at
+        self._engine, self._key = engine, request.run
+        self._look_at: Callable[[Answer], Run] | None = look_at
         self._has_logprobs, self._parts = request.logprobs is not None, list[Part]()
         self._make_run: Callable[[Answer | PatchclampError], Run] | None = make_run
         self._mailbox = request.listener = mailbox = _Mailbox()
@@ -70,6 +71,7 @@ class Stream:
             raise ProgramError("no part of the stream was read yet: what it captured comes with the first one")
         token_ids = [token for part in self._parts for token in part.token_ids]
         logprobs = [each for part in self._parts for each in part.logprobs] if self._has_logprobs else None
+        assert self._look_at is not None
         return self._look_at(Answer(token_ids, "".join(part.text for part in self._parts), logprobs, {}, None))
 
     def close(self) -> None:
@@ -121,7 +123,8 @@ class Stream:
         self._mailbox.post(item)  # the end stays, for whoever reads again
         if self._unread.detach() is None:
             return None
-        make_run, self._make_run = self._make_run, None  # which holds vectors
+        make_run, self._make_run, self._look_at = self._make_run, None, None  # which hold vectors
+        self._parts.clear()
         assert make_run is not None
         try:
             self._run = make_run(item)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -43,6 +44,7 @@ class Recompute:
         self._pass_rows = PASS_ROWS["cpu" if device.startswith("cpu") else "other"]
         self.whole_because = _reason(sites, way)
         self._is_proved, self._off = False, 0
+        self._lock = threading.Lock()  # callers' threads switch it off and on
         self._layers: Layers | None = None
         self._trunks: OrderedDict[tuple[int, ...], Trunk] = OrderedDict()
         self.passes = {"whole": 0, "from_cut": 0}
@@ -62,11 +64,13 @@ class Recompute:
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
         """Groups that are made within it are computed whole."""
-        self._off += 1
+        with self._lock:
+            self._off += 1
         try:
             yield
         finally:
-            self._off -= 1
+            with self._lock:
+                self._off -= 1
 
     def _sees(self, request: Request) -> bool:
         """Whether a request's text is within what the proof is about."""
