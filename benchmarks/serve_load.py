@@ -171,7 +171,9 @@ def main() -> None:
     model, width = model_of(args.shape, folder), {"0.6b": 1024, "8b": 4096, "smollm2": 576}[args.shape]
     options = ["--max-model-len=2048", "--no-enable-prefix-caching"]
     if torch.cuda.is_available():
-        options += ["--gpu-memory-utilization=0.4", *(["--load-format=dummy"] if args.shape != "smollm2" else [])]
+        # two servers that start at once cannot measure what memory is free
+        options += ["--gpu-memory-utilization=0.4", f"--kv-cache-memory-bytes={12 << 30}"]
+        options += ["--load-format=dummy"] if args.shape != "smollm2" else []
     else:
         options += ["--enforce-eager", f"--kv-cache-memory-bytes={1 << 28}", "--dtype=float32"]
     sides = {name: Server(model, name == "ours", options, folder / f"{name}.log") for name in ("stock", "ours")}
@@ -185,6 +187,7 @@ def main() -> None:
     finally:
         for server in sides.values():
             server.close()
+            (args.out / server.log.name).write_text(server.log.read_text()[-(1 << 20) :])
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     report |= {"shape": args.shape, "device": device, "when": datetime.date.today().isoformat(),
                "command": " ".join(sys.argv)}  # fmt: skip
@@ -224,7 +227,11 @@ def compare_sweeps(sides: dict[str, Server], model: str, args: Any) -> dict[str,
     with pc.LM(sides["ours"].url) as lm:
         http_s = sweep_s(lm, args.rounds)
     sides["ours"].close()
-    own = {"gpu_memory_utilization": 0.4} if torch.cuda.is_available() else {"enforce_eager": True, "dtype": "float32"}
+    own = (
+        {"gpu_memory_utilization": 0.4, "kv_cache_memory_bytes": 12 << 30}
+        if torch.cuda.is_available()
+        else {"enforce_eager": True, "dtype": "float32"}
+    )
     if torch.cuda.is_available() and args.shape != "smollm2":
         own["load_format"] = "dummy"
     with pc.LM(model, engine="vllm", max_model_len=2048, **own) as lm:

@@ -278,7 +278,7 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", choices=SIZES, default="tiny")
-    parser.add_argument("--cases", default="")
+    parser.add_argument("--cases", default="", help="separated by semicolons")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--layers", type=int, help="of the shape, fewer than it has")
     parser.add_argument("--our-cores", default="in process", help="in process, beside, or both: in process,beside")
@@ -335,7 +335,7 @@ def measure(args: argparse.Namespace) -> None:
 
     on_gpu = torch.cuda.is_available()
     cases = [name for name in BARS[args.shape] if not name.endswith(UNIFORM)]
-    names = args.cases.split(",") if args.cases else cases
+    names = args.cases.split(";") if args.cases else cases
     result: dict[str, Any] = {
         "date": datetime.date.today().isoformat(), "vllm": vllm.__version__, "shape": args.shape,
         "machine": torch.cuda.get_device_name() if on_gpu else f"CPU, {os.cpu_count()} cores",

@@ -35,6 +35,7 @@ GROUPS = {
     "eager": (
         "test_stream",
         "test_modes",
+        "test_same_run",
         "test_refusals",
         "test_cache",
         "test_many",

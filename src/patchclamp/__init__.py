@@ -31,7 +31,21 @@ from patchclamp.errors import (
     Unlisted,
     UnsupportedSite,
 )  # fmt: skip
-from patchclamp.language import From, Named, Program, Site, Vector, every, generated, ops, prompt, role, span, token
+from patchclamp.language import (
+    From,
+    Named,
+    Program,
+    SameRun,
+    Site,
+    Vector,
+    every,
+    generated,
+    ops,
+    prompt,
+    role,
+    span,
+    token,
+)
 from patchclamp.language.ops import *  # noqa: F403
 
 if TYPE_CHECKING:
@@ -66,9 +80,9 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "LM", "AddressMoved", "CapacityError", "EngineError", "From", "Gone", "MissingSource", "ModelError", "NameTaken",
-    "Named", "NoKey", "NotFinite", "Part", "PatchclampError", "Program", "ProgramError", "Run", "RunError", "SeamMoved",
-    "ShapeError", "Site", "Stream", "TokensError", "TooLarge", "UnknownName", "Unlisted", "UnsupportedSite", "Vector",
-    "every", "generated", "prompt", "role", "site", "span", "studies", "token", "tokens",
+    "Named", "NoKey", "NotFinite", "Part", "PatchclampError", "Program", "ProgramError", "Run", "RunError",
+    "SameRun", "SeamMoved", "ShapeError", "Site", "Stream", "TokensError", "TooLarge", "UnknownName", "Unlisted",
+    "UnsupportedSite", "Vector", "every", "generated", "prompt", "role", "site", "span", "studies", "token", "tokens",
 ]  # fmt: skip
 __all__ += ops.__all__
 __all__ += list(language.SITES)

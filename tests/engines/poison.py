@@ -23,7 +23,7 @@ OPTIONS = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": Tru
 LENGTHS = (64, 70, 97)  # of prompts that are edited at their last token
 FULL = LENGTH // BLOCK * BLOCK
 KINDS = ["add", "add a row each", "replace", "replace where masked", "zero", "scale", "ablate", "clamp", "noise",
-         "relative noise", "mean", "use", "fuzz", "last", *[f"last of {length}" for length in LENGTHS],
+         "relative noise", "mean", "use", "same run", "fuzz", "last", *[f"last of {length}" for length in LENGTHS],
          "generated"]  # fmt: skip
 GREEDY = {"ignore_eos": True}
 
@@ -49,6 +49,7 @@ def edits(width: int) -> dict[str, list]:
         "relative noise": [pc.Noise(0.5, pc.embed, span, relative=True)],
         "mean": [pc.Mean("usual", pc.mlp_out[1], span), pc.Mean("usual", pc.mlp_out[0], span)],
         "use": [pc.Use("module", scale=2.0, tokens=span)],
+        "same run": [pc.Add(pc.SameRun(pc.embed, pc.prompt[35]), pc.mlp_out[1], span, 3.0)],
     }
 
 
@@ -182,6 +183,8 @@ def again(told: dict[str, Any]) -> list[str]:
             right = cached == (int(name.split()[-1]) - 1) // BLOCK * BLOCK
         elif name == "generated":
             right = cached == BLOCK
+        elif name == "same run":  # what it reads is computed, from the second block on
+            right = (none, cached) == (0, BLOCK)
         else:
             right = (none, cached) == (0, FULL)
             if first == told["fresh"][name][:2]:

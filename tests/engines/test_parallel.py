@@ -90,7 +90,16 @@ def seen(lm: pc.LM) -> tuple[dict[str, torch.Tensor], int]:
         found[f"patched {a} {b}"] = torch.tensor(patched.logprobs)
     sweep = pc.studies.patch_sweep(lm, clean=SHORT, corrupt=[*SHORT[:3], 23, *SHORT[4:]], sites=[pc.resid_pre],
                                    answer=9, foil=11, metric="logit_diff")  # fmt: skip
-    return found | {"swept": torch.as_tensor(sweep.grid)}, size
+    return found | {"swept": torch.as_tensor(sweep.grid)} | of_the_same_run(lm), size
+
+
+def of_the_same_run(lm: pc.LM) -> dict[str, torch.Tensor]:
+    """What earlier layers of the same run are further on, whole rows and shards; over two stages it takes two runs."""
+    with lm.trace(LONG) as t:
+        t.layers[LAYERS - 1].output[-3:] += 0.5 * t.layers[0].output[-3:]
+        t.layers[2].attn.z[-1] = t.layers[1].attn.z[-1]
+        rows, heads = t.layers[LAYERS - 1].output.save(), t.layers[2].attn.z.save()
+    return {"same run rows": rows, "same run heads": heads.reshape(len(LONG), -1)}
 
 
 def on_parts(lm: pc.LM, source: pc.Run) -> dict[str, torch.Tensor]:

@@ -91,7 +91,7 @@ def test_an_earlier_layer_is_written_into_a_later_one(shallow, options):
 def test_the_second_run_finds_the_firsts_blocks(shallow):
     """Nobody ran this prompt before the trace."""
     with shallow.get("vllm", "float32").trace("Once more: " + LONG) as t:
-        t.layers[6].output[-1] = t.layers[3].output[-1]
+        t.layers[6].output[-2] = t.layers[3].output[-1]  # a later token's: it takes two runs
         logits = t.logits.save()
     assert t.run.cached_tokens >= 32
     assert logits.any()

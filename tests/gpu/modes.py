@@ -68,6 +68,7 @@ def parity(part: str, model: str, **changed: Any) -> None:
     """
     import patchclamp as pc
     from tests.reference import parity as reference
+    from tests.reference import same_run
     from tests.reference.hooks import PlainModel
 
     dtype, mode = part.removeprefix("parity ").split(", ")
@@ -88,6 +89,9 @@ def parity(part: str, model: str, **changed: Any) -> None:
             if turn == "warm":
                 cached = [run.cached_tokens for run in runs]
                 note(part, "warm prompts have one block from the cache", set(cached) == {reference.BLOCK}, str(cached))
+        if dtype == "float32":
+            wrong, _ = same_run.run_all(lm, start, rounds=2 if mode == "cached" else 1)
+            note(part, "rows of an earlier layer of the same run are written as they are", not wrong, str(wrong)[:600])
         if mode == "preempted":
             thrown = lm.engine.status()["preemptions"] - status["preemptions"]
             note(part, "requests were preempted", thrown > 0, str(thrown))

@@ -9,7 +9,9 @@ to which it converts by cutting off.  Prints one JSON line of what was compared.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +27,7 @@ from patchclamp.plan import (
     MATCH,
     NOISE,
     PROJECT,
+    STORE,
     Batch,
     ProgramTable,
     StepPlan,
@@ -40,6 +43,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ASKED = {"cpu": [0, 2], "cuda": [0, 1, 2]}
 SLOTS, POINTS, BANK = 6, 3, 40_000
 IDS, VOCABULARY = BANK, 60  # token ids come after the vectors
+STORED, MAX_STORES = 256 * (BANK // 256 + 3), 80  # then what is stored, 8 rows of 256 numbers a record
 
 
 def tables_of(
@@ -60,23 +64,38 @@ def tables_of(
     made["stride"] = torch.tensor([stride]).to(device)
     made["quantiles"] = torch.from_numpy(noise.quantiles()).reshape(-1).to(device)
     return SimpleNamespace(
-        **made, table=table, bank=bank.to(device), bad=bad, bad_address=bad.data_ptr(), points=POINTS, ready={}
+        **made, table=table, bank=bank.clone().to(device), bad=bad, bad_address=bad.data_ptr(), points=POINTS, ready={}
     )
 
 
 def records(
-    rng: np.random.Generator, width: np.ndarray, device: str, sums: bool = False, coded: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
-    """Up to four records at each point; `sums`: of ops, too, that need a sum over a row; `coded`: of code, too."""
+    rng: np.random.Generator, width: np.ndarray, device: str, sums: bool = False, coded: bool = False,
+    stores: Iterator[int] | None = None,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """Up to four records at each point; `sums`: of ops, too, that need a sum over a row; `coded`: of code, too; `stores`:
+    of those, too, that store rows, each at a place of its own."""
     counts, made = rng.integers(0, 5, POINTS), []
     for point, count in enumerate(counts):
         for ordinal in range(count):
             start, length = int(rng.integers(0, 9)), int(rng.integers(1, 9))
-            kind = int(rng.choice([CAPTURE, LINEAR, BLEND, NOISE, *[APPLY] * coded, *[PROJECT] * sums]))
+            kind = int(
+                rng.choice(
+                    [CAPTURE, LINEAR, BLEND, NOISE, *[APPLY] * coded, *[PROJECT] * sums, *[STORE] * bool(stores)]
+                )
+            )
             value, other = (int(rng.integers(0, BANK // width[point] - 10)) * width[point] for _ in range(2))
             step = int(rng.integers(0, 2))
             if kind == CAPTURE:
                 step, value, x, y = 0, ordinal, float(rng.choice(ASKED[device])), 0.0
+            elif kind == STORE:
+                assert stores is not None
+                step, value, x, y, other = (
+                    1,
+                    -(-(STORED + 8 * 256 * next(stores)) // width[point]) * width[point],
+                    0,
+                    0,
+                    0,
+                )
             elif kind == APPLY:
                 step, value, x, y = 0, int(rng.integers(0, 4)), 0.0, 0.0
             elif kind == PROJECT:
@@ -91,12 +110,12 @@ def records(
             else:
                 large = [0.25, 0.35, 0.22, 0.18, 0.0] if sums else [0.25, 0.35, 0.2, 0.18, 0.02]
                 x, y = rng.choice([0.0, 1.0, 0.5, -2.0, 0.25 if coded else 3e38], 2, p=large)
-            if kind != CAPTURE and rng.random() < 0.3:
+            if kind not in (CAPTURE, STORE) and rng.random() < 0.3:
                 ids = IDS + int(rng.integers(0, 200)), int(rng.integers(1, 300))
                 made.append((start, start + length, MATCH, ids[1], ids[0], float(rng.integers(0, 2))))
                 counts[point] += 1
             columns = 0
-            if kind != CAPTURE and point < POINTS - 1 and rng.random() < 0.3:  # sampled rows have no parts
+            if kind not in (CAPTURE, STORE) and point < POINTS - 1 and rng.random() < 0.3:  # sampled rows have no parts
                 columns = pack_columns(tuple(sorted(rng.choice(width[point] + 1, 2, replace=False).tolist())))
             made.append((start, start + length, kind, step, value, x, y, other, 0, columns))
     return record_array(made), counts
@@ -121,9 +140,9 @@ def one_round(rng: np.random.Generator, device: str, found: dict[str, int], sums
     the records, in fp32, for rows are rounded where code begins."""
     width = np.array(rng.choice([16, 40, 100, 256], POINTS))
     sampled = np.array([False, False, True])
-    table = Table(SLOTS, POINTS, 200, sampled)
+    table, stores = Table(SLOTS, POINTS, 200, sampled), itertools.count()
     for _ in range(int(rng.integers(1, SLOTS))):
-        table.admit(*records(rng, width, device, sums, coded))
+        table.admit(*records(rng, width, device, sums, coded, stores))
     slots = rng.permutation(SLOTS)
     slots[slots > len(table)] = 0
     count = rng.integers(1, 7, SLOTS)
@@ -133,6 +152,7 @@ def one_round(rng: np.random.Generator, device: str, found: dict[str, int], sums
     if not sums and not coded:
         bank[torch.from_numpy(rng.integers(0, BANK, 400))] = float("nan")
     bank = torch.cat([bank, torch.from_numpy(np.sort(rng.integers(0, 3 * VOCABULARY, 500))).float()])
+    bank = torch.cat([bank, torch.zeros(STORED + 8 * 256 * MAX_STORES - len(bank))])
     token = rng.integers(0, VOCABULARY, batch.rows).astype(np.int32)
     stride, behind = 16 * int(rng.integers(0, 9)), int(rng.integers(0, 4))
     tables = tables_of(table, in_bytes, in_numbers.tokens.position, batch, bank, token, device, stride, behind)
@@ -166,6 +186,11 @@ def one_round(rng: np.random.Generator, device: str, found: dict[str, int], sums
                 whole = (got.cpu(), want) if residual is None or not sums else (got.cpu() + residual.cpu(), sum(mine))
                 assert close(*whole) if sums else torch.equal(bits(got.cpu()), bits(want)), (told, dtype, point)
                 found[f"{told} {str(dtype)[6:]}"] = found.get(f"{told} {str(dtype)[6:]}", 0) + 1
+    stored = tables.bank.cpu()[STORED:], bank[STORED:]
+    assert (close if sums else torch.equal)(*([part.view(-1, 1) for part in stored] if sums else map(bits, stored))), (
+        "stored"
+    )
+    found["stored"] = found.get("stored", 0) + int((bank[STORED:] != 0).sum())
     found["calls of code"] = found.get("calls of code", 0) + sum(calls)
     tables.failed = {s for s in range(1, SLOTS + 1) if int(tables.bad[s]) >> 32 == table.generation[s] > 0}
     assert tables.failed == failed, (tables.failed, failed)

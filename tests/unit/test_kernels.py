@@ -1,5 +1,8 @@
 """The fast kernel equals the readable one, and the stream's two bf16 tensors lose nothing that they could hold."""
 
+import itertools
+from collections.abc import Iterator
+
 import msgspec
 import numpy as np
 import pytest
@@ -8,13 +11,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from patchclamp.kernels import fused, noise, reference
-from patchclamp.plan import BLEND, CAPTURE, LINEAR, MATCH, NOISE, PROJECT, Batch, ProgramTable, StepPlan, make_plan
+from patchclamp.plan import (
+    BLEND,
+    CAPTURE,
+    LINEAR,
+    MATCH,
+    NOISE,
+    PROJECT,
+    STORE,
+    Batch,
+    ProgramTable,
+    StepPlan,
+    make_plan,
+)
 from patchclamp.plan.bound import pack_columns
 from tests.reference.admitting import Table
 from tests.reference.records import record_array
 
 WIDTHS, SAMPLED = np.array([4, 4, 7]), np.array([False, False, True])
 POINTS, BANK = len(WIDTHS), 28 * 20
+STORED, MAX_STORES = BANK + 28, 100  # stored rows come after the vectors and the token ids, 7 · 28 numbers a record
 FACTORS = np.array([0.0, 1.0, -1.0, 0.5, 3.3333333, 1e-3, -0.0], np.float32)
 
 
@@ -36,8 +52,9 @@ def numbers(draw: np.random.Generator, *shape: int) -> np.ndarray:
     return made.astype(np.float32)
 
 
-def records(draw: np.random.Generator, kinds: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Up to six records at each point; captures of a point and op do not overlap, as `bind` makes them."""
+def records(draw: np.random.Generator, kinds: list[int], stores: Iterator[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Up to six records at each point; captures of a point and op do not overlap, as `bind` makes them, and every record
+    stores elsewhere."""
     counts, made = draw.integers(0, 7, POINTS), []
     for point, count in enumerate(counts):
         for ordinal in range(count):
@@ -46,29 +63,31 @@ def records(draw: np.random.Generator, kinds: list[int]) -> tuple[np.ndarray, np
             value, other = draw.integers(0, BANK // WIDTHS[point] - 7, 2) * WIDTHS[point]
             if kind == CAPTURE:
                 value, x, y = ordinal, float(draw.integers(0, 3)), 0.0
+            elif kind == STORE:
+                value, step = STORED + 7 * 28 * next(stores), 1
             elif kind == NOISE:
                 value, other, step = draw.integers(1 << 31), draw.integers(1 << 62), step * (PROJECT in kinds)
                 x = 4.0 * draw.integers(0, 5)
             elif kind == PROJECT:
                 x, y, step = min(x, y), max(x, y), 0
-            if kind != CAPTURE and draw.random() < 0.3:
+            if kind not in (CAPTURE, STORE) and draw.random() < 0.3:
                 made.append((start, start + length, MATCH, int(draw.integers(1, 8)), BANK, float(draw.integers(0, 2))))
                 counts[point] += 1
             first, end = sorted(draw.choice(WIDTHS[point] + 1, 2, replace=False).tolist())
-            columns = pack_columns((first, end)) if kind != CAPTURE and draw.random() < 0.3 else 0
+            columns = pack_columns((first, end)) if kind not in (CAPTURE, STORE) and draw.random() < 0.3 else 0
             made.append((start, start + length, kind, step, value, x, y, other, 0, columns))
     return record_array(made), counts
 
 
-EXACT = [CAPTURE, CAPTURE, LINEAR, LINEAR, BLEND, NOISE]
+EXACT = [CAPTURE, CAPTURE, LINEAR, LINEAR, BLEND, NOISE, STORE]
 
 
 @st.composite
 def steps(draw, kinds: list[int] = EXACT) -> Step:
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    table = Table(4, POINTS, 100, SAMPLED)
+    table, stores = Table(4, POINTS, 100, SAMPLED), itertools.count()
     for _ in range(draw(st.integers(1, 4))):
-        table.admit(*records(rng, kinds))
+        table.admit(*records(rng, kinds, stores))
     slots = np.array(draw(st.permutations([*range(1, len(table) + 1), 0, 0])))
     count = rng.integers(1, 6, len(slots))
     row = np.cumsum(count) - count + np.cumsum(rng.integers(0, 2, len(slots)))
@@ -76,9 +95,8 @@ def steps(draw, kinds: list[int] = EXACT) -> Step:
     plan = make_plan(batch, table, WIDTHS)
     rows = [len(slots) if sampled else batch.rows for sampled in SAMPLED]
     values = [numbers(rng, r, w) for r, w in zip(rows, WIDTHS, strict=True)]
-    bank = np.concatenate(
-        [numbers(rng, BANK), np.sort(rng.integers(0, 12, 8)).astype(np.float32)]
-    )  # token ids at the end
+    ids, stored = np.sort(rng.integers(0, 12, 8)).astype(np.float32), np.zeros(7 * 28 * MAX_STORES, np.float32)
+    bank = np.concatenate([numbers(rng, BANK), ids, np.zeros(STORED - BANK - 8, np.float32), stored])
     tokens = rng.integers(0, 12, batch.rows)
     return Step(table, plan, bank, values, numbers(rng, plan.size), tokens, batch.row + batch.count - 1)
 
@@ -96,8 +114,11 @@ def tokens_of(step: Step, point: int) -> np.ndarray:
     return step.tokens[step.last] if SAMPLED[point] else step.tokens
 
 
-def by_fused(step: Step, point: int, hidden: torch.Tensor, residual: torch.Tensor | None, kept: torch.Tensor) -> None:
-    bank = torch.from_numpy(step.bank)
+def by_fused(
+    step: Step, point: int, hidden: torch.Tensor, residual: torch.Tensor | None, kept: torch.Tensor,
+    bank: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    bank = torch.from_numpy(step.bank) if bank is None else bank
     tokens = torch.from_numpy(tokens_of(step, point))
     fused.apply(hidden, residual, rows_of(step, point), point, step.table, step.plan, bank, kept, tokens)
 
@@ -112,11 +133,13 @@ def bits(array) -> list:
 @given(steps())
 def test_fused_equals_reference_bit_for_bit(step):
     kept, kept_fused = step.kept.copy(), torch.from_numpy(step.kept.copy())
+    bank = torch.from_numpy(step.bank.copy())
     for point, value in enumerate(step.values):
         h, hidden = value.copy(), torch.from_numpy(value.copy())
         edited = by_reference(step, point, h, kept)
-        by_fused(step, point, hidden, None, kept_fused)
+        by_fused(step, point, hidden, None, kept_fused, bank)
         assert bits(hidden) == bits(h)
+        assert bits(bank) == bits(step.bank)
         assert bits(kept_fused) == bits(kept)
         assert np.array_equal(h[~edited], value[~edited])
         assert edited.any() or not (h != value).any()
@@ -190,6 +213,10 @@ def test_reference_is_what_the_records_say(step):
                     at = step.plan.target(record["step"], record["value"])
                     at += (position - step.plan.begin[c]) * WIDTHS[point]
                     np.testing.assert_allclose(kept[at : at + WIDTHS[point]], s, rtol=1e-5, atol=1e-6 * largest)
+                    continue
+                if record["kind"] == STORE:
+                    at = record["value"] + (position - record["start"]) * WIDTHS[point]
+                    np.testing.assert_allclose(step.bank[at : at + WIDTHS[point]], s, rtol=1e-5, atol=1e-6 * largest)
                     continue
                 s, largest = by_definition(record, s, int(position), step.bank.astype(np.float64), largest)
             np.testing.assert_allclose(h[r], s, rtol=1e-5, atol=1e-6 * largest)

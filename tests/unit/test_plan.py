@@ -776,6 +776,38 @@ def test_a_key_says_which_rows_a_block_reads():
     assert there[0] is moved[0] is None
 
 
+def test_a_key_says_what_a_program_stores():
+    """Which rows an edit reads of its own run; but not the run, so that all runs of a program share its blocks."""
+    reads = [("embed", 2), ("embed", 1), ("mlp_out[0]", 2), ("embed", "prompt[1:3]")]
+    made = [bound(pc.Add(pc.SameRun(*read), "resid_mid[1]", "prompt[6:8]"), prompt=9) for read in reads]
+    assert len({keys(each)[1] for each in made}) == len(made)
+    assert {keys(each)[0] for each in made} == {None}
+    assert [lowest_capture(each) for each in made] == [2, 1, 2, 1]
+    assert keys(msgspec.structs.replace(made[0], run="another")) == keys(made[0])
+
+
+@pytest.mark.parametrize(
+    ("op", "kind", "text"),
+    [
+        (pc.Add(pc.SameRun("resid_mid[1]"), "resid_mid[1]"), pc.UnsupportedSite, "is not of a layer before"),
+        (pc.Add(pc.SameRun("attn_out[1]"), "mlp_out[1]"), pc.UnsupportedSite, "is not of a layer before"),
+        (pc.Add(pc.SameRun("resid_post[1]"), "resid_pre[1]"), pc.UnsupportedSite, "is not of a layer before"),
+        (pc.Add(pc.SameRun("logits"), "logits", "prompt[-1]"), pc.UnsupportedSite, "the end of a step"),
+        (pc.Add(pc.SameRun("embed", 3), "mlp_out[1]", "prompt[2:5]"), pc.TokensError, "position 3 comes after 2"),
+        (pc.Add(pc.SameRun("embed", "prompt[0:2]"), "mlp_out[1]", "prompt[2:5]"), pc.ShapeError, "names 2 positions"),
+        (pc.Add(pc.SameRun("embed", "generated & token(3)"), "mlp_out[1]", "generated"), pc.ShapeError, "is known when"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_rows_of_the_same_run_come_from_before(op, kind, text):
+    with pytest.raises(kind, match=text):
+        bound(op, prompt=9, max_tokens=3)
+    stages = SiteMap(SITES.family, SITES.sizes, stages=2)
+    fits = Program.of([pc.Add(pc.SameRun("embed"), "mlp_out[1]")])
+    with pytest.raises(pc.UnsupportedSite, match="two pipeline stages"):
+        bind(fits, "r", spelled(9), 1, stages, None)
+
+
 @pytest.mark.parametrize(
     "other",
     [

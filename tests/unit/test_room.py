@@ -36,6 +36,25 @@ def test_extents_never_overlap_and_join_again(data):
     assert (extents.free, extents.largest) == (NUMBERS, NUMBERS)
 
 
+def test_what_a_program_stores_is_its_own_and_goes_with_it():
+    room = Room(3, 9, 64)
+    first = room.place(1, {"o:0:1": (2, 8), "v:a": (1, 8)})
+    second = room.place(1, {"o:0:1": (2, 8), "v:a": (1, 8)})
+    assert (first.load, second.load) == (("v:a",), ())
+    assert first.addresses["o:0:1"] != second.addresses["o:0:1"]
+    assert first.addresses["v:a"] == second.addresses["v:a"]
+    assert room.place(1, {"o:0:1": (4, 8)}) is None, "both still read"
+    room.free(first)
+    room.free(second)
+    assert room.counts()["pinned"] == 0
+    third = room.place(1, {"o:0:1": (7, 8)})
+    assert (third.load, third.evicted) == ((), ("v:a",)), "workers have no books of what is stored"
+    assert room.place(1, {"v:b": (2, 8)}) is None
+    room.free(third)
+    fourth = room.place(1, {"v:b": (8, 8)})
+    assert (fourth.load, fourth.evicted) == (("v:b",), ())
+
+
 @given(st.data())
 def test_whatever_is_admitted_lies_apart_and_is_there(data):
     """Against what a program would see: its slot and records are its own, and every key holds what was loaded last."""

@@ -363,15 +363,46 @@ class TestWithinARun:
         assert torch.equal(early, by_hand(lm, "resid_post[0]"))
         torch.testing.assert_close(middle[1:3], by_hand(lm, "resid_post[1]")[1:3] + 0.5 * early[3:5] - mid[1:3])
 
+    def test_an_earlier_layer_and_no_later_token_takes_one_run(self, lm, v, calls):
+        """Written before and after, by a number, for several tokens and for one, and saved besides."""
+        with lm.trace(EIFFEL, max_tokens=3) as t:
+            x, y, z = (t.layers[i].output for i in range(3))
+            x[1:] += v
+            y[-2:] = x[2]
+            z[-1] = y[-1] - 0.5 * x[0]
+            x[1] *= 2
+            saved = [x.save(), y.save(), z.save()]
+        assert calls == [1]
+        a, b, c = saved
+        plain = by_hand(lm, "resid_post[0]")
+        torch.testing.assert_close(a[1:], (plain[1:] + v) * torch.tensor([[2.0]] + [[1.0]] * (T - 2)))
+        assert torch.equal(b[-2:], a[[2, 2]])
+        torch.testing.assert_close(c[-1], b[-1] - 0.5 * plain[0])
+
+    def test_every_generated_token_too(self, lm, calls):
+        with lm.trace(EIFFEL, max_tokens=4) as t:
+            t.all().layers[2].output += 0.1 * t.all().layers[0].output
+            t.generated[1].layers[1].mlp.output = t.generated[0].layers[0].mlp.output
+            early, late = t.all().layers[0].output.save(), t.all().layers[2].output.save()
+            a, b = t.generated[0].layers[0].mlp.output.save(), t.generated[1].layers[1].mlp.output.save()
+        assert calls == [1]
+        edit = [pc.Add(pc.SameRun("resid_post[0]"), "resid_post[2]", pc.every, 0.1),
+                pc.Replace(pc.SameRun("mlp_out[0]", pc.generated[0]), "mlp_out[1]", pc.generated[1])]  # fmt: skip
+        run = lm.run(EIFFEL, max_tokens=4, edits=edit, capture=["resid_post[0]", "resid_post[2]"])
+        assert len(early) == T + 3
+        assert torch.equal(early, torch.as_tensor(run["resid_post[0]"]))
+        assert torch.equal(late, torch.as_tensor(run["resid_post[2]"]))
+        assert torch.equal(a, b)
+
     def test_a_value_that_depends_on_writes_has_them(self, lm, v, calls):
-        """Three levels: layer 0 is steered, layer 1 takes of it, layer 2 of that; generated tokens are edited, too."""
+        """Three levels, of which a later position's needs a run: layer 0 is steered, layer 1 takes of it, layer 2 of that; generated tokens are edited, too."""
         with lm.trace(EIFFEL, max_tokens=4) as t:
             t.all().layers[0].output += v
             t.generated[1].layers[0].mlp.output = 0
             t.layers[1].output[-1] = t.layers[0].output[0]
             t.layers[2].mid[2] = 3 * t.layers[1].output[-1]
             a, b, c = t.layers[0].output.save(), t.layers[1].output.save(), t.layers[2].mid.save()
-        assert calls == [1, 1, 1]
+        assert calls == [1, 1]
         assert torch.equal(b[-1], a[0])
         assert torch.equal(c[2], 3 * b[-1])
         assert torch.equal(a, by_hand(lm, "resid_post[0]", [pc.Add(v, pc.resid_post[0])]))

@@ -164,9 +164,9 @@ def test_generated_values_of_the_same_run(lm, no_run):
         pytest.raises(E, match="depends on what is generated, and .* may change that"),
         lm.trace(EIFFEL, max_tokens=3) as t,
     ):
-        t.generated[1].layers[2].output = t.generated[1].layers[1].output
+        t.generated[0].layers[2].output = t.generated[1].layers[1].output
     with pytest.raises(E, match="depends on what is generated"), lm.trace(EIFFEL, max_tokens=3) as t:
-        t.all().layers[2].output = t.all().layers[1].output
+        t.all().layers[1].output = t.all().layers[2].output
 
 
 def test_how_many_are_generated(lm, no_run):

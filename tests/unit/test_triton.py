@@ -35,6 +35,7 @@ def test_triton_equals_the_torch_kernel_bit_for_bit():
         "calls of code",
         "sums float32",
         "words put in place",
+        "stored",
     ):
         assert compared.get(what, 0) > 0, compared
 

@@ -10,7 +10,7 @@ import patchclamp as pc
 from patchclamp.errors import ProgramError
 from patchclamp.language import Program
 from patchclamp.plan.bind import bind, vector_key
-from patchclamp.plan.bound import Blend, Condition, Keep, Linear, Noisy, PositionRange, Project, RunCode
+from patchclamp.plan.bound import Blend, Condition, Keep, Linear, Noisy, PositionRange, Project, RunCode, own_key
 from patchclamp.plan.room import bank_sizes
 from patchclamp.plan.verify import is_content, verify
 
@@ -27,6 +27,8 @@ EDITS = [
     pc.Add(V, "resid_post[1]", "prompt & token(3)"), pc.Add(V, "resid_post[1]", "generated & token(3, 5)"),
     pc.Replace(pc.From("ran", "resid_post[1]"), "resid_post[1]", "prompt[1:3]"),
     pc.Replace(pc.From("ran", "resid_post[0:2]", 2), "resid_post[0:2]", "prompt[1]"), pc.Add(V, "final_norm"),
+    pc.Add(pc.SameRun("embed"), "resid_post[0:2]"), pc.Replace(pc.SameRun("resid_mid[0]", 2), "mlp_out[1]", "every[3:]"),
+    pc.Add(pc.SameRun("mlp_out[0:2]", "prompt[0, 2]"), "mlp_out[1:3]", "prompt[1, 3]"),
 ]  # fmt: skip
 
 
@@ -96,6 +98,37 @@ WRONG = {
     "a first column": (NOISE, {"action": Noisy(0.5, 0, False, (1,), 9)}),
     "ids that are nowhere": (ADD, {"condition": Condition("v:" + "0" * 64, False)}),
 }
+
+
+OWN = own_key(0, point("embed"))
+WRONG_STORES = {  # of the op that stores, of the one that reads
+    "nothing stored": ({"points": (), "values": ()}, {}),
+    "stored elsewhere": ({"points": (point("resid_mid[0]"),)}, {}),
+    "stored later": ({"ranges": (PositionRange(1, 6, 0, 1),)}, {}),
+    "fewer stored": ({"ranges": (PositionRange(0, 2, 0, 1),)}, {}),
+    "stored twice": ({"ranges": (PositionRange(0, 3, 0, 1), PositionRange(1, 3, 3, 1))}, {}),
+    "stored over one another": ({"ranges": (PositionRange(0, 5, 0, 0),)}, {}),
+    "stored with a gap": ({"ranges": (PositionRange(0, 2, 0, 1), PositionRange(2, 5, 3, 1))}, {}),
+    "stored beyond": ({"ranges": (PositionRange(0, 5, 9, 1),)}, {}),
+    "stored where others read": ({"values": (KEY,)}, {}),
+    "read before it is there": ({}, {"points": (point("embed"),)}),
+    "a later row": ({}, {"ranges": (PositionRange(0, 1, 4, 0),)}),
+    "rows beyond": ({}, {"ranges": (PositionRange(0, 5, 1, 1),)}),
+    "another's key": ({}, {"values": (own_key(7, point("embed")),)}),
+    "a mask that is stored": ({}, {"action": Blend(1.0, OWN)}),
+    "ids that are stored": ({}, {"condition": Condition(OWN, False)}),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_STORES)
+def test_rows_of_the_same_run_are_there_when_they_are_read(wrong):
+    program, sizes = bound([pc.Add(pc.SameRun("embed"), "resid_post[1]", "prompt")])
+    check(program, sizes)
+    ops = [msgspec.structs.replace(op, **f) for op, f in zip(program.ops, WRONG_STORES[wrong], strict=True)]
+    with pytest.raises(ProgramError, match=r"edits\[0\].*no binder makes this"):
+        check(
+            msgspec.structs.replace(program, ops=tuple(ops)), {KEY: (1, 4), own_key(7, point("embed")): (5, 4), **sizes}
+        )
 
 
 @pytest.mark.parametrize("wrong", WRONG)

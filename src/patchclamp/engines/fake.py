@@ -37,9 +37,11 @@ from patchclamp.errors import (
 )
 from patchclamp.kernels import reference
 from patchclamp.kernels.code import call, check_outside
-from patchclamp.plan import Batch, BoundProgram, ProgramTable, StepPlan, make_plan
+from patchclamp.plan import STORE, Batch, BoundProgram, ProgramTable, StepPlan, make_plan
 from patchclamp.plan.bind import Code
+from patchclamp.plan.bound import is_loaded
 from patchclamp.plan.records import records_of
+from patchclamp.plan.room import stored_rows
 from patchclamp.sites import SiteMap, Sizes
 from patchclamp.sites.tables import LLAMA
 
@@ -164,7 +166,7 @@ class FakeEngine(Engine):
             raise TokensError(f"the request exceeds max_model_len={self.model.max_model_len}")
         values: dict[str, np.ndarray] = {}
         for op in request.bound.ops if request.bound is not None else ():
-            for key in op.keys:
+            for key in filter(is_loaded, op.keys):
                 try:
                     values[key] = self._value(key, request)
                 except PatchclampError as error:
@@ -232,7 +234,7 @@ class _Programs:
         ends = np.cumsum([rows.size for rows in values.values()]).tolist()
         addresses = {key: (end - r.size, r.shape[1]) for (key, r), end in zip(values.items(), ends, strict=True)}
         self._bank = np.concatenate([np.zeros(0, np.float32), *(rows.ravel() for rows in values.values())])
-        of_programs = [records_of(bound.ops, addresses, len(sites.points)) for bound in bounds]
+        of_programs = [records_of(bound.ops, addresses | self._own(bound), len(sites.points)) for bound in bounds]
         size = sum(len(records) for records, _ in of_programs)
         self._table = ProgramTable(len(bounds), len(sites.points), size, self._sampled)
         self.slot = {bound.run: slot for slot, bound in enumerate(bounds, 1)}
@@ -245,6 +247,16 @@ class _Programs:
         self.errors: dict[str, RunError] = {}
         self._plan: StepPlan | None = None
         self._buffer = np.zeros(0, np.float32)
+
+    def _own(self, bound: BoundProgram) -> dict[str, tuple[int, int]]:
+        """Room in the bank for what a program stores, by its own keys."""
+        addresses: dict[str, tuple[int, int]] = {}
+        for op in bound.ops:
+            for key, point in op.reads() if op.kind == STORE else ():
+                width = int(self._widths[point])
+                addresses[key] = len(self._bank), width
+                self._bank = np.append(self._bank, np.zeros(stored_rows(bound, key) * width, np.float32))
+        return addresses
 
     def begin(self, batch: Batch, token_R: np.ndarray) -> Tap:
         """Plans a step whose rows are of these token ids [R]. Returns what carries the plan out, in place, on a

@@ -38,7 +38,7 @@ MAX_BODY_BYTES = 1 << 27
 
 class Info(msgspec.Struct):
     """owner: the first part of the names of runs that this API key may have
-    sites: family, sizes, tensor_parallel, and the words that were not proved
+    sites: family, sizes, tensor_parallel, stages, and the words that were not proved
     """
 
     wire: int
@@ -49,9 +49,10 @@ class Info(msgspec.Struct):
     sizes: Sizes
     tensor_parallel: int
     withdrawn: dict[str, str]
+    stages: int = 1
 
     def site_map(self) -> SiteMap:
-        sites = SiteMap(self.family, self.sizes, self.tensor_parallel)
+        sites = SiteMap(self.family, self.sizes, self.tensor_parallel, self.stages)
         sites.withdrawn = dict(self.withdrawn)
         return sites
 

@@ -26,7 +26,8 @@ RECORD_WORDS = RECORD.itemsize // 4  # start, stop, kind, step, value (two), x, 
 WORDS, FACTOR = tl.constexpr(RECORD_WORDS), tl.constexpr(RECORD.fields["factor"][1] // 4)  # type: ignore[index]
 COLUMNS = tl.constexpr(RECORD.fields["columns"][1] // 4)  # type: ignore[index]
 CAPTURE, LINEAR, BLEND = (tl.constexpr(n) for n in (plan.CAPTURE, plan.LINEAR, plan.BLEND))
-PROJECT, NOISE, MATCH, APPLY = (tl.constexpr(n) for n in (plan.PROJECT, plan.NOISE, plan.MATCH, plan.APPLY))
+PROJECT, NOISE, MATCH = (tl.constexpr(n) for n in (plan.PROJECT, plan.NOISE, plan.MATCH))
+APPLY, STORE = tl.constexpr(plan.APPLY), tl.constexpr(plan.STORE)
 PARTS, OCTAVES, BORDERS = (tl.constexpr(n) for n in (noise.PARTS, noise.OCTAVES, (1 << noise.PARTS) + 1))
 UNIT = tl.constexpr(2.0**-noise.FRACTION)
 
@@ -162,10 +163,9 @@ def _walk(
     AHEAD: tl.constexpr = BLOCK <= 8192  # of wider rows a thread could not hold two vectors
     edited, matched, columns = 0, 1, column + tl.arange(0, BLOCK)
     start, stop, kind, step, value, x, y, word = _record(records, begin)
-    v = 0.0
+    v, number = 0.0, begin
     if AHEAD:
         v = _vector(bank, columns, width, position, start, stop, kind, step, value, y, ALIGNED)
-    number = begin
     while number < end:
         record = records + number.to(tl.int64) * WORDS
         if not AHEAD:
@@ -200,6 +200,8 @@ def _walk(
                 h = tl.where(changed & (a != 0.0), edit, h)
             elif kind == MATCH:  # where it does not, the next record is skipped
                 matched = _matches(_look(token_of_row + row).to(tl.float32), bank + value, step, x).to(tl.int32)
+            elif kind == STORE:
+                tl.store(bank + value + (position - start).to(tl.int64) * width + columns, h, mask=inside & KEEP)
             elif kind == PROJECT:
                 edited = 1
                 along = _loaded(v, bank, columns, inside, width, position, start, step, value, ALIGNED, AHEAD)
@@ -210,8 +212,7 @@ def _walk(
                 if factor != 0.0:
                     h = tl.where(changed, h + factor * along, h)
             else:
-                edited = 1
-                factor = y
+                edited, factor = 1, y
                 if step != 0:
                     if WHOLE:
                         factor = _factor(_dot(h, h, inside & changed), high - low, kind, x, y)
@@ -223,8 +224,8 @@ def _walk(
                     h = tl.where(changed, h + factor * noise, h)
         number += 1
         if AHEAD:
-            start, stop, kind, step, value, x, y, v = start_2, stop_2, kind_2, step_2, value_2, x_2, y_2, v_2
-            word = word_2
+            start, stop, kind, step, value, x, y = start_2, stop_2, kind_2, step_2, value_2, x_2, y_2
+            v, word = v_2, word_2
     return h, edited
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from patchclamp.kernels.noise import FRACTION, MASK, MULTIPLIERS, OCTAVES, PARTS, STEPS, quantiles
-from patchclamp.plan import APPLY, BLEND, CAPTURE, LINEAR, MATCH, NOISE, PROJECT, ProgramTable, StepPlan
+from patchclamp.plan import APPLY, BLEND, CAPTURE, LINEAR, MATCH, NOISE, PROJECT, STORE, ProgramTable, StepPlan
 from patchclamp.plan.records import columns_of
 from patchclamp.plan.step import RowLabels
 
@@ -34,7 +34,7 @@ def apply(
     token_R: torch.Tensor | None = None,
     code: CodeRunner | None = None,
 ) -> np.ndarray | None:
-    """Applies a point's records to the rows in place and writes captured rows into `kept_K`.
+    """Applies a point's records to the rows in place, writes captured rows to `kept_K`, and stored ones to `bank_B`.
 
     token_R: the rows' token ids, if any record needs them
     code: `code(number, rows [n, W], point, positions [n])` runs an `Apply`'s function; None if it failed
@@ -56,11 +56,15 @@ def apply(
         acts = (records["start"] <= position[index]) & (position[index] < records["stop"]) & matched[index]
         matched[index] = True
         index, records = index[acts], records[acts]
-        edited[index[(records["kind"] != CAPTURE) & (records["kind"] != MATCH)]] = True
+        edited[index[~np.isin(records["kind"], (CAPTURE, MATCH, STORE))]] = True
         for kind in np.unique(records["kind"]):
             some, alike = index[records["kind"] == kind], records[records["kind"] == kind]
             if kind == CAPTURE:
                 _keep(h_AW, some, alike, position, plan, kept_K)
+            elif kind == STORE:
+                _rows(bank_B, h_AW.shape[1]).index_copy_(
+                    0, _on(h_AW, _value_rows(alike, position[some], h_AW.shape[1])), h_AW[_on(h_AW, some)]
+                )
             elif kind == MATCH:
                 assert token_R is not None, "a record needs token ids, and the engine gave none"
                 matched[some] = _match(token_R[_on(token_R, at[some])], alike, bank_B)
@@ -218,8 +222,13 @@ def _values(
 ) -> torch.Tensor:
     """The row of each record's value at its position, [A, W]; any row where `read` is False."""
     width = h_AW.shape[1]
-    row = records["value"] // width + (position - records["start"]).astype(np.int64) * records["step"]
+    row = _value_rows(records, position, width)
     return _rows(bank_B, width).index_select(0, _on(h_AW, row if read is None else np.where(read, row, 0)))
+
+
+def _value_rows(records: np.ndarray, position: np.ndarray, width: int) -> np.ndarray:
+    """The row of the bank that each record's value has for its position."""
+    return records["value"] // width + (position - records["start"]).astype(np.int64) * records["step"]
 
 
 def _rows(flat: torch.Tensor, width: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from patchclamp.kernels.noise import normals
-from patchclamp.plan import APPLY, BLEND, CAPTURE, LINEAR, MATCH, NOISE, PROJECT, ProgramTable, StepPlan
+from patchclamp.plan import APPLY, BLEND, CAPTURE, LINEAR, MATCH, NOISE, PROJECT, STORE, ProgramTable, StepPlan
 from patchclamp.plan.records import columns_of, named
 from patchclamp.plan.step import RowLabels
 
@@ -26,7 +26,8 @@ def apply(
     token_R: np.ndarray | None = None,
     code: Callable[[int, np.ndarray, int, np.ndarray], np.ndarray | None] | None = None,
 ) -> np.ndarray:
-    """Applies a point's records to fp32 rows in place, writes captured rows to `kept_K`; returns edited [R] bool.
+    """Applies a point's records to fp32 rows in place, writes captured rows to `kept_K`, and stored ones to `bank_B`;
+    returns edited [R] bool.
 
     token_R: the rows' token ids, if any record needs them
     code: `code(number, rows [n, W], point, positions [n])` runs an `Apply`'s function; None if it failed
@@ -50,6 +51,9 @@ def apply(
                 i, region = ranges[int(record["range"])], regions[int(record["region"])]
                 begin = plan.base[region] + (plan.offset[i] + position - plan.begin[i]) * width
                 kept_K[begin : begin + width] = h_RW[r]
+            elif kind == STORE:
+                begin = record["vector"] + (position - record["start"]) * record["row_step"] * width
+                bank_B[begin : begin + width] = h_RW[r]
             elif kind == APPLY:
                 assert code is not None
                 columns, edited_R[r] = columns_of(record), True

@@ -21,11 +21,11 @@ from patchclamp.language.tokens import (
     span,
     token,
 )  # fmt: skip
-from patchclamp.language.values import From, Named, Value, Vector
+from patchclamp.language.values import From, Named, SameRun, Value, Vector
 
 __all__ = [
-    "SITES", "At", "From", "Named", "Op", "Positions", "Program", "Range", "Role", "Site", "SiteOp", "SiteSpec",
-    "TextSpan", "TokenIds", "Tokens", "Value", "Vector", "every", "generated", "parse_site", "parse_tokens", "prompt",
-    "role", "span", "token",
+    "SITES", "At", "From", "Named", "Op", "Positions", "Program", "Range", "Role", "SameRun", "Site", "SiteOp",
+    "SiteSpec", "TextSpan", "TokenIds", "Tokens", "Value", "Vector", "every", "generated", "parse_site", "parse_tokens",
+    "prompt", "role", "span", "token",
 ]  # fmt: skip
 __all__ += ops.__all__

@@ -13,9 +13,9 @@ from patchclamp.errors import PatchclampError, ProgramError, unknown
 from patchclamp.language.ops import OPS, Apply, Capture, CaptureLike, Op, Use, as_capture
 from patchclamp.language.site import At, Site
 from patchclamp.language.tokens import Selection
-from patchclamp.language.values import From, Named, Value, Vector, as_value
+from patchclamp.language.values import From, Named, SameRun, Value, Vector, as_value
 
-VALUES = {"vector": Vector, "from": From, "named": Named}
+VALUES = {"vector": Vector, "from": From, "named": Named, "same_run": SameRun}
 VECTORS = {"value", "mask", "direction", "directions"}  # fields that hold numbers
 EditsLike = Op | Iterable[Op] | None  # what `edits=` takes for one prompt
 CapturesLike = CaptureLike | Iterable[CaptureLike] | None  # what `capture=` takes for one prompt
@@ -79,9 +79,9 @@ def _texts(op: Op) -> dict[str, Any]:
     fields = {name: getattr(op, name, None) for name in ("at", "tokens")}
     texts: dict[str, Any] = {name: str(value) for name, value in fields.items() if value is not None}
     value = getattr(op, "value", None)
-    if isinstance(value, From):
-        words = {"run": value.run, "site": value.site, "position": value.position}
-        texts["value"] = {"type": "from"} | {k: str(v) for k, v in words.items() if v is not None}
+    if isinstance(value, (From, SameRun)):
+        words = {name: getattr(value, name) for name in value.__struct_fields__}
+        texts["value"] = {"type": value.__struct_config__.tag} | {k: str(v) for k, v in words.items() if v is not None}
     return texts
 
 
@@ -138,7 +138,7 @@ def _read_value(data: object, path: str) -> Value:
         return _read_at(as_value, data, path)
     tag = data.get("type") if isinstance(data, dict) else None
     if not isinstance(data, dict) or not isinstance(tag, str) or tag not in VALUES:
-        raise ProgramError("a value is a list of numbers, or an object of type 'vector', 'from' or 'named'", path)
+        raise ProgramError(f"a value is a list of numbers, or an object of type {', '.join(map(repr, VALUES))}", path)
     words = {k: v for k, v in data.items() if k != "type"}
     kind = VALUES[tag]
     _check_fields(words, kind.__struct_fields__, f"a {tag}", path)

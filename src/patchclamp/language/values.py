@@ -1,5 +1,5 @@
-"""Values: the vectors an op writes. A `Vector` carries its numbers; `Named` and `From` say where they are: in the bank,
-or in what another run captured."""
+"""Values: the vectors an op writes. A `Vector` carries its numbers; the others say where they are: `Named` in the bank,
+`From` in what another run captured, `SameRun` at an earlier layer of the run itself."""
 
 from __future__ import annotations
 
@@ -136,6 +136,18 @@ class From(Converted, frozen=True, tag="from", dict=True):
         super().__post_init__()
 
 
+class SameRun(Converted, frozen=True, tag="same_run"):
+    """Rows of an earlier layer of the run itself, as they are after the edits that stand before in the program.
+
+    site: of one layer, or of as many as are written
+    position: which positions, none after the one that it is written to; None: those that are written. The row of one
+        position is written to every position; the rows of n to n positions, in order
+    """
+
+    site: Site = field(converter=parse_site)
+    position: Tokens | None = field(converter=optional(_position), default=None)
+
+
 def check_name(name: object) -> str:
     """A name in the bank, or `ProgramError`: text that a file can hold, of at most 200 characters."""
     if not isinstance(name, str) or not name or len(name) > 200:
@@ -155,7 +167,7 @@ class Named(msgspec.Struct, frozen=True, tag="named"):
         check_name(self.name)
 
 
-Value = Vector | From | Named
+Value = Vector | From | Named | SameRun
 
 
 class Array(Protocol):
@@ -169,10 +181,12 @@ ValueLike = Value | str | Array | Sequence[float] | Sequence[Sequence[float]]
 
 def as_value(value: ValueLike) -> Value:
     """A value from a vector's numbers or a name in the bank; a value is returned as it is."""
-    if isinstance(value, (Vector, From, Named)):
+    if isinstance(value, (Vector, From, Named, SameRun)):
         return value
     if isinstance(value, str):
         return Named(value)
     if isinstance(value, Site):
-        raise ProgramError(f"a value is a vector, its name in the bank, or pc.From(run, site), not {value!r}")
+        raise ProgramError(
+            f"a value is a vector, its name in the bank, pc.From(run, site) or pc.SameRun(site), not {value!r}"
+        )
     return Vector.of(value)

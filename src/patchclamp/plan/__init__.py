@@ -14,6 +14,7 @@ from patchclamp.plan.bound import (
     MATCH,
     NOISE,
     PROJECT,
+    STORE,
     BoundOp,
     BoundProgram,
     PositionRange,
@@ -24,6 +25,6 @@ from patchclamp.plan.step import Batch, StepPlan, make_plan
 from patchclamp.plan.table import ProgramTable
 
 __all__ = [
-    "APPLY", "BLEND", "CAPTURE", "LINEAR", "MATCH", "NOISE", "PROJECT", "RECORD", "Batch", "BoundOp", "BoundProgram",
-    "Code", "PositionRange", "ProgramTable", "Prompt", "Source", "StepPlan", "bind", "make_plan",
+    "APPLY", "BLEND", "CAPTURE", "LINEAR", "MATCH", "NOISE", "PROJECT", "RECORD", "STORE", "Batch", "BoundOp",
+    "BoundProgram", "Code", "PositionRange", "ProgramTable", "Prompt", "Source", "StepPlan", "bind", "make_plan",
 ]  # fmt: skip

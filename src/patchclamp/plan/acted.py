@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from patchclamp.plan.bound import CAPTURE, BoundOp, BoundProgram
+from patchclamp.plan.bound import BoundOp, BoundProgram
 
 
 def acted_on(op: BoundOp, ids: np.ndarray, ids_of: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -26,6 +26,6 @@ def acted(bound: BoundProgram, ids: np.ndarray, ids_of: Mapping[str, np.ndarray]
     """By path, the positions that each edit acted on, ascending."""
     positions: dict[str, np.ndarray] = {}
     for op in bound.ops:
-        if op.kind != CAPTURE:
+        if op.is_edit:
             positions[op.path] = np.union1d(positions.get(op.path, np.zeros(0, np.int64)), acted_on(op, ids, ids_of))
     return positions

@@ -17,7 +17,7 @@ from patchclamp.errors import (
     TokensError,
     UnsupportedSite,
 )  # fmt: skip
-from patchclamp.language import Apply, Capture, From, Named, Program, Site, SiteOp, Tokens, Use, Vector
+from patchclamp.language import Apply, Capture, From, Named, Program, SameRun, Site, SiteOp, Tokens, Use, Vector
 from patchclamp.language.ops import Op
 from patchclamp.language.tokens import Joined, Positions, Selection, ids_in
 from patchclamp.language.values import Value, ValueLike, as_value
@@ -26,6 +26,8 @@ from patchclamp.plan.bound import (
     BoundProgram,
     Condition,
     PositionRange,
+    Store,
+    own_key,
     pack_columns,
     position_ranges,
     run_key,
@@ -127,6 +129,7 @@ class _Binder:
     ) -> None:  # fmt: skip
         self.prompt, self.limit, self.sites, self._source, self.known = prompt, limit, sites, source, known
         self._bank, self._vectors, self._code, self._used_edits = bank, vectors, code, 0
+        self.own_keys = itertools.count()
 
     def bind(self, path: str, op: Op, users: tuple[str, ...] = ()) -> list[BoundOp]:
         """An op, or the edits of the named program that it uses; `users`: the named programs that lead to the op."""
@@ -157,14 +160,14 @@ class _Binder:
     def _bind(self, path: str, op: SiteOp) -> list[BoundOp]:
         """An op; an edit for each condition under which it acts, a capture once."""
         refs = self._resolve(op)
-        cases = self._select(op, refs[0])
+        cases = self.select(op.tokens, refs[0])
         if isinstance(op, Capture):
             positions = np.unique(np.concatenate([case.positions for case in cases]))
-            return [_OpBinder(self, path, op, refs, Case(positions), len(cases) > 1).bound()]
+            return _OpBinder(self, path, op, refs, Case(positions), len(cases) > 1).bound()
         cases = [case for case in cases if len(case.positions)]
         if not cases:
             raise TokensError(f"{op.tokens} selects no position of this request, so nothing would be edited", "tokens")
-        return [_OpBinder(self, path, op, refs, case, False).bound() for case in cases]
+        return [bound for case in cases for bound in _OpBinder(self, path, op, refs, case, False).bound()]
 
     def _resolve(self, op: SiteOp) -> list[SiteRef]:
         if op.at not in self.known.refs:
@@ -174,26 +177,26 @@ class _Binder:
                 raise error.under("at") from None
         return self.known.refs[op.at]
 
-    def _select(self, op: SiteOp, ref: SiteRef) -> list[Case]:
-        """The op's selection: the positions that are selected in any case, then those that depend on a token's id."""
-        if not _is_positional(op.tokens):
-            return self._cases(op, ref)
+    def select(self, tokens: Tokens, ref: SiteRef) -> list[Case]:
+        """A selection at a site: positions that are selected in any case, then those that depend on a token's id."""
+        if not _is_positional(tokens):
+            return self._cases(tokens, ref)
         lowest = len(self.prompt.ids) - 1 if self.sites.points[ref.point].rows == "sampled" else 0
-        key = op.tokens, len(self.prompt.ids), self.limit, lowest
+        key = tokens, len(self.prompt.ids), self.limit, lowest
         if key not in self.known.cases:
-            self.known.cases[key] = self._cases(op, ref)
+            self.known.cases[key] = self._cases(tokens, ref)
         return self.known.cases[key]
 
-    def _cases(self, op: SiteOp, ref: SiteRef) -> list[Case]:
-        self.check_ids(op.tokens, "tokens")
+    def _cases(self, tokens: Tokens, ref: SiteRef) -> list[Case]:
+        self.check_ids(tokens, "tokens")
         sampled = self.sites.points[ref.point].rows == "sampled"
         try:
-            cases = self.prompt.cases(op.tokens, self.limit, len(self.prompt.ids) - 1 if sampled else 0)
+            cases = self.prompt.cases(tokens, self.limit, len(self.prompt.ids) - 1 if sampled else 0)
         except PatchclampError as error:
             raise error.under("tokens") from None
         for case in cases:
             if case.positions.size and case.positions.max() >= self.limit:
-                raise TokensError(f"{op.tokens}: there is no position {case.positions.max()}", "tokens")
+                raise TokensError(f"{tokens}: there is no position {case.positions.max()}", "tokens")
             if sampled:
                 self._check_sampled(case.positions)
         return cases
@@ -260,19 +263,22 @@ class _OpBinder:
     ) -> None:
         self._binder, self._path, self._op, self._refs, self._case = binder, path, op, refs, case
         self.conditional, self._sites = conditional, binder.sites
+        self._stored: list[BoundOp] = []  # what it reads of its own run
 
-    def bound(self) -> BoundOp:
+    def bound(self) -> list[BoundOp]:
+        """The op, after what must be stored for it."""
         lowered, columns = lower(self._op, self), self._refs[0].columns
         ranges = self._binder.known.ranges_of(self._case.positions, lowered.rows)
         if lowered.repeats != 1:
             ranges = tuple(each._replace(row=row) for row in range(lowered.repeats) for each in ranges)
         ids, points = self._case.ids, [self._sites.points[ref.point] for ref in self._refs]
-        return BoundOp(
+        bound = BoundOp(
             self._path, lowered.action, tuple(point.number for point in points), lowered.values, ranges,
             reaches_cache=not isinstance(self._op, Capture) and any(map(reaches_cache, points)),
             columns=0 if columns is None or isinstance(self._op, Capture) else pack_columns(columns),
             condition=Condition(self.put(Vector.of(ids)), self._case.others) if ids else None,
         )  # fmt: skip
+        return [*self._stored, bound]
 
     def put(self, vector: Vector) -> str:
         return self._binder.put(vector)
@@ -307,6 +313,11 @@ class _OpBinder:
                 return self._rows_of(value)
             except PatchclampError as error:
                 raise error.under("value") from None
+        if isinstance(value, SameRun):
+            try:
+                return self._own_rows(value)
+            except PatchclampError as error:
+                raise error.under("value") from None
         vectors, count = self._vectors(value, "value"), len(self._case.positions)
         keys, shape = tuple(map(self.put, vectors)), vectors[0].shape
         if len(shape) == 1:
@@ -324,7 +335,7 @@ class _OpBinder:
 
         Raises: `MissingSource` for what the bank does not have, `ShapeError` for vectors not as wide as the site.
         """
-        if isinstance(value, From):
+        if isinstance(value, (From, SameRun)):
             raise ProgramError(f"numbers are needed here, not a row of a run: give run[site][i] for {value}", field)
         vectors = [value] if isinstance(value, Vector) else self._named(value, field)
         return [self._as_wide(vector, isinstance(value, Named), field) for vector in vectors]
@@ -376,6 +387,34 @@ class _OpBinder:
         keys = tuple(run_key(run, ref.point) for ref in read)
         return keys, np.repeat(row, len(written)) if len(row) == 1 != len(written) else row
 
+    def _own_rows(self, value: SameRun) -> tuple[tuple[str, ...], np.ndarray]:
+        """The bank keys of rows that this run stores for the op, and the row that each written position reads."""
+        read, written = self._sites.resolve(value.site), self._case.positions
+        self._check_alike(value, read)
+        for i, ref in enumerate(self._refs):
+            check_comes_before(self._sites, read[i if len(read) > 1 else 0], ref)
+        positions = written if value.position is None else self._own_positions(value.position, read[0])
+        if len(positions) not in (1, len(written)):
+            raise ShapeError(f"{value.position} names {len(positions)} positions; {len(written)} are written")
+        late = np.flatnonzero(positions > written)
+        if len(late):
+            first = written[late[0]], (positions if len(positions) > 1 else np.repeat(positions, len(written)))[late[0]]
+            raise TokensError(f"position {first[1]} comes after {first[0]}, which cannot depend on it", "position")
+        stored = np.unique(positions)
+        number = next(self._binder.own_keys)
+        keys = tuple(own_key(number, ref.point) for ref in read)
+        ranges = position_ranges(stored, np.arange(len(stored)))
+        self._stored.append(BoundOp(f"{self._path}.value", Store(), tuple(ref.point for ref in read), keys, ranges))
+        row = np.searchsorted(stored, positions)
+        return keys, np.repeat(row, len(written)) if len(row) == 1 != len(written) else row
+
+    def _own_positions(self, tokens: Tokens, ref: SiteRef) -> np.ndarray:
+        """The positions of a selection that are certain to come, in its order."""
+        cases = self._binder.select(tokens, ref)
+        if len(cases) != 1 or not cases[0].alone or not (self._case.alone or len(cases[0].positions) == 1):
+            raise ShapeError(f"which tokens {tokens} selects is known when they are there: name positions", "position")
+        return cases[0].positions
+
     def _source_positions(self, tokens: Tokens, run: str, source: Source) -> np.ndarray:
         selected = self._binder.known.selected
         if (tokens, run) not in selected:
@@ -387,7 +426,7 @@ class _OpBinder:
             raise ShapeError(f"{tokens} names {len(positions)} positions; for tokens yet to come it must be one")
         return positions
 
-    def _check_alike(self, value: From, read: list[SiteRef]) -> None:
+    def _check_alike(self, value: From | SameRun, read: list[SiteRef]) -> None:
         """Raises where the rows that are read do not fit where they are written."""
         written, sites = self._refs, self._sites
         if len(read) not in (1, len(written)):
@@ -400,6 +439,22 @@ class _OpBinder:
             )
         if read[0].columns not in (None, written[0].columns):
             raise ShapeError(f"{read[0]} and {written[0]} are not the same part of a row: give the rows of run[...]")
+
+
+def check_comes_before(sites: SiteMap, read: SiteRef, written: SiteRef) -> None:
+    """Raises `UnsupportedSite` where a run does not have the rows of a place when it comes to the other."""
+    if sites.points[read.point].rows == "sampled":
+        raise UnsupportedSite(f"{read} is the end of a step: a run cannot write it elsewhere")
+    if sites.stages > 1:
+        raise UnsupportedSite(
+            f"{read} and {written} may be in two pipeline stages: capture the one in a run, and read it with pc.From "
+            "in another"
+        )
+    if sites.depth(read.point) >= sites.depth(written.point):
+        raise UnsupportedSite(
+            f"{read} is not of a layer before that of {written}: capture the one in a run, and read it with pc.From "
+            "in another"
+        )
 
 
 def reaches_cache(point: Point) -> bool:

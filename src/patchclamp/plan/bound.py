@@ -20,6 +20,7 @@ PROJECT = 3  # h + (p′ − p) · v for p = h · v, where p′ is p brought to 
 NOISE = 4  # h + std · ε; relative: std times the row's root mean square
 MATCH = 5  # a condition: the next record acts only where the token's id is, or is not, one of some ids
 APPLY = 6  # fn(h), any code
+STORE = 7  # put the row into the bank, where a later layer of the same run reads it
 
 
 class PositionRange(NamedTuple):
@@ -83,7 +84,13 @@ class RunCode(msgspec.Struct, frozen=True, array_like=True, tag=APPLY):
     code: int
 
 
-Action = Keep | Linear | Blend | Project | Noisy | RunCode
+class Store(msgspec.Struct, frozen=True, array_like=True, tag=STORE):
+    """Put the row of each position into the bank, under an own key (`own_key`)."""
+
+    kind: ClassVar[int] = STORE
+
+
+Action = Store | Keep | Linear | Blend | Project | Noisy | RunCode
 
 
 class Condition(msgspec.Struct, frozen=True, array_like=True):
@@ -118,6 +125,11 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
     @property
     def kind(self) -> int:
         return self.action.kind
+
+    @property
+    def is_edit(self) -> bool:
+        """Whether it changes rows."""
+        return self.kind not in (CAPTURE, STORE)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -215,6 +227,27 @@ def source_of(key: str) -> tuple[str, int] | None:
     kind, _, name = key.partition(":")
     run, _, point = name.rpartition(":")
     return (run, int(point)) if kind == "r" else None
+
+
+def is_vector(key: str) -> bool:
+    """Whether a bank key is an inline vector's."""
+    return key.startswith("v:")
+
+
+def is_loaded(key: str) -> bool:
+    """Whether the rows under a bank key are brought there before a program begins, and not stored by the program."""
+    return own_point(key) is None
+
+
+def own_key(number: int, point: int) -> str:
+    """The bank key of rows that a run stores at a point for itself; `number` tells those of one program apart."""
+    return f"o:{number}:{point}"
+
+
+def own_point(key: str) -> int | None:
+    """The point whose rows are under an own key; None for a key of another kind."""
+    kind, _, name = key.partition("@")[0].partition(":")
+    return int(name.rpartition(":")[2]) if kind == "o" else None
 
 
 def noise_stream(kind: str, layer: int | None) -> int:

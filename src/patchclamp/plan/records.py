@@ -22,6 +22,7 @@ from patchclamp.plan.bound import (
     MATCH,
     NOISE,
     PROJECT,
+    STORE,
     Action,
     Blend,
     BoundOp,
@@ -30,6 +31,7 @@ from patchclamp.plan.bound import (
     Noisy,
     Project,
     RunCode,
+    Store,
 )  # fmt: skip
 
 RECORD = np.dtype(
@@ -51,6 +53,7 @@ FIELDS: dict[int, dict[str, str]] = {  # by kind: its own names of the fields, b
     NOISE: {"relative": "step", "stream": "value", "first_column": "x", "std": "y", "seed": "other"},
     MATCH: {"count": "step", "ids": "value", "expected": "x"},
     APPLY: {"code": "value"},
+    STORE: {"row_step": "step", "vector": "value"},
 }
 
 
@@ -163,6 +166,11 @@ def _write(first: Action, fields: np.ndarray, actions: Sequence[Action], address
 @_write.register
 def _capture(first: Keep, fields: np.ndarray, actions: Sequence[Keep], addresses: Several, ordinal: int) -> None:
     fields["dtype"], fields["region"] = _column([action.dtype for action in actions]), ordinal
+
+
+@_write.register
+def _store(first: Store, fields: np.ndarray, actions: Sequence[Store], addresses: Several, ordinal: int) -> None:
+    pass  # where its rows go is what values have in common
 
 
 @_write.register

@@ -10,13 +10,17 @@ import hashlib
 
 import msgspec
 
-from patchclamp.plan.bound import CAPTURE, BoundOp, BoundProgram, PositionRange
+from patchclamp.plan.bound import CAPTURE, STORE, BoundOp, BoundProgram, PositionRange
 
 
 def block_key(bound: BoundProgram, start: int, end: int) -> str | None:
-    """A hash of the edits at positions start … end−1, or None where nothing is edited there."""
-    touched = [clipped for op in bound.ops if op.reaches_cache and (clipped := _clip(op, start, end))]
-    return hashlib.sha256(msgspec.msgpack.encode((bound.salt, touched))).hexdigest() if touched else None
+    """A hash of the edits at positions start … end−1, or None where nothing is edited there. What the program stores is
+    in it, for edits may read it."""
+    clipped = {i: op for i, each in enumerate(bound.ops) if each.reaches_cache and (op := _clip(each, start, end))}
+    if not clipped:
+        return None
+    touched = [clipped.get(i, op) for i, op in enumerate(bound.ops) if i in clipped or op.kind == STORE]
+    return hashlib.sha256(msgspec.msgpack.encode((bound.salt, touched))).hexdigest()
 
 
 def lowest_edit(bound: BoundProgram) -> int | None:
@@ -25,8 +29,8 @@ def lowest_edit(bound: BoundProgram) -> int | None:
 
 
 def lowest_capture(bound: BoundProgram) -> int | None:
-    """The first position that must be computed, not read from a cache, because something there is captured."""
-    return min((op.ranges[0].start for op in bound.ops if op.kind == CAPTURE and op.ranges), default=None)
+    """The first position that must be computed, not read from a cache, because it is captured or stored."""
+    return min((op.ranges[0].start for op in bound.ops if op.kind in (CAPTURE, STORE) and op.ranges), default=None)
 
 
 def _clip(op: BoundOp, start: int, end: int) -> BoundOp | None:

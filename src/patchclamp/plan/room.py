@@ -8,6 +8,7 @@ uses less.
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 
@@ -15,7 +16,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.errors import CapacityError
-from patchclamp.plan.bound import BoundProgram, source_of
+from patchclamp.plan.bound import STORE, BoundProgram, is_loaded, own_point, source_of
 from patchclamp.sites import SiteMap
 
 
@@ -45,12 +46,20 @@ def bank_sizes(
     """The sizes of every bank key that a bound program reads. `rows_of(run, point)`: how many rows a run captured."""
     sizes: dict[str, tuple[int, int]] = {}
     for key in dict.fromkeys(key for op in bound.ops for key in op.keys):
-        source = source_of(key)
-        if source is None:
+        source, own = source_of(key), own_point(key)
+        if own is not None:
+            sizes[key] = stored_rows(bound, key), sites.points[own].width
+        elif source is None:
             sizes[key] = vectors[key].shape
         else:
             sizes[key] = rows_of(*source), sites.points[source[1]].width
     return sizes
+
+
+def stored_rows(bound: BoundProgram, key: str) -> int:
+    """How many rows a program stores under an own key of it."""
+    stores = (op for op in bound.ops if op.kind == STORE and key in op.values)
+    return sum(stop - start for op in stores for start, stop, *_ in op.ranges)
 
 
 def captured_bytes(bound: BoundProgram, sites: SiteMap, computed: int | None = None) -> int:
@@ -139,7 +148,8 @@ class Room:
         self._records, self._bank = Extents(records), Extents(numbers)
         self._resident: OrderedDict[str, _Resident] = OrderedDict()
         self._evicted: list[str] = []
-        self._admitted: dict[int, tuple[Placement, int]] = {}  # by slot, with the number of its records
+        self._admitted: dict[int, tuple[int, list[str]]] = {}  # by slot: how many records, and which rows it reads
+        self._stores = itertools.count()  # numbers for rows that a program stores for itself
 
     def __len__(self) -> int:
         """Programs admitted."""
@@ -164,30 +174,36 @@ class Room:
         first_record = self._records.take(records)
         if first_record is None:
             return None
-        load: list[str] = []
-        for i, (key, (rows, width)) in enumerate(sizes.items()):
-            if key in self._resident:
-                self._resident.move_to_end(key)
-            elif self._take_bank(key, rows * width, width):
-                load.append(key)
+        names = [key if is_loaded(key) else f"{key}@{next(self._stores)}" for key in sizes]
+        new: list[str] = []
+        for i, (name, (rows, width)) in enumerate(zip(names, sizes.values(), strict=True)):
+            if name in self._resident:
+                self._resident.move_to_end(name)
+            elif self._take_bank(name, rows * width, width):
+                new.append(name)
             else:
                 self._records.give(first_record, records)
-                self._stop_reading(list(sizes)[:i])
-                self._drop(load)
+                self._stop_reading(names[:i])
+                self._drop(new)
                 return None
-            self._resident[key].readers += 1
-        addresses = {key: (self._resident[key].begin, rows) for key, (rows, _) in sizes.items()}
-        placement = Placement(self._free_slots.pop(), first_record, addresses, tuple(load), tuple(self._evicted))
+            self._resident[name].readers += 1
+        addresses = {
+            key: (self._resident[name].begin, rows) for name, (key, (rows, _)) in zip(names, sizes.items(), strict=True)
+        }
+        load = tuple(filter(is_loaded, new))
+        placement = Placement(self._free_slots.pop(), first_record, addresses, load, tuple(self._evicted))
         self._evicted.clear()
-        self._admitted[placement.slot] = placement, records
+        self._admitted[placement.slot] = records, names
         return placement
 
     def free(self, placement: Placement) -> None:
-        """Takes a placement back. The rows it read stay in the bank, for the next program that reads them."""
-        _, records = self._admitted.pop(placement.slot)
+        """Takes a placement back. The rows it read stay in the bank for the next program that reads them, but for those
+        that it stored."""
+        records, names = self._admitted.pop(placement.slot)
         self._free_slots.append(placement.slot)
         self._records.give(placement.record, records)
-        self._stop_reading(placement.addresses)
+        self._stop_reading(names)
+        self._drop([name for name in names if not is_loaded(name)])
 
     def forget(self, keys: Iterable[str]) -> None:
         """Drops rows that no later program can read, except for those that an admitted one reads now."""
@@ -238,4 +254,5 @@ class Room:
         for key in keys:
             rows = self._resident.pop(key)
             self._bank.give(rows.begin, rows.count)
-            self._evicted.append(key)
+            if is_loaded(key):  # workers have no books of what programs store
+                self._evicted.append(key)

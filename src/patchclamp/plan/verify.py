@@ -9,6 +9,7 @@ read another's vectors, write beyond a row, or edit under the keys of an unedite
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 from collections.abc import Mapping
@@ -20,19 +21,35 @@ from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.language import Vector
 from patchclamp.language.conversions import DTYPES, MAX_FP32
 from patchclamp.plan.bind import reaches_cache, vector_key
-from patchclamp.plan.bound import Action, Blend, BoundOp, BoundProgram, Keep, Linear, Noisy, Project, source_of
+from patchclamp.plan.bound import (
+    Action,
+    Blend,
+    BoundOp,
+    BoundProgram,
+    Keep,
+    Linear,
+    Noisy,
+    Project,
+    Store,
+    is_loaded,
+    own_point,
+    position_array,
+    source_of,
+)
 from patchclamp.sites import SiteMap
 
-VECTOR_KEY = re.compile(r"v:[0-9a-f]{64}")
+VECTOR_KEY, OWN_KEY = re.compile(r"v:[0-9a-f]{64}"), re.compile(r"o:[0-9]{1,9}:[0-9]{1,9}")
 MAX_PATH = 500
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """What a program is checked against: sizes (rows, width) by bank key, positions below `limit`, and a model."""
+    """What a program is checked against: sizes (rows, width) by bank key, positions below `limit`, and a model; and by
+    own key the position of each row that it has stored so far."""
 
     sizes: Mapping[str, tuple[int, int]]
     limit: int
     sites: SiteMap
+    stored: dict[str, np.ndarray] = {}
 
 
 def verify(
@@ -47,7 +64,8 @@ def verify(
         raise ProgramError(f"it was bound to a prompt of {bound.prompt} tokens, and this one has {prompt}")
     frame = Frame(sizes, limit, sites)
     for key in sizes:
-        _need(VECTOR_KEY.fullmatch(key) is not None or source_of(key) is not None, f"no bank key: {key[:100]}")
+        known = VECTOR_KEY.fullmatch(key) or OWN_KEY.fullmatch(key) or (key[:2] == "r:" and source_of(key))
+        _need(bool(known), f"no bank key: {key[:100]}")
     for op in bound.ops:
         try:
             _check_op(op, frame)
@@ -70,11 +88,12 @@ def _check_op(op: BoundOp, frame: Frame) -> None:
     _need(len(widths) <= 1, "points of several widths")
     width = next(iter(widths), 0)
     _need(len(op.values) in (0, 1, len(op.points)), f"{len(op.values)} values for {len(op.points)} points")
-    reaches = not isinstance(op.action, Keep) and any(reaches_cache(points[point]) for point in op.points)
+    reaches = op.is_edit and any(reaches_cache(points[point]) for point in op.points)
     _need(op.reaches_cache == reaches, "what it says of the cache is not so")
     _check_columns(op, width)
     _check_ranges(op, frame)
     _check_action(op.action, op, frame, width)
+    _check_own(op, frame)
     if op.condition is not None:
         _need(op.condition.ids in frame.sizes, "token ids that are nowhere")
 
@@ -96,6 +115,22 @@ def _check_ranges(op: BoundOp, frame: Frame) -> None:
         _need(last < rows, f"row {last} of {rows}")
 
 
+def _check_own(op: BoundOp, frame: Frame) -> None:
+    """Checks that rows of its own run are there before they are read."""
+    _need(all(map(is_loaded, op.keys[len(op.values) :])), "a mask, or token ids, that it stores")
+    for key, point in op.reads() if op.is_edit else ():
+        own = own_point(key)
+        if own is None:
+            continue
+        _need(key in frame.stored, f"{key} is read and was not stored")
+        sites = frame.sites
+        before = sites.stages == 1 and sites.depth(own) < sites.depth(point)
+        _need(before and sites.shard_count(own) == sites.shard_count(point), f"{key} is not there at point {point}")
+        for start, stop, row, step in op.ranges:
+            read = np.arange(start, stop)
+            _need(bool((frame.stored[key][row + (read - start) * step] <= read).all()), f"{key} is read too early")
+
+
 @functools.singledispatch
 def _check_action(action: Action, op: BoundOp, frame: Frame, width: int) -> None:
     """Checks the numbers of an action, and that its values are as wide as the points."""
@@ -108,6 +143,21 @@ def _keep(action: Keep, op: BoundOp, frame: Frame, width: int) -> None:
     _need(not op.values and not op.columns and op.condition is None, "a capture reads nothing")
     ends = [(a.stop, b.start) for a, b in zip(op.ranges, op.ranges[1:], strict=False)]
     _need(all(stop <= start for stop, start in ends), "positions twice")
+
+
+@_check_action.register
+def _store(action: Store, op: BoundOp, frame: Frame, width: int) -> None:
+    positions = position_array(op.ranges)
+    count = sum(stop - start for start, stop, *_ in op.ranges)
+    _need(len(positions) == count > 0 and not op.columns and op.condition is None, "positions twice, or none")
+    ends = list(itertools.accumulate(stop - start for start, stop, *_ in op.ranges))
+    in_order = all(stop - start == 1 or step == 1 for start, stop, _, step in op.ranges)
+    _need(in_order and [row for _, _, row, _ in op.ranges] == [0, *ends[:-1]], "rows that are stored out of order")
+    _need([own_point(key) for key in op.values] == list(op.points), "own keys of other points")
+    for key, point in zip(op.values, op.points, strict=True):
+        _need(frame.sizes.get(key) == (count, width), f"{count} rows stored in {frame.sizes.get(key)}")
+        _need(frame.sites.points[point].rows == "tokens" and key not in frame.stored, f"{key} cannot be stored")
+        frame.stored[key] = positions
 
 
 @_check_action.register

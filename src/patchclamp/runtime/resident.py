@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from patchclamp.errors import MissingSource
-from patchclamp.plan.bound import BoundOp, source_of
+from patchclamp.plan.bound import BoundOp, own_point, source_of
 from patchclamp.plan.room import Placement, resident_name
 from patchclamp.runtime.shards import columns_in
 from patchclamp.sites import SiteMap
@@ -54,6 +54,9 @@ class ResidentRows:
     def _address(
         self, key: str, placement: Placement, vectors: Mapping[str, torch.Tensor], remote: Mapping[str, torch.Tensor]
     ) -> tuple[int, int]:
+        own = own_point(key)
+        if own is not None:
+            return placement.addresses[key][0], self._sites.points[own].width // self._sites.shard_count(own)
         name, first, end = columns_in(key)
         resident = resident_name(name, first is not None)
         begin, count = placement.addresses[resident]

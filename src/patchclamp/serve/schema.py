@@ -68,11 +68,19 @@ class FromValue(Closed):
     position: TokensText | None = Field(None, description="which of its positions; null: those that are written")
 
 
+class SameRunValue(Closed):
+    """Rows of an earlier layer of the run itself."""
+
+    type: Literal["same_run"]
+    site: SiteText
+    position: TokensText | None = Field(None, description="which positions; null: those that are written")
+
+
 Numbers = list[float] | list[list[float]]
 TYPES: dict[Any, Any] = {  # of the fields of ops: what is written for them
     Site: SiteText,
     Tokens: TokensText,
-    Value: Numbers | VectorValue | NamedValue | FromValue,
+    Value: Numbers | VectorValue | NamedValue | FromValue | SameRunValue,
     Vector | Named: Numbers | VectorValue | NamedValue,
 }
 

@@ -96,11 +96,11 @@ class Shard(NamedTuple):
 
 
 class SiteMap:
-    """The points and site refs of a model that `tensor_parallel` workers share."""
+    """The points and site refs of a model that `tensor_parallel` workers share, in each of `stages` pipeline stages."""
 
-    def __init__(self, family: Family | str, sizes: Sizes, tensor_parallel: int = 1) -> None:
+    def __init__(self, family: Family | str, sizes: Sizes, tensor_parallel: int = 1, stages: int = 1) -> None:
         family = _family_named(family) if isinstance(family, str) else family
-        self.family, self.sizes, self.tensor_parallel = family, sizes, tensor_parallel
+        self.family, self.sizes, self.tensor_parallel, self.stages = family, sizes, tensor_parallel, stages
         self.layers, self.d_model, self.d_vocab = sizes.layers, sizes.d_model, sizes.d_vocab
         self.withdrawn: dict[str, str] = {}  # words that were not proved on the live model, and why
         self.points: list[Point] = []
@@ -169,6 +169,14 @@ class SiteMap:
         shards = self.shard_count(point)
         number, size = rank * shards // self.tensor_parallel, self.points[point].width // shards
         return Shard(number, number * size, (number + 1) * size, rank * shards % self.tensor_parallel == 0)
+
+    def depth(self, point: int) -> int:
+        """Where a point comes in the order in which the model computes. Points of one layer have one depth, but for the
+        stream that goes into it."""
+        kind, layer = self.points[point].kind, self.points[point].layer
+        if layer is None:
+            return {"embed": -1, "stream_end": 2 * self.layers}.get(kind, 2 * self.layers + 1)
+        return 2 * layer if kind == "stream" else 2 * layer + 1
 
     def whole(self, ref: SiteRef) -> bool:
         """Whether one worker has all the columns of a site ref, and so can sum over them."""

@@ -16,7 +16,7 @@ from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.language import Capture, From, Op, Vector
 from patchclamp.run import Run
 from patchclamp.trace.lines import Line, at_line
-from patchclamp.trace.recording import Entry, Recording
+from patchclamp.trace.recording import Entry, Recording, same_run
 from patchclamp.trace.saved import Saved, rows_of, value_of
 from patchclamp.trace.schedule import Planned, Schedule, failed_with, is_shared
 
@@ -76,6 +76,8 @@ class Execution:
         for entry in run.entries:
             if entry.source is None:
                 ops.append(entry.op)
+            elif entry.within:
+                ops.append(msgspec.structs.replace(entry.op, value=same_run(entry, entry.source)))
             elif entry.source.recording.failure is not None:
                 failed_with(run, entry.source.recording.failure)
                 break

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from patchclamp.errors import PatchclampError, ProgramError, UnsupportedSite
-from patchclamp.language import Capture, Program, SiteOp, Zero
+from patchclamp.language import Capture, Program, SameRun, SiteOp, Zero
 from patchclamp.language.registry import SITES
 from patchclamp.language.site import parse_site
 from patchclamp.plan import Prompt
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from patchclamp.trace.load import TracedLM as LM
     from patchclamp.trace.saved import Cache, Saved
 
+MAX_STORED = 4096  # rows that a write takes within a run; of more, two runs
+
 Depth = tuple[int, int]  # a layer, and the place of a word in the order in which a layer computes
 
 
@@ -31,6 +34,7 @@ class Entry:
     op: as it goes into the program; of a write that reads, its value is put in when the read's run is known
     spot: where it acts
     source: the read whose rows it writes, or None
+    within: of a write that reads, whether one run does both: the rows are stored where they are read
     """
 
     def __init__(self, recording: Recording, op: SiteOp, spot: Spot, source: Entry | None, line: Line) -> None:
@@ -38,6 +42,7 @@ class Entry:
         self.number = len(recording.entries)
         self.refs: list[SiteRef] = recording.lm.sites.resolve(op.at)
         self.points = {ref.point for ref in self.refs}
+        self.within = source is not None and may_be_within(self, source)
         self.wanted = False  # of a read: whether anybody wants its rows
 
     @property
@@ -48,13 +53,13 @@ class Entry:
     def depths(self) -> list[Depth]:
         return [depth(self.recording.lm, point) for point in self.points]
 
-    def want(self, recording: Recording) -> None:
-        """Asks for the rows of a read, for a recording of the same trace."""
+    def want(self, recording: Recording, captured: bool = True) -> None:
+        """Asks for the rows of a read, for a recording of the same trace; `captured`: to be had after its run."""
         self.recording.check_open()
         self.recording.check_prompt()
         if self.recording.trace is not recording.trace:
             raise ProgramError(f"{self.spot} is of another trace: save it there, and write the saved tensor here")
-        self.wanted = True
+        self.wanted |= captured
 
     def is_upstream_of(self, read: Entry) -> bool:
         """Whether a write can change what a read of the same recording sees."""
@@ -65,6 +70,27 @@ class Entry:
         if self.points & read.points:
             return self.number < read.number
         return min(self.depths) < max(read.depths)
+
+
+def may_be_within(write: Entry, read: Entry) -> bool:
+    """Whether a write can take the rows of a read in one run: of an earlier layer and no later position, and as they
+    are now, for nothing was written there since."""
+    recording = read.recording
+    if write.recording is not recording or recording.prompt is None:
+        return False
+    if any(not e.is_read and e.points & read.points for e in recording.entries[read.number + 1 :]):
+        return False
+    try:
+        op = msgspec.structs.replace(write.op, value=same_run(write, read))
+        recording.check(op)
+    except PatchclampError:
+        return False
+    return len(recording.positions(read)) <= MAX_STORED
+
+
+def same_run(write: Entry, read: Entry) -> SameRun:
+    """The rows of a read, for a write in the same run."""
+    return SameRun(read.op.at, None if read.op.tokens == write.op.tokens else read.op.tokens)
 
 
 def depth(lm: LM, point: int) -> Depth:
@@ -107,18 +133,19 @@ class Recording:
     def write(self, op: SiteOp, spot: Spot, source: Entry | None = None) -> None:
         """Records a write. Raises what is wrong with it, at the line of the caller."""
         self.check_open()
-        self._check(op if source is None else Zero(op.at, op.tokens))
+        self.check(op if source is None else Zero(op.at, op.tokens))
         entry = Entry(self, op, spot, source, callers_line())
         if source is not None:
-            source.want(self)
-            self._check_source(entry, source)
+            source.want(self, captured=not entry.within)
+            if not entry.within:
+                self._check_source(entry, source)
         self.entries.append(entry)
 
     def read(self, spot: Spot) -> Entry:
         """Records that a spot is read here: what was written before is seen, what comes later is not."""
         self.check_open()
         op = Capture(spot.site, spot.tokens)
-        self._check(op)
+        self.check(op)
         entry = Entry(self, op, spot, None, callers_line())
         if len(entry.refs) > 1:
             raise ProgramError(
@@ -131,7 +158,7 @@ class Recording:
         self.entries.append(entry)
         return entry
 
-    def _check(self, op: SiteOp) -> None:
+    def check(self, op: SiteOp) -> None:
         """Binds one op to the prompt, to find what is wrong with it."""
         if self.prompt is None:
             self.lm.sites.resolve(op.at)

@@ -1,9 +1,10 @@
-"""The order of a trace's runs. A write that reads waits for a run that has captured what it reads.
+"""The order of a trace's runs. A write that reads waits for a run that has captured what it reads, unless it reads an
+earlier layer of its own run.
 
-Every write has a level: 0 if it writes numbers, else one more than the read that it waits for. A read has the highest
-level of the writes that can change it: those before it in its own prompt, in depth or at the same place. So the value
-that a read has in a run with just these writes is the value that it has in the last run. Runs of one level are one
-batch. Where a level would depend on itself, no order exists, and the trace is refused.
+Every write has a level: 0 if it writes numbers, or what its own run has, else one more than the read that it waits for.
+A read has the highest level of the writes that can change it: those before it in its own prompt, in depth or at the
+same place. So the value that a read has in a run with just these writes is the value that it has in the last run. Runs
+of one level are one batch. Where a level would depend on itself, no order exists, and the trace is refused.
 """
 
 from __future__ import annotations
@@ -74,14 +75,14 @@ class Schedule:
             if entry.is_read:
                 level = max((self._level(write) for write in _upstream(entry)), default=0)
             else:
-                level = 0 if entry.source is None else self._level(entry.source) + 1
+                level = 0 if entry.source is None or entry.within else self._level(entry.source) + 1
             self._levels[entry] = level
         return level
 
     def _early_runs(self) -> list[Planned]:
         """Runs that only give reads to writes: of prompts whose own run has a higher level."""
         early: dict[tuple[Recording, int], list[Entry]] = {}
-        for write in (entry for recording in self.recordings for entry in recording.entries if entry.source):
+        for write in (e for recording in self.recordings for e in recording.entries if e.source and not e.within):
             read = write.source
             assert read is not None
             if self._levels[write] <= self._last[read.recording]:

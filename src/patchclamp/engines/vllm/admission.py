@@ -30,7 +30,7 @@ from patchclamp.errors import (
     pack,
 )
 from patchclamp.plan import APPLY, CAPTURE
-from patchclamp.plan.bound import source_of
+from patchclamp.plan.bound import is_loaded, is_vector, source_of
 from patchclamp.plan.records import record_count
 from patchclamp.plan.reuse import lowest_edit
 from patchclamp.plan.room import Placement, Room, resident_sizes
@@ -302,7 +302,7 @@ class Admission:
         """Whether there is room for a program, which it then has."""
         try:
             sizes = resident_sizes(program.bound, program.sizes, self._sites)
-            missing = next((key for key in program.sizes if source_of(key) is None and key not in self._vectors), None)
+            missing = next((key for key in program.sizes if is_vector(key) and key not in self._vectors), None)
             if missing is not None:
                 raise MissingSource(f"vector {missing[2:14]} is not here")
             placement = self._room.place(record_count(program.bound.ops), sizes)
@@ -315,7 +315,7 @@ class Admission:
         if placement is None:
             return False
         if self._workers > 1:  # each has other parts of the programs before: what one has not read lies with another
-            placement = msgspec.structs.replace(placement, load=tuple(placement.addresses))
+            placement = msgspec.structs.replace(placement, load=tuple(filter(is_loaded, placement.addresses)))
         program.placement, program.waited_s = placement, time.monotonic() - program.arrived_s
         self._order_admission(request_id, program, placement)
         return True

@@ -35,7 +35,7 @@ def carried(sites: SiteMap) -> str:
 
 def _map_of(vllm_config: Any, family: Family) -> SiteMap:
     facts = configuration.model_facts(vllm_config)
-    return SiteMap(family, sizes_of(facts["config"], facts["d_vocab"]), facts["tensor_parallel"])
+    return SiteMap(family, sizes_of(facts["config"], facts["d_vocab"]), facts["tensor_parallel"], facts["stages"])
 
 
 def _advice(config: Any) -> str:

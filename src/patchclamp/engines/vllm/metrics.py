@@ -79,5 +79,5 @@ metrics_of = functools.cache(Metrics)
 
 def edited_rows(bound: BoundProgram, ids: np.ndarray, vectors: Mapping[str, np.ndarray]) -> int:
     """How many rows a program's edits acted on, of the tokens whose ids these are."""
-    edits = [op for op in bound.ops if op.kind != CAPTURE]
+    edits = [op for op in bound.ops if op.is_edit]
     return sum(len(op.points) * len(acted_on(op, ids, vectors)) for op in edits)

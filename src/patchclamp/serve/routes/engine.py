@@ -40,7 +40,7 @@ async def info(request: Request) -> Response:
     sites = front.engine.sites
     told = wire.Info(
         wire.WIRE, __version__, owner, front.engine.model, sites.family, sites.sizes, sites.tensor_parallel,
-        sites.withdrawn,
+        sites.withdrawn, sites.stages,
     )  # fmt: skip
     return Response(msgspec.msgpack.encode(told), media_type="application/msgpack")
 

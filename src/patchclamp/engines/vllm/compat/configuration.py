@@ -165,6 +165,7 @@ def model_facts(vllm_config: Any) -> dict[str, Any]:
         "architectures": list(model_config.hf_config.architectures or ()),
         "config": config,
         "tensor_parallel": vllm_config.parallel_config.tensor_parallel_size,
+        "stages": vllm_config.parallel_config.pipeline_parallel_size,
         "layers": config.num_hidden_layers,
         "d_model": config.hidden_size,
         "d_vocab": model_config.get_vocab_size(),
