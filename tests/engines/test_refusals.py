@@ -207,12 +207,21 @@ def test_drafts_are_refused_where_they_were_not_tried(configuration):
     from patchclamp.engines.vllm.compat.configuration import refused
 
     config = configuration()
-    object.__setattr__(config, "speculative_config", SimpleNamespace(method="ngram"))
-    assert refused(config) == {}
+    config.scheduler_config.async_scheduling = False  # as vLLM sets it beside n-grams
+    drafts = SimpleNamespace(method="ngram", rejection_sample_method="standard", enable_adaptive_verification=False)
+    object.__setattr__(config, "speculative_config", drafts)
+    for device in ("cpu", "cuda"):
+        config.device_config.device_type = device
+        assert refused(config) == {}
     config.parallel_config.world_size = 2
     assert list(refused(config)) == ["speculative decoding (speculative_config) over several workers"]
-    config.parallel_config.world_size, config.device_config.device_type = 1, "cuda"
-    assert "speculative decoding (speculative_config) on a GPU" in refused(config)
+    config.parallel_config.world_size, config.scheduler_config.async_scheduling = 1, True
+    drafts.rejection_sample_method, drafts.enable_adaptive_verification = "synthetic", True
+    assert list(refused(config)) == [
+        "speculative decoding (speculative_config) with async_scheduling",
+        "drafts that are accepted at a given rate (rejection_sample_method='synthetic')",
+        "drafts that are shared out on the GPU (enable_adaptive_verification)",
+    ]
 
 
 @pytest.mark.parametrize(("part", "option", "value", "named"), [
@@ -250,21 +259,18 @@ def test_every_refused_configuration_is_named(configuration, part, option, value
         check(config)
 
 
-@pytest.mark.parametrize(("part", "option", "value", "named"), [
-    ("device_config", "device_type", "cuda", "LoRA (enable_lora) on a GPU"),
-    ("parallel_config", "world_size", 2, "LoRA (enable_lora) over several workers"),
-])  # fmt: skip
-def test_where_adapters_are_not_tested_they_are_refused(configuration, part, option, value, named):
+def test_where_adapters_are_not_tested_they_are_refused(configuration):
     from vllm.config import LoRAConfig
 
     from patchclamp.engines.vllm.compat.configuration import check, refused
 
     config = configuration()
     config.lora_config = LoRAConfig()
-    assert refused(config) == {}
-    assert hasattr(getattr(config, part), option)
-    object.__setattr__(getattr(config, part), option, value)
-    assert list(refused(config)) == [named]
+    for device in ("cpu", "cuda"):
+        config.device_config.device_type = device
+        assert refused(config) == {}
+    config.parallel_config.world_size = 2
+    assert list(refused(config)) == ["LoRA (enable_lora) over several workers"]
     with pytest.raises(pc.EngineError, match="merge the adapter into the model"):
         check(config)
 

@@ -25,19 +25,24 @@ BASE = {
 
 
 class Stock:
-    """Stock vLLM without the plugin, which begins to answer `PROMPTS` in a process of its own."""
+    """Stock vLLM without the plugin, which begins to answer `PROMPTS` in a process of its own, each with the adapter in
+    a folder, if any."""
 
-    def __init__(self, model: str, options: dict, **environ: str) -> None:
+    def __init__(self, model: str, options: dict, adapters: list | None = None, **environ: str) -> None:
         code = (
-            "import json, sys\nfrom vllm import LLM, SamplingParams\na = json.loads(sys.argv[1])\n"
+            "import json, sys\nfrom vllm import LLM, SamplingParams\nfrom vllm.lora.request import LoRARequest\n"
+            "a = json.loads(sys.argv[1])\n"
             "llm = LLM(a['model'], **a['options'])\n"
             "s = SamplingParams(temperature=0, max_tokens=a['n'], logprobs=0, ignore_eos=True, detokenize=False)\n"
-            "o = llm.generate([{'prompt_token_ids': p} for p in a['prompts']], s, use_tqdm=False)\n"
+            "n = {f: LoRARequest(f, i + 1, f) for i, f in enumerate(sorted({f for f in a['adapters'] or [] if f}))}\n"
+            "l = a['adapters'] and [n.get(f) for f in a['adapters']]\n"
+            "o = llm.generate([{'prompt_token_ids': p} for p in a['prompts']], s, use_tqdm=False, lora_request=l)\n"
             "assert 'patchclamp' not in sys.modules\n"
             "print('RESULT ' + json.dumps([[list(x.token_ids), [t[i].logprob.hex() for t, i in "
             "zip(x.logprobs, x.token_ids)]] for x in (y.outputs[0] for y in o)]))"
         )
-        asked = json.dumps({"model": model, "options": options, "prompts": PROMPTS, "n": TOKENS})
+        asked = json.dumps({"model": model, "options": options, "prompts": PROMPTS, "n": TOKENS,
+                            "adapters": adapters})  # fmt: skip
         environment = {**os.environ, "VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environ}
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen([sys.executable, "-c", code, asked], env=environment, text=True,

@@ -87,7 +87,8 @@ class _Kernel:
                     continue
                 assert kind == 0, "only captures are carried out here"
                 dtype = DTYPES[int(records[number, 6:7].view(np.float32)[0])]
-                first = position if sampled else max(start, position - int(tables.rank_of_row[row]))
+                rank = tables.rank_of_sample[out] if sampled else tables.rank_of_row[row]
+                first = max(start, position - int(rank))
                 data = hidden[out].to(dtype).contiguous().view(torch.uint8)
                 span, area = int(records[number, 3]), int(records[number, 4:6].view(np.int64)[0])
                 to = int(tables.base[area]) - base + (int(tables.offset[span]) + position - first) * len(data)

@@ -28,7 +28,7 @@ def check(
     rng, width, sampled = np.random.default_rng(0), np.array([64, 128, 256]), np.array([False, False, True])
     table, held, different = Table(SLOTS, 3, 200, sampled), [], []
     made = CudaTables(
-        table, ROWS, 16, torch.zeros(64, device=device), *torch.zeros(2, ROWS, dtype=torch.int64).to(device)
+        table, ROWS, 64, torch.zeros(64, device=device), *torch.zeros(2, ROWS, dtype=torch.int64).to(device)
     )
     for turn in range(turns):
         if turn % every == 0:
@@ -39,7 +39,8 @@ def check(
             held.append(table.admit(*records(rng, width, "cuda")))
         slots = rng.permutation([*held, 0, 0])
         count = rng.integers(1, rng.choice([2, 30, ROWS // len(slots)], p=[0.5, 0.4, 0.1]), len(slots))
-        batch = Batch(slots, np.cumsum(count) - count, rng.integers(0, 9, len(slots)), count, int(count.sum()))
+        samples = rng.integers(1, np.minimum(count, 8) + 1) if rng.random() < 0.5 else None
+        batch = Batch(slots, np.cumsum(count) - count, rng.integers(0, 9, len(slots)), count, int(count.sum()), samples)
         plan = make_plan(batch, table, width, BYTES)
         begin, stride = (16 * int(n) for n in rng.integers(0, 3, 2))
         made.load(plan, batch, begin, stride)
@@ -55,7 +56,8 @@ def check(
         there = {
             "first": (made.first, table.first.reshape(-1)), "slot_of_row": (made.slot_of_row, rows),
             "rank_of_row": (made.rank_of_row[: batch.rows], plan.tokens.rank),
-            "row_of_sample": (made.row_of_sample[: len(slots)], batch.row + batch.count - 1),
+            "row_of_sample": (made.row_of_sample[: len(batch.sampled_rows)], batch.sampled_rows),
+            "rank_of_sample": (made.rank_of_sample[: len(batch.sampled_rows)], batch.sampled_ranks),
             "generation": (made.generation[held], table.generation[held]),
             "records": (made.records.view(-1, RECORD_WORDS)[live], table.records.view(np.int32).reshape(-1, RECORD_WORDS)[live]),
         }  # fmt: skip

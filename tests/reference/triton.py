@@ -57,15 +57,17 @@ def tables_of(
     arrays = {
         "slot_of_row": plan.tokens.slot, "rank_of_row": plan.tokens.rank,
         "position_of_row": position.astype(np.int64), "token_of_row": token, "base": base, "offset": offset,
-        "row_of_sample": (batch.row + batch.count - 1).astype(np.int32), "generation": table.generation,
+        "row_of_sample": batch.sampled_rows.astype(np.int32), "rank_of_sample": batch.sampled_ranks.astype(np.int32),
+        "generation": table.generation,
         "origin_of_row": position.astype(np.int32) - behind, "first": table.first.reshape(-1), "records": table.records.view(np.int32),
     }  # fmt: skip
     made = {name: torch.from_numpy(np.ascontiguousarray(array)).to(device) for name, array in arrays.items()}
     made["stride"] = torch.tensor([stride]).to(device)
     made["quantiles"] = torch.from_numpy(noise.quantiles()).reshape(-1).to(device)
     return SimpleNamespace(
-        **made, table=table, bank=bank.clone().to(device), bad=bad, bad_address=bad.data_ptr(), points=POINTS, ready={}
-    )
+        **made, table=table, bank=bank.clone().to(device), bad=bad, bad_address=bad.data_ptr(), points=POINTS, ready={},
+        turns=batch.most_samples,
+    )  # fmt: skip
 
 
 def records(
@@ -146,7 +148,9 @@ def one_round(rng: np.random.Generator, device: str, found: dict[str, int], sums
     slots = rng.permutation(SLOTS)
     slots[slots > len(table)] = 0
     count = rng.integers(1, 7, SLOTS)
-    batch = Batch(slots, np.cumsum(count) - count, rng.integers(0, 9, SLOTS), count, int(count.sum()))
+    samples = None if coded or rng.random() < 0.5 else rng.integers(1, count + 1)
+    batch = Batch(slots, np.cumsum(count) - count, rng.integers(0, 9, SLOTS), count, int(count.sum()), samples)
+    found["sampled rows of drafts"] = found.get("sampled rows of drafts", 0) + len(batch.sampled_rows) - SLOTS
     in_bytes, in_numbers = (make_plan(batch, table, width, *unit) for unit in ((BYTES,), ()))
     bank = torch.from_numpy(rng.standard_normal(BANK).astype(np.float32))
     if not sums and not coded:
@@ -167,7 +171,7 @@ def one_round(rng: np.random.Generator, device: str, found: dict[str, int], sums
         hidden = rows(rng, len(labels.slot), int(width[point]), dtype, device)
         residual = rows(rng, *hidden.shape, dtype, device) if rng.random() < 0.5 else None
         mine = hidden.cpu().clone(), None if residual is None else residual.cpu().clone()
-        mine_R = torch.from_numpy(token[batch.row + batch.count - 1] if sampled[point] else token)
+        mine_R = torch.from_numpy(token[batch.sampled_rows] if sampled[point] else token)
         bad = fused.apply(*mine, labels, point, table, in_numbers, bank, expected, mine_R, code)
         failed |= set() if bad is None else set(bad.tolist())
         given = hidden.clone(), None if residual is None else residual.clone()

@@ -132,9 +132,7 @@ def _kept_row(
     """Where the region of a captured row begins, and how many numbers of it come before the row. A step that advances
     the planned one writes `stride` bytes further on for each step."""
     to, nth = kept + _look(base + region_index), position - tl.maximum(start, position - _look(rank_of_row + row))
-    if SAMPLED:
-        nth = 0
-    else:
+    if not SAMPLED:
         to += (position - _look(origin_of_row + row)).to(tl.int64) * _look(stride)
     return to, (_look(offset + range_index) + nth).to(tl.int64) * width
 
@@ -302,11 +300,11 @@ def _between(records, begin, end, phase):
     return tl.where(seen < phase, high, low), high
 
 
-@triton.jit(do_not_specialize=["kept", "bad", "point", "points", "phase"])
+@triton.jit(do_not_specialize=["kept", "bad", "point", "points", "phase", "turn"])
 def _site(
-    slot_of_row, rank_of_row, position_of_row, token_of_row, row_of_sample, generation,
+    slot_of_row, rank_of_row, position_of_row, token_of_row, row_of_sample, rank_of_sample, generation,
     first, records, base, offset, origin_of_row, stride, bank, quantiles, bad, points,
-    hidden, residual, hidden_stride, residual_stride, width, kept, point, phase,
+    hidden, residual, hidden_stride, residual_stride, width, kept, point, phase, turn,
     PAIR: tl.constexpr, SAMPLED: tl.constexpr, BLOCK: tl.constexpr, PASSES: tl.constexpr, ALIGNED: tl.constexpr,
     CODE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -318,6 +316,10 @@ def _site(
     position = _look(position_of_row + row).to(tl.int32)
     begin = _look(first + slot * (points + 1) + point)  # nobody, slot 0, has no records
     end = _look(first + slot * (points + 1) + point + 1)
+    if SAMPLED:
+        if PASSES > 1:  # records have room for the sums of one row of a request at a time
+            end = tl.where(_look(rank_of_sample + out_row) == turn, end, begin)
+        rank_of_row = rank_of_sample + (out_row - row)  # so that a row finds its rank among the sampled ones there
     if EARLY:  # launched while the kernel before ends: the tables were there before it began, but nothing of the stream
         tl.extra.cuda.gdc_wait()  # is read, and nobody leaves, before it is done
     if CODE:
@@ -371,10 +373,21 @@ def site(
     them (below 0 where they begin further on). Where there is code among the records, those are carried out that come
     after `phase` calls of it and before the next.
     """
+    width, coded = hidden_RW.shape[1], phase is not None
+    other_row = (hidden_RW if residual_RW is None else residual_RW).stride(0)
+    numbers = hidden_RW.stride(0), other_row, width, kept.data_ptr() - kept_begin, point, phase or 0
+    for turn in range(tables.turns if sampled and width > MAX_BLOCK else 1):
+        _launch(tables, hidden_RW, residual_RW, sampled, coded, (*numbers, turn))
+
+
+def _launch(
+    tables: Any, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, sampled: bool, coded: bool,
+    numbers: tuple[int, ...],
+) -> None:  # fmt: skip
+    """One launch of the kernel, with the numbers that it is told."""
     rows, width = hidden_RW.shape
-    other, coded = hidden_RW if residual_RW is None else residual_RW, phase is not None
-    at, beside, row, other_row = hidden_RW.data_ptr(), other.data_ptr(), hidden_RW.stride(0), other.stride(0)
-    numbers = row, other_row, width, kept.data_ptr() - kept_begin, point, phase or 0
+    other = hidden_RW if residual_RW is None else residual_RW
+    at, beside, row, other_row = hidden_RW.data_ptr(), other.data_ptr(), numbers[0], numbers[1]
     # all that Triton specialises a kernel on; launched by it, a kernel costs the host less than half the time
     key = (hidden_RW.dtype, other.dtype, row, other_row, width, residual_RW is not None, sampled, coded, at % 16,
            beside % 16)  # fmt: skip
@@ -392,7 +405,7 @@ def site(
 
 def launched(width: int, pair: bool, sampled: bool) -> dict[str, Any]:
     """How the kernel is launched for rows of so many columns: whole, but for sampled ones, which are wide and few, and
-    of which a request has one a step, so that a record is a place to leave its sums in."""
+    of which a launch takes one of each request, so that a record is a place to leave its sums in."""
     block = max(triton.next_power_of_2(width), 4)
     block = block if block <= MAX_BLOCK or not sampled else min(MAX_BLOCK, PASS_BLOCK)
     return {
@@ -405,8 +418,8 @@ def launched(width: int, pair: bool, sampled: bool) -> dict[str, Any]:
 
 
 # in the kernel's order
-READ = ("slot_of_row", "rank_of_row", "position_of_row", "token_of_row", "row_of_sample", "generation", "first",
-        "records", "base", "offset", "origin_of_row", "stride", "bank", "quantiles")  # fmt: skip
+READ = ("slot_of_row", "rank_of_row", "position_of_row", "token_of_row", "row_of_sample", "rank_of_sample",
+        "generation", "first", "records", "base", "offset", "origin_of_row", "stride", "bank", "quantiles")  # fmt: skip
 CONSTANTS = ("PAIR", "SAMPLED", "BLOCK", "PASSES", "ALIGNED", "CODE", "EARLY")
 
 

@@ -45,6 +45,17 @@ class Batch(msgspec.Struct, frozen=True):
         last = self.row + self.count - 1
         return last if self.samples is None else _runs(last - self.samples + 1, self.samples)
 
+    @property
+    def sampled_ranks(self) -> np.ndarray:
+        """The number of each sampled row among those of its request."""
+        zeros = np.zeros_like(self.row)
+        return zeros if self.samples is None else _runs(zeros, self.samples)
+
+    @property
+    def most_samples(self) -> int:
+        """For how many rows of one request logits are computed, at most."""
+        return 1 if self.samples is None else int(self.samples.max())
+
 
 class RowLabels(msgspec.Struct, frozen=True):
     """Whose row each flat row is, int32.

@@ -57,7 +57,7 @@ class CudaTables:
             # "base", "stride" and "records" hold numbers of 64 bits: at even words
             "base": 2 * records, "stride": 2, "records": cuda.RECORD_WORDS * records, "offset": records,
             "first": table.first.size, "generation": len(table.first), "slot_of_row": rows, "rank_of_row": rows,
-            "origin_of_row": rows, "row_of_sample": samples,
+            "origin_of_row": rows, "row_of_sample": samples, "rank_of_sample": samples,
         }  # fmt: skip
         ends = np.cumsum(list(sizes.values())).tolist()
         self._at = {name: end - size for (name, size), end in zip(sizes.items(), ends, strict=True)}
@@ -68,6 +68,8 @@ class CudaTables:
         for name, view in views.items():
             setattr(self, name, view)
         self._staging = [_Staging(MIN_STAGING_WORDS) for _ in range(DEPTH)]
+        self._ranked = False  # whether some rank of a sampled row is not 0
+        self.turns = 1  # sampled rows of a request of the step, at most
         self._turn, self._rows, self.copies, self.rebased = 0, 0, 0, 0
         # how the kernel was launched before, with the addresses of what it reads here (`kernels.cuda.site`)
         self.ready: dict[Any, Any] = {}
@@ -78,6 +80,7 @@ class CudaTables:
     rank_of_row: torch.Tensor
     origin_of_row: torch.Tensor
     row_of_sample: torch.Tensor
+    rank_of_sample: torch.Tensor
     first: torch.Tensor
     generation: torch.Tensor
     records: torch.Tensor
@@ -110,15 +113,24 @@ class CudaTables:
         if len(slot) < self._rows:  # rows of an earlier, longer step become nobody's
             slot = np.concatenate([slot, np.zeros(self._rows - len(slot), np.int32)])
         self._rows = len(plan.tokens.slot)
+        self.turns = batch.most_samples
         self._send([
             (self._at["slot_of_row"], slot),
             (self._at["rank_of_row"], plan.tokens.rank),
-            (self._at["row_of_sample"], (batch.row + batch.count - 1).astype(np.int32)),
+            (self._at["row_of_sample"], batch.sampled_rows.astype(np.int32)),
+            *self._ranks(batch),
             (self._at["stride"], np.array([stride]).view(np.int32)),
             *origin,
             *self._changed(),
             *self._targets(plan, begin),
         ])  # fmt: skip
+
+    def _ranks(self, batch: Batch) -> list[tuple[int, np.ndarray]]:
+        """The sampled rows' ranks, where they are not what they were: 0, but for drafted tokens."""
+        if batch.samples is None and not self._ranked:
+            return []
+        self._ranked, rank = batch.samples is not None, batch.sampled_ranks.astype(np.int32)
+        return [(self._at["rank_of_sample"], np.pad(rank, (0, self.rank_of_sample.shape[0] - len(rank))))]
 
     def rebase(self, plan: StepPlan, begin: int) -> None:
         """Moves the captures of the steps to come: the planned step's would begin at byte `begin`."""

@@ -238,8 +238,6 @@ def refused(vllm_config: Any) -> dict[str, str]:
         ("micro-batching (enable_dbo, ubatch_size)",
          _above(parallel_config, "enable_dbo", 0) or _above(parallel_config, "ubatch_size"),
          "a step is cut in two, and rows are planned for a whole one"),
-        ("LoRA (enable_lora) on a GPU", vllm_config.lora_config and vllm_config.device_config.device_type != "cpu",
-         "not supported yet: CUDA graphs with adapters and taps are not tested; merge the adapter into the model"),
         ("LoRA (enable_lora) over several workers", vllm_config.lora_config and parallel_config.world_size > 1,
          "not supported yet: it is not tested; merge the adapter into the model"),
         ("LoRA (enable_lora) with a model that also reads images", vllm_config.lora_config
@@ -281,16 +279,23 @@ def refused(vllm_config: Any) -> dict[str, str]:
 
 
 def _refused_speculation(vllm_config: Any) -> list[tuple[str, Any, str]]:
-    """Of speculative decoding, what was not tried. On a CPU steps tell which of their rows are drafted."""
+    """Of speculative decoding, what was not tried. Steps tell which of their rows are drafted, and where they begin if
+    the one before has been checked by then."""
     speculative_config, no = vllm_config.speculative_config, "not supported yet: "
     if speculative_config is None:
         return []
     method = getattr(speculative_config, "method", None)
     return [
         (f"speculative decoding by {method!r} (speculative_config)", method != "ngram",
-         no + 'the model that drafts has no taps, and what it does was not tried; method="ngram" works on a CPU'),
-        ("speculative decoding (speculative_config) on a GPU", vllm_config.device_config.device_type != "cpu",
-         no + "which logits are those of drafted tokens is not known there"),
+         no + 'the model that drafts has no taps, and what it does was not tried; method="ngram" works'),
+        ("speculative decoding (speculative_config) with async_scheduling",
+         getattr(vllm_config.scheduler_config, "async_scheduling", False),
+         "a step is planned before it is known how many drafts of the last one were right"),
+        ("drafts that are accepted at a given rate (rejection_sample_method='synthetic')",
+         getattr(speculative_config, "rejection_sample_method", None) == "synthetic", "the tokens are not the model's"),
+        ("drafts that are shared out on the GPU (enable_adaptive_verification)",
+         getattr(speculative_config, "enable_adaptive_verification", False),
+         "which rows are whose is not known when a step is planned"),
         ("speculative decoding (speculative_config) over several workers", vllm_config.parallel_config.world_size > 1,
          no + "it is not tested"),
         ("speculative decoding (speculative_config) with LoRA", vllm_config.lora_config, no + "it is not tested"),

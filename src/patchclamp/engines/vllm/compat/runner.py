@@ -224,12 +224,14 @@ def _hook_v2(runner: Any, hooks: Hooks, graphs: Graphs) -> None:
             raise
 
     @functools.wraps(prepare)
-    def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
-        batch = prepare(*args, **kwargs)
+    def prepare_inputs(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        batch = prepare(scheduler_output, *args, **kwargs)
         if not active:
             return batch
+        requests = list(batch.req_ids)
         start, position = batch.query_start_loc_np[: batch.num_reqs], batch.num_computed_tokens_np[: batch.num_reqs]
-        hooks.planned(list(batch.req_ids), start, position, batch.num_scheduled_tokens, None)
+        samples = _samples(scheduler_output, requests)
+        hooks.planned(requests, start, position, batch.num_scheduled_tokens, samples)
         return batch
 
     @functools.wraps(sample)
@@ -282,10 +284,11 @@ def all_workers() -> Any:
 
 
 def device_facts(runner: Any, kind: str) -> tuple[int, int, Any]:
-    """Most rows and requests of a step, and the tensor of every row's position."""
-    if kind == "v2":
-        return runner.max_num_tokens, runner.max_num_reqs, runner.input_buffers.positions
-    return runner.max_num_tokens, runner.max_num_reqs, runner.positions
+    """Most rows of a step, most of which logits are computed, and the tensor of every row's position."""
+    speculative_config = runner.vllm_config.speculative_config
+    samples = 1 + (0 if speculative_config is None else speculative_config.num_speculative_tokens)
+    positions = runner.input_buffers.positions if kind == "v2" else runner.positions
+    return runner.max_num_tokens, samples * runner.max_num_reqs, positions
 
 
 def token_ids(runner: Any, kind: str) -> Any:

@@ -1,0 +1,412 @@
+"""Kinds of engine: LoRA adapters, weights and caches in fp8, drafts by n-grams; each beside stock vLLM or a plain engine.
+
+`changed` engine options, and a smaller `model`, are for machines without a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.gpu.board import note
+from tests.gpu.engines import BASE, COMPILED, PROMPTS, TOKENS, Stock, apart, attached, bits, fresh, surroundings
+from tests.gpu.modes import IEEE
+
+PARTS = {"lora": "0.6b", "fp8": "8b", "fp8 cache": "8b", "ngram": "", "v1 ngram": ""}  # by part: the shape of its model
+SIZES = [1, 2, 4, 8, 16, 64, 256]
+GREEDY: dict[str, Any] = {"max_tokens": TOKENS, "sampling": {"ignore_eos": True}, "logprobs": True}
+# how far rows in bf16 may be apart, of their largest number: of one model, and where its weights were rounded again, or
+# what goes into its products was, to fp8
+NEAR, ROUNDED = 0.05, 0.1
+
+
+def kinds(part: str, model: str, **changed: Any) -> None:
+    if "ngram" in part:
+        drafts(part, **changed)
+    elif part == "lora":
+        lora(part, model, **changed)
+    else:
+        fp8(part, model, **changed)
+
+
+def _options(changed: dict[str, Any], **more: Any) -> dict[str, Any]:
+    made = {**copy.deepcopy(BASE), "dtype": "bfloat16", **more}
+    made["compilation_config"]["cudagraph_capture_sizes"] = SIZES
+    return {**made, **changed}
+
+
+def _started(part: str, lm: Any, runner: str = "v2") -> None:
+    """Notes whether an engine has the runner and the graphs that are to be checked."""
+    status = lm.engine.status()
+    graphs = status.get("active_graphs", 0)
+    told = f"runner {status['runner']}, {graphs} active sizes {status.get('active_graphs_problem', '')}"
+    note(part, "starts", status["runner"] == runner and graphs > 0, told)
+
+
+def _answers(runs: list[Any]) -> list:
+    return [[run.token_ids, [x.hex() for x in run.logprobs]] for run in runs]
+
+
+def _far(ours: list[Any], theirs: list[Any], sites: list[str]) -> dict[str, float]:
+    """How far captured rows are apart, by site word, at most; infinitely where they are not of the same positions."""
+    far: dict[str, float] = {}
+    for a, b in zip(ours, theirs, strict=True):
+        for place in sites:
+            same = a.positions(place) == b.positions(place)
+            gap, word = apart(a[place], b[place]) if same else float("inf"), place.partition("[")[0]
+            far[word] = gap if np.isnan(gap) else max(far.get(word, 0.0), gap)
+    return far
+
+
+def _told(far: dict[str, float]) -> str:
+    return ", ".join(f"{word} {gap:.2g}" for word, gap in far.items())
+
+
+def _near(far: dict[str, float], limit: float) -> bool:
+    return bool(far) and all(gap <= limit for gap in far.values())
+
+
+def _stock(part: str, expected: list, lm: Any, adapters: list[str | None] | None = None) -> list[Any]:
+    """Notes whether runs without programs are stock vLLM's, and returns them."""
+    runs = lm.run(PROMPTS, lora=adapters, **GREEDY)
+    gaps = [abs(float.fromhex(x) - y) for (_, theirs), run in zip(expected, runs, strict=True)
+            for x, y in zip(theirs, run.logprobs, strict=True)]  # fmt: skip
+    note(part, "1 off is stock, bit for bit", _answers(runs) == expected, f"logprobs up to {max(gaps):g} apart")
+    return runs
+
+
+def _decoded(part: str, lm: Any, sites: list[str], limit: float, adapters: list[str | None] | None = None) -> None:
+    """What is captured while tokens are generated, by graphs, is what one prefill of the same tokens has."""
+    import patchclamp as pc
+
+    every = [pc.Site(name) for name in lm.sites.names if name != "logits"]
+    edits = [pc.Add([0.5] * lm.model.d_model, pc.resid_post[1])]
+    runs = lm.run(PROMPTS, lora=adapters, capture=every, edits=edits, **GREEDY)
+    again = [p + run.token_ids[:-1] for p, run in zip(PROMPTS, runs, strict=True)]
+    fed = lm.run(again, lora=adapters, capture=every, edits=edits, max_tokens=1)
+    far = _far(runs, fed, [place for place in sites if place != "logits"])
+    note(part, "4 captures of generated tokens agree with one prefill of them", _near(far, limit), _told(far))
+
+
+def _read(runs: list[Any], sites: list[str]) -> list[Any]:
+    """The runs, with what they captured brought here: their engine may end."""
+    for run in runs:
+        _ = [run[place] for place in sites]
+    return runs
+
+
+def _same_tokens(ours: list[Any], theirs: list[Any]) -> bool:
+    return [run.token_ids for run in ours] == [run.token_ids for run in theirs]
+
+
+# -- adapters
+
+
+def _in_order(folder: Path) -> dict[str, str]:
+    """A setting with which vLLM's kernels for adapters add up in one order: by default they do as it happens, and stock
+    vLLM need not agree with itself."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    tile = {"block_m": 32, "block_n": 16, "block_k": 64, "split_k": 1, "num_warps": 4, "num_ctas": 1,
+            "group_size_m": 8, "num_stages": 2, "max_nreg": None}  # fmt: skip
+    by_slices = {str(slices): {"64": {"1024": {"16": tile}}} for slices in range(1, 5)}
+    folder.mkdir(parents=True, exist_ok=True)
+    card = torch.cuda.get_device_name().replace(" ", "_").replace("-", "_")
+    (folder / f"{card}_SHRINK.json").write_text(json.dumps({"2": by_slices}))
+    return {"VLLM_TUNED_CONFIG_FOLDER": str(folder)}
+
+
+def lora(part: str, model: str, **changed: Any) -> None:
+    """A base model and two adapters in one batch, with graphs: as stock, as an eager engine, as merged weights."""
+    import patchclamp as pc
+    from tests.engines.lora import adapter
+
+    folder = Path(f"{COMPILED}/adapters")
+    names = {name: adapter(model, folder / name, seed) for seed, name in enumerate("ab")}
+    adapters = [None, names["a"], names["b"], names["a"]]
+    options = _options(changed, enable_lora=True, max_loras=2, max_lora_rank=16, enable_prefix_caching=True)
+    environ = _in_order(folder / "tiles")
+    with contextlib.ExitStack() as running:
+        stock = running.enter_context(Stock(model, options, adapters, **environ, **fresh("stock", part)))
+        running.enter_context(surroundings({**environ, **fresh("ours", part)}))
+        with pc.LM(model, engine="vllm", prove=False, numerics="stock", **options) as lm:
+            _started(part, lm)
+            plain = _stock(part, stock.answer(), lm, adapters)
+            different = len({str(run.token_ids) for run in lm.run([PROMPTS[2]] * 3, lora=adapters[:3], **GREEDY)})
+            note(part, "adapters matter", different == 3, f"{different} of 3 texts differ")
+            _mixed(part, lm, adapters)
+            _blocks(part, lm, names["a"])
+            asked, sites = _asked(lm), [str(ref) for ref in lm.sites.refs()]
+            read = [_read(lm.run(PROMPTS, lora=adapters, max_tokens=1, **program), sites) for program in asked]
+            note(
+                part,
+                "the same tokens again after all that",
+                _same_tokens(lm.run(PROMPTS, lora=adapters, **GREEDY), plain),
+                "",
+            )
+            _decoded(part, lm, sites, NEAR, adapters)
+        with pc.LM(model, engine="vllm", prove=False, **{**options, "enforce_eager": True}) as eager:
+            for program, runs in zip(asked, read, strict=True):
+                theirs = eager.run(PROMPTS, lora=adapters, max_tokens=1, **program)
+                far, what = _far(runs, theirs, sites), "edited" if "edits" in program else "captured"
+                note(part, f"4 {what}, as in an eager engine", _near(far, NEAR), _told(far))
+    _as_merged(part, model, adapters, asked, read, sites, folder)
+
+
+def _asked(lm: Any) -> list[dict[str, Any]]:
+    """A program that captures everything, and one that edits, too."""
+    import patchclamp as pc
+
+    v = np.random.default_rng(3).standard_normal(lm.model.d_model).astype(np.float32)
+    every = [pc.Site(name) for name in lm.sites.names]
+    edits = [pc.Add(v, pc.resid_post[0], pc.every[3:], scale=2.0), pc.Scale(0.5, pc.mlp_out[1])]
+    return [{"capture": every}, {"capture": every, "edits": edits}]
+
+
+def _mixed(part: str, lm: Any, adapters: list[str | None]) -> None:
+    import patchclamp as pc
+
+    rng = np.random.default_rng(5)
+    hard = [pc.Add(rng.standard_normal(lm.model.d_model).astype(np.float32), pc.resid_post[0], scale=10.0)]
+    noop = [pc.Add([0.0] * lm.model.d_model, pc.resid_post[0])]
+    a, b = (lm.run(PROMPTS, lora=adapters, edits=[each, [], each, []], **GREEDY) for each in (noop, hard))
+    note(part, "2 batchmates of edited requests are unchanged", all(bits(a[i]) == bits(b[i]) for i in (1, 3)), "")
+    note(part, "  and the edited ones are not", all(bits(a[i]) != bits(b[i]) for i in (0, 2)), "")
+
+
+def _blocks(part: str, lm: Any, adapter: str) -> None:
+    """Cached blocks belong to an adapter and to the edits up to their end; nobody reads another's."""
+    import patchclamp as pc
+
+    ids = np.random.default_rng(6).integers(100, min(30_000, lm.model.d_vocab), 200).tolist()
+    block = lm.engine._engine.vllm_config.cache_config.block_size
+    at = pc.prompt[4 * block - 8 : 4 * block]  # the end of the fourth block
+    kept, whole, v = 3 * block, (len(ids) - 1) // block * block, [1.0] * lm.model.d_model
+    hard, noop = ([pc.Add(v, pc.resid_post[0], at, scale=scale)] for scale in (50.0, 0.0))
+    expected = (
+        ("edited, with the adapter", hard, adapter, 0), ("unedited after it", [], adapter, kept),
+        ("without the adapter", [], None, 0), ("edited, without", hard, None, kept), ("unedited", [], adapter, whole),
+        ("edited again", hard, adapter, whole), ("unedited, without", [], None, whole),
+    )  # fmt: skip
+    runs = {name: lm.run(ids, edits=e, lora=folder, **GREEDY) for name, e, folder, _ in expected}
+    cached = {name: runs[name].cached_tokens for name, *_ in expected}
+    right = all(cached[name] == count for name, _, _, count in expected)
+    note(part, "6 blocks are shared by an adapter's own, up to the edit", right, json.dumps(cached))
+    lm.engine._engine.reset_prefix_cache()
+    lm.run(ids, edits=noop, lora=adapter, **GREEDY)  # fills the same blocks, in a step of the same shape
+    clean = lm.run(ids, lora=adapter, **GREEDY)
+    same = bits(clean) == bits(runs["unedited after it"]) and clean.cached_tokens == kept
+    note(part, "6 unedited after edited is as never edited, bit for bit", same, f"{clean.cached_tokens} from the cache")
+    moved = runs["edited, with the adapter"].logprobs != clean.logprobs
+    note(
+        part,
+        "  and the edit acts",
+        moved and runs["edited again"].token_ids == runs["edited, with the adapter"].token_ids,
+        "",
+    )
+
+
+def _as_merged(part: str, model: str, adapters: list[str | None], asked: list[dict[str, Any]], read: list[list[Any]],
+               sites: list[str], folder: Path) -> None:  # fmt: skip
+    """Captures and edits with adapters against Transformers with each adapter merged into the weights."""
+    import patchclamp as pc
+    from tests.engines.lora import merged
+
+    reads: dict[str, float] = {}
+    edits: dict[str, float] = {}
+    unlike: dict[str, float] = {}
+    for name in dict.fromkeys(adapters):
+        path = model if name is None else merged(model, name, folder / f"merged-{Path(name).name}")
+        with pc.LM(path, engine="transformers", dtype="bfloat16", prove=False, skip_tokenizer_init=True) as hub:
+            if name is None:
+                unlike = _far([read[0][1]], [hub.run(PROMPTS[1], max_tokens=1, **asked[0])], sites)
+            chosen = [i for i, other in enumerate(adapters) if other == name]
+            for program, runs, worst in zip(asked, read, (reads, edits), strict=True):
+                theirs = hub.run([PROMPTS[i] for i in chosen], max_tokens=1, **program)
+                for word, gap in _far([runs[i] for i in chosen], theirs, sites).items():
+                    worst[word] = max(worst.get(word, 0.0), gap)
+    for what, far in (("captured", reads), ("edited", edits)):
+        note(part, f"4 {what}, as with merged weights on Transformers, to {ROUNDED:g}", _near(far, ROUNDED), _told(far))
+    note(part, "  from the model without the adapter, for scale", None, _told(unlike))
+
+
+# -- fp8
+
+
+def fp8(part: str, model: str, **changed: Any) -> None:
+    """Weights quantised to fp8 while they are loaded, or keys and values kept in fp8: sites proved, off is stock."""
+    import patchclamp as pc
+    from patchclamp.proving import prove
+
+    how = {"fp8": {"quantization": "fp8"}, "fp8 cache": {"kv_cache_dtype": "fp8"}}[part]
+    options, limit = _options({**how, **changed}), ROUNDED
+    with contextlib.ExitStack() as running:
+        stock = running.enter_context(Stock(model, options, None, **fresh("stock", part)))
+        running.enter_context(surroundings(fresh("ours", part)))
+        with pc.LM(model, engine="vllm", prove=False, numerics="stock", **options) as lm:
+            _started(part, lm)
+            plain = _stock(part, stock.answer(), lm)
+            _moves(part, lm)
+            asked, sites = _asked(lm), [str(ref) for ref in lm.sites.refs()]
+            read = [_read(lm.run(PROMPTS, max_tokens=1, **program), sites) for program in asked]
+            _decoded(part, lm, sites, limit)
+            _self_patches(part, lm)
+            wrong = {proof.name: proof.note for proof in prove(lm, full=True) if not proof.holds}
+            note(part, "every site is proved, in every layer", not wrong, json.dumps(wrong)[:600])
+            note(
+                part,
+                "idle again after all that, bit for bit",
+                _answers(lm.run(PROMPTS, **GREEDY)) == _answers(plain),
+                "",
+            )
+        with pc.LM(model, engine="vllm", prove=False, **{**options, "enforce_eager": True}) as eager:
+            for program, runs in zip(asked, read, strict=True):
+                far = _far(runs, eager.run(PROMPTS, max_tokens=1, **program), sites)
+                what = "edited" if "edits" in program else "captured"
+                note(part, f"4 {what}, as in an eager engine, to {limit:g}", _near(far, limit), _told(far))
+        del options[next(iter(how))]
+        with pc.LM(model, engine="vllm", prove=False, **{**options, "enforce_eager": True}) as whole:
+            far = _far(read[0], whole.run(PROMPTS, max_tokens=1, **asked[0]), sites)
+        note(part, "  from the same without fp8, for scale", None, _told(far))
+
+
+def _moves(part: str, lm: Any) -> None:
+    """An Add moves the stream by what it adds, to the rounding of the pair that the stream is."""
+    import patchclamp as pc
+
+    v = np.random.default_rng(4).standard_normal(lm.model.d_model).astype(np.float32)
+    at = pc.resid_post[1]
+    run = lm.run(PROMPTS[2], edits=[pc.Capture(at), pc.Add(v, at), pc.Capture(at)], **GREEDY)
+    gap = float(np.abs((run["edits[2]"] - run["edits[0]"]).numpy() - v).max())
+    scale = float(run["edits[0]"].abs().max())
+    note(part, "an Add moves the stream by what it says", gap <= 1e-5 * scale, f"{gap:.2g} off, of {scale:.2g}")
+    moved = run.token_ids != lm.run(PROMPTS[2], **GREEDY).token_ids
+    note(part, "  and what is generated", moved, "")
+
+
+def _self_patches(part: str, lm: Any) -> None:
+    import patchclamp as pc
+
+    sites = [pc.Site(name) for name in lm.sites.names if name not in ("embed", "logits")]
+    run = lm.run(PROMPTS[1], capture=sites, **GREEDY)
+    changed = [site.name for site in sites
+               if bits(lm.run(PROMPTS[1], edits=[pc.Replace(pc.From(run, site), at=site)], **GREEDY)) != bits(run)]  # fmt: skip
+    note(part, "5 self-patches, site by site, change no bit", not changed, ", ".join(changed))
+
+
+# -- drafts
+
+WORDS = 12  # that an edit of the logits leaves to choose from, so that texts repeat themselves and drafts are right
+LOOPS = [[3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 3, 4], [8, 9] * 6, list(range(3, 15)) * 4, [7] * 30]
+
+
+def drafts(part: str, vocabulary: int = 32_000, dtype: str = "float32", **changed: Any) -> None:
+    """An engine that drafts by n-grams against one that does not, in fp32 with graphs: the same tokens, the same rows.
+
+    Logits are wider than a program of the kernel, so that sums over them go row by row.
+    """
+    import patchclamp as pc
+    from tests.models import with_weights
+
+    model = with_weights(Path(f"/tmp/model-{part.replace(' ', '-')}-{vocabulary}"), "135m", 4, vocab_size=vocabulary)
+    runner = "v1" if part.startswith("v1") else "v2"
+    os.environ.update({**fresh("ours", part), **IEEE, "VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "v2"))})
+    options = _options(changed, dtype=dtype)
+    how = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    with pc.LM(model, engine="vllm", prove=False, **options) as plain:
+        sites = [str(ref) for ref in plain.sites.refs()]
+        programs = _programs(plain.model.d_model, plain.model.d_vocab)
+        theirs = {name: _read(_runs(plain, edits), sites) for name, edits in programs.items()}
+        free = plain.run(LOOPS, **_long())
+    with pc.LM(model, engine="vllm", prove=False, allow_code=True, speculative_config=how, **options) as lm:
+        _started(part, lm, runner)
+        mine = lm.run(LOOPS, **_long())
+        note(part, "without programs, the tokens of an engine that does not draft", _same_tokens(mine, free), "")
+        for name, edits in programs.items():
+            with _counted(lm) as counts:
+                ours = _read(_runs(lm, edits), sites)
+            _compare(part, name, ours, theirs[name], sites, counts)
+        edited = [run.token_ids for run in theirs["noise"]] != [run.token_ids for run in theirs["few words"]]
+        note(part, "edits matter", edited, "")
+        _refused(part, lm)
+        again = lm.run(LOOPS, **_long())
+        note(part, "and without programs again", _same_tokens(again, free), "")
+
+
+def _long() -> dict[str, Any]:
+    return {"max_tokens": 32, "sampling": {"ignore_eos": True}, "logprobs": True}
+
+
+def _programs(width: int, vocabulary: int) -> dict[str, list[Any]]:
+    import patchclamp as pc
+
+    rng = np.random.default_rng(0)
+    row, more = (rng.standard_normal(size).astype(np.float32) for size in (width, vocabulary))
+    few = np.full(vocabulary, -100.0, np.float32)
+    few[3 : 3 + WORDS] = 0.0
+    these = pc.Add(few, pc.logits)
+    return {
+        "few words": [these],
+        "generated": [these, pc.Add(row, pc.resid_post[1], pc.generated, scale=2.0)],
+        "logits": [these, pc.Add(more, pc.logits, pc.generated[5:12], scale=2.0)],
+        "noise": [these, pc.Noise(0.5, at=pc.mlp_out, seed=7, relative=True)],
+        "noise of logits": [these, pc.Noise(0.005, at=pc.logits, seed=9, relative=True)],
+        "clamped logits": [these, pc.Clamp(more, pc.logits, low=5.0)],
+        "a token": [these, pc.Scale(0.2, pc.resid_pre[2], pc.token(5))],
+    }
+
+
+def _runs(lm: Any, edits: list[Any]) -> list[Any]:
+    import patchclamp as pc
+
+    return lm.run(LOOPS, edits=edits, capture=[pc.Site(name) for name in lm.sites.names], **_long())
+
+
+@contextlib.contextmanager
+def _counted(lm: Any) -> Iterator[list[tuple[int, int]]]:
+    """By step: how many requests the engine ran, and how many tokens it drafted."""
+    ours: Any = attached(lm)
+    runtime, counts = ours.runtime, []
+    begin = runtime.begin_step
+
+    def begin_step(requests, row, position, count, total, samples=None):
+        counts.append((len(requests), 0 if samples is None else int(samples.sum()) - len(requests)))
+        return begin(requests, row, position, count, total, samples)
+
+    runtime.begin_step = begin_step
+    try:
+        yield counts
+    finally:
+        del runtime.begin_step
+
+
+def _compare(part: str, name: str, ours: list[Any], theirs: list[Any], sites: list[str], counts: list) -> None:
+    turns, drafted = (sum(column) for column in zip(*counts, strict=True))
+    right = sum(len(run.token_ids) for run in ours) - turns  # at least: a chunk of a prompt is a turn without a token
+    note(part, f"{name}: drafts are right and wrong", drafted > right > 0, f"{right} of {drafted} right")
+    gaps = [abs(x - y) for a, b in zip(ours, theirs, strict=True) for x, y in zip(a.logprobs, b.logprobs, strict=True)]
+    same = _same_tokens(ours, theirs) and [run.acted for run in ours] == [run.acted for run in theirs]
+    note(part, f"{name}: the same tokens, and ops acted alike", same, f"logprobs {max(gaps):.2g} apart")
+    if same:
+        far = _far(ours, theirs, sites)
+        note(part, f"{name}: captures are those of what stays", _near(far, 1e-3), _told(far))
+
+
+def _refused(part: str, lm: Any) -> None:
+    import patchclamp as pc
+
+    try:
+        told = str(lm.run(LOOPS[0], edits=[pc.Apply(lambda rows: rows, pc.resid_post[1])], **_long()).error)
+    except pc.PatchclampError as error:
+        told = str(error)
+    named = "code (Apply) does not run with speculative decoding" in told
+    note(part, "code is refused by name", named, told[:200])
