@@ -59,7 +59,7 @@ What differs:
 - **Padding.** A prompt's tensors have its own tokens, and none that pad a batch.
 - **Steps.** `tracer.iter[3]` is `t.generated[2]`: the first step is the prompt. `tracer.all()` is `t.all()`.
 - **Attention weights** do not exist in a fused kernel: `t.attention_probabilities` is an error that says so.
-- A read of an earlier layer for a write takes [two runs](tracing.md#within-one-run).
+- A write may read an earlier layer; some such writes take [two runs](tracing.md#within-one-run).
 """
 COMING_TAIL = """## TransformerLens
 

@@ -82,7 +82,7 @@ def parity(part: str, model: str, **changed: Any) -> None:
         edits = [reference.ops(acts, start) for acts in programs.values()]
         texts, bound = reference.prompts(lm, text, len(programs)), reference.TOLERANCES[dtype]
         for turn in ("cold", "warm") if mode == "cached" else ("",):
-            runs = lm.run(texts, edits=edits, max_tokens=reference.NEW, sampling={"ignore_eos": True})
+            runs = lm.run(texts, edits=edits, max_tokens=reference.NEW, sampling={"ignore_eos": True}, logprobs=True)
             found = _worst(dict(zip(programs, runs, strict=True)), programs, plain, bound, start)
             what = f"{len(programs)} programs as in the plain pass" + (f", {turn}" if turn else "")
             note(part, what, not found.wrong, found.told)
