@@ -130,6 +130,8 @@ STUDIES = {
     "ablation_sweep": dict(prompt=CLEAN, answer=[7, 8], foil=9, sites=["z"], group=1, positions="each"),
     "causal_trace": dict(prompt=CLEAN, subject="Eiffel", answer=7, seeds=3, layers="0:2"),
     "path_patch": dict(clean=CLEAN, corrupt=CORRUPT, answer=7, foil=9, receivers=["logits", "q[2, 0]"]),
+    "paths of pairs": dict(clean=[CLEAN, CORRUPT], corrupt=[CORRUPT, "The dog is in the"], answer=[7, 8], foil=9,
+                           receivers=["logits", "q[2, 0]"], metric="recovered"),
     "zoom": dict(clean=CLEAN, corrupt=CORRUPT, answer=7, foil=9, zoom=1),
 }
 
@@ -166,7 +168,7 @@ def run(folder, study, asked, writes, torn):
 
 for name, asked in json.loads(sys.argv[1]).items():
     draw = random.Random(name)
-    study = "patch_sweep" if name == "zoom" else name
+    study = {"zoom": "patch_sweep", "paths of pairs": "path_patch"}.get(name, name)
     codes = [run(name + ".whole", study, asked, 0, 0)]
     sizes = []
     for _ in range(3):
@@ -290,6 +292,25 @@ def test_every_cell_is_told_once_with_its_mean_over_pairs(lm):
     sweep = patch_sweep(lm, **asked, batch=5, listener=Listener())
     assert {key: pytest.approx(value) for key, value in told.items()} == {
         (cell.layer, cell.column): cell.value for cell in sweep.cells()
+    }
+
+
+def test_paths_are_told_once_with_their_mean_over_pairs(lm):
+    told: dict[Any, float] = {}
+
+    class Listener:
+        def begin(self, sweep, cells):
+            assert cells == np.isfinite(paths.values).sum() < paths.values.size
+
+        def cells(self, cells):
+            for cell in cells:
+                assert (cell.where, cell.column) not in told
+                told[cell.where, cell.column] = cell.value
+
+    paths = path_patch(lm, **STUDIES["paths of pairs"])
+    path_patch(lm, **STUDIES["paths of pairs"], batch=5, listener=Listener())
+    assert {key: pytest.approx(value) for key, value in told.items()} == {
+        (cell.where, cell.column): cell.value for cell in paths.cells()
     }
 
 
@@ -431,7 +452,11 @@ def test_what_cannot_be_swept_is_told(lm, asked: dict, error: type, text: str):
         (path_patch, dict(receivers=[["logits", "q[1, 0]"]]), "receivers[0]: logits is the end of the model"),
         (path_patch, dict(receivers=["q[0, 0]"]), "receivers: no receiver lies behind any sender"),
         (path_patch, dict(freeze=["resid_pre"]), "freeze: no site to freeze 'resid_pre'"),
-        (path_patch, dict(corrupt="The Colosseum is in"), "paths are patched in one pair of prompts of one length"),
+        (path_patch, dict(corrupt="The Colosseum is in"), "corrupt: a path is patched between two prompts of one length"),
+        (path_patch, dict(clean=[CLEAN] * 2, corrupt=[CORRUPT, "The Colosseum is in"]), "corrupt[1]: a path is patched"),
+        (path_patch, dict(clean=[CLEAN] * 2, corrupt=[CORRUPT]), "corrupt: 2 clean prompts and 1 corrupt ones"),
+        (path_patch, dict(positions=[1, 2]), "positions: senders are patched at one selection"),
+        (path_patch, dict(clean=[CLEAN] * 2, corrupt=[CORRUPT] * 2, positions=[1, 2, 3]), "3 selections for 2 pairs"),
     ],
 )
 def test_what_other_studies_cannot_do_is_told(lm, study, asked: dict, text: str):
