@@ -130,8 +130,14 @@ STUDIES = {
     "ablation_sweep": dict(prompt=CLEAN, answer=[7, 8], foil=9, sites=["z"], group=1, positions="each"),
     "causal_trace": dict(prompt=CLEAN, subject="Eiffel", answer=7, seeds=3, layers="0:2"),
     "path_patch": dict(clean=CLEAN, corrupt=CORRUPT, answer=7, foil=9, receivers=["logits", "q[2, 0]"]),
-    "paths of pairs": dict(clean=[CLEAN, CORRUPT], corrupt=[CORRUPT, "The dog is in the"], answer=[7, 8], foil=9,
-                           receivers=["logits", "q[2, 0]"], metric="recovered"),
+    "paths of pairs": dict(
+        clean=[CLEAN, CORRUPT],
+        corrupt=[CORRUPT, "The dog is in the"],
+        answer=[7, 8],
+        foil=9,
+        receivers=["logits", "q[2, 0]"],
+        metric="recovered",
+    ),
     "zoom": dict(clean=CLEAN, corrupt=CORRUPT, answer=7, foil=9, zoom=1),
 }
 
@@ -452,8 +458,16 @@ def test_what_cannot_be_swept_is_told(lm, asked: dict, error: type, text: str):
         (path_patch, dict(receivers=[["logits", "q[1, 0]"]]), "receivers[0]: logits is the end of the model"),
         (path_patch, dict(receivers=["q[0, 0]"]), "receivers: no receiver lies behind any sender"),
         (path_patch, dict(freeze=["resid_pre"]), "freeze: no site to freeze 'resid_pre'"),
-        (path_patch, dict(corrupt="The Colosseum is in"), "corrupt: a path is patched between two prompts of one length"),
-        (path_patch, dict(clean=[CLEAN] * 2, corrupt=[CORRUPT, "The Colosseum is in"]), "corrupt[1]: a path is patched"),
+        (
+            path_patch,
+            dict(corrupt="The Colosseum is in"),
+            "corrupt: a path is patched between two prompts of one length",
+        ),
+        (
+            path_patch,
+            dict(clean=[CLEAN] * 2, corrupt=[CORRUPT, "The Colosseum is in"]),
+            "corrupt[1]: a path is patched",
+        ),
         (path_patch, dict(clean=[CLEAN] * 2, corrupt=[CORRUPT]), "corrupt: 2 clean prompts and 1 corrupt ones"),
         (path_patch, dict(positions=[1, 2]), "positions: senders are patched at one selection"),
         (path_patch, dict(clean=[CLEAN] * 2, corrupt=[CORRUPT] * 2, positions=[1, 2, 3]), "3 selections for 2 pairs"),

@@ -125,7 +125,8 @@ class _Paths:
         written: Side, seed: int,
     ) -> None:  # fmt: skip
         self.lm, self.asked, self.rows, self.receivers = lm, asked, rows, receivers
-        self.frozen, self.written, self.seed = frozen, written, seed
+        self.frozen, self.seed = frozen, seed
+        self.written: Side = written
         self.read: Side = "clean" if written == "corrupt" else "corrupt"
         self.receivers_of = [[i for i, of in enumerate(receivers) if _behind(row, of)] for row in rows]
         self.count = sum(map(len, self.receivers_of))

@@ -15,6 +15,8 @@ import numpy as np
 from patchclamp.errors import PatchclampError, ProgramError, TokensError
 from patchclamp.language import From, Op, Replace, Site, Vector
 from patchclamp.language.ops import Zero
+from patchclamp.language.ranges import Index, parse_index
+from patchclamp.language.site import parse_site
 from patchclamp.language.tokens import Positions, every
 from patchclamp.language.values import Named, check_name
 from patchclamp.lm import LM
@@ -292,6 +294,24 @@ def width_of(lm: LM, at: Site) -> int:
     """How many numbers a row has at a site of one layer."""
     ref = lm.sites.resolve(at)[0]
     return ref.columns[1] - ref.columns[0] if ref.columns else lm.sites.points[ref.point].width
+
+
+def columns_mask(lm: LM, sites: Sequence[Any], columns: Sequence[Index | None]) -> np.ndarray:
+    """A mask [W] that is 1 in some columns of a row and 0 in the others, for sites of one width."""
+    refs = [ref for text in sites for ref in lm.sites.resolve(parse_site(text))]
+    widths = sorted({width_of(lm, Site(ref.name, ref.layer, parse_index(ref.index) if ref.index else None))
+                     for ref in refs})  # fmt: skip
+    if len(widths) != 1:
+        raise ProgramError(f"one mask is for all sites, and their rows have {', '.join(map(str, widths))} columns")
+    mask = np.zeros(widths[0], np.float32)
+    for index in columns:
+        chosen = index if isinstance(index, int) else slice(None) if index is None else slice(*index.ends)
+        if isinstance(chosen, int) and not -len(mask) <= chosen < len(mask):
+            raise ProgramError(f"there is no column {chosen}: a row has {len(mask)}")
+        mask[chosen] = 1
+    if not mask.any():
+        raise ProgramError(f"no column is selected of {len(mask)}")
+    return mask
 
 
 def _readable(name: str) -> Positions:
