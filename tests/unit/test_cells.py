@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import patchclamp as pc
-from patchclamp.studies import ablation_sweep, causal_trace, patch_sweep, path_patch
+from patchclamp.studies import Resampled, ablation_sweep, causal_trace, patch_sweep, path_patch
 from patchclamp.studies.cells import BASELINES, Cells, Round, Trial, planned
 from patchclamp.studies.grid import carrying
 from patchclamp.studies.journal import Journal, hash_of
@@ -427,6 +427,7 @@ def test_a_zoom_of_a_model_agrees_with_the_whole_sweep(lm):
         (dict(direction="forward"), pc.UnknownName, "direction: no direction 'forward'; there are: denoising"),
         (dict(source="zero"), pc.ProgramError, "source: a source is 'zeros'"),
         (dict(source="bank:none"), pc.MissingSource, "source: nothing in the bank is named 'none'"),
+        (dict(mask=np.ones(3)), pc.ShapeError, "mask: resid_pre[0] is 16 wide; the mask is [3]"),
         (dict(alpha="1"), pc.ProgramError, "alpha: a number is needed"),
         (dict(zoom=0), pc.ProgramError, "zoom: at least one block"),
         (dict(batch=0), pc.ProgramError, "batch: runs are submitted at least one at a time"),
@@ -441,6 +442,47 @@ def test_what_cannot_be_swept_is_told(lm, asked: dict, error: type, text: str):
     with pytest.raises(error) as raised:
         patch_sweep(lm, **(ASKED | asked))
     assert text in str(raised.value)
+
+
+def test_a_vector_of_another_width_is_told_before_anything_runs(monkeypatch):
+    with pc.LM("fake") as lm:
+        lm.bank["short"] = np.ones(5)
+        monkeypatch.setattr(lm.engine, "submit", lambda requests: pytest.fail("nothing is to be run"))
+        with pytest.raises(pc.ShapeError, match=r"source: resid_pre\[0\] is 16 wide; the vector is \[5\]"):
+            patch_sweep(lm, **ASKED, source="bank:short")
+
+
+def test_a_check_is_shown_what_will_be_run_before_anything_is(lm, monkeypatch):
+    """And of a sweep that it lets through, so many cells are computed."""
+    shown = []
+    pairs = dict(clean=[CLEAN] * 2, corrupt=[CORRUPT] * 2, answer=[[7, 8], [7, 8]], sites=["z", "embed"], group=None)
+    source = Resampled([CLEAN, CORRUPT], draws=3)
+    with monkeypatch.context() as still:
+        still.setattr(lm.engine, "submit", lambda requests: pytest.fail("nothing is to be run"))
+
+        def refuse(plan):
+            shown.append((plan.grid, plan.runs, plan.captured_bytes))
+            raise pc.CapacityError("too much")
+
+        for change in ({}, dict(source=source), dict(zoom=1)):
+            with pytest.raises(pc.CapacityError, match="too much"):
+                patch_sweep(lm, **(ASKED | pairs | change), check=refuse)
+    length, rows, layers = len(lm.tokens(CLEAN)), 4, 3
+    assert shown[0][0] == 2 * rows * length
+    # of each pair: every cell takes a run for each token of the answer that no other token's run grades
+    questions = len(grade("logit_diff", (7, 8), (9,)).questions)
+    assert [runs for _, runs, _ in shown[:2]] == [2 * rows * length * questions, 2 * rows * length * 3 * questions]
+    assert shown[2][1] < shown[0][1] * 4
+    width = 4 * (16 + layers * lm.sites.points[lm.sites.resolve(pc.Site("z", 0))[0].point].width)
+    assert [captured for *_, captured in shown[:2]] == [2 * length * width, 2 * length * width]
+    sizes = []
+    submit = lm.engine.submit
+    monkeypatch.setattr(lm.engine, "submit", lambda requests: sizes.append(len(requests)) or submit(requests))
+    sweep = patch_sweep(lm, **(ASKED | pairs), check=lambda plan: None)
+    assert sum(sizes) == 2 * 2 * questions + planned([rows * length] * 2, 4) * questions + 2, (
+        "and both sides, and sources"
+    )
+    assert sweep.each.size == shown[0][0]
 
 
 @pytest.mark.parametrize(

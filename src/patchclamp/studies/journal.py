@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from patchclamp.errors import ProgramError
+from patchclamp.errors import NameTaken, ProgramError
 
 FORMAT = 1
 _COUNT, _SUM = struct.Struct("<I"), struct.Struct("<I")
@@ -94,6 +95,60 @@ class Journal:
         whole = len(head) + 1 + sum(_COUNT.size + 8 * len(part) + _SUM.size for part in values)
         os.ftruncate(self._file, whole)
         return np.concatenate([np.zeros(0), *values])
+
+
+class MemoryJournal:
+    """As `Journal`, in the memory of this process: of a server, which writes no files for its callers.
+
+    wait_s: how long a study that is ending is waited for
+    """
+
+    def __init__(self, wait_s: float = 0.0) -> None:
+        self._lock, self._wait_s = threading.Lock(), wait_s
+        self._made_by = ""
+        self._values: list[float] = []
+        self._known = self._taken = 0
+
+    def opened(self, made_by: str) -> MemoryJournal:
+        """This journal, for one study at a time.
+
+        Raises: `ProgramError` if it has another study's values, `NameTaken` while a study writes to it.
+        """
+        if not self._lock.acquire(timeout=self._wait_s):
+            raise NameTaken("it is being written by another study: wait until that has ended", "resume")
+        if self._made_by not in ("", made_by):
+            self._lock.release()
+            raise ProgramError("it was made by another study: give another name", "resume")
+        self._made_by, self._known, self._taken = made_by, len(self._values), 0
+        return self
+
+    @property
+    def is_open(self) -> bool:
+        return self._lock.locked()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._values
+
+    def take(self, count: int) -> np.ndarray:
+        values = self._values[self._taken : min(self._taken + count, self._known)]
+        self._taken += len(values)
+        return np.array(values)
+
+    def append(self, values: Sequence[float] | np.ndarray) -> None:
+        self._values += [float(value) for value in values]
+
+    def close(self) -> None:
+        self._lock.release()
+
+
+Resumable = str | Path | MemoryJournal
+"""What a study's values are kept in: a file, or a journal in memory."""
+
+
+def open_journal(resume: Resumable, made_by: str) -> Journal | MemoryJournal:
+    """The journal of a study. Raises `ProgramError` if it is another study's."""
+    return resume.opened(made_by) if isinstance(resume, MemoryJournal) else Journal(resume, made_by)
 
 
 def _opened(path: Path) -> int:

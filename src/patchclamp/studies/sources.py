@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from patchclamp.errors import PatchclampError, ProgramError, TokensError
+from patchclamp.errors import PatchclampError, ProgramError, ShapeError, TokensError
 from patchclamp.language import From, Op, Replace, Site, Vector
 from patchclamp.language.ops import Zero
 from patchclamp.language.ranges import Index, parse_index
@@ -146,19 +146,20 @@ class Mixing(msgspec.Struct, frozen=True):
 
     def question(self, lm: LM) -> dict[str, Any]:
         """As plain data; a mask of the bank with its numbers, as they are now."""
-        return {"alpha": self.alpha, "mask": msgspec.to_builtins(self._mask(lm))}
+        return {"alpha": self.alpha, "mask": msgspec.to_builtins(self.vector(lm))}
 
     def in_words(self, lm: LM) -> str:
         """What follows the words of a source: ` with alpha 0.5 in 3 of 64 columns`; nothing where all of it counts."""
         words = "" if self.alpha == 1 else f" with alpha {self.alpha:g}"
-        mask = self._mask(lm)
+        mask = self.vector(lm)
         if isinstance(mask, Vector):
             numbers = mask.array()
             words += f" in {np.count_nonzero(numbers)} of {numbers.size} columns"
             words += "" if np.isin(numbers, (0, 1)).all() else ", weighted"
         return words
 
-    def _mask(self, lm: LM) -> Any:
+    def vector(self, lm: LM) -> Any:
+        """The mask, of the bank if it is named there; None if all columns are mixed in."""
         if not isinstance(self.mask, Named):
             return self.mask
         entry = _entry(lm, self.mask.name, "mask")
@@ -294,6 +295,18 @@ def width_of(lm: LM, at: Site) -> int:
     """How many numbers a row has at a site of one layer."""
     ref = lm.sites.resolve(at)[0]
     return ref.columns[1] - ref.columns[0] if ref.columns else lm.sites.points[ref.point].width
+
+
+def check_widths(lm: LM, rows: Sequence[Row], source: Source | None, mixing: Mixing) -> None:
+    """Raises `ShapeError` for a mask, or a vector of the bank, that is not as wide as what is patched."""
+    entry = _entry(lm, source.name, "source") if isinstance(source, Banked) else None
+    sites = [at for row in rows for at in row.sites]
+    for vector, path, what in ((mixing.vector(lm), "mask", "mask"), (entry, "source", "vector")):
+        if not isinstance(vector, Vector):
+            continue
+        for at in sites:
+            if vector.shape[-1] != width_of(lm, at):
+                raise ShapeError(f"{at} is {width_of(lm, at)} wide; the {what} is {list(vector.shape)}", path)
 
 
 def columns_mask(lm: LM, sites: Sequence[Any], columns: Sequence[Index | None]) -> np.ndarray:
