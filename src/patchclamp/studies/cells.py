@@ -17,7 +17,7 @@ from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.studies.batches import run_batches
 from patchclamp.studies.checks import check_batch
-from patchclamp.studies.journal import Journal, MemoryJournal
+from patchclamp.studies.journal import Journal
 from patchclamp.studies.metric import Graded
 
 BASELINES = 8  # reruns of an unpatched prompt, spread through its cells, that measure the noise floor
@@ -56,9 +56,7 @@ class Cells:
     advance: is told how many runs have finished
     """
 
-    def __init__(
-        self, lm: LM, batch: int, journal: Journal | MemoryJournal | None, advance: Callable[[int], None]
-    ) -> None:
+    def __init__(self, lm: LM, batch: int, journal: Journal | None, advance: Callable[[int], None]) -> None:
         self._lm, self._batch, self._journal, self._advance = lm, check_batch(batch), journal, advance
         self._runs, self._cut = 0, 0  # that were carried out here, and those of them that began at a cut
 

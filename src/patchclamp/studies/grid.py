@@ -19,11 +19,10 @@ from patchclamp.language import Op
 from patchclamp.lm import LM
 from patchclamp.studies.cells import BASELINES, Cells, Round, Trial
 from patchclamp.studies.columns import Column
-from patchclamp.studies.identity import model_identity
-from patchclamp.studies.journal import Resumable, hash_of, open_journal
+from patchclamp.studies.journal import Resumable
 from patchclamp.studies.metric import Graded
 from patchclamp.studies.progress import progress
-from patchclamp.studies.result import provenance
+from patchclamp.studies.resuming import keeping
 from patchclamp.studies.rows import Row
 from patchclamp.studies.sources import Writer
 from patchclamp.studies.spread import spread
@@ -156,14 +155,8 @@ def carrying(
 ) -> Iterator[Cells]:
     """`Cells` with a progress bar and, if the study is to be resumed from a file, its journal. `question` is all that
     decides the values, as plain data."""
-    made = {"made": msgspec.to_builtins(provenance(lm)), "weights": model_identity(lm)[1]}
-    journal = None if resume is None else open_journal(resume, hash_of({**question, **made}))
-    try:
-        with progress(what, total, show) as advance:
-            yield Cells(lm, batch, journal, advance)
-    finally:
-        if journal is not None:
-            journal.close()
+    with keeping(lm, question, resume) as journal, progress(what, total, show) as advance:
+        yield Cells(lm, batch, journal, advance)
 
 
 def with_values(
