@@ -18,7 +18,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import patchclamp as pc
-from patchclamp.studies import Resampled, ablation_sweep, causal_trace, patch_sweep, path_patch
+from patchclamp.studies import (
+    Resampled,
+    SteeringVectors,
+    ablation_sweep,
+    causal_trace,
+    fuzz_sweep,
+    logit_lens,
+    patch_sweep,
+    path_patch,
+    steering_vectors,
+    strength_curve,
+)
 from patchclamp.studies.cells import BASELINES, Cells, Round, Trial, planned
 from patchclamp.studies.grid import carrying
 from patchclamp.studies.journal import Journal, hash_of
@@ -140,12 +151,45 @@ STUDIES = {
     ),
     "zoom": dict(clean=CLEAN, corrupt=CORRUPT, answer=7, foil=9, zoom=1),
 }
+# studies that keep records and not numbers alone: every one has several frames
+TALES = {
+    "fuzz_sweep": dict(
+        prompts=[CLEAN, CORRUPT, "A dog is in the"], strengths=[0, 0.5, 1.5], seeds=[0, 1], max_tokens=3, batch=2
+    ),
+    "fuzz_sweep likeliest": dict(
+        prompts=[CLEAN, CORRUPT],
+        strengths=[0.5, 1.5],
+        seeds=[0, 1],
+        max_tokens=3,
+        batch=2,
+        divergence=5,
+    ),
+    "steering_vectors": dict(
+        positive=["good day", "good film", "good dog", "good cat"],
+        held_out=0.5,
+        answer=" Paris",
+        negative=["bad day", "bad film", "bad dog", "bad cat"],
+        foil=" Rome and",
+        batch=1,
+    ),
+    "strength_curve": dict(prompts=[CLEAN, CORRUPT, "A dog is in the"], answer=" Paris and", foil=" Rome", batch=2),
+    "logit_lens": dict(prompt=" ".join([CLEAN] * 12), tokens=[" Paris"], top=2, rows=40),
+}
 
 
 FORKING = """
 import json, os, random, signal, sys
 import patchclamp as pc
 from patchclamp.studies import ablation_sweep, causal_trace, patch_sweep, path_patch
+from patchclamp.studies import fuzz_sweep, logit_lens as lens, steering_vectors, strength_curve as curve
+
+def strength_curve(lm, prompts, **asked):
+    vectors = steering_vectors(lm, ["good day"] * 4, ["bad day"] * 4, held_out=0, show_progress=False)
+    return curve(lm, vectors, prompts, **asked)
+
+def logit_lens(lm, rows, batch, show_progress, **asked):
+    sys.modules[lens.__module__].ROWS_AT_ONCE = rows
+    return lens(lm, **asked)
 
 write = os.write
 
@@ -167,14 +211,14 @@ def run(folder, study, asked, writes, torn):
         os.chdir(folder)
         os.write = dying
         with pc.LM("fake") as lm:
-            result = globals()[study](lm, **asked, batch=7, show_progress=False, resume="journal")
+            result = globals()[study](lm, **{"batch": 7, **asked}, show_progress=False, resume="journal")
             result.save("result")
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 for name, asked in json.loads(sys.argv[1]).items():
     draw = random.Random(name)
-    study = {"zoom": "patch_sweep", "paths of pairs": "path_patch"}.get(name, name)
+    study = {"zoom": "patch_sweep", "paths of pairs": "path_patch"}.get(name, name.partition(" ")[0])
     codes = [run(name + ".whole", study, asked, 0, 0)]
     sizes = []
     for _ in range(3):
@@ -186,11 +230,12 @@ for name, asked in json.loads(sys.argv[1]).items():
 
 
 def test_killed_at_random_points_studies_end_with_the_same_bytes(tmp_path: Path):
-    done = subprocess.run([sys.executable, "-c", FORKING, json.dumps(STUDIES)], cwd=tmp_path, timeout=120,
+    studies = STUDIES | TALES
+    done = subprocess.run([sys.executable, "-c", FORKING, json.dumps(studies)], cwd=tmp_path, timeout=120,
                           capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 0, done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [name for name, *_ in told] == list(STUDIES)
+    assert [name for name, *_ in told] == list(studies)
     for name, codes, sizes in told:
         whole = (tmp_path / f"{name}.whole" / "journal").read_bytes()
         assert codes == [0, *[-signal.SIGKILL] * 3, 0], done.stderr
@@ -215,6 +260,49 @@ def test_what_is_known_is_not_run_again(lm, tmp_path: Path, monkeypatch):
     assert again.values.tobytes() == first.values.tobytes()
     assert told[0] == (True, len(told) - 1)
     assert sorted(c.value for c in told[1:]) == sorted(c.value for c in first.cells())
+
+
+def fuzzed(lm, **change):
+    return fuzz_sweep(lm, **(TALES["fuzz_sweep"] | change), show_progress=False)
+
+
+def lensed(lm, **change):
+    return logit_lens(lm, **(dict(prompt=CLEAN, tokens=[7]) | change))
+
+
+def steered(lm, **change):
+    return steering_vectors(lm, **(TALES["steering_vectors"] | change), show_progress=False)
+
+
+def scored(lm, scale=1.0, **change):
+    vectors = SteeringVectors.from_directions({1: np.arange(lm.model.d_model) * scale})
+    return strength_curve(lm, vectors, **(TALES["strength_curve"] | change), show_progress=False)
+
+
+@pytest.mark.parametrize(
+    ("study", "changes"),
+    [
+        (fuzzed, [dict(max_tokens=2), dict(seeds=[0, 2]), dict(strengths=[0, 0.5, 1.4]), dict(at=["resid_pre[1]"]),
+                  dict(divergence="none"), dict(prompts=[CLEAN])]),
+        (lensed, [dict(tokens=[8]), dict(layers=1), dict(top=2), dict(prompt=CORRUPT), dict(unembedding=np.ones((3, 16)),
+                  tokens=["row 1"]), dict(translators={1: np.eye(16)})]),
+        (steered, [dict(method="pca"), dict(layers=1), dict(answer=" Rome"), dict(seed=1), dict(tokens="prompt")]),
+        (scored, [dict(scale=2.0), dict(answer=" Paris"), dict(foil=None), dict(scales=[0, 1]), dict(tokens="prompt")]),
+    ],
+)  # fmt: skip
+def test_what_is_recorded_is_not_run_again_and_is_of_one_question(lm, tmp_path: Path, monkeypatch, study, changes):
+    first = study(lm, resume=tmp_path / "j")
+    plain = study(lm)
+    runs, submit = [], lm.engine.submit
+    monkeypatch.setattr(lm.engine, "submit", lambda requests: runs.extend(requests) or submit(requests))
+    again = study(lm, resume=tmp_path / "j")
+    assert len(runs) == (study is lensed), "a lens runs its prompt"
+    for other in (plain, again):
+        assert other.save(tmp_path / "other").read_bytes() == first.save(tmp_path / "first").read_bytes()
+    for change in changes:
+        with pytest.raises(pc.ProgramError, match="another study"):
+            study(lm, **change, resume=tmp_path / "j")
+        study(lm, **change)
 
 
 @pytest.mark.parametrize(

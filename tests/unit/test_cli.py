@@ -314,7 +314,7 @@ class TestSweep:
         from patchclamp.cli.commands.sweep import sweep
 
         renamed = {"sites": "site"}
-        of_the_terminal = {"lm", "show_progress", "listener"}
+        of_the_terminal = {"lm", "show_progress", "listener", "check"}
         asked = {renamed.get(name, name) for name in signature(pc.studies.patch_sweep).parameters} - of_the_terminal
         assert asked <= signature(sweep).parameters.keys()
 
@@ -405,6 +405,32 @@ class TestSweep:
         status, output = run(*arguments)
         assert status == 0
         assert "not patched: ' Eiffel' (clean 2), ' Tower' (clean 3), ' Colosseum' (corrupt 2)" in output
+
+
+class TestResume:
+    @pytest.mark.parametrize(
+        ("arguments", "files"),
+        [
+            (("fuzz", "fake", "--prompts", "{0}", "--strength", "0.5", "--max-tokens", "2"), ["j"]),
+            (("lens", "fake", "--prompt", SWEEP[5]), ["j"]),
+            (("steer", "fake", "--positive", "{0}", "--negative", "{1}", "--prompts", "{0}", "--answer", " Paris"),
+             ["j", "j.curve"]),
+        ],
+    )  # fmt: skip
+    def test_what_was_computed_is_taken_from_the_file(self, tmp_path, arguments, files):
+        for name, mood in (("0", "good"), ("1", "bad")):
+            (tmp_path / name).write_text("\n".join(f"{mood} {thing}" for thing in ("day", "dog", "cat", "film")))
+        command = [word.format(tmp_path / "0", tmp_path / "1") for word in arguments]
+        command += ["--engine", "fake", "--resume", str(tmp_path / "j")]
+        status, output = run(*command)
+        assert status == 0, output
+        kept = {name: (tmp_path / name).read_bytes() for name in files}
+        assert all(len(data) > 200 for data in kept.values())
+        assert run(*command) == (0, output)
+        assert {name: (tmp_path / name).read_bytes() for name in files} == kept
+        (tmp_path / "0").write_text("another\nprompt\nand\nmore")
+        command[command.index(SWEEP[5]) if SWEEP[5] in command else 0] = "x" if SWEEP[5] in command else command[0]
+        assert "was made by another study" in failed(*command)
 
 
 class TestSites:
