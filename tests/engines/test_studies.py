@@ -216,3 +216,42 @@ def test_path_patching(lm, plain, freeze):
     run = ~np.isnan(expected)
     assert np.array_equal(run, ~np.isnan(paths.values))
     same(paths.values[run], expected[run], paths.baseline)
+
+
+def test_path_patching_over_several_pairs(lm, plain):
+    """Every pair alone equals the loop of hooks; the grid has their mean, its interval and the test of its effect."""
+    pairs = [(CLEAN, CORRUPT, ANSWER, FOIL), ([5, 9, 30, 8, 44, 6, 21], [5, 9, 77, 8, 44, 6, 21], FOIL, 40),
+             ([17, 3, 250, 99, 7], [60, 3, 62, 99, 7], 40, ANSWER)]  # fmt: skip
+    clean, corrupt, answer, foil = (list(of) for of in zip(*pairs, strict=True))
+    asked = dict(senders=["z[0]", "z[1, 2]"], receivers=["logits", "v[2, 0]"])
+    paths = path_patch(lm, clean=clean, corrupt=corrupt, answer=answer, foil=foil, **asked, seed=4)
+    expected = np.array([
+        [[path_patched(plain, base, source, (row.layer, int(row.index)), receiver, ("z", "mlp_out"), right, wrong)
+          for receiver in (None, ("v", 2, 0))] for row in paths.rows]
+        for source, base, right, wrong in pairs
+    ])  # fmt: skip
+    bases = np.array([pair.corrupt for pair in paths.pairs])
+    same(paths.each - bases[:, None, None], expected - bases[:, None, None], 0.0)
+    for n, base in enumerate(corrupt):
+        assert bases[n] == pytest.approx(logit_diff(plain, base, [answer[n]], [foil[n]]), abs=1e-3)
+    assert np.allclose(paths.values, paths.each.mean(0))
+    assert paths.corrupt == pytest.approx(bases.mean())
+    assert len({len(pair.clean_tokens) for pair in paths.pairs}) == 3
+    from patchclamp.studies.spread import spread
+
+    of = spread(paths.each.reshape(3, -1), bases, 4)
+    for name, values in of._asdict().items():
+        assert np.array_equal(getattr(paths, name).ravel(), values)
+    assert paths.p.min() == 2 / 2**3, "three pairs have eight signs"
+    last = path_patch(lm, clean=clean, corrupt=corrupt, answer=answer, foil=foil, **asked, positions=[2, 2, -1])
+    assert [pair.columns[0].corrupt for pair in last.pairs] == [(2,), (2,), (4,)]
+    assert not np.allclose(last.each, paths.each)
+
+
+def test_paths_of_a_list_with_one_pair_are_those_of_the_pair(lm):
+    asked = dict(senders=["z[0]"], receivers=["q[2, 3]"], answer=ANSWER, foil=FOIL)
+    one = path_patch(lm, clean=CLEAN, corrupt=CORRUPT, **asked)
+    same_one = path_patch(lm, clean=[CLEAN], corrupt=[CORRUPT], **asked)
+    assert np.array_equal(one.each, same_one.each)
+    assert (one.low, one.p) == (same_one.low, same_one.p) == (None, None)
+    assert one.question == same_one.question

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import patchclamp as pc
-from patchclamp.studies import patch_sweep
+from patchclamp.studies import MeanOf, Resampled, patch_sweep
 
 from ..engines.test_modes import BEGIN, SPAN, TEXT
 from ..reference import parity
@@ -137,6 +137,37 @@ def test_a_sweep_is_the_same(lm, local):
     there, here = patch_sweep(lm, **asked), patch_sweep(local, **asked)
     assert np.array_equal(there.grid, here.grid, equal_nan=True)
     assert there.grid.size > 20
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(source=MeanOf(["A cat is here", "The Kremlin is in"]), alpha=0.5, mask=np.arange(576) % 2, window=2),
+        dict(source=Resampled([[9, 8, 7, 6, 5, 4]] * 2), sites=["z"], group=3, layers="2:4"),
+        dict(zoom=1, clean="The Eiffel Tower is in", corrupt="The Colosseum is in", positions=None),
+        dict(direction="noising", answer=[[30, 31], [32]], sites=["neurons[3, 0:64]"]),
+    ],
+    ids=["mean, masked", "resampled", "zoom", "several tokens"],
+)
+def test_all_of_a_sweep_is_there_over_http(lm, local, tmp_path, monkeypatch, change):
+    """Nothing of `patch_sweep` needs the engine in this process; and a sweep here goes on from its file."""
+    asked = dict(clean=["The Eiffel Tower is in", "The Louvre Tower is in"], corrupt=["The Colosseum is in"] * 2,
+                 answer=" Paris", foil=" Rome", positions=[-1, 1], layers="3:6", sites=["resid_pre", "attn_out"])  # fmt: skip
+    asked |= change
+    there, here = (patch_sweep(each, **asked, resume=tmp_path / str(i)) for i, each in enumerate((lm, local)))
+    np.testing.assert_allclose(there.each, here.each, atol=1e-3)
+    for name in ("low", "high", "p", "p_family"):
+        a, b = getattr(there, name), getattr(here, name)
+        assert (a is None) == (b is None) == (len(here.pairs) == 1)
+        assert a is None or np.allclose(a, b, atol=1e-3)
+    assert np.nanmax(np.abs(there.values - there.baseline)) > 0.01
+    assert (there.source, len(there.blocks), there.pairs[0].columns) == (
+        here.source, len(here.blocks), here.pairs[0].columns
+    )  # fmt: skip
+    with monkeypatch.context() as still:
+        still.setattr(lm.engine, "submit", lambda requests: pytest.fail("all is known"))
+        again = patch_sweep(lm, **asked, resume=tmp_path / "0")
+    assert again.each.tobytes() == there.each.tobytes()
 
 
 def test_ten_thousand_bytes_of_vectors_each(lm, local):

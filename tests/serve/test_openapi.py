@@ -134,11 +134,14 @@ def draw(operation: APIOperation, url: str, statuses: Counter[int]) -> None:
     send()
 
 
-def test_the_example_of_sweeps_runs(page, http):
-    [example] = page["components"]["schemas"]["SweepRequest"]["examples"]
-    with http.stream("POST", "/v1/patchclamp/sweeps", json=example) as response:
-        events = [line.removeprefix("event: ") for line in response.iter_lines() if line.startswith("event: ")]
-    assert (events[0], set(events[1:-1]), events[-1]) == ("start", {"cells"}, "summary")
+def test_the_examples_of_sweeps_run(page, http):
+    examples = page["components"]["schemas"]["SweepRequest"]["examples"]
+    assert len(examples) == 3
+    for example in examples:
+        with http.stream("POST", "/v1/patchclamp/sweeps", json=example) as response:
+            events = [line.removeprefix("event: ") for line in response.iter_lines() if line.startswith("event: ")]
+        inner = {"cells", "spread"} if isinstance(example["clean"], list) else {"cells"}
+        assert (events[0], set(events[1:-1]), events[-1]) == ("start", inner, "summary"), example
 
 
 def test_no_object_that_is_drawn_from_the_page_is_a_5xx(page, server):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 
 import numpy as np
 import pytest
 
 from patchclamp.language.registry import SITES
-from patchclamp.studies import patch_sweep
+from patchclamp.serve.sweep_request import SweepRequest
+from patchclamp.studies import MeanOf, Resampled, patch_sweep
 
-from .conftest import becomes
+from .conftest import KEYS, becomes
 
 ASKED = {"clean": "The Eiffel Tower is in", "corrupt": "The Colosseum is in", "answer": " Paris", "foil": " Rome",
          "sites": ["resid_pre", "mlp_out"]}  # fmt: skip
@@ -56,6 +58,29 @@ def test_a_sweep_is_the_same_as_here(server, local):
         ({"layers": 99}, 422, "layers 0 to 7"),
         ({"metric": "loss"}, 400, "loss"),
         ({"what": 1}, 400, "what"),
+        ({"source": {"type": "mean", "prompts": ["a"], "file": "/etc/passwd"}}, 400, "file"),
+        ({"source": {"type": "file", "prompts": ["a"]}}, 400, "source"),
+        ({"source": "zero"}, 400, "source: a source is 'zeros'"),
+        ({"source": "bank:nobody"}, 404, "source: nothing in the bank is named 'nobody'"),
+        ({"mask": "nobody"}, 404, "mask: nothing in the bank is named 'nobody'"),
+        ({"mask": [1.0, 0.5]}, 400, "mask: resid_pre[0] is 576 wide; the mask is [2]"),
+        ({"resume": "../a"}, 400, "resume: a name has up to 64 letters"),
+        ({"zoom": 0}, 400, "zoom"),
+        ({"clean": ["a b c"] * 2}, 400, "corrupt: 2 clean prompts and 1 corrupt ones"),
+        ({"sites": ["resid_pre"] * 65}, 400, "sites"),
+        ({"clean": ["a b"] * 7, "corrupt": ["a b"] * 7}, 413, "limit sweep_prompts"),
+        ({"source": {"type": "mean", "prompts": ["a"] * 11}}, 413, "limit sweep_prompts"),
+        ({"sites": ["neurons"], "group": 1}, 413, "limit sweep_grid"),
+        ({"answer": [7] * 300}, 413, "limit sweep_cells"),
+        ({"source": {"type": "resampled", "prompts": ["a b"], "draws": 300}}, 413, "limit sweep_cells"),
+        (
+            {
+                "source": {"type": "resampled", "prompts": [[5] * 500] * 10},
+                "sites": ["resid_pre", "z", "mlp_out", "neurons", "q"],
+            },
+            413,
+            "limit run_bytes",
+        ),
         ({"clean": ""}, 400, ""),
     ],
 )
@@ -64,6 +89,136 @@ def test_what_is_wrong_is_said_before_it_starts(server, change, status, text):
         response = http.post("/v1/patchclamp/sweeps", json=ASKED | change)
     assert response.status_code == status, response.text
     assert text in response.text
+
+
+def test_it_takes_all_that_the_study_takes():
+    of_this_process = {"lm", "batch", "show_progress", "listener", "check"}
+    assert set(inspect.signature(patch_sweep).parameters) - of_this_process == SweepRequest.model_fields.keys()
+
+
+PAIRS = {"clean": ["The Eiffel Tower is in", "The Louvre is in", [5, 6, 7]],
+         "corrupt": ["The Colosseum is in", "The Forum is in", [5, 9, 7]], "answer": [" Paris", " Paris", 30],
+         "foil": " Rome", "sites": ["resid_pre", "z"], "layers": "2:5",
+         "positions": {"what": [1, "prompt[2]", 1], "end": "prompt[-1]"}, "seed": 3}  # fmt: skip
+OTHERS = ["The Kremlin is in", "A cat is here"]
+
+
+def run(server, body, key=KEYS[0]) -> dict[str, list]:
+    """The events of a sweep, by name."""
+    told: dict[str, list] = {}
+    with server.http(key) as http, http.stream("POST", "/v1/patchclamp/sweeps", json=body) as response:
+        assert response.status_code == 200, response.read()
+        for name, data in events(response.iter_lines()):
+            told.setdefault(name, []).append(data)
+    assert "error" not in told, told["error"]
+    return told
+
+
+def grid_of(told, shape) -> np.ndarray:
+    grid = np.full(shape, np.nan)
+    for data in told["cells"]:
+        for site, layer, column, value in data["cells"]:
+            grid[site, layer, column] = value
+    return grid
+
+
+def test_several_pairs_have_their_spread(server, local):
+    told, here = run(server, PAIRS), patch_sweep(local, **PAIRS)
+    np.testing.assert_allclose(grid_of(told, here.grid.shape), here.grid, atol=1e-3)
+    [start], [spread] = told["start"], told["spread"]
+    assert [pair["columns"][0]["corrupt"] for pair in start["pairs"]] == [
+        list(pair.columns[0].corrupt) for pair in here.pairs
+    ]
+    assert [pair["clean"] for pair in start["pairs"]] == pytest.approx([pair.clean for pair in here.pairs], abs=1e-3)
+    low, high, p, p_family = (here.as_grid(getattr(here, name)) for name in ("low", "high", "p", "p_family"))
+    each = [here.as_grid(values) for values in here.each]
+    assert len(spread["cells"]) == len(spread["each"]) == here.values.size
+    for (site, layer, column, *found), of_pairs in zip(spread["cells"], spread["each"], strict=True):
+        at = site, layer, column
+        assert found[:2] == pytest.approx([low[at], high[at]], abs=1e-3)
+        assert found[2:] == [p[at], p_family[at]]
+        assert of_pairs == pytest.approx([values[at] for values in each], abs=1e-3)
+    assert set(np.unique(p * 8).tolist()) <= {2, 4, 6, 8}, "three pairs have eight signs"
+
+
+def test_sources_masks_and_a_zoom_are_the_same_as_here(server, local):
+    mask = (np.arange(576) % 3 == 0).astype(float).tolist()
+    vector = np.linspace(-1, 1, 576).tolist()
+    plain = grid_of(run(server, ASKED), (2, 8, 99))
+    with server.http() as http:
+        assert http.put("/v1/patchclamp/vectors/swept", json=vector).status_code == 200
+        assert http.put("/v1/patchclamp/vectors/third", json=mask).status_code == 200
+    local.bank["swept"], local.bank["third"] = vector, mask
+    length = len(local.tokens(ASKED["corrupt"]))
+    drawn = [list(range(40 * i, 40 * i + length)) for i in (1, 2, 3)]
+    try:
+        for change, as_here in (
+            ({"source": "zeros", "alpha": 0.5}, {}),
+            ({"source": "bank:swept", "mask": "third"}, {}),
+            ({"mask": mask}, {}),
+            (
+                {"source": {"type": "mean", "prompts": OTHERS, "tokens": "prompt[1:]"}},
+                {"source": MeanOf(OTHERS, "prompt[1:]")},
+            ),
+            (
+                {"source": {"type": "resampled", "prompts": drawn, "seed": 4, "draws": 2}},
+                {"source": Resampled(drawn, 4, 2)},
+            ),
+            ({"zoom": 2}, {}),
+        ):
+            body = ASKED | {"layers": "1:4"} | change
+            told, here = run(server, body), patch_sweep(local, **(body | as_here))
+            grid = grid_of(told, here.grid.shape)
+            np.testing.assert_allclose(grid, here.grid, atol=1e-3)
+            assert told["start"][0]["source"] == here.source
+            columns = grid.shape[2]
+            assert change == {"zoom": 2} or np.nanmax(np.abs(grid - plain[:, 1:4, :columns])) > 0.01
+            blocks = told["summary"][0]["blocks"]
+            assert len(blocks) == len(here.blocks)
+            assert [of["value"] for of in blocks] == pytest.approx([of.value for of in here.blocks], abs=1e-3)
+            assert bool(blocks) == ("zoom" in change)
+        # names are each key's own
+        for change in ({"source": "bank:swept"}, {"mask": "third"}):
+            with server.http(KEYS[1]) as http:
+                assert http.post("/v1/patchclamp/sweeps", json=ASKED | change).status_code == 404
+    finally:
+        del local.bank["swept"], local.bank["third"]
+        with server.http() as http:
+            for name in ("swept", "third"):
+                http.delete(f"/v1/patchclamp/vectors/{name}")
+
+
+def test_a_sweep_whose_client_went_away_goes_on(server):
+    body = ASKED | {"sites": ["resid_pre", "attn_out", "mlp_out", "z"], "resume": "left"}
+    with server.http() as http:
+        with http.stream("POST", "/v1/patchclamp/sweeps", json=body) as response:
+            left = next(data["cells"] for name, data in events(response.iter_lines()) if name == "cells")
+        before = programs(http)
+        whole = run(server, body | {"resume": "whole"})
+        whole_took = programs(http) - before
+        before = programs(http)
+        told = run(server, body)
+        took = programs(http) - before
+    cells = [cell for data in told["cells"] for cell in data["cells"]]
+    assert cells[: len(left)] == left, "what was computed is told first, as it was"
+    assert took <= whole_took - len(left)
+    assert took > 0
+    of_whole = [cell for data in whole["cells"] for cell in data["cells"]]
+    np.testing.assert_allclose(sorted(cells), sorted(of_whole), atol=1e-3)
+    with server.http() as http:
+        before = programs(http)
+        again = run(server, body)
+        assert [cell for data in again["cells"] for cell in data["cells"]] == cells
+        assert programs(http) == before, "all is known"
+        other = http.post("/v1/patchclamp/sweeps", json=body | {"layers": "0:2"})
+        assert (other.status_code, "another study" in other.text) == (400, True)
+    run(server, ASKED | {"layers": 1, "resume": "left"}, KEYS[1])  # another key's name is another one
+
+
+def programs(http) -> int:
+    """How many programs the server has run."""
+    lines = http.get("/metrics").text.splitlines()
+    return int(sum(float(line.split()[-1]) for line in lines if line.startswith("patchclamp:programs_total{")))
 
 
 def test_it_ends_when_the_client_goes(server):

@@ -18,7 +18,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import patchclamp as pc
-from patchclamp.studies import ablation_sweep, causal_trace, patch_sweep, path_patch
+from patchclamp.studies import (
+    Resampled,
+    SteeringVectors,
+    ablation_sweep,
+    causal_trace,
+    fuzz_sweep,
+    logit_lens,
+    patch_sweep,
+    path_patch,
+    steering_vectors,
+    strength_curve,
+)
 from patchclamp.studies.cells import BASELINES, Cells, Round, Trial, planned
 from patchclamp.studies.grid import carrying
 from patchclamp.studies.journal import Journal, hash_of
@@ -130,7 +141,39 @@ STUDIES = {
     "ablation_sweep": dict(prompt=CLEAN, answer=[7, 8], foil=9, sites=["z"], group=1, positions="each"),
     "causal_trace": dict(prompt=CLEAN, subject="Eiffel", answer=7, seeds=3, layers="0:2"),
     "path_patch": dict(clean=CLEAN, corrupt=CORRUPT, answer=7, foil=9, receivers=["logits", "q[2, 0]"]),
+    "paths of pairs": dict(
+        clean=[CLEAN, CORRUPT],
+        corrupt=[CORRUPT, "The dog is in the"],
+        answer=[7, 8],
+        foil=9,
+        receivers=["logits", "q[2, 0]"],
+        metric="recovered",
+    ),
     "zoom": dict(clean=CLEAN, corrupt=CORRUPT, answer=7, foil=9, zoom=1),
+}
+# studies that keep records and not numbers alone: every one has several frames
+TALES = {
+    "fuzz_sweep": dict(
+        prompts=[CLEAN, CORRUPT, "A dog is in the"], strengths=[0, 0.5, 1.5], seeds=[0, 1], max_tokens=3, batch=2
+    ),
+    "fuzz_sweep likeliest": dict(
+        prompts=[CLEAN, CORRUPT],
+        strengths=[0.5, 1.5],
+        seeds=[0, 1],
+        max_tokens=3,
+        batch=2,
+        divergence=5,
+    ),
+    "steering_vectors": dict(
+        positive=["good day", "good film", "good dog", "good cat"],
+        held_out=0.5,
+        answer=" Paris",
+        negative=["bad day", "bad film", "bad dog", "bad cat"],
+        foil=" Rome and",
+        batch=1,
+    ),
+    "strength_curve": dict(prompts=[CLEAN, CORRUPT, "A dog is in the"], answer=" Paris and", foil=" Rome", batch=2),
+    "logit_lens": dict(prompt=" ".join([CLEAN] * 12), tokens=[" Paris"], top=2, rows=40),
 }
 
 
@@ -138,6 +181,15 @@ FORKING = """
 import json, os, random, signal, sys
 import patchclamp as pc
 from patchclamp.studies import ablation_sweep, causal_trace, patch_sweep, path_patch
+from patchclamp.studies import fuzz_sweep, logit_lens as lens, steering_vectors, strength_curve as curve
+
+def strength_curve(lm, prompts, **asked):
+    vectors = steering_vectors(lm, ["good day"] * 4, ["bad day"] * 4, held_out=0, show_progress=False)
+    return curve(lm, vectors, prompts, **asked)
+
+def logit_lens(lm, rows, batch, show_progress, **asked):
+    sys.modules[lens.__module__].ROWS_AT_ONCE = rows
+    return lens(lm, **asked)
 
 write = os.write
 
@@ -159,14 +211,14 @@ def run(folder, study, asked, writes, torn):
         os.chdir(folder)
         os.write = dying
         with pc.LM("fake") as lm:
-            result = globals()[study](lm, **asked, batch=7, show_progress=False, resume="journal")
+            result = globals()[study](lm, **{"batch": 7, **asked}, show_progress=False, resume="journal")
             result.save("result")
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 for name, asked in json.loads(sys.argv[1]).items():
     draw = random.Random(name)
-    study = "patch_sweep" if name == "zoom" else name
+    study = {"zoom": "patch_sweep", "paths of pairs": "path_patch"}.get(name, name.partition(" ")[0])
     codes = [run(name + ".whole", study, asked, 0, 0)]
     sizes = []
     for _ in range(3):
@@ -178,11 +230,12 @@ for name, asked in json.loads(sys.argv[1]).items():
 
 
 def test_killed_at_random_points_studies_end_with_the_same_bytes(tmp_path: Path):
-    done = subprocess.run([sys.executable, "-c", FORKING, json.dumps(STUDIES)], cwd=tmp_path, timeout=120,
+    studies = STUDIES | TALES
+    done = subprocess.run([sys.executable, "-c", FORKING, json.dumps(studies)], cwd=tmp_path, timeout=120,
                           capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 0, done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [name for name, *_ in told] == list(STUDIES)
+    assert [name for name, *_ in told] == list(studies)
     for name, codes, sizes in told:
         whole = (tmp_path / f"{name}.whole" / "journal").read_bytes()
         assert codes == [0, *[-signal.SIGKILL] * 3, 0], done.stderr
@@ -207,6 +260,49 @@ def test_what_is_known_is_not_run_again(lm, tmp_path: Path, monkeypatch):
     assert again.values.tobytes() == first.values.tobytes()
     assert told[0] == (True, len(told) - 1)
     assert sorted(c.value for c in told[1:]) == sorted(c.value for c in first.cells())
+
+
+def fuzzed(lm, **change):
+    return fuzz_sweep(lm, **(TALES["fuzz_sweep"] | change), show_progress=False)
+
+
+def lensed(lm, **change):
+    return logit_lens(lm, **(dict(prompt=CLEAN, tokens=[7]) | change))
+
+
+def steered(lm, **change):
+    return steering_vectors(lm, **(TALES["steering_vectors"] | change), show_progress=False)
+
+
+def scored(lm, scale=1.0, **change):
+    vectors = SteeringVectors.from_directions({1: np.arange(lm.model.d_model) * scale})
+    return strength_curve(lm, vectors, **(TALES["strength_curve"] | change), show_progress=False)
+
+
+@pytest.mark.parametrize(
+    ("study", "changes"),
+    [
+        (fuzzed, [dict(max_tokens=2), dict(seeds=[0, 2]), dict(strengths=[0, 0.5, 1.4]), dict(at=["resid_pre[1]"]),
+                  dict(divergence="none"), dict(prompts=[CLEAN])]),
+        (lensed, [dict(tokens=[8]), dict(layers=1), dict(top=2), dict(prompt=CORRUPT), dict(unembedding=np.ones((3, 16)),
+                  tokens=["row 1"]), dict(translators={1: np.eye(16)})]),
+        (steered, [dict(method="pca"), dict(layers=1), dict(answer=" Rome"), dict(seed=1), dict(tokens="prompt")]),
+        (scored, [dict(scale=2.0), dict(answer=" Paris"), dict(foil=None), dict(scales=[0, 1]), dict(tokens="prompt")]),
+    ],
+)  # fmt: skip
+def test_what_is_recorded_is_not_run_again_and_is_of_one_question(lm, tmp_path: Path, monkeypatch, study, changes):
+    first = study(lm, resume=tmp_path / "j")
+    plain = study(lm)
+    runs, submit = [], lm.engine.submit
+    monkeypatch.setattr(lm.engine, "submit", lambda requests: runs.extend(requests) or submit(requests))
+    again = study(lm, resume=tmp_path / "j")
+    assert len(runs) == (study is lensed), "a lens runs its prompt"
+    for other in (plain, again):
+        assert other.save(tmp_path / "other").read_bytes() == first.save(tmp_path / "first").read_bytes()
+    for change in changes:
+        with pytest.raises(pc.ProgramError, match="another study"):
+            study(lm, **change, resume=tmp_path / "j")
+        study(lm, **change)
 
 
 @pytest.mark.parametrize(
@@ -290,6 +386,25 @@ def test_every_cell_is_told_once_with_its_mean_over_pairs(lm):
     sweep = patch_sweep(lm, **asked, batch=5, listener=Listener())
     assert {key: pytest.approx(value) for key, value in told.items()} == {
         (cell.layer, cell.column): cell.value for cell in sweep.cells()
+    }
+
+
+def test_paths_are_told_once_with_their_mean_over_pairs(lm):
+    told: dict[Any, float] = {}
+
+    class Listener:
+        def begin(self, sweep, cells):
+            assert cells == np.isfinite(paths.values).sum() < paths.values.size
+
+        def cells(self, cells):
+            for cell in cells:
+                assert (cell.where, cell.column) not in told
+                told[cell.where, cell.column] = cell.value
+
+    paths = path_patch(lm, **STUDIES["paths of pairs"])
+    path_patch(lm, **STUDIES["paths of pairs"], batch=5, listener=Listener())
+    assert {key: pytest.approx(value) for key, value in told.items()} == {
+        (cell.where, cell.column): cell.value for cell in paths.cells()
     }
 
 
@@ -400,6 +515,7 @@ def test_a_zoom_of_a_model_agrees_with_the_whole_sweep(lm):
         (dict(direction="forward"), pc.UnknownName, "direction: no direction 'forward'; there are: denoising"),
         (dict(source="zero"), pc.ProgramError, "source: a source is 'zeros'"),
         (dict(source="bank:none"), pc.MissingSource, "source: nothing in the bank is named 'none'"),
+        (dict(mask=np.ones(3)), pc.ShapeError, "mask: resid_pre[0] is 16 wide; the mask is [3]"),
         (dict(alpha="1"), pc.ProgramError, "alpha: a number is needed"),
         (dict(zoom=0), pc.ProgramError, "zoom: at least one block"),
         (dict(batch=0), pc.ProgramError, "batch: runs are submitted at least one at a time"),
@@ -414,6 +530,47 @@ def test_what_cannot_be_swept_is_told(lm, asked: dict, error: type, text: str):
     with pytest.raises(error) as raised:
         patch_sweep(lm, **(ASKED | asked))
     assert text in str(raised.value)
+
+
+def test_a_vector_of_another_width_is_told_before_anything_runs(monkeypatch):
+    with pc.LM("fake") as lm:
+        lm.bank["short"] = np.ones(5)
+        monkeypatch.setattr(lm.engine, "submit", lambda requests: pytest.fail("nothing is to be run"))
+        with pytest.raises(pc.ShapeError, match=r"source: resid_pre\[0\] is 16 wide; the vector is \[5\]"):
+            patch_sweep(lm, **ASKED, source="bank:short")
+
+
+def test_a_check_is_shown_what_will_be_run_before_anything_is(lm, monkeypatch):
+    """And of a sweep that it lets through, so many cells are computed."""
+    shown = []
+    pairs = dict(clean=[CLEAN] * 2, corrupt=[CORRUPT] * 2, answer=[[7, 8], [7, 8]], sites=["z", "embed"], group=None)
+    source = Resampled([CLEAN, CORRUPT], draws=3)
+    with monkeypatch.context() as still:
+        still.setattr(lm.engine, "submit", lambda requests: pytest.fail("nothing is to be run"))
+
+        def refuse(plan):
+            shown.append((plan.grid, plan.runs, plan.captured_bytes))
+            raise pc.CapacityError("too much")
+
+        for change in ({}, dict(source=source), dict(zoom=1)):
+            with pytest.raises(pc.CapacityError, match="too much"):
+                patch_sweep(lm, **(ASKED | pairs | change), check=refuse)
+    length, rows, layers = len(lm.tokens(CLEAN)), 4, 3
+    assert shown[0][0] == 2 * rows * length
+    # of each pair: every cell takes a run for each token of the answer that no other token's run grades
+    questions = len(grade("logit_diff", (7, 8), (9,)).questions)
+    assert [runs for _, runs, _ in shown[:2]] == [2 * rows * length * questions, 2 * rows * length * 3 * questions]
+    assert shown[2][1] < shown[0][1] * 4
+    width = 4 * (16 + layers * lm.sites.points[lm.sites.resolve(pc.Site("z", 0))[0].point].width)
+    assert [captured for *_, captured in shown[:2]] == [2 * length * width, 2 * length * width]
+    sizes = []
+    submit = lm.engine.submit
+    monkeypatch.setattr(lm.engine, "submit", lambda requests: sizes.append(len(requests)) or submit(requests))
+    sweep = patch_sweep(lm, **(ASKED | pairs), check=lambda plan: None)
+    assert sum(sizes) == 2 * 2 * questions + planned([rows * length] * 2, 4) * questions + 2, (
+        "and both sides, and sources"
+    )
+    assert sweep.each.size == shown[0][0]
 
 
 @pytest.mark.parametrize(
@@ -431,7 +588,19 @@ def test_what_cannot_be_swept_is_told(lm, asked: dict, error: type, text: str):
         (path_patch, dict(receivers=[["logits", "q[1, 0]"]]), "receivers[0]: logits is the end of the model"),
         (path_patch, dict(receivers=["q[0, 0]"]), "receivers: no receiver lies behind any sender"),
         (path_patch, dict(freeze=["resid_pre"]), "freeze: no site to freeze 'resid_pre'"),
-        (path_patch, dict(corrupt="The Colosseum is in"), "paths are patched in one pair of prompts of one length"),
+        (
+            path_patch,
+            dict(corrupt="The Colosseum is in"),
+            "corrupt: a path is patched between two prompts of one length",
+        ),
+        (
+            path_patch,
+            dict(clean=[CLEAN] * 2, corrupt=[CORRUPT, "The Colosseum is in"]),
+            "corrupt[1]: a path is patched",
+        ),
+        (path_patch, dict(clean=[CLEAN] * 2, corrupt=[CORRUPT]), "corrupt: 2 clean prompts and 1 corrupt ones"),
+        (path_patch, dict(positions=[1, 2]), "positions: senders are patched at one selection"),
+        (path_patch, dict(clean=[CLEAN] * 2, corrupt=[CORRUPT] * 2, positions=[1, 2, 3]), "3 selections for 2 pairs"),
     ],
 )
 def test_what_other_studies_cannot_do_is_told(lm, study, asked: dict, text: str):

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -186,7 +187,7 @@ class TestErrors:
         assert "--pairs: --clean stands in the file" in failed(*SWEEP, "--pairs", str(pairs)).replace("error: ", "", 1)
         assert "line 1 of" in failed(*SWEEP[:4], "--pairs", str(pairs))
         assert "cannot be read" in failed(*SWEEP[:4], "--pairs", str(tmp_path / "none"))
-        assert "none of zeros, mean:FILE and resample:FILE" in failed(*SWEEP, "--source", "noise")
+        assert "none of zeros, bank:NAME, mean:FILE and resample:FILE" in failed(*SWEEP, "--source", "noise")
 
     def test_other_errors_are_not_hidden(self, monkeypatch):
         def broken(*_, **__):
@@ -292,7 +293,8 @@ class TestSweep:
             "sweep", "org/model", "--engine", "vllm", "--dtype", "float32", "--option", "seed=1", "--clean", "a",
             "--corrupt", "b", "--answer", "c", "--metric", "logprob", "--layers", "3", "--positions", "-1",
             "--positions", 'span("x")', "--direction", "noising", "--group", "2", "--window", "3", "--source",
-            f"mean:{tmp_path / 'prompts'}", "--alpha", "0.5", "--zoom", "4", "--seed", "5", "--resume", str(tmp_path / "j"),
+            f"mean:{tmp_path / 'prompts'}", "--mean-tokens", "prompt[1:]", "--alpha", "0.5", "--mask", "bank:m",
+            "--zoom", "4", "--seed", "5", "--batch", "9", "--resume", str(tmp_path / "j"),
         )  # fmt: skip
         assert line == "error: far enough"
         assert asked == {
@@ -300,10 +302,102 @@ class TestSweep:
             "study": {
                 "clean": "a", "corrupt": "b", "answer": "c", "foil": None, "sites": ["resid_pre"], "layers": "3",
                 "positions": [-1, 'span("x")'], "metric": "logprob", "direction": "noising", "group": 2, "window": 3,
-                "source": MeanOf(["one", "two"]), "alpha": 0.5, "zoom": 4, "seed": 5, "resume": tmp_path / "j",
+                "source": MeanOf(["one", "two"], "prompt[1:]"), "alpha": 0.5, "mask": "m", "zoom": 4, "seed": 5,
+                "batch": 9, "resume": tmp_path / "j",
             },
             "closed": True,
         }  # fmt: skip
+
+    def test_the_command_lacks_nothing_of_the_study(self):
+        from inspect import signature
+
+        from patchclamp.cli.commands.sweep import sweep
+
+        renamed = {"sites": "site"}
+        of_the_terminal = {"lm", "show_progress", "listener", "check"}
+        asked = {renamed.get(name, name) for name in signature(pc.studies.patch_sweep).parameters} - of_the_terminal
+        assert asked <= signature(sweep).parameters.keys()
+
+    @pytest.mark.parametrize(
+        ("text", "columns"), [("0:3,7", [0, 1, 2, 7]), ("-1", [15]), ("m.npy", [2, 5]), ("bank:m", [2, 5])]
+    )
+    def test_a_mask_mixes_in_some_columns(self, tmp_path, monkeypatch, text, columns):
+        monkeypatch.chdir(tmp_path)
+        mask, half = np.zeros(16, np.float32), np.zeros(16, np.float32)
+        mask[columns], half[[2, 5]] = 1, 1
+        np.save("m.npy", half)
+        from safetensors.numpy import save_file
+
+        save_file({"m": half, "half": half / 2}, "bank")
+        asked = ("--mask", text, "--source", "bank:half", "--bank", "bank", "--layers", "0:2")
+        status, output = run(*SWEEP, *asked, "--save", "saved")
+        assert status == 0, output
+        with pc.LM("fake") as lm:
+            lm.bank["half"] = half / 2
+            here = pc.studies.patch_sweep(lm, clean=SWEEP[5], corrupt=SWEEP[7], answer=" Paris", foil=" Rome",
+                                          layers="0:2", mask=mask, source="bank:half")  # fmt: skip
+            whole = pc.studies.patch_sweep(lm, clean=SWEEP[5], corrupt=SWEEP[7], answer=" Paris", foil=" Rome",
+                                           layers="0:2", source="bank:half")  # fmt: skip
+        there = PatchSweep.load("saved")
+        assert np.array_equal(there.values, here.values)
+        assert not np.array_equal(there.values, whole.values)
+        assert f"in {len(columns)} of 16 columns" in there.source
+
+    @pytest.mark.parametrize(
+        ("arguments", "text"),
+        [
+            (("--mask", "a:b"), "--mask: 'a:b' is none of columns such as 0:64,100"),
+            (("--mask", "16"), "--mask: there is no column 16: a row has 16"),
+            (("--mask", "9:3"), "--mask: no column is selected of 16"),
+            (
+                ("--mask", "0:3", "--site", "z", "--site", "neurons"),
+                "--mask: one mask is for all sites, and their rows",
+            ),
+            (("--mask", "none.npy"), "--mask: none.npy has no numbers"),
+            (("--mask", "bank:none"), "mask: nothing in the bank is named 'none'"),
+            (("--draws", "2"), "--draws: it is of --source resample:FILE, and the source is the other prompt"),
+            (("--mean-by-position", "--source", "zeros"), "--mean-by-position: it is of --source mean:FILE"),
+            (("--bank", "none.bank"), "none.bank cannot be read as safetensors"),
+        ],
+    )
+    def test_what_cannot_be_mixed_in_is_told(self, arguments, text):
+        assert failed(*SWEEP, *arguments).startswith(f"error: {text}")
+
+    def test_pairs_of_a_file_have_positions_of_their_own(self, tmp_path):
+        pairs = [
+            {"clean": SWEEP[5], "corrupt": SWEEP[7], "answer": " Paris", "foil": " Rome",
+             "positions": {"subject": 'span("Colosseum")', "last": -1}},
+            {"clean": "In the Eiffel is a", "corrupt": "In the cat is a", "answer": " Paris", "foil": 9,
+             "positions": {"subject": 'span("cat")', "last": -1}},
+        ]  # fmt: skip
+        file = tmp_path / "pairs.jsonl"
+        file.write_text("\n".join(map(json.dumps, pairs)))
+        status, output = run(*SWEEP[:4], "--pairs", str(file), "--save", str(tmp_path / "saved"))
+        assert status == 0, output
+        sweep = PatchSweep.load(tmp_path / "saved")
+        assert [column.label for column in sweep.columns] == ["subject", "last"]
+        assert [pair.columns[0].corrupt for pair in sweep.pairs] == [(2,), (4,)]
+        assert "--positions stand in the file" in failed(*SWEEP[:4], "--pairs", str(file), "--positions", "1")
+        pairs[1]["positions"] = {"subject": 1}
+        file.write_text("\n".join(map(json.dumps, pairs)))
+        assert "--pairs: pair 1 has positions {'subject': 1}" in failed(*SWEEP[:4], "--pairs", str(file))
+        del pairs[1]["positions"]
+        file.write_text("\n".join(map(json.dumps, pairs)))
+        assert "has positions in some pairs and not in others" in failed(*SWEEP[:4], "--pairs", str(file))
+
+    def test_paths_of_several_pairs(self, tmp_path):
+        pairs = [{"clean": SWEEP[5], "corrupt": corrupt, "answer": " Paris", "foil": " Rome", "positions": at}
+                 for corrupt, at in ((SWEEP[7], -1), ("The cat is in the", 2))]  # fmt: skip
+        (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+        status, output = run("paths", *SWEEP[1:4], "--pairs", str(tmp_path / "pairs.jsonl"), "--seed", "3", "--save",
+                             str(tmp_path / "saved"))  # fmt: skip
+        assert status == 0, output
+        assert "Means over 2 pairs of prompts; the first is shown." in output
+        paths = PathPatch.load(tmp_path / "saved")
+        assert paths.each.shape[0] == 2
+        assert [pair.columns[0].corrupt for pair in paths.pairs] == [(5,), (2,)]
+        assert paths.p is not None
+        assert paths.provenance.seeds == (3,)
 
     def test_skipped_positions_are_named(self):
         arguments = list(SWEEP)
@@ -311,6 +405,32 @@ class TestSweep:
         status, output = run(*arguments)
         assert status == 0
         assert "not patched: ' Eiffel' (clean 2), ' Tower' (clean 3), ' Colosseum' (corrupt 2)" in output
+
+
+class TestResume:
+    @pytest.mark.parametrize(
+        ("arguments", "files"),
+        [
+            (("fuzz", "fake", "--prompts", "{0}", "--strength", "0.5", "--max-tokens", "2"), ["j"]),
+            (("lens", "fake", "--prompt", SWEEP[5]), ["j"]),
+            (("steer", "fake", "--positive", "{0}", "--negative", "{1}", "--prompts", "{0}", "--answer", " Paris"),
+             ["j", "j.curve"]),
+        ],
+    )  # fmt: skip
+    def test_what_was_computed_is_taken_from_the_file(self, tmp_path, arguments, files):
+        for name, mood in (("0", "good"), ("1", "bad")):
+            (tmp_path / name).write_text("\n".join(f"{mood} {thing}" for thing in ("day", "dog", "cat", "film")))
+        command = [word.format(tmp_path / "0", tmp_path / "1") for word in arguments]
+        command += ["--engine", "fake", "--resume", str(tmp_path / "j")]
+        status, output = run(*command)
+        assert status == 0, output
+        kept = {name: (tmp_path / name).read_bytes() for name in files}
+        assert all(len(data) > 200 for data in kept.values())
+        assert run(*command) == (0, output)
+        assert {name: (tmp_path / name).read_bytes() for name in files} == kept
+        (tmp_path / "0").write_text("another\nprompt\nand\nmore")
+        command[command.index(SWEEP[5]) if SWEEP[5] in command else 0] = "x" if SWEEP[5] in command else command[0]
+        assert "was made by another study" in failed(*command)
 
 
 class TestSites:

@@ -231,3 +231,46 @@ def test_what_another_process_dropped_is_gone_here_too(lm):
     assert (kept.bank_bytes("a"), kept.entries("a", "vector")) == (0, {})
     with pytest.raises(MissingSource, match="there is no run calm"):
         kept.run("a", "calm")
+
+
+class TestSweeps:
+    def test_a_journal_is_its_owners_and_is_dropped_when_it_is_old(self):
+        from patchclamp.serve.kept_sweeps import KeptSweeps
+
+        now = [0.0]
+        kept = KeptSweeps(ServeLimits(kept_sweeps=2, run_ttl_s=10), clock=lambda: now[0])
+        first = kept.journal("a", "x")
+        first.opened("made").append([1.0, float("nan")])
+        assert kept.journal("a", "x") is first
+        assert kept.journal("b", "x") is not first
+        kept.journal("a", "y")
+        with pytest.raises(CapacityError, match=r"resume: sweeps that can go on: 1 more, and 2 of 2"):
+            kept.journal("a", "z")
+        with pytest.raises(ProgramError, match="resume: a name has"):
+            kept.journal("a", "a/b")
+        now[0] = 11.0
+        kept.journal("a", "z")  # the place of y
+        assert kept.journal("a", "x") is first, "a sweep that is under way is not old"
+        first.close()
+        kept.ended("a", "x")
+        kept.ended("a", "z")  # nothing was computed: it takes no room
+        kept.journal("a", "w")
+        now[0] = 20.0
+        assert kept.journal("a", "x") is first
+        assert first.opened("made").take(9).tobytes() == np.array([1.0, np.nan]).tobytes()
+        first.close()
+        with pytest.raises(ProgramError, match="resume: it was made by another study"):
+            first.opened("other")
+        now[0] = 40.0
+        assert kept.journal("a", "x") is not first
+
+    def test_two_sweeps_do_not_write_one_journal(self):
+        from patchclamp.studies.journal import MemoryJournal
+
+        journal = MemoryJournal()
+        journal.opened("made")
+        with pytest.raises(NameTaken, match="resume: it is being written by another study"):
+            journal.opened("made")
+        journal.close()
+        journal.opened("made")
+        journal.close()

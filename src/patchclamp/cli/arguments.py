@@ -39,9 +39,13 @@ Group = Annotated[
     int | None, typer.Option("--group", min=1, help="So many heads, neurons or experts a row: 1 for each head.")
 ]
 Window = Annotated[int, typer.Option("--window", min=1, help="So many layers around a cell's are patched with it.")]
-Source = Annotated[
-    str | None,
-    typer.Option("--source", metavar="SOURCE", help="zeros; or mean:FILE, resample:FILE, a file with a prompt a line."),
+Batch = Annotated[int, typer.Option("--batch", min=1, help="Runs submitted at a time; two batches are under way.")]
+Pairs = Annotated[
+    Path | None,
+    typer.Option(
+        "--pairs",
+        help="In place of the prompts, a file: a JSON object of clean, corrupt, answer, foil, positions a line.",
+    ),
 ]
 Resume = Annotated[
     Path | None, typer.Option("--resume", help="Write values into this file as they come, and go on from what it has.")
@@ -96,25 +100,26 @@ def _value(text: str) -> Any:
         return text
 
 
-def read_source(text: str | None, seed: int) -> Any:
-    """A source of `--source`: `zeros`, or the mean or draws of the prompts in a file."""
-    from patchclamp.studies import MeanOf, Resampled
+def read_prompt_pairs(
+    clean: str | None, corrupt: str | None, answer: str | None, foil: str | None, pairs: Path | None, command: str
+) -> dict[str, Any]:
+    """The prompts and what is graded, from the options or from a file; `positions` where the file has them."""
+    given = {"clean": clean, "corrupt": corrupt, "answer": answer, "foil": foil}
+    if pairs is not None:
+        twice = [name for name, value in given.items() if value is not None]
+        if twice:
+            raise ProgramError(f"--{twice[0]} stands in the file", "--pairs")
+        return read_pairs(pairs)
+    missing = [name for name in ("clean", "corrupt", "answer") if given[name] is None]
+    if missing:
+        raise ProgramError(f"missing option --{missing[0]}; or give a file with --pairs", command)
+    return given
 
-    if text is None:
-        return None
-    kind, sign, file = text.partition(":")
-    if not sign and kind == "zeros":
-        return "zeros"
-    if not sign or kind not in ("mean", "resample"):
-        raise ProgramError(f"{text!r} is none of zeros, mean:FILE and resample:FILE", "--source")
-    prompts = [line for line in _lines(Path(file), "--source") if line.strip()]
-    return MeanOf(prompts) if kind == "mean" else Resampled(prompts, seed)
 
-
-def read_pairs(file: Path) -> dict[str, list[Any]]:
-    """Prompt pairs of `--pairs`: a JSON object a line, with clean, corrupt, answer and perhaps foil."""
-    pairs: dict[str, list[Any]] = {name: [] for name in ("clean", "corrupt", "answer", "foil")}
-    for number, line in enumerate(_lines(file, "--pairs"), 1):
+def read_pairs(file: Path) -> dict[str, Any]:
+    """Prompt pairs of `--pairs`: a JSON object a line, with clean, corrupt, answer, and perhaps foil and positions."""
+    pairs: dict[str, Any] = {name: [] for name in ("clean", "corrupt", "answer", "foil", "positions")}
+    for number, line in enumerate(lines_of(file, "--pairs"), 1):
         if not line.strip():
             continue
         pair = _value(line)
@@ -123,16 +128,40 @@ def read_pairs(file: Path) -> dict[str, list[Any]]:
         if missing or unknown:
             wrong = f"lacks {', '.join(sorted(missing))}" if missing else f"has {', '.join(sorted(unknown))}"
             raise ProgramError(
-                f"line {number} of {file} {wrong}; a line is an object of clean, corrupt, answer, foil", "--pairs"
+                f"line {number} of {file} {wrong}; a line is an object of clean, corrupt, answer, foil, positions",
+                "--pairs",
             )
         for name, values in pairs.items():
             values.append(pair.get(name))
     if not pairs["clean"]:
         raise ProgramError(f"{file} has no pairs", "--pairs")
+    without = [of is None for of in pairs["positions"]]
+    if any(without) and not all(without):
+        raise ProgramError(f"{file} has positions in some pairs and not in others", "--pairs")
+    if all(without):
+        del pairs["positions"]
     return pairs
 
 
-def _lines(file: Path, path: str) -> list[str]:
+def positions_by_label(positions: list[Any]) -> dict[str, list[Any]]:
+    """What every line of a file of pairs says of the columns, as `patch_sweep` takes it: a list a label."""
+    labels = list(positions[0]) if isinstance(positions[0], dict) else []
+    for number, of in enumerate(positions):
+        if not labels or not isinstance(of, dict) or list(of) != labels:
+            raise ProgramError(
+                f"pair {number} has positions {of!r}; they are an object of the same labels in every pair, each with "
+                'a selection, such as {"subject": "span(\'Rome\')", "last": -1}', "--pairs"
+            )  # fmt: skip
+    return {label: [of[label] for of in positions] for label in labels}
+
+
+def any_missing(foil: Any) -> bool:
+    """Whether a prompt has no foil."""
+    return foil is None or (isinstance(foil, list) and any(one is None for one in foil))
+
+
+def lines_of(file: Path, path: str) -> list[str]:
+    """The lines of a text file. `path`: the option that names it, for errors."""
     try:
         return file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

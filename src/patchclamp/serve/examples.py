@@ -32,3 +32,13 @@ EXAMPLES: dict[str, dict[str, Example]] = {  # by path
 }  # fmt: skip
 PROGRAM = {"edits": [SCALE, NOISE]}
 VECTOR = [0.25, -1.0, 0.5, 2.0]
+SWEEPS: list[Any] = [
+    {"clean": "The Eiffel Tower is in", "corrupt": "The Colosseum is in", "answer": " Paris", "foil": " Rome",
+     "sites": ["resid_pre"], "layers": "0:4"},
+    {"clean": ["The Eiffel Tower is in", "The Louvre is in"], "corrupt": ["The Colosseum is in", "The Forum is in"],
+     "answer": " Paris", "foil": " Rome", "sites": ["z"], "group": 1, "layers": "2:4",
+     "positions": {"end": "prompt[-1]"},
+     "source": {"type": "mean", "prompts": ["The Big Ben is in", "The Kremlin is in"], "tokens": "prompt[-1]"}},
+    {"clean": "The Eiffel Tower is in", "corrupt": "The Colosseum is in", "answer": " Paris", "foil": " Rome",
+     "zoom": 2, "resume": "eiffel"},
+]  # fmt: skip

@@ -15,6 +15,7 @@ from patchclamp.lm import LM
 from patchclamp.proving.cache import ensure_proved
 from patchclamp.serve.journal import Journal
 from patchclamp.serve.kept import Kept
+from patchclamp.serve.kept_sweeps import KeptSweeps
 from patchclamp.serve.leases import Leases
 from patchclamp.serve.log import log, of_error
 
@@ -27,6 +28,7 @@ class Front:
     leases: which clients of ours are alive
     limits: what one caller may ask for, and leave here
     kept: runs, vectors and programs that requests left here, by whose they are
+    kept_sweeps: what sweeps computed, from which they can go on
     has_keys: whether our own routes know each caller by an API key
     """
 
@@ -39,6 +41,7 @@ class Front:
         self._metrics = metrics_of(self.model_name)
         self._journal = Journal(self.engine)
         self.kept, self.has_keys = Kept(self.limits, journal=self._journal), False
+        self.kept_sweeps = KeptSweeps(self.limits)
         self.leases = Leases(self.engine, LEASE_S, self.hear)
         self._proving = asyncio.ensure_future(self._prove())
 

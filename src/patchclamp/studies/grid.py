@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -20,11 +19,10 @@ from patchclamp.language import Op
 from patchclamp.lm import LM
 from patchclamp.studies.cells import BASELINES, Cells, Round, Trial
 from patchclamp.studies.columns import Column
-from patchclamp.studies.identity import model_identity
-from patchclamp.studies.journal import Journal, hash_of
+from patchclamp.studies.journal import Resumable
 from patchclamp.studies.metric import Graded
 from patchclamp.studies.progress import progress
-from patchclamp.studies.result import provenance
+from patchclamp.studies.resuming import keeping
 from patchclamp.studies.rows import Row
 from patchclamp.studies.sources import Writer
 from patchclamp.studies.spread import spread
@@ -153,18 +151,12 @@ def graded_values(lm: LM, trials: Sequence[Trial]) -> list[float]:
 
 @contextmanager
 def carrying(
-    lm: LM, what: str, total: int, question: Mapping[str, Any], batch: int, show: bool | None, resume: str | Path | None
+    lm: LM, what: str, total: int, question: Mapping[str, Any], batch: int, show: bool | None, resume: Resumable | None
 ) -> Iterator[Cells]:
     """`Cells` with a progress bar and, if the study is to be resumed from a file, its journal. `question` is all that
     decides the values, as plain data."""
-    made = {"made": msgspec.to_builtins(provenance(lm)), "weights": model_identity(lm)[1]}
-    journal = None if resume is None else Journal(resume, hash_of({**question, **made}))
-    try:
-        with progress(what, total, show) as advance:
-            yield Cells(lm, batch, journal, advance)
-    finally:
-        if journal is not None:
-            journal.close()
+    with keeping(lm, question, resume) as journal, progress(what, total, show) as advance:
+        yield Cells(lm, batch, journal, advance)
 
 
 def with_values(

@@ -10,6 +10,7 @@ Source: nostalgebraist 2020, "interpreting GPT: the logit lens" (LessWrong); the
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +24,18 @@ from patchclamp.language.registry import SITES
 from patchclamp.language.site import parse_site
 from patchclamp.lm import LM
 from patchclamp.run import Run
+from patchclamp.studies.journal import Journal, Resumable, Stored
 from patchclamp.studies.logit_lens_result import LogitLens
 from patchclamp.studies.metric import single_token
-from patchclamp.studies.readout import LAST, Readout, readout_of
+from patchclamp.studies.readout import LAST, MAX_FLOATS, Readout, readout_of
 from patchclamp.studies.result import provenance
+from patchclamp.studies.resuming import keeping, recorded
 from patchclamp.studies.selected import layers_of, positions_of
 
 if TYPE_CHECKING:
     import torch
+
+ROWS_AT_ONCE = 256  # that are read out together, as far as whole positions fit
 
 
 def logit_lens(
@@ -47,6 +52,7 @@ def logit_lens(
     labels: Sequence[str] | None = None,
     readout: str | None = None,
     weights: Any = None,
+    resume: Resumable | None = None,
 ) -> LogitLens:
     """Reads a prompt's stream at every layer and position through the model's final norm and unembedding.
 
@@ -62,6 +68,8 @@ def logit_lens(
         has the engine make the logits, one request a cell, for models whose files are elsewhere. By default the files
         are taken where they are at hand; the result says which it was
     weights: folder or hub id of the model's files, if not the model's own name
+    resume: a file to which what was read is appended, some positions at a time, and from which an interrupted lens of
+        the same arguments goes on. The prompt itself is run again
 
     Raises: `ModelError` for files that are not the live model's, `ShapeError` for matrices that do not fit,
     `UnsupportedSite` for a site of another width, and the error of the run.
@@ -83,7 +91,14 @@ def logit_lens(
     stream = {layer: _rows(run, Site(at.name, layer), columns) for layer in chosen_layers}
     rows_PLD = torch.stack([_rows(run, LAST, columns), *(maps[layer](rows) for layer, rows in stream.items())], 1)
     run.close()
-    measured = _measure(_logits(through, own_VD, rows_PLD), len(chosen_layers), len(columns), top, chosen)
+    question = {
+        "study": "logit_lens", "prompt": run.prompt_token_ids, "site": at.name, "layers": chosen_layers,
+        "positions": columns, "tokens": chosen, "top": top, "readout": through.way, "weights": str(weights),
+        "maps": [_digest(maps[layer].matrix_DD, maps[layer].bias_D) for layer in chosen_layers],
+        "unembedding": _digest(own_VD),
+    }  # fmt: skip
+    with keeping(lm, question, resume) as journal:
+        measured = _measure(lm, journal, through, own_VD, rows_PLD, top, chosen)
     ids = sorted({*chosen, *np.unique(measured.top_ids).tolist()})
     texts = names or lm.tokenizer.token_strings(ids)
     texts = {token: texts[token if names else i] for i, token in enumerate(ids)}
@@ -97,7 +112,7 @@ def logit_lens(
 
 
 class _Measured(msgspec.Struct):
-    """The arrays of a `LogitLens`."""
+    """The arrays of a `LogitLens`, or of some of its positions."""
 
     top_ids: np.ndarray
     top_probs: np.ndarray
@@ -107,7 +122,27 @@ class _Measured(msgspec.Struct):
     entropy: np.ndarray
 
 
-def _measure(logits: Iterator[torch.Tensor], layers: int, positions: int, top: int, chosen: list[int]) -> _Measured:
+def _measure(
+    lm: LM, journal: Journal | None, through: Readout, own_VD: torch.Tensor | None, rows_PLD: torch.Tensor, top: int,
+    chosen: list[int],
+) -> _Measured:  # fmt: skip
+    """Reads rows [P, 1 + L, D], of each position the final layer's first, some positions at a time."""
+    together = max(min(ROWS_AT_ONCE, MAX_FLOATS // lm.model.d_vocab) // rows_PLD.shape[1], 1)
+    parts: list[list[np.ndarray]] = []
+    for rows in rows_PLD.split(together):
+
+        def compute(rows: torch.Tensor = rows) -> list[list[Stored]]:
+            measured = _measure_some(_logits(through, own_VD, rows), rows.shape[1] - 1, len(rows), top, chosen)
+            return [[Stored.of(array) for array in msgspec.structs.astuple(measured)]]
+
+        [arrays] = recorded(journal, 1, list[Stored], compute)
+        parts.append([of.array() for of in arrays])
+    return _Measured(*(np.concatenate(arrays, axis=1) for arrays in zip(*parts, strict=True)))
+
+
+def _measure_some(
+    logits: Iterator[torch.Tensor], layers: int, positions: int, top: int, chosen: list[int]
+) -> _Measured:
     """Reads logits [n, V] that come position by position: of the final layer, then of each layer."""
     import torch
 
@@ -176,6 +211,11 @@ def _translators(translators: Mapping[int, Any] | None, layers: list[int], width
             _tensor(matrix, (width, width), path), None if bias is None else _tensor(bias, (width,), path)
         )
     return maps
+
+
+def _digest(*tensors: torch.Tensor | None) -> list[str | None]:
+    """What decides the values of matrices, as plain data."""
+    return [None if of is None else hashlib.sha256(of.contiguous().numpy().tobytes()).hexdigest() for of in tensors]
 
 
 def _matrix(numbers: Any, width: int) -> torch.Tensor:

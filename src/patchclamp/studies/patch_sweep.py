@@ -12,8 +12,7 @@ practice after Heimersheim and Nanda 2024 (arXiv:2404.15255).
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -23,7 +22,7 @@ from patchclamp.errors import ProgramError, UnsupportedSite, unknown
 from patchclamp.language.ops import as_row
 from patchclamp.lm import LM
 from patchclamp.studies.cells import Trial, planned
-from patchclamp.studies.columns import Column, same_columns
+from patchclamp.studies.columns import Column, same_columns, words_of
 from patchclamp.studies.grid import (
     Filled,
     Finished,
@@ -37,18 +36,20 @@ from patchclamp.studies.grid import (
     reruns_for,
     with_values,
 )
-from patchclamp.studies.journal import json_of
+from patchclamp.studies.journal import Resumable, json_of
 from patchclamp.studies.pairs import Asked, pair_of, pairs_of, question_of
 from patchclamp.studies.result import provenance
 from patchclamp.studies.rows import Row, rows_of
 from patchclamp.studies.sources import (
     FromRun,
+    MeanOf,
     Mixing,
     Resampled,
     Source,
     Writer,
     as_source,
     captured_runs,
+    check_widths,
     in_words,
     opened,
 )
@@ -82,7 +83,8 @@ def patch_sweep(
     batch: int = 512,
     show_progress: bool | None = None,
     listener: Listener | None = None,
-    resume: str | Path | None = None,
+    resume: Resumable | None = None,
+    check: Callable[[SweepPlan], None] | None = None,
 ) -> PatchSweep:
     """Patches every cell of sites × layers × positions from the clean run into the corrupt one; returns the grid.
 
@@ -107,6 +109,7 @@ def patch_sweep(
     listener: hears of cells as they finish; what it raises stops the sweep
     resume: a file to which values are appended as they are computed, and from which an interrupted sweep of the same
         arguments goes on
+    check: is shown what will be run, before anything is; what it raises is raised
 
     Raises: `TokensError` for prompts that cannot be aligned, `ProgramError` for a wrong argument, and the error of any
         run.
@@ -114,22 +117,24 @@ def patch_sweep(
     asked = _read(lm, clean, corrupt, answer, foil, metric, positions, direction)
     rows = rows_of(lm, sites, layers, group, window)
     mixing = Mixing(_alpha(alpha), None if mask is None else as_row(mask))
-    plan = _Plan(
+    plan = SweepPlan(
         lm, asked, rows, same_columns([pair.columns for pair in asked]), direction,
         None if source is None else as_source(source), mixing, check_seed(seed), zoom,
     )  # fmt: skip
-    zooming = None if zoom is None else Zoom(plan.possible, rows, len(plan.columns), zoom)
-    counts = [(zooming.most if zooming else len(plan.places)) * plan.draws] * len(asked)
+    check_widths(lm, rows, plan.source, mixing)
+    if check is not None:
+        check(plan)
+    counts = [plan.most * plan.draws] * len(asked)
     total = planned(counts, reruns_for(len(asked)))
     try:
         with carrying(lm, "patching", total, plan.question, batch, show_progress, resume) as cells:
-            return _sweep(plan, cells, zooming, listener)
+            return _sweep(plan, cells, plan.zooming, listener)
     finally:
         plan.close()
 
 
-class _Plan:
-    """What a sweep is of; `places` are its cells, `draws` the runs of one."""
+class SweepPlan:
+    """What a sweep is of; `draws`: the runs of one cell."""
 
     def __init__(
         self, lm: LM, asked: list[Asked], rows: list[Row], columns: tuple[Column, ...], direction: str,
@@ -139,10 +144,55 @@ class _Plan:
         self.source, self.mixing, self.seed, self.zoom = source, mixing, seed, zoom
         self.written: Side = "corrupt" if direction == "denoising" else "clean"
         self.draws = source.draws if isinstance(source, Resampled) else 1
-        self.possible = np.array([[self._possible(row, p) for p in range(len(columns))] for row in rows], bool)
-        self.places = [(int(r), int(p)) for r, p in np.argwhere(self.possible)]
-        if not self.places:
+
+    # -- how much it is
+
+    @property
+    def grid(self) -> int:
+        """Cells of the grid in all pairs, whether they are patched or not."""
+        return len(self.asked) * len(self.rows) * len(self.columns)
+
+    @property
+    def most(self) -> int:
+        """At most so many places are patched in each pair."""
+        return len(self.places) if self.zooming is None else self.zooming.most
+
+    @property
+    def runs(self) -> int:
+        """At most so many runs with a patch: of each pair, place, draw, and token of an answer that is graded."""
+        return self.most * self.draws * sum(len(pair.graded.questions) for pair in self.asked)
+
+    @property
+    def captured_bytes(self) -> int:
+        """What the prompts that are read capture at a time, in fp32."""
+        if self.source is None:
+            return max(sum(self._bytes_of(i) for i in group) for group in self.groups())
+        prompts = self.source.prompts if isinstance(self.source, (MeanOf, Resampled)) else ()
+        lengths = [len(words_of(self.lm, prompt, f"source.prompts[{i}]").ids) for i, prompt in enumerate(prompts)]
+        return self._row_bytes * (sum if isinstance(self.source, Resampled) else max)([0, *lengths])
+
+    # -- what it is
+
+    @functools.cached_property
+    def possible(self) -> np.ndarray:
+        """Which cells of the grid there are, [R, P]."""
+        return np.array([[self._possible(row, p) for p in range(len(self.columns))] for row in self.rows], bool)
+
+    @functools.cached_property
+    def places(self) -> list[tuple[int, int]]:
+        """The cells, by row and column. Raises `ProgramError` if there are none."""
+        places = [(int(r), int(p)) for r, p in np.argwhere(self.possible)]
+        if not places:
             raise ProgramError("no cell to patch: no site has a value at any of the positions")
+        return places
+
+    @functools.cached_property
+    def zooming(self) -> Zoom | None:
+        """The blocks that are patched before single cells."""
+        if self.zoom is None:
+            return None
+        assert self.places
+        return Zoom(self.possible, self.rows, len(self.columns), self.zoom)
 
     def _possible(self, row: Row, p: int) -> bool:
         """Logits exist at a prompt's last position only."""
@@ -193,15 +243,10 @@ class _Plan:
 
     def groups(self) -> Iterator[list[int]]:
         """Pairs whose sources are captured together."""
-        widths = {}
-        for row in self.rows:
-            for at in row.sites:
-                ref = self.lm.sites.resolve(at)[0]
-                widths[ref.point] = 4 * self.lm.sites.points[ref.point].width
         group: list[int] = []
         size = 0
-        for i, pair in enumerate(self.asked):
-            more = sum(widths.values()) * max(len(pair.clean.ids), len(pair.corrupt.ids))
+        for i in range(len(self.asked)):
+            more = self._bytes_of(i)
             if group and size + more > MAX_SOURCE_BYTES:
                 yield group
                 group, size = [], 0
@@ -209,8 +254,18 @@ class _Plan:
             size += more
         yield group
 
+    @functools.cached_property
+    def _row_bytes(self) -> int:
+        """What one token has at all sites."""
+        refs = [self.lm.sites.resolve(at)[0] for row in self.rows for at in row.sites]
+        return sum(4 * self.lm.sites.points[point].width for point in {ref.point for ref in refs})
 
-def _sweep(plan: _Plan, cells: Any, zooming: Zoom | None, listener: Listener | None) -> PatchSweep:
+    def _bytes_of(self, pair: int) -> int:
+        """What the longer prompt of a pair has at all sites."""
+        return self._row_bytes * max(len(self.asked[pair].clean.ids), len(self.asked[pair].corrupt.ids))
+
+
+def _sweep(plan: SweepPlan, cells: Any, zooming: Zoom | None, listener: Listener | None) -> PatchSweep:
     """The result, from the unpatched runs to the last cell."""
     baselines = cells.once(2 * len(plan.asked), lambda: _unpatched(plan))
     both = list(zip(baselines[::2], baselines[1::2], strict=True))  # clean and corrupt, before normalisation
@@ -242,13 +297,13 @@ def _sweep(plan: _Plan, cells: Any, zooming: Zoom | None, listener: Listener | N
     return msgspec.structs.replace(sweep, blocks=tuple(blocks))
 
 
-def _unpatched(plan: _Plan) -> list[float]:
+def _unpatched(plan: SweepPlan) -> list[float]:
     """The metric of every clean and corrupt prompt, in turn."""
     prompts = [(words, pair.graded) for pair in plan.asked for words in (pair.clean, pair.corrupt)]
     return graded_values(plan.lm, [Trial(words.ids, (), graded) for words, graded in prompts])
 
 
-def _begun(plan: _Plan, both: list[tuple[float, float]]) -> PatchSweep:
+def _begun(plan: SweepPlan, both: list[tuple[float, float]]) -> PatchSweep:
     """The result before any cell has been patched."""
     pairs = []
     for pair, values in zip(plan.asked, both, strict=True):
@@ -265,7 +320,7 @@ def _begun(plan: _Plan, both: list[tuple[float, float]]) -> PatchSweep:
 
 
 def _patched(
-    plan: _Plan, cells: Any, places: list[Place], both: list[tuple[float, float]], finished: Finished
+    plan: SweepPlan, cells: Any, places: list[Place], both: list[tuple[float, float]], finished: Finished
 ) -> Filled:
     """Every place in every pair, a group of pairs after the other."""
     values, floors = [], []
@@ -282,7 +337,7 @@ def _patched(
     return Filled(np.concatenate(values), max(floors))
 
 
-def _unit(plan: _Plan, number: int, both: tuple[float, float], writer: Any) -> Unit:
+def _unit(plan: SweepPlan, number: int, both: tuple[float, float], writer: Any) -> Unit:
     pair = plan.asked[number]
     base = both[1] if plan.written == "corrupt" else both[0]
     offset, factor = pair.graded.scale(*both)
@@ -292,7 +347,7 @@ def _unit(plan: _Plan, number: int, both: tuple[float, float], writer: Any) -> U
 class _Opened:
     """What some pairs are patched with; it is run when the first cell needs it."""
 
-    def __init__(self, plan: _Plan, group: list[int]) -> None:
+    def __init__(self, plan: SweepPlan, group: list[int]) -> None:
         self._plan, self._group = plan, group
 
     @functools.cached_property
@@ -327,7 +382,7 @@ def _alpha(alpha: Any) -> float:
     return float(alpha)
 
 
-def _seeds(plan: _Plan) -> tuple[int, ...]:
+def _seeds(plan: SweepPlan) -> tuple[int, ...]:
     return (plan.seed, plan.source.seed) if isinstance(plan.source, Resampled) else (plan.seed,)
 
 
@@ -343,7 +398,7 @@ def _joined(columns: list[Column]) -> Column:
     return Column(label, tuple(clean for _, clean in both), tuple(corrupt for corrupt, _ in both))
 
 
-def _cell(plan: _Plan, r: int, p: int, value: float) -> Cell:
+def _cell(plan: SweepPlan, r: int, p: int, value: float) -> Cell:
     row = plan.rows[r]
     return Cell(row.site, row.layer, plan.columns[p], value, row.index)
 

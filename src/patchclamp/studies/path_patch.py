@@ -17,6 +17,7 @@ where MLPs count as part of the way: freeze=("z",).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +34,17 @@ from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.studies.cells import Cells, Round, Trial, planned
 from patchclamp.studies.columns import Column, listed, words_of
-from patchclamp.studies.grid import Filled, Finished, Listener, carrying, graded_values, teller, with_values
+from patchclamp.studies.grid import (
+    MIN_RERUNS,
+    Filled,
+    Finished,
+    Listener,
+    carrying,
+    check_seed,
+    graded_values,
+    teller,
+    with_values,
+)
 from patchclamp.studies.journal import json_of
 from patchclamp.studies.pairs import Asked, pair_of, pairs_of, question_of
 from patchclamp.studies.result import provenance
@@ -69,6 +80,7 @@ def path_patch(
     freeze: Sequence[str] = ("z", "mlp_out"),
     metric: str = "logit_diff",
     direction: str = "denoising",
+    seed: int = 0,
     batch: int = 512,
     show_progress: bool | None = None,
     listener: Listener | None = None,
@@ -76,17 +88,20 @@ def path_patch(
 ) -> PathPatch:
     """Patches the way from every sender to every receiver; rows of the grid are senders, columns receivers.
 
-    clean, corrupt: one pair of prompts, of one length
+    clean, corrupt: a pair of prompts of one length; or lists of them, pair by pair, whose mean is the grid. Pairs may
+        differ in length
+    answer, foil: as in `patch_sweep`: of several pairs one for all, or a list of them
     senders: z, attn_out, neurons or mlp_out; by default the heads of all `layers`; `group` heads or neurons
         are one sender
     receivers: inputs of one layer, such as "q[9, 6]", "v[9, 1]", "mlp_in[8]", or "logits"; a list among them is one
         receiver, its sites patched together. Of grouped-query attention `k` and `v` count key/value heads
-    positions: one selection of the patched prompt at which senders are patched; its whole length if not given.
-        Receivers are patched at every position
+    positions: one selection of the patched prompt at which senders are patched; its whole length if not given. Of
+        several pairs it may be a list of selections, one a pair. Receivers are patched at every position
     freeze: what is held between sender and receiver, of "z", "attn_out" and "mlp_out"
     direction: "denoising" patches the corrupt run with senders of the clean one, "noising" the other way round
 
-    All else is as in `patch_sweep`. A receiver that does not lie behind a sender has NaN there.
+    All else is as in `patch_sweep`, with an interval and p-values of several pairs. A receiver that does not lie behind
+    a sender has NaN there.
 
     Raises: `UnsupportedSite` for sites that cannot be such, `ProgramError` for a wrong argument, and the error of any
         run.
@@ -94,141 +109,129 @@ def path_patch(
     if direction not in ("denoising", "noising"):
         raise unknown("direction", direction, ("denoising", "noising"), "direction")
     written: Side = "corrupt" if direction == "denoising" else "clean"
-    if listed(clean) or listed(corrupt) or not _alike_long(lm, clean, corrupt):
-        raise ProgramError("paths are patched in one pair of prompts of one length", "corrupt")
-    pairs = pairs_of(lm, clean, corrupt, answer, foil, metric, _at(positions), written)
+    _check_lengths(lm, clean, corrupt)
+    asked = pairs_of(lm, clean, corrupt, answer, foil, metric, _at(positions, clean), written)
     rows = _senders(lm, senders, layers, group)
-    paths = _Paths(lm, pairs[0], rows, _receivers(lm, receivers), _frozen(freeze), written)
-    counts = [paths.count]
-    with carrying(lm, "patching paths", planned(counts), paths.question(), batch, show_progress, resume) as cells:
+    paths = _Paths(lm, asked, rows, _receivers(lm, receivers), _frozen(freeze), written, check_seed(seed))
+    with carrying(lm, "patching paths", paths.total, paths.question, batch, show_progress, resume) as cells:
         return _patched(paths, cells, listener)
 
 
 class _Paths:
-    """What is patched. `places` are (sender, receiver) by number, those whose receiver lies behind the sender."""
+    """What is patched. `receivers_of`: the numbers of the receivers that lie behind each sender."""
 
     def __init__(
-        self, lm: LM, pair: Asked, rows: list[Row], receivers: list[Receiver], frozen: tuple[str, ...], written: Side
-    ) -> None:
-        self.lm, self.pair, self.rows, self.receivers, self.frozen, self.written = (
-            lm,
-            pair,
-            rows,
-            receivers,
-            frozen,
-            written,
-        )
+        self, lm: LM, asked: list[Asked], rows: list[Row], receivers: list[Receiver], frozen: tuple[str, ...],
+        written: Side, seed: int,
+    ) -> None:  # fmt: skip
+        self.lm, self.asked, self.rows, self.receivers = lm, asked, rows, receivers
+        self.frozen, self.seed = frozen, seed
+        self.written: Side = written
         self.read: Side = "clean" if written == "corrupt" else "corrupt"
-        self.column = pair.columns[0]
-        self.ids = pair.side(written).ids
-        behind = [[i for i, of in enumerate(receivers) if _behind(row, of)] for row in rows]
-        self.receivers_of = behind
-        self.count = sum(map(len, behind))
+        self.receivers_of = [[i for i, of in enumerate(receivers) if _behind(row, of)] for row in rows]
+        self.count = sum(map(len, self.receivers_of))
         if not self.count:
             raise ProgramError("no receiver lies behind any sender", "receivers")
 
     @property
-    def places(self) -> list[tuple[int, int]]:
-        return [(r, p) for r, of in enumerate(self.receivers_of) for p in of]
+    def chunks(self) -> list[list[int]]:
+        """Senders with a receiver behind them, some at a time."""
+        sending = [r for r, of in enumerate(self.receivers_of) if of]
+        return [sending[i : i + SENDERS_AT_ONCE] for i in range(0, len(sending), SENDERS_AT_ONCE)]
 
+    def places(self, some: Sequence[int]) -> list[tuple[int, int]]:
+        """The (sender, receiver) that are patched of some senders, by number."""
+        return [(r, p) for r in some for p in self.receivers_of[r]]
+
+    @property
+    def total(self) -> int:
+        """How many runs are graded, those for the noise floor among them."""
+        return len(self.asked) * sum(planned([len(self.places(some))], MIN_RERUNS) for some in self.chunks)
+
+    @functools.cached_property
     def question(self) -> dict[str, Any]:
         return {
-            "study": "path_patch", "pairs": question_of([self.pair]), "rows": msgspec.to_builtins(self.rows),
+            "study": "path_patch", "pairs": question_of(self.asked), "rows": msgspec.to_builtins(self.rows),
             "receivers": [list(map(str, of.sites)) for of in self.receivers], "frozen": self.frozen,
             "written": self.written,
         }  # fmt: skip
 
-    def sending(self, row: Row, source: Run, base: Run) -> list[Op]:
-        """The edits of run 2: the sender's value of the other prompt, and all behind it as in the unpatched run.
-
-        Of the sender's own layer the MLP lies behind attention.
-        """
-        column, layer = self.column, row.layer
-        assert layer is not None
-        read, write = (column.clean, column.corrupt) if self.written == "corrupt" else (column.corrupt, column.clean)
-        edits: list[Op] = [Replace(From(source, at, every[read]), at=at, tokens=every[write]) for at in row.sites]
-        for name in self.frozen:
-            first = layer if (row.site in ATTENTION and name == "mlp_out") else layer + 1
-            having = [
-                ref.layer for ref in self.lm.sites.resolve(Site(name)) if ref.layer is not None and ref.layer >= first
-            ]
-            whole = every[: len(self.ids)]
-            edits += [
-                Replace(From(base, at, whole), at=at, tokens=whole) for at in [Site(name, behind) for behind in having]
-            ]
-        return edits
-
-    def receiving(self, receiver: Receiver, sent: Run) -> list[Op]:
-        """The edits of run 3."""
-        whole = every[: len(self.ids)]
-        return [Replace(From(sent, at, whole), at=at, tokens=whole) for at in receiver.sites]
-
 
 def _patched(paths: _Paths, cells: Cells, listener: Listener | None) -> PathPatch:
-    pair, lm = paths.pair, paths.lm
-    both = cells.once(
-        2, lambda: graded_values(lm, [Trial(of.ids, (), pair.graded) for of in (pair.clean, pair.corrupt)])
-    )
-    offset, factor = pair.graded.scale(*both)
-    clean, corrupt = ((value - offset) * factor for value in both)
-    columns = tuple(Column(of.label, paths.column.clean, paths.column.corrupt) for of in paths.receivers)
-    empty = np.full((1, len(paths.rows), len(columns)), np.nan)
-    begun = PathPatch(
-        provenance=provenance(lm), metric=pair.graded.metric,
-        pairs=(msgspec.structs.replace(pair_of(lm, pair, clean, corrupt), columns=columns),), rows=tuple(paths.rows),
-        columns=columns, values=empty[0], each=empty, clean=clean, corrupt=corrupt, noise_floor=np.nan,
-        direction="denoising" if paths.written == "corrupt" else "noising", frozen=paths.frozen,
-        source=f"{paths.read} activations", question=json_of(paths.question()),
-    )  # fmt: skip
+    """The result, a pair of prompts after the other."""
+    prompts = [Trial(words.ids, (), pair.graded) for pair in paths.asked for words in (pair.clean, pair.corrupt)]
+    values = cells.once(len(prompts), lambda: graded_values(paths.lm, prompts))
+    both = list(zip(values[::2], values[1::2], strict=True))  # clean and corrupt, before normalisation
+    begun = _begun(paths, both)
     if listener is not None:
         listener.begin(begun, paths.count)
-    told = None if listener is None else teller(listener, paths.rows, columns)
-    base = both[1] if paths.written == "corrupt" else both[0]
-    each, floor = empty.copy(), 0.0
-    runs = _Runs(paths)
-    try:
-        for some in _chunks(paths):
-            values, baselines = _chunk(paths, cells, runs, some, (offset, factor), told)
-            floor = max(floor, float(np.max(np.abs(baselines - base))) * abs(factor))
-            for (r, p), value in zip(_places(paths, some), values, strict=True):
-                each[0, r, p] = value
-    finally:
-        runs.close()
-    return with_values(begun, Filled(each, floor), [getattr(begun, paths.written)], cells.computed, 0)
+    tell = None if listener is None else teller(listener, paths.rows, begun.columns)
+    finished = Finished(len(paths.rows) * len(paths.receivers), len(paths.asked), tell)
+    each, floors = begun.each.copy(), []
+    for n, (pair, values_of) in enumerate(zip(paths.asked, both, strict=True)):
+        of = _OfPair(paths, pair, values_of)
+        try:
+            floors += [of.fill(cells, some, each[n], finished) for some in paths.chunks]
+        finally:
+            of.close()
+    bases = [getattr(pair, paths.written) for pair in begun.pairs]
+    return with_values(begun, Filled(each, max(floors)), bases, cells.computed, paths.seed)
 
 
-def _chunk(
-    paths: _Paths, cells: Cells, runs: _Runs, some: Sequence[int], scale: tuple[float, float], told: Any
-) -> tuple[np.ndarray, np.ndarray]:
-    """The values of some senders with all receivers behind them."""
-    places = _places(paths, some)
-    numbers = [r * len(paths.receivers) + p for r, p in places]
-    finished = Finished(
-        len(places), 1, None if told is None else lambda which, of: told([numbers[i] for i in which], of)
-    )
-
-    def rounds() -> list[Round]:
-        sent = dict(zip(some, runs.sent(some), strict=True))
-        trials = [Trial(paths.ids, runs.edits(r, p, sent[r]), paths.pair.graded) for r, p in places]
-        return [Round(trials, Trial(paths.ids, (), paths.pair.graded))]
-
-    def tell(number: int, which: np.ndarray, values: np.ndarray) -> None:
-        finished.add(which, (values - scale[0]) * scale[1])
-
-    (found,) = cells.run([len(places)], rounds, tell, 2)
-    return (found.trials - scale[0]) * scale[1], found.baselines
+def _begun(paths: _Paths, both: list[tuple[float, float]]) -> PathPatch:
+    """The result before any path has been patched."""
+    pairs = []
+    for pair, values in zip(paths.asked, both, strict=True):
+        offset, factor = pair.graded.scale(*values)
+        result = pair_of(paths.lm, pair, *((value - offset) * factor for value in values))
+        (at,) = pair.columns
+        columns = tuple(Column(of.label, at.clean, at.corrupt) for of in paths.receivers)
+        pairs.append(msgspec.structs.replace(result, columns=columns))
+    empty = np.full((len(pairs), len(paths.rows), len(paths.receivers)), np.nan)
+    return PathPatch(
+        provenance=provenance(paths.lm, (paths.seed,)), metric=paths.asked[0].graded.metric, pairs=tuple(pairs),
+        rows=tuple(paths.rows), columns=pairs[0].columns, values=empty[0], each=empty,
+        clean=float(np.mean([pair.clean for pair in pairs])), corrupt=float(np.mean([pair.corrupt for pair in pairs])),
+        noise_floor=np.nan, direction="denoising" if paths.written == "corrupt" else "noising", frozen=paths.frozen,
+        source=f"{paths.read} activations", question=json_of(paths.question),
+    )  # fmt: skip
 
 
-class _Runs:
-    """The runs that are read: both prompts', and those of senders whose receivers are being patched."""
+class _OfPair:
+    """Patches the paths in one pair of prompts. It holds the runs that are read: both prompts', and those of senders
+    whose receivers are being patched.
 
-    def __init__(self, paths: _Paths) -> None:
-        self._paths = paths
+    both: the metric of the clean and of the corrupt prompt, before normalisation
+    """
+
+    def __init__(self, paths: _Paths, pair: Asked, both: tuple[float, float]) -> None:
+        self._paths, self._graded, (self._column,) = paths, pair.graded, pair.columns
+        self._ids, self._other_ids = pair.side(paths.written).ids, pair.side(paths.read).ids
+        self._base_value = both[1] if paths.written == "corrupt" else both[0]
+        self._offset, self._factor = pair.graded.scale(*both)
         self._open: list[Run] = []
         self._base: Run | None = None
         self._source: Run | None = None
 
-    def sent(self, some: Sequence[int]) -> list[Run | None]:
+    def fill(self, cells: Cells, some: Sequence[int], values: np.ndarray, finished: Finished) -> float:
+        """Writes what some senders give with all receivers behind them into `values` [R, P]. Returns the noise floor
+        of these runs."""
+        places = self._paths.places(some)
+        numbers = np.array([r * values.shape[1] + p for r, p in places])
+        unpatched = Trial(self._ids, (), self._graded)
+
+        def rounds() -> list[Round]:
+            sent = dict(zip(some, self._sent(some), strict=True))
+            return [Round([Trial(self._ids, self._edits(r, p, sent[r]), self._graded) for r, p in places], unpatched)]
+
+        def tell(number: int, which: np.ndarray, of: np.ndarray) -> None:
+            finished.add(numbers[which], (of - self._offset) * self._factor)
+
+        (found,) = cells.run([len(places)], rounds, tell, MIN_RERUNS)
+        values.flat[numbers] = (found.trials - self._offset) * self._factor
+        return float(np.max(np.abs(found.baselines - self._base_value))) * abs(self._factor)
+
+    def _sent(self, some: Sequence[int]) -> list[Run | None]:
         """Run 2 of every sender that needs one of its own; the last ones are given up."""
         paths = self._paths
         source, base = self._both()
@@ -237,44 +240,51 @@ class _Runs:
         inner = list(dict.fromkeys(site for of in paths.receivers for site in of.sites))
         if not inner:
             return [None] * len(some)
-        edits = [paths.sending(paths.rows[r], source, base) for r in some]
-        self._open = paths.lm.run([list(paths.ids)] * len(some), max_tokens=1, edits=edits, capture=inner)
+        edits = [self._sending(paths.rows[r], source, base) for r in some]
+        self._open = paths.lm.run([list(self._ids)] * len(some), max_tokens=1, edits=edits, capture=inner)
         for run in self._open:
             run.answer  # noqa: B018  raises the run's own error
         return list(self._open)
 
-    def edits(self, r: int, p: int, sent: Run | None) -> list[Op]:
+    def _edits(self, r: int, p: int, sent: Run | None) -> list[Op]:
         """The edits of the run that is graded."""
         receiver = self._paths.receivers[p]
         if not receiver.sites:
-            return self._paths.sending(self._paths.rows[r], *self._both())
+            return self._sending(self._paths.rows[r], *self._both())
         assert sent is not None
-        return self._paths.receiving(receiver, sent)
+        whole = every[: len(self._ids)]
+        return [Replace(From(sent, at, whole), at=at, tokens=whole) for at in receiver.sites]
+
+    def _sending(self, row: Row, source: Run, base: Run) -> list[Op]:
+        """The edits of run 2: the sender's value of the other prompt, and all behind it as in the unpatched run.
+
+        Of the sender's own layer the MLP lies behind attention.
+        """
+        column, layer, written = self._column, row.layer, self._paths.written
+        assert layer is not None
+        read, write = (column.clean, column.corrupt) if written == "corrupt" else (column.corrupt, column.clean)
+        edits: list[Op] = [Replace(From(source, at, every[read]), at=at, tokens=every[write]) for at in row.sites]
+        whole = every[: len(self._ids)]
+        for name in self._paths.frozen:
+            first = layer if (row.site in ATTENTION and name == "mlp_out") else layer + 1
+            refs = self._paths.lm.sites.resolve(Site(name))
+            behind = [Site(name, ref.layer) for ref in refs if ref.layer is not None and ref.layer >= first]
+            edits += [Replace(From(base, at, whole), at=at, tokens=whole) for at in behind]
+        return edits
 
     def _both(self) -> tuple[Run, Run]:
         """Runs of the prompt that is read and of the one that is patched."""
         if self._source is None or self._base is None:
             paths = self._paths
-            (self._source,) = captured_runs(
-                paths.lm, [paths.pair.side(paths.read).ids], [at for row in paths.rows for at in row.sites]
-            )
-            (self._base,) = captured_runs(paths.lm, [paths.ids], [Site(name) for name in paths.frozen])
+            sending = [at for row in paths.rows for at in row.sites]
+            (self._source,) = captured_runs(paths.lm, [self._other_ids], sending)
+            (self._base,) = captured_runs(paths.lm, [self._ids], [Site(name) for name in paths.frozen])
         return self._source, self._base
 
     def close(self) -> None:
         for run in (*self._open, self._source, self._base):
             if run is not None:
                 run.close()
-
-
-def _chunks(paths: _Paths) -> list[list[int]]:
-    """Senders with a receiver behind them, some at a time."""
-    sending = [r for r, of in enumerate(paths.receivers_of) if of]
-    return [sending[i : i + SENDERS_AT_ONCE] for i in range(0, len(sending), SENDERS_AT_ONCE)]
-
-
-def _places(paths: _Paths, some: Sequence[int]) -> list[tuple[int, int]]:
-    return [(r, p) for r in some for p in paths.receivers_of[r]]
 
 
 def _behind(row: Row, receiver: Receiver) -> bool:
@@ -292,8 +302,17 @@ def _site_behind(row: Row, site: Site) -> bool:
     return order.index(site.name) > order.index(row.site) and site.name not in unmoved(row.site)
 
 
-def _alike_long(lm: LM, clean: Any, corrupt: Any) -> bool:
-    return len(words_of(lm, clean, "clean").ids) == len(words_of(lm, corrupt, "corrupt").ids)
+def _check_lengths(lm: LM, clean: Any, corrupt: Any) -> None:
+    """What lies between is frozen position by position, so a pair's prompts are of one length."""
+    several = listed(clean) and listed(corrupt)
+    for i, pair in enumerate(zip(clean, corrupt, strict=False) if several else [(clean, corrupt)]):
+        where = f"[{i}]" if several and len(clean) > 1 else ""
+        lengths = [len(words_of(lm, of, side + where).ids) for of, side in zip(pair, ("clean", "corrupt"), strict=True)]
+        if lengths[0] != lengths[1]:
+            raise ProgramError(
+                "a path is patched between two prompts of one length, and the clean prompt has "
+                f"{lengths[0]} tokens and the corrupt one {lengths[1]}", f"corrupt{where}"
+            )  # fmt: skip
 
 
 def _senders(lm: LM, senders: Any, layers: Any, group: int | None) -> list[Row]:
@@ -346,6 +365,13 @@ def _frozen(freeze: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _at(positions: Any) -> dict[str, Any]:
-    """The one column of senders' positions."""
-    return {"all tokens": [Positions("prompt") if positions is None else positions]}
+def _at(positions: Any, clean: Any) -> dict[str, Any]:
+    """The one column of senders' positions; of several pairs perhaps a selection each."""
+    if isinstance(positions, (list, tuple)) and not listed(clean):
+        raise ProgramError(
+            f"senders are patched at one selection, such as prompt[2:5], and these are {len(positions)}; a list is of "
+            "several pairs of prompts", "positions"
+        )  # fmt: skip
+    if isinstance(positions, (list, tuple)) and len(positions) != len(clean):
+        raise ProgramError(f"{len(positions)} selections for {len(clean)} pairs; give one, or one a pair", "positions")
+    return {"all tokens": Positions("prompt") if positions is None else positions}

@@ -12,9 +12,11 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from patchclamp.errors import PatchclampError, ProgramError, TokensError
+from patchclamp.errors import PatchclampError, ProgramError, ShapeError, TokensError
 from patchclamp.language import From, Op, Replace, Site, Vector
 from patchclamp.language.ops import Zero
+from patchclamp.language.ranges import Index, parse_index
+from patchclamp.language.site import parse_site
 from patchclamp.language.tokens import Positions, every
 from patchclamp.language.values import Named, check_name
 from patchclamp.lm import LM
@@ -144,19 +146,20 @@ class Mixing(msgspec.Struct, frozen=True):
 
     def question(self, lm: LM) -> dict[str, Any]:
         """As plain data; a mask of the bank with its numbers, as they are now."""
-        return {"alpha": self.alpha, "mask": msgspec.to_builtins(self._mask(lm))}
+        return {"alpha": self.alpha, "mask": msgspec.to_builtins(self.vector(lm))}
 
     def in_words(self, lm: LM) -> str:
         """What follows the words of a source: ` with alpha 0.5 in 3 of 64 columns`; nothing where all of it counts."""
         words = "" if self.alpha == 1 else f" with alpha {self.alpha:g}"
-        mask = self._mask(lm)
+        mask = self.vector(lm)
         if isinstance(mask, Vector):
             numbers = mask.array()
             words += f" in {np.count_nonzero(numbers)} of {numbers.size} columns"
             words += "" if np.isin(numbers, (0, 1)).all() else ", weighted"
         return words
 
-    def _mask(self, lm: LM) -> Any:
+    def vector(self, lm: LM) -> Any:
+        """The mask, of the bank if it is named there; None if all columns are mixed in."""
         if not isinstance(self.mask, Named):
             return self.mask
         entry = _entry(lm, self.mask.name, "mask")
@@ -292,6 +295,36 @@ def width_of(lm: LM, at: Site) -> int:
     """How many numbers a row has at a site of one layer."""
     ref = lm.sites.resolve(at)[0]
     return ref.columns[1] - ref.columns[0] if ref.columns else lm.sites.points[ref.point].width
+
+
+def check_widths(lm: LM, rows: Sequence[Row], source: Source | None, mixing: Mixing) -> None:
+    """Raises `ShapeError` for a mask, or a vector of the bank, that is not as wide as what is patched."""
+    entry = _entry(lm, source.name, "source") if isinstance(source, Banked) else None
+    sites = [at for row in rows for at in row.sites]
+    for vector, path, what in ((mixing.vector(lm), "mask", "mask"), (entry, "source", "vector")):
+        if not isinstance(vector, Vector):
+            continue
+        for at in sites:
+            if vector.shape[-1] != width_of(lm, at):
+                raise ShapeError(f"{at} is {width_of(lm, at)} wide; the {what} is {list(vector.shape)}", path)
+
+
+def columns_mask(lm: LM, sites: Sequence[Any], columns: Sequence[Index | None]) -> np.ndarray:
+    """A mask [W] that is 1 in some columns of a row and 0 in the others, for sites of one width."""
+    refs = [ref for text in sites for ref in lm.sites.resolve(parse_site(text))]
+    widths = sorted({width_of(lm, Site(ref.name, ref.layer, parse_index(ref.index) if ref.index else None))
+                     for ref in refs})  # fmt: skip
+    if len(widths) != 1:
+        raise ProgramError(f"one mask is for all sites, and their rows have {', '.join(map(str, widths))} columns")
+    mask = np.zeros(widths[0], np.float32)
+    for index in columns:
+        chosen = index if isinstance(index, int) else slice(None) if index is None else slice(*index.ends)
+        if isinstance(chosen, int) and not -len(mask) <= chosen < len(mask):
+            raise ProgramError(f"there is no column {chosen}: a row has {len(mask)}")
+        mask[chosen] = 1
+    if not mask.any():
+        raise ProgramError(f"no column is selected of {len(mask)}")
+    return mask
 
 
 def _readable(name: str) -> Positions:

@@ -8,6 +8,7 @@ import typer
 
 from patchclamp.cli.arguments import (
     Answer,
+    Batch,
     Dtype,
     Engine,
     Foil,
@@ -21,14 +22,13 @@ from patchclamp.cli.arguments import (
     Save,
     Selections,
     Sites,
-    Source,
     Top,
     Window,
     read_options,
     read_positions,
-    read_source,
 )
 from patchclamp.cli.loading import loaded
+from patchclamp.cli.source_arguments import Bank, ByPosition, Draws, MeanTokens, Source, fill_bank, read_source
 
 
 def ablate(
@@ -42,9 +42,14 @@ def ablate(
     positions: Selections = None,
     each_token: Annotated[bool, typer.Option("--each-token", help="A column a token, not the whole prompt.")] = False,
     source: Source = "zeros",
+    bank: Bank = None,
+    mean_tokens: MeanTokens = None,
+    mean_by_position: ByPosition = False,
+    draws: Draws = 1,
     group: Group = None,
     window: Window = 1,
     seed: Annotated[int, typer.Option(min=0, help="Of what is drawn.")] = 0,
+    batch: Batch = 512,
     engine: Engine = None,
     dtype: Dtype = None,
     option: Options = None,
@@ -64,11 +69,12 @@ def ablate(
         raise typer.BadParameter("give --positions or --each-token")
     check_engine(engine)
     check_sweep(sites, layers, columns, metric, foil, png, html)
-    writes = read_source(source, seed)
+    writes = read_source(source, seed, mean_tokens, mean_by_position, draws)
     with loaded(model, engine, options) as lm:
+        fill_bank(lm, bank)
         result = ablation_sweep(
             lm, prompt=prompt, answer=answer, foil=foil, sites=sites, layers=layers,
             positions="each" if each_token else columns, metric=metric, source=writes, group=group, window=window,
-            seed=seed, resume=resume,
+            seed=seed, batch=batch, resume=resume,
         )  # fmt: skip
     show_sweep(result, top, save, png, html)

@@ -8,6 +8,7 @@ import typer
 
 from patchclamp.cli.arguments import (
     Answer,
+    Batch,
     Dtype,
     Engine,
     Foil,
@@ -43,6 +44,7 @@ def causal_trace(
     window: Window = 1,
     std: Annotated[float | None, typer.Option(help="Of the noise; 3 times that of the embeddings.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="How many noise seeds.")] = 10,
+    batch: Batch = 512,
     engine: Engine = None,
     dtype: Dtype = None,
     option: Options = None,
@@ -63,6 +65,7 @@ def causal_trace(
     with loaded(model, engine, options) as lm:
         result = studies.causal_trace(
             lm, prompt=prompt, subject=subject, answer=answer, foil=foil, sites=sites, layers=layers, positions=columns,
-            metric=metric, group=group, window=window, std=std, seeds=seeds, resume=resume,
+            metric=metric, group=group, window=window, std=std, seeds=seeds, batch=batch,
+            resume=resume,
         )  # fmt: skip
     show_sweep(result, top, save, png, html)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from patchclamp.cli.arguments import Dtype, Engine, Model, Options, read_options, read_prompts
+from patchclamp.cli.arguments import Dtype, Engine, Model, Options, Resume, read_options, read_prompts
 from patchclamp.cli.console import OUT
 from patchclamp.cli.loading import loaded
 
@@ -33,6 +33,7 @@ def fuzz(
     engine: Engine = None,
     dtype: Dtype = None,
     option: Options = None,
+    resume: Resume = None,
     save: Annotated[Path | None, typer.Option(help="Keep the result in this file.")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the curves into this file, by its ending's format.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write the curves as a page with hover into this file.")] = None,
@@ -50,7 +51,7 @@ def fuzz(
         result = fuzz_sweep(
             lm, asked, strength or None, quick=quick, seeds=seed or (0,), at=site or None, chat=chat,
             max_tokens=max_tokens, sampling={"temperature": temperature} if temperature else None,
-            refusal=REFUSAL if refusal is None else refusal,
+            refusal=REFUSAL if refusal is None else refusal, resume=resume,
         )  # fmt: skip
     show_curves(OUT, result.curves())
     show_answers(OUT, result)

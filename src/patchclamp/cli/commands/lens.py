@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from patchclamp.cli.arguments import Dtype, Engine, Model, Options, read_options
+from patchclamp.cli.arguments import Dtype, Engine, Model, Options, Resume, read_options
 from patchclamp.cli.console import OUT
 from patchclamp.cli.loading import loaded
 from patchclamp.cli.pictures import Html, Png, Save, check_pictures, show_pictures
@@ -29,6 +29,7 @@ def lens(
     engine: Engine = None,
     dtype: Dtype = None,
     option: Options = None,
+    resume: Resume = None,
     png: Png = None,
     html: Html = None,
     save: Save = None,
@@ -41,6 +42,8 @@ def lens(
     check_engine(engine)
     check_pictures(png, html)
     with loaded(model, engine, read_options(option, dtype)) as lm:
-        result = logit_lens(lm, prompt, tokens=token or (), site=site, layers=layers, readout=readout, weights=weights)
+        result = logit_lens(
+            lm, prompt, tokens=token or (), site=site, layers=layers, readout=readout, weights=weights, resume=resume
+        )
     show_lens(OUT, result, position)
     show_pictures(OUT, result, png, html, save)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from patchclamp.cli.arguments import (
-    Answer,
+    Batch,
     Dtype,
     Engine,
     Foil,
@@ -15,22 +15,27 @@ from patchclamp.cli.arguments import (
     Layers,
     Model,
     Options,
+    Pairs,
     Png,
     Resume,
     Save,
     Top,
+    any_missing,
     read_options,
     read_positions,
+    read_prompt_pairs,
 )
 from patchclamp.cli.loading import loaded
+from patchclamp.errors import ProgramError
 
 
 def paths(
     model: Model,
-    clean: Annotated[str, typer.Option(help="The prompt whose senders are patched in.")],
-    corrupt: Annotated[str, typer.Option(help="The prompt that is run with them, of the same length.")],
-    answer: Answer,
+    clean: Annotated[str | None, typer.Option(help="The prompt whose senders are patched in.")] = None,
+    corrupt: Annotated[str | None, typer.Option(help="The prompt that is run with them, of the same length.")] = None,
+    answer: Annotated[str | None, typer.Option(help="What the clean prompt calls for, with its leading space.")] = None,
     foil: Foil = None,
+    pairs: Pairs = None,
     sender: Annotated[list[str] | None, typer.Option(help="z (the default), mlp_out, 'z[9, 3]'; repeatable.")] = None,
     receiver: Annotated[
         list[str] | None,
@@ -44,6 +49,8 @@ def paths(
     group: Annotated[int, typer.Option(min=1, help="So many heads or neurons are one sender.")] = 1,
     freeze: Annotated[list[str] | None, typer.Option(help="z, attn_out, mlp_out; z and mlp_out; repeatable.")] = None,
     direction: Annotated[str, typer.Option(help="denoising, or noising: corrupt into clean.")] = "denoising",
+    seed: Annotated[int, typer.Option(min=0, help="Of the interval and the test over pairs.")] = 0,
+    batch: Batch = 512,
     engine: Engine = None,
     dtype: Dtype = None,
     option: Options = None,
@@ -61,12 +68,16 @@ def paths(
     senders, options = sender or ["z"], read_options(option, dtype)
     receivers = [text.split("+") if "+" in text else text for text in receiver or ["logits"]]
     columns = read_positions(None if positions is None else [positions])
+    prompts = read_prompt_pairs(clean, corrupt, answer, foil, pairs, "paths")
+    if "positions" in prompts and columns is not None:
+        raise ProgramError("--positions stand in the file", "--pairs")
     check_engine(engine)
-    check_sweep(senders, layers, columns, metric, foil, png, html)
+    check_sweep(senders, layers, columns, metric, None if any_missing(prompts["foil"]) else "given", png, html)
+    at = prompts.pop("positions", None if columns is None else columns[0])
     with loaded(model, engine, options) as lm:
         result = path_patch(
-            lm, clean=clean, corrupt=corrupt, answer=answer, foil=foil, senders=senders, receivers=receivers,
-            layers=layers, group=group, positions=None if columns is None else columns[0],
-            freeze=freeze or ("z", "mlp_out"), metric=metric, direction=direction, resume=resume,
+            lm, **prompts, senders=senders, receivers=receivers, layers=layers, group=group, positions=at,
+            freeze=freeze or ("z", "mlp_out"), metric=metric, direction=direction, seed=seed, batch=batch,
+            resume=resume,
         )  # fmt: skip
     show_sweep(result, top, save, png, html)

@@ -33,6 +33,10 @@ def steer(
     engine: Engine = None,
     dtype: Dtype = None,
     option: Options = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="Write what is computed into this file, and FILE.curve, and go on from what they have."),
+    ] = None,
     save: Annotated[Path | None, typer.Option(help="Keep the vectors in this file.")] = None,
     gguf: Annotated[
         Path | None, typer.Option(help="Write the best layer's vector for llama.cpp and repeng into this file.")
@@ -54,9 +58,12 @@ def steer(
     with loaded(model, engine, options) as lm:
         vectors = steering_vectors(
             lm, *sides, method=method, site=site, layers=layers, tokens=tokens, chat=chat, held_out=held_out,
-            seed=seed, answer=answer if held_out else None, foil=foil if held_out else None,
+            seed=seed, answer=answer if held_out else None, foil=foil if held_out else None, resume=resume,
         )  # fmt: skip
-        curve = None if asked is None else strength_curve(lm, vectors, asked, answer, foil, chat=chat)
+        of_curve = None if resume is None else resume.with_name(f"{resume.name}.curve")
+        curve = None
+        if asked is not None:
+            curve = strength_curve(lm, vectors, asked, answer, foil, chat=chat, resume=of_curve)
     if vectors.best is not None:
         show_curves(OUT, vectors.curves())
     if curve is not None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from patchclamp.cli.arguments import (
+    Batch,
     Dtype,
     Engine,
     Foil,
@@ -16,20 +16,33 @@ from patchclamp.cli.arguments import (
     Layers,
     Model,
     Options,
+    Pairs,
     Png,
     Resume,
     Save,
     Selections,
     Sites,
-    Source,
     Top,
     Window,
+    any_missing,
+    positions_by_label,
     read_options,
-    read_pairs,
     read_positions,
-    read_source,
+    read_prompt_pairs,
 )
 from patchclamp.cli.loading import loaded
+from patchclamp.cli.source_arguments import (
+    Bank,
+    ByPosition,
+    Draws,
+    Mask,
+    MeanTokens,
+    Source,
+    fill_bank,
+    mask_for,
+    read_mask,
+    read_source,
+)
 from patchclamp.errors import ProgramError
 
 
@@ -39,10 +52,7 @@ def sweep(
     corrupt: Annotated[str | None, typer.Option(help="The prompt that is run with them.")] = None,
     answer: Annotated[str | None, typer.Option(help="What the clean prompt calls for, with its leading space.")] = None,
     foil: Foil = None,
-    pairs: Annotated[
-        Path | None,
-        typer.Option(help="In place of these four, a file: a JSON object of clean, corrupt, answer, foil a line."),
-    ] = None,
+    pairs: Pairs = None,
     site: Sites = None,
     metric: Annotated[str, typer.Option(help="logit_diff, recovered, logprob or prob.")] = "logit_diff",
     layers: Layers = None,
@@ -51,9 +61,15 @@ def sweep(
     group: Group = None,
     window: Window = 1,
     source: Source = None,
+    bank: Bank = None,
+    mean_tokens: MeanTokens = None,
+    mean_by_position: ByPosition = False,
+    draws: Draws = 1,
     alpha: Annotated[float, typer.Option(help="How much of the new value is mixed in.")] = 1.0,
+    mask: Mask = None,
     zoom: Annotated[int | None, typer.Option(min=1, help="Patch blocks, and look into the best so many.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of what is drawn.")] = 0,
+    batch: Batch = 512,
     engine: Engine = None,
     dtype: Dtype = None,
     option: Options = None,
@@ -69,33 +85,18 @@ def sweep(
     from patchclamp.studies import patch_sweep
 
     sites, columns, options = site or ["resid_pre"], read_positions(positions), read_options(option, dtype)
-    prompts = _prompts(clean, corrupt, answer, foil, pairs)
+    prompts = read_prompt_pairs(clean, corrupt, answer, foil, pairs, "sweep")
+    if "positions" in prompts and columns is not None:
+        raise ProgramError("--positions stand in the file", "--pairs")
     check_engine(engine)
-    check_sweep(sites, layers, columns, metric, None if _any_missing(prompts["foil"]) else "given", png, html)
-    writes = read_source(source, seed)
+    check_sweep(sites, layers, columns, metric, None if any_missing(prompts["foil"]) else "given", png, html)
+    across = positions_by_label(prompts.pop("positions")) if "positions" in prompts else columns
+    writes, mixed = read_source(source, seed, mean_tokens, mean_by_position, draws), read_mask(mask)
     with loaded(model, engine, options) as lm:
+        fill_bank(lm, bank)
         result = patch_sweep(
-            lm, **prompts, sites=sites, layers=layers, positions=columns, metric=metric, direction=direction,
-            group=group, window=window, source=writes, alpha=alpha, zoom=zoom, seed=seed, resume=resume,
+            lm, **prompts, sites=sites, layers=layers, positions=across, metric=metric, direction=direction,
+            group=group, window=window, source=writes, alpha=alpha, mask=mask_for(lm, sites, mixed), zoom=zoom,
+            seed=seed, batch=batch, resume=resume,
         )  # fmt: skip
     show_sweep(result, top, save, png, html)
-
-
-def _prompts(
-    clean: str | None, corrupt: str | None, answer: str | None, foil: str | None, pairs: Path | None
-) -> dict[str, Any]:
-    """The prompts and what is graded, from the options or from a file."""
-    given = {"clean": clean, "corrupt": corrupt, "answer": answer, "foil": foil}
-    if pairs is not None:
-        twice = [name for name, value in given.items() if value is not None]
-        if twice:
-            raise ProgramError(f"--{twice[0]} stands in the file", "--pairs")
-        return read_pairs(pairs)
-    missing = [name for name in ("clean", "corrupt", "answer") if given[name] is None]
-    if missing:
-        raise ProgramError(f"missing option --{missing[0]}; or give a file with --pairs", "sweep")
-    return given
-
-
-def _any_missing(foil: Any) -> bool:
-    return foil is None or (isinstance(foil, list) and any(one is None for one in foil))

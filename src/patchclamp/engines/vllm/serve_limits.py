@@ -26,15 +26,18 @@ class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     program_captures: captures among them
     inline_bytes: captures that travel in a response; larger ones are fetched
 
-    sweep_cells: cells of a sweep
+    sweep_prompts: prompts of a sweep: both of each pair, and those of its source
+    sweep_grid: cells of a sweep's grid in all pairs; a zoom patches few of them
+    sweep_cells: cells of a sweep that are patched, each counted for every pair, draw, and token of an answer
     sweeps: of one owner at once
 
     Of what stays:
     bank_names: vectors and programs of one owner
     bank_bytes: their bytes
     kept_runs: runs of one owner
-    run_bytes: captures of one owner's runs
-    run_ttl_s: seconds after which a run that nobody asks for is dropped
+    run_bytes: captures of one owner's runs; of a sweep, what it reads at a time
+    kept_sweeps: sweeps of one owner that can go on where they stopped
+    run_ttl_s: seconds after which a run, or what is kept of a sweep, is dropped if nobody asks for it
     """
 
     body_bytes: Count = 1 << 26
@@ -43,12 +46,15 @@ class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     program_ops: Count = 1024
     program_captures: Count = 1024
     inline_bytes: Count = 1 << 20
+    sweep_prompts: Count = 512
+    sweep_grid: Count = 1_000_000
     sweep_cells: Count = 20_000
     sweeps: Count = 4
     bank_names: Count = 1024
     bank_bytes: Count = 1 << 28
     kept_runs: Count = 4096
     run_bytes: Count = 1 << 32
+    kept_sweeps: Count = 16
     run_ttl_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
 
     def check(self, limit: str, asked: int, what: str, path: str | None = None) -> None:

@@ -9,55 +9,33 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
-from fastapi import APIRouter, Request
+import numpy as np
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
 
 from patchclamp.errors import PatchclampError, RunError, as_patchclamp_error, pack, unpack
+from patchclamp.lm import LM
 from patchclamp.serve.bodies import BoundedRoute
 from patchclamp.serve.front import Front
 from patchclamp.serve.log import log
-from patchclamp.serve.routes.runs import caller
+from patchclamp.serve.routes.runs import caller, hear
 from patchclamp.serve.schema import ERRORS
+from patchclamp.serve.sweep_request import SweepRequest, check_sweep, owners_lm
 from patchclamp.studies import patch_sweep
+from patchclamp.studies.columns import Column
+from patchclamp.studies.journal import MemoryJournal
+from patchclamp.studies.spread import Spread
 from patchclamp.studies.sweep_result import Cell, PatchSweep
 
 BATCH = 64  # cells that are read together: a sweep whose client is gone ends within two batches
 
-router = APIRouter(prefix="/v1/patchclamp", tags=["patchclamp"], responses=ERRORS, route_class=BoundedRoute)
-Prompt = Annotated[str | list[int], Field(description="text or token ids")]
-Answer = Annotated[str | int | list[int], Field(description="text, a token id, or several")]
-
-
-class SweepRequest(BaseModel):
-    """The arguments of `pc.studies.patch_sweep`."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        json_schema_extra={"examples": [{
-            "clean": "The Eiffel Tower is in", "corrupt": "The Colosseum is in", "answer": " Paris", "foil": " Rome",
-            "sites": ["resid_pre"], "layers": "0:4",
-        }]},
-    )  # fmt: skip
-    clean: Prompt
-    corrupt: Prompt
-    answer: Answer
-    foil: Answer | None = None
-    sites: list[str] = Field(["resid_pre"], min_length=1)
-    layers: str | int | list[int] | None = Field(None, description='all; or some, such as "0:12"')
-    positions: list[str | int] | None = Field(None, description="selections of the corrupt prompt; all aligned ones")
-    metric: str = Field("logit_diff", description="logit_diff, recovered, logprob or prob")
-    direction: str = Field(
-        "denoising", description="denoising, or noising: cells of the corrupt run into the clean one"
-    )
-    group: int | None = Field(None, description="so many heads, neurons or experts are one row: 1 for each head")
-    window: int = Field(1, description="so many layers around a cell's are patched with it")
-    alpha: float = Field(1.0, description="how much of the new value is mixed in")
-
-
+router = APIRouter(
+    prefix="/v1/patchclamp", tags=["patchclamp"], responses=ERRORS, route_class=BoundedRoute,
+    dependencies=[Depends(hear)],
+)  # fmt: skip
 _under_way: Counter[tuple[int, str]] = Counter()  # sweeps by front and owner
 
 
@@ -65,15 +43,21 @@ _under_way: Counter[tuple[int, str]] = Counter()  # sweeps by front and owner
 async def sweep(asked: SweepRequest, request: Request) -> StreamingResponse:
     """Patches every cell of a sweep, and tells of them as they finish, in server-sent events:
 
-    `start`: the grid's axes and the metric of both prompts; `cells`: cells that have finished, each with its place in
-    the grid; `summary`: the best cells and the noise floor; `error`: in place of the summary. A sweep whose client
-    goes away ends.
+    `start`: the grid's axes, the pairs of prompts, and the metric of both sides; `cells`: cells that have finished in
+    all pairs, each with its place in the grid (site, layer, column) and its value; `spread`, of several pairs: each
+    cell's place, the ends of its interval, its p-value alone and as one of all, and its values pair by pair; `summary`:
+    the best cells, the noise floor, and the blocks of a zoom; `error`: in place of the summary.
+
+    A sweep whose client goes away ends. With `resume` its values stay for as long as runs do, and the same request goes
+    on from there; what was computed before is told first.
     """
     front, owner = caller(request)
+    front.limits.check("sweep_prompts", asked.prompts, "prompts of the sweep, with those of its source", "clean")
     key = (id(front), owner)
     front.limits.check_room("sweeps", _under_way[key], 1, "sweeps at once")
+    journal = None if asked.resume is None else front.kept_sweeps.journal(owner, asked.resume)
     _under_way[key] += 1
-    running, began_s = _Running(front, asked), time.perf_counter()
+    running, began_s = _Running(front, owners_lm(front, owner), asked, journal), time.perf_counter()
     try:
         first = await running.events.get()
         if isinstance(first, PatchclampError):
@@ -81,6 +65,7 @@ async def sweep(asked: SweepRequest, request: Request) -> StreamingResponse:
     except BaseException:
         running.stop()
         _under_way[key] -= 1
+        front.kept_sweeps.ended(owner, asked.resume or "")
         raise
 
     async def events() -> AsyncIterator[str]:
@@ -96,6 +81,7 @@ async def sweep(asked: SweepRequest, request: Request) -> StreamingResponse:
         finally:
             running.stop()
             _under_way[key] -= 1
+            front.kept_sweeps.ended(owner, asked.resume or "")
             log("sweep", owner, cells=running.told, took_s=round(time.perf_counter() - began_s, 6))
 
     return StreamingResponse(events(), media_type="text/event-stream")
@@ -104,8 +90,9 @@ async def sweep(asked: SweepRequest, request: Request) -> StreamingResponse:
 class _Running:
     """A sweep on a thread of its own, and its events: (name, data), an error, and None at the end."""
 
-    def __init__(self, front: Front, asked: SweepRequest) -> None:
-        self._front, self._asked, self._loop = front, asked, asyncio.get_running_loop()
+    def __init__(self, front: Front, lm: LM, asked: SweepRequest, journal: MemoryJournal | None) -> None:
+        self._limits, self._lm, self._asked, self._journal = front.limits, lm, asked, journal
+        self._loop = asyncio.get_running_loop()
         self.events: asyncio.Queue[tuple[str, dict[str, Any]] | PatchclampError | None] = asyncio.Queue()
         self._stopped = threading.Event()
         self._places: dict[str, dict[Any, int]] = {}
@@ -117,7 +104,6 @@ class _Running:
         self._stopped.set()
 
     def begin(self, sweep: PatchSweep, cells: int) -> None:
-        self._front.limits.check("sweep_cells", cells, "cells of the sweep", "sites")
         self._places = {"sites": _numbered(sweep.sites), "layers": _numbered(sweep.layers),
                         "columns": _numbered(sweep.columns)}  # fmt: skip
         self._put(("start", _start(sweep, cells)))
@@ -125,28 +111,38 @@ class _Running:
     def cells(self, cells: list[Cell]) -> None:
         if self._stopped.is_set():
             raise RunError("the client of this sweep is gone")
-        places = self._places
-        told = [
-            [
-                places["sites"][cell.panel],
-                places["layers"].get(cell.layer, 0),
-                places["columns"][cell.column],
-                cell.value,
-            ]
-            for cell in cells
-        ]
+        told = [[*self._place(cell), cell.value] for cell in cells]
         self.told += len(told)
         self._put(("cells", {"cells": told}))
+
+    def _place(self, cell: Cell) -> list[int]:
+        """The numbers of a cell's site, layer and column in the grid."""
+        places = self._places
+        return [places["sites"][cell.panel], places["layers"].get(cell.layer, 0), places["columns"][cell.column]]
 
     def _run(self) -> None:
         try:
             sweep = patch_sweep(
-                self._front.lm, **self._asked.model_dump(), batch=BATCH, show_progress=False, listener=self
-            )
+                self._lm, **self._asked.arguments(), batch=BATCH, show_progress=False, listener=self,
+                resume=self._journal, check=lambda plan: check_sweep(self._limits, plan),
+            )  # fmt: skip
+            if sweep.low is not None:
+                self._put(("spread", self._spread(sweep)))
             self._put(("summary", _summary(sweep)))
         except Exception as error:
             self._put(unpack(pack(as_patchclamp_error(error))))  # without the frames that hold the sweep's runs
         self._put(None)
+
+    def _spread(self, sweep: PatchSweep) -> dict[str, Any]:
+        """Of every cell: its place, `low`, `high`, `p`, `p_family`; and its value in each pair of prompts."""
+        run = ~np.isnan(sweep.values)
+        numbers = [getattr(sweep, name)[run].tolist() for name in Spread._fields]
+        cells = [
+            self._place(Cell(row.site, row.layer, sweep.columns[p], 0.0, row.index))
+            for r, row in enumerate(sweep.rows) for p in np.flatnonzero(run[r]).tolist()
+        ]  # fmt: skip
+        each = sweep.each[:, run].T.tolist()
+        return {"cells": [[*place, *of] for place, *of in zip(cells, *numbers, strict=True)], "each": each}
 
     def _put(self, event: tuple[str, dict[str, Any]] | PatchclampError | None) -> None:
         with contextlib.suppress(RuntimeError):  # the server has ended
@@ -158,19 +154,30 @@ def _numbered(values: tuple[Any, ...]) -> dict[Any, int]:
 
 
 def _start(sweep: PatchSweep, cells: int) -> dict[str, Any]:
-    columns = [{"label": each.label, "clean": each.clean, "corrupt": each.corrupt} for each in sweep.columns]
     return {
-        "cells": cells, "sites": sweep.sites, "layers": sweep.layers, "columns": columns,
+        "cells": cells, "sites": sweep.sites, "layers": sweep.layers, "columns": _columns(sweep.columns),
         "metric": sweep.metric, "clean": sweep.clean, "corrupt": sweep.corrupt, "answer": sweep.answer,
         "foil": sweep.foil, "clean_tokens": sweep.clean_tokens, "corrupt_tokens": sweep.corrupt_tokens,
-        "skipped": sweep.skipped,
+        "skipped": sweep.skipped, "direction": sweep.direction, "source": sweep.source,
+        "pairs": [
+            {"clean": pair.clean, "corrupt": pair.corrupt, "answer": pair.answer, "foil": pair.foil,
+             "clean_tokens": pair.clean_tokens, "corrupt_tokens": pair.corrupt_tokens, "skipped": pair.skipped,
+             "columns": _columns(pair.columns)}
+            for pair in sweep.pairs
+        ],
     }  # fmt: skip
+
+
+def _columns(columns: Sequence[Column]) -> list[dict[str, Any]]:
+    return [{"label": each.label, "clean": each.clean, "corrupt": each.corrupt} for each in columns]
 
 
 def _summary(sweep: PatchSweep) -> dict[str, Any]:
     best = [{"site": cell.panel, "layer": cell.layer, "label": cell.column.label, "positions": cell.column.corrupt,
              "value": cell.value} for cell in sweep.best(5)]  # fmt: skip
-    return {"noise_floor": sweep.noise_floor, "best": best}
+    blocks = [{"site": sweep.rows[block.rows[0]].panel, "layers": [sweep.rows[r].layer for r in block.rows],
+               "columns": block.columns, "value": block.value} for block in sweep.blocks]  # fmt: skip
+    return {"noise_floor": sweep.noise_floor, "best": best, "blocks": blocks}
 
 
 def _error(error: PatchclampError) -> dict[str, Any]:

@@ -112,11 +112,10 @@ class FirstToken:
         self.capture = [Capture("logits", prompt[-1])] if self.full else []
         self.scores: list[list[int]] = []
 
-    def prepare(self, lm: LM, asked: list[Asked]) -> None:
-        """Finds the tokens that are likeliest without noise, if only those count."""
-        if self.likeliest:
-            runs = lm.run([one.prompt for one in asked], max_tokens=1, logprobs=self.likeliest)
-            self.scores = [sorted(run.top_logprobs[0]) for run in runs]
+    def likeliest_of(self, lm: LM, asked: list[Asked]) -> list[list[int]]:
+        """The tokens of each prompt that are likeliest without noise."""
+        runs = lm.run([one.prompt for one in asked], max_tokens=1, logprobs=self.likeliest)
+        return [sorted(run.top_logprobs[0]) for run in runs]
 
     def score(self, number: int) -> list[int]:
         """The token ids that runs of a prompt score."""

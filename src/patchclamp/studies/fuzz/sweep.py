@@ -19,17 +19,19 @@ import msgspec
 import numpy as np
 
 from patchclamp.errors import ProgramError
+from patchclamp.language import Program
 from patchclamp.lm import LM
 from patchclamp.run import Run
-from patchclamp.studies.batches import run_batches
 from patchclamp.studies.checks import check_batch
 from patchclamp.studies.divergence import js, kl
 from patchclamp.studies.fuzz.asked import FirstToken, Fuzz, Sampling, pattern_of, seeds_of, strengths_of
 from patchclamp.studies.fuzz.prompts import PROMPTS, QUICK_PROMPTS, QUICK_STRENGTHS, REFUSAL, STRENGTHS
 from patchclamp.studies.fuzz.result import FuzzAnswer, FuzzSweep
+from patchclamp.studies.journal import Journal, Resumable, Stored
 from patchclamp.studies.progress import progress
 from patchclamp.studies.prompts import Asked, ask
 from patchclamp.studies.result import provenance
+from patchclamp.studies.resuming import keeping, recorded, recorded_runs
 from patchclamp.studies.teacher_forcing import Forced, forced_logprobs, parts
 
 Cell = tuple[int, int, int]  # numbers of prompt, strength and seed
@@ -55,6 +57,7 @@ def fuzz_sweep(
     quick: bool = False,
     batch: int = 64,
     show_progress: bool | None = None,
+    resume: Resumable | None = None,
 ) -> FuzzSweep:
     """Runs every prompt with noise of every strength and seed, and measures each answer against the run without noise.
 
@@ -72,6 +75,8 @@ def fuzz_sweep(
     refusal: a regular expression that finds a refusal in an answer; None for no such measure
     quick: 5 prompts and 7 strengths, where none are given
     batch: runs submitted at a time; two batches are under way
+    resume: a file to which answers are appended as they come, and from which an interrupted sweep of the same arguments
+        goes on; with divergence="full" it has the first token's distribution of every prompt
 
     Raises: `ProgramError` and its kind for arguments that cannot be, and the error of any run.
     """
@@ -89,8 +94,9 @@ def fuzz_sweep(
             "same answers: give one, or a temperature in sampling=", "seeds"
         )  # fmt: skip
     pattern = pattern_of(refusal)
-    runs = _run(lm, plan, show_progress)
-    perplexities = _perplexities(lm, plan, runs, show_progress) if perplexity else {}
+    with keeping(lm, plan.question, resume) as journal:
+        runs = _run(lm, plan, journal, show_progress)
+        perplexities = _perplexities(lm, plan, runs, journal, show_progress) if perplexity else {}
     return FuzzSweep(
         provenance=provenance(lm, plan.seeds), prompts=tuple(one.shown for one in plan.asked),
         strengths=plan.strengths, noise=plan.fuzz.words, chat=chat, max_tokens=max_tokens,
@@ -154,6 +160,16 @@ class _Plan(msgspec.Struct, frozen=True):
         return list(itertools.product(prompts, strengths, seeds))
 
     @property
+    def question(self) -> dict[str, Any]:
+        """All that decides the answers, as plain data."""
+        edits = [[Program.of(self.fuzz.edits(strength, seed)).fingerprint for seed in self.seeds]
+                 for strength in self.strengths]  # fmt: skip
+        return {
+            "study": "fuzz_sweep", "prompts": [one.ids for one in self.asked], "edits": edits, "seeds": self.seeds,
+            "sampling": self.sampling.parameters, "divergence": self.first.words, "max_tokens": self.max_tokens,
+        }  # fmt: skip
+
+    @property
     def shape(self) -> Cell:
         return len(self.asked), len(self.strengths), len(self.seeds)
 
@@ -179,6 +195,21 @@ class _Plan(msgspec.Struct, frozen=True):
             }  # fmt: skip
 
 
+class _Own(msgspec.Struct, frozen=True):
+    """A run without noise: its answer, and the distribution of its first token."""
+
+    answer: FuzzAnswer
+    first: Stored
+
+
+class _Fuzzed(msgspec.Struct, frozen=True):
+    """A run with noise: its answer, and how far the distribution of its first token is from that without."""
+
+    answer: FuzzAnswer
+    kl: float
+    js: float
+
+
 class _Runs(msgspec.Struct, frozen=True):
     """What came of the runs, by cell; the unfuzzed ones by prompt and seed."""
 
@@ -192,44 +223,47 @@ class _Runs(msgspec.Struct, frozen=True):
         return self.unfuzzed[cell[0], cell[2] if self.drawn else 0]
 
 
-def _run(lm: LM, plan: _Plan, show: bool | None) -> _Runs:
-    """Runs every prompt without noise, and then every cell."""
-    runs = _Runs({}, {}, {}, plan.sampling.drawn)
+def _run(lm: LM, plan: _Plan, journal: Journal | None, show: bool | None) -> _Runs:
+    """Runs every prompt without noise, and then every cell, as far as the journal does not have them."""
+    drawn, cells = plan.sampling.drawn, plan.cells
     own = [(p, None, s) for p in range(len(plan.asked)) for s in plan.unfuzzed_seeds]
-    first: dict[tuple[int, int], np.ndarray] = {}
-    plan.first.prepare(lm, plan.asked)
-    with progress("fuzzing", len(own) + len(plan.cells), show) as advance:
-        unread_own, unread = iter(own), iter(plan.cells)
+    if plan.first.likeliest:
+        count = len(plan.asked)
+        plan.first.scores = recorded(journal, count, list[int], lambda: plan.first.likeliest_of(lm, plan.asked))
+    with progress("fuzzing", len(own) + len(cells), show) as advance:
 
-        def read_own(done: list[Run]) -> None:
-            for run, (p, _, s) in zip(done, unread_own, strict=False):
-                runs.unfuzzed[p, s], first[p, s] = _answer(run), plan.first.read(run)
-                run.close()
-            advance(len(done))
+        def read_own(runs: Sequence[Run], _: Any) -> list[_Own]:
+            return [_Own(_answer(run), Stored.of(plan.first.read(run))) for run in runs]
 
-        def read(done: list[Run]) -> None:
-            for run, cell in zip(done, unread, strict=False):
-                runs.answers[cell] = _answer(run)
-                before, after = first[cell[0], cell[2] if runs.drawn else 0], plan.first.read(run)
-                runs.divergences[cell] = (kl(before, after), js(before, after)) if len(before) else (NAN, NAN)
-                run.close()
-            advance(len(done))
+        def read(runs: Sequence[Run], of: Sequence[Cell]) -> list[_Fuzzed]:
+            return [_fuzzed(plan, run, first[p, s if drawn else 0]) for run, (p, _, s) in zip(runs, of, strict=True)]
 
-        run_batches(lm, plan.calls(own), read_own)
-        run_batches(lm, plan.calls(plan.cells), read)
-    return runs
+        owns = recorded_runs(lm, journal, own, plan.calls, read_own, _Own, advance)
+        first = {(p, s): of.first.array() for (p, _, s), of in zip(own, owns, strict=True)}
+        fuzzed = recorded_runs(lm, journal, cells, plan.calls, read, _Fuzzed, advance)
+    return _Runs(
+        {cell: of.answer for cell, of in zip(cells, fuzzed, strict=True)},
+        {cell: (of.kl, of.js) for cell, of in zip(cells, fuzzed, strict=True)},
+        {(p, s): of.answer for (p, _, s), of in zip(own, owns, strict=True)}, drawn,
+    )  # fmt: skip
+
+
+def _fuzzed(plan: _Plan, run: Run, before: np.ndarray) -> _Fuzzed:
+    """What is kept of a run with noise; `before`: the distribution of the first token without."""
+    after = plan.first.read(run)
+    return _Fuzzed(_answer(run), *((kl(before, after), js(before, after)) if len(before) else (NAN, NAN)))
 
 
 def _answer(run: Run) -> FuzzAnswer:
     return FuzzAnswer(run.text, tuple(run.token_ids))
 
 
-def _perplexities(lm: LM, plan: _Plan, runs: _Runs, show: bool | None) -> dict[Place, float]:
+def _perplexities(lm: LM, plan: _Plan, runs: _Runs, journal: Journal | None, show: bool | None) -> dict[Place, float]:
     """The perplexity under the unedited model of every different answer, by prompt and token ids."""
     answers = [(cell[0], answer) for cell, answer in runs.answers.items()]
     answers += [(place[0], answer) for place, answer in runs.unfuzzed.items()]
     different = list(dict.fromkeys((p, answer.token_ids) for p, answer in answers))
     items = [Forced(plan.asked[p].ids, ids) for p, ids in different]
     with progress("grading", len(items), show) as advance:
-        logprobs = forced_logprobs(lm, items, max(plan.batch, 256), advance)
+        logprobs = forced_logprobs(lm, items, max(plan.batch, 256), advance, journal)
     return {place: float(np.exp(-row.mean())) for place, row in zip(different, logprobs, strict=True)}

@@ -38,24 +38,28 @@ def to_saelens(
     with tempfile.TemporaryDirectory(dir=Path(folder).parent) as beside:
         made = datasets.Dataset.from_generator(
             _blocks, features=datasets.Features(features), cache_dir=beside,
-            gen_kwargs={"folder": str(data.folder), "site": site, "size": context_size, "names": tuple(features)},
+            gen_kwargs={"folder": str(data.folder), "interleave": data.interleave, "site": site, "size": context_size,
+                        "names": tuple(features)},
         )  # fmt: skip
         made.save_to_disk(str(folder))
     return len(data) % context_size
 
 
-def _blocks(folder: str, site: str | None, size: int, names: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """Blocks of `size` rows, across the ends of shards."""
+def _blocks(
+    folder: str, interleave: bool, site: str | None, size: int, names: tuple[str, ...]
+) -> Iterator[dict[str, Any]]:
+    """Blocks of `size` rows in the order of reading, across the ends of pieces."""
     from patchclamp.studies.harvest.reader import Harvested
 
-    data = Harvested(folder)
-    rows, ids = np.zeros((0, data.width(site)), np.float32), np.zeros(0, np.int32)
-    for shard in data.shards:
-        rows = np.concatenate([rows, as_float32(data.array(site, shard), data.dtype)])
-        ids = np.concatenate([ids, data.index(shard)["token"].to_numpy()])
+    data = Harvested(folder, interleave)
+    name = data.sites[0] if site is None else site
+    rows, ids = np.zeros((0, data.width(site)), np.float32), np.zeros(0, object)
+    for piece in data.order.read(data.columns_with_index([name])):
+        rows = np.concatenate([rows, as_float32(piece[name], data.dtype)])
+        ids = np.concatenate([ids, piece["token"]])
         whole = len(rows) // size * size
         for first in range(0, whole, size):
-            yield dict(zip(names, (rows[first : first + size], ids[first : first + size]), strict=False))
+            yield dict(zip(names, (rows[first : first + size], ids[first : first + size].tolist()), strict=False))
         rows, ids = rows[whole:], ids[whole:]
 
 

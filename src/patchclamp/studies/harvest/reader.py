@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,8 @@ from patchclamp.errors import MissingSource, ProgramError, unknown
 from patchclamp.studies.harvest.documents import needed
 from patchclamp.studies.harvest.dtypes import as_float32
 from patchclamp.studies.harvest.moments import SiteStatistics, decoded, encoded, joined
-from patchclamp.studies.harvest.recipe import FORMAT, Manifest, StoredSite
+from patchclamp.studies.harvest.order import Columns, ReadingOrder
+from patchclamp.studies.harvest.recipe import FORMAT, Manifest, StoredSite, part_of
 from patchclamp.studies.harvest.seal import INDEX, STATISTICS
 from patchclamp.studies.harvest.shard_file import open_rows, write_sealed
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from patchclamp.studies.harvest.export import ActivationBuffer
     from patchclamp.studies.harvest.torch_rows import Batches, Rows
 
+INDEX_COLUMNS = ("document", "position", "token")
 MANIFEST, DOCUMENTS = "harvest.json", "documents.safetensors"
 
 
@@ -28,14 +32,16 @@ class Harvested:
     """A data set that `harvest` wrote, whole or in part.
 
     folder: the data set's
+    interleave: whether rows of several parts are read as one shuffle (`order`); without it part after part, each
+        shuffled by itself
     manifest: what made it, and what there will be
     shards: the names of the shards that are there, in order; missing: of those that are not
 
     Raises: `ProgramError` for another folder.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Path, interleave: bool = True) -> None:
+        self.folder, self.interleave = Path(folder), interleave
         try:
             content = (self.folder / MANIFEST).read_bytes()
             version = msgspec.json.decode(content)["recipe"]["format"]
@@ -63,7 +69,19 @@ class Harvested:
 
     def __len__(self) -> int:
         """How many rows are there."""
-        return sum(len(self.array(self.sites[0], shard)) for shard in self.shards)
+        return len(self.order) if self.shards else 0
+
+    @functools.cached_property
+    def order(self) -> ReadingOrder:
+        """In which order rows are read, of the shards that are there."""
+        shards = self._shards_or_error()
+        rows = [len(self.array(self.sites[0], shard)) for shard in shards]
+        parts = [part_of(shard) if self.interleave else 0 for shard in shards]
+        return ReadingOrder(rows, parts, self.manifest.recipe.seed)
+
+    def columns(self, sites: Sequence[str]) -> Columns:
+        """A shard's rows at some sites, by its number, mapped: as `order` reads them."""
+        return lambda shard: {site: self.array(site, self.shards[shard]) for site in sites}
 
     def width(self, site: str | None = None) -> int:
         """How many numbers a row of a site has."""
@@ -84,17 +102,18 @@ class Harvested:
 
     def blocks(self, rows: int = 4096, site: str | None = None) -> Iterator[np.ndarray]:
         """All rows of a site in order, float32 [up to `rows`, D] at a time. They were shuffled when they were written,
-        so they are read from end to end."""
-        for shard in self._shards_or_error():
-            array = self.array(site, shard)
-            for first in range(0, len(array), rows):
-                yield as_float32(array[first : first + rows], self.dtype)
+        and parts are interleaved (`order`), so the files are read from end to end."""
+        name = self._site(site).name
+        for piece in self.order.read(self.columns([name]), most=rows):
+            yield as_float32(piece[name], self.dtype)
 
     def index(self, shard: str | None = None) -> Any:
-        """A `pyarrow.Table` of each row's document, position and token, in the rows' order: of a shard, or of all."""
+        """A `pyarrow.Table` of each row's document, position and token: of a shard in its rows' order, or of all in the
+        order in which they are read."""
         arrow, parquet = needed("pyarrow"), needed("pyarrow.parquet")
         shards = self._shards_or_error() if shard is None else [shard]
-        return arrow.concat_tables([parquet.read_table(self.folder / name / INDEX) for name in shards])
+        table = arrow.concat_tables([parquet.read_table(self.folder / name / INDEX) for name in shards])
+        return table if shard is not None or self.order.is_stored else table.take(arrow.array(self.order.stored()))
 
     def statistics(self) -> dict[str, SiteStatistics]:
         """Mean, variance and norms of each site's rows, of the shards that are there."""
@@ -105,6 +124,16 @@ class Harvested:
         """Writes `statistics.json` of the whole data set, if it is whole."""
         if self.complete:
             write_sealed(self.folder / STATISTICS, encoded(self.statistics()))
+
+    def columns_with_index(self, sites: Sequence[str]) -> Columns:
+        """As `columns`, with each row's document, position and token: objects, for a sum has None."""
+
+        def of(shard: int) -> dict[str, np.ndarray]:
+            index = self.index(self.shards[shard])
+            columns = {name: np.array(index[name].to_pylist(), object) for name in INDEX_COLUMNS}
+            return columns | {site: self.array(site, self.shards[shard]) for site in sites}
+
+        return of
 
     def torch(self, sites: Any = None) -> Rows:
         """A `torch.utils.data.Dataset` of rows by number, as tensors in the stored dtype."""
@@ -120,10 +149,11 @@ class Harvested:
 
     def datasets(self, sites: Any = None, size: int = 4096) -> Any:
         """A `datasets.IterableDataset`: document, position, token, and a column of float32 lists for each site."""
-        names = self._sites(sites)
+        names, count = self._sites(sites), len(self._shards_or_error())
+        ends = [len(self) * i // count for i in range(count + 1)]
         return needed("datasets").IterableDataset.from_generator(
-            _records, gen_kwargs={"folder": str(self.folder), "shards": self._shards_or_error(), "sites": tuple(names),
-                                  "size": size}
+            _records, gen_kwargs={"folder": str(self.folder), "interleave": self.interleave, "sites": tuple(names),
+                                  "places": list(itertools.pairwise(ends)), "size": size}
         )  # fmt: skip
 
     def to_saelens(self, folder: str | Path, *, hook_name: str, context_size: int, site: str | None = None) -> int:
@@ -160,15 +190,16 @@ class Harvested:
         return f"<Harvested {self.folder.name}: {', '.join(self.sites)}; {there} of {there + len(self.missing)} shards>"
 
 
-def _records(folder: str, shards: list[str], sites: tuple[str, ...], size: int) -> Iterator[dict[str, Any]]:
-    """Every row of some shards as a dict. `datasets` deals the shards out to workers, for they are a list."""
-    data = Harvested(folder)
-    for shard in shards:
-        index = data.index(shard).to_pydict()
-        arrays = {site: data.array(site, shard) for site in sites}
-        for first in range(0, len(index["document"]), size):
-            blocks = {site: as_float32(rows[first : first + size], data.dtype) for site, rows in arrays.items()}
-            for row in range(len(index["document"][first : first + size])):
-                yield {name: values[first + row] for name, values in index.items()} | {
+def _records(
+    folder: str, interleave: bool, sites: tuple[str, ...], places: list[tuple[int, int]], size: int
+) -> Iterator[dict[str, Any]]:
+    """Every row at some places as a dict. `datasets` deals the stretches out to workers, for they are a list."""
+    data = Harvested(folder, interleave)
+    for begin, end in places:
+        for piece in data.order.read(data.columns_with_index(sites), begin, end, size):
+            index = {name: piece[name].tolist() for name in INDEX_COLUMNS}
+            blocks = {site: as_float32(piece[site], data.dtype) for site in sites}
+            for row in range(len(index["document"])):
+                yield {name: values[row] for name, values in index.items()} | {
                     site: block[row] for site, block in blocks.items()
                 }

@@ -85,3 +85,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def shard_name(part: int, shard: int) -> str:
     return f"shard-{part:04d}-{shard:05d}"
+
+
+def part_of(name: str) -> int:
+    """The part that a shard of that name is of."""
+    return int(name.split("-")[1])

@@ -96,7 +96,7 @@ def harvest(
     context, overlong: the longest prompt, and what becomes of longer documents: "refuse", "cut" or "split"
     seed: of the shuffle
     parts: documents are dealt to so many parts by hash; each part is shuffled on its own, and written after the one
-        before (as many as machines, unless given)
+        before (as many as machines, unless given). What reads them interleaves them (`harvest.order`)
     shard: (i, n) for machine i of n: it makes parts i, i + n, …
     shard_rows: rows in a file
     batch_tokens: tokens that are run at a time, chosen by the width of the rows unless given; two such batches are

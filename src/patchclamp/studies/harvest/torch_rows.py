@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,24 +21,30 @@ Values = torch.Tensor | dict[str, torch.Tensor]
 class Rows(Dataset[Values]):
     """Row i of a data set as a tensor [D], or by site where there are several.
 
-    Rows were shuffled when they were written: reading them in order is quick, and as random as it gets.
+    Rows were shuffled when they were written, and parts are interleaved (`order`): reading them in order is quick, and
+    as random as it gets.
     """
 
     def __init__(self, data: Harvested, sites: list[str]) -> None:
-        self._data, self._sites = data, sites
-        self._ends = np.cumsum([len(rows) for rows in self._arrays[sites[0]]])
+        self._data, self._sites, self._count = data, sites, len(data)
+        data.array(sites[0])  # raises if there is none
 
     @functools.cached_property
     def _arrays(self) -> dict[str, list[np.ndarray]]:
         """The mapped rows of every shard, by site."""
         return {site: [self._data.array(site, shard) for shard in self._data.shards] for site in self._sites}
 
+    @functools.cached_property
+    def _block(self) -> Callable[[int], np.ndarray]:
+        """Blocks of the order; the last ones are remembered."""
+        return functools.lru_cache(64)(self._data.order.block)
+
     def __getstate__(self) -> dict[str, Any]:
         """A process that gets it maps the files anew."""
-        return {name: value for name, value in vars(self).items() if name != "_arrays"}
+        return {name: value for name, value in vars(self).items() if name not in ("_arrays", "_block")}
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return self._count
 
     def __getitem__(self, number: int) -> Values:
         shard, row = self._row(number)
@@ -50,16 +55,14 @@ class Rows(Dataset[Values]):
         """The shard of a row, and its number there."""
         if not -len(self) <= number < len(self):
             raise IndexError(f"there are {len(self)} rows, not {number}")
-        number %= len(self)
-        shard = int(np.searchsorted(self._ends, number, side="right"))
-        return shard, number - (int(self._ends[shard - 1]) if shard else 0)
+        return self._data.order.place(number % len(self), self._block)
 
 
 class Batches(IterableDataset[Values]):
     """All rows in order, `size` at a time [size, D], or by site where there are several; the last batch may be shorter.
 
-    Of several workers of a `DataLoader` (with `batch_size=None`) each reads shards of its own. `repeat`: begins again
-    at the end, for ever.
+    Of several workers of a `DataLoader` (with `batch_size=None`) each reads a stretch of its own. `repeat`: begins
+    again at the end, for ever.
     """
 
     def __init__(self, data: Harvested, sites: list[str], size: int, repeat: bool = False) -> None:
@@ -70,22 +73,28 @@ class Batches(IterableDataset[Values]):
 
     def __iter__(self) -> Iterator[Values]:
         worker = get_worker_info()
-        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        shards = self.data.shards[first::step]
-        return self._read(itertools.cycle(shards) if self.repeat else iter(shards))
+        number, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        begin, end = (len(self.data) * i // count for i in (number, number + 1))
+        return self._read(begin, end)
 
-    def _read(self, shards: Iterator[str]) -> Iterator[Values]:
-        """Batches go across the ends of shards."""
+    def _pieces(self, begin: int, end: int) -> Iterator[dict[str, np.ndarray]]:
+        """Rows in order, `size` at a time at most."""
+        while begin < end:
+            yield from self.data.order.read(self.data.columns(self.sites), begin, end, self.size)
+            if not self.repeat:
+                return
+
+    def _read(self, begin: int, end: int) -> Iterator[Values]:
+        """Batches go across the ends of pieces."""
         held: list[dict[str, torch.Tensor]] = []
         count = 0
-        for shard in shards:
-            arrays = {site: self.data.array(site, shard) for site in self.sites}
-            begin, rows = 0, len(arrays[self.sites[0]])
-            while begin < rows:
-                end = min(rows, begin + self.size - count)
-                held.append({site: tensor(array[begin:end], self.data.dtype) for site, array in arrays.items()})
-                count += end - begin
-                begin = end
+        for piece in self._pieces(begin, end):
+            at, rows = 0, len(piece[self.sites[0]])
+            while at < rows:
+                stop = min(rows, at + self.size - count)
+                held.append({site: tensor(array[at:stop], self.data.dtype) for site, array in piece.items()})
+                count += stop - at
+                at = stop
                 if count == self.size:
                     yield self._joined(held)
                     held, count = [], 0

@@ -13,8 +13,9 @@ import msgspec
 import numpy as np
 
 from patchclamp.errors import ProgramError
-from patchclamp.language import Op
+from patchclamp.language import Op, Program
 from patchclamp.lm import LM, is_token_id
+from patchclamp.studies.journal import Journal
 from patchclamp.studies.progress import progress
 from patchclamp.studies.prompts import Asked
 from patchclamp.studies.teacher_forcing import Forced, forced_logprobs
@@ -45,18 +46,24 @@ class Behaviour(msgspec.Struct, frozen=True):
         return cls(_continuations(lm, answer, prompts, "answer"), foils)
 
     def score(
-        self, lm: LM, asked: list[Asked], edits: Sequence[tuple[Op, ...]], batch: int, show: bool | None
-    ) -> Scored:
-        """Scores every prompt under every one of some edits."""
+        self, lm: LM, asked: list[Asked], edits: Sequence[tuple[Op, ...]], batch: int, show: bool | None,
+        journal: Journal | None = None,
+    ) -> Scored:  # fmt: skip
+        """Scores every prompt under every one of some edits. What `journal` has is not computed again."""
         sides = [self.answers] if self.foils is None else [self.answers, self.foils]
         items = [
-            Forced(one.ids, side[p], edit, one.text)
-            for side in sides for p, one in enumerate(asked) for edit in edits
+            Forced(one.ids, side[p], edit, one.text)  # those that share a run stand beside each other
+            for p, one in enumerate(asked) for edit in edits for side in sides
         ]  # fmt: skip
         with progress("scoring", len(items), show) as advance:
-            totals = [float(row.sum()) for row in forced_logprobs(lm, items, batch, advance)]
-        grids = np.array(totals).reshape(len(sides), len(asked), len(edits))
-        return Scored(grids[0], grids[1] if self.foils is not None else None)
+            totals = [float(row.sum()) for row in forced_logprobs(lm, items, batch, advance, journal)]
+        grids = np.array(totals).reshape(len(asked), len(edits), len(sides))
+        return Scored(grids[:, :, 0], grids[:, :, 1] if self.foils is not None else None)
+
+    def question(self, edits: Sequence[tuple[Op, ...]]) -> dict[str, Any]:
+        """What decides the scores, beside the prompts, as plain data."""
+        programs = [Program.of(list(edit)).fingerprint for edit in edits]
+        return {"answers": self.answers, "foils": self.foils, "edits": programs}
 
 
 def check_behaviour(lm: LM, answer: Any, foil: Any, held_out: float) -> None:

@@ -19,8 +19,10 @@ from patchclamp.errors import ProgramError
 from patchclamp.language.tokens import TokensLike, every, parse_tokens
 from patchclamp.lm import LM
 from patchclamp.studies.checks import check_batch
+from patchclamp.studies.journal import Resumable
 from patchclamp.studies.prompts import ask
 from patchclamp.studies.result import StudyResult, provenance
+from patchclamp.studies.resuming import keeping
 from patchclamp.studies.steering.behaviour import Behaviour, texts_of
 from patchclamp.studies.steering.result import SteeringVectors
 
@@ -108,6 +110,7 @@ def strength_curve(
     chat: bool = False,
     batch: int = 256,
     show_progress: bool | None = None,
+    resume: Resumable | None = None,
 ) -> StrengthCurve:
     """Scores a behaviour under steering vectors of several strengths.
 
@@ -116,6 +119,8 @@ def strength_curve(
         ids, one for all prompts; or a list of texts, one a prompt. Of any number of tokens
     scales: ascending; 0 is the unedited model
     layers, tokens: as in `vectors.edits`; `generated` means the continuation
+    resume: a file to which scores are appended as they are computed, four batches at a time, and from which an
+        interrupted curve of the same arguments goes on
 
     Raises: `ProgramError` and its kind for arguments that cannot be, and the error of any run.
     """
@@ -124,7 +129,11 @@ def strength_curve(
     behaviour = Behaviour.of(lm, answer, foil, len(asked))
     steps = _scales(scales)
     edits = [vectors.edits(scale, layers=layers, tokens=tokens) if scale else () for scale in steps]
-    scored = behaviour.score(lm, asked, edits, batch, show_progress)
+    question = {
+        "study": "strength_curve", "prompts": [[one.ids, one.text] for one in asked], **behaviour.question(edits)
+    }  # fmt: skip
+    with keeping(lm, question, resume) as journal:
+        scored = behaviour.score(lm, asked, edits, batch, show_progress, journal)
     return StrengthCurve(
         provenance=provenance(lm, vectors.provenance.seeds), prompts=tuple(one.shown for one in asked),
         answers=texts_of(lm, behaviour.answers), scales=steps,

@@ -6,9 +6,10 @@ Source: contrastive activation addition, Rimsky et al. 2023 (arXiv:2312.06681); 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from patchclamp.errors import ProgramError, UnsupportedSite
@@ -18,13 +19,14 @@ from patchclamp.language.site import parse_site
 from patchclamp.language.tokens import TokensLike, parse_tokens, prompt
 from patchclamp.lm import LM
 from patchclamp.run import Run
-from patchclamp.studies.batches import run_batches
 from patchclamp.studies.checks import check_batch, numbers_of
 from patchclamp.studies.grid import check_seed
+from patchclamp.studies.journal import Journal, Resumable, Stored
 from patchclamp.studies.progress import progress
 from patchclamp.studies.prompts import Asked, ask, content_hash
 from patchclamp.studies.result import provenance
-from patchclamp.studies.steering.behaviour import Behaviour, check_behaviour
+from patchclamp.studies.resuming import keeping, recorded_runs
+from patchclamp.studies.steering.behaviour import Behaviour, Scored, check_behaviour
 from patchclamp.studies.steering.directions import Check, check, check_method, direction
 from patchclamp.studies.steering.result import PromptSet, SteeringVectors
 from patchclamp.studies.teacher_forcing import parts
@@ -48,6 +50,7 @@ def steering_vectors(
     foil: Any = None,
     batch: int = 64,
     show_progress: bool | None = None,
+    resume: Resumable | None = None,
 ) -> SteeringVectors:
     """A direction a layer from what `site` has in positive and in negative prompts, and the layer where it is best.
 
@@ -62,6 +65,8 @@ def steering_vectors(
         them the best layer is the one whose vector, added once to every token of the held-out negative prompts, moves
         log p(answer) − log p(foil) most; without them the one that tells held-out prompts apart best
     batch: runs submitted at a time; two batches are under way
+    resume: a file to which each prompt's rows, and scores, are appended as they are computed, and from which an
+        interrupted call of the same arguments goes on
 
     Raises: `ProgramError` and its kind for arguments that cannot be, and the error of any run.
     """
@@ -73,11 +78,21 @@ def steering_vectors(
     numbers = _layers(lm, named, layers)
     tests = _held_out(len(sides[0]), len(sides[1]), held_out, seed)
     captures = [Capture(Site(named.name, layer), parse_tokens(tokens)) for layer in numbers]
-    with progress("reading", sum(map(len, sides)), show_progress) as advance:
-        rows_NLD, norms = _read(lm, [*sides[0], *sides[1]], captures, batch, advance)
-    vectors, checks = _fit(method, rows_NLD[: len(sides[0])], rows_NLD[len(sides[0]) :], tests)
-    kept = [sides[1][i] for i in tests[1]]
-    effects = _effects(lm, named, numbers, vectors, kept, answer, foil, batch, show_progress)
+    behaviour = None if answer is None else Behaviour.of(lm, answer, foil, len(tests[1]))
+    question = {
+        "study": "steering_vectors", "prompts": [[one.ids for one in side] for side in sides], "method": method,
+        "site": named.name, "layers": numbers, "tokens": str(parse_tokens(tokens)), "held_out": held_out, "seed": seed,
+        "behaviour": None if behaviour is None else behaviour.question(()),
+    }  # fmt: skip
+    with keeping(lm, question, resume) as journal:
+        with progress("reading", sum(map(len, sides)), show_progress) as advance:
+            rows_NLD, norms = _read(lm, journal, [*sides[0], *sides[1]], captures, batch, advance)
+        vectors, checks = _fit(method, rows_NLD[: len(sides[0])], rows_NLD[len(sides[0]) :], tests)
+        kept = [sides[1][i] for i in tests[1]]
+        effects = np.full(len(numbers), np.nan)
+        if behaviour is not None:
+            adding = [(Add(of, at=Site(named.name, layer)),) for layer, of in zip(numbers, vectors, strict=True)]
+            effects = _effects(behaviour.score(lm, kept, [(), *adding], batch, show_progress, journal))
     best = max(range(len(numbers)), key=lambda i: (effects[i] if len(kept) and answer is not None else 0.0,
                                                    checks[i].accuracy, checks[i].separation, -i))  # fmt: skip
     sets = [PromptSet(len(side), len(test), content_hash(side)) for side, test in zip(sides, tests, strict=True)]
@@ -106,16 +121,9 @@ def _fit(
     return np.stack(vectors), checks
 
 
-def _effects(
-    lm: LM, site: Site, layers: list[int], vectors: np.ndarray, asked: list[Asked], answer: Any, foil: Any, batch: int,
-    show: bool | None,
-) -> np.ndarray:  # fmt: skip
-    """How much each layer's vector, added once, moves the score of a behaviour on held-out prompts: [L], their mean."""
-    if answer is None:
-        return np.full(len(layers), np.nan)
-    behaviour = Behaviour.of(lm, answer, foil, len(asked))
-    edits = [(), *((Add(vector, at=Site(site.name, layer)),) for layer, vector in zip(layers, vectors, strict=True))]
-    scores = behaviour.score(lm, asked, edits, batch, show).scores.mean(0)
+def _effects(scored: Scored) -> np.ndarray:
+    """How much each vector, added once, moves the score: [L], the mean over prompts. The first edits are none."""
+    scores = scored.scores.mean(0)
     return scores[1:] - scores[0]
 
 
@@ -164,27 +172,34 @@ def _held_out(positive: int, negative: int, share: float, seed: int) -> tuple[np
     return np.sort(first[: counts[0]]), np.sort(second[: counts[1]])
 
 
+class _Read(msgspec.Struct, frozen=True):
+    """What is kept of a prompt: its mean row at each layer [L, D], and the mean length of its rows [L]."""
+
+    mean: Stored
+    lengths: Stored
+
+
 def _read(
-    lm: LM, asked: list[Asked], captures: list[Capture], batch: int, advance: Any
+    lm: LM, journal: Journal | None, asked: list[Asked], captures: list[Capture], batch: int, advance: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """The mean row of each prompt at each layer [N, L, D], and the mean length [L] of all rows."""
-    sites = [capture.at for capture in captures]
-    means: list[np.ndarray] = []
-    lengths: list[np.ndarray] = []
+    sites = [str(capture.at) for capture in captures]
 
-    def read(runs: list[Run]) -> None:
-        for run, tensors in zip(runs, lm.fetch(runs, sites), strict=True):
-            rows_LTD = [np.asarray(tensors[str(site)], np.float64) for site in sites]
-            rows_LTD = [rows.reshape(len(rows), -1) for rows in rows_LTD]  # of heads too
-            if not len(rows_LTD[0]):
-                raise ProgramError(f"{captures[0].tokens} selects nothing of prompt {len(means)}", "tokens")
-            means.append(np.stack([rows.mean(0) for rows in rows_LTD]))
-            lengths.append(np.array([np.linalg.norm(rows, axis=1).mean() for rows in rows_LTD]))
-            run.close()
-        advance(len(runs))
+    def calls(numbers: Sequence[int]) -> Iterator[dict[str, Any]]:
+        for part in parts(numbers, batch):
+            yield {"prompt": [asked[i].prompt for i in part], "max_tokens": 1, "capture": captures}
 
-    calls = (
-        {"prompt": [one.prompt for one in part], "max_tokens": 1, "capture": captures} for part in parts(asked, batch)
-    )
-    run_batches(lm, calls, read)
-    return np.stack(means), np.mean(lengths, axis=0)
+    def record(runs: Sequence[Run], numbers: Sequence[int]) -> list[_Read]:
+        fetched = lm.fetch(runs, sites)
+        return [mean_rows(number, tensors) for number, tensors in zip(numbers, fetched, strict=True)]
+
+    def mean_rows(number: int, tensors: dict[str, Any]) -> _Read:
+        rows_LTD = [np.asarray(tensors[site], np.float64) for site in sites]
+        rows_LTD = [rows.reshape(len(rows), -1) for rows in rows_LTD]  # of heads too
+        if not len(rows_LTD[0]):
+            raise ProgramError(f"{captures[0].tokens} selects nothing of prompt {number}", "tokens")
+        lengths = [np.linalg.norm(rows, axis=1).mean() for rows in rows_LTD]
+        return _Read(Stored.of(np.stack([rows.mean(0) for rows in rows_LTD])), Stored.of(np.array(lengths)))
+
+    read = recorded_runs(lm, journal, range(len(asked)), calls, record, _Read, advance)
+    return np.stack([of.mean.array() for of in read]), np.mean([of.lengths.array() for of in read], axis=0)
