@@ -148,6 +148,15 @@ MORE: dict[str, tuple[str, dict]] = {
         layers_block_type=["mamba", "attention", "mlp"], mamba_num_heads=8, mamba_head_dim=32, ssm_state_size=16,
         n_groups=1, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
         moe_shared_expert_intermediate_size=64)),
+    "falcon_h1": ("falcon_h1", dict(
+        _GROUPED, mamba_d_ssm=256, mamba_n_heads=8, mamba_d_head=32, mamba_d_state=16, mamba_chunk_size=32,
+        embedding_multiplier=2.0, lm_head_multiplier=0.5, key_multiplier=0.5, attention_in_multiplier=1.5,
+        attention_out_multiplier=0.8, ssm_in_multiplier=0.7, ssm_out_multiplier=0.6, mlp_multipliers=[0.9, 1.2],
+        ssm_multipliers=[0.5, 0.8, 1.2, 0.9, 1.1])),
+    "jamba": ("jamba", dict(
+        _NO_HEAD_DIM, num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=3,
+        expert_layer_offset=1, num_experts=4, num_experts_per_tok=2, use_mamba_kernels=False, mamba_d_state=16,
+        mamba_dt_rank=8)),
     "mamba2": ("mamba2", dict(_STATE, num_hidden_layers=2, num_heads=8, head_dim=32, state_size=16, n_groups=1)),
     "qwen3_next": ("qwen3_next", dict(
         _EXPERTS, num_experts=4, shared_expert_intermediate_size=64, linear_key_head_dim=128, linear_value_head_dim=128,

@@ -46,6 +46,7 @@ LACKS = dict.fromkeys(FAMILIES | MORE, ROUTER) | {
     "mixtral": FUSED, "gpt_oss": FUSED, "olmoe": FUSED, "qwen3_moe": MIXER, "deepseek_v2": LATENT, "deepseek_v3": LATENT,
     "glm4_moe": MIXER, "glm4_moe_plain": MIXER, "ernie4_5_moe": MIXER, "qwen2_moe": MIXER,
     "granite_hybrid": EXPERTS, "nemotron_h": {"resid_mid": "alone", "router": "none of its layers has experts"},
+    "falcon_h1": {"router": "no experts"}, "jamba": {},
     "mamba2": NO_ATTENTION | NO_MLP, "qwen3_next": dict.fromkeys("qk", "norms them in the kernel"),
     "qwen3_5": dict.fromkeys("qk", "norms them in the kernel") | {"router": "none of its layers has experts"},
     "nemotron_h_experts": {"resid_mid": "alone"},
@@ -62,6 +63,7 @@ TRANSFORMERS_ALONE = {
     "qwen3_next": "its kernels of linear attention for CPUs take bfloat16 alone",
     "qwen3_5": "it imports torchvision, which a CPU build of PyTorch has not",
     "nemotron_h_experts": "it has no kernel for CPUs of experts without a gate",
+    "jamba": "it has no kernel for CPUs of the first Mamba's state space",
     "minimax_m2": "its router for CPUs takes a sigmoid of groups alone",
 }
 # what the others' tables have that those of FAMILIES do not: a copied input, groups of columns, kinds of layers
@@ -155,6 +157,8 @@ def test_the_stream_adds_up(pair, engine):
         before, after = run[f"resid_pre[{layer}]"], run[f"resid_post[{layer}]"]
         added = [run[at] for name in (mixer, "mlp_out") if (at := f"{name}[{layer}]") in map(str, lm.sites.refs())]
         assert added
+        if lm.sites.family.both:
+            added[0] = added[0] + run[f"attn_out[{layer}]"]
         if "resid_mid" in lm.sites.names:
             middle = run[f"resid_mid[{layer}]"]
             assert worst_row(before + added[0], middle) <= 4 * EPS, layer

@@ -90,6 +90,7 @@ class Family(msgspec.Struct, frozen=True, dict=True):
     tabled: whether the table is in `sites.tables`, and not made from a module tree
     divided_by: the config's name of the number that vLLM divides the stream by in float16
     gated: whether a gate multiplies what attention computes, before `z`
+    both: whether each layer has attention and a state space, side by side: both add to the stream
     """
 
     name: str
@@ -101,6 +102,7 @@ class Family(msgspec.Struct, frozen=True, dict=True):
     tabled: bool = True
     divided_by: str = ""
     gated: bool = False
+    both: bool = False
 
     @functools.cached_property
     def sites(self) -> dict[str, tuple[str, int]]:
@@ -218,7 +220,7 @@ MLP_WIDTHS = (
     "shared_intermediate_size",
     "intermediate_size",
 )
-FACTORS = ("residual_multiplier",)
+FACTORS = ("residual_multiplier", "attention_out_multiplier", "ssm_out_multiplier")
 
 
 def _kv_heads(config: Any, heads: int) -> int:
