@@ -38,6 +38,8 @@ def _of_table(lm: LM, base: Run) -> dict[str, str]:
     layers_of = {name: {ref.layer for ref in lm.sites.resolve(Site(name))} for name in added}
     for layer in range(lm.sites.layers):
         for before, gains, after in _stages(names, [name for name in layers_of if layer in layers_of[name]]):
+            if after == "resid_post" and lm.sites.family.afterwards:
+                continue
             terms = [f"{name}[{layer}]" for name in (before, *gains)]
             if not _close(lm, [_rows(base, term) for term in terms], _rows(base, f"{after}[{layer}]")):
                 why = f"{' + '.join(terms)} is not {after}[{layer}]"

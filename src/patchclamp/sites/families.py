@@ -91,6 +91,7 @@ class Family(msgspec.Struct, frozen=True, dict=True):
     divided_by: the config's name of the number that vLLM divides the stream by in float16
     gated: whether a gate multiplies what attention computes, before `z`
     both: whether each layer has attention and a state space, side by side: both add to the stream
+    afterwards: what a layer does to the stream after its MLP, so that its end is not `resid_mid` and `mlp_out` alone
     """
 
     name: str
@@ -103,6 +104,7 @@ class Family(msgspec.Struct, frozen=True, dict=True):
     divided_by: str = ""
     gated: bool = False
     both: bool = False
+    afterwards: str = ""
 
     @functools.cached_property
     def sites(self) -> dict[str, tuple[str, int]]:
