@@ -23,8 +23,10 @@ from patchclamp.language.registry import SITES
 from patchclamp.runtime.taps import find
 from patchclamp.sites import FAMILIES as TABLES
 from patchclamp.sites import SiteMap, family_of, sizes_of
+from patchclamp.studies import edge_attribution
 
-from ..models import FAMILIES, MORE, of_family
+from ..models import FAMILIES, MORE, of_config, of_family
+from .plain_scan import plain_scan
 from .test_parity import worst_row
 
 pytestmark = pytest.mark.usefixtures("inspected_here")
@@ -195,6 +197,46 @@ def test_the_modules_of_every_table_are_there_on_transformers():
         sites = SiteMap(family_of([type(net).__name__], net.config), sizes_of(net.config))
         assert [find(net, tap.module) for point, tap in sites.taps("transformers") if point.rows == "tokens"]
     assert classes == {name for family in TABLES for name in family.architectures}
+
+
+@pytest.mark.skipif(not ALL, reason="make families runs it")
+def test_jamba_is_equal_where_its_state_space_runs_in_plain_code(tmp_path):
+    with plain_scan():
+        made = opened("jamba", of_family(tmp_path, "jamba"))
+        with made.lm, made.hub:
+            everything_is_equal(made)
+            every_edit_is_equal(made)
+            test_what_a_family_lacks_says_why(made, "lm")
+            test_writing_back_what_was_read_changes_nothing(made, "lm")
+            test_the_stream_adds_up(made, "lm")
+            push, mixed = pc.Add([1.0] * made.lm.model.d_model, pc.Site("mixer_out", 0)), pc.Site("resid_mid", 0)
+            before, after = (
+                made.lm.run(PROMPTS[0], max_tokens=1, capture=[mixed], edits=e)[mixed] for e in ([], [push])
+            )
+            assert torch.allclose(after - before, torch.ones(()), atol=1e-5)  # both are read at one module
+
+
+@pytest.mark.skipif(not ALL, reason="make families runs it")
+def test_gemma_3n_is_refused_by_name(tmp_path):
+    config = {**MORE["gemma4"][1], "intermediate_size": [256] * 3, "laurel_rank": 8, "num_kv_shared_layers": 1,
+              "activation_sparsity_pattern": [0.0] * 3}  # fmt: skip
+    folder = of_config(tmp_path, "gemma3n_text", config)
+    for engine in ("transformers", "vllm"):
+        with pytest.raises(
+            pc.ModelError, match="Gemma3nForCausalLM has no sites: each of its layers makes four streams"
+        ):
+            pc.LM(folder, engine=engine, **IDS)
+
+
+@pytest.mark.skipif(not ALL, reason="make families runs it")
+def test_edges_are_refused_where_a_layer_ends_with_a_factor(tmp_path):
+    with (
+        pc.LM(of_family(tmp_path, "gemma4"), engine="transformers", prove=False, **IDS) as hub,
+        pytest.raises(
+            UnsupportedSite, match="each layer of gemma4 models ends with an embedding of the layer, and a factor"
+        ),
+    ):
+        edge_attribution(hub, clean=PROMPTS[1], corrupt=PROMPTS[0][:12], answer=5)
 
 
 @pytest.mark.skipif(not ALL, reason="make families runs it")

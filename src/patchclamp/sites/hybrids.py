@@ -103,12 +103,13 @@ def _jamba(llama: Family) -> Family:
     """vLLM's state space writes its result where it is told to: it is read as the next norm's first input."""
     norm = L + ".pre_ff_layernorm"
     vllm = projections(ATTENTION + ".{w}_proj", L + ".qkv_proj", "q", "k", "v") | {
-        "z": results(ATTENTION + ".o_proj", L + ".attn"), "attn_out": kind(Tap(ATTENTION, "out"), Tap(L + ".o_proj", "out")),
-        "attn_in": same(L + ".input_layernorm"),
+        "z": results(ATTENTION + ".o_proj", L + ".attn"), "attn_in": same(L + ".input_layernorm"),
+        "attn_out": kind(Tap(ATTENTION, "out"), Tap(L + ".o_proj", "out")),
     }  # fmt: skip
     mixer = recurrent(Tap(L + ".mamba", "out"), Tap(norm, "in"))
     family = without(
-        llama, "jamba", "JambaForCausalLM", {}, **_feed_forward(layers="dense"), **end("model.final_layernorm", pair=True),
+        llama, "jamba", "JambaForCausalLM", {}, **_feed_forward(layers="dense"),
+        **end("model.final_layernorm", pair=True),
         **{word: msgspec.structs.replace(kind, layers="attention") for word, kind in vllm.items()},
         stream=kind(Tap(L, "in"), _KEYWORDS), mid=kind(Tap(norm, "in"), Tap(norm, "in", 0, 1)),
         router=kind(Tap(_FORWARD + ".router", "out"), width="X", layers="sparse"),
