@@ -112,6 +112,8 @@ FAMILIES: dict[str, tuple[str, dict]] = {
 _NO_HEAD_DIM = {name: value for name, value in _GROUPED.items() if name != "head_dim"}
 _TWO = dict(_GROUPED, num_hidden_layers=2)
 _STATE = dict(hidden_size=128, vocab_size=512, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+_LAYERED = dict(_GROUPED, vocab_size_per_layer_input=512, hidden_size_per_layer_input=0, global_head_dim=64,
+                sliding_window=8, layer_types=["sliding_attention", "full_attention", "full_attention"])  # fmt: skip
 # those that were tabled later: make families proves all, make test a few
 MORE: dict[str, tuple[str, dict]] = {
     "glm4": ("glm4", _TWO),
@@ -148,6 +150,19 @@ MORE: dict[str, tuple[str, dict]] = {
         layers_block_type=["mamba", "attention", "mlp"], mamba_num_heads=8, mamba_head_dim=32, ssm_state_size=16,
         n_groups=1, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
         moe_shared_expert_intermediate_size=64)),
+    "gemma4": ("gemma4_text", dict(_LAYERED, hidden_size_per_layer_input=16)),
+    "gemma4_wide": ("gemma4_text", dict(_LAYERED, num_kv_shared_layers=1, use_double_wide_mlp=True)),
+    "gemma4_moe": ("gemma4_text", dict(_LAYERED, enable_moe_block=True, num_experts=4, top_k_experts=2,
+                                       moe_intermediate_size=64)),
+    "falcon_h1": ("falcon_h1", dict(
+        _GROUPED, mamba_d_ssm=256, mamba_n_heads=8, mamba_d_head=32, mamba_d_state=16, mamba_chunk_size=32,
+        embedding_multiplier=2.0, lm_head_multiplier=0.5, key_multiplier=0.5, attention_in_multiplier=1.5,
+        attention_out_multiplier=0.8, ssm_in_multiplier=0.7, ssm_out_multiplier=0.6, mlp_multipliers=[0.9, 1.2],
+        ssm_multipliers=[0.5, 0.8, 1.2, 0.9, 1.1])),
+    "jamba": ("jamba", dict(
+        _NO_HEAD_DIM, num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=3,
+        expert_layer_offset=1, num_experts=4, num_experts_per_tok=2, use_mamba_kernels=False, mamba_d_state=16,
+        mamba_dt_rank=8)),
     "mamba2": ("mamba2", dict(_STATE, num_hidden_layers=2, num_heads=8, head_dim=32, state_size=16, n_groups=1)),
     "qwen3_next": ("qwen3_next", dict(
         _EXPERTS, num_experts=4, shared_expert_intermediate_size=64, linear_key_head_dim=128, linear_value_head_dim=128,
@@ -292,6 +307,8 @@ def randomise(net) -> None:
         for place, bias in net.named_buffers():
             if place.endswith("e_score_correction_bias"):
                 bias.normal_(std=0.1)
+            elif place.endswith("layer_scalar"):
+                bias.fill_(0.8)
         for place, bias in net.named_parameters():
             if place.endswith("moe_statics.e_score_correction_bias"):
                 bias.zero_()  # vLLM's router for CPUs leaves it out where scores are a softmax

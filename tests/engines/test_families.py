@@ -23,8 +23,10 @@ from patchclamp.language.registry import SITES
 from patchclamp.runtime.taps import find
 from patchclamp.sites import FAMILIES as TABLES
 from patchclamp.sites import SiteMap, family_of, sizes_of
+from patchclamp.studies import edge_attribution
 
-from ..models import FAMILIES, MORE, of_family
+from ..models import FAMILIES, MORE, of_config, of_family
+from .plain_scan import plain_scan
 from .test_parity import worst_row
 
 pytestmark = pytest.mark.usefixtures("inspected_here")
@@ -38,6 +40,7 @@ ROUTER, EXPERTS = MIXER | {"router": "no experts"}, {"router": "no experts"}
 LATENT = MIXER | dict.fromkeys("qkv", "latent")
 ITSELF = ROUTER | dict.fromkeys(("attn_in", "mlp_in"), "itself")
 PARALLEL = ROUTER | {"resid_mid": "none is between"}
+UNLIKE = dict.fromkeys("qkvz", "of another size")
 NO_ATTENTION = dict.fromkeys(("attn_in", "q", "k", "v", "z", "attn_out"), "none of its layers has attention")
 NO_MLP = dict.fromkeys(("resid_mid", "mlp_in", "router", "neurons", "mlp_out"), "no MLP")
 LACKS = dict.fromkeys(FAMILIES | MORE, ROUTER) | {
@@ -46,6 +49,9 @@ LACKS = dict.fromkeys(FAMILIES | MORE, ROUTER) | {
     "mixtral": FUSED, "gpt_oss": FUSED, "olmoe": FUSED, "qwen3_moe": MIXER, "deepseek_v2": LATENT, "deepseek_v3": LATENT,
     "glm4_moe": MIXER, "glm4_moe_plain": MIXER, "ernie4_5_moe": MIXER, "qwen2_moe": MIXER,
     "granite_hybrid": EXPERTS, "nemotron_h": {"resid_mid": "alone", "router": "none of its layers has experts"},
+    "gemma4": ROUTER | UNLIKE, "gemma4_wide": ROUTER | UNLIKE | {"neurons": "twice as wide"},
+    "gemma4_moe": MIXER | UNLIKE | {"mlp_in": "a norm of their own"},
+    "falcon_h1": {"router": "no experts"}, "jamba": {},
     "mamba2": NO_ATTENTION | NO_MLP, "qwen3_next": dict.fromkeys("qk", "norms them in the kernel"),
     "qwen3_5": dict.fromkeys("qk", "norms them in the kernel") | {"router": "none of its layers has experts"},
     "nemotron_h_experts": {"resid_mid": "alone"},
@@ -62,6 +68,7 @@ TRANSFORMERS_ALONE = {
     "qwen3_next": "its kernels of linear attention for CPUs take bfloat16 alone",
     "qwen3_5": "it imports torchvision, which a CPU build of PyTorch has not",
     "nemotron_h_experts": "it has no kernel for CPUs of experts without a gate",
+    "jamba": "it has no kernel for CPUs of the first Mamba's state space",
     "minimax_m2": "its router for CPUs takes a sigmoid of groups alone",
 }
 # what the others' tables have that those of FAMILIES do not: a copied input, groups of columns, kinds of layers
@@ -155,10 +162,13 @@ def test_the_stream_adds_up(pair, engine):
         before, after = run[f"resid_pre[{layer}]"], run[f"resid_post[{layer}]"]
         added = [run[at] for name in (mixer, "mlp_out") if (at := f"{name}[{layer}]") in map(str, lm.sites.refs())]
         assert added
+        if lm.sites.family.both:
+            added[0] = added[0] + run[f"attn_out[{layer}]"]
         if "resid_mid" in lm.sites.names:
             middle = run[f"resid_mid[{layer}]"]
             assert worst_row(before + added[0], middle) <= 4 * EPS, layer
-            assert pair.name == "granite_hybrid_experts" or worst_row(middle + added[1], after) <= 4 * EPS, layer
+            alone = pair.name != "granite_hybrid_experts" and not lm.sites.family.afterwards
+            assert not alone or worst_row(middle + added[1], after) <= 4 * EPS, layer
         else:
             assert worst_row(before + sum(added), after) <= 4 * EPS, layer
         if layer + 1 < lm.sites.layers:
@@ -187,6 +197,46 @@ def test_the_modules_of_every_table_are_there_on_transformers():
         sites = SiteMap(family_of([type(net).__name__], net.config), sizes_of(net.config))
         assert [find(net, tap.module) for point, tap in sites.taps("transformers") if point.rows == "tokens"]
     assert classes == {name for family in TABLES for name in family.architectures}
+
+
+@pytest.mark.skipif(not ALL, reason="make families runs it")
+def test_jamba_is_equal_where_its_state_space_runs_in_plain_code(tmp_path):
+    with plain_scan():
+        made = opened("jamba", of_family(tmp_path, "jamba"))
+        with made.lm, made.hub:
+            everything_is_equal(made)
+            every_edit_is_equal(made)
+            test_what_a_family_lacks_says_why(made, "lm")
+            test_writing_back_what_was_read_changes_nothing(made, "lm")
+            test_the_stream_adds_up(made, "lm")
+            push, mixed = pc.Add([1.0] * made.lm.model.d_model, pc.Site("mixer_out", 0)), pc.Site("resid_mid", 0)
+            before, after = (
+                made.lm.run(PROMPTS[0], max_tokens=1, capture=[mixed], edits=e)[mixed] for e in ([], [push])
+            )
+            assert torch.allclose(after - before, torch.ones(()), atol=1e-5)  # both are read at one module
+
+
+@pytest.mark.skipif(not ALL, reason="make families runs it")
+def test_gemma_3n_is_refused_by_name(tmp_path):
+    config = {**MORE["gemma4"][1], "intermediate_size": [256] * 3, "laurel_rank": 8, "num_kv_shared_layers": 1,
+              "activation_sparsity_pattern": [0.0] * 3}  # fmt: skip
+    folder = of_config(tmp_path, "gemma3n_text", config)
+    for engine in ("transformers", "vllm"):
+        with pytest.raises(
+            pc.ModelError, match="Gemma3nForCausalLM has no sites: each of its layers makes four streams"
+        ):
+            pc.LM(folder, engine=engine, **IDS)
+
+
+@pytest.mark.skipif(not ALL, reason="make families runs it")
+def test_edges_are_refused_where_a_layer_ends_with_a_factor(tmp_path):
+    with (
+        pc.LM(of_family(tmp_path, "gemma4"), engine="transformers", prove=False, **IDS) as hub,
+        pytest.raises(
+            UnsupportedSite, match="each layer of gemma4 models ends with an embedding of the layer, and a factor"
+        ),
+    ):
+        edge_attribution(hub, clean=PROMPTS[1], corrupt=PROMPTS[0][:12], answer=5)
 
 
 @pytest.mark.skipif(not ALL, reason="make families runs it")

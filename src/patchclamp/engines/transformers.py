@@ -398,9 +398,12 @@ def _load(name: str, dtype: torch.dtype | str, trust_remote_code: bool) -> Any:
     kind = transformers.AutoModelForImageTextToText if reads_images else transformers.AutoModelForCausalLM
     if not reads_images and config.get_text_config() is not config and type(config) not in kind._model_mapping:
         raise no_text_model(architectures_of(config))
-    loaded: Any = kind.from_pretrained(
-        name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **exact
-    )
+    try:
+        loaded: Any = kind.from_pretrained(
+            name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **exact
+        )
+    except ImportError as error:  # of a library that reads quantised weights
+        raise ModelError(f"Transformers cannot load this checkpoint here: {error}") from error
     net, loading = loaded
     missing = sorted(loading["missing_keys"])
     if missing:

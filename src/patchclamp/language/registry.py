@@ -68,7 +68,8 @@ SITES: dict[str, SiteSpec] = {  # in the order in which a model computes them
         SiteSpec("attn_out", "[T, D]", "what attention adds to the stream", block="attention", moves=("mixer_out",),
                  transformer_lens=(_BLOCKS + "hook_attn_out",), nnterp=("attentions_output",)),
         SiteSpec("mixer_out", "[T, D]", "what a layer's mixer adds to the stream, where some layers have a state "
-                 "space or linear attention for attention; in a layer with attention it is `attn_out[l]`",
+                 "space or linear attention for attention; in a layer with attention it is `attn_out[l]`, but in one "
+                 "with both it is what the state space adds",
                  block="attention", moves=("attn_out",)),
         SiteSpec("resid_mid", "[T, D]", "the stream between attention and MLP",
                  transformer_lens=(_BLOCKS + "hook_resid_mid",)),

@@ -73,8 +73,10 @@ def prove(lm: LM, full: bool = False) -> list[Proof]:
     base = lm.run(ids, max_tokens=1, capture=[*(_all(name) for name in names)], logprobs=True)
     _finite(lm, base)
     refs = [ref for name in names for ref in _tried(lm.sites.resolve(Site(name)), full)]
-    watchable = {str(ref): ref.point for ref in lm.sites.refs()} if lm.sites.family.tabled else {}
-    watched_refs = {str(ref): watched(ref, watchable) for ref in refs}
+    # where a state space is beside attention, neither moves the other, which the words do not say
+    beside = {"mixer_out"} if lm.sites.family.both else set()
+    watchable = {str(ref): ref.point for ref in lm.sites.refs() if lm.sites.family.tabled and ref.name not in beside}
+    watched_refs = {str(ref): [] if ref.name in beside else watched(ref, watchable) for ref in refs}
     everywhere = [Capture(at, prompt[-1]) for at in sorted(set(itertools.chain(*watched_refs.values())))]
     tries: list[list[Op]] = [[*_captures(watched_refs[str(ref)]), _push(base, ref)] for ref in refs]
     tries += [] if full else [_write_back(base, name) for name in names]

@@ -15,6 +15,7 @@ from patchclamp.run import Run
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 DEFAULT_EPS = 2.0**-3  # of any other dtype
 ADDED: tuple[str, ...] = ("attn_out", "mlp_out")
+MIXERS: tuple[str, ...] = ("attn_out", "mixer_out")
 HEAD_RTOL = 0.1  # of a head: keys and values may be kept in eight bits
 STREAM: tuple[str, ...] = ("resid_pre", "resid_mid", "resid_post")
 
@@ -31,11 +32,14 @@ def sums(lm: LM, base: Run) -> dict[str, str]:
 def _of_table(lm: LM, base: Run) -> dict[str, str]:
     names = lm.sites.names
     wrong = {name: "" for name in names if name in (*STREAM, *ADDED, "mixer_out")}
-    if not {"resid_pre", "resid_post"} <= set(names) or not _added(names):
+    added = _added(names, lm.sites.family.both)
+    if not {"resid_pre", "resid_post"} <= set(names) or not added:
         return {}
-    layers_of = {name: {ref.layer for ref in lm.sites.resolve(Site(name))} for name in _added(names)}
+    layers_of = {name: {ref.layer for ref in lm.sites.resolve(Site(name))} for name in added}
     for layer in range(lm.sites.layers):
         for before, gains, after in _stages(names, [name for name in layers_of if layer in layers_of[name]]):
+            if after == "resid_post" and lm.sites.family.afterwards:
+                continue
             terms = [f"{name}[{layer}]" for name in (before, *gains)]
             if not _close(lm, [_rows(base, term) for term in terms], _rows(base, f"{after}[{layer}]")):
                 why = f"{' + '.join(terms)} is not {after}[{layer}]"
@@ -45,23 +49,26 @@ def _of_table(lm: LM, base: Run) -> dict[str, str]:
         if layer and not np.array_equal(_rows(base, f"resid_post[{layer - 1}]"), _rows(base, f"resid_pre[{layer}]")):
             why = f"resid_post[{layer - 1}] is not resid_pre[{layer}]"
             wrong |= {name: wrong[name] or why for name in ("resid_pre", "resid_post")}
-    if "mixer_out" in wrong and "attn_out" in wrong:  # in layers with attention they are one point
+    if (
+        "mixer_out" in wrong and "attn_out" in wrong and not lm.sites.family.both
+    ):  # in layers with attention they are one point
         wrong["attn_out"] = wrong["attn_out"] or wrong["mixer_out"]
     return wrong | _of_heads(lm, base) | _of_norms(lm, base)
 
 
-def _added(names: list[str]) -> list[str]:
-    """The words of what is added to the stream."""
-    mixer = "mixer_out" if "mixer_out" in names else "attn_out"
-    return [name for name in (mixer, "mlp_out") if name in names]
+def _added(names: list[str], both: bool) -> list[str]:
+    """The words of what is added to the stream; `both`: attention and a state space add to it in each layer."""
+    mixers = MIXERS if both else ("mixer_out",) if "mixer_out" in names else ("attn_out",)
+    return [name for name in (*mixers, "mlp_out") if name in names]
 
 
 def _stages(names: list[str], added: list[str]) -> list[tuple[str, tuple[str, ...], str]]:
     """Each part of a layer: the stream before it, what of `added` it adds, and the stream after it."""
     if "resid_mid" not in names:
         return [("resid_pre", tuple(added), "resid_post")]
-    parts = [("resid_pre", "resid_mid"), ("resid_mid", "resid_post")]
-    return [(before, (gain,), after) for gain, (before, after) in zip(added, parts, strict=False)]
+    mixers = tuple(name for name in added if name in MIXERS)
+    parts = [("resid_pre", mixers, "resid_mid"), ("resid_mid", tuple(added[len(mixers) :]), "resid_post")]
+    return [part for part in parts if part[1]]
 
 
 def _of_heads(lm: LM, base: Run) -> dict[str, str]:

@@ -90,6 +90,8 @@ class Family(msgspec.Struct, frozen=True, dict=True):
     tabled: whether the table is in `sites.tables`, and not made from a module tree
     divided_by: the config's name of the number that vLLM divides the stream by in float16
     gated: whether a gate multiplies what attention computes, before `z`
+    both: whether each layer has attention and a state space, side by side: both add to the stream
+    afterwards: what a layer does to the stream after its MLP, so that its end is not `resid_mid` and `mlp_out` alone
     """
 
     name: str
@@ -101,6 +103,8 @@ class Family(msgspec.Struct, frozen=True, dict=True):
     tabled: bool = True
     divided_by: str = ""
     gated: bool = False
+    both: bool = False
+    afterwards: str = ""
 
     @functools.cached_property
     def sites(self) -> dict[str, tuple[str, int]]:
@@ -218,7 +222,7 @@ MLP_WIDTHS = (
     "shared_intermediate_size",
     "intermediate_size",
 )
-FACTORS = ("residual_multiplier",)
+FACTORS = ("residual_multiplier", "attention_out_multiplier", "ssm_out_multiplier")
 
 
 def _kv_heads(config: Any, heads: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from patchclamp.language.registry import SITES
-from patchclamp.sites.families import Family, Tap
+from patchclamp.sites.families import Family, PointKind, Tap
 from patchclamp.sites.kinds import (
     ATTENTION,
     MLP,
@@ -29,7 +29,15 @@ _KEYWORDS = Tap(L, "in", "hidden_states", "residual")  # vLLM calls these layers
 
 def hybrids(llama: Family, granite: Family) -> tuple[Family, ...]:
     """The tables, some of them made of another family's."""
-    return (_granite(granite), _granite_experts(granite), _qwen3_next(llama), _nemotron_h(), MAMBA2)
+    return (
+        _granite(granite),
+        _granite_experts(granite),
+        _qwen3_next(llama),
+        _nemotron_h(),
+        MAMBA2,
+        _falcon_h1(llama),
+        _jamba(llama),
+    )
 
 
 def _granite(granite: Family) -> Family:
@@ -65,6 +73,50 @@ def _qwen3_next(llama: Family) -> Family:
     )  # fmt: skip
     points = {word: kind for word, kind in family.points.items() if word not in family.lacks}
     return msgspec.structs.replace(family, gated=True, points=points)
+
+
+_FORWARD = L + ".feed_forward"
+
+
+def _feed_forward(**rest: str) -> dict[str, PointKind]:
+    """The points around an MLP that is called so, and the model's end."""
+    return {
+        "mlp_in": same(L + ".pre_ff_layernorm"),
+        "neurons": sharded(Tap(_FORWARD + ".down_proj", "in"), width="M", **rest),
+        "mlp_out": same(_FORWARD),
+    }
+
+
+def _falcon_h1(llama: Family) -> Family:
+    """Attention and a state space read the same normed stream, each times a factor of its own, and both add to it."""
+    family = without(
+        llama, "falcon_h1", "FalconH1ForCausalLM", _NO_EXPERTS, **_feed_forward(), **end("model.final_layernorm"),
+        stream=kind(Tap(L, "in"), Tap(L, "in", "hidden_states")), mid=same(L + ".pre_ff_layernorm", "in"),
+        attn_in=same(ATTENTION, "in", hidden="hidden_states"),
+        attn_out=kind(Tap(ATTENTION, "out", scale="attention_out_multiplier")),
+        mixer_out=kind(Tap(L + ".mamba", "out", scale="ssm_out_multiplier")),
+    )  # fmt: skip
+    return msgspec.structs.replace(family, both=True)
+
+
+def _jamba(llama: Family) -> Family:
+    """vLLM's state space writes its result where it is told to: it is read as the next norm's first input."""
+    norm = L + ".pre_ff_layernorm"
+    vllm = projections(ATTENTION + ".{w}_proj", L + ".qkv_proj", "q", "k", "v") | {
+        "z": results(ATTENTION + ".o_proj", L + ".attn"), "attn_in": same(L + ".input_layernorm"),
+        "attn_out": kind(Tap(ATTENTION, "out"), Tap(L + ".o_proj", "out")),
+    }  # fmt: skip
+    mixer = recurrent(Tap(L + ".mamba", "out"), Tap(norm, "in"))
+    family = without(
+        llama, "jamba", "JambaForCausalLM", {}, **_feed_forward(layers="dense"),
+        **end("model.final_layernorm", pair=True),
+        **{word: msgspec.structs.replace(kind, layers="attention") for word, kind in vllm.items()},
+        stream=kind(Tap(L, "in"), _KEYWORDS), mid=kind(Tap(norm, "in"), Tap(norm, "in", 0, 1)),
+        router=kind(Tap(_FORWARD + ".router", "out"), width="X", layers="sparse"),
+    )  # fmt: skip
+    return msgspec.structs.replace(
+        family, points={"mixer_out": mixer, **family.points}
+    )  # before the stream's tap there
 
 
 _MIXER = L + ".mixer"

@@ -72,6 +72,29 @@ GEMMA3 = without(
     q=sharded(Tap(ATTENTION + ".q_norm", "out", by_head=True), Tap(ATTENTION + ".q_norm", "out")),
     k=sharded(Tap(ATTENTION + ".k_norm", "out", by_head=True), Tap(ATTENTION + ".k_norm", "out"), "K"),
 )  # fmt: skip
+_UNLIKE = "its layers with a window have heads of another size than its layers without"
+_GEMMA4 = NO_EXPERTS | dict.fromkeys("qkvz", _UNLIKE)
+
+
+def _gemma4(name: str, lacks: dict[str, str], needs: dict[str, Any], **points: PointKind) -> Family:
+    """A layer ends with an embedding of its own, in smaller models, and a factor for the whole stream."""
+    family = without(
+        GEMMA2, name, "Gemma4ForCausalLM", lacks, **points, stream=kind(Tap(L, "in"), Tap(L, "in", 1)),
+        mid=same(L + ".pre_feedforward_layernorm", "in"), **end(NORM),
+    )  # fmt: skip
+    return msgspec.structs.replace(family, needs=needs, afterwards="an embedding of the layer, and a factor")
+
+
+GEMMA4 = (
+    _gemma4("gemma4", _GEMMA4, {"enable_moe_block": False, "use_double_wide_mlp": False}),
+    _gemma4("gemma4_wide", _GEMMA4 | {"neurons": "some of its MLPs are twice as wide"}, {"enable_moe_block": False}),
+    _gemma4(
+        "gemma4_moe",
+        {word: why for word, why in _GEMMA4.items() if word != "router"}
+        | {"mlp_in": "its MLP, its experts and their router each read the stream through a norm of their own"},
+        {}, router=same(L + ".router.proj", width="X", layers="sparse"),
+    ),
+)  # fmt: skip
 # what attention and MLP make is added times a factor; `attn_out` and `mlp_out` are what is added
 GRANITE = without(
     LLAMA, "granite", "GraniteForCausalLM", NO_EXPERTS,
@@ -277,7 +300,7 @@ GPT_NEOX = Family(
 )
 
 FAMILIES: tuple[Family, ...] = (
-    LLAMA, QWEN3, PHI3, GEMMA2, GEMMA3, GRANITE, GLM4, EXAONE4, STABLELM, COHERE, BACKEND, STARCODER2, OLMO2,
+    LLAMA, QWEN3, PHI3, GEMMA2, GEMMA3, *GEMMA4, GRANITE, GLM4, EXAONE4, STABLELM, COHERE, BACKEND, STARCODER2, OLMO2,
     GPT2, GPT_J, BLOOM, FALCON, OPT, GPT_NEOX,
     MIXTRAL, QWEN3_MOE, MOE, GLM4_MOE, GLM4_MOE_NORMED, OLMOE, MINIMAX_M2, LLAMA4, HUNYUAN_MOE,
     GPT_OSS, DEEPSEEK, *hybrids(LLAMA, GRANITE),

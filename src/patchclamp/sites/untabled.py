@@ -27,8 +27,18 @@ T = 5
 OTHERWISE = {  # modules whose names mislead, by model type and site word
     "diffllama": {"z": "what its projection takes is half as many heads, twice as wide: normed differences of two"},
 }
+SEVERAL_STREAMS = {  # models whose layers carry no one stream, by model type
+    "gemma3n_text": "each of its layers makes four streams of four (AltUp), and none of them is the residual stream",
+}
 UNKNOWN = "this model has no site table, and without one it is not known where that is made"
 LOGITS = PointKind(Tap("lm_head", "out"), Tap("compute_logits", "out"), "V", per_layer=False, rows="sampled")
+
+
+def check_stream(config: Any) -> None:
+    """Raises `ModelError` for a model that is known to have no residual stream."""
+    why = SEVERAL_STREAMS.get(config.model_type)
+    if why is not None:
+        raise ModelError(f"{', '.join(architectures_of(config))} has no sites: {why}")
 
 
 def untabled(config: Any, trust_remote_code: bool = False) -> Family:
@@ -36,6 +46,7 @@ def untabled(config: Any, trust_remote_code: bool = False) -> Family:
 
     Raises: `ModelError` if its layers are not found, or are not called with the stream.
     """
+    check_stream(config)
     try:
         sizes, (found, prefix) = sizes_of(config), transformers_places(config, trust_remote_code)
     except ModelError:

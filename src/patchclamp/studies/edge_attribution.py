@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from patchclamp.errors import UnsupportedSite
 from patchclamp.language import Replace, Site, Vector, every
 from patchclamp.language import prompt as whole_prompt
 from patchclamp.lm import LM
@@ -103,7 +104,14 @@ def edge_attribution(
 
 
 def _parts(lm: LM) -> tuple[list[Part], list[Part]]:
-    """Senders and receivers, in the order in which the model computes them."""
+    """Senders and receivers, in the order in which the model computes them. Raises `UnsupportedSite` for a model whose
+    stream is changed between them."""
+    family = lm.sites.family
+    if family.afterwards:
+        raise UnsupportedSite(
+            f"edges lead from what is added to the stream to what reads it, and each layer of {family.name} models "
+            f"ends with {family.afterwards}: what later layers read is not what was added"
+        )
     mid = "resid_mid" in lm.sites.names  # otherwise attention and MLP read the same stream
     senders, receivers = [Part(Site("resid_pre", 0), 0)], []
     for layer in range(lm.model.layers):

@@ -10,7 +10,7 @@ from patchclamp.engines.vllm.compat import backend, configuration
 from patchclamp.engines.vllm.found import found_family
 from patchclamp.errors import ModelError
 from patchclamp.sites import Family, SiteMap, family_of, has_table, sizes_of, tables
-from patchclamp.sites.untabled import no_text_model, untabled
+from patchclamp.sites.untabled import check_stream, no_text_model, untabled
 
 
 def site_map(vllm_config: Any) -> SiteMap:
@@ -89,6 +89,7 @@ def _found(vllm_config: Any, facts: dict[str, Any]) -> Family:
     """The table that is found in vLLM's own class."""
     if backend.nested(vllm_config):
         raise no_text_model(facts["architectures"])
+    check_stream(facts["config"])
     try:
         return found_family(vllm_config)
     except ModelError as error:
