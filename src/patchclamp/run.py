@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -28,6 +28,36 @@ MAX_PREFETCH_BYTES = 1 << 20  # of captures that come together when the first of
 VIEWED_BYTES = 1 << 17  # of a point that surely comes as a view, where views are to be had
 MAX_VIEWED_BYTES = 1 << 29  # of captures that come together though they are not little
 NO_POSITIONS = np.zeros(0, np.int64)
+
+
+class Stored(NamedTuple):
+    """Rows that one op captured, or all (None), at these positions [T], ascending; `selected` [T]: which of them count,
+    or None: all."""
+
+    op: int | None
+    positions: np.ndarray
+    selected: np.ndarray | None = None
+
+    def between(self, first: int, end: int) -> tuple[int, int]:
+        """Which of its rows are at positions first … end−1, as a half-open range."""
+        begin, stop = np.searchsorted(self.positions, [first, end])
+        return int(begin), int(stop)
+
+
+class Layout(NamedTuple):
+    """What `run[site]` is, without its rows.
+
+    at, ref: the site
+    stored: where the rows lie; of two that have a position the later counts
+    positions [T], shape, dtype: of `run[site]`
+    """
+
+    at: Site
+    ref: SiteRef
+    stored: list[Stored]
+    positions: np.ndarray
+    shape: tuple[int, ...]
+    dtype: str
 
 
 class Owner(Protocol):
@@ -151,7 +181,10 @@ class Run:
 
     def rows_of(self, name: str, at: Site, ref: SiteRef, ordinal: int | None = None) -> torch.Tensor | np.ndarray:
         """`run[name]` of a site whose ref is known, captured by one op or by all."""
-        rows = self._fetch(ref.point, ordinal, name)[1]
+        return self._shaped(at, ref, self._fetch(ref.point, ordinal, name)[1])
+
+    def _shaped(self, at: Site, ref: SiteRef, rows: torch.Tensor | np.ndarray) -> torch.Tensor | np.ndarray:
+        """The rows of a site, of the rows of its point."""
         parts = self._sites.parts(at.name)
         if parts is None:
             return rows
@@ -215,6 +248,35 @@ class Run:
         return prompt.select(tokens, limit, [*self.prompt_token_ids, *self.token_ids])
 
     # -- what it captured
+
+    def layout(self, site: Site | str) -> Layout:
+        """What `run[site]` is and where its rows lie, without reading them. Raises as `run[site]` does."""
+        at, ref, ordinal = self._locate(site)
+        ordinals = self._ordinals(ref.point, ordinal, str(site))
+        if any(_conditional(self._ops[i]) for i in ordinals):
+            stored = [Stored(i, *self._selected(i, self._expected(ref.point, i))) for i in ordinals]
+        else:
+            stored = [Stored(ordinal, self._expected(ref.point, ordinal))]
+        wanted = [each.positions if each.selected is None else each.positions[each.selected] for each in stored]
+        positions = wanted[0] if len(stored) == 1 else np.unique(np.concatenate(wanted))
+        empty = self._shaped(at, ref, np.empty((0, self.width_at(ref.point)), np.float32))
+        dtypes = self._dtypes(ordinals)
+        dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
+        return Layout(at, ref, stored, positions, (len(positions), *empty.shape[1:]), dtype)
+
+    def rows_between(self, layout: Layout, first: int, end: int, captured: list[Captured]) -> torch.Tensor:
+        """The rows of `run[site]` at positions first … end−1; `captured`: what the engine has of each `stored`."""
+        import torch
+
+        parts = []
+        for stored, (positions, rows) in zip(layout.stored, captured, strict=True):
+            begin, stop = stored.between(first, end)
+            if not np.array_equal(positions, stored.positions[begin:stop]):
+                raise PatchclampError(f"{layout.ref}: other positions were captured than were asked for")
+            kept = None if stored.selected is None else np.flatnonzero(stored.selected[begin:stop])
+            parts.append((positions, rows) if kept is None else (positions[kept], rows[kept]))
+        rows = parts[0][1] if len(parts) == 1 else _merged(parts)[1]
+        return torch.as_tensor(self._shaped(layout.at, layout.ref, _cast(rows, layout.dtype)))
 
     @property
     def _sites(self) -> SiteMap:
@@ -282,34 +344,53 @@ class Run:
         return op
 
     def _read(self, point: int, ordinal: int | None, name: str) -> tuple[np.ndarray, torch.Tensor | np.ndarray]:
-        ordinals = [i for i in self._captures_at.get(point, []) if ordinal in (None, i)]
-        if not ordinals:
-            raise MissingSource(f"{name} was not captured; this run has: {', '.join(self.sites) or 'no captures'}")
-        if self.closed:
-            raise MissingSource(f"run {self.key} was closed before {name} was read")
-        ops = [self._ops[i] for i in ordinals]
-        dtypes = {DTYPES[op.action.dtype] for op in ops if isinstance(op.action, Keep)}
-        if any(map(_conditional, ops)):
+        ordinals = self._ordinals(point, ordinal, name)
+        dtypes = self._dtypes(ordinals)
+        if any(_conditional(self._ops[i]) for i in ordinals):
             positions, rows = _merged([self._matching(point, i, name) for i in ordinals])
         else:
             positions, rows = self._stored(point, ordinal, name)
         return positions, rows if dtypes == {"float32"} or len(dtypes) > 1 else _cast(rows, dtypes.pop())
 
+    def _ordinals(self, point: int, ordinal: int | None, name: str) -> list[int]:
+        """The ops that captured a point, or one of them. Raises `MissingSource` where there is none."""
+        ordinals = [i for i in self._captures_at.get(point, []) if ordinal in (None, i)]
+        if not ordinals:
+            raise MissingSource(f"{name} was not captured; this run has: {', '.join(self.sites) or 'no captures'}")
+        if self.closed:
+            raise MissingSource(f"run {self.key} was closed before {name} was read")
+        return ordinals
+
+    def _dtypes(self, ordinals: list[int]) -> set[str]:
+        """The dtypes in which ops capture."""
+        actions = [self._ops[i].action for i in ordinals]
+        return {DTYPES[action.dtype] for action in actions if isinstance(action, Keep)}
+
+    def _expected(self, point: int, ordinal: int | None) -> np.ndarray:
+        """The positions that were captured at a point, by one op or by all."""
+        if ordinal is None:
+            return self._captured_computed[point]
+        return self._computed(position_array(self._ops[ordinal].ranges))
+
+    def _selected(self, ordinal: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """Positions that an op captured, and which of them its tokens, now known, select; None: all."""
+        op = self._ops[ordinal]
+        if not _conditional(op):
+            return positions, None
+        return positions, np.isin(positions, self._select(self._op(op.path).tokens, self._limit))
+
     def _matching(self, point: int, ordinal: int, name: str) -> tuple[np.ndarray, torch.Tensor | np.ndarray]:
         """The rows that one op captured, without those whose tokens, now known, it does not select."""
         positions, rows = self._stored(point, ordinal, name)
-        op = self._ops[ordinal]
-        if not _conditional(op):
+        _, selected = self._selected(ordinal, positions)
+        if selected is None:
             return positions, rows
-        selected = np.flatnonzero(np.isin(positions, self._select(self._op(op.path).tokens, self._limit)))
-        return positions[selected], rows[selected]
+        places = np.flatnonzero(selected)
+        return positions[places], rows[places]
 
     def _stored(self, point: int, ordinal: int | None, name: str) -> tuple[np.ndarray, torch.Tensor | np.ndarray]:
         """What the engine has of an op, or of all, at a point, at the positions that were computed."""
-        expected = (
-            self._captured_computed[point] if ordinal is None
-            else self._computed(position_array(self._ops[ordinal].ranges))
-        )  # fmt: skip
+        expected = self._expected(point, ordinal)
         if (point, ordinal) not in self._prefetched:
             self._prefetch(point, ordinal)
         positions, rows = self._prefetched.pop((point, ordinal))
@@ -360,7 +441,11 @@ class Run:
 
     def bytes_at(self, point: int) -> int:
         """About how many of these bytes are of a point that it captured."""
-        return 4 * len(self._captured_computed[point]) * self._sites.points[point].width
+        return 4 * len(self._captured_computed[point]) * self.width_at(point)
+
+    def width_at(self, point: int) -> int:
+        """How many numbers a row has at a point."""
+        return self._sites.points[point].width
 
     def __reduce__(self):
         raise ProgramError("a Run belongs to its engine and cannot be copied or pickled; take its tensors instead")

@@ -509,13 +509,13 @@ def test_closing_or_interrupting_settles_everyone(shortened):
         front._wait = stock
     status = lm.engine.status()
     assert (status["runs"], status["programs"], status["vectors"]) == (runs, 0, 0)
+    lm.engine._step = lambda: time.sleep(0.001)  # the run is under way for as long as it takes
     thread = threading.Thread(target=wait)
     thread.start()
     while not lm.engine._waiting:
-        threading.Event().wait(0.01)
+        time.sleep(0.001)
     lm.close()
-    thread.join(30)
-    assert not thread.is_alive()
+    thread.join()
     assert [str(error) for error in caught] == ["the engine is closed"]
 
 

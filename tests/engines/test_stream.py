@@ -394,8 +394,5 @@ def test_a_release_that_cannot_wake_the_engine_is_carried_out_all_the_same(shall
         releasing = threading.Thread(target=engine.release, args=(["a run"],))
         releasing.start()
         releasing.join()
-    for _ in range(1000):
-        if not engine._released:
-            return
+    while engine._released:  # forever, if the engine's thread sleeps on
         time.sleep(0.01)
-    pytest.fail("the engine's thread slept on")

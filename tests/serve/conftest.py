@@ -70,8 +70,9 @@ def answers(server: Server) -> bool:
         return False
 
 
-def becomes(condition: Callable[[], bool], within_s: float = 30) -> bool:
-    """Whether a condition holds before long: it is looked at ten times a second."""
+def becomes(condition: Callable[[], bool], within_s: float = 300) -> bool:
+    """Whether a condition comes to hold: it is looked at ten times a second. How long that may take on a slow machine is
+    no part of a test: `within_s` is for what fails."""
     for _ in range(round(10 * within_s)):
         if condition():
             return True

@@ -195,7 +195,7 @@ class Storm:
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
 
-    async def left(self, within_s: float = 30) -> dict[str, int]:
+    async def left(self, within_s: float = 300) -> dict[str, int]:
         """What the engine still holds, once it had time to free it."""
         held = {}
         for _ in range(round(10 * within_s)):

@@ -15,7 +15,7 @@ import torch
 import patchclamp as pc
 from patchclamp.language.program import to_dict
 
-from .conftest import KEYS, becomes
+from .conftest import KEYS
 
 PROMPT = "The capital of France is"
 VECTOR = np.random.default_rng(5).standard_normal(576).astype(np.float32)
@@ -220,30 +220,12 @@ def test_an_edit_that_overflows_fails_its_request_alone(server):
     assert complete(server).choices[0].text
 
 
-def test_a_client_that_leaves_leaves_nothing(server):
-    """Whenever it leaves: the server says nothing of an error, and frees what ran for it."""
-    log = server.log.read_text()
-    endless = {**program([STEERED], CAPTURED), "ignore_eos": True}
-    for wait_s in (0.01, 0.05, 0.1, 0.2, 0.4):  # 400 steps of sixteen rows take several times as long
-        with pytest.raises(openai.APITimeoutError):
-            server.openai().with_options(timeout=wait_s).completions.create(
-                model=server.model, prompt=[PROMPT] * 16, max_tokens=400, extra_body=endless
-            )
-    assert complete(server, program([STEERED])).choices[0].text
-    with server.http() as http:
-        assert becomes(lambda: http.get("/v1/patchclamp/engine/status").json()["captured_bytes"] == 0)
-        assert http.get("/v1/patchclamp/runs").json() == {"runs": []}
-    assert "Traceback" not in server.log.read_text()[len(log) :]
-
-
 def test_many_answers_with_captures_at_once(server):
     """More than the server has threads for: none of them waits for another one's thread."""
     alone = tensors(complete(server, program(capture=CAPTURED)).model_extra["patchclamp"]["runs"][0]["captures"])
 
     async def all_at_once() -> list:
-        async with openai.AsyncOpenAI(
-            base_url=f"{server.url}/v1", api_key=KEYS[0], max_retries=0, timeout=60
-        ) as client:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEYS[0], max_retries=0) as client:
             asked = dict(
                 model=server.model, prompt=PROMPT, max_tokens=6, temperature=0, extra_body=program(capture=CAPTURED)
             )

@@ -80,7 +80,7 @@ class Page:
         self.last += 1
         self.connection.send(json.dumps({"id": self.last, "method": method, "params": parameters}))
         while True:
-            message = json.loads(self.connection.recv(timeout=60))
+            message = json.loads(self.connection.recv())
             if message.get("method") == "Runtime.exceptionThrown":
                 self.problems.append(message["params"])
             if message.get("id") == self.last:
@@ -91,7 +91,7 @@ class Page:
         return self.send("Runtime.evaluate", expression=script, returnByValue=True)["result"].get("value")
 
     def becomes(self, script: str, value: Any) -> bool:
-        return becomes(lambda: self.run(script) == value, within_s=60)
+        return becomes(lambda: self.run(script) == value)
 
 
 @contextlib.contextmanager
@@ -110,4 +110,4 @@ def browser(folder: Path, url: str) -> Iterator[Page]:
             yield Page(connection)
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait()

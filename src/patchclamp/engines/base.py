@@ -206,6 +206,7 @@ def settle_if_failed(futures: Iterable[Future[Any]], job: Future[Any]) -> None:
 
 MAX_SCORES = 128  # token ids graded in one run, and likeliest tokens of one position: what vLLM's sampler takes
 Wanted = tuple[str, int, int | None]  # a run, a point, and one op by its place in the bound program, or all (None)
+Window = tuple[str, int, int | None, int, int]  # what is wanted, and of its rows begin … end−1
 Captured = tuple[np.ndarray, "torch.Tensor | np.ndarray"]  # positions [T] ascending, and rows [T, W]
 
 

@@ -9,7 +9,7 @@ import json
 import os
 import threading
 import uuid
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -86,8 +86,13 @@ class HttpEngine(Engine):
         return self.fetch_many([(run, point, op)])[0]
 
     def fetch_many(self, wanted: list[Wanted]) -> list[Captured]:
-        data = self._wait(self._ask("POST", "fetch", wire.Fetch(wanted), again=True))
-        return wire.unpack_captured(data)
+        async def take(response: Any) -> list[Captured]:
+            file = wire.CapturedFile(len(wanted))
+            async for data in response.aiter_bytes():
+                file.feed(data)
+            return file.captured()
+
+        return self._wait(self._ask("POST", "fetch", wire.Fetch(wanted), again=True, take=take))
 
     def release(self, runs: list[str]) -> None:
         self._soon(self._free, runs, [])
@@ -185,17 +190,23 @@ class HttpEngine(Engine):
                     await self._ask("POST", "free", wire.Free(self._session, release, abort))
             await self._client.aclose()
 
-    async def _ask(self, verb: str, route: str, body: Any = None, again: bool = False) -> bytes:
-        """The body of an answer; `again`: it may be asked twice.
+    async def _ask(
+        self, verb: str, route: str, body: Any = None, again: bool = False,
+        take: Callable[[Any], Awaitable[Any]] = lambda response: response.aread(),
+    ) -> Any:  # fmt: skip
+        """The body of an answer, or what `take` makes of it; `again`: it may be asked twice.
 
         Raises the server's error, and `EngineError` where there is no answer.
         """
         content = None if body is None else msgspec.msgpack.encode(body)
         for left in reversed(range(TRIES if again else 1)):
             try:
-                response = await self._client.request(
+                async with self._client.stream(
                     verb, f"/{route}", content=content, timeout=None if route == "fetch" else self._timeout_s
-                )
+                ) as response:
+                    if response.status_code < 400:
+                        return await take(response)
+                    error_body = await response.aread()
             except self._httpx.TransportError as error:
                 if left:
                     await asyncio.sleep(0.2)
@@ -204,9 +215,7 @@ class HttpEngine(Engine):
             if response.status_code == 503 and left:
                 await asyncio.sleep(1.0)
                 continue
-            if response.status_code >= 400:
-                raise self._error(response.status_code, response.content)
-            return response.content
+            raise self._error(response.status_code, error_body)
         raise AssertionError(route)
 
     def _error(self, status: int, body: bytes) -> PatchclampError:

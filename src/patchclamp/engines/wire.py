@@ -3,7 +3,8 @@
     GET  info        `Info`
     POST run         `Batch`, answered with frames: 4 bytes of length, little-endian, then msgpack of a list of events;
                      every request ends with one `Answered` or `Failed`. A connection that closes stops what is left
-    POST fetch       `Fetch`, answered with what `pack_captured` gives
+    POST fetch       `Fetch`, answered with safetensors, sent as they are read (`CapturedFile`): "I positions" and
+                     "I rows" of what is wanted, by its number I there
     POST free        `Free`
     GET  live/...    by a client's session: a byte now and then, for as long as the client holds the connection; when it
                      closes, the client is dead, unless it comes back at once
@@ -18,7 +19,8 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -34,6 +36,7 @@ LEASE_S = 60.0  # after which a client that has said nothing is dead, and what i
 BEAT_S = 15.0  # between two bytes of `live`
 MAX_REQUESTS = 512  # of a batch
 MAX_BODY_BYTES = 1 << 27
+DTYPES = {"I64": "int64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # by their names in safetensors
 
 
 class Info(msgspec.Struct):
@@ -159,23 +162,69 @@ class Frames:
             yield from events
 
 
-def pack_captured(captured: Iterable[Captured]) -> bytes:
-    """Positions and rows, each in its place, as safetensors."""
-    import safetensors.torch
-    import torch
+class CapturedFile:
+    """Takes the bytes of a `fetch`'s answer as they arrive, each to its place in memory that is made for it: what was
+    captured is held once."""
 
-    tensors: dict[str, torch.Tensor] = {}
-    for i, (positions, rows) in enumerate(captured):
-        tensors[f"{i} positions"] = torch.from_numpy(np.array(positions))  # sites may share theirs
-        tensors[f"{i} rows"] = torch.as_tensor(rows).clone(memory_format=torch.contiguous_format)
-    return safetensors.torch.save(tensors)
+    def __init__(self, count: int) -> None:
+        try:
+            import torch  # noqa: F401  what is captured are its tensors
+        except ImportError:
+            raise EngineError("what was captured comes as tensors of PyTorch: pip install torch") from None
+        self._count, self._head = count, bytearray()
+        self._tensors: dict[str, _Described] | None = None
+        self._memory: dict[str, np.ndarray] = {}
+        self._places: deque[memoryview] = deque()  # what is to come, in order
+
+    def feed(self, data: bytes) -> None:
+        """Raises `EngineError` for what is no such answer."""
+        rest = memoryview(data)
+        if self._tensors is None:
+            before = len(self._head)
+            self._head += rest
+            if len(self._head) < 8 or len(self._head) < (end := 8 + int.from_bytes(self._head[:8], "little")):
+                return
+            self._describe(bytes(self._head[8:end]))
+            rest, self._head = rest[end - before :], bytearray()
+        while len(rest):
+            if not self._places:
+                raise EngineError("what was captured came with more bytes than its header says")
+            place = self._places.popleft()
+            size = min(len(place), len(rest))
+            place[:size] = rest[:size]
+            rest = rest[size:]
+            if size < len(place):
+                self._places.appendleft(place[size:])
+
+    def captured(self) -> list[Captured]:
+        """Positions and rows, once all has come. Raises `EngineError` where something is missing."""
+        import torch
+
+        if self._tensors is None or self._places:
+            raise EngineError("what was captured broke off before its end")
+        read: dict[str, torch.Tensor] = {}
+        for name, each in self._tensors.items():
+            memory, dtype = torch.from_numpy(self._memory[name]), getattr(torch, DTYPES[each.dtype])
+            read[name] = memory.view(dtype).reshape(each.shape) if len(memory) else torch.empty(each.shape, dtype=dtype)
+        return [(read[f"{i} positions"].numpy(), read[f"{i} rows"]) for i in range(self._count)]
+
+    def _describe(self, header: bytes) -> None:
+        """Makes memory for each tensor that the header names."""
+        try:
+            tensors = msgspec.json.decode(header, type=dict[str, _Described])
+            names = {f"{i} {what}" for i in range(self._count) for what in ("positions", "rows")}
+            if tensors.keys() != names or not all(each.dtype in DTYPES for each in tensors.values()):
+                raise ValueError(f"tensors {', '.join(list(tensors)[:4])} …")
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise EngineError(f"what was captured is not what was asked for: {error}") from None
+        for name, each in sorted(tensors.items(), key=lambda pair: pair[1].data_offsets):
+            self._memory[name] = np.empty(each.data_offsets[1] - each.data_offsets[0], np.uint8)
+            if self._memory[name].size:
+                self._places.append(self._memory[name].data)
+        self._tensors = tensors
 
 
-def unpack_captured(data: bytes) -> list[Captured]:
-    """What `pack_captured` has packed."""
-    try:
-        import safetensors.torch
-    except ImportError:
-        raise EngineError("what was captured comes as tensors of PyTorch: pip install torch") from None
-    tensors = safetensors.torch.load(data)
-    return [(tensors[f"{i} positions"].numpy(), tensors[f"{i} rows"]) for i in range(len(tensors) // 2)]
+class _Described(msgspec.Struct):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]

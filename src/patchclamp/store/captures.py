@@ -348,6 +348,14 @@ class StoredRows(NamedTuple):
     def nbytes(self) -> int:
         return len(self.positions) * self.width * self.dtype.itemsize
 
+    def window(self, begin: int, end: int) -> StoredRows:
+        """Rows begin … end−1 alone, as far as there are so many."""
+        row_bytes, at, parts = self.width * self.dtype.itemsize, 0, list[np.ndarray]()
+        for part in self.parts:
+            parts += _between(part, max(begin * row_bytes - at, 0), min(end * row_bytes - at, part.size))
+            at += part.size
+        return self._replace(positions=self.positions[begin:end], parts=parts)
+
     def tensor(self, data: np.ndarray) -> torch.Tensor:
         """The rows [T, W], which are these bytes, as a view."""
         return torch.from_numpy(data.reshape(-1)).view(self.dtype).view(-1, self.width)
@@ -359,6 +367,19 @@ class StoredRows(NamedTuple):
             (memory[end - part.size : end].reshape(part.shape), part)
             for end, part in zip(ends, self.parts, strict=True)
         ]
+
+
+def _between(part: np.ndarray, begin: int, end: int) -> list[np.ndarray]:
+    """The bytes begin … end−1 of a part [S, n], in order, as views of two axes: a step's end, whole steps, a step's
+    beginning."""
+    views, size = [], part.shape[1]
+    while begin < end:
+        step, at = divmod(begin, size)
+        whole = (end - begin) // size if at == 0 else 0
+        view = part[step : step + whole] if whole else part[step : step + 1, at : min(size, at + end - begin)]
+        views.append(view)
+        begin += view.size
+    return views
 
 
 def tensors_of(stored: list[StoredRows], view_bytes: int = MIN_VIEW_BYTES) -> list[tuple[np.ndarray, torch.Tensor]]:

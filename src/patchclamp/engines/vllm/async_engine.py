@@ -7,14 +7,14 @@ import collections
 import functools
 import threading
 import zlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import safetensors.numpy
 
-from patchclamp.engines.base import Answer, Captured, Engine, Model, Request, Tokenizer, Wanted, settle
+from patchclamp.engines.base import Answer, Captured, Engine, Model, Request, Tokenizer, Wanted, Window, settle
 from patchclamp.engines.carried import ABORTED, carry, receipt_of
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
 from patchclamp.engines.vllm import sampling as sampling_of_vllm
@@ -31,6 +31,7 @@ from patchclamp.engines.vllm.workers import join_captured
 from patchclamp.errors import EngineError, as_patchclamp_error, unpack
 from patchclamp.plan import CAPTURE
 from patchclamp.plan.bound import source_of
+from patchclamp.store.captures import StoredRows
 
 FETCHES = 4  # of captures, at once
 
@@ -203,20 +204,45 @@ class AsyncEngine(Engine):
 
     async def fetch_async(self, wanted: list[Wanted]) -> list[Captured]:
         """As `fetch_many`."""
-        by_core: dict[int, list[int]] = {}
-        for i, (run, _, _) in enumerate(wanted):
-            by_core.setdefault(self._core_of_run(run), []).append(i)
-        captured: dict[int, Captured] = {}
-        for core, places in by_core.items():
-            part = await self._loop.run_in_executor(self._fetching, self._receive, [wanted[i] for i in places], core)
-            captured |= zip(places, part, strict=True)
-        return [captured[i] for i in range(len(wanted))]
 
-    def _receive(self, wanted: list[Wanted], core: int) -> list[Captured]:
+        async def fetch(core: int, some: list[Any]) -> list[Captured]:
+            return await self._loop.run_in_executor(self._fetching, self._receive, "fetch", some, core)
+
+        return await self._of_cores(wanted, fetch)
+
+    async def fetch_windows(self, windows: list[Window]) -> list[Captured]:
+        """As `fetch_many`, of some of the rows."""
+
+        async def fetch(core: int, some: list[Any]) -> list[Captured]:
+            return await self._loop.run_in_executor(self._fetching, self._receive, "fetch_windows", some, core)
+
+        return await self._of_cores(windows, fetch)
+
+    async def measure(self, wanted: list[Wanted]) -> list[StoredRows]:
+        """What `fetch_many` would give, without the rows' bytes."""
+
+        async def measure(core: int, some: list[Any]) -> list[StoredRows]:
+            answers = [shared.without_bytes(answer) for answer in await self.ask("measure", some, only=core)]
+            shards = [[answer[i] for answer in answers if i in answer] for i in range(len(some))]
+            return [each[0]._replace(width=sum(rows.width for rows in each)) for each in shards]
+
+        return await self._of_cores(wanted, measure)
+
+    async def _of_cores(self, wanted: list[Any], ask: Callable[[int, list[Any]], Awaitable[list[Any]]]) -> list[Any]:
+        """What the engine cores that have them say of runs' captures, in order."""
+        by_core: dict[int, list[int]] = {}
+        for i, (run, *_) in enumerate(wanted):
+            by_core.setdefault(self._core_of_run(run), []).append(i)
+        told: dict[int, Any] = {}
+        for core, places in by_core.items():
+            told |= zip(places, await ask(core, [wanted[i] for i in places]), strict=True)
+        return [told[i] for i in range(len(wanted))]
+
+    def _receive(self, verb: str, wanted: list[Any], core: int) -> list[Captured]:
         """What the workers of one core captured; not on the loop's thread."""
 
         def ask(*receiver: Any) -> list[Any]:
-            return self._wait(self.ask("fetch", wanted, *receiver, only=core))
+            return self._wait(self.ask(verb, wanted, *receiver, only=core))
 
         return join_captured(self._receiver.fetch(ask), len(wanted))
 

@@ -73,7 +73,7 @@ class Sender:
         host_memory.copy_bytes(
             [pair for each, begin in zip(rows, begins, strict=True) for pair in _part(each, begin - at, memory[:here])]
         )
-        answer = {"size": size, **_described(stored)}
+        answer = {"size": size, **described(stored)}
         if places:
             if at == 0:
                 self._lend(loan, to, {number: (place, stored[number].parts[0]) for number, place in places.items()})
@@ -228,7 +228,7 @@ class Receiver:
         return buffer[1]
 
 
-def _described(stored: dict[int, StoredRows]) -> dict[str, Any]:
+def described(stored: dict[int, StoredRows]) -> dict[str, Any]:
     """The rows without their bytes: each one's number, which of `positions` it has, its width and its dtype."""
     arrays = {id(rows.positions): rows.positions for rows in stored.values()}  # the rows of a run often share one
     which = {key: i for i, key in enumerate(arrays)}
@@ -236,13 +236,18 @@ def _described(stored: dict[int, StoredRows]) -> dict[str, Any]:
     return {"positions": [array.tobytes() for array in arrays.values()], "rows": rows}
 
 
-def _read(answer: dict[str, Any], memory: np.ndarray, lent: dict[int, np.ndarray]) -> dict[int, Captured]:
-    """Positions and rows by number: views of what was lent, and of the memory that all others were copied to."""
+def without_bytes(answer: dict[str, Any]) -> dict[int, StoredRows]:
+    """What `described` has described, by number."""
     positions = [np.frombuffer(array, np.int64) for array in answer["positions"]]
-    stored = {
+    return {
         number: StoredRows(positions[which], [], getattr(torch, dtype), width)
         for number, which, width, dtype in answer["rows"]
     }
+
+
+def _read(answer: dict[str, Any], memory: np.ndarray, lent: dict[int, np.ndarray]) -> dict[int, Captured]:
+    """Positions and rows by number: views of what was lent, and of the memory that all others were copied to."""
+    stored = without_bytes(answer)
     copied = [number for number in stored if number not in lent]
     begins, _ = side_by_side([stored[number] for number in copied])
     data = lent | {number: memory[begin:] for number, begin in zip(copied, begins, strict=True)}

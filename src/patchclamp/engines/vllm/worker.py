@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import torch
 
-from patchclamp.engines.base import Wanted
+from patchclamp.engines.base import Wanted, Window
 from patchclamp.engines.carried import decode, receipt_of
 from patchclamp.engines.vllm import shared
 from patchclamp.engines.vllm.admission import Admission, Orders
@@ -29,7 +29,7 @@ from patchclamp.runtime import Arrival, Limits, Runtime, addresses
 from patchclamp.runtime.op import at_work
 from patchclamp.runtime.step import HostStep
 from patchclamp.runtime.taps import attach as attach_taps
-from patchclamp.store.captures import tensors_of
+from patchclamp.store.captures import StoredRows, tensors_of
 from patchclamp.store.host_memory import default_pinned_bytes
 
 
@@ -330,12 +330,25 @@ class Attached:
     def do_fetch(self, wanted: list[Wanted], *receiver: Any) -> dict[Any, Any]:
         """(positions, rows) of those that are kept here, by their number in `wanted`; for a receiver in another process
         what `shared.Sender.hand` gives."""
-        runtime = self.runtime
-        here = [i for i, (_, point, _) in enumerate(wanted) if runtime.keeps_at(point) and runtime.has_tap[point]]
-        stored = dict(zip(here, runtime.store.find([wanted[i] for i in here]), strict=True))
+        stored = self._stored(wanted)
         if receiver:
             return self._sender.hand(stored, *receiver)
-        return dict(zip(here, tensors_of(list(stored.values())), strict=True))
+        return dict(zip(stored, tensors_of(list(stored.values())), strict=True))
+
+    def do_measure(self, wanted: list[Wanted]) -> dict[str, Any]:
+        """As `do_fetch` for a receiver, without the rows' bytes (`shared.described`)."""
+        return shared.described(self._stored(wanted))
+
+    def do_fetch_windows(self, windows: list[Window], *receiver: Any) -> dict[str, Any]:
+        """As `do_fetch`, of some of the rows."""
+        stored = self._stored([(run, point, op) for run, point, op, _, _ in windows])
+        return self._sender.hand({i: rows.window(*windows[i][3:]) for i, rows in stored.items()}, *receiver)
+
+    def _stored(self, wanted: list[Wanted]) -> dict[int, StoredRows]:
+        """Where the rows lie that are kept here, by their number in `wanted`."""
+        runtime = self.runtime
+        here = [i for i, (_, point, _) in enumerate(wanted) if runtime.keeps_at(point) and runtime.has_tap[point]]
+        return dict(zip(here, runtime.store.find([wanted[i] for i in here]), strict=True))
 
     def do_close(self) -> None:
         """Stops the threads that bring captures to the host. Whoever holds captures can read them still."""

@@ -23,6 +23,8 @@ from patchclamp.engines.carried import decode, receipt_of
 from patchclamp.errors import CapacityError, MissingSource, PatchclampError, ProgramError, as_patchclamp_error, pack
 from patchclamp.plan.bound import BoundProgram, source_of
 from patchclamp.plan.verify import is_content, verify
+from patchclamp.serve.captures import numbered_file
+from patchclamp.serve.flow import answer
 from patchclamp.serve.front import Front
 from patchclamp.serve.log import log
 from patchclamp.serve.routes.runs import caller
@@ -69,8 +71,8 @@ async def fetch(request: Request) -> Response:
         _check_owned(owner, name)
         if not 0 <= point < len(front.engine.sites.points):
             raise ProgramError(f"there is no point {point}", "wanted")
-    captured = await front.engine.fetch_async(wanted)
-    return Response(await asyncio.to_thread(wire.pack_captured, captured), media_type="application/octet-stream")
+    file = await numbered_file(front.engine, wanted)
+    return await answer(file, front.engine.fetch_windows, lambda error: front.failed(error, owner))
 
 
 @router.post("/free")

@@ -8,10 +8,12 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Path, Request
 from fastapi.responses import Response
 
-from patchclamp.errors import Unlisted
+from patchclamp.engines.base import Captured, Window
+from patchclamp.errors import Gone, Unlisted
 from patchclamp.run import Run
 from patchclamp.serve.answers import Deleted, RunCard, RunList
-from patchclamp.serve.captures import captured_file, captured_names
+from patchclamp.serve.captures import captured_names, file_of
+from patchclamp.serve.flow import answer
 from patchclamp.serve.front import Front
 from patchclamp.serve.owners import owner_of
 from patchclamp.serve.schema import ERRORS, FILE
@@ -53,8 +55,15 @@ async def read_run(run: Name, request: Request) -> RunCard:
 async def read_captures(run: Name, request: Request) -> Response:
     """A run's captures as safetensors (`patchclamp.serve.captures`)."""
     front, owner = caller(request)
-    data = await asyncio.to_thread(captured_file, front.kept.run(owner, run))
-    return Response(data, media_type="application/octet-stream")
+    kept = front.kept.run(owner, run)
+
+    async def fetch(windows: list[Window]) -> list[Captured]:
+        if front.kept.run(owner, run) is not kept:  # each time: it is in use
+            raise Gone(f"run {run} is no more: another run took its name")
+        return await front.engine.fetch_windows(windows)
+
+    file = await asyncio.to_thread(file_of, kept)
+    return await answer(file, fetch, lambda error: front.failed(error, owner))
 
 
 @router.delete("/runs/{run}")
