@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from patchclamp.language.registry import SITES
@@ -78,7 +80,7 @@ def _qwen3_next(llama: Family) -> Family:
 _FORWARD = L + ".feed_forward"
 
 
-def _feed_forward(**rest: str) -> dict[str, PointKind]:
+def _feed_forward(**rest: Any) -> dict[str, PointKind]:
     """The points around an MLP that is called so, and the model's end."""
     return {
         "mlp_in": same(L + ".pre_ff_layernorm"),

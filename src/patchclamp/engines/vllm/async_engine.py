@@ -224,7 +224,11 @@ class AsyncEngine(Engine):
         async def measure(core: int, some: list[Any]) -> list[StoredRows]:
             answers = [shared.without_bytes(answer) for answer in await self.ask("measure", some, only=core)]
             shards = [[answer[i] for answer in answers if i in answer] for i in range(len(some))]
-            return [each[0]._replace(width=sum(rows.width for rows in each)) for each in shards]
+            widths = [sum(rows.width for rows in each) for each in shards]
+            return [
+                StoredRows(each[0].positions, [], each[0].dtype, width)
+                for each, width in zip(shards, widths, strict=True)
+            ]
 
         return await self._of_cores(wanted, measure)
 
