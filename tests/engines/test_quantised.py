@@ -3,6 +3,8 @@ is the activations between the quantised products, as they flow."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -44,7 +46,8 @@ def _round_inputs(hub: pc.LM) -> None:
         step = inputs[0].abs().amax(-1, keepdim=True).clamp(min=1e-6) / 127  # rows of padding are 0
         return ((inputs[0] / step).round() * step,)
 
-    for name, module in hub.engine._net.named_modules():
+    engine: Any = hub.engine
+    for name, module in engine._net.named_modules():
         if isinstance(module, torch.nn.Linear) and name != "lm_head":
             module.register_forward_pre_hook(rounded)
 
