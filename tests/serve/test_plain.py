@@ -16,7 +16,7 @@ import torch
 import patchclamp as pc
 
 from .conftest import Server, start, stop
-from .stock_requests import differences
+from .stock_requests import differences, metric_names
 from .test_openai import CAPTURED, PROMPT, STEERED, complete, program
 
 PLUGIN = """
@@ -106,9 +106,20 @@ def test_what_vllms_own_answers_have_no_room_for_is_refused(plain, options, stat
     assert complete(plain).choices[0].text
 
 
-def test_vllms_own_routes_and_ours_answer_alike_where_there_is_no_program(plain, server):
+@pytest.mark.parametrize("each", [6, pytest.param(1, marks=pytest.mark.processes)])
+def test_vllms_own_routes_and_ours_answer_alike_where_there_is_no_program(plain, server, each):
     with server.http() as ours, httpx.Client(base_url=plain.url, timeout=120) as stock:
-        assert differences(ours, stock, server.model, each=2) == []
+        assert differences(ours, stock, server.model, each) == []
+
+
+def test_vllms_own_routes_and_metrics_are_all_there(plain, server):
+    with server.http() as ours, httpx.Client(base_url=plain.url) as stock:
+        assert metric_names(ours) == metric_names(stock)
+        assert "vllm:time_to_first_token_seconds" in metric_names(stock)
+        paths = [{(path, method) for path, methods in each.get("/openapi.json").json()["paths"].items() for method in methods}
+                 for each in (ours, stock)]  # fmt: skip
+    assert {path for path in paths[0] - paths[1] if "patchclamp" not in path[0]} == set()
+    assert paths[1] - paths[0] == set()
 
 
 def test_requests_without_a_program_are_stocks(plain, local):
