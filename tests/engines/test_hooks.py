@@ -208,7 +208,8 @@ def test_a_worker_on_a_gpu_counts_what_lies_on_the_device(monkeypatch, kept, rin
     attached.runtime, attached.kind = Runtime(SiteMap(LLAMA, Sizes(2, 4, 6)), limits), "v2"
     attached._config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1, data_parallel_size_local=1))
     rows = SimpleNamespace(positions=torch.zeros(64, dtype=torch.int64), input_ids=torch.zeros(64, dtype=torch.int32))
-    runner = SimpleNamespace(max_num_tokens=64, max_num_reqs=16, input_buffers=rows, model_memory_usage=1000)
+    runner = SimpleNamespace(max_num_tokens=64, max_num_reqs=16, input_buffers=rows, model_memory_usage=1000,
+                             vllm_config=SimpleNamespace(speculative_config=None))  # fmt: skip
     attached._on_cuda(runner, limits)
     step = attached.runtime.step
     assert runner.model_memory_usage == 1000 + limits.bank_bytes + step.bytes

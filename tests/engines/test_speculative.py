@@ -26,6 +26,10 @@ PROGRAMS: dict[str, list] = {
     "generated": [pc.Add(ROW_D, pc.resid_post[1], pc.generated, scale=0.5)],
     "logits": [pc.Add(ROW_V, pc.logits, pc.generated[5:12], scale=4.0)],
     "noise": [pc.Noise(0.5, at=pc.mlp_out, seed=7, relative=True)],
+    "the same run": [
+        pc.Add(pc.SameRun(pc.resid_post[0]), pc.resid_post[2], pc.generated, scale=0.5),
+        pc.Replace(pc.SameRun(pc.embed, pc.generated[1]), pc.mlp_out[1], pc.generated[3:9]),
+    ],
     "a token": [pc.Scale(0.2, pc.resid_pre[2], pc.token(5))],
 }
 

@@ -607,3 +607,12 @@ def test_what_other_studies_cannot_do_is_told(lm, study, asked: dict, text: str)
     with pytest.raises(pc.PatchclampError) as raised:
         study(lm, **(STUDIES[study.__name__] | asked))
     assert text in str(raised.value)
+
+
+def test_paths_are_refused_where_a_state_lies_between(monkeypatch):
+    """It is not held with attention and MLPs, so that other ways would count."""
+    with pc.LM("fake") as lm:
+        assert path_patch(lm, **STUDIES["path_patch"], show_progress=False).rows
+        monkeypatch.setattr(lm.sites, "sizes", msgspec.structs.replace(lm.sites.sizes, recurrent=(1,)))
+        with pytest.raises(pc.UnsupportedSite, match="have a state space or linear attention"):
+            path_patch(lm, **STUDIES["path_patch"], show_progress=False)

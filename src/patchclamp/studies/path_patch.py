@@ -109,6 +109,7 @@ def path_patch(
     if direction not in ("denoising", "noising"):
         raise unknown("direction", direction, ("denoising", "noising"), "direction")
     written: Side = "corrupt" if direction == "denoising" else "clean"
+    _check_mixers(lm)
     _check_lengths(lm, clean, corrupt)
     asked = pairs_of(lm, clean, corrupt, answer, foil, metric, _at(positions, clean), written)
     rows = _senders(lm, senders, layers, group)
@@ -300,6 +301,16 @@ def _site_behind(row: Row, site: Site) -> bool:
         return site.layers > row.layer
     order = list(SITES)
     return order.index(site.name) > order.index(row.site) and site.name not in unmoved(row.site)
+
+
+def _check_mixers(lm: LM) -> None:
+    """What lies between is held by its attention and MLPs: a state between them would let other ways through."""
+    recurrent = lm.sites.sizes.recurrent
+    if recurrent:
+        raise UnsupportedSite(
+            f"layers {', '.join(map(str, recurrent))} of {lm.model.name} have a state space or linear attention, which "
+            "path patching cannot hold: other ways than the one that is patched would count; patch_sweep works there"
+        )
 
 
 def _check_lengths(lm: LM, clean: Any, corrupt: Any) -> None:
