@@ -12,8 +12,10 @@ the first token and between tokens. Last, a sweep over HTTP against the same swe
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -33,8 +35,10 @@ sys.path.insert(0, str(ROOT))
 
 FIGURES = ("median_ttft_ms", "p99_ttft_ms", "median_itl_ms", "p99_itl_ms")
 BARS = {"no program": (1.02, 1.05, 1.02, 1.05), "every second": (1.05, 1.15, 1.05, 1.15)}
-CLIENT = "from vllm.benchmarks.serve import add_cli_args, main; from vllm.utils.argparse_utils import FlexibleArgumentParser; parser = FlexibleArgumentParser(); add_cli_args(parser); main(parser.parse_args())"  # noqa: E501
 STARTS_WITHIN_S = 400
+FORKS = multiprocessing.get_context(
+    "forkserver"
+)  # a client that had to load vLLM first would take longer to start than to measure
 
 
 def model_of(shape: str, folder: Path) -> str:
@@ -98,23 +102,46 @@ class Server:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
 
+BEGAN = time.monotonic()
 PROGRAM = {"patchclamp": {"edits": [{"type": "add", "at": "resid_post", "value": {"type": "named", "name": "v"}}]}}
+
+
+def answer(words: list[str], log: Path) -> None:
+    """A client's process: vLLM's benchmark with these options. The module was loaded before the process was forked."""
+    from vllm.benchmarks.serve import add_cli_args, main
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    add_cli_args(parser)
+    with log.open("a") as out, contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        main(parser.parse_args(words))
 
 
 def client(
     server: Server, folder: Path, requests: int, tokens: int, rate: float, seed: int, program: bool
-) -> tuple[subprocess.Popen, Path]:  # fmt: skip
+) -> tuple[Any, Path]:  # fmt: skip
     """vLLM's benchmark of a server, started; and where its result will lie."""
     result = folder / f"{seed}-{int(program)}-{time.monotonic_ns()}.json"
-    words = [sys.executable, "-c", CLIENT, f"--base-url={server.url}", f"--model={server.model}", "--backend=openai",
+    words = [f"--base-url={server.url}", f"--model={server.model}", "--backend=openai",
              "--dataset-name=random", f"--random-input-len={tokens}", f"--random-output-len={tokens}",
              f"--num-prompts={requests}", f"--request-rate={rate}", f"--seed={seed}", "--ignore-eos", "--disable-tqdm",
              "--save-result", f"--result-dir={folder}", f"--result-filename={result.name}",
              "--percentile-metrics=ttft,itl", "--metric-percentiles=99"]  # fmt: skip
     if program:
         words.append(f"--extra-body={json.dumps(PROGRAM)}")
-    with (folder / "client.log").open("a") as log:
-        return subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT), result
+    process = FORKS.Process(target=answer, args=(words, folder / "client.log"))
+    process.start()
+    return process, result
+
+
+def result_of(process: Any, result: Path, requests: int) -> dict[str, Any]:
+    """What a client measured, once it has ended."""
+    process.join()
+    if process.exitcode:
+        raise SystemExit(f"a client failed:\n{(result.parent / 'client.log').read_text()[-3000:]}")
+    found = json.loads(result.read_text())
+    assert found["completed"] == requests, found
+    return found
 
 
 def load(server: Server, folder: Path, args: Any, rate: float, seed: int, program: bool) -> dict[str, float]:
@@ -122,12 +149,7 @@ def load(server: Server, folder: Path, args: Any, rate: float, seed: int, progra
     half = args.requests // 2
     running = [client(server, folder, half, args.tokens, rate / 2, seed, False),
                client(server, folder, half, args.tokens, rate / 2, seed + 1, program)]  # fmt: skip
-    results = []
-    for process, result in running:
-        if process.wait():
-            raise SystemExit(f"a client failed:\n{(folder / 'client.log').read_text()[-3000:]}")
-        results.append(json.loads(result.read_text()))
-        assert results[-1]["completed"] == half, results[-1]
+    results = [result_of(*each, half) for each in running]
     return {name: float(np.mean([result[name] for result in results])) for name in FIGURES}
 
 
@@ -135,10 +157,8 @@ def saturation(server: Server, folder: Path, args: Any) -> float:
     """Requests a second that a server gives when it is asked for all at once."""
     rates = []
     for seed in (1, 2):  # the first warms it up
-        process, result = client(server, folder, args.requests, args.tokens, float("inf"), seed, False)
-        if process.wait():
-            raise SystemExit(f"a client failed:\n{(folder / 'client.log').read_text()[-3000:]}")
-        rates.append(json.loads(result.read_text())["request_throughput"])
+        measured = client(server, folder, args.requests, args.tokens, float("inf"), seed, False)
+        rates.append(result_of(*measured, args.requests)["request_throughput"])
     return rates[-1]
 
 
@@ -176,10 +196,12 @@ def main() -> None:
         options += ["--load-format=dummy"] if args.shape != "smollm2" else []
     else:
         options += ["--enforce-eager", f"--kv-cache-memory-bytes={1 << 28}", "--dtype=float32"]
+    FORKS.set_forkserver_preload(["vllm.benchmarks.serve", "vllm.utils.argparse_utils"])
     sides = {name: Server(model, name == "ours", options, folder / f"{name}.log") for name in ("stock", "ours")}
     try:
         for server in sides.values():
             server.wait()
+        print(f"both servers answer after {time.monotonic() - BEGAN:.0f} s", flush=True)
         sides["ours"].put_vector(width)
         report = measure(sides, folder, args)
         if not args.no_sweep:
@@ -208,6 +230,7 @@ def measure(sides: dict[str, Server], folder: Path, args: Any) -> dict[str, Any]
             for name in ("stock", "ours") if number % 2 else ("ours", "stock"):
                 program = case == "every second" and name == "ours"
                 rounds[name].append(load(sides[name], folder, args, rate, 10 + 2 * number, program))
+                print(case, name, rounds[name][-1], f"{time.monotonic() - BEGAN:.0f} s", flush=True)
         medians = {name: {figure: float(np.median([each[figure] for each in rounds[name]])) for figure in FIGURES}
                    for name in rounds}  # fmt: skip
         ratios = {figure: medians["ours"][figure] / medians["stock"][figure] for figure in FIGURES}
