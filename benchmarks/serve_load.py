@@ -1,7 +1,7 @@
 """What clients of a server notice: vLLM's own benchmark against stock's server and ours, in turn on one machine.
 
     python benchmarks/serve_load.py --shape 0.6b --out DIR      (a CUDA machine; random weights)
-    python benchmarks/serve_load.py --shape smollm2 --requests 40 --rounds 1      (a CPU: to see that it runs)
+    python benchmarks/serve_load.py --shape tiny --requests 200      (a CPU: what a request costs the API process)
 
 First stock's server is asked for as much as it gives. Then both servers get 80 % of that rate, at random intervals:
 without programs, and with a program (one vector at every layer) on every second request, for which stock gets the same
@@ -29,12 +29,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 FIGURES = ("median_ttft_ms", "p99_ttft_ms", "median_itl_ms", "p99_itl_ms")
+CPU = ("api_cpu_ms", "core_cpu_ms")  # of a request
 BARS = {"no program": (1.02, 1.05, 1.02, 1.05), "every second": (1.05, 1.15, 1.05, 1.15)}
+TINY: dict[str, Any] = dict(layers=28, hidden_size=64, intermediate_size=128, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=32, vocab_size=2000)  # fmt: skip
 STARTS_WITHIN_S = 400
 FORKS = multiprocessing.get_context(
     "forkserver"
@@ -47,8 +51,12 @@ def model_of(shape: str, folder: Path) -> str:
         from patchclamp.engines.smollm2 import prepare
 
         return str(prepare())
-    from tests.models import SHAPES, shape_only, with_words
+    from tests.models import SHAPES, shape_only, with_weights, with_words
 
+    if shape == "tiny":
+        path = with_weights(folder / shape, "135m", **TINY)
+        with_words(path, TINY["vocab_size"])
+        return path
     path = shape_only(folder / shape, shape)
     with_words(path, SHAPES[shape]["vocab_size"])
     return path
@@ -92,6 +100,16 @@ class Server:
             method="PUT",
         )  # fmt: skip
         urllib.request.urlopen(request)
+
+    def cpu_s(self) -> dict[str, float]:
+        """Seconds of CPU that its API process and its engine core have used: what a request costs them, whatever else
+        the machine does."""
+        main = psutil.Process(self.process.pid)
+        spent = {"api": sum(main.cpu_times()[:2]), "core": 0.0}
+        for child in main.children(recursive=True):
+            if "EngineCore" in (name := " ".join([child.name(), *child.cmdline()])) or "spawn_main" in name:
+                spent["core"] += sum(child.cpu_times()[:2])
+        return spent
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -146,11 +164,13 @@ def result_of(process: Any, result: Path, requests: int) -> dict[str, Any]:
 
 def load(server: Server, folder: Path, args: Any, rate: float, seed: int, program: bool) -> dict[str, float]:
     """One round: two clients at half the rate each, one of them with programs or neither."""
-    half = args.requests // 2
+    half, before = args.requests // 2, server.cpu_s()
     running = [client(server, folder, half, args.tokens, rate / 2, seed, False),
                client(server, folder, half, args.tokens, rate / 2, seed + 1, program)]  # fmt: skip
     results = [result_of(*each, half) for each in running]
-    return {name: float(np.mean([result[name] for result in results])) for name in FIGURES}
+    after = server.cpu_s()
+    cpu = {f"{name}_cpu_ms": 1e3 * (after[name] - before[name]) / args.requests for name in after}
+    return {name: float(np.mean([result[name] for result in results])) for name in FIGURES} | cpu
 
 
 def saturation(server: Server, folder: Path, args: Any) -> float:
@@ -177,7 +197,7 @@ def sweep_s(lm: Any, rounds: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="0.6b", choices=("0.6b", "8b", "smollm2"))
+    parser.add_argument("--shape", default="0.6b", choices=("0.6b", "8b", "smollm2", "tiny"))
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--tokens", type=int, default=64, help="of a prompt, and generated")
     parser.add_argument("--rounds", type=int, default=5)
@@ -188,12 +208,12 @@ def main() -> None:
 
     args.out.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="serve-load-"))
-    model, width = model_of(args.shape, folder), {"0.6b": 1024, "8b": 4096, "smollm2": 576}[args.shape]
+    model, width = model_of(args.shape, folder), {"0.6b": 1024, "8b": 4096, "smollm2": 576, "tiny": 64}[args.shape]
     options = ["--max-model-len=2048", "--no-enable-prefix-caching"]
     if torch.cuda.is_available():
         # two servers that start at once cannot measure what memory is free
         options += ["--gpu-memory-utilization=0.4", f"--kv-cache-memory-bytes={12 << 30}"]
-        options += ["--load-format=dummy"] if args.shape != "smollm2" else []
+        options += ["--load-format=dummy"] if args.shape in ("0.6b", "8b") else []
     else:
         options += ["--enforce-eager", f"--kv-cache-memory-bytes={1 << 28}", "--dtype=float32"]
     FORKS.set_forkserver_preload(["vllm.benchmarks.serve", "vllm.utils.argparse_utils"])
@@ -231,12 +251,12 @@ def measure(sides: dict[str, Server], folder: Path, args: Any) -> dict[str, Any]
                 program = case == "every second" and name == "ours"
                 rounds[name].append(load(sides[name], folder, args, rate, 10 + 2 * number, program))
                 print(case, name, rounds[name][-1], f"{time.monotonic() - BEGAN:.0f} s", flush=True)
-        medians = {name: {figure: float(np.median([each[figure] for each in rounds[name]])) for figure in FIGURES}
-                   for name in rounds}  # fmt: skip
-        ratios = {figure: medians["ours"][figure] / medians["stock"][figure] for figure in FIGURES}
+        medians = {name: {figure: float(np.median([each[figure] for each in of])) for figure in (*FIGURES, *CPU)}
+                   for name, of in rounds.items()}  # fmt: skip
+        ratios = {figure: medians["ours"][figure] / medians["stock"][figure] for figure in (*FIGURES, *CPU)}
         report["cases"][case] = {"ratios": ratios, "medians": medians, "rounds": rounds}
         told = ", ".join(f"{figure} {ratios[figure]:.3f} ({bar})" for figure, bar in zip(FIGURES, bars, strict=True))
-        print(f"{case}: {told}", flush=True)
+        print(f"{case}: {told}", *(f"{name} {ratios[name]:.3f}" for name in CPU), flush=True)
     return report
 
 

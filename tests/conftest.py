@@ -7,10 +7,10 @@ os.environ.setdefault("PYTHONHASHSEED", "0")  # of the processes that tests star
 # OpenMP's threads spin while they wait, for milliseconds wherever another process has their core: steps of small models
 # then take ten times as long
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
-    # one core for each worker: threads of two that share the cores wait for one another
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+# one core for each process: threads of two that share the cores wait for one another, and bits depend on how many share
+# the work, so that a test that compares two processes would fail where it runs alone
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 import gc
 import random

@@ -201,7 +201,12 @@ class Run:
     @property
     def sites(self) -> list[str]:
         """Every captured site, as text."""
-        return [str(ref) for ref in self._sites.refs() if ref.point in self._captured]
+        return [str(ref) for ref in self._sites.refs() if ref.point in self._captured] if self.has_captures else []
+
+    @property
+    def has_captures(self) -> bool:
+        """Whether its program captures anything."""
+        return bool(self._captured)
 
     @property
     def acted(self) -> dict[str, list[int]]:

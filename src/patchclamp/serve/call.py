@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
 import json
 import time
 from contextvars import ContextVar
@@ -77,6 +78,11 @@ class Call:
         self.error: PatchclampError | None = None
         self._prompts, self._is_answered, self._began_s = 0, False, time.perf_counter()
 
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Of the program."""
+        return self.program.fingerprint
+
     def next_prompt(self) -> int:
         """The number of the next prompt that vLLM's route asks for."""
         self._prompts += 1
@@ -86,16 +92,14 @@ class Call:
         """Takes the run of a choice, and its request."""
         name = run.key if self.name is None else self.name if choice == 0 else f"{self.name}.{choice}"
         self.runs[choice] = name, run
-        if run.sites:
+        if run.has_captures:
             kept.keep(self.owner, name, run, request)
 
     async def answer(self, kept: Kept) -> dict[str, Any]:
         """The response's `patchclamp` object. What went along with it, and is not to be kept, is freed."""
         answer = {
-            "fingerprint": self.program.fingerprint,
-            "runs": [
-                await asyncio.to_thread(self._run_answer, choice, *self.runs[choice]) for choice in sorted(self.runs)
-            ],
+            "fingerprint": self.fingerprint,
+            "runs": [await self._run_answer(choice, *self.runs[choice]) for choice in sorted(self.runs)],
         }
         self._is_answered = True
         if self.variant is not None:
@@ -109,7 +113,7 @@ class Call:
         """What the server's log says of it."""
         runs = [run for _, run in self.runs.values()]
         return {
-            "fingerprint": self.program.fingerprint, "runs": len(runs),
+            "fingerprint": self.fingerprint, "runs": len(runs),
             "ops": len(self.program.edits) + len(self.program.capture),
             "prompt_tokens": sum(len(run.prompt_token_ids) for run in runs),
             "generated_tokens": sum(len(run.token_ids) for run in runs),
@@ -127,18 +131,23 @@ class Call:
         """Whether a run's captures are in the response."""
         return run.captured_bytes <= self._limits.inline_bytes
 
-    def _run_answer(self, choice: int, name: str, run: Run) -> dict[str, Any]:
+    async def _run_answer(self, choice: int, name: str, run: Run) -> dict[str, Any]:
         answer: dict[str, Any] = {"index": choice, "run": name, "idle_edits": run.idle_edits}
         if self.tokens:
             answer["tokens"] = run.token_strings
             answer["acted"] = {path: _ranges(positions) for path, positions in run.acted.items()}
-        if run.sites:
+        if run.has_captures:
             inline = self._goes_along(run)
             if not self.on_own_route:
                 self._limits.check("inline_bytes", run.captured_bytes, "bytes captured, which go along on this route")
-            answer["captures"] = base64.b64encode(captured_file(run)).decode() if inline else None
+            answer["captures"] = (await asyncio.to_thread(_inline, run)) if inline else None
             answer["captures_url"] = f"/v1/patchclamp/runs/{name}/captures" if self.keep or not inline else None
         return answer
+
+
+def _inline(run: Run) -> str:
+    """A run's captures as they go along with an answer."""
+    return base64.b64encode(captured_file(run)).decode()
 
 
 def _ranges(positions: list[int]) -> list[tuple[int, int]]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from patchclamp.engines.base import Answer, Request
 from patchclamp.engines.chat import prompt_of
 from patchclamp.engines.vllm.compat.front import http_error
 from patchclamp.errors import PatchclampError, ProgramError
-from patchclamp.plan.bindings import Bindings
 from patchclamp.plan.room import captured_bytes
 from patchclamp.run import Run
 from patchclamp.serve.call import Call, current, of_extra_args
@@ -32,26 +32,16 @@ def edited(client: Any, stock: Any, prompt: Any, params: Any, request_id: str, *
     if call is not None:
         number = call.next_prompt()
         try:
-            outputs = _bound(front, stock, prompt, params, request_id, call, number, others)
+            return _bound(front, stock, prompt, params, request_id, call, number, others)
         except PatchclampError as error:
             call.error = error
             raise
-        return _noting_errors(outputs, call)
     try:
         call = _stock_call(front, params, request_id)
     except PatchclampError as error:
         front.failed(error, OPEN)
         raise http_error(str(error), error.status) from error
     return _as_vllm_errors(_edited(front, stock, prompt, params, request_id, call, others), front, call)
-
-
-async def _noting_errors(outputs: AsyncIterator[Any], call: Call) -> AsyncIterator[Any]:
-    try:
-        async for output in outputs:
-            yield output
-    except PatchclampError as error:
-        call.error = error
-        raise
 
 
 async def _as_vllm_errors(outputs: AsyncIterator[Any], front: Front, call: Call) -> AsyncIterator[Any]:
@@ -123,30 +113,35 @@ class _Child:
     def __init__(self, front: Front, call: Call, request: Request, prompt: Any, params: Any, choice: int) -> None:
         self._front, self._call, self._request = front, call, request
         self._prompt, self._params, self._choice = prompt, params, choice
-        self._ids: list[int] = []
+        self._is_taken = False
 
-    async def outputs(self, generate: Callable[..., Any], name: str, others: dict[str, Any]) -> AsyncIterator[Any]:
+    def outputs(self, generate: Callable[..., Any], name: str, others: dict[str, Any]) -> AsyncIterator[Any]:
         """vLLM's outputs; the run is the call's before the last one is given."""
+        return self._front.engine.outputs(
+            self._request, self._prompt, self._params, name, generate, ended=self._take, within=self._under_way(),
+            **others,
+        )  # fmt: skip
+
+    @contextlib.contextmanager
+    def _under_way(self) -> Iterator[None]:
+        """Has room for what the run captures; an error is the call's, and a run that nobody took is let go."""
         engine, request = self._front.engine, self._request
         assert request.bound is not None
-        most, finished = captured_bytes(request.bound, engine.sites), False
-        with self._front.kept.room_for(self._call.owner, most):
-            try:
-                async for output in engine.outputs(request, self._prompt, self._params, name, generate, **others):
-                    new = list(output.outputs[0].token_ids)
-                    self._ids = self._ids + new if self._params.output_kind.name == "DELTA" else new
-                    finished = output.finished
-                    if finished:
-                        self._take(output)
-                    yield output
-            finally:
-                if not finished:
-                    engine.release([request.run])
+        try:
+            with self._front.kept.room_for(self._call.owner, captured_bytes(request.bound, engine.sites)):
+                yield
+        except PatchclampError as error:
+            self._call.error = error
+            raise
+        finally:
+            if not self._is_taken:
+                engine.release([request.run])
 
-    def _take(self, output: Any) -> None:
+    def _take(self, output: Any, ids: list[int]) -> None:
         last = output.outputs[0]
-        answer = Answer(self._ids, last.text, None, {}, last.finish_reason, output.num_cached_tokens or 0)
+        answer = Answer(ids, last.text, None, {}, last.finish_reason, output.num_cached_tokens or 0)
         run = Run(self._front.lm, self._request, self._call.program, answer)
+        self._is_taken = True
         self._call.add(self._choice, run, self._request, self._front.kept)
 
 
@@ -157,10 +152,9 @@ def _child(front: Front, call: Call, prompt: Any, params: Any, index: int, first
     if params.seed is not None:
         params.seed += index
     ids, text = _prompt_of(prompt)
-    lm, key = front.lm, f"{call.owner}-http-{secrets.token_hex(8)}"
-    owned = front.kept.owned(call.owner)
-    bindings = Bindings(lm.sites, owned.source, owned, False)
-    binding = bindings.of(call.program, key, prompt_of(lm.tokenizer, ids, text, call.chat), params.max_tokens)
+    key = f"{call.owner}-http-{secrets.token_hex(8)}"
+    whole = prompt_of(front.lm.tokenizer, ids, text, call.chat)
+    binding = front.bindings.of(call.owner, call.program, key, whole, params.max_tokens)
     request = Request(
         key, ids, params.max_tokens, binding.bound, binding.vectors, text=text, sources=binding.sources, chat=call.chat
     )

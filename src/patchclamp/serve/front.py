@@ -13,6 +13,7 @@ from patchclamp.errors import PatchclampError
 from patchclamp.language import SiteOp
 from patchclamp.lm import LM
 from patchclamp.proving.cache import ensure_proved
+from patchclamp.serve.bindings import KnownBindings
 from patchclamp.serve.journal import Journal
 from patchclamp.serve.kept import Kept
 from patchclamp.serve.kept_sweeps import KeptSweeps
@@ -28,6 +29,7 @@ class Front:
     leases: which clients of ours are alive
     limits: what one caller may ask for, and leave here
     kept: runs, vectors and programs that requests left here, by whose they are
+    bindings: programs bound to prompts
     kept_sweeps: what sweeps computed, from which they can go on
     has_keys: whether our own routes know each caller by an API key
     """
@@ -41,6 +43,7 @@ class Front:
         self._metrics = metrics_of(self.model_name)
         self._journal = Journal(self.engine)
         self.kept, self.has_keys = Kept(self.limits, journal=self._journal), False
+        self.bindings = KnownBindings(self.lm, self.kept)
         self.kept_sweeps = KeptSweeps(self.limits)
         self.leases = Leases(self.engine, LEASE_S, self.hear)
         self._proving = asyncio.ensure_future(self._prove())

@@ -73,11 +73,16 @@ class Kept:
         self._runs: dict[str, dict[str, _KeptRun]] = {}
         self._banks: dict[str, NamedBank] = {}
         self._bank_bytes: dict[str, dict[str, int]] = {}  # by owner and name
+        self._versions: Counter[str] = Counter()  # by owner: how often its bank has changed
         self._expected: Counter[str] = Counter()  # by owner: bytes that runs under way may capture
         self._gone: dict[tuple[str, str], str] = {}  # why a run is no more
 
     def bank(self, owner: str) -> NamedBank:
         return self._banks.setdefault(owner, NamedBank())
+
+    def bank_version(self, owner: str) -> int:
+        """Another number each time that something else is in an owner's bank."""
+        return self._versions[owner]
 
     def entries(self, owner: str, kind: str) -> dict[str, Any]:
         """An owner's vectors (and means), or its programs, by name."""
@@ -107,12 +112,14 @@ class Kept:
         self.limits.check_room("bank_names", len(sizes.keys() - {name}), 1, "names in the bank")
         self.limits.check_room("bank_bytes", others, size, "bytes of the bank")
         self.bank(owner)[name], sizes[name] = entry, size
+        self._versions[owner] += 1
         self._say(owner, name, kind, lambda: pack_entry(name, entry))
 
     def delete(self, owner: str, kind: str, name: str) -> None:
         """Raises `MissingSource`."""
         self.entry(owner, kind, name)
         del self.bank(owner)[name], self._bank_bytes[owner][name]
+        self._versions[owner] += 1
         self._say(owner, name, "gone", lambda: b"it was deleted")
 
     def check_free(self, owner: str, name: str, kind: str) -> None:
@@ -213,6 +220,7 @@ class Kept:
     def hear(self, note: Note, lm: LM) -> None:
         """Takes what another process says."""
         owner, name = note.owner, note.name
+        self._versions[owner] += 1
         runs, bank = self._runs.setdefault(owner, {}), self.bank(owner)
         if note.kind == "touched":
             if name in runs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import functools
 import threading
 import zlib
@@ -34,6 +35,7 @@ from patchclamp.plan.bound import source_of
 from patchclamp.store.captures import StoredRows
 
 FETCHES = 4  # of captures, at once
+NOTHING = contextlib.nullcontext()
 
 
 class AsyncEngine(Engine):
@@ -117,36 +119,47 @@ class AsyncEngine(Engine):
 
     async def outputs(
         self, request: Request, prompt: Any, params: Any, name: str, generate: Callable[..., Any],
-        carried: bytes | None = None, **others: Any,
+        carried: bytes | None = None, ended: Callable[[Any, list[int]], None] | None = None,
+        within: contextlib.AbstractContextManager[None] = NOTHING, **others: Any,
     ) -> AsyncIterator[Any]:  # fmt: skip
         """vLLM's outputs of a request whose program is in `request.bound`, or was `carried` here; `params` are taken
-        over.
+        over. `ended(output, ids)` is told of the last one and of all that was generated, before it is given; `within`
+        is entered while it runs.
 
         Raises the run's error in place of the last output, and `EngineError` where that has no receipt.
         """
         assert request.bound is not None
-        carried = carry(request, self.sites) if carried is None else carried
-        params.extra_args = {**(params.extra_args or {}), configuration.KEY: carried}
-        self._hold(request)
-        core = self._core_of(request)
-        if core is not None:
-            others["data_parallel_rank"] = core
+        with within:
+            carried = carry(request, self.sites) if carried is None else carried
+            params.extra_args = {**(params.extra_args or {}), configuration.KEY: carried}
+            self._hold(request)
+            core = self._core_of(request)
+            if core is not None:
+                others["data_parallel_rank"] = core
+            if self.metrics is not None:
+                self.metrics.started(request.bound)
+            in_parts, ids = params.output_kind.name == "DELTA", list[int]()
+            try:
+                async for output in generate(prompt, params, name, **others):
+                    verdict = None if output.kv_transfer_params is None else front.verdict_in(output)
+                    if in_parts or output.finished:
+                        ids += output.outputs[0].token_ids
+                    if output.finished:
+                        self._end(request, verdict, carried, ids)
+                        if ended is not None:
+                            ended(output, ids)
+                    yield output
+            finally:
+                self._drop(request)
+
+    def _end(self, request: Request, verdict: Verdict | None, carried: bytes, ids: list[int]) -> None:
+        """Raises why a request's answer cannot stand, or counts it; `ids`: what was generated."""
+        assert request.bound is not None
+        if self.metrics is not None and verdict is not None and verdict.waited_s is not None:
+            self.metrics.admitted(verdict.waited_s)
+        _check(request, verdict, receipt_of(carried))
         if self.metrics is not None:
-            self.metrics.started(request.bound)
-        in_parts, ids = params.output_kind.name == "DELTA", list(request.prompt_token_ids)
-        try:
-            async for output in generate(prompt, params, name, **others):
-                verdict = front.verdict_in(output)
-                ids += output.outputs[0].token_ids if in_parts or output.finished else ()
-                if output.finished:
-                    if self.metrics is not None and verdict is not None and verdict.waited_s is not None:
-                        self.metrics.admitted(verdict.waited_s)
-                    _check(request, verdict, receipt_of(carried))
-                    if self.metrics is not None:
-                        self.metrics.ended(request.bound, ids, request.vectors, self.sites)
-                yield output
-        finally:
-            self._drop(request)
+            self.metrics.ended(request.bound, [*request.prompt_token_ids, *ids], request.vectors, self.sites)
 
     def start(self, requests: list[Request], carried: Mapping[str, bytes]) -> list[Future[Answer]]:
         """As `submit`; `carried`: programs as they travel, by run, of requests whose sources are elsewhere."""

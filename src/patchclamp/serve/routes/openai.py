@@ -24,9 +24,10 @@ from patchclamp.serve.front import Front
 from patchclamp.serve.log import log
 from patchclamp.serve.plugin import NAMES
 from patchclamp.serve.routes.runs import caller
-from patchclamp.serve.variants import variant_of, with_variants
+from patchclamp.serve.variants import Variant, variant_of, with_variants
 
 PATHS, MODELS = ("/v1/completions", "/v1/chat/completions"), "/v1/models"
+DONE = "data: [DONE]"
 Endpoint = Callable[..., Awaitable[Response]]
 
 
@@ -106,17 +107,16 @@ async def read_call(request: Any, raw_request: Request) -> Call | None:
         call = Call(extra.pop("patchclamp"), owner, xargs, front.kept, variant)
     else:
         call = of_extra_args(xargs, owner, front.kept, variant, on_own_route=True)
-    call.chat = _chat_of(json.loads(await raw_request.body()))
+    if hasattr(request, "messages"):
+        call.chat = _chat_of(json.loads(await raw_request.body()))
     request.vllm_xargs = {**xargs, "patchclamp": ""}  # has `generate` ask the call
     if variant is not None:
         request.model = variant.model
     return call
 
 
-def _chat_of(body: dict[str, Any]) -> Chat | None:
+def _chat_of(body: dict[str, Any]) -> Chat:
     """What the prompt is made of, of a chat."""
-    if "messages" not in body:
-        return None
     options = {name: body[name] for name in (*TOLD, "reasoning_effort") if body.get(name) is not None}
     return Chat(body["messages"], {**(body.get("chat_template_kwargs") or {}), **options})
 
@@ -155,28 +155,32 @@ async def _streamed(response: StreamingResponse, call: Call, front: Front) -> Re
     """A stream with the `patchclamp` object in a last chunk of its own. What is wrong with the program is known before
     the first chunk, and is an error's response."""
     chunks: Any = response.body_iterator
-    first = await anext(chunks, None)
+    first = _text(await anext(chunks, ""))
     if call.error is not None:
         raise call.error
+    facts = _facts_of(first)  # that all chunks have alike
+    if call.variant is not None:
+        facts = {name: call.variant.asked if name == "model" else fact for name, fact in facts.items()}
 
-    async def body() -> AsyncIterator[Any]:
-        last: dict[str, Any] = {}
-        chunk = first
+    async def last() -> AsyncIterator[str]:
+        if call.error is None:
+            answer = await call.answer(front.kept)
+            log("program", call.owner, **call.facts())
+            yield f"data: {json.dumps({**facts, 'choices': [], 'patchclamp': answer})}\n\n"
+
+    async def body() -> AsyncIterator[str]:
         try:
-            while chunk is not None:
-                text = chunk if isinstance(chunk, str) else bytes(chunk).decode()
-                if call.variant is not None:
-                    text = chunk = _of_model(text, call.variant.asked)
-                if text.startswith("data: [DONE]"):
-                    if call.error is None:
-                        answer = await call.answer(front.kept)
-                        log("program", call.owner, **call.facts())
-                        yield f"data: {json.dumps({**last, 'choices': [], 'patchclamp': answer})}\n\n"
-                elif text.startswith("data: {") and not last:
-                    whole = json.loads(text[6:])
-                    last = {name: whole[name] for name in ("id", "object", "created", "model") if name in whole}
-                yield chunk
-                chunk = await anext(chunks, None)
+            if first.startswith(DONE):
+                async for chunk in last():
+                    yield chunk
+            if first:
+                yield _of_model(first, call.variant)
+            async for chunk in chunks:  # a token each: whatever is done here is done for every token of an answer
+                text = chunk if type(chunk) is str else _text(chunk)
+                if text.startswith(DONE):
+                    async for each in last():
+                        yield each
+                yield text if call.variant is None else _of_model(text, call.variant)
             if call.error is not None:
                 front.failed(call.error, call.owner)
         finally:
@@ -185,9 +189,19 @@ async def _streamed(response: StreamingResponse, call: Call, front: Front) -> Re
     return StreamingResponse(body(), media_type="text/event-stream")
 
 
-def _of_model(chunk: str, model: str) -> str:
-    """A chunk of a stream, which says that it is of a model."""
-    if not chunk.startswith("data: {"):
+def _text(chunk: str | bytes | memoryview) -> str:
+    return chunk if isinstance(chunk, str) else bytes(chunk).decode()
+
+
+def _facts_of(chunk: str) -> dict[str, Any]:
+    """What the chunks of an answer have alike."""
+    whole = json.loads(chunk[6:]) if chunk.startswith("data: {") else {}
+    return {name: whole[name] for name in ("id", "object", "created", "model") if name in whole}
+
+
+def _of_model(chunk: str, variant: Variant | None) -> str:
+    """A chunk of a stream, which says that it is of the model that was asked for."""
+    if variant is None or not chunk.startswith("data: {"):
         return chunk
     said = json.loads(chunk[6:])
-    return f"data: {json.dumps({**said, 'model': model} if 'model' in said else said)}\n\n"
+    return f"data: {json.dumps({**said, 'model': variant.asked} if 'model' in said else said)}\n\n"

@@ -348,6 +348,8 @@ def on_outputs() -> None:
         verdicts: dict[str, Verdict] = {}
         tables = tables_of(processor)
         for output in engine_core_outputs:
+            if output.kv_transfer_params is None and (not tables or output.new_logprobs is None):
+                continue  # nearly all of them: a token of a request that asks nothing of us
             state = processor.request_states.get(output.request_id)  # None: it was aborted, and nobody asks
             name = output.request_id
             if state is not None and state.queue is not None:  # an `AsyncLLM`'s: `front` takes the verdict

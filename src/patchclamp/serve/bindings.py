@@ -1,0 +1,39 @@
+"""Programs that requests bring again and again, each bound once for all prompts of one length."""
+
+from __future__ import annotations
+
+import msgspec
+
+from patchclamp.language import Program
+from patchclamp.lm import LM
+from patchclamp.plan.bind import is_of_length_alone
+from patchclamp.plan.bindings import Binding, Bindings
+from patchclamp.plan.prompt import Prompt
+from patchclamp.serve.kept import Kept
+
+MAX_KNOWN = 256
+MAX_VECTOR_BYTES = 1 << 17  # of a binding that is remembered
+
+
+class KnownBindings:
+    """Binds programs to prompts, with what their owners have kept. What it remembers of an owner's program holds until
+    something else is in the owner's bank; a program that reads runs is bound anew each time."""
+
+    def __init__(self, lm: LM, kept: Kept) -> None:
+        self._lm, self._kept = lm, kept
+        self._known: dict[tuple[str, int, Program, int, int], Binding] = {}
+
+    def of(self, owner: str, program: Program, run: str, prompt: Prompt, max_tokens: int) -> Binding:
+        """A program bound to a prompt, as a run of that key. Raises what `bind` raises."""
+        owned = self._kept.owned(owner)
+        key = owner, self._kept.bank_version(owner), program, len(prompt.ids), max_tokens
+        known = self._known.get(key)
+        if known is not None and known.bound is not None:
+            return msgspec.structs.replace(known, bound=msgspec.structs.replace(known.bound, run=run))
+        binding = Bindings(self._lm.sites, owned.source, owned, False).of(program, run, prompt, max_tokens)
+        small = sum(rows.nbytes for rows in binding.vectors.values()) <= MAX_VECTOR_BYTES
+        if small and not binding.sources and is_of_length_alone(program):
+            self._known[key] = binding
+            if len(self._known) > MAX_KNOWN:
+                del self._known[next(iter(self._known))]
+        return binding
