@@ -19,7 +19,7 @@ import numpy as np
 
 from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.language import Vector
-from patchclamp.language.conversions import DTYPES, MAX_FP32
+from patchclamp.language.conversions import DTYPES, MAX_FP32, MAX_PROJECTED
 from patchclamp.plan.bind import reaches_cache, vector_key
 from patchclamp.plan.bound import (
     Action,
@@ -31,7 +31,9 @@ from patchclamp.plan.bound import (
     Noisy,
     Project,
     Store,
+    check_one_way,
     is_loaded,
+    is_vector,
     own_point,
     position_array,
     source_of,
@@ -71,6 +73,7 @@ def verify(
             _check_op(op, frame)
         except PatchclampError as error:
             raise error.under(op.path[:MAX_PATH]) from None
+    check_one_way(bound.ops, sites.label)
 
 
 def is_content(key: str, rows: np.ndarray) -> bool:
@@ -140,9 +143,22 @@ def _check_action(action: Action, op: BoundOp, frame: Frame, width: int) -> None
 @_check_action.register
 def _keep(action: Keep, op: BoundOp, frame: Frame, width: int) -> None:
     _need(0 <= action.dtype < len(DTYPES), f"dtype {action.dtype}")
-    _need(not op.values and not op.columns and op.condition is None, "a capture reads nothing")
+    _need(not op.values and op.condition is None, "a capture reads a matrix alone")
+    _check_matrix(action, op, frame, width)
     ends = [(a.stop, b.start) for a, b in zip(op.ranges, op.ranges[1:], strict=False)]
     _need(all(stop <= start for stop, start in ends), "positions twice")
+
+
+def _check_matrix(action: Keep, op: BoundOp, frame: Frame, width: int) -> None:
+    if not action.matrix:
+        _need(action.products == 0 and not op.columns, "a capture of a part, or products with no matrix")
+        return
+    _need(1 <= action.products <= MAX_PROJECTED, f"{action.products} products")
+    _need(is_vector(action.matrix), "a matrix that is no vector")
+    _need(frame.sizes.get(action.matrix) == (action.products, width), f"a matrix not of {action.products} rows")
+    sites = frame.sites
+    uncut = all(sites.points[each].rows == "tokens" and sites.shard_count(each) == 1 for each in op.points)
+    _need(uncut, "a projection of logits, or of a row that is cut")
 
 
 @_check_action.register
