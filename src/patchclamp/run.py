@@ -419,7 +419,10 @@ class Run:
         if (point, ordinal) not in self._prefetched:
             self._prefetch(point, ordinal)
         positions, rows = self._prefetched.pop((point, ordinal))
-        rows = rows if len(rows) else rows.reshape(0, self.width_at(point))
+        width = self.width_at(point)
+        rows = rows if len(rows) else rows.reshape(0, width)
+        if rows.shape[1] != width:
+            raise PatchclampError(f"{name}: {width} numbers of each row were asked for, {rows.shape[1]} were captured")
         if self._equal[0] is expected and self._equal[1] is positions:  # as at most points of a run
             return positions, rows
         count = len(self._computed(positions))

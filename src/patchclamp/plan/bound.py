@@ -213,8 +213,8 @@ def check_one_way(ops: Iterable[BoundOp], label: Callable[[int], str]) -> None:
             first = ways.setdefault(point, op)
             if first is not op and way_of(first) != way_of(op):
                 raise ProgramError(
-                    f"{label(point)} is captured by {first.path} too, and otherwise: in a run a site is captured "
-                    "whole, or by one matrix; put the rows of both into one, or make two runs", op.path
+                    f"{label(point)} is captured by {first.path[:200]} too, and otherwise: in a run a site is captured "
+                    "whole, or by one matrix; put the rows of both into one, or make two runs", op.path[:200]
                 )  # fmt: skip
 
 
