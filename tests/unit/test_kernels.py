@@ -301,6 +301,16 @@ def test_a_factor_of_zero_leaves_nan_out(kernel):
 
 
 @both
+def test_products_are_of_their_columns_alone(kernel):
+    bank = np.array([0] * 4 + [1, 2, 3, 4, 10, 20, 30, 40], np.float32)
+    table, plan = program((0, 2, CAPTURE, 0, 0, 0, 2, 4, 0, pack_columns((1, 3))), (1, 2, LINEAR, 0, 0, 2.0, 0.0))
+    rows = np.array([[np.nan, 1, 1, np.inf], [5, 6, 7, 8]])
+    h, kept = apply(table, plan, rows, bank, kernel)
+    assert kept.tolist() == [5, 50, 33, 330]
+    assert h[1].tolist() == [10, 12, 14, 16]
+
+
+@both
 def test_nothing_to_do_touches_nothing(kernel):
     bank = np.ones(4, np.float32)
     table, plan = program((5, 9, LINEAR, 0, 0, 1.0, 1.0), (7, 8, CAPTURE, 0, 0, 0, 0), position=0, rows=5)
