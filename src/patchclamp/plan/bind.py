@@ -293,13 +293,13 @@ class _OpBinder:
 
     def needs_whole_rows(self, op: SiteOp) -> None:
         ref = self._refs[0]
-        shards, is_capture = self._sites.shard_count(ref.point), isinstance(op, Capture)
-        if not self._sites.whole(ref) or (is_capture and shards > 1):
-            instead = "capture it whole" if is_capture else f"name one head, as in {ref.name}[{ref.layer}, 0]"
+        if not self._sites.whole(ref):
+            what = "a projection" if isinstance(op, Capture) else type(op).__name__
             raise UnsupportedSite(
-                f"{type(op).__name__} needs a sum over the row, and {ref} is cut among {shards} GPUs: {instead}, or "
-                "run with tensor_parallel_size=1", "at"
-            )  # fmt: skip
+                f"{what} needs a sum over the row, and {ref} is cut among {self._sites.shard_count(ref.point)} GPUs: "
+                f"name one head, as in {ref.name}[{ref.layer}, 0], or run with tensor_parallel_size=1",
+                "at",
+            )
 
     def vector(self, value: ValueLike, field: str) -> Vector:
         value = as_value(value)

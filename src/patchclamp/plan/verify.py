@@ -38,7 +38,7 @@ from patchclamp.plan.bound import (
     position_array,
     source_of,
 )
-from patchclamp.sites import SiteMap
+from patchclamp.sites import SiteMap, SiteRef
 
 VECTOR_KEY, OWN_KEY = re.compile(r"v:[0-9a-f]{64}"), re.compile(r"o:[0-9]{1,9}:[0-9]{1,9}")
 MAX_PATH = 500
@@ -156,9 +156,10 @@ def _check_matrix(action: Keep, op: BoundOp, frame: Frame, width: int) -> None:
     _need(1 <= action.products <= MAX_PROJECTED, f"{action.products} products")
     _need(is_vector(action.matrix), "a matrix that is no vector")
     _need(frame.sizes.get(action.matrix) == (action.products, width), f"a matrix not of {action.products} rows")
-    sites = frame.sites
-    uncut = all(sites.points[each].rows == "tokens" and sites.shard_count(each) == 1 for each in op.points)
-    _need(uncut, "a projection of logits, or of a row that is cut")
+    columns = (op.columns & 0xFFFF, op.columns >> 16) if op.columns else None
+    for point in op.points:
+        _need(frame.sites.points[point].rows == "tokens", "a projection of logits")
+        _need(frame.sites.whole(SiteRef("", None, point, columns=columns)), "a projection of a row that is cut")
 
 
 @_check_action.register

@@ -265,14 +265,13 @@ class Runtime:
         """What this worker does of a program. The rows that it reads have their place then."""
         self.resident.forget(arrival.placement.evicted)
         remote = self.remote_rows(arrival.request) if self.remote_rows is not None else {}
-        ops = arrival.bound.ops
-        if not self._has_all:
-            ops = [shard_op(op.at(self.has_tap), self.shards, self.sites) for op in ops]
+        ops = arrival.bound.ops if self._has_all else [op.at(self.has_tap) for op in arrival.bound.ops]
         # captures count whoever keeps them: all workers of a stage must choose the same graphs
         kept = [(op.points, op.action) for op in ops if isinstance(op.action, Keep)]
         token_bytes = sum([self._token_bytes_at(point, keep) for points, keep in kept for point in points])
-        if kept and not self._has_all:
+        if not self._has_all:
             keeps = np.where(self._sharded, self._keeps_shard, self.keeps)
+            ops = [shard_op(op, self.shards, self.sites) for op in ops]
             ops = [op.at(keeps) if op.kind == CAPTURE else op for op in ops]
         return _Local(arrival, ops, self.resident.addresses(ops, arrival.placement, vectors, remote), token_bytes)
 

@@ -103,7 +103,7 @@ def can_project(lm: LM, refs: Mapping[SiteRef, Reduction]) -> set[SiteRef]:
     return {
         ref for ref, reduction in refs.items()
         if reduction.matrix is not None and len(reduction.matrix) <= min(MAX_PROJECTED, reduction.matrix.shape[1] - 1)
-        and lm.sites.shard_count(ref.point) == 1 and len(ways[ref.point]) == 1
+        and lm.sites.whole(ref) and len(ways[ref.point]) == 1
     }  # fmt: skip
 
 
