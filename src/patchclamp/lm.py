@@ -223,8 +223,8 @@ class LM:
         """
         runs, chunk, size = list(runs), [], 0
         refs = self.sites.refs() if sites is None else self._refs(sites)
-        places = {ref: (str(ref), parse_site(str(ref))) for ref in refs}
-        wanted = [[ref for ref in refs if run.has_captured(ref.point)] if sites is None else refs for run in runs]
+        wanted = [run.captured_of(refs) if sites is None else refs for run in runs]
+        places = {ref: (str(ref), parse_site(str(ref))) for ref in set(itertools.chain(*wanted))}
         for run, of_run in zip(runs, wanted, strict=True):
             unread = run.unread({ref.point for ref in of_run})
             chunk += [(run, key) for key in unread]

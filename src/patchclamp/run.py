@@ -18,8 +18,9 @@ from patchclamp.language.site import parse_site
 from patchclamp.language.tokens import Tokens, parse_tokens
 from patchclamp.plan import CAPTURE, BoundOp, BoundProgram
 from patchclamp.plan.acted import acted
-from patchclamp.plan.bound import Keep, position_array
+from patchclamp.plan.bound import Keep, pack_columns, position_array
 from patchclamp.sites import SiteMap, SiteRef
+from patchclamp.store.joined import cast, merged
 
 if TYPE_CHECKING:
     import torch
@@ -167,7 +168,7 @@ class Run:
     def __getitem__(self, site: Site | str) -> torch.Tensor | np.ndarray:
         """What was captured at one site: a CPU tensor [T, W] of the captured positions, in the capture's dtype (a NumPy
         array from the fake engine). Of heads it is [T, H, E]; an integer index drops its axis: `run[pc.z[5, 3]]` is
-        [T, E].
+        [T, E]. Projected by W [k, D] it is [T, k].
 
         A site captured twice gives the union of positions; where both have one, the later in the program's order. A
         path such as "edits[0]" gives what that `Capture` kept, at its own place in the order. It is the same tensor
@@ -181,12 +182,12 @@ class Run:
 
     def rows_of(self, name: str, at: Site, ref: SiteRef, ordinal: int | None = None) -> torch.Tensor | np.ndarray:
         """`run[name]` of a site whose ref is known, captured by one op or by all."""
-        return self._shaped(at, ref, self._fetch(ref.point, ordinal, name)[1])
+        return self._shaped(at, ref, self._fetch(ref, ordinal, name)[1])
 
     def _shaped(self, at: Site, ref: SiteRef, rows: torch.Tensor | np.ndarray) -> torch.Tensor | np.ndarray:
         """The rows of a site, of the rows of its point."""
         parts = self._sites.parts(at.name)
-        if parts is None:
+        if parts is None or ref.point in self._projected:
             return rows
         first, end = ref.columns or (0, rows.shape[1])
         rows = rows[:, first:end].reshape((len(rows), (end - first) // parts[1], parts[1]))
@@ -196,17 +197,22 @@ class Run:
     def positions(self, site: Site | str) -> list[int]:
         """The positions that label the rows of `run[site]`."""
         _, ref, ordinal = self._locate(site)
-        return self._fetch(ref.point, ordinal, str(site))[0].tolist()
+        return self._fetch(ref, ordinal, str(site))[0].tolist()
 
     @property
     def sites(self) -> list[str]:
         """Every captured site, as text."""
-        return [str(ref) for ref in self._sites.refs() if ref.point in self._captured] if self.has_captures else []
+        return [str(ref) for ref in self.captured_of(self._sites.refs())] if self.has_captures else []
 
     @property
     def has_captures(self) -> bool:
         """Whether its program captures anything."""
         return bool(self._captured)
+
+    def captured_of(self, refs: Iterable[SiteRef]) -> list[SiteRef]:
+        """Those of some sites that were captured; where a part of the row was projected, that part."""
+        part, projected = self._sites.part, self._projected
+        return [part(ref, projected.get(ref.point, 0)) for ref in refs if ref.point in self._captured]
 
     @property
     def acted(self) -> dict[str, list[int]]:
@@ -235,7 +241,12 @@ class Run:
     # -- as a source for `From`
 
     def positions_of(self, point: int) -> np.ndarray:
-        """The positions captured at a point, ascending; none if it was not captured."""
+        """The positions captured at a point, ascending; none if it was not captured. Raises `MissingSource` where its
+        rows are not whole, or not told apart."""
+        if point in self._projected:
+            raise MissingSource(
+                f"run {self.key} captured {self._sites.label(point)} projected: capture it whole to read it with From"
+            )
         ordinals = self._captures_at.get(point, [])
         if len(ordinals) > 1 and any(_conditional(self._ops[i]) for i in ordinals):
             raise MissingSource(
@@ -257,6 +268,7 @@ class Run:
     def layout(self, site: Site | str) -> Layout:
         """What `run[site]` is and where its rows lie, without reading them. Raises as `run[site]` does."""
         at, ref, ordinal = self._locate(site)
+        self._check_part(ref, str(site))
         ordinals = self._ordinals(ref.point, ordinal, str(site))
         if any(_conditional(self._ops[i]) for i in ordinals):
             stored = [Stored(i, *self._selected(i, self._expected(ref.point, i))) for i in ordinals]
@@ -280,8 +292,8 @@ class Run:
                 raise PatchclampError(f"{layout.ref}: other positions were captured than were asked for")
             kept = None if stored.selected is None else np.flatnonzero(stored.selected[begin:stop])
             parts.append((positions, rows) if kept is None else (positions[kept], rows[kept]))
-        rows = parts[0][1] if len(parts) == 1 else _merged(parts)[1]
-        return torch.as_tensor(self._shaped(layout.at, layout.ref, _cast(rows, layout.dtype)))
+        rows = parts[0][1] if len(parts) == 1 else merged(parts)[1]
+        return torch.as_tensor(self._shaped(layout.at, layout.ref, cast(rows, layout.dtype)))
 
     @property
     def _sites(self) -> SiteMap:
@@ -331,12 +343,25 @@ class Run:
             raise ProgramError(f"run[...] takes one layer: {at} names {len(refs)}, as in run[pc.{refs[0]}]")
         return at, refs[0], ordinal
 
-    def _fetch(self, point: int, ordinal: int | None, name: str) -> tuple[np.ndarray, torch.Tensor | np.ndarray]:
-        """Positions and rows of a point, by one op or by all."""
-        key = point, ordinal
+    def _fetch(self, ref: SiteRef, ordinal: int | None, name: str) -> tuple[np.ndarray, torch.Tensor | np.ndarray]:
+        """Positions and rows of a site's point, by one op or by all."""
+        self._check_part(ref, name)
+        key = ref.point, ordinal
         if key not in self._fetched:
             self._fetched[key] = self._read(*key, name)
         return self._fetched[key]
+
+    def _check_part(self, ref: SiteRef, name: str) -> None:
+        """Raises `MissingSource` if another part of its row was projected, and this one not kept."""
+        columns = self._projected.get(ref.point)
+        if columns is not None and columns != (pack_columns(ref.columns) if ref.columns else 0):
+            raise MissingSource(f"{name} was not captured; this run has: {', '.join(self.sites)}")
+
+    @functools.cached_property
+    def _projected(self) -> dict[int, int]:
+        """By point, of the rows that were projected: the columns that the matrix is for, packed; 0: all."""
+        ops = [op for op in self._ops if isinstance(op.action, Keep) and op.action.products]
+        return {point: op.columns for op in ops for point in op.points}
 
     def _site(self, site: Site | str) -> Site:
         """The site that is named, or that of the `Capture` at a path."""
@@ -352,10 +377,10 @@ class Run:
         ordinals = self._ordinals(point, ordinal, name)
         dtypes = self._dtypes(ordinals)
         if any(_conditional(self._ops[i]) for i in ordinals):
-            positions, rows = _merged([self._matching(point, i, name) for i in ordinals])
+            positions, rows = merged([self._matching(point, i, name) for i in ordinals])
         else:
             positions, rows = self._stored(point, ordinal, name)
-        return positions, rows if dtypes == {"float32"} or len(dtypes) > 1 else _cast(rows, dtypes.pop())
+        return positions, rows if dtypes == {"float32"} or len(dtypes) > 1 else cast(rows, dtypes.pop())
 
     def _ordinals(self, point: int, ordinal: int | None, name: str) -> list[int]:
         """The ops that captured a point, or one of them. Raises `MissingSource` where there is none."""
@@ -399,6 +424,10 @@ class Run:
         if (point, ordinal) not in self._prefetched:
             self._prefetch(point, ordinal)
         positions, rows = self._prefetched.pop((point, ordinal))
+        width = self.width_at(point)
+        rows = rows if len(rows) else rows.reshape(0, width)
+        if rows.shape[1] != width:
+            raise PatchclampError(f"{name}: {width} numbers of each row were asked for, {rows.shape[1]} were captured")
         if self._equal[0] is expected and self._equal[1] is positions:  # as at most points of a run
             return positions, rows
         count = len(self._computed(positions))
@@ -419,10 +448,6 @@ class Run:
         keys = [(point, ordinal), *(key for key in self.unread(points) if key != (point, ordinal))]
         captured = self._owner.engine.fetch_many([(self.key, *key) for key in keys])
         self.take_fetched(dict(zip(keys, captured, strict=True)))
-
-    def has_captured(self, point: int) -> bool:
-        """Whether it captured a point."""
-        return point in self._captured
 
     def unread(self, points: Iterable[int]) -> list[tuple[int, None]]:
         """Of these points those that it captured and whose rows have not come from the engine yet. Raises the run's own
@@ -449,8 +474,9 @@ class Run:
         return 4 * len(self._captured_computed[point]) * self.width_at(point)
 
     def width_at(self, point: int) -> int:
-        """How many numbers a row has at a point."""
-        return self._sites.points[point].width
+        """How many numbers are captured of a row at a point."""
+        width = self._bound.captured_width.get(point, 0) if self._bound is not None else 0
+        return width or self._sites.points[point].width
 
     def __reduce__(self):
         raise ProgramError("a Run belongs to its engine and cannot be copied or pickled; take its tensors instead")
@@ -464,24 +490,3 @@ class Run:
 def _conditional(op: BoundOp) -> bool:
     """Whether which of an op's captured positions count depends on what was generated."""
     return isinstance(op.action, Keep) and op.action.conditional
-
-
-def _merged(
-    parts: list[tuple[np.ndarray, torch.Tensor | np.ndarray]],
-) -> tuple[np.ndarray, torch.Tensor]:
-    """Positions and rows of several ops together; of two that have a position the later counts."""
-    import torch
-
-    last: dict[int, tuple[int, int]] = {}
-    for part, (positions, _) in enumerate(parts):
-        last |= {int(position): (part, row) for row, position in enumerate(positions)}
-    dtypes = {str(rows.dtype) for _, rows in parts}
-    tensors = [torch.as_tensor(rows) if len(dtypes) == 1 else torch.as_tensor(rows).float() for _, rows in parts]
-    rows = [tensors[part][row] for _, (part, row) in sorted(last.items())]
-    return np.array(sorted(last), np.int64), torch.stack(rows) if rows else tensors[0][:0]
-
-
-def _cast(rows: torch.Tensor | np.ndarray, dtype: str) -> torch.Tensor:
-    import torch
-
-    return torch.as_tensor(rows).to(getattr(torch, dtype))

@@ -87,6 +87,7 @@ def test_blocks_are_shared_below_the_first_edit_and_among_equal_programs(lm, pro
     assert cached([other]) == BLOCK
     assert cached() == 3 * BLOCK
     assert cached([], [pc.resid_post[3] @ pc.prompt[70]]) == 2 * BLOCK
+    assert cached([], [pc.Capture("resid_post[3]", pc.prompt[70], project=[1.0] * lm.model.d_model)]) == 2 * BLOCK
     assert cached([], [pc.resid_post[3]]) == 0
 
 
@@ -96,6 +97,10 @@ def test_captures_are_complete_on_a_warm_cache(lm, prompt):
     assert again.positions(pc.resid_post[3]) == list(range(len(prompt) + 1))
     assert torch.allclose(again[pc.resid_post[3]], run[pc.resid_post[3]], atol=1e-4)
     assert again.positions("mlp_out[5]") == [50]
+    W = torch.randn(3, lm.model.d_model, generator=torch.Generator().manual_seed(0))
+    projected = lm.run(prompt, max_tokens=2, capture=[pc.Capture("resid_post[3]", project=W)])
+    assert projected.positions("resid_post[3]") == list(range(len(prompt) + 1))
+    assert torch.allclose(projected["resid_post[3]"], run["resid_post[3]"] @ W.T, rtol=1e-4, atol=1e-2)
 
 
 def test_preempted_requests_come_back_with_the_same_rows(shallow):

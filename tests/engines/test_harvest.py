@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import patchclamp as pc
-from patchclamp.studies import Filters, harvest
+from patchclamp.studies import Filters, Project, harvest
 from tests.reference.harvest import rows_of
 
 TEXTS = ["The Eiffel Tower is in Paris.", "One day, in the end, it was not", "It", "I think that the weather is fine"]
@@ -32,6 +32,31 @@ def test_a_harvest_is_what_the_engine_captures(engine, engines, tmp_path):
         stored = np.concatenate(list(data.blocks(site=site)))
         np.testing.assert_allclose(stored, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
         assert len(np.unique(stored, axis=0)) == len(stored)
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_a_projection_on_the_device_is_that_on_the_host(engine, engines, tmp_path, monkeypatch):
+    """The same rows at the same places, alike to within fp32's rounding; of each row k numbers come from the engine."""
+    lm, draw = engines.get(engine, "float32"), np.random.default_rng(0)
+    matrices = {"resid_post[10]": draw.standard_normal((4, 576)), "z[5, 3]": draw.standard_normal((3, 64))}
+    came, fetch_many = [], lm.engine.fetch_many
+
+    def fetched(wanted):
+        captured = fetch_many(wanted)
+        came.append({rows.shape[1] for _, rows in captured})
+        return captured
+
+    monkeypatch.setattr(lm.engine, "fetch_many", fetched)
+    on_device, on_host = (
+        harvest(lm, TEXTS, tmp_path, sites=list(matrices), dtype="float32", batch_tokens=16, shard_rows=10,
+                project=Project(matrices, on_device=where)).open() for where in (True, False)
+    )  # fmt: skip
+    assert came == [{4, 3}] * (len(came) // 2) + [{576}] * (len(came) // 2) != []
+    assert on_device.index() == on_host.index()
+    for site in matrices:
+        ours, theirs = (np.concatenate(list(data.blocks(site=site))) for data in (on_device, on_host))
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=2e-5 * np.abs(theirs).max())
+        assert len(np.unique(ours, axis=0)) == len(ours)
 
 
 def test_special_tokens_are_known_by_their_texts(engines, tmp_path):

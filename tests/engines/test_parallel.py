@@ -90,7 +90,21 @@ def seen(lm: pc.LM) -> tuple[dict[str, torch.Tensor], int]:
         found[f"patched {a} {b}"] = torch.tensor(patched.logprobs)
     sweep = pc.studies.patch_sweep(lm, clean=SHORT, corrupt=[*SHORT[:3], 23, *SHORT[4:]], sites=[pc.resid_pre],
                                    answer=9, foil=11, metric="logit_diff")  # fmt: skip
-    return found | {"swept": torch.as_tensor(sweep.grid)} | of_the_same_run(lm), size
+    return found | {"swept": torch.as_tensor(sweep.grid)} | of_the_same_run(lm) | projected(lm), size
+
+
+def projected(lm: pc.LM) -> dict[str, torch.Tensor]:
+    """Products of rows that all workers of a stage have, and of heads that one worker has: with the same matrices at
+    one place after the other, so that each worker comes to need them."""
+    draw, found = torch.Generator().manual_seed(2), {}
+    lm.bank["rows"], lm.bank["heads"] = (torch.randn(3, D, generator=draw) for _ in range(2))
+    for name, matrix in {"resid_post[0]": "rows", "resid_post[3]": "rows", "z[1, 0]": "heads", "z[1, 3]": "heads",
+                         "k[2, 1]": torch.randn(2, 32, generator=draw)}.items():  # fmt: skip
+        run = lm.run(LONG, max_tokens=3, capture=[pc.Capture(name, dtype="bfloat16", project=matrix), "mlp_out[1]"])
+        none = lm.run(LONG, max_tokens=1, capture=[pc.Capture(name, "generated & token(9)", project=matrix)])
+        assert none[name].shape == (0, run[name].shape[1])
+        found |= {f"products {name}": run[name], f"beside them {name}": run["mlp_out[1]"]}
+    return found
 
 
 def of_the_same_run(lm: pc.LM) -> dict[str, torch.Tensor]:

@@ -62,6 +62,20 @@ def ops(mode: str, lm) -> None:
     gap = float(np.abs(after - expected).max() / np.abs(expected).max())
     note(mode, "an op that sums over logits, in several passes", gap < 1e-4 and not np.array_equal(before, after),
          f"{gap:.1g}, {before.shape[1]} wide")  # fmt: skip
+    W, drawn = rng.standard_normal((5, width)), [pc.Zero(at), pc.Noise(1.0, at, seed=77)]
+    far = {}
+    for dtype, most in (("float32", 1e-5), ("bfloat16", 1e-2), ("float16", 1e-3)):
+        run = lm.run(
+            PROMPTS[2],
+            max_tokens=6,
+            edits=[*drawn, pc.Capture(at, dtype=dtype, project=W)],
+            sampling={"ignore_eos": True},
+        )
+        expected = np.stack([W @ epsilon(position) for position in run.positions(at)])
+        gap = float(np.abs(run[at].float().numpy() - expected).max() / np.abs(expected).max())
+        far[dtype] = gap / most if run[at].shape == (len(PROMPTS[2]) + 5, len(W)) else float("inf")
+    told = ", ".join(f"{name} {gap:.2g}" for name, gap in far.items())
+    note(mode, "a projected capture is the row times the matrix", max(far.values()) < 1, told + " of what is allowed")
     by_token(mode, lm)
     none = lm.run(PROMPTS[1], max_tokens=4, edits=[pc.Noise(0.0, pc.embed, relative=True)], logprobs=True)
     plain = lm.run(PROMPTS[1], max_tokens=4, logprobs=True)

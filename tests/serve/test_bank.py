@@ -13,7 +13,7 @@ from safetensors.numpy import save
 import patchclamp as pc
 from patchclamp.language.program import to_dict
 
-from .test_openai import PROMPT, VECTOR, complete, program
+from .test_openai import PROMPT, VECTOR, complete, program, tensors
 
 JSON = {"Content-Type": "application/json"}
 
@@ -37,6 +37,9 @@ def test_a_vector_is_put_used_read_and_deleted(server, local, http):
     response = complete(server, named, logprobs=1)
     assert response.choices[0].logprobs.token_logprobs == run.logprobs
     assert complete(server, logprobs=1).choices[0].logprobs.token_logprobs != run.logprobs
+    kept = complete(server, program(capture=[pc.Capture("resid_post[3]", project="calm")])).model_extra["patchclamp"]
+    here = local.run(PROMPT, max_tokens=6, capture=[pc.Capture("resid_post[3]", project=VECTOR)])
+    assert np.array_equal(tensors(kept["runs"][0]["captures"])["resid_post[3]"], here["resid_post[3]"])
     read = http.get("/v1/patchclamp/vectors/calm").content
     assert np.array_equal(safetensors.numpy.load(read)["calm"], VECTOR)
     assert http.put("/v1/patchclamp/vectors/again", content=read).json()["shape"] == [576]

@@ -48,6 +48,12 @@ CASES = {
     "plain": dict(logprobs=True),
     "steered": dict(edits=[pc.Add(VECTOR, at=pc.resid_post[3], tokens=pc.generated, scale=4.0)], logprobs=3),
     "captured": dict(capture=[pc.resid_post, pc.z[5, 3] @ pc.prompt[-1], pc.Capture(pc.embed, dtype="bfloat16")]),
+    "projected": dict(
+        capture=[
+            pc.Capture(pc.resid_post, "prompt", project=np.stack([VECTOR, VECTOR[::-1]])),
+            pc.Capture("z[5, 3]", dtype="bfloat16", project=VECTOR[:64]),
+        ]
+    ),
     "noise": dict(edits=[pc.Noise(0.5, at=pc.resid_post[1], seed=3, relative=True)], capture=[pc.final_norm]),
     "by id": dict(edits=[pc.Scale(2.0, at=pc.mlp_out[2], tokens=pc.token(198))], capture=[pc.embed @ pc.token(198)]),
     "sampled": dict(sampling={"n": 3, "temperature": 1.0, "seed": 11}, edits=[pc.Scale(0.5, at=pc.attn_out[1])]),

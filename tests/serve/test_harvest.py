@@ -20,6 +20,12 @@ def test_a_harvest_over_http_is_the_same_as_here(server: Server, local: pc.LM, t
     here = harvest(local, TEXTS, tmp_path / "here", sites=SITES, dtype="float32", batch_tokens=12, shard_rows=9)
     one, other = there.open(), here.open()
     assert one.index() == other.index()
+    with pc.LM(server.url, api_key=KEYS[0]) as remote:
+        matrix = np.random.default_rng(0).standard_normal((3, 576)).astype(np.float32)
+        few = harvest(remote, TEXTS, tmp_path / "few", sites=SITES[0], dtype="float32", project=matrix, shard_rows=9)
+    assert few.open().manifest.recipe.sites[0].captured == 3
+    projected, whole = (np.concatenate(list(data.blocks(site="resid_post[3]"))) for data in (few.open(), other))
+    np.testing.assert_allclose(projected, whole @ matrix.T, atol=1e-4 * np.abs(whole @ matrix.T).max())
     for site in there.sites:
         rows = [np.concatenate(list(data.blocks(site=site))) for data in (one, other)]
         np.testing.assert_allclose(*rows, atol=1e-4 * np.abs(rows[1]).max())

@@ -20,7 +20,8 @@ from .conftest import KEYS
 PROMPT = "The capital of France is"
 VECTOR = np.random.default_rng(5).standard_normal(576).astype(np.float32)
 STEERED = pc.Add(VECTOR, at=pc.resid_post[3], scale=2.0)
-CAPTURED = [pc.resid_post[2], pc.z[5, 3] @ pc.prompt[-1]]
+PROJECTED = pc.Capture("z[4, 1:3]", pc.prompt[-2:], project=[VECTOR[:128], VECTOR[-128:]])
+CAPTURED = [pc.resid_post[2], pc.z[5, 3] @ pc.prompt[-1], PROJECTED]
 
 
 def program(edits=(), capture=(), **others):
@@ -57,7 +58,8 @@ def test_a_program_gives_what_it_gives_here_bit_for_bit(server, local):
     [told] = ours["runs"]
     assert told["idle_edits"] == []
     captured = tensors(told["captures"])
-    assert sorted(captured) == ["resid_post[2]", "z[5, 3]"]
+    assert sorted(captured) == ["resid_post[2]", "z[4, 1:3]", "z[5, 3]"]
+    assert captured["z[4, 1:3]"].shape == (2, 2)
     for site, rows in captured.items():
         assert torch.equal(torch.from_numpy(rows), run[site])
 

@@ -24,12 +24,12 @@ def program(draw: np.random.Generator) -> list[tuple[int, tuple]]:
     """Capture records (point, record) of a few ops: the same ranges at all points of an op, or others at each."""
     records = []
     for op in range(int(draw.integers(0, 4))):
-        dtype, alike = int(draw.integers(0, 3)), draw.random() < 0.7
+        dtype, alike, products = int(draw.integers(0, 3)), draw.random() < 0.7, int(draw.choice([0, 0, 1, 3]))
         starts = np.cumsum(draw.integers(1, 6, 2 * int(draw.integers(1, 4))))  # ranges that do not overlap
         for point in np.flatnonzero(draw.random(POINTS) < 0.6).tolist():
             ranges = list(zip(starts[::2].tolist(), starts[1::2].tolist(), strict=True))
             for start, stop in ranges if alike else ranges[: int(draw.integers(1, len(ranges) + 1))]:
-                records.append((point, (start, stop, CAPTURE, 0, op, dtype, 0)))
+                records.append((point, (start, stop, CAPTURE, 0, op, dtype, products)))
     return sorted(records, key=lambda record: record[0])
 
 
@@ -46,6 +46,7 @@ def step(draw: np.random.Generator, slots: list[int]) -> Batch:
 def test_every_row_that_should_be_captured_has_a_place_of_its_own(unit, number):
     draw, table = np.random.default_rng(number), Table(SLOTS, POINTS, 400, SAMPLED)
     captures: dict[int, list[PlainCapture]] = {}
+    products: dict[tuple[int, int], int] = {}  # by slot and op
     for _ in range(int(draw.integers(1, 14))):
         if captures and (len(captures) == SLOTS or draw.random() < 0.4):
             slot = int(draw.choice(sorted(captures)))
@@ -58,13 +59,15 @@ def test_every_row_that_should_be_captured_has_a_place_of_its_own(unit, number):
             captures[slot] = [
                 PlainCapture(slot, record[4], point, int(record[5]), record[0], record[1]) for point, record in records
             ]
+            products |= {(slot, record[4]): record[6] for _, record in records}
         batch, run = step(draw, sorted(captures)), 100 + np.arange(SLOTS + 1)
         plan = make_plan(batch, table, WIDTHS, unit)
         source = PlannedCaptures(plan, run[plan.layout.slot], 0)
         found, taken, sizes = collections.Counter(), np.zeros(plan.size * plan.unit_bytes, int), collections.Counter()
         for entry in source.table():
             slot, dtype, row_bytes = int(entry["run"]) - 100, int(entry["dtype"]), int(entry["row_bytes"])
-            assert row_bytes == WIDTHS[entry["point"]] * (4 if unit is NUMBERS else [4, 2, 2][dtype])
+            width = products[slot, int(entry["op"])] or WIDTHS[entry["point"]]
+            assert row_bytes == width * (4 if unit is NUMBERS else [4, 2, 2][dtype])
             size = int(entry["count"]) * row_bytes
             taken[entry["offset"] : entry["offset"] + size] += 1
             sizes[int(entry["run"])] += size

@@ -233,6 +233,11 @@ def test_projections_and_sums_are_those_of_a_plain_loop(lm, documents, tmp_path)
     rows = np.concatenate(list(projected.blocks()))
     expected = np.array([reference[place] @ matrix.T for place in places(projected)])
     np.testing.assert_allclose(rows, expected, atol=1e-5)
+    on_host = make(lm, documents, tmp_path, project=Project(matrix, on_device=False), **asked).open()
+    assert [data.manifest.recipe.sites[0].captured for data in (projected, on_host)] == [5, 16]
+    assert projected.folder.name != on_host.folder.name
+    assert projected.index() == on_host.index()
+    np.testing.assert_allclose(rows, np.concatenate(list(on_host.blocks())), rtol=1e-5, atol=1e-5)
 
     summed = make(lm, documents, tmp_path, project=matrix, sums=True, **asked).open()
     index = summed.index().to_pydict()

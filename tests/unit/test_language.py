@@ -80,7 +80,7 @@ def has_directions(given: pc.Vector) -> bool:
     return bool(given.array().any(axis=-1).all())
 
 
-captures = st.builds(pc.Capture, sites(), selections, st.sampled_from(DTYPES))
+captures = st.builds(pc.Capture, sites(), selections, st.sampled_from(DTYPES), st.none() | vectors() | names)
 ops = (
     captures
     | st.builds(pc.Add, values, sites(), selections, factors)
@@ -253,6 +253,7 @@ def test_what_differs_differs():
         Program.of((), "embed"),
         Program.of(pc.Capture("embed")),
         Program.of((), pc.Capture("embed", dtype="bfloat16")),
+        *(Program.of((), pc.Capture("embed", project=w)) for w in ([1.0, 2.0], [1.0, 2.5], [[1.0, 2.0]], "probes")),
     ]
     said += [
         Program.of([pc.Zero("embed"), pc.Zero("final_norm")]),
@@ -525,6 +526,11 @@ ERRORS = [
      "alpha: a finite number is needed, not inf"),
     (lambda: pc.Capture("embed", dtype="torch.flot32"), pc.UnknownName,
      "dtype: no capture dtype 'flot32' (did you mean 'float32' or 'float16'?); there are: float32, bfloat16, float16"),
+    (lambda: pc.Capture("embed", project=np.ones((257, 4))), pc.ShapeError,
+     "project: a matrix of at most 256 rows is needed; this is [257, 4]"),
+    (lambda: read({"type": "capture", "at": "embed", "project": {"type": "from", "run": "r"}}), pc.ProgramError,
+     "edits[1].project: numbers are needed here, not a row still to be read: give run[site][i] for "
+     "From(run='r', site=None, position=None)"),
     # programs
     (lambda: Program.of([pc.Zero("embed"), "resid_post"]), pc.ProgramError,
      "edits[1]: an edit is an op such as pc.Add(...), not str 'resid_post'; a program by its name is "

@@ -68,6 +68,17 @@ def test_workers_together_do_what_one_does(name):
     assert changed == [head in (None, number) and (name != "a factor" or number in (1, 2)) for number in range(HEADS)]
 
 
+@pytest.mark.parametrize("head", range(HEADS))
+def test_a_head_is_projected_by_the_worker_that_has_it(head):
+    W, rows = np.random.default_rng(head).standard_normal((3, 4)).astype(np.float32), torch.randn(T, HEADS * 4)
+    program = Program.of((), [pc.Capture(f"z[1, {head}]", project=W)])
+    kept = [ran(site_map(WORKERS), rank, program, rows)[1] for rank in range(WORKERS)]
+    expected = rows.view(T, HEADS, 4)[:, head] @ torch.from_numpy(W).T
+    assert [len(each) for each in kept] == ([T, 0] if head < HEADS // WORKERS else [0, T])
+    for products in (kept[head // (HEADS // WORKERS)], ran(site_map(1), 0, program, rows)[1]):
+        torch.testing.assert_close(products, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_noise_on_a_shard_within_a_group_of_four_columns_is_refused():
     """It is drawn four columns at a time: drawn from column 6 on, it would be another noise than one worker's."""
     rows, narrow = torch.randn(T, HEADS * 3), Program.of([pc.Noise(std=0.5, seed=7, at=pc.z[1])], [pc.z[1]])

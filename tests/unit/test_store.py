@@ -51,8 +51,8 @@ class Plain:
         return {position: found[position][1] for position in sorted(found)}
 
 
-def layout_of(group, points, dtypes=None, op=None) -> CaptureLayout:
-    """Capture ranges, by their groups, and the points of each group."""
+def layout_of(group, points, dtypes=None, op=None, products=None) -> CaptureLayout:
+    """Capture ranges, by their groups, and the points of each group; of each region how many products it keeps."""
     count, none = len(group), np.zeros(len(group), np.int64)
     region_group = np.repeat(np.arange(len(points)), [len(p) for p in points])
     point = np.concatenate(points)
@@ -60,7 +60,8 @@ def layout_of(group, points, dtypes=None, op=None) -> CaptureLayout:
     order = np.argsort(point, kind="stable")
     return CaptureLayout(
         np.arange(count), none + 1, none if op is None else op, none, none, np.asarray(group), none > 0,
-        np.arange(len(point))[order], region_group[order], point[order], dtype[order], len(points),
+        np.arange(len(point))[order], region_group[order], point[order], dtype[order],
+        none[:1].repeat(len(point)) if products is None else np.asarray(products)[point[order]], len(points),
     )  # fmt: skip
 
 
@@ -77,7 +78,9 @@ def in_block(numbers: torch.Tensor) -> HostBlock:
     return HostBlock(numbers.reshape(-1).view(torch.uint8))
 
 
-def chunk(draw: np.random.Generator, runs: dict[str, int], plain: Plain, in_bytes: bool) -> CaptureChunk:
+def chunk(
+    draw: np.random.Generator, runs: dict[str, int], plain: Plain, in_bytes: bool, products: np.ndarray
+) -> CaptureChunk:
     """One step of a few rows a range, or several of one row each; some of nobody's, some empty, some rows scattered."""
     count, steps, groups = int(draw.integers(1, 9)), int(draw.integers(1, 5)), int(draw.integers(1, 4))
     names = [str(name) for name in draw.choice([*runs, "nobody"], count)]
@@ -85,10 +88,11 @@ def chunk(draw: np.random.Generator, runs: dict[str, int], plain: Plain, in_byte
     points = [some if len(some) else np.array([1]) for some in points]
     # an op captures a position of a step once
     layout = layout_of(np.sort(draw.integers(0, groups, count)), points, draw.integers(0, 3, groups),
-                       draw.permutation(count))  # fmt: skip
+                       draw.permutation(count), products)  # fmt: skip
+    widths = np.where(products, products, WIDTHS)
     counts = np.ones(count, np.int64) if steps > 1 else draw.integers(0, 4, count)
     begin, rows = draw.integers(0, 20, count), np.bincount(layout.group, counts, groups).astype(np.int64)
-    row, unit = WIDTHS[layout.point] * (np.array([4, 2, 2])[layout.dtype] if in_bytes else 1), 1 if in_bytes else 4
+    row, unit = widths[layout.point] * (np.array([4, 2, 2])[layout.dtype] if in_bytes else 1), 1 if in_bytes else 4
     sizes = -(-rows[layout.region_group] * row // ALIGNED) * ALIGNED
     base, size = np.cumsum(sizes) - sizes, int(sizes.sum())
     numbers = [runs.get(name, -1) for name in names]
@@ -102,7 +106,7 @@ def chunk(draw: np.random.Generator, runs: dict[str, int], plain: Plain, in_byte
                 continue
             at, point = offset + step * stride + unit * int(base[a] + offsets[c] * row[a]), int(layout.point[a])
             for i in range(int(counts[c])):
-                one = torch.from_numpy(draw.standard_normal(WIDTHS[point]).astype(np.float32))
+                one = torch.from_numpy(draw.standard_normal(widths[point]).astype(np.float32))
                 one = one.to(TORCH[layout.dtype[a]]) if in_bytes else one
                 data[at + i * one.nbytes : at + (i + 1) * one.nbytes] = one.view(torch.uint8)
                 if names[c] in plain.rows:
@@ -125,11 +129,11 @@ def chunk(draw: np.random.Generator, runs: dict[str, int], plain: Plain, in_byte
 @given(st.integers(0, 2**32), st.booleans())
 def test_what_is_fetched_is_what_each_row_was(seed, in_bytes):
     draw, plain, store = np.random.default_rng(seed), Plain(), CaptureStore(WIDTHS)
-    runs, held = {}, []
+    runs, held, products = {}, [], draw.integers(0, 4, 2)  # by point; 0: rows are whole
     for name in "abc":
         runs[name], plain.rows[name] = store.open(name), []
     for _ in range(int(draw.integers(1, 7))):
-        store.add(chunk(draw, runs, plain, in_bytes))
+        store.add(chunk(draw, runs, plain, in_bytes, products))
         for name in list(runs):
             if draw.random() < 0.1:
                 store.release(name)

@@ -29,6 +29,7 @@ EDITS = [
     pc.Replace(pc.From("ran", "resid_post[0:2]", 2), "resid_post[0:2]", "prompt[1]"), pc.Add(V, "final_norm"),
     pc.Add(pc.SameRun("embed"), "resid_post[0:2]"), pc.Replace(pc.SameRun("resid_mid[0]", 2), "mlp_out[1]", "every[3:]"),
     pc.Add(pc.SameRun("mlp_out[0:2]", "prompt[0, 2]"), "mlp_out[1:3]", "prompt[1, 3]"),
+    pc.Capture("attn_out", "prompt[1:]", "float16", ROWS),
 ]  # fmt: skip
 
 
@@ -62,7 +63,7 @@ def test_all_at_once_passes_on_the_wire():
 
 
 ADD, NOISE, KEEP = pc.Add(V, "resid_post[1]"), pc.Noise(0.5, "resid_mid[1]"), pc.Capture("embed")
-KEY = vector_key(pc.Vector.of(V))
+KEY, PAIR, PROJECTED = vector_key(pc.Vector.of(V)), vector_key(pc.Vector.of(ROWS)), pc.Capture("embed", project=ROWS)
 WRONG = {
     "points beyond": (ADD, {"points": (10_000,)}),
     "points before": (ADD, {"points": (-1,)}),
@@ -87,6 +88,13 @@ WRONG = {
     "the cache told wrongly": (pc.Add(V, "final_norm"), {"reaches_cache": True}),
     "a dtype": (KEEP, {"action": Keep(3)}),
     "a capture of columns": (KEEP, {"columns": 0 | 2 << 16}),
+    "a matrix that is nowhere": (PROJECTED, {"action": Keep(0, False, KEY, 1)}),
+    "more products": (PROJECTED, {"action": Keep(0, False, PAIR, 3)}),
+    "no products": (PROJECTED, {"action": Keep(0, False, PAIR, 0)}),
+    "products of nothing": (PROJECTED, {"action": Keep(0, False, "", 2)}),
+    "another run's rows for a matrix": (PROJECTED, {"action": Keep(0, False, f"r:ran:{point('embed')}", 2)}),
+    "projected logits": (PROJECTED, {"points": (point("logits"),)}),
+    "a part beyond the row": (PROJECTED, {"columns": 2 | 9 << 16}),
     "a mask that is nowhere": (ADD, {"action": Blend(1.0, "v:" + "0" * 64)}),
     "a number that is none": (ADD, {"action": Linear(float("nan"), 1.0)}),
     "a number that is too large": (ADD, {"action": Linear(1e300, 1.0)}),
@@ -137,6 +145,14 @@ def test_what_no_binder_makes_is_refused(wrong):
     check(*changed(op))
     with pytest.raises(ProgramError, match=r"edits\[0\]: (no binder makes this|RunCode does not)"):
         check(*changed(op, **fields))
+
+
+def test_a_point_is_captured_in_one_way():
+    program, sizes = bound([], [PROJECTED, "resid_post[1]"])
+    ops = (program.ops[0], msgspec.structs.replace(program.ops[1], points=program.ops[0].points))
+    check(program, sizes)
+    with pytest.raises(ProgramError, match=r"capture\[1\]: embed is captured by capture\[0\] too, and otherwise"):
+        check(msgspec.structs.replace(program, ops=ops), sizes)
 
 
 def test_sizes_and_prompts_are_the_requests_own():

@@ -103,8 +103,9 @@ class FakeEngine(Engine):
         for chunk in sorted(at_point, key=lambda chunk: chunk.op):
             row_of.update(zip(chunk.positions.tolist(), chunk.rows, strict=True))
         positions = sorted(row_of)
+        width = len(row_of[positions[0]]) if positions else self.sites.points[point].width
         rows = np.array([row_of[p] for p in positions], np.float32)
-        return np.array(positions, np.int64), rows.reshape(-1, self.sites.points[point].width)
+        return np.array(positions, np.int64), rows.reshape(-1, width)
 
     def release(self, runs: list[str]) -> None:
         for run in runs:

@@ -151,6 +151,35 @@ def _keep(h, to, at, inside, dtype, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def _keep_products(h, to, at, record, bank, columns, inside, width, products, dtype):
+    """A row's products with each row of a matrix, summed in fp32, into the step's captures. Stores are masked, for with
+    branches threads would hold more registers."""
+    h, matrix = tl.where(inside, h, 0.0), bank + _look((record + 8).to(tl.pointer_type(tl.int64)))
+    for number in range(products.to(tl.int32)):
+        product = tl.sum(h * tl.load(matrix + number * width + columns, mask=inside, other=0.0), axis=0)
+        place = to + (at + number) * tl.where(dtype == 0.0, 4, 2)
+        tl.store(place.to(tl.pointer_type(tl.float32)), product, mask=dtype == 0.0)
+        brain = product.to(tl.bfloat16).to(tl.int16, bitcast=True)
+        half = product.to(tl.float16).to(tl.int16, bitcast=True)
+        tl.store(place.to(tl.pointer_type(tl.int16)), tl.where(dtype == 1.0, brain, half), mask=dtype != 0.0)
+
+
+@triton.jit
+def _capture(
+    h, columns, inside, part, width, position, row, rank_of_row, record, start, range_index, region_index, dtype,
+    products, base, offset, origin_of_row, stride, bank, kept, SAMPLED: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Keeps columns of a row, or the row's products with a matrix for a part of it. Sampled rows are kept whole."""
+    size = width if SAMPLED else tl.where(products == 0.0, width, products.to(tl.int32))
+    to, before = _kept_row(kept, row, position, start, range_index, region_index, size, rank_of_row, base, offset,
+                           origin_of_row, stride, SAMPLED)  # fmt: skip
+    if (products == 0.0) | SAMPLED:
+        _keep(h, to, before + columns, inside, dtype, ALIGNED)
+    else:
+        _keep_products(h, to, before, record, bank, columns, inside & part, width, products, dtype)
+
+
+@triton.jit
 def _walk(
     h, column, inside, width, begin, end, position, row, rank_of_row, token_of_row, records, base, offset,
     origin_of_row, stride, bank, kept, quantiles,
@@ -177,11 +206,10 @@ def _walk(
         if holds:
             low, high = word & 0xFFFF, tl.where(word == 0, width, (word >> 16) & 0xFFFF)
             changed = (columns >= low) & (columns < high)
-            if kind == CAPTURE:  # x is the dtype, step the range, value the region
+            if kind == CAPTURE:  # x is the dtype, step the range, value the region, y how many products there are
                 if KEEP:
-                    to, before = _kept_row(kept, row, position, start, step, value, width, rank_of_row, base, offset,
-                                           origin_of_row, stride, SAMPLED)  # fmt: skip
-                    _keep(h, to, before + columns, inside, x, ALIGNED)
+                    _capture(h, columns, inside, changed, width, position, row, rank_of_row, record, start, step, value,
+                             x, y, base, offset, origin_of_row, stride, bank, kept, SAMPLED, ALIGNED)  # fmt: skip
             elif kind == LINEAR:  # a factor of 0 leaves its term out, NaN or not
                 edited = 1
                 edit = tl.where(x == 0.0, 0.0, h * x)

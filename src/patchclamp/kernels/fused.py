@@ -60,7 +60,7 @@ def apply(
         for kind in np.unique(records["kind"]):
             some, alike = index[records["kind"] == kind], records[records["kind"] == kind]
             if kind == CAPTURE:
-                _keep(h_AW, some, alike, position, plan, kept_K)
+                _keep(h_AW, some, alike, position, plan, kept_K, bank_B)
             elif kind == STORE:
                 _rows(bank_B, h_AW.shape[1]).index_copy_(
                     0, _on(h_AW, _value_rows(alike, position[some], h_AW.shape[1])), h_AW[_on(h_AW, some)]
@@ -104,11 +104,28 @@ def _keep(
     position: np.ndarray,
     plan: StepPlan,
     kept_K: torch.Tensor,
+    bank_B: torch.Tensor,
 ) -> None:
-    width = h_AW.shape[1]
+    """Puts the rows of captures, or their products, where the plan says."""
     begin = plan.begin[plan.layout.range_of_number[records["step"]]]
-    row = plan.target(records["step"], records["value"]) // width + (position[index] - begin)
-    _rows(kept_K, width).index_copy_(0, _on(h_AW, row), h_AW[_on(h_AW, index)])
+    target, nth = plan.target(records["step"], records["value"]), position[index] - begin
+    ways, way_A = records[:1], np.zeros(len(records), np.int64)
+    if records["y"].any():
+        ways, way_A = np.unique(records[["y", "other", "columns"]], return_inverse=True)
+    for i, products in enumerate(ways["y"].astype(np.int64).tolist()):
+        some, width = way_A == i, products or h_AW.shape[1]
+        kept_AW = h_AW[_on(h_AW, index[some])]
+        if products:
+            kept_AW = _products(kept_AW, records[some][0], bank_B)
+        _rows(kept_K, width).index_copy_(0, _on(h_AW, target[some] // width + nth[some]), kept_AW)
+
+
+def _products(h_AW: torch.Tensor, record: np.void, bank_B: torch.Tensor) -> torch.Tensor:
+    """The products of rows with those of a capture's matrix, [A, K]; summed in fp64, some rows at a time."""
+    first, count, columns = int(record["other"]), int(record["y"]), columns_of(record)
+    matrix_KW = bank_B[first : first + count * h_AW.shape[1]].view(count, -1)[:, columns].double()
+    parts = (part_AW[:, columns].double() @ matrix_KW.T for part_AW in h_AW.split(MAX_PRODUCT_ROWS))
+    return torch.cat([part_AK.float() for part_AK in parts])
 
 
 def _run(
@@ -207,6 +224,7 @@ def _noise(
     h_AW[index_A] = torch.where(std_A1 == 0, before_AW, before_AW + std_A1 * e_AW)
 
 
+MAX_PRODUCT_ROWS = 1024  # rows that are widened to fp64 at once
 MAX_NOISE_ROWS = 256  # rows of noise made at once: it takes thirty times their memory
 _EDITS = {LINEAR: _linear, BLEND: _blend, PROJECT: _project, NOISE: _noise}
 

@@ -49,8 +49,9 @@ def apply(
                 matched = (token_R[r] in ids) == (record["expected"] == 1)
             elif kind == CAPTURE:
                 i, region = ranges[int(record["range"])], regions[int(record["region"])]
-                begin = plan.base[region] + (plan.offset[i] + position - plan.begin[i]) * width
-                kept_K[begin : begin + width] = h_RW[r]
+                kept_W = products(h_RW[r], record, bank_B) if record["products"] else h_RW[r]
+                begin = plan.base[region] + (plan.offset[i] + position - plan.begin[i]) * len(kept_W)
+                kept_K[begin : begin + len(kept_W)] = kept_W
             elif kind == STORE:
                 begin = record["vector"] + (position - record["start"]) * record["row_step"] * width
                 bank_B[begin : begin + width] = h_RW[r]
@@ -93,6 +94,13 @@ def blend(h_W: np.ndarray, v_W: np.ndarray, a_W: np.ndarray) -> np.ndarray:
     """(1 − a)·h + a·v in fp32, rounded as it goes; where a is 0 h alone, where it is 1 v alone, NaN or not."""
     mixed_W = (np.float32(1) - a_W) * h_W + a_W * v_W
     return np.where(a_W == 0, h_W, np.where(a_W == 1, v_W, mixed_W))
+
+
+def products(h_W: np.ndarray, record: np.void, bank_B: np.ndarray) -> np.ndarray:
+    """The products of a row's columns with each row of a capture's matrix, summed in fp64."""
+    count, width, columns = int(record["products"]), len(h_W), columns_of(record)
+    matrix_KW = bank_B[record["matrix"] : record["matrix"] + count * width].reshape(count, width)[:, columns]
+    return (matrix_KW.astype(np.float64) @ h_W[columns].astype(np.float64)).astype(np.float32)
 
 
 def project(h_W: np.ndarray, v_W: np.ndarray, low: np.float32, high: np.float32) -> np.ndarray:

@@ -11,6 +11,7 @@ from patchclamp.language.values import Named, ValueLike, Vector, as_value
 
 MAX_FP32 = (2 - 2**-23) * 2.0**127
 DTYPES = ("float32", "bfloat16", "float16")  # of captures
+MAX_PROJECTED = 256  # rows of the matrix of a projected capture
 
 
 def as_number(value: SupportsFloat | str) -> float:
@@ -68,6 +69,20 @@ def as_row(value: ValueLike) -> Vector | Named:
     if isinstance(vector := as_numbers(value), Vector) and len(vector.shape) != 1:
         raise ShapeError(f"one row [D] is needed; this is {list(vector.shape)}")
     return vector
+
+
+def as_matrix(value: ValueLike) -> Vector | Named:
+    """Numbers [D] or [k, D], of at most `MAX_PROJECTED` rows."""
+    if isinstance(vector := as_numbers(value), Vector):
+        check_matrix(vector)
+    return vector
+
+
+def check_matrix(matrix: Vector) -> None:
+    """Raises `ShapeError` for a matrix that no capture takes."""
+    rows = len(matrix.rows())
+    if rows > MAX_PROJECTED:
+        raise ShapeError(f"a matrix of at most {MAX_PROJECTED} rows is needed; this is {list(matrix.shape)}")
 
 
 def as_directions(value: ValueLike) -> Vector | Named:

@@ -17,6 +17,7 @@ from patchclamp.language.conversions import (
     as_directions,
     as_dtype,
     as_flag,
+    as_matrix,
     as_number,
     as_row,
     as_seed,
@@ -92,11 +93,17 @@ class SiteOp(Op, _Placed, frozen=True):
 
 
 class Capture(SiteOp, frozen=True, forbid_unknown_fields=True):
-    """Keep h as it is after the ops before this one, in `dtype`: float32, bfloat16 or float16."""
+    """Keep h as it is after the ops before this one, in `dtype`: float32, bfloat16 or float16.
+
+    With `project`, W [k, D] of at most 256 rows, W h is kept in its place, k numbers instead of D: probes, directions,
+    the first components of a PCA. The products are summed where the model runs, and rounded to fp32 and to `dtype`. A
+    run captures a site in one way: whole, or by one W.
+    """
 
     at: Site = field(converter=as_site)
     tokens: Tokens = field(converter=parse_tokens, default=every)
     dtype: str = field(converter=as_dtype, default="float32")
+    project: Vector | Named | None = field(converter=optional(as_matrix), default=None)
 
 
 class Add(SiteOp, frozen=True, forbid_unknown_fields=True):

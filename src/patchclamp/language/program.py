@@ -16,7 +16,7 @@ from patchclamp.language.tokens import Selection
 from patchclamp.language.values import From, Named, SameRun, Value, Vector, as_value
 
 VALUES = {"vector": Vector, "from": From, "named": Named, "same_run": SameRun}
-VECTORS = {"value", "mask", "direction", "directions"}  # fields that hold numbers
+VECTORS = {"value", "mask", "direction", "directions", "project"}  # fields that hold numbers
 EditsLike = Op | Iterable[Op] | None  # what `edits=` takes for one prompt
 CapturesLike = CaptureLike | Iterable[CaptureLike] | None  # what `capture=` takes for one prompt
 Item = TypeVar("Item")
@@ -68,10 +68,15 @@ def to_dict(program: Program) -> dict[str, Any]:
     for path, op in program.ops:
         if isinstance(op, Apply):
             raise ProgramError("Apply is code, which is neither written down nor sent", path)
-    return {
-        part: [msgspec.to_builtins(op, enc_hook=str) | _texts(op) for op in getattr(program, part)]
-        for part in ("edits", "capture")
-    }
+    return {part: [_fields(op) | _texts(op) for op in getattr(program, part)] for part in ("edits", "capture")}
+
+
+def _fields(op: Op) -> dict[str, Any]:
+    """The fields of an op, as plain data. A whole capture is written as it was before there were projected ones."""
+    fields = msgspec.to_builtins(op, enc_hook=str)
+    if fields.get("project", op) is None:
+        del fields["project"]
+    return fields
 
 
 def _texts(op: Op) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from patchclamp.plan.bound import (
     Condition,
     PositionRange,
     Store,
+    check_one_way,
     own_key,
     pack_columns,
     position_ranges,
@@ -77,8 +78,9 @@ def bind(
         prompt, len(prompt.ids) + max_tokens - 1, sites, source, NO_BANK if bank is None else bank,
         {} if vectors is None else vectors, code, Known() if known is None else known,
     )  # fmt: skip
-    ops = itertools.chain.from_iterable(binder.bind(path, op) for path, op in program.ops)
-    return BoundProgram(run, len(prompt.ids), tuple(ops))
+    ops = tuple(itertools.chain.from_iterable(binder.bind(path, op) for path, op in program.ops))
+    check_one_way(ops, sites.label)
+    return BoundProgram(run, len(prompt.ids), ops)
 
 
 class Known:
@@ -275,7 +277,7 @@ class _OpBinder:
         bound = BoundOp(
             self._path, lowered.action, tuple(point.number for point in points), lowered.values, ranges,
             reaches_cache=not isinstance(self._op, Capture) and any(map(reaches_cache, points)),
-            columns=0 if columns is None or isinstance(self._op, Capture) else pack_columns(columns),
+            columns=0 if columns is None or is_whole(self._op) else pack_columns(columns),
             condition=Condition(self.put(Vector.of(ids)), self._case.others) if ids else None,
         )  # fmt: skip
         return [*self._stored, bound]
@@ -292,10 +294,10 @@ class _OpBinder:
     def needs_whole_rows(self, op: SiteOp) -> None:
         ref = self._refs[0]
         if not self._sites.whole(ref):
+            what = "a projection" if isinstance(op, Capture) else type(op).__name__
             raise UnsupportedSite(
-                f"{type(op).__name__} needs a sum over the row, and {ref} is cut among "
-                f"{self._sites.shard_count(ref.point)} GPUs: name one head, as in {ref.name}[{ref.layer}, 0], or run "
-                "with tensor_parallel_size=1",
+                f"{what} needs a sum over the row, and {ref} is cut among {self._sites.shard_count(ref.point)} GPUs: "
+                f"name one head, as in {ref.name}[{ref.layer}, 0], or run with tensor_parallel_size=1",
                 "at",
             )
 
@@ -455,6 +457,11 @@ def check_comes_before(sites: SiteMap, read: SiteRef, written: SiteRef) -> None:
             f"{read} is not of a layer before that of {written}: capture the one in a run, and read it with pc.From "
             "in another"
         )
+
+
+def is_whole(op: SiteOp) -> bool:
+    """Whether an op takes all of a row, whichever part its site names."""
+    return isinstance(op, Capture) and op.project is None
 
 
 def reaches_cache(point: Point) -> bool:

@@ -8,10 +8,13 @@ import collections
 import functools
 import hashlib
 import itertools
+from collections.abc import Callable, Iterable
 from typing import ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
+
+from patchclamp.errors import ProgramError
 
 CAPTURE = 0  # keep the row
 LINEAR = 1  # h_scale · h + v_scale · v; a scale of 0 leaves its term out altogether
@@ -33,15 +36,19 @@ class PositionRange(NamedTuple):
 
 
 class Keep(msgspec.Struct, frozen=True, array_like=True, tag=CAPTURE):
-    """Keep the row.
+    """Keep the row, or its products with the rows of a matrix.
 
     dtype: an index into `DTYPES`
     conditional: whether some of its positions have conditions on generated tokens
+    matrix: the bank key of the matrix; "" to keep the row
+    products: how many rows the matrix has, or 0
     """
 
     kind: ClassVar[int] = CAPTURE
     dtype: int
     conditional: bool = False
+    matrix: str = ""
+    products: int = 0
 
 
 class Linear(msgspec.Struct, frozen=True, array_like=True, tag=LINEAR):
@@ -134,8 +141,9 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
     @property
     def keys(self) -> tuple[str, ...]:
         """Every bank key that it reads."""
-        mask = (self.action.mask,) if isinstance(self.action, Blend) else ()
-        return (*self.values, *mask, *((self.condition.ids,) if self.condition else ()))
+        beside = {Blend: "mask", Keep: "matrix"}.get(type(self.action))
+        key = getattr(self.action, beside) if beside else ""
+        return (*self.values, *((key,) if key else ()), *((self.condition.ids,) if self.condition else ()))
 
     def reads(self) -> list[tuple[str, int]]:
         """Every bank key that it reads, with each point at which it does."""
@@ -186,6 +194,33 @@ class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):
                 ranges[point] += op.ranges
         positions = {of_point: position_array(of_point) for of_point in set(ranges.values())}
         return {point: positions[of_point] for point, of_point in ranges.items()}
+
+    @functools.cached_property
+    def captured_width(self) -> dict[int, int]:
+        """How many numbers are captured of a row at each point; 0: all. It is one number for each (`check_one_way`)."""
+        keeps = [(op.action.products, op.points) for op in self.ops if isinstance(op.action, Keep)]
+        return {point: products for products, points in keeps for point in points}
+
+
+def check_one_way(ops: Iterable[BoundOp], label: Callable[[int], str]) -> None:
+    """Raises `ProgramError` for captures of one point in two ways: in a run, all rows of a point have one width.
+
+    label: the name of a point
+    """
+    ways: dict[int, BoundOp] = {}
+    for op in ops:
+        for point in op.points if isinstance(op.action, Keep) else ():
+            first = ways.setdefault(point, op)
+            if first is not op and way_of(first) != way_of(op):
+                raise ProgramError(
+                    f"{label(point)} is captured by {first.path[:200]} too, and otherwise: in a run a site is captured "
+                    "whole, or by one matrix; put the rows of both into one, or make two runs", op.path[:200]
+                )  # fmt: skip
+
+
+def way_of(op: BoundOp) -> tuple[str, int]:
+    """How a capture keeps rows: its matrix, and the columns that the matrix is for; of a whole row ("", 0)."""
+    return (op.action.matrix, op.columns) if isinstance(op.action, Keep) else ("", 0)
 
 
 def position_array(ranges: tuple[PositionRange, ...]) -> np.ndarray:

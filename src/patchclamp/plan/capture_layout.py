@@ -35,6 +35,7 @@ class CaptureLayout(msgspec.Struct, dict=True, eq=False):
     region_group: its point group
     point: its point
     dtype: an index into `DTYPES`
+    products: how many numbers it keeps of a row; 0: all
 
     groups: G
     """
@@ -50,6 +51,7 @@ class CaptureLayout(msgspec.Struct, dict=True, eq=False):
     region_group: np.ndarray
     point: np.ndarray
     dtype: np.ndarray
+    products: np.ndarray
     groups: int
 
     def __len__(self) -> int:
@@ -104,11 +106,12 @@ class _NumberPool:
 
 
 class _PointGroup(msgspec.Struct):
-    """A group's number, its points, its dtype, the numbers of its regions, and how many ranges it has."""
+    """A group's number, its points, its dtype and products, the numbers of its regions, and how many ranges it has."""
 
     number: int
     points: np.ndarray
     dtype: int
+    products: int
     regions: np.ndarray
     ranges: int = 0
 
@@ -122,7 +125,7 @@ class CaptureRanges:
         self._range_numbers, self._region_numbers, self._group_numbers = _NumberPool(), _NumberPool(), _NumberPool()
         # by slot: the numbers of its ranges, and how many of them each group has
         self._of_slot: dict[int, tuple[np.ndarray, list[tuple[_PointGroup, int]]]] = {}
-        self._groups: dict[tuple[bytes, int], _PointGroup] = {}  # by points and dtype
+        self._groups: dict[tuple[bytes, int, int], _PointGroup] = {}  # by points, dtype and products
         self._layout: CaptureLayout | None = None
 
     def __len__(self) -> int:
@@ -131,18 +134,20 @@ class CaptureRanges:
 
     def add(
         self, slots: np.ndarray, op: np.ndarray, start: np.ndarray, stop: np.ndarray, dtype: np.ndarray,
-        point: np.ndarray,
+        point: np.ndarray, products: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
         """Adds the ranges of programs' capture records, K each and sorted by point. The programs differ in their slots
         [N] and in `start` and `stop` [N, K] alone. Returns the numbers of their ranges [N, K] and regions [K]."""
         range_number, region_number = np.zeros(start.shape, np.int64), np.zeros(len(op), np.int64)
-        grids = self._grids(op, start, stop, dtype, point)
+        kept_as = dtype + len(DTYPES) * products
+        grids = self._grids(op, start, stop, kept_as, point)
         first_records = np.concatenate([np.zeros(0, np.int64), *(grid[0] for grid in grids)])  # one of each range
         numbers = self._range_numbers.take(len(slots) * len(first_records)).reshape(len(slots), -1)
         self._reserve(self._range_numbers.end)
         group_number, begin, group_counts = np.zeros(len(first_records), np.int64), 0, []
         for grid in grids:
-            group, mine = self._group(point[grid[:, 0]], int(dtype[grid[0, 0]])), slice(begin, begin + grid.shape[1])
+            first, mine = grid[0, 0], slice(begin, begin + grid.shape[1])
+            group = self._group(point[grid[:, 0]], int(dtype[first]), int(products[first]))
             range_number[:, grid], region_number[grid] = numbers[:, None, mine], group.regions[:, None]
             group_number[mine] = group.number
             group.ranges += len(slots) * grid.shape[1]
@@ -166,7 +171,7 @@ class CaptureRanges:
         for group, count in group_counts:
             group.ranges -= count
             if group.ranges == 0:
-                del self._groups[group.points.tobytes(), group.dtype]
+                del self._groups[group.points.tobytes(), group.dtype, group.products]
                 self._region_numbers.give(group.regions)
                 self._group_numbers.give(np.array([group.number]))
         self._layout = None
@@ -190,12 +195,15 @@ class CaptureRanges:
         by_point = np.argsort(point, kind="stable")
         sizes = [len(g.points) for g in groups]
         region_group = np.repeat(np.arange(len(groups)), sizes)
-        dtype = np.repeat(np.array([g.dtype for g in groups], np.int64), sizes)
+        dtype, products = (
+            np.repeat(np.array([getattr(g, name) for g in groups], np.int64), sizes) for name in ("dtype", "products")
+        )
         region_number = np.concatenate([empty, *(g.regions for g in groups)])
         sampled = np.array([bool(self._sampled[g.points[0]]) for g in groups], bool)
         return CaptureLayout(
             number, slot, op, start, stop, group, sampled[group],
-            region_number[by_point], region_group[by_point], point[by_point], dtype[by_point], len(groups),
+            region_number[by_point], region_group[by_point], point[by_point], dtype[by_point], products[by_point],
+            len(groups),
         )  # fmt: skip
 
     def _reserve(self, ranges: int) -> None:
@@ -205,28 +213,28 @@ class CaptureRanges:
             self._columns = wider
 
     def _grids(
-        self, op: np.ndarray, start: np.ndarray, stop: np.ndarray, dtype: np.ndarray, point: np.ndarray
+        self, op: np.ndarray, start: np.ndarray, stop: np.ndarray, kept_as: np.ndarray, point: np.ndarray
     ) -> list[np.ndarray]:
         """The records in grids [points, ranges]. An op whose points all keep the same ranges has one grid; all other
-        records have one for each point and dtype."""
+        records have one for each point and `kept_as`, a number for dtype and products."""
         order, grids, ungrouped = np.argsort(op, kind="stable"), [], [np.zeros(0, np.int64)]
         for records in np.split(order, np.flatnonzero(np.diff(op[order])) + 1):
-            grid = self._grid(records, start, stop, dtype, point) if len(records) > 1 else None
+            grid = self._grid(records, start, stop, kept_as, point) if len(records) > 1 else None
             if grid is None:
                 ungrouped.append(records)
             else:
                 grids.append(grid)
         records = np.concatenate(ungrouped)
-        key = point[records] * len(DTYPES) + dtype[records]
+        key = point[records] * (1 + int(kept_as.max(initial=0))) + kept_as[records]
         order = np.argsort(key, kind="stable")
         by_key = np.split(records[order], np.flatnonzero(np.diff(key[order])) + 1)
         return grids + [group[None] for group in by_key if len(group)]
 
     def _grid(
-        self, records: np.ndarray, start: np.ndarray, stop: np.ndarray, dtype: np.ndarray, point: np.ndarray
+        self, records: np.ndarray, start: np.ndarray, stop: np.ndarray, kept_as: np.ndarray, point: np.ndarray
     ) -> np.ndarray | None:
         """One op's records as a grid [points, ranges]; None if its points do not all keep the same ranges."""
-        point, dtype = point[records], dtype[records]
+        point, kept_as = point[records], kept_as[records]
         points = 1 + int(np.count_nonzero(np.diff(point)))
         if len(records) % points:
             return None
@@ -235,12 +243,12 @@ class CaptureRanges:
         same_ranges = (
             (starts == starts[:, :1]).all() and (stops == stops[:, :1]).all() and (point == point[:, :1]).all()
         )
-        alike = same_ranges and (dtype == dtype[0]).all() and (sampled == sampled[0]).all()
+        alike = same_ranges and (kept_as == kept_as[0]).all() and (sampled == sampled[0]).all()
         return records.reshape(points, -1) if alike else None
 
-    def _group(self, points: np.ndarray, dtype: int) -> _PointGroup:
-        key = points.tobytes(), dtype
+    def _group(self, points: np.ndarray, dtype: int, products: int) -> _PointGroup:
+        key = points.tobytes(), dtype, products
         if key not in self._groups:
             number = int(self._group_numbers.take(1)[0])
-            self._groups[key] = _PointGroup(number, points, dtype, self._region_numbers.take(len(points)))
+            self._groups[key] = _PointGroup(number, points, dtype, products, self._region_numbers.take(len(points)))
         return self._groups[key]

@@ -12,9 +12,9 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from patchclamp.errors import ShapeError
+from patchclamp.errors import ShapeError, UnsupportedSite
 from patchclamp.language import SiteOp, Vector, ops
-from patchclamp.language.conversions import DTYPES, MAX_FP32
+from patchclamp.language.conversions import DTYPES, MAX_FP32, check_matrix
 from patchclamp.language.values import Value, ValueLike, as_value, orthonormal
 from patchclamp.plan.bound import Action, Blend, Keep, Linear, Noisy, Project, RunCode, noise_stream
 
@@ -72,7 +72,18 @@ def lower(op: SiteOp, context: Context) -> Lowered:
 
 @lower.register
 def _capture(op: ops.Capture, context: Context) -> Lowered:
-    return Lowered(Keep(DTYPES.index(op.dtype), context.conditional))
+    dtype = DTYPES.index(op.dtype)
+    if op.project is None:
+        return Lowered(Keep(dtype, context.conditional))
+    if any(kind == "logits" for kind, _ in context.points()):
+        raise UnsupportedSite("logits are not projected: capture final_norm, by W times the unembedding", "at")
+    context.needs_whole_rows(op)
+    matrix = context.vector(op.project, "project")
+    try:
+        check_matrix(matrix)
+    except ShapeError as error:
+        raise error.under("project") from None
+    return Lowered(Keep(dtype, context.conditional, context.put(matrix), len(matrix.rows())))
 
 
 @lower.register

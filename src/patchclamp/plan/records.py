@@ -45,8 +45,10 @@ RECORD = np.dtype(
         ("columns", "<i4"),                  # those that are changed: the first, and the end << 16; 0: all of the row
     ]
 )  # fmt: skip
-FIELDS: dict[int, dict[str, str]] = {  # by kind: its own names of the fields, beside start, stop, kind and columns
-    CAPTURE: {"range": "step", "region": "value", "dtype": "x"},  # region: the op's number, until a table admits it
+# by kind: its own names of the fields, beside start, stop, kind and columns. A capture's region is the op's number
+# until a table admits it; with 0 products the row itself is kept
+FIELDS: dict[int, dict[str, str]] = {
+    CAPTURE: {"range": "step", "region": "value", "dtype": "x", "products": "y", "matrix": "other"},
     LINEAR: {"row_step": "step", "vector": "value", "h_scale": "x", "v_scale": "y"},
     BLEND: {"row_step": "step", "vector": "value", "alpha": "y", "mask": "other"},
     PROJECT: {"row_step": "step", "vector": "value", "low": "x", "high": "y"},
@@ -165,7 +167,9 @@ def _write(first: Action, fields: np.ndarray, actions: Sequence[Action], address
 
 @_write.register
 def _capture(first: Keep, fields: np.ndarray, actions: Sequence[Keep], addresses: Several, ordinal: int) -> None:
+    matrices = [known[a.matrix][0] if a.matrix else 0 for a, known in zip(actions, addresses, strict=True)]
     fields["dtype"], fields["region"] = _column([action.dtype for action in actions]), ordinal
+    fields["products"], fields["matrix"] = _column([action.products for action in actions]), _column(matrices)
 
 
 @_write.register

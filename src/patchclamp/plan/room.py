@@ -69,7 +69,8 @@ def captured_bytes(bound: BoundProgram, sites: SiteMap, computed: int | None = N
         id(positions): len(positions) if computed is None else int(np.searchsorted(positions, computed))
         for positions in bound.captured.values()  # points share them
     }
-    return sum(4 * rows[id(positions)] * sites.points[point].width for point, positions in bound.captured.items())
+    width = bound.captured_width
+    return sum(4 * rows[id(at)] * (width[i] or sites.points[i].width) for i, at in bound.captured.items())
 
 
 def resident_name(key: str, sharded: bool) -> str:

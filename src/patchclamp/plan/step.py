@@ -200,7 +200,7 @@ def make_plan(batch: Batch, table: ProgramTable, widths: np.ndarray, unit: np.nd
     count -= begin
     np.maximum(count, 0, out=count)
     offset, rows = _offsets(count, layout)
-    row = widths[layout.point] * unit[layout.dtype]
+    row = np.where(layout.products > 0, layout.products, widths[layout.point]) * unit[layout.dtype]
     sizes = rows[layout.region_group] * row
     base, size = _side_by_side(sizes, table.sampled[layout.point]) if unit is BYTES else _by_width(sizes, row)
     steady_steps = _steady_steps(first, layout.start, layout.stop) if steady else 0

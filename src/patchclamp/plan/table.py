@@ -101,15 +101,16 @@ class ProgramTable:
         captures = records["kind"] == CAPTURE
         if not captures.any():
             return
-        alike = (captures == captures[0]).all() and (counts == counts[0]).all()
         kept = np.flatnonzero(captures[0])
         fields = named(records[:, kept], CAPTURE)
-        op, start, stop, dtype = (fields[name].astype(np.int64) for name in ("region", "start", "stop", "dtype"))
-        if len(slots) > 1 and not (alike and (op == op[0]).all() and (dtype == dtype[0]).all()):
+        same = captures, counts, *(fields[name] for name in ("region", "dtype", "products"))
+        if len(slots) > 1 and not all((each == each[0]).all() for each in same):
             for i in range(len(slots)):
                 self._add_captures(slots[i : i + 1], places[i : i + 1], records[i : i + 1], counts[i : i + 1])
             return
+        names = ("region", "dtype", "products", "start", "stop")
+        op, dtype, products, start, stop = (fields[name].astype(np.int64) for name in names)
         point = np.repeat(np.arange(counts.shape[1]), counts[0])[kept]
         in_table, index = named(self.records, CAPTURE), places[:, kept]
-        numbers = self.captures.add(slots, op[0], start, stop, dtype[0], point)
+        numbers = self.captures.add(slots, op[0], start, stop, dtype[0], point, products[0])
         in_table["range"][index], in_table["region"][index] = numbers

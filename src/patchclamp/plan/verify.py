@@ -19,7 +19,7 @@ import numpy as np
 
 from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.language import Vector
-from patchclamp.language.conversions import DTYPES, MAX_FP32
+from patchclamp.language.conversions import DTYPES, MAX_FP32, MAX_PROJECTED
 from patchclamp.plan.bind import reaches_cache, vector_key
 from patchclamp.plan.bound import (
     Action,
@@ -31,12 +31,14 @@ from patchclamp.plan.bound import (
     Noisy,
     Project,
     Store,
+    check_one_way,
     is_loaded,
+    is_vector,
     own_point,
     position_array,
     source_of,
 )
-from patchclamp.sites import SiteMap
+from patchclamp.sites import SiteMap, SiteRef
 
 VECTOR_KEY, OWN_KEY = re.compile(r"v:[0-9a-f]{64}"), re.compile(r"o:[0-9]{1,9}:[0-9]{1,9}")
 MAX_PATH = 500
@@ -71,6 +73,7 @@ def verify(
             _check_op(op, frame)
         except PatchclampError as error:
             raise error.under(op.path[:MAX_PATH]) from None
+    check_one_way(bound.ops, sites.label)
 
 
 def is_content(key: str, rows: np.ndarray) -> bool:
@@ -140,9 +143,23 @@ def _check_action(action: Action, op: BoundOp, frame: Frame, width: int) -> None
 @_check_action.register
 def _keep(action: Keep, op: BoundOp, frame: Frame, width: int) -> None:
     _need(0 <= action.dtype < len(DTYPES), f"dtype {action.dtype}")
-    _need(not op.values and not op.columns and op.condition is None, "a capture reads nothing")
+    _need(not op.values and op.condition is None, "a capture reads a matrix alone")
+    _check_matrix(action, op, frame, width)
     ends = [(a.stop, b.start) for a, b in zip(op.ranges, op.ranges[1:], strict=False)]
     _need(all(stop <= start for stop, start in ends), "positions twice")
+
+
+def _check_matrix(action: Keep, op: BoundOp, frame: Frame, width: int) -> None:
+    if not action.matrix:
+        _need(action.products == 0 and not op.columns, "a capture of a part, or products with no matrix")
+        return
+    _need(1 <= action.products <= MAX_PROJECTED, f"{action.products} products")
+    _need(is_vector(action.matrix), "a matrix that is no vector")
+    _need(frame.sizes.get(action.matrix) == (action.products, width), f"a matrix not of {action.products} rows")
+    columns = (op.columns & 0xFFFF, op.columns >> 16) if op.columns else None
+    for point in op.points:
+        _need(frame.sites.points[point].rows == "tokens", "a projection of logits")
+        _need(frame.sites.whole(SiteRef("", None, point, columns=columns)), "a projection of a row that is cut")
 
 
 @_check_action.register

@@ -70,11 +70,20 @@ class ResidentRows:
                     raise MissingSource(
                         f"run {source[0]} captured {len(rows)} positions at {self._sites.label(source[1])}, not {count}"
                     )
+                self._check_whole(source, rows)
             self._unwritten.append((begin, rows[:count]))
             self._places[resident] = begin, rows.shape[-1]
         if self._places.get(resident, (-1, 0))[0] != begin:
             raise MissingSource(f"the rows of {name[:40]} could not be brought into the bank when they were first read")
         return self._places[resident]
+
+    def _check_whole(self, source: tuple[str, int], rows: torch.Tensor) -> None:
+        width = self._sites.points[source[1]].width // self._sites.shard_count(source[1])
+        if rows.shape[-1] != width:
+            raise MissingSource(
+                f"run {source[0]} captured {self._sites.label(source[1])} projected, {rows.shape[-1]} numbers and not "
+                f"{width}"
+            )
 
     def _rows_of_run(self, source: tuple[str, int]) -> torch.Tensor:
         found = self._found.get(source)

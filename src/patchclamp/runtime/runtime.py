@@ -265,14 +265,13 @@ class Runtime:
         """What this worker does of a program. The rows that it reads have their place then."""
         self.resident.forget(arrival.placement.evicted)
         remote = self.remote_rows(arrival.request) if self.remote_rows is not None else {}
-        ops = arrival.bound.ops
-        if not self._has_all:
-            ops = [shard_op(op.at(self.has_tap), self.shards, self.sites) for op in ops]
+        ops = arrival.bound.ops if self._has_all else [op.at(self.has_tap) for op in arrival.bound.ops]
         # captures count whoever keeps them: all workers of a stage must choose the same graphs
-        kept = [(op.points, op.action.dtype) for op in ops if isinstance(op.action, Keep)]
-        token_bytes = sum([self._bytes_of_token[dtype][point] for points, dtype in kept for point in points])
-        if kept and not self._has_all:
+        kept = [(op.points, op.action) for op in ops if isinstance(op.action, Keep)]
+        token_bytes = sum([self._token_bytes_at(point, keep) for points, keep in kept for point in points])
+        if not self._has_all:
             keeps = np.where(self._sharded, self._keeps_shard, self.keeps)
+            ops = [shard_op(op, self.shards, self.sites) for op in ops]
             ops = [op.at(keeps) if op.kind == CAPTURE else op for op in ops]
         return _Local(arrival, ops, self.resident.addresses(ops, arrival.placement, vectors, remote), token_bytes)
 
@@ -312,6 +311,13 @@ class Runtime:
         items = [4 if self.step.unit is NUMBERS else int(item) for item in ITEM_BYTES]
         rows = [-(-item * self.widths // ALIGNED) * ALIGNED for item in items]
         return [np.where(self.sampled, 0, of_dtype).tolist() for of_dtype in rows]
+
+    def _token_bytes_at(self, point: int, keep: Keep) -> int:
+        """How many bytes, aligned, a capture keeps of a token at a point."""
+        if not keep.products:
+            return self._bytes_of_token[keep.dtype][point]
+        item = 4 if self.step.unit is NUMBERS else int(ITEM_BYTES[keep.dtype])
+        return -(-item * keep.products // ALIGNED) * ALIGNED
 
     def refuse(self, request: str, run: str, error: Exception) -> None:
         """Fails the run of a program that could not be installed. It counts as a failure, because the blocks of the

@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 
 from patchclamp.errors import UnsupportedSite
-from patchclamp.plan import APPLY, CAPTURE, BoundOp
-from patchclamp.plan.bound import Action, Blend, Noisy, pack_columns
+from patchclamp.plan import APPLY, BoundOp
+from patchclamp.plan.bound import Action, Blend, Keep, Noisy, pack_columns
 from patchclamp.sites import Shard, SiteMap
 
 
@@ -20,7 +20,8 @@ def shard_op(op: BoundOp, shards: Sequence[Shard], sites: SiteMap) -> BoundOp:
     Keys of vectors name the columns of them that are here; noise knows the number of its first column. Raises
     `UnsupportedSite` for noise on a shard that begins within a group of four columns, which are drawn together.
     """
-    if not op.points or sites.shard_count(op.points[0]) == 1 or op.kind == CAPTURE:
+    keeps_row = isinstance(op.action, Keep) and not op.action.matrix
+    if not op.points or sites.shard_count(op.points[0]) == 1 or keeps_row:
         return op
     assert op.kind != APPLY, "code runs where there is one worker"
     shard = shards[op.points[0]]
@@ -37,6 +38,8 @@ def shard_op(op: BoundOp, shards: Sequence[Shard], sites: SiteMap) -> BoundOp:
 def _shard_action(action: Action, shard: Shard) -> Action:
     if isinstance(action, Blend):
         return msgspec.structs.replace(action, mask=_sharded_key(action.mask, shard))
+    if isinstance(action, Keep):
+        return msgspec.structs.replace(action, matrix=_sharded_key(action.matrix, shard))
     if isinstance(action, Noisy):
         if shard.first % 4:
             raise UnsupportedSite(

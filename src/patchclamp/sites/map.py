@@ -188,6 +188,16 @@ class SiteMap:
         """The site refs of all words that the model has, without second indices."""
         return [ref for name in self.names for ref in self.resolve(Site(name))]
 
+    def part(self, ref: SiteRef, columns: int) -> SiteRef:
+        """Of a site's row the heads, neurons or experts that have some columns, packed (`plan.bound`); 0: all."""
+        parts = self.parts(ref.name)
+        if not columns or parts is None:
+            return ref
+        first, end = columns & 0xFFFF, columns >> 16
+        one, several = first // parts[1], end // parts[1]
+        index = str(one) if several - one == 1 else f"{one}:{several}"
+        return msgspec.structs.replace(ref, index=index, columns=(first, end))
+
     def parts(self, name: str) -> tuple[int, int] | None:
         """How many heads, neurons or experts a site's row has, and how wide each is; None if it has none."""
         return self.sizes.parts(SITES[name].width) if SITES[name].index else None

@@ -136,12 +136,13 @@ class CaptureChunk(msgspec.Struct, dict=True, eq=False):
         shape = np.stack([table["row_bytes"], table["offset"] % table["row_bytes"]])
         _, shape_of_entry = np.unique(shape, axis=1, return_inverse=True)
         order = np.argsort(shape_of_entry.reshape(-1), kind="stable")
-        sizes = table["count"][order].astype(np.int64) * table["row_bytes"][order]
-        begins, kept = np.cumsum(sizes) - sizes, table.copy()
-        kept["offset"][order] = begins
-        stride = -(-int(sizes.sum()) // ALIGNED) * ALIGNED
-        new, step = np.empty((self.steps, stride), np.uint8), 0
         groups = np.split(order, np.flatnonzero(np.diff(shape_of_entry.reshape(-1)[order])) + 1)
+        kept, stride = table.copy(), 0
+        for entries in groups:  # each begins aligned, for rows of one size may be of numbers of another
+            sizes = table["count"][entries].astype(np.int64) * table["row_bytes"][entries]
+            kept["offset"][entries] = stride + np.cumsum(sizes) - sizes
+            stride += -(-int(sizes.sum()) // ALIGNED) * ALIGNED
+        new, step = np.empty((self.steps, stride), np.uint8), 0
         for place in self.places:
             for entries in groups:
                 first = int(kept["offset"][entries[0]])
@@ -318,16 +319,17 @@ class CaptureStore:
         for run, point, op in wanted:
             if run not in chunks_of:
                 chunks_of[run] = [chunk for _, chunk in self._chunks_of(self._runs[run])]
-            number, width = self._runs[run].number, self._widths[point]
+            number = self._runs[run].number
             entries = [(chunk, entry) for chunk in chunks_of[run] for entry in chunk.captured(number, point, op)]
             if len(entries) != 1:
+                width = _width_of(entries[0][1]) if entries else self._widths[point]
                 stored.append(_joined(entries, width, self.keeps_last))
                 continue
             chunk, entry = entries[0]
             key = entry.position, entry.count, chunk.steps
             if key not in same_positions:
                 same_positions[key] = chunk.positions(entry)
-            stored.append(StoredRows(same_positions[key], chunk.parts(entry), _TORCH[entry.dtype], width))
+            stored.append(StoredRows(same_positions[key], chunk.parts(entry), _TORCH[entry.dtype], _width_of(entry)))
         return stored
 
 
@@ -400,6 +402,11 @@ def side_by_side(stored: list[StoredRows]) -> tuple[list[int], int]:
     """Where each begins, if all of them lie side by side at aligned places; and the bytes of all."""
     ends = list(itertools.accumulate((-(-rows.nbytes // ALIGNED) * ALIGNED for rows in stored), initial=0))
     return ends[:-1], ends[-1]
+
+
+def _width_of(entry: CapturedEntry) -> int:
+    """How many numbers a row has."""
+    return entry.row_bytes // _TORCH[entry.dtype].itemsize
 
 
 Entry = tuple[CaptureChunk, CapturedEntry]  # a chunk, and an entry of its table

@@ -28,7 +28,7 @@ from patchclamp.engines.vllm.compat.core import decoded
 from patchclamp.engines.vllm.compat.seams import version
 from patchclamp.engines.vllm.metrics import Metrics
 from patchclamp.engines.vllm.underway import Parameters
-from patchclamp.engines.vllm.workers import join_captured
+from patchclamp.engines.vllm.workers import join_captured, with_rows
 from patchclamp.errors import EngineError, as_patchclamp_error, unpack
 from patchclamp.plan import CAPTURE
 from patchclamp.plan.bound import source_of
@@ -237,6 +237,7 @@ class AsyncEngine(Engine):
         async def measure(core: int, some: list[Any]) -> list[StoredRows]:
             answers = [shared.without_bytes(answer) for answer in await self.ask("measure", some, only=core)]
             shards = [[answer[i] for answer in answers if i in answer] for i in range(len(some))]
+            shards = [with_rows(each, [len(rows.positions) for rows in each]) for each in shards]
             widths = [sum(rows.width for rows in each) for each in shards]
             return [
                 StoredRows(each[0].positions, [], each[0].dtype, width)

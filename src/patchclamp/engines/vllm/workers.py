@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from patchclamp.engines.base import Captured
 from patchclamp.engines.vllm.compat.core import notice_death
 from patchclamp.errors import unpack
+
+Shard = TypeVar("Shard")  # what one worker has of some rows
 
 
 class Workers:
@@ -50,7 +52,14 @@ def join_captured(answers: list[dict[int, Captured]], count: int) -> list[Captur
     for answer in answers:
         for i, captured in answer.items():
             shards[i].append(captured)
+    kept = [with_rows(some, [len(positions) for positions, _ in some]) for some in shards]
     return [
         some[0] if len(some) == 1 else (some[0][0], torch.cat([torch.as_tensor(rows) for _, rows in some], 1))
-        for some in shards
+        for some in kept
     ]
+
+
+def with_rows(shards: list[Shard], counts: list[int]) -> list[Shard]:
+    """Those of some workers' shards that have rows: what was projected is with the one that has all columns. If none
+    has any, the first."""
+    return [shard for shard, count in zip(shards, counts, strict=True) if count] or shards[:1]

@@ -19,6 +19,7 @@ from patchclamp.language.site import parse_site
 from patchclamp.language.tokens import Positions, Tokens, every
 from patchclamp.lm import LM
 from patchclamp.run import Run
+from patchclamp.sites import SiteRef
 from patchclamp.studies.batches import run_batches
 from patchclamp.studies.checks import check_whole
 from patchclamp.studies.harvest.documents import documents_of, needed
@@ -27,7 +28,7 @@ from patchclamp.studies.harvest.filters import Filters
 from patchclamp.studies.harvest.plan import Plan, make_plan
 from patchclamp.studies.harvest.reader import DOCUMENTS, MANIFEST, Harvested
 from patchclamp.studies.harvest.recipe import Manifest, Recipe, StoredSite
-from patchclamp.studies.harvest.reduce import Project, Reduction
+from patchclamp.studies.harvest.reduce import Project, Reduction, can_project
 from patchclamp.studies.harvest.shard_file import write_sealed
 from patchclamp.studies.harvest.writer import CHECKPOINT_BYTES, Batch, OpenPart, Writer, is_sealed
 from patchclamp.studies.identity import model_identity
@@ -92,7 +93,8 @@ def harvest(
     sites: what to keep, as `capture=` takes sites; each layer is a site of its own
     dtype: of what is stored: bfloat16, float16 or float32
     filters: which rows are kept
-    project: W [K, D], or one by site: W h is stored in place of h. sums: the sum over each document's rows is stored
+    project: W [K, D], one by site, or a `Project`: W h is stored in place of h
+    sums: the sum over each document's rows is stored
     context, overlong: the longest prompt, and what becomes of longer documents: "refuse", "cut" or "split"
     seed: of the shuffle
     parts: documents are dealt to so many parts by hash; each part is shuffled on its own, and written after the one
@@ -187,8 +189,8 @@ class _Job:
 
     def _calls(self) -> Iterator[dict[str, Any]]:
         """The runs of every batch, part by part."""
-        captures = [Capture(parse_site(kind.site.name), self._tokens, dtype=self._captured_dtype(kind))
-                    for kind in self._kinds]  # fmt: skip
+        captures = [Capture(parse_site(kind.site.name), self._tokens, self._captured_dtype(kind),
+                            kind.reduction.captured_by) for kind in self._kinds]  # fmt: skip
         for part in self._parts:
             if not len(part.left):
                 self._writer.seal(part)
@@ -275,7 +277,7 @@ def _shard(shard: Any) -> tuple[int, int]:
 def _kinds(lm: LM, sites: Any, project: Project | Any, sums: bool) -> list[_Kind]:
     """Every site of every layer, once."""
     project = Project(project) if project is not None and not isinstance(project, Project) else project
-    kinds: dict[str, _Kind] = {}
+    reductions: dict[SiteRef, Reduction] = {}
     for number, text in enumerate(sites if isinstance(sites, (list, tuple)) else [sites]):
         try:
             refs = lm.sites.resolve(parse_site(text))
@@ -288,16 +290,25 @@ def _kinds(lm: LM, sites: Any, project: Project | Any, sums: bool) -> list[_Kind
                     f"{ref} has rows of generated tokens alone, and a harvest keeps none: take final_norm",
                     f"sites[{number}]",
                 )
-            first, end = ref.columns or (0, point.width)
-            matrix = None if project is None else project.of(str(ref), end - first)
-            reduction = Reduction(matrix, sums)
-            site = StoredSite(str(ref), reduction.width(end - first), end - first, reduction.digest)
-            kinds[site.name] = _Kind(site, reduction)
-    if not kinds:
+            matrix = None if project is None else project.of(str(ref), _width(lm, ref))
+            reductions[ref] = Reduction(matrix, sums)
+    if not reductions:
         raise ProgramError("there is nothing to keep: name at least one site", "sites")
-    if project is not None and (unused := project.unused(list(kinds))):
+    if project is not None and (unused := project.unused(list(map(str, reductions)))):
         raise ProgramError(f"there is a matrix for {', '.join(unused)}, which is not among the sites", "project")
-    return list(kinds.values())
+    on_device = can_project(lm, reductions) if project is not None and project.on_device else set[SiteRef]()
+    kinds = []
+    for ref, reduction in reductions.items():
+        reduction, width = msgspec.structs.replace(reduction, on_device=ref in on_device), _width(lm, ref)
+        site = StoredSite(str(ref), reduction.width(width), reduction.captured(width), reduction.digest)
+        kinds.append(_Kind(site, reduction))
+    return kinds
+
+
+def _width(lm: LM, ref: SiteRef) -> int:
+    """How many numbers a row of a site has."""
+    first, end = ref.columns or (0, lm.sites.points[ref.point].width)
+    return end - first
 
 
 def _manifest(lm: LM, plan: Plan, kinds: list[_Kind], dtype: str, filters: Filters) -> Manifest:

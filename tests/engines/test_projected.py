@@ -1,0 +1,68 @@
+"""Projected captures on every engine: the rows that Transformers has, times the matrix; and what leaves the worker."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+
+import patchclamp as pc
+
+from .conftest import CHUNKED, PROMPTS
+
+D = 576
+MODES = {"eager": ("vllm", {}), "chunks of 16": ("vllm", CHUNKED), "transformers": ("transformers", {})}
+RNG = np.random.default_rng(0)
+W, PUSH = RNG.standard_normal((5, D)).astype(np.float32), RNG.standard_normal(D).astype(np.float32)
+HEADS = RNG.standard_normal((3, 2 * 64)).astype(np.float32)
+EDITS = [pc.Capture("mlp_out[4]", project=W), pc.Add(PUSH, "mlp_out[4]", "prompt[1:]")]
+PROJECTED = {
+    "resid_post[2]": pc.Capture("resid_post[1:4]", project=W),
+    "z[3, 2:4]": pc.Capture("z[3, 2:4]", "prompt[-3:] | generated", project=HEADS),
+    "mlp_out[6]": pc.Capture("mlp_out[6]", "generated", "bfloat16", "probe"),
+    "mlp_out[4]": pc.Capture("mlp_out[4]", project=W),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(shallow):
+    lm = shallow.get("transformers", "float32")
+    keep = [pc.Capture(site, op.tokens) for site, op in PROJECTED.items()]
+    edits = [pc.Capture("mlp_out[4]"), EDITS[1]]
+    return lm.run(list(PROMPTS), max_tokens=4, edits=edits, capture=keep)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_kept_is_the_row_times_the_matrix(shallow, whole, mode):
+    engine, options = MODES[mode]
+    lm = shallow.get(engine, "float32", **options)
+    lm.bank["probe"] = PUSH
+    runs = lm.run(list(PROMPTS), max_tokens=4, edits=EDITS, capture=list(PROJECTED.values()))
+    by_site = {"z[3, 2:4]": HEADS, "mlp_out[6]": PUSH[None]}
+    for run, plain in zip(runs, whole, strict=True):
+        assert run.token_ids == plain.token_ids
+        for name in (*PROJECTED, "edits[0]"):
+            matrix = torch.from_numpy(by_site.get(name, W))
+            expected = plain[name].flatten(1) @ matrix.T
+            assert run.positions(name) == plain.positions(name)
+            assert run[name].shape == expected.shape
+            scale = float(plain[name].flatten(1).norm(dim=1).max() * matrix.norm(dim=1).max())
+            gap = float((run[name].float() - expected).abs().max())
+            assert gap <= scale * (8e-3 if name == "mlp_out[6]" else 1e-4), (name, gap, scale)
+        assert run["mlp_out[6]"].dtype == torch.bfloat16
+        assert not torch.allclose(run["edits[0]"], run["mlp_out[4]"], atol=1.0)
+
+
+def test_less_leaves_the_worker(shallow):
+    """Of each row k numbers and not D: the worker keeps so many bytes, and they alone can be brought to the caller."""
+    lm = shallow.get("vllm", "float32")
+    ids, runs = lm.tokens(PROMPTS[1]), []
+    gc.collect()
+    lm.run(ids, max_tokens=1)  # with it goes what earlier runs kept
+    held = [lm.engine.status()["captured_bytes"]]
+    for capture in (pc.Capture("resid_post[1]"), PROJECTED["resid_post[2]"]):
+        runs.append(lm.run(ids, max_tokens=1, capture=[capture]))
+        held.append(lm.engine.status()["captured_bytes"])
+    assert np.diff(held).tolist() == [4 * D * len(ids), 3 * 4 * len(W) * len(ids)]
