@@ -108,6 +108,8 @@ REFUSED = {
                pc.UnsupportedSite, r"capture\[0\].at: logits are not projected: capture final_norm"),
     "another width": ([], [pc.Capture("embed", project=np.ones((2, 4)))],
                       pc.ShapeError, r"capture\[0\].project: embed is 16 wide; the vector is \[2, 4\]"),
+    "rows of heads": ([], [pc.Capture("z[0]", project=np.ones((2, D // 2)))],
+                      pc.ShapeError, r"capture\[0\].project: z\[0\] is 16 wide; the vector is \[2, 8\]"),
     "no such name": ([], [pc.Capture("embed", project="probes")], pc.MissingSource, r"capture\[0\].project: .*probes"),
 }  # fmt: skip
 

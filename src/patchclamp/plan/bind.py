@@ -343,12 +343,12 @@ class _OpBinder:
         return [self._as_wide(vector, isinstance(value, Named), field) for vector in vectors]
 
     def _as_wide(self, vector: Vector, named: bool, field: str) -> Vector:
-        """A vector as wide as its point, with 0 outside the columns of the site ref. A row of heads may be [H, E]; a
-        `named` vector may be as wide as the point."""
+        """A vector as wide as its point, with 0 outside the columns of the site ref. A row of heads may be [H, E],
+        but for a matrix; a `named` vector may be as wide as the point."""
         ref = self._refs[0]
         width, parts = self._sites.points[ref.point].width, self._sites.parts(ref.name)
         first, end = ref.columns or (0, width)
-        if parts is not None and vector.shape == ((end - first) // parts[1], parts[1]):
+        if parts is not None and vector.shape == ((end - first) // parts[1], parts[1]) and field != "project":
             vector = _flat(vector)
         columns = vector.shape[-1]
         if columns == width and (named or ref.columns in (None, (0, width))):
