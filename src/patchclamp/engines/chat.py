@@ -7,7 +7,7 @@ the contents, must be the prompt to the character.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -26,10 +26,13 @@ class Chat(msgspec.Struct):
     options: dict[str, Any] = {}
 
 
-def prompt_of(tokenizer: Any, ids: Sequence[int], text: str | None, chat: Chat | None) -> Prompt:
-    """The prompt that programs are bound to; `text` is what it was made of, where it is known."""
+def prompt_of(
+    tokenizer: Any, ids: Sequence[int], text: str | None, chat: Chat | None, images: Sequence[Sequence[int]] = ()
+) -> Prompt:
+    """The prompt that programs are bound to; `text` is what it was made of, where it is known; `images` as in
+    `Prompt`."""
     turns = None if chat is None else lambda: tokenizer.turns(ids, chat.messages, chat.options)
-    return Prompt(ids, lambda: tokenizer.spell(ids, text), turns)
+    return Prompt(ids, lambda: tokenizer.spell(ids, text), turns, images)
 
 
 def find_turns(
@@ -42,6 +45,11 @@ def find_turns(
     spell: as `Tokenizer.spell`, of this prompt
     Raises `TokensError` where the prompt is not what the template makes of these messages, one after the other.
     """
+    if has_images(messages):
+        raise TokensError(
+            "role(): this chat has images in it, whose tokens are not what the chat template writes, so its messages "
+            'cannot be told apart in the prompt; select by text, as in span("..."), or image[0]'
+        )
     plain = [{**message, "content": _text(message.get("content"))} for message in messages]
     text = render(plain)
     spans = _spans(text, *_marked(render, plain), plain)
@@ -52,6 +60,13 @@ def find_turns(
         (str(message.get("role")), [i for i, (a, b) in enumerate(offsets) if a < end and b > begin and b > a])
         for message, (begin, end) in zip(plain, spans, strict=True)
     ]
+
+
+def has_images(messages: Sequence[Any]) -> bool:
+    """Whether a message has a part that is not text."""
+    contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
+    parts = [part for content in contents if isinstance(content, (list, tuple)) for part in content]
+    return any(isinstance(part, Mapping) and not isinstance(part.get("text"), str) for part in parts)
 
 
 def _text(content: Any) -> Any:

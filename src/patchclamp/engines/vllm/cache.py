@@ -22,7 +22,7 @@ def install() -> None:
 
 def _block_key(request: Any, carried: bytes, start: int, end: int) -> str | None:
     program = _program(request, carried)
-    return None if program is None else block_key(program.bound, start, end)
+    return None if program is None else block_key(program.bound, start, end, program.seen_whole)
 
 
 def _lowest_capture(request: Any, carried: bytes) -> int | None:
