@@ -28,7 +28,7 @@ from patchclamp.call import (
 )
 from patchclamp.engines.adapters import Adapter, adapters_of
 from patchclamp.engines.base import MAX_SCORES, Answer, Engine, Expanded, Request
-from patchclamp.engines.chat import Chat, has_images, prompt_of
+from patchclamp.engines.chat import Chat, chat_of, has_images, prompt_of
 from patchclamp.engines.open import open_engine
 from patchclamp.errors import EngineError, MissingSource, PatchclampError, ProgramError, TokensError
 from patchclamp.language import Program
@@ -301,9 +301,9 @@ class LM:
     def _chat(self, messages: Any) -> _Prompt:
         if isinstance(messages, (list, tuple)) and has_images(messages):
             expanded = self._expand(None, list(messages), "messages")
-            return _Prompt(expanded.ids, chat=Chat(list(map(dict, messages))), expanded=expanded)
+            return _Prompt(expanded.ids, chat=chat_of(messages), expanded=expanded)
         try:
-            return _Prompt(self.tokenizer.chat(list(messages)), chat=Chat(list(map(dict, messages))))
+            return _Prompt(self.tokenizer.chat(list(messages)), chat=chat_of(messages))
         except PatchclampError:
             raise
         except Exception as error:

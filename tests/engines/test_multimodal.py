@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import sys
-import types
 from typing import Any
 
 import pytest
@@ -25,38 +22,6 @@ NO_IMAGES = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
 # text decoders of their own, which compute the same
 ALONE = {"gemma3": "Gemma3", "mistral3": "Mistral", "qwen2_vl": "Qwen2", "qwen2_5_vl": "Qwen2", "qwen3_vl": "Qwen3"}
 KINDS = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen3_vl": "qwen3"}
-
-
-class _Anything(types.ModuleType):
-    """A package in which every name is a class."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.__path__: list[str] = []
-        self.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {})
-
-
-@pytest.fixture(scope="module")
-def _torchvision():
-    """vLLM's classes of such models import torchvision, which is not installed here (`requirements/cpu.txt`) and which
-    requests of text have no use for: empty modules stand in for it, and Transformers knows that it is not there."""
-    from transformers.utils import import_utils
-
-    assert not import_utils.is_torchvision_available()
-    assert not import_utils.is_torchvision_v2_available()
-    below = ("", ".io", ".transforms", ".transforms.functional", ".transforms.v2", ".transforms.v2.functional")
-    with pytest.MonkeyPatch.context() as patch:
-        for name in (f"torchvision{end}" for end in below):
-            patch.setitem(sys.modules, name, _Anything(name))
-            owner, _, last = name.rpartition(".")
-            if owner:
-                setattr(sys.modules[owner], last, sys.modules[name])
-        yield
 
 
 @pytest.fixture(scope="module", params=["gemma3", "qwen2_5_vl", "qwen3_vl"])

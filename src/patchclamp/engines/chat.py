@@ -26,6 +26,18 @@ class Chat(msgspec.Struct):
     options: dict[str, Any] = {}
 
 
+def chat_of(messages: Sequence[Any], options: dict[str, Any] | None = None) -> Chat:
+    """A chat as it is remembered: of a part that is not text, an image say, only that it was there."""
+    plain = [dict(message) for message in messages]
+    return Chat([{**message, "content": _remembered(message.get("content"))} for message in plain], options or {})
+
+
+def _remembered(content: Any) -> Any:
+    if not isinstance(content, (list, tuple)):
+        return content
+    return [part if not _is_image(part) else {"type": part.get("type")} for part in content]
+
+
 def prompt_of(
     tokenizer: Any, ids: Sequence[int], text: str | None, chat: Chat | None, images: Sequence[Sequence[int]] = ()
 ) -> Prompt:
@@ -66,7 +78,12 @@ def has_images(messages: Sequence[Any]) -> bool:
     """Whether a message has a part that is not text."""
     contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
     parts = [part for content in contents if isinstance(content, (list, tuple)) for part in content]
-    return any(isinstance(part, Mapping) and not isinstance(part.get("text"), str) for part in parts)
+    return any(map(_is_image, parts))
+
+
+def _is_image(part: Any) -> bool:
+    """Whether a part of a message is an image, or sound: anything but text."""
+    return isinstance(part, Mapping) and not isinstance(part.get("text"), str)
 
 
 def _text(content: Any) -> Any:

@@ -1,8 +1,8 @@
 """Tokens: which positions of one request an op acts on, named by what the tokens are.
 
 `prompt[-1]`, `generated[0:8]`, `every[3]`, `span("Eiffel Tower")`, `role("user")[-1]`, `token(464)`, `image[0]`.
-Positions are absolute and 0-based: the prompt's come first, `generated[0]` is the first sampled token *as an input*.  Which step of
-the engine computes a position never matters; a selection is a predicate on positions and tokens.
+Positions are absolute and 0-based: the prompt's come first, `generated[0]` is the first sampled token *as an input*.
+Which step of the engine computes a position never matters; a selection is a predicate on positions and tokens.
 """
 
 from __future__ import annotations

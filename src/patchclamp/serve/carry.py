@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from patchclamp.engines.base import Answer, Request
 from patchclamp.engines.chat import prompt_of
+from patchclamp.engines.vllm.compat import images
 from patchclamp.engines.vllm.compat.front import http_error
 from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.plan.bindings import Bindings
@@ -31,37 +33,57 @@ def edited(client: Any, stock: Any, prompt: Any, params: Any, request_id: str, *
     call, front = current.get(), front_of(client)
     if call is not None:
         number = call.next_prompt()
+        with _forgetting(client, prompt):
+            try:
+                outputs = _bound(front, stock, prompt, params, request_id, call, number, others)
+            except PatchclampError as error:
+                call.error = error
+                raise
+        return _noting_errors(outputs, client, prompt, call)
+    with _forgetting(client, prompt):
         try:
-            outputs = _bound(front, stock, prompt, params, request_id, call, number, others)
+            call = _stock_call(front, params, request_id)
         except PatchclampError as error:
-            call.error = error
-            raise
-        return _noting_errors(outputs, call)
-    try:
-        call = _stock_call(front, params, request_id)
-    except PatchclampError as error:
-        front.failed(error, OPEN)
-        raise http_error(str(error), error.status) from error
-    return _as_vllm_errors(_edited(front, stock, prompt, params, request_id, call, others), front, call)
+            front.failed(error, OPEN)
+            raise http_error(str(error), error.status) from error
+    outputs = _edited(front, stock, prompt, params, request_id, call, others)
+    return _as_vllm_errors(outputs, client, prompt, front, call)
 
 
-async def _noting_errors(outputs: AsyncIterator[Any], call: Call) -> AsyncIterator[Any]:
+@contextlib.contextmanager
+def _forgetting(client: Any, prompt: Any) -> Iterator[None]:
+    """Where a request fails here, its engine core may never have got its images: they are sent again with the next."""
     try:
-        async for output in outputs:
-            yield output
-    except PatchclampError as error:
-        call.error = error
+        yield
+    except Exception:
+        if isinstance(prompt, dict):
+            images.forget(client, prompt)
         raise
 
 
-async def _as_vllm_errors(outputs: AsyncIterator[Any], front: Front, call: Call) -> AsyncIterator[Any]:
-    try:
-        async for output in outputs:
-            yield output
-        log("program", OPEN, **call.facts())
-    except PatchclampError as error:
-        front.failed(error, OPEN)
-        raise http_error(str(error), error.status) from error
+async def _noting_errors(
+    outputs: AsyncIterator[Any], client: Any, prompt: Any, call: Call
+) -> AsyncIterator[Any]:  # fmt: skip
+    with _forgetting(client, prompt):
+        try:
+            async for output in outputs:
+                yield output
+        except PatchclampError as error:
+            call.error = error
+            raise
+
+
+async def _as_vllm_errors(
+    outputs: AsyncIterator[Any], client: Any, prompt: Any, front: Front, call: Call
+) -> AsyncIterator[Any]:
+    with _forgetting(client, prompt):
+        try:
+            async for output in outputs:
+                yield output
+            log("program", OPEN, **call.facts())
+        except PatchclampError as error:
+            front.failed(error, OPEN)
+            raise http_error(str(error), error.status) from error
 
 
 async def _edited(
@@ -156,24 +178,29 @@ def _child(front: Front, call: Call, prompt: Any, params: Any, index: int, first
     params.n = 1
     if params.seed is not None:
         params.seed += index
-    ids, text = _prompt_of(prompt)
+    ids, text, images_of_prompt = _prompt_of(prompt)
     lm, key = front.lm, f"{call.owner}-http-{secrets.token_hex(8)}"
     owned = front.kept.owned(call.owner)
     bindings = Bindings(lm.sites, owned.source, owned, False)
-    binding = bindings.of(call.program, key, prompt_of(lm.tokenizer, ids, text, call.chat), params.max_tokens)
+    bound_to = prompt_of(lm.tokenizer, ids, text, call.chat, images_of_prompt)
+    binding = bindings.of(call.program, key, bound_to, params.max_tokens)
     request = Request(
-        key, ids, params.max_tokens, binding.bound, binding.vectors, text=text, sources=binding.sources, chat=call.chat
-    )
+        key, ids, params.max_tokens, binding.bound, binding.vectors, text=text, sources=binding.sources,
+        chat=call.chat, images=images_of_prompt,
+    )  # fmt: skip
     return _Child(front, call, request, prompt, params, first_choice + index)
 
 
-def _prompt_of(prompt: Any) -> tuple[list[int], str | None]:
-    """Token ids, and the text that they were made of, of a prompt as vLLM's routes have it."""
+def _prompt_of(prompt: Any) -> tuple[list[int], str | None, list[list[int]]]:
+    """Token ids, the text that they were made of, and where images are read, of a prompt as vLLM's routes have it."""
     if not isinstance(prompt, dict) or not isinstance(prompt.get("prompt_token_ids"), list):
         raise ProgramError("a program needs a prompt of text or token ids")
-    if prompt.get("type", "token") != "token":
-        raise ProgramError(f"programs act on text alone, and this prompt is {prompt['type']}: leave out one of the two")
-    return prompt["prompt_token_ids"], prompt.get("prompt")
+    kind = prompt.get("type", "token")
+    if kind == "multimodal":
+        return prompt["prompt_token_ids"], None, images.images_in(prompt)
+    if kind != "token":
+        raise ProgramError(f"programs act on text and images, and this prompt is {kind}: leave out one of the two")
+    return prompt["prompt_token_ids"], prompt.get("prompt"), []
 
 
 async def _joined(streams: list[AsyncIterator[Any]], params: Any) -> AsyncIterator[Any]:

@@ -177,7 +177,8 @@ def model_facts(vllm_config: Any) -> dict[str, Any]:
 
 
 def images_see_ahead(vllm_config: Any) -> bool:
-    """Whether the tokens of an image attend to those after them in it, as Gemma 3's do (but not on vLLM's CPU build)."""
+    """Whether the tokens of an image attend to those after them in it, as Gemma 3's do. On a CPU they do not, whatever
+    the configuration says."""
     return bool(getattr(vllm_config.model_config, "is_mm_prefix_lm", False))
 
 

@@ -49,7 +49,7 @@ def check_modalities(modalities: Iterable[str]) -> None:
     others = sorted(set(modalities) - {"image"})
     if others:
         raise ProgramError(
-            f"programs act on text and images, and this prompt has {' and '.join(others)} in it: leave out one of the two"
+            f"programs act on text and images, and this prompt has {' and '.join(others)} in it: leave out one of them"
         )
 
 

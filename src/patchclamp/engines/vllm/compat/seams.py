@@ -158,7 +158,8 @@ SEAMS: dict[str, Seam] = {
         Seam("core requests", "vllm.v1.engine.core:EngineCore.preprocess_add_request", "read programs", ("request",)),
         Seam("request", "vllm.v1.request:Request", "admit programs and key edited blocks", called="request",
              has="arrival_time block_hashes client_index get_finished_reason mm_features num_computed_tokens "
-             "num_prompt_tokens priority request_id resumable sampling_params streaming_queue? take_events trace_headers update_block_hashes"),
+             "num_prompt_tokens priority request_id resumable sampling_params streaming_queue? take_events "
+             "trace_headers update_block_hashes"),
         Seam("image", "vllm.multimodal.inputs:MultiModalFeatureSpec", "know where images are read",
              has="mm_position modality", called="feature", checked=_032),
         Seam("image place", "vllm.multimodal.inputs:PlaceholderRange", "know where images are read",
