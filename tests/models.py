@@ -249,7 +249,6 @@ def with_gemma_processor(folder: Path) -> None:
     """Puts a tokenizer and a processor of images beside a Gemma 3 of 512 tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import Gemma3Processor, PreTrainedTokenizerFast
-    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
     images = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
     lines = ["\n" * count for count in range(1, 5)]
@@ -258,8 +257,14 @@ def with_gemma_processor(folder: Path) -> None:
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, extra_special_tokens=images, **special)
-    pictures = Gemma3ImageProcessorPil(size={"height": 28, "width": 28}, image_seq_length=4)
-    Gemma3Processor(pictures, tokenizer, image_seq_length=4).save_pretrained(folder)
+    Gemma3Processor(gemma_pictures(), tokenizer, image_seq_length=4).save_pretrained(folder)
+
+
+def gemma_pictures():
+    """What makes numbers of images for it."""
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    return Gemma3ImageProcessorPil(size={"height": 28, "width": 28}, image_seq_length=4)
 
 
 def with_qwen_processor(folder: Path, name: str):
@@ -285,7 +290,7 @@ def with_qwen_processor(folder: Path, name: str):
              "size": {"shortest_edge": 28 * 28, "longest_edge": 256 * 256}}  # fmt: skip
     pictures = Qwen2VLImageProcessorPil(**sizes)
     pictures.save_pretrained(folder)
-    with mock.patch.object(ProcessorMixin, "check_argument_for_proper_class", lambda *_: None):
+    with mock.patch.object(ProcessorMixin, "check_argument_for_proper_class", return_value=None):
         films = SimpleNamespace(valid_kwargs=VideosKwargs, **sizes)
         return getattr(transformers, f"{MULTIMODAL[name][0]}Processor")(pictures, tokenizer, films)
 

@@ -88,7 +88,10 @@ def test_every_position_is_captured_as_plain_hooks_see_it(seen):
 
 def test_edits_at_an_image_are_those_of_plain_hooks(seen):
     shown, push = [picture(3), picture(4, 64, 64)], np.linspace(-3, 3, 128, dtype=np.float32)
-    edits = [pc.Add(push, at=pc.resid_pre[1], tokens=pc.image[0][3:15:4] | pc.prompt[-1]), pc.Zero(pc.embed @ pc.image[1])]
+    edits = [
+        pc.Add(push, at=pc.resid_pre[1], tokens=pc.image[0][3:15:4] | pc.prompt[-1]),
+        pc.Zero(pc.embed @ pc.image[1]),
+    ]
     asked = {"max_tokens": 3, "sampling": IGNORE, "logprobs": True, "capture": [pc.resid_pre]}
     plain, edited = (seen.lm.run(prompt(150, *shown), edits=each, **asked) for each in ([], edits))
     first, second = edited.images
@@ -144,8 +147,8 @@ def test_an_image_is_patched_with_what_another_run_saw(seen):
     assert torch.equal(patched[place.site], source[place.site])
     assert not torch.equal(plain[place.site], source[place.site])
     assert source.select(pc.image[0][1]).tolist() == [source.images[0][1]]
+    wrong = pc.Replace(pc.From(source, pc.resid_pre[0], pc.image[0][1:]), at=pc.resid_pre[0] @ pc.image[0])
     with pytest.raises(pc.ShapeError, match=r"image\[0\]\[1:\] names 5 positions; 6 are written"):
-        wrong = pc.Replace(pc.From(source, pc.resid_pre[0], pc.image[0][1:]), at=pc.resid_pre[0] @ pc.image[0])
         seen.lm.run(other, max_tokens=1, edits=[wrong])
 
 

@@ -73,7 +73,9 @@ def test_a_chat_with_an_image_has_no_roles_and_the_image_is_not_remembered():
     assert has_images(messages)
     assert not has_images([{"role": "user", "content": [{"type": "text", "text": "what"}]}, {"role": "assistant"}])
     kept = chat_of(messages)
-    assert kept.messages == [{"role": "user", "content": [{"type": "text", "text": "what is it"}, {"type": "image_url"}]}]
+    assert kept.messages == [
+        {"role": "user", "content": [{"type": "text", "text": "what is it"}, {"type": "image_url"}]}
+    ]
     with pytest.raises(pc.TokensError, match="this chat has images in it"):
         find_turns(render(TEMPLATES["chatml"]), letters, kept.messages)
 
