@@ -82,7 +82,7 @@ class LM:
 
     def run(
         self,
-        prompt: str | Sequence[Any] | None = None,
+        prompt: str | Sequence[Any] | Mapping[str, Any] | None = None,
         *,
         messages: list[Any] | None = None,
         max_tokens: int = 16,
@@ -124,7 +124,7 @@ class LM:
 
     async def arun(
         self,
-        prompt: str | Sequence[Any] | None = None,
+        prompt: str | Sequence[Any] | Mapping[str, Any] | None = None,
         *,
         messages: list[Any] | None = None,
         max_tokens: int = 16,
@@ -148,7 +148,7 @@ class LM:
 
     def stream(
         self,
-        prompt: str | Sequence[Any] | None = None,
+        prompt: str | Sequence[Any] | Mapping[str, Any] | None = None,
         *,
         messages: list[Any] | None = None,
         max_tokens: int = 16,
