@@ -146,7 +146,7 @@ class VllmEngine(Engine):
         sampling_of_vllm.check(sampling)
 
     def expand(self, prompt: Mapping[str, Any] | None, messages: list[Any] | None) -> Expanded:
-        return images.expand(self._engine, prompt, messages)
+        return self._call(lambda: images.expand(self._engine, prompt, messages)).result()
 
     def check_adapter(self, adapter: Adapter) -> None:
         """Raises `EngineError` or `CapacityError` for an adapter that this engine cannot run."""

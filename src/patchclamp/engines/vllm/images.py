@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,16 +11,15 @@ from patchclamp.errors import PatchclampError, ProgramError, describe_error, unk
 
 DATA, TEXT = "multi_modal_data", ("prompt", "prompt_token_ids")
 PARTS = (*TEXT, DATA, "mm_processor_kwargs")
-_one_at_a_time = threading.Lock()  # vLLM has one thread for what its processors do
 
 
 def expand(engine: Any, prompt: Mapping[str, Any] | None, messages: list[Any] | None) -> Expanded:
-    """As `Engine.expand`, for an `LLMEngine`; on the caller's thread, beside the engine's steps."""
+    """As `Engine.expand`, for an `LLMEngine`. On the thread of its steps: vLLM's processors change how many threads
+    PyTorch has meanwhile."""
     if prompt is not None:
         _check(prompt)
     try:
-        with _one_at_a_time:
-            inputs = images.render_chat(engine, messages or []) if prompt is None else images.render(engine, prompt)
+        inputs = images.render_chat(engine, messages or []) if prompt is None else images.render(engine, prompt)
     except PatchclampError:
         raise
     except Exception as error:

@@ -72,9 +72,8 @@ def spans_of(request: Any) -> tuple[Span, ...]:
 
 def forget(client: Any, inputs: Mapping[str, Any]) -> None:
     """Has an `AsyncLLM` send the images of a prompt again next time: this one is refused, and is not sent."""
-    sent = client.renderer.mm_processor_cache
-    if sent is None:
-        return
-    for hashes in inputs.get("mm_hashes", {}).values():
-        for name in hashes:
+    names = [name for hashes in (inputs.get("mm_hashes") or {}).values() for name in hashes]
+    sent = client.renderer.mm_processor_cache if names else None
+    if sent is not None:
+        for name in names:
             sent.invalidate(name)
