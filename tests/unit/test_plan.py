@@ -731,6 +731,8 @@ def test_an_edit_reaches_the_first_token_that_attends_to_it():
     assert block_key(other, 0, 4, spans) not in (None, ahead[0])
     capture = bound(pc.Capture("resid_pre[1]", tokens="prompt[8]"), prompt=20)
     assert (block_key(capture, 0, 4, spans), lowest_edit(capture, spans)) == (None, None)
+    assert [lowest_capture(capture), lowest_capture(capture, spans), lowest_capture(capture, spans[1:])] == [8, 3, 8]
+    assert lowest_capture(made, spans) is None
 
 
 ACTIONS = (

@@ -39,9 +39,11 @@ def lowest_edit(bound: BoundProgram, seen_whole: Sequence[tuple[int, int]] = ())
     return min([lowest, *touched])
 
 
-def lowest_capture(bound: BoundProgram) -> int | None:
-    """The first position that must be computed, not read from a cache, because it is captured or stored."""
-    return min((op.ranges[0].start for op in bound.ops if op.kind in (CAPTURE, STORE) and op.ranges), default=None)
+def lowest_capture(bound: BoundProgram, seen_whole: Sequence[tuple[int, int]] = ()) -> int | None:
+    """The first position that must be computed, not read from a cache, because it is captured or stored; of positions
+    that attend to one another (`seen_whole`, as in `block_key`) the first, so that they are computed together."""
+    lowest = min((op.ranges[0].start for op in bound.ops if op.kind in (CAPTURE, STORE) and op.ranges), default=None)
+    return None if lowest is None else min([lowest, *(first for first, stop in seen_whole if first <= lowest < stop)])
 
 
 def _clip(op: BoundOp, start: int, end: int) -> BoundOp | None:
