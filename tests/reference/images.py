@@ -22,13 +22,14 @@ class Pass(NamedTuple):
 
 
 class PlainReader:
-    """A checkpoint in fp32. `pictures` makes numbers of images; `token` stands for one in a prompt."""
+    """A checkpoint in fp32. `pictures` makes numbers of images; `token` stands for one in a prompt; `sees_ahead`: Gemma 3
+    is told which tokens are an image's, so that they attend to all of it."""
 
-    def __init__(self, folder: Path, kind: str, pictures: Any, token: int = 509) -> None:
+    def __init__(self, folder: Path, kind: str, pictures: Any, token: int = 509, sees_ahead: bool = False) -> None:
         import transformers
 
         self.net = getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32).eval()
-        self._pictures, self._token = pictures, token
+        self._pictures, self._token, self.sees_ahead = pictures, token, sees_ahead
         self._decoder = self.net.model.language_model
 
     @torch.no_grad()
@@ -66,11 +67,13 @@ class PlainReader:
         return Pass(rows, torch.log_softmax(logits_TV.float(), -1))
 
     def _seen(self, ids: list[int], images: list[Any]) -> dict[str, Any]:
-        """What the model takes beside token ids. Gemma 3 is not told which tokens are an image's: then they attend to
+        """What the model takes beside token ids. Where Gemma 3 is not told which tokens are an image's, they attend to
         what comes before them alone, as vLLM's CPU build has it."""
         if not images:
             return {}
         pixels = dict(self._pictures(images=images, return_tensors="pt"))
-        if "image_grid_thw" not in pixels:
-            return {"pixel_values": pixels["pixel_values"]}
-        return pixels | {"mm_token_type_ids": (torch.tensor([ids]) == self._token).int()}
+        is_image = torch.tensor([ids]) == self._token
+        if "image_grid_thw" in pixels:
+            return pixels | {"mm_token_type_ids": is_image.int()}
+        told = {"token_type_ids": is_image.long()} if self.sees_ahead else {}
+        return {"pixel_values": pixels["pixel_values"], **told}
