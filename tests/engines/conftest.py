@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import importlib.machinery
 import json
 import os
 import subprocess
 import sys
-import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,6 +17,7 @@ import patchclamp as pc
 
 from ..conftest import group_of
 from ..models import with_weights
+from ..without_torchvision import stand_ins
 
 VLLM = {"block_size": 32, "max_model_len": 512, "max_num_seqs": 32, "kv_cache_memory_bytes": 1 << 26}
 CHUNKED = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "enable_prefix_caching": False}
@@ -140,35 +138,12 @@ def inspected_here():
         yield
 
 
-class _Anything(types.ModuleType):
-    """A package in which every name is a class."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.__path__: list[str] = []
-        self.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {})
-
-
 @pytest.fixture(scope="module")
 def _torchvision():
-    """vLLM's classes of models that read images import torchvision, which is not installed here (`requirements/cpu.txt`) and which
-    nothing here has a use for: empty modules stand in for it, and Transformers knows that it is not there."""
-    from transformers.utils import import_utils
-
-    assert not import_utils.is_torchvision_available()
-    assert not import_utils.is_torchvision_v2_available()
-    below = ("", ".io", ".transforms", ".transforms.functional", ".transforms.v2", ".transforms.v2.functional")
+    """Nothing in place of torchvision, for models that read images."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in (f"torchvision{end}" for end in below):
-            patch.setitem(sys.modules, name, _Anything(name))
-            owner, _, last = name.rpartition(".")
-            if owner:
-                setattr(sys.modules[owner], last, sys.modules[name])
+        for name, module in stand_ins().items():
+            patch.setitem(sys.modules, name, module)
         yield
 
 

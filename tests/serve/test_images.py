@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from PIL import Image
 
 import patchclamp as pc
 
+from .. import without_torchvision
 from ..models import that_reads_images, with_gemma_processor
 from .conftest import KEYS, Server, start, stop
 
@@ -33,7 +33,8 @@ def server(tmp_path_factory) -> Iterator[Server]:
     that_reads_images(folder, "gemma3")
     with_gemma_processor(folder)
     (beside / "template.jinja").write_text(TEMPLATE)
-    shutil.copy(Path(__file__).with_name("without_torchvision.py"), beside / "sitecustomize.py")
+    stand_ins = Path(without_torchvision.__file__).read_text()
+    (beside / "sitecustomize.py").write_text(f"{stand_ins}\nimport sys\n\nsys.modules.update(stand_ins())\n")
     options = ("--max-model-len=128", "--skip-mm-profiling", f"--chat-template={beside / 'template.jinja'}")
     paths = f"{beside}:{Path(pc.__file__).parents[1]}"
     made = start(str(folder), beside / "log", "--api-key", *KEYS, *options, environment={"PYTHONPATH": paths})
