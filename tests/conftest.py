@@ -30,7 +30,7 @@ settings.load_profile(os.environ.get("PATCHCLAMP_HYPOTHESIS", "same every time")
 # own.  Files of a group run in this order, and their engines end with the group.
 GROUPS = {
     "compiled": ("test_exact", "test_parity", "test_ops", "test_token_ids", "test_apply"),
-    "families": ("test_families", "test_untabled", "test_variants", "test_prover", "test_multimodal"),
+    "families": ("test_families", "test_untabled", "test_variants", "test_prover", "test_multimodal", "test_images"),
     "processes": ("test_off_is_stock", "test_two_bodies", "test_parallel"),
     "eager": (
         "test_stream",

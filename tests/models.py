@@ -249,7 +249,6 @@ def with_gemma_processor(folder: Path) -> None:
     """Puts a tokenizer and a processor of images beside a Gemma 3 of 512 tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import Gemma3Processor, PreTrainedTokenizerFast
-    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
     images = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
     lines = ["\n" * count for count in range(1, 5)]
@@ -258,8 +257,49 @@ def with_gemma_processor(folder: Path) -> None:
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, extra_special_tokens=images, **special)
-    pictures = Gemma3ImageProcessorPil(size={"height": 28, "width": 28}, image_seq_length=4)
-    Gemma3Processor(pictures, tokenizer, image_seq_length=4).save_pretrained(folder)
+    Gemma3Processor(gemma_pictures(), tokenizer, image_seq_length=4).save_pretrained(folder)
+
+
+def gemma_pictures():
+    """What makes numbers of images for it."""
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    return Gemma3ImageProcessorPil(size={"height": 28, "width": 28}, image_seq_length=4)
+
+
+def with_qwen_processor(folder: Path, name: str):
+    """Puts a tokenizer and the sizes of images beside a Qwen-VL of 512 tokens. Returns its processor, which cannot be
+    read from a folder here: it has one of films in it, and that needs torchvision."""
+    from types import SimpleNamespace
+
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from transformers.processing_utils import ProcessorMixin, VideosKwargs
+
+    marks = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "vision_bos_token": "<|vision_start|>",
+             "vision_eos_token": "<|vision_end|>"}  # fmt: skip
+    names = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(3, 506)), *reversed(marks.values()), "w510", "<unk>"]
+    words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, extra_special_tokens=marks, **special)
+    tokenizer.chat_template = CHAT_WITH_IMAGES
+    tokenizer.save_pretrained(folder)
+    sizes = {"patch_size": MULTIMODAL[name][2]["patch_size"], "merge_size": 2, "temporal_patch_size": 2,
+             "size": {"shortest_edge": 28 * 28, "longest_edge": 256 * 256}}  # fmt: skip
+    pictures = Qwen2VLImageProcessorPil(**sizes)
+    pictures.save_pretrained(folder)
+    with mock.patch.object(ProcessorMixin, "check_argument_for_proper_class", return_value=None):
+        films = SimpleNamespace(valid_kwargs=VideosKwargs, **sizes)
+        return getattr(transformers, f"{MULTIMODAL[name][0]}Processor")(pictures, tokenizer, films)
+
+
+CHAT_WITH_IMAGES = (
+    "{% for m in messages %}w400 {% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% else %}<|vision_start|> <|image_pad|> <|vision_end|>{% endif %} "
+    "{% endfor %}{% endif %} w401 {% endfor %}{% if add_generation_prompt %}w402{% endif %}"
+)
 
 
 @contextmanager

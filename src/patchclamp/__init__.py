@@ -40,6 +40,7 @@ from patchclamp.language import (
     Vector,
     every,
     generated,
+    image,
     ops,
     prompt,
     role,
@@ -82,7 +83,8 @@ __all__ = [
     "LM", "AddressMoved", "CapacityError", "EngineError", "From", "Gone", "MissingSource", "ModelError", "NameTaken",
     "Named", "NoKey", "NotFinite", "Part", "PatchclampError", "Program", "ProgramError", "Run", "RunError",
     "SameRun", "SeamMoved", "ShapeError", "Site", "Stream", "TokensError", "TooLarge", "UnknownName", "Unlisted",
-    "UnsupportedSite", "Vector", "every", "generated", "prompt", "role", "site", "span", "studies", "token", "tokens",
+    "UnsupportedSite", "Vector", "every", "generated", "image", "prompt", "role", "site", "span", "studies", "token",
+    "tokens",
 ]  # fmt: skip
 __all__ += ops.__all__
 __all__ += list(language.SITES)

@@ -27,8 +27,8 @@ from patchclamp.call import (
     top_logprobs_of,
 )
 from patchclamp.engines.adapters import Adapter, adapters_of
-from patchclamp.engines.base import MAX_SCORES, Answer, Engine, Request
-from patchclamp.engines.chat import Chat, prompt_of
+from patchclamp.engines.base import MAX_SCORES, Answer, Engine, Expanded, Request
+from patchclamp.engines.chat import Chat, chat_of, has_images, prompt_of
 from patchclamp.engines.open import open_engine
 from patchclamp.errors import EngineError, MissingSource, PatchclampError, ProgramError, TokensError
 from patchclamp.language import Program
@@ -82,7 +82,7 @@ class LM:
 
     def run(
         self,
-        prompt: str | Sequence[Any] | None = None,
+        prompt: str | Sequence[Any] | Mapping[str, Any] | None = None,
         *,
         messages: list[Any] | None = None,
         max_tokens: int = 16,
@@ -95,8 +95,9 @@ class LM:
     ) -> Any:
         """Runs one prompt (returns a `Run`) or a list of them as one batch (returns a list of `Run`).
 
-        prompt: text or token ids, or a list of either
-        messages: a chat in place of a prompt, or a list of chats
+        prompt: text or token ids, or a list of either; on vLLM also one with images, as vLLM takes it:
+            `{"prompt": text, "multi_modal_data": {"image": image}}`, or `"prompt_token_ids"`
+        messages: a chat in place of a prompt, or a list of chats; on vLLM also with images in OpenAI's parts
         max_tokens: how many tokens are generated at most
         edits, capture: one program for all prompts, or a list of lists, one a prompt
         sampling: vLLM's own names, greedy if not given, or a list of such, one a prompt. With `n` above 1 a prompt has
@@ -123,7 +124,7 @@ class LM:
 
     async def arun(
         self,
-        prompt: str | Sequence[Any] | None = None,
+        prompt: str | Sequence[Any] | Mapping[str, Any] | None = None,
         *,
         messages: list[Any] | None = None,
         max_tokens: int = 16,
@@ -147,7 +148,7 @@ class LM:
 
     def stream(
         self,
-        prompt: str | Sequence[Any] | None = None,
+        prompt: str | Sequence[Any] | Mapping[str, Any] | None = None,
         *,
         messages: list[Any] | None = None,
         max_tokens: int = 16,
@@ -285,9 +286,9 @@ class LM:
             listed = isinstance(messages, (list, tuple)) and bool(messages) and isinstance(messages[0], (list, tuple))
             return [self._chat(chat) for chat in (messages if listed else [messages])], listed
         prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # a NumPy array or a tensor of ids
-        if not isinstance(prompt, (str, list, tuple)):
+        if not isinstance(prompt, (str, list, tuple, Mapping)):
             raise ProgramError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}", "prompt")
-        if isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], (int, np.integer))):
+        if isinstance(prompt, (str, Mapping)) or (len(prompt) > 0 and isinstance(prompt[0], (int, np.integer))):
             return [self._prompt(prompt, "prompt")], False
         return [self._prompt(one, f"prompt[{i}]") for i, one in enumerate(prompt)], True
 
@@ -298,15 +299,27 @@ class LM:
         return adapters
 
     def _chat(self, messages: Any) -> _Prompt:
+        if isinstance(messages, (list, tuple)) and has_images(messages):
+            expanded = self._expand(None, list(messages), "messages")
+            return _Prompt(expanded.ids, chat=chat_of(messages), expanded=expanded)
         try:
-            return _Prompt(self.tokenizer.chat(list(messages)), chat=Chat(list(map(dict, messages))))
+            return _Prompt(self.tokenizer.chat(list(messages)), chat=chat_of(messages))
         except PatchclampError:
             raise
         except Exception as error:
             raise ProgramError(f"not a chat of role and content: {type(error).__name__}: {error}", "messages") from None
 
+    def _expand(self, prompt: Mapping[str, Any] | None, messages: list[Any] | None, path: str) -> Expanded:
+        try:
+            return self.engine.expand(prompt, messages)
+        except PatchclampError as error:
+            raise error.under(path) from None
+
     def _prompt(self, prompt: Any, path: str) -> _Prompt:
         prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+        if isinstance(prompt, Mapping):
+            expanded = self._expand(prompt, None, path)
+            return _Prompt(expanded.ids, expanded=expanded)
         if isinstance(prompt, str):
             try:
                 ids, text = self.tokenizer.encode(prompt), prompt
@@ -338,7 +351,8 @@ class LM:
         bindings: Bindings,
     ) -> Request:
         """One run of a prompt, `path` where that stands in a list. Raises what is wrong with it."""
-        key, (ids, text, chat) = self.engine.run_prefix + _key(), prompt
+        key, (ids, text, chat, expanded) = self.engine.run_prefix + _key(), prompt
+        images = [] if expanded is None else expanded.images
         if not is_token_id(max_tokens) or max_tokens < 1:
             raise ProgramError(f"at least one token must be generated, not {max_tokens!r}", "max_tokens")
         if len(ids) + max_tokens > self.model.max_model_len:
@@ -352,12 +366,13 @@ class LM:
         if len(set(score)) > MAX_SCORES:
             raise ProgramError(f"at most {MAX_SCORES} tokens can be scored, not {len(set(score))}", "score")
         try:
-            binding = bindings.of(program, key, prompt_of(self.tokenizer, ids, text, chat), max_tokens)
+            binding = bindings.of(program, key, prompt_of(self.tokenizer, ids, text, chat, images), max_tokens)
         except PatchclampError as error:
             raise error if path is None else error.under(path) from None
         return Request(
             key, ids, max_tokens, binding.bound, binding.vectors, sampling, tuple(int(i) for i in score), logprobs,
-            binding.code, text, binding.sources, adapter=adapter, chat=chat,
+            binding.code, text, binding.sources, adapter=adapter, chat=chat, images=images,
+            inputs=None if expanded is None else expanded.inputs,
         )  # fmt: skip
 
     def _source(self, key: str) -> Run:
@@ -376,6 +391,7 @@ class _Prompt(NamedTuple):
     ids: list[int]
     text: str | None = None
     chat: Chat | None = None
+    expanded: Expanded | None = None
 
 
 class _Call(NamedTuple):

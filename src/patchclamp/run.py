@@ -76,6 +76,7 @@ class Run:
     error: the error it met, or None
     closed: whether its captures were let go
     lora: the folder of its adapter, or None
+    images: of each image in the prompt, the positions of the tokens in whose place it was read
 
     Captures stay with the worker until the run is dropped or `close`d; `run[site]` fetches them, once.
     """
@@ -89,6 +90,7 @@ class Run:
         self.closed = False
         self.lora = None if request.adapter is None else request.adapter.folder
         self._owner, self._answer, self._text, self._chat = owner, answer, request.text, request.chat
+        self.images = request.images
         self._bound: BoundProgram | None = request.bound
         self._limit = len(request.prompt_token_ids) + request.max_tokens - 1  # positions, had it gone on to the end
         conditions = {op.condition.ids for op in self._ops if op.condition}
@@ -260,7 +262,8 @@ class Run:
         return self._select(parse_tokens(tokens), self._positions)
 
     def _select(self, tokens: Tokens, limit: int) -> np.ndarray:
-        prompt = prompt_of(self._owner.engine.tokenizer, self.prompt_token_ids, self._text, self._chat)
+        tokenizer = self._owner.engine.tokenizer
+        prompt = prompt_of(tokenizer, self.prompt_token_ids, self._text, self._chat, self.images)
         return prompt.select(tokens, limit, [*self.prompt_token_ids, *self.token_ids])
 
     # -- what it captured

@@ -17,6 +17,7 @@ import patchclamp as pc
 
 from ..conftest import group_of
 from ..models import with_weights
+from ..without_torchvision import stand_ins
 
 VLLM = {"block_size": 32, "max_model_len": 512, "max_num_seqs": 32, "kv_cache_memory_bytes": 1 << 26}
 CHUNKED = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "enable_prefix_caching": False}
@@ -134,6 +135,15 @@ def inspected_here():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "_run_in_subprocess", lambda look: look())
+        yield
+
+
+@pytest.fixture(scope="module")
+def _torchvision():
+    """Nothing in place of torchvision, for models that read images."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in stand_ins().items():
+            patch.setitem(sys.modules, name, module)
         yield
 
 

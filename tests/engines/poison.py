@@ -223,7 +223,7 @@ if __name__ == "__main__":
         else:
             told["fresh"] = unedited(lm, watch)
     if kind == "fresh":
-        cache.block_key = lambda bound, start, end: None
+        cache.block_key = lambda bound, start, end, seen_whole: None
         with pc.LM(model, engine="vllm", **options) as lm:
             edited(lm)
             told["without keys"] = unedited(lm, watch)

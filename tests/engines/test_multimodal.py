@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import sys
-import types
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import patchclamp as pc
 from patchclamp.engines.carried import receipt_of
 from patchclamp.errors import ModelError
 from patchclamp.language.registry import SITES
 
-from ..models import MULTIMODAL, that_reads_images, with_gemma_processor
+from ..models import MULTIMODAL, gemma_pictures, that_reads_images, with_gemma_processor
+from ..reference.images import PlainReader
 from .test_admission import raw, scaled
 from .test_families import EAGER, IDS, PROMPTS, SAMPLED, Pair, every_edit_is_equal, flat, rows_are_equal
 from .test_parity import worst_row
@@ -25,38 +26,6 @@ NO_IMAGES = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
 # text decoders of their own, which compute the same
 ALONE = {"gemma3": "Gemma3", "mistral3": "Mistral", "qwen2_vl": "Qwen2", "qwen2_5_vl": "Qwen2", "qwen3_vl": "Qwen3"}
 KINDS = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen3_vl": "qwen3"}
-
-
-class _Anything(types.ModuleType):
-    """A package in which every name is a class."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.__path__: list[str] = []
-        self.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {})
-
-
-@pytest.fixture(scope="module")
-def _torchvision():
-    """vLLM's classes of such models import torchvision, which is not installed here (`requirements/cpu.txt`) and which
-    requests of text have no use for: empty modules stand in for it, and Transformers knows that it is not there."""
-    from transformers.utils import import_utils
-
-    assert not import_utils.is_torchvision_available()
-    assert not import_utils.is_torchvision_v2_available()
-    below = ("", ".io", ".transforms", ".transforms.functional", ".transforms.v2", ".transforms.v2.functional")
-    with pytest.MonkeyPatch.context() as patch:
-        for name in (f"torchvision{end}" for end in below):
-            patch.setitem(sys.modules, name, _Anything(name))
-            owner, _, last = name.rpartition(".")
-            if owner:
-                setattr(sys.modules[owner], last, sys.modules[name])
-        yield
 
 
 @pytest.fixture(scope="module", params=["gemma3", "qwen2_5_vl", "qwen3_vl"])
@@ -136,12 +105,49 @@ def test_the_lens_reads_such_a_checkpoint(name, tmp_path):
         assert pc.studies.logit_lens(lm, PROMPTS[1], readout="checkpoint").readout == "checkpoint"
 
 
-@pytest.mark.parametrize("pair", ["gemma3"], indirect=True)  # the others are started for text alone
-def test_a_request_with_an_image_takes_no_program(pair):
-    """Straight at the engine: `pc.LM` takes no images, and a server refuses them before."""
-    from PIL import Image
+gemma = pytest.mark.parametrize("pair", ["gemma3"], indirect=True)  # the others are started for text alone
 
-    picture = {"prompt": "w9 <start_of_image> w10", "multi_modal_data": {"image": Image.new("RGB", (28, 28))}}
+
+def shown(words: int, seed: int) -> dict[str, Any]:
+    """Words, an image of four tokens, and eight words more."""
+    pixels = np.random.RandomState(seed).randint(0, 255, (28, 28, 3), dtype=np.uint8)
+    text = [f"w{20 + i}" for i in range(words + 8)]
+    return {"prompt": " ".join([*text[:words], "<start_of_image>", *text[words:]]),
+            "multi_modal_data": {"image": Image.fromarray(pixels)}}  # fmt: skip
+
+
+@gemma
+def test_captures_at_an_image_are_what_plain_hooks_see(pair):
+    """vLLM's CPU build has an image's tokens attend to what comes before them alone: so do the plain hooks here."""
+    plain = PlainReader(Path(pair.lm.model.name), "Gemma3ForConditionalGeneration", gemma_pictures())
+    given = shown(10, 1)
+    run = pair.lm.run(given, capture=[pc.resid_pre, pc.final_norm], **SAMPLED)
+    assert run.images == [[11, 12, 13, 14]]
+    ids = [*run.prompt_token_ids, *run.token_ids[:-1]]
+    expected = plain.forward(ids, [given["multi_modal_data"]["image"]])
+    for layer in range(3):
+        assert worst_row(run[pc.resid_pre[layer]], expected.rows_TD["resid_pre", layer]) <= 1e-4
+    assert worst_row(run[pc.final_norm], expected.rows_TD["final_norm", 0]) <= 1e-4
+
+
+@gemma
+def test_an_edit_of_an_image_that_sees_ahead_keeps_the_block_of_its_first_token(pair):
+    """Its tokens attend to one another in both directions (though not on a CPU), so what is edited at the last of them,
+    in the third block, changes keys and values in the second."""
+    given, push = shown(61, 2), np.full(128, 2.0, np.float32)
+    later, last = (pc.Add(push, at=pc.resid_pre[1], tokens=tokens) for tokens in ("prompt[70]", "image[0][-1]"))
+    order = [[], [later], [last], [last], []]
+    runs = [pair.lm.run(given, edits=edits, logprobs=True, **SAMPLED) for edits in order]
+    assert runs[0].images == [[62, 63, 64, 65]]
+    assert [run.cached_tokens for run in runs] == [0, 64, 0, 64, 64]
+    assert runs[3].logprobs == runs[2].logprobs != pytest.approx(runs[0].logprobs, abs=0.01)
+    assert runs[4].logprobs == runs[0].logprobs
+
+
+@gemma
+def test_a_program_that_was_bound_without_the_images_is_refused(pair):
+    """Straight at the engine: `pc.LM` binds to the prompt with its images in their places."""
+    picture = {"prompt": "w9 <start_of_image> w10 w11", "multi_modal_data": shown(0, 0)["multi_modal_data"]}
 
     def act(engine: Any, add: Any) -> None:
         for name, program, prompt in (("plain", None, picture), ("edited", scaled("edited"), picture),
@@ -154,9 +160,16 @@ def test_a_request_with_an_image_takes_no_program(pair):
     by_name = {name.partition("-")[0]: verdict for name, verdict in verdicts.items()}
     kind, message, _ = by_name["edited"].error
     assert kind == "ProgramError"
-    assert message == "programs act on text alone, and this prompt has image in it: leave out one of the two"
+    assert message == (
+        "the program is bound to a prompt of 8 tokens, and with its images in their places this one has 9: bind it to that"
+    )
     assert by_name["text"].error is None
     assert by_name["text"].receipt == receipt_of(scaled("text"))
+
+
+def test_transformers_takes_no_images(pair):
+    with pytest.raises(pc.EngineError, match=r"prompt: the transformers engine takes prompts of text alone: load the"):
+        pair.hub.run(shown(1, 0), max_tokens=1)
 
 
 def test_a_model_whose_decoder_has_no_table_is_refused(tmp_path):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import patchclamp as pc
-from patchclamp.engines.chat import find_turns
+from patchclamp.engines.chat import chat_of, find_turns, has_images
 
 TEMPLATES = {
     "chatml": "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<end>\n{% endfor %}<|assistant|>\n",
@@ -63,6 +63,21 @@ def test_a_prompt_that_is_not_the_chats_is_refused():
     messages = [{"role": "user", "content": "hello"}]
     with pytest.raises(pc.TokensError, match="not spelled as its chat"):
         find_turns(render(TEMPLATES["chatml"]), lambda text: letters(text + "!"), messages)
+
+
+def test_a_chat_with_an_image_has_no_roles_and_the_image_is_not_remembered():
+    url = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    messages = [{"role": "user", "content": [{"type": "text", "text": "what is it"}, url]}]
+    with pytest.raises(pc.TokensError, match="this chat has images in it"):
+        find_turns(render(TEMPLATES["chatml"]), letters, messages)
+    assert has_images(messages)
+    assert not has_images([{"role": "user", "content": [{"type": "text", "text": "what"}]}, {"role": "assistant"}])
+    kept = chat_of(messages)
+    assert kept.messages == [
+        {"role": "user", "content": [{"type": "text", "text": "what is it"}, {"type": "image_url"}]}
+    ]
+    with pytest.raises(pc.TokensError, match="this chat has images in it"):
+        find_turns(render(TEMPLATES["chatml"]), letters, kept.messages)
 
 
 def test_what_says_nothing_has_no_tokens_and_parts_are_joined():

@@ -493,6 +493,20 @@ def test_a_span_finds_its_tokens(lm):
     assert run.positions("embed") == [6]
 
 
+def test_images_are_refused_with_what_takes_them(lm):
+    """Of a prompt or of a chat, and an image is selected in no prompt without one."""
+    words = "the fake engine takes prompts of text alone: load the model with engine='vllm' for images"
+    picture = {"prompt": "the cat", "multi_modal_data": {"image": object()}}
+    seen = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]}]
+    for asked, path in (({"prompt": picture}, "prompt"), ({"prompt": ["the cat", picture]}, "prompt[1]"),
+                        ({"messages": seen}, "messages")):  # fmt: skip
+        with pytest.raises(pc.EngineError) as caught:
+            lm.run(**asked, max_tokens=1)
+        assert str(caught.value) == f"{path}: {words}"
+    with pytest.raises(pc.TokensError, match=r"edits\[0\].tokens: image\[0\]: the prompt has no image in it"):
+        lm.run("the cat", max_tokens=1, edits=[pc.Zero(pc.embed @ pc.image[0])])
+
+
 def test_chat(lm):
     run = lm.run(messages=[{"role": "user", "content": "hello world"}], max_tokens=1)
     assert run.prompt_token_ids == lm.tokens("user: hello world\nassistant:")

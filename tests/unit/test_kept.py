@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 
 import patchclamp as pc
+from patchclamp.engines.base import Request
 from patchclamp.engines.vllm.serve_limits import ServeLimits
 from patchclamp.errors import CapacityError, Gone, MissingSource, NameTaken, NoKey, ProgramError, TooLarge
 from patchclamp.language import Program, Vector
-from patchclamp.serve.journal import Note
+from patchclamp.serve.journal import Note, pack_run, unpack_run
 from patchclamp.serve.kept import Kept, check_name
 from patchclamp.serve.owners import owner_of
 from patchclamp.store.named import Means
@@ -43,6 +44,18 @@ def test_an_owners_bank_is_its_own():
         kept.entry("a", "vector", "clam")
     with pytest.raises(MissingSource):
         kept.entry("a", "program", "calm")
+
+
+def test_a_run_that_another_process_reads_knows_where_its_images_were(lm):
+    """As an API process of several tells the others; the fake takes no images, so the run is given some."""
+    run = lm.run([5, 6, 7, 8], max_tokens=2, capture=[pc.embed @ pc.prompt[1:3]])
+    bound = pc.Program.of([], [pc.embed @ pc.prompt[1:3]])
+    asked = Request(run.key, [5, 6, 7, 8], 2, run._bound, images=[[1], [2, 3]])
+    read = unpack_run(pack_run(run, asked), lm)
+    assert (read.images, run.images, read.program) == ([[1], [2, 3]], [], bound)
+    assert read.select(pc.image[1] | pc.prompt[0]).tolist() == [0, 2, 3]
+    with pytest.raises(pc.TokensError, match="the prompt has no image in it"):
+        run.select(pc.image[1])
 
 
 def test_a_name_is_of_one_kind():

@@ -21,7 +21,7 @@ from patchclamp.language.conversions import DTYPES
 from patchclamp.language.ops import OPS, as_capture
 from patchclamp.language.program import Program, to_dict
 from patchclamp.language.registry import NNTERP, TRANSFORMER_LENS, unmoved
-from patchclamp.language.tokens import GROUPS, Joined, Positions
+from patchclamp.language.tokens import GROUPS, ImageTokens, Joined, Positions
 from patchclamp.language.values import orthonormal
 from patchclamp.sites.tables import FAMILIES
 
@@ -50,11 +50,15 @@ def positions(draw) -> Positions:
 texts = st.text(min_size=1) | st.text("\"'\\\n\r\t \x00\x7f\u2028é\U0001f600, )]", min_size=1)
 spans = st.builds(TextSpan, texts, st.integers(-9, 9))
 roles = st.builds(pc.role, texts, st.none() | st.integers(-9, 9))
+images = st.just(pc.image) | st.builds(lambda n: pc.image[n], st.integers(-9, 9))
+image_keys = st.integers(-9, 9) | ranges | st.lists(st.integers(-9, 9), min_size=1, max_size=3).map(tuple)
 selections = st.recursive(
     positions()
     | spans
     | roles
     | st.builds(lambda a, key: a[key], roles, st.integers(-9, 9))
+    | images
+    | st.builds(ImageTokens, st.integers(-9, 9), image_keys)
     | st.builds(pc.token, st.integers(0, 99), st.integers(0, (1 << 24) - 1)),
     lambda inner: st.builds(Joined, st.sampled_from(["|", "&", "-"]), inner, inner),
     max_leaves=5,
@@ -432,7 +436,7 @@ ERRORS = [
     (lambda: pc.resid_post[8:4:-1], pc.ProgramError, "a range counts upwards: step -1 is not at least 1"),
     # tokens
     (lambda: pc.tokens("promt[-1]"), pc.UnknownName,
-     "no group of tokens 'promt' (did you mean 'prompt'?); there are: prompt, generated, every"),
+     "no group of tokens 'promt' (did you mean 'prompt'?); there are: prompt, generated, every, image"),
     (lambda: pc.tokens("prompt[-1"), pc.ProgramError,
      "'prompt[-1' is not a selection; write 'prompt[-1]', 'generated[0:8]', 'token(464)' or 'span(\"text\")', "
      "joined by |, & and -"),
@@ -457,6 +461,18 @@ ERRORS = [
      'role("user", 1): the chat has 1 messages of that role, numbered from 0'),
     (lambda: pc.role("user")[3].find([("user", [1, 2])]), pc.TokensError,
      'role("user")[3]: there is no position 3; these messages have 2 tokens'),
+    (lambda: pc.image[0:2], pc.ProgramError,
+     "one image is named by its number, as in image[0] | image[1]; image is all of them"),
+    (lambda: pc.tokens("image[0:2]"), pc.ProgramError,
+     "'image[0:2]': one image is named by its number, as in image[0] | image[1]; image is all"),
+    (lambda: pc.image[0][1][2], pc.ProgramError, "image[0][1] is already indexed"),
+    (lambda: pc.image[0][()], pc.TokensError, "image[0][()] selects nothing: give at least one position"),
+    (lambda: pc.image.find([]), pc.TokensError,
+     'image: the prompt has no image in it; give one as {"prompt": ..., "multi_modal_data": {"image": ...}}, or in the '
+     "messages of a chat"),
+    (lambda: pc.image[-2].find([[3, 4]]), pc.TokensError, "image[-2]: the prompt has 1 images, numbered from 0"),
+    (lambda: pc.image[0][2].find([[3, 4]]), pc.TokensError,
+     "image[0][2]: there is no position 2; this image has 2 tokens"),
     (lambda: pc.span(5), pc.ProgramError, "a span is a text and a number, not 5 and 0"),
     (lambda: pc.span("\ud83d"), pc.TokensError, "'\\ud83d' is not text: it has half a surrogate pair"),
     (lambda: pc.tokens(r'span("\x41")'), pc.ProgramError,
@@ -490,7 +506,7 @@ ERRORS = [
      "position: position -1 counts from an end that depends on the run; write pc.prompt[-1]"),
     # ops
     (lambda: pc.Zero("embed", "promt"), pc.UnknownName,
-     "tokens: no group of tokens 'promt' (did you mean 'prompt'?); there are: prompt, generated, every"),
+     "tokens: no group of tokens 'promt' (did you mean 'prompt'?); there are: prompt, generated, every, image"),
     (lambda: pc.Zero(pc.embed @ pc.prompt, pc.prompt[1]), pc.ProgramError,
      "tokens: the tokens are given twice: embed @ prompt and tokens=prompt[1]"),
     (lambda: pc.Add([1.0], "embed", scale="much"), pc.ProgramError, "scale: a number is needed, not 'much'"),

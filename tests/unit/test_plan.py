@@ -45,7 +45,7 @@ from patchclamp.plan.bound import (
     run_key,
 )  # fmt: skip
 from patchclamp.plan.records import records_of, records_of_alike, shape_of
-from patchclamp.plan.reuse import block_key, lowest_capture
+from patchclamp.plan.reuse import block_key, lowest_capture, lowest_edit
 from patchclamp.plan.step import BYTES
 from patchclamp.sites import SiteMap, Sizes
 from tests.reference.admitting import Table
@@ -715,6 +715,24 @@ def test_equal_edits_of_a_block_have_equal_keys():
     assert longer[2] != made[2]
     rows = keys(bound(pc.Add(np.eye(8, D), "embed", "prompt[0:8]"), prompt=9))
     assert rows[0] != rows[1]
+
+
+def test_an_edit_reaches_the_first_token_that_attends_to_it():
+    """Positions 3 to 9 attend to one another, and 13 to 15: an edit at 8 changes keys and values from 3 on."""
+    spans = ((3, 10), (13, 16))
+    made = bound(pc.Add([1.0] * D, "resid_pre[1]", "prompt[8]"), prompt=20)
+    plain = [block_key(made, begin, begin + 4) for begin in range(0, 20, 4)]
+    ahead = [block_key(made, begin, begin + 4, spans) for begin in range(0, 20, 4)]
+    assert [key is not None for key in plain] == [False, False, True, False, False]
+    assert [key is not None for key in ahead] == [True, True, True, False, False]
+    assert block_key(made, 0, 3, spans) is None
+    assert [lowest_edit(made), lowest_edit(made, spans), lowest_edit(made, spans[1:])] == [8, 3, 8]
+    other = bound(pc.Add([2.0] * D, "resid_pre[1]", "prompt[8]"), prompt=20)
+    assert block_key(other, 0, 4, spans) not in (None, ahead[0])
+    capture = bound(pc.Capture("resid_pre[1]", tokens="prompt[8]"), prompt=20)
+    assert (block_key(capture, 0, 4, spans), lowest_edit(capture, spans)) == (None, None)
+    assert [lowest_capture(capture), lowest_capture(capture, spans), lowest_capture(capture, spans[1:])] == [8, 3, 8]
+    assert lowest_capture(made, spans) is None
 
 
 ACTIONS = (

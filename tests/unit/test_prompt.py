@@ -19,6 +19,18 @@ leaves = st.one_of(
 selections = st.recursive(leaves, lambda inner: st.builds(Joined, st.sampled_from("|&-"), inner, inner), max_leaves=6)
 
 
+def test_images_are_where_they_are_read():
+    asked = Prompt(range(20), lambda: ("", []), images=[[3, 4, 6], [10, 11]])
+    expected = {"image": [3, 4, 6, 10, 11], "image[0]": [3, 4, 6], "image[-1]": [10, 11], "image[0][1:]": [4, 6],
+                "image[0][-1]": [6], "image[0][2, 0]": [6, 3], "prompt[:8] - image": [0, 1, 2, 5, 7],
+                "image[1] | image[0][0]": [3, 10, 11], "image & prompt[4:11]": [4, 6, 10]}  # fmt: skip
+    assert {text: asked.select(pc.tokens(text), 25).tolist() for text in expected} == expected
+    [case] = asked.cases(pc.image[0], 25)
+    assert (case.positions.tolist(), case.alone) == ([3, 4, 6], True)
+    with_ids = asked.cases(pc.image[1] | (pc.generated & pc.token(7)), 25)
+    assert [(case.positions.tolist(), case.ids) for case in with_ids] == [([10, 11], ()), ([20, 21, 22, 23, 24], (7,))]
+
+
 @given(selections, st.lists(ids, min_size=1, max_size=6), st.lists(ids, max_size=6))
 def test_cases_are_what_the_selection_is_once_the_tokens_are_known(selection, prompt, generated):
     limit = len(prompt) + len(generated)

@@ -321,3 +321,8 @@ def test_a_named_program(lm, no_run):
         pass
     with pytest.raises(E, match="a name is text"):
         lm.edit("")
+
+
+def test_a_trace_takes_no_images(lm, no_run):
+    with pytest.raises(E, match="a trace takes text or token ids: give lm.run a prompt with images, and a program"):
+        lm.trace({"prompt": EIFFEL, "multi_modal_data": {"image": object()}})

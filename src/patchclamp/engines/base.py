@@ -4,7 +4,7 @@ of it."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -89,6 +89,8 @@ class Request(msgspec.Struct):
     listener: takes what is generated as it is made
     adapter: runs on top of the model's weights
     chat: what the prompt was made of, if it was a chat
+    images: of each image in the prompt, the positions of the tokens in whose place it is read
+    inputs: what the engine made of a prompt with images (`Expanded`)
     """
 
     run: str
@@ -105,11 +107,26 @@ class Request(msgspec.Struct):
     listener: Listener | None = None
     adapter: Adapter | None = None
     chat: Chat | None = None
+    images: list[list[int]] = []
+    inputs: Any = None
 
     @property
     def abandoned(self) -> bool:
         """Whether it had a listener who is gone."""
         return self.listener is not None and self.listener.closed
+
+
+class Expanded(msgspec.Struct):
+    """A prompt with images, in which as many tokens stand for each image as it takes.
+
+    ids: its token ids
+    images: of each image the positions of the tokens in whose place it is read, ascending
+    inputs: what the engine runs, in its own form
+    """
+
+    ids: list[int]
+    images: list[list[int]]
+    inputs: Any
 
 
 class Answer(msgspec.Struct):
@@ -286,6 +303,16 @@ class Engine(Protocol):
             f"the {self.model.engine} engine runs no LoRA adapters: merge it into the model first "
             "(peft_model.merge_and_unload()) and load that, or use vLLM with enable_lora=True", "lora"
         )  # fmt: skip
+
+    def expand(self, prompt: Mapping[str, Any] | None, messages: list[Any] | None) -> Expanded:
+        """A prompt with images, as vLLM takes it (`{"prompt": ..., "multi_modal_data": {"image": ...}}`, or token ids
+        under "prompt_token_ids"), or a chat with images in its messages, ready to run.
+
+        Raises `EngineError` where the engine takes no images, `ProgramError` for a prompt that cannot be read.
+        """
+        raise EngineError(
+            f"the {self.model.engine} engine takes prompts of text alone: load the model with engine='vllm' for images"
+        )
 
     def gradients(
         self,

@@ -7,7 +7,7 @@ the contents, must be the prompt to the character.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -26,10 +26,25 @@ class Chat(msgspec.Struct):
     options: dict[str, Any] = {}
 
 
-def prompt_of(tokenizer: Any, ids: Sequence[int], text: str | None, chat: Chat | None) -> Prompt:
-    """The prompt that programs are bound to; `text` is what it was made of, where it is known."""
+def chat_of(messages: Sequence[Any], options: dict[str, Any] | None = None) -> Chat:
+    """A chat as it is remembered: of a part that is not text, an image say, only that it was there."""
+    plain = [dict(message) for message in messages]
+    return Chat([{**message, "content": _remembered(message.get("content"))} for message in plain], options or {})
+
+
+def _remembered(content: Any) -> Any:
+    if not isinstance(content, (list, tuple)):
+        return content
+    return [part if not _is_image(part) else {"type": part.get("type")} for part in content]
+
+
+def prompt_of(
+    tokenizer: Any, ids: Sequence[int], text: str | None, chat: Chat | None, images: Sequence[Sequence[int]] = ()
+) -> Prompt:
+    """The prompt that programs are bound to; `text` is what it was made of, where it is known; `images` as in
+    `Prompt`."""
     turns = None if chat is None else lambda: tokenizer.turns(ids, chat.messages, chat.options)
-    return Prompt(ids, lambda: tokenizer.spell(ids, text), turns)
+    return Prompt(ids, lambda: tokenizer.spell(ids, text), turns, images)
 
 
 def find_turns(
@@ -42,6 +57,11 @@ def find_turns(
     spell: as `Tokenizer.spell`, of this prompt
     Raises `TokensError` where the prompt is not what the template makes of these messages, one after the other.
     """
+    if has_images(messages):
+        raise TokensError(
+            "role(): this chat has images in it, whose tokens are not what the chat template writes, so its messages "
+            'cannot be told apart in the prompt; select by text, as in span("..."), or image[0]'
+        )
     plain = [{**message, "content": _text(message.get("content"))} for message in messages]
     text = render(plain)
     spans = _spans(text, *_marked(render, plain), plain)
@@ -52,6 +72,18 @@ def find_turns(
         (str(message.get("role")), [i for i, (a, b) in enumerate(offsets) if a < end and b > begin and b > a])
         for message, (begin, end) in zip(plain, spans, strict=True)
     ]
+
+
+def has_images(messages: Sequence[Any]) -> bool:
+    """Whether a message has a part that is not text."""
+    contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
+    parts = [part for content in contents if isinstance(content, (list, tuple)) for part in content]
+    return any(map(_is_image, parts))
+
+
+def _is_image(part: Any) -> bool:
+    """Whether a part of a message is an image, or sound: anything but text."""
+    return isinstance(part, Mapping) and not isinstance(part.get("text"), str)
 
 
 def _text(content: Any) -> Any:

@@ -9,7 +9,7 @@ import json
 import os
 import threading
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ import numpy as np
 import safetensors.numpy
 
 from patchclamp.engines import wire
-from patchclamp.engines.base import Answer, Captured, Engine, Part, Request, Wanted, settle
+from patchclamp.engines.base import Answer, Captured, Engine, Expanded, Part, Request, Wanted, settle
 from patchclamp.engines.carried import ABORTED, carry, receipt_of
 from patchclamp.engines.chat import Turn
 from patchclamp.errors import (
@@ -102,6 +102,12 @@ class HttpEngine(Engine):
 
     def check_sampling(self, sampling: dict[str, Any]) -> None:
         self._checked(json.dumps(sampling, sort_keys=True, default=str), sampling)
+
+    def expand(self, prompt: Mapping[str, Any] | None, messages: list[Any] | None) -> Expanded:
+        raise EngineError(
+            "through a server pc.LM takes prompts of text alone: send images to it in an OpenAI chat request, with a "
+            "patchclamp object beside the messages"
+        )
 
     def status(self) -> dict[str, Any]:
         return json.loads(self._wait(self._ask("GET", "status", again=True)))

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from patchclamp.engines.chat import TOLD, Turn, find_turns
+from patchclamp.engines.chat import TOLD, Turn, find_turns, has_images
 from patchclamp.errors import ProgramError
 
 BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token that is one byte, where a vocabulary falls back on bytes
@@ -69,6 +69,10 @@ class HubTokenizer:
     def chat(self, messages: list[dict[str, Any]]) -> list[int]:
         if not getattr(self.inner, "chat_template", None):
             raise ProgramError("this model's tokenizer has no chat template: give a prompt instead of messages")
+        if has_images(messages):
+            raise ProgramError(
+                "a chat with images in it is more than tokens: lm.run(messages=...) takes it, on vLLM", "messages"
+            )
         chat = self._template(messages, {}, tokenize=True)
         return list(chat["input_ids"] if hasattr(chat, "keys") else chat)
 

@@ -8,6 +8,7 @@ from patchclamp.language.ranges import Range
 from patchclamp.language.registry import SITES, SiteSpec
 from patchclamp.language.site import At, Site, parse_site
 from patchclamp.language.tokens import (
+    ImageTokens,
     Positions,
     Role,
     TextSpan,
@@ -15,6 +16,7 @@ from patchclamp.language.tokens import (
     Tokens,
     every,
     generated,
+    image,
     parse_tokens,
     prompt,
     role,
@@ -24,8 +26,8 @@ from patchclamp.language.tokens import (
 from patchclamp.language.values import From, Named, SameRun, Value, Vector
 
 __all__ = [
-    "SITES", "At", "From", "Named", "Op", "Positions", "Program", "Range", "Role", "SameRun", "Site", "SiteOp",
-    "SiteSpec", "TextSpan", "TokenIds", "Tokens", "Value", "Vector", "every", "generated", "parse_site", "parse_tokens",
-    "prompt", "role", "span", "token",
+    "SITES", "At", "From", "ImageTokens", "Named", "Op", "Positions", "Program", "Range", "Role", "SameRun", "Site",
+    "SiteOp", "SiteSpec", "TextSpan", "TokenIds", "Tokens", "Value", "Vector", "every", "generated", "image",
+    "parse_site", "parse_tokens", "prompt", "role", "span", "token",
 ]  # fmt: skip
 __all__ += ops.__all__

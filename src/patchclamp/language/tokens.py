@@ -1,8 +1,8 @@
 """Tokens: which positions of one request an op acts on, named by what the tokens are.
 
-`prompt[-1]`, `generated[0:8]`, `every[3]`, `span("Eiffel Tower")`, `role("user")[-1]`, `token(464)`.  Positions are
-absolute and 0-based: the prompt's come first, `generated[0]` is the first sampled token *as an input*.  Which step of
-the engine computes a position never matters; a selection is a predicate on positions and tokens.
+`prompt[-1]`, `generated[0:8]`, `every[3]`, `span("Eiffel Tower")`, `role("user")[-1]`, `token(464)`, `image[0]`.
+Positions are absolute and 0-based: the prompt's come first, `generated[0]` is the first sampled token *as an input*.
+Which step of the engine computes a position never matters; a selection is a predicate on positions and tokens.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Positions(Selection, frozen=True, tag="positions"):
                 "counted from its end; only prompt can"
             )
 
-    def __getitem__(self, key: SupportsIndex | slice | tuple[SupportsIndex, ...] | list[int]) -> Positions:
+    def __getitem__(self, key: Key) -> Positions:
         return Positions(self.of, _index_of(self, key))
 
     def select(self, prompt: int, limit: int) -> list[int] | range:
@@ -117,7 +117,7 @@ class Role(Selection, frozen=True, tag="role"):
         if self.index == ():
             raise TokensError(f"role({json.dumps(self.role)})[()] selects nothing: give at least one position")
 
-    def __getitem__(self, key: SupportsIndex | slice | tuple[SupportsIndex, ...] | list[int]) -> Role:
+    def __getitem__(self, key: Key) -> Role:
         return Role(self.role, self.message, _index_of(self, key))
 
     def find(self, turns: Sequence[tuple[str, Sequence[int]]]) -> list[int]:
@@ -134,18 +134,65 @@ class Role(Selection, frozen=True, tag="role"):
                 raise TokensError(f"{self}: the chat has {len(said)} messages of that role, numbered from 0")
             said = [said[self.message]]
         positions = sorted({position for each in said for position in each})
-        if self.index is None:
-            return positions
-        if isinstance(self.index, Range):
-            return [positions[i] for i in self.index.indices(len(positions))]
-        return _numbered(self, positions, lambda: f"these messages have {len(positions)} tokens")
+        return _some(self, positions, lambda: f"these messages have {len(positions)} tokens")
 
     def __str__(self) -> str:
         message = "" if self.message is None else f", {self.message}"
         return f"role({json.dumps(self.role, ensure_ascii=False)}{message}){_brackets(self.index)}"
 
 
-def _index_of(indexed: Positions | Role, key: Any) -> Index | tuple[int, ...] | None:
+class ImageTokens(Selection, frozen=True, tag="image"):
+    """The prompt tokens in whose place the model reads an image: where rows of image features come instead of the
+    token's own embedding. Marks around and between them are text.
+
+    number: of the image in the prompt, from 0, or from the end when negative; None: all images
+    index: which of its tokens; None: all of them
+    """
+
+    number: int | None = None
+    index: Index | tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.number is not None:
+            msgspec.structs.force_setattr(self, "number", as_integer(self.number))
+        elif self.index is not None:
+            raise ProgramError("an image is named before some of its tokens: image[0][3:5]")
+        if self.index == ():
+            raise TokensError(f"image[{self.number}][()] selects nothing: give at least one position")
+
+    def __getitem__(self, key: Key) -> ImageTokens:
+        if self.number is not None:
+            return ImageTokens(self.number, _index_of(self, key))
+        if isinstance(key, (slice, tuple, list)):
+            raise ProgramError("one image is named by its number, as in image[0] | image[1]; image is all of them")
+        return ImageTokens(as_integer(key))
+
+    def find(self, images: Sequence[Sequence[int]]) -> list[int]:
+        """The selected positions. Raises `TokensError` if the prompt has no such image, or no such token in it.
+
+        images: of each image of the prompt the positions of its tokens, ascending
+        """
+        if not images:
+            raise TokensError(
+                f"{self}: the prompt has no image in it; give one as "
+                '{"prompt": ..., "multi_modal_data": {"image": ...}}, or in the messages of a chat'
+            )
+        if self.number is None:
+            return sorted(position for image in images for position in image)
+        if not -len(images) <= self.number < len(images):
+            raise TokensError(f"{self}: the prompt has {len(images)} images, numbered from 0")
+        positions = images[self.number]
+        return _some(self, positions, lambda: f"this image has {len(positions)} tokens")
+
+    def __str__(self) -> str:
+        return f"image{_brackets(self.number)}{_brackets(self.index)}"
+
+
+Key = SupportsIndex | slice | tuple[SupportsIndex, ...] | list[int]
+_Indexed = Positions | Role | ImageTokens
+
+
+def _index_of(indexed: _Indexed, key: Any) -> Index | tuple[int, ...] | None:
     """What stands in the brackets after a selection."""
     if indexed.index is not None:
         raise ProgramError(f"{indexed} is already indexed")
@@ -155,7 +202,16 @@ def _index_of(indexed: Positions | Role, key: Any) -> Index | tuple[int, ...] | 
     return tuple(map(as_integer, key)) if isinstance(key, (tuple, list)) else as_integer(key)
 
 
-def _numbered(indexed: Positions | Role, positions: Sequence[int], extent: Callable[[], str]) -> list[int]:
+def _some(indexed: _Indexed, positions: Sequence[int], extent: Callable[[], str]) -> list[int]:
+    """Those of the positions that an index names; `extent` says how many there are."""
+    if indexed.index is None:
+        return list(positions)
+    if isinstance(indexed.index, Range):
+        return [positions[i] for i in indexed.index.indices(len(positions))]
+    return _numbered(indexed, positions, extent)
+
+
+def _numbered(indexed: _Indexed, positions: Sequence[int], extent: Callable[[], str]) -> list[int]:
     """Some of the positions, by the numbers that an index lists; `extent` says how many there are."""
     numbers = (indexed.index,) if isinstance(indexed.index, int) else indexed.index
     assert isinstance(numbers, tuple)
@@ -278,12 +334,13 @@ def _size(selection: Selection) -> tuple[int, int, int]:
     return 1 + max(left[0], right[0]), left[1] + right[1], left[2] + right[2]
 
 
-Tokens = Positions | TextSpan | Role | TokenIds | Joined
+Tokens = Positions | TextSpan | Role | TokenIds | ImageTokens | Joined
 TokensLike = Selection | str | int | slice | range | Sequence[int]
 
 prompt = Positions("prompt")
 generated = Positions("generated")
 every = Positions("every")
+image = ImageTokens()
 
 
 def span(text: str, occurrence: int = 0) -> TextSpan:
@@ -315,11 +372,12 @@ _TOKEN = re.compile(r"\s*token\(\s*(?P<ids>\d{1,9}(?:\s*,\s*\d{1,9})*)\s*\)\s*")
 _CALL = r'\(\s*(?P<text>"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\')\s*(?:,\s*(?P<n>-?\d{1,9})\s*)?\)\s*'
 _SPAN = re.compile(r"\s*span" + _CALL)
 _ROLE = re.compile(r"\s*role" + _CALL + r"(?:\[(?P<keys>[^\]]*)\])?\s*")
+_IMAGE = re.compile(r"\s*image\b\s*(?:\[(?P<n>[^\]]*)\]\s*(?:\[(?P<keys>[^\]]*)\]\s*)?)?")
 
 
 def parse_tokens(text: TokensLike) -> Tokens:
     """A selection from its text form, from a position or positions of `every`, or a selection itself."""
-    if isinstance(text, (Positions, TextSpan, Role, TokenIds, Joined)):
+    if isinstance(text, (Positions, TextSpan, Role, TokenIds, ImageTokens, Joined)):
         return text
     if isinstance(text, (int, slice, range, list, tuple)) and not isinstance(text, bool):
         return every[slice(text.start, text.stop, text.step) if isinstance(text, range) else text]
@@ -366,14 +424,25 @@ def _one(text: str, at: int, depth: int) -> tuple[Tokens, int]:
         return Role(_unquote(match["text"]), number, _keys(match["keys"], text)), match.end()
     if match := _TOKEN.match(text, at):
         return TokenIds(tuple(map(int, match["ids"].split(",")))), match.end()
+    if match := _IMAGE.match(text, at):
+        return _image(match, text), match.end()
     if match := _GROUP.match(text, at):
         return _group(match, text), match.end()
     raise _malformed(text)
 
 
+def _image(match: re.Match[str], text: str) -> ImageTokens:
+    if match["n"] is None:
+        return image
+    number = parse_index(match["n"])
+    if not isinstance(number, int):
+        raise ProgramError(f"{text!r}: one image is named by its number, as in image[0] | image[1]; image is all")
+    return ImageTokens(number, _keys(match["keys"], text))
+
+
 def _group(match: re.Match[str], text: str) -> Positions:
     if match["of"] not in GROUPS:
-        raise unknown("group of tokens", match["of"], GROUPS)
+        raise unknown("group of tokens", match["of"], (*GROUPS, "image"))
     return Positions(match["of"], _keys(match["keys"], text))
 
 

@@ -12,7 +12,17 @@ import msgspec
 import numpy as np
 
 from patchclamp.errors import TokensError
-from patchclamp.language.tokens import Joined, Positions, Role, Selection, TextSpan, TokenIds, Tokens, ids_in
+from patchclamp.language.tokens import (
+    ImageTokens,
+    Joined,
+    Positions,
+    Role,
+    Selection,
+    TextSpan,
+    TokenIds,
+    Tokens,
+    ids_in,
+)  # fmt: skip
 
 
 class Case(msgspec.Struct):
@@ -31,11 +41,13 @@ class Case(msgspec.Struct):
 
 class Prompt(msgspec.Struct):
     """A prompt's token ids. `spell` returns its text, and each token's (first, last + 1) character; spans need them.
-    `turns`, of a chat, returns each message's role and the positions of its tokens; roles need them."""
+    `turns`, of a chat, returns each message's role and the positions of its tokens; roles need them. `images` has the
+    positions of the tokens in whose place each image is read."""
 
     ids: Sequence[int]
     spell: Callable[[], tuple[str, list[tuple[int, int]]]]
     turns: Callable[[], list[tuple[str, list[int]]]] | None = None
+    images: Sequence[Sequence[int]] = ()
 
     def select(self, tokens: Tokens, limit: int, ids: Sequence[int] | None = None, lowest: int = 0) -> np.ndarray:
         """Selected positions below `limit`, in the selection's order: ascending, except for a list that is not.
@@ -93,6 +105,8 @@ class Prompt(msgspec.Struct):
             if self.turns is None:
                 raise TokensError(f"{tokens}: the prompt is no chat, so it has no messages; give messages=")
             return np.asarray(tokens.find(self.turns()), np.int64)
+        if isinstance(tokens, ImageTokens):
+            return np.asarray(tokens.find(self.images), np.int64)
         if isinstance(tokens, TokenIds):
             return match(tokens)
         assert isinstance(tokens, Positions)

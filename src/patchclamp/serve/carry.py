@@ -11,6 +11,7 @@ from typing import Any
 
 from patchclamp.engines.base import Answer, Request
 from patchclamp.engines.chat import prompt_of
+from patchclamp.engines.vllm.compat import images
 from patchclamp.engines.vllm.compat.front import http_error
 from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.plan.room import captured_bytes
@@ -31,27 +32,44 @@ def edited(client: Any, stock: Any, prompt: Any, params: Any, request_id: str, *
     call, front = current.get(), front_of(client)
     if call is not None:
         number = call.next_prompt()
+        with _forgetting(client, prompt):
+            try:
+                return _bound(front, stock, prompt, params, request_id, call, number, others)
+            except PatchclampError as error:
+                call.error = error
+                raise
+    with _forgetting(client, prompt):
         try:
-            return _bound(front, stock, prompt, params, request_id, call, number, others)
+            call = _stock_call(front, params, request_id)
         except PatchclampError as error:
-            call.error = error
-            raise
-    try:
-        call = _stock_call(front, params, request_id)
-    except PatchclampError as error:
-        front.failed(error, OPEN)
-        raise http_error(str(error), error.status) from error
-    return _as_vllm_errors(_edited(front, stock, prompt, params, request_id, call, others), front, call)
+            front.failed(error, OPEN)
+            raise http_error(str(error), error.status) from error
+    outputs = _edited(front, stock, prompt, params, request_id, call, others)
+    return _as_vllm_errors(outputs, client, prompt, front, call)
 
 
-async def _as_vllm_errors(outputs: AsyncIterator[Any], front: Front, call: Call) -> AsyncIterator[Any]:
+@contextlib.contextmanager
+def _forgetting(client: Any, prompt: Any) -> Iterator[None]:
+    """Where a request fails here, its engine core may never have got its images: they are sent again with the next."""
     try:
-        async for output in outputs:
-            yield output
-        log("program", OPEN, **call.facts())
-    except PatchclampError as error:
-        front.failed(error, OPEN)
-        raise http_error(str(error), error.status) from error
+        yield
+    except Exception:
+        if isinstance(prompt, dict):
+            images.forget(client, prompt)
+        raise
+
+
+async def _as_vllm_errors(
+    outputs: AsyncIterator[Any], client: Any, prompt: Any, front: Front, call: Call
+) -> AsyncIterator[Any]:
+    with _forgetting(client, prompt):
+        try:
+            async for output in outputs:
+                yield output
+            log("program", OPEN, **call.facts())
+        except PatchclampError as error:
+            front.failed(error, OPEN)
+            raise http_error(str(error), error.status) from error
 
 
 async def _edited(
@@ -127,8 +145,9 @@ class _Child:
         """Has room for what the run captures; an error is the call's, and a run that nobody took is let go."""
         engine, request = self._front.engine, self._request
         assert request.bound is not None
+        room = self._front.kept.room_for(self._call.owner, captured_bytes(request.bound, engine.sites))
         try:
-            with self._front.kept.room_for(self._call.owner, captured_bytes(request.bound, engine.sites)):
+            with _forgetting(engine.client, self._prompt), room:
                 yield
         except PatchclampError as error:
             self._call.error = error
@@ -151,23 +170,27 @@ def _child(front: Front, call: Call, prompt: Any, params: Any, index: int, first
     params.n = 1
     if params.seed is not None:
         params.seed += index
-    ids, text = _prompt_of(prompt)
+    ids, text, images_of_prompt = _prompt_of(prompt)
     key = f"{call.owner}-http-{secrets.token_hex(8)}"
-    whole = prompt_of(front.lm.tokenizer, ids, text, call.chat)
+    whole = prompt_of(front.lm.tokenizer, ids, text, call.chat, images_of_prompt)
     binding = front.bindings.of(call.owner, call.program, key, whole, params.max_tokens)
     request = Request(
-        key, ids, params.max_tokens, binding.bound, binding.vectors, text=text, sources=binding.sources, chat=call.chat
-    )
+        key, ids, params.max_tokens, binding.bound, binding.vectors, text=text, sources=binding.sources,
+        chat=call.chat, images=images_of_prompt,
+    )  # fmt: skip
     return _Child(front, call, request, prompt, params, first_choice + index)
 
 
-def _prompt_of(prompt: Any) -> tuple[list[int], str | None]:
-    """Token ids, and the text that they were made of, of a prompt as vLLM's routes have it."""
+def _prompt_of(prompt: Any) -> tuple[list[int], str | None, list[list[int]]]:
+    """Token ids, the text that they were made of, and where images are read, of a prompt as vLLM's routes have it."""
     if not isinstance(prompt, dict) or not isinstance(prompt.get("prompt_token_ids"), list):
         raise ProgramError("a program needs a prompt of text or token ids")
-    if prompt.get("type", "token") != "token":
-        raise ProgramError(f"programs act on text alone, and this prompt is {prompt['type']}: leave out one of the two")
-    return prompt["prompt_token_ids"], prompt.get("prompt")
+    kind = prompt.get("type", "token")
+    if kind == "multimodal":
+        return prompt["prompt_token_ids"], None, images.images_in(prompt)
+    if kind != "token":
+        raise ProgramError(f"programs act on text and images, and this prompt is {kind}: leave out one of the two")
+    return prompt["prompt_token_ids"], prompt.get("prompt"), []
 
 
 async def _joined(streams: list[AsyncIterator[Any]], params: Any) -> AsyncIterator[Any]:

@@ -55,6 +55,7 @@ class RunNote(msgspec.Struct):
     finish_reason: str | None
     cached_tokens: int
     chat: Chat | None
+    images: list[list[int]]
 
 
 class Journal:
@@ -95,7 +96,7 @@ def pack_run(run: Run, request: Request) -> bytes:
     note = RunNote(
         run.key, run.prompt_token_ids, request.max_tokens, request.text, request.bound,
         {key: request.vectors[key].reshape(-1).tolist() for key in keys}, run.program.to_json(), run.token_ids,
-        run.text, run.finish_reason, run.cached_tokens, request.chat,
+        run.text, run.finish_reason, run.cached_tokens, request.chat, request.images,
     )  # fmt: skip
     return msgspec.msgpack.encode(note)
 
@@ -105,7 +106,14 @@ def unpack_run(data: bytes, lm: LM) -> Run:
     note = msgspec.msgpack.decode(data, type=RunNote)
     vectors = {key: np.array(ids, np.float32).reshape(1, -1) for key, ids in note.ids.items()}
     request = Request(
-        note.key, note.prompt_token_ids, note.max_tokens, note.bound, vectors, text=note.text, chat=note.chat
+        note.key,
+        note.prompt_token_ids,
+        note.max_tokens,
+        note.bound,
+        vectors,
+        text=note.text,
+        chat=note.chat,
+        images=note.images,
     )
     answer = Answer(note.token_ids, note.answer, None, {}, note.finish_reason, note.cached_tokens)
     return Run(lm, request, Program.from_json(note.program), answer, is_kept_elsewhere=True)

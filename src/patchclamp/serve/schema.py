@@ -35,7 +35,7 @@ TokensText = Annotated[
     str,
     Field(
         description="which tokens",
-        examples=["every", "prompt[-1]", "generated", 'span("Eiffel Tower")', 'role("user")[-1]'],
+        examples=["every", "prompt[-1]", "generated", 'span("Eiffel Tower")', 'role("user")[-1]', "image[0]"],
     ),
 ]
 

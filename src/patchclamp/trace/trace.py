@@ -335,6 +335,8 @@ def read_prompt(lm: LM, prompt: Any, messages: Any) -> tuple[list[int], str | No
         if not ids:
             raise TokensError("an empty prompt has no position to run", "prompt")
         return ids, prompt
+    if isinstance(prompt, Mapping):
+        raise ProgramError("a trace takes text or token ids: give lm.run a prompt with images, and a program", "prompt")
     prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if prompt is None or messages is not None:
         raise ProgramError("give either a prompt or messages")

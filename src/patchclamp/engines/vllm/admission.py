@@ -68,11 +68,13 @@ class RequestProgram:
 
     __slots__ = (
         "_spoiled", "admission", "arrived_s", "bound", "cached_tokens", "carried", "is_released", "placement", "salt",
-        "sizes", "waited_s",
+        "seen_whole", "sizes", "waited_s",
     )  # fmt: skip
 
-    def __init__(self, admission: Admission, carried: bytes) -> None:
+    def __init__(self, admission: Admission, carried: bytes, images: tuple[tuple[int, int], ...] = ()) -> None:
+        """`images`: where the prompt's images lie."""
         decoded = decode(carried)
+        self.seen_whole = images if admission.images_see_ahead else ()
         self.admission, self.carried, self.sizes = admission, carried, decoded.sizes
         self.salt, self.cached_tokens, self._spoiled = admission.salt, 0, False
         self.bound = msgspec.structs.replace(decoded.bound, salt=str(self.salt))
@@ -80,6 +82,11 @@ class RequestProgram:
         self.is_released = False  # its caller has let go of it, though it is not at its end
         self.arrived_s = 0.0
         self.waited_s: float | None = None  # until it was admitted
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many tokens the prompt has that it is bound to."""
+        return self.bound.prompt
 
     @property
     def has_code(self) -> bool:
@@ -101,7 +108,7 @@ class RequestProgram:
     @property
     def read_spoiled_blocks(self) -> bool:
         """Whether it read edited blocks of the prefix cache that may be a failed run's."""
-        lowest = lowest_edit(self.bound)
+        lowest = lowest_edit(self.bound, self.seen_whole)
         return self._spoiled or (self.is_stale and lowest is not None and self.cached_tokens > lowest)
 
 
@@ -111,10 +118,11 @@ class _Vector(msgspec.Struct):
 
 
 class Admission:
-    """The books of one engine core, for a model of `sites` on `workers` workers."""
+    """The books of one engine core, for a model of `sites` on `workers` workers. `images_see_ahead`: whether an image's
+    tokens attend to those that come after them in it."""
 
-    def __init__(self, sites: SiteMap, room: Room, workers: int) -> None:
-        self._sites, self._room, self._workers = sites, room, workers
+    def __init__(self, sites: SiteMap, room: Room, workers: int, images_see_ahead: bool = False) -> None:
+        self._sites, self._room, self._workers, self.images_see_ahead = sites, room, workers, images_see_ahead
         self.salt = 0  # how many runs have failed; blocks of the prefix cache are shared between two failures only
         self.programs: dict[str, RequestProgram] = {}  # of unfinished requests, admitted or waiting
         self._queue: list[tuple[tuple[float, ...], int, Any]] = []  # a heap of requests, some of which left

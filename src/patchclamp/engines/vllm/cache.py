@@ -22,12 +22,12 @@ def install() -> None:
 
 def _block_key(request: Any, carried: bytes, start: int, end: int) -> str | None:
     program = _program(request, carried)
-    return None if program is None else block_key(program.bound, start, end)
+    return None if program is None else block_key(program.bound, start, end, program.seen_whole)
 
 
 def _lowest_capture(request: Any, carried: bytes) -> int | None:
     program = _program(request, carried)
-    return None if program is None else lowest_capture(program.bound)
+    return None if program is None else lowest_capture(program.bound, program.seen_whole)
 
 
 def _program(request: Any, carried: bytes) -> RequestProgram | None:

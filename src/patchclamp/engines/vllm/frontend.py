@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
@@ -15,11 +15,22 @@ import numpy as np
 import safetensors.numpy
 
 from patchclamp.engines.adapters import Adapter
-from patchclamp.engines.base import MAX_SCORES, Answer, Captured, Engine, Model, Request, Tokenizer, Wanted, settle
+from patchclamp.engines.base import (
+    MAX_SCORES,
+    Answer,
+    Captured,
+    Engine,
+    Expanded,
+    Model,
+    Request,
+    Tokenizer,
+    Wanted,
+    settle,
+)  # fmt: skip
 from patchclamp.engines.carried import ABORTED, carry, receipt_of
 from patchclamp.engines.findings import Finding
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
-from patchclamp.engines.vllm import plugin, shared
+from patchclamp.engines.vllm import images, plugin, shared
 from patchclamp.engines.vllm import sampling as sampling_of_vllm
 from patchclamp.engines.vllm.adapters import Adapters
 from patchclamp.engines.vllm.answers import Decode, PartialAnswer
@@ -133,6 +144,9 @@ class VllmEngine(Engine):
 
     def check_sampling(self, sampling: dict[str, Any]) -> None:
         sampling_of_vllm.check(sampling)
+
+    def expand(self, prompt: Mapping[str, Any] | None, messages: list[Any] | None) -> Expanded:
+        return self._call(lambda: images.expand(self._engine, prompt, messages)).result()
 
     def check_adapter(self, adapter: Adapter) -> None:
         """Raises `EngineError` or `CapacityError` for an adapter that this engine cannot run."""
@@ -372,7 +386,7 @@ class VllmEngine(Engine):
     def _start(self, request: Request, future: Future[Answer]) -> None:
         try:
             adapter = self._adapters.take(request)
-            prompt = {"prompt_token_ids": request.prompt_token_ids}
+            prompt = dict(request.inputs or {"prompt_token_ids": request.prompt_token_ids})
             carried = None if request.bound is None else carry(request, self.sites)
             params = self._parameters.of(request, carried)
             name = self._engine.add_request(request.run, prompt, params, lora_request=adapter) or request.run

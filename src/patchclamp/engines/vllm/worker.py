@@ -51,7 +51,8 @@ def admission_of(vllm_config: Any) -> Admission:
     assert config is not None
     limits = msgspec.convert(config["limits"], Limits)
     room = Room(limits.max_programs, limits.max_records, limits.bank_bytes // 4)
-    return Admission(site_map(vllm_config), room, vllm_config.parallel_config.world_size)
+    ahead = configuration.images_see_ahead(vllm_config)
+    return Admission(site_map(vllm_config), room, vllm_config.parallel_config.world_size, ahead)
 
 
 def too_deep(level: int) -> EngineError | None:

@@ -16,7 +16,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.routing import APIRoute
 
-from patchclamp.engines.chat import TOLD, Chat
+from patchclamp.engines.chat import TOLD, Chat, chat_of
 from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.serve.bodies import OpenAIRoute
 from patchclamp.serve.call import Call, current, of_extra_args
@@ -118,7 +118,7 @@ async def read_call(request: Any, raw_request: Request) -> Call | None:
 def _chat_of(body: dict[str, Any]) -> Chat:
     """What the prompt is made of, of a chat."""
     options = {name: body[name] for name in (*TOLD, "reasoning_effort") if body.get(name) is not None}
-    return Chat(body["messages"], {**(body.get("chat_template_kwargs") or {}), **options})
+    return chat_of(body["messages"], {**(body.get("chat_template_kwargs") or {}), **options})
 
 
 async def _called(call: Call | None, response: Awaitable[Response]) -> Response:

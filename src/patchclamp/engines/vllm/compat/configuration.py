@@ -176,6 +176,12 @@ def model_facts(vllm_config: Any) -> dict[str, Any]:
     }
 
 
+def images_see_ahead(vllm_config: Any) -> bool:
+    """Whether the tokens of an image attend to those after them in it, as Gemma 3's do. On a CPU they do not, whatever
+    the configuration says."""
+    return bool(getattr(vllm_config.model_config, "is_mm_prefix_lm", False))
+
+
 def settings(vllm_config: Any) -> str:
     """What decides which code runs the model: vLLM's own hash of its configuration, and the checkpoint's revision."""
     return f"{vllm_config.compute_hash()} {getattr(vllm_config.model_config.hf_config, '_commit_hash', None)}"

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from patchclamp.engines.vllm.admission import Admission, RequestProgram, Verdict
+from patchclamp.engines.vllm.compat import images
 from patchclamp.engines.vllm.compat.configuration import KEY, enabled
 from patchclamp.engines.vllm.compat.runner import carried, has_foreign
 from patchclamp.engines.vllm.compat.seams import require
@@ -93,7 +94,7 @@ def program_of(request: Any, carried: bytes) -> RequestProgram | None:
     """
     program = getattr(request, "patchclamp", None)
     if program is None and _making.admission is not None:
-        program = request.patchclamp = RequestProgram(_making.admission, carried)
+        program = request.patchclamp = RequestProgram(_making.admission, carried, images.spans_of(request))
     return program
 
 
@@ -155,10 +156,10 @@ class _Admitting:
             if data is None:
                 raise ProgramError(f"what stands under {KEY!r} in extra_args is no program")
             if program is None:
-                program = request.patchclamp = RequestProgram(self.admission, data)
+                program = request.patchclamp = RequestProgram(self.admission, data, images.spans_of(request))
                 self._key_blocks(request)
             if request.mm_features:
-                raise _not_text(sorted({feature.modality for feature in request.mm_features}))
+                images.check_request(request, program.prompt_tokens)
             if self._core.vllm_config.speculative_config is not None and program.has_code:
                 raise _drafted()
             if request.resumable:
@@ -309,12 +310,6 @@ class _Admitting:
             verdict = Verdict("", errors[0]) if errors else _joined([verdicts[i] for (verdicts, _), _ in answers])
             verdict = self.admission.judge(program, verdict)
             output.kv_transfer_params = {KEY: [verdict.receipt, verdict.error, verdict.waited_s]}
-
-
-def _not_text(modalities: list[str]) -> ProgramError:
-    return ProgramError(
-        f"programs act on text alone, and this prompt has {' and '.join(modalities)} in it: leave out one of the two"
-    )
 
 
 def _drafted() -> ProgramError:

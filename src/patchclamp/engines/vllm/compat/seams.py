@@ -20,7 +20,8 @@ from patchclamp.errors import SeamMoved
 class Seam(msgspec.Struct, frozen=True):
     """A function, a class or a module of vLLM's.
 
-    name        a first word "v1" or "v2" says which runner needs it, "lora" that engines with adapters do
+    name        a first word "v1" or "v2" says which runner needs it, "lora" that engines with adapters do, "images"
+                that prompts with images do
     place       `module:Class.attribute`, or `module`
     why         what it is needed for
     takes       parameters that a function must have
@@ -40,9 +41,9 @@ class Seam(msgspec.Struct, frozen=True):
 
     @property
     def part(self) -> str:
-        """Which engines need it: "v1", "v2", "lora", or "" for all."""
+        """What needs it: "v1", "v2", "lora" or "images", or "" for all engines."""
         first = self.name.partition(" ")[0]
-        return first if first in ("v1", "v2", "lora") else ""
+        return first if first in ("v1", "v2", "lora", "images") else ""
 
     @property
     def checked_on(self) -> str:
@@ -58,8 +59,8 @@ SEAMS: dict[str, Seam] = {
     for seam in (
         Seam("vllm", "vllm", "know the version", has="__version__", called="vllm"),
         Seam("engine", "vllm.v1.engine.llm_engine:LLMEngine.step", "carry requests"),
-        Seam("engine core", "vllm.v1.engine.llm_engine:LLMEngine", "shut down, and call the core", has="engine_core",
-             called="engine"),
+        Seam("engine core", "vllm.v1.engine.llm_engine:LLMEngine", "shut down, and call the core",
+             has="engine_core renderer?", called="engine"),
         Seam("core client", "vllm.v1.engine.core_client:EngineCoreClient", "shut down", has="shutdown",
              called="engine_core"),
         Seam("clean up", "vllm.v1.engine.core:cleanup_dist_env_and_memory", "shut down one engine of several"),
@@ -73,8 +74,8 @@ SEAMS: dict[str, Seam] = {
              "kv_transfer_config lora_config model_config parallel_config quant_config scheduler_config "
              "speculative_config"),
         Seam("model", "vllm.config:ModelConfig", "know the model", called="model_config",
-             has="architectures dtype enforce_eager get_vocab_size hf_config hf_text_config is_encoder_decoder is_moe? "
-             "max_model_len "
+             has="architectures dtype enforce_eager get_vocab_size hf_config hf_text_config is_encoder_decoder "
+             "is_mm_prefix_lm? is_moe? max_model_len "
              "quantization runner_type sleep_mode_offload_cudagraph? trust_remote_code"),
         Seam("cache", "vllm.config:CacheConfig", "refuse what breaks a guarantee", called="cache_config",
              has="enable_prefix_caching kv_offloading_size? kv_sharing_fast_prefill?"),
@@ -156,10 +157,13 @@ SEAMS: dict[str, Seam] = {
              has="model_executor scheduler vllm_config"),
         Seam("core requests", "vllm.v1.engine.core:EngineCore.preprocess_add_request", "read programs", ("request",)),
         Seam("request", "vllm.v1.request:Request", "admit programs and key edited blocks", called="request",
-             has="arrival_time block_hashes client_index get_finished_reason mm_features num_computed_tokens priority "
-             "request_id resumable sampling_params streaming_queue? take_events trace_headers update_block_hashes"),
-        Seam("images", "vllm.multimodal.inputs:MultiModalFeatureSpec", "refuse programs beside them", has="modality",
-             called="feature", checked=_032),
+             has="arrival_time block_hashes client_index get_finished_reason mm_features num_computed_tokens "
+             "num_prompt_tokens priority request_id resumable sampling_params streaming_queue? take_events "
+             "trace_headers update_block_hashes"),
+        Seam("image", "vllm.multimodal.inputs:MultiModalFeatureSpec", "know where images are read",
+             has="mm_position modality", called="feature", checked=_032),
+        Seam("image place", "vllm.multimodal.inputs:PlaceholderRange", "know where images are read",
+             has="length offset", called="place", checked=_032),
         Seam("request ended", "vllm.v1.request:RequestStatus", "end requests that are refused", has="FINISHED_ERROR",
              called="RequestStatus"),
         Seam("core scheduler", _CORE + "sched.scheduler:Scheduler", "admit programs", called="scheduler _scheduler",
@@ -187,7 +191,7 @@ SEAMS: dict[str, Seam] = {
         Seam("generate", "vllm.v1.engine.async_llm:AsyncLLM.generate", "carry a server's requests",
              ("prompt", "sampling_params", "request_id")),
         Seam("server", "vllm.v1.engine.async_llm:AsyncLLM", "carry a server's requests", called="client",
-             has="engine_core output_processor vllm_config"),
+             has="engine_core output_processor renderer? vllm_config"),
         Seam("engine arguments", "vllm.engine.arg_utils:EngineArgs.create_engine_config", "check a server's settings"),
         Seam("outputs", "vllm.v1.engine:EngineCoreOutputs", "answer for programs", has="outputs",
              called="part outputs"),
@@ -266,6 +270,20 @@ SEAMS: dict[str, Seam] = {
              has="cg_mode num_reqs num_tokens", called="desc"),
         Seam("v2 dispatch", "vllm.v1.worker.gpu.model_runner:dispatch_cg_and_sync_dp", "choose no graph (V2)",
              ("num_reqs",)),
+        # prompts with images
+        Seam("images renderer", "vllm.renderers.base:BaseRenderer", "make prompts with images ready",
+             has="default_chat_tok_params mm_processor_cache render_chat render_cmpl", called="renderer", checked=_032),
+        Seam("images prompt", "vllm.renderers.base:BaseRenderer.render_cmpl", "make prompts with images ready",
+             ("prompts", "skip_mm_cache"), checked=_032),
+        Seam("images chat", "vllm.renderers.base:BaseRenderer.render_chat", "make prompts with images ready",
+             ("conversations", "chat_params", "tok_params", "skip_mm_cache"), checked=_032),
+        Seam("images parameters", "vllm.renderers", "make prompts with images ready", has="ChatParams", checked=_032),
+        Seam("images tokens", "vllm.renderers.params:TokenizeParams", "make prompts with images ready",
+             has="with_kwargs", called="default_chat_tok_params", checked=_032),
+        Seam("images place", "vllm.multimodal.inputs:PlaceholderRange", "know an image's tokens",
+             has="extract_embeds_range", called="place", checked=_032),
+        Seam("images sent", "vllm.multimodal.cache:BaseMultiModalProcessorCache", "have images sent again",
+             has="invalidate", called="sent", checked=_032),
         # adapters
         Seam("lora mapping", "vllm.lora.model_manager:LoRAModelManager.set_adapter_mapping", "run adapters",
              ("mapping",), checked=_032),
