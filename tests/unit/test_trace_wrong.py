@@ -218,6 +218,12 @@ def test_how_many_are_generated(lm, no_run):
         t.layers[1].output[pc.token(3)] = torch.ones(2, 16)
 
 
+def test_code_for_a_server(lm, no_run, monkeypatch):
+    monkeypatch.setattr(lm.engine, "remote", True)
+    with pytest.raises(E, match="a server runs no code of its clients: save the rows"), lm.trace(EIFFEL) as t:
+        t.layers[1].output.apply(lambda h: h)
+
+
 def test_a_cycle_between_prompts(lm, no_run):
     with pytest.raises(E, match="(?s)depends on itself.*# round") as raised, lm.trace() as t:
         a, b = t.invoke(EIFFEL), t.invoke(COLOSSEUM)
