@@ -116,6 +116,22 @@ class TestReading:
         for part, rows in zip(parts, expected, strict=True):
             assert torch.equal(part, rows)
 
+    def test_numbers_of_numpy_and_torch_are_numbers(self, lm):
+        with lm.trace(EIFFEL, max_tokens=3) as t:
+            one, two, three = torch.tensor(1), np.int64(2), np.array(-1)
+            parts = [
+                t.layers[one].attn.z[one].save(),
+                t.layers[two].output[two].save(),
+                t.neurons[0, one][three].save(),
+            ]
+            t.generated[one].layers[2].output[:] = 0  # the columns of a row
+            plain = [t.layers[1].attn.z[1].save(), t.layers[2].output[2].save(), t.neurons[0, 1][-1].save()]
+            steps = t.generated.layers[2].output.save()
+        assert all(map(torch.equal, parts, plain))
+        assert parts[2].shape == ()
+        assert not steps[1].any()
+        assert steps[0].any()
+
     def test_tokens_that_are_generated(self, lm):
         with lm.trace(EIFFEL, max_tokens=4) as t:
             third, some = t.generated[2].layers[1].output.save(), t.generated[0:2].layers[1].output.save()

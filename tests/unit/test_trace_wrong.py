@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
+import weakref
 
 import numpy as np
 import pytest
@@ -216,6 +217,19 @@ def test_how_many_are_generated(lm, no_run):
         t.generated.layers[1].output.shape  # noqa: B018
     with pytest.raises(S, match="how many tokens .* selects is known"), lm.trace(EIFFEL, max_tokens=3) as t:
         t.layers[1].output[pc.token(3)] = torch.ones(2, 16)
+
+
+def test_a_saved_value_that_is_referred_to_weakly(lm):
+    with (
+        pytest.raises(E, match=r"(?s)resid_post\[1\] @ prompt cannot be filled in.*weakref.*# held"),
+        lm.trace(EIFFEL) as t,
+    ):
+        fine, held = t.layers[0].output.save(), t.layers[1].output.save()  # held
+        weak = weakref.ref(held)
+    assert weak() is held
+    assert fine.any()
+    with pytest.raises(E, match="cannot be filled in"):
+        held.sum()
 
 
 def test_code_for_a_server(lm, no_run, monkeypatch):

@@ -106,7 +106,12 @@ class Saved:
         """Makes the tensor that the caller holds a plain one with these numbers, which nobody else has."""
         tensor: Any = self.tensor
         with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
-            torch.utils.swap_tensors(tensor, value.detach().clone())
+            try:
+                torch.utils.swap_tensors(tensor, value.detach().clone())
+            except RuntimeError as error:
+                raise ProgramError(
+                    f"{self.name} cannot be filled in while something refers to it, such as a weak reference: {error}"
+                ) from None
 
 
 def check_to_come(recording: Recording, name: str) -> None:

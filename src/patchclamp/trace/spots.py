@@ -89,7 +89,7 @@ class Spot(msgspec.Struct, frozen=True):
 
     def _part(self, key: Any) -> Spot:
         """Some heads, neurons or experts."""
-        if hasattr(key, "__len__") or np.ndim(key):
+        if isinstance(key, (Sequence, range)) or getattr(key, "ndim", 0):
             part, name = SITES[self.site.name].index, self.site.name
             raise ProgramError(
                 f"{self.site}: a {part} is chosen by its number, or neighbours as a range, {name}[3] or {name}[2:5], "

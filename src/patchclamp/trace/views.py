@@ -125,8 +125,8 @@ class View(Arithmetic):
         """`pc.Apply`: any Python on the rows, where `allow_code=True`."""
         if self._recording.lm.engine.remote:
             raise ProgramError(
-                "a server runs no code of its clients: save the rows, compute, and write them in a second trace, or run "
-                "the model in this process, pc.LM(model, allow_code=True)"
+                "a server runs no code of its clients: save the rows, compute, and write them in a second trace, or "
+                "run the model in this process, pc.LM(model, allow_code=True)"
             )
         self._record(Apply, fn)
 
