@@ -164,7 +164,7 @@ def streaming(lm: pc.LM):
 
 def within_one_run(lm: pc.LM):
     """Write an earlier layer's value into a later one, at every token while the model writes on. It takes one run: the
-    rows stay on the device."""
+    rows stay on the device. Over pipeline stages there is no such write."""
     early, late = lm.model.layers // 4, lm.model.layers // 2
     with lm.trace(CLEAN, max_tokens=4) as t:
         t.all().layers[late].output += 0.5 * t.all().layers[early].output
