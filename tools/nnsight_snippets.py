@@ -2,7 +2,8 @@
 
     python -m tools.nnsight_snippets [FOLDER]
 
-Run it where `nnsight` (0.6) and `nnterp` (1.3) are installed beside patchclamp: an environment of its own. The page
+The folder is a model's; without one it is that of the demo extra's SmolLM2, and no network is needed. It runs where
+`nnsight` (0.6) and `nnterp` (1.3) are installed beside patchclamp: an environment of its own. The page
 `docs/coming_from.md` prints the snippets from here. Left out of them: `model = StandardizedTransformer(name)` and
 `lm = pc.LM(name)`.
 """
@@ -18,6 +19,9 @@ from typing import Any
 
 import torch
 
+import patchclamp as pc
+
+REPEAT = "cat -> cat; 1135 -> 1135; hello -> hello; ?"
 EIFFEL, ROME = "The Eiffel Tower is in the city of", "The Colosseum is in the city of"
 V = torch.linspace(-1, 1, 576)
 
@@ -188,6 +192,75 @@ def heads_ours(lm):
     return (out,)
 
 
+def neurons_theirs(model):
+    with model.trace(EIFFEL):
+        neurons = model.layers[5].mlp.down_proj.input.clone().save()
+        model.layers[5].mlp.down_proj.input[:, :, 0:8] = 0
+        model.layers[5].mlp.down_proj.input[:, -1, 8:16] *= 5
+        out = model.mlps_output[5].save()
+    return neurons[0], out
+
+
+def neurons_ours(lm):
+    with lm.trace(EIFFEL) as t:
+        neurons = t.layers[5].mlp.neurons.save()
+        t.layers[5].mlp.neurons[0:8] = 0
+        t.layers[5].mlp.neurons[-1, 8:16] *= 5
+        out = t.mlps_output[5].save()
+    return neurons, out
+
+
+def cache_theirs(model):
+    with model.trace(EIFFEL) as tracer:
+        cache = tracer.cache(modules=[model.layers[3], model.layers[5].mlp])
+    hidden, mlp = cache["model.layers.3"].output, cache["model.layers.5.mlp"].output
+    return hidden, mlp
+
+
+def cache_ours(lm):
+    with lm.trace(EIFFEL) as t:
+        cache = t.cache("resid_post[3]", "mlp_out[5]")
+    hidden, mlp = cache["resid_post[3]"][None], cache["mlp_out[5]"][None]
+    return hidden, mlp
+
+
+def patchscope_theirs(model):
+    with model.trace("The Colosseum"):
+        hidden = model.layers_output[10][:, -1].save()
+    with model.generate(REPEAT, max_new_tokens=4, do_sample=False) as tracer:
+        model.layers_output[5][:, -1] = hidden
+        logits = model.logits[0, -1].save()
+        tokens = tracer.result.save()
+    return logits, tokens[:, -4:]
+
+
+def patchscope_ours(lm):
+    with lm.trace(max_tokens=4) as t:
+        with t.invoke("The Colosseum") as a:
+            hidden = a.layers[10].output[-1]
+        with t.invoke(REPEAT) as b:
+            b.layers[5].output[-1] = hidden
+            logits = b.logits[-1].save()
+    tokens = b.token_ids
+    return logits, torch.tensor([tokens])
+
+
+def edit_theirs(model):
+    with model.edit() as calm:
+        model.layers[5].mlp.output[:] *= 0.5
+    with calm.trace(EIFFEL):
+        logits = calm.logits[0, -1].save()
+    return (logits,)
+
+
+def edit_ours(lm):
+    with lm.edit("calm") as e:
+        e.layers[5].mlp.output *= 0.5
+    with lm.trace(EIFFEL, edits=[pc.Use("calm")]) as t:
+        logits = t.logits[-1].save()
+    return (logits,)
+
+
 def generate_theirs(model):
     with model.generate(EIFFEL, max_new_tokens=4, do_sample=False) as tracer:
         steps = list().save()  # noqa: C408  nnsight gives `list()` a `save`
@@ -204,13 +277,35 @@ def generate_ours(lm):
     return (steps[-4:],)
 
 
+def stream_theirs(model):
+    with model.generate(EIFFEL, max_new_tokens=4, do_sample=False) as tracer:
+        tokens, steps = list().save(), list().save()  # noqa: C408
+        with tracer.iter[0:4]:
+            steps.append(model.layers_output[9][0, -1])
+            tokens.append(model.logits[0, -1].argmax(-1))
+    return torch.stack(steps), torch.stack(tokens)[None]
+
+
+def stream_ours(lm):
+    with lm.trace(EIFFEL, max_tokens=4, stream=True) as t:
+        stream = t.all().layers[9].output.save()
+    tokens, steps = [], []
+    for part in t:  # as they come
+        steps.append(t.so_far(stream)[-1])
+        tokens += part.token_ids
+    return torch.stack(steps), torch.tensor([tokens])
+
+
 SNIPPETS = {
     "Read": (read_theirs, read_ours), "Steer": (steer_theirs, steer_ours), "Ablate": (ablate_theirs, ablate_ours),
     "Clone, change and replace": (clone_theirs, clone_ours),
     "Write an earlier layer into a later one": (later_layer_theirs, later_layer_ours),
     "Patch across prompts": (patch_theirs, patch_ours), "Patch with two traces": (two_traces_theirs, two_traces_ours),
     "Logit lens": (lens_theirs, lens_ours), "Skip a layer": (skip_theirs, skip_ours),
-    "Silence a head": (heads_theirs, heads_ours), "Every step of a generation": (generate_theirs, generate_ours),
+    "Silence a head": (heads_theirs, heads_ours), "Silence neurons": (neurons_theirs, neurons_ours),
+    "Save many places": (cache_theirs, cache_ours), "Patchscope": (patchscope_theirs, patchscope_ours),
+    "Edit every later trace": (edit_theirs, edit_ours), "Every step of a generation": (generate_theirs, generate_ours),
+    "Read tokens as they come": (stream_theirs, stream_ours),
 }  # fmt: skip
 
 
@@ -227,21 +322,28 @@ def gap(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(((a - b).norm(dim=-1) / b.norm(dim=-1).clamp(min=1e-9)).max())
 
 
-def main(folder: str) -> None:
+def compare(folder: str) -> dict[str, list[float]]:
+    """The gap of each value of each snippet, theirs against ours."""
     from nnterp import StandardizedTransformer
 
-    import patchclamp as pc
-
     model = StandardizedTransformer(folder, dtype=torch.float32, device_map="cpu")
-    lm, worst = pc.LM(folder, engine="transformers", dtype="float32"), 0.0
-    for name, (theirs, ours) in SNIPPETS.items():
-        with torch.no_grad():
-            gaps = [gap(a, b) for a, b in zip(ours(lm), theirs(model), strict=True)]
-        worst = max(worst, *gaps)
-        print(f"{name:42}", *(f"{one:.1e}" for one in gaps))
+    gaps = {}
+    with pc.LM(folder, engine="transformers", dtype="float32") as lm, torch.no_grad():
+        for name, (theirs, ours) in SNIPPETS.items():
+            gaps[name] = [gap(a, b) for a, b in zip(ours(lm), theirs(model), strict=True)]
+    return gaps
+
+
+def main(folder: str) -> None:
+    gaps = compare(folder)
+    for name, each in gaps.items():
+        print(f"{name:42}", *(f"{one:.1e}" for one in each))
+    worst = max(max(each) for each in gaps.values())
     print("all within 1e-4" if worst <= 1e-4 else f"out of tolerance: {worst:.1e}")
     raise SystemExit(worst > 1e-4)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
+    from patchclamp.engines.smollm2 import prepare
+
+    main(sys.argv[1] if len(sys.argv) > 1 else str(prepare()))

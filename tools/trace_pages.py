@@ -43,14 +43,20 @@ Their snippet, then ours. What a trace is, and which names and shapes it has, is
 
 ## nnsight and nnterp
 
-These were run side by side on 24 November 2026: nnterp 1.3.0 on nnsight 0.6.3, and ours, both on Transformers 5 with
-SmolLM2 in fp32 on a CPU, by `python -m tools.nnsight_snippets`. All values were within 1.1e-6 of each other. In front
-of all of them stand `model = StandardizedTransformer(name)` and `lm = pc.LM(name)`.
+These were run side by side on 25 November 2026: nnterp 1.3.0 on nnsight 0.6.3, and ours, both on Transformers 5 with
+SmolLM2 in fp32 on a CPU, by `python -m tools.nnsight_snippets`. All values were within 1.1e-6 of each other. Where both
+packages are installed beside patchclamp, `tests/engines/test_nnsight.py` runs them all. In front of all of them stand
+`model = StandardizedTransformer(name)` and `lm = pc.LM(name)`.
 
 What differs:
 
 - **No order.** There, lines must name modules in the order in which the model computes, or it is an `OutOfOrderError`.
-  Here they may name them in any order. A patch across prompts needs no barrier.
+  Here they may name them in any order, and count in the model's: what is written at layer 3 acts on what was saved at
+  layer 5 on a line above it. A patch across prompts needs no barrier.
+- **No tuples.** There, `layers[5].self_attn.output` is a tuple, and `output[0]` its tensor. Here `.output` is the
+  tensor itself, [T, D], and `output[0]` its first token. For `model.layers[5].self_attn.output[0][:] = 0` write
+  `t.layers[5].attn.output = 0`. Brackets after a token's number, `output[0][:]` and `output[0][-1]`, are an error that
+  says so; `output[0] = value` writes the first token.
 - **No rewriting.** There, the block's source is read and run elsewhere, later. Here it runs as it stands, once. So `if`
   on a value, `print` of its numbers and `torch.relu(h)` are errors at their line. Compute after the trace, or use
   `.apply(fn)`.

@@ -116,6 +116,24 @@ def test_what_was_saved_stays_as_it_is_while_the_engine_runs_on(shallow, engine)
 
 
 @BOTH
+def test_torchs_default_dtype_is_not_that_of_values(shallow, engine):
+    lm, values = shallow.get(engine, "float32"), []
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            with lm.trace(PROMPTS[0]) as t:
+                t.layers[2].output[-1] += 0.5 * t.layers[1].output[-1] + torch.ones(lm.model.d_model)
+                values.append((t.layers[1].output + 1.0).save())
+                values.append(t.layers[5].output.save())
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert all(value.dtype == torch.float32 for value in values)
+    assert torch.equal(values[0], values[2])
+    assert torch.equal(values[1], values[3])
+    assert values[1].any()
+
+
+@BOTH
 def test_an_error_is_its_prompts_and_the_next_trace_runs(shallow, engine):
     lm = shallow.get(engine, "float32")
     with pytest.raises(pc.RunError, match="(?s)not finite.*# too large") as raised, lm.trace(max_tokens=2) as t:

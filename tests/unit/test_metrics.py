@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import patchclamp as pc
-from patchclamp.engines.vllm.metrics import edited_rows
+from patchclamp.engines.vllm.metrics import KINDS, edited_rows
 from patchclamp.language import Program
 from patchclamp.plan import Prompt
 from patchclamp.plan.bind import bind
+from patchclamp.plan.bound import Action
 from patchclamp.plan.room import captured_bytes
 
 token_ids = st.lists(st.integers(0, 4), min_size=1, max_size=6)
@@ -45,3 +48,8 @@ def test_rows_and_bytes_are_those_that_the_selection_names(selection, prompt, ge
         assert captured_bytes(bound, lm.sites) == 4 * (
             len(prompt) * widths["z[1]"] + (positions + more) * widths["embed"]
         )
+
+
+def test_every_kind_of_op_has_a_name():
+    assert sorted(KINDS) == sorted(action.kind for action in get_args(Action))
+    assert len(set(KINDS.values())) == len(KINDS)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import numpy as np
 import pytest
@@ -115,6 +116,22 @@ class TestReading:
         for part, rows in zip(parts, expected, strict=True):
             assert torch.equal(part, rows)
 
+    def test_numbers_of_numpy_and_torch_are_numbers(self, lm):
+        with lm.trace(EIFFEL, max_tokens=3) as t:
+            one, two, three = torch.tensor(1), np.int64(2), np.array(-1)
+            parts = [
+                t.layers[one].attn.z[one].save(),
+                t.layers[two].output[two].save(),
+                t.neurons[0, one][three].save(),
+            ]
+            t.generated[one].layers[2].output[:] = 0  # the columns of a row
+            plain = [t.layers[1].attn.z[1].save(), t.layers[2].output[2].save(), t.neurons[0, 1][-1].save()]
+            steps = t.generated.layers[2].output.save()
+        assert all(map(torch.equal, parts, plain))
+        assert parts[2].shape == ()
+        assert not steps[1].any()
+        assert steps[0].any()
+
     def test_tokens_that_are_generated(self, lm):
         with lm.trace(EIFFEL, max_tokens=4) as t:
             third, some = t.generated[2].layers[1].output.save(), t.generated[0:2].layers[1].output.save()
@@ -131,6 +148,37 @@ class TestReading:
         assert torch.equal(logits, of_all[2])
         assert of_all.argmax(-1).tolist() == t.token_ids
         assert t.text == lm.run(EIFFEL, max_tokens=4).text
+
+    def test_layers_and_steps_are_looped_over(self, lm):
+        with lm.trace(EIFFEL, max_tokens=4, sampling={"ignore_eos": True}) as t:
+            some = [layer.mlp.output.save() for layer in t.layers[1:3]]
+            mlps = [mlp.output.save() for mlp in t.layers[-2:].mlp]
+            table, heads = [h.save() for h in t.layers_output], [z[0].save() for z in t.z]
+            steps, tokens = [step.layers[1].output.save() for step in t.generated], [p.embed.save() for p in t.prompt]
+            counts = len(t.layers[1:3]), len(t.resid_post), len(t.generated), len(t.prompt)
+            every, all_mlp = t.all().layers[1].output.save(), t.mlp_out[2].save()
+            embed, z = t.embed.save(), t.z[2, 0].save()
+        assert counts == (2, 3, 3, T)
+        assert torch.equal(some[1], all_mlp)
+        assert all(map(torch.equal, some, mlps))
+        assert torch.equal(table[1][0], every[:T])
+        assert torch.equal(heads[2], z)
+        assert torch.equal(torch.stack(steps), every[T:])
+        assert torch.equal(torch.stack(tokens), embed)
+        assert len(table) == len(heads) == 3
+
+    @pytest.mark.parametrize("how", ["plain", "inference", "no_grad"])
+    def test_saved_values_are_ordinary_tensors(self, lm, how):
+        mode = {"plain": contextlib.nullcontext, "inference": torch.inference_mode, "no_grad": torch.no_grad}[how]
+        with mode(), lm.trace(EIFFEL) as t:
+            h = t.layers[1].output.save()
+        assert not h.is_inference()
+        h.requires_grad_(True)
+        (2 * h).sum().backward()
+        assert torch.equal(h.grad, torch.full((T, D), 2.0))
+        assert torch.equal(h.detach(), by_hand(lm, "resid_post[1]"))
+        assert type(h) is torch.Tensor
+        assert vars(h) == {}
 
     def test_a_cache_has_what_flows_on_after_all_writes(self, lm, v):
         with lm.trace(EIFFEL, max_tokens=3) as t:
@@ -254,6 +302,20 @@ class TestWriting:
         assert first.any()
         assert not third.any()
         assert not next_input.any()
+
+    def test_lines_are_in_order_at_a_place_and_places_in_depth(self, lm, v):
+        """What layer 0 has acts on layer 1 wherever its line stands, also on what was saved or cloned there before."""
+        with lm.trace(EIFFEL) as t:
+            saved, copy = t.layers[1].output.save(), t.layers[1].output.clone()
+            t.layers[0].output[2] += v
+            t.layers[1].output = 0
+            t.layers[1].output = copy
+            restored, first = t.layers[1].output.save(), t.layers[0].output[2].save()
+        edited = by_hand(lm, "resid_post[1]", [pc.Add(v, "resid_post[0]", tokens=pc.prompt[2])])
+        assert torch.equal(saved, edited)
+        assert torch.equal(restored, edited)
+        assert not torch.equal(saved, by_hand(lm, "resid_post[1]"))
+        torch.testing.assert_close(first, by_hand(lm, "resid_post[0]")[2] + v)
 
     def test_names_of_modules_are_assigned(self, lm, v):
         with lm.trace(EIFFEL) as t:
@@ -424,6 +486,26 @@ class TestWithinARun:
             x, y = t.layers[0].output.save(), t.layers[1].output.save()
         assert torch.equal(x, y)
 
+    def test_a_part_of_a_row_goes_where_as_wide_a_part_is(self, lm):
+        """As an explicit program, the same head of a whole row is taken; in a trace, rows are as wide as said."""
+        site, head = pc.z[1], pc.z[2, 1]
+        run = lm.run(EIFFEL, max_tokens=1, edits=[pc.Replace(pc.SameRun(site), head)], capture=[site, head])
+        assert torch.equal(torch.as_tensor(run[head]), torch.as_tensor(run[site])[:, 1])
+        source = lm.run(EIFFEL, max_tokens=1, capture=[site, pc.resid_post[0]])
+        again = lm.run(EIFFEL, max_tokens=1, edits=[pc.Replace(pc.From(source, site), head)], capture=[head])
+        assert torch.equal(torch.as_tensor(again[head]), torch.as_tensor(source[site])[:, 1])
+        for value in (pc.SameRun(pc.resid_post[0]), pc.From(source, pc.resid_post[0]), pc.SameRun(pc.q[1])):
+            with pytest.raises(pc.ShapeError, match="not the same part of a row"):
+                lm.run(EIFFEL, max_tokens=1, edits=[pc.Add(value, head)])
+        for take in (lambda t: t.layers[0].output, lambda t: t.layers[1].attn.z, lambda t: 2 * t.layers[1].attn.z):
+            with lm.trace(EIFFEL) as t:
+                with pytest.raises(pc.ShapeError, match=r"z\[2, 1\] @ prompt is 8 wide, and .* is 16"):
+                    t.layers[2].attn.z[1] = take(t)
+                with pytest.raises(pc.ShapeError, match=r"is 8 wide, and .* is 16"):
+                    t.layers[2].attn.z[1] += take(t)
+                t.layers[2].attn.z[1] += t.layers[1].attn.z[0]
+            assert len([op for op in t.run.program.edits if not isinstance(op, pc.Capture)]) == 1
+
     def test_a_head_is_written_into_another(self, lm):
         with lm.trace(EIFFEL) as t:
             t.layers[2].attn.z[0] = t.layers[1].attn.z[1]
@@ -577,6 +659,41 @@ class TestSeveralPrompts:
         assert raised.value.path == "edits[0].value"
         assert fine.any()
         assert also.any()
+
+    @pytest.mark.parametrize("wrong", [lambda a: a.layers[99].output, lambda a: 1 / 0], ids=["ours", "theirs"])
+    def test_an_error_that_is_caught_drops_its_prompt_alone(self, lm, calls, wrong):
+        values = {}
+        with pytest.raises(pc.PatchclampError) as raised, lm.trace() as t:
+            early = t.invoke("The city is in")
+            for name, prompt in (("fine", EIFFEL), ("lost", COLOSSEUM), ("also", EIFFEL)):
+                try:
+                    with t.invoke(prompt) as a:
+                        values[name] = a.layers[1].output.save()
+                        if name == "lost":
+                            early.layers[1].output[-1] = a.layers[1].output[-1]
+                            cache = a.cache(pc.embed)
+                            wrong(a)
+                except (pc.PatchclampError, ZeroDivisionError):
+                    with pytest.raises(pc.ProgramError, match="an error left this block"):
+                        a.layers[0].output.save()
+            waits = early.layers[2].output.save()
+        assert calls == [2]
+        for name in ("fine", "also"):
+            assert torch.equal(values[name], by_hand(lm, "resid_post[1]"))
+        kind = type(t.invokes[2].error)
+        assert t.invokes[2].error is early.error is raised.value  # what takes of it fails, and says so
+        assert [invoke.error for invoke in t.invokes[1::2]] == [None, None]
+        for gone in (values["lost"].sum, lambda: cache["embed"], waits.sum, lambda: t.invokes[2].run):
+            with pytest.raises(kind, match=r"99|ZeroDivisionError"):
+                gone()
+
+    def test_prompts_that_errors_left_leave_nothing_to_run(self, lm, calls):
+        with lm.trace() as t:
+            for prompt in (EIFFEL, COLOSSEUM):
+                with contextlib.suppress(pc.UnsupportedSite), t.invoke(prompt) as a:
+                    a.layers[99].output.save()
+        assert calls == []
+        assert all("99" in str(invoke.error) for invoke in t.invokes)
 
     def test_scores_and_sampling_are_a_prompts_own(self, lm):
         with lm.trace(max_tokens=2, logprobs=True) as t:

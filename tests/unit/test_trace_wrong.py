@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import pickle
+import weakref
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ import torch
 
 import patchclamp as pc
 
+pytestmark = pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
 EIFFEL, COLOSSEUM = "The Eiffel Tower is in", "The Colosseum is in"
 V = torch.ones(16)
 E, U, S, X, K = pc.ProgramError, pc.UnknownName, pc.ShapeError, pc.UnsupportedSite, pc.TokensError
@@ -59,6 +63,13 @@ IN_A_LINE = {
     "a saved value's shape": (lambda t: t.layers[1].output.save().shape, E, "no 'shape'"),
     "a saved value's row": (lambda t: t.layers[1].output.save()[-1], E, "has no numbers before the trace ends"),
     "a saved value in torch": (lambda t: torch.softmax(t.logits.save(), -1), E, "torch's softmax cannot be part"),
+    "a copy of a saved value": (lambda t: torch.tensor(t.embed.save()), E, "cannot be copied into another tensor"),
+    "a tensor of a saved value": (lambda t: torch.Tensor(t.embed.save()), E, "cannot be copied into another tensor"),
+    "torch's old tensors": (lambda t: torch.FloatTensor(t.embed.save()), E, "cannot be copied into another tensor"),
+    "a saved value in a list": (lambda t: torch.tensor([t.embed.save()]), E, "a number, and inside the trace there is none"),
+    "a saved value's row written": (lambda t: put(t.embed.save(), -1, 0), E, "has no numbers before the trace ends"),
+    "a format": (lambda t: f"{t.embed[-1]:.2f}", E, "the format '.2f' needs a number"),
+    "a saved value's format": (lambda t: f"{t.embed[-1].save():.2f}", E, "the format '.2f' needs a number"),
     "a cache": (lambda t: t.cache(pc.resid_post)["resid_post[1]"], E, "nothing before the trace ends"),
     "the run": (lambda t: t.run, E, "has not run yet"),
     "the text": (lambda t: t.text, E, "has not run yet"),
@@ -82,6 +93,14 @@ IN_A_LINE = {
     "a plain tensor added to": (lambda t: V.clone().__iadd__(t.embed[0]), E, "write x = x \\+ value"),
     "a vector that is no mask": (lambda t: t.layers[1].output.__imul__(1e-5 * V), E, "by one vector that is a mask"),
     "another's read times a vector": (lambda t: put(t.layers[1].output, -1, t.embed[0] * V), E, "times a vector"),
+    "complex numbers": (lambda t: put(t.layers[1].output, -1, V * 1j), E, "write the real part"),
+    "a complex number": (lambda t: t.layers[1].output.__iadd__(1j), E, "write the real part"),
+    "complex numbers in a list": (lambda t: put(t.layers[1].output, -1, [1j] * 16), E, "write the real part"),
+    "numbers as text": (lambda t: put(t.layers[1].output, -1, ["1"] * 16), E, "list: a number or a vector is needed"),
+    "a copy of Python's": (lambda t: copy.copy(t.embed), E, r"copied with \.clone\(\)"),
+    "a deep copy": (lambda t: copy.deepcopy(t.embed.save()), E, r"copied with \.clone\(\)"),
+    "a pickle": (lambda t: pickle.dumps(t.embed), E, "pickle needs a number"),
+    "a sum's row written": (lambda t: put(t.embed + 1, 0, 0), E, "a computed value is not changed in place: change a clone"),
     "words": (lambda t: t.layers[1].output + "v", E, "str: a number or a vector is needed"),
     "None": (lambda t: put(t.layers[1].output, -1, None), E, "NoneType: a number or a vector"),
     "a flag": (lambda t: put(t.layers[1].output, -1, True), E, "bool: a number or a vector"),
@@ -101,7 +120,20 @@ IN_A_LINE = {
     "tokens twice": (lambda t: t.layers[1].output[[1, 1]].save(), K, "named twice"),
     "tokens chosen twice": (lambda t: t.layers[1].output[0:3][1], E, "its tokens are chosen already"),
     "generated from their end": (lambda t: t.generated[-1].layers[1].output, K, "cannot be counted from its end"),
-    "a mask of tokens": (lambda t: t.layers[1].output[torch.ones(6) > 0].save(), E, "an index is a whole number"),
+    "a mask of tokens": (lambda t: t.layers[1].output[torch.ones(6) > 0].save(), E, "not by a mask: give mask.nonzero"),
+    "a list of truths": (lambda t: put(t.layers[1].output, [True, False], 0), E, "not by a mask"),
+    "an index of two axes": (lambda t: t.layers[1].output[torch.tensor([[0, 1], [1, 2]])], E, "by one list of numbers"),
+    "no token read": (lambda t: t.layers[1].output[3:3].save(), K, "selects no token, so nothing would be read"),
+    "no step to loop over": (lambda t: loop(t.generated), K, "raise max_tokens"),
+    "a list of heads": (lambda t: t.layers[1].attn.z[[0, 1]], E, "write a line for each"),
+    "a mask of heads": (lambda t: t.layers[1].attn.z[torch.tensor([True, False])], E, "write a line for each"),
+    "a tensor of neurons": (lambda t: t.layers[1].mlp.neurons[torch.tensor([5, 9])], E, r"neurons\[2:5\], not by a list"),
+    "a tensor of layers": (lambda t: t.resid_post[torch.tensor([0, 1])], E, "an index is a whole number"),
+    "all columns of a row": (lambda t: put(t.layers[1].attn.output[0], slice(None), 0), E, "no tuple as module.output is in nnsight"),
+    "a row's columns, all said": (lambda t: t.layers[1].output[0][...], E, "no tuple"),
+    "the last token of a tuple's first": (lambda t: t.layers[1].output[0][-1], E, "no tuple"),
+    "a batch of a tuple's first": (lambda t: put(t.layers[1].output[0], (slice(None), -1), 0), E, "no tuple"),
+    "the logits of a tuple's first": (lambda t: t.logits[0][-1], E, "no tuple"),
     "columns of the stream": (lambda t: t.layers[1].output[-1, 3], E, "single numbers of a row cannot be read"),
     "columns written": (lambda t: put(t.layers[1].output, (-1, 3), 0), E, "single numbers of a row cannot be read"),
     "a new axis": (lambda t: t.layers[1].output[None], E, "brackets take numbers, ranges, lists and selections"),
@@ -115,6 +147,16 @@ IN_A_LINE = {
     "a site of another model": (lambda t: t.layers[1].mlp.router, X, "router is not available"),
     "a name that is none": (lambda t: t.resid_pots[3], U, "did you mean 'resid_post'"),
     "a module's name that is none": (lambda t: t.layers[1].mlp.outptu, U, "did you mean 'output'"),
+    "a norm": (lambda t: t.norm.output, U, "t.final_norm"),
+    "a head of the model": (lambda t: t.lm_head.output, U, "t.logits"),
+    "nnterp's lens": (lambda t: t.project_on_vocab(t.embed), U, r"t.layers\[-1\].output\[-1\] ="),
+    "nnterp's skipping": (lambda t: t.skip_layer(1), U, r"t.layers\[5\].output = t.layers\[5\].input"),
+    "nnsight's steps": (lambda t: t.iter[2], U, r"t.generated\[n - 1\]"),
+    "an output projection": (lambda t: t.layers[1].self_attn.o_proj.input, U, r"t.layers\[5\].attn.z"),
+    "a down projection": (lambda t: t.layers[1].mlp.down_proj.input, U, "t.layers\\[5\\].mlp.neurons"),
+    "one module as a list": (lambda t: loop(t.layers[1].mlp), E, "<layer 1.mlp> is one module, no list"),
+    "tokens of everything": (lambda t: t.all()[0], E, r"choose of one, as in \.layers\[5\].output\[0\]"),
+    "a trace's token": (lambda t: t[0], E, r"a trace is no list: .* t.layers\[5\].output\[0\]"),
     "a tuple of outputs": (lambda t: t.layers[1].outputs, E, ".output is the tensor itself"),
     "probabilities": (lambda t: t.next_token_probs, U, "take their softmax"),
     "a site without its layer": (lambda t: t.resid_mid.save(), E, r"name the layer, resid_mid\[5\].save"),
@@ -147,6 +189,7 @@ def test_a_wrong_line_raises_there(lm, no_run, what):
         line(t)
         pytest.fail("it returned")
     assert type(raised.value) is kind
+    assert "edits[" not in str(raised.value)  # it has no place in a program yet
 
 
 @pytest.mark.parametrize("what", IN_A_LINE)
@@ -174,6 +217,25 @@ def test_how_many_are_generated(lm, no_run):
         t.generated.layers[1].output.shape  # noqa: B018
     with pytest.raises(S, match="how many tokens .* selects is known"), lm.trace(EIFFEL, max_tokens=3) as t:
         t.layers[1].output[pc.token(3)] = torch.ones(2, 16)
+
+
+def test_a_saved_value_that_is_referred_to_weakly(lm):
+    with (
+        pytest.raises(E, match=r"(?s)resid_post\[1\] @ prompt cannot be filled in.*weakref.*# held"),
+        lm.trace(EIFFEL) as t,
+    ):
+        fine, held = t.layers[0].output.save(), t.layers[1].output.save()  # held
+        weak = weakref.ref(held)
+    assert weak() is held
+    assert fine.any()
+    with pytest.raises(E, match="cannot be filled in"):
+        held.sum()
+
+
+def test_code_for_a_server(lm, no_run, monkeypatch):
+    monkeypatch.setattr(lm.engine, "remote", True)
+    with pytest.raises(E, match="a server runs no code of its clients: save the rows"), lm.trace(EIFFEL) as t:
+        t.layers[1].output.apply(lambda h: h)
 
 
 def test_a_cycle_between_prompts(lm, no_run):
@@ -251,12 +313,29 @@ def test_after_the_end(lm):
         list(t)
     with lm.trace(EIFFEL, stream=True) as t:
         saved = t.embed.save()
-    with pytest.raises(E, match="a value of the trace has no 'sum'|compute after the trace"):
-        saved.sum()
-    list(t)
+        cache = t.cache(pc.embed)
+    for early in (saved.sum, lambda: bool(saved), lambda: saved[0], lambda: t.text, lambda: cache["embed"]):
+        with pytest.raises(E, match="runs when it is iterated, `for part in t`"):
+            early()
+    for _ in t:
+        for early in (saved.sum, lambda: cache["embed"]):
+            with pytest.raises(E, match=r"t.so_far\(value\) has what has come"):
+                early()
     assert saved.any()
     with pytest.raises(E, match="streams once"):
         list(t)
+
+
+def test_without_its_with(lm, no_run):
+    for one, use in (
+        (lm.trace(EIFFEL), lambda t: t.layers[1].output.save()),
+        (lm.trace(EIFFEL), lambda t: put(t.layers[1].output, -1, 0)),
+        (lm.trace(EIFFEL), lambda t: t.text),
+        (lm.trace(), lambda t: t.invoke(EIFFEL)),
+        (lm.edit("calm"), lambda e: put(e.layers[1].output, slice(None), 0)),
+    ):
+        with pytest.raises(E, match="`with lm.trace"):
+            use(one)
 
 
 def test_an_error_in_the_block_is_the_callers_and_nothing_runs(lm, no_run):

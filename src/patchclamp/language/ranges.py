@@ -48,7 +48,7 @@ def as_integer(value: SupportsIndex) -> int:
         if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):  # a mask is no list of numbers
             raise AttributeError
         return int(value.__index__())
-    except AttributeError:
+    except (AttributeError, TypeError):  # a tensor of several numbers has the method
         raise ProgramError(f"an index is a whole number, not {value!r}") from None
 
 

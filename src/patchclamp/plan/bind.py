@@ -439,8 +439,13 @@ class _OpBinder:
             raise UnsupportedSite(
                 f"{read[0]} and {written[0]} are cut differently among GPUs: give the rows of run[...]"
             )
-        if read[0].columns not in (None, written[0].columns):
+        if not is_part_alike(read[0], written[0]):
             raise ShapeError(f"{read[0]} and {written[0]} are not the same part of a row: give the rows of run[...]")
+
+
+def is_part_alike(read: SiteRef, written: SiteRef) -> bool:
+    """Whether the columns of one are those of the other; of a whole row of the same site, the same heads are taken."""
+    return read.columns == written.columns or (read.columns is None and read.name == written.name)
 
 
 def check_comes_before(sites: SiteMap, read: SiteRef, written: SiteRef) -> None:

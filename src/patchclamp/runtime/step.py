@@ -85,7 +85,7 @@ class HostStep:
 
     def begin(self, plan: StepPlan, batch: Batch, steps: int) -> None:
         self._plan = plan.advanced(steps) if steps else plan
-        self._captures = torch.empty(plan.size, device=self._bank.data.device)
+        self._captures = torch.empty(plan.size, dtype=torch.float32, device=self._bank.data.device)
         self._sampled_rows = batch.sampled_rows
 
     def apply(

@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
-from patchclamp.errors import ProgramError, UnsupportedSite, unknown
+from patchclamp.errors import ProgramError, TokensError, UnsupportedSite, unknown
 from patchclamp.language.aliases import elsewhere
 from patchclamp.language.ranges import Range
 from patchclamp.language.registry import NNTERP, SITES
 from patchclamp.language.site import Site
-from patchclamp.language.tokens import Tokens
+from patchclamp.language.tokens import Positions, Tokens
+from patchclamp.trace.hints import OF_A_LAYER, OF_A_TRACE, hint
 from patchclamp.trace.recording import Recording
-from patchclamp.trace.spots import Spot, positive
+from patchclamp.trace.spots import Spot, positive, written
 from patchclamp.trace.views import View, assign
 
 MODULES: dict[str, dict[str, str]] = {  # of a layer: what each module reads, returns and makes, by site
@@ -41,7 +42,8 @@ class Group:
             raise AttributeError(name)
         site = name if name in SITES else BATCHED.get(name)
         if site is None:
-            raise elsewhere(name) or unknown("name in a trace", name, (*vars(type(self)), *dir(self)))
+            known = (each for each in dir(self) if not each.startswith("_"))
+            raise elsewhere(name) or hint(name, OF_A_TRACE) or unknown("name in a trace", name, known)
         table = Table(self, site, batched=name not in SITES)
         return table if SITES[site].layered else table.whole
 
@@ -52,6 +54,9 @@ class Group:
         if isinstance(place, Table):
             place = place.whole
         assign(place, value)
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        raise ProgramError(f"{self} are tokens of many tensors: choose of one, as in .layers[5].output[{written(key)}]")
 
     def __dir__(self) -> list[str]:
         return ["layers", *SITES, *BATCHED]
@@ -68,12 +73,22 @@ class Group:
 class Steps:
     """Groups of tokens by number: `t.generated[3]` is the fourth token that was sampled, when it is an input."""
 
-    def __init__(self, recording: Recording, group: Tokens) -> None:
+    def __init__(self, recording: Recording, group: Positions) -> None:
         vars(self).update(_recording=recording, _group=group)
 
     def __getitem__(self, key: Any) -> Group:
         single = not isinstance(key, (slice, list, tuple, range))
         return Group(self._recording, self._group[key], True, single)
+
+    def __len__(self) -> int:
+        """How many there are, if the run goes on to the end."""
+        self._recording.check_prompt()
+        return len(self._group.select(self._recording.length, self._recording.limit))
+
+    def __iter__(self) -> Iterator[Group]:
+        if not len(self):
+            raise TokensError(f"no token of {self._group} is an input of this run: raise max_tokens")
+        return (self[step] for step in range(len(self)))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(Group(self._recording, self._group, True), name)
@@ -134,7 +149,18 @@ class Module:
                 "attention weights and lines inside a module do not exist in a fused kernel: use q, k, v and z"
             )
         what = f"tensor of {self._module or 'a layer'}"
-        raise unknown(what, name, (*names, *(() if self._module else ("attn", "mlp"))))
+        raise hint(name, OF_A_LAYER) or unknown(what, name, (*names, *(() if self._module else ("attn", "mlp"))))
+
+    def __len__(self) -> int:
+        return len(self._layers())
+
+    def __iter__(self) -> Iterator[Module]:
+        return (Module(self._group, layer, self._module) for layer in self._layers())
+
+    def _layers(self) -> list[int]:
+        if not isinstance(self._layer, Range):
+            raise ProgramError(f"{self} is one module, no list: its tensors are {', '.join(MODULES[self._module])}")
+        return list(self._layer.indices(self._group._recording.lm.model.layers))
 
     def __dir__(self) -> list[str]:
         return [*MODULES[self._module], *(() if self._module else ("attn", "mlp"))]
@@ -158,6 +184,16 @@ class Table:
 
     def __setitem__(self, key: Any, value: Any) -> None:
         assign(self[key], value)
+
+    def __len__(self) -> int:
+        return len(self._layers())
+
+    def __iter__(self) -> Iterator[View]:
+        return (self[layer] for layer in self._layers())
+
+    def _layers(self) -> list[int]:
+        """The layers that have one."""
+        return [ref.layer for ref in self._group._recording.lm.sites.resolve(Site(self._site)) if ref.layer is not None]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

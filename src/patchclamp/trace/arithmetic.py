@@ -37,6 +37,18 @@ class Arithmetic:
     def expression(self) -> Expression:
         raise NotImplementedError
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether it is a copy that was changed in place, which has no expression and writes itself."""
+        return False
+
+    def write_into(self, target: Any) -> None:
+        """Writes such a copy to where a view is."""
+        raise NotImplementedError
+
+    def check_to_come(self) -> None:
+        """Raises where it will never have numbers, or only once something is done."""
+
     def __add__(self, other: Any) -> Expression:
         return self.expression().plus(as_expression(other, "+"), 1.0)
 
@@ -63,6 +75,17 @@ class Arithmetic:
 
     def __pos__(self) -> Expression:
         return self.expression()
+
+    def __format__(self, spec: str) -> str:
+        if spec:
+            raise ProgramError(f"the format {spec!r} needs a number, and inside the trace there is none yet: save it")
+        return repr(self)
+
+    def __copy__(self) -> NoReturn:
+        raise ProgramError("a value of the trace is copied with .clone()")
+
+    def __deepcopy__(self, _: Any) -> NoReturn:
+        self.__copy__()
 
     __array_ufunc__ = None  # NumPy leaves `array * value` to the value
     __hash__ = object.__hash__
@@ -120,12 +143,13 @@ _UNKNOWN_YET = {
     "__len__": "len() needs", "__contains__": "`in` needs", "__eq__": "a comparison needs",
     "__ne__": "a comparison needs", "__lt__": "a comparison needs", "__le__": "a comparison needs",
     "__gt__": "a comparison needs", "__ge__": "a comparison needs", "__array__": "NumPy needs",
-    "__reversed__": "a loop needs",
+    "__reversed__": "a loop needs", "__reduce_ex__": "pickle needs",
 }  # fmt: skip
 
 
 def _refusal(what: str) -> Any:
     def refused(self: Any, *_: Any, **__: Any) -> NoReturn:
+        self.check_to_come()
         refuse(what)
 
     return refused
@@ -133,6 +157,7 @@ def _refusal(what: str) -> Any:
 
 def _too_early(what: str) -> Any:
     def refused(self: Any, *_: Any, **__: Any) -> NoReturn:
+        self.check_to_come()
         raise ProgramError(
             f"{what} a number, and inside the trace there is none yet: save the value and decide after the trace, in a "
             "second one if need be, or with .apply(fn), Python on the rows, on a local engine"
@@ -179,6 +204,12 @@ class Expression(Arithmetic):
         return self
 
     detach = cpu = float = clone
+
+    def __setitem__(self, key: Any, value: Any) -> NoReturn:
+        raise ProgramError(
+            "a computed value is not changed in place: change a clone, `h = t.layers[5].output.clone(); h[0] = value`, "
+            "or write into the model, t.layers[5].output[0] = value"
+        )
 
     def save(self) -> Any:
         """The value as a tensor, which is there after the trace."""

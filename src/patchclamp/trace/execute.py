@@ -18,7 +18,7 @@ from patchclamp.run import Run
 from patchclamp.trace.lines import Line, at_line
 from patchclamp.trace.recording import Entry, Recording, same_run
 from patchclamp.trace.saved import Saved, rows_of, value_of
-from patchclamp.trace.schedule import Planned, Schedule, failed_with, is_shared
+from patchclamp.trace.schedule import Planned, Schedule, failed_with, is_shared, runnable
 
 Call = dict[str, Any]  # the arguments of one `lm.run` of a list of prompts
 Calls = Generator[Call, list[Run], None]
@@ -33,7 +33,10 @@ class Execution:
 
     def __init__(self, recordings: list[Recording], edits: list[Op], options: Call) -> None:
         self._edits, self._options, self._recordings = edits, options, recordings
-        self._schedule = Schedule(recordings, bool(edits))
+        for recording in recordings:
+            for saved in recording.saved if recording.state == "left" else ():
+                saved.failure = recording.failure
+        self._schedule = Schedule(runnable(recordings), bool(edits))
         self._left = 0  # batches, this one included
         self._runs: dict[int, tuple[Planned, Run]] = {}  # by the planned run's id
 
@@ -154,7 +157,7 @@ class Execution:
 
     def _finish(self) -> None:
         """Fills in everything that can be, then raises the first error."""
-        errors = [rec.failure for rec in self._recordings if rec.failure is not None]
+        errors = [rec.failure for rec in self._recordings if rec.failure is not None and rec.state != "left"]
         errors += [error for rec in self._recordings for saved in rec.saved if (error := self._fill(saved))]
         errors += [error for rec in self._recordings if (error := self._fill_caches(rec))]
         for planned, run in self._runs.values():

@@ -8,12 +8,22 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from patchclamp.errors import PatchclampError, ProgramError, UnsupportedSite
+from patchclamp.errors import (
+    MissingSource,
+    PatchclampError,
+    ProgramError,
+    ShapeError,
+    TokensError,
+    UnsupportedSite,
+    describe_error,
+)  # fmt: skip
 from patchclamp.language import Capture, Program, SameRun, SiteOp, Zero
 from patchclamp.language.registry import SITES
 from patchclamp.language.site import parse_site
+from patchclamp.language.tokens import Tokens
 from patchclamp.plan import Prompt
 from patchclamp.plan.bind import bind
+from patchclamp.plan.prompt import Case
 from patchclamp.sites import SiteRef
 from patchclamp.trace.lines import Line, callers_line
 from patchclamp.trace.spots import Spot
@@ -24,6 +34,13 @@ if TYPE_CHECKING:
     from patchclamp.trace.saved import Cache, Saved
 
 MAX_STORED = 4096  # rows that a write takes within a run; of more, two runs
+
+CLOSED = {  # by the state of a recording: why nothing can be read or written
+    "new": "a trace is a `with` block: `with lm.trace(prompt) as t:`, and reads and writes inside it",
+    "left": "an error left this block, so nothing of it is run: nothing can be read or written there",
+    "ended": "the trace has ended: reads and writes belong inside its `with`",
+}
+CLOSED |= dict.fromkeys(("waiting", "streaming"), CLOSED["ended"])
 
 Depth = tuple[int, int]  # a layer, and the place of a word in the order in which a layer computes
 
@@ -107,7 +124,8 @@ class Recording:
 
     prompt: (token ids, text), or None of a program without one (`lm.edit`)
     trace: the trace that it is of, which is only compared
-    state: "open" while lines are recorded, then "ended"; or "left", when an error left the block
+    state: "new" before its `with`, "open" while lines are recorded, then "ended"; or "left", when an error left the
+        block; of a stream "waiting" and "streaming" before "ended"
     failure: why its run failed
     """
 
@@ -122,9 +140,17 @@ class Recording:
         self.failure: PatchclampError | None = None
         self.run: Run | None = None
 
+    def drop(self, error: BaseException) -> None:
+        """An error left the block: nothing of it is run."""
+        self.state = "left"
+        if isinstance(error, PatchclampError):
+            self.failure = error
+        else:
+            self.failure = MissingSource(f"an error left the block before it ran: {describe_error(error)}")
+
     def check_open(self) -> None:
         if self.state != "open":
-            raise ProgramError("the trace has ended: reads and writes belong inside its `with`")
+            raise ProgramError(CLOSED[self.state])
 
     def check_prompt(self) -> None:
         if self.prompt is None:
@@ -137,6 +163,7 @@ class Recording:
         entry = Entry(self, op, spot, source, callers_line())
         if source is not None:
             source.want(self, captured=not entry.within)
+            self.check_width(spot, source)
             if not entry.within:
                 self._check_source(entry, source)
         self.entries.append(entry)
@@ -147,6 +174,8 @@ class Recording:
         op = Capture(spot.site, spot.tokens)
         self.check(op)
         entry = Entry(self, op, spot, None, callers_line())
+        if self.prompt is not None and not self.positions(entry).size:
+            raise TokensError(f"{spot} selects no token, so nothing would be read")
         if len(entry.refs) > 1:
             raise ProgramError(
                 f"{spot.site} is read of one layer at a time, as in {entry.refs[0]}; t.cache({str(spot.site)!r}) saves "
@@ -159,14 +188,40 @@ class Recording:
         return entry
 
     def check(self, op: SiteOp) -> None:
-        """Binds one op to the prompt, to find what is wrong with it."""
+        """Binds one op to the prompt, to find what is wrong with it: told by its site, for it has no path yet."""
         if self.prompt is None:
             self.lm.sites.resolve(op.at)
             return
-        bind(
-            Program((op,)), "", self.bound_prompt, self.max_tokens, self.lm.sites, _no_source, self.lm.bank, {},
-            {} if self.lm.allows_code else None,
-        )  # fmt: skip
+        try:
+            bind(
+                Program((op,)), "", self.bound_prompt, self.max_tokens, self.lm.sites, _no_source, self.lm.bank, {},
+                {} if self.lm.allows_code else None,
+            )  # fmt: skip
+        except PatchclampError as error:
+            message = error.message if str(op.at) in error.message else f"{op.at}: {error.message}"
+            raise type(error)(message) from error.__cause__
+
+    def width(self, spot: Spot) -> int:
+        """How many numbers a row of a spot has."""
+        ref = self.lm.sites.resolve(spot.site)[0]
+        first, end = ref.columns or (0, self.lm.sites.points[ref.point].width)
+        return end - first
+
+    def rehearsal(self) -> Recording:
+        """A recording of the same prompt for lines that are tried and not kept."""
+        other = Recording(self.lm, self.prompt, self.max_tokens, self.trace)
+        if self.prompt is not None:
+            vars(other)["bound_prompt"] = self.bound_prompt
+        return other
+
+    def check_width(self, spot: Spot, read: Entry) -> None:
+        """Raises where the rows of a read are not as wide as those of a spot that they are written to."""
+        written, width = self.width(spot), read.recording.width(read.spot)
+        if written != width:
+            raise ShapeError(
+                f"{spot} is {written} wide, and {read.spot} is {width}: name the part of the larger that is meant, as "
+                "in z[3] or neurons[0:8]"
+            )
 
     def _check_source(self, write: Entry, read: Entry) -> None:
         """Raises where a write reads what is made after it, or what depends on it."""
@@ -201,9 +256,19 @@ class Recording:
 
     def positions(self, entry: Entry) -> np.ndarray:
         """Every position that an entry may act on."""
-        first = self.length - 1 if entry.spot.site.name == "logits" else 0
-        cases = self.bound_prompt.cases(entry.op.tokens, self.limit, first)
-        return np.concatenate([case.positions for case in cases])
+        return np.concatenate([case.positions for case in self._cases(entry.spot.site.name, entry.op.tokens)])
+
+    def known_positions(self, spot: Spot, tokens: Tokens | None = None) -> np.ndarray:
+        """The positions of a spot, or of some tokens there, in their order. Raises where they depend on what is
+        generated."""
+        self.check_prompt()
+        cases = self._cases(spot.site.name, spot.tokens if tokens is None else tokens)
+        if len(cases) != 1 or not cases[0].alone:
+            raise ShapeError(f"which tokens {spot} has is known when they are there: name positions")
+        return cases[0].positions
+
+    def _cases(self, site: str, tokens: Tokens) -> list[Case]:
+        return self.bound_prompt.cases(tokens, self.limit, self.length - 1 if site == "logits" else 0)
 
     def has_generated(self, entry: Entry) -> bool:
         """Whether it may act on tokens that are generated."""

@@ -32,6 +32,9 @@ class Pending(Arithmetic, torch.Tensor):
         self.saved.raise_failure()
         return self.saved.expression
 
+    def check_to_come(self) -> None:
+        self.saved.raise_failure()
+
     def clone(self, *_: Any, **__: Any) -> Any:
         return self.expression()
 
@@ -44,23 +47,37 @@ class Pending(Arithmetic, torch.Tensor):
             f"{self.saved.name} is saved, and has no numbers before the trace ends: index it then, or before .save()"
         )
 
+    def __setitem__(self, key: Any, value: Any) -> NoReturn:
+        self.__getitem__(key)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        name = function_name(func)
+        if name == "repr":
+            return f"<{args[0].saved.name}, once the trace has ended>"
         for arg in args:
             if isinstance(arg, Pending):
                 arg.saved.raise_failure()
-        name = function_name(func)
         if name in READS:
             return args[0].expression()
-        if name in ("repr", "format"):
-            return f"<{args[0].saved.name}, once the trace has ended>"
         if name == "get":  # an attribute
             refuse_attribute(getattr(getattr(func, "__self__", None), "__name__", "attribute"), ("save", *READS))
         return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> NoReturn:
+        """What does not come by `__torch_function__`: `torch.tensor(value)` and its like, which copy."""
+        for arg in args:
+            if isinstance(arg, Pending):
+                arg.saved.raise_failure()
+        raise ProgramError(
+            "a saved value has no numbers before the trace ends, and cannot be copied into another tensor: do it then"
+        )
+
+    @classmethod
     def new(cls, saved: Saved) -> Pending:
-        pending = torch.Tensor._make_subclass(cls, torch.empty(0))
+        with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+            pending = torch.Tensor._make_wrapper_subclass(cls, (0,), dtype=torch.float32, device=torch.device("cpu"))
         pending.saved = saved
         return pending
 
@@ -82,15 +99,31 @@ class Saved:
         """Raises if the value cannot come any more."""
         if self.failure is not None:
             raise self.failure
-        if any(recording.state == "left" for recording in self.recordings):
-            raise MissingSource(f"{self.name} was not read: an error left the trace before it ran")
+        for recording in self.recordings:
+            check_to_come(recording, self.name)
 
     def fill(self, value: torch.Tensor) -> None:
         """Makes the tensor that the caller holds a plain one with these numbers, which nobody else has."""
         tensor: Any = self.tensor
-        tensor.__dict__.clear()
-        tensor.__class__ = torch.Tensor
-        tensor.data = value.detach().clone()
+        with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+            try:
+                torch.utils.swap_tensors(tensor, value.detach().clone())
+            except RuntimeError as error:
+                raise ProgramError(
+                    f"{self.name} cannot be filled in while something refers to it, such as a weak reference: {error}"
+                ) from None
+
+
+def check_to_come(recording: Recording, name: str) -> None:
+    """Raises where what is saved of a recording never comes, or only once something is done."""
+    if recording.state == "left":
+        raise MissingSource(f"{name} was not read: an error left the trace before it ran")
+    if recording.state == "new":
+        raise ProgramError(f"{name} was not read: a trace runs at the end of its block, `with lm.trace(prompt) as t:`")
+    if recording.state == "waiting":
+        raise ProgramError(f"{name} was not read: a trace with stream=True runs when it is iterated, `for part in t`")
+    if recording.state == "streaming":
+        raise ProgramError(f"{name} is there after the last part: t.so_far(value) has what has come by now")
 
 
 def save(expression: Expression) -> Pending:
@@ -134,8 +167,8 @@ def rows_of(entry: Entry, run: Run, path: str) -> torch.Tensor:
 class Cache(Mapping[str, torch.Tensor]):
     """What `t.cache(...)` saves: a tensor a site, by its name (`"resid_post[5]"`) or as a site (`pc.resid_post[5]`)."""
 
-    def __init__(self, sites: list[Site], tokens: Tokens, line: Line) -> None:
-        self.sites, self.tokens, self.line = sites, tokens, line
+    def __init__(self, sites: list[Site], tokens: Tokens, line: Line, recording: Recording) -> None:
+        self.sites, self.tokens, self.line, self.recording = sites, tokens, line, recording
         self.failure: PatchclampError | None = None
         self._rows: dict[str, torch.Tensor] | None = None
 
@@ -162,12 +195,13 @@ class Cache(Mapping[str, torch.Tensor]):
 
     def empty(self) -> Cache:
         """Another cache of the same."""
-        return Cache(self.sites, self.tokens, self.line)
+        return Cache(self.sites, self.tokens, self.line, self.recording)
 
     def _filled(self) -> dict[str, torch.Tensor]:
         if self.failure is not None:
             raise self.failure
         if self._rows is None:
+            check_to_come(self.recording, "the cache")
             raise ProgramError("the cache has nothing before the trace ends: read it then")
         return self._rows
 

@@ -134,6 +134,15 @@ def is_shared(run: Planned, read: Entry) -> bool:
     return again or (run.is_last and not read.points.isdisjoint(cached))
 
 
+def runnable(recordings: Iterable[Recording]) -> list[Recording]:
+    """Those that can run: not what an error left before, nor what takes of such."""
+    whole = [recording for recording in recordings if recording.failure is None]
+    for recording in whole:
+        lost = (entry.source.recording.failure for entry in recording.entries if entry.source is not None)
+        recording.failure = next((failure for failure in lost if failure is not None), None)
+    return whole if all(recording.failure is None for recording in whole) else runnable(whole)
+
+
 def failed_with(run: Planned, error: PatchclampError) -> None:
     """A run failed: so does what its recording saves."""
     if run.recording.failure is None:

@@ -31,6 +31,7 @@ class Spot(msgspec.Struct, frozen=True):
     parted: whether the heads, neurons or experts were chosen, so that brackets select tokens
     batched: whether there is a batch axis in front
     single: whether one token was chosen by number, which drops its axis
+    numbered: whether that was in brackets of this tensor, so that no more brackets follow
     """
 
     site: Site
@@ -40,6 +41,7 @@ class Spot(msgspec.Struct, frozen=True):
     parted: bool = True
     batched: bool = False
     single: bool = False
+    numbered: bool = False
 
     @classmethod
     def of(cls, site: Site, group: Tokens, named: bool, single: bool = False, batched: bool = False) -> Spot:
@@ -52,7 +54,13 @@ class Spot(msgspec.Struct, frozen=True):
         return cls(site, tokens, whole, named, not has_parts or site.index is not None, batched, single and not batched)
 
     def __getitem__(self, key: Any) -> Spot:
-        keys = list(key) if isinstance(key, tuple) else [key]
+        keys = list(key) if isinstance(key, tuple) else [WHOLE if key is Ellipsis else key]
+        if self.numbered:
+            raise ProgramError(
+                f"{self}: one token was chosen by its number, and this is its row. Tensors here are [T, D], one row a "
+                "token, and no tuple as module.output is in nnsight, so [0] is the first token: write output[:] for "
+                "every token, output[-1] for the last, and no brackets after that"
+            )
         if any(one is None or one is Ellipsis for one in keys):
             raise ProgramError(f"{self}: brackets take numbers, ranges, lists and selections, not {key!r}")
         spot = self._without_batch(keys) if self.batched else self
@@ -74,13 +82,19 @@ class Spot(msgspec.Struct, frozen=True):
             return self
         if isinstance(first, Selection) or first not in (0, -1):
             raise ProgramError(
-                f"{self} has a batch axis of 1 in front, as in nnterp: write [:, {_written(first)}] or "
-                f"[0, {_written(first)}]"
+                f"{self} has a batch axis of 1 in front, as in nnterp: write [:, {written(first)}] or "
+                f"[0, {written(first)}]"
             )
         return msgspec.structs.replace(self, batched=False)
 
     def _part(self, key: Any) -> Spot:
         """Some heads, neurons or experts."""
+        if isinstance(key, (Sequence, range)) or getattr(key, "ndim", 0):
+            part, name = SITES[self.site.name].index, self.site.name
+            raise ProgramError(
+                f"{self.site}: a {part} is chosen by its number, or neighbours as a range, {name}[3] or {name}[2:5], "
+                "not by a list or a mask: write a line for each"
+            )
         site = self.site if _is_whole(key) else Site(self.site.name, self.site.layers, key)
         return msgspec.structs.replace(self, site=site, parted=True)
 
@@ -100,20 +114,31 @@ class Spot(msgspec.Struct, frozen=True):
         assert isinstance(group, Positions)
         if isinstance(key, slice):
             return msgspec.structs.replace(self, tokens=group[key], whole=False)
-        if hasattr(key, "tolist"):
-            key = key.tolist()
-        if isinstance(key, (Sequence, range)):
-            return msgspec.structs.replace(self, tokens=group[list(key)], whole=False)
-        return msgspec.structs.replace(self, tokens=group[key], whole=False, single=True)
+        if isinstance(key, (Sequence, range)) or hasattr(key, "tolist"):
+            key = self._numbers(key)
+        if isinstance(key, list):
+            return msgspec.structs.replace(self, tokens=group[key], whole=False)
+        return msgspec.structs.replace(self, tokens=group[key], whole=False, single=True, numbered=True)
+
+    def _numbers(self, key: Any) -> Any:
+        """A list of positions, or one, from a list, a tensor or an array."""
+        key = key.tolist() if hasattr(key, "tolist") else list(key)
+        if isinstance(key, list) and any(isinstance(one, (list, tuple)) for one in key):
+            raise ProgramError(f"{self}: tokens are chosen by one list of numbers, not by an index of several axes")
+        if any(isinstance(one, bool) for one in (key if isinstance(key, list) else [key])):
+            raise ProgramError(
+                f"{self}: tokens are chosen by their numbers, not by a mask: give mask.nonzero().flatten()"
+            )
+        return key
 
     def _sampled(self, key: Any) -> Spot:
         """Logits of a prompt have one row, its last token's."""
         if key not in (0, -1):
             raise ProgramError(
-                f"logits[{_written(key)}]: logits exist only where a token is sampled, of the prompt at its last "
+                f"logits[{written(key)}]: logits exist only where a token is sampled, of the prompt at its last "
                 "token: write logits[-1], or t.generated.logits for the tokens after it"
             )
-        return msgspec.structs.replace(self, tokens=prompt[-1], whole=False, single=True)
+        return msgspec.structs.replace(self, tokens=prompt[-1], whole=False, single=True, numbered=True)
 
     def __str__(self) -> str:
         return f"{self.site} @ {self.tokens}"
@@ -128,7 +153,8 @@ def _is_whole(key: Any) -> bool:
     return isinstance(key, slice) and key == WHOLE
 
 
-def _written(key: Any) -> str:
+def written(key: Any) -> str:
+    """What stands in brackets, as it is written."""
     return str(Range.of(key)) if isinstance(key, slice) else str(key)
 
 
@@ -140,15 +166,25 @@ def positive(site: Site, layers: int) -> Site:
 
 
 def numbers(value: Any) -> float | np.ndarray | None:
-    """A number, or numbers as fp32 [..., W]; None for what is neither."""
+    """A number, or numbers as fp32 [..., W], copied, for the caller may change his own later; None for what is neither.
+
+    Raises `ProgramError` for complex numbers, of which a part would be lost.
+    """
     if isinstance(value, (bool, str, bytes)) or value is None:
         return None
     if isinstance(value, Vector):
         value = value.array()
     if hasattr(value, "detach"):
-        value = value.detach().cpu().float().numpy()
+        value = value.detach().cpu()
+        value = (value if value.is_complex() else value.float()).numpy()
     try:
-        array = np.asarray(value, np.float32)
+        array = np.asarray(value)
+        if array.dtype.kind in "USV":  # NumPy reads text as numbers, too
+            return None
+        with np.errstate(over="ignore"):
+            copied = np.array(array, np.float32) if array.dtype.kind != "c" else None
     except (TypeError, ValueError, OverflowError, PatchclampError):
         return None
-    return float(value) if array.ndim == 0 else array
+    if copied is None:
+        raise ProgramError("a value of the trace is of real numbers: write the real part of complex ones")
+    return float(value) if copied.ndim == 0 else copied

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from patchclamp.engines.base import Part
 from patchclamp.errors import EngineError, PatchclampError, ProgramError, TokensError
@@ -17,7 +17,8 @@ from patchclamp.trace.activations import Group, Steps
 from patchclamp.trace.execute import Call, Calls, Execution
 from patchclamp.trace.lines import callers_line
 from patchclamp.trace.recording import Recording
-from patchclamp.trace.saved import Cache, Pending
+from patchclamp.trace.saved import Cache, Pending, check_to_come
+from patchclamp.trace.spots import written
 
 if TYPE_CHECKING:
     from patchclamp.stream import Stream
@@ -56,7 +57,7 @@ class Invoke(Group):
         chosen = [parse_site(site) for site in sites] or [Site(name) for name in recording.lm.sites.names]
         for site in chosen:
             recording.lm.sites.resolve(site)
-        cache = Cache(chosen, prompt if tokens is None else parse_tokens(tokens), callers_line())
+        cache = Cache(chosen, prompt if tokens is None else parse_tokens(tokens), callers_line(), recording)
         if tokens is None and any(site.name == "logits" for site in chosen):
             cache.tokens = every & prompt
         recording.caches.append(cache)
@@ -69,6 +70,7 @@ class Invoke(Group):
         if recording.failure is not None:
             raise recording.failure
         if recording.run is None:
+            check_to_come(recording, "the run")
             raise ProgramError("the trace has not run yet: its run is there after the `with`")
         return recording.run
 
@@ -88,9 +90,9 @@ class Invoke(Group):
     def __enter__(self) -> Invoke:
         return self
 
-    def __exit__(self, kind: Any, *_: Any) -> None:
+    def __exit__(self, kind: Any, error: Any, *_: Any) -> None:
         if kind is not None:
-            self._recording.state = "left"
+            self._recording.drop(error)
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), "all", "cache", "error", "generated", "prompt", "run", "text", "token_ids"]
@@ -126,6 +128,7 @@ class Trace:
         if sampling is not None and sampling.get("n", 1) not in (None, 1):
             raise ProgramError("a trace has one run a prompt: use an invoke for each", "sampling.n")
         recording = Recording(self._lm, read, self._max_tokens, self)
+        recording.state = "open" if self._entered else "new"
         recording.sampling, recording.score = None if sampling is None else dict(sampling), list(score)
         self._invokes.append(invoke := Invoke(recording))
         return invoke
@@ -134,6 +137,8 @@ class Trace:
         self, prompt: Any = None, *, messages: Any = None, sampling: Any = None, score: Sequence[int] = ()
     ) -> Invoke:
         """Another prompt, in the same batch: `with t.invoke("…") as a:`. Values of one may be written into another."""
+        if not self._entered:
+            raise ProgramError("a trace is a `with` block: `with lm.trace() as t:`, and invokes inside it")
         if self._state != "open":
             raise ProgramError("the trace has ended: invokes belong inside its `with`")
         if self._only is not None:
@@ -162,6 +167,12 @@ class Trace:
         else:
             setattr(self._only, name, value)
 
+    def __getitem__(self, key: Any) -> NoReturn:
+        raise ProgramError(
+            "a trace is no list: its prompts are t.invokes, and tokens are chosen of a tensor, "
+            f"t.layers[5].output[{written(key)}]"
+        )
+
     def __dir__(self) -> list[str]:
         return ["invoke", "invokes", "so_far", *(dir(self._only) if self._only is not None else ())]
 
@@ -171,6 +182,8 @@ class Trace:
         if self._entered:
             raise ProgramError("a trace is one `with` block: call lm.trace again for another")
         self._entered = True
+        if self._only is not None:
+            self._only._recording.state = "open"
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
@@ -189,10 +202,11 @@ class Trace:
     def _end(self, left: bool) -> Execution | None:
         """Closes the recordings; what is to be run now, if anything."""
         recordings = [invoke._recording for invoke in self._invokes]
-        self._state = "left" if left or any(r.state == "left" for r in recordings) else "ended"
+        self._state = "left" if left else "ended"
         for recording in recordings:
-            recording.state = self._state
-        if self._state == "left":
+            if left or recording.state != "left":  # one that an error has left before stays so: the caller caught it
+                recording.state = "waiting" if self._streamed and not left else self._state
+        if left:
             return None
         if not recordings:
             raise ProgramError("this trace has no prompt: lm.trace(prompt), or `with t.invoke(prompt) as a` inside it")
@@ -231,6 +245,7 @@ class Trace:
             _answer(calls, [self._stream.run])
         finally:
             self._stream = None
+            self._set_state("ended")
 
     async def __aiter__(self) -> AsyncIterator[Part]:
         calls, call = self._before_the_stream()
@@ -247,6 +262,11 @@ class Trace:
             _answer(calls, [self._stream.run])
         finally:
             self._stream = None
+            self._set_state("ended")
+
+    def _set_state(self, state: str) -> None:
+        for invoke in self._invokes:
+            invoke._recording.state = state
 
     def _before_the_stream(self) -> tuple[Calls, Call]:
         """Makes all calls but the prompt's own, which is left to be streamed."""
@@ -255,6 +275,7 @@ class Trace:
         if self._state != "ended":
             raise ProgramError("a trace streams once, after its `with`")
         self._state = "streamed"
+        self._set_state("streaming")
         calls = self._execution.calls()
         call = next(calls)
         while not self._execution.is_last_call():
@@ -270,6 +291,11 @@ class Edit(Invoke):
     def __init__(self, lm: LM, name: str) -> None:
         super().__init__(Recording(lm, None, 1, self), every)
         vars(self).update(_name=check_name(name))
+        self._recording.state = "new"
+
+    def __enter__(self) -> Edit:
+        self._recording.state = "open"
+        return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         recording = self._recording
@@ -343,7 +369,7 @@ def read_prompt(lm: LM, prompt: Any, messages: Any) -> tuple[list[int], str | No
     if not isinstance(prompt, (list, tuple)) or not prompt or isinstance(prompt[0], (str, list, tuple)):
         raise ProgramError(
             "a trace has one prompt, text or token ids: for several, `with lm.trace() as t:` and an invoke for each, "
-            "`with t.invoke(prompt) as a:`",
+            "`with t.invoke(prompt) as a:`; of token ids [1, T] give ids[0]",
             "prompt",
         )
     return [int(token) for token in prompt], None

@@ -3,7 +3,8 @@ and written by `=`, `+=`, `-=`, `*=`, `/=` and by its methods, one for each op."
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import numpy as np
@@ -23,7 +24,7 @@ from patchclamp.trace.arithmetic import (
     refuse_attribute,
 )  # fmt: skip
 from patchclamp.trace.recording import Entry, Recording
-from patchclamp.trace.spots import Spot, numbers
+from patchclamp.trace.spots import Spot
 
 OPS = ("ablate", "apply", "clamp_along", "noise", "replace")
 TO_COME = From("a read of this trace")  # stands for a read whose run is not known yet
@@ -59,14 +60,19 @@ class View(Arithmetic):
         """The value here, as a tensor that is there after the trace."""
         return self.expression().save()
 
-    def clone(self) -> Draft:
-        """The value here, whatever is written later. It can be changed in place and written back."""
+    def clone(self) -> Any:
+        """The value here, whatever is written at this place later. It can be changed in place and written back.
+
+        It is a value of the same run, so a write at an earlier layer changes it, wherever its line stands.
+        """
+        from patchclamp.trace.drafts import Draft
+
         return Draft(self)
 
-    def detach(self) -> Expression:
-        return self.expression()
+    cpu = float = clone
 
-    cpu = float = detach
+    def detach(self) -> View:
+        return self  # as in torch, what is written there is written here
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -117,6 +123,11 @@ class View(Arithmetic):
 
     def apply(self, fn: Callable[..., Any]) -> None:
         """`pc.Apply`: any Python on the rows, where `allow_code=True`."""
+        if self._recording.lm.engine.remote:
+            raise ProgramError(
+                "a server runs no code of its clients: save the rows, compute, and write them in a second trace, or "
+                "run the model in this process, pc.LM(model, allow_code=True)"
+            )
         self._record(Apply, fn)
 
     def _record(self, op: Callable[..., SiteOp], *values: Any, source: Entry | None = None, **fields: Any) -> None:
@@ -138,7 +149,7 @@ def assign(view: View, value: Any) -> None:
     """`view = value`."""
     if isinstance(value, View) and value._recording is view._recording and value._spot == view._spot:
         return  # `x += v` assigns what it has written; `x = x` changes nothing
-    if isinstance(value, Draft) and value.edits:
+    if isinstance(value, Arithmetic) and value.is_changed:
         value.write_into(view)
         return
     write(view, value.expression() if isinstance(value, Arithmetic) else Expression(constant=as_number(value, "=")))
@@ -146,19 +157,25 @@ def assign(view: View, value: Any) -> None:
 
 def write(view: View, expression: Expression, own: Number | None = None) -> None:
     """Records ops after which the view has its own value times `own` (None: nothing of it), plus an expression."""
-    entries = view._recording.entries
-    count = len(entries)
-    try:
+    with all_or_nothing(view._recording):
         _write(view, expression, own)
+
+
+@contextlib.contextmanager
+def all_or_nothing(recording: Recording) -> Iterator[None]:
+    """Takes back what is recorded in it where an error leaves it."""
+    count = len(recording.entries)
+    try:
+        yield
     except PatchclampError:
-        del entries[count:]  # all of it or nothing
+        del recording.entries[count:]
         raise
 
 
 def _write(view: View, expression: Expression, own: Number | None) -> None:
     others: list[Term] = []
     for term in expression.terms:
-        if _is_as_it_stands(view, term.read):
+        if is_as_it_stands(view, term.read):
             own = term.factor if own is None else own + term.factor
         elif np.ndim(term.factor):
             refuse("a read of another place times a vector")
@@ -189,7 +206,7 @@ def _replace(view: View, constant: Number) -> None:
     view._record(Replace, vector)
 
 
-def _is_as_it_stands(view: View, read: Entry) -> bool:
+def is_as_it_stands(view: View, read: Entry) -> bool:
     """Whether a read is of this very view, and nothing was written there since."""
     recording, spot = view._recording, view._spot
     same = read.recording is recording and read.spot.site == spot.site and read.spot.tokens == spot.tokens
@@ -215,7 +232,7 @@ def _scale(view: View, factor: Number) -> None:
 def as_vector(view: View, number: Number) -> Vector:
     """A number, or numbers in the shape of the view, as the rows that an op takes."""
     recording, spot = view._recording, view._spot
-    width, parts = width_of(recording, spot), recording.lm.sites.parts(spot.site.name)
+    width, parts = recording.width(spot), recording.lm.sites.parts(spot.site.name)
     array = np.asarray(number, np.float32)
     if array.ndim == 0:
         return Vector.of(np.full(width, array, np.float32))
@@ -230,121 +247,15 @@ def as_vector(view: View, number: Number) -> Vector:
     return Vector.of(array)
 
 
-def width_of(recording: Recording, spot: Spot) -> int:
-    """How many numbers a row of a spot has."""
-    sites = recording.lm.sites
-    ref = sites.resolve(spot.site)[0]
-    first, end = ref.columns or (0, sites.points[ref.point].width)
-    return end - first
-
-
 def shape_of(recording: Recording, spot: Spot) -> tuple[int, ...]:
     """The shape of a read's value, where it is known how many tokens it has."""
     entry = recording.read(spot)
     recording.check_prompt()
     if recording.has_generated(entry) and not spot.single:
         raise ProgramError(f"how many tokens {spot} has is known once they are generated")
-    width, parts = width_of(recording, spot), recording.lm.sites.parts(spot.site.name)
+    width, parts = recording.width(spot), recording.lm.sites.parts(spot.site.name)
     row = [width]
     if parts is not None:
         row = [parts[1]] if isinstance(spot.site.index, int) else [width // parts[1], parts[1]]
         row = row[:-1] if parts[1] == 1 else row
     return (*[1] * spot.batched, *([] if spot.single else [len(recording.positions(entry))]), *row)
-
-
-class Draft(Arithmetic):
-    """A copy of a view, as `.clone()` makes it. Writing into it changes the copy alone, until it is written back."""
-
-    def __init__(self, view: View) -> None:
-        self._view, self._read = view, view.expression()
-        self.edits: list[Callable[[View], None]] = []
-
-    def expression(self) -> Expression:
-        if self.edits:
-            raise ProgramError("a clone that was changed in place can be written into the model, and no more")
-        return self._read
-
-    def save(self) -> Any:
-        return self.expression().save()
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._view.shape
-
-    def detach(self) -> Draft:
-        return self
-
-    clone = cpu = float = detach
-
-    def __getitem__(self, key: Any) -> Part:
-        return Part(self, key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        if isinstance(value, Part) and value.written:
-            return
-        value = value.expression() if isinstance(value, Arithmetic) else as_number(value, "=")
-        self.edits.append(lambda target: target.__setitem__(key, value))
-
-    def __iadd__(self, other: Any) -> Draft:
-        return self._change(lambda target: target.__iadd__(other), other)
-
-    def __isub__(self, other: Any) -> Draft:
-        return self._change(lambda target: target.__isub__(other), other)
-
-    def __imul__(self, other: Any) -> Draft:
-        return self._change(lambda target: target.__imul__(other), other)
-
-    def __itruediv__(self, other: Any) -> Draft:
-        return self._change(lambda target: target.__itruediv__(other), other)
-
-    def _change(self, change: Callable[[View], Any], other: Any) -> Draft:
-        if not isinstance(other, Arithmetic) and numbers(other) is None:
-            as_number(other, "with")
-        self.edits.append(change)
-        return self
-
-    def write_into(self, target: View) -> None:
-        """Writes the copy to where a view is: what was changed, and all else as it was when it was cloned."""
-        if not _is_as_it_stands(target, self._read.terms[0].read):
-            write(target, self._read)
-        for edit in self.edits:
-            edit(target)
-
-    def __getattr__(self, name: str) -> NoReturn:
-        refuse_attribute(name, ("save", "shape", *READS))
-
-
-class Part(Arithmetic):
-    """A part of a `Draft`, as in `draft[-1] += v`."""
-
-    def __init__(self, draft: Draft, key: Any) -> None:
-        self._draft, self._key, self.written = draft, key, False
-
-    def expression(self) -> Expression:
-        draft = self._draft
-        if draft.edits or not _is_as_it_stands(draft._view, draft._read.terms[0].read):
-            raise ProgramError("the model or the clone was changed since: index first, and clone then")
-        return draft._view[self._key].expression()
-
-    def _change(self, name: str, other: Any) -> Part:
-        self._draft._change(lambda target: getattr(target[self._key], name)(other), other)
-        self.written = True
-        return self
-
-    def __iadd__(self, other: Any) -> Part:
-        return self._change("__iadd__", other)
-
-    def __isub__(self, other: Any) -> Part:
-        return self._change("__isub__", other)
-
-    def __imul__(self, other: Any) -> Part:
-        return self._change("__imul__", other)
-
-    def __itruediv__(self, other: Any) -> Part:
-        return self._change("__itruediv__", other)
-
-    def save(self) -> Any:
-        return self.expression().save()
-
-    def __getattr__(self, name: str) -> NoReturn:
-        refuse_attribute(name, ("save",))

@@ -12,13 +12,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from patchclamp.errors import PatchclampError
-from patchclamp.plan import CAPTURE, BoundProgram
+from patchclamp.plan import CAPTURE, STORE, BoundProgram
 from patchclamp.plan.acted import acted_on
 from patchclamp.plan.bound import APPLY, BLEND, LINEAR, NOISE, PROJECT
 from patchclamp.plan.room import captured_bytes
 from patchclamp.sites import SiteMap
 
-KINDS = {CAPTURE: "capture", LINEAR: "linear", BLEND: "blend", PROJECT: "project", NOISE: "noise", APPLY: "apply"}
+KINDS = {CAPTURE: "capture", LINEAR: "linear", BLEND: "blend", PROJECT: "project", NOISE: "noise", APPLY: "apply",
+         STORE: "store"}  # fmt: skip
 SECONDS = (0.0001, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0)
 
 

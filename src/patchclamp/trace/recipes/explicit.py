@@ -106,3 +106,14 @@ def streaming(lm: pc.LM):
     stream = lm.stream(CLEAN, max_tokens=6, edits=edits, capture=[site @ pc.generated])
     tokens = [token for part in stream for token in part.token_ids]
     return {"first": stream.run[site][0], "steps": stream.run[site], "tokens": tokens}
+
+
+def within_one_run(lm: pc.LM):
+    early, late = lm.model.layers // 4, lm.model.layers // 2
+    stream, mlp = pc.resid_post[late], pc.mlp_out[late + 1]
+    edits = [
+        pc.Add(pc.SameRun(pc.resid_post[early]), stream, scale=0.5),
+        pc.Replace(pc.SameRun(pc.mlp_out[early], pc.prompt[1]), mlp, tokens=LAST),
+    ]
+    run = lm.run(CLEAN, max_tokens=4, edits=edits, capture=[stream, mlp @ LAST])
+    return {"stream": run[stream], "mlp": run[mlp][0], "tokens": run.token_ids}

@@ -8,7 +8,7 @@ import patchclamp as pc
 
 __all__ = [
     "ablation", "activation_patching", "attention_heads", "caching", "clone_and_replace", "fuzzing", "logit_lens",
-    "neurons", "patchscope", "steering", "streaming", "two_traces",
+    "neurons", "patchscope", "steering", "streaming", "two_traces", "within_one_run",
 ]  # fmt: skip
 CLEAN, CORRUPT = "The Eiffel Tower is in the city of", "The Colosseum is in the city of"
 
@@ -160,3 +160,14 @@ def streaming(lm: pc.LM):
     for part in t:
         tokens += part.token_ids
     return {"first": first, "steps": steps, "tokens": tokens}
+
+
+def within_one_run(lm: pc.LM):
+    """Write an earlier layer's value into a later one, at every token while the model writes on. It takes one run: the
+    rows stay on the device. Over pipeline stages there is no such write."""
+    early, late = lm.model.layers // 4, lm.model.layers // 2
+    with lm.trace(CLEAN, max_tokens=4) as t:
+        t.all().layers[late].output += 0.5 * t.all().layers[early].output
+        t.layers[late + 1].mlp.output[-1] = t.layers[early].mlp.output[1]
+        stream, mlp = t.all().layers[late].output.save(), t.layers[late + 1].mlp.output[-1].save()
+    return {"stream": stream, "mlp": mlp, "tokens": t.token_ids}

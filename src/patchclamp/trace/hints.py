@@ -1,0 +1,47 @@
+"""What to write in place of names that nnsight, nnterp and Transformers have, and a trace does not."""
+
+from __future__ import annotations
+
+from patchclamp.errors import ProgramError, UnknownName
+
+OF_A_TRACE: dict[str, str] = {
+    "norm": "the normed last stream is t.final_norm",
+    "lm_head": "what the unembedding returns is t.logits, a row for each token that is sampled",
+    "output": "what is generated is t.text and t.token_ids after the trace; the logits are t.logits",
+    "project_on_vocab": "write the stream into the last layer and read the logits: t.layers[-1].output[-1] = "
+                        "t.layers[20].output[-1], then t.logits.save()",
+    "skip_layer": "write a layer's input into its output: t.layers[5].output = t.layers[5].input",
+    "skip_layers": "write the first layer's input into the last one's output: t.layers[7].output = t.layers[5].input",
+    "steer": "add to the stream: t.layers[5].output[-1] += 4 * v",
+    "iter": "step n of a generation is t.generated[n - 1], for the first step is the prompt; t.all() is every step",
+    "next": "the next step of a generation is t.generated[0], the one after it t.generated[1]",
+    "barrier": "prompts need no barrier: b.layers[5].output[-1] = a.layers[5].output[-1]",
+    "stop": "a trace runs to its end: lm.trace(prompt, max_tokens=1) computes the prompt alone",
+    "model": "a trace has the layers itself: t.layers[5]",
+    "transformer": "a trace has the layers itself: t.layers[5]",
+    "embed_tokens": "what the token embedding returns is t.embed",
+    "input_ids": "the ids of a prompt are lm.tokens(prompt), and t.run.prompt_token_ids after the trace",
+    "attention_mask": "there is no mask: a prompt has its own tokens, and none that pad it",
+    "num_layers": "the number of layers is len(t.layers), or lm.model.layers",
+    "hidden_size": "the width of the stream is lm.model.d_model",
+    **dict.fromkeys(("generated", "all", "prompt"), "groups of tokens are of a prompt itself: t.generated[3], t.all()"),
+    "result": "what was run is t.run, after the trace",
+}  # fmt: skip
+OF_A_LAYER: dict[str, str] = {
+    "o_proj": "its input, all heads side by side, is t.layers[5].attn.z, and z[3] one head; its output is .attn.output",
+    "q_proj": "its output is t.layers[5].attn.q, with a head q[3]", "k_proj": "its output is t.layers[5].attn.k",
+    "v_proj": "its output is t.layers[5].attn.v", "qkv_proj": "its output is t.layers[5].attn.q, k and v",
+    "down_proj": "its input is t.layers[5].mlp.neurons, its output t.layers[5].mlp.output",
+    **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj", "act_fn"),
+                    "it makes one factor of a neuron, and their product is t.layers[5].mlp.neurons"),
+    "input_layernorm": "its output is t.layers[5].attn.input, and its input t.layers[5].input",
+    "post_attention_layernorm": "in most families its output is t.layers[5].mlp.input, and its input t.layers[5].mid",
+    "gate": "the routing logits are t.layers[5].mlp.router", "experts": "the routing logits are t.layers[5].mlp.router",
+    "skip": "write a layer's input into its output: t.layers[5].output = t.layers[5].input",
+    "next": "the next step of a generation is t.generated[0].layers[5]",
+}  # fmt: skip
+
+
+def hint(name: str, hints: dict[str, str]) -> ProgramError | None:
+    """The error for one of these names, or None for another."""
+    return UnknownName(f"there is no {name!r} in a trace: {hints[name]}") if name in hints else None
