@@ -109,16 +109,10 @@ class Known:
         return self.ranges[key][0]
 
 
-def is_of_length_alone(program: Program) -> bool:
-    """Whether a program binds alike to all prompts of one length: it selects by position, and runs no code."""
-    return all(
-        isinstance(op, SiteOp) and not isinstance(op, Apply) and _is_positional(op.tokens) for _, op in program.ops
-    )
-
-
-def _is_positional(tokens: Selection) -> bool:
+def is_positional(tokens: Selection) -> bool:
+    """Whether it selects by position alone."""
     if isinstance(tokens, Joined):
-        return _is_positional(tokens.left) and _is_positional(tokens.right)
+        return is_positional(tokens.left) and is_positional(tokens.right)
     return isinstance(tokens, Positions)
 
 
@@ -181,7 +175,7 @@ class _Binder:
 
     def select(self, tokens: Tokens, ref: SiteRef) -> list[Case]:
         """A selection at a site: positions that are selected in any case, then those that depend on a token's id."""
-        if not _is_positional(tokens):
+        if not is_positional(tokens):
             return self._cases(tokens, ref)
         lowest = len(self.prompt.ids) - 1 if self.sites.points[ref.point].rows == "sampled" else 0
         key = tokens, len(self.prompt.ids), self.limit, lowest

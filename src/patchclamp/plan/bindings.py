@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from patchclamp.language import Program
-from patchclamp.plan.bind import Code, Known, bind, is_of_length_alone
+from patchclamp.language import Apply, Program
+from patchclamp.language.ops import SiteOp
+from patchclamp.plan.bind import Code, Known, bind, is_positional
 from patchclamp.plan.bound import BoundProgram
 from patchclamp.plan.prompt import Prompt
 from patchclamp.sites import SiteMap
@@ -55,3 +56,10 @@ class Bindings:
         if is_of_length_alone(program):
             self._by_length[id(program), len(prompt.ids)] = binding
         return binding
+
+
+def is_of_length_alone(program: Program) -> bool:
+    """Whether a program binds alike to all prompts of one length: it selects by position, and runs no code."""
+    return all(
+        isinstance(op, SiteOp) and not isinstance(op, Apply) and is_positional(op.tokens) for _, op in program.ops
+    )

@@ -6,8 +6,7 @@ import msgspec
 
 from patchclamp.language import Program
 from patchclamp.lm import LM
-from patchclamp.plan.bind import is_of_length_alone
-from patchclamp.plan.bindings import Binding, Bindings
+from patchclamp.plan.bindings import Binding, Bindings, is_of_length_alone
 from patchclamp.plan.prompt import Prompt
 from patchclamp.serve.kept import Kept
 
