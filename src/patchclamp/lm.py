@@ -318,6 +318,12 @@ class LM:
     def _prompt(self, prompt: Any, path: str) -> _Prompt:
         prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
         if isinstance(prompt, Mapping):
+            if prompt.keys().isdisjoint(("prompt", "prompt_token_ids", "multi_modal_data")):
+                raise ProgramError(
+                    'a prompt is text or a list of token ids; one with images is {"prompt": ..., "multi_modal_data": '
+                    '{"image": ...}}',
+                    path,
+                )
             expanded = self._expand(prompt, None, path)
             return _Prompt(expanded.ids, expanded=expanded)
         if isinstance(prompt, str):
