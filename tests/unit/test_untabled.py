@@ -137,3 +137,9 @@ def test_layers_that_are_not_called_are_not_found():
         Flow(record(), 3, 3, 2)
     with pytest.raises(NotFound, match=r"l\.1 should be called with the stream \[2, 4\], .* called with \{0: \[2, 3\]"):
         Flow(record(), 2, 4, 2)
+
+
+def test_which_layers_have_experts_may_be_said_of_each_layer():
+    mixtral = config("mixtral")  # as MiMo V2 says it
+    mixtral.moe_layer_freq = [0, 1] * (mixtral.num_hidden_layers // 2)
+    assert sizes_of(mixtral).sparse == tuple(range(1, mixtral.num_hidden_layers, 2))

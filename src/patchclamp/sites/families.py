@@ -259,6 +259,8 @@ def _sparse(config: Any, kinds: list[str]) -> tuple[int, ...]:
         return tuple(range(config.expert_layer_offset, len(kinds), period))
     names = "decoder_sparse_step", "moe_layer_freq", "moe_layer_interval"
     every = next((step for name in names if (step := getattr(config, name, None))), 1)
+    if isinstance(every, list | tuple):  # one number a layer, as MiMo V2 has it
+        return tuple(layer for layer, is_sparse in enumerate(every) if is_sparse)
     shift = any(hasattr(config, name) for name in ("decoder_sparse_step", "moe_layer_interval"))  # they count from one
     first = getattr(config, "first_k_dense_replace", getattr(config, "moe_layer_start_index", 0))
     end = getattr(config, "moe_layer_end_index", -1) % len(kinds) + 1
