@@ -149,7 +149,7 @@ def _noise(lm: LM, base: Run, *others: Run) -> float:
         raise ModelError(
             f"on this model a run depends on those beside it: with a longer prompt in the batch its logits, of up to "
             f"{size:.2g}, change by {noise:.2g}. Nothing that is read or written there is one request's alone; run one "
-            "at a time (max_num_seqs=1), or another implementation of the model. On a CPU some of vLLM's kernels do this: "
+            "at a time (max_num_seqs=1), or another implementation of the model. On a CPU vLLM's kernels may do this: "
             'compilation_config={"custom_ops": ["none"]} goes around them'
         )
     return max(float(gap.max()) for gap in gaps)
