@@ -26,7 +26,7 @@ demo: setup  ## run the demo on the CPU, with the small real model, into out/dem
 test: setup  ## run the tests, in two processes, each group of files in one, which shares its engines (tests/conftest.py)
 	$(BIN)/python -m pytest -n 2
 
-processes: setup  ## run the tests that make test leaves out: replicas, several workers, vLLM's own compiler, each in processes of its own
+processes: setup  ## run the tests that make test leaves out: second servers, replicas, several workers, vLLM's own compiler, each in processes of its own
 	$(BIN)/python -m pytest -n 2 -m processes
 
 families: setup  ## prove every site table on both engines; make test proves a part of them

@@ -19,6 +19,7 @@ from .conftest import Server, start, stop
 from .stock_requests import differences, metric_names
 from .test_openai import CAPTURED, PROMPT, STEERED, complete, program
 
+pytestmark = pytest.mark.processes  # a second server
 PLUGIN = """
 from pathlib import Path
 
@@ -106,10 +107,9 @@ def test_what_vllms_own_answers_have_no_room_for_is_refused(plain, options, stat
     assert complete(plain).choices[0].text
 
 
-@pytest.mark.parametrize("each", [6, pytest.param(1, marks=pytest.mark.processes)])
-def test_vllms_own_routes_and_ours_answer_alike_where_there_is_no_program(plain, server, each):
+def test_vllms_own_routes_and_ours_answer_alike_where_there_is_no_program(plain, server):
     with server.http() as ours, httpx.Client(base_url=plain.url, timeout=120) as stock:
-        assert differences(ours, stock, server.model, each) == []
+        assert differences(ours, stock, server.model) == []
 
 
 def test_vllms_own_routes_and_metrics_are_all_there(plain, server):
