@@ -10,7 +10,9 @@ import patchclamp as pc
 from patchclamp.engines.chat import prompt_of
 from patchclamp.language import Named, Program, Vector
 from patchclamp.serve import bindings
+from patchclamp.serve.journal import Note
 from patchclamp.serve.kept import Kept
+from patchclamp.store.one_entry import to_bytes
 
 PROMPT = [5, 6, 7, 8]
 
@@ -68,6 +70,24 @@ def test_what_the_bank_has_now_is_bound(lm, counted):
     assert len(counted) == 2
     assert [next(iter(each.vectors.values())).flat[0] for each in seen] == [1.0, 1.0, 2.0, 2.0]
     kept.delete("a", "vector", "v")
+    with pytest.raises(pc.PatchclampError, match="v"):
+        bind(lm, known, program)
+
+
+def test_what_another_process_says_of_the_bank_counts_and_of_runs_does_not(lm, counted):
+    kept = Kept()
+    known, program = bindings.KnownBindings(lm, kept), Program.of([pc.Add(Named("v"), at=pc.embed)])
+    for number, name, kind, data in (
+        (1, "v", "vector", to_bytes("v", row(lm, 1))),
+        (1, "r", "touched", b""),
+        (1, "r", "gone", b"it was deleted"),
+        (2, "v", "vector", to_bytes("v", row(lm, 2))),
+    ):
+        kept.hear(Note("a", name, kind, "another", data), lm)
+        (rows,) = bind(lm, known, program).vectors.values()
+        assert rows.flat[0] == number
+    assert len(counted) == 2
+    kept.hear(Note("a", "v", "gone", "another", b"it was deleted"), lm)
     with pytest.raises(pc.PatchclampError, match="v"):
         bind(lm, known, program)
 

@@ -220,7 +220,6 @@ class Kept:
     def hear(self, note: Note, lm: LM) -> None:
         """Takes what another process says."""
         owner, name = note.owner, note.name
-        self._versions[owner] += 1
         runs, bank = self._runs.setdefault(owner, {}), self.bank(owner)
         if note.kind == "touched":
             if name in runs:
@@ -234,12 +233,14 @@ class Kept:
             self._gone.pop((owner, name), None)
         elif note.kind == "gone" and name in bank:
             del bank[name], self._bank_bytes[owner][name]
+            self._versions[owner] += 1
         elif note.kind == "gone":  # a run's name, which this process may have never heard before
             self._remember(owner, name, note.data.decode())
         else:
             entry = unpack_entry(note.kind, note.data)
             bank[name] = entry
             self._bank_bytes.setdefault(owner, {})[name] = bytes_of(entry)
+            self._versions[owner] += 1
 
 
 def kind_of(entry: object) -> str:
