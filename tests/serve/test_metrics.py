@@ -16,6 +16,8 @@ from .conftest import KEYS, Server, becomes
 from .test_openai import PROMPT, STEERED, complete, program
 
 SECRET = "Zanzibar quagga"
+# what the engine cores hold: they are asked now and then, whenever that falls, so that it is no part of a change
+GAUGES = {"patchclamp:programs_waiting", "patchclamp:programs_admitted"}
 
 
 def counted(server: Server) -> Counter[str]:
@@ -31,7 +33,9 @@ def counted(server: Server) -> Counter[str]:
 def change(server: Server, before: Counter[str]) -> dict[str, float]:
     after = counted(server)
     return {
-        name: after[name] - before[name] for name in after if after[name] != before[name] and "_created" not in name
+        name: after[name] - before[name]
+        for name in after
+        if after[name] != before[name] and "_created" not in name and name not in GAUGES
     }
 
 
@@ -98,4 +102,4 @@ def test_programs_that_wait_are_seen(server):
         assert told["patchclamp:programs_total"] == told["patchclamp:admission_seconds_count"] == 80
         lm.engine.status()
     assert becomes(lambda: counted(server)["patchclamp:programs_waiting"] == 0)
-    assert {"patchclamp:programs_waiting", "patchclamp:programs_admitted"} <= set(counted(server))
+    assert set(counted(server)) >= GAUGES
