@@ -67,9 +67,10 @@ class Server:
     """A server in a process of its own; `ours`: patchclamp's."""
 
     def __init__(self, model: str, ours: bool, options: list[str], log: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        self._held = socket.socket()  # its port is nobody else's until it has bound it
+        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._held.bind(("127.0.0.1", 0))
+        port = self._held.getsockname()[1]
         command = (
             ["-m", "patchclamp", "serve", model]
             if ours
@@ -89,6 +90,7 @@ class Server:
         while time.monotonic() < end and self.process.poll() is None:
             try:
                 urllib.request.urlopen(f"{self.url}/health", timeout=5)
+                self._held.close()
                 return
             except (urllib.error.URLError, OSError):
                 time.sleep(0.5)

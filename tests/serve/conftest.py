@@ -46,10 +46,21 @@ def start(
     model: str, log: Path, *options: str, command: tuple[str, ...] = ("-m", "patchclamp", "serve"),
     environment: dict[str, str] | None = None,
 ) -> Server:  # fmt: skip
-    """Starts a server and waits until it answers."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    """Starts a server and waits until it answers.
+
+    Its port is held until then: vLLM imports for seconds before it binds, and somebody else may be given a port that is
+    merely free. Linux lets two sockets with SO_REUSEADDR have a port of which one listens.
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        return _start(model, log, held.getsockname()[1], options, command, environment)
+
+
+def _start(
+    model: str, log: Path, port: int, options: tuple[str, ...], command: tuple[str, ...],
+    environment: dict[str, str] | None,
+) -> Server:  # fmt: skip
     given = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
     words = [sys.executable, *command, model, *given, "--enforce-eager", "--host=127.0.0.1", f"--port={port}", *options]
     with log.open("w") as out:
