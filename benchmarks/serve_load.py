@@ -186,14 +186,15 @@ def saturation(server: Server, folder: Path, args: Any) -> float:
 
 
 def sweep_s(lm: Any, rounds: int) -> float:
-    """Seconds of a sweep of every site of the stream, the median of some."""
+    """Seconds of a sweep of twelve sites at every layer of 17 tokens, the median of some."""
+    from benchmarks.user_path import SWEEP_SITES
     from patchclamp.studies import patch_sweep
 
     draw, times = np.random.default_rng(3), []
     for _ in range(rounds + 1):
         clean, corrupt = draw.integers(100, 500, (2, 17)).tolist()
         begin = time.perf_counter()
-        patch_sweep(lm, clean=clean, corrupt=corrupt, answer=7, foil=9, sites=["resid_pre", "attn_out", "mlp_out"])
+        patch_sweep(lm, clean=clean, corrupt=corrupt, answer=7, foil=9, sites=list(SWEEP_SITES), show_progress=False)
         times.append(time.perf_counter() - begin)
     return float(np.median(times[1:]))
 
@@ -204,7 +205,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--tokens", type=int, default=64, help="of a prompt, and generated")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--no-sweep", action="store_true")
+    parser.add_argument("--only", choices=("load", "sweep"), help="one of the two")
     parser.add_argument("--out", type=Path, default=Path("out"))
     args = parser.parse_args()
     import torch
@@ -221,33 +222,37 @@ def main() -> None:
     else:
         options += ["--enforce-eager", f"--kv-cache-memory-bytes={1 << 28}", "--dtype=float32"]
     FORKS.set_forkserver_preload(["vllm.benchmarks.serve", "vllm.utils.argparse_utils"])
-    sides = {name: Server(model, name == "ours", options, folder / f"{name}.log") for name in ("stock", "ours")}
+    names = ("ours",) if args.only == "sweep" else ("stock", "ours")
+    sides = {name: Server(model, name == "ours", options, folder / f"{name}.log") for name in names}
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    report: dict[str, Any] = {"shape": args.shape, "device": device, "when": datetime.date.today().isoformat(),
+                              "command": " ".join(sys.argv)}  # fmt: skip
+    file = args.out / f"serve_{args.only or 'load'}-{args.shape}-{report['when']}.json"
     try:
         for server in sides.values():
             server.wait()
-        print(f"both servers answer after {time.monotonic() - BEGAN:.0f} s", flush=True)
+        print(f"{len(sides)} servers answer after {time.monotonic() - BEGAN:.0f} s", flush=True)
         sides["ours"].put_vector(width)
-        report = measure(sides, folder, args)
-        if not args.no_sweep:
-            report["sweep"] = compare_sweeps(sides, model, args)
+        if args.only != "sweep":
+            measure(sides, folder, args, report)
+            file.write_text(json.dumps(report, indent=1))
+            sides["stock"].close()
+        if args.only != "load":
+            report["sweep"] = compare_sweeps(sides["ours"], model, args)
     finally:
+        file.write_text(json.dumps(report, indent=1))
         for server in sides.values():
             server.close()
             (args.out / server.log.name).write_text(server.log.read_text()[-(1 << 20) :])
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    report |= {"shape": args.shape, "device": device, "when": datetime.date.today().isoformat(),
-               "command": " ".join(sys.argv)}  # fmt: skip
-    file = args.out / f"serve_load-{args.shape}-{report['when']}.json"
-    file.write_text(json.dumps(report, indent=1))
     print(f"written to {file}")
 
 
-def measure(sides: dict[str, Server], folder: Path, args: Any) -> dict[str, Any]:
-    """The ratios of both cases."""
+def measure(sides: dict[str, Server], folder: Path, args: Any, report: dict[str, Any]) -> None:
+    """Adds the ratios of both cases to a report."""
     rate = 0.8 * saturation(sides["stock"], folder, args)
     saturation(sides["ours"], folder, args)
     print(f"80 % of stock's saturation: {rate:.1f} requests a second", flush=True)
-    report: dict[str, Any] = {"requests_per_s": rate, "cases": {}}
+    report |= {"requests_per_s": rate, "cases": {}}
     for case, bars in BARS.items():
         rounds: dict[str, list[dict[str, float]]] = {"stock": [], "ours": []}
         for number in range(args.rounds):
@@ -261,19 +266,17 @@ def measure(sides: dict[str, Server], folder: Path, args: Any) -> dict[str, Any]
         report["cases"][case] = {"ratios": ratios, "medians": medians, "rounds": rounds}
         told = ", ".join(f"{figure} {ratios[figure]:.3f} ({bar})" for figure, bar in zip(FIGURES, bars, strict=True))
         print(f"{case}: {told}", *(f"{name} {ratios[name]:.3f}" for name in CPU), flush=True)
-    return report
 
 
-def compare_sweeps(sides: dict[str, Server], model: str, args: Any) -> dict[str, float]:
+def compare_sweeps(server: Server, model: str, args: Any) -> dict[str, float]:
     """Seconds of a sweep over HTTP, and in this process, where no server is left beside it but ours."""
     import torch
 
     import patchclamp as pc
 
-    sides["stock"].close()
-    with pc.LM(sides["ours"].url) as lm:
+    with pc.LM(server.url) as lm:
         http_s = sweep_s(lm, args.rounds)
-    sides["ours"].close()
+    server.close()
     own = (
         {"gpu_memory_utilization": 0.4, "kv_cache_memory_bytes": 12 << 30}
         if torch.cuda.is_available()

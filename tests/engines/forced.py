@@ -5,13 +5,21 @@ On a CPU vLLM leaves its compiler (`VllmBackend`: a graph cut at attention, comp
 for plain torch.compile.  Here it is told not to, and its one pass that names CUDA kernels is left out.
 """
 
+# ruff: noqa: E402
+
 import json
 import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["VLLM_USE_AOT_COMPILE"] = "1"
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.without_torchvision import stand_ins
+
+sys.modules.update(stand_ins())
 
 from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
 from vllm.config import CompilationMode
@@ -33,7 +41,7 @@ CpuPlatform.check_and_update_config = classmethod(leave_the_compiler)
 FixFunctionalizationPass.__call__ = lambda self, graph: None
 registry._run_in_subprocess = lambda look: look()  # what a model class is: see `inspected_here`
 
-from vllm.compilation.counter import compilation_counter  # noqa: E402
+from vllm.compilation.counter import compilation_counter
 
 kind, asked = sys.argv[1], json.loads(sys.argv[2])
 options = {**asked["options"], "compilation_config": {"mode": 3, "cudagraph_mode": "NONE", "pass_config": {

@@ -15,6 +15,7 @@ import torch
 from patchclamp.engines.vllm import shared, worker
 from patchclamp.engines.vllm.compat import graphs as compat_graphs
 from patchclamp.engines.vllm.compat import runner as compat
+from patchclamp.errors import EngineError
 from patchclamp.runtime import Limits, Runtime, op
 from patchclamp.sites import SiteMap, Sizes
 from patchclamp.sites.tables import LLAMA
@@ -197,6 +198,41 @@ def test_a_model_that_was_compiled_elsewhere_has_no_code_without_taps_and_only_s
     ours = {"patchclamp": {"numerics": numerics}}
     config = SimpleNamespace(additional_config=ours, compilation_config=compilation)
     assert compat_graphs.lacks_idle_variant(config) is lacks
+
+
+class Mode(NamedTuple):
+    """Of CUDA graphs."""
+
+    name: str
+
+
+MIXED, DECODES = Mode("PIECEWISE"), Mode("FULL")
+
+
+def a_store(full: dict[int, object], pieces: dict[int, object]) -> Any:
+    """Full graphs as a V2 runner's manager has them, by tokens, and those of one piece."""
+    wrapper = SimpleNamespace(runtime_mode=MIXED)
+    entries = {Desc(tokens): SimpleNamespace(cudagraph=graph) for tokens, graph in pieces.items()}
+    return {Desc(tokens, DECODES): graph for tokens, graph in full.items()}, [(wrapper, entries)]
+
+
+class Desc(NamedTuple):
+    """What a graph is recorded for."""
+
+    num_tokens: int
+    cg_mode: Any = None
+
+
+def test_a_size_of_step_without_a_graph_with_taps_is_an_error():
+    keys = {(mode, tokens) for mode in (MIXED, DECODES) for tokens in (4, 8)} - {(DECODES, 8)}
+    compat_graphs._check_recorded(a_store({4: "graph"}, {4: "graph", 8: "graph"}), keys)
+    for pieces in ({}, {4: "graph"}, {4: "graph", 8: None}):
+        with pytest.raises(
+            EngineError, match=r"no graph with taps of PIECEWISE steps of [48] tokens.*enforce_eager=True"
+        ):
+            compat_graphs._check_recorded(a_store({4: "graph"}, pieces), keys)
+    with pytest.raises(EngineError, match="of FULL steps of 4 tokens"):
+        compat_graphs._check_recorded(a_store({}, {4: "graph", 8: "graph"}), keys)
 
 
 @pytest.mark.parametrize(("kept", "ring", "least"), [(1 << 12, 1 << 14, 1 << 12), (1 << 12, 1 << 12, 1 << 11)])

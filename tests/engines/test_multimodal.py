@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,11 @@ from PIL import Image
 
 import patchclamp as pc
 from patchclamp.engines.carried import receipt_of
+from patchclamp.engines.vllm.compat.graphs import Graphs
 from patchclamp.errors import ModelError
 from patchclamp.language.registry import SITES
 
+from ..gpu.engines import attached
 from ..models import MULTIMODAL, gemma_pictures, that_reads_images, with_gemma_processor
 from ..reference.images import PlainReader
 from .test_admission import raw, scaled
@@ -53,6 +56,27 @@ def test_every_site_is_proved_and_equal(pair):
 
 def test_every_edit_moves_the_logits_as_on_transformers(pair):
     every_edit_is_equal(pair)
+
+
+def test_graphs_of_the_decoder_are_the_engines(pair):
+    """vLLM makes the decoder with a copy of the engine's configuration: what is compiled and recorded of it knows that
+    copy. The graphs of another engine are left alone."""
+    from vllm.compilation.cuda_graph import CUDAGraphWrapper
+
+    worker: Any = attached(pair.lm)
+    copies = {
+        id(m.vllm_config): m.vllm_config for m in worker._runner.get_model().modules() if hasattr(m, "vllm_config")
+    }
+    assert copies.keys() - {id(worker._config)}
+    graphs, wrappers = Graphs(None, *[lambda *_: None] * 3), []  # type: ignore[arg-type]
+    graphs._config = worker._config
+    for owner in (*copies.values(), SimpleNamespace(compilation_config=SimpleNamespace())):
+        wrapper: Any = CUDAGraphWrapper.__new__(CUDAGraphWrapper)
+        wrapper.vllm_config, wrapper.concrete_cudagraph_entries = owner, {}
+        wrappers.append(wrapper)
+        CUDAGraphWrapper._all_instances.add(wrapper)
+    found = {id(wrapper) for wrapper, _ in graphs._take()[1]}
+    assert found == {id(wrapper) for wrapper in wrappers[:-1]} != set()
 
 
 def test_positions_count_tokens_whatever_the_model_turns_them_into(pair):

@@ -13,6 +13,7 @@ import patchclamp as pc
 from patchclamp.errors import ModelError, UnsupportedSite
 from patchclamp.kernels import fused
 from patchclamp.proving import prove
+from patchclamp.proving.prove import LENGTH
 from patchclamp.sites import tables
 from patchclamp.sites.families import Tap
 
@@ -113,6 +114,24 @@ def test_a_write_that_is_lost_is_seen(lm, monkeypatch):
     assert not proofs["attn_in"].edit
     assert f"an edit at attn_in[{layer}] does not move the logits" in proofs["attn_in"].note
     assert [name for name, proof in proofs.items() if not proof.holds] == ["attn_in"]
+
+
+@pytest.mark.parametrize(
+    ("reads", "message"), [(True, "an edit does nothing, unlike in a larger batch"), (False, "rows are read otherwise")]
+)
+def test_small_steps_without_taps_are_seen(lm, monkeypatch, reads, message):
+    """As where CUDA graphs of small steps were recorded without taps: what they read is nothing, what they write lost."""
+    runtime = runtime_of(lm)
+    apply, logits = runtime.apply, lm.sites.resolve(pc.Site("logits"))[0].point
+
+    def lost(at, hidden, residual=None):
+        if at == logits or hidden.numel() // hidden.shape[-1] > LENGTH:
+            return apply(at, hidden, residual)
+        return apply(at, hidden.clone() if reads else torch.zeros_like(hidden), residual)
+
+    monkeypatch.setattr(runtime, "apply", lost)
+    with pytest.raises(pc.EngineError, match=f"in a run by itself {message}.*enforce_eager=True"):
+        prove(lm)
 
 
 @pytest.mark.parametrize("full", [False, True])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import patchclamp as pc
-from tests.models import with_weights
+from tests.models import that_reads_images, with_weights
 
 pytestmark = pytest.mark.processes
 
@@ -23,6 +23,25 @@ LAYERS, TOKENS = 2, 6
 PROMPTS = [[3, 5, 7, 11, 13], list(range(100, 140)), [42]]
 
 
+def start(kind: str, asked: str, cache: str) -> subprocess.Popen:
+    """An engine in a process of its own, with a folder of compiled code."""
+    clean = {name: value for name, value in os.environ.items() if "AOT" not in name}
+    environ = {**clean, "VLLM_CACHE_ROOT": cache, "TORCHINDUCTOR_CACHE_DIR": cache + "/inductor",
+               **({"VLLM_PLUGINS": ""} if kind == "stock" else {})}  # fmt: skip
+    command = [sys.executable, str(Path(__file__).with_name("forced.py")), kind, asked]
+    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen) -> dict:
+    """What it says."""
+    try:
+        out, err = process.communicate(timeout=180)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err[-3000:]
+    return json.loads(out.splitlines()[-1])
+
+
 @pytest.fixture(scope="module")
 def said(tmp_path_factory) -> dict[str, dict]:
     """What stock, patchclamp with stock numerics and with uniform ones, and the former started again say. Each has a
@@ -30,23 +49,7 @@ def said(tmp_path_factory) -> dict[str, dict]:
     model = with_weights(tmp_path_factory.mktemp("model"), "0.6b", LAYERS, **SHAPE)
     caches = {kind: str(tmp_path_factory.mktemp(kind)) for kind in ("stock", "ours", "uniform")}
     asked = json.dumps({"model": model, "options": OPTIONS, "prompts": PROMPTS, "tokens": TOKENS})
-
-    def start(kind: str) -> subprocess.Popen:
-        clean = {name: value for name, value in os.environ.items() if "AOT" not in name}
-        environ = {**clean, "VLLM_CACHE_ROOT": caches[kind], "TORCHINDUCTOR_CACHE_DIR": caches[kind] + "/inductor",
-                   **({"VLLM_PLUGINS": ""} if kind == "stock" else {})}  # fmt: skip
-        command = [sys.executable, str(Path(__file__).with_name("forced.py")), kind, asked]
-        return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-    def finish(process: subprocess.Popen) -> dict:
-        try:
-            out, err = process.communicate(timeout=180)
-        finally:
-            process.kill()
-        assert process.returncode == 0, err[-3000:]
-        return json.loads(out.splitlines()[-1])
-
-    started = {kind: start(kind) for kind in caches}
+    started = {kind: start(kind, asked, cache) for kind, cache in caches.items()}
     try:
         found = {kind: finish(process) for kind, process in started.items()}
     finally:
@@ -55,7 +58,7 @@ def said(tmp_path_factory) -> dict[str, dict]:
     with pc.LM(model, engine="vllm", prove=False, enforce_eager=True, **OPTIONS) as eager:
         runs = eager.run(PROMPTS, max_tokens=1, capture=[pc.resid_post[0]])
         found["eager"] = {"rows": [run[pc.resid_post[0]] for run in runs]}
-    return found | {"ours again": finish(start("ours"))}
+    return found | {"ours again": finish(start("ours", asked, caches["ours"]))}
 
 
 def test_both_variants_are_compiled_and_found_again(said):
@@ -104,3 +107,16 @@ def test_with_uniform_numerics_one_code_with_taps_is_compiled_and_runs_in_every_
     assert uniform["taps, idle"] == uniform["taps, idle again"] > 4 * LAYERS * TOKENS
     assert uniform["steps"] == {"steps_with_taps": 6 * TOKENS, "steps_without_taps": 0}
     assert stock["steps"] == {"steps_with_taps": 4 * TOKENS, "steps_without_taps": 2 * TOKENS}
+
+
+def test_the_decoder_within_a_model_that_reads_images_is_compiled_in_both_variants(tmp_path):
+    """vLLM makes it with a copy of the engine's configuration."""
+    that_reads_images(tmp_path, "mistral3")
+    options = {**OPTIONS, "limit_mm_per_prompt": {"image": 0, "video": 0}}
+    asked = json.dumps({"model": str(tmp_path), "options": options, "prompts": PROMPTS, "tokens": TOKENS})
+    found = finish(start("ours", asked, str(tmp_path / "cache")))
+    assert found["num_graphs_seen"] == 2
+    assert found["taps, idle"] == found["taps, idle again"] < 4 * TOKENS < found["taps, in the active variant"]
+    assert found["plain"] == found["again"]
+    for steered, plain in zip(found["steered"], found["plain"], strict=True):
+        assert steered[1] != plain[1]

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from patchclamp.errors import ModelError
+from patchclamp.errors import EngineError, ModelError
 from patchclamp.language import Add, At, Capture, From, Op, Replace, Site, prompt
 from patchclamp.lm import LM
 from patchclamp.proving.order import disorder, watched
@@ -85,6 +85,7 @@ def prove(lm: LM, full: bool = False) -> list[Proof]:
     noise = _noise(lm, base, first, last)
     edited = dict(zip(map(str, refs), tried, strict=False))
     moved = {at: _moves(_answer(run), plain, noise) for at, run in edited.items()}
+    _same_alone(lm, ids, base, first, everywhere, next((ref for ref in refs if moved[str(ref)]), None))
     disordered = {str(ref): disorder(ref, first, edited[str(ref)], watched_refs[str(ref)]) for ref in refs}
     written_back = dict(zip(names, tried[len(refs) :], strict=False))
     same = {name: np.array_equal(_answer(run), plain) for name, run in written_back.items()}
@@ -153,6 +154,24 @@ def _noise(lm: LM, base: Run, *others: Run) -> float:
             'compilation_config={"custom_ops": ["none"]} goes around them'
         )
     return max(float(gap.max()) for gap in gaps)
+
+
+def _same_alone(
+    lm: LM, ids: list[int], base: Run, in_batch: Run, captures: Sequence[Capture], mover: SiteRef | None
+) -> None:
+    """Raises `EngineError` unless rows are read in a run by itself as in a batch, and an edit at `mover`, which moves
+    the logits in a batch, does so there: small steps run other code than large ones, CUDA graphs, and what has no taps
+    there would run unedited."""
+    pairs = [(_row(base, ref), _row(in_batch, ref)) for ref in (lm.sites.resolve(each.at)[0] for each in captures)]
+    gaps = [np.linalg.norm(alone - beside) / max(np.linalg.norm(beside), 1e-9) for alone, beside in pairs]
+    inert = mover is not None and np.array_equal(_answer(_runs(lm, ids, [[_push(base, mover)]])[0]), _answer(base))
+    unread = bool(gaps) and float(np.median(gaps)) > LOGITS_RTOL.get(lm.model.dtype, max(LOGITS_RTOL.values()))
+    if unread or inert:
+        what = "rows are read otherwise than" if unread else "an edit does nothing, unlike"
+        raise EngineError(
+            f"in a run by itself {what} in a larger batch: the engine's small steps run code without taps. Start it "
+            "with enforce_eager=True, and report this with the model's name"
+        )
 
 
 def _answer(run: Run) -> np.ndarray:

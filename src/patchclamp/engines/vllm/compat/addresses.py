@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from patchclamp.engines.vllm.compat.configuration import engine_id
 from patchclamp.engines.vllm.compat.seams import require
 from patchclamp.runtime.addresses import addresses, compare
 
@@ -45,7 +46,7 @@ class Watch:
     def watch_wrappers(self, vllm_config: Any) -> None:
         """Watches the wrappers of an engine: their arguments, and for full graphs what the forward context carries."""
         _on_call()
-        _watches[id(vllm_config)] = (vllm_config, self)
+        _watches[engine_id(vllm_config)] = (vllm_config, self)
 
     def run_wrapper(self, stock: Any, wrapper: Any, context: Any, args: Any, kwargs: Any) -> Any:
         """Runs a wrapper that is called for its graph, after it has compared what the graph reads."""
@@ -136,7 +137,7 @@ def _on_call() -> None:
 
     @functools.wraps(stock)
     def call(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
-        _, watch = _watches.get(id(wrapper.vllm_config), (None, None))
+        _, watch = _watches.get(engine_id(wrapper.vllm_config), (None, None))
         if watch is None or not is_forward_context_available():
             return stock(wrapper, *args, **kwargs)
         context = get_forward_context()

@@ -27,6 +27,12 @@ def is_uniform(vllm_config: Any) -> bool:
     return ours is not None and ours["numerics"] == "uniform"
 
 
+def engine_id(vllm_config: Any) -> int:
+    """The same number for every configuration of one engine: the decoder within a model that also reads images is made
+    with a copy, and what is compiled of it has that copy. Copies share the compiler's configuration."""
+    return id(vllm_config.compilation_config)
+
+
 class _Additional(dict[str, Any]):
     """An `additional_config`, with what a server allows its callers beside its items: vLLM hashes the items alone. The
     configuration itself takes no attributes: vLLM could not make the one of a part of the model of it."""

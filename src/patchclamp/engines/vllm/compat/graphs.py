@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from patchclamp.engines.vllm.compat.addresses import Watch
-from patchclamp.engines.vllm.compat.configuration import enabled, is_uniform
+from patchclamp.engines.vllm.compat.configuration import enabled, engine_id, is_uniform
 from patchclamp.engines.vllm.compat.seams import require
 from patchclamp.errors import EngineError
 from patchclamp.runtime.graphs import MAX_NODES, NODE_BYTES
@@ -118,6 +118,7 @@ class Graphs:
                 with self.recording(), compiled_variant(active=True), _graphs_of(_WithNodes, self.watch):
                     capture()
                 store = self._take()
+                _check_recorded(store, keys)
                 for desc, graph in store[0].items():
                     store[0][desc] = self._tapped(graph)
                 for _, entries in store[1]:
@@ -179,7 +180,8 @@ class Graphs:
     def _take(self) -> tuple[dict[Any, Any], _Entries]:
         from vllm.compilation.cuda_graph import CUDAGraphWrapper
 
-        wrappers = [wrapper for wrapper in CUDAGraphWrapper._all_instances if wrapper.vllm_config is self._config]
+        engine = engine_id(self._config)
+        wrappers = [each for each in CUDAGraphWrapper._all_instances if engine_id(each.vllm_config) == engine]
         full = {} if self._manager is None else self._manager.graphs
         return full, [(wrapper, wrapper.concrete_cudagraph_entries) for wrapper in wrappers]
 
@@ -189,6 +191,21 @@ class Graphs:
             self._manager.graphs = full
         for wrapper, entries in wrappers:
             wrapper.concrete_cudagraph_entries = entries
+
+
+def _check_recorded(store: tuple[dict[Any, Any], _Entries], keys: set[tuple[Any, int]]) -> None:
+    """Raises `EngineError` where a (mode, tokens) has no graph with taps: its steps would run unedited."""
+    full, wrappers = store
+    recorded = {(desc.cg_mode, desc.num_tokens) for desc in full}
+    for wrapper, entries in wrappers:
+        recorded |= {(wrapper.runtime_mode, desc.num_tokens) for desc, entry in entries.items()
+                     if entry.cudagraph is not None}  # fmt: skip
+    if missing := keys - recorded:
+        mode, tokens = min(missing, key=lambda key: (key[0].name, key[1]))
+        raise EngineError(
+            f"vLLM recorded no graph with taps of {mode.name} steps of {tokens} tokens, where programs would do "
+            "nothing: start with enforce_eager=True, and report this with the model's name"
+        )
 
 
 def _no_room(error: BaseException | None) -> bool:
@@ -341,7 +358,7 @@ def on_compile() -> None:
     def compile_variants(backend: Any, graph: Any, example_inputs: Any) -> Any:
         if enabled(backend.vllm_config) is None or backend.prefix.endswith(_IDLE):
             return stock(backend, graph, example_inputs)
-        _compiled.add(id(backend.vllm_config))
+        _compiled.add(engine_id(backend.vllm_config))
         files = set(backend.compilation_config.traced_files)
         untapped = None if is_uniform(backend.vllm_config) else _without_taps(graph)
         with _counting_fusions(backend.vllm_config, 1):
@@ -373,7 +390,8 @@ def compiled_ahead(vllm_config: Any) -> bool:
 def lacks_idle_variant(vllm_config: Any) -> bool:
     """Whether an engine's model was compiled elsewhere than in `on_compile`, and idle steps would run code with taps
     though its numerics are stock's."""
-    return _mode(vllm_config) == "VLLM_COMPILE" and id(vllm_config) not in _compiled and not is_uniform(vllm_config)
+    compiled = engine_id(vllm_config) in _compiled
+    return _mode(vllm_config) == "VLLM_COMPILE" and not compiled and not is_uniform(vllm_config)
 
 
 def _mode(vllm_config: Any) -> str | None:
@@ -381,14 +399,14 @@ def _mode(vllm_config: Any) -> str | None:
 
 
 _IDLE = "_patchclamp_idle"
-_compiled: set[int] = set()  # ids of the configurations of which a model was compiled in both variants
-_fusions: dict[int, dict[str, list[int]]] = {}  # by the id of an engine's configuration
+_compiled: set[int] = set()  # engines of which a model was compiled in both variants
+_fusions: dict[int, dict[str, list[int]]] = {}  # by engine
 
 
 def fusions_of(vllm_config: Any) -> dict[str, list[int]]:
     """A new engine's counts: how often each pass matches in the idle variant, and in the active one."""
-    counts = _fusions[id(vllm_config)] = {}
-    _compiled.discard(id(vllm_config))
+    counts = _fusions[engine_id(vllm_config)] = {}
+    _compiled.discard(engine_id(vllm_config))
     return counts
 
 
@@ -405,7 +423,9 @@ def _counting_fusions(vllm_config: Any, variant: int) -> Iterator[None]:
     yield
     for name, count in table.items():
         if count != before.get(name, 0):
-            _fusions.setdefault(id(vllm_config), {}).setdefault(name, [0, 0])[variant] += count - before.get(name, 0)
+            _fusions.setdefault(engine_id(vllm_config), {}).setdefault(name, [0, 0])[variant] += count - before.get(
+                name, 0
+            )
 
 
 def _without_taps(graph: Any) -> Any:
