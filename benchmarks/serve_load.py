@@ -66,7 +66,7 @@ def model_of(shape: str, folder: Path) -> str:
 class Server:
     """A server in a process of its own; `ours`: patchclamp's."""
 
-    def __init__(self, model: str, ours: bool, options: list[str], log: Path) -> None:
+    def __init__(self, model: str, ours: bool, options: list[str], variables: dict[str, str], log: Path) -> None:
         self._held = socket.socket()  # its port is nobody else's until it has bound it
         self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._held.bind(("127.0.0.1", 0))
@@ -76,7 +76,7 @@ class Server:
             if ours
             else ["-m", "vllm.entrypoints.openai.api_server", "--model", model]
         )
-        environment = os.environ if ours else {**os.environ, "VLLM_PLUGINS": ""}
+        environment = {**os.environ, **({} if ours else {"VLLM_PLUGINS": ""}), **variables}
         self.url, self.model, self.log = f"http://127.0.0.1:{port}", model, log
         with log.open("w") as out:
             self.process = subprocess.Popen(
@@ -213,17 +213,18 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="serve-load-"))
     model, width = model_of(args.shape, folder), {"0.6b": 1024, "8b": 4096, "smollm2": 576, "tiny": 64}[args.shape]
-    options = ["--max-model-len=2048", "--no-enable-prefix-caching"]
+    options, variables = ["--max-model-len=2048", "--no-enable-prefix-caching"], dict[str, str]()
     if torch.cuda.is_available():
         # two servers that start at once cannot measure what memory is free
         options += ["--gpu-memory-utilization=0.4", f"--kv-cache-memory-bytes={12 << 30}"]
         options += [f"--compilation-config={json.dumps({'cudagraph_capture_sizes': SIZES})}"]  # enough for this load
         options += ["--load-format=dummy"] if args.shape in ("0.6b", "8b") else []
     else:
+        variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # "A busy CPU" in docs/vllm.md
         options += ["--enforce-eager", f"--kv-cache-memory-bytes={1 << 28}", "--dtype=float32"]
     FORKS.set_forkserver_preload(["vllm.benchmarks.serve", "vllm.utils.argparse_utils"])
     names = ("ours",) if args.only == "sweep" else ("stock", "ours")
-    sides = {name: Server(model, name == "ours", options, folder / f"{name}.log") for name in names}
+    sides = {name: Server(model, name == "ours", options, variables, folder / f"{name}.log") for name in names}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     report: dict[str, Any] = {"shape": args.shape, "device": device, "when": datetime.date.today().isoformat(),
                               "command": " ".join(sys.argv)}  # fmt: skip

@@ -150,23 +150,20 @@ def _torchvision():
 @pytest.fixture(scope="session")
 def alone(shortened, shortest):
     """`alone("float32", compiled=True)` is what `PROMPTS` give on stock vLLM without the plugin and on patchclamp
-    without a program: tokens and logprobs of both. Each runs in a process of its own, side by side, eagerly and compiled
-    (on fewer layers) in both dtypes, one engine after the other."""
-    kinds = [(dtype, compiled) for compiled in (False, True) for dtype in ("float32", "bfloat16")]
-    engines = [
-        {
-            **VLLM,
-            "model": shortest if compiled else shortened,
-            "dtype": dtype,
-            "enforce_eager": not compiled,
-            **({"compilation_config": EMULATE} if compiled and dtype == "bfloat16" else {}),
-        }
-        for dtype, compiled in kinds
-    ]
+    without a program: tokens and logprobs of both. Each runs in a process of its own, side by side, one engine after the
+    other: eagerly in both dtypes and compiled (on fewer layers) in bf16; and compiled in fp32, where that is asked for."""
+    together = [[("float32", False), ("bfloat16", False), ("bfloat16", True)], [("float32", True)]]
     answers: dict[tuple[str, bool], tuple[list, list]] = {}
 
+    def engine(dtype: str, compiled: bool) -> dict:
+        emulate = {"compilation_config": EMULATE} if compiled and dtype == "bfloat16" else {}
+        return {**VLLM, "model": shortest if compiled else shortened, "dtype": dtype, "enforce_eager": not compiled,
+                **emulate}  # fmt: skip
+
     def run(dtype: str, compiled: bool) -> tuple[list, list]:
-        if not answers:
+        if (dtype, compiled) not in answers:
+            [kinds] = [kinds for kinds in together if (dtype, compiled) in kinds]
+            engines = [engine(*kind) for kind in kinds]
             request = json.dumps({"engines": engines, "prompts": PROMPTS, "max_tokens": 8})
             environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
             processes = [

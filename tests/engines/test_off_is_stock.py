@@ -9,8 +9,12 @@ from .conftest import PROMPTS
 
 @pytest.mark.parametrize(
     ("dtype", "compiled"),
-    [("float32", False), ("bfloat16", False), ("float32", True), ("bfloat16", True)],
-    ids=["fp32 eager", "bf16 eager", "fp32 compiled", "bf16 compiled, casts emulated"],
+    [
+        pytest.param("float32", False, id="fp32 eager"),
+        pytest.param("bfloat16", False, id="bf16 eager"),
+        pytest.param("bfloat16", True, id="bf16 compiled, casts emulated"),
+        pytest.param("float32", True, id="fp32 compiled", marks=pytest.mark.processes),
+    ],
 )
 def test_without_a_program_every_bit_is_stocks(alone, dtype, compiled):
     stock, ours = alone(dtype, compiled)

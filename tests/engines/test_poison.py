@@ -8,6 +8,8 @@ import pytest
 
 from . import poison
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def told(tiny) -> dict:

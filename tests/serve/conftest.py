@@ -29,6 +29,12 @@ LIMITS = {"openai_body_bytes": 1 << 22, "body_bytes": 1 << 21, "json_bytes": 1 <
           "sweep_prompts": 12, "sweep_grid": 50_000}  # fmt: skip
 
 
+# On a CPU vLLM gives a server's one worker a process of its own, and it and the core ask for each other's messages in a loop
+# that yields: where both cores are busy, Linux 6.18 then lets other processes stand still for ten seconds and more. On a
+# GPU one worker is in the core's process, as here
+STILL = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+
 class Server:
     """A running server: its address, and clients of it."""
 
@@ -65,7 +71,11 @@ def _start(
     words = [sys.executable, *command, model, *given, "--enforce-eager", "--host=127.0.0.1", f"--port={port}", *options]
     with log.open("w") as out:
         process = subprocess.Popen(
-            words, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=os.environ | (environment or {})
+            words,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=os.environ | STILL | (environment or {}),
         )
     server = Server(f"http://127.0.0.1:{port}", model, process, log)
     if becomes(lambda: process.poll() is not None or answers(server), STARTS_WITHIN_S) and process.poll() is None:

@@ -181,7 +181,8 @@ class Graphs:
         from vllm.compilation.cuda_graph import CUDAGraphWrapper
 
         engine = engine_id(self._config)
-        wrappers = [each for each in CUDAGraphWrapper._all_instances if engine_id(each.vllm_config) == engine]
+        instances = CUDAGraphWrapper._all_instances
+        wrappers = [wrapper for wrapper in instances if engine_id(wrapper.vllm_config) == engine]
         full = {} if self._manager is None else self._manager.graphs
         return full, [(wrapper, wrapper.concrete_cudagraph_entries) for wrapper in wrappers]
 
