@@ -46,8 +46,9 @@ FORKS = multiprocessing.get_context(
 )  # a client that had to load vLLM first would take longer to start than to measure
 
 
-def model_of(shape: str, folder: Path) -> str:
-    """The folder of a model of that shape, with a tokenizer."""
+def model_of(shape: str, folder: Path, weights: bool) -> str:
+    """The folder of a model of that shape, with a tokenizer. `weights`: random ones that edits move: vLLM's own dummy
+    weights are so small that most sites fail their proofs."""
     if shape == "smollm2":
         from patchclamp.engines.smollm2 import prepare
 
@@ -58,7 +59,12 @@ def model_of(shape: str, folder: Path) -> str:
         path = with_weights(folder / shape, "135m", **TINY)
         with_words(path, TINY["vocab_size"])
         return path
-    path = shape_only(folder / shape, shape)
+    if weights:
+        path = with_weights(
+            folder / shape, shape, SHAPES[shape]["num_hidden_layers"], vocab_size=SHAPES[shape]["vocab_size"]
+        )
+    else:
+        path = shape_only(folder / shape, shape)
     with_words(path, SHAPES[shape]["vocab_size"])
     return path
 
@@ -212,13 +218,17 @@ def main() -> None:
 
     args.out.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="serve-load-"))
-    model, width = model_of(args.shape, folder), {"0.6b": 1024, "8b": 4096, "smollm2": 576, "tiny": 64}[args.shape]
+    weights = args.only == "sweep"
+    model, width = (
+        model_of(args.shape, folder, weights),
+        {"0.6b": 1024, "8b": 4096, "smollm2": 576, "tiny": 64}[args.shape],
+    )
     options, variables = ["--max-model-len=2048", "--no-enable-prefix-caching"], dict[str, str]()
     if torch.cuda.is_available():
         # two servers that start at once cannot measure what memory is free
         options += ["--gpu-memory-utilization=0.4", f"--kv-cache-memory-bytes={12 << 30}"]
         options += [f"--compilation-config={json.dumps({'cudagraph_capture_sizes': SIZES})}"]  # enough for this load
-        options += ["--load-format=dummy"] if args.shape in ("0.6b", "8b") else []
+        options += ["--load-format=dummy"] if args.shape in ("0.6b", "8b") and not weights else []
     else:
         variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # "A busy CPU" in docs/vllm.md
         options += ["--enforce-eager", f"--kv-cache-memory-bytes={1 << 28}", "--dtype=float32"]
@@ -283,7 +293,7 @@ def compare_sweeps(server: Server, model: str, args: Any) -> dict[str, float]:
         if torch.cuda.is_available()
         else {"enforce_eager": True, "dtype": "float32"}
     )
-    if torch.cuda.is_available() and args.shape != "smollm2":
+    if torch.cuda.is_available() and args.shape != "smollm2" and args.only != "sweep":
         own["load_format"] = "dummy"
     with pc.LM(model, engine="vllm", max_model_len=2048, **own) as lm:
         local_s = sweep_s(lm, args.rounds)

@@ -211,6 +211,8 @@ def _turned(*sections: int, **more) -> dict:
 
 MULTIMODAL: dict[str, tuple[str, dict, dict]] = {
     "gemma3": ("Gemma3", dict(_GROUPED, query_pre_attn_scalar=32, sliding_window=8), _SEEN),
+    "llama4": ("Llama4", MORE["llama4"][1],
+               dict(_SEEN, intermediate_size=128, projector_input_dim=64, projector_output_dim=64, vision_output_dim=64)),
     "mistral3": ("Mistral3", dict(_GROUPED, model_type="mistral", sliding_window=None),
                  dict(_SEEN, model_type="pixtral", head_dim=16)),
     "qwen2_vl": ("Qwen2VL", dict(_GROUPED, **_turned(4, 6, 6)),

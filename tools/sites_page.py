@@ -73,7 +73,7 @@ def page() -> str:
 
 def _classes(family: Family) -> str:
     """The classes with a family's table, and the models that also read images and whose decoder has it."""
-    within = [name for name, (_, of_decoder) in DECODERS.items() if of_decoder is family]
+    within = [name for name, decoder in DECODERS.items() if decoder.family is family]
     return ", ".join(family.architectures) + (f"; the decoder of {', '.join(within)}" if within else "")
 
 

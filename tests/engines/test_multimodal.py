@@ -27,11 +27,12 @@ from .test_parity import worst_row
 pytestmark = pytest.mark.usefixtures("inspected_here", "_torchvision")
 NO_IMAGES = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
 # text decoders of their own, which compute the same
-ALONE = {"gemma3": "Gemma3", "mistral3": "Mistral", "qwen2_vl": "Qwen2", "qwen2_5_vl": "Qwen2", "qwen3_vl": "Qwen3"}
-KINDS = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen3_vl": "qwen3"}
+ALONE = {"gemma3": "Gemma3", "llama4": "Llama4", "mistral3": "Mistral", "qwen2_vl": "Qwen2", "qwen2_5_vl": "Qwen2",
+         "qwen3_vl": "Qwen3"}  # fmt: skip
+KINDS = {"gemma3": "gemma3_text", "llama4": "llama4_text", "mistral3": "mistral", "qwen3_vl": "qwen3"}
 
 
-@pytest.fixture(scope="module", params=["gemma3", "qwen2_5_vl", "qwen3_vl"])
+@pytest.fixture(scope="module", params=["gemma3", "llama4", "qwen2_5_vl", "qwen3_vl"])
 def pair(request, tmp_path_factory, inspected_here, _torchvision):
     """Gemma 3 takes images, and so embeds tokens before the model runs; the others are started for text alone."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -48,7 +49,8 @@ def pair(request, tmp_path_factory, inspected_here, _torchvision):
 
 
 def test_every_site_is_proved_and_equal(pair):
-    names = [name for name in SITES if name not in ("router", "mixer_out")]
+    lacks = {"router", "mixer_out"} | ({"q", "k"} if pair.name == "llama4" else set())
+    names = [name for name in SITES if name not in lacks]
     assert pair.lm.sites.names == pair.hub.sites.names == names
     assert pair.lm.sites.withdrawn == pair.hub.sites.withdrawn == {}
     rows_are_equal(pair, names)
@@ -104,8 +106,10 @@ def test_the_decoder_is_that_of_text_alone(name, tmp_path):
     alone = getattr(transformers, f"{ALONE[name]}ForCausalLM")(
         transformers.CONFIG_MAPPING[KINDS.get(name, "qwen2")](**config)
     )
-    alone.model.load_state_dict(net.model.language_model.state_dict())
-    alone.lm_head.load_state_dict(net.lm_head.state_dict())
+    decoder, head = (net.language_model.model, net.language_model.lm_head) if name == "llama4" else (
+        net.model.language_model, net.lm_head)  # fmt: skip
+    alone.model.load_state_dict(decoder.state_dict())
+    alone.lm_head.load_state_dict(head.state_dict())
     alone.save_pretrained(tmp_path / "alone")
     runs = []
     for folder in ("whole", "alone"):
@@ -113,7 +117,8 @@ def test_the_decoder_is_that_of_text_alone(name, tmp_path):
             names = lm.sites.names
             run = lm.run(PROMPTS[0], capture=[pc.Site(word) for word in names], **SAMPLED)
             runs.append({str(ref): flat(run[str(ref)]) for ref in lm.sites.refs()} | {"ids": run.token_ids})
-            assert all(tap.module.startswith("model.language_model.") == (folder == "whole") or point.rows == "sampled"
+            below = ("model.language_model.", "language_model.model.")
+            assert all(tap.module.startswith(below) == (folder == "whole") or point.rows == "sampled"
                        for point, tap in lm.sites.taps("transformers"))  # fmt: skip
     whole, text = runs
     assert whole.keys() == text.keys()
@@ -189,6 +194,15 @@ def test_a_program_that_was_bound_without_the_images_is_refused(pair):
     )
     assert by_name["text"].error is None
     assert by_name["text"].receipt == receipt_of(scaled("text"))
+
+
+@pytest.mark.parametrize("pair", ["llama4"], indirect=True)
+def test_images_that_were_not_tried_are_refused_by_name(pair):
+    picture = {"prompt_token_ids": [5, 6, 509], "multi_modal_data": shown(0, 0)["multi_modal_data"]}
+    with pytest.raises(
+        pc.ProgramError, match="programs beside images were not tried on Llama4ForConditionalGeneration"
+    ):
+        pair.lm.run(picture, max_tokens=1)
 
 
 def test_transformers_takes_no_images(pair):

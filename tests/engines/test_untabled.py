@@ -95,6 +95,13 @@ def test_a_class_that_is_not_understood_says_what_to_do(tmp_path, monkeypatch):
     ):
         pc.LM(of_family(tmp_path, "nemotron"), engine="vllm", **IDS, **EAGER)
 
+    def not_there(*_):
+        raise ModelError("no site table for NemotronForCausalLM, and none can be made of its modules: nor there")
+
+    monkeypatch.setattr(architecture, "transformers_places", not_there)
+    with pytest.raises(ModelError, match=r"no stream\. With Transformers' own class it is the same: .*: nor there$"):
+        pc.LM(of_family(tmp_path, "nemotron"), engine="vllm", **IDS, **EAGER)
+
 
 def test_a_model_without_keys_and_values_is_for_vllm(tmp_path):
     folder = of_config(

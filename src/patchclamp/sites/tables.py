@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -306,13 +306,28 @@ FAMILIES: tuple[Family, ...] = (
     GPT_OSS, DEEPSEEK, *hybrids(LLAMA, GRANITE),
 )  # fmt: skip
 
+
 # of models that also read images: the class, the model type of its decoder's config, and the family of the decoder
-DECODERS: dict[str, tuple[str, Family]] = {
-    "Gemma3ForConditionalGeneration": ("gemma3_text", GEMMA3),
-    "Mistral3ForConditionalGeneration": ("mistral", LLAMA),
-    "Qwen2VLForConditionalGeneration": ("qwen2_vl_text", LLAMA),
-    "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl_text", LLAMA),
-    "Qwen3VLForConditionalGeneration": ("qwen3_vl_text", QWEN3),
+class Decoder(NamedTuple):
+    """The decoder within models that also read images.
+
+    model_type: of the decoder's config
+    family: whose table it has
+    below: the path of its base model on Transformers
+    """
+
+    model_type: str
+    family: Family
+    below: str = "model.language_model"
+
+
+DECODERS: dict[str, Decoder] = {
+    "Gemma3ForConditionalGeneration": Decoder("gemma3_text", GEMMA3),
+    "Llama4ForConditionalGeneration": Decoder("llama4_text", LLAMA4, "language_model.model"),
+    "Mistral3ForConditionalGeneration": Decoder("mistral", LLAMA),
+    "Qwen2VLForConditionalGeneration": Decoder("qwen2_vl_text", LLAMA),
+    "Qwen2_5_VLForConditionalGeneration": Decoder("qwen2_5_vl_text", LLAMA),
+    "Qwen3VLForConditionalGeneration": Decoder("qwen3_vl_text", QWEN3),
 }
 
 
@@ -342,9 +357,9 @@ def family_of(architectures: list[str] | tuple[str, ...] | None, config: Any = N
     if families:
         raise ModelError("; ".join(unmet))
     for name in architectures or ():
-        text, family = DECODERS.get(name, ("", LLAMA))
-        if text and getattr(config, "model_type", text) == text:
-            return within(family, name)
+        decoder = DECODERS.get(name)
+        if decoder and getattr(config, "model_type", decoder.model_type) == decoder.model_type:
+            return within(decoder, name)
     tabled = sorted(name for family in FAMILIES for name in family.architectures)
     raise ModelError(f"no site table for {list(architectures or ())}; there are tables for {', '.join(tabled)}")
 
@@ -358,18 +373,19 @@ def _unmet(family: Family, config: Any) -> str:
     return ""
 
 
-def within(family: Family, architecture: str) -> Family:
+def within(decoder: Decoder, architecture: str) -> Family:
     """A family's table for decoders within models of another class, below other names."""
+    beside = decoder.below.removesuffix("model") if decoder.below.endswith(".model") else ""  # of its head
 
     def moved(tap: Tap, below: str) -> Tap:
         inner = tap.module.removeprefix("model.")
-        return tap if inner == tap.module else msgspec.structs.replace(tap, module=f"{below}.{inner}")
+        module = f"{below}.{inner}" if inner != tap.module else f"{beside}{inner}" if inner == "lm_head" else inner
+        return msgspec.structs.replace(tap, module=module)
 
     points = {
         name: msgspec.structs.replace(
-            kind, transformers=moved(kind.transformers, "model.language_model"),
-            vllm=moved(kind.vllm, "language_model.model"),
+            kind, transformers=moved(kind.transformers, decoder.below), vllm=moved(kind.vllm, "language_model.model")
         )
-        for name, kind in family.points.items()
-    }  # fmt: skip
-    return msgspec.structs.replace(family, architectures=(architecture,), points=points)
+        for name, kind in decoder.family.points.items()
+    }
+    return msgspec.structs.replace(decoder.family, architectures=(architecture,), points=points)

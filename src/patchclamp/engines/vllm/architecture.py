@@ -10,7 +10,7 @@ from patchclamp.engines.vllm.compat import backend, configuration
 from patchclamp.engines.vllm.found import found_family
 from patchclamp.errors import ModelError
 from patchclamp.sites import Family, SiteMap, family_of, has_table, sizes_of, tables
-from patchclamp.sites.untabled import check_stream, no_text_model, untabled
+from patchclamp.sites.untabled import check_stream, no_text_model, transformers_places, untabled
 
 
 def site_map(vllm_config: Any) -> SiteMap:
@@ -38,14 +38,19 @@ def _map_of(vllm_config: Any, family: Family) -> SiteMap:
     return SiteMap(family, sizes_of(facts["config"], facts["d_vocab"]), facts["tensor_parallel"], facts["stages"])
 
 
-def _advice(config: Any) -> str:
-    """What to do about a class of vLLM's in which no table is found."""
+def _advice(vllm_config: Any, facts: dict[str, Any]) -> str:
+    """What to do about a class of vLLM's in which no table is found: only what was tried is promised."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as classes
 
-    kind: Any = classes.get(type(config), None)
-    if kind is None or getattr(kind, "_supports_attention_backend", False):
-        return _use_transformers_class()
-    return f'vLLM does not run Transformers\' own {kind.__name__} either; engine="transformers" may'
+    kind: Any = classes.get(type(facts["config"]), None)
+    if kind is not None and not getattr(kind, "_supports_attention_backend", False):
+        return f'vLLM does not run Transformers\' own {kind.__name__} either; engine="transformers" may'
+    try:
+        with backend.outside(vllm_config):
+            transformers_places(facts["config"], facts["trust_remote_code"])
+    except Exception as error:
+        return f"With Transformers' own class it is the same: {str(error).removeprefix('no site table for ')}"
+    return _use_transformers_class()
 
 
 def _use_transformers_class() -> str:
@@ -62,7 +67,7 @@ def _family(vllm_config: Any, facts: dict[str, Any]) -> Family:
             family = family_of(architectures, config)
         except ModelError as error:
             if tables.is_listed(architectures):
-                raise ModelError(f"{error}. {_advice(config)}") from None
+                raise ModelError(f"{error}. {_advice(vllm_config, facts)}") from None
             return _found(vllm_config, facts)
         if family.backend:
             raise ModelError(
@@ -93,4 +98,4 @@ def _found(vllm_config: Any, facts: dict[str, Any]) -> Family:
     try:
         return found_family(vllm_config)
     except ModelError as error:
-        raise ModelError(f"{error}. {_advice(facts['config'])}") from None
+        raise ModelError(f"{error}. {_advice(vllm_config, facts)}") from None

@@ -159,7 +159,7 @@ class _Admitting:
                 program = request.patchclamp = RequestProgram(self.admission, data, images.spans_of(request))
                 self._key_blocks(request)
             if request.mm_features:
-                images.check_request(request, program.prompt_tokens)
+                images.check_request(request, program.prompt_tokens, self._core.vllm_config)
             if self._core.vllm_config.speculative_config is not None and program.has_code:
                 raise _drafted()
             if request.resumable:

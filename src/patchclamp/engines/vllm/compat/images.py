@@ -9,6 +9,7 @@ from patchclamp.engines.vllm.compat.seams import require_all
 from patchclamp.errors import ProgramError
 
 Span = tuple[int, int]  # positions first … end−1
+UNTRIED = {"Llama4ForConditionalGeneration"}  # classes whose images were not tried beside programs
 
 
 def render(engine: Any, prompt: Mapping[str, Any]) -> dict[str, Any]:
@@ -18,6 +19,7 @@ def render(engine: Any, prompt: Mapping[str, Any]) -> dict[str, Any]:
     from then on. A prompt that is made ready here may never be sent: so nothing goes through that cache.
     """
     require_all("images")
+    check_model(engine.vllm_config)
     [inputs] = engine.renderer.render_cmpl([dict(prompt)], skip_mm_cache=True)
     return inputs
 
@@ -25,6 +27,7 @@ def render(engine: Any, prompt: Mapping[str, Any]) -> dict[str, Any]:
 def render_chat(engine: Any, messages: list[Any]) -> dict[str, Any]:
     """The same for a chat with images in its messages, ready for the assistant's turn."""
     require_all("images")
+    check_model(engine.vllm_config)
     from vllm.renderers import ChatParams
 
     asked = {"add_generation_prompt": True, "continue_final_message": False, "tools": None, "tokenize": False}
@@ -53,9 +56,19 @@ def check_modalities(modalities: Iterable[str]) -> None:
         )
 
 
-def check_request(request: Any, prompt: int) -> None:
+def check_model(vllm_config: Any) -> None:
+    """Raises `ProgramError` for a model whose images were not tried beside a program."""
+    names = UNTRIED.intersection(vllm_config.model_config.hf_config.architectures or ())
+    if names:
+        raise ProgramError(
+            f"programs beside images were not tried on {', '.join(names)}: give it prompts of text alone"
+        )
+
+
+def check_request(request: Any, prompt: int, vllm_config: Any) -> None:
     """Raises `ProgramError` for a request in an engine core whose program, bound to a prompt of so many tokens, was
-    bound before its images were in their places, or that has other than images in it."""
+    bound before its images were in their places, or that has other than images in it, or images of an untried model."""
+    check_model(vllm_config)
     check_modalities(feature.modality for feature in request.mm_features)
     if prompt != request.num_prompt_tokens:
         raise ProgramError(

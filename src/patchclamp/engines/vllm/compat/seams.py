@@ -60,7 +60,7 @@ SEAMS: dict[str, Seam] = {
         Seam("vllm", "vllm", "know the version", has="__version__", called="vllm"),
         Seam("engine", "vllm.v1.engine.llm_engine:LLMEngine.step", "carry requests"),
         Seam("engine core", "vllm.v1.engine.llm_engine:LLMEngine", "shut down, and call the core",
-             has="engine_core renderer?", called="engine"),
+             has="engine_core renderer? vllm_config", called="engine"),
         Seam("core client", "vllm.v1.engine.core_client:EngineCoreClient", "shut down", has="shutdown",
              called="engine_core"),
         Seam("clean up", "vllm.v1.engine.core:cleanup_dist_env_and_memory", "shut down one engine of several"),
