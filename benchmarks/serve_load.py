@@ -218,7 +218,7 @@ def main() -> None:
 
     args.out.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="serve-load-"))
-    weights = args.only == "sweep"
+    weights = args.only != "load"
     model, width = (
         model_of(args.shape, folder, weights),
         {"0.6b": 1024, "8b": 4096, "smollm2": 576, "tiny": 64}[args.shape],
@@ -293,8 +293,6 @@ def compare_sweeps(server: Server, model: str, args: Any) -> dict[str, float]:
         if torch.cuda.is_available()
         else {"enforce_eager": True, "dtype": "float32"}
     )
-    if torch.cuda.is_available() and args.shape != "smollm2" and args.only != "sweep":
-        own["load_format"] = "dummy"
     with pc.LM(model, engine="vllm", max_model_len=2048, **own) as lm:
         local_s = sweep_s(lm, args.rounds)
     print(f"sweep: {http_s:.2f} s over HTTP, {local_s:.2f} s here, ratio {http_s / local_s:.2f} (1.3)", flush=True)

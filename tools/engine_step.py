@@ -57,7 +57,7 @@ content.
 {bound}
 
 **2. Admit.** Each bound op becomes records, one for every point and range. `Room.place` gives a request a slot, and
-room for its records and vectors. `ProgramTable.admit` writes the records there. A record has 48 bytes, and its kind
+room for its records and vectors. `ProgramTable.install` writes the records there. A record has 48 bytes, and its kind
 says what its fields mean (`plan/records.py`). `vector` is where the vector begins in the bank.
 
 {records}
@@ -170,7 +170,7 @@ class Worker:
             self.bank.write(begin, [torch.from_numpy(rows.astype(np.float32))])
             self.addresses[key] = begin, rows.shape[1]
         request.slot = placement.slot
-        self.table.admit(*records_of(bound.ops, self.addresses, len(SITES.points)), placement.slot, placement.record)
+        self.table.install(*records_of(bound.ops, self.addresses, len(SITES.points)), placement.slot, placement.record)
         self.run_of_slot[request.slot] = self.store.open(request.name)
         self.bound.append(bound)
 

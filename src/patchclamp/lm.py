@@ -45,7 +45,8 @@ KEYS_DRAWN = 256
 
 
 class LM:
-    """A model on an engine. Its sites are those of its table; `pc.LM` (`proving.load`) proves them first."""
+    """A model on an engine, its sites those of its table. `ProvedLM` (`proving.load`) proves them first; `pc.LM` is a
+    `TracedLM` (`trace.load`), a proved one that can be traced."""
 
     def __init__(
         self,

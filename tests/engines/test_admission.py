@@ -317,15 +317,15 @@ def test_children_that_capture_under_one_name_are_told_so(lm):
 def test_programs_as_large_as_the_room_run_one_after_the_other(lm, monkeypatch):
     """In records and in the bank; and all come back edited."""
     runtime, most = worker(lm).runtime, []
-    admit_all = runtime.admit_all
+    install_all = runtime.install_all
 
     def counted(arrivals: Any, vectors: Any) -> Any:
-        errors = admit_all(arrivals, vectors)
+        errors = install_all(arrivals, vectors)
         if arrivals:
             most.append(len(runtime))
         return errors
 
-    monkeypatch.setattr(runtime, "admit_all", counted)
+    monkeypatch.setattr(runtime, "install_all", counted)
     single = [pc.Zero(pc.attn_out, [0, 2, 4, 6])]
     large = [pc.Scale(1.0 + i, pc.resid_post[1], pc.prompt[::2]) for i in range(RECORDS // 4)]
     wide = [[pc.Add(vector(i, len(PROMPT), D), pc.resid_post[1], pc.prompt), pc.Add(vector(9 + i, ROWS - len(PROMPT), D),
@@ -793,15 +793,15 @@ def test_a_run_that_fails_before_anothers_first_step_leaves_it_no_blocks(lm, mon
 
 def fail_first(monkeypatch: pytest.MonkeyPatch, runtime: Any) -> None:
     """The next program that comes is not installed."""
-    admit_all, failed = runtime.admit_all, []
+    install_all, failed = runtime.install_all, []
 
     def fails(arrivals: Any, vectors: Any) -> Any:
         if failed or not arrivals:
-            return admit_all(arrivals, vectors)
+            return install_all(arrivals, vectors)
         failed.append(arrivals[0].request)
-        return admit_all(arrivals[1:], vectors) | {failed[0]: ZeroDivisionError("broken on purpose")}
+        return install_all(arrivals[1:], vectors) | {failed[0]: ZeroDivisionError("broken on purpose")}
 
-    monkeypatch.setattr(runtime, "admit_all", fails)
+    monkeypatch.setattr(runtime, "install_all", fails)
 
 
 def test_when_nothing_can_be_installed_no_program_of_the_step_runs_unedited(lm, monkeypatch):

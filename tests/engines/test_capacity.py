@@ -80,15 +80,15 @@ def test_thousands_of_programs_leave_every_table_empty(lm, monkeypatch):
     assert [before[name] for name in EMPTY] == [0] * len(EMPTY)
     source = lm.run(list(range(3, 11)), max_tokens=1, capture=[pc.resid_mid[1]])
     (runtime,) = lm.engine._engine.collective_rpc(lambda worker: worker.worker.patchclamp.runtime)
-    admit_all, admitted = runtime.admit_all, []
+    install_all, admitted = runtime.install_all, []
 
     def counted(arrivals, vectors):
-        errors = admit_all(arrivals, vectors)
+        errors = install_all(arrivals, vectors)
         admitted.extend([len(runtime)] * (len(arrivals) - len(errors)))
         return errors
 
     with monkeypatch.context() as patch:
-        patch.setattr(runtime, "admit_all", counted)
+        patch.setattr(runtime, "install_all", counted)
         for first in range(0, REQUESTS, BATCH):
             a_batch(lm, first, source)
     assert len(admitted) >= REQUESTS - REQUESTS // BATCH

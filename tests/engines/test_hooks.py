@@ -4,7 +4,7 @@ context that they run in."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -206,33 +206,129 @@ class Mode(NamedTuple):
     name: str
 
 
-MIXED, DECODES = Mode("PIECEWISE"), Mode("FULL")
-
-
-def a_store(full: dict[int, object], pieces: dict[int, object]) -> Any:
-    """Full graphs as a V2 runner's manager has them, by tokens, and those of one piece."""
-    wrapper = SimpleNamespace(runtime_mode=MIXED)
-    entries = {Desc(tokens): SimpleNamespace(cudagraph=graph) for tokens, graph in pieces.items()}
-    return {Desc(tokens, DECODES): graph for tokens, graph in full.items()}, [(wrapper, entries)]
-
-
 class Desc(NamedTuple):
     """What a graph is recorded for."""
 
     num_tokens: int
-    cg_mode: Any = None
+    cg_mode: Mode
 
 
-def test_a_size_of_step_without_a_graph_with_taps_is_an_error():
-    keys = {(mode, tokens) for mode in (MIXED, DECODES) for tokens in (4, 8)} - {(DECODES, 8)}
-    compat_graphs._check_recorded(a_store({4: "graph"}, {4: "graph", 8: "graph"}), keys)
-    for pieces in ({}, {4: "graph"}, {4: "graph", 8: None}):
-        with pytest.raises(
-            EngineError, match=r"no graph with taps of PIECEWISE steps of [48] tokens.*enforce_eager=True"
-        ):
-            compat_graphs._check_recorded(a_store({4: "graph"}, pieces), keys)
-    with pytest.raises(EngineError, match="of FULL steps of 4 tokens"):
-        compat_graphs._check_recorded(a_store({}, {4: "graph", 8: "graph"}), keys)
+MIXED, DECODES = Mode("PIECEWISE"), Mode("FULL")
+
+
+class Piece:
+    """A wrapper of a compiled part's graphs, as vLLM's. `lazy`: it records none."""
+
+    runtime_mode = MIXED
+
+    def __init__(self, engine: Any, lazy: bool = False) -> None:
+        self.vllm_config, self.lazy = engine, lazy
+        self.concrete_cudagraph_entries: dict[Desc, Any] = {}
+
+    def run(self, desc: Desc) -> None:
+        if not self.lazy:
+            self.concrete_cudagraph_entries.setdefault(desc, SimpleNamespace(cudagraph=object()))
+
+
+class Manager:
+    """A V2 runner's: it has some wrappers record mixed steps, and records whole decode steps itself."""
+
+    def __init__(self, engine: Any, pieces: list[Piece], whole: bool = True) -> None:
+        self.vllm_config, self.pieces, self.whole = engine, pieces, whole
+        self.graphs: dict[Desc, Any] = {}
+        self._capture_descs = {mode: [Desc(tokens, mode) for tokens in (4, 8)] for mode in (MIXED, DECODES)}
+        self.rounds = 0
+
+    def capture(self) -> None:
+        self.rounds += 1
+        for piece in self.pieces:
+            for desc in self._capture_descs[MIXED]:
+                piece.run(desc)
+        if self.whole or self.rounds == 1:
+            self.graphs |= {desc: object() for desc in self._capture_descs[DECODES]}
+
+
+@pytest.fixture
+def pieces_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the wrappers that vLLM has, on a machine without a GPU."""
+    from vllm.compilation.cuda_graph import CUDAGraphWrapper
+
+    known: list[Piece] = []
+    monkeypatch.setattr(CUDAGraphWrapper, "_all_instances", known)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 1 << 30))
+    return lambda *owners, **how: known.extend(Piece(owner, **how) for owner in owners) or known
+
+
+def an_engine() -> Any:
+    return SimpleNamespace(
+        compilation_config=SimpleNamespace(), parallel_config=SimpleNamespace(tensor_parallel_size=1)
+    )
+
+
+def recording(sizes: tuple[int, ...] | None = None) -> compat_graphs.Graphs:
+    return compat_graphs.Graphs(sizes, nullcontext, lambda graph: ("tapped", graph), lambda: None)
+
+
+def test_both_variants_of_every_graph_are_recorded(pieces_of):
+    """Of a part that was compiled with a copy of the engine's configuration, too; other engines' are left alone."""
+    engine, other = an_engine(), an_engine()
+    known = pieces_of(engine, SimpleNamespace(**vars(engine)), other)
+    manager, graphs = Manager(engine, known[:2]), recording()
+    graphs.record(manager, manager.capture, profile=False)
+    idle, whole = [dict(piece.concrete_cudagraph_entries) for piece in known], dict(manager.graphs)
+    assert [len(entries) for entries in idle] == [2, 2, 0]
+    graphs.use(True)
+    for piece, entries in zip(known[:2], idle, strict=False):
+        assert piece.concrete_cudagraph_entries.keys() == entries.keys()
+        assert all(piece.concrete_cudagraph_entries[desc] is not entries[desc] for desc in entries)
+    assert manager.graphs == {desc: ("tapped", graph[1]) for desc, graph in manager.graphs.items()} != whole
+    graphs.use(False)
+    assert [piece.concrete_cudagraph_entries for piece in known] == idle
+    assert graphs.has(MIXED, 4)
+    assert graphs.active == graphs.idle == 2
+
+
+def test_a_graph_that_has_none_with_taps_beside_it_is_an_error(pieces_of):
+    """Its steps would run unedited: a part of the model that is not known to be the engine's, or one that records once."""
+    engine = an_engine()
+    manager, graphs = Manager(engine, pieces_of(engine, an_engine())), recording()
+    with pytest.raises(EngineError, match=r"no graph with taps of PIECEWISE steps of 4 tokens.*enforce_eager=True"):
+        graphs.record(manager, manager.capture, profile=False)
+    manager, graphs = Manager(engine, manager.pieces[:1], whole=False), recording()
+    with pytest.raises(EngineError, match="no graph with taps of FULL steps of 4 tokens"):
+        graphs.record(manager, manager.capture, profile=False)
+
+
+def test_sizes_of_which_vllm_records_nothing_run_the_code_that_has_taps(pieces_of):
+    """As where it was compiled for whole graphs alone; and sizes that nobody wants active have no graph with taps."""
+    engine = an_engine()
+    manager, graphs = Manager(engine, pieces_of(engine, lazy=True)), recording()
+    graphs.record(manager, manager.capture, profile=False)
+    assert graphs.has(MIXED, 4)
+    manager, graphs = Manager(engine, pieces_of(engine)[1:]), recording((8,))
+    graphs.record(manager, manager.capture, profile=False)
+    assert not graphs.has(MIXED, 4)
+    assert graphs.has(MIXED, 8)
+    assert graphs.has(DECODES, 8)
+
+
+def test_a_v1_runner_records_both_variants_mode_by_mode(pieces_of):
+    engine = an_engine()
+    known, graphs = pieces_of(engine, SimpleNamespace(**vars(engine))), recording()
+    sizes = [Desc(tokens, MIXED) for tokens in (4, 8)]
+
+    def capture(descs: list[Desc], parts: list[Piece]) -> None:
+        for piece in parts:
+            for desc in descs:
+                piece.run(desc)
+
+    graphs.record_mode(engine, MIXED, sizes, lambda descs: capture(descs, known))
+    assert graphs.has(MIXED, 8)
+    assert [len(piece.concrete_cudagraph_entries) for piece in known] == [2, 2]
+    later = [Desc(16, MIXED)]
+    rounds = iter([known, known[:1]])  # one part records its idle graph alone
+    with pytest.raises(EngineError, match="PIECEWISE steps of 16 tokens"):
+        graphs.record_mode(engine, MIXED, later, lambda descs: capture(descs, next(rounds)))
 
 
 @pytest.mark.parametrize(("kept", "ring", "least"), [(1 << 12, 1 << 14, 1 << 12), (1 << 12, 1 << 12, 1 << 11)])

@@ -117,17 +117,20 @@ def test_a_write_that_is_lost_is_seen(lm, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("reads", "message"), [(True, "an edit does nothing, unlike in a larger batch"), (False, "rows are read otherwise")]
-)
-def test_small_steps_without_taps_are_seen(lm, monkeypatch, reads, message):
-    """As where CUDA graphs of small steps were recorded without taps: what they read is nothing, what they write lost."""
+    ("factor", "most", "message"),
+    [(1.0, LENGTH, "an edit does nothing"), (0.5, LENGTH, "rows are read otherwise"), (0.0, LENGTH, "(rows are read otherwise|nothing is read)"),
+     (0.0, 1 << 20, "nothing is read")],
+)  # fmt: skip
+def test_steps_without_taps_are_seen(lm, monkeypatch, factor, most, message):
+    """As where CUDA graphs of steps of at most so many tokens were recorded without taps: what they read is nothing, or
+    something else, and what they write is lost."""
     runtime = runtime_of(lm)
     apply, logits = runtime.apply, lm.sites.resolve(pc.Site("logits"))[0].point
 
     def lost(at, hidden, residual=None):
-        if at == logits or hidden.numel() // hidden.shape[-1] > LENGTH:
+        if at == logits or hidden.numel() // hidden.shape[-1] > most:
             return apply(at, hidden, residual)
-        return apply(at, hidden.clone() if reads else torch.zeros_like(hidden), residual)
+        return apply(at, factor * hidden, None if residual is None else factor * residual)
 
     monkeypatch.setattr(runtime, "apply", lost)
     with pytest.raises(pc.EngineError, match=f"in a run by itself {message}.*enforce_eager=True"):

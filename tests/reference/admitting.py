@@ -26,9 +26,9 @@ class Table(ProgramTable):
         super().__init__(slots, points, records, sampled)
         self._room, self._placements = Room(slots, records, 0), {}
 
-    def admit(self, records: np.ndarray, counts: np.ndarray) -> int:  # type: ignore[override]
+    def admit(self, records: np.ndarray, counts: np.ndarray) -> int:
         placement = placed(self._room, len(records), {})
-        super().admit(records, counts, placement.slot, placement.record)
+        self.install(records, counts, placement.slot, placement.record)
         self._placements[placement.slot] = placement
         return placement.slot
 
@@ -56,7 +56,7 @@ class Admitter:
             bound, {key: rows.numpy() for key, rows in vectors.items()}, self.runtime.sites, lambda *_: 1
         )
         placement = placed(self.room, record_count(bound.ops), sizes)
-        self.runtime.admit(request, bound, placement, vectors, "receipt")
+        self.runtime.install(request, bound, placement, vectors, "receipt")
         self._placements[request] = placement
 
     def free(self, requests: Iterable[str]) -> None:

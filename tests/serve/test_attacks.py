@@ -169,7 +169,7 @@ def test_a_bank_is_bounded_and_says_so(http):
         assert "limit bank_names" in message(full)
         large = http.put("/v1/patchclamp/vectors/v0", content=save({"x": np.zeros((1, 1 << 18), np.float32)}))
         assert large.status_code == 429
-        assert "limit bank_bytes" in message(large)
+        assert "limit named_bytes" in message(large)
     finally:
         for i in range(LIMITS["bank_names"]):
             http.delete(f"/v1/patchclamp/vectors/v{i}")

@@ -45,7 +45,7 @@ def test_a_vector_is_put_used_read_and_deleted(server, local, http):
     assert http.put("/v1/patchclamp/vectors/again", content=read).json()["shape"] == [576]
     listed = http.get("/v1/patchclamp/vectors").json()
     assert [card["name"] for card in listed["vectors"]] == ["calm", "again"]
-    assert listed["bank_bytes"] == 2 * 4 * 576
+    assert listed["named_bytes"] == 2 * 4 * 576
     assert http.delete("/v1/patchclamp/vectors/calm").json() == {"deleted": "calm"}
     assert http.get("/v1/patchclamp/vectors/calm").status_code == 404
     with pytest.raises(openai.NotFoundError, match="calm"):

@@ -133,6 +133,13 @@ def test_every_room_has_its_row():
     assert sorted(listed) == sorted(rooms.imports())
 
 
+def test_every_file_of_the_vllm_engine_is_for_a_box():
+    table = "".join(re.findall(r"^\| .*\|$", section("Processes and threads"), re.M))
+    listed = set(re.findall(r"`(\w+\.py)`", table))
+    files = {path.name for path in (ROOT / "src/patchclamp/engines/vllm").glob("*.py")} - {"__init__.py"}
+    assert listed == files
+
+
 def test_the_words_are_names_in_the_code():
     for line in re.findall(r"^\| .*\|$", section("The words") + section("Who owns what"), re.M):
         _, _, code, _, _ = re.split(r" ?\| ?", line)

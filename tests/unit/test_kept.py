@@ -72,18 +72,18 @@ def test_a_name_is_of_one_kind():
 
 
 def test_a_bank_is_bounded_in_names_and_bytes():
-    kept = Kept(ServeLimits(bank_names=2, bank_bytes=40))
+    kept = Kept(ServeLimits(bank_names=2, named_bytes=40))
     kept.put("a", "vector", "x", ROW)
     kept.put("a", "vector", "y", ROW)
     with pytest.raises(CapacityError, match=r"names in the bank: 1 more, and 2 of 2 are taken.*limit bank_names"):
         kept.put("a", "vector", "z", Vector.of([1.0]))
     kept.put("a", "vector", "y", Vector.of([1.0] * 6))  # in place of 16 bytes
-    assert kept.bank_bytes("a") == 40
+    assert kept.named_bytes("a") == 40
     kept.delete("a", "vector", "x")
-    with pytest.raises(CapacityError, match=r"bytes of the bank: 20 more, and 24 of 40 are taken.*limit bank_bytes"):
+    with pytest.raises(CapacityError, match=r"bytes of the bank: 20 more, and 24 of 40 are taken.*limit named_bytes"):
         kept.put("a", "vector", "x", Vector.of([1.0] * 5))
     kept.put("b", "vector", "x", ROW)
-    assert kept.bank_bytes("b") == 16
+    assert kept.named_bytes("b") == 16
 
 
 def test_runs_are_bounded_in_number_bytes_and_time(lm):
@@ -239,9 +239,9 @@ def test_what_another_process_dropped_is_gone_here_too(lm):
     with pytest.raises(Gone, match="x is no more: it was deleted"):
         kept.run("a", "x")
     kept.hear(Note("a", "calm", "vector", "other", to_bytes("calm", ROW)), lm)
-    assert kept.bank_bytes("a") == 16
+    assert kept.named_bytes("a") == 16
     kept.hear(Note("a", "calm", "gone", "other", b"it was deleted"), lm)
-    assert (kept.bank_bytes("a"), kept.entries("a", "vector")) == (0, {})
+    assert (kept.named_bytes("a"), kept.entries("a", "vector")) == (0, {})
     with pytest.raises(MissingSource, match="there is no run calm"):
         kept.run("a", "calm")
 

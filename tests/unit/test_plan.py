@@ -414,12 +414,12 @@ def test_programs_of_one_shape_are_admitted_together_as_one_by_one(shape: int):
     records, counts = records_of_alike([made.ops for made in programs], addresses, POINTS)
     slots, begins = np.array([3, 1, 5, 2, 4]), 40 * np.arange(5)
     together, alone = ProgramTable(5, POINTS, 200), ProgramTable(5, POINTS, 200)
-    together.admit_alike(records, counts, slots, begins)
+    together.install_alike(records, counts, slots, begins)
     for i, made in enumerate(programs):
         expected = records_of(made.ops, addresses[i], POINTS)
         assert records[i].tolist() == expected[0].tolist()
         assert counts[i].tolist() == expected[1].tolist()
-        alone.admit(*expected, int(slots[i]), int(begins[i]))
+        alone.install(*expected, int(slots[i]), int(begins[i]))
     assert len(records[0]) > 0
     assert together.records.tolist() == alone.records.tolist()
     for name in ("first", "generation", "_acts", "_acting"):

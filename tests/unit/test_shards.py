@@ -45,7 +45,9 @@ def ran(sites: SiteMap, rank: int, program: Program, rows: torch.Tensor) -> tupl
     point = sites.resolve(pc.z[1])[0].point
     sizes = resident_sizes(bound, {key: array.shape for key, array in vectors.items()}, sites)
     placement = placed(Room(1, LIMITS.max_records, LIMITS.bank_bytes // 4), record_count(bound.ops), sizes)
-    runtime.admit("request", bound, placement, {key: torch.tensor(array) for key, array in vectors.items()}, "receipt")
+    runtime.install(
+        "request", bound, placement, {key: torch.tensor(array) for key, array in vectors.items()}, "receipt"
+    )
     runtime.begin(Batch(np.array([1]), np.array([0]), np.array([0]), np.array([T]), T))
     shard = runtime.shards[point]
     hidden = rows[:, shard.first : shard.end].clone()

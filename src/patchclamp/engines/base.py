@@ -1,5 +1,5 @@
-"""The engine protocol: what an engine takes (`Request`) and gives (`Answer`). The fake (`engines.fake`) implements all
-of it."""
+"""The engine protocol: what an engine takes (`Request`) and gives (`Answer`). The fake (`engines.fake`) carries
+requests by it in one file."""
 
 from __future__ import annotations
 

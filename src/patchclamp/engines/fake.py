@@ -241,7 +241,7 @@ class _Programs:
         self.slot = {bound.run: slot for slot, bound in enumerate(bounds, 1)}
         begin = 0
         for slot, (records, counts) in enumerate(of_programs, 1):
-            self._table.admit(records, counts, slot, begin)
+            self._table.install(records, counts, slot, begin)
             begin += len(records)
         self._run = {slot: run for run, slot in self.slot.items()}
         self._code, self._sites = code, sites

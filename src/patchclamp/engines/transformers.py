@@ -265,7 +265,7 @@ class TransformersEngine(Engine):
             )
         self._placements[request.run] = placement
         vectors = {key: torch.tensor(rows) for key, rows in request.vectors.items()}
-        self.runtime.admit(request.run, bound, placement, vectors)
+        self.runtime.install(request.run, bound, placement, vectors)
 
     def _free(self, runs: Iterable[str]) -> None:
         """Frees what the programs of runs held."""

@@ -46,7 +46,7 @@ RECORD = np.dtype(
     ]
 )  # fmt: skip
 # by kind: its own names of the fields, beside start, stop, kind and columns. A capture's region is the op's number
-# until a table admits it; with 0 products the row itself is kept
+# until it is installed in a table; with 0 products the row itself is kept
 FIELDS: dict[int, dict[str, str]] = {
     CAPTURE: {"range": "step", "region": "value", "dtype": "x", "products": "y", "matrix": "other"},
     LINEAR: {"row_step": "step", "vector": "value", "h_scale": "x", "v_scale": "y"},

@@ -38,14 +38,14 @@ class ProgramTable:
         self.sampled = np.zeros(points, bool) if sampled is None else sampled
         self.captures = CaptureRanges(self.sampled)
         self.coded: set[int] = set()
-        self._admitted: set[int] = set()
+        self._installed: set[int] = set()
 
-    def admit(self, records: np.ndarray, counts: np.ndarray, slot: int, begin: int) -> None:
+    def install(self, records: np.ndarray, counts: np.ndarray, slot: int, begin: int) -> None:
         """Writes a request's records, sorted by point, with `counts` [points] of them at each. Their place is the one
         that `plan.room` gave: a free `slot`, and the records from `begin` on."""
-        self.admit_alike(records[None], counts[None], np.array([slot]), np.array([begin]))
+        self.install_alike(records[None], counts[None], np.array([slot]), np.array([begin]))
 
-    def admit_alike(self, records: np.ndarray, counts: np.ndarray, slots: np.ndarray, begins: np.ndarray) -> None:
+    def install_alike(self, records: np.ndarray, counts: np.ndarray, slots: np.ndarray, begins: np.ndarray) -> None:
         """The same for requests with as many records each: [N, R], with counts [N, points], slots [N], begins [N]."""
         places = begins[:, None] + np.arange(records.shape[1])
         self.generation[slots] = self.generation[slots] % (1 << 30) + 1
@@ -58,11 +58,11 @@ class ProgramTable:
         self.coded.update(slots[(records["kind"] == APPLY).any(axis=1)].tolist())
         for slot, begin in zip(slots.tolist(), begins.tolist(), strict=True):
             self._mark_changed(slot, begin, begin + records.shape[1])
-            self._admitted.add(slot)
+            self._installed.add(slot)
 
     def drop(self, slot: int) -> None:
         """Frees a slot and its records."""
-        self._admitted.remove(slot)
+        self._installed.remove(slot)
         self._acting -= self._acts[slot]
         self.first[slot] = self._acts[slot] = 0
         self.captures.drop(slot)
@@ -81,7 +81,7 @@ class ProgramTable:
 
     def __len__(self) -> int:
         """Admitted requests."""
-        return len(self._admitted)
+        return len(self._installed)
 
     def _mark_changed(self, slot: int, begin: int, end: int) -> None:
         self.version += 1

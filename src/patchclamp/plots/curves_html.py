@@ -8,11 +8,6 @@ load at all.
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import importlib.resources
-import json
-import re
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -21,6 +16,7 @@ import numpy as np
 
 from patchclamp import __version__
 from patchclamp.plots.curves import Chart, Curves, Line, tick
+from patchclamp.plots.page import as_json, filled, hashed, part
 from patchclamp.plots.palette import INK, LINES, MUTED, RULE
 from patchclamp.plots.target import page
 from patchclamp.plots.words import number
@@ -38,30 +34,19 @@ def curves_html(curves: Curves, path: str | Path) -> Path:
 
 def curves_page(curves: Curves) -> str:
     """The page as text."""
-    script = _part("curves_page.js")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    script = part("curves_page.js")
     parts = {
-        "script_hash": f"'sha256-{digest}'",
+        "script_hash": hashed(script),
         "ink": INK, "muted": MUTED, "rule": RULE,
         "title": escape(curves.title),
         "ran_on": escape(curves.provenance),
         "notes": "".join(f"<p>{escape(note)}</p>" for note in curves.notes),
         "charts": "".join(_chart(curves, i, chart) for i, chart in enumerate(curves.charts)),
-        "data": _json(_data(curves)),
+        "data": as_json(_data(curves)),
         "draw": script,
         "version": escape(__version__),
     }  # fmt: skip
-    return re.sub(r"@@(\w+)@@", lambda name: parts[name[1]], _part("curves_page.html"))
-
-
-def _part(name: str) -> str:
-    return importlib.resources.files("patchclamp.plots").joinpath(name).read_text(encoding="utf-8")
-
-
-def _json(data: Any) -> str:
-    """JSON that cannot end the element it stands in."""
-    text = json.dumps(data, allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return filled(part("curves_page.html"), parts)
 
 
 def _data(curves: Curves) -> dict[str, Any]:

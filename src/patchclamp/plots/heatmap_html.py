@@ -8,11 +8,6 @@ draws on canvases by itself: a page is the size of its numbers.
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import importlib.resources
-import json
-import re
 from collections.abc import Iterable
 from html import escape
 from pathlib import Path
@@ -23,6 +18,7 @@ import numpy as np
 from patchclamp import __version__
 from patchclamp.plots import words
 from patchclamp.plots.heatmap import Column, Heatmap, Panel, Spot, Strip
+from patchclamp.plots.page import as_json, filled, hashed, part
 from patchclamp.plots.palette import BLANK, CLEAN, CORRUPT, DIVERGING, FAINT, PALE
 from patchclamp.plots.target import page
 
@@ -42,11 +38,11 @@ def heatmap_html(heatmap: Heatmap, path: str | Path) -> Path:
 
 def heatmap_page(heatmap: Heatmap) -> str:
     """The page as text."""
-    draw = _part("heatmap_page.js")
+    draw = part("heatmap_page.js")
     parts = {
         "draw": draw,
-        "script_hash": _hashed(draw),
-        "data": _json(_data(heatmap)),
+        "script_hash": hashed(draw),
+        "data": as_json(_data(heatmap)),
         **{name: escape(text) for name, text in _texts(heatmap).items()},
         **_look(heatmap),
         "prompts": "".join(map(_prompt, heatmap.strips)),
@@ -57,22 +53,7 @@ def heatmap_page(heatmap: Heatmap) -> str:
         "best_rows": _best_rows(heatmap),
         "alignment": _alignment(heatmap),
     }
-    return re.sub(r"@@(\w+)@@", lambda name: parts[name[1]], _part("heatmap_page.html"))
-
-
-def _part(name: str) -> str:
-    return importlib.resources.files("patchclamp.plots").joinpath(name).read_text(encoding="utf-8")
-
-
-def _hashed(script: str) -> str:
-    digest = hashlib.sha256(script.encode()).digest()
-    return f"'sha256-{base64.b64encode(digest).decode()}'"
-
-
-def _json(data: Any) -> str:
-    """JSON that cannot end the element it stands in."""
-    text = json.dumps(data, allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return filled(part("heatmap_page.html"), parts)
 
 
 # -- data

@@ -23,6 +23,12 @@ def packed(data: Any) -> str:
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
+def as_json(data: Any) -> str:
+    """JSON that cannot end the element it stands in."""
+    text = json.dumps(data, allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
 def part(name: str) -> str:
     """A file that lies beside this one."""
     return importlib.resources.files("patchclamp.plots").joinpath(name).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`pc.LM`: an `LM` whose sites are proved when it is loaded.
+"""An `LM` whose sites are proved when it is loaded.
 
 A proof is made of runs of an `LM`, so this stands above `lm`.
 """

@@ -65,7 +65,8 @@ def prove(lm: LM, full: bool = False) -> list[Proof]:
     Edits are tried in the first, middle and last layer, or with `full` in every layer. With `full` each run that writes
     back is made by itself, and not in a batch. Shapes, sums and writing back are of all layers always.
 
-    Raises: `ModelError` for a model whose numbers are not finite, and where a run depends on those beside it.
+    Raises: `ModelError` for a model whose numbers are not finite, and where a run depends on those beside it;
+        `EngineError` where a run by itself reads or writes nothing.
     """
     lengths = LENGTH, min(LONGER_LENGTH, lm.model.max_model_len - 1)
     ids, longer = (np.linspace(3, lm.model.d_vocab - 1, length).astype(int).tolist() for length in lengths)
@@ -85,7 +86,8 @@ def prove(lm: LM, full: bool = False) -> list[Proof]:
     noise = _noise(lm, base, first, last)
     edited = dict(zip(map(str, refs), tried, strict=False))
     moved = {at: _moves(_answer(run), plain, noise) for at, run in edited.items()}
-    _same_alone(lm, ids, base, first, everywhere, next((ref for ref in refs if moved[str(ref)]), None))
+    mover = next((ref for ref in reversed(refs) if moved[str(ref)] and ref.name != "logits"), None)
+    _same_alone(lm, ids, base, first, everywhere, mover)
     disordered = {str(ref): disorder(ref, first, edited[str(ref)], watched_refs[str(ref)]) for ref in refs}
     written_back = dict(zip(names, tried[len(refs) :], strict=False))
     same = {name: np.array_equal(_answer(run), plain) for name, run in written_back.items()}
@@ -161,16 +163,17 @@ def _same_alone(
 ) -> None:
     """Raises `EngineError` unless rows are read in a run by itself as in a batch, and an edit at `mover`, which moves
     the logits in a batch, does so there: small steps run other code than large ones, CUDA graphs, and what has no taps
-    there would run unedited."""
+    there would run unedited. Where a batch is small, too, what has no taps reads nothing in both."""
     pairs = [(_row(base, ref), _row(in_batch, ref)) for ref in (lm.sites.resolve(each.at)[0] for each in captures)]
     gaps = [np.linalg.norm(alone - beside) / max(np.linalg.norm(beside), 1e-9) for alone, beside in pairs]
     inert = mover is not None and np.array_equal(_answer(_runs(lm, ids, [[_push(base, mover)]])[0]), _answer(base))
     unread = bool(gaps) and float(np.median(gaps)) > LOGITS_RTOL.get(lm.model.dtype, max(LOGITS_RTOL.values()))
-    if unread or inert:
-        what = "rows are read otherwise than" if unread else "an edit does nothing, unlike"
+    silent = bool(pairs) and not any(alone.any() for alone, _ in pairs)
+    if silent or unread or inert:
+        what = "nothing is read" if silent else "rows are read otherwise" if unread else "an edit does nothing"
         raise EngineError(
-            f"in a run by itself {what} in a larger batch: the engine's small steps run code without taps. Start it "
-            "with enforce_eager=True, and report this with the model's name"
+            f"in a run by itself {what}, unlike in a larger batch: the engine's small steps run code without taps. "
+            "Start vLLM with enforce_eager=True, and report this with the model's name"
         )
 
 

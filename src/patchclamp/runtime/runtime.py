@@ -218,15 +218,15 @@ class Runtime:
 
     # -- a step
 
-    def admit(
+    def install(
         self, request: str, bound: BoundProgram, placement: Placement, vectors: Mapping[str, torch.Tensor],
         receipt: str = "",
     ) -> None:  # fmt: skip
-        """Installs one program, as `admit_all`. Raises the error of one that cannot be installed."""
-        for error in self.admit_all([Arrival(request, bound, placement, receipt)], vectors).values():
+        """Installs one program, as `install_all`. Raises the error of one that cannot be installed."""
+        for error in self.install_all([Arrival(request, bound, placement, receipt)], vectors).values():
             raise error
 
-    def admit_all(self, arrivals: Sequence[Arrival], vectors: Mapping[str, torch.Tensor]) -> dict[str, Exception]:
+    def install_all(self, arrivals: Sequence[Arrival], vectors: Mapping[str, torch.Tensor]) -> dict[str, Exception]:
         """Installs programs before their requests are scheduled: their records and the rows that they read, where the
         placements say. `vectors`: the inline vectors that are not in the bank yet.
 
@@ -286,7 +286,7 @@ class Runtime:
         records, counts = records_of_alike([local.ops for local in alike], addresses, points)
         placements = [local.arrival.placement for local in alike]
         slots = np.array([placement.slot for placement in placements])
-        self.table.admit_alike(records, counts, slots, np.array([placement.record for placement in placements]))
+        self.table.install_alike(records, counts, slots, np.array([placement.record for placement in placements]))
         for (request, bound, placement, receipt), _, _, token_bytes in alike:
             if request in self._slot_of:  # by a turn that another program broke off
                 continue

@@ -10,7 +10,7 @@ class VectorCard(BaseModel):
 
     name: str
     shape: list[int] = Field(examples=[[576]])
-    bytes: int = Field(description="room that it takes of the key's `bank_bytes`")
+    bytes: int = Field(description="room that it takes of the key's `named_bytes`")
     sites: list[str] | None = Field(description="of means, the site of each row; null of a vector")
 
 
@@ -18,7 +18,7 @@ class VectorList(BaseModel):
     """The vectors of an API key."""
 
     vectors: list[VectorCard]
-    bank_bytes: int = Field(description="bytes of this key's vectors and programs")
+    named_bytes: int = Field(description="bytes of this key's vectors and programs")
     limit_bytes: int = Field(description="bytes that they may take")
 
 
@@ -27,7 +27,7 @@ class ProgramCard(BaseModel):
 
     name: str
     edits: int = Field(description="how many it has")
-    bytes: int = Field(description="room that it takes of the key's `bank_bytes`")
+    bytes: int = Field(description="room that it takes of the key's `named_bytes`")
     fingerprint: str = Field(description="SHA-256 of its content")
     model: str = Field(description="the model that it is served as", examples=["smollm2:calm"])
 

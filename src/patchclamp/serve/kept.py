@@ -72,7 +72,7 @@ class Kept:
         self.limits, self._clock = limits or ServeLimits(), clock
         self._runs: dict[str, dict[str, _KeptRun]] = {}
         self._banks: dict[str, NamedBank] = {}
-        self._bank_bytes: dict[str, dict[str, int]] = {}  # by owner and name
+        self._named_bytes: dict[str, dict[str, int]] = {}  # by owner and name
         self._versions: Counter[str] = Counter()  # by owner: how often its bank has changed
         self._expected: Counter[str] = Counter()  # by owner: bytes that runs under way may capture
         self._gone: dict[tuple[str, str], str] = {}  # why a run is no more
@@ -88,9 +88,9 @@ class Kept:
         """An owner's vectors (and means), or its programs, by name."""
         return {name: entry for name, entry in self.bank(owner).items() if kind_of(entry) == kind}
 
-    def bank_bytes(self, owner: str) -> int:
+    def named_bytes(self, owner: str) -> int:
         """Room that an owner's bank takes."""
-        return sum(self._bank_bytes.get(owner, {}).values())
+        return sum(self._named_bytes.get(owner, {}).values())
 
     def entry(self, owner: str, kind: str, name: str) -> Any:
         """A vector (or means), or a program. Raises `MissingSource`."""
@@ -106,11 +106,11 @@ class Kept:
         Raises `NameTaken` for a name of another kind, and `CapacityError` where the owner's bank is full.
         """
         self.check_free(owner, name, kind)
-        sizes = self._bank_bytes.setdefault(owner, {})
+        sizes = self._named_bytes.setdefault(owner, {})
         others = sum(size for key, size in sizes.items() if key != name)
         size = bytes_of(entry)
         self.limits.check_room("bank_names", len(sizes.keys() - {name}), 1, "names in the bank")
-        self.limits.check_room("bank_bytes", others, size, "bytes of the bank")
+        self.limits.check_room("named_bytes", others, size, "bytes of the bank")
         self.bank(owner)[name], sizes[name] = entry, size
         self._versions[owner] += 1
         self._say(owner, name, kind, lambda: pack_entry(name, entry))
@@ -118,7 +118,7 @@ class Kept:
     def delete(self, owner: str, kind: str, name: str) -> None:
         """Raises `MissingSource`."""
         self.entry(owner, kind, name)
-        del self.bank(owner)[name], self._bank_bytes[owner][name]
+        del self.bank(owner)[name], self._named_bytes[owner][name]
         self._versions[owner] += 1
         self._say(owner, name, "gone", lambda: b"it was deleted")
 
@@ -232,14 +232,14 @@ class Kept:
             runs[name] = _KeptRun(run, run.captured_bytes, self._clock(), is_elsewhere=True)
             self._gone.pop((owner, name), None)
         elif note.kind == "gone" and name in bank:
-            del bank[name], self._bank_bytes[owner][name]
+            del bank[name], self._named_bytes[owner][name]
             self._versions[owner] += 1
         elif note.kind == "gone":  # a run's name, which this process may have never heard before
             self._remember(owner, name, note.data.decode())
         else:
             entry = unpack_entry(note.kind, note.data)
             bank[name] = entry
-            self._bank_bytes.setdefault(owner, {})[name] = bytes_of(entry)
+            self._named_bytes.setdefault(owner, {})[name] = bytes_of(entry)
             self._versions[owner] += 1
 
 

@@ -307,9 +307,8 @@ FAMILIES: tuple[Family, ...] = (
 )  # fmt: skip
 
 
-# of models that also read images: the class, the model type of its decoder's config, and the family of the decoder
 class Decoder(NamedTuple):
-    """The decoder within models that also read images.
+    """The decoder within models of one class that also read images.
 
     model_type: of the decoder's config
     family: whose table it has

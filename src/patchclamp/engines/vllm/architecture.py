@@ -48,8 +48,11 @@ def _advice(vllm_config: Any, facts: dict[str, Any]) -> str:
     try:
         with backend.outside(vllm_config):
             transformers_places(facts["config"], facts["trust_remote_code"])
-    except Exception as error:
+    except ModelError as error:
         return f"With Transformers' own class it is the same: {str(error).removeprefix('no site table for ')}"
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+        return f"Transformers makes no model of this config, from which one could be had ({why})"
     return _use_transformers_class()
 
 

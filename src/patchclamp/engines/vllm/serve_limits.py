@@ -33,7 +33,7 @@ class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Of what stays:
     bank_names: vectors and programs of one owner
-    bank_bytes: their bytes
+    named_bytes: their bytes
     kept_runs: runs of one owner
     run_bytes: captures of one owner's runs; of a sweep, what it reads at a time
     kept_sweeps: sweeps of one owner that can go on where they stopped
@@ -51,7 +51,7 @@ class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sweep_cells: Count = 20_000
     sweeps: Count = 4
     bank_names: Count = 1024
-    bank_bytes: Count = 1 << 28
+    named_bytes: Count = 1 << 28
     kept_runs: Count = 4096
     run_bytes: Count = 1 << 32
     kept_sweeps: Count = 16

@@ -244,7 +244,7 @@ class Attached:
 
     def _install(self, arrivals: list[Arrival], vectors: dict[str, torch.Tensor]) -> None:
         try:
-            errors = self.runtime.admit_all(arrivals, vectors)
+            errors = self.runtime.install_all(arrivals, vectors)
         except Exception as error:  # none may run unedited
             errors = {arrival.request: error for arrival in arrivals}
         for arrival in arrivals if errors else ():

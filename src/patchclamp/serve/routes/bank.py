@@ -74,7 +74,7 @@ async def list_vectors(request: Request) -> VectorList:
     """The vectors that this API key has here, with their shapes and sizes."""
     front, owner = caller(request)
     cards = [_vector_card(name, entry) for name, entry in front.kept.entries(owner, "vector").items()]
-    return VectorList(vectors=cards, bank_bytes=front.kept.bank_bytes(owner), limit_bytes=front.limits.bank_bytes)
+    return VectorList(vectors=cards, named_bytes=front.kept.named_bytes(owner), limit_bytes=front.limits.named_bytes)
 
 
 @router.get("/vectors/{name}", response_class=Response, responses=FILE)

@@ -76,7 +76,7 @@ class Graphs:
         if self.watch is not None:
             self.watch.watch_replays(manager)
         with _graphs_of(_Watched, self.watch), nullcontext() if profile else self._counting_bytes("without"):
-            capture()
+            pieces = _recorded_in(capture)
         if profile:
             return
         self._manager, self._config = manager, manager.vllm_config
@@ -92,23 +92,26 @@ class Graphs:
                 manager._capture_descs = stock_descs
 
         keys = {(desc.cg_mode, desc.num_tokens) for descs in wanted.values() for desc in descs}
-        self._record_active(({}, [(wrapper, {}) for wrapper, _ in self._stores[False][1]]), capture_wanted, keys)
+        store = ({}, [(wrapper, {}) for wrapper, _ in self._stores[False][1]])
+        self._record_active(store, capture_wanted, keys, pieces)
 
     def record_mode(self, vllm_config: Any, mode: Any, sizes: list[Any], capture: Callable[[list[Any]], None]) -> None:
         """Records both variants of the graphs of one mode of a V1 runner, and leaves the idle one in place."""
         with _graphs_of(_Watched, self.watch), self._counting_bytes("without"):
-            capture(sizes)
+            pieces = _recorded_in(lambda: capture(sizes))
         self._config = vllm_config
         self._stores[False] = self._take()
         recorded = {id(wrapper): dict(entries) for wrapper, entries in self._stores.get(True, ({}, []))[1]}
         wanted = [desc for desc in sizes if self._wants(desc)]
         store = ({}, [(wrapper, recorded.get(id(wrapper), {})) for wrapper, _ in self._stores[False][1]])
-        self._record_active(store, lambda: capture(wanted), {(mode, desc.num_tokens) for desc in wanted})
+        self._record_active(store, lambda: capture(wanted), {(mode, desc.num_tokens) for desc in wanted}, pieces)
 
     def _record_active(
-        self, store: tuple[dict[Any, Any], _Entries], capture: Callable[[], None], keys: set[tuple[Any, int]]
-    ) -> None:
-        """Records graphs with taps, of some (mode, tokens), into a store, and puts the idle ones back.
+        self, store: tuple[dict[Any, Any], _Entries], capture: Callable[[], None], keys: set[tuple[Any, int]],
+        pieces: list[tuple[Any, Any]],
+    ) -> None:  # fmt: skip
+        """Records graphs with taps, of some (mode, tokens), into a store, and puts the idle ones back. `pieces`: the
+        wrappers that have idle graphs, and of what.
 
         Where the device has no room for them, there are none.
         """
@@ -118,7 +121,8 @@ class Graphs:
                 with self.recording(), compiled_variant(active=True), _graphs_of(_WithNodes, self.watch):
                     capture()
                 store = self._take()
-                _check_recorded(store, keys)
+                _check_recorded(store, pieces, keys)
+                _check_full(store[0], [desc for desc in self._stores[False][0] if self._wants(desc)])
                 for desc, graph in store[0].items():
                     store[0][desc] = self._tapped(graph)
                 for _, entries in store[1]:
@@ -194,19 +198,44 @@ class Graphs:
             wrapper.concrete_cudagraph_entries = entries
 
 
-def _check_recorded(store: tuple[dict[Any, Any], _Entries], keys: set[tuple[Any, int]]) -> None:
-    """Raises `EngineError` where a (mode, tokens) has no graph with taps: its steps would run unedited."""
-    full, wrappers = store
-    recorded = {(desc.cg_mode, desc.num_tokens) for desc in full}
-    for wrapper, entries in wrappers:
-        recorded |= {(wrapper.runtime_mode, desc.num_tokens) for desc, entry in entries.items()
-                     if entry.cudagraph is not None}  # fmt: skip
-    if missing := keys - recorded:
-        mode, tokens = min(missing, key=lambda key: (key[0].name, key[1]))
-        raise EngineError(
-            f"vLLM recorded no graph with taps of {mode.name} steps of {tokens} tokens, where programs would do "
-            "nothing: start with enforce_eager=True, and report this with the model's name"
-        )
+def _recorded_in(capture: Callable[[], None]) -> list[tuple[Any, Any]]:
+    """Has vLLM record graphs; the wrappers that then have some more, each with what it is of."""
+    from vllm.compilation.cuda_graph import CUDAGraphWrapper
+
+    def recorded() -> list[tuple[Any, Any]]:
+        entries = [(wrapper, wrapper.concrete_cudagraph_entries) for wrapper in CUDAGraphWrapper._all_instances]
+        return [(wrapper, desc) for wrapper, of in entries for desc, entry in of.items() if entry.cudagraph is not None]
+
+    before = {(id(wrapper), desc) for wrapper, desc in recorded()}
+    capture()
+    return [(wrapper, desc) for wrapper, desc in recorded() if (id(wrapper), desc) not in before]
+
+
+def _check_recorded(
+    store: tuple[dict[Any, Any], _Entries], pieces: list[tuple[Any, Any]], keys: set[tuple[Any, int]]
+) -> None:
+    """Raises `EngineError` where a wrapper has an idle graph of one of the (mode, tokens) and none with taps: its steps
+    would run unedited. Where vLLM records nothing, steps run the compiled code, which has taps."""
+    entries_of = {id(wrapper): entries for wrapper, entries in store[1]}
+    for wrapper, desc in pieces:
+        entry = entries_of.get(id(wrapper), {}).get(desc)
+        wanted = (wrapper.runtime_mode, desc.num_tokens) in keys
+        if wanted and (entry is None or entry.cudagraph is None):
+            raise _without_graph(wrapper.runtime_mode, desc.num_tokens)
+
+
+def _check_full(graphs: dict[Any, Any], wanted: list[Any]) -> None:
+    """The same for the whole graphs of a V2 runner's manager."""
+    for desc in wanted:
+        if desc not in graphs:
+            raise _without_graph(desc.cg_mode, desc.num_tokens)
+
+
+def _without_graph(mode: Any, tokens: int) -> EngineError:
+    return EngineError(
+        f"vLLM recorded no graph with taps of {mode.name} steps of {tokens} tokens, where programs would do nothing: "
+        "start with enforce_eager=True, and report this with the model's name"
+    )
 
 
 def _no_room(error: BaseException | None) -> bool:

@@ -9,7 +9,7 @@ from patchclamp.engines.vllm.compat.seams import require_all
 from patchclamp.errors import ProgramError
 
 Span = tuple[int, int]  # positions first … end−1
-UNTRIED = {"Llama4ForConditionalGeneration"}  # classes whose images were not tried beside programs
+UNTRIED = {"Llama4ForConditionalGeneration"}  # classes whose images were not tried
 
 
 def render(engine: Any, prompt: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,12 +57,10 @@ def check_modalities(modalities: Iterable[str]) -> None:
 
 
 def check_model(vllm_config: Any) -> None:
-    """Raises `ProgramError` for a model whose images were not tried beside a program."""
+    """Raises `ProgramError` for a model whose images were not tried."""
     names = UNTRIED.intersection(vllm_config.model_config.hf_config.architectures or ())
     if names:
-        raise ProgramError(
-            f"programs beside images were not tried on {', '.join(names)}: give it prompts of text alone"
-        )
+        raise ProgramError(f"images were not tried on {', '.join(names)}: give it prompts of text alone")
 
 
 def check_request(request: Any, prompt: int, vllm_config: Any) -> None:
