@@ -99,7 +99,7 @@ def test_a_class_that_is_not_understood_says_what_to_do(tmp_path, monkeypatch):
         raise ModelError("no site table for NemotronForCausalLM, and none can be made of its modules: nor there")
 
     monkeypatch.setattr(architecture, "transformers_places", not_there)
-    with pytest.raises(ModelError, match=r"no stream\. With Transformers' own class it is the same: .*: nor there$"):
+    with pytest.raises(ModelError, match=r"no stream\. With Transformers' own class: no site table for .*: nor there$"):
         pc.LM(of_family(tmp_path, "nemotron"), engine="vllm", **IDS, **EAGER)
 
 

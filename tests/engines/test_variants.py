@@ -54,8 +54,11 @@ def test_a_variant_that_the_table_is_not_about_gets_one_of_its_modules(tmp_path)
 
 def test_a_native_variant_is_refused_with_what_to_do(tmp_path):
     folder = of_family(tmp_path, "opt", do_layer_norm_before=False)
-    with pytest.raises(ModelError, match=r"for do_layer_norm_before=True, and this one has False\. model_impl="):
+    refused = r"for do_layer_norm_before=True, and this one has False\. With Transformers' own class: no site table"
+    with pytest.raises(ModelError, match=refused):
         pc.LM(folder, engine="vllm", **IDS, **EAGER)
+    with pytest.raises(ModelError, match="no site table for OPTForCausalLM, and none can be made of its modules"):
+        pc.LM(folder, engine="vllm", model_impl="transformers", **IDS, **EAGER)
 
 
 def test_a_stream_that_vllm_divides_in_float16_is_refused(tmp_path):

@@ -49,7 +49,7 @@ def _advice(vllm_config: Any, facts: dict[str, Any]) -> str:
         with backend.outside(vllm_config):
             transformers_places(facts["config"], facts["trust_remote_code"])
     except ModelError as error:
-        return f"With Transformers' own class it is the same: {str(error).removeprefix('no site table for ')}"
+        return f"With Transformers' own class: {error}"
     except Exception as error:
         why = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
         return f"Transformers makes no model of this config, from which one could be had ({why})"
