@@ -15,7 +15,7 @@ import torch
 
 import patchclamp as pc
 
-from .conftest import STILL, Server, start, stop
+from .conftest import Server, start, stop
 from .stock_requests import differences, metric_names
 from .test_openai import CAPTURED, PROMPT, STEERED, complete, program
 
@@ -45,7 +45,7 @@ def plain(model, plugin, tmp_path_factory) -> Iterator[Server]:
     path = ":".join([str(plugin), str(Path(pc.__file__).parents[1])])
     made = start(
         model, tmp_path_factory.mktemp("log") / "plain.log", '--additional-config={"patchclamp": {}}',
-        command=("-m", "vllm.entrypoints.openai.api_server", "--model"), environment={"PYTHONPATH": path, **dict.fromkeys(STILL, "1")},  # vLLM's default: its worker is a process
+        command=("-m", "vllm.entrypoints.openai.api_server", "--model"), environment={"PYTHONPATH": path},
     )  # fmt: skip
     yield made
     stop(made)

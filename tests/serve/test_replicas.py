@@ -12,7 +12,7 @@ import torch
 import patchclamp as pc
 from patchclamp.studies import patch_sweep
 
-from .conftest import KEYS, Server, start, stop
+from .conftest import KEYS, STILL, Server, start, stop
 from .test_client import (  # noqa: F401  the same tests, on this server
     CASES,
     PROMPTS,
@@ -33,7 +33,8 @@ pytestmark = pytest.mark.processes
 @pytest.fixture(scope="module")
 def server(model, tmp_path_factory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("replicas") / "server.log"
-    made = start(model, log, "--api-key", *KEYS, "--data-parallel-size=2", "--api-server-count=2")
+    default = dict.fromkeys(STILL, "1")  # vLLM's own: each worker is a process
+    made = start(model, log, "--api-key", *KEYS, "--data-parallel-size=2", "--api-server-count=2", environment=default)
     yield made
     stop(made)
 
