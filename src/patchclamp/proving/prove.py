@@ -170,10 +170,10 @@ def _same_alone(
     unread = bool(gaps) and float(np.median(gaps)) > LOGITS_RTOL.get(lm.model.dtype, max(LOGITS_RTOL.values()))
     silent = bool(pairs) and not any(alone.any() for alone, _ in pairs)
     if silent or unread or inert:
-        what = "nothing is read" if silent else "rows are read otherwise" if unread else "an edit does nothing"
+        differs = "rows are read otherwise than in a batch" if unread else "an edit does nothing that acts in a batch"
         raise EngineError(
-            f"in a run by itself {what}, unlike in a larger batch: the engine's small steps run code without taps. "
-            "Start vLLM with enforce_eager=True, and report this with the model's name"
+            f"in a run by itself {'nothing is read' if silent else differs}: steps of the engine run code without taps."
+            " Start vLLM with enforce_eager=True, and report this with the model's name"
         )
 
 
