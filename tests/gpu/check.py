@@ -22,7 +22,7 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.gpu import board, families, images, kinds, modes
+from tests.gpu import board, families, images, kinds, modes, recorded
 from tests.gpu.engines import COMPILED, fresh
 from tests.gpu.table import table
 
@@ -43,12 +43,13 @@ BESIDE = (
 HOW = modes.parts()  # how requests are run, and what of them others may reuse, in both dtypes
 SITES = tuple(families.PARTS)
 IMAGES = tuple(images.PARTS)
+RECORDED = tuple(recorded.PARTS)
 KINDS = tuple(kinds.PARTS)  # of engine: with adapters, with fp8, with drafts
 TWO = ("tp2 eager", "tp2 graphs", "pp2 eager", "pp2 graphs", "tp2 graphs again", "pp2 graphs again",
        *(part for part in SITES if "tp2" in part))  # fmt: skip
 ALONE = ("bounded", "v1 bounded", "sleep", "v1 sleep")  # they look at the memory of the whole GPU
 ONE = (*MODES, *BESIDE, *HOW, *(part for part in SITES if part not in TWO), *KINDS, *IMAGES,
-       *ALONE)  # fmt: skip
+       *RECORDED, *ALONE)  # fmt: skip
 MODELS = {"8b": Path("/tmp/model-8b-4"), "0.6b": Path("/tmp/model-0.6b-4")}
 SMALL = {"parity": Path("/tmp/model-135m-30"), "poison": Path("/tmp/model-135m-3")}
 
@@ -78,6 +79,8 @@ def carry_out(part: str) -> None:
             families.sites(part)
         elif part in IMAGES:
             images.images(part)
+        elif part in RECORDED:
+            recorded.recorded(part)
         elif part in KINDS:
             kinds.kinds(part, str(MODELS.get(kinds.PARTS[part])))
         elif part in HOW:
@@ -149,7 +152,7 @@ def main() -> None:
         if f"{part} again" in parts:
             go(f"{part} again")
 
-    if set(parts) - set(SITES):  # they make their own
+    if set(parts) - {*SITES, *IMAGES, *RECORDED}:  # they make their own
         go("models")
     with ThreadPoolExecutor(args.at_once) as pool:
         list(pool.map(go, [part for part in parts if part not in ALONE and not part.endswith(" again")]))
