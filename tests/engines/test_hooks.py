@@ -231,17 +231,19 @@ class Piece:
 
 
 class Manager:
-    """A V2 runner's: it has some wrappers record mixed steps, and records whole decode steps itself."""
+    """A V2 runner's: it has some wrappers record mixed steps, and records whole decode steps itself. `tapped`: the
+    wrappers of the code with taps, where that is other code."""
 
-    def __init__(self, engine: Any, pieces: list[Piece], whole: bool = True) -> None:
+    def __init__(self, engine: Any, pieces: list[Piece], whole: bool = True, tapped: list[Piece] | None = None) -> None:
         self.vllm_config, self.pieces, self.whole = engine, pieces, whole
+        self.tapped = pieces if tapped is None else tapped
         self.graphs: dict[Desc, Any] = {}
         self._capture_descs = {mode: [Desc(tokens, mode) for tokens in (4, 8)] for mode in (MIXED, DECODES)}
         self.rounds = 0
 
     def capture(self) -> None:
         self.rounds += 1
-        for piece in self.pieces:
+        for piece in self.tapped if compat_graphs._step.active else self.pieces:
             for desc in self._capture_descs[MIXED]:
                 piece.run(desc)
         if self.whole or self.rounds == 1:
@@ -259,10 +261,11 @@ def pieces_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     return lambda *owners, **how: known.extend(Piece(owner, **how) for owner in owners) or known
 
 
-def an_engine() -> Any:
+def an_engine(numerics: str = "uniform") -> Any:
     return SimpleNamespace(
-        compilation_config=SimpleNamespace(), parallel_config=SimpleNamespace(tensor_parallel_size=1)
-    )
+        compilation_config=SimpleNamespace(), parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        additional_config={"patchclamp": {"numerics": numerics}},
+    )  # fmt: skip
 
 
 def recording(sizes: tuple[int, ...] | None = None) -> compat_graphs.Graphs:
@@ -297,6 +300,29 @@ def test_a_graph_that_has_none_with_taps_beside_it_is_an_error(pieces_of):
     manager, graphs = Manager(engine, manager.pieces[:1], whole=False), recording()
     with pytest.raises(EngineError, match="no graph with taps of FULL steps of 4 tokens"):
         graphs.record(manager, manager.capture, profile=False)
+
+
+def test_code_with_taps_that_has_wrappers_of_its_own_records_in_these(pieces_of):
+    """So it is with stock numerics; the wrappers of the idle code have no graphs with taps, and are not run then."""
+    engine = an_engine("stock")
+    known = pieces_of(*[engine] * 4)
+    manager, graphs = Manager(engine, known[:2], tapped=known[2:]), recording()
+    graphs.record(manager, manager.capture, profile=False)
+    assert [len(piece.concrete_cudagraph_entries) for piece in known] == [2, 2, 0, 0]
+    graphs.use(True)
+    assert [len(piece.concrete_cudagraph_entries) for piece in known] == [0, 0, 2, 2]
+    graphs.use(False)
+    assert [len(piece.concrete_cudagraph_entries) for piece in known] == [2, 2, 0, 0]
+
+
+def test_code_with_taps_of_which_nothing_is_recorded_is_an_error(pieces_of):
+    """With stock numerics, too: and where a wrapper that has an idle graph is not known to be the engine's."""
+    engine = an_engine("stock")
+    known = pieces_of(engine, engine, an_engine("stock"))
+    for pieces, tapped in ((known[:1], []), (known[2:], known[1:2])):
+        manager, graphs = Manager(engine, pieces, tapped=tapped), recording()
+        with pytest.raises(EngineError, match="no graph with taps of PIECEWISE steps of 4 tokens"):
+            graphs.record(manager, manager.capture, profile=False)
 
 
 def test_sizes_of_which_vllm_records_nothing_run_the_code_that_has_taps(pieces_of):

@@ -121,7 +121,7 @@ class Graphs:
                 with self.recording(), compiled_variant(active=True), _graphs_of(_WithNodes, self.watch):
                     capture()
                 store = self._take()
-                _check_recorded(store, pieces, keys)
+                _check_recorded(store, pieces, keys, is_uniform(self._config))
                 _check_full(store[0], [desc for desc in self._stores[False][0] if self._wants(desc)])
                 for desc, graph in store[0].items():
                     store[0][desc] = self._tapped(graph)
@@ -212,15 +212,21 @@ def _recorded_in(capture: Callable[[], None]) -> list[tuple[Any, Any]]:
 
 
 def _check_recorded(
-    store: tuple[dict[Any, Any], _Entries], pieces: list[tuple[Any, Any]], keys: set[tuple[Any, int]]
+    store: tuple[dict[Any, Any], _Entries], pieces: list[tuple[Any, Any]], keys: set[tuple[Any, int]], one_code: bool
 ) -> None:
-    """Raises `EngineError` where a wrapper has an idle graph of one of the (mode, tokens) and none with taps: its steps
-    would run unedited. Where vLLM records nothing, steps run the compiled code, which has taps."""
-    entries_of = {id(wrapper): entries for wrapper, entries in store[1]}
+    """Raises `EngineError` where steps of one of the (mode, tokens) would replay an idle graph though they are edited.
+    Where vLLM records nothing, steps run the compiled code, which has taps.
+
+    Every wrapper that has an idle graph must be among those whose graphs are exchanged. Where both variants run
+    `one_code`, each of these has a graph with taps, too; else the code with taps has wrappers of its own.
+    """
+    tapped = {id(wrapper): {desc for desc, entry in entries.items() if entry.cudagraph is not None}
+              for wrapper, entries in store[1]}  # fmt: skip
+    anywhere = set().union(*tapped.values())
     for wrapper, desc in pieces:
-        entry = entries_of.get(id(wrapper), {}).get(desc)
-        wanted = (wrapper.runtime_mode, desc.num_tokens) in keys
-        if wanted and (entry is None or entry.cudagraph is None):
+        if (wrapper.runtime_mode, desc.num_tokens) not in keys:
+            continue
+        if id(wrapper) not in tapped or desc not in (tapped[id(wrapper)] if one_code else anywhere):
             raise _without_graph(wrapper.runtime_mode, desc.num_tokens)
 
 
