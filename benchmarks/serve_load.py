@@ -223,7 +223,8 @@ def main() -> None:
         model_of(args.shape, folder, weights),
         {"0.6b": 1024, "8b": 4096, "smollm2": 576, "tiny": 64}[args.shape],
     )
-    options, variables = ["--max-model-len=2048", "--no-enable-prefix-caching"], dict[str, str]()
+    options, variables = ["--max-model-len=2048"], dict[str, str]()
+    options += [] if args.only == "sweep" else ["--no-enable-prefix-caching"]
     if torch.cuda.is_available():
         # two servers that start at once cannot measure what memory is free
         options += ["--gpu-memory-utilization=0.4", f"--kv-cache-memory-bytes={12 << 30}"]
@@ -287,13 +288,15 @@ def compare_sweeps(server: Server, model: str, args: Any) -> dict[str, float]:
 
     with pc.LM(server.url) as lm:
         http_s = sweep_s(lm, args.rounds)
+    print(f"sweep over HTTP: {http_s:.2f} s", flush=True)
     server.close()
-    own = (
-        {"gpu_memory_utilization": 0.4, "kv_cache_memory_bytes": 12 << 30}
-        if torch.cuda.is_available()
-        else {"enforce_eager": True, "dtype": "float32"}
-    )
-    with pc.LM(model, engine="vllm", max_model_len=2048, **own) as lm:
+    own: dict[str, Any] = {"enforce_eager": True, "dtype": "float32", "kv_cache_memory_bytes": 1 << 28}
+    if torch.cuda.is_available():  # the same, so that what the server compiled is found again
+        own = {"gpu_memory_utilization": 0.4, "kv_cache_memory_bytes": 12 << 30,
+               "compilation_config": {"cudagraph_capture_sizes": SIZES}}  # fmt: skip
+    if args.only != "sweep":
+        own["enable_prefix_caching"] = False
+    with pc.LM(model, engine="vllm", max_model_len=2048, numerics="stock", **own) as lm:
         local_s = sweep_s(lm, args.rounds)
     print(f"sweep: {http_s:.2f} s over HTTP, {local_s:.2f} s here, ratio {http_s / local_s:.2f} (1.3)", flush=True)
     return {"http_s": http_s, "local_s": local_s, "ratio": http_s / local_s}

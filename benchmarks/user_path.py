@@ -18,6 +18,7 @@ import datetime
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -180,11 +181,13 @@ class Remote:
         self.stop()
 
     def stop(self) -> None:
+        """Ends it, and an engine core that it started, which would else keep the caller's output open."""
         if self._process.is_alive():
-            self._process.terminate()
+            os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def _serve(pipe: Any, kind: str, shape: str, model: str, options: dict[str, Any], environ: dict[str, str]) -> None:
+    os.setpgrp()
     os.environ.update(environ)
     try:
         side = {"stock": Stock, "ours": Ours}[kind](shape, model, options)
