@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from patchclamp.engines.base import Answer, Captured, Engine, Request
+from patchclamp.engines.base import Answer, Captured, Drafts, Engine, Request
 from patchclamp.engines.chat import prompt_of
 from patchclamp.errors import MissingSource, PatchclampError, ProgramError
 from patchclamp.language import Program, Site, SiteOp
@@ -162,6 +162,11 @@ class Run:
         """The layer and the position of the prompt from which on it was computed, where the engine took the rest from a
         run of the prompt without a program; None if it did not."""
         return self.answer.computed_from
+
+    @property
+    def drafts(self) -> Drafts | None:
+        """Tokens (proposed, accepted) of speculative decoding; None where the engine drafts none, or does not count."""
+        return self.answer.drafts
 
     @property
     def finish_reason(self) -> str | None:

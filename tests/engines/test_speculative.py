@@ -1,21 +1,24 @@
-"""Speculative decoding by n-grams on the CPU build: programs act on drafted rows as on any, and what is thrown away leaves
-nothing behind. An engine that drafts is compared with one that does not."""
+"""Speculative decoding on the CPU build: programs act on drafted rows as on any, and what is thrown away leaves nothing
+behind. An engine that drafts is compared with one that does not; n-grams, which need no model, in most of it."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
+
 import numpy as np
 import pytest
+import torch
 
 import patchclamp as pc
 from patchclamp.errors import ProgramError
 
-from ..models import of_family
-from .test_admission import worker
+from ..drafters import drafting
+from .test_admission import engine_core, worker
 from .test_families import EAGER, IDS, flat
 from .test_parity import worst_row
 
 pytestmark = pytest.mark.usefixtures("inspected_here")
-DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}}
 PROMPTS = [[3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 3, 4], [8, 9] * 6, list(range(3, 15)) * 4]
 LONG = {"max_tokens": 32, "sampling": {"ignore_eos": True}, "logprobs": True}
 D, V = 128, 16
@@ -37,11 +40,24 @@ PROGRAMS: dict[str, list] = {
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory, inspected_here):
     """An engine without drafts, and one with; few words, so that texts repeat themselves."""
-    folder = of_family(tmp_path_factory.mktemp("llama"), "llama", vocab_size=V)
+    with both("ngram", tmp_path_factory.mktemp("llama")) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def both(method, folder):
+    """An engine without drafts, and one with, of a model in a new folder."""
+    model, speculative_config = drafting(method, folder, V)
     few = {**IDS, **EAGER, "max_num_batched_tokens": 32}
-    plain = pc.LM(folder, engine="vllm", **few)
-    with plain, pc.LM(folder, engine="vllm", allow_code=True, **few, **DRAFTS) as drafting:
-        yield plain, drafting
+    module = sys.modules.pop("llvmlite.binding.ffi", None)  # n-grams load it, and then vLLM's CPU worker cannot start
+    with contextlib.ExitStack() as stack:
+        made = [
+            stack.enter_context(pc.LM(model, engine="vllm", **few, **drafts))
+            for drafts in ({}, {"allow_code": True, "speculative_config": speculative_config})
+        ]
+        if module is not None:
+            sys.modules["llvmlite.binding.ffi"] = module
+        yield tuple(made)
 
 
 def runs_of(lm: pc.LM, edits: list) -> list[pc.Run]:
@@ -71,19 +87,28 @@ def equal(ours: pc.Run, theirs: pc.Run, sites: list[str]) -> bool:
     return all(worst_row(flat(ours[place]), flat(theirs[place])) <= 1e-4 for place in sites)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_what_is_generated_and_captured_is_what_it_is_without_drafts(pair, drafted, program):
-    plain, drafting = pair
-    sites = [str(ref) for ref in plain.sites.refs()]
-    theirs, ours = (runs_of(lm, PROGRAMS[program]) for lm in pair)
-    turns, drafts = (sum(column) for column in zip(*drafted, strict=True))
-    right = sum(len(run.token_ids) for run in ours) - turns  # at least: a chunk of a prompt is a turn without a token
-    assert drafts > right > 0
+def runs_are_alike(pair: tuple[pc.LM, pc.LM], edits: list) -> list[pc.Run]:
+    """The runs of the engine that drafts."""
+    theirs, ours = (runs_of(lm, edits) for lm in pair)
     for a, b in zip(ours, theirs, strict=True):
         assert a.token_ids == b.token_ids
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
         assert a.acted == b.acted
-        assert equal(a, b, sites)
+        assert equal(a, b, [str(ref) for ref in pair[0].sites.refs()])
+        assert b.drafts is None
+        assert a.drafts.accepted <= a.drafts.proposed
+    return ours
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_what_is_generated_and_captured_is_what_it_is_without_drafts(pair, drafted, program):
+    drafting = pair[1]
+    ours = runs_are_alike(pair, PROGRAMS[program])
+    turns, drafts = (sum(column) for column in zip(*drafted, strict=True))
+    right = sum(len(run.token_ids) for run in ours) - turns  # at least: a chunk of a prompt is a turn without a token
+    assert drafts > right > 0
+    assert sum(run.drafts.accepted for run in ours) >= right
+    assert sum(run.drafts.proposed for run in ours) <= drafts
     if program != "none":
         assert [run.token_ids for run in ours] != [run.token_ids for run in runs_of(drafting, [])]
 
@@ -131,3 +156,36 @@ def test_code_is_refused(pair):
     assert isinstance(refused.error, ProgramError)
     assert "code (Apply) does not run with speculative decoding" in str(refused.error)
     assert other.error is None
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "mtp"])
+def test_models_that_draft_are_not_edited_and_what_they_draft_for_is(method, tmp_path):
+    """EAGLE's and MTP's look tokens up in the embedding of the model that is edited, and read its last stream."""
+    with both(method, tmp_path) as made:
+        unedited = lookups_of_the_drafter(made[1], method)
+        for edits in (PROGRAMS["none"], PROGRAMS["logits"], PROGRAMS["the same run"]):
+            runs_are_alike(made, edits)
+        runs_are_alike(made, [pc.Add(np.roll(ROW_D, 1), pc.embed), *PROGRAMS["generated"]])
+        assert all(unedited)
+        assert bool(unedited) == (method != "draft_model")
+
+
+def lookups_of_the_drafter(lm: pc.LM, method: str) -> list[bool]:
+    """Of each time that a drafter looks tokens up in the model's embedding: whether it finds rows of its weights."""
+    runner = engine_core(lm).model_executor.driver_worker.worker.model_runner
+    drafter, answers = runner.drafter, list[bool]()
+    embedding = drafter.model.model.embed_tokens
+    assert (embedding is runner.model.model.embed_tokens) == (method != "draft_model")
+    if method == "draft_model":
+        return answers
+    propose = drafter.propose
+
+    def watched(*args, **kwargs):
+        hook = embedding.register_forward_hook(
+            lambda module, args, rows: answers.append(torch.equal(rows, module.weight[args[0]]))
+        )
+        with hook:
+            return propose(*args, **kwargs)
+
+    drafter.propose = watched
+    return answers

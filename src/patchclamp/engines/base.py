@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -129,6 +129,13 @@ class Expanded(msgspec.Struct):
     inputs: Any
 
 
+class Drafts(NamedTuple):
+    """Speculative decoding of a request: how many tokens were drafted, and how many of them the model accepted."""
+
+    proposed: int
+    accepted: int
+
+
 class Answer(msgspec.Struct):
     """What came of a request.
 
@@ -141,6 +148,7 @@ class Answer(msgspec.Struct):
     top_logprobs: for each of `token_ids` the log-probabilities of the likeliest tokens there, by token id
     computed_from: the layer and the prompt's position from which on it was computed, where what is before came from a
         run of the prompt without a program; None if all of it was computed, or came from a prefix cache
+    drafts: None where the engine does not count them, or drafts none
     """
 
     token_ids: list[int]
@@ -151,6 +159,7 @@ class Answer(msgspec.Struct):
     cached_tokens: int = 0
     top_logprobs: list[dict[int, float]] = []
     computed_from: tuple[int, int] | None = None
+    drafts: Drafts | None = None
 
 
 class Gradients(msgspec.Struct, frozen=True):

@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from patchclamp.engines.base import Answer, Captured, Model, Wanted
+from patchclamp.engines.base import Answer, Captured, Drafts, Model, Wanted
 from patchclamp.errors import EngineError, Packed
 from patchclamp.sites import Family, SiteMap, Sizes
 
@@ -120,16 +120,17 @@ class Answered(msgspec.Struct, tag="answer"):
     finish_reason: str | None
     cached_tokens: int
     top_logprobs: list[dict[int, float]]
+    drafts: Drafts | None = None
 
     @classmethod
     def of(cls, i: int, receipt: str, answer: Answer) -> Answered:
         text = answer.text if isinstance(answer.text, str) else answer.text()
         return cls(i, receipt, answer.token_ids, text, answer.logprobs, answer.scores, answer.finish_reason,
-                   answer.cached_tokens, answer.top_logprobs)  # fmt: skip
+                   answer.cached_tokens, answer.top_logprobs, answer.drafts)  # fmt: skip
 
     def answer(self) -> Answer:
         return Answer(self.token_ids, self.text, self.logprobs, self.scores, self.finish_reason, self.cached_tokens,
-                      self.top_logprobs)  # fmt: skip
+                      self.top_logprobs, drafts=self.drafts)  # fmt: skip
 
 
 class Failed(msgspec.Struct, tag="error"):

@@ -11,6 +11,7 @@ from typing import Any
 
 from patchclamp.engines.base import Answer, Request
 from patchclamp.engines.chat import prompt_of
+from patchclamp.engines.vllm.answers import drafts_of
 from patchclamp.engines.vllm.compat import images
 from patchclamp.engines.vllm.compat.front import http_error
 from patchclamp.errors import PatchclampError, ProgramError
@@ -158,7 +159,8 @@ class _Child:
 
     def _take(self, output: Any, ids: list[int]) -> None:
         last = output.outputs[0]
-        answer = Answer(ids, last.text, None, {}, last.finish_reason, output.num_cached_tokens or 0)
+        answer = Answer(ids, last.text, None, {}, last.finish_reason, output.num_cached_tokens or 0,
+                        drafts=drafts_of(last))  # fmt: skip
         run = Run(self._front.lm, self._request, self._call.program, answer)
         self._is_taken = True
         self._call.add(self._choice, run, self._request, self._front.kept)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from patchclamp.engines.base import Answer, Part, Request
+from patchclamp.engines.base import Answer, Drafts, Part, Request
 from patchclamp.engines.vllm.compat.core import Table
 
 Decode = Callable[[list[int], bool], str]
@@ -53,4 +53,13 @@ class PartialAnswer:
         ids, logprobs = self._ids, self._logprobs if self._has_logprobs else None
         reason, cached = output.outputs[0].finish_reason, output.num_cached_tokens or 0
         text = "".join(self._texts) if decode is None else functools.partial(decode, ids, reason == "stop")
-        return Answer(ids, text, logprobs, self._scores, reason, cached, self._top_logprobs[: len(ids)])
+        top_logprobs, drafts = self._top_logprobs[: len(ids)], drafts_of(output.outputs[0])
+        return Answer(ids, text, logprobs, self._scores, reason, cached, top_logprobs, drafts=drafts)
+
+
+def drafts_of(completion: Any) -> Drafts | None:
+    """What vLLM counted of a completion's drafted tokens, where it was asked to."""
+    counts = getattr(completion, "spec_decode_metrics", None)  # 0.26 counts none
+    if counts is None:
+        return None
+    return Drafts(counts.num_draft_tokens, sum(j * steps for j, steps in enumerate(counts.histogram)))

@@ -217,7 +217,7 @@ class VllmEngine(Engine):
         arguments = {"model": name, "disable_log_stats": True, "max_logprobs": MAX_SCORES, **options}
         configuration.spare_memory(arguments)
         with configuration.surroundings(separate):
-            engine_args = EngineArgs(**arguments, additional_config=extra)
+            engine_args = EngineArgs(**configuration.counted_drafts(arguments), additional_config=extra)
             config = engine_args.create_engine_config(configuration.usage())
             self._make(config, separate)
         self._describe(name, config)

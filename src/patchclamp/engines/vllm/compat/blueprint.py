@@ -46,8 +46,10 @@ def main() -> None:
     answers = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     try:
+        from transformers.dynamic_module_utils import init_hf_modules
         from vllm.plugins import load_general_plugins
 
+        init_hf_modules()  # a config may be of a class that came with its checkpoint
         load_general_plugins()  # which may register model classes
         answer = Answer(found(pickle.load(sys.stdin.buffer)))
     except Exception as error:

@@ -290,6 +290,26 @@ def refused(vllm_config: Any) -> dict[str, str]:
     return {name: why for name, on, why in conditions if on}
 
 
+# methods of speculative decoding that were tried, and where
+DRAFTERS = {"ngram": "", "draft_model": "cpu", "eagle": "cpu", "eagle3": "cpu", "mtp": "cpu"}
+
+
+def one_step_at_a_time(engine_args: Any) -> None:
+    """Has an engine of ours that drafts wait for each step before it plans the next, where nothing else is asked."""
+    ours = KEY in (engine_args.additional_config or {})
+    if ours and engine_args.speculative_config and engine_args.async_scheduling is None:
+        engine_args.async_scheduling = False
+
+
+def counted_drafts(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Engine arguments with which vLLM counts each request's drafted tokens, where it drafts any."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    option = "per_request_spec_decode_metrics"
+    drafts = arguments.get("speculative_config") and hasattr(EngineArgs, option)
+    return {option: "summary", **arguments} if drafts else arguments
+
+
 def _refused_speculation(vllm_config: Any) -> list[tuple[str, Any, str]]:
     """Of speculative decoding, what was not tried. Steps tell which of their rows are drafted, and where they begin if
     the one before has been checked by then."""
@@ -297,9 +317,12 @@ def _refused_speculation(vllm_config: Any) -> list[tuple[str, Any, str]]:
     if speculative_config is None:
         return []
     method = getattr(speculative_config, "method", None)
+    on_gpu = vllm_config.device_config.device_type != "cpu"
     return [
-        (f"speculative decoding by {method!r} (speculative_config)", method != "ngram",
-         no + 'the model that drafts has no taps, and what it does was not tried; method="ngram" works'),
+        (f"speculative decoding by {method!r} (speculative_config)", method not in DRAFTERS,
+         f"{no}it was not tried; methods that work are {', '.join(DRAFTERS)}"),
+        (f"speculative decoding by {method!r} (speculative_config) on a GPU", DRAFTERS.get(method) == "cpu" and on_gpu,
+         no + 'it was tried on the CPU build alone; method="ngram" works'),
         ("speculative decoding (speculative_config) with async_scheduling",
          getattr(vllm_config.scheduler_config, "async_scheduling", False),
          "a step is planned before it is known how many drafts of the last one were right"),

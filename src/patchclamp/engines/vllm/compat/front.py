@@ -10,7 +10,7 @@ from http import HTTPStatus
 from typing import Any
 
 from patchclamp.engines.vllm.admission import Verdict
-from patchclamp.engines.vllm.compat.configuration import KEY, enabled
+from patchclamp.engines.vllm.compat.configuration import KEY, enabled, one_step_at_a_time
 from patchclamp.engines.vllm.compat.core import read_verdict, tables_of
 from patchclamp.engines.vllm.compat.seams import require
 
@@ -25,8 +25,9 @@ def on_config(complete: Callable[[Any], None]) -> None:
         return
 
     @functools.wraps(stock)
-    def create_engine_config(*args: Any, **kwargs: Any) -> Any:
-        config = stock(*args, **kwargs)
+    def create_engine_config(engine_args: Any, *args: Any, **kwargs: Any) -> Any:
+        one_step_at_a_time(engine_args)
+        config = stock(engine_args, *args, **kwargs)
         if enabled(config) is not None:
             complete(config)
         return config

@@ -155,6 +155,7 @@ def _hook_v1(runner: Any, hooks: Hooks, graphs: Graphs | None) -> None:
         _profile_variants(runner, graphs)
 
     active = False  # the step at hand
+    drafts = runner.vllm_config.speculative_config is not None
 
     @functools.wraps(execute)
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -170,6 +171,8 @@ def _hook_v1(runner: Any, hooks: Hooks, graphs: Graphs | None) -> None:
         with hooks.at_work(), compiled_variant(active=True, usable=usable):
             result = execute(scheduler_output, *args, **kwargs)
         hooks.after()
+        if graphs is not None and drafts:
+            graphs.use(active=False)  # the model that drafts, whose graphs are among them, runs after this
         return result
 
     @functools.wraps(prepare)
@@ -200,6 +203,7 @@ def _hook_v2(runner: Any, hooks: Hooks, graphs: Graphs) -> None:
     record_variants(runner, graphs)
     on_dispatch()
     active = False  # the step at hand
+    drafts = runner.vllm_config.speculative_config is not None
 
     @functools.wraps(execute)
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -236,6 +240,8 @@ def _hook_v2(runner: Any, hooks: Hooks, graphs: Graphs) -> None:
 
     @functools.wraps(sample)
     def sample_tokens(*args: Any, **kwargs: Any) -> Any:
+        if active and drafts:
+            graphs.use(active=False)  # the model that drafts, whose graphs are among them, runs in there
         result = sample(*args, **kwargs)
         if active:
             hooks.after()
