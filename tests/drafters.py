@@ -14,8 +14,8 @@ COUNT = 3  # tokens that are drafted at once
 
 
 def drafting(method: str, folder: Path, vocab_size: int) -> tuple[str, dict[str, Any]]:
-    """A folder with a model, and the `speculative_config` of one that drafts for it. Its weights are random, as far as
-    they are not the model's own."""
+    """A folder with a model, and the `speculative_config` of one that drafts for it: the model itself
+    ("draft_model"), or one whose weights are random as far as they are not the model's own."""
     family = "glm4_moe" if method == "mtp" else "llama"
     for name in ("model", "drafter"):
         (folder / name).mkdir(exist_ok=True)
@@ -23,8 +23,7 @@ def drafting(method: str, folder: Path, vocab_size: int) -> tuple[str, dict[str,
     if method == "ngram":
         return model, {"method": method, "num_speculative_tokens": COUNT, "prompt_lookup_max": 3}
     if method == "draft_model":
-        one = of_family(folder / "drafter", family, seed=1, vocab_size=vocab_size, num_hidden_layers=1)
-        return model, {"method": method, "model": one, "num_speculative_tokens": COUNT}
+        return model, {"method": method, "model": model, "num_speculative_tokens": COUNT}
     if method == "mtp":
         return _changed(model, model, _with_mtp), {"method": method, "num_speculative_tokens": 2}
     made = _changed(model, str(folder / "drafter"), {"eagle": _eagle, "eagle3": _eagle3}[method])

@@ -186,8 +186,9 @@ def test_sizes_that_no_graph_is_recorded_for_are_named():
 
 
 @pytest.mark.parametrize(("options", "named"), [
-    ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}, "enable_lora": True},
-     r"speculative decoding \(speculative_config\) with LoRA"),
+    ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3,
+                             "rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5, 0.5]}},
+     r"drafts that are accepted at a given rate"),
 ])  # fmt: skip
 def test_configurations_that_break_a_guarantee_are_refused(smollm2, options, named):
     with pytest.raises(pc.EngineError, match=f"patchclamp does not run with {named}.*: "):
@@ -207,15 +208,29 @@ def test_drafts_are_refused_where_they_were_not_tried(configuration):
     from patchclamp.engines.vllm.compat.configuration import refused
 
     config = configuration()
-    config.scheduler_config.async_scheduling = False  # as vLLM sets it beside n-grams
+    config.scheduler_config.async_scheduling = False
     drafts = SimpleNamespace(method="ngram", rejection_sample_method="standard", enable_adaptive_verification=False)
     object.__setattr__(config, "speculative_config", drafts)
-    for device in ("cpu", "cuda"):
-        config.device_config.device_type = device
+    for method, on_gpu in (
+        ("ngram", True),
+        ("draft_model", False),
+        ("eagle", False),
+        ("eagle3", False),
+        ("mtp", False),
+    ):
+        drafts.method = method
+        config.device_config.device_type = "cpu"
         assert refused(config) == {}
-    config.parallel_config.world_size = 2
-    assert list(refused(config)) == ["speculative decoding (speculative_config) over several workers"]
-    config.parallel_config.world_size, config.scheduler_config.async_scheduling = 1, True
+        config.device_config.device_type = "cuda"
+        assert (refused(config) == {}) == on_gpu
+        assert on_gpu or list(refused(config)) == [f"speculative decoding by {method!r} (speculative_config) on a GPU"]
+    config.device_config.device_type = "cpu"
+    config.lora_config = object()
+    assert list(refused(config)) == ["speculative decoding by 'mtp' (speculative_config) with LoRA"]
+    config.lora_config, drafts.method = None, "ngram"
+    config.parallel_config.pipeline_parallel_size = 2
+    assert list(refused(config)) == ["speculative decoding (speculative_config) over pipeline stages"]
+    config.parallel_config.pipeline_parallel_size, config.scheduler_config.async_scheduling = 1, True
     drafts.rejection_sample_method, drafts.enable_adaptive_verification = "synthetic", True
     assert list(refused(config)) == [
         "speculative decoding (speculative_config) with async_scheduling",
@@ -225,7 +240,7 @@ def test_drafts_are_refused_where_they_were_not_tried(configuration):
 
 
 @pytest.mark.parametrize(("part", "option", "value", "named"), [
-    ("", "speculative_config", SimpleNamespace(method="eagle"), "speculative decoding by 'eagle' (speculative_config)"),
+    ("", "speculative_config", SimpleNamespace(method="medusa"), "speculative decoding by 'medusa' (speculative_config)"),
     ("parallel_config", "enable_dbo", True, "micro-batching (enable_dbo, ubatch_size)"),
     ("parallel_config", "ubatch_size", 2, "micro-batching (enable_dbo, ubatch_size)"),
     ("parallel_config", "prefill_context_parallel_size", 2, "prefill_context_parallel_size above 1"),

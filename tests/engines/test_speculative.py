@@ -14,6 +14,7 @@ import patchclamp as pc
 from patchclamp.errors import ProgramError
 
 from ..drafters import drafting
+from .lora import adapter
 from .test_admission import engine_core, worker
 from .test_families import EAGER, IDS, flat
 from .test_parity import worst_row
@@ -45,24 +46,26 @@ def pair(tmp_path_factory, inspected_here):
 
 
 @contextlib.contextmanager
-def both(method, folder):
-    """An engine without drafts, and one with, of a model in a new folder."""
+def both(method, folder, workers=1, **options):
+    """An engine without drafts, and one with, over some workers, of a model in a new folder."""
     model, speculative_config = drafting(method, folder, V)
-    few = {**IDS, **EAGER, "max_num_batched_tokens": 32}
+    few = {**IDS, **EAGER, "max_num_batched_tokens": 32, **options}
+    drafting_too = {
+        "allow_code": workers == 1,
+        "speculative_config": speculative_config,
+        "tensor_parallel_size": workers,
+    }
     module = sys.modules.pop("llvmlite.binding.ffi", None)  # n-grams load it, and then vLLM's CPU worker cannot start
     with contextlib.ExitStack() as stack:
-        made = [
-            stack.enter_context(pc.LM(model, engine="vllm", **few, **drafts))
-            for drafts in ({}, {"allow_code": True, "speculative_config": speculative_config})
-        ]
+        made = [stack.enter_context(pc.LM(model, engine="vllm", **few, **drafts)) for drafts in ({}, drafting_too)]
         if module is not None:
             sys.modules["llvmlite.binding.ffi"] = module
         yield tuple(made)
 
 
-def runs_of(lm: pc.LM, edits: list) -> list[pc.Run]:
+def runs_of(lm: pc.LM, edits: list, **options) -> list[pc.Run]:
     """Runs of all prompts with every site captured."""
-    return lm.run(PROMPTS, edits=edits, capture=[pc.Site(name) for name in lm.sites.names], **LONG)
+    return lm.run(PROMPTS, edits=edits, capture=[pc.Site(name) for name in lm.sites.names], **LONG, **options)
 
 
 @pytest.fixture
@@ -87,9 +90,9 @@ def equal(ours: pc.Run, theirs: pc.Run, sites: list[str]) -> bool:
     return all(worst_row(flat(ours[place]), flat(theirs[place])) <= 1e-4 for place in sites)
 
 
-def runs_are_alike(pair: tuple[pc.LM, pc.LM], edits: list) -> list[pc.Run]:
+def runs_are_alike(pair: tuple[pc.LM, pc.LM], edits: list, **options) -> list[pc.Run]:
     """The runs of the engine that drafts."""
-    theirs, ours = (runs_of(lm, edits) for lm in pair)
+    theirs, ours = (runs_of(lm, edits, **options) for lm in pair)
     for a, b in zip(ours, theirs, strict=True):
         assert a.token_ids == b.token_ids
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
@@ -165,9 +168,12 @@ def test_models_that_draft_are_not_edited_and_what_they_draft_for_is(method, tmp
         unedited = lookups_of_the_drafter(made[1], method)
         for edits in (PROGRAMS["none"], PROGRAMS["logits"], PROGRAMS["the same run"]):
             runs_are_alike(made, edits)
-        runs_are_alike(made, [pc.Add(np.roll(ROW_D, 1), pc.embed), *PROGRAMS["generated"]])
+        edited = runs_are_alike(made, [pc.Add(np.roll(ROW_D, 1), pc.embed), *PROGRAMS["generated"]])
         assert all(unedited)
         assert bool(unedited) == (method != "draft_model")
+        if method == "draft_model":  # it drafts what the model says without edits
+            assert all(run.drafts.accepted == run.drafts.proposed for run in runs_of(made[1], []))
+            assert any(run.drafts.accepted < run.drafts.proposed / 2 for run in edited)
 
 
 def lookups_of_the_drafter(lm: pc.LM, method: str) -> list[bool]:
@@ -189,3 +195,33 @@ def lookups_of_the_drafter(lm: pc.LM, method: str) -> list[bool]:
 
     drafter.propose = watched
     return answers
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("method", ["ngram", "eagle"])
+def test_two_workers_draft_as_one_does(method, tmp_path):
+    with both(method, tmp_path, workers=2) as made:
+        for edits in PROGRAMS.values():
+            runs_are_alike(made, edits)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_adapters_beside_drafts(method, tmp_path):
+    with both(method, tmp_path, enable_lora=True, max_lora_rank=16, max_num_seqs=4) as made:
+        own = adapter(tmp_path / "model", tmp_path / "adapter", 1)
+        for edits in PROGRAMS.values():
+            runs_are_alike(made, edits, lora=[None, str(own), str(own)])
+        assert runs_of(made[1], [], lora=str(own))[1].token_ids != runs_of(made[1], [])[1].token_ids
+
+
+@pytest.mark.processes
+def test_blocks_that_were_cached_beside_drafts_are_as_without(tmp_path):
+    """EAGLE has vLLM compute a prompt's last cached block again; edits are part of a block's key as ever."""
+    with both("eagle", tmp_path) as made:
+        for _ in range(2):
+            for edits in (PROGRAMS["none"], [pc.Add(ROW_D, pc.resid_post[1], pc.prompt[20:30])]):
+                theirs, ours = (lm.run(PROMPTS[2] * 2, edits=edits, **LONG) for lm in made)
+                assert ours.token_ids == theirs.token_ids
+                assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+        assert (ours.cached_tokens, theirs.cached_tokens) == (32, 64)

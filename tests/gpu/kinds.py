@@ -19,7 +19,9 @@ from tests.gpu.board import note
 from tests.gpu.engines import BASE, COMPILED, PROMPTS, TOKENS, Stock, apart, attached, bits, fresh, surroundings
 from tests.gpu.modes import IEEE
 
+DRAFTERS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
 PARTS = {"lora": "0.6b", "fp8": "8b", "fp8 cache": "8b", "ngram": "", "v1 ngram": ""}  # by part: the shape of its model
+PARTS |= dict.fromkeys((f"{runner}{method}" for method in DRAFTERS[1:] for runner in ("", "v1 ")), "")
 SIZES = [1, 2, 4, 8, 16, 64, 256]
 GREEDY: dict[str, Any] = {"max_tokens": TOKENS, "sampling": {"ignore_eos": True}, "logprobs": True}
 # how far rows in bf16 may be apart, of their largest number: of one model, and where its weights were rounded again, or
@@ -28,7 +30,7 @@ NEAR, ROUNDED = 0.05, 0.1
 
 
 def kinds(part: str, model: str, **changed: Any) -> None:
-    if "ngram" in part:
+    if part.removeprefix("v1 ") in DRAFTERS:
         drafts(part, **changed)
     elif part == "lora":
         lora(part, model, **changed)
@@ -307,18 +309,17 @@ LOOPS = [[3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 3, 4], [8, 9] * 6, list(range(3, 15)) * 
 
 
 def drafts(part: str, vocabulary: int = 32_000, dtype: str = "float32", **changed: Any) -> None:
-    """An engine that drafts by n-grams against one that does not, in fp32 with graphs: the same tokens, the same rows.
+    """An engine that drafts against one that does not, in fp32 with graphs: the same tokens, the same rows.
 
-    Logits are wider than a program of the kernel, so that sums over them go row by row.
+    Beside n-grams, logits are wider than a program of the kernel, so that sums over them go row by row. A model that
+    drafts, and the one that it drafts for, are tiny: of few words, so that some drafts are right.
     """
     import patchclamp as pc
-    from tests.models import with_weights
 
-    model = with_weights(Path(f"/tmp/model-{part.replace(' ', '-')}-{vocabulary}"), "135m", 4, vocab_size=vocabulary)
+    model, how = _that_drafts(part, vocabulary)
     runner = "v1" if part.startswith("v1") else "v2"
     os.environ.update({**fresh("ours", part), **IEEE, "VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "v2"))})
     options = _options(changed, dtype=dtype)
-    how = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
     with pc.LM(model, engine="vllm", prove=False, **options) as plain:
         sites = [str(ref) for ref in plain.sites.refs()]
         programs = _programs(plain.model.d_model, plain.model.d_vocab)
@@ -337,6 +338,21 @@ def drafts(part: str, vocabulary: int = 32_000, dtype: str = "float32", **change
         _refused(part, lm)
         again = lm.run(LOOPS, **_long())
         note(part, "and without programs again", _same_tokens(again, free), "")
+
+
+def _that_drafts(part: str, vocabulary: int) -> tuple[str, dict[str, Any]]:
+    """A model, and how tokens are drafted for it."""
+    from patchclamp.engines.vllm.compat import configuration
+    from tests.drafters import drafting
+    from tests.models import with_weights
+
+    method, folder = part.removeprefix("v1 "), Path(f"/tmp/model-{part.replace(' ', '-')}-{vocabulary}")
+    if method == "ngram":
+        model = with_weights(folder, "135m", 4, vocab_size=vocabulary)
+        return model, {"method": method, "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    configuration.DRAFTERS |= {method: ""}  # is refused on a GPU until it was tried there, which this is for
+    folder.mkdir(exist_ok=True)
+    return drafting(method, folder, 3 + WORDS)
 
 
 def _long() -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from patchclamp.engines.base import Answer, Drafts, Part, Request
-from patchclamp.engines.vllm.compat.core import Table
+from patchclamp.engines.vllm.compat.core import Table, draft_counts
 
 Decode = Callable[[list[int], bool], str]
 
@@ -59,7 +59,5 @@ class PartialAnswer:
 
 def drafts_of(completion: Any) -> Drafts | None:
     """What vLLM counted of a completion's drafted tokens, where it was asked to."""
-    counts = getattr(completion, "spec_decode_metrics", None)  # 0.26 counts none
-    if counts is None:
-        return None
-    return Drafts(counts.num_draft_tokens, sum(j * steps for j, steps in enumerate(counts.histogram)))
+    counts = draft_counts(completion)
+    return None if counts is None else Drafts(*counts)

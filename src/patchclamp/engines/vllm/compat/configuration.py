@@ -316,7 +316,7 @@ def _refused_speculation(vllm_config: Any) -> list[tuple[str, Any, str]]:
     speculative_config, no = vllm_config.speculative_config, "not supported yet: "
     if speculative_config is None:
         return []
-    method = getattr(speculative_config, "method", None)
+    method = speculative_config.method
     on_gpu = vllm_config.device_config.device_type != "cpu"
     return [
         (f"speculative decoding by {method!r} (speculative_config)", method not in DRAFTERS,
@@ -331,9 +331,11 @@ def _refused_speculation(vllm_config: Any) -> list[tuple[str, Any, str]]:
         ("drafts that are shared out on the GPU (enable_adaptive_verification)",
          getattr(speculative_config, "enable_adaptive_verification", False),
          "which rows are whose is not known when a step is planned"),
-        ("speculative decoding (speculative_config) over several workers", vllm_config.parallel_config.world_size > 1,
-         no + "it is not tested"),
-        ("speculative decoding (speculative_config) with LoRA", vllm_config.lora_config, no + "it is not tested"),
+        ("speculative decoding (speculative_config) over pipeline stages",
+         vllm_config.parallel_config.pipeline_parallel_size > 1, no + "it is not tested"),
+        (f"speculative decoding by {method!r} (speculative_config) with LoRA",
+         vllm_config.lora_config and (on_gpu or method not in ("ngram", "draft_model")),
+         no + "on the CPU build it was tried by n-grams and draft models"),
     ]  # fmt: skip
 
 

@@ -98,6 +98,14 @@ def program_of(request: Any, carried: bytes) -> RequestProgram | None:
     return program
 
 
+def draft_counts(completion: Any) -> tuple[int, int] | None:
+    """Tokens that were drafted for a completion, and that were accepted, where vLLM counts them."""
+    counts = getattr(completion, "spec_decode_metrics", None)  # 0.26 counts none
+    if counts is None:
+        return None
+    return counts.num_draft_tokens, sum(accepted * steps for accepted, steps in enumerate(counts.histogram))
+
+
 class _Withheld:
     """Outputs (client, output, program) that wait for the workers' verdicts on their programs."""
 

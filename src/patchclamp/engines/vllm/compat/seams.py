@@ -95,6 +95,8 @@ SEAMS: dict[str, Seam] = {
              called="speculative_config", checked=_032),
         Seam("draft counts", "vllm.v1.metrics.stats:RequestSpecDecodeMetrics", "count drafted tokens",
              has="histogram num_draft_tokens", called="counts", checked=_032),
+        Seam("completion", "vllm.outputs:CompletionOutput", "count drafted tokens", has="spec_decode_metrics?",
+             called="completion"),
         Seam("device", "vllm.config:DeviceConfig", "refuse what breaks a guarantee", has="device_type",
              called="device_config"),
         Seam("modes", "vllm.config", "set up a copy", has="CompilationMode get_current_vllm_config_or_none "
@@ -195,7 +197,7 @@ SEAMS: dict[str, Seam] = {
         Seam("server", "vllm.v1.engine.async_llm:AsyncLLM", "carry a server's requests", called="client",
              has="engine_core output_processor renderer? vllm_config"),
         Seam("arguments", "vllm.engine.arg_utils:EngineArgs", "set up an engine that drafts", called="engine_args",
-             has="additional_config async_scheduling? per_request_spec_decode_metrics? speculative_config"),
+             has="additional_config async_scheduling? speculative_config"),
         Seam("engine arguments", "vllm.engine.arg_utils:EngineArgs.create_engine_config", "check a server's settings"),
         Seam("outputs", "vllm.v1.engine:EngineCoreOutputs", "answer for programs", has="outputs",
              called="part outputs"),
