@@ -40,7 +40,11 @@ def change(server: Server, before: Counter[str]) -> dict[str, float]:
 
 
 def lines(server: Server, start: int = 0) -> list[dict]:
-    """What our lines of the log say, from a character on."""
+    """What our lines of the log say of requests, from a character on."""
+    return [line for line in every_line(server, start) if line["event"] != "proved"]
+
+
+def every_line(server: Server, start: int = 0) -> list[dict]:
     told = [line.partition("] {")[2] for line in server.log.read_text()[start:].splitlines() if "[log.py:" in line]
     return [json.loads("{" + line) for line in told]
 
@@ -65,6 +69,13 @@ def test_programs_ops_rows_and_bytes_are_counted(server):
         "fingerprint": response.model_extra["patchclamp"]["fingerprint"],
         "captured_bytes": 4 * 576 * (positions + 2 * prompt),
     }  # fmt: skip
+
+
+def test_the_log_says_what_was_proved_at_the_start(server):
+    complete(server, program([STEERED]))  # which waits for it
+    [line] = [line for line in every_line(server) if line["event"] == "proved"]
+    assert line.pop("took_s") > 0
+    assert line == {"event": "proved", "owner": "open", "sites": 15, "withdrawn": []}
 
 
 def test_rows_of_edits_by_token_id_are_counted_where_they_acted(server, local):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 from patchclamp.engines.vllm.async_engine import AsyncEngine
@@ -19,6 +20,7 @@ from patchclamp.serve.kept import Kept
 from patchclamp.serve.kept_sweeps import KeptSweeps
 from patchclamp.serve.leases import Leases
 from patchclamp.serve.log import log, of_error
+from patchclamp.serve.owners import OPEN
 
 
 class Front:
@@ -70,8 +72,12 @@ class Front:
         log("error", owner, **of_error(error))
 
     async def _prove(self) -> None:
+        began = time.monotonic()
         await self.engine.ask("started", True)
         await asyncio.to_thread(ensure_proved, self.lm)
+        sites = self.lm.sites
+        log("proved", OPEN, took_s=round(time.monotonic() - began, 2), sites=len(sites.names),
+            withdrawn=list(sites.withdrawn))  # fmt: skip
         self.engine.metrics = self._metrics  # the proofs are nobody's requests
 
 
