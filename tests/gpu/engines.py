@@ -88,8 +88,13 @@ def surroundings(environ: dict[str, str]):
 
 
 def fresh(who: str, mode: str) -> dict[str, str]:
-    """An environment in which a model is compiled anew; Triton's own cache goes by content and is everybody's."""
-    place = f"{COMPILED}/{who}_{mode}".replace(" ", "_")
+    """An environment in which a model is compiled anew. Triton's own cache goes by content and is everybody's, and so is
+    what vLLM has found of its classes, which takes half a minute on a fresh machine."""
+    place = Path(f"{COMPILED}/{who}_{mode}".replace(" ", "_"))
+    (place / "vllm").mkdir(parents=True, exist_ok=True)
+    (COMPILED / "modelinfos").mkdir(exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        (place / "vllm" / "modelinfos").symlink_to(COMPILED / "modelinfos")
     return {"VLLM_CACHE_ROOT": f"{place}/vllm", "TORCHINDUCTOR_CACHE_DIR": f"{place}/inductor",
             "TRITON_CACHE_DIR": f"{COMPILED}/triton"}  # fmt: skip
 
