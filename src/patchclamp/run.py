@@ -165,7 +165,7 @@ class Run:
 
     @property
     def drafts(self) -> Drafts | None:
-        """Tokens (proposed, accepted) of speculative decoding; None where the engine drafts none, or does not count."""
+        """Tokens (proposed, accepted) of speculative decoding; None where none are counted, as at a stop text."""
         return self.answer.drafts
 
     @property

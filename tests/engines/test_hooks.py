@@ -40,6 +40,7 @@ class V2:
     """A runner that notes nothing and computes nothing, or raises."""
 
     fails = False
+    vllm_config = SimpleNamespace(speculative_config=None)
 
     def execute_model(self, step: Any, dummy_run: bool = False) -> str:
         if dummy_run:
@@ -58,6 +59,7 @@ class V2:
 
 class V1:
     fails = False
+    vllm_config = SimpleNamespace(speculative_config=None)
     input_batch = SimpleNamespace(req_ids=["r"], num_computed_tokens_cpu=np.zeros(4))
 
     def execute_model(self, step: Any) -> str:
@@ -155,6 +157,25 @@ def test_v1_replays_graphs_without_taps_in_dummy_steps(hooks, monkeypatch):
     runner.execute_model(Step(True))
     assert used == [True]
     assert runner._dummy_run() is False
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("kind", [V1, V2])
+def test_a_model_that_drafts_replays_graphs_without_taps(hooks, monkeypatch, kind, drafts):
+    """It runs while tokens are sampled, after the step; its graphs are exchanged with the model's."""
+    for name in ("record_variants", "record_variants_v1", "_profile_variants"):
+        monkeypatch.setattr(compat, name, lambda runner, graphs: None)
+    monkeypatch.setattr(compat, "on_dispatch", lambda: None)
+    used: list[bool] = []
+    runner, graphs = kind(), SimpleNamespace(use=lambda active: used.append(active), has=lambda mode, tokens: True)
+    runner.vllm_config = SimpleNamespace(speculative_config=object() if drafts else None)
+    drafted: list[bool] = []
+    runner.sample_tokens = lambda grammar: drafted.append(used[-1])
+    (compat._hook_v1 if kind is V1 else compat._hook_v2)(runner, hooks, graphs)  # type: ignore[arg-type]
+    for active in (True, False, True):
+        runner.execute_model(Step(active))
+        runner.sample_tokens(None)
+    assert drafted == ([False] * 3 if drafts else [True, False, True])
 
 
 def a_worker(uniform: bool) -> Any:
@@ -318,7 +339,13 @@ def test_code_with_taps_that_has_wrappers_of_its_own_records_in_these(pieces_of)
 def test_code_with_taps_of_which_nothing_is_recorded_is_an_error(pieces_of):
     """With stock numerics, too: and where a wrapper that has an idle graph is not known to be the engine's."""
     engine = an_engine("stock")
-    known = pieces_of(engine, engine, an_engine("stock"))
+    whole = pieces_of(engine)[0]
+    whole.runtime_mode = DECODES  # the wrapper of the whole model is the same for both
+    graphs, sizes = recording(), [Desc(4, DECODES)]
+    rounds = iter([[whole], []])
+    with pytest.raises(EngineError, match="no graph with taps of FULL steps of 4 tokens"):
+        graphs.record_mode(engine, DECODES, sizes, lambda descs: [piece.run(descs[0]) for piece in next(rounds)])
+    known = pieces_of(engine, engine, an_engine("stock"))[1:]
     for pieces, tapped in ((known[:1], []), (known[2:], known[1:2])):
         manager, graphs = Manager(engine, pieces, tapped=tapped), recording()
         with pytest.raises(EngineError, match="no graph with taps of PIECEWISE steps of 4 tokens"):

@@ -205,11 +205,12 @@ def configuration(smollm2):
 
 
 def test_drafts_are_refused_where_they_were_not_tried(configuration):
-    from patchclamp.engines.vllm.compat.configuration import refused
+    from patchclamp.engines.vllm.compat.configuration import UNTRIED_DRAFTS, refused
 
     config = configuration()
     config.scheduler_config.async_scheduling = False
-    drafts = SimpleNamespace(method="ngram", rejection_sample_method="standard", enable_adaptive_verification=False)
+    drafts = SimpleNamespace(method="ngram", rejection_sample_method="standard", enable_adaptive_verification=False,
+                             **UNTRIED_DRAFTS)  # fmt: skip
     object.__setattr__(config, "speculative_config", drafts)
     for method, on_gpu in (
         ("ngram", True),
@@ -228,6 +229,15 @@ def test_drafts_are_refused_where_they_were_not_tried(configuration):
     config.lora_config = object()
     assert list(refused(config)) == ["speculative decoding by 'mtp' (speculative_config) with LoRA"]
     config.lora_config, drafts.method = None, "ngram"
+    config.parallel_config.world_size, config.device_config.device_type = 2, "cuda"
+    assert list(refused(config)) == ["speculative decoding (speculative_config) over several GPUs"]
+    config.parallel_config.world_size, config.device_config.device_type = 1, "cpu"
+    drafts.parallel_drafting, drafts.draft_sample_method = True, "probabilistic"
+    assert list(refused(config)) == [
+        "speculative decoding (speculative_config) with parallel_drafting",
+        "speculative decoding (speculative_config) with draft_sample_method",
+    ]
+    drafts.parallel_drafting, drafts.draft_sample_method = False, "greedy"
     config.parallel_config.pipeline_parallel_size = 2
     assert list(refused(config)) == ["speculative decoding (speculative_config) over pipeline stages"]
     config.parallel_config.pipeline_parallel_size, config.scheduler_config.async_scheduling = 1, True
@@ -237,6 +247,34 @@ def test_drafts_are_refused_where_they_were_not_tried(configuration):
         "drafts that are accepted at a given rate (rejection_sample_method='synthetic')",
         "drafts that are shared out on the GPU (enable_adaptive_verification)",
     ]
+
+
+def test_options_of_drafts_are_as_vllm_has_them_by_default():
+    from vllm.config import SpeculativeConfig
+
+    from patchclamp.engines.vllm.compat.configuration import UNTRIED_DRAFTS
+
+    made = SpeculativeConfig(method="ngram", num_speculative_tokens=2, prompt_lookup_max=3)
+    assert {name: getattr(made, name) for name in UNTRIED_DRAFTS} == UNTRIED_DRAFTS
+
+
+@pytest.mark.parametrize(
+    "asked", [{"speculative_config": {"method": "ngram"}}, {"spec_method": "mtp"}, {"spec_model": "x"}]
+)
+def test_steps_come_one_after_the_other_beside_drafts_unless_it_is_set(smollm2, asked):
+    from vllm.engine.arg_utils import EngineArgs
+
+    from patchclamp.engines.vllm.compat.configuration import KEY, counted_drafts, one_step_at_a_time
+
+    for ours, set_to, expected in (({KEY: {}}, None, False), ({KEY: {}}, True, True), ({}, None, None)):
+        engine_args = EngineArgs(model=str(smollm2), additional_config=ours, async_scheduling=set_to, **asked)
+        one_step_at_a_time(engine_args)
+        assert engine_args.async_scheduling is expected
+    plain = EngineArgs(model=str(smollm2), additional_config={KEY: {}})
+    one_step_at_a_time(plain)
+    assert plain.async_scheduling is None
+    assert counted_drafts(asked) == asked | {"per_request_spec_decode_metrics": "summary"}
+    assert counted_drafts({}) == {}
 
 
 @pytest.mark.parametrize(("part", "option", "value", "named"), [

@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from vllm.v1.sample import rejection_sampler
 
 import patchclamp as pc
 from patchclamp.errors import ProgramError
@@ -159,6 +160,20 @@ def test_code_is_refused(pair):
     assert isinstance(refused.error, ProgramError)
     assert "code (Apply) does not run with speculative decoding" in str(refused.error)
     assert other.error is None
+
+
+def test_sampling_is_refused_where_vllm_does_not_sample_of_the_model(pair):
+    """Its CPU build loses the temperatures of drafted rows. If it does not any more, let programs be sampled."""
+    _, drafting = pair
+    refused, greedy = drafting.run(
+        PROMPTS[:2], edits=PROGRAMS["generated"], max_tokens=3, sampling=[{"temperature": 0.5}, {"temperature": 0.0}]
+    )
+    assert isinstance(refused.error, ProgramError)
+    assert "sampling does not go with a program and speculative decoding on a CPU" in str(refused.error)
+    assert greedy.error is None
+    temperatures, ends = torch.tensor([0.5, 0.7]), torch.tensor([2, 3], dtype=torch.int32)
+    expanded = rejection_sampler.expand_batch_to_tokens(temperatures, ends, 3)
+    assert not torch.equal(expanded, torch.tensor([0.5, 0.5, 0.7]))
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "mtp"])

@@ -3,11 +3,14 @@ modules is proved and equal to Transformers, and the rest is refused by name."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import patchclamp as pc
 from patchclamp.engines.vllm import architecture
@@ -158,6 +161,49 @@ def test_results_that_are_normed_before_they_are_projected_are_not_offered(tmp_p
         assert "z" not in lm.sites.names
         with pytest.raises(UnsupportedSite, match="half as many heads, twice as wide"):
             lm.run(PROMPTS[0], capture=["z"])
+
+
+def test_a_config_that_comes_with_its_checkpoint(tmp_path):
+    """InternLM2 is a Llama under other names, whose config Transformers does not have. vLLM's runner gives its class
+    arguments that have no default there."""
+    llama = of_family(tmp_path / "llama", "llama", vocab_size=512)
+    folder = as_internlm2(llama, tmp_path / "internlm2")
+    with (
+        pc.LM(llama, engine="transformers", **IDS) as hub,
+        pc.LM(folder, engine="vllm", trust_remote_code=True, **IDS, **EAGER) as lm,
+    ):
+        assert lm.model.family == "internlm2 (vLLM's class)"
+        assert lm.sites.names == WHOLE
+        rows_are_equal(test_families.Pair("internlm2", lm, hub), WHOLE)
+
+
+def as_internlm2(llama: str, folder: Path) -> str:
+    """A folder with a Llama's weights under InternLM2's names, and a config class of its own."""
+    config, weights = (
+        json.loads((Path(llama) / "config.json").read_text()),
+        load_file(Path(llama) / "model.safetensors"),
+    )
+    own = {"model_type": "internlm2", "architectures": ["InternLM2ForCausalLM"],
+           "auto_map": {"AutoConfig": "configuration_internlm2.OwnConfig"}}  # fmt: skip
+    groups, width, made = config["num_key_value_heads"], config["hidden_size"], {}
+    names = {"embed_tokens": "tok_embeddings", "lm_head": "output", "self_attn.o_proj": "attention.wo",
+             "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2",
+             "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"}  # fmt: skip
+    for name, tensor in weights.items():
+        for theirs, ours in names.items():
+            name = name.replace(theirs, ours)
+        made[name] = tensor
+    for layer in range(config["num_hidden_layers"]):
+        parts = [made.pop(f"model.layers.{layer}.self_attn.{part}_proj.weight") for part in "qkv"]
+        heads = [part.view(groups, -1, config["head_dim"], width) for part in parts]
+        made[f"model.layers.{layer}.attention.wqkv.weight"] = torch.cat(heads, 1).reshape(-1, width)
+    folder.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in made.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config | own))
+    (folder / "configuration_internlm2.py").write_text(
+        'from transformers import LlamaConfig\n\n\nclass OwnConfig(LlamaConfig):\n    model_type = "internlm2"\n'
+    )
+    return str(folder)
 
 
 def test_parity_compares_what_both_tables_have(tmp_path):

@@ -325,6 +325,7 @@ def drafts(part: str, vocabulary: int = 32_000, dtype: str = "float32", **change
         programs = _programs(plain.model.d_model, plain.model.d_vocab)
         theirs = {name: _read(_runs(plain, edits), sites) for name, edits in programs.items()}
         free = plain.run(LOOPS, **_long())
+        drawn = _sampled(plain, programs["logits"])
     with pc.LM(model, engine="vllm", prove=False, allow_code=True, speculative_config=how, **options) as lm:
         _started(part, lm, runner)
         mine = lm.run(LOOPS, **_long())
@@ -333,6 +334,7 @@ def drafts(part: str, vocabulary: int = 32_000, dtype: str = "float32", **change
             with _counted(lm) as counts:
                 ours = _read(_runs(lm, edits), sites)
             _compare(part, name, ours, theirs[name], sites, counts)
+        _same_distribution(part, _sampled(lm, programs["logits"]), drawn)
         edited = [run.token_ids for run in theirs["noise"]] != [run.token_ids for run in theirs["few words"]]
         note(part, "edits matter", edited, "")
         _refused(part, lm)
@@ -412,6 +414,25 @@ def _compare(part: str, name: str, ours: list[Any], theirs: list[Any], sites: li
     if same:
         far = _far(ours, theirs, sites)
         note(part, f"{name}: captures are those of what stays", _near(far, 1e-3), _told(far))
+
+
+def _sampled(lm: Any, edits: list[Any]) -> np.ndarray:
+    """Tokens [N, T] that were sampled."""
+    sampling = {"temperature": 1.0, "seed": 3, "n": 400, "ignore_eos": True}
+    return np.array([run.token_ids for run in lm.run(LOOPS[1], edits=edits, sampling=sampling, max_tokens=8)])
+
+
+def _same_distribution(part: str, ours: np.ndarray, theirs: np.ndarray) -> None:
+    """Notes whether tokens at some positions have one distribution: a chi-square test of two samples."""
+    told, same = [], True
+    for position in (1, 3, 7):
+        counts = np.stack([np.bincount(tokens[:, position], minlength=3 + WORDS) for tokens in (ours, theirs)])
+        expected = counts.sum(0) / 2
+        chi_square = ((counts - expected) ** 2 / expected.clip(1e-9)).sum()
+        degrees = int((expected > 0).sum()) - 1
+        same = same and chi_square < degrees + 4 * (2 * max(degrees, 1)) ** 0.5
+        told.append(f"{chi_square:.1f} of {degrees}")
+    note(part, "sampled tokens have the distribution that they have without drafts", same, ", ".join(told))
 
 
 def _refused(part: str, lm: Any) -> None:

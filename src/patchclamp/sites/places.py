@@ -162,20 +162,29 @@ def _alike(spots: list[Spot], layers: tuple[int, ...]) -> Spot:
 
 
 def _end(flow: Flow, width: int, names: tuple[str, ...], ends: tuple[str, ...]) -> Spot:
-    """The input of the last projection of a layer's module that has one of these `names`."""
+    """The input of the last projection of a layer's module that has one of these `names`. That module may have nothing
+    but another one with such a name, as EXAONE's `attn.attention`."""
     path = flow.layers + ".{l}"
     holding = [layer for layer in range(flow.count) if set(names) & set(flow.record.children(path.format(l=layer)))]
     layers = holding or list(range(flow.count))
-    for candidates in (names, ends):
-        children = [flow.record.children(path.format(l=layer)) for layer in layers]
-        shared = [name for name in candidates if all(name in of_layer for of_layer in children)]
-        if len(shared) != 1:
-            first = ", ".join(children[0])
-            raise NotFound(f"of {', '.join(candidates)} not one is in every {path} ({layers[0]}: {first})")
-        path = f"{path}.{shared[0]}"
+    path = f"{path}.{_in_every(flow, path, layers, names)}"
+    alone = {tuple(flow.record.children(path.format(l=layer))) for layer in layers}
+    if len(alone) == 1 and len(only := alone.pop()) == 1 and only[0] in names:
+        path = f"{path}.{only[0]}"
+    path = f"{path}.{_in_every(flow, path, layers, ends)}"
     for layer in layers:
         _check_taken(flow, path.format(l=layer), width)
     return Spot(path, "in", (0,), tuple(layers))
+
+
+def _in_every(flow: Flow, path: str, layers: list[int], names: tuple[str, ...]) -> str:
+    """The one of some names that a module has in every layer."""
+    children = {layer: flow.record.children(path.format(l=layer)) for layer in layers}
+    shared = [name for name in names if all(name in of_layer for of_layer in children.values())]
+    if len(shared) != 1:
+        layer = next((layer for layer in layers if not {*names} & {*children[layer]}), layers[0])
+        raise NotFound(f"of {', '.join(names)} not one is in every {path} ({layer}: {', '.join(children[layer])})")
+    return shared[0]
 
 
 def _check_taken(flow: Flow, path: str, width: int) -> None:

@@ -138,7 +138,8 @@ def _run(model: Any, plain: Any, sizes: Sizes) -> Record:
     torch.amp.autocast = lambda *arguments, **options: contextlib.nullcontext()  # type: ignore[misc,assignment]
     with set_forward_context(None, plain, num_tokens=T), torch.no_grad(), torch.device("meta"):
         ids, positions = (torch.zeros(T, dtype=torch.long) for _ in range(2))
-        return record_of(model, sizes, ids, lambda: model(input_ids=ids, positions=positions))
+        given = {"input_ids": ids, "positions": positions, "intermediate_tensors": None, "inputs_embeds": None}
+        return record_of(model, sizes, ids, lambda: model(**given))
 
 
 if __name__ == "__main__":

@@ -293,12 +293,23 @@ def refused(vllm_config: Any) -> dict[str, str]:
 # methods of speculative decoding that were tried, and where
 DRAFTERS = {"ngram": "", "draft_model": "cpu", "eagle": "cpu", "eagle3": "cpu", "mtp": "cpu"}
 
+# options of speculative decoding that were not tried, and what they are where nobody asks for them
+UNTRIED_DRAFTS = {
+    "parallel_drafting": False, "use_heterogeneous_vocab": False, "disable_padded_drafter_batch": False,
+    "use_local_argmax_reduction": False, "num_speculative_tokens_per_batch_size": None, "draft_sample_method": "greedy",
+}  # fmt: skip
+
 
 def one_step_at_a_time(engine_args: Any) -> None:
-    """Has an engine of ours that drafts wait for each step before it plans the next, where nothing else is asked."""
+    """Has an engine of ours that drafts wait for each step before it plans the next, unless the caller has set it."""
     ours = KEY in (engine_args.additional_config or {})
-    if ours and engine_args.speculative_config and engine_args.async_scheduling is None:
+    if ours and _drafts(vars(engine_args)) and engine_args.async_scheduling is None:
         engine_args.async_scheduling = False
+
+
+def _drafts(arguments: dict[str, Any]) -> bool:
+    """Whether engine arguments ask for speculative decoding. A checkpoint that brings its drafter asks by itself."""
+    return any(arguments.get(name) for name in ("speculative_config", "spec_method", "spec_model", "spec_tokens"))
 
 
 def counted_drafts(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -306,8 +317,8 @@ def counted_drafts(arguments: dict[str, Any]) -> dict[str, Any]:
     from vllm.engine.arg_utils import EngineArgs
 
     option = "per_request_spec_decode_metrics"
-    drafts = arguments.get("speculative_config") and hasattr(EngineArgs, option)
-    return {option: "summary", **arguments} if drafts else arguments
+    counts = _drafts(arguments) and hasattr(EngineArgs, option)
+    return {option: "summary", **arguments} if counts else arguments
 
 
 def _refused_speculation(vllm_config: Any) -> list[tuple[str, Any, str]]:
@@ -328,11 +339,18 @@ def _refused_speculation(vllm_config: Any) -> list[tuple[str, Any, str]]:
          "a step is planned before it is known how many drafts of the last one were right"),
         ("drafts that are accepted at a given rate (rejection_sample_method='synthetic')",
          getattr(speculative_config, "rejection_sample_method", None) == "synthetic", "the tokens are not the model's"),
+        ("drafts that are accepted by blocks (rejection_sample_method='block')",
+         getattr(speculative_config, "rejection_sample_method", None) == "block", no + "it was not tried"),
         ("drafts that are shared out on the GPU (enable_adaptive_verification)",
          getattr(speculative_config, "enable_adaptive_verification", False),
          "which rows are whose is not known when a step is planned"),
         ("speculative decoding (speculative_config) over pipeline stages",
          vllm_config.parallel_config.pipeline_parallel_size > 1, no + "it is not tested"),
+        ("speculative decoding (speculative_config) over several GPUs",
+         vllm_config.parallel_config.world_size > 1 and on_gpu, no + "workers of the CPU build were tried"),
+        *((f"speculative decoding (speculative_config) with {option}",
+           getattr(speculative_config, option, usual) != usual, no + "it was not tried")
+          for option, usual in UNTRIED_DRAFTS.items()),
         (f"speculative decoding by {method!r} (speculative_config) with LoRA",
          vllm_config.lora_config and (on_gpu or method not in ("ngram", "draft_model")),
          no + "on the CPU build it was tried by n-grams and draft models"),

@@ -168,8 +168,7 @@ class _Admitting:
                 self._key_blocks(request)
             if request.mm_features:
                 images.check_request(request, program.prompt_tokens, self._core.vllm_config)
-            if self._core.vllm_config.speculative_config is not None and program.has_code:
-                raise _drafted()
+            _check_beside_drafts(self._core.vllm_config, request, program)
             if request.resumable:
                 request.streaming_queue = collections.deque()  # more of it may come before it is told its error
                 raise _streamed()
@@ -320,10 +319,27 @@ class _Admitting:
             output.kv_transfer_params = {KEY: [verdict.receipt, verdict.error, verdict.waited_s]}
 
 
-def _drafted() -> ProgramError:
-    return ProgramError(
-        "code (Apply) does not run with speculative decoding: it would be given drafted tokens that are thrown away"
-    )
+def _check_beside_drafts(vllm_config: Any, request: Any, program: RequestProgram) -> None:
+    """Raises `ProgramError` for what does not go with speculative decoding.
+
+    vLLM 0.32's CPU build loses the temperatures of drafted rows (`expand_kernel` writes into a copy), so that what is
+    sampled there, by stock vLLM too, does not have the model's distribution.
+    """
+    speculative_config = vllm_config.speculative_config
+    if speculative_config is None:
+        return
+    if program.has_code:
+        raise ProgramError(
+            "code (Apply) does not run with speculative decoding: it would be given drafted tokens that are thrown away"
+        )
+    if request.mm_features and speculative_config.method != "ngram":
+        raise ProgramError("images do not go with a program beside a model that drafts: it was not tried")
+    sampling_params = request.sampling_params
+    if sampling_params.temperature and vllm_config.device_config.device_type == "cpu":
+        raise ProgramError(
+            "sampling does not go with a program and speculative decoding on a CPU, where vLLM loses the temperatures "
+            "of drafted tokens: ask for temperature 0, or start the engine without speculative_config"
+        )
 
 
 def _streamed() -> ProgramError:

@@ -218,15 +218,19 @@ def _check_recorded(
     Where vLLM records nothing, steps run the compiled code, which has taps.
 
     Every wrapper that has an idle graph must be among those whose graphs are exchanged. Where both variants run
-    `one_code`, each of these has a graph with taps, too; else the code with taps has wrappers of its own.
+    `one_code`, each of these has a graph with taps, too; else the code with taps has wrappers of its own, within one of
+    the whole model.
     """
-    tapped = {id(wrapper): {desc for desc, entry in entries.items() if entry.cudagraph is not None}
-              for wrapper, entries in store[1]}  # fmt: skip
+    tapped = {
+        id(wrapper): {(wrapper.runtime_mode, desc) for desc, entry in entries.items() if entry.cudagraph is not None}
+        for wrapper, entries in store[1]
+    }
     anywhere = set().union(*tapped.values())
     for wrapper, desc in pieces:
         if (wrapper.runtime_mode, desc.num_tokens) not in keys:
             continue
-        if id(wrapper) not in tapped or desc not in (tapped[id(wrapper)] if one_code else anywhere):
+        at, of_both = (wrapper.runtime_mode, desc), one_code or wrapper.runtime_mode.name == "FULL"
+        if id(wrapper) not in tapped or at not in (tapped[id(wrapper)] if of_both else anywhere):
             raise _without_graph(wrapper.runtime_mode, desc.num_tokens)
 
 

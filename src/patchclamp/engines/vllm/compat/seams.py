@@ -154,7 +154,7 @@ SEAMS: dict[str, Seam] = {
              has="num_computed_tokens req_id sampling_params"),
         Seam("running requests", _CORE + "sched.output:CachedRequestData", "follow requests", called="running",
              has="num_computed_tokens req_ids resumed_req_ids"),
-        Seam("parameters", "vllm.sampling_params:SamplingParams", "carry programs", has="extra_args stop",
+        Seam("parameters", "vllm.sampling_params:SamplingParams", "carry programs", has="extra_args stop temperature",
              called="params sampling_params"),
         # the engine core and its clients
         Seam("core", "vllm.v1.engine.core:EngineCore", "admit programs", called="core _core owner",
