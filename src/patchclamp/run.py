@@ -165,7 +165,7 @@ class Run:
 
     @property
     def drafts(self) -> Drafts | None:
-        """Tokens (proposed, accepted) of speculative decoding; None where none are counted, as at a stop text."""
+        """Tokens (proposed, accepted) of speculative decoding; None where none are counted."""
         return self.answer.drafts
 
     @property

@@ -40,6 +40,16 @@ def test_runs_over_http_are_those_of_an_engine_that_does_not_draft(drafting, loc
         assert ours.drafts.accepted > 8
 
 
+def test_drafts_of_a_run_that_ends_at_a_stop_text_are_counted(drafting):
+    with pc.LM(drafting.url) as lm:
+        only = np.zeros(lm.model.d_vocab, np.float32)
+        only[lm.tokens(" one")[0]] = 1e4
+        sampling = {"ignore_eos": True, "stop": [" one one one one one one"]}
+        run = lm.run(TEXT, edits=[pc.Add(only, pc.logits)], max_tokens=24, sampling=sampling)
+    assert run.finish_reason == "stop"
+    assert run.drafts.accepted > 0
+
+
 def test_openai_requests_with_a_program_draft_too(drafting, local):
     edits = [pc.Scale(1.5, at=pc.resid_post[2], tokens=pc.generated)]
     body = {"patchclamp": {"edits": json.loads(pc.Program(edits=edits).to_json())["edits"]}, "ignore_eos": True}

@@ -287,7 +287,11 @@ class _Admitting:
                 program = self._ended.get(output.request_id) or self.admission.programs.get(output.request_id)
                 if program is None or output.kv_transfer_params is not None:
                     continue
-                if output.finish_reason is not None or self._stops_at_text(output.request_id):
+                if output.finish_reason is None and self._stops_at_text(output.request_id):
+                    request = self._scheduler.requests[output.request_id]
+                    output.spec_decode_metrics = getattr(request, "spec_decode_metrics", None)  # 0.26 has none
+                    judged.append((client, output, program))
+                elif output.finish_reason is not None:
                     judged.append((client, output, program))
         self._ended.clear()
         if not judged:

@@ -162,8 +162,8 @@ SEAMS: dict[str, Seam] = {
         Seam("core requests", "vllm.v1.engine.core:EngineCore.preprocess_add_request", "read programs", ("request",)),
         Seam("request", "vllm.v1.request:Request", "admit programs and key edited blocks", called="request",
              has="arrival_time block_hashes client_index get_finished_reason mm_features num_computed_tokens "
-             "num_prompt_tokens priority request_id resumable sampling_params streaming_queue? take_events "
-             "trace_headers update_block_hashes"),
+             "num_prompt_tokens priority request_id resumable sampling_params spec_decode_metrics? streaming_queue? "
+             "take_events trace_headers update_block_hashes"),
         Seam("image", "vllm.multimodal.inputs:MultiModalFeatureSpec", "know where images are read",
              has="mm_position modality", called="feature", checked=_032),
         Seam("image place", "vllm.multimodal.inputs:PlaceholderRange", "know where images are read",
@@ -179,7 +179,7 @@ SEAMS: dict[str, Seam] = {
         Seam("executor", "vllm.v1.executor.abstract:Executor", "ask workers what came of programs",
              has="collective_rpc", called="model_executor"),
         Seam("output", "vllm.v1.engine:EngineCoreOutput", "answer for programs", called="output",
-             has="finish_reason kv_transfer_params new_logprobs request_id"),
+             has="finish_reason kv_transfer_params new_logprobs request_id spec_decode_metrics?"),
         Seam("log-probabilities", "vllm.v1.outputs:LogprobsLists", "read log-probabilities as arrays", called="lists",
              has="logprob_token_ids logprobs"),
         Seam("detokenizers", "vllm.v1.engine.detokenizer", "decode text when it is read", has="IncrementalDetokenizer"),
