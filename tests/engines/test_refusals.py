@@ -230,8 +230,12 @@ def test_drafts_are_refused_where_they_were_not_tried(configuration):
     assert list(refused(config)) == ["speculative decoding by 'mtp' (speculative_config) with LoRA"]
     config.lora_config, drafts.method = None, "ngram"
     config.parallel_config.world_size, config.device_config.device_type = 2, "cuda"
-    assert list(refused(config)) == ["speculative decoding (speculative_config) over several GPUs"]
-    config.parallel_config.world_size, config.device_config.device_type = 1, "cpu"
+    assert list(refused(config)) == ["speculative decoding by 'ngram' (speculative_config) over several workers"]
+    config.device_config.device_type = "cpu"
+    assert refused(config) == {}
+    drafts.method = "eagle3"
+    assert list(refused(config)) == ["speculative decoding by 'eagle3' (speculative_config) over several workers"]
+    config.parallel_config.world_size, drafts.method = 1, "ngram"
     drafts.parallel_drafting, drafts.draft_sample_method = True, "probabilistic"
     assert list(refused(config)) == [
         "speculative decoding (speculative_config) with parallel_drafting",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from vllm.v1.sample import rejection_sampler
 
 import patchclamp as pc
+from patchclamp.engines.vllm.compat.core import _check_beside_drafts
 from patchclamp.errors import ProgramError
 
 from ..drafters import drafting
@@ -160,6 +162,18 @@ def test_code_is_refused(pair):
     assert isinstance(refused.error, ProgramError)
     assert "code (Apply) does not run with speculative decoding" in str(refused.error)
     assert other.error is None
+
+
+@pytest.mark.parametrize("method", ["ngram", "eagle"])
+def test_images_are_refused_beside_a_model_that_drafts(method):
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(method=method), device_config=SimpleNamespace(device_type="cpu")
+    )
+    program = SimpleNamespace(has_code=False)
+    for features, refused in (([], False), ([object()], method != "ngram")):
+        request = SimpleNamespace(mm_features=features, sampling_params=SimpleNamespace(temperature=0.0))
+        with pytest.raises(ProgramError, match="images do not go") if refused else contextlib.nullcontext():
+            _check_beside_drafts(config, request, program)
 
 
 def test_sampling_is_refused_where_vllm_does_not_sample_of_the_model(pair):

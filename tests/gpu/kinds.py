@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from patchclamp.engines.vllm.compat.configuration import DRAFTERS
 from tests.gpu.board import note
 from tests.gpu.engines import BASE, COMPILED, PROMPTS, TOKENS, Stock, apart, attached, bits, fresh, surroundings
 from tests.gpu.modes import IEEE
 
-DRAFTERS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
 PARTS = {"lora": "0.6b", "fp8": "8b", "fp8 cache": "8b", "ngram": "", "v1 ngram": ""}  # by part: the shape of its model
 PARTS |= dict.fromkeys((f"{runner}{method}" for method in DRAFTERS[1:] for runner in ("", "v1 ")), "")
 SIZES = [1, 2, 4, 8, 16, 64, 256]
@@ -352,7 +352,7 @@ def _that_drafts(part: str, vocabulary: int) -> tuple[str, dict[str, Any]]:
     if method == "ngram":
         model = with_weights(folder, "135m", 4, vocab_size=vocabulary)
         return model, {"method": method, "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-    configuration.DRAFTERS |= {method: ""}  # is refused on a GPU until it was tried there, which this is for
+    configuration.GPU_DRAFTERS = DRAFTERS  # they are refused on a GPU until they were tried there, which this is for
     folder.mkdir(exist_ok=True)
     return drafting(method, folder, 3 + WORDS)
 

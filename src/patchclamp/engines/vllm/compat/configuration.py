@@ -290,8 +290,9 @@ def refused(vllm_config: Any) -> dict[str, str]:
     return {name: why for name, on, why in conditions if on}
 
 
-# methods of speculative decoding that were tried, and where
-DRAFTERS = {"ngram": "", "draft_model": "cpu", "eagle": "cpu", "eagle3": "cpu", "mtp": "cpu"}
+# methods of speculative decoding that were tried; on a GPU; over several workers; and beside adapters
+DRAFTERS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
+GPU_DRAFTERS, PARALLEL_DRAFTERS, ADAPTED_DRAFTERS = ("ngram",), ("ngram", "eagle", "mtp"), ("ngram", "draft_model")
 
 # options of speculative decoding that were not tried, and what they are where nobody asks for them
 UNTRIED_DRAFTS = {
@@ -332,7 +333,8 @@ def _refused_speculation(vllm_config: Any) -> list[tuple[str, Any, str]]:
     return [
         (f"speculative decoding by {method!r} (speculative_config)", method not in DRAFTERS,
          f"{no}it was not tried; methods that work are {', '.join(DRAFTERS)}"),
-        (f"speculative decoding by {method!r} (speculative_config) on a GPU", DRAFTERS.get(method) == "cpu" and on_gpu,
+        (f"speculative decoding by {method!r} (speculative_config) on a GPU",
+         on_gpu and method in DRAFTERS and method not in GPU_DRAFTERS,
          no + 'it was tried on the CPU build alone; method="ngram" works'),
         ("speculative decoding (speculative_config) with async_scheduling",
          getattr(vllm_config.scheduler_config, "async_scheduling", False),
@@ -346,13 +348,14 @@ def _refused_speculation(vllm_config: Any) -> list[tuple[str, Any, str]]:
          "which rows are whose is not known when a step is planned"),
         ("speculative decoding (speculative_config) over pipeline stages",
          vllm_config.parallel_config.pipeline_parallel_size > 1, no + "it is not tested"),
-        ("speculative decoding (speculative_config) over several GPUs",
-         vllm_config.parallel_config.world_size > 1 and on_gpu, no + "workers of the CPU build were tried"),
+        (f"speculative decoding by {method!r} (speculative_config) over several workers",
+         vllm_config.parallel_config.world_size > 1 and (on_gpu or method not in PARALLEL_DRAFTERS),
+         f"{no}on the CPU build {', '.join(PARALLEL_DRAFTERS)} were tried"),
         *((f"speculative decoding (speculative_config) with {option}",
            getattr(speculative_config, option, usual) != usual, no + "it was not tried")
           for option, usual in UNTRIED_DRAFTS.items()),
         (f"speculative decoding by {method!r} (speculative_config) with LoRA",
-         vllm_config.lora_config and (on_gpu or method not in ("ngram", "draft_model")),
+         vllm_config.lora_config and (on_gpu or method not in ADAPTED_DRAFTERS),
          no + "on the CPU build it was tried by n-grams and draft models"),
     ]  # fmt: skip
 

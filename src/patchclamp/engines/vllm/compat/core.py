@@ -287,12 +287,11 @@ class _Admitting:
                 program = self._ended.get(output.request_id) or self.admission.programs.get(output.request_id)
                 if program is None or output.kv_transfer_params is not None:
                     continue
-                if output.finish_reason is None and self._stops_at_text(output.request_id):
-                    request = self._scheduler.requests[output.request_id]
-                    output.spec_decode_metrics = getattr(request, "spec_decode_metrics", None)  # 0.26 has none
-                    judged.append((client, output, program))
-                elif output.finish_reason is not None:
-                    judged.append((client, output, program))
+                if output.finish_reason is None:
+                    if not self._stops_at_text(output.request_id):
+                        continue
+                    self._say_drafts(output)
+                judged.append((client, output, program))
         self._ended.clear()
         if not judged:
             return
@@ -307,6 +306,13 @@ class _Admitting:
         for part in outputs.values():
             part.outputs = [output for output in part.outputs if id(output) not in late]
         self._withheld.append(_Withheld(verdicts, judged))
+
+    def _say_drafts(self, output: Any) -> None:
+        """Puts what was counted of drafted tokens on an output that may be a request's last; 0.26 counts none."""
+        request = self._scheduler.requests[output.request_id]
+        counts = getattr(request, "spec_decode_metrics", None)
+        if counts is not None:
+            output.spec_decode_metrics = counts
 
     def _stops_at_text(self, request_id: str) -> bool:
         request = self._scheduler.requests.get(request_id)
