@@ -315,7 +315,9 @@ def _sides(args: argparse.Namespace) -> dict[str, Remote]:
         import torch
 
         memory_gib = torch.cuda.get_device_properties(0).total_memory >> 30
-        options |= {"kv_cache_memory_bytes": min(32, int(0.6 * memory_gib / (1 + len(ours)))) << 30,
+        weights_gib = 16 if args.shape == "8b" else 2
+        cache_gib = 0.9 * memory_gib / (1 + len(ours)) - 1.2 * weights_gib  # the rest is for banks and what steps need
+        options |= {"kv_cache_memory_bytes": max(2, min(32, int(cache_gib))) << 30,
                     "gpu_memory_utilization": 0.9 / (1 + len(ours)),
                     "max_num_seqs": 1024, "compilation_config": compilation}  # fmt: skip
     environ = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if tiny else {}  # else as `LLM` starts it: beside the caller

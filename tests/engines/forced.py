@@ -109,5 +109,6 @@ else:
         lm.run(asked["prompts"], **greedy)
         told["taps, in the active variant"] = Counted.looked
 told |= {name: getattr(compilation_counter, name) for name in (
-    "num_graphs_seen", "num_aot_compiles", "num_aot_artifacts_saved", "num_aot_artifacts_loaded")}  # fmt: skip
+    "num_graphs_seen", "num_aot_compiles", "num_aot_artifacts_saved", "num_aot_artifacts_loaded",
+    "num_backend_compilations", "num_cache_entries_updated")}  # fmt: skip
 print(json.dumps(told))

@@ -3,11 +3,13 @@ else is not, whichever proof it is that sees it."""
 
 from __future__ import annotations
 
+import importlib
 import re
 
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import patchclamp as pc
 from patchclamp.errors import ModelError, UnsupportedSite
@@ -114,6 +116,24 @@ def test_a_write_that_is_lost_is_seen(lm, monkeypatch):
     assert not proofs["attn_in"].edit
     assert f"an edit at attn_in[{layer}] does not move the logits" in proofs["attn_in"].note
     assert [name for name, proof in proofs.items() if not proof.holds] == ["attn_in"]
+
+
+@pytest.mark.parametrize(
+    ("scale", "times", "unmoved"),
+    [(0.1, 16.0, set()), (0.1, 1.0, {"k", "v"}), (0.0, 16.0, {"attn_in", "q", "k", "v", "z"})],
+)
+def test_what_a_quiet_layer_adds_is_told_from_nothing(tmp_path, monkeypatch, scale, times, unmoved):
+    """Where batches round by 0.03, an edit in a layer that adds little does not show, unless it is longer."""
+    path = of_family(tmp_path, "llama", vocab_size=512)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.layers.1.self_attn.o_proj.weight"] *= scale
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    prover = importlib.import_module("patchclamp.proving.prove")
+    monkeypatch.setattr(prover, "LOUDER", times)
+    monkeypatch.setattr(prover, "_noise", lambda *args: 0.03)
+    with pc.LM(path, engine="transformers", prove=False, **IDS) as lm:
+        failed = {proof.name for proof in prove(lm) if not proof.edit}
+    assert unmoved <= failed if scale == 0 else failed == unmoved
 
 
 @pytest.mark.parametrize(

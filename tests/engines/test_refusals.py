@@ -204,7 +204,7 @@ def configuration(smollm2):
     return lambda: copy.deepcopy(made)
 
 
-def test_drafts_are_refused_where_they_were_not_tried(configuration):
+def test_drafts_are_refused_where_they_were_not_tried(configuration, monkeypatch):
     from patchclamp.engines.vllm.compat.configuration import UNTRIED_DRAFTS, refused
 
     config = configuration()
@@ -212,19 +212,15 @@ def test_drafts_are_refused_where_they_were_not_tried(configuration):
     drafts = SimpleNamespace(method="ngram", rejection_sample_method="standard", enable_adaptive_verification=False,
                              **UNTRIED_DRAFTS)  # fmt: skip
     object.__setattr__(config, "speculative_config", drafts)
-    for method, on_gpu in (
-        ("ngram", True),
-        ("draft_model", False),
-        ("eagle", False),
-        ("eagle3", False),
-        ("mtp", False),
-    ):
+    for method, on_v1 in (("ngram", True), ("draft_model", False), ("eagle", True), ("eagle3", False), ("mtp", False)):
         drafts.method = method
         config.device_config.device_type = "cpu"
         assert refused(config) == {}
         config.device_config.device_type = "cuda"
-        assert (refused(config) == {}) == on_gpu
-        assert on_gpu or list(refused(config)) == [f"speculative decoding by {method!r} (speculative_config) on a GPU"]
+        for on_v2 in (True, False):
+            monkeypatch.setattr(type(config), "use_v2_model_runner", on_v2)
+            named = f"speculative decoding by {method!r} (speculative_config) on a GPU with the V1 runner"
+            assert list(refused(config)) == ([] if on_v2 or on_v1 else [named])
     config.device_config.device_type = "cpu"
     config.lora_config = object()
     assert list(refused(config)) == ["speculative decoding by 'mtp' (speculative_config) with LoRA"]

@@ -19,14 +19,17 @@ SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
          "head_dim": 32, "vocab_size": 512}  # fmt: skip
 OPTIONS = {"dtype": "bfloat16", "max_model_len": 256, "max_num_seqs": 8, "skip_tokenizer_init": True,
            "kv_cache_memory_bytes": 1 << 25, "enable_prefix_caching": False}  # fmt: skip
-LAYERS, TOKENS = 2, 6
+LAYERS, TOKENS = 4, 6
 PROMPTS = [[3, 5, 7, 11, 13], list(range(100, 140)), [42]]
+
+
+# without what an engine in this process would change, by which vLLM finds compiled code, too
+CLEAN = {name: value for name, value in os.environ.items() if "AOT" not in name}
 
 
 def start(kind: str, asked: str, cache: str) -> subprocess.Popen:
     """An engine in a process of its own, with a folder of compiled code."""
-    clean = {name: value for name, value in os.environ.items() if "AOT" not in name}
-    environ = {**clean, "VLLM_CACHE_ROOT": cache, "TORCHINDUCTOR_CACHE_DIR": cache + "/inductor",
+    environ = {**CLEAN, "VLLM_CACHE_ROOT": cache, "TORCHINDUCTOR_CACHE_DIR": cache + "/inductor",
                **({"VLLM_PLUGINS": ""} if kind == "stock" else {})}  # fmt: skip
     command = [sys.executable, str(Path(__file__).with_name("forced.py")), kind, asked]
     return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -67,6 +70,15 @@ def test_both_variants_are_compiled_and_found_again(said):
     assert first["num_graphs_seen"] == again["num_graphs_seen"] == 2
     assert (first["num_aot_compiles"], first["num_aot_artifacts_saved"], first["num_aot_artifacts_loaded"]) == (1, 1, 0)
     assert (again["num_aot_compiles"], again["num_aot_artifacts_loaded"]) == (0, 1)
+
+
+def test_equal_layers_are_compiled_once(said):
+    """As stock's are: of a piece before each layer's attention and one at the end, those in the middle are equal."""
+    pieces, kinds = LAYERS + 1, 3
+    counts = {kind: (said[kind]["num_backend_compilations"], said[kind]["num_cache_entries_updated"])
+              for kind in ("uniform", "ours", "ours again")}  # fmt: skip
+    assert said["stock"]["num_backend_compilations"] == pieces
+    assert counts == {"uniform": (pieces, kinds), "ours": (2 * pieces, 2 * kinds), "ours again": (2 * pieces, 0)}
 
 
 @pytest.mark.parametrize("which", ["ours", "ours again"])

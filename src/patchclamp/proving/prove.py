@@ -25,6 +25,7 @@ from patchclamp.run import Run
 from patchclamp.sites import SiteRef
 
 LENGTH, LONGER_LENGTH = 4, 11  # tokens of the proof's prompt, and of one that runs beside it
+LOUDER = 16.0  # times as long are edits that are tried where the first moved nothing
 # how far a run's logits may differ alone and in a batch, relative to the largest: kernels round differently there, and
 # with few bits a router may choose another expert because of it
 LOGITS_RTOL = {"float32": 1e-3, "float16": 0.3, "bfloat16": 0.5}
@@ -86,6 +87,7 @@ def prove(lm: LM, full: bool = False) -> list[Proof]:
     noise = _noise(lm, base, first, last)
     edited = dict(zip(map(str, refs), tried, strict=False))
     moved = {at: _moves(_answer(run), plain, noise) for at, run in edited.items()}
+    moved |= _moved_by_more(lm, ids, base, [ref for ref in refs if not moved[str(ref)]], noise, longer)
     mover = next((ref for ref in reversed(refs) if moved[str(ref)] and ref.name != "logits"), None)
     _same_alone(lm, ids, base, first, everywhere, mover)
     disordered = {str(ref): disorder(ref, first, edited[str(ref)], watched_refs[str(ref)]) for ref in refs}
@@ -187,6 +189,17 @@ def _moves(edited: np.ndarray, plain: np.ndarray, noise: float) -> bool:
     return bool(np.isfinite(edited).all() and np.abs(edited - plain).max() > 4 * noise + 1e-6)
 
 
+def _moved_by_more(
+    lm: LM, ids: list[int], base: Run, refs: list[SiteRef], noise: float, longer: list[int]
+) -> dict[str, bool]:
+    """Whether edits that are `LOUDER` times as long move the logits: what a single layer adds to a deep model's stream
+    may be less than what is rounded off."""
+    if not refs:
+        return {}
+    plain, *edited = _runs(lm, ids, [[], *([_push(base, ref, LOUDER)] for ref in refs)], longer)
+    return {str(ref): _moves(_answer(run), _answer(plain), noise) for ref, run in zip(refs, edited, strict=True)}
+
+
 def push(name: str, row_W: np.ndarray) -> np.ndarray:
     """A test edit for a row [W]: a vector [W] to add to it. It is as long as the row, and no norm removes it.
 
@@ -199,8 +212,8 @@ def push(name: str, row_W: np.ndarray) -> np.ndarray:
     return (max(float(np.sqrt(np.mean(row_W**2))), 1e-3) * signs_W).astype(np.float32)
 
 
-def _push(base: Run, ref: SiteRef) -> Add:
-    return Add(push(ref.name, _row(base, ref)), at=str(ref), tokens=prompt[-1])
+def _push(base: Run, ref: SiteRef, times: float = 1.0) -> Add:
+    return Add(push(ref.name, _row(base, ref)), at=str(ref), tokens=prompt[-1], scale=times)
 
 
 def _has_shape(base: Run, ref: SiteRef, rows: int, width: int) -> bool:

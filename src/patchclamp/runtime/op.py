@@ -27,16 +27,33 @@ class _Current(threading.local):
 
 _current = _Current()
 _library = torch.library.Library("patchclamp", "DEF")
-_library.define("site(Tensor(a!) hidden, Tensor(b!)? residual, int point) -> ()")
+_library.define("site(Tensor(a!) hidden, Tensor(b!)? residual, int point, int layer=-1, Tensor? points=None) -> ()")
 
 
-def acting(hidden: torch.Tensor, residual: torch.Tensor | None, point: int) -> None:
-    """What the op does. Taps that no compiler sees call it directly."""
+def acting(
+    hidden: torch.Tensor, residual: torch.Tensor | None, point: int, layer: int = -1, points: torch.Tensor | None = None
+) -> None:
+    """What the op does. Taps that no compiler sees call it directly.
+
+    point: the number of the tap's point; with `points`, which `carrying` made, its place among them
+    layer: for the compiler only: the tap's layer, or −1
+    """
+    if points is not None:
+        point = points.patchclamp_points[point]  # type: ignore[attr-defined]
     if _current.runtime is not None:
         _current.runtime.apply(point, hidden, residual)
 
 
-def _trace(hidden: torch.Tensor, residual: torch.Tensor | None, point: int) -> None:
+def carrying(points: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """A tensor that hands the op a layer's points through compiled code, which is then the same for every layer."""
+    tensor = torch.zeros(1, device=device)
+    tensor.patchclamp_points = points  # type: ignore[attr-defined]
+    return tensor
+
+
+def _trace(
+    hidden: torch.Tensor, residual: torch.Tensor | None, point: int, layer: int = -1, points: torch.Tensor | None = None
+) -> None:
     return None
 
 

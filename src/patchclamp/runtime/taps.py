@@ -30,13 +30,13 @@ def attach(
             continue
         if tap.moment == "attention":
             assert after_attention is not None
-            after_attention(module, _attention_hook(point.number))
+            after_attention(module, _attention_hook(point))
         elif tap.moment == "in":
-            module.register_forward_pre_hook(_input_hook(point.number, tap), with_kwargs=True)
+            module.register_forward_pre_hook(_input_hook(point, tap), with_kwargs=True)
         elif tap.rerun:
-            module.register_forward_hook(_router_hook(point.number))
+            module.register_forward_hook(_router_hook(point))
         else:
-            module.register_forward_hook(_output_hook(point.number, tap))
+            module.register_forward_hook(_output_hook(point, tap))
         hooked[point.number] = view(tap)
     return hooked
 
@@ -56,14 +56,20 @@ def find(model: torch.nn.Module, path: str) -> torch.nn.Module:
     return module
 
 
-def _input_hook(point: int, tap: Tap) -> Callable[..., Any]:
+def _numbers(point: Point) -> tuple[int, int]:
+    """A point's number, and its layer; −1 where it has none."""
+    return point.number, -1 if point.layer is None else point.layer
+
+
+def _input_hook(point: Point, tap: Tap) -> Callable[..., Any]:
     hidden, residual, copied = tap.hidden, tap.residual, tap.copied
+    number, layer = _numbers(point)
 
     def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         residual_in = None if residual is None else _argument(residual, args, kwargs)
         rows = kwargs[hidden] if isinstance(hidden, str) else args[hidden]
         rows = rows.clone() if copied else rows
-        site(rows, residual_in, point)
+        site(rows, residual_in, number, layer)
         return handed(args, kwargs, hidden, rows) if copied else None
 
     return hook
@@ -85,20 +91,23 @@ def handed(
     return (*args[:name], rows, *args[name + 1 :]), kwargs
 
 
-def _attention_hook(point: int) -> Callable[[torch.Tensor], None]:
+def _attention_hook(point: Point) -> Callable[[torch.Tensor], None]:
+    number = point.number
+
     def hook(result: torch.Tensor) -> None:
-        acting(result, None, point)
+        acting(result, None, number)
 
     return hook
 
 
-def _router_hook(point: int) -> Callable[..., Any]:
+def _router_hook(point: Point) -> Callable[..., Any]:
     """For a router that returns its logits, and the experts that it chose by them. If the logits are edited, it runs
     again on them, with weights that leave them as they are, and so chooses anew."""
+    number, layer = _numbers(point)
 
     def hook(module: Any, args: tuple[Any, ...], output: tuple[Any, ...]) -> Any:
         logits_RX = output[0].clone()
-        site(logits_RX, None, point)
+        site(logits_RX, None, number, layer)
         if torch.equal(logits_RX, output[0]):
             return None
         own_parameters = {}
@@ -119,11 +128,12 @@ def _router_hook(point: int) -> Callable[..., Any]:
     return hook
 
 
-def _output_hook(point: int, tap: Tap) -> Callable[..., None]:
+def _output_hook(point: Point, tap: Tap) -> Callable[..., None]:
     index = tap.hidden
+    number, layer = _numbers(point)
     assert isinstance(index, int)
 
     def hook(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        site(output[index] if isinstance(output, tuple) else output, None, point)
+        site(output[index] if isinstance(output, tuple) else output, None, number, layer)
 
     return hook

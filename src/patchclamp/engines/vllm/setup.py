@@ -50,7 +50,7 @@ def complete(vllm_config: Any) -> None:
     taps = repr(sites.taps("vllm")).encode()
     ours.update(
         version=__version__,
-        op="site(hidden, residual, point)",
+        op="site(hidden, residual, point, layer, points)",
         limits={**msgspec.to_builtins(limits), "max_programs": most},
         numerics=asked,
         taps=hashlib.sha256(taps).hexdigest()[:16],

@@ -290,9 +290,13 @@ def refused(vllm_config: Any) -> dict[str, str]:
     return {name: why for name, on, why in conditions if on}
 
 
-# methods of speculative decoding that were tried; on a GPU; over several workers; and beside adapters
+# methods of speculative decoding that were tried; on a GPU with the V1 runner; over several workers; beside adapters
 DRAFTERS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
-GPU_DRAFTERS, PARALLEL_DRAFTERS, ADAPTED_DRAFTERS = ("ngram",), ("ngram", "eagle", "mtp"), ("ngram", "draft_model")
+V1_DRAFTERS, PARALLEL_DRAFTERS, ADAPTED_DRAFTERS = (
+    ("ngram", "eagle"),
+    ("ngram", "eagle", "mtp"),
+    ("ngram", "draft_model"),
+)
 
 # options of speculative decoding that were not tried, and what they are where nobody asks for them
 UNTRIED_DRAFTS = {
@@ -322,6 +326,10 @@ def counted_drafts(arguments: dict[str, Any]) -> dict[str, Any]:
     return {option: "summary", **arguments} if counts else arguments
 
 
+def _on_v2(vllm_config: Any) -> bool:
+    return bool(getattr(vllm_config, "use_v2_model_runner", False))
+
+
 def _refused_speculation(vllm_config: Any) -> list[tuple[str, Any, str]]:
     """Of speculative decoding, what was not tried. Steps tell which of their rows are drafted, and where they begin if
     the one before has been checked by then."""
@@ -333,9 +341,9 @@ def _refused_speculation(vllm_config: Any) -> list[tuple[str, Any, str]]:
     return [
         (f"speculative decoding by {method!r} (speculative_config)", method not in DRAFTERS,
          f"{no}it was not tried; methods that work are {', '.join(DRAFTERS)}"),
-        (f"speculative decoding by {method!r} (speculative_config) on a GPU",
-         on_gpu and method in DRAFTERS and method not in GPU_DRAFTERS,
-         no + 'it was tried on the CPU build alone; method="ngram" works'),
+        (f"speculative decoding by {method!r} (speculative_config) on a GPU with the V1 runner",
+         on_gpu and method in DRAFTERS and method not in V1_DRAFTERS and not _on_v2(vllm_config),
+         f"{no}it was tried there by {', '.join(V1_DRAFTERS)}; the V2 runner (VLLM_USE_V2_MODEL_RUNNER=1) has all"),
         ("speculative decoding (speculative_config) with async_scheduling",
          getattr(vllm_config.scheduler_config, "async_scheduling", False),
          "a step is planned before it is known how many drafts of the last one were right"),

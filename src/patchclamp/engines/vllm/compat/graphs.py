@@ -6,7 +6,6 @@ uniform numerics the code is one and has taps, and an idle graph is one of its g
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import logging
@@ -21,6 +20,7 @@ from patchclamp.engines.vllm.compat.addresses import Watch
 from patchclamp.engines.vllm.compat.configuration import enabled, engine_id, is_uniform
 from patchclamp.engines.vllm.compat.seams import require
 from patchclamp.errors import EngineError
+from patchclamp.runtime.equal_layers import apart_from_layers, without_taps
 from patchclamp.runtime.graphs import MAX_NODES, NODE_BYTES
 
 logger = logging.getLogger("patchclamp")
@@ -400,20 +400,22 @@ def on_compile() -> None:
             return stock(backend, graph, example_inputs)
         _compiled.add(engine_id(backend.vllm_config))
         files = set(backend.compilation_config.traced_files)
-        untapped = None if is_uniform(backend.vllm_config) else _without_taps(graph)
+        untapped = None if is_uniform(backend.vllm_config) else without_taps(graph, example_inputs)
+        tapped, inputs, points = apart_from_layers(graph, example_inputs)
         with _counting_fusions(backend.vllm_config, 1):
-            active = stock(backend, graph, example_inputs)
+            active = stock(backend, tapped, inputs)
+        call_active = active.optimized_call
         if untapped is None:
+            active.optimized_call = lambda *args: call_active(*args, *points)
             return active
         backend.compilation_config.traced_files.update(files)
         idle_backend = type(backend)(backend.vllm_config, backend.prefix + _IDLE, backend.is_encoder)
         with _counting_fusions(backend.vllm_config, 0):
-            idle = stock(idle_backend, untapped, example_inputs)
-
-        call_active, call_idle = active.optimized_call, idle.optimized_call
+            idle = stock(idle_backend, *untapped)
+        call_idle = idle.optimized_call
 
         def call_variant(*args: Any) -> Any:
-            return (call_active if _step.active else call_idle)(*args)
+            return call_active(*args, *points) if _step.active else call_idle(*args)
 
         active.optimized_call = call_variant  # vLLM saves the traced graph, which comes by here when it is loaded
         return active
@@ -466,20 +468,6 @@ def _counting_fusions(vllm_config: Any, variant: int) -> Iterator[None]:
             _fusions.setdefault(engine_id(vllm_config), {}).setdefault(name, [0, 0])[variant] += count - before.get(
                 name, 0
             )
-
-
-def _without_taps(graph: Any) -> Any:
-    """A copy of a traced graph with our op's nodes erased; None if it has none."""
-    traced: torch.fx.GraphModule = copy.deepcopy(graph)
-    taps = [
-        node
-        for node in traced.graph.nodes
-        if node.op == "call_function" and str(node.target).startswith("patchclamp.site")
-    ]
-    for node in taps:
-        traced.graph.erase_node(node)
-    traced.recompile()
-    return traced if taps else None
 
 
 def on_dispatch() -> None:

@@ -72,7 +72,7 @@ SEAMS: dict[str, Seam] = {
              called="vllm_config _config uncompiled plain",
              has="additional_config cache_config compilation_config compute_hash device_config ec_transfer_config? "
              "kv_transfer_config lora_config model_config parallel_config quant_config scheduler_config "
-             "speculative_config"),
+             "speculative_config use_v2_model_runner?"),
         Seam("model", "vllm.config:ModelConfig", "know the model", called="model_config",
              has="architectures dtype enforce_eager get_vocab_size hf_config hf_text_config is_encoder_decoder "
              "is_mm_prefix_lm? is_moe? max_model_len "
