@@ -354,13 +354,18 @@ def test_plain_requests_pass_those_that_wait_and_programs_do_not(lm):
 
 def test_whoever_waits_goes_by_priority(lm, monkeypatch):
     whole = {"edits": [pc.Scale(1.5, pc.resid_post[1], pc.prompt[::2])] * (RECORDS // 4), "max_tokens": 2, **ENDLESS}
-    engine = lm.engine._engine
-    add = engine.add_request
+    client = lm.engine._engine.engine_core
+    add = client.add_request
 
     def ends(*priorities: int) -> list[int]:
         left = iter(priorities)
+
+        def prioritised(request) -> None:
+            request.priority = next(left)
+            add(request)
+
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine, "add_request", lambda *args, **more: add(*args, priority=next(left), **more))
+            patch.setattr(client, "add_request", prioritised)
             runs, order = at_once(lm, *[whole] * len(priorities))
         assert all(isinstance(run, pc.Run) for run in runs)
         return order

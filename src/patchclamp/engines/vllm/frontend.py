@@ -38,6 +38,7 @@ from patchclamp.engines.vllm.architecture import site_map
 from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.compat.core import Table, ask_core, decoded, is_pending, tables_of, tell_core, verdicts_of
 from patchclamp.engines.vllm.compat.seams import require_all, version
+from patchclamp.engines.vllm.compat.submit import Submitter
 from patchclamp.engines.vllm.report import running
 from patchclamp.engines.vllm.underway import Parameters, Underway, judged
 from patchclamp.engines.vllm.worker import too_deep
@@ -255,7 +256,7 @@ class VllmEngine(Engine):
         self.sites = site_map(config)
         skipped = config.model_config.skip_tokenizer_init
         self.tokenizer: Tokenizer = NoTokenizer() if skipped else HubTokenizer(self._engine.get_tokenizer())
-        self._parameters = Parameters(not skipped)
+        self._parameters, self._submitter = Parameters(not skipped), Submitter(self._engine)
         self.model = Model(
             name, "vllm", version(), self.sites.family.name, facts["layers"], facts["d_model"], facts["d_vocab"],
             facts["dtype"], facts["max_model_len"], configuration.settings(config),
@@ -389,7 +390,7 @@ class VllmEngine(Engine):
             prompt = dict(request.inputs or {"prompt_token_ids": request.prompt_token_ids})
             carried = None if request.bound is None else carry(request, self.sites)
             params = self._parameters.of(request, carried)
-            name = self._engine.add_request(request.run, prompt, params, lora_request=adapter) or request.run
+            name = self._submitter.add(request.run, prompt, params, adapter, self._parameters.settings)
             receipt = "" if carried is None else receipt_of(carried)
             tables: list[Table] = []
             if params.logprobs is not None:

@@ -59,14 +59,14 @@ class Parameters:
 
     def __init__(self, has_text: bool) -> None:
         self._has_text = has_text
-        self._settings: tuple[object, ...] = ()  # of the last request
+        self.settings: tuple[object, ...] = ()  # of the last request: the same object as long as they are the same
         self._template: Any = None  # its parameters
 
     def of(self, request: Request, carried: bytes | None) -> Any:
         """A request's parameters, with the program that it carries."""
         settings = (request.sampling, request.max_tokens, request.score, request.logprobs, request.listener is None)
-        if settings != self._settings:
-            self._settings, self._template = settings, self._make(request)
+        if settings != self.settings:
+            self.settings, self._template = settings, self._make(request)
         params = copy.copy(self._template)
         if carried is not None:
             params.extra_args = {configuration.KEY: carried}
