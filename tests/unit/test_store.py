@@ -360,6 +360,26 @@ def test_rows_that_lie_contiguous_are_viewed_and_others_are_copied_once(chunks, 
     assert torch.equal(fetched, rows.reshape(-1, width))
 
 
+@pytest.mark.parametrize(("count", "threads"), [(3, False), (40, True)])
+def test_copies_are_the_same_whether_threads_make_them_or_not(monkeypatch, count, threads):
+    """Small ones among large ones, of one axis and of two, in pieces and not: each byte once, and small ones here."""
+    rng, made = np.random.default_rng(count), []
+    sizes = [int(size) for size in rng.integers(1, 5_000, 50)] + [int(size) for size in rng.integers(1, 400_000, count)]
+    for size in [*sizes, 3 << 20] if threads else sizes:
+        old = rng.integers(0, 256, (int(rng.integers(1, 3)), size), dtype=np.uint8)[:, : max(size - 3, 1)]
+        made.append((np.zeros(old.shape, np.uint8), old))
+        made.append((np.zeros(size, np.uint8), rng.integers(0, 256, size, dtype=np.uint8)))
+    copy, here = host_memory._copy, []
+    monkeypatch.setattr(host_memory, "_copy", lambda pairs: (here.extend(pairs), copy(pairs))[1])
+    pool = mock.Mock(wraps=host_memory._copiers)
+    monkeypatch.setattr(host_memory, "_copiers", pool)
+    host_memory.copy_bytes(made)
+    assert pool.map.called == threads
+    assert sum(new.size for new, _ in here) == sum(new.size for new, _ in made)
+    for new, old in made:
+        assert (new == old).all()
+
+
 def test_a_callers_memory_is_used_again_once_nobody_holds_it_and_is_bounded(monkeypatch):
     monkeypatch.setattr(host_memory, "MAX_FREE_BYTES", 8 << 20)
     line, made = (

@@ -33,6 +33,7 @@ MAX_FREE_BYTES = 1 << 28  # bytes that `ReusedMemory` keeps while nobody holds t
 _HUGE_BYTES, _PAGE_BYTES = 1 << 21, 4096
 _TOUCH_BYTES = 1 << 23  # bytes that one thread touches at once
 _MIN_SHARE_BYTES, _MAX_SHARES = 1 << 20, 64  # of a copy: what one thread copies at once, and how many parts there are
+_MIN_THREADED_BYTES = 1 << 17  # of a copy that threads make
 
 _copiers = ThreadPoolExecutor(8, thread_name_prefix="patchclamp-copy")
 _unmapped_paths: set[str] = set()  # files that no receiver has mapped yet
@@ -270,23 +271,32 @@ def _delete_all() -> None:
 
 
 def copy_bytes(copies: list[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Copies arrays of bytes, pairs (to, from) of one shape, [n] or [S, n]; with several threads if they are large."""
-    size = sum(new.size for new, _ in copies)
+    """Copies arrays of bytes, pairs (to, from) of one shape, [n] or [S, n]; large ones with several threads. A small
+    one takes less time than a thread waits for its turn in Python."""
+    large = [pair for pair in copies if pair[0].size >= _MIN_THREADED_BYTES]
+    size = sum(new.size for new, _ in large)
     if size < 4 * _MIN_SHARE_BYTES:
         _copy(copies)
         return
+    if len(large) < len(copies):
+        _copy([pair for pair in copies if pair[0].size < _MIN_THREADED_BYTES])
     share_bytes, shares, share_size = max(_MIN_SHARE_BYTES, size // _MAX_SHARES), [[]], 0
-    for new, old in copies:
-        axis = 0 if new.ndim == 1 or new.shape[0] > 1 else 1
-        count = max(-(-new.size // share_bytes), 1)
-        parts = zip(np.array_split(new, count, axis), np.array_split(old, count, axis), strict=True)
-        for part in parts:
+    for new, old in large:
+        for part in _parts(new, old, -(-new.size // share_bytes)):
             if share_size >= share_bytes:
                 shares.append([])
                 share_size = 0
             shares[-1].append(part)
             share_size += part[0].size
     list(_copiers.map(_copy, shares))
+
+
+def _parts(new: np.ndarray, old: np.ndarray, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """A copy as `count` copies."""
+    if count == 1:
+        return [(new, old)]
+    axis = 0 if new.ndim == 1 or new.shape[0] > 1 else 1
+    return list(zip(np.array_split(new, count, axis), np.array_split(old, count, axis), strict=True))
 
 
 def _copy(copies: list[tuple[np.ndarray, np.ndarray]]) -> None:

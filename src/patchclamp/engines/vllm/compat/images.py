@@ -77,7 +77,9 @@ def check_request(request: Any, prompt: int, vllm_config: Any) -> None:
 
 def spans_of(request: Any) -> tuple[Span, ...]:
     """Where the images of a request in an engine core lie, with the marks within them."""
-    places = [feature.mm_position for feature in request.mm_features or ()]
+    if not request.mm_features:
+        return ()
+    places = [feature.mm_position for feature in request.mm_features]
     return tuple((place.offset, place.offset + place.length) for place in places)
 
 
