@@ -96,6 +96,12 @@ else:
         patches = [[pc.Replace(pc.From(run, pc.resid_post), at=pc.resid_post)] for run in seen]
         told["patched onto itself"] = bits(lm.run(asked["prompts"], edits=patches, **greedy))
         told["rows"] = [run[pc.resid_post[0]].tolist() for run in seen]
+        every = [pc.Site(name) for name in asked["sites"]]
+        edits = [pc.Add([0.25 * layer] * width, at=pc.resid_post[layer]) for layer in (1, 2)]
+        edits += [pc.Scale(1.5, at=pc.mlp_out[1]), pc.Scale(0.5, at=pc.attn_in[2])]
+        both = [lm.run(asked["prompts"][1], capture=every, edits=more, max_tokens=1) for more in ([], edits)]
+        told["everywhere"] = [{str(ref): run[str(ref)].float().tolist() for ref in lm.sites.refs()
+                               if ref.name in asked["sites"]} for run in both]  # fmt: skip
         noop = [pc.Add([0.0] * width, at=pc.resid_post[0])]
         told["nothing added"] = bits(lm.run(asked["prompts"], edits=noop, **greedy))
         steer = [pc.Add([0.5] * width, at=pc.resid_post[0])]

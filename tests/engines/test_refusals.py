@@ -221,6 +221,13 @@ def test_drafts_are_refused_where_they_were_not_tried(configuration, monkeypatch
             monkeypatch.setattr(type(config), "use_v2_model_runner", on_v2)
             named = f"speculative decoding by {method!r} (speculative_config) on a GPU with the V1 runner"
             assert list(refused(config)) == ([] if on_v2 or on_v1 else [named])
+    monkeypatch.setattr(type(config), "use_v2_model_runner", True)
+    monkeypatch.setattr("patchclamp.engines.vllm.compat.configuration.version", lambda: "0.26.0")
+    assert list(refused(config)) == ["speculative decoding by 'mtp' (speculative_config) on a GPU with vLLM 0.26.0"]
+    monkeypatch.setattr("patchclamp.engines.vllm.compat.configuration.version", lambda: "0.33.0rc1")
+    drafts.use_multi_module_mtp = lambda: True
+    assert list(refused(config)) == ["MTP by several modules, or Gemma 4's (speculative_config)"]
+    drafts.use_multi_module_mtp = lambda: False
     config.device_config.device_type = "cpu"
     config.lora_config = object()
     assert list(refused(config)) == ["speculative decoding by 'mtp' (speculative_config) with LoRA"]
@@ -375,6 +382,26 @@ def test_code_saved_as_one_piece_is_refused(smollm2, monkeypatch):
     with pytest.raises(pc.EngineError, match="pooling models"):
         pc.LM(str(smollm2), engine="vllm", runner="pooling")
     assert [os.environ.get(name) for name in names] == [None, "1"]  # what an engine needs is put back
+
+
+def test_an_engine_that_starts_by_itself_saves_traced_graphs(configuration, monkeypatch):
+    """As under a plain `vllm serve`: what vLLM would save instead is one variant, which nobody gives its points."""
+    from vllm.config import CompilationMode
+
+    from patchclamp.engines.vllm.compat.configuration import MEGA, save_graphs
+
+    config = configuration()
+    monkeypatch.setenv(MEGA, "0")  # put back afterwards
+    monkeypatch.delenv(MEGA)
+    monkeypatch.setattr(f"vllm.envs.{MEGA}", True, raising=False)
+    save_graphs(config)
+    assert MEGA not in os.environ  # nothing is compiled
+    config.compilation_config.mode = CompilationMode.VLLM_COMPILE
+    save_graphs(config)
+    assert os.environ[MEGA] == "0"
+    monkeypatch.setenv(MEGA, "1")
+    with pytest.raises(pc.EngineError, match=f"does not run with {MEGA}=1"):
+        save_graphs(config)
 
 
 def test_a_compiled_model_without_an_idle_variant_is_refused(shallow, monkeypatch):

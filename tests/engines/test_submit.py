@@ -9,6 +9,7 @@ import patchclamp as pc
 from patchclamp.engines.base import Request
 from patchclamp.engines.vllm.compat.submit import Submitter
 from patchclamp.engines.vllm.underway import Parameters
+from patchclamp.kernels import switches
 
 SETTINGS = [
     {}, {"logprobs": 0}, {"score": [5, 9, 5]}, {"sampling": {"temperature": 0.7, "seed": 3, "top_p": 0.9}},
@@ -63,6 +64,15 @@ def test_vllm_processes_what_is_alike_once(shallow, added, monkeypatch):
         for _ in range(5):
             added(True, [3, 4], None, **settings)
     assert len(seen) == 3
+
+
+def test_each_is_processed_where_that_is_switched_off(shallow, added, monkeypatch):
+    processor = shallow.get("vllm", "float32").engine._engine.input_processor
+    process, seen = processor.process_inputs, []
+    monkeypatch.setattr(processor, "process_inputs", lambda *a, **k: seen.append(a[0]) or process(*a, **k))
+    monkeypatch.setattr(switches, "disabled", {"alike_requests"})
+    assert added(True, [3, 4], b"1") == added(True, [3, 4], b"1")
+    assert len(seen) == 2
 
 
 def test_what_vllm_refuses_is_refused_each_time_and_nothing_of_it_is_kept(shallow):

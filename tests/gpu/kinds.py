@@ -357,7 +357,7 @@ def _that_drafts(part: str, vocabulary: int) -> tuple[str, dict[str, Any]]:
     if method == "ngram":
         model = with_weights(folder, "135m", 4, vocab_size=vocabulary)
         return model, {"method": method, "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-    configuration.V1_DRAFTERS = DRAFTERS  # some are refused until they were tried there, which this is for
+    configuration.GPU_V1_DRAFTERS = DRAFTERS  # some are refused until they were tried there, which this is for
     folder.mkdir(exist_ok=True)
     return drafting(method, folder, 3 + WORDS)
 

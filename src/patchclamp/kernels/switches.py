@@ -15,6 +15,8 @@ SWITCHES = {
     "launcher": "Triton's launcher is called directly; plainly, a kernel is launched through Triton",
     "op_class": "compiled code finds a plain function under the op's name; plainly, PyTorch's dispatcher is asked",
     "cut_graphs": "graphs are cut down to the taps that a step needs; plainly, the whole graph is replayed",
+    "equal_layers": "equal layers are compiled once; plainly, each with its own taps",
+    "alike_requests": "vLLM processes requests with the same settings once; plainly, each",
     "pinned_upload": "a kernel reads changed words from pinned memory; plainly, each run of them is copied",
 }
 

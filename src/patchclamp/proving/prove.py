@@ -87,9 +87,9 @@ def prove(lm: LM, full: bool = False) -> list[Proof]:
     noise = _noise(lm, base, first, last)
     edited = dict(zip(map(str, refs), tried, strict=False))
     moved = {at: _moves(_answer(run), plain, noise) for at, run in edited.items()}
-    moved |= _moved_by_more(lm, ids, base, [ref for ref in refs if not moved[str(ref)]], noise, longer)
     mover = next((ref for ref in reversed(refs) if moved[str(ref)] and ref.name != "logits"), None)
     _same_alone(lm, ids, base, first, everywhere, mover)
+    moved |= _moved_by_more(lm, ids, base, [ref for ref in refs if not moved[str(ref)]], noise, longer)
     disordered = {str(ref): disorder(ref, first, edited[str(ref)], watched_refs[str(ref)]) for ref in refs}
     written_back = dict(zip(names, tried[len(refs) :], strict=False))
     same = {name: np.array_equal(_answer(run), plain) for name, run in written_back.items()}

@@ -70,19 +70,18 @@ def _with_inputs(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> tupl
     for node in _taps(graph):
         if len(node.args) == 4 and node.args[3] >= 0:  # layer −1: a point of the model, such as its last norm
             taps_of[node.args[3]].append(node)
-    *_, last = graph.graph.find_nodes(op="placeholder")
-    made = []
+    inputs = graph.graph.find_nodes(op="placeholder")
+    given = len(inputs)
     for taps in taps_of.values():
         points = sorted({node.args[2] for node in taps})
         value = taps[0].args[0].meta["example_value"]
         with value.fake_mode:
             example = torch.empty(1, device=value.device)
-        with graph.graph.inserting_after(last):
-            last = graph.graph.placeholder("_".join([_INPUT, *map(str, points)]))
-        last.meta["example_value"] = example
+        with graph.graph.inserting_after(inputs[-1]):
+            inputs.append(graph.graph.placeholder("_".join([_INPUT, *map(str, points)])))
+        inputs[-1].meta["example_value"] = example
         for node in taps:
-            node.args = (*node.args[:2], points.index(node.args[2]), -1, last)
-        made.append(last)
+            node.args = (*node.args[:2], points.index(node.args[2]), -1, inputs[-1])
         example_inputs.append(example)
     graph.recompile()
-    return made, example_inputs
+    return inputs[given:], example_inputs

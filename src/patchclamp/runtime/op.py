@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from patchclamp.errors import ModelError
 from patchclamp.kernels import switches
 
 
@@ -46,6 +47,8 @@ def acting(
 
 def carrying(points: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """A tensor that hands the op a layer's points through compiled code, which is then the same for every layer."""
+    if device.type == "meta":  # there the op would do nothing, in silence
+        raise ModelError("a traced graph is on no device, so that its taps could not act")
     tensor = torch.zeros(1, device=device)
     tensor.patchclamp_points = points  # type: ignore[attr-defined]
     return tensor

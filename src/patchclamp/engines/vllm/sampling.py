@@ -11,7 +11,13 @@ import msgspec
 
 from patchclamp.errors import ProgramError, unknown
 
-NOT_RETURNED = ("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "flat_logprobs")
+NOT_RETURNED = (
+    "prompt_logprobs",
+    "prompt_logprob_token_ids",
+    "prompt_logprob_start",
+    "flat_logprobs",
+    "routed_experts_prompt_start",
+)
 SET_BY_US = (
     "max_tokens",
     "logprobs",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from typing import Any
 
 import msgspec
@@ -13,7 +14,8 @@ from patchclamp.engines.vllm.architecture import carried, find_sites
 from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.serve_limits import ServeLimits
 from patchclamp.errors import EngineError, unknown
-from patchclamp.runtime import Limits
+from patchclamp.kernels import switches
+from patchclamp.runtime import Limits, equal_layers, op, taps
 
 ASKED = ("limits", "serve", "numerics")  # parts of our part of `additional_config` that a user gives
 PARTS = (*ASKED, "version", "op", "taps", "table")
@@ -41,18 +43,27 @@ def complete(vllm_config: Any) -> None:
         serving = msgspec.convert(ours.get("serve", {}), ServeLimits, strict=True)
     except msgspec.ValidationError as error:
         raise EngineError(f"engine options: {error}") from None
+    configuration.save_graphs(vllm_config)
     ours = configuration.set_serving(vllm_config, serving)
     wrong = configuration.unrecorded(vllm_config, limits.active_sizes or ())
     if wrong is not None:
         raise EngineError(wrong)
     most = 2 * configuration.model_facts(vllm_config)["max_num_seqs"]
     sites = find_sites(vllm_config)
-    taps = repr(sites.taps("vllm")).encode()
+    tapped = repr(sites.taps("vllm")).encode()
     ours.update(
         version=__version__,
-        op="site(hidden, residual, point, layer, points)",
+        op=_op(),
         limits={**msgspec.to_builtins(limits), "max_programs": most},
         numerics=asked,
-        taps=hashlib.sha256(taps).hexdigest()[:16],
+        taps=hashlib.sha256(tapped).hexdigest()[:16],
         table=carried(sites),
     )
+
+
+def _op() -> str:
+    """What taps leave in compiled code, for the key of vLLM's cache: how they are made, and if layers share it."""
+    digest = hashlib.sha256()
+    for module in (equal_layers, op, taps):
+        digest.update(inspect.getsource(module).encode())
+    return f"{digest.hexdigest()[:16]} {'shared' if switches.enabled('equal_layers') else 'apart'}"

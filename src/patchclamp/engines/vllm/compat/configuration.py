@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from patchclamp.engines.vllm.compat.seams import require
+from patchclamp.engines.vllm.compat.seams import require, version
 from patchclamp.engines.vllm.serve_limits import ServeLimits
 from patchclamp.errors import EngineError
 
@@ -68,9 +68,7 @@ def surroundings(separate: bool) -> Iterator[None]:
     from vllm.platforms import current_platform
 
     if os.environ.get(MEGA) == "1":
-        raise EngineError(
-            f"patchclamp does not run with {MEGA}=1: it saves one variant of the compiled code, and there are two"
-        )
+        raise EngineError(ONE_VARIANT)
     if current_platform.is_cpu():
         os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
     with environment({"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(separate)), MEGA: "0"}):
@@ -95,6 +93,18 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
 
 
 MEGA = "VLLM_USE_MEGA_AOT_ARTIFACT"
+ONE_VARIANT = f"patchclamp does not run with {MEGA}=1: it saves one variant of the compiled code, and there are two"
+
+
+def save_graphs(vllm_config: Any) -> None:
+    """Has vLLM save code that was compiled ahead of time as the traced graph, as `surroundings` does, in a process that
+    starts an engine by itself. Raises `EngineError` where its user has asked for something else."""
+    from vllm import envs
+
+    if getattr(vllm_config.compilation_config.mode, "name", "") == "VLLM_COMPILE" and getattr(envs, MEGA, False):
+        if os.environ.get(MEGA) == "1":
+            raise EngineError(ONE_VARIANT)
+        os.environ[MEGA] = "0"
 
 
 def spare_memory(arguments: dict[str, Any]) -> None:
@@ -290,13 +300,10 @@ def refused(vllm_config: Any) -> dict[str, str]:
     return {name: why for name, on, why in conditions if on}
 
 
-# methods of speculative decoding that were tried; on a GPU with the V1 runner; over several workers; beside adapters
-DRAFTERS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
-V1_DRAFTERS, PARALLEL_DRAFTERS, ADAPTED_DRAFTERS = (
-    ("ngram", "eagle"),
-    ("ngram", "eagle", "mtp"),
-    ("ngram", "draft_model"),
-)
+DRAFTERS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")  # methods of speculative decoding that were tried
+GPU_V1_DRAFTERS = ("ngram", "eagle")  # on a GPU with the V1 runner
+PARALLEL_DRAFTERS = ("ngram", "eagle", "mtp")  # over several workers
+ADAPTED_DRAFTERS = ("ngram", "draft_model")  # beside adapters
 
 # options of speculative decoding that were not tried, and what they are where nobody asks for them
 UNTRIED_DRAFTS = {
@@ -326,6 +333,11 @@ def counted_drafts(arguments: dict[str, Any]) -> dict[str, Any]:
     return {option: "summary", **arguments} if counts else arguments
 
 
+def _release() -> tuple[int, ...]:
+    """vLLM's major and minor version."""
+    return tuple(int(part) for part in version().split(".")[:2])
+
+
 def _on_v2(vllm_config: Any) -> bool:
     return bool(getattr(vllm_config, "use_v2_model_runner", False))
 
@@ -342,8 +354,13 @@ def _refused_speculation(vllm_config: Any) -> list[tuple[str, Any, str]]:
         (f"speculative decoding by {method!r} (speculative_config)", method not in DRAFTERS,
          f"{no}it was not tried; methods that work are {', '.join(DRAFTERS)}"),
         (f"speculative decoding by {method!r} (speculative_config) on a GPU with the V1 runner",
-         on_gpu and method in DRAFTERS and method not in V1_DRAFTERS and not _on_v2(vllm_config),
-         f"{no}it was tried there by {', '.join(V1_DRAFTERS)}; the V2 runner (VLLM_USE_V2_MODEL_RUNNER=1) has all"),
+         on_gpu and method in DRAFTERS and method not in GPU_V1_DRAFTERS and not _on_v2(vllm_config),
+         f"{no}there {', '.join(GPU_V1_DRAFTERS)} were tried, and more with VLLM_USE_V2_MODEL_RUNNER=1"),
+        (f"speculative decoding by {method!r} (speculative_config) on a GPU with vLLM {version()}",
+         on_gpu and method in DRAFTERS[1:] and _release() < (0, 32), no + "it was tried with 0.32"),
+        ("MTP by several modules, or Gemma 4's (speculative_config)",
+         any(getattr(speculative_config, kind, bool)() for kind in ("use_multi_module_mtp", "use_gemma4_mtp")),
+         no + "it was not tried"),
         ("speculative decoding (speculative_config) with async_scheduling",
          getattr(vllm_config.scheduler_config, "async_scheduling", False),
          "a step is planned before it is known how many drafts of the last one were right"),

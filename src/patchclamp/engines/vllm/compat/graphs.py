@@ -20,6 +20,7 @@ from patchclamp.engines.vllm.compat.addresses import Watch
 from patchclamp.engines.vllm.compat.configuration import enabled, engine_id, is_uniform
 from patchclamp.engines.vllm.compat.seams import require
 from patchclamp.errors import EngineError
+from patchclamp.kernels import switches
 from patchclamp.runtime.equal_layers import apart_from_layers, without_taps
 from patchclamp.runtime.graphs import MAX_NODES, NODE_BYTES
 
@@ -401,7 +402,7 @@ def on_compile() -> None:
         _compiled.add(engine_id(backend.vllm_config))
         files = set(backend.compilation_config.traced_files)
         untapped = None if is_uniform(backend.vllm_config) else without_taps(graph, example_inputs)
-        tapped, inputs, points = apart_from_layers(graph, example_inputs)
+        tapped, inputs, points = _apart_from_layers(graph, example_inputs)
         with _counting_fusions(backend.vllm_config, 1):
             active = stock(backend, tapped, inputs)
         call_active = active.optimized_call
@@ -422,6 +423,16 @@ def on_compile() -> None:
 
     compile_variants.patchclamp = True  # type: ignore[attr-defined]
     setattr(owner, name, compile_variants)
+
+
+def _apart_from_layers(graph: Any, example_inputs: Any) -> tuple[Any, Any, list[torch.Tensor]]:
+    """`apart_from_layers`; where that is switched off or fails, the graph as it was traced."""
+    if switches.enabled("equal_layers"):
+        try:
+            return apart_from_layers(graph, example_inputs)
+        except Exception as error:  # of another PyTorch
+            switches.give_up("equal_layers", error)
+    return graph, example_inputs, []
 
 
 def compiled_ahead(vllm_config: Any) -> bool:

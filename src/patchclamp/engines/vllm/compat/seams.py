@@ -68,7 +68,7 @@ SEAMS: dict[str, Seam] = {
              ("request_id", "prompt", "params", "supported_tasks")),
         Seam("input processor", "vllm.v1.engine.input_processor:InputProcessor", "add requests",
              has="assign_request_id process_inputs", called="input_processor"),
-        Seam("input", "vllm.v1.engine:EngineCoreRequest", "add requests", called="asked made",
+        Seam("input", "vllm.v1.engine:EngineCoreRequest", "add requests", called="asked copied",
              has="arrival_time prompt_token_ids request_id sampling_params"),
         Seam("added", "vllm.v1.engine.output_processor:OutputProcessor.add_request", "add requests",
              ("request", "prompt", "parent_req", "request_index")),

@@ -7,6 +7,8 @@ import copy
 import time
 from typing import Any
 
+from patchclamp.kernels import switches
+
 
 class Submitter:
     """Adds the requests of one `LLMEngine`."""
@@ -23,7 +25,8 @@ class Submitter:
         settings: what its parameters were made of, but for what stands in `extra_args`: the same object each time
         """
         engine = self._engine
-        if prompt.keys() != {"prompt_token_ids"} or params.n != 1 or params.max_tokens is None:
+        alike = prompt.keys() == {"prompt_token_ids"} and params.n == 1 and params.max_tokens is not None
+        if not alike or not switches.enabled("alike_requests"):
             return engine.add_request(run, prompt, params, lora_request=adapter) or run
         if self._processed is None or self._alike[0] is not settings or self._alike[1] is not adapter:
             self._processed = None  # what raises is not kept
@@ -41,6 +44,6 @@ class Submitter:
 
 
 def _copy(asked: Any) -> Any:
-    made = copy.copy(asked)
-    made.sampling_params = copy.copy(asked.sampling_params)
-    return made
+    copied = copy.copy(asked)
+    copied.sampling_params = copy.copy(asked.sampling_params)
+    return copied
