@@ -30,6 +30,19 @@ def drafting(method: str, folder: Path, vocab_size: int) -> tuple[str, dict[str,
     return model, {"method": method, "model": made, "num_speculative_tokens": COUNT}
 
 
+def eagle_of(model: str, folder: Path, words: int) -> str:
+    """A folder with an EAGLE drafter for a Llama of any size, which is changed so that it says its first `words` words
+    alone: some drafts are right then."""
+
+    def of_few_words(config: dict[str, Any], weights: Weights) -> Weights:
+        config["tie_word_embeddings"] = False
+        head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"]).clone()
+        head[words:] = 0
+        return weights | {"lm_head.weight": head}
+
+    return _changed(_changed(model, model, of_few_words), str(folder), _eagle)
+
+
 def _changed(model: str, to: str, change: Callable[[dict[str, Any], Weights], Weights]) -> str:
     """Writes what `change(config, weights)` makes of a model; it may change the config."""
     import torch

@@ -124,9 +124,9 @@ def page(results: dict[str, dict[str, Any]]) -> str:
     import vllm
 
     classes = decoders()
-    rows = [_row(kind, classes[kind], results[kind]) for kind in sorted(results) if results[kind]["made"]]
-    tried = sum(result["made"] for result in results.values())
-    whole = sum("names" in result for result in results.values())
+    kinds = {classes[kind]: kind for kind in sorted(results, reverse=True) if results[kind]["made"]}  # one of each
+    rows = [_row(kind, name, results[kind]) for name, kind in reversed(kinds.items())]
+    tried, whole = len(kinds), sum("names" in results[kind] for kind in kinds.values())
     versions = f"vLLM {vllm.__version__}, Transformers {transformers.__version__}, CPU"
     return f"""# Models without a table
 
@@ -146,6 +146,8 @@ layer. The stream is `embed`, `resid_pre`, `resid_post`, `final_norm` and `logit
 {chr(10).join(rows)}
 
 - **equal**: proved on vLLM, and equal to Transformers. **proved**: on vLLM. **–**: not there; the remark says why.
+- Some need a GPU, and some read settings that Transformers' own configuration lacks and a checkpoint's has; these were
+  not tried further.
 - A class that is refused may run with `model_impl="transformers"`, and the error says so where it may.
 - In layers whose mixer is no attention there is no `attn_out`; an error lists the layers that have it.
 """

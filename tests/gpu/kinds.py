@@ -22,6 +22,7 @@ from tests.gpu.modes import IEEE
 
 PARTS = {"lora": "0.6b", "fp8": "8b", "fp8 cache": "8b", "ngram": "", "v1 ngram": ""}  # by part: the shape of its model
 PARTS |= dict.fromkeys((f"{runner}{method}" for method in DRAFTERS[1:] for runner in ("", "v1 ")), "")
+PARTS |= {"eagle 8b": ""}  # of a real shape
 SIZES = [1, 2, 4, 8, 16, 64, 256]
 GREEDY: dict[str, Any] = {"max_tokens": TOKENS, "sampling": {"ignore_eos": True}, "logprobs": True}
 # how far rows in bf16 may be apart, of their largest number: of one model, and where its weights were rounded again, or
@@ -30,7 +31,7 @@ NEAR, ROUNDED = 0.05, 0.1
 
 
 def kinds(part: str, model: str, **changed: Any) -> None:
-    if part.removeprefix("v1 ") in DRAFTERS:
+    if part.removeprefix("v1 ").split()[0] in DRAFTERS:
         drafts(part, **changed)
     elif part == "lora":
         lora(part, model, **changed)
@@ -350,15 +351,24 @@ def drafts(part: str, vocabulary: int = 32_000, dtype: str = "float32", **change
 def _that_drafts(part: str, vocabulary: int) -> tuple[str, dict[str, Any]]:
     """A model, and how tokens are drafted for it."""
     from patchclamp.engines.vllm.compat import configuration
-    from tests.drafters import drafting
+    from tests.drafters import drafting, eagle_of
     from tests.models import with_weights
 
-    method, folder = part.removeprefix("v1 "), Path(f"/tmp/model-{part.replace(' ', '-')}-{vocabulary}")
+    folder = Path(f"/tmp/model-{part.replace(' ', '-')}-{vocabulary}")
+    method, _, shape = part.removeprefix("v1 ").partition(" ")
     if method == "ngram":
         model = with_weights(folder, "135m", 4, vocab_size=vocabulary)
         return model, {"method": method, "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
     configuration.GPU_V1_DRAFTERS = DRAFTERS  # some are refused until they were tried there, which this is for
     folder.mkdir(exist_ok=True)
+    if shape:
+        (folder / "drafter").mkdir(exist_ok=True)
+        model = with_weights(folder, shape, 4, vocab_size=vocabulary)
+        return model, {
+            "method": method,
+            "model": eagle_of(model, folder / "drafter", 3 + WORDS),
+            "num_speculative_tokens": 3,
+        }
     return drafting(method, folder, 3 + WORDS)
 
 
