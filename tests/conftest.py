@@ -42,6 +42,7 @@ GROUPS = {
         "test_doctor",
         "test_asked",
         "test_fetch",
+        "test_submit",
         "test_inert",
         "test_trace",
         "test_lens",
