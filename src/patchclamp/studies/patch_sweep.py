@@ -328,7 +328,9 @@ def _patched(
         source = _Opened(plan, group)
         try:
             units = [_unit(plan, i, both[i], source.writer(n)) for n, i in enumerate(group)]
-            mine = [place._replace(columns=[place.columns[i] for i in group]) for place in places]
+            mine = places
+            if len(group) < len(both):
+                mine = [place._replace(columns=[place.columns[i] for i in group]) for place in places]
             filled = fill(cells, units, mine, plan.draws, finished)
         finally:
             source.close()  # an error's frames may hold its runs for long
