@@ -87,10 +87,9 @@ class Run:
     ) -> None:  # fmt: skip
         self.key, self.prompt_token_ids, self.program = request.run, request.prompt_token_ids, program
         self.error: PatchclampError | None = None if isinstance(answer, Answer) else answer
-        self.closed = False
+        self.closed, self.images = False, request.images
         self.lora = None if request.adapter is None else request.adapter.folder
         self._owner, self._answer, self._text, self._chat = owner, answer, request.text, request.chat
-        self.images = request.images
         self._bound: BoundProgram | None = request.bound
         self._limit = len(request.prompt_token_ids) + request.max_tokens - 1  # positions, had it gone on to the end
         conditions = {op.condition.ids for op in self._ops if op.condition}
@@ -98,11 +97,11 @@ class Run:
         self._prefetched: dict[tuple[int, int | None], Captured] = {}
         self._fetched: dict[tuple[int, int | None], tuple[np.ndarray, torch.Tensor | np.ndarray]] = {}
         self._equal = NO_POSITIONS, NO_POSITIONS  # what was to come and what came, found equal last
-        self._release = weakref.finalize(self, owner.engine.release, [self.key])
-        self._release.atexit = False
+        self._release: weakref.finalize[..., Run] | None = None
         captures = any(op.kind == CAPTURE for op in self._ops)
-        if is_kept_elsewhere or not (captures or request.code):  # the engine keeps nothing for it, or for another
-            self._release.detach()
+        if not is_kept_elsewhere and (captures or request.code):  # else the engine keeps nothing for it, or for another
+            self._release = weakref.finalize(self, owner.engine.release, [self.key])
+            self._release.atexit = False
 
     @property
     def _ops(self) -> tuple[BoundOp, ...]:
@@ -239,7 +238,8 @@ class Run:
         """Frees the captures now."""
         self.closed = True
         self._prefetched.clear()
-        self._release()
+        if self._release is not None:
+            self._release()
 
     def refs(self, site: Site | str) -> list[str]:
         """The site refs that a site names, layer by layer, as `run[...]` takes them."""
