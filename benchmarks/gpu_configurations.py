@@ -68,6 +68,7 @@ def main() -> None:
             file.write_text(json.dumps(result, indent=1) + "\n")
         for side in sides:
             side.close()
+    sys.exit(any("error" in row for row in result["rows"]))
 
 
 if __name__ == "__main__":
