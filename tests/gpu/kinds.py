@@ -1,4 +1,4 @@
-"""Kinds of engine: LoRA adapters, weights and caches in fp8, drafts by n-grams; each beside stock vLLM or a plain engine.
+"""Kinds of engine: LoRA adapters, weights and caches in fp8, drafts; each beside stock vLLM or a plain engine.
 
 `changed` engine options, and a smaller `model`, are for machines without a GPU.
 """
@@ -158,7 +158,7 @@ def lora(part: str, model: str, **changed: Any) -> None:
             plainly = [_read(eager.run(PROMPTS, lora=adapters, max_tokens=1, **program), sites) for program in asked]
         for what, runs, theirs in zip(("captured", "edited"), read, plainly, strict=True):
             far = _far(runs, theirs, sites)
-            note(part, f"4 {what}, as in an eager engine, to {ROUNDED:g}", _near(far, ROUNDED), _told(far))
+            note(part, f"4 {what}, as in an eager engine", _near(far, NEAR), _told(far))
     _as_merged(part, model, adapters, asked, [read, plainly], sites, folder)
 
 
@@ -334,12 +334,10 @@ def drafts(part: str, vocabulary: int = 32_000, dtype: str = "float32", **change
         _started(part, lm, runner)
         mine = lm.run(LOOPS, **_long())
         note(part, "without programs, the tokens of an engine that does not draft", _same_tokens(mine, free), "")
-        right = 0
         for name, edits in programs.items():
             with _counted(lm) as counts:
                 ours = _read(_runs(lm, edits), sites)
-            right += _compare(part, name, ours, theirs[name], sites, counts)
-        note(part, "drafts are right at all", right > 0, str(right))
+            _compare(part, name, ours, theirs[name], sites, counts)
         _same_distribution(part, _sampled(lm, programs["logits"]), drawn)
         edited = [run.token_ids for run in theirs["noise"]] != [run.token_ids for run in theirs["few words"]]
         note(part, "edits matter", edited, "")
@@ -386,7 +384,7 @@ def _programs(width: int, vocabulary: int) -> dict[str, list[Any]]:
     these = pc.Add(few, pc.logits)
     return {
         "few words": [these],
-        "generated": [these, pc.Add(row, pc.resid_post[1], pc.generated, scale=2.0)],
+        "generated": [these, pc.Add(row, pc.resid_post[1], pc.generated, scale=0.5)],
         "logits": [these, pc.Add(more, pc.logits, pc.generated[5:12], scale=2.0)],
         "noise": [these, pc.Noise(0.5, at=pc.mlp_out, seed=7, relative=True)],
         "noise of logits": [these, pc.Noise(0.005, at=pc.logits, seed=9, relative=True)],
@@ -419,19 +417,16 @@ def _counted(lm: Any) -> Iterator[list[tuple[int, int]]]:
         del runtime.begin_step
 
 
-def _compare(part: str, name: str, ours: list[Any], theirs: list[Any], sites: list[str], counts: list) -> int:
-    """Returns how many drafts were right."""
+def _compare(part: str, name: str, ours: list[Any], theirs: list[Any], sites: list[str], counts: list) -> None:
     turns, drafted = (sum(column) for column in zip(*counts, strict=True))
     right = sum(len(run.token_ids) for run in ours) - turns  # at least: a chunk of a prompt is a turn without a token
-    told = f"{right} of {drafted} right"
-    note(part, f"{name}: drafts are right and wrong", None if drafted > right == 0 else drafted > right > 0, told)
+    note(part, f"{name}: drafts are right and wrong", drafted > right > 0, f"{right} of {drafted} right")
     gaps = [abs(x - y) for a, b in zip(ours, theirs, strict=True) for x, y in zip(a.logprobs, b.logprobs, strict=True)]
     same = _same_tokens(ours, theirs) and [run.acted for run in ours] == [run.acted for run in theirs]
     note(part, f"{name}: the same tokens, and ops acted alike", same, f"logprobs {max(gaps):.2g} apart")
     if same:
         far = _far(ours, theirs, sites)
         note(part, f"{name}: captures are those of what stays", _near(far, 1e-3), _told(far))
-    return right
 
 
 def _sampled(lm: Any, edits: list[Any]) -> np.ndarray:

@@ -71,7 +71,7 @@ def _with_inputs(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> tupl
         if len(node.args) == 4 and node.args[3] >= 0:  # layer −1: a point of the model, such as its last norm
             taps_of[node.args[3]].append(node)
     inputs = graph.graph.find_nodes(op="placeholder")
-    given = len(inputs)
+    traced = len(inputs)
     for taps in taps_of.values():
         points = sorted({node.args[2] for node in taps})
         value = taps[0].args[0].meta["example_value"]
@@ -84,4 +84,4 @@ def _with_inputs(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> tupl
             node.args = (*node.args[:2], points.index(node.args[2]), -1, inputs[-1])
         example_inputs.append(example)
     graph.recompile()
-    return inputs[given:], example_inputs
+    return inputs[traced:], example_inputs
