@@ -400,9 +400,9 @@ def test_a_slow_disk_holds_back_admission_and_loses_nothing(lm, documents, tmp_p
     submissions = []
     monkeypatch.setattr(writer.threading, "BoundedSemaphore", Room)
     monkeypatch.setattr(lm.engine, "submit", lambda requests: submissions.append(len(requests)) or submit(requests))
-    monkeypatch.setattr(writer.OpenPart, "write", lambda part, batch: blocked.wait(60) and write(part, batch))
+    monkeypatch.setattr(writer.OpenPart, "write", lambda *args: blocked.wait(60) and write(*args))
     data = make(lm, documents, tmp_path, batch_tokens=20).open()
-    assert submitted == [writer.WRITERS + 2]
+    assert submitted == [writer.WRITERS + study.UNDER_WAY]
     assert len(submissions) > 20
     assert sorted(places(data)) == sorted((d, p) for d, document in enumerate(documents) for p in range(len(document)))
 
@@ -418,7 +418,7 @@ def test_a_disk_that_is_too_small_is_told_before_anything_runs(lm, documents, tm
 
 
 def test_an_error_of_the_disk_is_raised(lm, documents, tmp_path, monkeypatch):
-    def broken(part, batch):
+    def broken(*args):
         raise OSError("the disk is gone")
 
     monkeypatch.setattr(writer.OpenPart, "write", broken)

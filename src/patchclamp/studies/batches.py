@@ -1,4 +1,4 @@
-"""Many runs in batches of which two are under way: one is bound and queued while the one before it computes."""
+"""Many runs in batches of which several are under way: while one is read, others are queued and computed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ UNDER_WAY = 2
 LOOK_EVERY_S = 0.2
 
 
-def run_batches(lm: LM, calls: Iterable[Mapping[str, Any]], read: Callable[[list[Run]], None]) -> None:
+def run_batches(
+    lm: LM, calls: Iterable[Mapping[str, Any]], read: Callable[[list[Run]], None], under_way: int = UNDER_WAY
+) -> None:
     """Makes every call, the arguments of an `lm.arun` of a list, and has `read` take its runs, in the calls' order.
+    So many calls are `under_way` until one is read.
 
     `read` is called on another thread. The first error of a call or of `read`, and an interrupt, stop what is under way
     and are raised.
@@ -33,7 +36,7 @@ def run_batches(lm: LM, calls: Iterable[Mapping[str, Any]], read: Callable[[list
                 loop.call_soon_threadsafe(task.cancel)
 
         stopped.add_done_callback(cancel)
-        await _run_batches(lm, calls, read)
+        await _run_batches(lm, calls, read, under_way)
 
     # a thread, for a notebook has an event loop on this one already
     with ThreadPoolExecutor(1, thread_name_prefix="patchclamp batches") as thread:
@@ -50,13 +53,15 @@ def run_batches(lm: LM, calls: Iterable[Mapping[str, Any]], read: Callable[[list
         ended.result()
 
 
-async def _run_batches(lm: LM, calls: Iterable[Mapping[str, Any]], read: Callable[[list[Run]], None]) -> None:
+async def _run_batches(
+    lm: LM, calls: Iterable[Mapping[str, Any]], read: Callable[[list[Run]], None], most: int
+) -> None:
     under_way: collections.deque[asyncio.Task[list[Run]]] = collections.deque()
     try:
         for call in calls:
             under_way.append(asyncio.create_task(lm.arun(**call)))
             await asyncio.sleep(0)  # the task submits its runs
-            if len(under_way) == UNDER_WAY:
+            if len(under_way) == most:
                 read(await under_way.popleft())
         while under_way:
             read(await under_way.popleft())

@@ -38,8 +38,14 @@ def to_bfloat16(rows: np.ndarray) -> np.ndarray:
 
 def as_float32(rows: np.ndarray, dtype: str) -> np.ndarray:
     """Stored rows as float32, in memory of their own."""
-    if dtype != "bfloat16":
-        return rows.astype(np.float32)
-    wide = np.zeros((*rows.shape, 2), "<u2")
-    wide[..., 1] = rows
-    return wide.view("<f4")[..., 0]
+    wide = np.empty(rows.shape, np.float32)
+    put_float32(rows, dtype, wide)
+    return wide
+
+
+def put_float32(rows: np.ndarray, dtype: str, wide: np.ndarray) -> None:
+    """Puts stored rows as float32 into `wide`, of their shape."""
+    if dtype == "bfloat16":
+        np.left_shift(rows, np.uint32(16), out=wide.view(np.uint32), dtype=np.uint32)
+    else:
+        wide[...] = rows

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 
-from patchclamp.studies.harvest.dtypes import as_float32
+from patchclamp.studies.harvest.dtypes import as_float32, put_float32
+from patchclamp.studies.harvest.shard_file import ReadRows
 
 BLOCK_BYTES = 1 << 20  # of fp32 rows that are summed at a time; they stay in the processor's cache
 
@@ -34,7 +35,7 @@ class SiteStatistics(msgspec.Struct, frozen=True, eq=False):
 
 
 @np.errstate(all="ignore")  # rows that are not finite have such statistics
-def statistics_of(rows: np.ndarray, dtype: str) -> tuple[SiteStatistics, np.ndarray]:
+def statistics_of(rows: np.ndarray | ReadRows, dtype: str) -> tuple[SiteStatistics, np.ndarray]:
     """The statistics of stored rows [n, D], and their norms [n], float32.
 
     Sums are of what is left when the first rows' mean is taken off (Chan, Golub and LeVeque 1983, section 3), over a
@@ -46,8 +47,10 @@ def statistics_of(rows: np.ndarray, dtype: str) -> tuple[SiteStatistics, np.ndar
     size = max(1, BLOCK_BYTES // (4 * max(width, 1)))
     norms, first, squares = np.empty(count, np.float32), np.zeros(width), np.zeros(width)
     shift = as_float32(rows[:size], dtype).mean(axis=0)
+    room = np.empty((min(size, count), width), np.float32)  # used again: the system takes long to give and take memory
     for begin in range(0, count, size):
-        block = as_float32(rows[begin : begin + size], dtype)
+        block = room[: min(size, count - begin)]
+        put_float32(rows[begin : begin + size], dtype, block)
         np.sqrt(np.einsum("nd,nd->n", block, block), out=norms[begin : begin + size])
         np.subtract(block, shift, out=block)
         first += block.sum(axis=0)

@@ -9,7 +9,7 @@ and so is the place of every row.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 import numpy as np
@@ -18,9 +18,12 @@ from patchclamp.errors import ProgramError, TokensError
 from patchclamp.lm import LM
 from patchclamp.studies.harvest.documents import Document
 from patchclamp.studies.harvest.filters import Filters
+from patchclamp.studies.harvest.order import MOST_ROWS
 from patchclamp.studies.harvest.permutation import Permutation, scrambled
 
 OVERLONG = ("refuse", "cut", "split")
+PARTS = 8  # of a data set, unless they are given, or would be smaller or larger than:
+LEAST_PART_BYTES, MOST_PART_BYTES = 1 << 28, 1 << 31
 
 
 class Tokens(msgspec.Struct, frozen=True, eq=False):
@@ -175,15 +178,27 @@ def parts_of(documents: int, seed: int, parts: int) -> np.ndarray:
     return (scrambled(np.arange(documents, dtype=np.uint64) ^ salt) % np.uint64(parts)).astype(np.int64)
 
 
+def parts_for(rows: int, row_bytes: int, machines: int) -> int:
+    """How many parts a data set has, as many for each machine. Each is brought to the disk and sealed while the next
+    one is computed, and the page cache holds it, so that it is written from end to end. A machine makes one alone where
+    there are more rows than readers interleave."""
+    size = rows * row_bytes
+    part = min(max(size // PARTS, LEAST_PART_BYTES), MOST_PART_BYTES)
+    several = -(-size // part) if rows < MOST_ROWS else 1
+    return max(1, -(-several // machines)) * machines
+
+
 def make_plan(
-    lm: LM, documents: Iterable[Document], filters: Filters, context: int | None, overlong: str, parts: int,
-    sums: bool, seed: int, shard_rows: int,
+    lm: LM, documents: Iterable[Document], filters: Filters, context: int | None, overlong: str,
+    parts: int | Callable[[int], int], sums: bool, seed: int, shard_rows: int,
 ) -> Plan:  # fmt: skip
-    """Tokenises the documents and applies the filters."""
+    """Tokenises the documents and applies the filters. `parts`: how many, or what says that of a number of rows."""
     if sums and overlong == "split":
         raise ProgramError("the sum over a document is that of one prompt: give overlong='cut'", "overlong")
     tokens = read_tokens(lm, documents, context, overlong)
     kept = filters.kept(tokens.ids, tokens.documents, lm.tokenizer)
     if not kept.any():
         raise ProgramError(f"no row of {len(kept)} passes the filters", "filters")
+    if not isinstance(parts, int):
+        parts = parts(len(tokens.documents) - 1 if sums else int(kept.sum()))
     return Plan(tokens, kept, parts, sums, seed, shard_rows)

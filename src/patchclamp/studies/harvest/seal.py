@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import shutil
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
 from patchclamp.studies.harvest.documents import needed
 from patchclamp.studies.harvest.dtypes import STORED
-from patchclamp.studies.harvest.moments import encoded, statistics_of
+from patchclamp.studies.harvest.moments import SiteStatistics, encoded, statistics_of
 from patchclamp.studies.harvest.plan import Part, Tokens
 from patchclamp.studies.harvest.recipe import Recipe, StoredSite, shard_name
-from patchclamp.studies.harvest.shard_file import DATA_OFFSET, header, open_rows, sync, write_sealed
+from patchclamp.studies.harvest.shard_file import DATA_OFFSET, ReadRows, header, open_rows, sync, write_sealed
 
+Summed = Future[tuple[SiteStatistics, np.ndarray]]
+"""Statistics and norms of a file's rows, which are being computed."""
 INDEX, STATISTICS = "index.parquet", "statistics.json"
 COPIED_BYTES = 1 << 24
 
@@ -29,28 +34,34 @@ def head_of(recipe: Recipe, name: str, part: int, shard: int, site: StoredSite, 
     return header(site.name, recipe.dtype, rows, site.width, metadata_of(recipe, name, part, shard))
 
 
-def seal(folder: Path, recipe: Recipe, name: str, tokens: Tokens, part: Part, shard: int) -> None:
+def seal(folder: Path, recipe: Recipe, name: str, tokens: Tokens, part: Part, shard: int,
+         pool: ThreadPoolExecutor, sums: Mapping[str, Summed]) -> None:  # fmt: skip
     """Gives a shard's folder what it lacks, and its name. It can be interrupted anywhere and done again.
 
     folder: where the shard's folder is while it is being filled, in the data set's folder
+    pool: may do several sites at a time
+    sums: of each site, by name; not used where caps on norms leave rows out
     """
     for unfinished in folder.glob("*.new"):
         unfinished.unlink()
-    passing = _within_caps(folder, recipe)
-    statistics = {}
-    for site in recipe.sites:
+    passing = _within_caps(folder, recipe, pool)
+
+    def finished(site: StoredSite) -> SiteStatistics:
         path = folder / site.file
         if passing is not None and not passing.all():
             path = _compacted(path, head_of(recipe, name, part.number, shard, site, int(passing.sum())), passing)
-        _, _, rows = open_rows(path)
-        statistics[site.name], _ = statistics_of(rows, recipe.dtype)
-        del rows
+        statistics, _ = summed(path)
         if path.name != site.file:
             path.replace(folder / site.file)
         sync(folder / site.file)
+        return statistics
+
     kept = part.tokens_of_shard(shard)
     write_sealed(folder / INDEX, index(tokens, kept if passing is None else kept[passing], recipe.sums))
-    write_sealed(folder / STATISTICS, encoded(statistics))
+    statistics = ([sums[site.name].result()[0] for site in recipe.sites] if passing is None
+                  else pool.map(finished, recipe.sites))  # fmt: skip
+    of_sites = {site.name: of_site for site, of_site in zip(recipe.sites, statistics, strict=True)}
+    write_sealed(folder / STATISTICS, encoded(of_sites))
     place = folder.parent.parent / shard_name(part.number, shard)
     folder.replace(place)
     sync(place.parent)
@@ -72,7 +83,7 @@ def index(tokens: Tokens, rows: np.ndarray, sums: bool) -> bytes:
     return file.getvalue()
 
 
-def _within_caps(folder: Path, recipe: Recipe) -> np.ndarray | None:
+def _within_caps(folder: Path, recipe: Recipe, pool: ThreadPoolExecutor) -> np.ndarray | None:
     """Which rows are within the caps on norms at every site, bool [n]; None without caps. It is written down:
     once a file is compacted, nobody can tell any more."""
     if not recipe.filters.caps_norms:
@@ -80,16 +91,21 @@ def _within_caps(folder: Path, recipe: Recipe) -> np.ndarray | None:
     marks = folder.with_name(f"{folder.name}.passing.npy")  # beside: it is not of the data set
     if marks.exists():
         return np.load(marks)
-    passing = []
-    for site in recipe.sites:
-        _, _, rows = open_rows(folder / site.file)
-        passing.append(recipe.filters.passing(statistics_of(rows, recipe.dtype)[1]))
-        del rows
-    together = np.logical_and.reduce(passing)
+
+    def within(site: StoredSite) -> np.ndarray:
+        return recipe.filters.passing(summed(folder / site.file)[1])
+
+    together = np.logical_and.reduce(list(pool.map(within, recipe.sites)))
     file = io.BytesIO()
     np.save(file, together)
     write_sealed(marks, file.getvalue())
     return together
+
+
+def summed(path: Path) -> tuple[SiteStatistics, np.ndarray]:
+    """The statistics of a file's rows, and their norms."""
+    with contextlib.closing(ReadRows(path)) as rows:
+        return statistics_of(rows, rows.dtype)
 
 
 def _compacted(path: Path, head: bytes, passing: np.ndarray) -> Path:

@@ -7,6 +7,7 @@ import json
 import mmap
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -68,6 +69,38 @@ def open_rows(path: Path) -> tuple[str, dict[str, str], np.ndarray]:
         return dtype, metadata, _rows(mapped, dtype, rows, width, 8 + length)
     except (OSError, ValueError, KeyError) as error:
         raise ProgramError(f"{path} is no shard of a harvest: {type(error).__name__}: {error}") from None
+
+
+class ReadRows:
+    """The rows of a shard's file, read a slice at a time into the same memory: the pages of a file that was written all
+    over take several times as long to be mapped, one by one.
+
+    dtype, shape: of the rows, [rows, width]
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.dtype, _, mapped = open_rows(path)
+        self.shape: tuple[int, int] = mapped.shape
+        self._row_bytes = self.shape[1] * STORED[self.dtype].itemsize
+        self._offset = path.stat().st_size - self.shape[0] * self._row_bytes
+        self._room: Any = np.empty((0, self.shape[1]), STORED[self.dtype])
+        self._file = path.open("rb", buffering=0)
+
+    def __getitem__(self, which: slice) -> np.ndarray:
+        """Some rows; the next ones take their place."""
+        first, end, _ = which.indices(self.shape[0])
+        if len(self._room) < end - first:
+            self._room = np.empty((end - first, self.shape[1]), STORED[self.dtype])
+        rows = self._room[: max(end - first, 0)]
+        if not rows.size:
+            return rows
+        self._file.seek(self._offset + first * self._row_bytes)
+        if self._file.readinto(memoryview(rows).cast("B")) != rows.nbytes:
+            raise ProgramError(f"{self._file.name} ends before its rows do")
+        return rows
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def sync(path: Path) -> None:

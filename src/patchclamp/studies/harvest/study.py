@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from patchclamp.studies.checks import check_whole
 from patchclamp.studies.harvest.documents import documents_of, needed
 from patchclamp.studies.harvest.dtypes import STORED, stored
 from patchclamp.studies.harvest.filters import Filters
-from patchclamp.studies.harvest.plan import Plan, make_plan
+from patchclamp.studies.harvest.plan import Plan, make_plan, parts_for
 from patchclamp.studies.harvest.reader import DOCUMENTS, MANIFEST, Harvested
 from patchclamp.studies.harvest.recipe import Manifest, Recipe, StoredSite
 from patchclamp.studies.harvest.reduce import Project, Reduction, can_project
@@ -38,6 +38,7 @@ from patchclamp.studies.result import StudyResult, provenance
 SHARD_ROWS = 131_072
 BATCH_BYTES = 1 << 29  # captured in a batch, where that is between so many tokens
 LEAST_TOKENS, MOST_TOKENS = 8_192, 32_768
+UNDER_WAY = 3  # batches: two are queued while one is fetched, which waits for the step that is being computed
 
 
 class Harvest(StudyResult, frozen=True, eq=False, kw_only=True):
@@ -98,34 +99,33 @@ def harvest(
     context, overlong: the longest prompt, and what becomes of longer documents: "refuse", "cut" or "split"
     seed: of the shuffle
     parts: documents are dealt to so many parts by hash; each part is shuffled on its own, and written after the one
-        before (as many as machines, unless given). What reads them interleaves them (`harvest.order`)
+        before. Unless given: 8, but of 256 MiB at least and 2 GiB at most, and as many for each machine. What reads
+        them interleaves them (`harvest.order`)
     shard: (i, n) for machine i of n: it makes parts i, i + n, …
     shard_rows: rows in a file
-    batch_tokens: tokens that are run at a time, chosen by the width of the rows unless given; two such batches are
-        under way, and a few more are being written
-    checkpoint_bytes: so many bytes are done again at most after a stop
+    batch_tokens: tokens that are run at a time, chosen by the width of the rows unless given; three such batches
+        are under way, and a few more are being written
+    checkpoint_bytes: about so many bytes are done again at most after a stop, and at most what came in a minute
 
     Raises: `ProgramError` and `TokensError` for wrong arguments and documents, `CapacityError` if the disk is too
     small, and the error of any run.
     """
     needed("pyarrow.parquet")
     shard = _shard(shard)
-    parts = shard[1] if parts is None else parts
     filters, dtype = filters or Filters(), as_dtype(dtype)
     kinds = _kinds(lm, sites, project, sums)
     batch_tokens = _batch_tokens(kinds, dtype) if batch_tokens is None else batch_tokens
-    parts, shard_rows, batch_tokens, checkpoint_bytes = (
+    shard_rows, batch_tokens, checkpoint_bytes = (
         check_whole(value, name, least) for name, value, least in (
-            ("parts", parts, 1), ("shard_rows", shard_rows, 1), ("batch_tokens", batch_tokens, 1),
+            ("shard_rows", shard_rows, 1), ("batch_tokens", batch_tokens, 1),
             ("checkpoint_bytes", checkpoint_bytes, 0)))  # fmt: skip
     _check_seed(seed)
-    if parts < shard[1]:
-        raise ProgramError(f"{shard[1]} machines make at least as many parts, not {parts}", "parts")
-    plan = make_plan(lm, documents_of(documents, column), filters, context, overlong, parts, sums, seed, shard_rows)
+    plan = make_plan(lm, documents_of(documents, column), filters, context, overlong,
+                     _parts(parts, shard[1], kinds, dtype), sums, seed, shard_rows)  # fmt: skip
     manifest = _manifest(lm, plan, kinds, dtype, filters)
     place = _write_plan(Path(folder), manifest, plan)
     job = _Job(lm, plan, manifest, place, kinds, _window(filters, plan), batch_tokens, checkpoint_bytes)
-    ran = job.run(range(shard[0], parts, shard[1]), show_progress)
+    ran = job.run(range(shard[0], plan.parts, shard[1]), show_progress)
     data = Harvested(place)
     data.write_statistics()
     return Harvest(
@@ -163,7 +163,7 @@ class _Job:
             self._open([self._plan.part(number) for number in numbers])
             total = sum(self._lengths(part)[part.left].sum() for part in self._parts)
             with progress("harvesting", int(total), show, "tokens") as self._advance:
-                run_batches(self._lm, self._calls(), self._read)
+                run_batches(self._lm, self._calls(), self._read, UNDER_WAY)
                 self._writer.finish()
         finally:
             self._writer.stop()
@@ -258,6 +258,17 @@ def _batch_tokens(kinds: list[_Kind], dtype: str) -> int:
     """How many tokens a batch has, by what is captured of each."""
     sizes = [kind.site.captured * (4 if kind.reduction.changes else STORED[dtype].itemsize) for kind in kinds]
     return min(max(BATCH_BYTES // sum(sizes), LEAST_TOKENS), MOST_TOKENS)
+
+
+def _parts(parts: int | None, machines: int, kinds: list[_Kind], dtype: str) -> int | Callable[[int], int]:
+    """How many parts there are, or what says that of a number of rows."""
+    if parts is None:
+        row_bytes = sum(kind.site.width for kind in kinds) * STORED[dtype].itemsize
+        return lambda rows: parts_for(rows, row_bytes, machines)
+    parts = check_whole(parts, "parts", 1)
+    if parts < machines:
+        raise ProgramError(f"{machines} machines make at least as many parts, not {parts}", "parts")
+    return parts
 
 
 def _check_seed(seed: Any) -> None:

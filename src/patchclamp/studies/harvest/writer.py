@@ -1,14 +1,16 @@
 """Writing: rows go to their places in the shards of their part while the engine computes the next ones.
 
-Threads write batches as they come. While each of them has one, `put` waits, and so the engine gets no more. A part
-whose prompts are all written is sealed on other threads.
+Threads write batches as they come. While each of them has one, `put` waits, and so the engine gets no more. Other
+threads bring what was written to the disk, and seal a part whose prompts are all written.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import os
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -21,14 +23,17 @@ from patchclamp.studies.harvest.dtypes import STORED
 from patchclamp.studies.harvest.ledger import Ledger
 from patchclamp.studies.harvest.plan import Part, Tokens
 from patchclamp.studies.harvest.recipe import Recipe, StoredSite, shard_name
-from patchclamp.studies.harvest.seal import forget, head_of, seal
+from patchclamp.studies.harvest.seal import Summed, forget, head_of, seal, summed
 from patchclamp.studies.harvest.shard_file import ShardFile, sync
 
 WRITERS = 4
-SEALERS = 4
-CHECKPOINT_BYTES = 1 << 30
-GROUP_BYTES = 1 << 24  # of rows that are sorted by place together
+SEALERS = 4  # shards at a time
+SYNCERS = min(8, os.cpu_count() or 1)  # files that are brought to the disk, or whose rows are summed, at a time
+CHECKPOINT_BYTES = 1 << 32  # beyond a part's, as a rule: in the middle of a part, pages to be written lie apart
+CHECKPOINT_S = 60.0
+BEHIND = 2  # times as much may be written while what was written before is brought to the disk
 SPARE_FILES = 256
+FULL = 3  # parts that may be full and not sealed yet
 
 
 class Batch(NamedTuple):
@@ -43,19 +48,12 @@ class Batch(NamedTuple):
     rows: Callable[[], Iterator[list[np.ndarray]]]
 
 
-class _Group(NamedTuple):
-    """Some prompts of a batch, and where their rows go.
+class _Piece(NamedTuple):
+    """Rows of a prompt that lie in one shard: which of the prompt's they are, and their places there, [n] each."""
 
-    prompts: which of the batch's
-    order: their rows [n] in the order of their places
-    local: the place of each of these in its shard [n]
-    shards: (shard, first, end) of those that lie in one shard
-    """
-
-    prompts: slice
-    order: np.ndarray
-    local: np.ndarray
-    shards: list[tuple[int, int, int]]
+    shard: int
+    rows: np.ndarray | slice
+    places: np.ndarray
 
 
 class OpenPart:
@@ -74,7 +72,9 @@ class OpenPart:
         self.left = np.flatnonzero(~finished)
         self._unwritten = len(self.left)
         self._unsynced_bytes, self._unlisted = 0, []
+        self._listed_at = time.monotonic()
         self._lock, self._syncing = threading.Lock(), threading.Lock()
+        self._beside: Future[None] | None = None  # the last checkpoint that was made while others wrote
         self._files: dict[str, list[ShardFile]] = {}
 
     @property
@@ -105,76 +105,93 @@ class OpenPart:
     def _shard(self, shard: int) -> Path:
         return self._folder / f"shard-{shard:05d}"
 
-    def write(self, batch: Batch) -> bool:
+    def write(self, batch: Batch, pools: Pools) -> bool:
         """Puts a batch's rows at their places. Returns whether the part is full now."""
-        groups, size = self._groups(batch.prompts), 0
-        most = max(len(group.order) for group in groups)
+        pieces, size = self._pieces(batch.prompts), 0
         for site, blocks in zip(self._recipe.sites, batch.rows(), strict=True):
             files = self._files[site.name]
-            # memory that is used again: the system takes longer to give new memory than a copy takes
-            side_by_side, sorted_rows = np.empty((2, most, site.width), STORED[self._recipe.dtype])
-            for group in groups:
-                count = len(group.order)
-                np.concatenate(blocks[group.prompts], out=side_by_side[:count])
-                np.take(side_by_side[:count], group.order, axis=0, out=sorted_rows[:count], mode="clip")
-                for shard, first, end in group.shards:
-                    files[shard].rows[group.local[first:end]] = sorted_rows[first:end]
-                size += count * sorted_rows[0].nbytes
-        return self._written(batch.prompts, size)
+            for block, of_prompt in zip(blocks, pieces, strict=True):
+                for shard, rows, places in of_prompt:
+                    files[shard].rows[places] = block[rows]
+                size += block.nbytes
+        return self._written(batch.prompts, size, pools)
 
-    def _groups(self, prompts: list[int]) -> list[_Group]:
-        """The prompts in groups of about `GROUP_BYTES` of rows at one site, at least one each."""
+    def _pieces(self, prompts: list[int]) -> list[list[_Piece]]:
+        """Where the rows of each prompt go."""
         part = self.part
-        counts = part.first[np.array(prompts) + 1] - part.first[prompts]
-        width = max(site.width for site in self._recipe.sites) * STORED[self._recipe.dtype].itemsize
-        ends = np.flatnonzero(np.diff(np.cumsum(counts) * width // GROUP_BYTES, append=-1)) + 1
-        groups = []
-        for first, end in itertools.pairwise([0, *ends.tolist()]):
-            numbers = np.concatenate([np.arange(part.first[i], part.first[i + 1]) for i in prompts[first:end]])
-            places = part.shuffle.places(numbers)
-            order = np.argsort(places)
-            shards, local = np.divmod(places[order], part.shard_rows)
-            cuts = np.flatnonzero(np.diff(shards, prepend=-1, append=-1)).tolist()
-            of_shards = [(int(shards[a]), a, b) for a, b in itertools.pairwise(cuts)]
-            groups.append(_Group(slice(first, end), order, local, of_shards))
-        return groups
+        ranges = [(part.first[i], part.first[i + 1]) for i in prompts]
+        shards, places = np.divmod(
+            part.shuffle.places(np.concatenate([np.arange(*one) for one in ranges])), part.shard_rows
+        )
+        pieces, end = [], 0
+        for first, last in ranges:
+            begin, end = end, end + last - first
+            here, there = shards[begin:end], places[begin:end]
+            if part.shards == 1:
+                pieces.append([_Piece(0, slice(None), there)])
+                continue
+            of_shards = ((shard, np.flatnonzero(here == shard)) for shard in np.unique(here).tolist())
+            pieces.append([_Piece(shard, rows, there[rows]) for shard, rows in of_shards])
+        return pieces
 
-    def _written(self, prompts: list[int], size: int) -> bool:
+    def _written(self, prompts: list[int], size: int, pools: Pools) -> bool:
         with self._lock:
             self._unlisted += prompts
             self._unsynced_bytes += size
             self._unwritten -= len(prompts)
-            full, due = self._unwritten == 0, self._unsynced_bytes >= self._checkpoint
-        if full or due:
-            self.checkpoint()
+            full, unsynced = self._unwritten == 0, self._unsynced_bytes
+        if not full and (unsynced >= self._checkpoint or time.monotonic() - self._listed_at > CHECKPOINT_S):
+            beside = self._checkpoint_beside(pools)
+            if unsynced >= BEHIND * self._checkpoint:
+                beside.result()
         return full
 
-    def checkpoint(self) -> None:
-        """Brings what was written to the disk, and its prompts into the ledger."""
+    def _checkpoint_beside(self, pools: Pools) -> Future[None]:
+        """The checkpoint that is being made while others write, or a new one.
+
+        Raises: what the last one raised.
+        """
+        with self._lock:
+            if self._beside is not None and self._beside.done():
+                self._beside.result()
+                self._beside = None
+            if self._beside is None:
+                self._beside = pools.checkpoints.submit(self.checkpoint, pools.files)
+            return self._beside
+
+    def checkpoint(self, pool: ThreadPoolExecutor) -> None:
+        """Brings what was written to the disk, and its prompts into the ledger; `pool` may do several files at once."""
         with self._syncing:
             with self._lock:
                 prompts, self._unlisted, self._unsynced_bytes = self._unlisted, [], 0
+                self._listed_at = time.monotonic()
             if prompts:
-                for file in (file for files in self._files.values() for file in files):
-                    file.sync()
+                list(pool.map(ShardFile.sync, [file for files in self._files.values() for file in files]))
                 self._ledger.add(prompts)
 
-    def seal(self, pool: ThreadPoolExecutor) -> None:
-        """Seals all shards of a full part; `pool` may do several at a time."""
-        self._close_files()
+    def seal(self, pools: Pools) -> None:
+        """Brings a full part to the disk and seals its shards. Rows are summed meanwhile, unless some are left out."""
+        brought = pools.checkpoints.submit(self.checkpoint, pools.files)
         unsealed = [shard for shard in range(self.part.shards) if not self._sealed(shard).exists()]
-        list(pool.map(self._seal, unsealed))
+        sums = {shard: {} if self._recipe.filters.caps_norms else {
+            site.name: pools.files.submit(summed, self._shard(shard) / site.file) for site in self._recipe.sites
+        } for shard in unsealed}  # fmt: skip
+        for checkpoint in (brought, self._beside):
+            if checkpoint is not None:
+                checkpoint.result()
+        self._close_files()
+        list(pools.shards.map(lambda shard: self._seal(shard, pools.files, sums[shard]), unsealed))
         self._ledger.close()
         forget(self._folder)
 
-    def _seal(self, shard: int) -> None:
-        seal(self._shard(shard), self._recipe, self._name, self._tokens, self.part, shard)
+    def _seal(self, shard: int, pool: ThreadPoolExecutor, sums: dict[str, Summed]) -> None:
+        seal(self._shard(shard), self._recipe, self._name, self._tokens, self.part, shard, pool, sums)
 
     def close(self) -> None:
         """Stops in the middle; what is not in the ledger is done again by the next harvest."""
         if self._files:
-            with contextlib.suppress(OSError):  # why it stops, perhaps
-                self.checkpoint()
+            with contextlib.suppress(OSError), ThreadPoolExecutor(SYNCERS) as pool:  # why it stops, perhaps
+                self.checkpoint(pool)
         self._close_files()
         self._ledger.close()
 
@@ -190,14 +207,28 @@ def is_sealed(folder: Path, part: Part) -> bool:
     return all((folder / name).exists() for name in names) and not (folder / f"part-{part.number:04d}.open").exists()
 
 
+class Pools(NamedTuple):
+    """Threads beside those that write.
+
+    checkpoints: of parts that are not full, one at a time · sealing: of full parts, two at a time: one is brought to
+    the disk while another is summed · shards: that are sealed · files: that are brought to the disk, or summed
+    """
+
+    checkpoints: ThreadPoolExecutor
+    sealing: ThreadPoolExecutor
+    shards: ThreadPoolExecutor
+    files: ThreadPoolExecutor
+
+
 class Writer:
     """Takes batches and gives them to threads."""
 
     def __init__(self) -> None:
         self._writers = ThreadPoolExecutor(WRITERS, thread_name_prefix="patchclamp writer")
-        self._sealers = ThreadPoolExecutor(SEALERS, thread_name_prefix="patchclamp sealer")
-        self._sealing = ThreadPoolExecutor(1, thread_name_prefix="patchclamp seals")
-        self._room = threading.BoundedSemaphore(WRITERS)
+        self._pools = Pools(*(
+            ThreadPoolExecutor(count, thread_name_prefix=f"patchclamp {name}")
+            for name, count in zip(Pools._fields, (1, 2, SEALERS, SYNCERS), strict=True)))  # fmt: skip
+        self._room, self._full = threading.BoundedSemaphore(WRITERS), threading.BoundedSemaphore(FULL)
         self._under_way: list[Future[None]] = []
 
     def put(self, part: OpenPart, batch: Batch) -> None:
@@ -207,8 +238,11 @@ class Writer:
         self._under_way.append(self._writers.submit(self._write, part, batch))
 
     def seal(self, part: OpenPart) -> None:
-        """Has a full part sealed."""
-        self._under_way.append(self._sealing.submit(part.seal, self._sealers))
+        """Has a full part sealed. Waits while too many are."""
+        self._full.acquire()
+        sealed = self._pools.sealing.submit(part.seal, self._pools)
+        sealed.add_done_callback(lambda _: self._full.release())
+        self._under_way.append(sealed)
 
     def finish(self) -> None:
         """Returns when all is written and sealed; raises what went wrong."""
@@ -217,12 +251,12 @@ class Writer:
 
     def stop(self) -> None:
         """Returns when no thread runs any more; what has not begun is not done."""
-        for pool in (self._writers, self._sealing, self._sealers):
+        for pool in (self._writers, *self._pools):
             pool.shutdown(cancel_futures=True)
 
     def _write(self, part: OpenPart, batch: Batch) -> None:
         try:
-            if part.write(batch):
+            if part.write(batch, self._pools):
                 self.seal(part)
         finally:
             self._room.release()
@@ -235,20 +269,21 @@ class Writer:
 
 
 def _allow_files(count: int) -> None:
-    """Lets this process have so many files open, and some more.
+    """Lets this process have so many files open, for every part that may be open, and some more.
 
-    Raises: `CapacityError` if it may not.
+    Raises: `CapacityError` if it may not have those of one part.
     """
     try:
         import resource
     except ImportError:
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + SPARE_FILES
+    hard = sys.maxsize if hard == resource.RLIM_INFINITY else hard
+    if hard < count + SPARE_FILES:
+        raise CapacityError(
+            f"{count} files are filled at a time, and this process may have {hard} open: take fewer and larger "
+            "shards (shard_rows), or more parts"
+        )
+    wanted = min((1 + FULL) * count + SPARE_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        if hard != resource.RLIM_INFINITY and hard < wanted:
-            raise CapacityError(
-                f"{count} files are filled at a time, and this process may have {hard} open: take fewer and larger "
-                "shards (shard_rows), or more parts"
-            )
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
