@@ -2,6 +2,8 @@
 
     python benchmarks/gpu_configurations.py --out DIR     (a CUDA machine; the shape of Qwen3-0.6B, random weights)
 
+With EAGLE the model has four layers of Llama 3's 8B, and the drafter one.
+
 Stock vLLM and ours, set up alike, in turns, as `gpu_speed.py` has them; a figure is the ratio of the medians of a step.
 """
 
@@ -25,9 +27,24 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "plain": {}, "lora": {"enable_lora": True, "max_loras": 2, "max_lora_rank": 16}, "fp8": {"quantization": "fp8"},
     "fp8 cache": {"kv_cache_dtype": "fp8"},
     "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}},
+    "eagle": {},  # the drafter is made beside its model
 }  # fmt: skip
 BAR = 1.01
 ROOM_BYTES = 8 << 30
+
+
+def model_of(name: str) -> tuple[str, dict[str, Any]]:
+    """The model of a configuration, and its options."""
+    from tests.drafters import eagle_of
+    from tests.models import shape_only, with_weights
+
+    if name != "eagle":
+        return shape_only(Path("/tmp/shape-0.6b-None"), "0.6b"), CONFIGURATIONS[name]
+    folder, drafter = Path("/tmp/shape-eagle"), Path("/tmp/shape-eagle-drafter")
+    drafter.mkdir(exist_ok=True)
+    model = with_weights(folder, "8b", 4, vocab_size=32_000)
+    return model, {"load_format": "auto", "speculative_config": {
+        "method": "eagle", "model": eagle_of(model, drafter, 16), "num_speculative_tokens": 3}}  # fmt: skip
 
 
 def main() -> None:
@@ -40,11 +57,10 @@ def main() -> None:
     import torch
     import vllm
 
-    from tests.models import UNTIMED, shape_only
+    from tests.models import UNTIMED
 
     os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
     batches = [int(batch) for batch in args.batches.split(",")]
-    model = shape_only(Path("/tmp/shape-0.6b-None"), "0.6b")
     sizes = sorted({1, *batches, *(4 * batch for batch in batches), max(batches) + PROMPT})
     compilation = {"cudagraph_capture_sizes": sizes, "inductor_compile_config": UNTIMED}
     result: dict[str, Any] = {
@@ -55,7 +71,8 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / f"gpu_configurations-{result['date']}.json"
     for name in args.configurations.split(";"):
-        options = {"compilation_config": compilation, **CONFIGURATIONS[name]}
+        model, own = model_of(name)
+        options = {"compilation_config": compilation, **own}
         sides = [Remote(model, kind, ROOM_BYTES, **options) for kind in ("stock", "patchclamp")]
         for batch in batches:
             row: dict[str, Any] = {"configuration": name, "batch": batch}

@@ -150,7 +150,7 @@ def test_what_the_engines_thread_raises_reaches_the_caller(shallow, monkeypatch)
     lm = shallow.get("transformers", "float32")
     runtime = lm.engine.runtime
     edits = [pc.Add([1.0] * lm.model.d_model, at=pc.resid_post[0])]
-    for name in ("hold_code", "install", "free", "release", "drop_code"):
+    for name in ("hold_code", "install_all", "free", "release", "drop_code"):
         with monkeypatch.context() as broken:
             broken.setattr(runtime, name, lambda *_: 1 / 0)
             with pytest.raises(pc.RunError, match="ZeroDivisionError"):

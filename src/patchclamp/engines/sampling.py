@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,11 +27,21 @@ class Sampler:
         stop = sampling.get("stop") or []
         self.stop: list[str] = [stop] if isinstance(stop, str) else list(stop)
         self.ends = set(sampling.get("stop_token_ids") or ()) | (set() if sampling.get("ignore_eos") else eos)
-        self.generator = torch.Generator()
-        if sampling.get("seed") not in (None, UNSEEDED):
-            self.generator.manual_seed(int(sampling["seed"]))
+        self._seed = sampling.get("seed")
+
+    @functools.cached_property
+    def generator(self) -> torch.Generator:
+        """What tokens are drawn by."""
+        generator = torch.Generator()
+        if self._seed in (None, UNSEEDED):
+            generator.seed()
         else:
-            self.generator.seed()
+            generator.manual_seed(int(self._seed))
+        return generator
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
 
     @staticmethod
     def check(sampling: dict[str, Any]) -> None:
@@ -55,7 +66,7 @@ class Sampler:
 
     def pick(self, logits_V: torch.Tensor) -> int:
         """The next token."""
-        if self.temperature == 0:
+        if self.is_greedy:
             return int(logits_V.argmax())
         return int(torch.multinomial(self.probabilities(logits_V), 1, generator=self.generator))
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from patchclamp.engines.base import Answer, Engine, Gradients, Model, Part, Request, Tokenizer, settle, settle_if_failed
+from patchclamp.engines.base import Answer, Engine, Gradients, Model, Request, Tokenizer, settle, settle_if_failed
 from patchclamp.engines.findings import Finding
 from patchclamp.engines.gradients import gradients
 from patchclamp.engines.numerics import only_uniform
@@ -24,11 +24,11 @@ from patchclamp.engines.passes import Passes, cache_name
 from patchclamp.engines.recompute import FEW, WAYS, Recompute
 from patchclamp.engines.sampling import Sampler
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
+from patchclamp.engines.writer import Writer, take_step
 from patchclamp.errors import (
     CapacityError,
     EngineError,
     ModelError,
-    PatchclampError,
     ProgramError,
     RunError,
     as_patchclamp_error,
@@ -40,7 +40,7 @@ from patchclamp.plan.bound import BoundProgram, run_key
 from patchclamp.plan.cuts import Cut
 from patchclamp.plan.records import record_count
 from patchclamp.plan.room import Placement, Room, bank_sizes
-from patchclamp.runtime import Limits, Runtime
+from patchclamp.runtime import Arrival, Limits, Runtime
 from patchclamp.runtime.op import at_work
 from patchclamp.runtime.step import HostStep
 from patchclamp.runtime.taps import attach
@@ -219,7 +219,7 @@ class TransformersEngine(Engine):
     def _serve(self, requests: list[Request], futures: list[Future[Answer]], cut: Cut | None) -> None:
         """Serves a batch. A program that has no room in it is an error; but where a cut decided who is in it, such a
         program waits for the next one."""
-        errors = [self._admit(request) for request in requests]
+        errors = self._admit(requests)
         ready = [i for i, error in enumerate(errors) if error is None]
         may_wait = cut is not None and bool(ready)
         waiting = [i for i, error in enumerate(errors) if may_wait and isinstance(error, CapacityError)]
@@ -241,20 +241,30 @@ class TransformersEngine(Engine):
         if waiting:
             self._serve([requests[i] for i in waiting], [futures[i] for i in waiting], cut)
 
-    def _admit(self, request: Request) -> Exception | None:
-        """Gives a request's program its room and installs it. Returns the error if that fails."""
+    def _admit(self, requests: list[Request]) -> list[Exception | None]:
+        """Gives programs their room and installs them together. Returns the errors of requests."""
+        errors: dict[str, Exception] = {}
+        arrivals: list[Arrival] = []
+        vectors: dict[str, torch.Tensor] = {}
+        for request in requests:
+            try:
+                self.runtime.hold_code(request.run, request.code)
+                if request.abandoned:
+                    raise EngineError("the run was aborted")
+                if request.bound is not None:
+                    arrivals.append(Arrival(request.run, request.bound, self._placed(request, request.bound)))
+                    vectors |= {key: torch.tensor(rows) for key, rows in request.vectors.items() if key not in vectors}
+            except Exception as error:
+                errors[request.run] = as_patchclamp_error(error)
         try:
-            self.runtime.hold_code(request.run, request.code)
-            if request.abandoned:
-                return EngineError("the run was aborted")
-            if request.bound is not None:
-                self._admit_program(request, request.bound)
+            failed = self.runtime.install_all(arrivals, vectors)
         except Exception as error:
-            return as_patchclamp_error(error)
-        return None
+            failed = dict.fromkeys([arrival.request for arrival in arrivals], error)
+        errors |= {run: as_patchclamp_error(error) for run, error in failed.items()}
+        return [errors.get(request.run) for request in requests]
 
-    def _admit_program(self, request: Request, bound: BoundProgram) -> None:
-        """Admits a program. Raises `CapacityError` if the batch has no room for it."""
+    def _placed(self, request: Request, bound: BoundProgram) -> Placement:
+        """The room of a program. Raises `CapacityError` if the batch has none for it."""
         sources = {source.key: source for source in request.sources}
         sizes = bank_sizes(bound, request.vectors, self.sites, lambda run, point: len(sources[run].positions_of(point)))
         placement = self._room.place(record_count(bound.ops), sizes)
@@ -264,8 +274,7 @@ class TransformersEngine(Engine):
                 "run fewer programs at once"
             )
         self._placements[request.run] = placement
-        vectors = {key: torch.tensor(rows) for key, rows in request.vectors.items()}
-        self.runtime.install(request.run, bound, placement, vectors)
+        return placement
 
     def _free(self, runs: Iterable[str]) -> None:
         """Frees what the programs of runs held."""
@@ -283,30 +292,30 @@ class TransformersEngine(Engine):
     @torch.inference_mode()
     def _generate(self, requests: list[Request], cut: Cut | None) -> list[Answer | Exception]:
         """Answers or errors of a batch; one with a cut is of one prompt."""
-        writers = [_Writer(request, self.tokenizer, self._eos()) for request in requests]
+        eos = self._eos()
+        writers = [Writer(request, self.tokenizer, eos) for request in requests]
         prompts = [request.prompt_token_ids for request in requests]
         passes = self._recompute.passes_from(cut, prompts[0], len(prompts))
         computed_from = None if passes is None else cut
         passes = passes or Passes(prompts, self._pads_left, self.device)
         while not all(writer.done for writer in writers):
             logits_BV = self._forward(passes, self.runtime.slots(["" if w.done else w.request.run for w in writers]))
-            for writer, logits_V in zip(writers, logits_BV.float(), strict=True):
+            for writer in writers:
                 if not writer.done:
-                    self._write(writer, logits_V)
+                    self._fail_if_over(writer)
+            take_step(writers, logits_BV.float())
             self._free(writer.request.run for writer in writers if writer.done)
             passes.advance([writer.last for writer in writers])
             self._fetch_asked()
         return [writer.answer(computed_from) for writer in writers]
 
-    def _write(self, writer: _Writer, logits_V: torch.Tensor) -> None:
-        """The next token of a request, unless its run has failed or nobody listens to it any more."""
+    def _fail_if_over(self, writer: Writer) -> None:
+        """Ends a request whose run has failed, or to which nobody listens any more."""
         error = self.runtime.outcome(writer.request.run)[1]
         if error is not None:
             writer.fail(unpack(error))
         elif writer.request.abandoned:
             writer.fail(EngineError("the run was aborted"))
-        else:
-            writer.take(logits_V)
 
     def _forward(self, passes: Passes, slots: np.ndarray) -> torch.Tensor:
         """One pass of the model over the inputs at hand; returns the logits to sample from, [B, V]."""
@@ -321,69 +330,6 @@ class TransformersEngine(Engine):
     def _eos(self) -> set[int]:
         ids = self._net.generation_config.eos_token_id
         return set(ids if isinstance(ids, Iterable) else [] if ids is None else [ids])
-
-
-class _Writer:
-    """Collects one request's tokens, gives its listener the new ones, and decides when it is done."""
-
-    def __init__(self, request: Request, tokenizer: Tokenizer, eos: set[int]) -> None:
-        self.request, self.tokenizer = request, tokenizer
-        self.sampler = Sampler(request.sampling, eos)
-        self.ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.top_logprobs: list[dict[int, float]] = []
-        self.scores: dict[int, float] = {}
-        self.reason: str | None = None
-        self.error: PatchclampError | None = None
-        self.last = 0
-        self._sent = ""  # text that the listener has
-
-    @property
-    def done(self) -> bool:
-        return self.reason is not None or self.error is not None
-
-    def fail(self, error: PatchclampError) -> None:
-        self.error = error
-
-    def take(self, logits_V: torch.Tensor) -> None:
-        logprobs_V = logits_V.log_softmax(-1)
-        if not self.ids:
-            self.scores = {token: float(logprobs_V[token]) for token in self.request.score}
-        self.last = self.sampler.pick(logits_V)
-        self.ids.append(self.last)
-        if self.request.logprobs is not None:
-            self.logprobs.append(float(logprobs_V[self.last]))
-        if self.request.logprobs:
-            top = logprobs_V.topk(self.request.logprobs)
-            self.top_logprobs.append(dict(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
-        self.reason = self.sampler.finish(self.ids, self.request.max_tokens, self._text)
-        if self.request.listener is not None:
-            self.request.listener(Part(self._new_text(), [self.last], self.logprobs[-1:]))
-
-    def _new_text(self) -> str:
-        """The text that no later token changes and that the listener does not have yet."""
-        text = self._final() if self.done else self.sampler.safe(self.tokenizer.settled(self.ids))
-        if not text.startswith(self._sent):
-            if self.done:
-                self.fail(RunError(f"the tokenizer took back text that was given already: {text!r} is no longer "
-                                   f"{self._sent!r} and more; run this prompt without streaming"))  # fmt: skip
-            return ""
-        sent, self._sent = self._sent, text
-        return text[len(sent) :]
-
-    def _text(self) -> str:
-        return self.tokenizer.decode(self.ids)
-
-    def _final(self) -> str:
-        return self.sampler.cut(self._text())
-
-    def answer(self, computed_from: Cut | None) -> Answer | PatchclampError:
-        if self.error is not None:
-            return self.error
-        logprobs = None if self.request.logprobs is None else self.logprobs
-        return Answer(
-            self.ids, self._final, logprobs, self.scores, self.reason, 0, self.top_logprobs, computed_from
-        )  # fmt: skip
 
 
 def _load(name: str, dtype: torch.dtype | str, trust_remote_code: bool) -> Any:

@@ -1,0 +1,110 @@
+"""What becomes of a step's logits in an engine that samples by itself: tokens, log-probabilities and text.
+
+B requests of the batch · V vocabulary
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from patchclamp.engines.base import Answer, Part, Request, Tokenizer
+from patchclamp.engines.sampling import Sampler
+from patchclamp.errors import PatchclampError, RunError
+from patchclamp.plan.cuts import Cut
+
+
+class Writer:
+    """Collects one request's tokens, gives its listener the new ones, and decides when it is done."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer, eos: set[int]) -> None:
+        self.request, self.tokenizer = request, tokenizer
+        self.sampler = Sampler(request.sampling, eos)
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.top_logprobs: list[dict[int, float]] = []
+        self.scores: dict[int, float] = {}
+        self.reason: str | None = None
+        self.error: PatchclampError | None = None
+        self.last = 0
+        self._sent = ""  # text that the listener has
+
+    @property
+    def done(self) -> bool:
+        return self.reason is not None or self.error is not None
+
+    def fail(self, error: PatchclampError) -> None:
+        self.error = error
+
+    @property
+    def scored(self) -> Sequence[int]:
+        """The tokens whose log-probabilities are asked for in this step."""
+        return () if self.ids else self.request.score
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.request.logprobs is not None or bool(self.scored)
+
+    def take(self, token: int, values: Sequence[float], logprobs_V: torch.Tensor | None) -> None:
+        """The next token. `values`: its log-probability, and those of `scored`; `logprobs_V`: all of them. Neither is
+        there in a step of which nobody wants any."""
+        if self.scored:
+            self.scores = dict(zip(self.scored, values[1:], strict=False))
+        self.last = token
+        self.ids.append(token)
+        if self.request.logprobs is not None:
+            self.logprobs.append(values[0])
+        if self.request.logprobs:
+            assert logprobs_V is not None
+            top = logprobs_V.topk(self.request.logprobs)
+            self.top_logprobs.append(dict(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
+        self.reason = self.sampler.finish(self.ids, self.request.max_tokens, self._text)
+        if self.request.listener is not None:
+            self.request.listener(Part(self._new_text(), [self.last], self.logprobs[-1:]))
+
+    def _new_text(self) -> str:
+        """The text that no later token changes and that the listener does not have yet."""
+        text = self._final() if self.done else self.sampler.safe(self.tokenizer.settled(self.ids))
+        if not text.startswith(self._sent):
+            if self.done:
+                self.fail(RunError(f"the tokenizer took back text that was given already: {text!r} is no longer "
+                                   f"{self._sent!r} and more; run this prompt without streaming"))  # fmt: skip
+            return ""
+        sent, self._sent = self._sent, text
+        return text[len(sent) :]
+
+    def _text(self) -> str:
+        return self.tokenizer.decode(self.ids)
+
+    def _final(self) -> str:
+        return self.sampler.cut(self._text())
+
+    def answer(self, computed_from: Cut | None) -> Answer | PatchclampError:
+        if self.error is not None:
+            return self.error
+        logprobs = None if self.request.logprobs is None else self.logprobs
+        return Answer(
+            self.ids, self._final, logprobs, self.scores, self.reason, 0, self.top_logprobs, computed_from
+        )  # fmt: skip
+
+
+def take_step(writers: Sequence[Writer], logits_BV: torch.Tensor) -> None:
+    """Gives every request that is not done its next token. What is read of the logits, float32, leaves the device for
+    all requests together."""
+    rows = [(b, writer) for b, writer in enumerate(writers) if not writer.done]
+    if not rows:
+        return
+    greedy = logits_BV.argmax(-1).tolist()
+    tokens = {b: greedy[b] if writer.sampler.is_greedy else writer.sampler.pick(logits_BV[b]) for b, writer in rows}
+    if not any(writer.wants_logprobs for _, writer in rows):
+        for b, writer in rows:
+            writer.take(tokens[b], [], None)
+        return
+    logprobs_BV = logits_BV.log_softmax(-1)
+    asked = {b: [tokens[b], *writer.scored] for b, writer in rows}
+    widest = max(map(len, asked.values()))
+    columns = [(asked.get(b) or [0]) + [0] * (widest - len(asked.get(b) or [0])) for b in range(len(writers))]
+    values = logprobs_BV.gather(1, torch.tensor(columns, device=logprobs_BV.device)).tolist()
+    for b, writer in rows:
+        writer.take(tokens[b], values[b], logprobs_BV[b])
