@@ -46,10 +46,10 @@ IMAGES = tuple(images.PARTS)
 RECORDED = tuple(recorded.PARTS)
 KINDS = tuple(kinds.PARTS)  # of engine: with adapters, with fp8, with drafts
 TWO = ("tp2 eager", "tp2 graphs", "pp2 eager", "pp2 graphs", "tp2 graphs again", "pp2 graphs again",
-       *(part for part in SITES if "tp2" in part))  # fmt: skip
+       *(part for part in (*SITES, *KINDS) if "tp2" in part))  # fmt: skip
 ALONE = ("bounded", "v1 bounded", "sleep", "v1 sleep")  # they look at the memory of the whole GPU
-ONE = (*MODES, *BESIDE, *HOW, *(part for part in SITES if part not in TWO), *KINDS, *IMAGES,
-       *RECORDED, *ALONE)  # fmt: skip
+ONE = (*MODES, *BESIDE, *HOW, *(part for part in (*SITES, *KINDS) if part not in TWO), *IMAGES, *RECORDED,
+       *ALONE)  # fmt: skip
 MODELS = {"8b": Path("/tmp/model-8b-4"), "0.6b": Path("/tmp/model-0.6b-4")}
 SMALL = {"parity": Path("/tmp/model-135m-30"), "poison": Path("/tmp/model-135m-3")}
 

@@ -15,12 +15,20 @@ from typing import Any
 
 import numpy as np
 
+from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.compat.configuration import DRAFTERS
 from tests.gpu.board import note
 from tests.gpu.engines import BASE, COMPILED, PROMPTS, TOKENS, Stock, apart, attached, bits, fresh, surroundings
 from tests.gpu.modes import IEEE
 
-PARTS = {"lora": "0.6b", "fp8": "8b", "fp8 cache": "8b", "ngram": "", "v1 ngram": ""}  # by part: the shape of its model
+PARTS = {
+    "lora": "0.6b",
+    "tp2 lora": "0.6b",
+    "fp8": "8b",
+    "fp8 cache": "8b",
+    "ngram": "",
+    "v1 ngram": "",
+}  # by part: the shape of its model
 PARTS |= dict.fromkeys((f"{runner}{method}" for method in DRAFTERS[1:] for runner in ("", "v1 ")), "")
 PARTS |= {"eagle 8b": ""}  # of a real shape
 SIZES = [1, 2, 4, 8, 16, 64, 256]
@@ -33,8 +41,8 @@ NEAR, ROUNDED = 0.05, 0.1
 def kinds(part: str, model: str, **changed: Any) -> None:
     if part.removeprefix("v1 ").split()[0] in DRAFTERS:
         drafts(part, **changed)
-    elif part == "lora":
-        lora(part, model, **changed)
+    elif part.endswith("lora"):
+        lora(part, model, **({"tensor_parallel_size": 2} if part.startswith("tp2") else {}), **changed)
     else:
         fp8(part, model, **changed)
 
@@ -133,6 +141,7 @@ def lora(part: str, model: str, **changed: Any) -> None:
     import patchclamp as pc
     from tests.engines.lora import adapter
 
+    configuration.LORA_OVER_GPUS = True  # refused until it was tried there, which this is for
     folder = Path(f"{COMPILED}/adapters")
     names = {name: adapter(model, folder / name, seed) for seed, name in enumerate("ab")}
     adapters = [None, names["a"], names["b"], names["a"]]
@@ -348,7 +357,6 @@ def drafts(part: str, vocabulary: int = 32_000, dtype: str = "float32", **change
 
 def _that_drafts(part: str, vocabulary: int) -> tuple[str, dict[str, Any]]:
     """A model, and how tokens are drafted for it."""
-    from patchclamp.engines.vllm.compat import configuration
     from tests.drafters import drafting, eagle_of
     from tests.models import with_weights
 

@@ -91,7 +91,7 @@ class Adapters:
         lora_request = lora.request(adapter.name, number, adapter.folder)
         try:
             self._engine.add_lora(lora_request)
-            unfit = self._workers.one("unfit", number)
+            unfit = sorted(set(itertools.chain(*self._workers.all("unfit", number))))
         except Exception as error:
             with suppress(Exception):  # of one that was not loaded
                 self._engine.remove_lora(number)

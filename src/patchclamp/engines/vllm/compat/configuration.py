@@ -260,8 +260,15 @@ def refused(vllm_config: Any) -> dict[str, str]:
         ("micro-batching (enable_dbo, ubatch_size)",
          _above(parallel_config, "enable_dbo", 0) or _above(parallel_config, "ubatch_size"),
          "a step is cut in two, and rows are planned for a whole one"),
-        ("LoRA (enable_lora) over several workers", vllm_config.lora_config and parallel_config.world_size > 1,
-         "not supported yet: it is not tested; merge the adapter into the model"),
+        ("LoRA (enable_lora) over several GPUs", vllm_config.lora_config and parallel_config.world_size > 1
+         and not LORA_OVER_GPUS and vllm_config.device_config.device_type != "cpu",
+         "not supported yet: it was tried on the CPU build alone; merge the adapter into the model"),
+        ("LoRA (enable_lora) over pipeline stages",
+         vllm_config.lora_config and parallel_config.pipeline_parallel_size > 1,
+         "not supported yet: on the CPU build stock vLLM ends with an error there"),
+        ("LoRA with sharded first matrices (fully_sharded_loras) over several workers",
+         parallel_config.world_size > 1 and _above(vllm_config.lora_config, "fully_sharded_loras", 0),
+         "not supported yet: it was not tried"),
         ("LoRA (enable_lora) with a model that also reads images", vllm_config.lora_config
          and model_config.hf_config is not model_config.hf_text_config, "not supported yet: it is not tested"),
         ("prefill_context_parallel_size above 1", _above(parallel_config, "prefill_context_parallel_size"), split),
@@ -302,6 +309,7 @@ def refused(vllm_config: Any) -> dict[str, str]:
 
 DRAFTERS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")  # methods of speculative decoding that were tried
 GPU_V1_DRAFTERS = ("ngram", "eagle")  # on a GPU with the V1 runner
+LORA_OVER_GPUS = False  # whether adapters run on several: not tried
 PARALLEL_DRAFTERS = ("ngram", "eagle", "mtp")  # over several workers
 ADAPTED_DRAFTERS = ("ngram", "draft_model")  # beside adapters
 

@@ -54,13 +54,30 @@ def unfit(runner: Any, number: int) -> list[str]:
     weights = adapters.get_adapter(number).loras
     problems = [f"the model has no {name}" for name in weights if name not in adapters.modules]
     for name in weights.keys() & adapters.modules.keys():
-        module = adapters.modules[name]
         widths = [*_widths(weights[name].lora_a, 1), *_widths(weights[name].lora_b, 0)]
-        model_widths = [*_widths(module.lora_a_stacked, 1 if _is_table(module) else -1),
-                        *_widths(module.lora_b_stacked, 2)]  # fmt: skip
-        wrong = [(a, b) for a, b in zip(widths, model_widths, strict=True) if a is not None and a != b]
-        problems += [f"{name} is {model_width} wide and the adapter {width}" for width, model_width in wrong[:1]]
+        pairs = zip(widths, _model_widths(adapters.modules[name]), strict=True)
+        wrong = [(model_width, width) for width, model_width in pairs if width not in (None, model_width)]
+        problems += [f"{name} is {model_width} wide and the adapter {width}" for model_width, width in wrong[:1]]
     return sorted(problems)
+
+
+def _model_widths(module: Any) -> list[Any]:
+    """How wide an adapter's matrices are that fit a module: of tensor-parallel workers, all together."""
+    from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+
+    into = [*_widths(module.lora_a_stacked, 1 if _is_table(module) else -1)]
+    out, layer = [*_widths(module.lora_b_stacked, 2)], module.base_layer
+    workers = module.tp_size if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)) else 1
+    if workers == 1:
+        return [*into, *out]
+    if isinstance(layer, RowParallelLinear):
+        return [*(workers * width for width in into), *out]
+    if not isinstance(layer, QKVParallelLinear):
+        return [*into, *(workers * width for width in out)]
+    q, k, v = (workers * width for width in (layer.num_heads * layer.head_size, layer.num_kv_heads * layer.head_size,
+                                             layer.num_kv_heads * layer.v_head_size))  # fmt: skip
+    q, k, v = q, k // layer.num_kv_head_replicas, v // layer.num_kv_head_replicas  # several workers may have one head
+    return [*into, *((q, k, v) if len(out) == 3 else (q + k + v,))]
 
 
 def _widths(matrices: Any, axis: int) -> Iterator[int | None]:

@@ -314,7 +314,14 @@ SEAMS: dict[str, Seam] = {
         Seam("lora weights", "vllm.lora.lora_weights:LoRALayerWeights", "see whether an adapter fits",
              has="lora_a lora_b", called="weights", checked=_032),
         Seam("lora layer", "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA", "run requests without adapters",
-             has="lora_a_stacked lora_a_stacked_2d? lora_b_stacked", called="module", checked=_032),
+             has="base_layer lora_a_stacked lora_a_stacked_2d? lora_b_stacked tp_size?", called="module",
+             checked=_032),
+        Seam("lora heads", "vllm.model_executor.layers.linear:QKVParallelLinear", "see whether an adapter fits",
+             has="head_size num_heads num_kv_head_replicas num_kv_heads v_head_size", called="layer", checked=_032),
+        Seam("lora parts", "vllm.model_executor.layers.linear", "see whether an adapter fits",
+             has="ColumnParallelLinear QKVParallelLinear RowParallelLinear", checked=_032),
+        Seam("lora config", "vllm.config.lora:LoRAConfig", "refuse what breaks a guarantee", has="fully_sharded_loras",
+             called="lora_config", checked=_032),
     )
 }  # fmt: skip
 
