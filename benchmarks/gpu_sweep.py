@@ -180,7 +180,7 @@ def start(args: argparse.Namespace) -> dict[str, Remote]:
 
 def measure(sides: dict[str, Remote], tokens: int, rounds: int) -> dict[str, Any]:
     """A row of the result: every side in turn, after one call of each that is not counted."""
-    positions = list(range(0, tokens, GRID[tokens]))
+    positions = list(range(0, tokens, GRID.get(tokens, 1)))
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     far: dict[str, float] = {}
     told: dict[str, Any] = {}

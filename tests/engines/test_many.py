@@ -156,3 +156,23 @@ def test_what_the_engines_thread_raises_reaches_the_caller(shallow, monkeypatch)
             with pytest.raises(pc.RunError, match="ZeroDivisionError"):
                 lm.run([3, 4, 5], max_tokens=1, edits=edits, logprobs=True)
         assert lm.run([3, 4, 5], max_tokens=1, edits=edits, logprobs=True).token_ids
+
+
+def test_rows_that_could_not_be_written_are_not_read_later(shallow, monkeypatch):
+    """The programs of a batch fail together; asked again, their vectors are brought again."""
+    lm = shallow.get("transformers", "float32")
+    draw, bank = np.random.default_rng(0), lm.engine.runtime.bank
+    edits = [[pc.Add(draw.standard_normal(lm.model.d_model).astype(np.float32), pc.resid_post[0])] for _ in range(3)]
+    asked, held = {"max_tokens": 1, "edits": edits, "logprobs": True}, lm.engine.status()["programs"]
+    expected = lm.run([[3, 4, 5]] * 3, **asked)
+    lm.engine._call(lambda: lm.engine._room._drop(list(lm.engine._room._resident))).result()
+    with monkeypatch.context() as broken:
+        broken.setattr(bank, "write", lambda *_: 1 / 0)
+        with pytest.raises(pc.RunError, match="ZeroDivisionError"):
+            lm.run([3, 4, 5], max_tokens=1, edits=edits[0])
+        runs = lm.run([[3, 4, 5]] * 3, **asked)
+        assert [type(run.error) for run in runs] == [pc.RunError] * 3
+    again = lm.run([[3, 4, 5]] * 3, **asked)
+    assert [run.logprobs for run in again] == [run.logprobs for run in expected]
+    assert len({run.logprobs[0] for run in again}) == 3
+    assert lm.engine.status()["programs"] == held  # by engines that could not free, above

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from patchclamp.engines.fake import FakeEngine
-from patchclamp.errors import ProgramError
+from patchclamp.errors import CapacityError, ProgramError, RunError
 from patchclamp.lm import LM
-from patchclamp.studies.harvest import harvest, plan, writer
+from patchclamp.studies.harvest import harvest, open_files, plan, study, writer
 from patchclamp.studies.harvest.ledger import Ledger
 from patchclamp.studies.harvest.order import MOST_ROWS
 from patchclamp.studies.harvest.plan import parts_for
-from patchclamp.studies.harvest.shard_file import ReadRows, ShardFile, header, open_rows
+from patchclamp.studies.harvest.shard_file import ReadRows, ShardFile, header, open_rows, write_sealed
 from tests.reference.harvest import bytes_of
 
 GIB = 1 << 30
@@ -123,33 +127,109 @@ def test_a_checkpoint_that_fails_beside_the_writing_is_raised_and_lists_nothing(
     assert bytes_of(Path(again.folder)) == bytes_of(Path(whole.folder))
 
 
-def test_few_parts_are_full_and_not_sealed(lm, documents, tmp_path, monkeypatch):
-    """A disk that is slow at sealing holds writers back, and files of few parts are open."""
-    full, most, lock = set(), [], threading.Lock()
-    write, seal = writer.OpenPart.write, writer.OpenPart.seal
-    go_on = threading.Event()
+@pytest.mark.parametrize("most", [1, writer.OPEN_PARTS])
+def test_files_of_few_parts_are_open(lm, documents, tmp_path, monkeypatch, most):
+    """A disk that is slow at sealing holds writers back."""
+    now, seen, lock = set(), [], threading.Lock()
+    open_, close = writer.OpenPart.open, writer.OpenPart._close_files
 
-    def noted(part, *args):
-        if write(part, *args):
-            with lock:
-                full.add(part.part.number)
-                most.append(len(full))
-            if len(full) >= writer.FULL:
-                threading.Timer(0.2, go_on.set).start()
-            return True
-        return False
-
-    def slow(part, pools):
-        go_on.wait(60)
-        seal(part, pools)
+    def opened(part, room):
+        open_(part, room)
         with lock:
-            full.discard(part.part.number)
+            now.add(part.part.number)
+            seen.append(len(now))
 
-    monkeypatch.setattr(writer.OpenPart, "write", noted)
-    monkeypatch.setattr(writer.OpenPart, "seal", slow)
-    assert make(lm, documents, tmp_path, parts=12).complete
-    assert writer.FULL <= max(most) <= writer.FULL + writer.WRITERS
-    assert len(most) == 12
+    def closed(part):
+        time.sleep(0.02)
+        with lock:
+            now.discard(part.part.number)
+        close(part)
+
+    monkeypatch.setattr(writer.OpenPart, "open", opened)
+    monkeypatch.setattr(writer.OpenPart, "_close_files", closed)
+    monkeypatch.setattr(writer, "allow_files", lambda files, times: most)
+    made = make(lm, documents, tmp_path, parts=12)
+    assert made.complete
+    assert max(seen) == most
+    assert len(made.open()) == sum(map(len, documents))
+
+
+@pytest.mark.parametrize("most", [1, writer.OPEN_PARTS])
+@pytest.mark.parametrize("where", ["write", "seal", "sync"])
+def test_nobody_waits_for_a_part_that_failed(lm, documents, tmp_path, monkeypatch, most, where):
+    whole = make(lm, documents, tmp_path / "whole", parts=12)
+    monkeypatch.setattr(writer, "allow_files", lambda files, times: most)
+    calls = itertools.count()
+    owner, name = {"write": (writer.OpenPart, "_pieces"), "seal": (writer, "seal"), "sync": (ShardFile, "sync")}[where]
+    inner = getattr(owner, name)
+
+    def broken(*args):
+        if next(calls) == 3:
+            raise OSError("the disk is gone")
+        return inner(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, broken)
+        with pytest.raises(OSError, match="the disk is gone"):
+            make(lm, documents, tmp_path / "broken", parts=12)
+    again = make(lm, documents, tmp_path / "broken", parts=12)
+    assert bytes_of(Path(again.folder)) == bytes_of(Path(whole.folder))
+
+
+def test_after_a_failed_sync_nothing_more_is_listed(lm, documents, tmp_path, monkeypatch):
+    """The system tells of pages that it lost once: the next sync of the same file succeeds."""
+    calls, listed, sync, add = itertools.count(), [], ShardFile.sync, Ledger.add
+
+    def once(file):
+        if next(calls) == 0:
+            raise OSError("a page is lost")
+        sync(file)
+
+    monkeypatch.setattr(ShardFile, "sync", once)
+    monkeypatch.setattr(Ledger, "add", lambda ledger, prompts: listed.extend(prompts) or add(ledger, prompts))
+    with pytest.raises(OSError, match="a page is lost"):
+        make(lm, documents, tmp_path, checkpoint_bytes=1)
+    assert listed == []
+
+
+def test_a_row_too_few_is_an_error(lm, documents, tmp_path, monkeypatch):
+    reduced = study._Job._reduced
+    monkeypatch.setattr(study._Job, "_reduced", lambda *args: reduced(*args)[:1])
+    with pytest.raises(RunError, match=r"resid_post\[1\] should have \[\d+, \d+\] rows of a prompt, and has \[1, "):
+        make(lm, documents, tmp_path)
+
+
+def test_a_part_whose_shards_are_all_sealed_is_not_made_again(lm, documents, tmp_path):
+    """It was stopped while its folder was removed."""
+    made = make(lm, documents, tmp_path)
+    (Path(made.folder) / "part-0000.open").mkdir()
+    again = make(lm, documents, tmp_path)
+    assert (again.ran, again.complete) == (0, True)
+    assert not (Path(made.folder) / "part-0000.open").exists()
+
+
+def test_files_are_allowed_as_often_as_the_system_does(monkeypatch):
+    resource, limits = pytest.importorskip("resource"), []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (300, 1000))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, both: limits.append(both))
+    assert [open_files.allow_files(count, 4) for count in (10, 100, 300, 744)] == [4, 4, 2, 1]
+    assert limits == [(656, 1000), (856, 1000), (1000, 1000)]
+    with pytest.raises(CapacityError, match=r"745 files are open at a time, and this process may have 1000 open"):
+        open_files.allow_files(745, 4)
+
+
+def test_many_parts_are_read_within_the_files_that_may_be_open(lm, documents, tmp_path):
+    """In a process that may have few: rows of 60 parts at two sites."""
+    made = make(lm, documents, tmp_path, parts=60)
+    code = (
+        "import resource, sys; from patchclamp.studies.harvest import Harvested\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (100, int(sys.argv[2])))\n"
+        "data = Harvested(sys.argv[1])\n"
+        "print(sum(len(piece['z[0, 1]']) for piece in data.order.read(data.columns(data.sites))))"
+    )
+    for hard, told in (("4096", str(len(made.open()))), ("300", "raise that limit (ulimit -Hn)")):
+        ended = subprocess.run([sys.executable, "-c", code, made.folder, hard], capture_output=True, text=True)
+        assert told in ended.stdout + ended.stderr
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -167,3 +247,17 @@ def test_rows_that_are_read_are_those_that_are_mapped(tmp_path, dtype):
     with pytest.raises(ProgramError, match="ends before its rows do"):
         read[30:]
     read.close()
+
+
+def test_what_a_killed_process_left_of_the_same_file_goes(tmp_path, monkeypatch):
+    path = tmp_path / "statistics.json"
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", lambda *_: 1 / 0)
+        patch.setattr("os.getpid", lambda: 1)
+        for content in (b"same", b"other"):
+            with pytest.raises(ZeroDivisionError):
+                write_sealed(path, content)
+    write_sealed(path, b"same")
+    assert path.read_bytes() == b"same"
+    (left,) = tmp_path.glob("*.new")
+    assert left.read_bytes() == b"other"

@@ -260,6 +260,8 @@ class TransformersEngine(Engine):
             failed = self.runtime.install_all(arrivals, vectors)
         except Exception as error:
             failed = dict.fromkeys([arrival.request for arrival in arrivals], error)
+            self._free(failed)
+            self._room.forget([key for arrival in arrivals for key in arrival.placement.load])
         errors |= {run: as_patchclamp_error(error) for run, error in failed.items()}
         return [errors.get(request.run) for request in requests]
 

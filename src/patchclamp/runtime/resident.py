@@ -24,7 +24,7 @@ class ResidentRows:
         self._bank, self._sites, self._captured = bank, sites, captured
         self._found: dict[tuple[str, int], torch.Tensor] = {}  # rows of runs that are about to be asked for
         self._places: dict[str, tuple[int, int]] = {}  # by name: where rows begin in the bank, and how wide they are
-        self._unwritten: list[tuple[int, torch.Tensor]] = []  # where rows begin, and the rows
+        self._unwritten: dict[str, tuple[int, torch.Tensor]] = {}  # by name: where rows begin, and the rows
 
     def __len__(self) -> int:
         return len(self._places)
@@ -71,7 +71,7 @@ class ResidentRows:
                         f"run {source[0]} captured {len(rows)} positions at {self._sites.label(source[1])}, not {count}"
                     )
                 self._check_whole(source, rows)
-            self._unwritten.append((begin, rows[:count]))
+            self._unwritten[resident] = begin, rows[:count]
             self._places[resident] = begin, rows.shape[-1]
         if self._places.get(resident, (-1, 0))[0] != begin:
             raise MissingSource(f"the rows of {name[:40]} could not be brought into the bank when they were first read")
@@ -90,8 +90,16 @@ class ResidentRows:
         return self._captured([source])[0] if found is None else found
 
     def write(self) -> None:
-        """Writes the rows that have a place and are not in the bank yet; neighbours together, all in their order."""
-        rows, self._unwritten, self._found = self._unwritten, [], {}
+        """Writes the rows that have a place and are not in the bank yet; neighbours together, all in their order. Where
+        that fails, none of them counts as being there."""
+        unwritten, self._unwritten, self._found = self._unwritten, {}, {}
+        try:
+            self._write(list(unwritten.values()))
+        except BaseException:
+            self.forget(unwritten)
+            raise
+
+    def _write(self, rows: Sequence[tuple[int, torch.Tensor]]) -> None:
         neighbours: list[torch.Tensor] = []
         first = end = 0
         for begin, each in rows:

@@ -32,7 +32,8 @@ def harvest(
     context: Annotated[int | None, typer.Option(help="Tokens of the longest prompt, if not the model's.")] = None,
     overlong: Annotated[str, typer.Option(help="Longer documents: refuse, cut or split.")] = "refuse",
     seed: Annotated[int, typer.Option(help="Of the shuffle.")] = 0,
-    parts: Annotated[int | None, typer.Option(help="Parts that are shuffled one by one; by size.")] = None,
+    parts: Annotated[int | None, typer.Option(
+        help="Parts that are shuffled one by one; 8 unless given, of 256 MiB to 2 GiB.")] = None,
     shard: Annotated[str, typer.Option(metavar="I/N", help="This is machine I of N, from 0 on.")] = "0/1",
     shard_rows: Annotated[int, typer.Option(help="Rows in a file.")] = 131_072,
     batch_tokens: Annotated[int | None, typer.Option(help="Tokens that are run at a time.")] = None,

@@ -20,6 +20,7 @@ import numpy as np
 from patchclamp.errors import ProgramError
 
 BLOCK = 4096
+MORE_SHARDS = 8
 MOST_ROWS = 10**9  # of what NumPy draws from at a time
 _COUNTS, _LABELS = 1, 2  # what is drawn
 Columns = Callable[[int], Mapping[str, np.ndarray]]
@@ -46,6 +47,11 @@ class ReadingOrder:
     def is_stored(self) -> bool:
         """Whether rows are read as they are stored: there is one part."""
         return len(self._first) <= 2
+
+    @property
+    def most_open(self) -> int:
+        """How many shards are open at a time: one of each part, and some more."""
+        return len(self._first) - 1 + MORE_SHARDS
 
     @functools.cached_property
     def _before(self) -> np.ndarray:
@@ -98,7 +104,7 @@ class ReadingOrder:
         if self.is_stored:
             yield from self._slices(columns, begin, end, most)
             return
-        opened = functools.lru_cache(2 * len(self._first))(columns)  # each part's shard, and its next one
+        opened = functools.lru_cache(self.most_open)(columns)
         for number in range(begin // BLOCK, -(-end // BLOCK)):
             first = number * BLOCK
             rows = self.block(number)[max(begin - first, 0) : end - first]

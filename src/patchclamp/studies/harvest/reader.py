@@ -15,6 +15,7 @@ from patchclamp.errors import MissingSource, ProgramError, unknown
 from patchclamp.studies.harvest.documents import needed
 from patchclamp.studies.harvest.dtypes import as_float32
 from patchclamp.studies.harvest.moments import SiteStatistics, decoded, encoded, joined
+from patchclamp.studies.harvest.open_files import allow_files
 from patchclamp.studies.harvest.order import Columns, ReadingOrder
 from patchclamp.studies.harvest.recipe import FORMAT, Manifest, StoredSite, part_of
 from patchclamp.studies.harvest.seal import INDEX, STATISTICS
@@ -81,6 +82,8 @@ class Harvested:
 
     def columns(self, sites: Sequence[str]) -> Columns:
         """A shard's rows at some sites, by its number, mapped: as `order` reads them."""
+        if not self.order.is_stored:
+            allow_files(self.order.most_open * len(sites), 1)
         return lambda shard: {site: self.array(site, self.shards[shard]) for site in sites}
 
     def width(self, site: str | None = None) -> int:

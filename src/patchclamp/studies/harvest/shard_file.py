@@ -3,6 +3,9 @@ through a memory map. The data begin at 4,096 bytes, so rows of whole pages are 
 
 from __future__ import annotations
 
+import errno
+import glob
+import hashlib
 import json
 import mmap
 import os
@@ -55,7 +58,7 @@ class ShardFile:
 def open_rows(path: Path) -> tuple[str, dict[str, str], np.ndarray]:
     """The dtype, the metadata and the rows [rows, width], mapped to be read, of a shard's file.
 
-    Raises: `ProgramError` for another file.
+    Raises: `ProgramError` for another file, `CapacityError` where too many are open.
     """
     try:
         with open(path, "rb") as file:
@@ -68,6 +71,8 @@ def open_rows(path: Path) -> tuple[str, dict[str, str], np.ndarray]:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return dtype, metadata, _rows(mapped, dtype, rows, width, 8 + length)
     except (OSError, ValueError, KeyError) as error:
+        if isinstance(error, OSError) and error.errno == errno.EMFILE:
+            raise CapacityError(f"{path} cannot be mapped: too many files are open; raise ulimit -n") from None
         raise ProgramError(f"{path} is no shard of a harvest: {type(error).__name__}: {error}") from None
 
 
@@ -82,9 +87,9 @@ class ReadRows:
         self.dtype, _, mapped = open_rows(path)
         self.shape: tuple[int, int] = mapped.shape
         self._row_bytes = self.shape[1] * STORED[self.dtype].itemsize
-        self._offset = path.stat().st_size - self.shape[0] * self._row_bytes
         self._room: Any = np.empty((0, self.shape[1]), STORED[self.dtype])
         self._file = path.open("rb", buffering=0)
+        self._offset = 8 + int.from_bytes(self._file.read(8), "little")
 
     def __getitem__(self, which: slice) -> np.ndarray:
         """Some rows; the next ones take their place."""
@@ -113,13 +118,21 @@ def sync(path: Path) -> None:
 
 
 def write_sealed(path: Path, content: bytes) -> None:
-    """Writes a file so that it is there whole, or not at all."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}.new")
+    """Writes a file so that it is there whole, or not at all. Processes may write the same at a time; what one that was
+    killed left of the same goes."""
+    same = f"{path.name}.{hashlib.sha256(content).hexdigest()[:8]}"
+    beside = path.with_name(f"{same}.{os.getpid()}.new")
     with open(beside, "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(beside, path)
+    try:
+        os.replace(beside, path)
+    except FileNotFoundError:  # another process has written the same
+        if not path.exists():
+            raise
+    for left in path.parent.glob(f"{glob.escape(same)}.*.new"):
+        left.unlink(missing_ok=True)
     sync(path.parent)
 
 

@@ -105,7 +105,7 @@ def harvest(
     shard_rows: rows in a file
     batch_tokens: tokens that are run at a time, chosen by the width of the rows unless given; three such batches
         are under way, and a few more are being written
-    checkpoint_bytes: about so many bytes are done again at most after a stop, and at most what came in a minute
+    checkpoint_bytes: twice so many bytes are done again at most after a stop, and about what came in a minute
 
     Raises: `ProgramError` and `TokensError` for wrong arguments and documents, `CapacityError` if the disk is too
     small, and the error of any run.
@@ -158,18 +158,24 @@ class _Job:
 
     def run(self, numbers: Sequence[int], show: bool | None) -> int:
         """Makes some parts. Returns how many tokens were run."""
-        self._writer = Writer()
         try:
             self._open([self._plan.part(number) for number in numbers])
-            total = sum(self._lengths(part)[part.left].sum() for part in self._parts)
-            with progress("harvesting", int(total), show, "tokens") as self._advance:
-                run_batches(self._lm, self._calls(), self._read, UNDER_WAY)
-                self._writer.finish()
+            self._writer = Writer(max((part.files for part in self._parts), default=1))
+            try:
+                self._fill(show)
+            finally:
+                self._writer.stop()
         finally:
-            self._writer.stop()
             for part in self._parts:
                 part.close()
         return self._ran
+
+    def _fill(self, show: bool | None) -> None:
+        """Runs what is left and has it written."""
+        total = sum(self._lengths(part)[part.left].sum() for part in self._parts)
+        with progress("harvesting", int(total), show, "tokens") as self._advance:
+            run_batches(self._lm, self._calls(), self._read, UNDER_WAY)
+            self._writer.finish()
 
     def _open(self, parts: list[Any]) -> None:
         for part in parts:
@@ -195,7 +201,6 @@ class _Job:
             if not len(part.left):
                 self._writer.seal(part)
                 continue
-            part.open()
             for prompts in _batches(part.left, self._lengths(part), self._batch_tokens):
                 self._asked.append((part, prompts))
                 ids = [self._plan.tokens.prompt(part.part.prompts[i]) for i in prompts]

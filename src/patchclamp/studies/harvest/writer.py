@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,9 +17,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from patchclamp.errors import CapacityError
+from patchclamp.errors import RunError
 from patchclamp.studies.harvest.dtypes import STORED
 from patchclamp.studies.harvest.ledger import Ledger
+from patchclamp.studies.harvest.open_files import allow_files
 from patchclamp.studies.harvest.plan import Part, Tokens
 from patchclamp.studies.harvest.recipe import Recipe, StoredSite, shard_name
 from patchclamp.studies.harvest.seal import Summed, forget, head_of, seal, summed
@@ -32,8 +32,7 @@ SYNCERS = min(8, os.cpu_count() or 1)  # files that are brought to the disk, or 
 CHECKPOINT_BYTES = 1 << 32  # beyond a part's, as a rule: in the middle of a part, pages to be written lie apart
 CHECKPOINT_S = 60.0
 BEHIND = 2  # times as much may be written while what was written before is brought to the disk
-SPARE_FILES = 256
-FULL = 3  # parts that may be full and not sealed yet
+OPEN_PARTS = 4  # at most: one is being filled, and others are being brought to the disk
 
 
 class Batch(NamedTuple):
@@ -69,12 +68,16 @@ class OpenPart:
         self._ledger = Ledger(self._folder / "ledger")
         finished = np.zeros(len(part.prompts), bool)
         finished[self._ledger.finished] = True
+        if all(self._sealed(shard).exists() for shard in range(part.shards)):  # it was stopped while it was forgotten
+            finished[:] = True
         self.left = np.flatnonzero(~finished)
         self._unwritten = len(self.left)
         self._unsynced_bytes, self._unlisted = 0, []
         self._listed_at = time.monotonic()
-        self._lock, self._syncing = threading.Lock(), threading.Lock()
+        self._lock, self._syncing, self._opening = threading.Lock(), threading.Lock(), threading.Lock()
+        self._room: threading.Semaphore | None = None  # where its files count among those that are open
         self._beside: Future[None] | None = None  # the last checkpoint that was made while others wrote
+        self._failed: BaseException | None = None  # of a checkpoint: what is on the disk is not known any more
         self._files: dict[str, list[ShardFile]] = {}
 
     @property
@@ -84,13 +87,22 @@ class OpenPart:
         used = sum(path.stat().st_blocks * 512 for path in self._folder.rglob("*.safetensors"))
         return max(self.part.rows * per_row - used, 0) if len(self.left) else 0
 
-    def open(self) -> None:
-        """Makes the shards' files, or opens those that are there."""
-        _allow_files(self.part.shards * len(self._recipe.sites))
-        for site in self._recipe.sites:
-            self._files[site.name] = [self._file(site, shard) for shard in range(self.part.shards)]
-        for folder in (*map(self._shard, range(self.part.shards)), self._folder, self._folder.parent):
-            sync(folder)
+    @property
+    def files(self) -> int:
+        """How many files are open while it is being filled."""
+        return self.part.shards * len(self._recipe.sites)
+
+    def open(self, room: threading.Semaphore) -> None:
+        """Makes the shards' files, or opens those that are there, unless they are open. Waits while others' are."""
+        with self._opening:
+            if self._room is not None:
+                return
+            room.acquire()
+            self._room, self._listed_at = room, time.monotonic()
+            for site in self._recipe.sites:
+                self._files[site.name] = [self._file(site, shard) for shard in range(self.part.shards)]
+            for folder in (*map(self._shard, range(self.part.shards)), self._folder, self._folder.parent):
+                sync(folder)
 
     def _file(self, site: StoredSite, shard: int) -> ShardFile:
         folder = self._shard(shard)
@@ -107,10 +119,16 @@ class OpenPart:
 
     def write(self, batch: Batch, pools: Pools) -> bool:
         """Puts a batch's rows at their places. Returns whether the part is full now."""
+        self.open(pools.open_parts)
         pieces, size = self._pieces(batch.prompts), 0
         for site, blocks in zip(self._recipe.sites, batch.rows(), strict=True):
             files = self._files[site.name]
             for block, of_prompt in zip(blocks, pieces, strict=True):
+                shape = sum(len(places) for _, _, places in of_prompt), site.width
+                if block.shape != shape:
+                    raise RunError(
+                        f"{site.name} should have {list(shape)} rows of a prompt, and has {list(block.shape)}"
+                    )
                 for shard, rows, places in of_prompt:
                     files[shard].rows[places] = block[rows]
                 size += block.nbytes
@@ -147,27 +165,30 @@ class OpenPart:
         return full
 
     def _checkpoint_beside(self, pools: Pools) -> Future[None]:
-        """The checkpoint that is being made while others write, or a new one.
-
-        Raises: what the last one raised.
-        """
+        """The checkpoint that is being made while others write, or a new one."""
         with self._lock:
-            if self._beside is not None and self._beside.done():
-                self._beside.result()
-                self._beside = None
-            if self._beside is None:
+            if self._beside is None or self._beside.done():
                 self._beside = pools.checkpoints.submit(self.checkpoint, pools.files)
             return self._beside
 
     def checkpoint(self, pool: ThreadPoolExecutor) -> None:
-        """Brings what was written to the disk, and its prompts into the ledger; `pool` may do several files at once."""
+        """Brings what was written to the disk, and its prompts into the ledger; `pool` may do several files at once.
+
+        Raises: what went wrong, and from then on the same: the system tells of a lost page once.
+        """
         with self._syncing:
+            if self._failed is not None:
+                raise self._failed
             with self._lock:
                 prompts, self._unlisted, self._unsynced_bytes = self._unlisted, [], 0
                 self._listed_at = time.monotonic()
-            if prompts:
-                list(pool.map(ShardFile.sync, [file for files in self._files.values() for file in files]))
-                self._ledger.add(prompts)
+            try:
+                if prompts:
+                    list(pool.map(ShardFile.sync, [file for files in self._files.values() for file in files]))
+                    self._ledger.add(prompts)
+            except BaseException as error:
+                self._failed = error
+                raise
 
     def seal(self, pools: Pools) -> None:
         """Brings a full part to the disk and seals its shards. Rows are summed meanwhile, unless some are left out."""
@@ -176,10 +197,10 @@ class OpenPart:
         sums = {shard: {} if self._recipe.filters.caps_norms else {
             site.name: pools.files.submit(summed, self._shard(shard) / site.file) for site in self._recipe.sites
         } for shard in unsealed}  # fmt: skip
-        for checkpoint in (brought, self._beside):
-            if checkpoint is not None:
-                checkpoint.result()
-        self._close_files()
+        try:
+            brought.result()
+        finally:
+            self._close_files()
         list(pools.shards.map(lambda shard: self._seal(shard, pools.files, sums[shard]), unsealed))
         self._ledger.close()
         forget(self._folder)
@@ -189,7 +210,7 @@ class OpenPart:
 
     def close(self) -> None:
         """Stops in the middle; what is not in the ledger is done again by the next harvest."""
-        if self._files:
+        if self._files and self._failed is None:
             with contextlib.suppress(OSError), ThreadPoolExecutor(SYNCERS) as pool:  # why it stops, perhaps
                 self.checkpoint(pool)
         self._close_files()
@@ -199,6 +220,9 @@ class OpenPart:
         for file in (file for files in self._files.values() for file in files):
             file.close()
         self._files.clear()
+        if self._room is not None:
+            self._room.release()
+            self._room = None
 
 
 def is_sealed(folder: Path, part: Part) -> bool:
@@ -208,7 +232,7 @@ def is_sealed(folder: Path, part: Part) -> bool:
 
 
 class Pools(NamedTuple):
-    """Threads beside those that write.
+    """Threads beside those that write, and how many more parts may be open.
 
     checkpoints: of parts that are not full, one at a time · sealing: of full parts, two at a time: one is brought to
     the disk while another is summed · shards: that are sealed · files: that are brought to the disk, or summed
@@ -218,17 +242,23 @@ class Pools(NamedTuple):
     sealing: ThreadPoolExecutor
     shards: ThreadPoolExecutor
     files: ThreadPoolExecutor
+    open_parts: threading.Semaphore
+
+    @property
+    def threads(self) -> tuple[ThreadPoolExecutor, ...]:
+        return self.checkpoints, self.sealing, self.shards, self.files
 
 
 class Writer:
-    """Takes batches and gives them to threads."""
+    """Takes batches and gives them to threads. `files`: of each part, at most."""
 
-    def __init__(self) -> None:
-        self._writers = ThreadPoolExecutor(WRITERS, thread_name_prefix="patchclamp writer")
-        self._pools = Pools(*(
-            ThreadPoolExecutor(count, thread_name_prefix=f"patchclamp {name}")
-            for name, count in zip(Pools._fields, (1, 2, SEALERS, SYNCERS), strict=True)))  # fmt: skip
-        self._room, self._full = threading.BoundedSemaphore(WRITERS), threading.BoundedSemaphore(FULL)
+    def __init__(self, files: int) -> None:
+        self._writers = _threads("writer", WRITERS)
+        self._pools = Pools(
+            checkpoints=_threads("checkpoints", 1), sealing=_threads("sealing", 2), shards=_threads("shards", SEALERS),
+            files=_threads("files", SYNCERS), open_parts=threading.Semaphore(allow_files(files, OPEN_PARTS)),
+        )  # fmt: skip
+        self._room = threading.BoundedSemaphore(WRITERS)
         self._under_way: list[Future[None]] = []
 
     def put(self, part: OpenPart, batch: Batch) -> None:
@@ -238,11 +268,8 @@ class Writer:
         self._under_way.append(self._writers.submit(self._write, part, batch))
 
     def seal(self, part: OpenPart) -> None:
-        """Has a full part sealed. Waits while too many are."""
-        self._full.acquire()
-        sealed = self._pools.sealing.submit(part.seal, self._pools)
-        sealed.add_done_callback(lambda _: self._full.release())
-        self._under_way.append(sealed)
+        """Has a full part sealed."""
+        self._under_way.append(self._pools.sealing.submit(part.seal, self._pools))
 
     def finish(self) -> None:
         """Returns when all is written and sealed; raises what went wrong."""
@@ -251,15 +278,23 @@ class Writer:
 
     def stop(self) -> None:
         """Returns when no thread runs any more; what has not begun is not done."""
-        for pool in (self._writers, *self._pools):
+        self._let_all_open()
+        for pool in (self._writers, *self._pools.threads):
             pool.shutdown(cancel_futures=True)
 
     def _write(self, part: OpenPart, batch: Batch) -> None:
         try:
             if part.write(batch, self._pools):
                 self.seal(part)
+        except BaseException:
+            self._let_all_open()
+            raise
         finally:
             self._room.release()
+
+    def _let_all_open(self) -> None:
+        """No thread waits for files to be closed any more: those of a part that failed never are."""
+        self._pools.open_parts.release(WRITERS)
 
     def _check(self) -> None:
         ended = [future for future in self._under_way if future.done()]
@@ -268,22 +303,5 @@ class Writer:
             future.result()
 
 
-def _allow_files(count: int) -> None:
-    """Lets this process have so many files open, for every part that may be open, and some more.
-
-    Raises: `CapacityError` if it may not have those of one part.
-    """
-    try:
-        import resource
-    except ImportError:
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    hard = sys.maxsize if hard == resource.RLIM_INFINITY else hard
-    if hard < count + SPARE_FILES:
-        raise CapacityError(
-            f"{count} files are filled at a time, and this process may have {hard} open: take fewer and larger "
-            "shards (shard_rows), or more parts"
-        )
-    wanted = min((1 + FULL) * count + SPARE_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+def _threads(name: str, count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, thread_name_prefix=f"patchclamp {name}")
