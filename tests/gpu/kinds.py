@@ -141,7 +141,7 @@ def lora(part: str, model: str, **changed: Any) -> None:
     import patchclamp as pc
     from tests.engines.lora import adapter
 
-    configuration.LORA_OVER_GPUS = True  # refused until it was tried there, which this is for
+    os.environ[configuration.TRY_LORA] = "1"  # refused until it was tried there, which this is for
     folder = Path(f"{COMPILED}/adapters")
     names = {name: adapter(model, folder / name, seed) for seed, name in enumerate("ab")}
     adapters = [None, names["a"], names["b"], names["a"]]

@@ -40,6 +40,13 @@ class Ledger:
         os.write(self._descriptor, np.fromiter(prompts, ENTRY).tobytes())
         os.fsync(self._descriptor)
 
+    def clear(self) -> None:
+        """Takes all entries out."""
+        assert self._descriptor is not None
+        os.ftruncate(self._descriptor, 0)
+        os.lseek(self._descriptor, 0, os.SEEK_SET)
+        self.finished = self.finished[:0]
+
     def close(self) -> None:
         """Lets others have it."""
         if self._descriptor is not None:

@@ -15,7 +15,7 @@ from patchclamp.errors import MissingSource, ProgramError, unknown
 from patchclamp.studies.harvest.documents import needed
 from patchclamp.studies.harvest.dtypes import as_float32
 from patchclamp.studies.harvest.moments import SiteStatistics, decoded, encoded, joined
-from patchclamp.studies.harvest.open_files import allow_files
+from patchclamp.studies.harvest.open_files import READING, allow_files
 from patchclamp.studies.harvest.order import Columns, ReadingOrder
 from patchclamp.studies.harvest.recipe import FORMAT, Manifest, StoredSite, part_of
 from patchclamp.studies.harvest.seal import INDEX, STATISTICS
@@ -82,8 +82,7 @@ class Harvested:
 
     def columns(self, sites: Sequence[str]) -> Columns:
         """A shard's rows at some sites, by its number, mapped: as `order` reads them."""
-        if not self.order.is_stored:
-            allow_files(self.order.most_open * len(sites), 1)
+        self.allow_files(sites)
         return lambda shard: {site: self.array(site, self.shards[shard]) for site in sites}
 
     def width(self, site: str | None = None) -> int:
@@ -128,8 +127,14 @@ class Harvested:
         if self.complete:
             write_sealed(self.folder / STATISTICS, encoded(self.statistics()))
 
+    def allow_files(self, sites: Sequence[str], shards: int | None = None) -> None:
+        """Lets so many shards be open at some sites, or as many as `order` opens at a time."""
+        shards = (0 if self.order.is_stored else self.order.most_open) if shards is None else shards
+        allow_files(shards * len(sites), 1, advice=READING)
+
     def columns_with_index(self, sites: Sequence[str]) -> Columns:
         """As `columns`, with each row's document, position and token: objects, for a sum has None."""
+        self.allow_files(sites)
 
         def of(shard: int) -> dict[str, np.ndarray]:
             index = self.index(self.shards[shard])

@@ -25,6 +25,7 @@ from patchclamp.studies.checks import check_whole
 from patchclamp.studies.harvest.documents import documents_of, needed
 from patchclamp.studies.harvest.dtypes import STORED, stored
 from patchclamp.studies.harvest.filters import Filters
+from patchclamp.studies.harvest.open_files import allow_files
 from patchclamp.studies.harvest.plan import Plan, make_plan, parts_for
 from patchclamp.studies.harvest.reader import DOCUMENTS, MANIFEST, Harvested
 from patchclamp.studies.harvest.recipe import Manifest, Recipe, StoredSite
@@ -160,7 +161,7 @@ class _Job:
         """Makes some parts. Returns how many tokens were run."""
         try:
             self._open([self._plan.part(number) for number in numbers])
-            self._writer = Writer(max((part.files for part in self._parts), default=1))
+            self._writer = Writer(max((part.files for part in self._parts), default=1), len(self._parts))
             try:
                 self._fill(show)
             finally:
@@ -178,6 +179,7 @@ class _Job:
             self._writer.finish()
 
     def _open(self, parts: list[Any]) -> None:
+        allow_files(len(parts), 1)  # of their ledgers
         for part in parts:
             if not is_sealed(self._place, part):
                 self._parts.append(OpenPart(self._place, self._recipe, self._place.name, self._plan.tokens, part,

@@ -32,6 +32,7 @@ class Rows(Dataset[Values]):
     @functools.cached_property
     def _arrays(self) -> dict[str, list[np.ndarray]]:
         """The mapped rows of every shard, by site."""
+        self._data.allow_files(self._sites, len(self._data.shards))
         return {site: [self._data.array(site, shard) for shard in self._data.shards] for site in self._sites}
 
     @functools.cached_property

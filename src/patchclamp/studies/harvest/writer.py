@@ -66,9 +66,12 @@ class OpenPart:
         self._folder, self._checkpoint = folder / f"part-{part.number:04d}.open", checkpoint
         self._folder.mkdir(exist_ok=True)
         self._ledger = Ledger(self._folder / "ledger")
+        unsealed = [shard for shard in range(part.shards) if not self._sealed(shard).exists()]
+        if not all((self._shard(shard) / site.file).exists() for shard in unsealed for site in recipe.sites):
+            self._ledger.clear()  # what it lists is gone
         finished = np.zeros(len(part.prompts), bool)
         finished[self._ledger.finished] = True
-        if all(self._sealed(shard).exists() for shard in range(part.shards)):  # it was stopped while it was forgotten
+        if not unsealed:  # it was stopped while it was forgotten
             finished[:] = True
         self.left = np.flatnonzero(~finished)
         self._unwritten = len(self.left)
@@ -92,17 +95,28 @@ class OpenPart:
         """How many files are open while it is being filled."""
         return self.part.shards * len(self._recipe.sites)
 
-    def open(self, room: threading.Semaphore) -> None:
+    def open(self, pools: Pools) -> None:
         """Makes the shards' files, or opens those that are there, unless they are open. Waits while others' are."""
         with self._opening:
+            if self._failed is not None:
+                raise self._failed
             if self._room is not None:
                 return
-            room.acquire()
-            self._room, self._listed_at = room, time.monotonic()
-            for site in self._recipe.sites:
-                self._files[site.name] = [self._file(site, shard) for shard in range(self.part.shards)]
-            for folder in (*map(self._shard, range(self.part.shards)), self._folder, self._folder.parent):
-                sync(folder)
+            pools.open_parts.acquire()
+            self._room, self._listed_at = pools.open_parts, time.monotonic()
+            try:
+                if pools.stopped.is_set():
+                    raise RunError("the harvest has been stopped")
+                self._make_files()
+            except BaseException as error:
+                self._failed = error
+                raise
+
+    def _make_files(self) -> None:
+        for site in self._recipe.sites:
+            self._files[site.name] = [self._file(site, shard) for shard in range(self.part.shards)]
+        for folder in (*map(self._shard, range(self.part.shards)), self._folder, self._folder.parent):
+            sync(folder)
 
     def _file(self, site: StoredSite, shard: int) -> ShardFile:
         folder = self._shard(shard)
@@ -119,7 +133,7 @@ class OpenPart:
 
     def write(self, batch: Batch, pools: Pools) -> bool:
         """Puts a batch's rows at their places. Returns whether the part is full now."""
-        self.open(pools.open_parts)
+        self.open(pools)
         pieces, size = self._pieces(batch.prompts), 0
         for site, blocks in zip(self._recipe.sites, batch.rows(), strict=True):
             files = self._files[site.name]
@@ -200,7 +214,8 @@ class OpenPart:
         try:
             brought.result()
         finally:
-            self._close_files()
+            if not brought.cancelled():  # else it is brought to the disk when it is closed
+                self._close_files()
         list(pools.shards.map(lambda shard: self._seal(shard, pools.files, sums[shard]), unsealed))
         self._ledger.close()
         forget(self._folder)
@@ -243,6 +258,7 @@ class Pools(NamedTuple):
     shards: ThreadPoolExecutor
     files: ThreadPoolExecutor
     open_parts: threading.Semaphore
+    stopped: threading.Event
 
     @property
     def threads(self) -> tuple[ThreadPoolExecutor, ...]:
@@ -250,13 +266,14 @@ class Pools(NamedTuple):
 
 
 class Writer:
-    """Takes batches and gives them to threads. `files`: of each part, at most."""
+    """Takes batches and gives them to threads. `files`: of each part, at most; `beside`: that are open all the time."""
 
-    def __init__(self, files: int) -> None:
+    def __init__(self, files: int, beside: int) -> None:
         self._writers = _threads("writer", WRITERS)
         self._pools = Pools(
             checkpoints=_threads("checkpoints", 1), sealing=_threads("sealing", 2), shards=_threads("shards", SEALERS),
-            files=_threads("files", SYNCERS), open_parts=threading.Semaphore(allow_files(files, OPEN_PARTS)),
+            files=_threads("files", SYNCERS), open_parts=threading.Semaphore(allow_files(files, OPEN_PARTS, beside)),
+            stopped=threading.Event(),
         )  # fmt: skip
         self._room = threading.BoundedSemaphore(WRITERS)
         self._under_way: list[Future[None]] = []
@@ -269,7 +286,7 @@ class Writer:
 
     def seal(self, part: OpenPart) -> None:
         """Has a full part sealed."""
-        self._under_way.append(self._pools.sealing.submit(part.seal, self._pools))
+        self._under_way.append(self._pools.sealing.submit(self._seal, part))
 
     def finish(self) -> None:
         """Returns when all is written and sealed; raises what went wrong."""
@@ -278,7 +295,7 @@ class Writer:
 
     def stop(self) -> None:
         """Returns when no thread runs any more; what has not begun is not done."""
-        self._let_all_open()
+        self._open_no_more()
         for pool in (self._writers, *self._pools.threads):
             pool.shutdown(cancel_futures=True)
 
@@ -287,13 +304,21 @@ class Writer:
             if part.write(batch, self._pools):
                 self.seal(part)
         except BaseException:
-            self._let_all_open()
+            self._open_no_more()
             raise
         finally:
             self._room.release()
 
-    def _let_all_open(self) -> None:
+    def _seal(self, part: OpenPart) -> None:
+        try:
+            part.seal(self._pools)
+        except BaseException:
+            self._open_no_more()
+            raise
+
+    def _open_no_more(self) -> None:
         """No thread waits for files to be closed any more: those of a part that failed never are."""
+        self._pools.stopped.set()
         self._pools.open_parts.release(WRITERS)
 
     def _check(self) -> None:

@@ -261,7 +261,7 @@ def refused(vllm_config: Any) -> dict[str, str]:
          _above(parallel_config, "enable_dbo", 0) or _above(parallel_config, "ubatch_size"),
          "a step is cut in two, and rows are planned for a whole one"),
         ("LoRA (enable_lora) over several GPUs", vllm_config.lora_config and parallel_config.world_size > 1
-         and not LORA_OVER_GPUS and vllm_config.device_config.device_type != "cpu",
+         and os.environ.get(TRY_LORA) != "1" and vllm_config.device_config.device_type != "cpu",
          "not supported yet: it was tried on the CPU build alone; merge the adapter into the model"),
         ("LoRA (enable_lora) over pipeline stages",
          vllm_config.lora_config and parallel_config.pipeline_parallel_size > 1,
@@ -309,7 +309,7 @@ def refused(vllm_config: Any) -> dict[str, str]:
 
 DRAFTERS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")  # methods of speculative decoding that were tried
 GPU_V1_DRAFTERS = ("ngram", "eagle")  # on a GPU with the V1 runner
-LORA_OVER_GPUS = False  # whether adapters run on several: not tried
+TRY_LORA = "PATCHCLAMP_TRY_LORA_OVER_GPUS"  # "1": not refused; the check on two GPUs sets it, until it held
 PARALLEL_DRAFTERS = ("ngram", "eagle", "mtp")  # over several workers
 ADAPTED_DRAFTERS = ("ngram", "draft_model")  # beside adapters
 
@@ -388,8 +388,9 @@ def _refused_speculation(vllm_config: Any) -> list[tuple[str, Any, str]]:
            getattr(speculative_config, option, usual) != usual, no + "it was not tried")
           for option, usual in UNTRIED_DRAFTS.items()),
         (f"speculative decoding by {method!r} (speculative_config) with LoRA",
-         vllm_config.lora_config and (on_gpu or method not in ADAPTED_DRAFTERS),
-         no + "on the CPU build it was tried by n-grams and draft models"),
+         vllm_config.lora_config and (
+             on_gpu or method not in ADAPTED_DRAFTERS or vllm_config.parallel_config.world_size > 1),
+         no + "on the CPU build it was tried by n-grams and draft models, with one worker"),
     ]  # fmt: skip
 
 
