@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import patchclamp as pc
+from tests.models import of_family
 
 from .lora import LINEAR, adapter, merged
 
@@ -218,3 +219,10 @@ def test_targets_are_every_linear_layer(tiny, adapters):
 
     with safe_open(Path(adapters["linear"]) / "adapter_model.safetensors", "np") as file:
         assert len(file.keys()) == 3 * len(LINEAR) * 2
+
+
+def test_layers_of_experts_are_refused_by_name(tmp_path):
+    """Stock vLLM starts with them on a CPU, and ends at its first step."""
+    moe = of_family(tmp_path, "qwen3_moe")
+    with pytest.raises(pc.EngineError, match=r"LoRA \(enable_lora\) with layers of experts does not run on a CPU"):
+        pc.LM(moe, engine="vllm", enable_lora=True, prove=False, **OPTIONS)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from patchclamp.engines.vllm.compat.seams import require_all, require_on
+from patchclamp.errors import EngineError
 
 
 def request(name: str, number: int, folder: str) -> Any:
@@ -23,7 +24,8 @@ def request(name: str, number: int, folder: str) -> Any:
 
 
 def prepare(runner: Any) -> None:
-    """Readies a runner's model for requests with adapters and without. Raises `SeamMoved`."""
+    """Readies a runner's model for requests with adapters and without. Raises `SeamMoved`, and `EngineError` for layers
+    of experts on a CPU."""
     require_all("lora")
     require_on("lora runner", runner)
     require_on("lora worker", runner.lora_manager)
@@ -32,9 +34,19 @@ def prepare(runner: Any) -> None:
     for module in adapters.modules.values():
         require_on("lora layer", module)
         if runner.device.type == "cpu":
+            if _has_experts(module):
+                raise EngineError(
+                    "LoRA (enable_lora) with layers of experts does not run on a CPU: vLLM's kernels for them need "
+                    "Triton; merge the adapter into the model"
+                )
             module.lora_b_stacked = _with_zeros(module.lora_b_stacked)
             if not _is_table(module):
                 module.lora_a_stacked = _with_zeros(module.lora_a_stacked)
+
+
+def _has_experts(module: Any) -> bool:
+    """Whether there is a matrix for each expert."""
+    return isinstance(module.lora_a_stacked, list)
 
 
 def _is_table(module: Any) -> bool:
@@ -54,6 +66,9 @@ def unfit(runner: Any, number: int) -> list[str]:
     weights = adapters.get_adapter(number).loras
     problems = [f"the model has no {name}" for name in weights if name not in adapters.modules]
     for name in weights.keys() & adapters.modules.keys():
+        if _has_experts(adapters.modules[name]):
+            problems.append(f"{name} has experts, and adapters of those are not supported yet")
+            continue
         widths = [*_widths(weights[name].lora_a, 1), *_widths(weights[name].lora_b, 0)]
         pairs = zip(widths, _model_widths(adapters.modules[name]), strict=True)
         wrong = [(model_width, width) for width, model_width in pairs if width not in (None, model_width)]
