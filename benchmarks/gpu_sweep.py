@@ -40,7 +40,7 @@ BARS = {
     "vllm": 1.15,
     "changed": 3.0,
 }  # at 204 tokens: seconds of stock's, at most; cells a second of the loop's, at least
-FLOAT = {"tiny": "float32", "0.6b": "bfloat16"}
+FLOAT, LAYERS = {"tiny": "float32", "0.6b": "bfloat16"}, {"tiny": 4, "0.6b": 28}
 
 
 class Loop:
@@ -152,7 +152,7 @@ def start(args: argparse.Namespace) -> dict[str, Remote]:
     changed = dict(hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=4, head_dim=32,
                    max_position_embeddings=2048) if tiny else {"vocab_size": 151_936}  # fmt: skip
     folder = Path(f"/tmp/gpu-sweep-{args.shape}")
-    model = with_weights(folder, "8b" if tiny else args.shape, 4 if tiny else 28, **changed)
+    model = with_weights(folder, "8b" if tiny else args.shape, LAYERS[args.shape], **changed)
     dtype = FLOAT[args.shape]
     vllm: dict[str, Any] = {"dtype": dtype, "skip_tokenizer_init": True, "max_model_len": 1100}
     if tiny:
@@ -178,7 +178,7 @@ def start(args: argparse.Namespace) -> dict[str, Remote]:
     return started
 
 
-def measure(sides: dict[str, Remote], tokens: int, rounds: int) -> dict[str, Any]:
+def measure(sides: dict[str, Remote], tokens: int, layers: int, rounds: int) -> dict[str, Any]:
     """A row of the result: every side in turn, after one call of each that is not counted."""
     positions = list(range(0, tokens, GRID.get(tokens, 1)))
     seconds: dict[str, list[float]] = {name: [] for name in sides}
@@ -198,7 +198,7 @@ def measure(sides: dict[str, Remote], tokens: int, rounds: int) -> dict[str, Any
                 assert cells.shape == loops.shape
                 far[name] = max(far.get(name, 0.0), float(np.abs(cells - loops).max()))
             told |= {f"{name}_{key}": answer[key] for key in ("noise", "computed") if key in answer}
-    cells = len(positions) * LAYERS
+    cells = len(positions) * layers
     medians = {name: float(np.median(times)) for name, times in seconds.items()}
     return {
         "tokens": tokens, "cells": cells, "seconds": seconds, "median_s": medians, "from_loop": far, **told,
@@ -208,11 +208,7 @@ def measure(sides: dict[str, Remote], tokens: int, rounds: int) -> dict[str, Any
     }  # fmt: skip
 
 
-LAYERS = 28
-
-
 def main() -> None:
-    global LAYERS
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=FLOAT, default="0.6b")
     parser.add_argument("--sides", default="loop,changed,vllm,stock", help="separated by commas; also: beside")
@@ -224,7 +220,6 @@ def main() -> None:
     import torch
     import vllm
 
-    LAYERS = 4 if args.shape == "tiny" else 28
     on_gpu = torch.cuda.is_available()
     result: dict[str, Any] = {
         "date": datetime.date.today().isoformat(), "vllm": vllm.__version__, "torch": torch.__version__,
@@ -236,7 +231,7 @@ def main() -> None:
     sides = start(args)
     try:
         for tokens in map(int, args.tokens.split(",")):
-            row = measure(sides, tokens, args.rounds)
+            row = measure(sides, tokens, LAYERS[args.shape], args.rounds)
             print({key: value for key, value in row.items() if key != "seconds"}, flush=True)
             result["rows"].append(row)
             path.write_text(json.dumps(result, indent=1) + "\n")
