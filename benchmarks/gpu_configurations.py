@@ -1,6 +1,7 @@
 """What a step without programs costs beside what vLLM is configured for: adapters, fp8 weights, fp8 caches, drafts.
 
     python benchmarks/gpu_configurations.py --out DIR     (a CUDA machine; the shape of Qwen3-0.6B, random weights)
+    python benchmarks/gpu_configurations.py --shape 8b --configurations "lora;fp8;ngram" --out DIR
 
 With EAGLE the model has four layers of Llama 3's 8B, and the drafter one.
 
@@ -33,13 +34,13 @@ BAR = 1.01
 ROOM_BYTES = 8 << 30
 
 
-def model_of(name: str) -> tuple[str, dict[str, Any]]:
+def model_of(name: str, shape: str) -> tuple[str, dict[str, Any]]:
     """The model of a configuration, and its options."""
     from tests.drafters import eagle_of
     from tests.models import shape_only, with_weights
 
     if name != "eagle":
-        return shape_only(Path("/tmp/shape-0.6b-None"), "0.6b"), CONFIGURATIONS[name]
+        return shape_only(Path(f"/tmp/shape-{shape}-None"), shape), CONFIGURATIONS[name]
     folder, drafter = Path("/tmp/shape-eagle"), Path("/tmp/shape-eagle-drafter")
     drafter.mkdir(exist_ok=True)
     model = with_weights(folder, "8b", 4, vocab_size=32_000)
@@ -50,6 +51,7 @@ def model_of(name: str) -> tuple[str, dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--configurations", default=";".join(CONFIGURATIONS))
+    parser.add_argument("--shape", choices=["0.6b", "8b"], default="0.6b")
     parser.add_argument("--batches", default="1,64")
     parser.add_argument("--pairs", type=int, default=16)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
@@ -69,9 +71,9 @@ def main() -> None:
         "command": " ".join(["python", *sys.argv]), "bar": BAR, "rows": [],
     }  # fmt: skip
     args.out.mkdir(parents=True, exist_ok=True)
-    file = args.out / f"gpu_configurations-{result['date']}.json"
+    file = args.out / f"gpu_configurations-{args.shape}-{result['date']}.json"
     for name in args.configurations.split(";"):
-        model, own = model_of(name)
+        model, own = model_of(name, args.shape)
         options = {"compilation_config": compilation, **own}
         sides = [Remote(model, kind, ROOM_BYTES, **options) for kind in ("stock", "patchclamp")]
         for batch in batches:
