@@ -187,6 +187,34 @@ def a_worker(uniform: bool) -> Any:
     return attached
 
 
+def test_steps_that_are_scheduled_before_drafts_are_checked_are_planned_where_the_device_says_they_begin():
+    attached = a_worker(uniform=False)
+    computed = SimpleNamespace(gpu=torch.tensor([0, 9, 7, 0, 5], dtype=torch.int32))
+    states = SimpleNamespace(num_computed_tokens=computed, req_id_to_index={"late": 1, "edited": 2, "back": 4})
+    running = SimpleNamespace(
+        req_ids=["edited", "back", "late"], resumed_req_ids={"back"}, num_computed_tokens=[10, 3, 12]
+    )
+    output = SimpleNamespace(
+        scheduled_cached_reqs=running, scheduled_new_reqs=[SimpleNamespace(req_id="new", num_computed_tokens=16)],
+        num_scheduled_tokens={"edited": 4, "back": 2, "late": 4, "new": 8}, total_num_scheduled_tokens=18,
+        finished_req_ids=set(), preempted_req_ids=None,
+    )  # fmt: skip
+    vars(attached).update(_runner=SimpleNamespace(req_states=states), _is_ahead=True, _begins={}, _most_kept=1 << 20, _settled=set(),
+                          _graphs=None)  # fmt: skip
+    del attached._take_in
+    attached.runtime._stop_of = {"edited": 8}  # ten positions, were all drafts right: too late for its program
+    attached.runtime.table = SimpleNamespace(version=0)
+    attached.runtime._admitted = {"edited": SimpleNamespace(token_bytes=0)}
+    planned = []
+    attached.runtime.begin_step = lambda requests, row, position, *others: planned.append((requests, position.tolist()))
+    assert attached._look(output)[0] == (True, True)
+    optimistic = np.array([10, 12, 16, 3])
+    attached.planned(["edited", "late", "new", "back"], np.arange(4), optimistic, np.ones(4), None)
+    assert planned == [(["edited", "late", "new", "back"], [7, 9, 16, 3])]
+    computed.gpu[2] = 8
+    assert attached._look(output)[0] == (False, True)
+
+
 @pytest.mark.parametrize(("uniform", "counts"), [(True, (5, 0)), (False, (2, 3))])
 def test_idle_steps_run_code_with_taps_if_numerics_are_uniform_alone(uniform, counts):
     attached = a_worker(uniform)

@@ -247,10 +247,9 @@ def test_drafts_are_refused_where_they_were_not_tried(configuration, monkeypatch
     drafts.parallel_drafting, drafts.draft_sample_method = False, "greedy"
     config.parallel_config.pipeline_parallel_size = 2
     assert list(refused(config)) == ["speculative decoding (speculative_config) over pipeline stages"]
-    config.parallel_config.pipeline_parallel_size, config.scheduler_config.async_scheduling = 1, True
+    config.parallel_config.pipeline_parallel_size = 1
     drafts.rejection_sample_method, drafts.enable_adaptive_verification = "synthetic", True
     assert list(refused(config)) == [
-        "speculative decoding (speculative_config) with async_scheduling",
         "drafts that are accepted at a given rate (rejection_sample_method='synthetic')",
         "drafts that are shared out on the GPU (enable_adaptive_verification)",
     ]
@@ -265,22 +264,41 @@ def test_options_of_drafts_are_as_vllm_has_them_by_default():
     assert {name: getattr(made, name) for name in UNTRIED_DRAFTS} == UNTRIED_DRAFTS
 
 
-@pytest.mark.parametrize(
-    "asked", [{"speculative_config": {"method": "ngram"}}, {"spec_method": "mtp"}, {"spec_model": "x"}]
-)
-def test_steps_come_one_after_the_other_beside_drafts_unless_it_is_set(smollm2, asked):
+@pytest.mark.parametrize("on_v2", [True, False])
+def test_steps_come_one_after_the_other_beside_drafts_on_the_v1_runner_unless_it_is_set(smollm2, monkeypatch, on_v2):
     from vllm.engine.arg_utils import EngineArgs
 
-    from patchclamp.engines.vllm.compat.configuration import KEY, counted_drafts, one_step_at_a_time
+    from patchclamp.engines.vllm.compat import front
+    from patchclamp.engines.vllm.compat.configuration import KEY, refused
 
-    for ours, set_to, expected in (({KEY: {}}, None, False), ({KEY: {}}, True, True), ({}, None, None)):
+    def create_engine_config(engine_args):  # as on a GPU, where vLLM schedules ahead by default
+        config = created(engine_args)
+        config.scheduler_config.async_scheduling = engine_args.async_scheduling is not False
+        return config
+
+    monkeypatch.setattr("patchclamp.engines.vllm.compat.configuration._on_v2", lambda config: on_v2)
+    created = getattr(EngineArgs.create_engine_config, "__wrapped__", EngineArgs.create_engine_config)
+    monkeypatch.setattr(EngineArgs, "create_engine_config", create_engine_config)
+    seen = []
+    front.on_config(seen.append)
+    drafts = {"speculative_config": {"method": "draft_model", "model": str(smollm2), "num_speculative_tokens": 2}}
+    for ours, set_to, asked, expected in (
+        ({KEY: {}}, None, drafts, on_v2), ({KEY: {}}, True, drafts, True), ({KEY: {}}, False, drafts, False),
+        ({}, None, drafts, True), ({KEY: {}}, None, {}, True),
+    ):  # fmt: skip
         engine_args = EngineArgs(model=str(smollm2), additional_config=ours, async_scheduling=set_to, **asked)
-        one_step_at_a_time(engine_args)
-        assert engine_args.async_scheduling is expected
-    plain = EngineArgs(model=str(smollm2), additional_config={KEY: {}})
-    one_step_at_a_time(plain)
-    assert plain.async_scheduling is None
-    assert counted_drafts(asked) == asked | {"per_request_spec_decode_metrics": "summary"}
+        config = engine_args.create_engine_config()
+        assert config.scheduler_config.async_scheduling is expected
+        assert (config in seen) == bool(ours)
+        named = "speculative decoding (speculative_config) with async_scheduling and the V1 runner"
+        assert (named in refused(config)) == (expected and asked is drafts and not on_v2)
+
+
+def test_drafts_are_counted_where_some_are_asked_for():
+    from patchclamp.engines.vllm.compat.configuration import counted_drafts
+
+    for asked in ({"speculative_config": {"method": "ngram"}}, {"spec_method": "mtp"}, {"spec_model": "x"}):
+        assert counted_drafts(asked) == asked | {"per_request_spec_decode_metrics": "summary"}
     assert counted_drafts({}) == {}
 
 

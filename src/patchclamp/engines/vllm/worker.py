@@ -91,6 +91,8 @@ class Attached:
         self._warm = self.runtime.device.type != "cuda"
         self._preemptions = self._total = 0
         self._requests: list[str] = []  # of the step that was planned last
+        self._is_ahead = compat.is_ahead_of_drafts(runner)
+        self._begins: dict[str, int] = {}  # by request of a step with programs, its first position, if that is so
         self._most_kept = limits.kept_bytes
         self._graphs: Graphs | None = None
         self._runner = runner
@@ -177,7 +179,8 @@ class Attached:
         if not len(self.runtime) and not ordered and compat.same_requests(scheduler_output):
             self._active = False
             return False, True
-        requests = compat.going_on(scheduler_output) if len(self.runtime) and not ordered else None
+        known = len(self.runtime) and not ordered and not self._is_ahead
+        requests = compat.going_on(scheduler_output) if known else None
         answer = self.runtime.continuity.answer(requests)
         if answer is None:
             version = self.runtime.table.version
@@ -204,11 +207,19 @@ class Attached:
             self._carry_out(orders, finished)
         tokens, total = compat.scheduled(scheduler_output)
         self._total = total
-        steps_left = self.runtime.steps_left(compat.positions(scheduler_output)) if len(self.runtime) else 0
+        positions = self._positions(scheduler_output) if len(self.runtime) else []
+        steps_left = self.runtime.steps_left(positions)
         self._active = steps_left > 0
         fits = not self._active or self.runtime.captures_at_most(tokens, total, self._most_kept)
-        answer = self._active, fits and not self.runtime.runs_code(compat.positions(scheduler_output))
+        answer = self._active, fits and not self.runtime.runs_code(positions)
         return answer, steps_left - 1 if steps_left else FOREVER
+
+    def _positions(self, scheduler_output: Any) -> list[tuple[str, int]]:
+        """Each request of a step and the first position it computes."""
+        if not self._is_ahead:
+            return list(compat.positions(scheduler_output))
+        self._begins = compat.checked_positions(self._runner, scheduler_output)
+        return list(self._begins.items())
 
     def _free(self, requests: Collection[str]) -> None:
         """Frees ended requests. A step of one that was aborted may be under way; its failure must be counted."""
@@ -256,6 +267,8 @@ class Attached:
     ) -> None:
         """Plans a step with programs. The arrays are the runner's own, and change with its next step."""
         self._requests = requests
+        if self._is_ahead:
+            position = np.array([self._begins[request] for request in requests])
         try:
             self.runtime.begin_step(requests, row, position, count, self._total, samples)
         except Exception as error:

@@ -320,11 +320,14 @@ UNTRIED_DRAFTS = {
 }  # fmt: skip
 
 
-def one_step_at_a_time(engine_args: Any) -> None:
-    """Has an engine of ours that drafts wait for each step before it plans the next, unless the caller has set it."""
-    ours = KEY in (engine_args.additional_config or {})
-    if ours and _drafts(vars(engine_args)) and engine_args.async_scheduling is None:
-        engine_args.async_scheduling = False
+def needs_steps_apart(vllm_config: Any) -> bool:
+    """Whether the runner tells nobody where a step begins before the drafts of the last one are checked."""
+    scheduler_config = vllm_config.scheduler_config
+    return (
+        vllm_config.speculative_config is not None
+        and bool(getattr(scheduler_config, "async_scheduling", False))
+        and not _on_v2(vllm_config)
+    )
 
 
 def _drafts(arguments: dict[str, Any]) -> bool:
@@ -369,9 +372,9 @@ def _refused_speculation(vllm_config: Any) -> list[tuple[str, Any, str]]:
         ("MTP by several modules, or Gemma 4's (speculative_config)",
          any(getattr(speculative_config, kind, bool)() for kind in ("use_multi_module_mtp", "use_gemma4_mtp")),
          no + "it was not tried"),
-        ("speculative decoding (speculative_config) with async_scheduling",
-         getattr(vllm_config.scheduler_config, "async_scheduling", False),
-         "a step is planned before it is known how many drafts of the last one were right"),
+        ("speculative decoding (speculative_config) with async_scheduling and the V1 runner",
+         needs_steps_apart(vllm_config),
+         "a step is planned before it is known how many drafts of the last one were right; leave async_scheduling out"),
         ("drafts that are accepted at a given rate (rejection_sample_method='synthetic')",
          getattr(speculative_config, "rejection_sample_method", None) == "synthetic", "the tokens are not the model's"),
         ("drafts that are accepted by blocks (rejection_sample_method='block')",

@@ -10,7 +10,7 @@ from http import HTTPStatus
 from typing import Any
 
 from patchclamp.engines.vllm.admission import Verdict
-from patchclamp.engines.vllm.compat.configuration import KEY, enabled, one_step_at_a_time
+from patchclamp.engines.vllm.compat.configuration import KEY, enabled, needs_steps_apart
 from patchclamp.engines.vllm.compat.core import read_verdict, tables_of
 from patchclamp.engines.vllm.compat.seams import require
 
@@ -26,10 +26,13 @@ def on_config(complete: Callable[[Any], None]) -> None:
 
     @functools.wraps(stock)
     def create_engine_config(engine_args: Any, *args: Any, **kwargs: Any) -> Any:
-        one_step_at_a_time(engine_args)
         config = stock(engine_args, *args, **kwargs)
-        if enabled(config) is not None:
-            complete(config)
+        if enabled(config) is None:
+            return config
+        if engine_args.async_scheduling is None and needs_steps_apart(config):  # as vLLM has it by default
+            engine_args.async_scheduling = False
+            config = stock(engine_args, *args, **kwargs)
+        complete(config)
         return config
 
     create_engine_config.patchclamp = True  # type: ignore[attr-defined]

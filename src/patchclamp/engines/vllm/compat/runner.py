@@ -330,6 +330,28 @@ def positions(scheduler_output: Any) -> Iterator[tuple[str, int]]:
         yield new.req_id, new.num_computed_tokens
 
 
+def checked_positions(runner: Any, scheduler_output: Any) -> dict[str, int]:
+    """Each request of a step and the first position it computes, where the scheduler does not know it yet: it says what
+    it is if all drafts of the last step are right. Waits until the device has checked them."""
+    import torch
+
+    states, running = runner.req_states, scheduler_output.scheduled_cached_reqs
+    begins, computed = dict(positions(scheduler_output)), states.num_computed_tokens
+    counts = torch.Tensor.tolist(computed.gpu)
+    for request in running.req_ids:
+        if request not in running.resumed_req_ids:
+            begins[request] = counts[states.req_id_to_index[request]]
+    return begins
+
+
+def is_ahead_of_drafts(runner: Any) -> bool:
+    """Whether a step is scheduled before it is known how many drafts of the last one were right."""
+    vllm_config = runner.vllm_config
+    return vllm_config.speculative_config is not None and bool(
+        getattr(vllm_config.scheduler_config, "async_scheduling", False)
+    )
+
+
 def orders(scheduler_output: Any) -> Any:
     """What admission has for the workers to do before this step, or None."""
     return getattr(scheduler_output, "patchclamp", None)

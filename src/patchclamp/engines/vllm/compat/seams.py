@@ -268,7 +268,11 @@ SEAMS: dict[str, Seam] = {
              has="dispatch get_capture_descs", called="dispatcher"),
         Seam("v2 runner", _V2, "carry out a step (V2)", called="runner", has=_RUNNER + "capture_model "
              "cudagraph_manager execute_model_state input_buffers intermediate_tensors? model_memory_usage model_state "
-             "prepare_inputs sample_tokens"),
+             "prepare_inputs req_states sample_tokens"),
+        Seam("v2 states", "vllm.v1.worker.gpu.states:RequestState", "know where steps begin beside drafts (V2)",
+             has="num_computed_tokens req_id_to_index", called="states"),
+        Seam("v2 staged", "vllm.v1.worker.gpu.buffer_utils:StagedWriteTensor", "know where steps begin beside drafts "
+             "(V2)", has="gpu", called="computed"),
         Seam("v2 inputs", _V2 + ".prepare_inputs", "plan rows (V2)", _STEP),
         Seam("v2 step", _V2 + ".execute_model", "begin a step (V2)", (*_STEP, "dummy_run")),
         Seam("v2 batch", "vllm.v1.worker.gpu.input_batch:InputBatch", "plan rows (V2)", called="batch",
