@@ -26,6 +26,7 @@ from patchclamp.call import (
     seeded,
     top_logprobs_of,
 )
+from patchclamp.engines import collecting
 from patchclamp.engines.adapters import Adapter, adapters_of
 from patchclamp.engines.base import MAX_SCORES, Answer, Engine, Expanded, Request
 from patchclamp.engines.chat import Chat, chat_of, has_images, prompt_of
@@ -114,14 +115,15 @@ class LM:
         One prompt raises its error; of several runs every `Run` comes back, with `error` set on those that failed.
         Errors in the programs themselves are raised before anything runs.
         """
-        call = self._read_call(prompt, messages, max_tokens, edits, capture, sampling, score, logprobs, lora)
-        futures = self.engine.submit(call.requests)
-        try:
-            answers = [_wait(future) for future in futures]
-        except BaseException:
-            self.engine.abort(call.keys)  # interrupted: nothing goes on computing or keeps captures
-            raise
-        return self._runs_of(call, answers)
+        with collecting.rarely():
+            call = self._read_call(prompt, messages, max_tokens, edits, capture, sampling, score, logprobs, lora)
+            futures = self.engine.submit(call.requests)
+            try:
+                answers = [_wait(future) for future in futures]
+            except BaseException:
+                self.engine.abort(call.keys)  # interrupted: nothing goes on computing or keeps captures
+                raise
+            return self._runs_of(call, answers)
 
     async def arun(
         self,
@@ -138,14 +140,15 @@ class LM:
     ) -> Any:
         """As `run`, for asyncio: calls that are awaited together run together, on vLLM in the same batches. A call that
         is cancelled stops computing."""
-        call = self._read_call(prompt, messages, max_tokens, edits, capture, sampling, score, logprobs, lora)
-        futures = self.engine.submit(call.requests)  # without an await before it: a cancelled call is always aborted
-        try:
-            answers = await _all_answers(futures)
-        except BaseException:
-            self.engine.abort(call.keys)
-            raise
-        return self._runs_of(call, answers)
+        with collecting.rarely():
+            call = self._read_call(prompt, messages, max_tokens, edits, capture, sampling, score, logprobs, lora)
+            futures = self.engine.submit(call.requests)  # with no await before it: a cancelled call is always aborted
+            try:
+                answers = await _all_answers(futures)
+            except BaseException:
+                self.engine.abort(call.keys)
+                raise
+            return self._runs_of(call, answers)
 
     def stream(
         self,

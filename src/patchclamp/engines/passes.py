@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from patchclamp.kernels.transfer import to_device
 from patchclamp.plan import Batch
 
 
@@ -27,11 +28,11 @@ class Passes:
         for b, prompt in enumerate(prompts):
             row = slice(self.start[b], self.start[b] + len(prompt))
             ids[b, row], mask[b, row], positions[b, row] = prompt, 1, np.arange(len(prompt))
-        self.ids_BT, self.mask_BT, self.positions_BT = (torch.from_numpy(a).to(device) for a in (ids, mask, positions))
+        self.ids_BT, self.mask_BT, self.positions_BT = to_device(np.stack((ids, mask, positions)), device)
         self.cache: Any = None
         last = self.start + length - 1
         self.keep = int(widest - last.min())
-        self.last_row = torch.from_numpy(last - (widest - self.keep)).to(device)
+        self.last_row = to_device(last - (widest - self.keep), device)
         self._first, self._count = np.zeros(len(prompts), np.int64), length
 
     def batch(self, slots: np.ndarray) -> Batch:
@@ -51,7 +52,7 @@ class Passes:
         )  # fmt: skip
         self.cache = out[name]
         logits_BKV = out.logits[:, -self.keep :]  # also of a class that keeps them all
-        return logits_BKV[torch.arange(len(self.ids_BT)), self.last_row].contiguous()
+        return logits_BKV[torch.arange(len(self.ids_BT), device=logits_BKV.device), self.last_row].contiguous()
 
     def advance(self, tokens: list[int]) -> None:
         """Makes the sampled tokens the next inputs."""
@@ -59,8 +60,8 @@ class Passes:
         self._count = np.ones_like(self._count)
         self.start = np.zeros_like(self.start)
         device = self.ids_BT.device
-        self.ids_BT = torch.tensor(tokens, device=device)[:, None]
-        self.positions_BT = torch.from_numpy(self._first).to(device)[:, None]
+        self.ids_BT = to_device(np.array(tokens), device)[:, None]
+        self.positions_BT = to_device(self._first, device)[:, None]
         self.mask_BT = torch.nn.functional.pad(self.mask_BT, (0, 1), value=1)
         self.keep, self.last_row = 1, torch.zeros(len(tokens), dtype=torch.long, device=device)
 

@@ -18,26 +18,26 @@ import torch
 
 from patchclamp.engines.base import Answer, Engine, Gradients, Model, Request, Tokenizer, settle, settle_if_failed
 from patchclamp.engines.findings import Finding
+from patchclamp.engines.generation import Generation
 from patchclamp.engines.gradients import gradients
 from patchclamp.engines.numerics import only_uniform
 from patchclamp.engines.passes import Passes, cache_name
 from patchclamp.engines.recompute import FEW, WAYS, Recompute
 from patchclamp.engines.sampling import Sampler
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
-from patchclamp.engines.writer import Writer, take_step
+from patchclamp.engines.writer import Asked, Writer
 from patchclamp.errors import (
     CapacityError,
     EngineError,
     ModelError,
     ProgramError,
-    RunError,
     as_patchclamp_error,
     unknown,
     unpack,
 )
 from patchclamp.kernels.code import check_outside
 from patchclamp.plan.bound import BoundProgram, run_key
-from patchclamp.plan.cuts import Cut
+from patchclamp.plan.cuts import Cut, Group
 from patchclamp.plan.records import record_count
 from patchclamp.plan.room import Placement, Room, bank_sizes
 from patchclamp.runtime import Arrival, Limits, Runtime
@@ -113,8 +113,8 @@ class TransformersEngine(Engine):
             f"{self.device} {getattr(whole, '_commit_hash', None)}",
         )  # fmt: skip
         self._batch_size, self._pads_left = max_num_seqs, padding_side == "left"
-        self.runtime = Runtime(self.sites, Limits(max_num_seqs, max_records, bank_bytes), self.device)
-        self._room = Room(max_num_seqs, max_records, bank_bytes // 4)
+        self.runtime = Runtime(self.sites, Limits(2 * max_num_seqs, max_records, bank_bytes), self.device)
+        self._room = Room(2 * max_num_seqs, max_records, bank_bytes // 4)  # for a batch, and the one before it
         self._placements: dict[str, Placement] = {}  # by run
         assert isinstance(self.runtime.step, HostStep)
         self._host = self.runtime.step
@@ -123,11 +123,15 @@ class TransformersEngine(Engine):
         self._recompute = Recompute(self._net, self.sites, self.device, recompute, max_model_len)
         self._released: collections.deque[str] = collections.deque()
         self._asked: collections.deque[tuple[Future[Any], tuple[str, int, int | None]]] = collections.deque()
+        self._queued: collections.deque[Group] = collections.deque()  # batches that wait for the engine's thread
+        self._unfinished: Generation | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="patchclamp")
 
     def submit(self, requests: list[Request]) -> list[Future[Answer]]:
         futures: list[Future[Answer]] = [Future() for _ in requests]
-        for index, cut in self._recompute.groups(requests, self._batch_size):
+        groups = self._recompute.groups(requests, self._batch_size)
+        self._queued.extend(groups)
+        for index, cut in groups:
             batch = [futures[i] for i in index]
             served = self._call(self._serve, [requests[i] for i in index], batch, cut)
             served.add_done_callback(functools.partial(settle_if_failed, batch))
@@ -217,29 +221,59 @@ class TransformersEngine(Engine):
                 asked.set_exception(error)
 
     def _serve(self, requests: list[Request], futures: list[Future[Answer]], cut: Cut | None) -> None:
-        """Serves a batch. A program that has no room in it is an error; but where a cut decided who is in it, such a
-        program waits for the next one."""
-        errors = self._admit(requests)
-        ready = [i for i, error in enumerate(errors) if error is None]
-        may_wait = cut is not None and bool(ready)
-        waiting = [i for i, error in enumerate(errors) if may_wait and isinstance(error, CapacityError)]
-        answers: list[Answer | Exception] = [error or RunError("not run") for error in errors]
+        """Serves a batch that was queued."""
+        self._queued.popleft()
         try:
-            if ready:
-                for i, answer in zip(ready, self._generate([requests[i] for i in ready], cut), strict=True):
-                    answers[i] = answer
+            self._serve_now(requests, futures, cut)
+        finally:
+            if not self._queued:
+                self._finish_last()
+
+    def _serve_now(self, requests: list[Request], futures: list[Future[Answer]], cut: Cut | None) -> None:
+        """Serves a batch. A program that has no room in it is an error; but where a cut decided who is in it, such a
+        program waits for the next one.
+
+        The device computes a batch of one step while the next one is admitted: it is finished after that one began.
+        """
+        errors = self._admit(requests)
+        if self._unfinished is not None and any(isinstance(error, CapacityError) for error in errors):
+            self._finish_last()  # which makes room
+            again = [i for i, error in enumerate(errors) if isinstance(error, CapacityError)]
+            for i, error in zip(again, self._admit([requests[i] for i in again]), strict=True):
+                errors[i] = error
+        may_wait = cut is not None and None in errors
+        waiting = [i for i, error in enumerate(errors) if may_wait and isinstance(error, CapacityError)]
+        here = [i for i in range(len(requests)) if i not in waiting]
+        generation = Generation([requests[i] for i in here], [futures[i] for i in here], [errors[i] for i in here])
+        try:
+            self._begin(generation, cut)
+        finally:
+            self._finish_last()
+        self._unfinished = generation
+        if waiting or not self._queued or not generation.is_short:
+            self._finish_last()
+        else:
+            generation.forget_cache()
+        self._free([requests[i].run for i in waiting])
+        if waiting:
+            self._serve_now([requests[i] for i in waiting], [futures[i] for i in waiting], cut)
+
+    def _finish_last(self) -> None:
+        """Finishes the batch that began last, if it is not finished."""
+        generation, self._unfinished = self._unfinished, None
+        if generation is None:
+            return
+        try:
+            if generation.asked is not None:
+                self._generate(generation)
         except Exception as error:
-            for i in ready:
-                answers[i] = as_patchclamp_error(error)
-        for i, (request, answer) in enumerate(zip(requests, answers, strict=True)):
+            generation.fail(as_patchclamp_error(error))
+        for request, future, answer in zip(generation.requests, generation.futures, generation.answers(), strict=True):
             try:
                 self._free([request.run])
             except Exception as error:
                 answer = answer if isinstance(answer, Exception) else as_patchclamp_error(error)
-            if i not in waiting:
-                settle(futures[i], answer)
-        if waiting:
-            self._serve([requests[i] for i in waiting], [futures[i] for i in waiting], cut)
+            settle(future, answer)
 
     def _admit(self, requests: list[Request]) -> list[Exception | None]:
         """Gives programs their room and installs them together. Returns the errors of requests."""
@@ -292,24 +326,46 @@ class TransformersEngine(Engine):
         self._room.forget(run_key(run, point.number) for run in runs for point in self.sites.points)
 
     @torch.inference_mode()
-    def _generate(self, requests: list[Request], cut: Cut | None) -> list[Answer | Exception]:
-        """Answers or errors of a batch; one with a cut is of one prompt."""
-        eos = self._eos()
-        writers = [Writer(request, self.tokenizer, eos) for request in requests]
-        prompts = [request.prompt_token_ids for request in requests]
-        passes = self._recompute.passes_from(cut, prompts[0], len(prompts))
-        computed_from = None if passes is None else cut
-        passes = passes or Passes(prompts, self._pads_left, self.device)
-        while not all(writer.done for writer in writers):
-            logits_BV = self._forward(passes, self.runtime.slots(["" if w.done else w.request.run for w in writers]))
+    def _begin(self, generation: Generation, cut: Cut | None) -> None:
+        """Begins the first step of a batch; one with a cut is of one prompt."""
+        try:
+            requests = generation.start(self.tokenizer, self._eos())
+            if not requests:
+                return
+            prompts = [request.prompt_token_ids for request in requests]
+            passes = self._recompute.passes_from(cut, prompts[0], len(prompts))
+            generation.computed_from = None if passes is None else cut
+            generation.passes = passes or Passes(prompts, self._pads_left, self.device)
+            self._step(generation)
+        except Exception as error:
+            generation.fail(as_patchclamp_error(error))
+
+    @torch.inference_mode()
+    def _generate(self, generation: Generation) -> None:
+        """Finishes a batch that has begun."""
+        writers, passes = generation.writers, generation.passes
+        assert passes is not None
+        while True:
+            assert generation.asked is not None
+            generation.asked.wait()
+            self.runtime.collect_failures()
             for writer in writers:
                 if not writer.done:
                     self._fail_if_over(writer)
-            take_step(writers, logits_BV.float())
+            generation.asked.take()
             self._free(writer.request.run for writer in writers if writer.done)
+            if all(writer.done for writer in writers):
+                return
             passes.advance([writer.last for writer in writers])
             self._fetch_asked()
-        return [writer.answer(computed_from) for writer in writers]
+            self._step(generation)
+
+    def _step(self, generation: Generation) -> None:
+        """Launches a step, and what is read of it."""
+        writers, passes = generation.writers, generation.passes
+        assert passes is not None
+        slots = self.runtime.slots(["" if writer.done else writer.request.run for writer in writers])
+        generation.asked = Asked(writers, self._forward(passes, slots).float())
 
     def _fail_if_over(self, writer: Writer) -> None:
         """Ends a request whose run has failed, or to which nobody listens any more."""

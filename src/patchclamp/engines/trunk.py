@@ -17,6 +17,7 @@ import torch
 
 from patchclamp.engines.passes import Passes
 from patchclamp.errors import ModelError
+from patchclamp.kernels.transfer import to_device
 from patchclamp.plan.cuts import Cut
 from patchclamp.runtime.taps import find
 from patchclamp.sites import SiteMap
@@ -106,7 +107,7 @@ class Trunk:
 
         cache: Any = DynamicCache()
         for number, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
-            cache.update(keys, values, number)
+            cache.update(keys[:, :, :0], values[:, :, :0], number)  # makes the layer, and copies nothing
             self._fill(cache.layers[number], number, count, position)
         return cache
 
@@ -127,7 +128,7 @@ class PassesFromCut(Passes):
         first = trunk.stream[cut.layer][:, cut.position :]
         device, length = first.device, first.shape[1]
         self.start = np.zeros(count, np.int64)
-        self.ids_BT = torch.tensor(trunk.prompt[cut.position :], device=device).expand(count, -1)
+        self.ids_BT = to_device(np.array(trunk.prompt[cut.position :]), device).expand(count, -1)
         self.positions_BT = torch.arange(cut.position, cut.position + length, device=device).expand(count, -1)
         self.mask_BT = torch.ones(count, len(trunk.prompt), dtype=torch.long, device=device)
         self.cache = trunk.cache(count, cut.position)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from patchclamp.engines.base import Answer, Part, Request, Tokenizer
 from patchclamp.engines.sampling import Sampler
 from patchclamp.errors import PatchclampError, RunError
+from patchclamp.kernels.transfer import Arriving, to_device
 from patchclamp.plan.cuts import Cut
 
 
@@ -89,22 +91,38 @@ class Writer:
         )  # fmt: skip
 
 
-def take_step(writers: Sequence[Writer], logits_BV: torch.Tensor) -> None:
-    """Gives every request that is not done its next token. What is read of the logits, float32, leaves the device for
-    all requests together."""
-    rows = [(b, writer) for b, writer in enumerate(writers) if not writer.done]
-    if not rows:
-        return
-    greedy = logits_BV.argmax(-1).tolist()
-    tokens = {b: greedy[b] if writer.sampler.is_greedy else writer.sampler.pick(logits_BV[b]) for b, writer in rows}
-    if not any(writer.wants_logprobs for _, writer in rows):
-        for b, writer in rows:
-            writer.take(tokens[b], [], None)
-        return
-    logprobs_BV = logits_BV.log_softmax(-1)
-    asked = {b: [tokens[b], *writer.scored] for b, writer in rows}
-    widest = max(map(len, asked.values()))
-    columns = [(asked.get(b) or [0]) + [0] * (widest - len(asked.get(b) or [0])) for b in range(len(writers))]
-    values = logprobs_BV.gather(1, torch.tensor(columns, device=logprobs_BV.device)).tolist()
-    for b, writer in rows:
-        writer.take(tokens[b], values[b], logprobs_BV[b])
+class Asked:
+    """What is read of a step's logits [B, V], float32, for all requests that are not done. It is on its way to host
+    memory."""
+
+    def __init__(self, writers: Sequence[Writer], logits_BV: torch.Tensor) -> None:
+        self._rows = [(b, writer) for b, writer in enumerate(writers) if not writer.done]
+        device = logits_BV.device
+        token_B = logits_BV.argmax(-1)
+        picked = {b: writer.sampler.pick(logits_BV[b]) for b, writer in self._rows if not writer.sampler.is_greedy}
+        if picked:
+            token_B[to_device(np.array(list(picked)), device)] = to_device(np.array(list(picked.values())), device)
+        self._tokens, self._values = Arriving(token_B), None
+        self._logprobs_BV: torch.Tensor | None = None
+        if any(writer.wants_logprobs for _, writer in self._rows):
+            logprobs_BV = logits_BV.log_softmax(-1)
+            self._logprobs_BV = logprobs_BV if any(writer.request.logprobs for _, writer in self._rows) else None
+            scored = {b: writer.scored for b, writer in self._rows}
+            columns = np.zeros((len(writers), max(map(len, scored.values()))), np.int64)
+            for b, ids in scored.items():
+                columns[b, : len(ids)] = list(ids)
+            columns_BK = torch.cat((token_B[:, None], to_device(columns, device)), 1)
+            self._values = Arriving(logprobs_BV.gather(1, columns_BK))
+
+    def take(self) -> None:
+        """Gives every request that is not done by now its next token."""
+        tokens = self._tokens.result().tolist()
+        values = None if self._values is None else self._values.result().tolist()
+        for b, writer in self._rows:
+            if not writer.done:
+                logprobs_V = None if self._logprobs_BV is None else self._logprobs_BV[b]
+                writer.take(tokens[b], [] if values is None else values[b], logprobs_V)
+
+    def wait(self) -> None:
+        """Returns when the step has been computed."""
+        (self._tokens if self._values is None else self._values).result()

@@ -15,11 +15,14 @@ import numpy as np
 import torch
 
 from patchclamp.kernels.noise import FRACTION, MASK, MULTIPLIERS, OCTAVES, PARTS, STEPS, quantiles
+from patchclamp.kernels.transfer import to_device
 from patchclamp.plan import APPLY, BLEND, CAPTURE, LINEAR, MATCH, NOISE, PROJECT, STORE, ProgramTable, StepPlan
 from patchclamp.plan.records import columns_of
 from patchclamp.plan.step import RowLabels
 
 CodeRunner = Callable[[int, torch.Tensor, int, np.ndarray], torch.Tensor | None]
+Late = list[tuple[np.ndarray, torch.Tensor]]
+"""Slots [n], and whether each one's edits were finite, bool [n] on the device."""
 
 
 def apply(
@@ -33,6 +36,7 @@ def apply(
     kept_K: torch.Tensor,
     token_R: torch.Tensor | None = None,
     code: CodeRunner | None = None,
+    late: Late | None = None,
 ) -> np.ndarray | None:
     """Applies a point's records to the rows in place, writes captured rows to `kept_K`, and stored ones to `bank_B`.
 
@@ -40,7 +44,8 @@ def apply(
     code: `code(number, rows [n, W], point, positions [n])` runs an `Apply`'s function; None if it failed
 
     A row whose edits are not finite in the tensor's dtype is left as it was: kept keys and values would carry NaN to
-    other requests. Returns the slots of such rows.
+    other requests. Returns the slots of such rows; or None, with `late` for a tensor that is no pair: then it waits for
+    nothing, and adds to `late` what tells them.
     """
     first, last = table.first[rows.slot, point], table.first[rows.slot, point + 1]
     at = np.flatnonzero(last > first)
@@ -74,10 +79,25 @@ def apply(
             else:
                 _edit(int(kind), h_AW, some, alike, position[some], bank_B)
     write = np.flatnonzero(edited & ~broken)
+    if late is not None and residual_RW is None:
+        _write_finite(hidden_RW, at_A[_on(hidden_RW, write)], h_AW[_on(h_AW, write)], rows.slot[at[write]], late)
+        return None
     finite = h_AW[_on(h_AW, write)].to(hidden_RW.dtype).isfinite().all(dim=1).cpu().numpy()
     good = _on(hidden_RW, write[finite])
     split(hidden_RW, residual_RW, at_A[good], h_AW[good])
     return np.unique(rows.slot[at[write[~finite]]])
+
+
+def _write_finite(
+    hidden_RW: torch.Tensor, at_A: torch.Tensor, h_AW: torch.Tensor, slot: np.ndarray, late: Late
+) -> None:
+    """Writes the rows back that are finite."""
+    if len(slot) == 0:
+        return
+    new_AW = h_AW.to(hidden_RW.dtype)
+    finite_A = new_AW.isfinite().all(dim=1)
+    hidden_RW.index_copy_(0, at_A, torch.where(finite_A[:, None], new_AW, hidden_RW.index_select(0, at_A)))
+    late.append((slot, finite_A))
 
 
 def join(hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, at_A: torch.Tensor) -> torch.Tensor:
@@ -256,7 +276,7 @@ def _rows(flat: torch.Tensor, width: int) -> torch.Tensor:
 
 def _on(rows: torch.Tensor, numbers: np.ndarray) -> torch.Tensor:
     """An array as a tensor on the device of the rows."""
-    return torch.from_numpy(numbers).to(rows.device)
+    return to_device(numbers, rows.device)
 
 
 def normals_of(

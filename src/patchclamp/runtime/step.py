@@ -1,4 +1,5 @@
-"""What carries out a step where the model is: `HostStep` on the CPU, `runtime.cuda.CudaStep` on a CUDA device."""
+"""What carries out a step: `HostStep` in PyTorch, wherever the model is; `runtime.cuda.CudaStep` in kernels of ours, on
+a CUDA device under vLLM."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import numpy as np
 import torch
 
 from patchclamp.kernels import fused
+from patchclamp.kernels.transfer import Arriving
 from patchclamp.plan import Batch, ProgramTable, StepPlan
 from patchclamp.plan.step import NUMBERS
 from patchclamp.store.bank import Bank
@@ -70,7 +72,10 @@ class Step(Protocol):
 
 
 class HostStep:
-    """Steps on the CPU. Captured rows are kept in one fp32 buffer a step."""
+    """Steps in PyTorch. Captured rows are kept in one fp32 buffer a step.
+
+    On a GPU, whether edits were finite is told after the step, so that no tap waits for the device.
+    """
 
     unit, recording = NUMBERS, False
     code: fused.CodeRunner | None = None
@@ -82,11 +87,16 @@ class HostStep:
 
     def __init__(self, table: ProgramTable, bank: Bank) -> None:
         self._table, self._bank = table, bank
+        self._is_late = bank.data.device.type != "cpu"
+        self._late: dict[int, fused.Late] = {}  # of the step at hand, by point
+        # of each step whose flags are on their way: slots with points, and the flags
+        self._arriving: list[tuple[list[tuple[int, int]], Arriving]] = []
 
     def begin(self, plan: StepPlan, batch: Batch, steps: int) -> None:
         self._plan = plan.advanced(steps) if steps else plan
         self._captures = torch.empty(plan.size, dtype=torch.float32, device=self._bank.data.device)
         self._sampled_rows = batch.sampled_rows
+        self._late.clear()
 
     def apply(
         self, point: int, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, sampled: bool
@@ -95,10 +105,15 @@ class HostStep:
         token_R = self.token_of_row
         if token_R is not None and sampled:
             token_R = token_R[torch.from_numpy(self._sampled_rows).to(token_R.device)]
-        arguments = (rows, point, self._table, self._plan, self._bank.data, self._captures, token_R, self.code)
+        late = self._late.setdefault(point, []) if self._is_late else None
+        arguments = (rows, point, self._table, self._plan, self._bank.data, self._captures, token_R, self.code, late)
         return fused.apply(hidden_RW, residual_RW, *arguments)
 
     def end(self, plan: StepPlan) -> BufferSlice | ScatteredSlices | None:
+        parts = [(point, slot, flags) for point, late in self._late.items() for slot, flags in late]
+        if parts:
+            slots = [(int(one), point) for point, slot, _ in parts for one in slot]
+            self._arriving.append((slots, Arriving(torch.cat([flags for _, _, flags in parts]))))
         return BufferSlice(HostBlock(self._captures.cpu().view(torch.uint8)), 0) if plan.size else None
 
     def prepare(self) -> None:
@@ -114,4 +129,7 @@ class HostStep:
         return None
 
     def failed(self) -> list[tuple[int, int]]:
-        return []
+        known = [step for step in self._arriving if step[1].has_arrived]
+        self._arriving = self._arriving[len(known) :]  # they come in order
+        told = [pair for slots, flags in known for pair in zip(slots, flags.result().tolist(), strict=True)]
+        return [slot for slot, good in told if not good]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
+from patchclamp.engines import collecting
 from patchclamp.lm import LM
 from patchclamp.run import Run
 
@@ -39,7 +40,7 @@ def run_batches(
         await _run_batches(lm, calls, read, under_way)
 
     # a thread, for a notebook has an event loop on this one already
-    with ThreadPoolExecutor(1, thread_name_prefix="patchclamp batches") as thread:
+    with collecting.rarely(), ThreadPoolExecutor(1, thread_name_prefix="patchclamp batches") as thread:
         # the thread starts before anything is under way: an interrupt would not wait for it
         thread.submit(int).result()
         ended = thread.submit(lambda: asyncio.run(main()))

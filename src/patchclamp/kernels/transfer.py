@@ -1,0 +1,41 @@
+"""Copies between host and device that leave neither waiting for the other.
+
+PyTorch waits for all that a CUDA device has to do before it copies from ordinary host memory, or to it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+
+def to_device(numbers: np.ndarray | torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """An array, or a tensor in host memory, as a tensor on a device. It may be changed as soon as this returns."""
+    tensor = torch.from_numpy(numbers) if isinstance(numbers, np.ndarray) else numbers
+    if torch.device(device).type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class Arriving:
+    """A tensor on its way to host memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if tensor.device.type != "cuda":
+            self._host = tensor.cpu()
+            return
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._host.copy_(tensor, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    @property
+    def has_arrived(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def result(self) -> torch.Tensor:
+        """The tensor, as soon as it is there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host
