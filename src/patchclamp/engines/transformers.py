@@ -37,7 +37,7 @@ from patchclamp.errors import (
 )
 from patchclamp.kernels.code import check_outside
 from patchclamp.plan.bound import BoundProgram, run_key
-from patchclamp.plan.cuts import Cut, Group
+from patchclamp.plan.cuts import Cut
 from patchclamp.plan.records import record_count
 from patchclamp.plan.room import Placement, Room, bank_sizes
 from patchclamp.runtime import Arrival, Limits, Runtime
@@ -123,15 +123,13 @@ class TransformersEngine(Engine):
         self._recompute = Recompute(self._net, self.sites, self.device, recompute, max_model_len)
         self._released: collections.deque[str] = collections.deque()
         self._asked: collections.deque[tuple[Future[Any], tuple[str, int, int | None]]] = collections.deque()
-        self._queued: collections.deque[Group] = collections.deque()  # batches that wait for the engine's thread
+        self._queued: collections.deque[None] = collections.deque()  # as many as jobs wait for the engine's thread
         self._unfinished: Generation | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="patchclamp")
 
     def submit(self, requests: list[Request]) -> list[Future[Answer]]:
         futures: list[Future[Answer]] = [Future() for _ in requests]
-        groups = self._recompute.groups(requests, self._batch_size)
-        self._queued.extend(groups)
-        for index, cut in groups:
+        for index, cut in self._recompute.groups(requests, self._batch_size):
             batch = [futures[i] for i in index]
             served = self._call(self._serve, [requests[i] for i in index], batch, cut)
             served.add_done_callback(functools.partial(settle_if_failed, batch))
@@ -181,16 +179,24 @@ class TransformersEngine(Engine):
         return {**self.runtime.status(), **self._room.counts(), **batches}
 
     def _call(self, job: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Runs a job on the engine's thread, after freeing what was released."""
+        """Runs a job on the engine's thread, after freeing what was released. After it, if no other is queued, the
+        batch that began last is finished."""
 
         def run() -> Any:
-            self._release([self._released.popleft() for _ in range(len(self._released))])
-            return job(*args)
+            self._queued.pop()
+            try:
+                self._release([self._released.popleft() for _ in range(len(self._released))])
+                return job(*args)
+            finally:
+                if not self._queued:
+                    self._finish_last()
 
         check_outside()
+        self._queued.append(None)
         try:
             return self._thread.submit(run)
         except RuntimeError:
+            self._queued.pop()
             raise EngineError("the engine is closed") from None
 
     def check_sampling(self, sampling: dict[str, Any]) -> None:
@@ -207,6 +213,7 @@ class TransformersEngine(Engine):
 
     def close(self) -> None:
         self._thread.shutdown()
+        self._finish_last()
 
     # -- on the engine's thread
 
@@ -221,15 +228,6 @@ class TransformersEngine(Engine):
                 asked.set_exception(error)
 
     def _serve(self, requests: list[Request], futures: list[Future[Answer]], cut: Cut | None) -> None:
-        """Serves a batch that was queued."""
-        self._queued.popleft()
-        try:
-            self._serve_now(requests, futures, cut)
-        finally:
-            if not self._queued:
-                self._finish_last()
-
-    def _serve_now(self, requests: list[Request], futures: list[Future[Answer]], cut: Cut | None) -> None:
         """Serves a batch. A program that has no room in it is an error; but where a cut decided who is in it, such a
         program waits for the next one.
 
@@ -250,13 +248,13 @@ class TransformersEngine(Engine):
         finally:
             self._finish_last()
         self._unfinished = generation
-        if waiting or not self._queued or not generation.is_short:
-            self._finish_last()
-        else:
+        if not waiting and generation.is_short:
             generation.forget_cache()
+            return
+        self._finish_last()
         self._free([requests[i].run for i in waiting])
         if waiting:
-            self._serve_now([requests[i] for i in waiting], [futures[i] for i in waiting], cut)
+            self._serve([requests[i] for i in waiting], [futures[i] for i in waiting], cut)
 
     def _finish_last(self) -> None:
         """Finishes the batch that began last, if it is not finished."""
