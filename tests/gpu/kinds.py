@@ -215,12 +215,9 @@ def _blocks(part: str, lm: Any, adapter: str) -> None:
     same = bits(clean) == bits(runs["unedited after it"]) and clean.cached_tokens == kept
     note(part, "6 unedited after edited is as never edited, bit for bit", same, f"{clean.cached_tokens} from the cache")
     moved = runs["edited, with the adapter"].logprobs != clean.logprobs
-    note(
-        part,
-        "  and the edit acts",
-        moved and runs["edited again"].token_ids == runs["edited, with the adapter"].token_ids,
-        "",
-    )
+    runs |= {"clean": clean, "edited anew": lm.run(ids, edits=hard, lora=adapter, **GREEDY)}
+    told = ", ".join(f"{name} {run.logprobs[0]:.6f}" for name, run in runs.items())
+    note(part, "  and the edit acts", moved, f"log-probability of the first token: {told}")
 
 
 def _as_merged(part: str, model: str, adapters: list[str | None], asked: list[dict[str, Any]],
