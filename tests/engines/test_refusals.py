@@ -344,20 +344,18 @@ def test_where_adapters_are_not_tested_they_are_refused(configuration):
 
     config = configuration()
     config.lora_config = LoRAConfig()
-    for device in ("cpu", "cuda"):
-        config.device_config.device_type = device
-        assert refused(config) == {}
-    config.parallel_config.world_size = config.parallel_config.tensor_parallel_size = 2
-    assert list(refused(config)) == ["LoRA (enable_lora) over several GPUs"]
-    with pytest.raises(pc.EngineError, match="merge the adapter into the model"):
-        check(config)
-    config.device_config.device_type = "cpu"
-    assert refused(config) == {}
+    for workers in (1, 2):
+        config.parallel_config.world_size = config.parallel_config.tensor_parallel_size = workers
+        for device in ("cuda", "cpu"):
+            config.device_config.device_type = device
+            assert refused(config) == {}
     config.lora_config.fully_sharded_loras = True
     assert list(refused(config)) == ["LoRA with sharded first matrices (fully_sharded_loras) over several workers"]
     config.lora_config.fully_sharded_loras = False
     config.parallel_config.tensor_parallel_size, config.parallel_config.pipeline_parallel_size = 1, 2
     assert list(refused(config)) == ["LoRA (enable_lora) over pipeline stages"]
+    with pytest.raises(pc.EngineError, match="LoRA .enable_lora. over pipeline stages"):
+        check(config)
 
 
 @pytest.mark.parametrize("option", ["enable_sp", "fuse_gemm_comms"])

@@ -140,7 +140,6 @@ def lora(part: str, model: str, **changed: Any) -> None:
     import patchclamp as pc
     from tests.engines.lora import adapter
 
-    os.environ[configuration.TRY_LORA] = "1"  # refused until it was tried there, which this is for
     folder = Path(f"{COMPILED}/adapters")
     names = {name: adapter(model, folder / name, seed) for seed, name in enumerate("ab")}
     adapters = [None, names["a"], names["b"], names["a"]]
@@ -215,9 +214,10 @@ def _blocks(part: str, lm: Any, adapter: str) -> None:
     same = bits(clean) == bits(runs["unedited after it"]) and clean.cached_tokens == kept
     note(part, "6 unedited after edited is as never edited, bit for bit", same, f"{clean.cached_tokens} from the cache")
     moved = runs["edited, with the adapter"].logprobs != clean.logprobs
-    runs |= {"clean": clean, "edited anew": lm.run(ids, edits=hard, lora=adapter, **GREEDY)}
-    told = ", ".join(f"{name} {run.logprobs[0]:.6f}" for name, run in runs.items())
-    note(part, "  and the edit acts", moved, f"log-probability of the first token: {told}")
+    alike = runs["edited again"].token_ids == runs["edited, with the adapter"].token_ids
+    told = ", ".join(f"{name} {run.logprobs[0]:.6f}" for name, run in {**runs, "clean": clean}.items())
+    found = f"it moves: {moved}; the same text from the cache: {alike}; the first log-probability: {told}"
+    note(part, "  and the edit acts", moved and alike, found)
 
 
 def _as_merged(part: str, model: str, adapters: list[str | None], asked: list[dict[str, Any]],

@@ -260,9 +260,6 @@ def refused(vllm_config: Any) -> dict[str, str]:
         ("micro-batching (enable_dbo, ubatch_size)",
          _above(parallel_config, "enable_dbo", 0) or _above(parallel_config, "ubatch_size"),
          "a step is cut in two, and rows are planned for a whole one"),
-        ("LoRA (enable_lora) over several GPUs", vllm_config.lora_config and parallel_config.world_size > 1
-         and os.environ.get(TRY_LORA) != "1" and vllm_config.device_config.device_type != "cpu",
-         "not supported yet: it was tried on the CPU build alone; merge the adapter into the model"),
         ("LoRA (enable_lora) over pipeline stages",
          vllm_config.lora_config and parallel_config.pipeline_parallel_size > 1,
          "not supported yet: on the CPU build stock vLLM ends with an error there"),
@@ -309,7 +306,6 @@ def refused(vllm_config: Any) -> dict[str, str]:
 
 DRAFTERS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")  # methods of speculative decoding that were tried
 GPU_V1_DRAFTERS = ("ngram", "eagle")  # on a GPU with the V1 runner
-TRY_LORA = "PATCHCLAMP_TRY_LORA_OVER_GPUS"  # "1": not refused; the check on two GPUs sets it, until it held
 PARALLEL_DRAFTERS = ("ngram", "eagle", "mtp")  # over several workers
 ADAPTED_DRAFTERS = ("ngram", "draft_model")  # beside adapters
 
