@@ -199,7 +199,7 @@ def test_steps_that_are_scheduled_before_drafts_are_checked_are_planned_where_th
         num_scheduled_tokens={"edited": 4, "back": 2, "late": 4, "new": 8}, total_num_scheduled_tokens=18,
         finished_req_ids=set(), preempted_req_ids=None,
     )  # fmt: skip
-    vars(attached).update(_runner=SimpleNamespace(req_states=states), _is_ahead=True, _begins={}, _most_kept=1 << 20, _settled=set(),
+    vars(attached).update(_runner=SimpleNamespace(req_states=states), _most_ahead=6, _begins={}, _most_kept=1 << 20, _settled=set(),
                           _graphs=None)  # fmt: skip
     del attached._take_in
     attached.runtime._stop_of = {"edited": 8}  # ten positions, were all drafts right: too late for its program
@@ -212,6 +212,8 @@ def test_steps_that_are_scheduled_before_drafts_are_checked_are_planned_where_th
     attached.planned(["edited", "late", "new", "back"], np.arange(4), optimistic, np.ones(4), None)
     assert planned == [(["edited", "late", "new", "back"], [7, 9, 16, 3])]
     computed.gpu[2] = 8
+    assert attached._look(output)[0] == (False, True)
+    running.num_computed_tokens[0], computed.gpu = 14, None  # it is past its program, however many drafts were wrong
     assert attached._look(output)[0] == (False, True)
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
 import patchclamp as pc
+from patchclamp.engines import transformers
 from patchclamp.engines.base import Request
+from patchclamp.engines.writer import Asked
 
 from ..models import of_family
 
@@ -26,6 +32,12 @@ def lm(folder):
 
 
 @pytest.fixture
+def busy(monkeypatch) -> None:
+    """As on a GPU that has much to do: whatever is asked of it has not arrived."""
+    monkeypatch.setattr(Asked, "has_arrived", False)
+
+
+@pytest.fixture
 def told(lm, monkeypatch) -> list[str]:
     """When batches begin and are finished: "begins 4" and "ends 4" of four requests."""
     engine, events = lm.engine, []
@@ -42,9 +54,31 @@ def steers(lm: pc.LM, count: int = len(PROMPTS)) -> list[list[pc.Op]]:
     return [[pc.Add(draw.standard_normal(lm.model.d_model).astype(np.float32), pc.resid_post[1])] for _ in range(count)]
 
 
-def test_one_batch_is_finished_after_the_next_began(lm, told):
+@contextlib.contextmanager
+def held_back(lm: pc.LM) -> Iterator[None]:
+    """The engine's thread begins when all jobs of a call are queued."""
+    engine, go_on = lm.engine, threading.Event()
+    submit = engine.submit
+    engine._call(go_on.wait)
+
+    def submitted(requests):
+        try:
+            return submit(requests)
+        finally:
+            go_on.set()
+
+    engine.submit = submitted
+    try:
+        yield
+    finally:
+        del engine.submit
+        go_on.set()
+
+
+def test_one_batch_is_finished_after_the_next_began(lm, told, busy):
     edits, asked = steers(lm), {"max_tokens": 1, "score": [3, 4], "logprobs": True}
-    runs = lm.run(PROMPTS, edits=edits, **asked)
+    with held_back(lm):
+        runs = lm.run(PROMPTS, edits=edits, **asked)
     assert told == ["begins 4", "begins 4", "ends 4", "begins 3", "ends 4", "ends 3"]
     for prompt, edit, run in zip(PROMPTS, edits, runs, strict=True):
         alone = lm.run(prompt, edits=edit, **asked)
@@ -59,19 +93,57 @@ def test_one_batch_is_finished_after_the_next_began(lm, told):
     {"max_tokens": 2}, {"max_tokens": 1, "logprobs": 2},
     {"max_tokens": 1, "sampling": {"temperature": 1.0, "seed": 1}},
 ])  # fmt: skip
-def test_what_reads_more_of_a_step_is_finished_at_once(lm, told, asked):
-    runs = lm.run(PROMPTS[:8], edits=steers(lm, 8), **asked)
+def test_what_reads_more_of_a_step_is_finished_at_once(lm, told, busy, asked):
+    with held_back(lm):
+        runs = lm.run(PROMPTS[:8], edits=steers(lm, 8), **asked)
     assert told == ["begins 4", "ends 4", "begins 4", "ends 4"]
     assert all(len(run.token_ids) == asked["max_tokens"] for run in runs)
 
 
-def test_programs_for_which_two_batches_leave_no_room_wait_for_the_first(folder, lm):
+def test_what_has_arrived_is_finished_at_once(lm, told):
+    with held_back(lm):
+        lm.run(PROMPTS[:8], edits=steers(lm, 8), max_tokens=1)
+    assert told == ["begins 4", "ends 4", "begins 4", "ends 4"]
+
+
+def test_programs_for_which_two_batches_leave_no_room_wait_for_the_first(folder, lm, busy):
     edits = steers(lm)
     expected = lm.run(PROMPTS, edits=edits, max_tokens=1, logprobs=True)
-    with pc.LM(folder, **OPTIONS, max_records=5) as narrow:
+    with pc.LM(folder, **OPTIONS, max_records=5) as narrow, held_back(narrow):
         runs = narrow.run(PROMPTS, edits=edits, max_tokens=1, logprobs=True)
         assert narrow.engine.status()["records"] == 0
     assert [run.logprobs for run in runs] == [run.logprobs for run in expected]
+
+
+def test_a_large_program_finds_the_room_that_it_would_find_without_the_batch_before(folder, busy):
+    """Small ones after it must not lie in the middle when the batch before is gone."""
+    options = {**OPTIONS, "max_num_seqs": 2, "max_records": 10, "recompute": "all"}
+    with pc.LM(folder, **options) as lm, held_back(lm):
+        edits = [[pc.Scale(0.9, pc.resid_post[1], pc.prompt[i]) for i in range(size)] for size in (4, 0, 8, 2)]
+        runs = lm.run(PROMPTS[:4], edits=edits, max_tokens=1)
+        assert [run.error for run in runs] == [None] * 4
+
+
+def test_a_job_that_could_not_be_queued_holds_nothing_up(folder, busy, monkeypatch):
+    def interrupted(job):
+        raise KeyboardInterrupt
+
+    with pc.LM(folder, **OPTIONS) as lm:
+        with monkeypatch.context() as during:
+            during.setattr(lm.engine._thread, "submit", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                lm.engine._call(int)
+        assert len(lm.run(PROMPTS[0], max_tokens=1).token_ids) == 1
+
+
+def test_what_a_failed_batch_would_have_told_is_not_said_of_the_next_in_its_slots(lm, monkeypatch):
+    monkeypatch.setattr(lm.engine.runtime.step, "_is_late", True)
+    huge = [pc.Scale(3e38, pc.resid_post[1]), pc.Scale(3e38, pc.resid_post[2])]
+    with monkeypatch.context() as broken:
+        broken.setattr(transformers, "Asked", lambda *_: 1 / 0)
+        runs = lm.run(PROMPTS[:4], edits=[huge] * 4, max_tokens=1)
+        assert all("ZeroDivisionError" in str(run.error) for run in runs)
+    assert [run.error for run in lm.run(PROMPTS[:4], edits=steers(lm, 4), max_tokens=1)] == [None] * 4
 
 
 def test_batches_that_are_queued_are_finished_before_an_engine_closes(folder):

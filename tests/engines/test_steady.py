@@ -50,7 +50,7 @@ class Side:
         vars(self.worker).update(
             runtime=runtime, _sender=shared.Sender(), _preemptions=0, _total=0, _active=False, _awaits_logits=False, _settled=set(),
             _most_kept=4 * 4 * WIDTH,  # a token of one program that captures
-            _uniform=False, _is_ahead=False, _steps=[0, 0],
+            _uniform=False, _most_ahead=0, _steps=[0, 0],
         )  # fmt: skip
 
     def before(self, output: SimpleNamespace) -> tuple[tuple[bool, bool], bool]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 YOUNG = 200  # collections of younger objects between two of all, instead of 10: some million new objects
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # the collector itself may end a call that nobody holds
 _inside = 0  # calls under way
 _usual = 0  # what the threshold was before them
 

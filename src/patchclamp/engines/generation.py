@@ -18,6 +18,7 @@ class Generation:
     errors: of each request, if it failed before its first step
     computed_from: the cut that its first step begins at; None: everything is computed
     asked: what is read of the last step's logits
+    has_failed: whether something failed that ended all of them
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class Generation:
         self.computed_from: Cut | None = None
         self.passes: Passes | None = None
         self.asked: Asked | None = None
+        self.has_failed = False
 
     @property
     def ready(self) -> list[int]:
@@ -41,9 +43,10 @@ class Generation:
         return requests
 
     @property
-    def is_short(self) -> bool:
-        """Whether one step is all, and all that is read of it was asked for when it began."""
-        return self.asked is not None and all(
+    def may_wait(self) -> bool:
+        """Whether one step is all, which the device still computes, and all that is read of it was asked for when it
+        began."""
+        return self.asked is not None and not self.asked.has_arrived and all(
             writer.sampler.is_greedy and writer.request.max_tokens == 1 and not writer.request.logprobs
             and writer.request.listener is None for writer in self.writers
         )  # fmt: skip
@@ -55,6 +58,7 @@ class Generation:
 
     def fail(self, error: Exception) -> None:
         """Ends all requests that are ready with an error."""
+        self.has_failed = True
         for i in self.ready:
             self.errors[i] = error
 

@@ -9,6 +9,7 @@ import collections
 import contextlib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal
@@ -123,7 +124,8 @@ class TransformersEngine(Engine):
         self._recompute = Recompute(self._net, self.sites, self.device, recompute, max_model_len)
         self._released: collections.deque[str] = collections.deque()
         self._asked: collections.deque[tuple[Future[Any], tuple[str, int, int | None]]] = collections.deque()
-        self._queued: collections.deque[None] = collections.deque()  # as many as jobs wait for the engine's thread
+        self._queued: set[int] = set()  # the jobs that wait for the engine's thread, by their numbers
+        self._numbers = itertools.count()
         self._unfinished: Generation | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="patchclamp")
 
@@ -157,8 +159,8 @@ class TransformersEngine(Engine):
         self._released.extend(runs)
 
     def abort(self, runs: list[str]) -> None:
-        """A batch that was submitted runs to its end, except for runs whose listener is closed. Then the captures of
-        these runs are freed."""
+        """Frees the captures of runs. A batch that was submitted runs to its end, except for runs whose listener is
+        closed."""
         with contextlib.suppress(EngineError):  # closed: nothing is held any more
             self._call(self._release, runs)
 
@@ -183,8 +185,8 @@ class TransformersEngine(Engine):
         batch that began last is finished."""
 
         def run() -> Any:
-            self._queued.pop()
             try:
+                self._queued.discard(job_number)
                 self._release([self._released.popleft() for _ in range(len(self._released))])
                 return job(*args)
             finally:
@@ -192,12 +194,16 @@ class TransformersEngine(Engine):
                     self._finish_last()
 
         check_outside()
-        self._queued.append(None)
+        job_number = next(self._numbers)
         try:
+            self._queued.add(job_number)
             return self._thread.submit(run)
         except RuntimeError:
-            self._queued.pop()
+            self._queued.discard(job_number)
             raise EngineError("the engine is closed") from None
+        except BaseException:  # an interrupt
+            self._queued.discard(job_number)
+            raise
 
     def check_sampling(self, sampling: dict[str, Any]) -> None:
         Sampler.check(sampling)
@@ -235,10 +241,9 @@ class TransformersEngine(Engine):
         """
         errors = self._admit(requests)
         if self._unfinished is not None and any(isinstance(error, CapacityError) for error in errors):
-            self._finish_last()  # which makes room
-            again = [i for i, error in enumerate(errors) if isinstance(error, CapacityError)]
-            for i, error in zip(again, self._admit([requests[i] for i in again]), strict=True):
-                errors[i] = error
+            self._finish_last()  # which makes room, for all of them anew: small ones may lie where a large one would
+            self._free([request.run for request in requests])
+            errors = self._admit(requests)
         may_wait = cut is not None and None in errors
         waiting = [i for i, error in enumerate(errors) if may_wait and isinstance(error, CapacityError)]
         here = [i for i in range(len(requests)) if i not in waiting]
@@ -248,7 +253,7 @@ class TransformersEngine(Engine):
         finally:
             self._finish_last()
         self._unfinished = generation
-        if not waiting and generation.is_short:
+        if not waiting and generation.may_wait:
             generation.forget_cache()
             return
         self._finish_last()
@@ -266,6 +271,10 @@ class TransformersEngine(Engine):
                 self._generate(generation)
         except Exception as error:
             generation.fail(as_patchclamp_error(error))
+        if generation.has_failed:  # what its steps have to say must not be said of the next in its slots
+            with contextlib.suppress(Exception):
+                self._host.arrive()
+                self.runtime.collect_failures()
         for request, future, answer in zip(generation.requests, generation.futures, generation.answers(), strict=True):
             try:
                 self._free([request.run])

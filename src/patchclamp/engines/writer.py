@@ -123,6 +123,15 @@ class Asked:
                 logprobs_V = None if self._logprobs_BV is None else self._logprobs_BV[b]
                 writer.take(tokens[b], [] if values is None else values[b], logprobs_V)
 
+    @property
+    def _last(self) -> Arriving:
+        return self._tokens if self._values is None else self._values
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the step has been computed."""
+        return self._last.has_arrived
+
     def wait(self) -> None:
         """Returns when the step has been computed."""
-        (self._tokens if self._values is None else self._values).result()
+        self._last.result()

@@ -10,7 +10,7 @@ import torch
 
 
 def to_device(numbers: np.ndarray | torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """An array, or a tensor in host memory, as a tensor on a device. It may be changed as soon as this returns."""
+    """An array, or a tensor in ordinary host memory, as a tensor on a device; on the CPU it shares its memory."""
     tensor = torch.from_numpy(numbers) if isinstance(numbers, np.ndarray) else numbers
     if torch.device(device).type != "cuda":
         return tensor.to(device)
@@ -28,7 +28,7 @@ class Arriving:
         self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._host.copy_(tensor, non_blocking=True)
         self._event = torch.cuda.Event()
-        self._event.record()
+        self._event.record(torch.cuda.current_stream(tensor.device))
 
     @property
     def has_arrived(self) -> bool:

@@ -3,13 +3,14 @@ a CUDA device under vLLM."""
 
 from __future__ import annotations
 
+import collections
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from patchclamp.kernels import fused
-from patchclamp.kernels.transfer import Arriving
+from patchclamp.kernels.transfer import Arriving, to_device
 from patchclamp.plan import Batch, ProgramTable, StepPlan
 from patchclamp.plan.step import NUMBERS
 from patchclamp.store.bank import Bank
@@ -74,7 +75,8 @@ class Step(Protocol):
 class HostStep:
     """Steps in PyTorch. Captured rows are kept in one fp32 buffer a step.
 
-    On a GPU, whether edits were finite is told after the step, so that no tap waits for the device.
+    On a GPU, whether edits were finite is told after the step, so that taps wait for nothing, but for those that look
+    at token ids or run code.
     """
 
     unit, recording = NUMBERS, False
@@ -90,7 +92,7 @@ class HostStep:
         self._is_late = bank.data.device.type != "cpu"
         self._late: dict[int, fused.Late] = {}  # of the step at hand, by point
         # of each step whose flags are on their way: slots with points, and the flags
-        self._arriving: list[tuple[list[tuple[int, int]], Arriving]] = []
+        self._arriving: collections.deque[tuple[list[tuple[int, int]], Arriving]] = collections.deque()
 
     def begin(self, plan: StepPlan, batch: Batch, steps: int) -> None:
         self._plan = plan.advanced(steps) if steps else plan
@@ -104,7 +106,7 @@ class HostStep:
         rows = self._plan.sampled if sampled else self._plan.tokens
         token_R = self.token_of_row
         if token_R is not None and sampled:
-            token_R = token_R[torch.from_numpy(self._sampled_rows).to(token_R.device)]
+            token_R = token_R[to_device(self._sampled_rows, token_R.device)]
         late = self._late.setdefault(point, []) if self._is_late else None
         arguments = (rows, point, self._table, self._plan, self._bank.data, self._captures, token_R, self.code, late)
         return fused.apply(hidden_RW, residual_RW, *arguments)
@@ -129,7 +131,17 @@ class HostStep:
         return None
 
     def failed(self) -> list[tuple[int, int]]:
-        known = [step for step in self._arriving if step[1].has_arrived]
-        self._arriving = self._arriving[len(known) :]  # they come in order
+        known = []
+        while self._arriving and self._arriving[0][1].has_arrived:
+            known.append(self._arriving.popleft())
         told = [pair for slots, flags in known for pair in zip(slots, flags.result().tolist(), strict=True)]
         return [slot for slot, good in told if not good]
+
+    def arrive(self) -> None:
+        """Returns when `failed` can tell of all steps so far."""
+        try:
+            for _, flags in self._arriving:
+                flags.result()
+        except Exception:  # the device computes no more
+            self._arriving.clear()
+            raise

@@ -91,7 +91,7 @@ class Attached:
         self._warm = self.runtime.device.type != "cuda"
         self._preemptions = self._total = 0
         self._requests: list[str] = []  # of the step that was planned last
-        self._is_ahead = compat.is_ahead_of_drafts(runner)
+        self._most_ahead = compat.most_ahead(runner)
         self._begins: dict[str, int] = {}  # by request of a step with programs, its first position, if that is so
         self._most_kept = limits.kept_bytes
         self._graphs: Graphs | None = None
@@ -179,7 +179,7 @@ class Attached:
         if not len(self.runtime) and not ordered and compat.same_requests(scheduler_output):
             self._active = False
             return False, True
-        known = len(self.runtime) and not ordered and not self._is_ahead
+        known = len(self.runtime) and not ordered and not self._most_ahead
         requests = compat.going_on(scheduler_output) if known else None
         answer = self.runtime.continuity.answer(requests)
         if answer is None:
@@ -215,9 +215,12 @@ class Attached:
         return answer, steps_left - 1 if steps_left else FOREVER
 
     def _positions(self, scheduler_output: Any) -> list[tuple[str, int]]:
-        """Each request of a step and the first position it computes."""
-        if not self._is_ahead:
-            return list(compat.positions(scheduler_output))
+        """Each request of a step and the first position it computes; or one that is too late, where no program acts at
+        the earliest that it can be."""
+        positions = list(compat.positions(scheduler_output))
+        earliest = ((request, max(begin - self._most_ahead, 0)) for request, begin in positions)
+        if not self._most_ahead or not self.runtime.steps_left(earliest):
+            return positions
         self._begins = compat.checked_positions(self._runner, scheduler_output)
         return list(self._begins.items())
 
@@ -267,7 +270,7 @@ class Attached:
     ) -> None:
         """Plans a step with programs. The arrays are the runner's own, and change with its next step."""
         self._requests = requests
-        if self._is_ahead:
+        if self._most_ahead:
             position = np.array([self._begins[request] for request in requests])
         try:
             self.runtime.begin_step(requests, row, position, count, self._total, samples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -26,11 +27,13 @@ def on_config(complete: Callable[[Any], None]) -> None:
 
     @functools.wraps(stock)
     def create_engine_config(engine_args: Any, *args: Any, **kwargs: Any) -> Any:
+        drafts = copy.copy(engine_args.speculative_config)
         config = stock(engine_args, *args, **kwargs)
         if enabled(config) is None:
             return config
         if engine_args.async_scheduling is None and needs_steps_apart(config):  # as vLLM has it by default
             engine_args.async_scheduling = False
+            engine_args.speculative_config = drafts  # which vLLM has completed in place
             config = stock(engine_args, *args, **kwargs)
         complete(config)
         return config

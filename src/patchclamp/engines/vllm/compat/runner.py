@@ -23,6 +23,8 @@ from patchclamp.engines.vllm.compat.seams import require, require_all, require_o
 from patchclamp.engines.vllm.compat.seeds import rewind
 from patchclamp.errors import SeamMoved
 
+STEPS_UNDER_WAY = 2  # at most, of one worker, where steps are scheduled ahead
+
 # -- the worker
 
 
@@ -344,12 +346,13 @@ def checked_positions(runner: Any, scheduler_output: Any) -> dict[str, int]:
     return begins
 
 
-def is_ahead_of_drafts(runner: Any) -> bool:
-    """Whether a step is scheduled before it is known how many drafts of the last one were right."""
-    vllm_config = runner.vllm_config
-    return vllm_config.speculative_config is not None and bool(
-        getattr(vllm_config.scheduler_config, "async_scheduling", False)
-    )
+def most_ahead(runner: Any) -> int:
+    """By how many tokens the scheduler may take a request to be further than it is, because steps are scheduled before
+    it is known how many drafts of the last one were right."""
+    speculative_config, scheduler_config = runner.vllm_config.speculative_config, runner.vllm_config.scheduler_config
+    if speculative_config is None or not getattr(scheduler_config, "async_scheduling", False):
+        return 0
+    return STEPS_UNDER_WAY * speculative_config.num_speculative_tokens
 
 
 def orders(scheduler_output: Any) -> Any:
