@@ -13,10 +13,11 @@ import torch
 from vllm.v1.sample import rejection_sampler
 
 import patchclamp as pc
+from patchclamp.engines.vllm import worker as worker_module
 from patchclamp.engines.vllm.compat.core import _check_beside_drafts
 from patchclamp.errors import ProgramError
 
-from ..drafters import drafting
+from ..drafters import COUNT, drafting
 from .lora import adapter
 from .test_admission import engine_core, worker
 from .test_families import EAGER, IDS, flat
@@ -85,6 +86,35 @@ def drafted(pair, monkeypatch):
     return counts
 
 
+@pytest.fixture
+def ahead(pair, monkeypatch):
+    """As where steps are scheduled before drafts are checked: what the scheduler and the runner say is too far by up to a
+    step's drafts, and the device knows better. `ahead(False)` has the worker believe them."""
+    attached, rng, told = worker(pair[1]), np.random.default_rng(1), {}
+    positions, planned, look = worker_module.compat.positions, attached.hooks.planned, attached._look
+
+    def looks(scheduler_output):
+        with monkeypatch.context() as here:  # the other engine's scheduler is right
+            here.setattr(worker_module.compat, "positions", optimistic)
+            here.setattr(worker_module.compat, "checked_positions", lambda runner, output: dict(positions(output)))
+            return look(scheduler_output)
+
+    def optimistic(scheduler_output):
+        goes_on = scheduler_output.scheduled_cached_reqs.req_ids
+        told.clear()
+        told.update({request: int(rng.integers(COUNT + 1)) if request in goes_on else 0
+                     for request, _ in positions(scheduler_output)})  # fmt: skip
+        return [(request, begin + told[request]) for request, begin in positions(scheduler_output)]
+
+    def too_far(requests, row, position, *others):
+        planned(requests, row, position + np.array([told[request] for request in requests]), *others)
+
+    monkeypatch.setattr(attached, "_look", looks)
+    monkeypatch.setattr(attached.hooks, "planned", too_far)
+    monkeypatch.setattr(attached, "_most_ahead", 2 * COUNT)
+    return lambda is_told: monkeypatch.setattr(attached, "_most_ahead", 2 * COUNT * is_told)
+
+
 def equal(ours: pc.Run, theirs: pc.Run, sites: list[str]) -> bool:
     for place in sites:
         assert ours.positions(place) == theirs.positions(place), place
@@ -104,6 +134,25 @@ def runs_are_alike(pair: tuple[pc.LM, pc.LM], edits: list, **options) -> list[pc
         assert b.drafts is None
         assert a.drafts.accepted <= a.drafts.proposed
     return ours
+
+
+WINDOWS = {
+    f"generated {first} to {end}": [pc.Add(ROW_D, pc.resid_post[1], pc.generated[first:end], scale=4.0)]
+    for first, end in ((0, 1), (2, 5), (7, 8), (20, 31))
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS | WINDOWS)
+def test_steps_that_are_scheduled_before_drafts_are_checked_are_planned_where_they_begin(pair, drafted, ahead, program):
+    runs_are_alike(pair, (PROGRAMS | WINDOWS)[program])
+    assert sum(tokens for _, tokens in drafted) > 0
+
+
+@pytest.mark.parametrize("program", ["logits", "generated 2 to 5"])
+def test_and_would_be_wrong_where_the_scheduler_says(pair, ahead, program):
+    ahead(False)
+    with pytest.raises(AssertionError):
+        runs_are_alike(pair, (PROGRAMS | WINDOWS)[program])
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
