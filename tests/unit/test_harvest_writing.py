@@ -182,6 +182,31 @@ def test_nobody_waits_for_a_part_that_failed(lm, documents, tmp_path, monkeypatc
     assert bytes_of(Path(again.folder)) == bytes_of(Path(whole.folder))
 
 
+class Waits:
+    """A part that is told that the harvest has been stopped, once another one has failed."""
+
+    def write(self, batch, pools):
+        assert pools.stopped.wait(30)
+        raise RunError("the harvest has been stopped")
+
+
+class Fails:
+    def seal(self, pools):
+        raise OSError("the disk is gone")
+
+
+@pytest.mark.parametrize("how", ["finish", "put"])
+def test_what_is_raised_is_what_failed_first(how):
+    its = writer.Writer(1, 1)
+    its.put(Waits(), None)
+    its.seal(Fails())
+    told = its._under_way[0].exception(30)
+    assert "stopped" in str(told)
+    with pytest.raises(OSError, match="the disk is gone"):
+        its.finish() if how == "finish" else its.put(Waits(), None)
+    its.stop()
+
+
 def test_after_a_failed_sync_nothing_more_is_listed(lm, documents, tmp_path, monkeypatch):
     """The system tells of pages that it lost once: the next sync of the same file succeeds."""
     calls, listed, sync, add = itertools.count(), [], ShardFile.sync, Ledger.add

@@ -277,6 +277,7 @@ class Writer:
         )  # fmt: skip
         self._room = threading.BoundedSemaphore(WRITERS)
         self._under_way: list[Future[None]] = []
+        self._failure: BaseException | None = None  # the first: others may be told that the harvest has been stopped
 
     def put(self, part: OpenPart, batch: Batch) -> None:
         """Has a batch written. Waits while there are too many; raises what went wrong with those before."""
@@ -291,7 +292,7 @@ class Writer:
     def finish(self) -> None:
         """Returns when all is written and sealed; raises what went wrong."""
         while self._under_way:
-            self._under_way.pop(0).result()
+            self._take(self._under_way.pop(0))
 
     def stop(self) -> None:
         """Returns when no thread runs any more; what has not begun is not done."""
@@ -303,7 +304,8 @@ class Writer:
         try:
             if part.write(batch, self._pools):
                 self.seal(part)
-        except BaseException:
+        except BaseException as error:
+            self._failure = self._failure or error
             self._open_no_more()
             raise
         finally:
@@ -312,7 +314,8 @@ class Writer:
     def _seal(self, part: OpenPart) -> None:
         try:
             part.seal(self._pools)
-        except BaseException:
+        except BaseException as error:
+            self._failure = self._failure or error
             self._open_no_more()
             raise
 
@@ -325,7 +328,14 @@ class Writer:
         ended = [future for future in self._under_way if future.done()]
         for future in ended:
             self._under_way.remove(future)
+            self._take(future)
+
+    def _take(self, future: Future[None]) -> None:
+        """Waits for something that is under way. Raises what went wrong first, if anything did."""
+        try:
             future.result()
+        except BaseException as error:
+            raise self._failure or error from None
 
 
 def _threads(name: str, count: int) -> ThreadPoolExecutor:
