@@ -155,7 +155,7 @@ def test_batches_that_are_queued_are_finished_before_an_engine_closes(folder):
 
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_edits_that_are_not_finite_fail_their_own_runs_also_if_the_device_tells_it_late(lm, monkeypatch, tokens):
-    """As on a GPU, where no tap waits for the device."""
+    """As on a GPU, where these taps do not wait for the device."""
     edits = steers(lm)
     huge = [2, 4, 9]
     for i in huge:
