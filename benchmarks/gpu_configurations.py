@@ -3,8 +3,8 @@
     python benchmarks/gpu_configurations.py --out DIR     (a CUDA machine; the shape of Qwen3-0.6B, random weights)
     python benchmarks/gpu_configurations.py --shape 8b --configurations "lora;fp8;ngram" --out DIR
 
-With EAGLE the model is Llama 3's 8B, whatever `--shape` says, and the drafter has one layer of it; none of its drafts is
-right. Each row says its shape.
+With EAGLE the model is Llama 3's 8B, whatever `--shape` says, and the drafter has one layer of it; none of its drafts
+is right. Each row says its shape.
 
 Stock vLLM and ours, set up alike, in turns, as `gpu_speed.py` has them; a figure is the ratio of the medians of a step.
 """
