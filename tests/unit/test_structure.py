@@ -1,9 +1,8 @@
-"""The package keeps its own rules: imports point one way, rooms know only what they may, functions stay small."""
+"""The package keeps its own rules: imports point one way, rooms know only what they may."""
 
 import ast
 import graphlib
 import re
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -180,20 +179,6 @@ def test_every_public_name_is_there():
 
 
 @every_file
-def test_a_file_says_why_and_is_short(name):
+def test_a_file_has_a_docstring_and_a_specific_name(name):
     assert ast.get_docstring(TREES[name]), f"{name} has no docstring"
-    assert len(FILES[name].read_text().splitlines()) <= 500
     assert not {"utils", "util", "helpers", "helper", "common", "misc"} & set(name.removesuffix(".py").split("/"))
-
-
-def test_functions_are_small():
-    sizes = {
-        f"{name}:{node.name}": node.end_lineno - node.lineno + 1 + len(node.decorator_list)
-        for name, tree in TREES.items()
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno is not None
-    }
-    assert len(sizes) > 200
-    assert not {name: size for name, size in sizes.items() if size > 75}
-    assert sum(size <= 20 for size in sizes.values()) >= 0.9 * len(sizes)
-    assert statistics.median(sizes.values()) <= 7
