@@ -6,7 +6,6 @@ Everything here is put around one core's own objects, and does nothing for reque
 from __future__ import annotations
 
 import collections
-import functools
 import threading
 import uuid
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from patchclamp.engines.vllm.admission import Admission, RequestProgram, Verdict
 from patchclamp.engines.vllm.compat import images
 from patchclamp.engines.vllm.compat.configuration import KEY, enabled
 from patchclamp.engines.vllm.compat.runner import carried, has_foreign
-from patchclamp.engines.vllm.compat.seams import require
+from patchclamp.engines.vllm.compat.seams import forwards, require
 from patchclamp.engines.vllm.last_words import LastWords
 from patchclamp.errors import EngineError, PatchclampError, ProgramError, pack
 
@@ -42,13 +41,13 @@ def on_core(make: Callable[[Any], Admission]) -> None:
     A core loads plugins while it is being made, so it is met when the first request or call reaches it.
     """
     owner, name = require("core requests")
-    for seam in ("schedule", "update"):
+    for seam in ("schedule", "update", "arrival", "end", "unfinished", "finished"):
         require(seam)
     stock = getattr(owner, name)
     if hasattr(stock, "patchclamp"):
         return
 
-    @functools.wraps(stock)
+    @forwards(stock)
     def preprocess_add_request(core: Any, request: Any) -> Any:
         if getattr(core, "patchclamp", None) is None and enabled(core.vllm_config) is None:
             return stock(core, request)
@@ -122,18 +121,17 @@ class _Admitting:
         self._ended: dict[str, RequestProgram] = {}  # that ended since their last output was told
         self._withheld: collections.deque[_Withheld] = collections.deque()
         scheduler = self._scheduler
-        self._add, self._schedule, self._update = (
-            scheduler.add_request,
-            scheduler.schedule,
-            scheduler.update_from_output,
-        )
-        self._free, self._unfinished = scheduler._free_request, scheduler.get_num_unfinished_requests
-        self._finished = scheduler.has_finished_requests
-        scheduler.add_request, scheduler.schedule, scheduler.update_from_output = self.add, self.plan, self.end_step
-        scheduler._free_request, scheduler.get_num_unfinished_requests = self.free, self.unfinished
-        scheduler.has_finished_requests = self.finished
+        self._add, self._schedule = scheduler.add_request, scheduler.schedule
+        self._update, self._free = scheduler.update_from_output, scheduler._free_request
+        self._unfinished, self._finished = scheduler.get_num_unfinished_requests, scheduler.has_finished_requests
         self._search = scheduler.kv_cache_manager.get_computed_blocks
-        scheduler.kv_cache_manager.get_computed_blocks = self.search
+        scheduler.add_request = forwards(self._add)(self.add)
+        scheduler.schedule = forwards(self._schedule)(self.plan)
+        scheduler.update_from_output = forwards(self._update)(self.end_step)
+        scheduler._free_request = forwards(self._free)(self.free)
+        scheduler.get_num_unfinished_requests = forwards(self._unfinished)(self.unfinished)
+        scheduler.has_finished_requests = forwards(self._finished)(self.finished)
+        scheduler.kv_cache_manager.get_computed_blocks = forwards(self._search)(self.search)
 
     def hold(self, vectors: bytes, keys: list[str], drop: list[str]) -> None:
         import safetensors.numpy
@@ -186,13 +184,13 @@ class _Admitting:
         by_priority = self._scheduler.policy.value == "priority"
         return (request.priority, request.arrival_time) if by_priority else ()
 
-    def search(self, request: Any) -> Any:
+    def search(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         """What the prefix cache has for a request that is scheduled for the first time, or again."""
         program: RequestProgram | None = getattr(request, "patchclamp", None)
         if program is not None and program.is_stale and request.num_computed_tokens == 0:
             program.refresh()
             self._key_blocks(request)
-        result = self._search(request)
+        result = self._search(request, *args, **kwargs)
         if program is not None:
             program.cached_tokens = max(program.cached_tokens, result[1])
         return result
@@ -240,9 +238,9 @@ class _Admitting:
         """Whether workers have something to do, or to say."""
         return self.admission.has_orders or bool(self._withheld)
 
-    def end_step(self, scheduler_output: Any, model_output: Any) -> Any:
+    def end_step(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """The outputs of a step, with the verdicts on their programs."""
-        outputs = self._update(scheduler_output, model_output)
+        outputs = self._update(scheduler_output, model_runner_output)
         if self.admission.errors:
             self._end_refused(outputs)
         if self._ended or self.admission.programs:
@@ -372,7 +370,7 @@ def on_outputs() -> None:
     if hasattr(stock, "patchclamp"):
         return
 
-    @functools.wraps(stock)
+    @forwards(stock)
     def process_outputs(processor: Any, engine_core_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         verdicts: dict[str, Verdict] = {}
         tables = tables_of(processor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from patchclamp.engines.vllm.compat.graphs import (
     record_variants,
     record_variants_v1,
 )
-from patchclamp.engines.vllm.compat.seams import require, require_all, require_on, version
+from patchclamp.engines.vllm.compat.seams import forwards, require, require_all, require_on, version
 from patchclamp.engines.vllm.compat.seeds import rewind
 from patchclamp.errors import SeamMoved
 
@@ -86,7 +85,7 @@ def on_sleep(worker: Any, refusal: Callable[[int], Exception | None]) -> None:
     """Has a worker sleep only at levels for which there is no `refusal`."""
     stock = worker.sleep
 
-    @functools.wraps(stock)
+    @forwards(stock)
     def sleep(level: int = 1, *args: Any, **kwargs: Any) -> Any:
         error = refusal(level)
         if error is not None:
@@ -100,7 +99,7 @@ def on_execute(worker: Any, ahead: Callable[[Any], None]) -> None:
     """Calls `ahead(scheduler_output)` as soon as a step reaches a worker, which may then wait for another's tensors."""
     execute = worker.execute_model
 
-    @functools.wraps(execute)
+    @forwards(execute)
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         ahead(scheduler_output)
         return execute(scheduler_output, *args, **kwargs)
@@ -134,7 +133,7 @@ def hook_runner(runner: Any, kind: str, hooks: Hooks, graphs: Graphs | None) -> 
     net = runner.get_model()
     compute = net.compute_logits
 
-    @functools.wraps(compute)
+    @forwards(compute)
     def compute_logits(*args: Any, **kwargs: Any) -> Any:
         logits = compute(*args, **kwargs)
         hooks.logits(logits)
@@ -159,7 +158,7 @@ def _hook_v1(runner: Any, hooks: Hooks, graphs: Graphs | None) -> None:
     active = False  # the step at hand
     drafts = runner.vllm_config.speculative_config is not None
 
-    @functools.wraps(execute)
+    @forwards(execute)
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal active
         active, fits = hooks.before(scheduler_output)
@@ -177,9 +176,9 @@ def _hook_v1(runner: Any, hooks: Hooks, graphs: Graphs | None) -> None:
             graphs.use(active=False)  # the model that drafts, whose graphs are among them, runs after this
         return result
 
-    @functools.wraps(prepare)
-    def prepare_inputs(scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
-        result = prepare(scheduler_output, num_scheduled_tokens)
+    @forwards(prepare)
+    def prepare_inputs(scheduler_output: Any, num_scheduled_tokens: np.ndarray, *args: Any, **kwargs: Any) -> Any:
+        result = prepare(scheduler_output, num_scheduled_tokens, *args, **kwargs)
         if not active:
             return result
         batch = runner.input_batch
@@ -207,7 +206,7 @@ def _hook_v2(runner: Any, hooks: Hooks, graphs: Graphs) -> None:
     active = False  # the step at hand
     drafts = runner.vllm_config.speculative_config is not None
 
-    @functools.wraps(execute)
+    @forwards(execute)
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal active
         if kwargs.get("dummy_run") or (len(args) > 1 and args[1]):
@@ -229,7 +228,7 @@ def _hook_v2(runner: Any, hooks: Hooks, graphs: Graphs) -> None:
             active = False  # `sample_tokens` may be called all the same
             raise
 
-    @functools.wraps(prepare)
+    @forwards(prepare)
     def prepare_inputs(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         batch = prepare(scheduler_output, *args, **kwargs)
         if not active:
@@ -240,7 +239,7 @@ def _hook_v2(runner: Any, hooks: Hooks, graphs: Graphs) -> None:
         hooks.planned(requests, start, position, batch.num_scheduled_tokens, samples)
         return batch
 
-    @functools.wraps(sample)
+    @forwards(sample)
     def sample_tokens(*args: Any, **kwargs: Any) -> Any:
         if active and drafts:
             graphs.use(active=False)  # the model that drafts, whose graphs are among them, runs in there
@@ -262,7 +261,7 @@ def _profile_variants(runner: Any, graphs: Graphs) -> None:
     whatever the last step was."""
     dummy = runner._dummy_run
 
-    @functools.wraps(dummy)
+    @forwards(dummy)
     def dummy_run(*args: Any, **kwargs: Any) -> Any:
         graphs.use(active=False)
         if kwargs.get("is_profile"):
@@ -392,7 +391,7 @@ def on_block_key(content: Callable[[Any, bytes, int, int], str | None]) -> None:
     if hasattr(stock, "patchclamp"):
         return
 
-    @functools.wraps(stock)
+    @forwards(stock)
     def extra_keys(request: Any, start_token_idx: int, end_token_idx: int, start_mm_idx: int) -> Any:
         keys, following = stock(request, start_token_idx, end_token_idx, start_mm_idx)
         program = carried(request.sampling_params)
@@ -420,14 +419,14 @@ def on_cache_search(lowest: Callable[[Any, bytes], int | None]) -> None:
     if hasattr(stock, "patchclamp"):
         return
 
-    @functools.wraps(stock)
-    def get_computed_blocks(cache_manager: Any, request: Any) -> Any:
+    @forwards(stock)
+    def get_computed_blocks(cache_manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         program = carried(request.sampling_params)
         max_length = None if program is None else lowest(request, program)
         if max_length is None:
-            return stock(cache_manager, request)
+            return stock(cache_manager, request, *args, **kwargs)
         with _shorter_search(cache_manager.coordinator, max_length):
-            return stock(cache_manager, request)
+            return stock(cache_manager, request, *args, **kwargs)
 
     get_computed_blocks.patchclamp = True  # type: ignore[attr-defined]
     setattr(owner, name, get_computed_blocks)
