@@ -42,18 +42,18 @@ class V2:
     fails = False
     vllm_config = SimpleNamespace(speculative_config=None)
 
-    def execute_model(self, step: Any, dummy_run: bool = False) -> str:
+    def execute_model(self, scheduler_output: Any, dummy_run: bool = False) -> str:
         if dummy_run:
             return "dummy"
-        self.prepare_inputs(step)
+        self.prepare_inputs(scheduler_output)
         if self.fails:
             raise RuntimeError("out of memory")
         return "executed"
 
-    def prepare_inputs(self, step: Any) -> Any:
+    def prepare_inputs(self, scheduler_output: Any) -> Any:
         return PREPARED
 
-    def sample_tokens(self, grammar: Any) -> str:
+    def sample_tokens(self, grammar_output: Any) -> str:
         return "sampled"
 
 
@@ -62,13 +62,13 @@ class V1:
     vllm_config = SimpleNamespace(speculative_config=None)
     input_batch = SimpleNamespace(req_ids=["r"], num_computed_tokens_cpu=np.zeros(4))
 
-    def execute_model(self, step: Any) -> str:
-        self._prepare_inputs(step, np.ones(1, np.int32))
+    def execute_model(self, scheduler_output: Any) -> str:
+        self._prepare_inputs(scheduler_output, np.ones(1, np.int32))
         if self.fails:
             raise RuntimeError("out of memory")
         return "executed"
 
-    def _prepare_inputs(self, step: Any, scheduled: np.ndarray) -> str:
+    def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> str:
         return "prepared"
 
 
@@ -79,9 +79,9 @@ def called() -> list[str]:
 
 @pytest.fixture
 def hooks(called) -> compat.Hooks:
-    def before(step: Step) -> tuple[bool, bool]:
+    def before(scheduler_output: Step) -> tuple[bool, bool]:
         called.append("before")
-        return step.active, True
+        return scheduler_output.active, True
 
     noted = [lambda *args, name=name: called.append(name) for name in ("planned", "logits", "after")]
 
@@ -170,7 +170,7 @@ def test_a_model_that_drafts_replays_graphs_without_taps(hooks, monkeypatch, kin
     runner, graphs = kind(), SimpleNamespace(use=lambda active: used.append(active), has=lambda mode, tokens: True)
     runner.vllm_config = SimpleNamespace(speculative_config=object() if drafts else None)
     drafted: list[bool] = []
-    runner.sample_tokens = lambda grammar: drafted.append(used[-1])
+    runner.sample_tokens = lambda grammar_output: drafted.append(used[-1])
     (compat._hook_v1 if kind is V1 else compat._hook_v2)(runner, hooks, graphs)  # type: ignore[arg-type]
     for active in (True, False, True):
         runner.execute_model(Step(active))

@@ -147,7 +147,11 @@ class TestWatch:
     def test_a_replay_without_arguments_is_asked_what_the_step_built(self, watch):
         batch = SimpleNamespace(input_ids=torch.ones(4), positions=torch.ones(4))
         metadata, desc = {"layer": Metadata(torch.ones(2), torch.ones(2))}, SimpleNamespace(num_tokens=4)
-        state = SimpleNamespace(prepare_attn=lambda *args, **kwargs: metadata)
+
+        def prepare_attn(input_batch, cudagraph_mode, block_tables, slot_mappings, for_capture=False):
+            return metadata
+
+        state = SimpleNamespace(prepare_attn=prepare_attn)
         manager = SimpleNamespace(graphs={}, run_fullgraph=lambda desc: "ran")
         manager.graphs = SimpleNamespace(get=lambda found: graphs.get(id(found)))
         graphs: dict = {}

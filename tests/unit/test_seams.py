@@ -1,6 +1,7 @@
 """Everything of vLLM that `compat/` touches is declared as a seam: its attributes, its functions, its modules."""
 
 import ast
+import inspect
 import re
 from collections import deque
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from types import FunctionType, MethodType
 import pytest
 
 from patchclamp.engines.vllm.compat import seams
+from patchclamp.errors import SeamMoved
 
 ROOM = Path(seams.__file__).parent
 TREES = {path.name: ast.parse(path.read_text()) for path in sorted(ROOM.glob("*.py"))}
@@ -23,7 +25,8 @@ OTHERS = PYTHON | {
     "shape", "data_ptr", "get_state", "set_state", "capture_end", "device", "type",  # torch's tensors, generators, graphs, devices
     "graph", "nodes", "op", "target", "erase_node", "recompile",  # torch.fx
     "modules", "to", "eval",  # torch.nn
-    "warning", "environ", "parameters", "kind", "put", "POSITIONAL_OR_KEYWORD", "bind", "arguments", "available", "opname", "argval", "co_consts",  # Python's library
+    "warning", "environ", "parameters", "kind", "put", "POSITIONAL_OR_KEYWORD", "bind", "arguments", "available", "opname", "argval", "co_consts", "default", "empty", "KEYWORD_ONLY", "signature", "ismethod", "body", "unparse", "parse",
+    "arg", "args", "vararg", "kwarg", "posonlyargs", "kwonlyargs", "defaults", "kw_defaults",  # Python's library
     "architectures", "hidden_size", "num_hidden_layers", "_commit_hash",  # a config of Transformers
 }  # fmt: skip
 
@@ -160,3 +163,80 @@ def test_only_declared_places_are_entered():
     }
     assert entered - seams.SEAMS.keys() == set()
     assert all(re.fullmatch(r"vllm[\w.]*(:[\w.]+)?", seam.place) and seam.checked for seam in seams.SEAMS.values())
+
+
+WRAPPED = [seam for seam in seams.SEAMS.values() if seam.signature]
+
+
+def _entered(seam: seams.Seam):
+    owner, last = seams.require(seam.name)
+    return owner, last, inspect.getattr_static(owner, last) if isinstance(owner, type) else getattr(owner, last)
+
+
+def _with(function, parameters):
+    """A function of the same name that takes other parameters."""
+
+    def changed(*args, **kwargs):
+        raise AssertionError("it is not called")
+
+    changed.__signature__ = inspect.Signature(parameters)
+    return changed
+
+
+def test_every_wrapper_is_made_of_a_function_whose_whole_signature_is_declared():
+    """`functools.wraps` is used nowhere in the room, so that each wrapper's parameters are checked."""
+    text = {name: ast.unparse(tree) for name, tree in TREES.items() if name != "seams.py"}
+    assert not {name for name, code in text.items() if "functools.wraps" in code}
+    assert sum(code.count("@forwards(") + code.count("= forwards(") for code in text.values()) >= 25
+    assert len(WRAPPED) >= 25
+
+
+@pytest.mark.parametrize("seam", [seam for seam in WRAPPED if seam.part != "v2"], ids=lambda seam: seam.name)
+def test_a_parameter_that_is_added_removed_or_changed_is_found_at_start_and_in_source(seam, monkeypatch):
+    """A parameter of each wrapped function is removed, renamed or given a default, and one is added."""
+    pytest.importorskip("vllm")
+    owner, last, function = _entered(seam)
+    parameters = list(inspect.signature(function).parameters.values())
+    added = inspect.Parameter("brand_new", inspect.Parameter.KEYWORD_ONLY, default=None)
+    changed = [[*parameters, added]]
+    if len(parameters) > 1:
+        changed += [parameters[:-1], [*parameters[:-1], parameters[-1].replace(name="other")]]
+        changed += [[*parameters[:-1], parameters[-1].replace(default=17)]]
+    for form in changed:
+        monkeypatch.setattr(owner, last, _with(function, form))
+        with pytest.raises(SeamMoved) as refused:
+            seams.require(seam.name)
+        different = {str(each.name) for each in form}.symmetric_difference(each.name for each in parameters)
+        assert all(name in str(refused.value) for name in (last, *(different or {"=17"})))
+        monkeypatch.undo()
+    seams.require(seam.name)
+
+
+def test_source_reads_parameters_as_python_does():
+    code = "def f(a, /, b, c=1, *d, e, g='x', **h): ..."
+    scope: dict = {}
+    exec(code, scope)
+    definition = ast.parse(code).body[0]
+    assert isinstance(definition, ast.FunctionDef)
+    expected = seams.written(inspect.signature(scope["f"]).parameters.values())
+    assert seams.parameters_of(definition.args) == expected
+    assert expected["g"] == "g='x' (keyword only)"
+
+
+@pytest.mark.parametrize(
+    "ours",
+    [
+        lambda manager: None,  # as in 0.1.0: vLLM 0.33 gave it a second argument
+        lambda manager, request: None,
+        lambda manager, asked, *args, **kwargs: None,
+        lambda manager, request, *args: None,
+        lambda manager, request, most, **kwargs: None,
+    ],
+)
+def test_a_wrapper_that_cannot_be_called_as_the_original_is_refused(ours):
+    def get_computed_blocks(self, request, max_cache_hit_length=None): ...
+
+    with pytest.raises(SeamMoved, match="get_computed_blocks"):
+        seams.forwards(get_computed_blocks)(ours)
+    seams.forwards(get_computed_blocks)(lambda manager, request, *args, **kwargs: None)
+    seams.forwards(get_computed_blocks)(lambda manager, request, max_cache_hit_length=None: None)

@@ -137,7 +137,7 @@ def test_a_wheel_with_three_changes(installed, tmp_path):
     assert changed.keys() == {"schedule", "core scheduler", "cache search", "v1 batch", "v1 request"}
     assert changed["schedule"][0] == "gone"
     assert changed["core scheduler"] == ("moved", "it has no schedule")
-    assert changed["cache search"] == ("moved", "it takes no parameter request; it takes self, asked")
+    assert changed["cache search"] == ("moved", "it has a new parameter asked; has no parameter request")
     for name, word in (("v1 batch", "InputBatch"), ("v1 request", "CachedRequestState")):
         assert changed[name][0] == "moved"
         assert f"it is at vllm.v1.worker.batches:{word}" in changed[name][1]
@@ -152,7 +152,7 @@ def test_the_table_and_what_cannot_be_read(tmp_path, monkeypatch):
     done = CliRunner().invoke(app, ["doctor", "--vllm-source", str(tmp_path)])
     assert done.exit_code == 1
     assert "✓  runner   there" in done.output
-    assert "vllm has no no (needed to x; checked on 0.26.0 and 0.32.0)" in done.output
+    assert "vllm has no no (needed to x; checked on 0.32.0 and 0.33.0)" in done.output
     assert done.output.splitlines()[-1] == "vLLM 9.9.9: 2 seams there, 0 moved, 1 gone"
     with pytest.raises(EngineError, match=r"no source of vLLM at .*: nothing is there; give a wheel"):
         read_source(tmp_path / "nothing")

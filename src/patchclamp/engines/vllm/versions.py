@@ -8,8 +8,8 @@ from typing import Literal
 
 import msgspec
 
-from patchclamp.engines.vllm.compat.seams import SEAMS, Seam
-from patchclamp.engines.vllm.source import Definition, Source, read_source
+from patchclamp.engines.vllm.compat.seams import SEAMS, Seam, changed_parameters, parameters_of
+from patchclamp.engines.vllm.source import FUNCTIONS, Definition, Source, read_source
 
 
 class SeamStatus(msgspec.Struct, frozen=True):
@@ -67,6 +67,11 @@ def look_up(seam: Seam, source: Source) -> SeamStatus:
 
 def _lack(seam: Seam, source: Source, found: Definition) -> str:
     """What is used of a seam and not there, in words."""
+    if seam.signature:
+        if not isinstance(found.node, FUNCTIONS):
+            return "it is no function"
+        if difference := changed_parameters(seam, parameters_of(found.node.args)):
+            return difference
     parameters = source.takes(found)
     untaken = [word for word in seam.takes if word not in (parameters or ())]
     if untaken:

@@ -6,7 +6,6 @@ replays full graphs without arguments: they read what the step built for attenti
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from patchclamp.engines.vllm.compat.configuration import engine_id
-from patchclamp.engines.vllm.compat.seams import require
+from patchclamp.engines.vllm.compat.seams import forwards, require
 from patchclamp.runtime.addresses import addresses, compare
 
 
@@ -71,7 +70,7 @@ class Watch:
         model_inputs: dict[str, Any] = {}  # what a model takes beside ids and positions, or instead of them
 
         def keeping(inner: Any) -> Any:
-            @functools.wraps(inner)
+            @forwards(inner)
             def outer(*args: Any, **kwargs: Any) -> Any:
                 inputs = inner(*args, **kwargs)
                 model_inputs.update(inputs)
@@ -83,12 +82,12 @@ class Watch:
             if hasattr(state, name):
                 setattr(state, name, keeping(getattr(state, name)))
 
-        @functools.wraps(prepare)
+        @forwards(prepare)
         def prepare_attn(
-            batch: Any, mode: Any, block_tables: Any, slot_mappings: Any, *args: Any, **options: Any
+            input_batch: Any, cudagraph_mode: Any, block_tables: Any, slot_mappings: Any, *args: Any, **options: Any
         ) -> Any:
-            metadata = prepare(batch, mode, block_tables, slot_mappings, *args, **options)
-            inputs = {"input_ids": batch.input_ids, "positions": batch.positions}
+            metadata = prepare(input_batch, cudagraph_mode, block_tables, slot_mappings, *args, **options)
+            inputs = {"input_ids": input_batch.input_ids, "positions": input_batch.positions}
             self._built = {
                 "kwargs": inputs, "model_inputs": model_inputs, "attn_metadata": metadata, "block_tables": block_tables,
                 "slot_mappings": slot_mappings, "is_padding": getattr(runner.input_buffers, "is_padding", None),
@@ -104,7 +103,7 @@ class Watch:
         if hasattr(run, "patchclamp"):
             return
 
-        @functools.wraps(run)
+        @forwards(run)
         def run_fullgraph(desc: Any) -> Any:
             self._compare(manager.graphs.get(desc), self.current_addresses(), f"{desc.num_tokens} tokens (FULL)")
             return run(desc)
@@ -135,7 +134,7 @@ def _on_call() -> None:
     if hasattr(stock, "patchclamp"):
         return
 
-    @functools.wraps(stock)
+    @forwards(stock)
     def call(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
         _, watch = _watches.get(engine_id(wrapper.vllm_config), (None, None))
         if watch is None or not is_forward_context_available():

@@ -8,12 +8,11 @@ an engine.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from patchclamp.engines.vllm.compat.seams import require
+from patchclamp.engines.vllm.compat.seams import forwards, require
 
 
 def used(vllm_config: Any) -> bool:
@@ -50,7 +49,7 @@ def _made_anywhere(init: Any, uncompiled: Any) -> Any:
     """A decorated class's `__init__` that outside an engine takes the configuration `uncompiled`."""
     from vllm.config import get_current_vllm_config_or_none
 
-    @functools.wraps(init)
+    @forwards(init)
     def __init__(self: Any, *args: Any, vllm_config: Any = None, **kwargs: Any) -> None:
         init(self, *args, vllm_config=vllm_config or get_current_vllm_config_or_none() or uncompiled, **kwargs)
 

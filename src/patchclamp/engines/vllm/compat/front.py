@@ -13,7 +13,7 @@ from typing import Any
 from patchclamp.engines.vllm.admission import Verdict
 from patchclamp.engines.vllm.compat.configuration import KEY, enabled, needs_steps_apart
 from patchclamp.engines.vllm.compat.core import read_verdict, tables_of
-from patchclamp.engines.vllm.compat.seams import require
+from patchclamp.engines.vllm.compat.seams import forwards, require
 
 Generate = Callable[..., AsyncIterator[Any]]
 
@@ -25,7 +25,7 @@ def on_config(complete: Callable[[Any], None]) -> None:
     if hasattr(stock, "patchclamp"):
         return
 
-    @functools.wraps(stock)
+    @forwards(stock)
     def create_engine_config(engine_args: Any, *args: Any, **kwargs: Any) -> Any:
         drafts = copy.copy(engine_args.speculative_config)
         config = stock(engine_args, *args, **kwargs)
@@ -50,7 +50,7 @@ def on_generate(edited: Callable[..., AsyncIterator[Any]], names: frozenset[str]
     if hasattr(stock, "patchclamp"):
         return
 
-    @functools.wraps(stock)
+    @forwards(stock)
     def generate(client: Any, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any) -> Any:
         extra = getattr(sampling_params, "extra_args", None)
         if not extra or names.isdisjoint(extra) or enabled(client.vllm_config) is None:

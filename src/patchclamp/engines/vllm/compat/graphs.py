@@ -7,7 +7,6 @@ uniform numerics the code is one and has taps, and an idle graph is one of its g
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ import torch
 
 from patchclamp.engines.vllm.compat.addresses import Watch
 from patchclamp.engines.vllm.compat.configuration import enabled, engine_id, is_uniform
-from patchclamp.engines.vllm.compat.seams import require
+from patchclamp.engines.vllm.compat.seams import forwards, require
 from patchclamp.errors import EngineError
 from patchclamp.kernels import switches
 from patchclamp.runtime.equal_layers import apart_from_layers, without_taps
@@ -299,7 +298,7 @@ def record_variants(runner: Any, graphs: Graphs) -> None:
 
     capture_model, estimate = runner.capture_model, runner.profile_cudagraph_memory
 
-    @functools.wraps(capture_model)
+    @forwards(capture_model)
     def capture(*args: Any, **kwargs: Any) -> Any:
         manager = runner.cudagraph_manager
         stock, profile = manager.capture, bool(kwargs.get("profile_only"))  # 0.26 has no such profile
@@ -324,7 +323,7 @@ def record_variants_v1(runner: Any, graphs: Graphs) -> None:
     dispatcher = runner.cudagraph_dispatcher
     stock, list_descs = dispatcher.dispatch, dispatcher.get_capture_descs
 
-    @functools.wraps(record)
+    @forwards(record)
     def capture(batch_descriptors: list[Any], cudagraph_runtime_mode: Any, *args: Any, **kwargs: Any) -> None:
         graphs.record_mode(
             runner.vllm_config, cudagraph_runtime_mode, list(batch_descriptors),
@@ -334,14 +333,14 @@ def record_variants_v1(runner: Any, graphs: Graphs) -> None:
     def estimate_both() -> int:
         return graphs.estimate_bytes(estimate())  # which calls `get_capture_descs`
 
-    @functools.wraps(list_descs)
+    @forwards(list_descs)
     def get_capture_descs() -> Any:
         modes = list_descs()
         if modes:  # there are none before they are first needed, and after they were measured
             graphs.count([desc for _, descs in modes for desc in descs])
         return modes
 
-    @functools.wraps(stock)
+    @forwards(stock)
     def dispatch(*args: Any, **kwargs: Any) -> Any:
         mode, desc = stock(*args, **kwargs)
         if _step.usable is not None and mode.name != "NONE" and not _step.usable(mode, desc.num_tokens):
@@ -395,7 +394,7 @@ def on_compile() -> None:
     if hasattr(stock, "patchclamp"):
         return
 
-    @functools.wraps(stock)
+    @forwards(stock)
     def compile_variants(backend: Any, graph: Any, example_inputs: Any) -> Any:
         if enabled(backend.vllm_config) is None or backend.prefix.endswith(_IDLE):
             return stock(backend, graph, example_inputs)
@@ -488,9 +487,9 @@ def on_dispatch() -> None:
     if hasattr(stock, "patchclamp"):
         return
 
-    @functools.wraps(stock)
-    def dispatch(manager: Any, num_reqs: int, *args: Any, **kwargs: Any) -> Any:
-        desc, *rest = stock(manager, num_reqs, *args, **kwargs)
+    @forwards(stock)
+    def dispatch(cudagraph_manager: Any, num_reqs: int, *args: Any, **kwargs: Any) -> Any:
+        desc, *rest = stock(cudagraph_manager, num_reqs, *args, **kwargs)
         if _step.usable is not None and desc.cg_mode.name != "NONE" and not _step.usable(desc.cg_mode, desc.num_tokens):
             desc = dataclasses.replace(desc, cg_mode=type(desc.cg_mode).NONE, num_reqs=num_reqs)
         return (desc, *rest)

@@ -5,16 +5,20 @@ A seam that is not where it is expected raises `SeamMoved` while an engine of ou
 
 from __future__ import annotations
 
+import ast
 import dis
+import functools
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from patchclamp.errors import SeamMoved
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Seam(msgspec.Struct, frozen=True):
@@ -24,7 +28,9 @@ class Seam(msgspec.Struct, frozen=True):
                 that prompts with images do
     place       `module:Class.attribute`, or `module`
     why         what it is needed for
-    takes       parameters that a function must have
+    takes       parameters that a function which is only called must have
+    signature   every parameter of a function that is wrapped, in each form that some supported version has: names,
+                kinds and defaults, as in its `def` without annotations
     has         attributes that objects of a class, or a module, must have, separated by spaces; `name?` is read only
                 where a version has it, `name~` exists later than the model is loaded, or not on every device
     called      what code of this room calls such an object
@@ -37,7 +43,8 @@ class Seam(msgspec.Struct, frozen=True):
     takes: tuple[str, ...] = ()
     has: str = ""
     called: str = ""
-    checked: tuple[str, ...] = ("0.26.0", "0.32.0")
+    signature: tuple[str, ...] = ()
+    checked: tuple[str, ...] = ("0.32.0", "0.33.0")
 
     @property
     def part(self) -> str:
@@ -52,7 +59,7 @@ class Seam(msgspec.Struct, frozen=True):
 
 
 _V1, _V2 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner", "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
-_STEP, _CORE, _032 = ("scheduler_output",), "vllm.v1.core.", ("0.32.0",)
+_STEP, _CORE = "self, scheduler_output", "vllm.v1.core."
 _RUNNER = "device execute_model get_model max_num_reqs max_num_tokens profile_cudagraph_memory vllm_config "
 SEAMS: dict[str, Seam] = {
     seam.name: seam
@@ -101,9 +108,9 @@ SEAMS: dict[str, Seam] = {
              has="enable_sp? fuse_attn_quant? fuse_gemm_comms?"),
         Seam("drafts", "vllm.config:SpeculativeConfig", "refuse what breaks a guarantee",
              has="enable_adaptive_verification? method num_speculative_tokens rejection_sample_method?",
-             called="speculative_config", checked=_032),
+             called="speculative_config"),
         Seam("draft counts", "vllm.v1.metrics.stats:RequestSpecDecodeMetrics", "count drafted tokens",
-             has="histogram num_draft_tokens", called="counts", checked=_032),
+             has="histogram num_draft_tokens", called="counts"),
         Seam("completion", "vllm.outputs:CompletionOutput", "count drafted tokens", has="spec_decode_metrics?",
              called="completion"),
         Seam("device", "vllm.config:DeviceConfig", "refuse what breaks a guarantee", has="device_type",
@@ -122,16 +129,19 @@ SEAMS: dict[str, Seam] = {
              has="load_model? worker", called="wrapper_base"),
         Seam("worker", "vllm.v1.worker.gpu_worker:Worker", "reach the runner", called="worker",
              has="execute_model load_model model_runner sleep vllm_config"),
+        Seam("step", "vllm.v1.worker.gpu_worker:Worker.execute_model", "begin a step", signature=(_STEP,)),
+        Seam("sleep", "vllm.v1.worker.gpu_worker:Worker.sleep", "refuse levels that drop tables",
+             signature=("self, level=1",)),
         Seam("groups", "vllm.distributed.parallel_state", "know the rank",
              has="get_pp_group get_tp_group get_world_group init_distributed_environment init_model_parallel_group "
              "initialize_model_parallel model_parallel_is_initialized",
              called="parallel_state"),
-        Seam("experts", "vllm.distributed.parallel_state:_EP", "run models with experts after others", checked=_032),
+        Seam("experts", "vllm.distributed.parallel_state:_EP", "run models with experts after others"),
         Seam("group", "vllm.distributed.parallel_state:GroupCoordinator", "know the rank",
              has="device_group is_last_rank local_rank rank rank_in_group", called="world get_pp_group get_tp_group"),
         # compiled code and graphs
         Seam("compile", "vllm.compilation.backends:VllmBackend.__call__", "compile idle steps without taps",
-             ("graph", "example_inputs")),
+             signature=("self, graph, example_inputs",)),
         Seam("compiler", "vllm.compilation.backends:VllmBackend", "compile idle steps without taps",
              has="compilation_config is_encoder prefix vllm_config", called="backend"),
         Seam("compiled", "vllm.compilation.caching:VllmSerializableFunction", "run idle steps without taps",
@@ -168,23 +178,33 @@ SEAMS: dict[str, Seam] = {
         # the engine core and its clients
         Seam("core", "vllm.v1.engine.core:EngineCore", "admit programs", called="core _core owner",
              has="model_executor scheduler vllm_config"),
-        Seam("core requests", "vllm.v1.engine.core:EngineCore.preprocess_add_request", "read programs", ("request",)),
+        Seam("core requests", "vllm.v1.engine.core:EngineCore.preprocess_add_request", "read programs",
+             signature=("self, request",)),
         Seam("request", "vllm.v1.request:Request", "admit programs and key edited blocks", called="request",
              has="arrival_time block_hashes client_index get_finished_reason mm_features num_computed_tokens "
              "num_prompt_tokens priority request_id resumable sampling_params spec_decode_metrics? streaming_queue? "
              "take_events trace_headers update_block_hashes"),
         Seam("image", "vllm.multimodal.inputs:MultiModalFeatureSpec", "know where images are read",
-             has="mm_position modality", called="feature", checked=_032),
+             has="mm_position modality", called="feature"),
         Seam("image place", "vllm.multimodal.inputs:PlaceholderRange", "know where images are read",
-             has="length offset", called="place", checked=_032),
+             has="length offset", called="place"),
         Seam("request ended", "vllm.v1.request:RequestStatus", "end requests that are refused", has="FINISHED_ERROR",
              called="RequestStatus"),
         Seam("core scheduler", _CORE + "sched.scheduler:Scheduler", "admit programs", called="scheduler _scheduler",
              has="_free_request _pause_state add_request finish_requests get_num_unfinished_requests "
              "has_finished_requests kv_cache_manager policy requests schedule update_from_output"),
-        Seam("schedule", _CORE + "sched.scheduler:Scheduler.schedule", "send programs to the workers"),
+        Seam("schedule", _CORE + "sched.scheduler:Scheduler.schedule", "send programs to the workers",
+             signature=("self, throttle_prefills=False",)),
+        Seam("arrival", _CORE + "sched.scheduler:Scheduler.add_request", "admit programs",
+             signature=("self, request",)),
+        Seam("end", _CORE + "sched.scheduler:Scheduler._free_request", "free what programs hold",
+             signature=("self, request, delay_free_blocks=False",)),
+        Seam("unfinished", _CORE + "sched.scheduler:Scheduler.get_num_unfinished_requests", "count waiting requests",
+             signature=("self",)),
+        Seam("finished", _CORE + "sched.interface:SchedulerInterface.has_finished_requests", "ask for another step",
+             signature=("self",)),
         Seam("update", _CORE + "sched.scheduler:Scheduler.update_from_output", "answer for programs",
-             (*_STEP, "model_runner_output")),
+             signature=(f"{_STEP}, model_runner_output",)),
         Seam("executor", "vllm.v1.executor.abstract:Executor", "ask workers what came of programs",
              has="collective_rpc", called="model_executor"),
         Seam("output", "vllm.v1.engine:EngineCoreOutput", "answer for programs", called="output",
@@ -202,31 +222,36 @@ SEAMS: dict[str, Seam] = {
              has="_ensure_output_queue_task _send_input client_count client_index core_engines utility_results",
              called="cores"),
         Seam("generate", "vllm.v1.engine.async_llm:AsyncLLM.generate", "carry a server's requests",
-             ("prompt", "sampling_params", "request_id")),
+             signature=("self, prompt, sampling_params, request_id, *, prompt_text=None, lora_request=None, "
+                        "tokenization_kwargs=None, trace_headers=None, priority=0, data_parallel_rank=None, "
+                        "session_id=None, kv_hints=None, reasoning_ended=None, reasoning_parser_kwargs=None",)),
         Seam("server", "vllm.v1.engine.async_llm:AsyncLLM", "carry a server's requests", called="client",
              has="engine_core output_processor renderer? vllm_config"),
         Seam("arguments", "vllm.engine.arg_utils:EngineArgs", "set up an engine that drafts", called="engine_args",
              has="additional_config async_scheduling? speculative_config"),
-        Seam("engine arguments", "vllm.engine.arg_utils:EngineArgs.create_engine_config", "check a server's settings"),
+        Seam("engine arguments", "vllm.engine.arg_utils:EngineArgs.create_engine_config", "check a server's settings",
+             signature=("self, usage_context=None, headless=False",)),
         Seam("outputs", "vllm.v1.engine:EngineCoreOutputs", "answer for programs", has="outputs",
              called="part outputs"),
         Seam("engines", "vllm.v1.engine", "end requests and call the core", has="EngineCoreRequestType"),
         Seam("utility", "vllm.v1.engine:EngineCoreRequestType", "call the core", has="UTILITY",
              called="EngineCoreRequestType"),
         Seam("processed", "vllm.v1.engine.output_processor:OutputProcessor.process_outputs", "read answers",
-             ("engine_core_outputs",)),
+             signature=("self, engine_core_outputs, engine_core_timestamp=None, iteration_stats=None, "
+                        "weight_version=None",)),
         Seam("local client", "vllm.v1.engine.core_client:InprocClient", "call the core", has="engine_core",
              called="client engine_core"),
         Seam("remote client", "vllm.v1.engine.core_client:SyncMPClient", "call the core",
              has="_send_input call_utility output_queue_thread outputs_queue utility_results", called="client"),
         Seam("block keys", _CORE + "kv_cache_utils:generate_block_hash_extra_keys", "key edited blocks",
-             ("request", "start_token_idx", "end_token_idx", "start_mm_idx")),
+             signature=("request, start_token_idx, end_token_idx, start_mm_idx",)),
         Seam("cache search", _CORE + "kv_cache_manager:KVCacheManager.get_computed_blocks", "compute what is captured",
-             ("request",)),
+             signature=("self, request", "self, request, max_cache_hit_length=None")),
         Seam("cache manager", _CORE + "kv_cache_manager:KVCacheManager", "compute what is captured",
              has="coordinator get_computed_blocks", called="cache_manager kv_cache_manager"),
         Seam("cache length", _CORE + "kv_cache_coordinator:KVCacheCoordinator.find_longest_cache_hit",
-             "compute what is captured", ("block_hashes", "max_cache_hit_length")),
+             "compute what is captured",
+             signature=("self, block_hashes, max_cache_hit_length",)),
         Seam("cache coordinator", _CORE + "kv_cache_coordinator:KVCacheCoordinator", "compute what is captured",
              has="find_longest_cache_hit", called="coordinator"),
         # the model
@@ -240,30 +265,40 @@ SEAMS: dict[str, Seam] = {
         Seam("network", "vllm.model_executor.models.interfaces_base:VllmModelForTextGeneration", "tap logits",
              has="compute_logits", called="net"),
         Seam("make a model", "vllm.model_executor.model_loader.utils:initialize_model", "see what a class is made of",
-             ("vllm_config",), checked=_032),
+             ("vllm_config",)),
         Seam("linear layer", "vllm.model_executor.layers.linear:LinearBase", "see what a class is made of",
-             has="cpu_linear? quant_method weight?", called="linear", checked=_032),
+             has="cpu_linear? quant_method weight?", called="linear"),
         Seam("plugins", "vllm.plugins", "see what a class is made of", has="load_general_plugins"),
         Seam("backend", "vllm.config:ModelConfig.using_transformers_backend", "know whose modules a model has"),
         Seam("decorated", "vllm.compilation.wrapper:TorchCompileWithNoGuardsWrapper", "share Transformers' classes",
-             checked=_032),
+             ),
         Seam("decorator", "vllm.compilation.decorators:_support_torch_compile", "share Transformers' classes",
-             has="do_not_compile", called="decorated", checked=_032),
+             has="do_not_compile", called="decorated"),
         # runners
         Seam("v1 runner", _V1, "carry out a step (V1)", called="runner", has=_RUNNER + "_capture_cudagraphs "
              "_dummy_run _prepare_inputs cudagraph_dispatcher input_batch input_ids model_memory_usage~ positions "
              "requests"),
-        Seam("v1 inputs", _V1 + "._prepare_inputs", "plan rows (V1)", (*_STEP, "num_scheduled_tokens")),
-        Seam("v1 step", _V1 + ".execute_model", "begin a step (V1)", _STEP),
+        Seam("v1 inputs", _V1 + "._prepare_inputs", "plan rows (V1)", signature=(f"{_STEP}, num_scheduled_tokens",)),
+        Seam("v1 step", _V1 + ".execute_model", "begin a step (V1)",
+             signature=(f"{_STEP}, intermediate_tensors=None",)),
+        Seam("v1 dummy step", _V1 + "._dummy_run", "measure both variants (V1)",
+             signature=("self, num_tokens, cudagraph_runtime_mode=None, force_attention=False, uniform_decode=False, "
+                        "allow_microbatching=True, skip_eplb=False, is_profile=False, create_mixed_batch=False, "
+                        "remove_lora=True, is_graph_capturing=False, num_active_loras=0, profile_seq_lens=None, "
+                        "randomize_inputs=False",)),
+        Seam("v1 graph memory", _V1 + ".profile_cudagraph_memory", "count both variants (V1)", signature=("self",)),
         Seam("v1 graphs", _V1 + "._capture_cudagraphs", "record taps (V1)",
-             ("batch_descriptors", "cudagraph_runtime_mode")),
+             signature=("self, batch_descriptors, cudagraph_runtime_mode, profiler=None",)),
         Seam("v1 batch", "vllm.v1.worker.gpu_input_batch:InputBatch", "plan rows (V1)", called="batch input_batch",
              has="generators num_computed_tokens_cpu req_ids"),
         Seam("v1 request", "vllm.v1.worker.gpu_input_batch:CachedRequestState", "rewind seeds", has="generator",
              called="requests"),
         Seam("v1 buffer", "vllm.v1.utils:CpuGpuBuffer", "read token ids (V1)", has="gpu", called="input_ids"),
         Seam("v1 dispatch", "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher.dispatch", "choose no graph (V1)",
-             ("num_tokens",)),
+             signature=("self, num_tokens, uniform_decode=False, has_lora=False, num_active_loras=0, "
+                        "valid_modes=None, invalid_modes=None",)),
+        Seam("v1 graph list", "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher.get_capture_descs",
+             "count both variants (V1)", signature=("self",)),
         Seam("v1 dispatcher", "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher", "choose no graph (V1)",
              has="dispatch get_capture_descs", called="dispatcher"),
         Seam("v2 runner", _V2, "carry out a step (V2)", called="runner", has=_RUNNER + "capture_model "
@@ -273,9 +308,17 @@ SEAMS: dict[str, Seam] = {
              has="num_computed_tokens req_id_to_index", called="states"),
         Seam("v2 staged", "vllm.v1.worker.gpu.buffer_utils:StagedWriteTensor", "know where steps begin beside drafts "
              "(V2)", has="gpu", called="computed"),
-        Seam("v2 inputs", _V2 + ".prepare_inputs", "plan rows (V2)", _STEP),
-        Seam("v2 step", _V2 + ".execute_model", "begin a step (V2)", (*_STEP, "dummy_run")),
-        Seam("v2 batch", "vllm.v1.worker.gpu.input_batch:InputBatch", "plan rows (V2)", called="batch",
+        Seam("v2 inputs", _V2 + ".prepare_inputs", "plan rows (V2)",
+             signature=(f"{_STEP}, batch_req_state, batch_desc, num_active_loras",)),
+        Seam("v2 step", _V2 + ".execute_model", "begin a step (V2)",
+             signature=(f"{_STEP}, intermediate_tensors=None, dummy_run=False, skip_attn_for_dummy_run=False, "
+                        "is_profile=False, context_len=0, valid_dummy_state_slots=False, randomize_inputs=False",)),
+        Seam("v2 sampling", _V2 + ".sample_tokens", "end a step (V2)", signature=("self, grammar_output",)),
+        Seam("v2 graphs", _V2 + ".capture_model", "record taps (V2)", signature=("self, *, profile_only=False",)),
+        Seam("v2 graph memory", _V2 + ".profile_cudagraph_memory", "count both variants (V2)", signature=("self",)),
+        Seam("v2 replay", "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager.run_fullgraph", "watch addresses (V2)",
+             signature=("self, desc",)),
+        Seam("v2 batch", "vllm.v1.worker.gpu.input_batch:InputBatch", "plan rows (V2)", called="batch input_batch",
              has="input_ids num_computed_tokens_np num_reqs num_scheduled_tokens positions query_start_loc_np req_ids"),
         Seam("v2 buffers", "vllm.v1.worker.gpu.input_batch:InputBuffers", "read rows (V2)", called="input_buffers",
              has="input_ids is_padding? positions"),
@@ -288,44 +331,48 @@ SEAMS: dict[str, Seam] = {
         Seam("v2 graph key", "vllm.v1.worker.gpu.cudagraph_utils:BatchExecutionDescriptor", "choose no graph (V2)",
              has="cg_mode num_reqs num_tokens", called="desc"),
         Seam("v2 dispatch", "vllm.v1.worker.gpu.model_runner:dispatch_cg_and_sync_dp", "choose no graph (V2)",
-             ("num_reqs",)),
+             signature=tuple(
+                 "cudagraph_manager, num_reqs, num_tokens, uniform_token_count, dp_size, dp_rank, max_query_len=None, "
+                 "need_eager=False, num_active_loras=0, parallel_config=None, allow_ubatching=False, "
+                 f"uniform_decode=False, {since_033}dp_sync_state=None"
+                 for since_033 in ("", "allow_skip_drafts=False, "))),
         # prompts with images
         Seam("images renderer", "vllm.renderers.base:BaseRenderer", "make prompts with images ready",
-             has="default_chat_tok_params mm_processor_cache render_chat render_cmpl", called="renderer", checked=_032),
+             has="default_chat_tok_params mm_processor_cache render_chat render_cmpl", called="renderer"),
         Seam("images prompt", "vllm.renderers.base:BaseRenderer.render_cmpl", "make prompts with images ready",
-             ("prompts", "skip_mm_cache"), checked=_032),
+             ("prompts", "skip_mm_cache")),
         Seam("images chat", "vllm.renderers.base:BaseRenderer.render_chat", "make prompts with images ready",
-             ("conversations", "chat_params", "tok_params", "skip_mm_cache"), checked=_032),
-        Seam("images parameters", "vllm.renderers", "make prompts with images ready", has="ChatParams", checked=_032),
+             ("conversations", "chat_params", "tok_params", "skip_mm_cache")),
+        Seam("images parameters", "vllm.renderers", "make prompts with images ready", has="ChatParams"),
         Seam("images tokens", "vllm.renderers.params:TokenizeParams", "make prompts with images ready",
-             has="with_kwargs", called="default_chat_tok_params", checked=_032),
+             has="with_kwargs", called="default_chat_tok_params"),
         Seam("images place", "vllm.multimodal.inputs:PlaceholderRange", "know an image's tokens",
-             has="extract_embeds_range", called="place", checked=_032),
+             has="extract_embeds_range", called="place"),
         Seam("images sent", "vllm.multimodal.cache:BaseMultiModalProcessorCache", "have images sent again",
-             has="invalidate", called="sent", checked=_032),
+             has="invalidate", called="sent"),
         # adapters
         Seam("lora mapping", "vllm.lora.model_manager:LoRAModelManager.set_adapter_mapping", "run adapters",
-             ("mapping",), checked=_032),
-        Seam("lora request", "vllm.lora.request", "run adapters", has="LoRARequest", checked=_032),
+             ("mapping",)),
+        Seam("lora request", "vllm.lora.request", "run adapters", has="LoRARequest"),
         Seam("lora runner", "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin", "reach adapters",
-             has="lora_manager", called="runner", checked=_032),
+             has="lora_manager", called="runner"),
         Seam("lora worker", "vllm.lora.worker_manager:WorkerLoRAManager", "reach adapters", has="_adapter_manager",
-             called="lora_manager", checked=_032),
+             called="lora_manager"),
         Seam("lora manager", "vllm.lora.model_manager:LoRAModelManager", "reach adapters", called="adapters",
-             has="_last_slot_layout get_adapter modules", checked=_032),
+             has="_last_slot_layout get_adapter modules"),
         Seam("lora model", "vllm.lora.lora_model:LoRAModel", "see whether an adapter fits", has="loras",
-             called="get_adapter", checked=_032),
+             called="get_adapter"),
         Seam("lora weights", "vllm.lora.lora_weights:LoRALayerWeights", "see whether an adapter fits",
-             has="lora_a lora_b", called="weights", checked=_032),
+             has="lora_a lora_b", called="weights"),
         Seam("lora layer", "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA", "run requests without adapters",
              has="base_layer lora_a_stacked lora_a_stacked_2d? lora_b_stacked tp_size?", called="module",
-             checked=_032),
+             ),
         Seam("lora heads", "vllm.model_executor.layers.linear:QKVParallelLinear", "see whether an adapter fits",
-             has="head_size num_heads num_kv_head_replicas num_kv_heads v_head_size", called="layer", checked=_032),
+             has="head_size num_heads num_kv_head_replicas num_kv_heads v_head_size", called="layer"),
         Seam("lora parts", "vllm.model_executor.layers.linear", "see whether an adapter fits",
-             has="ColumnParallelLinear QKVParallelLinear RowParallelLinear", checked=_032),
+             has="ColumnParallelLinear QKVParallelLinear RowParallelLinear"),
         Seam("lora config", "vllm.config.lora:LoRAConfig", "refuse what breaks a guarantee", has="fully_sharded_loras",
-             called="lora_config", checked=_032),
+             called="lora_config"),
     )
 }  # fmt: skip
 
@@ -356,9 +403,11 @@ def require(name: str) -> tuple[Any, str]:
         for word in outer:
             owner = getattr(owner, word)
         entered = getattr(owner, last) if path else owner
-        parameters = inspect.signature(entered).parameters if seam.takes else ()
+        parameters = inspect.signature(entered).parameters if seam.takes or seam.signature else {}
     except (ImportError, AttributeError, ValueError) as error:
         raise _moved(seam, f"{type(error).__name__}: {error}") from None
+    if seam.signature and (difference := changed_parameters(seam, written(parameters.values()))):
+        raise _moved(seam, difference)
     untaken = [word for word in seam.takes if word not in parameters]
     if untaken:
         raise _moved(seam, f"it takes no parameter {', '.join(untaken)}")
@@ -396,6 +445,92 @@ def _stored(code: CodeType) -> Iterator[str]:
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             yield from _stored(inner)
+
+
+Parameters = dict[str, str]  # by name, each as it is written: `timeout=None`, `*rest`, `headless` behind a `*`
+
+
+def written(parameters: Iterable[inspect.Parameter]) -> Parameters:
+    """The parameters of a function as a `def` has them, without annotations."""
+    marks = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    ends = {inspect.Parameter.KEYWORD_ONLY: " (keyword only)", inspect.Parameter.POSITIONAL_ONLY: " (positional only)"}
+    return {
+        each.name: marks.get(each.kind, "")
+        + each.name
+        + ("" if each.default is each.empty else f"={each.default!r}")
+        + ends.get(each.kind, "")
+        for each in parameters
+    }
+
+
+def parameters_of(arguments: ast.arguments) -> Parameters:
+    """The same of a function's source."""
+    plain = [*arguments.posonlyargs, *arguments.args]
+    defaults = [None] * (len(plain) - len(arguments.defaults)) + list(arguments.defaults)
+    found = {
+        each.arg: _as_written(each.arg, default) + (" (positional only)" if number < len(arguments.posonlyargs) else "")
+        for number, (each, default) in enumerate(zip(plain, defaults, strict=True))
+    }
+    if arguments.vararg:
+        found[arguments.vararg.arg] = f"*{arguments.vararg.arg}"
+    for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        found[each.arg] = _as_written(each.arg, default) + " (keyword only)"
+    if arguments.kwarg:
+        found[arguments.kwarg.arg] = f"**{arguments.kwarg.arg}"
+    return found
+
+
+def _as_written(name: str, default: ast.expr | None) -> str:
+    return name if default is None else f"{name}={ast.unparse(default)}"
+
+
+def changed_parameters(seam: Seam, found: Parameters) -> str:
+    """How a function's parameters, their order, kinds and defaults differ from every form that a seam declares; ""
+    where they are one of these."""
+    differences = []
+    for form in seam.signature:
+        definition = ast.parse(f"def _({form}): ...").body[0]
+        assert isinstance(definition, ast.FunctionDef)
+        expected = parameters_of(definition.args)
+        if list(found.items()) == list(expected.items()):
+            return ""
+        added = [found[name] for name in found if name not in expected]
+        removed = [expected[name] for name in expected if name not in found]
+        changed = [f"{expected[name]} is now {found[name]}" for name in found.keys() & expected.keys()
+                   if found[name] != expected[name]]  # fmt: skip
+        words = [f"has a new parameter {each}" for each in added] + [f"has no parameter {each}" for each in removed]
+        differences.append(
+            "; ".join(words + sorted(changed)) or f"has its parameters in another order: {', '.join(found)}"
+        )
+    return "it " + min(differences, key=len)
+
+
+def forwards(stock: Any) -> Callable[[F], F]:
+    """Mark a function as the wrapper of vLLM's `stock`, as `functools.wraps` does.
+
+    Raises `SeamMoved` if a caller of `stock` could not call the wrapper in the same way: it names the first of the
+    parameters of `stock`, in their order, and either all of them or passes the rest on.
+    """
+    theirs = list(inspect.signature(stock).parameters.values())
+
+    def check(ours: F) -> F:
+        parameters = list(inspect.signature(ours).parameters.values())
+        kinds = {each.kind for each in parameters}
+        named = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+        names = [each.name for each in theirs]
+        is_method = names[:1] == ["self"]  # whose wrappers may name the object
+        rest = theirs[len(named) :]
+        passed_on = inspect.Parameter.VAR_KEYWORD in kinds and (
+            inspect.Parameter.VAR_POSITIONAL in kinds or all(each.kind is each.KEYWORD_ONLY for each in rest)
+        )
+        if named[is_method:] != names[is_method : len(named)] or (rest and not passed_on):
+            raise SeamMoved(
+                f"vLLM {version()}: {getattr(stock, '__qualname__', stock)} takes ({', '.join(names)}); patchclamp's "
+                f"wrapper takes ({', '.join(map(str, parameters))})"
+            )
+        return ours if inspect.ismethod(ours) else functools.wraps(stock)(ours)
+
+    return check
 
 
 def _moved(seam: Seam, why: str) -> SeamMoved:

@@ -6,10 +6,11 @@ generator has no offset, and the error would end the engine.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
+
+from patchclamp.engines.vllm.compat.seams import forwards
 
 
 class _Rewound(torch.Generator):
@@ -29,7 +30,7 @@ def rewind(runner: Any) -> None:
     """Has a V1 runner on a CPU give such requests generators that can be rewound; they draw the same numbers."""
     prepare = runner._prepare_inputs
 
-    @functools.wraps(prepare)
+    @forwards(prepare)
     def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
         batch = runner.input_batch
         for row, generator in batch.generators.items():
