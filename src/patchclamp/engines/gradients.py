@@ -43,7 +43,7 @@ def gradients(
             rows_1TD = torch.tensor(stream, device=device, dtype=net.dtype)[None]
             hooks.callback(_replace(net, taps[first], rows_1TD).remove)
         for number in dict.fromkeys(points):
-            copied = sites.points[number].kind not in ("stream", "mid", "stream_end")
+            copied = sites.points[number].kind != "mid"  # which the layer adds to, beside the module that takes it
             hooks.callback(_read(net, taps[number], _keeper(tensors, number), copied).remove)
         logits_V = net(
             input_ids=ids_1T, position_ids=torch.arange(len(prompt_token_ids), device=device)[None], use_cache=False,
