@@ -90,7 +90,7 @@ def proved_norm(
     gaps = [relative_gap(norm(before_ND), after_ND) for norm in norms]
     if not gaps or not min(gaps) <= tolerance(dtype):
         raise ModelError(
-            f"what {', '.join(stored)} in {checkpoint.folder} makes of this model's stream is not what the model has behind it: "
-            f"it is {min(gaps, default=1.0):.2g} off. Are these another model's files?"
+            f"what {', '.join(stored)} in {checkpoint.folder} makes of this model's stream is not what the model has "
+            f"behind it: it is {min(gaps, default=1.0):.2g} off. Are these another model's files?"
         )
     return norms[gaps.index(min(gaps))]
