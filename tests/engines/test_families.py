@@ -75,6 +75,9 @@ TRANSFORMERS_ALONE = {
 FEW = ["cohere2", "falcon_new", "granite_hybrid", "nemotron_h", "mamba2"]
 ALL = "PATCHCLAMP_FAMILIES" in os.environ
 LATER = [name for name in MORE if name not in TRANSFORMERS_ALONE] if ALL else FEW
+# layers with a state, or that share keys and values
+WHOLE = {"granite_hybrid", "granite_hybrid_experts", "nemotron_h", "nemotron_h_experts", "falcon_h1", "jamba", "mamba2",
+         "qwen3_next", "qwen3_5", "gemma4_wide"}  # fmt: skip
 EPS = float(np.finfo(np.float32).eps)
 
 
@@ -197,6 +200,63 @@ def test_the_modules_of_every_table_are_there_on_transformers():
         sites = SiteMap(family_of([type(net).__name__], net.config), sizes_of(net.config))
         assert [find(net, tap.module) for point, tap in sites.taps("transformers") if point.rows == "tokens"]
     assert classes == {name for family in TABLES for name in family.architectures}
+
+
+@pytest.mark.parametrize("name", FAMILIES | MORE)
+def test_gradients_are_slopes_and_cuts_are_proved(name, tmp_path):
+    """At every place: the rows are the captured ones, and a step along the gradient changes logits by its length."""
+    with pc.LM(of_family(tmp_path, name), engine="transformers", prove=False, max_model_len=128, **IDS) as hub:
+        taps = {point.number: tap for point, tap in hub.sites.taps("transformers")}
+        refs = [ref for ref in hub.sites.refs() if ref.name != "logits" and not taps[ref.point].rerun]
+        found = hub.engine.gradients(PROMPTS[1], sorted({ref.point for ref in refs}), {7: 1.0, 9: -1.0})
+        run = hub.run(PROMPTS[1], max_tokens=1, capture=[pc.Site(name) for name in {ref.name for ref in refs}])
+        edits, expected = [], []
+        for ref in refs:
+            rows, slope = flat(run[str(ref)]).numpy(), found.gradients[ref.point]
+            assert np.array_equal(rows, found.rows[ref.point]), ref
+            length, step = np.linalg.norm(slope), 0.002 * float(np.sqrt(np.mean(rows**2)))
+            push = (slope * (step / max(length, 1e-12))).astype(np.float32)
+            at = pc.Site(ref.name, ref.layer)
+            edits += [[pc.Add(sign * push, at=at, tokens=pc.prompt)] for sign in (1.0, -1.0)]
+            expected.append((ref, float(length), 2 * step))
+        runs = hub.run([PROMPTS[1]] * len(edits), edits=edits, max_tokens=1, capture=["logits"])
+        values = [float(run["logits"][-1, 7].double() - run["logits"][-1, 9].double()) for run in runs]
+        for (ref, length, width), up, down in zip(expected, values[::2], values[1::2], strict=True):
+            slack = 64 * EPS * float(runs[0]["logits"].abs().max()) / width
+            assert abs((up - down) / width - length) <= 0.02 * length + slack, ref
+        known = hub.engine._recompute.whole_because
+        assert bool(known) == (name in WHOLE)
+        assert hub.engine._recompute.why_whole() == known  # and no warning
+
+
+@pytest.mark.parametrize("name", ["cohere", "cohere2", "gptj", "falcon", "falcon_new", "gpt_neox"])
+def test_edges_and_paths_where_attention_and_mlp_are_parallel(name, tmp_path):
+    asked = {"clean": PROMPTS[1], "corrupt": PROMPTS[0][:12], "answer": 7, "foil": 9, "show_progress": False}
+    with pc.LM(of_family(tmp_path, name), engine="transformers", prove=False, **IDS) as hub:
+        edges = edge_attribution(hub, verify=0, sample=0, **asked)
+        same = [edges.receivers.index(f"mlp_in[{layer}]") for layer in (0, 1)]
+        assert np.isnan(edges.estimates[same[0], edges.senders.index("attn_out[0]")])
+        assert np.isfinite(edges.estimates[same[1], edges.senders.index("attn_out[0]")])
+        receivers = ["mlp_in[0]", "neurons[0]", "q[0]", "mlp_in[1]", "resid_post[0]", "logits"]
+        paths = pc.studies.path_patch(
+            hub, senders=["z", "attn_out", "neurons", "mlp_out"], layers=[0], group=None, receivers=receivers, **asked
+        )
+        assert np.isnan(paths.values).tolist() == [[True, True, True, False, False, False]] * 4
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe", "gpt_oss"])
+@pytest.mark.parametrize("recompute", ["changed", "all"])
+def test_an_edit_moves_batchmates_of_experts_by_rounding_alone(name, recompute, tmp_path):
+    """Transformers multiplies the rows of an expert together, and their number changes with the edit."""
+    push = pc.Add(np.full(128, 3.0, np.float32), at=pc.resid_post[0], tokens=pc.prompt)
+    with pc.LM(of_family(tmp_path, name), engine="transformers", prove=False, recompute=recompute, **IDS) as hub:
+        plain, edited = (
+            hub.run([PROMPTS[1]] * 4, edits=[[], [], edits, edits], max_tokens=1, capture=["logits"])
+            for edits in ([pc.Scale(1.0, at=pc.resid_post[0])], [push])
+        )
+        assert not torch.allclose(plain[2]["logits"], edited[2]["logits"], atol=1e-2)
+        for before, after in zip(plain[:2], edited[:2], strict=True):
+            assert worst_row(before["logits"], after["logits"]) <= 1e-5
 
 
 @pytest.mark.skipif(not ALL, reason="make families runs it")

@@ -43,7 +43,8 @@ def gradients(
             rows_1TD = torch.tensor(stream, device=device, dtype=net.dtype)[None]
             hooks.callback(_replace(net, taps[first], rows_1TD).remove)
         for number in dict.fromkeys(points):
-            hooks.callback(_read(net, taps[number], _keeper(tensors, number)).remove)
+            copied = sites.points[number].kind != "mid"  # which the layer adds to, beside the module that takes it
+            hooks.callback(_read(net, taps[number], _keeper(tensors, number), copied).remove)
         logits_V = net(
             input_ids=ids_1T, position_ids=torch.arange(len(prompt_token_ids), device=device)[None], use_cache=False,
             logits_to_keep=1,
@@ -75,18 +76,26 @@ def _keeper(tensors: dict[int, torch.Tensor], number: int) -> Read:
     return keep
 
 
-def _read(net: Any, tap: Tap, read: Read) -> Any:
-    """Hooks a tap: `read` gets its tensor."""
+def _read(net: Any, tap: Tap, read: Read, copied: bool) -> Any:
+    """Hooks a tap: `read` gets its tensor.
+
+    copied: the module is handed a copy of an input that other modules may read too. A result is always returned as a
+        copy: the model may add to it in place.
+    """
 
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         rows = kwargs[tap.hidden] if isinstance(tap.hidden, str) else args[tap.hidden]
-        rows = rows.clone() if tap.copied else rows
+        rows = rows.clone() if copied else rows
         read(rows)
-        return handed(args, kwargs, tap.hidden, rows) if tap.copied else None
+        return handed(args, kwargs, tap.hidden, rows) if copied else None
 
-    def after(module: Any, args: Any, output: Any) -> None:
+    def after(module: Any, args: Any, output: Any) -> Any:
         assert isinstance(tap.hidden, int)
-        read(output[tap.hidden] if isinstance(output, tuple) else output)
+        if not isinstance(output, tuple):
+            read(output)
+            return output.clone()
+        read(output[tap.hidden])
+        return (*output[: tap.hidden], output[tap.hidden].clone(), *output[tap.hidden + 1 :])
 
     module = find(net, tap.module)
     if tap.moment == "in":

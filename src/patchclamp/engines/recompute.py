@@ -42,7 +42,7 @@ class Recompute:
         self._net, self._sites, self._device = net, sites, device
         self._first_layers = first_layers(sites)
         self._pass_rows = PASS_ROWS["cpu" if device.startswith("cpu") else "other"]
-        self.whole_because = _reason(sites, way)
+        self.whole_because = _reason(sites, way, net.config.get_text_config())
         self._is_proved, self._off = False, 0
         self._lock = threading.Lock()  # callers' threads switch it off and on
         self._layers: Layers | None = None
@@ -170,12 +170,16 @@ def _cuts(layers: int, length: int) -> list[Cut]:
     return [Cut(*cut) for cut in cuts]
 
 
-def _reason(sites: SiteMap, way: str) -> str:
+def _reason(sites: SiteMap, way: str, config: Any) -> str:
     """Why everything is computed, as far as that is known before the proof."""
     if way == "all":
         return 'recompute="all" was asked for'
     if not sites.family.tabled:
         return "the model has no site table that would tell what its layers take"
+    if sites.sizes.recurrent or sites.family.both:
+        return "the state of recurrent layers is kept for the end of a prompt alone"
+    if getattr(config, "num_kv_shared_layers", 0):
+        return "some of its layers read keys and values of others"
     return ""
 
 

@@ -34,6 +34,7 @@ class Layers:
         *self.layers, self.end = [find(net, tap.module) for tap in places]
         if any("forward" in vars(module) for module in self.layers):
             raise ModelError("something has put a forward of its own into a layer")
+        self._results = 0  # the length of the tuple that a layer returns; 0 for a tensor
 
     @contextlib.contextmanager
     def read(self, stream: list[torch.Tensor]) -> Iterator[None]:
@@ -42,7 +43,11 @@ class Layers:
         def take(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
             stream.append(args[0].clone())
 
+        def count(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            self._results = len(output) if isinstance(output, tuple) else 0
+
         hooks = [module.register_forward_pre_hook(take) for module in (*self.layers, self.end)]
+        hooks += [self.layers[0].register_forward_hook(count)]
         try:
             yield
         finally:
@@ -54,23 +59,23 @@ class Layers:
         """The first `count` layers compute nothing, and what comes after them gets `stream_BTD`."""
         over = self.layers[:count]
         for module in over:
-            module.forward = _giving(None)
+            module.forward = self._giving(None)
         if over:
-            over[-1].forward = _giving(stream_BTD)
+            over[-1].forward = self._giving(stream_BTD)
         try:
             yield
         finally:
             for module in over:
                 del module.forward
 
+    def _giving(self, result: torch.Tensor | None) -> Callable[..., Any]:
+        """A layer's `forward` that returns `result`, or what it is given."""
 
-def _giving(result: torch.Tensor | None) -> Callable[..., torch.Tensor]:
-    """A layer's `forward` that returns `result`, or what it is given."""
+        def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            rows = hidden if result is None else result
+            return (rows, *[None] * (self._results - 1)) if self._results else rows
 
-    def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return hidden if result is None else result
-
-    return forward
+        return forward
 
 
 class Trunk:

@@ -79,6 +79,8 @@ STREAM: dict[str, tuple[str, int]] = {  # words without a kind of point of that 
     "embed": ("stream", 0), "resid_pre": ("stream", 0), "resid_mid": ("mid", 0), "resid_post": ("stream", 1),
 }  # fmt: skip
 
+PARALLEL = "attention and MLP both read the stream before the layer, and none is between them"  # why no resid_mid
+
 
 class Family(msgspec.Struct, frozen=True, dict=True):
     """Model classes that share one table.
@@ -105,6 +107,11 @@ class Family(msgspec.Struct, frozen=True, dict=True):
     gated: bool = False
     both: bool = False
     afterwards: str = ""
+
+    @property
+    def parallel(self) -> bool:
+        """True if attention and MLP of a layer read the same stream, so that neither reads the other."""
+        return self.lacks.get("resid_mid") == PARALLEL
 
     @functools.cached_property
     def sites(self) -> dict[str, tuple[str, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from patchclamp.sites.dataflow import Flow, Key, NotFound, Record
-from patchclamp.sites.families import Moment, Size, Sizes
+from patchclamp.sites.families import PARALLEL, Moment, Size, Sizes
 
 ATTENTION = ("self_attn", "self_attention", "attention", "attn")
 ATTENTION_END = ("o_proj", "out_proj", "dense", "c_proj", "wo")
@@ -149,7 +149,7 @@ def _taking(flow: Flow, layer: int, mlp: set[int]) -> Spot:
             return Spot(flow.layers + ".{l}." + inner.path[len(inside) :], "in", keys)
     others = flow.gains[layer].keys() - mlp
     if all(others.isdisjoint(flow.record.sources(term)) for term in mlp):
-        raise NotFound("attention and MLP both read the stream before the layer, and none is between them")
+        raise NotFound(PARALLEL)
     raise NotFound("no module takes the stream between attention and MLP")
 
 

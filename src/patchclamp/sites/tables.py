@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from patchclamp.errors import ModelError
-from patchclamp.sites.families import Family, Moment, PointKind, Size, Tap
+from patchclamp.sites.families import PARALLEL, Family, Moment, PointKind, Size, Tap
 from patchclamp.sites.hybrids import hybrids
 from patchclamp.sites.kinds import (
     ATTENTION,
@@ -123,11 +123,9 @@ STABLELM = msgspec.structs.replace(without(
     stream=kind(Tap(L, "in"), Tap(L, "in", 1)), mid=same(L + ".post_attention_layernorm", "in"), **end(NORM),
 ), needs={"use_parallel_residual": False, "qk_layernorm": False})  # fmt: skip
 # attention and MLP read the same normed tensor: attention is handed a copy of it, so that an edit is one of the two's
-PARALLEL = NO_EXPERTS | {
-    "resid_mid": "attention and MLP both read the stream before the layer, and none is between them"
-}
+PARALLEL_ATTENTION = NO_EXPERTS | {"resid_mid": PARALLEL}
 COHERE = msgspec.structs.replace(without(
-    LLAMA, "cohere", "CohereForCausalLM Cohere2ForCausalLM", PARALLEL,
+    LLAMA, "cohere", "CohereForCausalLM Cohere2ForCausalLM", PARALLEL_ATTENTION,
     stream=kind(Tap(L, "in"), Tap(L, "in", 1)),
     attn_in=same(ATTENTION, "in", hidden="hidden_states", copied=True), mlp_in=same(MLP, "in"),
     attn_out=same(ATTENTION, layout="partial sum"), mlp_out=same(MLP, layout="partial sum"), **end(NORM),
@@ -210,7 +208,7 @@ GPT2 = Family(
 _NO_POSITIONS = msgspec.structs.replace(GPT2, points={w: kind for w, kind in GPT2.points.items() if w != "embed"})
 _ATTN = _H + ".attn"
 GPT_J = without(
-    _NO_POSITIONS, "gpt_j", "GPTJForCausalLM", PARALLEL,
+    _NO_POSITIONS, "gpt_j", "GPTJForCausalLM", PARALLEL_ATTENTION,
     stream=kind(Tap(_H, "in"), Tap(_H, "in", 1)),
     attn_in=same(_ATTN, "in", hidden="hidden_states", copied=True),
     **projections(_ATTN + ".{w}_proj", _ATTN + ".qkv_proj", "q", "k", "v"),
@@ -228,7 +226,7 @@ BLOOM = msgspec.structs.replace(without(
     mlp_out=kind(Tap(_H + ".mlp.dense_4h_to_h", "out"), Tap(_H + ".mlp", "out")),
 ), needs={"apply_residual_connection_post_layernorm": False, "slow_but_exact": False})  # fmt: skip
 FALCON = msgspec.structs.replace(without(
-    BLOOM, "falcon", "FalconForCausalLM", PARALLEL,
+    BLOOM, "falcon", "FalconForCausalLM", PARALLEL_ATTENTION,
     attn_in=kind(Tap(_SELF, "in", copied=True), Tap(_SELF, "in", "hidden_states", copied=True)),
     attn_out=same(_SELF, layout="partial sum"),
     mlp_in=same(_H + ".mlp", "in"), mlp_out=same(_H + ".mlp", layout="partial sum"),
@@ -293,8 +291,7 @@ GPT_NEOX = Family(
         "mlp_out": _neox(".mlp"),
         **end("gpt_neox.final_layer_norm", "model.final_layer_norm"),
     },
-    lacks=NO_EXPERTS
-    | {"resid_mid": "attention and MLP both read the stream before the layer, and none is between them"},
+    lacks=PARALLEL_ATTENTION,
     needs={"use_parallel_residual": True},
     backend=True,
 )

@@ -34,6 +34,8 @@ from patchclamp.studies.result import provenance
 if TYPE_CHECKING:
     import torch
 
+INPUT_NORMS = ("input_layernorm", "ln_1", "ln_attn", "ln_mlp")  # of layers whose attention and MLP may share one
+
 
 class Part(msgspec.Struct, frozen=True):
     """A sender, or what a receiver reads. `order`: when it is computed; senders before a receiver's order reach it.
@@ -112,7 +114,7 @@ def _parts(lm: LM) -> tuple[list[Part], list[Part]]:
             f"edges lead from what is added to the stream to what reads it, and each layer of {family.name} models "
             f"ends with {family.afterwards}: what later layers read is not what was added"
         )
-    mid = "resid_mid" in lm.sites.names  # otherwise attention and MLP read the same stream
+    mid = not family.parallel  # otherwise attention and MLP read the same stream
     senders, receivers = [Part(Site("resid_pre", 0), 0)], []
     for layer in range(lm.model.layers):
         pre, after = Site("resid_pre", layer), 2 * layer + 1
@@ -131,9 +133,13 @@ def _norm(lm: LM, checkpoint: Checkpoint, part: Part, rows: dict[Site, np.ndarra
 
     if part.stream is None:
         return None
-    module = lm.sites.family.points[part.site.name].transformers.module.format(l=part.site.layers)
+    points = lm.sites.family.points
+    tap, layer = points[part.site.name].transformers, points["stream"].transformers.module
+    modules = [tap.module] if tap.moment == "out" else [f"{layer}.{name}" for name in INPUT_NORMS]
     before, after = (torch.from_numpy(rows[site]) for site in (part.stream, part.site))
-    return proved_norm(checkpoint, module, before, after, lm.model.dtype)
+    return proved_norm(
+        checkpoint, [module.format(l=part.site.layers) for module in modules], before, after, lm.model.dtype
+    )
 
 
 def _estimates(

@@ -79,17 +79,18 @@ def tolerance(dtype: str) -> float:
 
 
 def proved_norm(
-    checkpoint: Checkpoint, module: str, before_ND: torch.Tensor, after_ND: torch.Tensor, dtype: str
+    checkpoint: Checkpoint, modules: list[str], before_ND: torch.Tensor, after_ND: torch.Tensor, dtype: str
 ) -> Norm:
-    """The norm of a checkpoint that makes rows of the live model of the rows before it.
+    """The norm of a checkpoint, one of some modules, that makes rows of the live model of the rows before it.
 
     Raises: `ModelError` if none does.
     """
-    norms = possible_norms(checkpoint, module)
+    stored = [module for module in modules if checkpoint.tensor(f"{module}.weight") is not None] or modules[:1]
+    norms = [norm for module in stored for norm in possible_norms(checkpoint, module)]
     gaps = [relative_gap(norm(before_ND), after_ND) for norm in norms]
     if not gaps or not min(gaps) <= tolerance(dtype):
         raise ModelError(
-            f"what {module} in {checkpoint.folder} makes of this model's stream is not what the model has behind it: "
-            f"it is {min(gaps, default=1.0):.2g} off. Are these another model's files?"
+            f"what {', '.join(stored)} in {checkpoint.folder} makes of this model's stream is not what the model has "
+            f"behind it: it is {min(gaps, default=1.0):.2g} off. Are these another model's files?"
         )
     return norms[gaps.index(min(gaps))]

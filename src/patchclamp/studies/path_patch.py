@@ -129,7 +129,7 @@ class _Paths:
         self.frozen, self.seed = frozen, seed
         self.written: Side = written
         self.read: Side = "clean" if written == "corrupt" else "corrupt"
-        self.receivers_of = [[i for i, of in enumerate(receivers) if _behind(row, of)] for row in rows]
+        self.receivers_of = [[i for i, of in enumerate(receivers) if _behind(lm, row, of)] for row in rows]
         self.count = sum(map(len, self.receivers_of))
         if not self.count:
             raise ProgramError("no receiver lies behind any sender", "receivers")
@@ -288,17 +288,19 @@ class _OfPair:
                 run.close()
 
 
-def _behind(row: Row, receiver: Receiver) -> bool:
+def _behind(lm: LM, row: Row, receiver: Receiver) -> bool:
     """Whether a receiver reads what a sender wrote: one of its sites lies in a later layer, or in the same one behind
     the sender. Its other sites have what they have without a patch."""
-    return not receiver.sites or any(_site_behind(row, site) for site in receiver.sites)
+    return not receiver.sites or any(_site_behind(lm, row, site) for site in receiver.sites)
 
 
-def _site_behind(row: Row, site: Site) -> bool:
+def _site_behind(lm: LM, row: Row, site: Site) -> bool:
     assert row.layer is not None
     assert isinstance(site.layers, int)
     if site.layers != row.layer:
         return site.layers > row.layer
+    if lm.sites.family.parallel and row.site in ATTENTION and SITES[site.name].block == "mlp":
+        return False
     order = list(SITES)
     return order.index(site.name) > order.index(row.site) and site.name not in unmoved(row.site)
 
