@@ -96,7 +96,7 @@ class _Rows:
     """What the runs captured at their prompts' ends, fp32 [N, W]."""
 
     def __init__(self, lm: LM, runs: list[Run]) -> None:
-        self.lm, self._captured = lm, lm.fetch(runs)
+        self.lm, self._captured = lm, lm.fetch(runs, copy=False)
 
     def at(self, site: Site) -> torch.Tensor:
         import torch

@@ -131,7 +131,7 @@ class _Said:
         with progress("placing", len(edits), show) as advance:
 
             def read(runs: list[Run]) -> None:
-                self._lm.fetch(runs)
+                self._lm.fetch(runs, copy=False)
                 for run in runs:
                     self._read(run)
                     run.close()

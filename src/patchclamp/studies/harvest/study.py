@@ -217,7 +217,7 @@ class _Job:
             if run.error is not None:
                 first = self._plan.tokens.prompts[part.part.prompts[i]]
                 raise run.error.under(f"document {int(self._plan.tokens.document_of(first))}")
-        captured = self._lm.fetch(runs, [kind.site.name for kind in self._kinds])
+        captured = self._lm.fetch(runs, [kind.site.name for kind in self._kinds], copy=False)
         tokens = sum(len(run.prompt_token_ids) for run in runs)
 
         def rows() -> Iterator[list[np.ndarray]]:
