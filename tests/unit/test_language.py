@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import patchclamp as pc
-from patchclamp.language.fuzz import fuzz
 from patchclamp import errors, language
 from patchclamp.errors import TREE, pack, unpack
 from patchclamp.language import SITES, Range, TextSpan
 from patchclamp.language.aliases import DIFFERENCES, ELSEWHERE
 from patchclamp.language.conversions import DTYPES
+from patchclamp.language.fuzz import fuzz
 from patchclamp.language.ops import OPS, as_capture
 from patchclamp.language.program import Program, to_dict
 from patchclamp.language.registry import NNTERP, TRANSFORMER_LENS, unmoved
@@ -229,7 +229,7 @@ def test_the_same_said_differently_is_equal():
     v, site, tokens, kept = [0.5, -1.0], pc.resid_post[3], pc.prompt[-1], "z[1, 2] @ generated[0:8]"
     said = [
         Program.of(pc.Add(v, at=site, tokens=tokens, scale=2), pc.z[1, 2] @ pc.generated[0:8]),
-        Program.of([pc.Add(np.array(v), "resid_post[3]", "prompt[-1]", "2.0")], [kept]),
+        Program.of([pc.Add(np.array(v), "resid_post[3]", "prompt[-1]", np.float32(2.0))], [kept]),
         Program.of((pc.Add(pc.Vector.of(v), at=site @ tokens, scale=2.0),), pc.Capture("z[1, 2]", "generated[0:8]")),
         Program.of(pc.Add(v, "blocks.3.hook_resid_post", " prompt[ -1 ] ", np.float32(2)), "z[ 1,2 ]@generated[ 0:8 ]"),
         Program.from_json(

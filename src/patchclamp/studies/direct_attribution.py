@@ -23,6 +23,7 @@ from patchclamp.language import prompt as whole_prompt
 from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.studies.checkpoint import Checkpoint
+from patchclamp.studies.checks import checked
 from patchclamp.studies.direct_attribution_result import DirectAttribution
 from patchclamp.studies.metric import single_token
 from patchclamp.studies.norm import tolerance
@@ -37,6 +38,7 @@ BY = ("layer", "head", "neuron")
 WITHIN: dict[str, Word] = {"head": "z", "neuron": "neurons"}
 
 
+@checked
 def direct_attribution(
     lm: LM,
     prompt: Any,

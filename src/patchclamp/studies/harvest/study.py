@@ -21,7 +21,7 @@ from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.sites import SiteRef
 from patchclamp.studies.batches import run_batches
-from patchclamp.studies.checks import check_whole
+from patchclamp.studies.checks import check_whole, checked
 from patchclamp.studies.harvest.documents import documents_of, needed
 from patchclamp.studies.harvest.dtypes import STORED, stored
 from patchclamp.studies.harvest.filters import Filters
@@ -67,6 +67,7 @@ class Harvest(StudyResult, frozen=True, eq=False, kw_only=True):
         return Harvested(self.folder)
 
 
+@checked
 def harvest(
     lm: LM,
     documents: Any,
@@ -113,6 +114,8 @@ def harvest(
     """
     needed("pyarrow.parquet")
     shard = _shard(shard)
+    if filters is not None and not isinstance(filters, Filters):
+        raise ProgramError(f"expected studies.Filters(...), got {type(filters).__name__}", "filters")
     filters, dtype = filters or Filters(), as_dtype(dtype)
     kinds = _kinds(lm, sites, project, sums)
     batch_tokens = _batch_tokens(kinds, dtype) if batch_tokens is None else batch_tokens
