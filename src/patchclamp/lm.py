@@ -33,11 +33,12 @@ from patchclamp.engines.chat import Chat, chat_of, has_images, prompt_of
 from patchclamp.engines.open import open_engine
 from patchclamp.errors import EngineError, MissingSource, PatchclampError, ProgramError, TokensError
 from patchclamp.language import Program
+from patchclamp.language.conversions import as_flag
 from patchclamp.language.site import parse_site
 from patchclamp.plan.bindings import Bindings
 from patchclamp.run import Run
 from patchclamp.sites import SiteRef
-from patchclamp.store.named import NamedBank
+from patchclamp.store.named import NamedBank, runs_of
 from patchclamp.stream import Stream, wake
 
 MAX_FETCH_BYTES = 1 << 26  # of captures that come from the engine in one call, or little more
@@ -220,13 +221,15 @@ class LM:
         grouped = [next(rest) if n == 1 else list(itertools.islice(rest, n)) for n in call.counts]
         return grouped if call.listed else grouped[0]
 
-    def fetch(self, runs: Iterable[Run], sites: Any = None) -> list[dict[str, Any]]:
+    def fetch(self, runs: Iterable[Run], sites: Any = None, *, copy: bool = True) -> list[dict[str, Any]]:
         """What runs captured at some sites, or everywhere: for each run its tensors [T, W] by site, such as
-        "resid_post[3]", as `run[site]` gives them. Many runs come from the engine in one call.
+        "resid_post[3]", as `run[site]` gives them, or with `copy=False` as `run.read(site, copy=False)` does. Many runs
+        come from the engine in one call.
 
         Raises `MissingSource` for a site that a run did not capture, and the error of a run that failed.
         """
-        runs, chunk, size = list(runs), [], 0
+        runs, chunk, size = runs_of(runs), [], 0
+        as_flag(copy, "copy")
         refs = self.sites.refs() if sites is None else self._refs(sites)
         wanted = [run.captured_of(refs) if sites is None else refs for run in runs]
         places = {ref: (str(ref), parse_site(str(ref))) for ref in set(itertools.chain(*wanted))}
@@ -239,7 +242,7 @@ class LM:
                 chunk, size = [], 0
         self._fetch(chunk)
         return [
-            {places[ref][0]: run.rows_of(*places[ref], ref) for ref in of_run}
+            {places[ref][0]: run.rows_of(*places[ref], ref, copy=copy) for ref in of_run}
             for run, of_run in zip(runs, wanted, strict=True)
         ]
 

@@ -13,7 +13,7 @@ from patchclamp.engines.base import Answer, Captured, Drafts, Engine, Request
 from patchclamp.engines.chat import prompt_of
 from patchclamp.errors import MissingSource, PatchclampError, ProgramError
 from patchclamp.language import Program, Site, SiteOp
-from patchclamp.language.conversions import DTYPES
+from patchclamp.language.conversions import DTYPES, as_flag
 from patchclamp.language.site import parse_site
 from patchclamp.language.tokens import Tokens, parse_tokens
 from patchclamp.plan import CAPTURE, BoundOp, BoundProgram
@@ -177,18 +177,28 @@ class Run:
         [T, E]. Projected by W [k, D] it is [T, k].
 
         A site captured twice gives the union of positions; where both have one, the later in the program's order. A
-        path such as "edits[0]" gives what that `Capture` kept, at its own place in the order. It is the same tensor
-        each time, and `resid_pre[l + 1]` is that of `resid_post[l]`; where the model runs in this process, or on a GPU
-        of this machine, it may be the captured memory itself, which `From` reads too: clone what is to be changed.
+        path such as "edits[0]" gives what that `Capture` kept, at its own place in the order. Each read returns a copy:
+        changing it changes nothing that `From` or the bank reads. `run.read(site, copy=False)` saves the copy.
 
         Raises `MissingSource` if it was not captured, and the run's own error if it failed.
         """
-        at, ref, ordinal = self._locate(site)
-        return self.rows_of(str(site), at, ref, ordinal)
+        return self.read(site)
 
-    def rows_of(self, name: str, at: Site, ref: SiteRef, ordinal: int | None = None) -> torch.Tensor | np.ndarray:
+    def read(self, site: Site | str, *, copy: bool = True) -> torch.Tensor | np.ndarray:
+        """`run[site]`. With `copy=False` the captured memory itself, which later reads and `From` use too: do not
+        change it in place."""
+        as_flag(copy, "copy")
+        at, ref, ordinal = self._locate(site)
+        return self.rows_of(str(site), at, ref, ordinal, copy=copy)
+
+    def rows_of(
+        self, name: str, at: Site, ref: SiteRef, ordinal: int | None = None, *, copy: bool = True
+    ) -> torch.Tensor | np.ndarray:
         """`run[name]` of a site whose ref is known, captured by one op or by all."""
-        return self._shaped(at, ref, self._fetch(ref, ordinal, name)[1])
+        rows = self._shaped(at, ref, self._fetch(ref, ordinal, name)[1])
+        if not copy:
+            return rows
+        return rows.copy() if isinstance(rows, np.ndarray) else rows.clone()
 
     def _shaped(self, at: Site, ref: SiteRef, rows: torch.Tensor | np.ndarray) -> torch.Tensor | np.ndarray:
         """The rows of a site, of the rows of its point."""
@@ -240,6 +250,10 @@ class Run:
         self._prefetched.clear()
         if self._release is not None:
             self._release()
+
+    def is_projected(self, site: Site | str) -> bool:
+        """True if the capture of a site kept the products of a matrix in place of its rows."""
+        return self._locate(site)[1].point in self._projected
 
     def refs(self, site: Site | str) -> list[str]:
         """The site refs that a site names, layer by layer, as `run[...]` takes them."""

@@ -46,7 +46,7 @@ def test_the_first_read_brings_what_else_is_little(calls, engine, monkeypatch):
     for site in apart:
         assert torch.allclose(apart[site], together[site], atol=1e-3, rtol=1e-4)
         assert one.positions(site) == other.positions(site)
-        assert one[site].data_ptr() == together[site].data_ptr()
+        assert one.read(site, copy=False).data_ptr() != together[site].data_ptr()
     assert torch.equal(one["capture[3]"], one[pc.mlp_out[2]])  # one op's rows are asked for by themselves
     assert asked == [points, 1]
     asked.clear()
@@ -77,7 +77,7 @@ def test_many_runs_come_in_one_call(calls, engine, monkeypatch):
             assert torch.allclose(tensor, run[site], atol=1e-3, rtol=1e-4)
     asked.clear()
     assert lm.fetch(runs, pc.resid_post[1:3])[0].keys() == {"resid_post[1]", "resid_post[2]"}
-    assert lm.fetch(runs)[1]["logits"].data_ptr() == everything[1]["logits"].data_ptr()
+    assert torch.equal(lm.fetch(runs)[1]["logits"], everything[1]["logits"])
     assert asked == []  # they are here
     monkeypatch.setattr("patchclamp.lm.MAX_FETCH_BYTES", 1)
     monkeypatch.setattr("patchclamp.lm.MAX_VIEWED_BYTES", 1)
@@ -109,7 +109,7 @@ def test_a_run_that_is_closed_keeps_what_was_read_alone(calls, engine):
     run = lm.run(PROMPTS[0], max_tokens=1, capture=[pc.resid_post])
     first = run[pc.resid_post[0]]
     run.close()
-    assert run[pc.resid_post[0]] is first
+    assert torch.equal(torch.as_tensor(run[pc.resid_post[0]]), torch.as_tensor(first))
     with pytest.raises(pc.MissingSource, match="was closed before"):
         run[pc.resid_post[1]]
 

@@ -88,7 +88,9 @@ class TestLens:
     def test_a_tuned_lens_moves_rows_before_they_are_read(self, shallow, plain, ids):
         matrix, bias = torch.eye(576) + 0.05 * torch.randn(576, 576), torch.randn(576)
         lm = shallow.get("transformers", "float32")
-        lens = logit_lens(lm, PROMPT, tokens=[" Paris"], layers=[4, 5], translators={4: (matrix, bias)})
+        lens = logit_lens(
+            lm, PROMPT, tokens=[" Paris"], layers=[4, 5], translators={4: (matrix, bias), 5: torch.eye(576)}
+        )
         seen = readouts.lens(plain, ids(PROMPT), [4, 5], lambda layer, row: matrix @ row + bias if layer == 4 else row)
         for i, layer in enumerate((4, 5)):
             expected = [float(seen[layer, p].logprobs_V[ids(" Paris")]) for p in range(10)]

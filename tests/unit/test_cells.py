@@ -285,7 +285,7 @@ def scored(lm, scale=1.0, **change):
         (fuzzed, [dict(max_tokens=2), dict(seeds=[0, 2]), dict(strengths=[0, 0.5, 1.4]), dict(at=["resid_pre[1]"]),
                   dict(divergence="none"), dict(prompts=[CLEAN])]),
         (lensed, [dict(tokens=[8]), dict(layers=1), dict(top=2), dict(prompt=CORRUPT), dict(unembedding=np.ones((3, 16)),
-                  tokens=["row 1"]), dict(translators={1: np.eye(16)})]),
+                  tokens=["row 1"]), dict(translators=dict.fromkeys(range(3), np.eye(16)))]),
         (steered, [dict(method="pca"), dict(layers=1), dict(answer=" Rome"), dict(seed=1), dict(tokens="prompt")]),
         (scored, [dict(scale=2.0), dict(answer=" Paris"), dict(foil=None), dict(scales=[0, 1]), dict(tokens="prompt")]),
     ],

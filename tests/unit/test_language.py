@@ -18,6 +18,7 @@ from patchclamp.errors import TREE, pack, unpack
 from patchclamp.language import SITES, Range, TextSpan
 from patchclamp.language.aliases import DIFFERENCES, ELSEWHERE
 from patchclamp.language.conversions import DTYPES
+from patchclamp.language.fuzz import fuzz
 from patchclamp.language.ops import OPS, as_capture
 from patchclamp.language.program import Program, to_dict
 from patchclamp.language.registry import NNTERP, TRANSFORMER_LENS, unmoved
@@ -228,7 +229,7 @@ def test_the_same_said_differently_is_equal():
     v, site, tokens, kept = [0.5, -1.0], pc.resid_post[3], pc.prompt[-1], "z[1, 2] @ generated[0:8]"
     said = [
         Program.of(pc.Add(v, at=site, tokens=tokens, scale=2), pc.z[1, 2] @ pc.generated[0:8]),
-        Program.of([pc.Add(np.array(v), "resid_post[3]", "prompt[-1]", "2.0")], [kept]),
+        Program.of([pc.Add(np.array(v), "resid_post[3]", "prompt[-1]", np.float32(2.0))], [kept]),
         Program.of((pc.Add(pc.Vector.of(v), at=site @ tokens, scale=2.0),), pc.Capture("z[1, 2]", "generated[0:8]")),
         Program.of(pc.Add(v, "blocks.3.hook_resid_post", " prompt[ -1 ] ", np.float32(2)), "z[ 1,2 ]@generated[ 0:8 ]"),
         Program.from_json(
@@ -509,7 +510,7 @@ ERRORS = [
      "tokens: no group of tokens 'promt' (did you mean 'prompt'?); there are: prompt, generated, every, image"),
     (lambda: pc.Zero(pc.embed @ pc.prompt, pc.prompt[1]), pc.ProgramError,
      "tokens: the tokens are given twice: embed @ prompt and tokens=prompt[1]"),
-    (lambda: pc.Add([1.0], "embed", scale="much"), pc.ProgramError, "scale: a number is needed, not 'much'"),
+    (lambda: pc.Add([1.0], "embed", scale="much"), pc.ProgramError, "scale: expected a number, got str 'much'"),
     (lambda: pc.Replace([1.0], "embed", mask=[[1.0]]), pc.ShapeError, "mask: one row [D] is needed; this is [1, 1]"),
     (lambda: pc.Ablate([[1.0, 0.0], [0.0, 0.0]], "embed"), pc.ShapeError, "directions: a direction is all zeros"),
     (lambda: pc.Clamp([1.0], "embed"), pc.ProgramError, "low: a bound is needed: low, high or both"),
@@ -533,7 +534,7 @@ ERRORS = [
     (lambda: pc.Noise(1, "embed", seed=1.5), pc.ProgramError, "seed: a seed is a whole number, not 1.5"),
     (lambda: pc.Noise(1, "embed", seed=1 << 63), pc.ProgramError,
      f"seed: a seed is at least 0 and below 2**63, not {1 << 63}"),
-    (lambda: pc.Noise(1, "embed", relative="yes"), pc.ProgramError, "relative: True or False is needed, not 'yes'"),
+    (lambda: pc.Noise(1, "embed", relative="yes"), pc.ProgramError, "relative: expected True or False, got 'yes'"),
     (lambda: read({"type": "noise", "at": "embed"}), pc.ProgramError, "edits[1]: Noise needs 'std'"),
     (lambda: read({"type": "ablate", "at": "embed", "directions": {"type": "from", "run": "r"}}), pc.ProgramError,
      "edits[1].directions: numbers are needed here, not a row still to be read: give run[site][i] for "
@@ -712,3 +713,42 @@ def test_what_an_edit_keeps_is_what_it_does_not_move():
     assert set(unmoved("mlp_out")) == attention | mlp - {"mlp_out"}
     assert unmoved("attn_in") == unmoved("resid_post") == ()
     assert set(unmoved("mlp_in")) == attention
+
+
+NOT_NUMBERS = ["1", b"1", True, None, 1j, float("nan"), [1.0], {}, np.array([1.0, 2.0]), np.bool_(True), np.str_("2")]
+
+
+@pytest.mark.parametrize("wrong", NOT_NUMBERS, ids=repr)
+def test_text_and_booleans_are_no_numbers(wrong):
+    """In programs, in their JSON form, and in fuzzing's extra arguments."""
+    for make, path in ((lambda: pc.Scale(wrong, "embed"), "factor"), (lambda: pc.Noise(wrong, "embed"), "std"),
+                       (lambda: pc.Noise(1.0, "embed", seed=wrong), "seed")):  # fmt: skip
+        with pytest.raises(pc.ProgramError) as caught:
+            make()
+        assert caught.value.path == path
+    if isinstance(wrong, (str, bool)):
+        program = {"edits": [{"type": "scale", "factor": wrong, "at": "embed"}]}
+        with pytest.raises(pc.ProgramError) as caught:
+            pc.Program.from_json(json.dumps(program))
+        assert caught.value.path == "edits[0].factor"
+    if wrong is not None:
+        for name in ("fuzz_strength", "fuzz_seed"):
+            with pytest.raises(pc.ProgramError) as caught:
+                fuzz({"fuzz_strength": 1.0, name: wrong})
+            assert caught.value.path == name
+
+
+@pytest.mark.parametrize("wrong", [
+    "text", b"text", ["1", "2"], [True, 1.0], [1j], np.array(["1"]), np.array(["2020-01-01"], "datetime64[D]"),
+    np.ma.masked_array([1.0, 2.0], [True, False]), np.array([1j]), np.array([True]), {0: 1.0}, [float("nan")],
+    [None], np.array([1.0, None]), lambda: 1, [[1.0], [1.0, 2.0]], [],
+], ids=repr)  # fmt: skip
+def test_only_real_dense_numbers_are_a_vector(wrong):
+    with pytest.raises(pc.ShapeError):
+        pc.Vector.of(wrong)
+
+
+def test_none_is_no_layer():
+    for wrong in (lambda: pc.resid_post[None], lambda: pc.z[1, None], lambda: pc.resid_post[True]):
+        with pytest.raises(pc.ProgramError):
+            wrong()

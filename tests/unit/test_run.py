@@ -73,3 +73,40 @@ def test_captured_positions_are_worked_out_once_a_run(monkeypatch):
         LM.run([5, 6, 7], max_tokens=1, edits=[pc.Replace(pc.From(run, site), at=site, tokens=pc.prompt[-1])])
     assert len(run.sites) > 8
     assert len(worked_out) == 2
+
+
+@pytest.mark.parametrize("read", [
+    lambda lm, run: run[pc.resid_post[1]], lambda lm, run: run.read("capture[0]"),
+    lambda lm, run: lm.fetch([run], pc.resid_post[1])[0]["resid_post[1]"], lambda lm, run: run[pc.resid_pre[2]],
+])  # fmt: skip
+@pytest.mark.parametrize("prompt", [[5, 6], list(range(2, 60))])  # little and much
+def test_what_a_run_returns_may_be_changed_in_place(read, prompt):
+    """Neither `From`, nor the bank, nor a later read sees it."""
+    run = LM.run(prompt, max_tokens=1, capture=[pc.resid_post[1]])
+    own = run.read(pc.resid_post[1], copy=False).copy()
+    rows = read(LM, run)
+    rows += 100
+    np.testing.assert_array_equal(run[pc.resid_post[1]], own)
+    mean = LM.bank.mean("mean", [run], pc.resid_post[1]).rows["resid_post[1]"].array()
+    np.testing.assert_allclose(mean, own.mean(0), rtol=1e-5, atol=1e-6)
+    patch = [pc.Replace(pc.From(run, pc.resid_post[1]), at=pc.resid_post[1])]
+    patched = LM.run(prompt, max_tokens=1, edits=patch, capture=[pc.resid_post[1]])
+    np.testing.assert_array_equal(patched[pc.resid_post[1]], own)
+
+
+def test_a_view_is_asked_for():
+    run = LM.run([5, 6], max_tokens=1, capture=[pc.resid_post[1]])
+    view = run.read(pc.resid_post[1], copy=False)
+    assert np.shares_memory(view, LM.fetch([run], copy=False)[0]["resid_post[1]"])
+    assert not np.shares_memory(view, run[pc.resid_post[1]])
+
+
+def test_projected_rows_have_no_mean_of_the_site():
+    run = LM.run([5, 6], max_tokens=1, capture=[pc.Capture(pc.resid_post[1], project=np.eye(2, 16))])
+    with pytest.raises(pc.ProgramError) as caught:
+        LM.bank.mean("mean", [run], pc.resid_post[1])
+    assert caught.value.path == "runs[0]"
+    for wrong in (run, None, 3, "runs", [3]):
+        with pytest.raises(pc.ProgramError) as caught:
+            LM.fetch(wrong)
+        assert caught.value.path == "runs"

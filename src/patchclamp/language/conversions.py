@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import operator
 from typing import SupportsFloat, SupportsIndex
 
 from patchclamp.errors import ProgramError, ShapeError, unknown
+from patchclamp.language.ranges import as_integer
 from patchclamp.language.values import Named, ValueLike, Vector, as_value
 
 MAX_FP32 = (2 - 2**-23) * 2.0**127
@@ -14,11 +14,16 @@ DTYPES = ("float32", "bfloat16", "float16")  # of captures
 MAX_PROJECTED = 256  # rows of the matrix of a projected capture
 
 
-def as_number(value: SupportsFloat | str) -> float:
+def as_number(value: SupportsFloat) -> float:
+    """A number of Python, NumPy or torch as a float. Text and True are none."""
     try:
+        if isinstance(value, (str, bytes, bytearray, bool)) or "bool" in str(getattr(value, "dtype", "")):
+            raise TypeError
+        if getattr(value, "shape", ()) != () or "complex" in str(getattr(value, "dtype", "")):
+            raise TypeError
         number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise ProgramError(f"a number is needed, not {value!r}") from None
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise ProgramError(f"expected a number, got {type(value).__name__} {value!r:.200}") from None
     if not math.isfinite(number):
         raise ProgramError(f"a finite number is needed, not {number}")
     if abs(number) > MAX_FP32:
@@ -26,7 +31,7 @@ def as_number(value: SupportsFloat | str) -> float:
     return number
 
 
-def as_strength(value: SupportsFloat | str) -> float:
+def as_strength(value: SupportsFloat) -> float:
     number = as_number(value)
     if number < 0:
         raise ProgramError(f"a number of at least 0 is needed, not {number}")
@@ -35,17 +40,17 @@ def as_strength(value: SupportsFloat | str) -> float:
 
 def as_seed(value: SupportsIndex) -> int:
     try:
-        seed = operator.index(value)
-    except TypeError:
-        raise ProgramError(f"a seed is a whole number, not {value!r}") from None
+        seed = as_integer(value)
+    except ProgramError:
+        raise ProgramError(f"a seed is a whole number, not {value!r:.200}") from None
     if not 0 <= seed < 1 << 63:
         raise ProgramError(f"a seed is at least 0 and below 2**63, not {seed}")
     return seed
 
 
-def as_flag(value: bool) -> bool:
+def as_flag(value: bool, path: str | None = None) -> bool:
     if type(value).__name__ not in ("bool", "bool_"):  # NumPy's, too
-        raise ProgramError(f"True or False is needed, not {value!r}")
+        raise ProgramError(f"expected True or False, got {value!r:.200}", path)
     return bool(value)
 
 

@@ -41,6 +41,8 @@ class Site(msgspec.Struct, frozen=True):
         keys = key if isinstance(key, tuple) else (key,)
         if len(keys) > 2:
             raise ProgramError(f"a site takes a layer and at most one index, not {len(keys)}")
+        if any(key is None for key in keys):
+            raise ProgramError(f"expected a layer or a range, got None; {self.name} without brackets is all layers")
         return Site(self.name, *map(as_index, keys))
 
     def __matmul__(self, tokens: Selection | str) -> At:

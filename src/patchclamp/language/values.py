@@ -7,7 +7,7 @@ import functools
 import hashlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -19,6 +19,48 @@ from patchclamp.language.tokens import Tokens, TokensLike, parse_tokens
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+def as_array(numbers: Any, path: str | None = None) -> np.ndarray:
+    """Real numbers as a little-endian fp32 array, contiguous, from a torch tensor, a NumPy array or nested lists.
+
+    Raises `ShapeError` for all else: text, booleans, complex numbers, dates, masked arrays, tensors without dense rows.
+    """
+    import numpy as np
+
+    kind = type(numbers).__name__
+    try:
+        if isinstance(numbers, np.ma.MaskedArray):
+            raise ShapeError("a masked array has no numbers where it is masked; expected numbers: fill it first", path)
+        if hasattr(numbers, "detach"):
+            if not numbers.is_floating_point() and "int" not in str(numbers.dtype):
+                raise ShapeError(f"expected real numbers, got a tensor of {numbers.dtype}", path)
+            if str(numbers.layout) != "torch.strided" or numbers.is_quantized or numbers.is_nested:
+                raise ShapeError("expected numbers in a dense tensor: call .to_dense() or .dequantize() first", path)
+            if numbers.is_meta:
+                raise ShapeError("expected numbers, got a meta tensor, which has none", path)
+            numbers = numbers.detach().cpu().float().numpy()
+        if isinstance(numbers, (str, bytes, bytearray, Mapping)):
+            raise TypeError("not numbers")
+        if isinstance(numbers, (list, tuple)):  # a bool among floats, or text, would be converted
+            numbers = [as_array(one, path) if hasattr(one, "detach") else one for one in numbers]
+            check_elements(numbers)
+        array = np.asarray(numbers)
+        if array.dtype.kind not in "iuf" and array.dtype.name not in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+            raise TypeError(f"dtype {array.dtype}")
+        with np.errstate(over="ignore"):
+            return np.ascontiguousarray(array, dtype="<f4")
+    except (TypeError, ValueError, OverflowError, RuntimeError, RecursionError) as error:
+        raise ShapeError(f"expected a tensor or a list of numbers, got {kind}: {error}", path) from None
+
+
+def check_elements(numbers: Sequence[Any]) -> None:
+    """Raises `TypeError` for text or a boolean in nested lists, which NumPy would convert."""
+    for one in numbers:
+        if isinstance(one, (list, tuple)):
+            check_elements(one)
+        elif isinstance(one, (str, bytes, bool)):
+            raise TypeError(f"{one!r:.100} is not a number")
 
 
 class Vector(msgspec.Struct, frozen=True, tag="vector", dict=True):
@@ -45,18 +87,7 @@ class Vector(msgspec.Struct, frozen=True, tag="vector", dict=True):
     @classmethod
     def of(cls, numbers: Any) -> Vector:
         """From a torch tensor, a NumPy array or nested lists."""
-        import numpy as np
-
-        if "complex" in str(getattr(numbers, "dtype", "")):
-            raise ShapeError("a vector is of real numbers")
-        if hasattr(numbers, "detach"):
-            numbers = numbers.detach().cpu().float().numpy()
-        try:
-            with np.errstate(over="ignore"):
-                array = np.ascontiguousarray(numbers, dtype="<f4")
-        except (TypeError, ValueError, OverflowError) as error:
-            kind = type(numbers).__name__
-            raise ShapeError(f"a vector is a tensor or a list of numbers, not {kind}: {error}") from None
+        array = as_array(numbers)
         return cls(tuple(array.shape), array.tobytes())
 
     def array(self) -> np.ndarray:

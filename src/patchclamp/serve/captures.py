@@ -28,7 +28,9 @@ def captured_names(run: Run) -> list[str]:
 def captured_file(run: Run) -> bytes:
     """The file's bytes, of captures that are small. Waits for the engine."""
     keys, file = dict(_names(run)), file_of(run)
-    return b"".join([file.header, *(bytes_of(run[keys[tensor.name]]).tobytes() for tensor in file.tensors)])
+    return b"".join(
+        [file.header, *(bytes_of(run.read(keys[tensor.name], copy=False)).tobytes() for tensor in file.tensors)]
+    )
 
 
 def file_of(run: Run) -> File:

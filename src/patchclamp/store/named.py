@@ -62,6 +62,7 @@ class CapturedRun(Source, Protocol):
 
     def positions(self, site: str) -> list[int]: ...
     def refs(self, site: Site | str) -> list[str]: ...
+    def is_projected(self, site: Site | str) -> bool: ...
 
 
 class Edits(Protocol):
@@ -115,9 +116,9 @@ class NamedBank(MutableMapping[str, Entry]):
         Source: mean ablation; Wang et al. 2022 (arXiv:2211.00593).
         """
         check_name(name)
-        runs = list(runs)
+        runs = runs_of(runs)
         if not runs:
-            raise ProgramError("a mean of no runs", "runs")
+            raise ProgramError("cannot average zero runs", "runs")
         rows_by_ref = {}
         for ref in runs[0].refs(site):
             total, count = np.zeros(1), 0
@@ -211,6 +212,13 @@ def as_entry(entry: Any) -> Entry:
     return Vector.of(entry)
 
 
+def runs_of(runs: Any) -> list[Any]:
+    """Several runs as a list. Raises `ProgramError` for anything else, a single run included."""
+    if is_run(runs) or not isinstance(runs, Iterable) or not all(map(is_run, runs := list(runs))):
+        raise ProgramError(f"expected a list of runs, got {type(runs).__name__}; write [run] for one run", "runs")
+    return runs
+
+
 def is_run(entry: object) -> TypeGuard[Source]:
     return isinstance(getattr(entry, "key", None), str) and hasattr(entry, "positions_of")
 
@@ -225,6 +233,8 @@ def _is_edits(entry: object) -> bool:
 def _selected(run: CapturedRun, ref: str, tokens: Tokens | str | None) -> np.ndarray:
     """What a run captured at a site ref, of all positions or those of `tokens`: fp64 rows [n, W]."""
     rows = run[ref]
+    if rows.shape[1:] and run.is_projected(ref):
+        raise ProgramError(f"{ref} was captured projected; expected whole rows: capture it without project=")
     rows = rows.reshape((len(rows), int(np.prod(rows.shape[1:]))))
     rows = np.asarray(rows.float() if hasattr(rows, "float") else rows, np.float64)
     return rows if tokens is None else rows[np.isin(run.positions(ref), run.select(tokens))]

@@ -21,6 +21,7 @@ import numpy as np
 from patchclamp.errors import ProgramError, UnsupportedSite
 from patchclamp.lm import LM
 from patchclamp.studies.cells import Trial, planned
+from patchclamp.studies.checks import checked
 from patchclamp.studies.columns import Column, Words, columns_of, listed, same_columns, words_of
 from patchclamp.studies.grid import (
     Finished,
@@ -46,6 +47,7 @@ from patchclamp.studies.sweep_result import AblationSweep, Pair
 ALL = "all tokens"
 
 
+@checked
 def ablation_sweep(
     lm: LM,
     *,

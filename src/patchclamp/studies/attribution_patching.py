@@ -26,7 +26,7 @@ from patchclamp.run import Run
 from patchclamp.sites import SiteRef
 from patchclamp.studies.attribution_result import AttributionPatching, Row
 from patchclamp.studies.between import Between, arrays, check_same, exact_effects
-from patchclamp.studies.checks import check_batch, check_whole
+from patchclamp.studies.checks import check_batch, check_whole, checked
 from patchclamp.studies.grid import check_seed
 from patchclamp.studies.result import provenance
 from patchclamp.studies.selected import layers_of
@@ -36,6 +36,7 @@ SITES = ("resid_pre", "attn_out", "mlp_out")
 HEADED = ("q", "k", "v", "z")  # sites whose heads are patched one by one
 
 
+@checked
 def attribution_patching(
     lm: LM,
     *,

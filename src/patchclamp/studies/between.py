@@ -18,6 +18,7 @@ from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.studies.align import align
 from patchclamp.studies.batches import run_batches
+from patchclamp.studies.columns import words_of
 from patchclamp.studies.metric import Graded, grade, single_token
 from patchclamp.studies.progress import progress
 from patchclamp.studies.sweep_result import Column
@@ -36,7 +37,7 @@ class Between:
         self.foil = None if foil is None else single_token(lm, foil, "foil")
         metric = "logprob" if self.foil is None else "logit_diff"
         self.graded: Graded = grade(metric, [self.answer], None if self.foil is None else [self.foil])
-        self.ids = [lm.tokens(one) if isinstance(one, str) else [int(i) for i in one] for one in (clean, corrupt)]
+        self.ids = [list(words_of(lm, one, path).ids) for one, path in ((clean, "clean"), (corrupt, "corrupt"))]
         self.tokens = [tuple(lm.tokenizer.token_strings(one)) for one in self.ids]
         pairs = align(*self.ids).pairs
         self.columns = tuple(Column(self.tokens[1][b], (a,), (b,)) for a, b in pairs)

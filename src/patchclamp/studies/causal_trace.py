@@ -23,6 +23,7 @@ from patchclamp.language import Noise, Op, Site
 from patchclamp.language.tokens import every
 from patchclamp.lm import LM
 from patchclamp.studies.cells import Trial, planned
+from patchclamp.studies.checks import checked
 from patchclamp.studies.columns import Column, Words, chosen_positions, columns_of, listed, same_columns, words_of
 from patchclamp.studies.grid import (
     Filled,
@@ -58,6 +59,7 @@ class _Traced(NamedTuple):
     columns: tuple[Column, ...]
 
 
+@checked
 def causal_trace(
     lm: LM,
     *,

@@ -23,6 +23,7 @@ from patchclamp.language import prompt as whole_prompt
 from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.studies.checkpoint import Checkpoint
+from patchclamp.studies.checks import checked
 from patchclamp.studies.direct_attribution_result import DirectAttribution
 from patchclamp.studies.metric import single_token
 from patchclamp.studies.norm import tolerance
@@ -37,6 +38,7 @@ BY = ("layer", "head", "neuron")
 WITHIN: dict[str, Word] = {"head": "z", "neuron": "neurons"}
 
 
+@checked
 def direct_attribution(
     lm: LM,
     prompt: Any,
@@ -96,7 +98,7 @@ class _Rows:
     """What the runs captured at their prompts' ends, fp32 [N, W]."""
 
     def __init__(self, lm: LM, runs: list[Run]) -> None:
-        self.lm, self._captured = lm, lm.fetch(runs)
+        self.lm, self._captured = lm, lm.fetch(runs, copy=False)
 
     def at(self, site: Site) -> torch.Tensor:
         import torch

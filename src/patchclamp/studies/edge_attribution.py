@@ -25,7 +25,7 @@ from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.studies.between import Between, arrays, check_same, exact_effects
 from patchclamp.studies.checkpoint import Checkpoint
-from patchclamp.studies.checks import check_batch, check_whole
+from patchclamp.studies.checks import check_batch, check_whole, checked
 from patchclamp.studies.edge_result import EdgeAttribution
 from patchclamp.studies.grid import check_seed
 from patchclamp.studies.norm import Norm, proved_norm
@@ -48,6 +48,7 @@ class Part(msgspec.Struct, frozen=True):
     stream: Site | None = None
 
 
+@checked
 def edge_attribution(
     lm: LM,
     *,

@@ -22,8 +22,10 @@ from patchclamp.language import Site
 from patchclamp.language import prompt as whole_prompt
 from patchclamp.language.registry import SITES
 from patchclamp.language.site import parse_site
+from patchclamp.language.values import as_array
 from patchclamp.lm import LM
 from patchclamp.run import Run
+from patchclamp.studies.checks import as_items, checked
 from patchclamp.studies.journal import Journal, Resumable, Stored
 from patchclamp.studies.logit_lens_result import LogitLens
 from patchclamp.studies.metric import single_token
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 ROWS_AT_ONCE = 256  # that are read out together, as far as whole positions fit
 
 
+@checked
 def logit_lens(
     lm: LM,
     prompt: Any,
@@ -86,7 +89,7 @@ def logit_lens(
     maps = _translators(translators, chosen_layers, lm.model.d_model)
     own_VD = None if unembedding is None else _matrix(unembedding, lm.model.d_model)
     names = _labels(own_VD, labels)
-    chosen = [_chosen(lm, token, names, i) for i, token in enumerate(tokens)]
+    chosen = [_chosen(lm, token, names, i) for i, token in enumerate(as_items(tokens, "tokens"))]
     through = readout_of(lm, readout, weights, run.prompt_token_ids)
     stream = {layer: _rows(run, Site(at.name, layer), columns) for layer in chosen_layers}
     rows_PLD = torch.stack([_rows(run, LAST, columns), *(maps[layer](rows) for layer, rows in stream.items())], 1)
@@ -202,6 +205,8 @@ class _Translator(msgspec.Struct, frozen=True, eq=False):
 
 def _translators(translators: Mapping[int, Any] | None, layers: list[int], width: int) -> dict[int, _Translator]:
     maps = dict.fromkeys(layers, _Translator())
+    if not isinstance(translators, (Mapping, type(None))):
+        raise ProgramError(f"expected matrices by layer, got {type(translators).__name__}", "translators")
     for layer, parts in (translators or {}).items():
         path = f"translators[{layer}]"
         if layer not in maps:
@@ -210,6 +215,9 @@ def _translators(translators: Mapping[int, Any] | None, layers: list[int], width
         maps[layer] = _Translator(
             _tensor(matrix, (width, width), path), None if bias is None else _tensor(bias, (width,), path)
         )
+    missing = [layer for layer in layers if translators and layer not in translators]
+    if missing:
+        raise ProgramError(f"expected a translator for each layer, got none for {missing}", "translators")
     return maps
 
 
@@ -225,10 +233,9 @@ def _matrix(numbers: Any, width: int) -> torch.Tensor:
 def _tensor(numbers: Any, shape: tuple[int | None, ...], path: str) -> torch.Tensor:
     import torch
 
-    try:
-        tensor = torch.as_tensor(numbers).detach().cpu().float()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ShapeError(f"numbers are needed, not {type(numbers).__name__}: {error}", path) from None
+    tensor = torch.from_numpy(as_array(numbers, path).copy())
+    if not tensor.isfinite().all():
+        raise ShapeError("expected finite numbers, got NaN or infinity", path)
     fits = tensor.dim() == len(shape) and all(n in (None, m) for n, m in zip(shape, tensor.shape, strict=True))
     if not fits:
         wanted = ", ".join("K" if n is None else str(n) for n in shape)

@@ -22,6 +22,7 @@ from patchclamp.errors import ProgramError, UnsupportedSite, unknown
 from patchclamp.language.ops import as_row
 from patchclamp.lm import LM
 from patchclamp.studies.cells import Trial, planned
+from patchclamp.studies.checks import checked
 from patchclamp.studies.columns import Column, same_columns, words_of
 from patchclamp.studies.grid import (
     Filled,
@@ -61,6 +62,7 @@ DIRECTIONS = ("denoising", "noising")
 MAX_SOURCE_BYTES = 1 << 28  # of what the prompts that are read capture at a time
 
 
+@checked
 def patch_sweep(
     lm: LM,
     *,

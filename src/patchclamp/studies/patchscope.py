@@ -19,7 +19,7 @@ from patchclamp.language import prompt as whole_prompt
 from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.studies.batches import run_batches
-from patchclamp.studies.checks import check_batch, check_whole
+from patchclamp.studies.checks import as_items, check_batch, check_whole, checked
 from patchclamp.studies.logit_lens import checked_site
 from patchclamp.studies.metric import single_token
 from patchclamp.studies.patchscope_result import Patchscope
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 IDENTITY = "cat -> cat\n1135 -> 1135\nhello -> hello\n?"
 
 
+@checked
 def patchscope(
     lm: LM,
     *,
@@ -68,7 +69,7 @@ def patchscope(
     at, top, batch = checked_site(lm, site), check_whole(top, "top", 1), check_batch(batch)
     taken = layers_of(lm, at.name, layers)
     placed = [] if target_layers is None else layers_of(lm, at.name, target_layers, "target_layers")
-    chosen = [single_token(lm, token, f"tokens[{i}]") for i, token in enumerate(tokens)]
+    chosen = [single_token(lm, token, f"tokens[{i}]") for i, token in enumerate(as_items(tokens, "tokens"))]
     read = [Site(at.name, layer) @ whole_prompt for layer in sorted({*taken, *placed})]
     from_run = lm.run(source, max_tokens=1, capture=read)
     into_run = lm.run(target, max_tokens=max_tokens, capture=[*read, LOGITS @ whole_prompt[-1]])
@@ -131,7 +132,7 @@ class _Said:
         with progress("placing", len(edits), show) as advance:
 
             def read(runs: list[Run]) -> None:
-                self._lm.fetch(runs)
+                self._lm.fetch(runs, copy=False)
                 for run in runs:
                     self._read(run)
                     run.close()

@@ -33,6 +33,7 @@ from patchclamp.language.tokens import Positions, every
 from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.studies.cells import Cells, Round, Trial, planned
+from patchclamp.studies.checks import checked
 from patchclamp.studies.columns import Column, listed, words_of
 from patchclamp.studies.grid import (
     MIN_RERUNS,
@@ -65,6 +66,7 @@ class Receiver(NamedTuple):
     sites: tuple[Site, ...]
 
 
+@checked
 def path_patch(
     lm: LM,
     *,

@@ -8,8 +8,10 @@ from typing import Any
 
 import msgspec
 
+from patchclamp.call import is_token_id
 from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.lm import LM
+from patchclamp.studies.checks import as_items
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -30,7 +32,7 @@ def ask(lm: LM, prompts: Sequence[Any], chat: bool = False, path: str = "prompts
 
     Raises: `ProgramError` for what is no list of prompts, and for a prompt that cannot be read, with its place.
     """
-    if isinstance(prompts, str) or not isinstance(prompts, Iterable) or not (prompts := list(prompts)):
+    if not (prompts := as_items(prompts, path)):
         raise ProgramError("a list of at least one prompt is needed", path)
     asked = []
     for i, prompt in enumerate(prompts):
@@ -44,10 +46,10 @@ def ask(lm: LM, prompts: Sequence[Any], chat: bool = False, path: str = "prompts
 def _plain(lm: LM, prompt: Any) -> Asked:
     if isinstance(prompt, str):
         return Asked(tuple(lm.tokens(prompt)), prompt, prompt)
-    try:
-        ids = tuple(int(i) for i in prompt)
-    except (TypeError, ValueError):
-        raise ProgramError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}") from None
+    prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if not isinstance(prompt, (list, tuple)) or not all(map(is_token_id, prompt)):
+        raise ProgramError(f"expected a prompt as text or token ids, got {type(prompt).__name__} {prompt!r:.100}")
+    ids = tuple(int(i) for i in prompt)
     return Asked(ids, None, lm.tokenizer.decode(list(ids)))
 
 

@@ -77,7 +77,8 @@ def which_layers(layers: Any, count: int) -> set[int]:
     indices: list[Index] = [Range.of(layers) if isinstance(layers, slice) else layers] if isinstance(
         layers, (int, Range, slice)) else list(layers)  # fmt: skip
     chosen = {n for index in indices for n in (index.indices(count) if isinstance(index, Range) else [index])}
-    outside = [n for n in chosen if not -count <= n < count]
+    ends = {end for index in indices if isinstance(index, Range) for end in index.ends if end is not None}
+    outside = [n for n in chosen if not -count <= n < count] or [end for end in ends if not -count <= end <= count]
     if outside or not chosen:
         raise UnsupportedSite(f"this model has layers 0 to {count - 1}, not {layers}", "layers")
     return {n % count for n in chosen}

@@ -21,6 +21,7 @@ from patchclamp.language.tokens import Positions, every
 from patchclamp.language.values import Named, check_name
 from patchclamp.lm import LM
 from patchclamp.run import Run
+from patchclamp.studies.checks import as_items
 from patchclamp.studies.columns import chosen_positions, words_of
 from patchclamp.studies.rows import Row
 
@@ -67,9 +68,11 @@ def as_source(source: Any) -> Source:
     """A source from an object, or from "zeros" or "bank:NAME"."""
     if isinstance(source, MeanOf) and source.by_position and source.tokens is not None:
         raise ProgramError("a mean by position is of every position: give tokens or by_position", "source.tokens")
-    if isinstance(source, (Zeros, Banked, MeanOf, Resampled)):
+    if isinstance(source, (MeanOf, Resampled)):
+        return msgspec.structs.replace(source, prompts=as_items(source.prompts, "source.prompts"))
+    if isinstance(source, (Zeros, Banked)):
         return source
-    if source == "zeros":
+    if isinstance(source, str) and source == "zeros":
         return Zeros()
     if isinstance(source, str) and source.startswith("bank:"):
         return Banked(check_name(source.removeprefix("bank:")))

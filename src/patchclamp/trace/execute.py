@@ -192,7 +192,7 @@ class Execution:
             if recording.failure is not None or recording.run is None:
                 continue
             try:
-                cache.fill(recording.run, recording.lm.fetch([recording.run], cache.sites)[0])
+                cache.fill(recording.run, recording.lm.fetch([recording.run], cache.sites, copy=False)[0])
             except PatchclampError as error:
                 cache.failure = at_line(error, cache.line)
                 return cache.failure

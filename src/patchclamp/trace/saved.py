@@ -149,7 +149,7 @@ def value_of(expression: Expression, rows: Mapping[Entry, torch.Tensor]) -> torc
 
 def rows_of(entry: Entry, run: Run, path: str) -> torch.Tensor:
     """What a read's `Capture`, at `path` in the program of its run, kept: in the shape of the read's spot."""
-    captured = torch.as_tensor(run[path])
+    captured = torch.as_tensor(run.read(path, copy=False))
     index = {position: row for row, position in enumerate(run.positions(path))}
     try:
         order = [index[p] for p in run.select(entry.op.tokens).tolist() if p in index]

@@ -225,7 +225,7 @@ class Trace:
         run = self._stream.so_far
         if isinstance(value, Cache):
             cache = value.empty()
-            cache.fill(run, self._lm.fetch([run], cache.sites)[0])
+            cache.fill(run, self._lm.fetch([run], cache.sites, copy=False)[0])
             return cache
         if not isinstance(value, Pending):
             raise ProgramError(f"a value of .save() or t.cache(...) is needed, not {type(value).__name__}")

@@ -22,7 +22,7 @@ from patchclamp.errors import ProgramError
 from patchclamp.language import Program
 from patchclamp.lm import LM
 from patchclamp.run import Run
-from patchclamp.studies.checks import check_batch
+from patchclamp.studies.checks import check_batch, checked
 from patchclamp.studies.divergence import js, kl
 from patchclamp.studies.fuzz.asked import FirstToken, Fuzz, Sampling, pattern_of, seeds_of, strengths_of
 from patchclamp.studies.fuzz.prompts import PROMPTS, QUICK_PROMPTS, QUICK_STRENGTHS, REFUSAL, STRENGTHS
@@ -39,6 +39,7 @@ Place = tuple[int, tuple[int, ...]]  # a prompt's number, and an answer's token 
 NAN = float("nan")
 
 
+@checked
 def fuzz_sweep(
     lm: LM,
     prompts: Sequence[Any] | None = None,

@@ -21,7 +21,7 @@ from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.sites import SiteRef
 from patchclamp.studies.batches import run_batches
-from patchclamp.studies.checks import check_whole
+from patchclamp.studies.checks import check_whole, checked
 from patchclamp.studies.harvest.documents import documents_of, needed
 from patchclamp.studies.harvest.dtypes import STORED, stored
 from patchclamp.studies.harvest.filters import Filters
@@ -67,6 +67,7 @@ class Harvest(StudyResult, frozen=True, eq=False, kw_only=True):
         return Harvested(self.folder)
 
 
+@checked
 def harvest(
     lm: LM,
     documents: Any,
@@ -113,6 +114,8 @@ def harvest(
     """
     needed("pyarrow.parquet")
     shard = _shard(shard)
+    if filters is not None and not isinstance(filters, Filters):
+        raise ProgramError(f"expected studies.Filters(...), got {type(filters).__name__}", "filters")
     filters, dtype = filters or Filters(), as_dtype(dtype)
     kinds = _kinds(lm, sites, project, sums)
     batch_tokens = _batch_tokens(kinds, dtype) if batch_tokens is None else batch_tokens
@@ -217,7 +220,7 @@ class _Job:
             if run.error is not None:
                 first = self._plan.tokens.prompts[part.part.prompts[i]]
                 raise run.error.under(f"document {int(self._plan.tokens.document_of(first))}")
-        captured = self._lm.fetch(runs, [kind.site.name for kind in self._kinds])
+        captured = self._lm.fetch(runs, [kind.site.name for kind in self._kinds], copy=False)
         tokens = sum(len(run.prompt_token_ids) for run in runs)
 
         def rows() -> Iterator[list[np.ndarray]]:

@@ -14,8 +14,9 @@ import numpy as np
 
 from patchclamp import __version__
 from patchclamp.errors import ProgramError, ShapeError, UnsupportedSite
-from patchclamp.language import Add, Site
+from patchclamp.language import Add, Site, Vector
 from patchclamp.language.tokens import Tokens, TokensLike, every, parse_tokens
+from patchclamp.language.values import as_array
 from patchclamp.studies.checks import numbers_of
 from patchclamp.studies.result import Provenance, StudyResult
 from patchclamp.studies.steering import gguf
@@ -122,8 +123,13 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
 
         Raises: `ShapeError` where they are not of one width.
         """
-        layers = tuple(sorted(int(layer) for layer in directions))
-        rows = [np.asarray(directions[layer], np.float32) for layer in layers]
+        if not isinstance(directions, Mapping):
+            raise ShapeError(f"expected vectors by layer, got {type(directions).__name__}", "directions")
+        layers = tuple(sorted(numbers_of(list(directions), "directions")))
+        rows = [Vector.of(as_array(directions[layer], f"directions[{layer}]")).array() for layer in layers]
+        zero = [layer for layer, row in zip(layers, rows, strict=True) if not row.any()]
+        if zero:
+            raise ShapeError("expected a direction, got all zeros", f"directions[{zero[0]}]")
         if not rows or layers[0] < 0 or {row.shape for row in rows} != {(rows[0].size,)}:
             raise ShapeError("directions are vectors [D] of one width, by layer, counted from 0", "directions")
         unknown, none = np.full(len(layers), np.nan), PromptSet(0, 0, "")

@@ -18,7 +18,7 @@ import numpy as np
 from patchclamp.errors import ProgramError
 from patchclamp.language.tokens import TokensLike, every, parse_tokens
 from patchclamp.lm import LM
-from patchclamp.studies.checks import check_batch
+from patchclamp.studies.checks import check_batch, checked
 from patchclamp.studies.journal import Resumable
 from patchclamp.studies.prompts import ask
 from patchclamp.studies.result import StudyResult, provenance
@@ -97,6 +97,7 @@ class StrengthCurve(StudyResult, frozen=True, eq=False, kw_only=True):
         return f"<StrengthCurve {self.vectors}: {self.slope:+.3f} nats by a scale of 1>"
 
 
+@checked
 def strength_curve(
     lm: LM,
     vectors: SteeringVectors,

@@ -19,7 +19,7 @@ from patchclamp.language.site import parse_site
 from patchclamp.language.tokens import TokensLike, parse_tokens, prompt
 from patchclamp.lm import LM
 from patchclamp.run import Run
-from patchclamp.studies.checks import check_batch, numbers_of
+from patchclamp.studies.checks import check_batch, checked, numbers_of
 from patchclamp.studies.grid import check_seed
 from patchclamp.studies.journal import Journal, Resumable, Stored
 from patchclamp.studies.progress import progress
@@ -34,6 +34,7 @@ from patchclamp.studies.teacher_forcing import parts
 NO_CHECK = Check(float("nan"), float("nan"))
 
 
+@checked
 def steering_vectors(
     lm: LM,
     positive: Sequence[Any],

@@ -1,0 +1,77 @@
+"""Arguments of studies that are not what they should be, on the fake engine: an error with the argument's path."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import patchclamp as pc
+
+LM = pc.LM("fake", prove=False)
+IDS = [5, 6, 7]
+STUDIES = {
+    "ablation_sweep": {"prompt": IDS, "answer": 5, "metric": "logprob"},
+    "attribution_patching": {"clean": IDS, "corrupt": [5, 8, 7], "answer": 5},
+    "causal_trace": {"prompt": IDS, "subject": 1, "answer": 5},
+    "direct_attribution": {"prompt": IDS, "answer": 5},
+    "edge_attribution": {"clean": IDS, "corrupt": [5, 8, 7], "answer": 5},
+    "fuzz_sweep": {"prompts": [IDS], "strengths": [0.5]},
+    "harvest": {"documents": [IDS], "folder": "unused", "sites": "embed"},
+    "logit_lens": {"prompt": IDS},
+    "patch_sweep": {"clean": IDS, "corrupt": [5, 8, 7], "answer": 5, "metric": "logprob"},
+    "patchscope": {"source": IDS, "target": IDS},
+    "path_patch": {"clean": IDS, "corrupt": [5, 8, 7], "answer": 5, "metric": "logprob"},
+    "steering_vectors": {"positive": [IDS, IDS], "negative": [IDS, IDS]},
+    "strength_curve": {"vectors": None, "prompts": [IDS], "answer": 5},
+}
+RUN = LM.run(IDS, max_tokens=1)
+
+
+@pytest.mark.parametrize("study", STUDIES)
+@pytest.mark.parametrize("wrong", ["transformers", None, 3, [1], {}, float("nan"), RUN], ids=repr)
+def test_what_is_no_lm_is_refused_by_every_study(study, wrong):
+    with pytest.raises(pc.ProgramError) as caught:
+        getattr(pc.studies, study)(wrong, **STUDIES[study])
+    assert caught.value.path == "lm"
+
+
+@pytest.mark.parametrize(
+    ("study", "wrong", "path"),
+    [
+        ("ablation_sweep", {"source": pc.studies.MeanOf("text")}, "source.prompts"),
+        ("ablation_sweep", {"source": pc.studies.Resampled({"a": 1})}, "source.prompts"),
+        ("ablation_sweep", {"layers": [True, 1.0]}, "layers"),
+        ("ablation_sweep", {"layers": "1:99"}, "layers"),
+        ("logit_lens", {"tokens": " Paris"}, "tokens"),
+        ("logit_lens", {"layers": [True]}, "layers"),
+        ("logit_lens", {"layers": [None]}, "layers"),
+        ("logit_lens", {"translators": {1: np.full((16, 16), np.nan)}, "layers": 1}, "translators[1]"),
+        ("logit_lens", {"translators": {1: np.eye(16)}, "layers": [1, 2]}, "translators"),
+        ("patchscope", {"tokens": " Paris"}, "tokens"),
+        ("patchscope", {"normed": "no"}, "normed"),
+        ("fuzz_sweep", {"strengths": "12"}, "strengths"),
+        ("fuzz_sweep", {"prompts": {"a": "b"}}, "prompts"),
+        ("fuzz_sweep", {"prompts": [b"abc"]}, "prompts[0]"),
+        ("attribution_patching", {"clean": [1.7, 2.9]}, "clean"),
+        ("attribution_patching", {"clean": b"abc"}, "clean"),
+        ("attribution_patching", {"corrupt": ["5", "6"]}, "corrupt"),
+        ("harvest", {"filters": {"no_bos": True}}, "filters"),
+    ],
+)
+def test_text_mappings_and_other_numbers_are_refused(study, wrong, path):
+    with pytest.raises(pc.PatchclampError) as caught:
+        getattr(pc.studies, study)(LM, **STUDIES[study] | wrong)
+    assert caught.value.path == path
+
+
+@pytest.mark.parametrize("wrong", [{1: [1.0], 1.5: [2.0]}, {"1": [1.0]}, {1: [float("nan")]}, {1: [0.0]}, {True: [1.0]},
+                                   {1: "text"}, {1: None}, {1: [[1.0]]}, {}, None, [1.0]], ids=repr)  # fmt: skip
+def test_directions_are_finite_vectors_by_whole_layers(wrong):
+    with pytest.raises(pc.ProgramError):
+        pc.studies.SteeringVectors.from_directions(wrong)
+
+
+def test_directions_may_be_in_bfloat16():
+    torch = pytest.importorskip("torch")
+    made = pc.studies.SteeringVectors.from_directions({1: torch.ones(4, dtype=torch.bfloat16)})
+    np.testing.assert_array_equal(made.vectors, np.ones((1, 4), np.float32))
