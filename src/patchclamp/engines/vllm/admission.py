@@ -67,8 +67,8 @@ class RequestProgram:
     """A request's program in the core."""
 
     __slots__ = (
-        "arrived_s", "asked", "bound", "carried", "is_released", "placement", "proved", "seen_whole", "sizes", "unedited",
-        "waited_s",
+        "arrived_s", "asked", "bound", "carried", "is_released", "placement", "proved", "seen_whole", "sizes",
+        "unedited", "waited_s",
     )  # fmt: skip
 
     def __init__(self, admission: Admission, carried: bytes, images: tuple[tuple[int, int], ...] = ()) -> None:
