@@ -578,8 +578,8 @@ def test_a_result_without_its_receipt_is_an_error(lm, monkeypatch, spoil):
     admitting = engine_core(lm).patchclamp
     attach = admitting._attach
 
-    def attach_wrongly(answers: Any, asked: Any) -> None:
-        attach(answers, asked)
+    def attach_wrongly(answers: Any, asked: Any, proofs: Any) -> None:
+        attach(answers, asked, proofs)
         for _, output, _ in asked:
             output.kv_transfer_params = spoil(output)
 
@@ -773,27 +773,25 @@ def prompt_of_blocks(seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(3, TINY["vocab_size"], 80).tolist()
 
 
-@pytest.mark.parametrize("keyed_anew", [True, False])
-def test_a_run_that_fails_before_anothers_first_step_leaves_it_no_blocks(lm, monkeypatch, keyed_anew):
-    """Both have the same edit; of one the worker makes nothing, so that its blocks are not what their keys say. Without
-    the keys made anew the other would read them."""
+def test_a_program_that_was_not_installed_leaves_others_no_blocks(lm, monkeypatch):
+    """The second run has the same blocks as the first, and starts before or after its failure; the third has them from
+    the second."""
     runtime, scheduler = worker(lm).runtime, engine_core(lm).scheduler
-    prompt, edit = prompt_of_blocks(int(keyed_anew)), [pc.Scale(-2.0, pc.resid_post[0], pc.prompt[3])]
-    expected = lm.run(
-        prompt, logprobs=True, max_tokens=1, edits=edit, sampling={"skip_reading_prefix_cache": True}
-    ).logprobs
-    scheduler.reset_prefix_cache()
-    fail_first(monkeypatch, runtime)
-    if not keyed_anew:
-        monkeypatch.setattr(core._Admitting, "_key_blocks", staticmethod(lambda request: None))
-    # the second waits for the first's records: it was made before, and is scheduled after, the failure
-    many = [pc.Scale(1.0, pc.resid_post[2], pc.prompt[::2])] * ((RECORDS - 1) // 40)
-    runs = lm.run([prompt, prompt], logprobs=True, max_tokens=1, edits=[edit + many, edit + many])
-    assert isinstance(runs[0].error, pc.PatchclampError)
-    assert runs[1].error is None
-    same = runs[1].logprobs == pytest.approx(expected, abs=1e-4)
-    assert same == keyed_anew
-    assert (runs[1].cached_tokens == 0) == keyed_anew
+    many = [pc.Scale(1.0, pc.resid_post[2], pc.prompt[::2])] * ((RECORDS - 1) // 40)  # room for one such program
+    for seed, more in ((0, []), (1, many)):
+        prompt, edit = prompt_of_blocks(seed), [pc.Scale(-2.0, pc.resid_post[0], pc.prompt[3]), *more]
+        call = {"logprobs": True, "max_tokens": 6, **ENDLESS}
+        expected = lm.run(prompt, edits=edit, **call)
+        scheduler.reset_prefix_cache()
+        with monkeypatch.context() as patch:
+            fail_first(patch, runtime)
+            failed, beside = lm.run([prompt, prompt], edits=[edit, edit], **call)
+        assert "broken on purpose" in str(failed.error)
+        again = lm.run(prompt, edits=edit, **call)
+        assert [beside.cached_tokens, again.cached_tokens] == [0, 64]
+        for run in (beside, again):
+            assert run.token_ids == expected.token_ids
+            assert run.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
 
 
 def fail_first(monkeypatch: pytest.MonkeyPatch, runtime: Any) -> None:
@@ -822,29 +820,61 @@ def test_when_nothing_can_be_installed_no_program_of_the_step_runs_unedited(lm, 
     assert edited.logprobs != pytest.approx(plain.logprobs, abs=1e-4)
 
 
-def test_who_read_such_blocks_is_told_so_even_after_it_was_preempted(lm, monkeypatch):
-    """What it generated before rests on them, whatever it reads later."""
-    runtime, scheduler = worker(lm).runtime, engine_core(lm).scheduler
+def test_a_preempted_run_is_proved_again(lm, monkeypatch):
+    """Its first blocks are gone; what it computes again enters the prefix cache after another verdict only."""
+    scheduler, admitting = engine_core(lm).scheduler, engine_core(lm).patchclamp
     prompt, edit = prompt_of_blocks(7), [pc.Scale(-2.0, pc.resid_post[0], pc.prompt[3])]
+    call = {"edits": edit, "logprobs": True, "max_tokens": 30, **ENDLESS}
+    expected, resets, attach = lm.run(prompt, **call), [], admitting._attach
     scheduler.reset_prefix_cache()
-    fail_first(monkeypatch, runtime)
 
-    calls = {"prompt": prompt, "edits": edit, **ENDLESS}
-    resets = []
-    update = engine_core(lm).patchclamp._attach
-
-    def preempt(answers: Any, asked: Any) -> None:
-        update(answers, asked)
+    def preempt(answers: Any, judged: Any, proofs: Any) -> None:
+        attach(answers, judged, proofs)
         if not resets:
+            (proof,) = proofs
+            assert (proof.tokens, proof.held, proof.request.patchclamp.proved) == (len(prompt), False, len(prompt))
             resets.append(scheduler.reset_prefix_cache(reset_running_requests=True))
+            assert proof.request.patchclamp.proved == 3
 
-    monkeypatch.setattr(engine_core(lm).patchclamp, "_attach", preempt)
-    (bad, reads), _ = at_once(lm, {**calls, "max_tokens": 2}, {**calls, "max_tokens": 6})
-    assert "broken on purpose" in str(bad)
+    monkeypatch.setattr(admitting, "_attach", preempt)
+    run = lm.run(prompt, **call)
     assert resets == [True]
-    assert isinstance(reads, pc.RunError)
-    assert "run it again" in str(reads)
-    assert lm.run(prompt, logprobs=True, max_tokens=2, edits=edit).error is None
+    assert run.token_ids == expected.token_ids
+    assert run.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+    again = lm.run(prompt + run.token_ids, **{**call, "max_tokens": 2})
+    assert again.cached_tokens == 96  # of 80 in the prompt, and 29 that were generated
+
+
+def test_runs_that_share_edited_blocks_with_one_that_overflows_go_on(lm):
+    """It shares their prompt and their edit, and overflows at a later token; they run before it, beside it and after."""
+    scheduler = engine_core(lm).scheduler
+    prompt, steer = prompt_of_blocks(8), pc.Add(vector(3), pc.resid_post[0], pc.prompt[3:40])
+    call = {"prompt": prompt, "max_tokens": 20, "logprobs": True, **ENDLESS}
+    expected = lm.run(**call, edits=[steer])
+    for at in (pc.prompt[70], pc.generated[2], pc.prompt[3]):
+        hot = [steer, msgspec.structs.replace(HOT, tokens=at)]
+        for is_cold in (True, False):
+            if is_cold:
+                scheduler.reset_prefix_cache()
+            calls = [{**call, "edits": edits} for edits in (hot, [steer], hot, [steer], [])]
+            (bad, first, worse, second, _), _ = at_once(lm, *calls)
+            after, failed = lm.run(**call, edits=[steer]), lm.run([prompt], max_tokens=20, edits=hot, **ENDLESS)[0]
+            assert [type(run) for run in (bad, worse)] == [pc.NotFinite] * 2
+            assert isinstance(failed.error, pc.NotFinite)
+            assert after.cached_tokens == 64
+            for run in (first, second, after):
+                assert run.token_ids == expected.token_ids
+                assert run.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
+def test_edited_blocks_are_shared_as_soon_as_the_prompt_is_proved(lm):
+    """The first of them goes on for long after its prompt."""
+    edits = [pc.Scale(-2.0, pc.resid_post[0], pc.prompt[3])]
+    with lm.stream(prompt_of_blocks(9), max_tokens=40, edits=edits, **ENDLESS) as stream:
+        next(stream)
+        next(stream)
+        assert lm.run(prompt_of_blocks(9), max_tokens=1, edits=edits).cached_tokens == 64
+        list(stream)
 
 
 # -- many

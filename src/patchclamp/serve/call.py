@@ -21,7 +21,8 @@ from patchclamp.language import Capture, Program
 from patchclamp.language.fuzz import NAMES as FUZZ_NAMES
 from patchclamp.language.fuzz import fuzz
 from patchclamp.language.program import from_dict
-from patchclamp.plan.bound import position_ranges
+from patchclamp.plan.bound import BoundProgram, position_ranges
+from patchclamp.plan.records import record_count
 from patchclamp.run import Run
 from patchclamp.serve.captures import captured_file
 from patchclamp.serve.kept import Kept, check_name
@@ -163,6 +164,12 @@ def check_size(program: Program, limits: ServeLimits) -> None:
     limits.check("program_ops", len(program.edits) + len(program.capture), "ops of the program", "edits")
     captures = sum(isinstance(op, Capture) for _, op in program.ops)
     limits.check("program_captures", captures, "captures of the program", "capture")
+
+
+def check_records(bound: BoundProgram, limits: ServeLimits) -> None:
+    """Raises `TooLarge` for a bound program with more records than a request may have: every step carries out those at
+    its positions one after the other, and all requests of the batch wait for it."""
+    limits.check("program_records", record_count(bound.ops), "(op, layer, range of positions) triples of the program")
 
 
 def of_extra_args(

@@ -17,7 +17,7 @@ from patchclamp.engines.vllm.compat.front import http_error
 from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.plan.room import captured_bytes
 from patchclamp.run import Run
-from patchclamp.serve.call import Call, current, of_extra_args
+from patchclamp.serve.call import Call, check_records, current, of_extra_args
 from patchclamp.serve.front import Front, front_of
 from patchclamp.serve.log import log
 from patchclamp.serve.owners import OPEN
@@ -176,6 +176,7 @@ def _child(front: Front, call: Call, prompt: Any, params: Any, index: int, first
     key = f"{call.owner}-http-{secrets.token_hex(8)}"
     whole = prompt_of(front.lm.tokenizer, ids, text, call.chat, images_of_prompt)
     binding = front.bindings.of(call.owner, call.program, key, whole, params.max_tokens)
+    check_records(binding.bound, front.kept.limits)
     request = Request(
         key, ids, params.max_tokens, binding.bound, binding.vectors, text=text, sources=binding.sources,
         chat=call.chat, images=images_of_prompt,

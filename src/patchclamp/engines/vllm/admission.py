@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -26,7 +27,6 @@ from patchclamp.errors import (
     Packed,
     PatchclampError,
     ProgramError,
-    RunError,
     pack,
 )
 from patchclamp.plan import APPLY, CAPTURE
@@ -67,17 +67,18 @@ class RequestProgram:
     """A request's program in the core."""
 
     __slots__ = (
-        "_spoiled", "admission", "arrived_s", "bound", "cached_tokens", "carried", "is_released", "placement", "salt",
-        "seen_whole", "sizes", "waited_s",
+        "arrived_s", "asked", "bound", "carried", "is_released", "placement", "proved", "seen_whole", "sizes",
+        "unedited", "waited_s",
     )  # fmt: skip
 
     def __init__(self, admission: Admission, carried: bytes, images: tuple[tuple[int, int], ...] = ()) -> None:
         """`images`: where the prompt's images lie."""
         decoded = decode(carried)
         self.seen_whole = images if admission.images_see_ahead else ()
-        self.admission, self.carried, self.sizes = admission, carried, decoded.sizes
-        self.salt, self.cached_tokens, self._spoiled = admission.salt, 0, False
-        self.bound = msgspec.structs.replace(decoded.bound, salt=str(self.salt))
+        self.carried, self.sizes, self.bound = carried, decoded.sizes, decoded.bound
+        lowest = lowest_edit(self.bound, self.seen_whole)
+        self.unedited = sys.maxsize if lowest is None else lowest  # the number of tokens before the first edit
+        self.forget_proof()
         self.placement: Placement | None = None
         self.is_released = False  # its caller has let go of it, though it is not at its end
         self.arrived_s = 0.0
@@ -93,23 +94,14 @@ class RequestProgram:
         """Whether it has ops that run Python."""
         return any(op.kind == APPLY for op in self.bound.ops)
 
-    @property
-    def is_stale(self) -> bool:
-        """Whether a run has failed since the keys of this program's blocks were made."""
-        return self.salt != self.admission.salt
+    def forget_proof(self) -> None:
+        """Drop the proof of the edited tokens, because they will be computed again.
 
-    def refresh(self) -> None:
-        """From now on this program's blocks are keyed as after the last failure. What it generated before, until it was
-        preempted, may rest on spoiled blocks all the same."""
-        self._spoiled = self.read_spoiled_blocks
-        self.salt, self.cached_tokens = self.admission.salt, 0
-        self.bound = msgspec.structs.replace(self.bound, salt=str(self.salt))
-
-    @property
-    def read_spoiled_blocks(self) -> bool:
-        """Whether it read edited blocks of the prefix cache that may be a failed run's."""
-        lowest = lowest_edit(self.bound, self.seen_whole)
-        return self._spoiled or (self.is_stale and lowest is not None and self.cached_tokens > lowest)
+        proved: the number of tokens whose keys and values may enter the prefix cache. Those from the first edit on may
+            once the workers have confirmed that the run is free of errors up to there.
+        asked: the number of tokens that the workers were last asked about
+        """
+        self.proved, self.asked = self.unedited, 0
 
 
 class _Vector(msgspec.Struct):
@@ -123,7 +115,6 @@ class Admission:
 
     def __init__(self, sites: SiteMap, room: Room, workers: int, images_see_ahead: bool = False) -> None:
         self._sites, self._room, self._workers, self.images_see_ahead = sites, room, workers, images_see_ahead
-        self.salt = 0  # how many runs have failed; blocks of the prefix cache are shared between two failures only
         self.programs: dict[str, RequestProgram] = {}  # of unfinished requests, admitted or waiting
         self._queue: list[tuple[tuple[float, ...], int, Any]] = []  # a heap of requests, some of which left
         self._waiting: dict[str, Any] = {}  # requests that wait
@@ -293,12 +284,6 @@ class Admission:
 
     def judge(self, program: RequestProgram, verdict: Verdict) -> Verdict:
         """A verdict of the workers, with what the core alone knows."""
-        if verdict.error is None and program.read_spoiled_blocks:
-            error = RunError(
-                f"run {program.bound.run} read keys and values from the prefix cache beside a run whose edits were not "
-                "finite, and they may be of that one; run it again"
-            )
-            verdict = Verdict(verdict.receipt, pack(error))
         return msgspec.structs.replace(verdict, waited_s=program.waited_s)
 
     def counts(self) -> dict[str, int]:

@@ -24,6 +24,7 @@ class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     openai_body_bytes: any body on the two OpenAI routes; None: as stock vLLM, which reads it whole
     program_ops: ops of a program, those of its variant too
     program_captures: captures among them
+    program_records: records of a bound program: one for each op, point and range of positions, on every step
     inline_bytes: captures that travel in a response; larger ones are fetched
 
     sweep_prompts: prompts of a sweep: both of each pair, and those of its source
@@ -45,6 +46,7 @@ class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     openai_body_bytes: Count | None = None
     program_ops: Count = 1024
     program_captures: Count = 1024
+    program_records: Count = 2048
     inline_bytes: Count = 1 << 20
     sweep_prompts: Count = 512
     sweep_grid: Count = 1_000_000

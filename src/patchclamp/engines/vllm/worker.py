@@ -337,12 +337,11 @@ class Attached:
         """What does not fit the model in a loaded adapter, which is given by its number."""
         return lora.unfit(self._runner, adapter)
 
-    def do_settle(self, requests: list[str], ended: list[str]) -> tuple[list[tuple[str, Packed | None]], int]:
-        """The receipt and the error of each request's program, and how many runs have failed here since the start.
-        `ended`: the requests that have no further step."""
+    def do_settle(self, requests: list[str], ended: list[str]) -> dict[str, tuple[str, Packed | None]]:
+        """The receipt and the error of each request's program. `ended`: the requests that have no further step."""
         self.runtime.collect_failures()
         self._settled.update(ended)
-        return [self.runtime.outcome(request) for request in requests], self.runtime.failures
+        return {request: self.runtime.outcome(request) for request in requests}
 
     def do_fetch(self, wanted: list[Wanted], *receiver: Any) -> dict[Any, Any]:
         """(positions, rows) of those that are kept here, by their number in `wanted`; for a receiver in another process

@@ -23,6 +23,7 @@ from patchclamp.engines.carried import decode, receipt_of
 from patchclamp.errors import CapacityError, MissingSource, PatchclampError, ProgramError, as_patchclamp_error, pack
 from patchclamp.plan.bound import BoundProgram, source_of
 from patchclamp.plan.verify import is_content, verify
+from patchclamp.serve.call import check_records
 from patchclamp.serve.captures import numbered_file
 from patchclamp.serve.flow import answer
 from patchclamp.serve.front import Front
@@ -270,6 +271,7 @@ def _bound(front: Front, owner: str, asked: wire.WireRequest) -> BoundProgram:
     prompt = len(asked.prompt_token_ids)
     try:
         verify(carried.bound, carried.sizes, prompt, prompt + asked.max_tokens - 1, front.engine.sites)
+        check_records(carried.bound, front.kept.limits)
     except PatchclampError as error:
         raise error.under(asked.run) from None
     return carried.bound

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from patchclamp.engines.vllm.compat.seams import forwards, require
 from patchclamp.engines.vllm.last_words import LastWords
 from patchclamp.errors import EngineError, PatchclampError, ProgramError, pack
 
+PROVED_AT_ONCE = 128  # generated tokens of a request, at least, after which the workers are asked about it again
 Table = tuple[np.ndarray, np.ndarray]  # token ids and log-probabilities [n, 1 + k] of n tokens, their own first
 
 
@@ -41,7 +42,7 @@ def on_core(make: Callable[[Any], Admission]) -> None:
     A core loads plugins while it is being made, so it is met when the first request or call reaches it.
     """
     owner, name = require("core requests")
-    for seam in ("schedule", "update", "arrival", "end", "unfinished", "finished"):
+    for seam in ("schedule", "update", "arrival", "end", "unfinished", "finished", "cached", "freed"):
         require(seam)
     stock = getattr(owner, name)
     if hasattr(stock, "patchclamp"):
@@ -105,11 +106,25 @@ def draft_counts(completion: Any) -> tuple[int, int] | None:
     return counts.num_draft_tokens, sum(accepted * steps for accepted, steps in enumerate(counts.histogram))
 
 
-class _Withheld:
-    """Outputs (client, output, program) that wait for the workers' verdicts on their programs."""
+class _Proof(NamedTuple):
+    """A request whose edited tokens may enter the prefix cache after a verdict.
 
-    def __init__(self, verdicts: Future[Any], entries: list[tuple[int, Any, RequestProgram]]) -> None:
-        self.verdicts, self.entries = verdicts, entries
+    tokens: the number of tokens that were computed when the workers were asked
+    held: True if the request has ended, and its blocks are freed after the verdict
+    """
+
+    request: Any
+    tokens: int
+    held: bool
+
+
+class _Withheld:
+    """Outputs (client, output, program) and proofs that wait for the workers' verdicts on programs."""
+
+    def __init__(
+        self, verdicts: Future[Any], entries: list[tuple[int, Any, RequestProgram]], proofs: list[_Proof]
+    ) -> None:
+        self.verdicts, self.entries, self.proofs = verdicts, entries, proofs
 
 
 class _Admitting:
@@ -124,14 +139,21 @@ class _Admitting:
         self._add, self._schedule = scheduler.add_request, scheduler.schedule
         self._update, self._free = scheduler.update_from_output, scheduler._free_request
         self._unfinished, self._finished = scheduler.get_num_unfinished_requests, scheduler.has_finished_requests
-        self._search = scheduler.kv_cache_manager.get_computed_blocks
         scheduler.add_request = forwards(self._add)(self.add)
         scheduler.schedule = forwards(self._schedule)(self.plan)
         scheduler.update_from_output = forwards(self._update)(self.end_step)
-        scheduler._free_request = forwards(self._free)(self.free)
+        scheduler._free_request = forwards(self._free)(self.leave)
         scheduler.get_num_unfinished_requests = forwards(self._unfinished)(self.unfinished)
         scheduler.has_finished_requests = forwards(self._finished)(self.finished)
-        scheduler.kv_cache_manager.get_computed_blocks = forwards(self._search)(self.search)
+        cache_manager = scheduler.kv_cache_manager
+        coordinator = cache_manager.coordinator
+        self._free_blocks, self._cache_blocks = cache_manager.free, coordinator.cache_blocks
+        cache_manager.free = forwards(self._free_blocks)(self.free_blocks)
+        coordinator.cache_blocks = forwards(self._cache_blocks)(self.cache_proved)
+        self._held: dict[str, Any] = {}  # requests that ended in this step, whose blocks wait for a verdict
+        self._is_updating = False
+        # a Mamba layer's blocks hold a state that later tokens overwrite, so they cannot be cached after the fact
+        self._has_states = core.vllm_config.cache_config.mamba_cache_mode != "none"
 
     def hold(self, vectors: bytes, keys: list[str], drop: list[str]) -> None:
         import safetensors.numpy
@@ -184,16 +206,31 @@ class _Admitting:
         by_priority = self._scheduler.policy.value == "priority"
         return (request.priority, request.arrival_time) if by_priority else ()
 
-    def search(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        """What the prefix cache has for a request that is scheduled for the first time, or again."""
+    def cache_proved(self, request: Any, num_computed_tokens: int) -> None:
+        """Add a request's full blocks to the prefix cache, but no edited ones before its program is proved up to there.
+
+        So no run that fails leaves an edited block to another, and no run can read one before the failure is known.
+        """
         program: RequestProgram | None = getattr(request, "patchclamp", None)
-        if program is not None and program.is_stale and request.num_computed_tokens == 0:
-            program.refresh()
-            self._key_blocks(request)
-        result = self._search(request, *args, **kwargs)
         if program is not None:
-            program.cached_tokens = max(program.cached_tokens, result[1])
-        return result
+            num_computed_tokens = min(num_computed_tokens, program.proved)
+        self._cache_blocks(request, num_computed_tokens)
+
+    def free_blocks(self, request: Any) -> None:
+        """Free the blocks of a request that has ended or was preempted; of one that has ended with tokens to prove,
+        after its verdict."""
+        program: RequestProgram | None = getattr(request, "patchclamp", None)
+        if program is not None and not request.is_finished():
+            program.forget_proof()
+        if program is None or not (self._is_updating and request.is_finished() and self._can_prove(request, program)):
+            self._free_blocks(request)
+        else:
+            self._held[request.request_id] = request
+
+    def _can_prove(self, request: Any, program: RequestProgram) -> bool:
+        """True if tokens that the request has computed may enter the prefix cache after a verdict."""
+        tokens = request.num_tokens - 1  # the last token was sampled, not computed
+        return program.proved < tokens <= request.num_computed_tokens and not self._has_states
 
     @staticmethod
     def _key_blocks(request: Any) -> None:
@@ -215,7 +252,7 @@ class _Admitting:
             output.patchclamp = orders
         return output
 
-    def free(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+    def leave(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         """A request is finished or aborted."""
         program = getattr(request, "patchclamp", None)
         if program is not None:
@@ -240,15 +277,22 @@ class _Admitting:
 
     def end_step(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """The outputs of a step, with the verdicts on their programs."""
-        outputs = self._update(scheduler_output, model_runner_output)
+        self._is_updating = True
+        try:
+            outputs = self._update(scheduler_output, model_runner_output)
+        finally:
+            self._is_updating = False
         if self.admission.errors:
             self._end_refused(outputs)
         if self._ended or self.admission.programs:
             self._tell(outputs)
+        for request in self._held.values():  # without an output, and so without a verdict
+            self._free_blocks(request)
+        self._held.clear()
         late: list[tuple[int, Any]] = []  # withheld until now, in order; they go before the outputs of this step
         while self._withheld and self._withheld[0].verdicts.done():
             withheld = self._withheld.popleft()
-            self._attach(withheld.verdicts.result(), withheld.entries)
+            self._attach(withheld.verdicts.result(), withheld.entries, withheld.proofs)
             late += [(client, output) for client, output, _ in withheld.entries]
         for client, output in reversed(late):
             self._outputs(outputs, client).insert(0, output)
@@ -277,33 +321,45 @@ class _Admitting:
         return outputs[client].outputs
 
     def _tell(self, outputs: dict[int, Any]) -> None:
-        """Asks the workers for verdicts on the programs of requests that have ended, and of those that the front end
-        may end by itself, at a stop text."""
+        """Asks the workers for verdicts on the programs of requests that have ended, of those that the front end
+        may end by itself, at a stop text, and of those with edited tokens to prove: after the prompt, and from time to
+        time after that."""
         judged: list[tuple[int, Any, RequestProgram]] = []
+        proofs: dict[str, _Proof] = {}
         for client, part in outputs.items():
             for output in part.outputs:
                 program = self._ended.get(output.request_id) or self.admission.programs.get(output.request_id)
                 if program is None or output.kv_transfer_params is not None:
                     continue
+                name = output.request_id
+                is_judged = output.finish_reason is not None or self._stops_at_text(name)
+                held = self._held.pop(name, None)
+                request = held or self._scheduler.requests.get(name)
+                if request is not None and output.new_token_ids and self._can_prove(request, program):
+                    tokens = request.num_tokens - 1
+                    if is_judged or not program.asked or tokens >= program.asked + PROVED_AT_ONCE:
+                        proofs[name], program.asked = _Proof(request, tokens, held is not None), tokens
+                elif held is not None:
+                    self._free_blocks(held)
+                if not is_judged:
+                    continue
                 if output.finish_reason is None:
-                    if not self._stops_at_text(output.request_id):
-                        continue
                     self._say_drafts(output)
                 judged.append((client, output, program))
         self._ended.clear()
-        if not judged:
+        ids = list(dict.fromkeys([*(output.request_id for _, output, _ in judged), *proofs]))
+        if not ids:
             return
-        ids = [output.request_id for _, output, _ in judged]
         ended = [output.request_id for _, output, _ in judged if output.finish_reason is not None]
         call = ("settle", ids, ended)
         verdicts = self._core.model_executor.collective_rpc("patchclamp_rpc", args=call, non_block=True)
         if verdicts.done():
-            self._attach(verdicts.result(), judged)
+            self._attach(verdicts.result(), judged, list(proofs.values()))
             return
         late = {id(output) for _, output, _ in judged}
         for part in outputs.values():
             part.outputs = [output for output in part.outputs if id(output) not in late]
-        self._withheld.append(_Withheld(verdicts, judged))
+        self._withheld.append(_Withheld(verdicts, judged, list(proofs.values())))
 
     def _say_drafts(self, output: Any) -> None:
         """Puts what was counted of drafted tokens on an output that may be a request's last; 0.26 counts none."""
@@ -316,15 +372,28 @@ class _Admitting:
         request = self._scheduler.requests.get(request_id)
         return request is not None and bool(request.sampling_params.stop)
 
-    def _attach(self, answers: Sequence[Any], judged: list[tuple[int, Any, RequestProgram]]) -> None:
-        """Puts verdicts on outputs."""
+    def _attach(
+        self, answers: Sequence[Any], judged: list[tuple[int, Any, RequestProgram]], proofs: list[_Proof]
+    ) -> None:
+        """Puts verdicts on outputs, and what they prove into the prefix cache."""
         errors = [error for _, error in answers if error is not None]
-        if not errors:
-            self.admission.salt = sum(failures for (_, failures), _ in answers)
-        for i, (_, output, program) in enumerate(judged):
-            verdict = Verdict("", errors[0]) if errors else _joined([verdicts[i] for (verdicts, _), _ in answers])
-            verdict = self.admission.judge(program, verdict)
+        by_worker: list[dict[str, Any]] = [] if errors else [verdicts for verdicts, _ in answers]
+
+        def verdict_on(name: str) -> Verdict:
+            return Verdict("", errors[0]) if errors else _joined([verdicts[name] for verdicts in by_worker])
+
+        for _, output, program in judged:
+            verdict = self.admission.judge(program, verdict_on(output.request_id))
             output.kv_transfer_params = {KEY: [verdict.receipt, verdict.error, verdict.waited_s]}
+        for request, tokens, held in proofs:
+            program: RequestProgram = request.patchclamp
+            verdict = verdict_on(request.request_id)
+            if verdict.error is None and verdict.receipt and program.asked >= tokens:  # else it was preempted since
+                program.proved = max(program.proved, tokens)
+            if held:
+                if program.proved >= tokens:
+                    self._scheduler.kv_cache_manager.cache_blocks(request, tokens)
+                self._free_blocks(request)
 
 
 def _check_beside_drafts(vllm_config: Any, request: Any, program: RequestProgram) -> None:

@@ -94,7 +94,7 @@ SEAMS: dict[str, Seam] = {
              "is_mm_prefix_lm? is_moe? max_model_len "
              "quantization runner_type sleep_mode_offload_cudagraph? trust_remote_code"),
         Seam("cache", "vllm.config:CacheConfig", "refuse what breaks a guarantee", called="cache_config",
-             has="enable_prefix_caching kv_offloading_size? kv_sharing_fast_prefill?"),
+             has="enable_prefix_caching kv_offloading_size? kv_sharing_fast_prefill? mamba_cache_mode"),
         Seam("parallel", "vllm.config:ParallelConfig", "know the workers", called="parallel_config",
              has="decode_context_parallel_size? enable_batch_sharded_sampling? enable_dbo? "
              "enable_elastic_ep? enable_expert_parallel pipeline_parallel_size prefill_context_parallel_size? "
@@ -181,9 +181,9 @@ SEAMS: dict[str, Seam] = {
         Seam("core requests", "vllm.v1.engine.core:EngineCore.preprocess_add_request", "read programs",
              signature=("self, request",)),
         Seam("request", "vllm.v1.request:Request", "admit programs and key edited blocks", called="request",
-             has="arrival_time block_hashes client_index get_finished_reason mm_features num_computed_tokens "
-             "num_prompt_tokens priority request_id resumable sampling_params spec_decode_metrics? streaming_queue? "
-             "take_events trace_headers update_block_hashes"),
+             has="arrival_time block_hashes client_index get_finished_reason is_finished mm_features "
+             "num_computed_tokens num_prompt_tokens num_tokens priority request_id resumable sampling_params "
+             "spec_decode_metrics? streaming_queue? take_events trace_headers update_block_hashes"),
         Seam("image", "vllm.multimodal.inputs:MultiModalFeatureSpec", "know where images are read",
              has="mm_position modality", called="feature"),
         Seam("image place", "vllm.multimodal.inputs:PlaceholderRange", "know where images are read",
@@ -208,7 +208,7 @@ SEAMS: dict[str, Seam] = {
         Seam("executor", "vllm.v1.executor.abstract:Executor", "ask workers what came of programs",
              has="collective_rpc", called="model_executor"),
         Seam("output", "vllm.v1.engine:EngineCoreOutput", "answer for programs", called="output",
-             has="finish_reason kv_transfer_params new_logprobs request_id spec_decode_metrics?"),
+             has="finish_reason kv_transfer_params new_logprobs new_token_ids request_id spec_decode_metrics?"),
         Seam("log-probabilities", "vllm.v1.outputs:LogprobsLists", "read log-probabilities as arrays", called="lists",
              has="logprob_token_ids logprobs"),
         Seam("detokenizers", "vllm.v1.engine.detokenizer", "decode text when it is read", has="IncrementalDetokenizer"),
@@ -248,12 +248,16 @@ SEAMS: dict[str, Seam] = {
         Seam("cache search", _CORE + "kv_cache_manager:KVCacheManager.get_computed_blocks", "compute what is captured",
              signature=("self, request", "self, request, max_cache_hit_length=None")),
         Seam("cache manager", _CORE + "kv_cache_manager:KVCacheManager", "compute what is captured",
-             has="coordinator get_computed_blocks", called="cache_manager kv_cache_manager"),
+             has="cache_blocks coordinator free", called="cache_manager kv_cache_manager"),
+        Seam("cached", _CORE + "kv_cache_coordinator:KVCacheCoordinator.cache_blocks", "cache what was proved",
+             signature=("self, request, num_computed_tokens",)),
+        Seam("freed", _CORE + "kv_cache_manager:KVCacheManager.free", "hold blocks until they are proved",
+             signature=("self, request",)),
         Seam("cache length", _CORE + "kv_cache_coordinator:KVCacheCoordinator.find_longest_cache_hit",
              "compute what is captured",
              signature=("self, block_hashes, max_cache_hit_length",)),
         Seam("cache coordinator", _CORE + "kv_cache_coordinator:KVCacheCoordinator", "compute what is captured",
-             has="find_longest_cache_hit", called="coordinator"),
+             has="cache_blocks find_longest_cache_hit", called="coordinator"),
         # the model
         Seam("attention", "vllm.model_executor.layers.attention.attention:unified_attention_with_output",
              "read and write what heads bring together", ("output",)),
