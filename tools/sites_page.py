@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from patchclamp.language.aliases import DIFFERENCES, ELSEWHERE, Difference
+from patchclamp.language.aliases import DIFFERENCES, EDITED_ELSEWHERE, ELSEWHERE, Difference
 from patchclamp.language.registry import NNTERP, SITES, TRANSFORMER_LENS
 from patchclamp.sites.families import Family, PointKind, Size, Tap
 from patchclamp.sites.map import LAYERS_WITH
@@ -221,6 +221,7 @@ def _aliases() -> str:
     ours = [[f"`{word}`", _listed(TRANSFORMER_LENS, word), _listed(NNTERP, word)] for word in SITES]
     lens = [[f"`{alias}`", f"`{_layered(site)}`"] for alias, site in TRANSFORMER_LENS.items()]
     nnterp = [[f"`{_layered(alias)}`", f"`{_layered(site)}`"] for alias, site in NNTERP.items()]
+    edited = [[f"`{name}`", why.replace("{l}", "l")] for name, why in EDITED_ELSEWHERE.items()]
     refused = [[f"`{name}`", why.replace("{l}", "l")] for name, why in ELSEWHERE.items()]
     return "\n".join([
         "## Names in TransformerLens and nnterp\n",
@@ -230,6 +231,9 @@ def _aliases() -> str:
         "### From ours\n", _table(("ours", "TransformerLens", "nnterp"), ours), "",
         "### From nnterp's\n", _table(("nnterp", "ours"), nnterp), "",
         "### From TransformerLens'\n", _table(("TransformerLens", "ours"), lens), "",
+        "### Names that are read and not edited\n",
+        "An edit by one of these names is an error that says this. `pc.site(name)` is our site, which can be edited.\n",
+        _table(("name", "edits"), edited), "",
         "### Where they are another tensor\n",
         "TransformerLens' numbers are ours where its weights are not processed (`from_pretrained_no_processing`, or "
         "`TransformerBridge`). Its other ways of loading fold norms and biases into the weights and centre them, which "

@@ -50,6 +50,15 @@ ELSEWHERE: dict[str, str] = {
 }  # fmt: skip
 
 
+# by name: what an edit reaches there, and the sites that do the same here. Captures by these names are the same tensor
+EDITED_ELSEWHERE: dict[str, str] = {
+    "blocks.{l}.hook_resid_mid": "an edit there moves what the MLP reads, not the stream: use resid_mid[{l}] to edit "
+                                 "the stream, or mlp_in[{l}] to edit what the MLP reads, after its norm",
+    "blocks.{l}.ln1.hook_out": "an edit there moves everything that reads the norm, in some families the MLP too: use "
+                               "attn_in[{l}] to edit what attention reads, and mlp_in[{l}] beside it for the MLP",
+}  # fmt: skip
+
+
 class Difference(NamedTuple):
     """Where an alias is another tensor in its own library than our site, on some families (none named: on all)."""
 
@@ -99,6 +108,7 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 
 _HOOKS = tuple((_pattern(name), site) for name, site in TRANSFORMER_LENS.items())
+_EDITED_ELSEWHERE = tuple((_pattern(name), why) for name, why in EDITED_ELSEWHERE.items())
 _ELSEWHERE = tuple((_pattern(name), why) for name, why in ELSEWHERE.items())
 
 
@@ -108,6 +118,14 @@ def hook(text: str) -> tuple[str, int | None] | None:
         if match := pattern.fullmatch(text):
             layer = match.groupdict().get("layer")
             return site, None if layer is None else int(layer)
+    return None
+
+
+def edited_elsewhere(text: str) -> str | None:
+    """Why an edit by one of their names is refused, and what to write instead; None for other names."""
+    for pattern, why in _EDITED_ELSEWHERE:
+        if match := pattern.fullmatch(text):
+            return f"{text}: {why.format(l=match['layer'])}"
     return None
 
 
