@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 
 from patchclamp.language.aliases import DIFFERENCES, EDITED_ELSEWHERE, ELSEWHERE, Difference
@@ -9,6 +10,7 @@ from patchclamp.language.registry import NNTERP, SITES, TRANSFORMER_LENS
 from patchclamp.sites.families import Family, PointKind, Size, Tap
 from patchclamp.sites.map import LAYERS_WITH
 from patchclamp.sites.tables import DECODERS, FAMILIES
+from tools.lens_table import TABLE
 from tools.raw_hooks import Engine, raw
 
 ENGINES: tuple[Engine, ...] = ("transformers", "vllm")
@@ -239,9 +241,24 @@ def _aliases() -> str:
         "`TransformerBridge`). Its other ways of loading fold norms and biases into the weights and centre them, which "
         "changes the stream, `attn_out`, `mlp_out`, `v` and `z`.\n",
         *(f"- {_difference(difference)}" for difference in DIFFERENCES), "",
+        *_measured(),
         "### Names that are no site\n",
         "Asking for one is an error that says this.\n", _table(("name", "it"), refused), "",
     ])  # fmt: skip
+
+
+def _measured() -> list[str]:
+    """The table that `tools.lens_table` has measured: by name, the families where it is not as our site."""
+    said = json.loads(TABLE.read_text())
+    models = {name: of for name, of in said["models"].items() if "family" in of}
+    rows = [[f"`{alias}`", *(_words(sorted({of["family"] for of in models.values() if alias in of[kind]})) or "–"
+                             for kind in ("capture", "edit", "absent"))] for alias in TRANSFORMER_LENS]  # fmt: skip
+    left = [f"`{name}`" for name in said["models"] if name not in models]
+    return [f"Measured by `python -m tools.lens_table` with TransformerLens {said['transformer_lens']} and Transformers "
+            f"{said['transformers']}, on {len(models)} tiny random models: the families where a name captures other "
+            "rows, where its rows are the same and an edit has another effect, and where TransformerLens lacks it. "
+            f"Not run: {', '.join(left)}.\n",
+            _table(("TransformerLens", "other rows", "other edits", "not there"), rows), ""]  # fmt: skip
 
 
 def _listed(names: dict[str, str], word: str) -> str:

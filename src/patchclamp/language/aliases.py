@@ -4,7 +4,7 @@ A name is an alias only if it is the same tensor. One that sounds like a site of
 with what to use instead; one that is another tensor on some families only is in `DIFFERENCES`, which the docs print.
 `{l}` is a layer.
 
-Sources: TransformerLens 3 (`transformer_lens/components`, `model_bridge`), nnterp 1 (`standardized_transformer.py`).
+Sources: TransformerLens 4.3 (`model_bridge`; `tools/lens_table.py` compares it), nnterp 1 (`standardized_transformer.py`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,6 @@ class Difference(NamedTuple):
 
 
 _QK = ("blocks.{l}.attn.hook_q", "blocks.{l}.attn.hook_k")
-_ADDED = ("blocks.{l}.hook_attn_out", "blocks.{l}.hook_mlp_out")
 _OUTPUTS = ("attentions_output", "mlps_output")
 # families: with a norm after attention and MLP; without one before them; with factors; with normed queries and keys
 _POST = ("olmo2", "glm4", "exaone4")
@@ -87,16 +86,18 @@ DIFFERENCES: tuple[Difference, ...] = (
                "no `attn_in` or `mlp_in`, and asking is an error: what they read is `resid_pre` and `resid_mid`"),
     Difference(("mlps_input", "mlps_output"), ("opt",), "nnterp has none, for want of an MLP module; ours are what "
                "`fc1` reads and what `fc2` returns"),
-    Difference(("hook_embed", "embed.hook_out", "token_embeddings"), ("bloom",), "theirs is before the norm that "
+    Difference(("token_embeddings",), ("bloom",), "nnterp's is before the norm that "
                "follows the embedding; `embed` is after it: what the stream begins with"),
     Difference(("logits",), (), "nnterp's has a row for every position; ours for those that a token is sampled from"),
     Difference(_QK, _NORMED_QK, "TransformerLens' is before queries and keys "
                "are normed; `q` and `k` are after it, what rotary embedding reads"),
-    Difference(_ADDED, _POST, "TransformerLens' is before the norm that follows; `attn_out` and `mlp_out` are "
-               "after it: what is added to the stream"),
-    Difference(_ADDED, _FACTORS, "TransformerLens' is before the factor `residual_multiplier`; ours is after it"),
-    Difference(("hook_embed", "embed.hook_out"), _FACTORS, "TransformerLens' is before the factor "
-               "`embedding_multiplier`; ours is after it"),
+    Difference(("embed.hook_out",), ("bloom",), "TransformerLens' is before the norm that follows the embedding; `embed` "
+               "is after it, as `hook_embed` is"),
+    Difference(("hook_embed", "embed.hook_out"), ("gemma4",), "the same tensor, but an edit of TransformerLens' also "
+               "moves the embeddings that each layer reads; one of `embed` moves the stream alone"),
+    Difference(("hook_embed", "embed.hook_out", "blocks.{l}.ln1.hook_out", "blocks.{l}.hook_attn_out"), ("falcon_h1",),
+               "TransformerLens' is before the config's factor (`embedding_multiplier`, `attention_in_multiplier`, "
+               "`attention_out_multiplier`); ours is after it"),
     Difference(("blocks.{l}.ln1.hook_out", "blocks.{l}.ln2.hook_out"), _NO_PRE, "TransformerLens' is after "
                "attention and MLP; there is no `attn_in` or `mlp_in`, and asking is an error: use `attn_out` and "
                "`mlp_out`"),
