@@ -30,7 +30,7 @@ LAYER, BOUND = 1, 1e-3  # rounding is below 1e-5
 def compared(name: str, folder: Path) -> dict:
     """The family, and the names whose captures and edits are equal, whose captures or edits are not, and those that
     TransformerLens lacks."""
-    from transformer_lens.model_bridge import TransformerBridge
+    from transformer_lens.model_bridge import TransformerBridge  # pyright: ignore[reportMissingImports]
 
     of_family(folder, name)
     with_words(str(folder), 512)
@@ -51,7 +51,7 @@ def compared(name: str, folder: Path) -> dict:
         cache = theirs.run_with_cache(torch.tensor([IDS]))[1]
         for alias, (rows, logits) in ours.items():
             place = alias.format(l=LAYER)
-            captured = cache[place] if place in cache else None
+            captured = cache[place] if place in cache else None  # noqa: SIM401  an ActivationCache
             if captured is None or captured.numel() != rows.numel():
                 found["absent" if captured is None else "capture"].append(alias)
                 continue
@@ -86,8 +86,8 @@ def main() -> None:
                 models[name] = {"not run": describe_error(error)[:200].splitlines()[0]}
         print(name, json.dumps(models[name]), file=sys.stderr)
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(of)}" for name, of in models.items())
-    head = f'{{"transformer_lens": "{version("transformer_lens")}", "transformers": "{version("transformers")}", "models": {{'
-    TABLE.write_text(f"{head}\n{lines}\n}}}}\n")
+    versions = ", ".join(f'"{name}": "{version(name)}"' for name in ("transformer_lens", "transformers"))
+    TABLE.write_text(f'{{{versions}, "models": {{\n{lines}\n}}}}\n')
 
 
 if __name__ == "__main__":

@@ -254,9 +254,9 @@ def _measured() -> list[str]:
     rows = [[f"`{alias}`", *(_words(sorted({of["family"] for of in models.values() if alias in of[kind]})) or "–"
                              for kind in ("capture", "edit", "absent"))] for alias in TRANSFORMER_LENS]  # fmt: skip
     left = [f"`{name}`" for name in said["models"] if name not in models]
-    return [f"Measured by `python -m tools.lens_table` with TransformerLens {said['transformer_lens']} and Transformers "
-            f"{said['transformers']}, on {len(models)} tiny random models: the families where a name captures other "
-            "rows, where its rows are the same and an edit has another effect, and where TransformerLens lacks it. "
+    return [f"Measured by `python -m tools.lens_table` with TransformerLens {said['transformer_lens']} and "
+            f"Transformers {said['transformers']}, on {len(models)} tiny random models: the families where a name "
+            "captures other rows, where its rows are the same and an edit has another effect, and where TransformerLens lacks it. "
             f"Not run: {', '.join(left)}.\n",
             _table(("TransformerLens", "other rows", "other edits", "not there"), rows), ""]  # fmt: skip
 

@@ -482,6 +482,7 @@ MISUSED = {
     "a block of all tokens": lambda t: t.all().__enter__(), "a call": lambda t: t.layers[1].output(),
     "layers called": lambda t: t.layers(1), "steps called": lambda t: t.generated(), "all layers": lambda t: t.layers.output,
     "a module plus 1": lambda t: t.layers[1] + 1, "a table times 2": lambda t: t.resid_mid * 2, "a trace plus 1": lambda t: t + 1,
+    "modules in a list": lambda t: torch.cat([t.layers[1], t.layers[1]]),
     "a module in torch": lambda t: torch.add(t.layers[1], 1), "a module in NumPy": lambda t: np.add(t.layers[1].mlp, 1),
     "two shapes": lambda t: t.embed + torch.zeros(7) + torch.zeros(5), "a sum's shape": lambda t: (t.embed + torch.zeros(7)).save(),
 }  # fmt: skip

@@ -4,7 +4,8 @@ A name is an alias only if it is the same tensor. One that sounds like a site of
 with what to use instead; one that is another tensor on some families only is in `DIFFERENCES`, which the docs print.
 `{l}` is a layer.
 
-Sources: TransformerLens 4.3 (`model_bridge`; `tools/lens_table.py` compares it), nnterp 1 (`standardized_transformer.py`).
+Sources: TransformerLens 4.3 (`model_bridge`; `tools/lens_table.py` compares it),
+nnterp 1 (`standardized_transformer.py`).
 """
 
 from __future__ import annotations
@@ -91,8 +92,8 @@ DIFFERENCES: tuple[Difference, ...] = (
     Difference(("logits",), (), "nnterp's has a row for every position; ours for those that a token is sampled from"),
     Difference(_QK, _NORMED_QK, "TransformerLens' is before queries and keys "
                "are normed; `q` and `k` are after it, what rotary embedding reads"),
-    Difference(("embed.hook_out",), ("bloom",), "TransformerLens' is before the norm that follows the embedding; `embed` "
-               "is after it, as `hook_embed` is"),
+    Difference(("embed.hook_out",), ("bloom",), "TransformerLens' is before the norm that follows the embedding; "
+               "`embed` is after it, as `hook_embed` is"),
     Difference(("hook_embed", "embed.hook_out"), ("gemma4",), "the same tensor, but an edit of TransformerLens' also "
                "moves the embeddings that each layer reads; one of `embed` moves the stream alone"),
     Difference(("hook_embed", "embed.hook_out", "blocks.{l}.ln1.hook_out", "blocks.{l}.hook_attn_out"), ("falcon_h1",),

@@ -198,13 +198,18 @@ class Place:
     function or a block raises `ProgramError`."""
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
-        what = "this" if isinstance(self, type) else repr(self)
         raise ProgramError(
-            f"{what} is not a tensor, a function or a block: name one of its tensors, as in t.layers[5].output += v, "
+            f"{self!r} is not a tensor, a function or a block: name one of its tensors, as in t.layers[5].output += v, "
             "t.generated.layers[5].output += v or t.all().layers[5].output += v"
         )
 
-    __torch_function__ = classmethod(_refuse)
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise ProgramError(
+            f"torch's {function_name(func)} takes tensors, got a {cls.__name__.lower()} of a trace: name one of its "
+            "tensors, as in t.layers[5].output"
+        )
+
     __array_ufunc__ = __array_function__ = __call__ = __delitem__ = _refuse
     __enter__ = __exit__ = __aenter__ = __aexit__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = __pos__ = _refuse

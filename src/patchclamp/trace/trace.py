@@ -133,7 +133,7 @@ class Trace(Place):
             raise ProgramError(f"expected names such as 'temperature', got {list(sampling)!r:.100}", "sampling")
         if sampling is not None and sampling.get("n", 1) not in (None, 1):
             raise ProgramError("a trace has one run a prompt: use an invoke for each", "sampling.n")
-        score = score.tolist() if hasattr(score, "tolist") else score
+        score = getattr(score, "tolist", lambda: score)()
         if not isinstance(score, (list, tuple)) or not all(map(is_token_id, score)):
             raise TokensError(f"expected a list of token ids, got {score!r:.100}", "score")
         recording = Recording(self._lm, read, self._max_tokens, self)
