@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 
-from patchclamp.language.aliases import DIFFERENCES, ELSEWHERE, Difference
+from patchclamp.language.aliases import DIFFERENCES, EDITED_ELSEWHERE, ELSEWHERE, Difference
 from patchclamp.language.registry import NNTERP, SITES, TRANSFORMER_LENS
 from patchclamp.sites.families import Family, PointKind, Size, Tap
 from patchclamp.sites.map import LAYERS_WITH
 from patchclamp.sites.tables import DECODERS, FAMILIES
+from tools.lens_table import TABLE
 from tools.raw_hooks import Engine, raw
 
 ENGINES: tuple[Engine, ...] = ("transformers", "vllm")
@@ -221,6 +223,7 @@ def _aliases() -> str:
     ours = [[f"`{word}`", _listed(TRANSFORMER_LENS, word), _listed(NNTERP, word)] for word in SITES]
     lens = [[f"`{alias}`", f"`{_layered(site)}`"] for alias, site in TRANSFORMER_LENS.items()]
     nnterp = [[f"`{_layered(alias)}`", f"`{_layered(site)}`"] for alias, site in NNTERP.items()]
+    edited = [[f"`{name}`", why.replace("{l}", "l")] for name, why in EDITED_ELSEWHERE.items()]
     refused = [[f"`{name}`", why.replace("{l}", "l")] for name, why in ELSEWHERE.items()]
     return "\n".join([
         "## Names in TransformerLens and nnterp\n",
@@ -230,14 +233,32 @@ def _aliases() -> str:
         "### From ours\n", _table(("ours", "TransformerLens", "nnterp"), ours), "",
         "### From nnterp's\n", _table(("nnterp", "ours"), nnterp), "",
         "### From TransformerLens'\n", _table(("TransformerLens", "ours"), lens), "",
+        "### Names that are read and not edited\n",
+        "An edit by one of these names is an error that says this. `pc.site(name)` is our site, which can be edited.\n",
+        _table(("name", "edits"), edited), "",
         "### Where they are another tensor\n",
         "TransformerLens' numbers are ours where its weights are not processed (`from_pretrained_no_processing`, or "
         "`TransformerBridge`). Its other ways of loading fold norms and biases into the weights and centre them, which "
         "changes the stream, `attn_out`, `mlp_out`, `v` and `z`.\n",
         *(f"- {_difference(difference)}" for difference in DIFFERENCES), "",
+        *_measured(),
         "### Names that are no site\n",
         "Asking for one is an error that says this.\n", _table(("name", "it"), refused), "",
     ])  # fmt: skip
+
+
+def _measured() -> list[str]:
+    """The table that `tools.lens_table` has measured: by name, the families where it is not as our site."""
+    said = json.loads(TABLE.read_text())
+    models = {name: of for name, of in said["models"].items() if "family" in of}
+    rows = [[f"`{alias}`", *(_words(sorted({of["family"] for of in models.values() if alias in of[kind]})) or "–"
+                             for kind in ("capture", "edit", "absent"))] for alias in TRANSFORMER_LENS]  # fmt: skip
+    left = [f"`{name}`" for name in said["models"] if name not in models]
+    return [f"Measured by `python -m tools.lens_table` with TransformerLens {said['transformer_lens']} and "
+            f"Transformers {said['transformers']}, on {len(models)} tiny random models: the families where a name "
+            "captures other rows, where its rows are the same and an edit has another effect, and where TransformerLens lacks it. "
+            f"Not run: {', '.join(left)}.\n",
+            _table(("TransformerLens", "other rows", "other edits", "not there"), rows), ""]  # fmt: skip
 
 
 def _listed(names: dict[str, str], word: str) -> str:

@@ -16,7 +16,7 @@ import patchclamp as pc
 from patchclamp import errors, language
 from patchclamp.errors import TREE, pack, unpack
 from patchclamp.language import SITES, Range, TextSpan
-from patchclamp.language.aliases import DIFFERENCES, ELSEWHERE
+from patchclamp.language.aliases import DIFFERENCES, EDITED_ELSEWHERE, ELSEWHERE
 from patchclamp.language.conversions import DTYPES
 from patchclamp.language.fuzz import fuzz
 from patchclamp.language.ops import OPS, as_capture
@@ -25,6 +25,7 @@ from patchclamp.language.registry import NNTERP, TRANSFORMER_LENS, unmoved
 from patchclamp.language.tokens import GROUPS, ImageTokens, Joined, Positions
 from patchclamp.language.values import orthonormal
 from patchclamp.sites.tables import FAMILIES
+from patchclamp.studies.rows import rows_of
 
 ends = st.none() | st.integers(-40, 40)
 ranges = st.builds(Range, ends, ends, st.none() | st.integers(1, 5)).filter(lambda made: made != Range())
@@ -752,3 +753,20 @@ def test_none_is_no_layer():
     for wrong in (lambda: pc.resid_post[None], lambda: pc.z[1, None], lambda: pc.resid_post[True]):
         with pytest.raises(pc.ProgramError):
             wrong()
+
+
+@pytest.mark.parametrize("name", EDITED_ELSEWHERE)
+def test_names_whose_edits_reach_other_readers_there_are_for_reading(name):
+    name = name.format(l=1)
+    site = pc.site(name)
+    assert pc.Capture(name).at == pc.From("run", name).site == site
+    for edit in (lambda: pc.Zero(name), lambda: pc.Add([1.0], name), lambda: pc.Replace(pc.From("run", name), name)):
+        with pytest.raises(pc.UnsupportedSite, match=site.name) as error:
+            edit()
+        assert error.value.path == "at"
+    with pytest.raises(pc.UnsupportedSite) as error:
+        Program.from_json(json.dumps({"edits": [{"type": "zero", "at": name}]}))
+    assert error.value.path == "edits[0].at"
+    with pc.LM("fake") as lm, pytest.raises(pc.UnsupportedSite) as error:
+        rows_of(lm, [name])
+    assert error.value.path == "sites[0]"

@@ -1,5 +1,6 @@
 """docs/sites.md: up to date with the tables, complete, and true to what the tables say."""
 
+import json
 import re
 from pathlib import Path
 from unittest import mock
@@ -7,9 +8,10 @@ from unittest import mock
 import msgspec
 import pytest
 
-from patchclamp.language.aliases import ELSEWHERE
+from patchclamp.language.aliases import DIFFERENCES, EDITED_ELSEWHERE, ELSEWHERE
 from patchclamp.language.registry import NNTERP, SITES, TRANSFORMER_LENS
 from patchclamp.sites.tables import FAMILIES, LLAMA
+from tools.lens_table import TABLE
 from tools.raw_hooks import raw
 from tools.sites_page import _rows, _sum, page
 
@@ -141,3 +143,15 @@ def test_aliases_are_there_in_both_directions():
         assert f"| `{shown}` | `{site}{layer}` |" in theirs
     for name in ELSEWHERE:
         assert f"| `{name}` |" in theirs
+
+
+def test_the_differences_from_transformer_lens_are_those_that_were_measured():
+    models = [of for of in json.loads(TABLE.read_text())["models"].values() if "family" in of]
+    assert len(models) >= 40
+    measured = {(of["family"], alias) for of in models for kind in ("capture", "edit") for alias in of[kind]}
+    measured -= {(of["family"], alias) for of in models for alias in of["edit"] if alias in EDITED_ELSEWHERE}
+    same = {(of["family"], alias) for of in models for alias in of["equal"]}
+    written = {(family, alias) for each in DIFFERENCES for family in each.families for alias in each.aliases
+               if alias in TRANSFORMER_LENS}  # fmt: skip
+    assert measured <= written
+    assert not written & same

@@ -285,7 +285,7 @@ def test_what_is_wrong_with_the_trace_itself(lm, no_run):
         lm.trace(EIFFEL, edits=[pc.Use("clam")]),
     ):
         pass
-    with pytest.raises(TypeError, match="capture"):
+    with pytest.raises(U, match="t.cache"):
         lm.trace(EIFFEL, capture=[pc.embed])
 
 
@@ -405,3 +405,130 @@ def test_a_named_program(lm, no_run):
 def test_a_trace_takes_no_images(lm, no_run):
     with pytest.raises(E, match="a trace takes text or token ids: give lm.run a prompt with images, and a program"):
         lm.trace({"prompt": EIFFEL, "multi_modal_data": {"image": object()}})
+
+
+NOWHERE = pc.span("nope")
+WITHOUT_EFFECT = {
+    "zeros of another width": (lambda t: setattr(t.layers[1], "output", t.layers[1].output + torch.zeros(7)), S),
+    "zeros in place": (lambda t: t.layers[1].output.__iadd__(torch.zeros(7)), S),
+    "zeros of other rows": (lambda t: t.layers[1].output.__iadd__(torch.zeros(3, 16)), S),
+    "zeros taken away": (lambda t: t.layers[1].output.__isub__(np.zeros(7)), S),
+    "ones of another width": (lambda t: t.layers[1].output.__imul__(torch.ones(7)), S),
+    "zeros into a clone": (lambda t: t.layers[1].output.clone().__iadd__(torch.zeros(7)), S),
+    "zeros beside a read": (lambda t: setattr(t.layers[2], "output", t.layers[1].output + torch.zeros(7)), S),
+    "a missing token times 1": (lambda t: t.layers[1].output[99].__imul__(1), K),
+    "a missing token less 0": (lambda t: t.layers[1].output[99].__isub__(0), K),
+    "a missing span times 1": (lambda t: t.layers[1].output[NOWHERE].__imul__(1), K),
+    "a missing span plus 0": (lambda t: t.layers[1].output[NOWHERE].__iadd__(0), K),
+    "a missing span divided by 1": (lambda t: t.layers[1].output[NOWHERE].__itruediv__(1), K),
+    "a missing span as itself": (lambda t: put(t.layers[1].output, NOWHERE, t.layers[1].output[NOWHERE]), K),
+    "no layer": (lambda t: t.layers[None], E),
+    "no layer of a site": (lambda t: t.resid_mid[None], E),
+    "no layer of nnterp's": (lambda t: t.layers_output[None], E),
+    "no head": (lambda t: t.z[1, None], E),
+    "a layer that is true": (lambda t: t.layers[True], E),
+}
+
+
+@pytest.mark.parametrize("what", WITHOUT_EFFECT)
+def test_a_write_without_effect_is_checked(lm, no_run, what):
+    line, kind = WITHOUT_EFFECT[what]
+    with pytest.raises(kind), lm.trace(EIFFEL) as t:
+        line(t)
+
+
+NEUTRAL = {
+    "scale": lambda at, **to: pc.Scale(1.0, at, **to), "add": lambda at, **to: pc.Add(np.ones(16), at, scale=0.0, **to),
+    "zeros": lambda at, **to: pc.Add(np.zeros(16), at, **to), "alpha": lambda at, **to: pc.Replace(V, at, alpha=0, **to),
+    "mask": lambda at, **to: pc.Replace(V, at, mask=np.zeros(16), **to), "noise": lambda at, **to: pc.Noise(0.0, at, **to),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", NEUTRAL)
+def test_an_op_without_effect_is_checked_and_changes_nothing(lm, kind):
+    make = NEUTRAL[kind]
+    with pytest.raises(K) as missing:
+        lm.run(EIFFEL, edits=[make("resid_post[1]", tokens=NOWHERE)])
+    assert missing.value.path == "edits[0].tokens"
+    with pytest.raises(pc.PatchclampError) as beyond:
+        lm.run(EIFFEL, edits=[make("resid_post[99]")])
+    assert beyond.value.path == "edits[0].at"
+    plain, edited = (lm.run(EIFFEL, edits=edits, capture="logits") for edits in ((), [make("resid_post[1]")]))
+    assert np.array_equal(plain["logits"], edited["logits"])
+
+
+@pytest.mark.parametrize("value", [np.zeros(7), np.zeros((3, 16))])
+def test_zeros_of_a_wrong_shape_are_refused(lm, value):
+    with pytest.raises(S) as error:
+        lm.run(EIFFEL, edits=[pc.Add(value, "resid_post[1]", scale=0.0)])
+    assert error.value.path == "edits[0].value"
+
+
+def test_numpys_arithmetic_is_a_traces_own(lm):
+    a = np.arange(16, dtype=np.float32)
+    with lm.trace(EIFFEL) as t:
+        read = t.layers[1].output
+        saved = [(a * read).save(), (a - read).save(), np.add(read, a).save(), (read * np.float32(2)).save()]
+        plain = read.save()
+    for value, expected in zip(saved, (plain * a, -plain + a, plain + a, plain * 2), strict=True):
+        assert torch.equal(value, torch.as_tensor(expected))
+
+
+MISUSED = {
+    "NumPy's mean": lambda t: np.mean(t.embed), "NumPy's exp": lambda t: np.exp(t.embed), "max": lambda t: np.maximum(t.embed, 0),
+    "NumPy's concatenate": lambda t: np.concatenate([t.embed, t.embed]), "NumPy's product": lambda t: np.eye(16) @ t.embed,
+    "NumPy's norm": lambda t: np.linalg.norm(t.embed), "where": lambda t: np.where(True, t.embed, 0),
+    "a saved value in NumPy": lambda t: np.exp(t.embed.save()), "into an array": lambda t: np.zeros(16).__iadd__(t.embed),
+    "a block of all tokens": lambda t: t.all().__enter__(), "a call": lambda t: t.layers[1].output(),
+    "layers called": lambda t: t.layers(1), "steps called": lambda t: t.generated(), "all layers": lambda t: t.layers.output,
+    "a module plus 1": lambda t: t.layers[1] + 1, "a table times 2": lambda t: t.resid_mid * 2, "a trace plus 1": lambda t: t + 1,
+    "modules in a list": lambda t: torch.cat([t.layers[1], t.layers[1]]),
+    "a module in torch": lambda t: torch.add(t.layers[1], 1), "a module in NumPy": lambda t: np.add(t.layers[1].mlp, 1),
+    "two shapes": lambda t: t.embed + torch.zeros(7) + torch.zeros(5), "a sum's shape": lambda t: (t.embed + torch.zeros(7)).save(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", MISUSED)
+def test_a_proxy_that_is_misused(lm, what):
+    with pytest.raises(pc.ProgramError), lm.trace(EIFFEL) as t:
+        MISUSED[what](t)
+
+
+def test_blocks_that_are_none(lm, no_run):
+    with pytest.raises(E, match="t.all"), lm.trace(EIFFEL) as t, t.all():
+        pass
+    with pytest.raises(E, match="t.all"), lm.trace(EIFFEL) as t, t.generated:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "path", "instead"),
+    [({"max_new_tokens": 3}, "max_new_tokens", "max_tokens="), ({"temperature": 1}, "temperature", "sampling="),
+     ({"max_tokns": 3}, "max_tokns", "max_tokens"), ({"remote": True}, "remote", "leave it out"),
+     ({"max_tokens": True}, "max_tokens", "token"), ({"score": 5}, "score", "ids"), ({"score": "ab"}, "score", "ids"),
+     ({"sampling": {1: 2}}, "sampling", "names"), ({"edits": 5}, "edits[0]", "op")],
+)  # fmt: skip
+def test_arguments_that_are_wrong(lm, no_run, options, path, instead):
+    with pytest.raises(pc.PatchclampError, match=instead) as error:
+        lm.trace(EIFFEL, **options)
+    assert error.value.path == path
+
+
+@pytest.mark.parametrize("prompt", [[1.7], [10**9], b"x", 5, [True], {"a": 1}])
+def test_prompts_of_another_kind(lm, no_run, prompt):
+    with pytest.raises(pc.PatchclampError) as error:
+        lm.trace(prompt)
+    assert error.value.path == "prompt"
+
+
+@pytest.mark.parametrize("messages", [5, "hello", [5], [[{"role": "user", "content": "a"}]]])
+def test_chats_of_another_kind(lm, no_run, messages):
+    with pytest.raises(pc.ProgramError):
+        lm.trace(messages=messages)
+
+
+def test_what_a_model_has_elsewhere(lm):
+    for name in ("generate", "forward", "run_with_cache", "to_tokens"):
+        with pytest.raises(U, match="lm"):
+            getattr(lm, name)
+    assert not hasattr(lm, "no_such_name")

@@ -4,7 +4,8 @@ A name is an alias only if it is the same tensor. One that sounds like a site of
 with what to use instead; one that is another tensor on some families only is in `DIFFERENCES`, which the docs print.
 `{l}` is a layer.
 
-Sources: TransformerLens 3 (`transformer_lens/components`, `model_bridge`), nnterp 1 (`standardized_transformer.py`).
+Sources: TransformerLens 4.3 (`model_bridge`; `tools/lens_table.py` compares it),
+nnterp 1 (`standardized_transformer.py`).
 """
 
 from __future__ import annotations
@@ -50,6 +51,15 @@ ELSEWHERE: dict[str, str] = {
 }  # fmt: skip
 
 
+# by name: what an edit reaches there, and the sites that do the same here. Captures by these names are the same tensor
+EDITED_ELSEWHERE: dict[str, str] = {
+    "blocks.{l}.hook_resid_mid": "an edit there moves what the MLP reads, not the stream: use resid_mid[{l}] to edit "
+                                 "the stream, or mlp_in[{l}] to edit what the MLP reads, after its norm",
+    "blocks.{l}.ln1.hook_out": "an edit there moves everything that reads the norm, in some families the MLP too: use "
+                               "attn_in[{l}] to edit what attention reads, and mlp_in[{l}] beside it for the MLP",
+}  # fmt: skip
+
+
 class Difference(NamedTuple):
     """Where an alias is another tensor in its own library than our site, on some families (none named: on all)."""
 
@@ -59,7 +69,6 @@ class Difference(NamedTuple):
 
 
 _QK = ("blocks.{l}.attn.hook_q", "blocks.{l}.attn.hook_k")
-_ADDED = ("blocks.{l}.hook_attn_out", "blocks.{l}.hook_mlp_out")
 _OUTPUTS = ("attentions_output", "mlps_output")
 # families: with a norm after attention and MLP; without one before them; with factors; with normed queries and keys
 _POST = ("olmo2", "glm4", "exaone4")
@@ -78,16 +87,18 @@ DIFFERENCES: tuple[Difference, ...] = (
                "no `attn_in` or `mlp_in`, and asking is an error: what they read is `resid_pre` and `resid_mid`"),
     Difference(("mlps_input", "mlps_output"), ("opt",), "nnterp has none, for want of an MLP module; ours are what "
                "`fc1` reads and what `fc2` returns"),
-    Difference(("hook_embed", "embed.hook_out", "token_embeddings"), ("bloom",), "theirs is before the norm that "
+    Difference(("token_embeddings",), ("bloom",), "nnterp's is before the norm that "
                "follows the embedding; `embed` is after it: what the stream begins with"),
     Difference(("logits",), (), "nnterp's has a row for every position; ours for those that a token is sampled from"),
     Difference(_QK, _NORMED_QK, "TransformerLens' is before queries and keys "
                "are normed; `q` and `k` are after it, what rotary embedding reads"),
-    Difference(_ADDED, _POST, "TransformerLens' is before the norm that follows; `attn_out` and `mlp_out` are "
-               "after it: what is added to the stream"),
-    Difference(_ADDED, _FACTORS, "TransformerLens' is before the factor `residual_multiplier`; ours is after it"),
-    Difference(("hook_embed", "embed.hook_out"), _FACTORS, "TransformerLens' is before the factor "
-               "`embedding_multiplier`; ours is after it"),
+    Difference(("embed.hook_out",), ("bloom",), "TransformerLens' is before the norm that follows the embedding; "
+               "`embed` is after it, as `hook_embed` is"),
+    Difference(("hook_embed", "embed.hook_out"), ("gemma4",), "the same tensor, but an edit of TransformerLens' also "
+               "moves the embeddings that each layer reads; one of `embed` moves the stream alone"),
+    Difference(("hook_embed", "embed.hook_out", "blocks.{l}.ln1.hook_out", "blocks.{l}.hook_attn_out"), ("falcon_h1",),
+               "TransformerLens' is before the config's factor (`embedding_multiplier`, `attention_in_multiplier`, "
+               "`attention_out_multiplier`); ours is after it"),
     Difference(("blocks.{l}.ln1.hook_out", "blocks.{l}.ln2.hook_out"), _NO_PRE, "TransformerLens' is after "
                "attention and MLP; there is no `attn_in` or `mlp_in`, and asking is an error: use `attn_out` and "
                "`mlp_out`"),
@@ -99,6 +110,7 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 
 _HOOKS = tuple((_pattern(name), site) for name, site in TRANSFORMER_LENS.items())
+_EDITED_ELSEWHERE = tuple((_pattern(name), why) for name, why in EDITED_ELSEWHERE.items())
 _ELSEWHERE = tuple((_pattern(name), why) for name, why in ELSEWHERE.items())
 
 
@@ -108,6 +120,14 @@ def hook(text: str) -> tuple[str, int | None] | None:
         if match := pattern.fullmatch(text):
             layer = match.groupdict().get("layer")
             return site, None if layer is None else int(layer)
+    return None
+
+
+def edited_elsewhere(text: str) -> str | None:
+    """Why an edit by one of their names is refused, and what to write instead; None for other names."""
+    for pattern, why in _EDITED_ELSEWHERE:
+        if match := pattern.fullmatch(text):
+            return f"{text}: {why.format(l=match['layer'])}"
     return None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from patchclamp.errors import ProgramError
+from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.language.conversions import (
     as_direction,
     as_directions,
@@ -24,7 +24,7 @@ from patchclamp.language.conversions import (
     as_strength,
 )  # fmt: skip
 from patchclamp.language.fields import Converted, field, optional
-from patchclamp.language.site import At, Site, parse_site
+from patchclamp.language.site import At, Site, parse_edited_site, parse_site
 from patchclamp.language.tokens import Tokens, every, parse_tokens
 from patchclamp.language.values import Named, Value, Vector, as_value, check_name
 
@@ -89,6 +89,11 @@ class SiteOp(Op, _Placed, frozen=True):
                 raise ProgramError(f"the tokens are given twice: {both} and tokens={self.tokens}", "tokens")
             msgspec.structs.force_setattr(self, "at", both.site)
             msgspec.structs.force_setattr(self, "tokens", both.tokens)
+        if isinstance(self.at, str) and not isinstance(self, Capture):
+            try:
+                parse_edited_site(self.at)
+            except PatchclampError as error:
+                raise error.under("at") from None
         super().__post_init__()
 
 

@@ -10,8 +10,8 @@ import re
 
 import msgspec
 
-from patchclamp.errors import ProgramError, unknown
-from patchclamp.language.aliases import elsewhere, hook
+from patchclamp.errors import ProgramError, UnsupportedSite, unknown
+from patchclamp.language.aliases import edited_elsewhere, elsewhere, hook
 from patchclamp.language.ranges import Index, IndexLike, as_index, parse_index
 from patchclamp.language.registry import NNTERP, SITES
 from patchclamp.language.tokens import Selection, TokensLike, parse_tokens
@@ -78,6 +78,15 @@ class At(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         return f"{self.site} @ {self.tokens}"
+
+
+def parse_edited_site(text: Site | str) -> Site:
+    """`parse_site`, for a site that is edited. Raises `UnsupportedSite` for a name of TransformerLens whose edit there
+    reaches other readers of the tensor than an edit of our site does."""
+    site = parse_site(text)
+    if isinstance(text, str) and (reason := edited_elsewhere(text.strip())):
+        raise UnsupportedSite(reason)
+    return site
 
 
 _BRACKETS = re.compile(r"\s*(?P<name>[A-Za-z_][\w.]*)\s*(?:\[(?P<keys>[^\]]*)\])?\s*")

@@ -20,7 +20,7 @@ import numpy as np
 from patchclamp.errors import PatchclampError, UnsupportedSite
 from patchclamp.language import From, Replace, Site, every
 from patchclamp.language import prompt as whole_prompt
-from patchclamp.language.site import parse_site
+from patchclamp.language.site import parse_edited_site
 from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.sites import SiteRef
@@ -115,7 +115,7 @@ def _rows(lm: LM, sites: Sequence[Any], layers: Any) -> list[Row]:
     rows: dict[Row, None] = {}
     for i, text in enumerate(sites):
         try:
-            site = parse_site(text)
+            site = parse_edited_site(text)
             refs = lm.sites.resolve(site)
         except PatchclampError as error:
             raise error.under(f"sites[{i}]") from None

@@ -28,7 +28,7 @@ import numpy as np
 from patchclamp.errors import PatchclampError, ProgramError, UnsupportedSite, unknown
 from patchclamp.language import From, Op, Replace, Site
 from patchclamp.language.registry import SITES, unmoved
-from patchclamp.language.site import parse_site
+from patchclamp.language.site import parse_edited_site
 from patchclamp.language.tokens import Positions, every
 from patchclamp.lm import LM
 from patchclamp.run import Run
@@ -335,7 +335,7 @@ def _senders(lm: LM, senders: Any, layers: Any, group: int | None) -> list[Row]:
     rows: dict[Row, None] = {}
     for i, text in enumerate([senders] if isinstance(senders, (str, Site)) else senders):
         try:
-            site = parse_site(text)
+            site = parse_edited_site(text)
             if site.name not in (*ATTENTION, *MLP):
                 raise UnsupportedSite(f"{site} is no sender; these are: {', '.join((*ATTENTION, *MLP))}")
         except PatchclampError as error:
@@ -350,7 +350,7 @@ def _receivers(lm: LM, receivers: Any) -> list[Receiver]:
     for i, item in enumerate(items):
         together = list(item) if isinstance(item, (list, tuple)) else [item]
         try:
-            sites = [parse_site(site) for site in together]
+            sites = [parse_edited_site(site) for site in together]
             ends = [site for site in sites if site.name in ENDS]
             if ends and len(sites) > 1:
                 raise ProgramError(f"{ends[0]} is the end of the model, and stands alone")

@@ -11,7 +11,7 @@ from patchclamp.errors import PatchclampError, ProgramError, UnsupportedSite
 from patchclamp.language import Range, Site
 from patchclamp.language.ranges import Index, parse_index
 from patchclamp.language.registry import SITES
-from patchclamp.language.site import parse_site
+from patchclamp.language.site import parse_edited_site
 from patchclamp.lm import LM
 
 
@@ -60,7 +60,7 @@ def rows_of(lm: LM, sites: Any, layers: Any = None, group: int | None = None, wi
     rows: dict[Row, None] = {}
     for i, text in enumerate(sites):
         try:
-            site = parse_site(text)
+            site = parse_edited_site(text)
             for part in _parts(lm, site, group):
                 rows.update(dict.fromkeys(_layered(lm, part, chosen, window)))
         except PatchclampError as error:

@@ -8,10 +8,11 @@ from typing import Any, NoReturn
 
 from patchclamp.errors import ProgramError, TokensError, UnsupportedSite, unknown
 from patchclamp.language.aliases import elsewhere
-from patchclamp.language.ranges import Range
+from patchclamp.language.ranges import Range, as_integer
 from patchclamp.language.registry import NNTERP, SITES
 from patchclamp.language.site import Site
 from patchclamp.language.tokens import Positions, Tokens
+from patchclamp.trace.arithmetic import Place
 from patchclamp.trace.hints import OF_A_LAYER, OF_A_TRACE, hint
 from patchclamp.trace.recording import Recording
 from patchclamp.trace.spots import Spot, positive, written
@@ -26,7 +27,7 @@ SUBMODULES = {"attn": "attn", "self_attn": "attn", "attention": "attn", "mlp": "
 BATCHED = {name: site for name, site in NNTERP.items() if name not in SITES}  # nnterp's names, with its batch axis
 
 
-class Group:
+class Group(Place):
     """Some tokens of one prompt, with a name: what `t.generated[3]` and `t.all()` return, and `t` itself."""
 
     def __init__(self, recording: Recording, tokens: Tokens, named: bool, single: bool = False) -> None:
@@ -70,7 +71,7 @@ class Group:
         return f"<{self._tokens} in a trace>"
 
 
-class Steps:
+class Steps(Place):
     """Groups of tokens by number: `t.generated[3]` is the fourth token that was sampled, when it is an input."""
 
     def __init__(self, recording: Recording, group: Positions) -> None:
@@ -100,17 +101,27 @@ class Steps:
         return f"<{self._group} in a trace>"
 
 
-class Layers:
+def as_layers(key: Any) -> int | Range:
+    """A layer or a range of them, from brackets. Raises `ProgramError` for all else: None is not every layer."""
+    return Range.of(key) if isinstance(key, slice) else key if isinstance(key, Range) else as_integer(key)
+
+
+class Layers(Place):
     """The layers of the model. A range names several, which are written together."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
 
     def __getitem__(self, layer: Any) -> Module:
-        return Module(self._group, Range.of(layer) if isinstance(layer, slice) else layer, "")
+        return Module(self._group, as_layers(layer), "")
 
     def __setitem__(self, layer: Any, value: Any) -> None:
         raise ProgramError(f"a layer is a module: write what it returns, t.layers[{layer}].output = value")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ProgramError(f"name the layer: .layers[5].{name}, or .layers[:].{name} to write every layer")
 
     def __len__(self) -> int:
         return self._group._recording.lm.model.layers
@@ -119,7 +130,7 @@ class Layers:
         return (self[layer] for layer in range(len(self)))
 
 
-class Module:
+class Module(Place):
     """A layer, its attention or its MLP: names of `MODULES` are views of what it reads, makes and returns."""
 
     def __init__(self, group: Group, layer: Any, module: str) -> None:
@@ -169,7 +180,7 @@ class Module:
         return f"<layer {self._layer}{self._module and '.'}{self._module}>"
 
 
-class Table:
+class Table(Place):
     """A site of every layer: `t.resid_mid[5]`, `t.z[5, 3]`, `t.layers_output[5]`."""
 
     def __init__(self, group: Group, site: str, batched: bool) -> None:
@@ -180,7 +191,10 @@ class Table:
         return self._group._view(Site(self._site), self._batched)
 
     def __getitem__(self, key: Any) -> View:
-        return self._group._view(Site(self._site)[key], self._batched)
+        layer, *index = key if isinstance(key, tuple) else (key,)
+        if None in index:
+            raise ProgramError("expected a number or a range, got None")
+        return self._group._view(Site(self._site)[as_layers(layer), *index], self._batched)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         assign(self[key], value)

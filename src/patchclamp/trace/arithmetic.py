@@ -5,11 +5,12 @@ A program can add, scale and replace rows, and no more. So what is recorded is a
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from patchclamp.errors import ProgramError, near
+from patchclamp.errors import ProgramError, ShapeError, near
 from patchclamp.trace.spots import numbers
 
 if TYPE_CHECKING:
@@ -87,8 +88,27 @@ class Arithmetic:
     def __deepcopy__(self, _: Any) -> NoReturn:
         self.__copy__()
 
-    __array_ufunc__ = None  # NumPy leaves `array * value` to the value
     __hash__ = object.__hash__
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+        name = _OF_NUMPY.get(ufunc.__name__, "")
+        if kwargs or method != "__call__" or not name:
+            self.__array_function__(ufunc)
+        return _TORCH[name](*args)
+
+    def __array_function__(self, func: Any, *_: Any) -> NoReturn:
+        self.check_to_come()
+        refuse(f"NumPy's {func.__name__}")
+
+    def __enter__(self) -> NoReturn:
+        raise ProgramError(
+            "a tensor is no block: write `with lm.trace(prompt) as t:`, and t.layers[5].output inside it"
+        )
+
+    def __exit__(self, *_: Any) -> None: ...
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        raise ProgramError("a tensor is not called: write .output, without parentheses")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -117,6 +137,7 @@ _TORCH = {
     "div": lambda a, b: a / b if isinstance(a, Arithmetic) else b.__rtruediv__(a),
 }
 _TORCH |= {"radd": _TORCH["add"], "rmul": _TORCH["mul"], "truediv": _TORCH["div"]}
+_OF_NUMPY = {"add": "add", "subtract": "sub", "multiply": "mul", "divide": "div", "negative": "neg"}
 _TORCH_INSTEAD = {
     "add_": "write x = x + value",
     "iadd": "write x = x + value",
@@ -172,6 +193,32 @@ for _name, _what in _UNKNOWN_YET.items():
     setattr(Arithmetic, _name, _too_early(_what))
 
 
+class Place:
+    """Base of what names tensors without being one: modules, groups of tokens and traces. Using one as a tensor, a
+    function or a block raises `ProgramError`."""
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise ProgramError(
+            f"{self!r} is not a tensor, a function or a block: name one of its tensors, as in t.layers[5].output += v, "
+            "t.generated.layers[5].output += v or t.all().layers[5].output += v"
+        )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise ProgramError(
+            f"torch's {function_name(func)} takes tensors, got a {cls.__name__.lower()} of a trace: name one of its "
+            "tensors, as in t.layers[5].output"
+        )
+
+    __array_ufunc__ = __array_function__ = __call__ = __delitem__ = _refuse
+    __enter__ = __exit__ = __aenter__ = __aexit__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = __pos__ = _refuse
+
+
+for _name in (*_REFUSED, "__lt__", "__le__", "__gt__", "__ge__", "__float__", "__int__", "__index__", "__array__"):
+    setattr(Place, _name, Place._refuse)
+
+
 class Expression(Arithmetic):
     """Σ factor · read + constant."""
 
@@ -192,13 +239,14 @@ class Expression(Arithmetic):
         for read, factor in other.terms:
             same = [i for i, term in enumerate(terms) if term.read is read]
             if same:
-                terms[same[0]] = Term(read, terms[same[0]].factor + sign * factor)
+                terms[same[0]] = Term(read, _combined(operator.add, terms[same[0]].factor, sign * factor))
             else:
                 terms.append(Term(read, sign * factor))
-        return Expression(tuple(terms), self.constant + sign * other.constant)
+        return Expression(tuple(terms), _combined(operator.add, self.constant, sign * other.constant))
 
     def times(self, factor: Number) -> Expression:
-        return Expression(tuple(Term(read, f * factor) for read, f in self.terms), self.constant * factor)
+        terms = tuple(Term(read, _combined(operator.mul, f, factor)) for read, f in self.terms)
+        return Expression(terms, _combined(operator.mul, self.constant, factor))
 
     def clone(self) -> Expression:
         return self
@@ -226,6 +274,13 @@ class Expression(Arithmetic):
     def __repr__(self) -> str:
         words = [f"{factor if np.ndim(factor) == 0 else '…'} · {read.spot}" for read, factor in self.terms]
         return f"<value of a trace: {' + '.join(words) or 'numbers'}>"
+
+
+def _combined(operation: Any, a: Number, b: Number) -> Number:
+    try:
+        return operation(a, b)
+    except ValueError:
+        raise ShapeError(f"expected vectors of one shape, got {list(np.shape(a))} and {list(np.shape(b))}") from None
 
 
 def refuse_attribute(name: str, known: tuple[str, ...]) -> NoReturn:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from patchclamp.errors import ProgramError, UnknownName
+from patchclamp.errors import ProgramError, UnknownName, unknown
 
 OF_A_TRACE: dict[str, str] = {
     "norm": "the normed last stream is t.final_norm",
@@ -42,6 +42,39 @@ OF_A_LAYER: dict[str, str] = {
 }  # fmt: skip
 
 
-def hint(name: str, hints: dict[str, str]) -> ProgramError | None:
+OF_A_MODEL: dict[str, str] = {
+    "generate": "write lm.run(prompt, max_tokens=20), whose text is run.text, or lm.trace(prompt, max_tokens=20)",
+    "forward": "write lm.run(prompt, max_tokens=1, capture='logits')",
+    "run_with_cache": "write lm.run(prompt, capture=[pc.resid_post]), and read run[pc.resid_post[5]]",
+    "run_with_hooks": "write lm.run(prompt, edits=[pc.Add(v, pc.resid_post[5])]), or with lm.trace(prompt) as t:",
+    "to_tokens": "write lm.tokens(text)",
+    "invoke": "write with lm.trace() as t:, and with t.invoke(prompt) as a: inside it",
+    "session": "write with lm.trace() as t:, and with t.invoke(prompt) as a: for each prompt",
+    "layers": "write with lm.trace(prompt) as t:, and t.layers[5].output inside it",
+}
+OPTIONS: dict[str, str] = {
+    **dict.fromkeys(("max_new_tokens", "max_length", "n_tokens"), "write max_tokens="),
+    **dict.fromkeys(("temperature", "top_p", "top_k", "seed", "stop", "do_sample", "n"),
+                    "write it as in sampling={'temperature': 0.7, 'seed': 0}"),
+    "capture": "write t.cache(pc.resid_post) inside the trace, or a tensor's .save()",
+    **dict.fromkeys(("inputs", "input_ids", "text", "prompts"), "write the prompt first, lm.trace(prompt)"),
+    **dict.fromkeys(("scan", "validate", "trace", "remote"), "leave it out: each line is checked as it is recorded"),
+}  # fmt: skip
+
+
+def hint(name: str, hints: dict[str, str], where: str = "a trace") -> ProgramError | None:
     """The error for one of these names, or None for another."""
-    return UnknownName(f"there is no {name!r} in a trace: {hints[name]}") if name in hints else None
+    return UnknownName(f"there is no {name!r} in {where}: {hints[name]}") if name in hints else None
+
+
+def check_options(others: dict[str, object], call: str) -> None:
+    """Raises `UnknownName` for arguments that a call does not have."""
+    for name in others:
+        known = ("messages", "max_tokens", "edits", "sampling", "score", "logprobs", "lora", "stream")
+        raise (
+            UnknownName(f"{call} has no argument {name!r}: {OPTIONS[name]}", name)
+            if name in OPTIONS
+            else unknown(
+                f"argument of {call}", name, known if call == "lm.trace" else ("messages", "sampling", "score"), name
+            )
+        )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from patchclamp.proving.load import ProvedLM
+from patchclamp.trace.hints import OF_A_MODEL, hint
 
 if TYPE_CHECKING:
     from patchclamp.trace.trace import Edit, Trace
@@ -31,6 +32,7 @@ class TracedLM(ProvedLM):
         logprobs: bool | int = False,
         lora: Any = None,
         stream: bool = False,
+        **others: Any,
     ) -> Trace:
         """`with lm.trace(prompt) as t:` reads and writes the model's tensors by name, and runs at the end of the block.
 
@@ -39,14 +41,20 @@ class TracedLM(ProvedLM):
         stream: run when the trace is iterated, after the block: `for part in t`
         The rest is as in `run`.
 
+        Other arguments are refused, with what to write instead.
         Raises, at the line, for what a program cannot express; at the end, with the line, for what failed.
         """
         from patchclamp.trace.trace import Trace
 
         return Trace(
             self, prompt, messages=messages, max_tokens=max_tokens, edits=edits, sampling=sampling, score=score,
-            logprobs=logprobs, lora=lora, stream=stream,
+            logprobs=logprobs, lora=lora, stream=stream, **others,
         )  # fmt: skip
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise hint(name, OF_A_MODEL, "LM") or AttributeError(
+            f"{type(self).__name__!r} object has no attribute {name!r}"
+        )
 
     def edit(self, name: str) -> Edit:
         """`with lm.edit("calm") as e:` records writes, at every token, as the program `lm.bank["calm"]`, which

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import torch
 
-from patchclamp.errors import MissingSource, PatchclampError, ProgramError, TokensError, near
+from patchclamp.errors import MissingSource, PatchclampError, ProgramError, ShapeError, TokensError, near
 from patchclamp.language.site import Site, parse_site
 from patchclamp.language.tokens import Tokens
 from patchclamp.trace.arithmetic import READS, Arithmetic, Expression, function_name, refuse_attribute
@@ -142,8 +142,11 @@ def value_of(expression: Expression, rows: Mapping[Entry, torch.Tensor]) -> torc
     if expression.is_one_read:
         return rows[expression.terms[0].read]
     total: Any = torch.as_tensor(expression.constant)
-    for read, factor in expression.terms:
-        total = total + rows[read] * torch.as_tensor(factor)
+    try:
+        for read, factor in expression.terms:
+            total = total + rows[read] * torch.as_tensor(factor)
+    except RuntimeError as error:
+        raise ShapeError(f"expected numbers in the shape of what is read: {error}") from None
     return total
 
 

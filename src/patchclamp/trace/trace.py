@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from patchclamp.call import is_token_id
 from patchclamp.engines.base import Part
 from patchclamp.errors import EngineError, PatchclampError, ProgramError, TokensError
 from patchclamp.language import Program, Site
@@ -14,7 +15,9 @@ from patchclamp.language.tokens import Tokens, every, generated, parse_tokens, p
 from patchclamp.language.values import check_name
 from patchclamp.run import Run
 from patchclamp.trace.activations import Group, Steps
+from patchclamp.trace.arithmetic import Place
 from patchclamp.trace.execute import Call, Calls, Execution
+from patchclamp.trace.hints import check_options
 from patchclamp.trace.lines import callers_line
 from patchclamp.trace.recording import Recording
 from patchclamp.trace.saved import Cache, Pending, check_to_come
@@ -98,7 +101,7 @@ class Invoke(Group):
         return [*super().__dir__(), "all", "cache", "error", "generated", "prompt", "run", "text", "token_ids"]
 
 
-class Trace:
+class Trace(Place):
     """What `lm.trace` gives: with a prompt it is that prompt's `Invoke`; without, it has one for each `invoke`.
 
     At the end of the `with` everything runs, in as few batches as its reads allow. A trace with `stream=True` runs when
@@ -108,9 +111,10 @@ class Trace:
     def __init__(
         self, lm: LM, prompt: Any = None, *, messages: Any = None, max_tokens: int = 1, edits: Any = (),
         sampling: Any = None, score: Sequence[int] = (), logprobs: bool | int = False, lora: Any = None,
-        stream: bool = False,
+        stream: bool = False, **others: Any,
     ) -> None:  # fmt: skip
-        if not isinstance(max_tokens, int) or max_tokens < 1:
+        check_options(others, "lm.trace")
+        if not is_token_id(max_tokens) or max_tokens < 1:
             raise ProgramError(f"at least one token must be generated, not {max_tokens!r}", "max_tokens")
         self._lm, self._max_tokens, self._sampling, self._entered = lm, max_tokens, sampling, False
         self._edits = list(Program.of(edits).edits)
@@ -125,8 +129,13 @@ class Trace:
         read = read_prompt(self._lm, prompt, messages)
         if sampling is not None and not isinstance(sampling, Mapping):
             raise ProgramError(f"names and values are needed, not {type(sampling).__name__}", "sampling")
+        if sampling is not None and not all(isinstance(name, str) for name in sampling):
+            raise ProgramError(f"expected names such as 'temperature', got {list(sampling)!r:.100}", "sampling")
         if sampling is not None and sampling.get("n", 1) not in (None, 1):
             raise ProgramError("a trace has one run a prompt: use an invoke for each", "sampling.n")
+        score = getattr(score, "tolist", lambda: score)()
+        if not isinstance(score, (list, tuple)) or not all(map(is_token_id, score)):
+            raise TokensError(f"expected a list of token ids, got {score!r:.100}", "score")
         recording = Recording(self._lm, read, self._max_tokens, self)
         recording.state = "open" if self._entered else "new"
         recording.sampling, recording.score = None if sampling is None else dict(sampling), list(score)
@@ -134,9 +143,11 @@ class Trace:
         return invoke
 
     def invoke(
-        self, prompt: Any = None, *, messages: Any = None, sampling: Any = None, score: Sequence[int] = ()
-    ) -> Invoke:
+        self, prompt: Any = None, *, messages: Any = None, sampling: Any = None, score: Sequence[int] = (),
+        **others: Any,
+    ) -> Invoke:  # fmt: skip
         """Another prompt, in the same batch: `with t.invoke("…") as a:`. Values of one may be written into another."""
+        check_options(others, "t.invoke")
         if not self._entered:
             raise ProgramError("a trace is a `with` block: `with lm.trace() as t:`, and invokes inside it")
         if self._state != "open":
@@ -355,12 +366,11 @@ def _abandon(calls: Calls) -> None:
 def read_prompt(lm: LM, prompt: Any, messages: Any) -> tuple[list[int], str | None]:
     """One prompt: its token ids, and its text if it has one."""
     if messages is not None and prompt is None:
-        return list(lm.tokenizer.chat(list(messages))), None
+        if not isinstance(messages, (list, tuple)) or any(isinstance(m, (list, tuple)) for m in messages):
+            raise ProgramError("expected one chat, a list of {'role': ..., 'content': ...}", "messages")
+        return list(lm._chat(messages).ids), None
     if isinstance(prompt, str):
-        ids = lm.tokens(prompt)
-        if not ids:
-            raise TokensError("an empty prompt has no position to run", "prompt")
-        return ids, prompt
+        return lm._prompt(prompt, "prompt").ids, prompt
     if isinstance(prompt, Mapping):
         raise ProgramError("a trace takes text or token ids: give lm.run a prompt with images, and a program", "prompt")
     prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
@@ -372,4 +382,4 @@ def read_prompt(lm: LM, prompt: Any, messages: Any) -> tuple[list[int], str | No
             "`with t.invoke(prompt) as a:`; of token ids [1, T] give ids[0]",
             "prompt",
         )
-    return [int(token) for token in prompt], None
+    return lm._prompt(prompt, "prompt").ids, None

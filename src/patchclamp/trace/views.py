@@ -148,6 +148,8 @@ class View(Arithmetic):
 def assign(view: View, value: Any) -> None:
     """`view = value`."""
     if isinstance(value, View) and value._recording is view._recording and value._spot == view._spot:
+        view._recording.check_open()
+        view._recording.check(Zero(view._spot.site, view._spot.tokens))
         return  # `x += v` assigns what it has written; `x = x` changes nothing
     if isinstance(value, Arithmetic) and value.is_changed:
         value.write_into(view)
@@ -181,19 +183,22 @@ def _write(view: View, expression: Expression, own: Number | None) -> None:
             refuse("a read of another place times a vector")
         else:
             others.append(Term(term.read, float(term.factor)))
+    constant = expression.constant
     if own is not None:
-        _scale(view, own)
+        if np.ndim(own) or own != 1.0 or not (others or np.ndim(constant) or constant):
+            _scale(view, own)  # a write without effect is recorded too, for that is what checks it
     elif others:
         first = others.pop(0)
         view._record(Replace, source=first.read)
-        _scale(view, first.factor)
+        if first.factor != 1.0:
+            _scale(view, first.factor)
     else:
-        _replace(view, expression.constant)
+        _replace(view, constant)
         return
     for term in others:
         view._record(Add, source=term.read, scale=term.factor)
-    if np.any(expression.constant):
-        vector = as_vector(view, expression.constant)
+    if np.ndim(constant) or constant:
+        vector = as_vector(view, constant)
         view._record(Add, vector)
 
 
@@ -216,8 +221,7 @@ def is_as_it_stands(view: View, read: Entry) -> bool:
 def _scale(view: View, factor: Number) -> None:
     """Multiplies rows by a number, or by one for each column: (1 − a) · h + a · 0 for a = 1 − factor."""
     if np.ndim(factor) == 0:
-        if factor != 1.0:
-            view._record(Scale, float(factor))
+        view._record(Scale, float(factor))
         return
     row = as_vector(view, factor)
     mask = np.float32(1) - row.array()
