@@ -148,6 +148,8 @@ layer. The stream is `embed`, `resid_pre`, `resid_post`, `final_norm` and `logit
 - **equal**: proved on vLLM, and equal to Transformers. **proved**: on vLLM. **–**: not there; the remark says why.
 - Some need a GPU, and some read settings that Transformers' own configuration lacks and a checkpoint's has; these were
   not tried further.
+- Stock vLLM 0.32.0 itself fails on its CPU build for `GraniteMoeHybridForCausalLM` and `FalconH1ForCausalLM` with
+  prompts longer than one block, and for `Mamba2ForCausalLM` with prefix caching.
 - A class that is refused may run with `model_impl="transformers"`, and the error says so where it may.
 - In layers whose mixer is no attention there is no `attn_out`; an error lists the layers that have it.
 """

@@ -163,7 +163,7 @@ def test_all_of_a_sweep_is_there_over_http(lm, local, tmp_path, monkeypatch, cha
     asked |= change
     there, here = (patch_sweep(each, **asked, resume=tmp_path / str(i)) for i, each in enumerate((lm, local)))
     np.testing.assert_allclose(there.each, here.each, atol=1e-3)
-    for name in ("low", "high", "p", "p_family"):
+    for name in ("low", "high", "effect_low", "effect_high", "p", "p_family"):
         a, b = getattr(there, name), getattr(here, name)
         assert (a is None) == (b is None) == (len(here.pairs) == 1)
         assert a is None or np.allclose(a, b, atol=1e-3)

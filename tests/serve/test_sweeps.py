@@ -130,13 +130,14 @@ def test_several_pairs_have_their_spread(server, local):
         list(pair.columns[0].corrupt) for pair in here.pairs
     ]
     assert [pair["clean"] for pair in start["pairs"]] == pytest.approx([pair.clean for pair in here.pairs], abs=1e-3)
-    low, high, p, p_family = (here.as_grid(getattr(here, name)) for name in ("low", "high", "p", "p_family"))
+    names = ("low", "high", "effect_low", "effect_high", "p", "p_family")
+    *ends, p, p_family = (here.as_grid(getattr(here, name)) for name in names)
     each = [here.as_grid(values) for values in here.each]
     assert len(spread["cells"]) == len(spread["each"]) == here.values.size
     for (site, layer, column, *found), of_pairs in zip(spread["cells"], spread["each"], strict=True):
         at = site, layer, column
-        assert found[:2] == pytest.approx([low[at], high[at]], abs=1e-3)
-        assert found[2:] == [p[at], p_family[at]]
+        assert found[:4] == pytest.approx([of[at] for of in ends], abs=1e-3)
+        assert found[4:] == [p[at], p_family[at]]
         assert of_pairs == pytest.approx([values[at] for values in each], abs=1e-3)
     assert set(np.unique(p * 8).tolist()) <= {2, 4, 6, 8}, "three pairs have eight signs"
 

@@ -419,13 +419,27 @@ def test_results_are_saved_and_loaded(lm, tmp_path: Path):
         assert repr(loaded) == repr(result)
     assert isinstance(loaded.subjects, tuple)
     frame = PatchSweep.load(patch_sweep(lm, **STUDIES["patch_sweep"]).save(tmp_path / "pairs")).to_frame()
-    assert {"site", "layer", "index", "effect", "low", "high", "p", "p_family"} <= set(frame.columns)
+    spread_columns = {"low", "high", "effect_low", "effect_high", "p", "p_family"}
+    assert {"site", "layer", "index", "effect", *spread_columns} <= set(frame.columns)
 
 
 # -- the spread over pairs
 
 
 class TestSpread:
+    def test_intervals_of_effects_are_paired(self):
+        """Bases that differ widely do not widen the interval of the effect; p is that of every flip of signs."""
+        draw = np.random.default_rng(1)
+        base, effects = draw.normal(0, 100, 10), draw.normal(0.4, 0.5, 10)
+        found = spread((base + effects)[:, None], base, 0)
+        means = [np.mean(draw.choice(effects, 10)) for _ in range(20_000)]
+        assert [found.effect_low[0], found.effect_high[0]] == pytest.approx(
+            np.quantile(means, [0.025, 0.975]), abs=0.03
+        )
+        flips = [abs(np.dot(signs, effects)) for signs in itertools.product((-1, 1), repeat=10)]
+        assert found.p[0] == np.mean(np.array(flips) >= abs(effects.sum()) - 1e-9)
+        assert found.low[0] < 0 < found.effect_low[0] < effects.mean() < found.effect_high[0] < found.high[0]
+
     def test_few_pairs_are_tested_exactly(self):
         effects = np.array([[1.0, 0.0, 1.0], [2.0, 0.0, -1.0], [3.0, 0.0, 0.5], [1.0, 0.0, -0.2]])
         found = spread(effects + 5, np.full(4, 5.0), seed=0)
@@ -523,7 +537,9 @@ def test_a_zoom_of_a_model_agrees_with_the_whole_sweep(lm):
         (dict(clean=[CLEAN, CLEAN]), pc.ProgramError, "corrupt: 2 clean prompts and 1 corrupt ones"),
         (dict(answer="Paris"), pc.TokensError, "answer: 'Paris' is 5 tokens"),
         (dict(answer=[7, 8], sites=["logits"]), pc.UnsupportedSite, "sites: logits decide one token"),
-        (dict(positions={"x": [1, 2]}, clean=[CLEAN] * 3, corrupt=[CORRUPT] * 3), pc.ProgramError, "2 selections"),
+        (dict(positions={"x": [1, 2]}, clean=[CLEAN] * 3, corrupt=[CORRUPT] * 3), pc.ProgramError, "got 2"),
+        (dict(positions={"x": (-2, -1)}), pc.ProgramError, "got 2"),
+        (dict(positions={"x": [1, 2, 3]}, clean=[CLEAN] * 2, corrupt=[CORRUPT] * 2), pc.ProgramError, "got 3"),
     ],
 )
 def test_what_cannot_be_swept_is_told(lm, asked: dict, error: type, text: str):

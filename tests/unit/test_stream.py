@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import patchclamp as pc
 from patchclamp.engines.base import Answer, Request
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
+from patchclamp.engines.writer import Writer
 
 PROMPT = "The Eiffel Tower is in"
 
@@ -425,6 +426,38 @@ def test_settled_text_keeps_back_only_what_it_must():
     assert HubTokenizer(Tidying()).settled(list(b"it is .")) == "it"
     assert NoTokenizer().settled([1, 2]) == ""
     assert plain.settled([97, 300]) == "a"  # beyond a vocabulary that is padded
+
+
+@pytest.mark.parametrize("replace", [True, False])
+@pytest.mark.parametrize("inner_class", [Bytes, Falling])
+@given(text=st.text("aé😀 �", max_size=8))
+def test_every_token_of_a_character_overlaps_it(inner_class, replace, text):
+    """One token a byte: each has the character of its byte. ByT5 leaves out what it cannot decode."""
+
+    class Slow(inner_class):
+        is_fast = False
+
+        def decode(self, ids, skip_special_tokens=True, clean_up_tokenization_spaces=False):
+            full = super().decode(ids)
+            return full if replace else bytes(ids).decode("utf-8", "ignore")
+
+    expected = [(i, i + 1) for i, character in enumerate(text) for _ in character.encode()]
+    assert HubTokenizer(Slow()).spell(list(text.encode()), text) == (text, expected)
+
+
+@pytest.mark.parametrize("inner", [Bytes(), Falling()])
+@pytest.mark.parametrize(
+    ("text", "expected"), [("a😀", "a😀"), (b"a\xf0\x9f\x98", "a"), ("a�b", "a�b"), (b"a\xf0b\xf0", "a�b")]
+)
+def test_text_and_stream_end_with_the_last_whole_character_as_on_vllm(inner, text, expected):
+    """The expected texts are vLLM's detokenizer's."""
+    ids, parts = list(text.encode() if isinstance(text, str) else text), []
+    request = Request("r", [1], max_tokens=len(ids), listener=parts.append)
+    writer = Writer(request, HubTokenizer(inner), set())
+    for token in ids:
+        writer.take(token, [], None)
+    answer = writer.answer(None)
+    assert answer.text() == "".join(part.text for part in parts) == expected
 
 
 @given(text=st.text("abc", max_size=12), stop=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3))

@@ -200,7 +200,7 @@ def test_seeds_are_no_prompts(lm):
     assert (one.values <= one.high).all()
     assert (one.low < one.high).any()
     (panel, *_) = one.heatmap().panels
-    assert [label for label, _ in panel.details] == ["95 % interval over seeds from", "to"]
+    assert [label for label, _ in panel.details] == ["95 % interval over seeds from", "to", "effect from", "effect to"]
     lone = causal_trace(lm, prompt=CLEAN, seeds=1, **trace)
     assert (lone.low, lone.p) == (None, None)
 

@@ -72,14 +72,17 @@ def _best(heatmap: Heatmap, top: int) -> Table:
     table.add_column("token", overflow="fold")
     table.add_column("positions", no_wrap=True)
     over, goal = f"over {heatmap.baseline.name}", heatmap.goal
-    for name in (heatmap.metric, over, *([] if goal is None else [f"way to {goal.name}"])):
+    spread = [name for name, _ in heatmap.panels[0].details if name in ("effect from", "effect to", "p")]
+    for name in (heatmap.metric, over, *spread, *([] if goal is None else [f"way to {goal.name}"])):
         table.add_column(name, justify="right", no_wrap=True)
     for spot in heatmap.ranked(top):
         column = heatmap.columns[spot.column]
         place, label = heatmap.panels[spot.panel].cell_name(spot.row, column)
+        details = dict(heatmap.panels[spot.panel].details)
+        of_cell = [words.number(details[name][spot.row, spot.column]) for name in spread]
         share = [] if goal is None else [words.percent(heatmap.share(spot.value))]
         table.add_row(
             Text(place), Text(words.visible(label)), words.both(column), words.number(spot.value),
-            words.signed(heatmap.effect(spot.value)), *share,
+            words.signed(heatmap.effect(spot.value)), *of_cell, *share,
         )  # fmt: skip
     return table

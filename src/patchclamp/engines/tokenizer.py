@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from os.path import commonprefix
 from typing import Any
 
 from patchclamp.engines.chat import TOLD, Turn, find_turns, has_images
 from patchclamp.errors import ProgramError
 
 BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token that is one byte, where a vocabulary falls back on bytes
+PARTIAL = "\ufffd"  # the text of a character with missing bytes
+
+
+def complete_text(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> str:
+    """Return the text up to the last token that ends a character. Like vLLM's detokenizer, drop the tokens after it."""
+    end = len(ids)
+    while end and decode(ids[:end]).endswith(PARTIAL):
+        end -= 1
+    return decode(ids[:end])
 
 
 class HubTokenizer:
@@ -35,12 +45,12 @@ class HubTokenizer:
         return self.inner.decode(list(ids), skip_special_tokens=True)
 
     def settled(self, ids: Sequence[int]) -> str:
-        """The text without what the next token may change: a character of which bytes are missing, and where the
+        """The text without what the next token may change: tokens of a character with missing bytes, and where the
         tokenizer tidies spaces, the last word."""
         end = len(ids)
         while end and self._may_be_unfinished(ids[end - 1]):  # bytes in a row are decoded together
             end -= 1
-        text = self.decode(ids[:end]).rstrip("\ufffd")
+        text = complete_text(self.decode, ids[:end])
         return text.rpartition(" ")[0] if getattr(self.inner, "clean_up_tokenization_spaces", False) else text
 
     def _may_be_unfinished(self, token: int) -> bool:
@@ -59,8 +69,19 @@ class HubTokenizer:
             encoding = self.inner(candidate, return_offsets_mapping=True, add_special_tokens=special)
             if list(encoding["input_ids"]) == ids:
                 return candidate, [tuple(pair) for pair in encoding["offset_mapping"]]
-        ends = [len(self._full_text(ids[: i + 1])) for i in range(len(ids))]
-        return self._full_text(ids), list(zip([0, *ends[:-1]], ends, strict=True))
+        full, offsets, complete = self._full_text(ids), [], 0
+        for i in range(1, len(ids) + 1):
+            begin, prefix = complete, self._full_text(ids[:i])
+            same = len(commonprefix([prefix, full]))  # noqa: RUF071 - of texts, not paths
+            whole = same == len(prefix)
+            # A partial character decodes to U+FFFD, or to nothing.
+            if whole and (same <= begin or prefix.endswith(PARTIAL)):
+                whole = full[same:].lstrip() == self._full_text(ids[i:]).lstrip()
+            if not whole:
+                same = min(same, len(prefix.rstrip(PARTIAL)))
+            complete = max(complete, same)  # bytes that are decoded together can take back a character
+            offsets.append((begin, complete if whole else min(complete + 1, len(full))))
+        return full, offsets
 
     def _full_text(self, ids: list[int]) -> str:
         """The text with special tokens."""

@@ -12,6 +12,7 @@ import torch
 
 from patchclamp.engines.base import Answer, Part, Request, Tokenizer
 from patchclamp.engines.sampling import Sampler
+from patchclamp.engines.tokenizer import complete_text
 from patchclamp.errors import PatchclampError, RunError
 from patchclamp.kernels.transfer import Arriving, to_device
 from patchclamp.plan.cuts import Cut
@@ -77,7 +78,7 @@ class Writer:
         return text[len(sent) :]
 
     def _text(self) -> str:
-        return self.tokenizer.decode(self.ids)
+        return complete_text(self.tokenizer.decode, self.ids)
 
     def _final(self) -> str:
         return self.sampler.cut(self._text())

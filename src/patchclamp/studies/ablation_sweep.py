@@ -86,7 +86,7 @@ def ablation_sweep(
         raise ProgramError("at least one prompt is needed", "prompt")
     graded = graded_of(lm, one_each(answer, len(prompts), "answer"), one_each(foil, len(prompts), "foil"), metric)
     words = [words_of(lm, one, f"prompt[{i}]" if len(prompts) > 1 else "prompt") for i, one in enumerate(prompts)]
-    columns = [_columns(lm, of, positions, i) for i, of in enumerate(words)]
+    columns = [_columns(lm, of, positions, i, len(words)) for i, of in enumerate(words)]
     rows = rows_of(lm, sites, layers, group, window)
     if any(row.site == "logits" for row in rows):
         raise UnsupportedSite("without logits there is no answer to grade", "sites")
@@ -135,7 +135,7 @@ def _closing(shared: list[Writer]) -> Iterator[None]:
             writer.close()
 
 
-def _columns(lm: LM, words: Words, positions: Any, number: int) -> tuple[Column, ...]:
+def _columns(lm: LM, words: Words, positions: Any, number: int, count: int) -> tuple[Column, ...]:
     whole = tuple(range(len(words.ids)))
     if positions is None:
         return (Column(ALL, whole, ()),)
@@ -145,7 +145,7 @@ def _columns(lm: LM, words: Words, positions: Any, number: int) -> tuple[Column,
     def make(label: str, chosen: tuple[int, ...], path: str) -> Column:
         return Column(label, chosen, ())
 
-    return tuple(columns_of(lm, words, whole, positions, number, make))
+    return tuple(columns_of(lm, words, whole, positions, number, count, make))
 
 
 def _pair(lm: LM, words: Words, graded: Graded, base: float, columns: tuple[Column, ...]) -> Pair:

@@ -146,7 +146,7 @@ def _read(lm: LM, prompt: Any, subject: Any, answer: Any, foil: Any, metric: str
         words = words_of(lm, one, f"prompt{where}")
         chosen = chosen_positions(lm, words, _selection(subjects[i]), f"subject{where}")
         columns = columns_of(
-            lm, words, range(len(words.ids)), positions, i, lambda label, at, path: Column(label, at, at)
+            lm, words, range(len(words.ids)), positions, i, len(prompts), lambda label, at, path: Column(label, at, at)
         )
         traced.append(_Traced(words, chosen, graded[i], tuple(columns)))
     return traced

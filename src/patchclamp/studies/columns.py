@@ -73,9 +73,10 @@ Make = Callable[[str, tuple[int, ...], str], Column]
 
 
 def columns_of(
-    lm: LM, words: Words, all_positions: Sequence[int], positions: Any, number: int, make: Make
+    lm: LM, words: Words, all_positions: Sequence[int], positions: Any, number: int, count: int, make: Make
 ) -> list[Column]:
-    """The columns of prompt pair `number`: one for each selection of `positions`, or for each position there is.
+    """The columns of prompt pair `number` of `count`: one for each selection of `positions`, or for each
+    position there is.
 
     positions: selections of the patched prompt; a mapping says their labels, and of several pairs a selection in it may
         be a list of selections, one a pair
@@ -83,7 +84,7 @@ def columns_of(
     if positions is None:
         return [make(words.tokens[p], (p,), "positions") for p in all_positions]
     columns: list[Column] = []
-    for label, selection, path in _selections(positions, number):
+    for label, selection, path in _selections(positions, number, count):
         chosen = chosen_positions(lm, words, selection, path)
         column = make("".join(words.tokens[p] for p in chosen) if label is None else label, chosen, path)
         if any((other.clean, other.corrupt) == (column.clean, column.corrupt) for other in columns):
@@ -92,15 +93,19 @@ def columns_of(
     return columns
 
 
-def _selections(positions: Any, number: int) -> list[tuple[str | None, Any, str]]:
+def _selections(positions: Any, number: int, count: int) -> list[tuple[str | None, Any, str]]:
     """(label, selection, path) of every column of a pair."""
     if isinstance(positions, Mapping):
         chosen = []
         for label, selection in positions.items():
             path = f"positions[{label!r}]"
             if isinstance(selection, (list, tuple)):
-                if number >= len(selection):
-                    raise ProgramError(f"{len(selection)} selections, and there are more pairs of prompts", path)
+                if len(selection) != count:
+                    raise ProgramError(
+                        f"expected one selection for each of {count} prompts, got {len(selection)}; several positions "
+                        "of one column are one selection, such as pc.prompt[-2, -1]",
+                        path,
+                    )
                 selection = selection[number]
             chosen.append((str(label), selection, path))
         return chosen

@@ -170,7 +170,8 @@ def with_values(
     """
     each, base = filled.values.reshape(sweep.each.shape), np.asarray(bases, np.float64)
     changed: dict[str, Any] = {
-        "each": each, "values": each.mean(0), "noise_floor": filled.floor, "computed": computed,
+        "each": each, "values": each.mean(0), "effect": (each - base[:, None, None]).mean(0),
+        "noise_floor": filled.floor, "computed": computed,
     }  # fmt: skip
     run = ~np.isnan(changed["values"])
     one_prompt = len(each) == seeds
@@ -178,7 +179,7 @@ def with_values(
         each, base = each.reshape(-1, seeds, *run.shape).mean(1), base.reshape(-1, seeds).mean(1)
     if len(each) > 1 and run.any():
         found = spread(each[:, run], base, seed)
-        for name in ("low", "high") if one_prompt else found._fields:
+        for name in found._fields[:4] if one_prompt else found._fields:
             changed[name] = np.full(run.shape, np.nan)
             changed[name][run] = getattr(found, name)
     return msgspec.structs.replace(sweep, **changed)

@@ -64,13 +64,15 @@ def pairs_of(
         where = f"[{i}]" if len(cleans) > 1 else ""
         words = words_of(lm, one, f"clean{where}"), words_of(lm, other, f"corrupt{where}")
         try:
-            asked.append(_asked(lm, *words, graded[i], positions, i, written))
+            asked.append(_asked(lm, *words, graded[i], positions, i, len(cleans), written))
         except PatchclampError as error:
             raise error.under(f"pair {i}") if where else error from None
     return asked
 
 
-def _asked(lm: LM, clean: Words, corrupt: Words, graded: Graded, positions: Any, number: int, written: Side) -> Asked:
+def _asked(
+    lm: LM, clean: Words, corrupt: Words, graded: Graded, positions: Any, number: int, count: int, written: Side
+) -> Asked:
     alignment = align(clean.ids, corrupt.ids)
     own = 1 if written == "corrupt" else 0
     partner = {pair[own]: pair[1 - own] for pair in alignment.pairs}
@@ -88,7 +90,7 @@ def _asked(lm: LM, clean: Words, corrupt: Words, graded: Graded, positions: Any,
         partners = tuple(partner[p] for p in chosen)
         return Column(label, *((partners, chosen) if written == "corrupt" else (chosen, partners)))
 
-    columns = columns_of(lm, words, sorted(partner), positions, number, make)
+    columns = columns_of(lm, words, sorted(partner), positions, number, count, make)
     return Asked(clean, corrupt, graded, alignment, tuple(columns))
 
 

@@ -16,11 +16,13 @@ _AT_ONCE = 1 << 22  # numbers of one matrix
 
 
 class Spread(NamedTuple):
-    """Of each cell [C]: the ends of the 95 % interval of its mean, and the p-value of its effect, alone and as one of
-    all cells."""
+    """Of each cell [C]: the ends of the 95 % intervals of its mean and of its mean effect, and the p-value of the
+    effect, alone and as one of all cells."""
 
     low: np.ndarray
     high: np.ndarray
+    effect_low: np.ndarray
+    effect_high: np.ndarray
     p: np.ndarray
     p_family: np.ndarray
 
@@ -29,15 +31,17 @@ def spread(values_NC: np.ndarray, base_N: np.ndarray, seed: int) -> Spread:
     """Interval and p-values of the mean over pairs.
 
     values_NC: of each pair; base_N: of its unpatched run, over which effects are measured
-    The interval is the percentile bootstrap's over pairs. The test flips the signs of pairs' effects: were there none,
-    an effect and its opposite would be alike likely. `p_family` compares with the largest statistic of all cells, so
-    it holds for all of them together.
+    Both intervals are the percentile bootstrap's over pairs, from the same draws; an effect is a pair's value minus the
+    same pair's base, so the spread of the bases does not widen its interval. The test flips the signs of pairs'
+    effects: without any, an effect and its opposite are equally likely. `p_family` compares with the largest statistic
+    of all cells, so it holds for all of them together.
 
     Source: Efron and Tibshirani 1993, An Introduction to the Bootstrap, 13.3; sign flips with the largest statistic,
     Nichols and Holmes 2002 (Human Brain Mapping 15), and Westfall and Young 1993.
     """
-    low, high = _interval(values_NC, np.random.default_rng((seed, 0)))
-    return Spread(low, high, *_p_values(values_NC - base_N[:, None], np.random.default_rng((seed, 1))))
+    effects_NC = values_NC - base_N[:, None]
+    intervals = [_interval(of, np.random.default_rng((seed, 0))) for of in (values_NC, effects_NC)]
+    return Spread(*intervals[0], *intervals[1], *_p_values(effects_NC, np.random.default_rng((seed, 1))))
 
 
 def _interval(values_NC: np.ndarray, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

@@ -13,8 +13,9 @@ from patchclamp.plots.words import number, quoted, visible
 from patchclamp.studies.sweep_result import CausalTrace, PatchSweep, PathPatch, Sweep
 
 ACROSS = 4  # up to so many columns, parts of a site (heads, …) stand across, and each column has panels of its own
-DETAILS = (("95 % interval from", "low"), ("to", "high"), ("p", "p"), ("p among all cells", "p_family"))
-OVER_SEEDS = (("95 % interval over seeds from", "low"), ("to", "high"))  # of one prompt, which has no p-values
+EFFECT = (("effect from", "effect_low"), ("effect to", "effect_high"))
+DETAILS = (("95 % interval from", "low"), ("to", "high"), *EFFECT, ("p", "p"), ("p among all cells", "p_family"))
+OVER_SEEDS = (("95 % interval over seeds from", "low"), ("to", "high"), *EFFECT)  # of one prompt, which has no p-values
 
 
 def heatmap(sweep: Sweep) -> Heatmap:

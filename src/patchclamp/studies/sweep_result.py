@@ -83,8 +83,11 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
     clean, corrupt: the metric of the unpatched runs, means over the pairs
     noise_floor: the largest difference among reruns of the unpatched prompts spread through the same batches: smaller
         effects mean nothing
-    low, high: [R, P], the ends of the 95 % confidence interval of `values`; None of one pair
-    p, p_family: [R, P], p-values of the effect over the unpatched run, of a cell alone and as one of all cells
+    effect: [R, P], `values` minus the unpatched run's metric; None before the sweep has finished
+    low, high: [R, P], the ends of the 95 % confidence interval of `values`: percentile bootstrap over pairs; None of
+        one pair
+    effect_low, effect_high: the same of `effect`, from differences within each pair: exclude 0 for a clear effect
+    p, p_family: [R, P], p-values of the effect by flipping the signs of pairs, of a cell alone and as one of all cells
     blocks: what was patched at once before the grid's cells, if the sweep zoomed in
     source: what was written into the cells, in words, and how it was mixed in; empty in results of older versions
     question: all that decides the values, as JSON; `asked` reads it
@@ -101,8 +104,11 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
     corrupt: float | None
     noise_floor: float
     direction: Literal["denoising", "noising"] = "denoising"
+    effect: np.ndarray | None = None
     low: np.ndarray | None = None
     high: np.ndarray | None = None
+    effect_low: np.ndarray | None = None
+    effect_high: np.ndarray | None = None
     p: np.ndarray | None = None
     p_family: np.ndarray | None = None
     blocks: tuple[Block, ...] = ()
@@ -223,10 +229,11 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
 
     def to_frame(self) -> pandas.DataFrame:
         """One row a cell: site, layer, index, column, clean and corrupt positions, value, effect over the baseline, and
-        of several pairs the ends of the interval and both p-values."""
+        of several pairs the ends of both intervals and both p-values."""
         import pandas
 
-        spread = {"low": self.low, "high": self.high, "p": self.p, "p_family": self.p_family}
+        names = ("low", "high", "effect_low", "effect_high", "p", "p_family")
+        spread = {name: getattr(self, name) for name in names}
         rows = [
             {
                 "site": cell.site, "layer": cell.layer, "index": cell.index, "column": cell.column.label,

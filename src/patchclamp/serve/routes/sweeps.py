@@ -134,7 +134,7 @@ class _Running:
         self._put(None)
 
     def _spread(self, sweep: PatchSweep) -> dict[str, Any]:
-        """Of every cell: its place, `low`, `high`, `p`, `p_family`; and its value in each pair of prompts."""
+        """Of every cell: its place, the fields of `Spread`; and its value in each pair of prompts."""
         run = ~np.isnan(sweep.values)
         numbers = [getattr(sweep, name)[run].tolist() for name in Spread._fields]
         cells = [
