@@ -288,7 +288,7 @@ def test_a_client_needs_neither_vllm_nor_torch_until_it_reads_a_tensor(server):
 
 
 def test_a_server_that_is_none_of_ours(server):
-    with pytest.raises(pc.EngineError, match="does not answer"):
+    with pytest.raises(pc.ModelError, match="does not answer"):
         pc.LM("http://127.0.0.1:9", timeout_s=1)
     with pytest.raises(pc.EngineError, match="leave engine="):
         pc.LM(server.url, engine="vllm")

@@ -24,6 +24,7 @@ from patchclamp.engines.chat import Turn
 from patchclamp.errors import (
     TREE,
     EngineError,
+    ModelError,
     PatchclampError,
     as_patchclamp_error,
     unpack,
@@ -31,6 +32,7 @@ from patchclamp.errors import (
 
 MAX_POSTS = 16  # batches under way at once
 MAX_BATCH_BYTES = 1 << 24  # of vectors in a batch, or little more
+CONNECT_S = 5.0  # that the first connection may take
 TRIES = 3  # of what can be asked twice
 Result = TypeVar("Result")
 
@@ -42,7 +44,7 @@ class HttpEngine(Engine):
     api_key: of the server; if not given, the environment's VLLM_API_KEY
     timeout_s: seconds that a connection, or an answer that needs no model, may take
 
-    Raises `EngineError` for a server that does not answer, or that is none of ours.
+    Raises `ModelError` for a server that does not answer, `EngineError` for one that is none of ours.
     """
 
     remote = True
@@ -65,6 +67,12 @@ class HttpEngine(Engine):
         self._thread.start()
         try:
             info = self._wait(self._start())
+        except (httpx.InvalidURL, httpx.TransportError) as error:
+            self.close()
+            raise ModelError(
+                f"{url} does not answer ({type(error).__name__}: {error}); expected the URL of a running "
+                "`patchclamp serve`, http://host:port", "model"
+            ) from None  # fmt: skip
         except BaseException:
             self.close()
             raise
@@ -171,6 +179,8 @@ class HttpEngine(Engine):
             base_url=self.url + wire.PREFIX, headers=self._headers, limits=limits, timeout=timeout
         )
         self._posts, self._freeing = asyncio.Semaphore(MAX_POSTS), None
+        # one quick try at a connection first, so that a wrong URL is reported at once
+        await self._client.head("/info", timeout=self._httpx.Timeout(self._timeout_s, connect=CONNECT_S))
         info = msgspec.msgpack.decode(await self._ask("GET", "info", again=True))
         if not isinstance(info, dict) or info.get("wire") != wire.WIRE:
             raise EngineError(

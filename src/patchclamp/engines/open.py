@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from patchclamp.engines.base import Engine
-from patchclamp.errors import EngineError, unknown
+from patchclamp.engines.preflight import check_checkpoint, model_name
+from patchclamp.errors import EngineError, ModelError, unknown
 
 NAMES = ("vllm", "transformers", "fake")
 
@@ -15,7 +17,10 @@ NAMES = ("vllm", "transformers", "fake")
 def open_engine(model: str, engine: str | Engine | None, options: dict[str, Any]) -> Engine:
     """The engine that `engine` names (or the default) with `model` loaded; an engine object is returned as it is."""
     if engine is not None and not isinstance(engine, str):
+        if not hasattr(engine, "submit"):
+            raise ModelError(f"expected an engine's name or an engine, got {type(engine).__name__}", "engine")
         return engine
+    model = model_name(model)
     if model.startswith(("http://", "https://")):
         return _open_server(model, engine, options)
     name = engine or ("fake" if model == "fake" else default_engine())
@@ -25,7 +30,7 @@ def open_engine(model: str, engine: str | Engine | None, options: dict[str, Any]
         from patchclamp.engines.fake import FakeEngine
 
         return FakeEngine(**_checked(FakeEngine, options))
-    path = resolve(model)
+    path = resolve(model, options)
     if name == "vllm":
         from patchclamp.engines.vllm.frontend import VllmEngine
 
@@ -51,9 +56,11 @@ def default_engine() -> str:
     raise EngineError("no engine is installed: pip install 'patchclamp[vllm]' or 'patchclamp[transformers]'")
 
 
-def resolve(model: str) -> str:
-    """The folder or hub id of a model; "smollm2" is prepared on first use."""
+def resolve(model: str, options: Mapping[str, Any]) -> str:
+    """The folder or hub id of a model; "smollm2" is prepared on first use. Raises `ModelError` for one that an engine
+    with these options could not load."""
     if model != "smollm2":
+        check_checkpoint(model, options)
         return model
     from patchclamp.engines.smollm2 import prepare
 

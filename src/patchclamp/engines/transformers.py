@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
 from patchclamp.engines.base import Answer, Engine, Gradients, Model, Request, Tokenizer, settle, settle_if_failed
 from patchclamp.engines.findings import Finding
@@ -23,6 +24,7 @@ from patchclamp.engines.generation import Generation
 from patchclamp.engines.gradients import gradients
 from patchclamp.engines.numerics import only_uniform
 from patchclamp.engines.passes import Passes, cache_name
+from patchclamp.engines.preflight import default_dtype
 from patchclamp.engines.recompute import FEW, WAYS, Recompute
 from patchclamp.engines.sampling import Sampler
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
@@ -33,6 +35,7 @@ from patchclamp.errors import (
     ModelError,
     ProgramError,
     as_patchclamp_error,
+    describe_error,
     unknown,
     unpack,
 )
@@ -54,7 +57,8 @@ from patchclamp.sites.untabled import no_text_model, untabled
 class TransformersEngine(Engine):
     """A causal language model from a hub id or a folder.
 
-    dtype: a torch dtype's name, or "auto" for the checkpoint's
+    dtype: a torch dtype's name, or "auto" for the checkpoint's; by default float32 on a CPU below 2 B parameters, else
+        the checkpoint's
     max_num_seqs: prompts of one batch
     padding_side: where shorter prompts of a batch are padded; "right" only for models that have a site table and no
         sliding window: others would count the padding, which then lies before the generated tokens
@@ -71,7 +75,7 @@ class TransformersEngine(Engine):
         self,
         name: str,
         *,
-        dtype: str = "auto",
+        dtype: str | None = None,
         device: str | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
@@ -90,11 +94,17 @@ class TransformersEngine(Engine):
             raise unknown("way to recompute", str(recompute), WAYS, "recompute")
         if padding_side not in ("left", "right"):
             raise unknown("padding side", str(padding_side), ("left", "right"), "padding_side")
-        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self._net = _load(name, _dtype(dtype), trust_remote_code).to(self.device).eval()
-        self.tokenizer: Tokenizer = (
-            NoTokenizer() if skip_tokenizer_init else HubTokenizer.load(name, trust_remote_code=trust_remote_code)
-        )
+        self.device = _checked_device(device)
+        if dtype is None:
+            dtype = (default_dtype(name) if torch.device(self.device).type == "cpu" else None) or "auto"
+        wanted = _dtype(dtype)
+        try:
+            self._net = _load(name, wanted, trust_remote_code).to(self.device).eval()
+            self.tokenizer: Tokenizer = (
+                NoTokenizer() if skip_tokenizer_init else HubTokenizer.load(name, trust_remote_code=trust_remote_code)
+            )
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise ModelError(f"{name} cannot be loaded: {describe_error(error)}", "model") from error
         whole = self._net.config
         config = whole.get_text_config()
         architectures = whole.architectures or [type(self._net).__name__]
@@ -395,6 +405,21 @@ class TransformersEngine(Engine):
     def _eos(self) -> set[int]:
         ids = self._net.generation_config.eos_token_id
         return set(ids if isinstance(ids, Iterable) else [] if ids is None else [ids])
+
+
+def _checked_device(device: str | None) -> str:
+    """The device's name, by default the first GPU's, or the CPU's. Raises `ModelError` for one that is not there."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device is None:
+        return "cuda" if gpus else "cpu"
+    try:
+        asked = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ModelError(f"expected a device such as 'cpu' or 'cuda:0', got {device!r}: {error}", "device") from None
+    if asked.type == "cuda" and (asked.index or 0) >= gpus:
+        fix = f"there are {gpus} GPUs" if gpus else "PyTorch finds no GPU; leave device= out to use the CPU"
+        raise ModelError(f"{device} is not there: {fix}", "device")
+    return str(device)
 
 
 def _load(name: str, dtype: torch.dtype | str, trust_remote_code: bool) -> Any:

@@ -16,7 +16,6 @@ import tempfile
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -60,13 +59,7 @@ class HostBlock:
 
 def default_pinned_bytes(workers: int) -> int:
     """What each of so many workers of this machine may pin: together a quarter of the free memory; 4 to 32 GiB each."""
-    import psutil
-
-    free = psutil.virtual_memory().available
-    with contextlib.suppress(OSError, ValueError):  # a container's own limit
-        limit, used = (Path("/sys/fs/cgroup", f"memory.{name}").read_text() for name in ("max", "current"))
-        free = min(free, int(limit) - int(used))
-    return max(MIN_PINNED_BYTES, min(MAX_PINNED_BYTES, free // (4 * workers)))
+    return max(MIN_PINNED_BYTES, min(MAX_PINNED_BYTES, available_bytes() // (4 * workers)))
 
 
 def huge_memory(size: int) -> mmap.mmap:

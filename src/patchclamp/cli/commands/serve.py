@@ -13,9 +13,12 @@ def serve(model: Model, context: typer.Context) -> None:
     Clients that know nothing of patchclamp notice nothing; others give a `patchclamp` object with ordinary requests.
     """
     from patchclamp.engines.open import resolve
+    from patchclamp.engines.preflight import model_name
     from patchclamp.engines.vllm.launch import run_server
 
-    run_server(resolve(model), context.args)
+    given = {word.lstrip("-").partition("=")[0].replace("-", "_"): word for word in context.args if word[:2] == "--"}
+    loading = {"load_format": ""} if "load_format" in given else {}
+    run_server(resolve(model_name(model), {**given, **loading, "revision": None}), context.args)
 
 
 serve.context_settings = {"allow_extra_args": True, "ignore_unknown_options": True}

@@ -217,6 +217,7 @@ class VllmEngine(Engine):
         extra = {**options.pop("additional_config", {}), configuration.KEY: ours}
         arguments = {"model": name, "disable_log_stats": True, "max_logprobs": MAX_SCORES, **options}
         configuration.spare_memory(arguments)
+        configuration.choose_dtype(arguments)
         with configuration.surroundings(separate):
             engine_args = EngineArgs(**configuration.counted_drafts(arguments), additional_config=extra)
             config = engine_args.create_engine_config(configuration.usage())

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from patchclamp.engines.preflight import available_bytes, default_dtype
 from patchclamp.engines.vllm.compat.seams import require, version
 from patchclamp.engines.vllm.serve_limits import ServeLimits
 from patchclamp.errors import EngineError
@@ -112,11 +113,21 @@ def spare_memory(arguments: dict[str, Any]) -> None:
 
     A caller's own size is left alone, and so is a GPU.
     """
-    import psutil
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu() and not {"gpu_memory_utilization", "kv_cache_memory_bytes"} & set(arguments):
-        arguments["kv_cache_memory_bytes"] = min(4 << 30, psutil.virtual_memory().available // 4)
+    given = {"gpu_memory_utilization", "kv_cache_memory_bytes"} & set(arguments)
+    if current_platform.is_cpu() and not given and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+        arguments["kv_cache_memory_bytes"] = min(4 << 30, available_bytes() // 4)
+
+
+def choose_dtype(arguments: dict[str, Any]) -> None:
+    """On a CPU, has a small model run in fp32, unless its user chose a dtype or a quantisation."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and not {"dtype", "quantization"} & set(arguments):
+        dtype = default_dtype(arguments["model"])
+        if dtype is not None:
+            arguments["dtype"] = dtype
 
 
 def usage() -> Any:

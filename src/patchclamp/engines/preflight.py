@@ -1,0 +1,206 @@
+"""Checks of a model before anything is loaded: its name, its folder, its size."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import logging
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from patchclamp.errors import ModelError
+
+SMALL_PARAMETERS = 2_000_000_000  # below this many, `pc.LM` loads fp32 on a CPU
+HUB_TIMEOUT_S = 5.0
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+TOKENIZERS = ("*token*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+_noted: set[str] = set()
+logger = logging.getLogger("patchclamp")
+
+
+def available_bytes() -> int:
+    """Memory that this process can still take: what the machine has left, within the container's own limit."""
+    import psutil
+
+    free = psutil.virtual_memory().available
+    with contextlib.suppress(OSError, ValueError):
+        limit, used = (Path("/sys/fs/cgroup", f"memory.{name}").read_text() for name in ("max", "current"))
+        free = min(free, max(0, int(limit) - int(used)))
+    return free
+
+
+def model_name(model: Any) -> str:
+    """The name of a model as text. Raises `ModelError` for anything but a name, a folder or a server's URL."""
+    if isinstance(model, (str, os.PathLike)) and (name := os.fspath(model)) and isinstance(name, str):
+        if re.fullmatch(r"[\w.-]+:\d+(/.*)?", name) and not Path(name).exists():
+            raise ModelError(f"{name!r} is no model; for a server give its URL, pc.LM('http://{name}')", "model")
+        return name
+    if hasattr(model, "submit"):
+        fix = "pass an engine object as engine="
+    elif hasattr(model, "save_pretrained"):
+        fix = "save it with model.save_pretrained(folder), its tokenizer too, and pass the folder"
+    else:
+        fix = "pass a hub id, a folder, or the URL of a server"
+    raise ModelError(
+        f"expected a model's name, got {type(model).__name__ if model != '' else 'no text'}; {fix}", "model"
+    )
+
+
+def check_checkpoint(name: str, options: Mapping[str, Any]) -> None:
+    """Raises `ModelError`, with the likely fix, for a name that no checkpoint has or a folder that cannot be loaded.
+
+    options: the engine's; those that make a file unnecessary count
+    """
+    path = Path(name)
+    if path.is_dir():
+        _check_folder(path, options)
+    elif path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelError(f"{name} is a file; pass its folder, {path.parent}", "model")
+    elif path.is_absolute() or name.startswith((".", "~")) or (name.count("/") > 1 and "://" not in name):
+        others = [one.name for one in path.parent.iterdir() if one.is_dir()] if path.parent.is_dir() else []
+        close = difflib.get_close_matches(path.name, others, n=1)
+        hint = f"did you mean {path.parent / close[0]}?" if close else "check the path"
+        raise ModelError(f"there is no folder {name}; {hint}", "model")
+    elif "://" not in name and ":" not in name and not os.environ.get("VLLM_USE_MODELSCOPE"):
+        _check_hub(name, options.get("revision"))
+
+
+def _check_folder(folder: Path, options: Mapping[str, Any]) -> None:
+    if not any(folder.iterdir()):
+        raise ModelError(f"the folder {folder} is empty; save or download the model into it", "model")
+    if "hf_config_path" not in options and not (folder / "params.json").exists():
+        _config_of(folder)
+    if options.get("load_format", "auto") == "auto":
+        if not any(file for pattern in WEIGHTS for file in folder.glob(pattern)):
+            raise ModelError(f"{folder} has no weights (*.safetensors); was the download complete?", "model")
+        _stored(folder)
+    elsewhere = {"skip_tokenizer_init", "tokenizer", "trust_remote_code"}
+    if any(options.get(name) for name in elsewhere):
+        return
+    if not any(file for pattern in TOKENIZERS for file in folder.glob(pattern)):
+        raise ModelError(
+            f"{folder} has no tokenizer; save one with tokenizer.save_pretrained(folder), or pass "
+            "skip_tokenizer_init=True and give prompts as token ids", "model"
+        )  # fmt: skip
+
+
+def _check_hub(name: str, revision: str | None) -> None:
+    """Raises `ModelError` for a name that is not in the hub's cache, where the hub has no such model or is away."""
+    known = ("smollm2", "fake")
+    close = difflib.get_close_matches(name.lower(), known, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else "check the spelling, or pass a folder"
+    if name in ("vllm", "transformers"):
+        hint = f"that is an engine: pc.LM(model, engine={name!r})"
+    import huggingface_hub
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        if any(cached(name, file, revision) for file in ("config.json", "params.json")):
+            return
+        url = huggingface_hub.hf_hub_url(name, "config.json", revision=revision)
+    except HFValidationError:
+        raise ModelError(f"{name!r} is neither a folder nor a hub id; {hint}", "model") from None
+    if "/" not in name and (close or name in ("vllm", "transformers")):
+        raise ModelError(f"no model {name!r}; {hint}", "model")
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        raise ModelError(f"{name!r} is not in the hub's cache, and HF_HUB_OFFLINE is set; {hint}", "model")
+    import httpx
+
+    try:
+        headers = huggingface_hub.utils.build_hf_headers()
+        status = httpx.head(url, headers=headers, timeout=HUB_TIMEOUT_S).status_code
+    except httpx.HTTPError as error:
+        raise ModelError(
+            f"{name!r} is no folder here, is not in the hub's cache, and the hub does not answer "
+            f"({type(error).__name__}); {hint}", "model"
+        ) from None  # fmt: skip
+    if status in (401, 403):
+        raise ModelError(f"the hub does not show {name!r}: it does not exist, or needs HF_TOKEN; {hint}", "model")
+    if status == 404 and httpx.head(url.rpartition("/resolve/")[0], headers=headers,
+                                    timeout=HUB_TIMEOUT_S).status_code == 404:  # fmt: skip
+        raise ModelError(f"the hub has no model {name!r}; {hint}", "model")
+
+
+def cached(name: str, file: str, revision: str | None = None) -> Path | None:
+    """A file of a hub model in the cache on this machine."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, file, revision=revision)
+    return Path(found) if isinstance(found, str) else None
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except FileNotFoundError:
+        raise ModelError(f"{folder} has no config.json; is it the folder of a saved model?", "model") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder}/config.json cannot be read: {error}; save or download it again", "model") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{folder}/config.json: expected an object; save or download it again", "model")
+    return config
+
+
+def _stored(folder: Path) -> int:
+    """Numbers in a folder's safetensors files, by their headers; 0 without such files."""
+    count = 0
+    for path in folder.glob("*.safetensors"):
+        try:
+            with path.open("rb") as file:
+                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+                end = file.tell()
+            tensors = [tensor for key, tensor in header.items() if key != "__metadata__"]
+            size = end + max((tensor["data_offsets"][1] for tensor in tensors), default=0)
+            if path.stat().st_size < size:
+                raise ValueError(f"{path.stat().st_size} bytes of {size}")
+            count += sum(math.prod(tensor["shape"]) for tensor in tensors)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as error:
+            raise ModelError(f"{path} is damaged: {error}; save or download it again", "model") from None
+    return count
+
+
+def default_dtype(name: str) -> str | None:
+    """ "float32" for a model below 2 B parameters, which is said once; None where a CPU should follow the checkpoint:
+    a larger model, a quantised one, and one with linear attention, whose CPU kernels take bfloat16 alone."""
+    folder = Path(name)
+    if not folder.is_dir():
+        found = None if "://" in name or ":" in name else cached(name, "config.json")
+        if found is None:
+            return None
+        folder = found.parent
+    if not (folder / "config.json").exists():
+        return None
+    config = _config_of(folder)
+    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
+    assert isinstance(text, dict)
+    if "quantization_config" in config or "linear_attention" in (text.get("layer_types") or ()):
+        return None
+    count = _stored(folder) or _estimated(text)
+    if not 0 < count < SMALL_PARAMETERS:
+        return None
+    if name not in _noted and (config.get("dtype") or config.get("torch_dtype")) != "float32":
+        _noted.add(name)
+        logger.warning("%s runs in float32, the default on a CPU below 2 B parameters; dtype= changes it", name)
+    return "float32"
+
+
+def _estimated(config: dict[str, Any]) -> int:
+    """Parameters of a decoder by its config; 0 where the config does not say."""
+
+    def first(*names: str) -> int:
+        return next((value for name in names if isinstance(value := config.get(name), int)), 0)
+
+    width, layers, vocab = (
+        first("hidden_size", "n_embd", "d_model"),
+        first("num_hidden_layers", "n_layer"),
+        first("vocab_size"),
+    )
+    experts = max(1, first("num_local_experts", "num_experts", "n_routed_experts"))
+    inner = (first("moe_intermediate_size") if experts > 1 else 0) or first("intermediate_size", "n_inner") or 4 * width
+    return vocab * width + layers * (4 * width * width + 3 * experts * width * inner) if vocab else 0

@@ -1,0 +1,107 @@
+"""A model that cannot be loaded is refused before anything is loaded; small models run in fp32 on a CPU."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import patchclamp as pc
+from patchclamp.engines.fake import FakeEngine
+from patchclamp.engines.preflight import check_checkpoint, default_dtype
+
+CONFIG = {"vocab_size": 8, "hidden_size": 4, "num_hidden_layers": 1, "intermediate_size": 8, "dtype": "bfloat16"}
+
+
+def folder(tmp_path, config=CONFIG, weights: bool = True, tokenizer: bool = True, **more):
+    (tmp_path / "config.json").write_text(config if isinstance(config, str) else json.dumps({**config, **more}))
+    if weights:
+        save_file({"w": torch.zeros(8, 4)}, tmp_path / "model.safetensors")
+    if tokenizer:
+        (tmp_path / "tokenizer.json").write_text("{}")
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+@pytest.mark.parametrize(
+    "model",
+    ["smolm2", "transformers", "localhost:8123", "/no/such/folder", "./nothing", "two words", "", None, 5,
+     FakeEngine(), torch.nn.Linear(2, 2)],
+    ids=str,
+)  # fmt: skip
+def test_no_such_model(model, engine):
+    began = time.monotonic()
+    with pytest.raises(pc.ModelError) as raised:
+        pc.LM(model, engine)
+    assert raised.value.path == "model"
+    assert time.monotonic() - began < 2  # nothing is loaded, and nothing is asked for again
+
+
+def test_a_name_that_no_hub_answers_for(monkeypatch):
+    import httpx
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(httpx, "head", lambda *_, **__: (_ for _ in ()).throw(httpx.ConnectError("away")))
+    with pytest.raises(pc.ModelError, match="hub"):
+        pc.LM("nobody/nothing-at-all", "transformers")
+    monkeypatch.setattr(httpx, "head", lambda *_, **__: httpx.Response(404))
+    with pytest.raises(pc.ModelError, match="hub has no"):
+        pc.LM("nobody/nothing-at-all", "transformers")
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://", "http://h:99999"])
+def test_a_server_that_is_not_there(url):
+    with pytest.raises(pc.ModelError) as raised:
+        pc.LM(url)
+    assert raised.value.path == "model"
+
+
+def test_no_such_device(tmp_path):
+    for device in ("cuda:99", "gpu"):
+        with pytest.raises(pc.ModelError) as raised:
+            pc.LM(folder(tmp_path), "transformers", device=device)
+        assert raised.value.path == "device"
+
+
+@pytest.mark.parametrize(
+    ("parts", "keyword"),
+    [({"config": "{nope"}, "config.json"), ({"weights": False}, "weights"), ({"tokenizer": False}, "tokenizer")],
+)
+def test_a_folder_with_a_part_missing(tmp_path, parts, keyword):
+    with pytest.raises(pc.ModelError, match=keyword):
+        check_checkpoint(folder(tmp_path, **parts), {})
+
+
+def test_a_folder_that_is_empty_cut_short_or_misspelt(tmp_path):
+    with pytest.raises(pc.ModelError, match="empty"):
+        check_checkpoint(str(tmp_path), {})
+    path = tmp_path / "model"
+    path.mkdir()
+    whole = folder(path)
+    check_checkpoint(whole, {})
+    with pytest.raises(pc.ModelError, match="model"):
+        check_checkpoint(str(tmp_path / "modle"), {})
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    with pytest.raises(pc.ModelError, match="damaged"):
+        check_checkpoint(whole, {})
+
+
+def test_options_that_make_a_part_unnecessary(tmp_path):
+    path = folder(tmp_path, weights=False, tokenizer=False)
+    check_checkpoint(path, {"load_format": "dummy", "skip_tokenizer_init": True})
+
+
+def test_small_models_run_in_fp32_on_a_cpu(tmp_path, caplog):
+    path = folder(tmp_path)
+    assert default_dtype(path) == "float32" == default_dtype(path)
+    assert len([record for record in caplog.records if path in record.message]) == 1
+    assert default_dtype(folder(tmp_path, quantization_config={})) is None
+    assert default_dtype(folder(tmp_path, layer_types=["linear_attention"])) is None
+    (tmp_path / "model.safetensors").unlink()
+    assert default_dtype(folder(tmp_path, weights=False)) == "float32"
+    assert default_dtype(folder(tmp_path, weights=False, hidden_size=4096, num_hidden_layers=32)) is None
