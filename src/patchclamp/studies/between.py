@@ -17,7 +17,7 @@ from patchclamp.language import Replace, Site
 from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.studies.align import align
-from patchclamp.studies.batches import run_batches
+from patchclamp.studies.batches import UNDER_WAY, Pace, run_batches
 from patchclamp.studies.columns import words_of
 from patchclamp.studies.metric import Graded, grade, single_token
 from patchclamp.studies.progress import progress
@@ -110,9 +110,10 @@ def exact_effects(
     """How far each program moves the metric of the corrupt prompt, and how far two unpatched runs are apart."""
     programs: list[list[Replace]] = [[], *edits, []]
     [score] = [question.score for question in between.graded.questions]
+    pace = Pace(batch)
     calls = (
         {"prompt": [between.ids[1]] * len(part), "max_tokens": 1, "score": score, "edits": part}
-        for part in (programs[i : i + batch] for i in range(0, len(programs), batch))
+        for part in pace.parts(programs)
     )
     values: list[float] = []
     with progress("verifying", len(programs), show) as advance:
@@ -121,7 +122,7 @@ def exact_effects(
             values.extend(between.graded.read([run.scores]) for run in runs)
             advance(len(runs))
 
-        run_batches(lm, calls, read)
+        run_batches(lm, calls, read, UNDER_WAY, pace)
     return np.array(values[1:-1]) - values[0], abs(values[-1] - values[0])
 
 

@@ -7,6 +7,7 @@ interrupted study goes on.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import numpy as np
 from patchclamp.language import Op
 from patchclamp.lm import LM
 from patchclamp.run import Run
-from patchclamp.studies.batches import run_batches
+from patchclamp.studies.batches import UNDER_WAY, Pace, run_batches
 from patchclamp.studies.checks import check_batch
 from patchclamp.studies.journal import Journal
 from patchclamp.studies.metric import Graded
@@ -51,7 +52,7 @@ Tell = Callable[[int, np.ndarray, np.ndarray], None]
 
 
 class Cells:
-    """Carries trials on `lm`, `batch` runs at a time. What `journal` has is not computed again.
+    """Carries trials on `lm`, up to `batch` runs at a time (`batches.Pace`). What `journal` has is not computed again.
 
     advance: is told how many runs have finished
     """
@@ -105,13 +106,17 @@ class Cells:
     ) -> None:
         """Fills in the values from `begin` on."""
         trials = [rounds[number].baseline if i is None else rounds[number].trials[i] for number, i in plan[begin:]]
-        parts = list(_parts(trials, self._batch))
-        unread = iter(parts)
-        done = begin
+        unread: collections.deque[list[Trial]] = collections.deque()
+        pace, done = Pace(self._batch), begin
+
+        def calls() -> Iterator[dict[str, object]]:
+            for part in pace.parts(trials, lambda trial: len(trial.graded.questions)):
+                unread.append(part)
+                yield _call(part)
 
         def read(runs: list[Run]) -> None:
             nonlocal done
-            part = next(unread)
+            part = unread.popleft()
             self._runs += len(runs)
             self._cut += sum(run.answer.computed_from is not None for run in runs)
             graded = iter(runs)
@@ -124,7 +129,7 @@ class Cells:
             done += len(part)
             self._told(plan, values, new, tell)
 
-        run_batches(self._lm, map(_call, parts), read)
+        run_batches(self._lm, calls(), read, UNDER_WAY, pace)
 
     def _told(self, plan: Sequence[_Planned], values: np.ndarray, which: range, tell: Tell) -> None:
         by_round: dict[int, list[tuple[int, float]]] = {}
@@ -153,21 +158,6 @@ def _spread(count: int, reruns: int) -> Iterator[int | None]:
             yield None
         yield i
     yield None
-
-
-def _parts(trials: Sequence[Trial], batch: int) -> Iterator[list[Trial]]:
-    """Consecutive trials of `batch` runs at most, or one trial that takes more."""
-    part: list[Trial] = []
-    runs = 0
-    for trial in trials:
-        more = len(trial.graded.questions)
-        if part and runs + more > batch:
-            yield part
-            part, runs = [], 0
-        part.append(trial)
-        runs += more
-    if part:
-        yield part
 
 
 def _call(part: Sequence[Trial]) -> dict[str, object]:

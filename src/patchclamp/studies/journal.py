@@ -5,8 +5,8 @@ that decides the values. Frames follow: a number of words (uint32), the words (8
 (uint32), little-endian. A frame is what one batch of runs gave, and it is on the disk before the next is written. Words
 are values (float64). A study that has more to keep of a run than a number writes records in their place: the length of
 one (uint64), and its msgpack, filled up with zeros. An end that is torn (a process was killed while it wrote) is cut
-off when the file is opened, so a study that goes on computes the same batches and ends with the same bytes as one that
-was never interrupted.
+off when the file is opened, so a study that goes on ends with the same words as one that was never interrupted. How
+many of them a frame has depends on the speed of the runs (`batches.Pace`).
 """
 
 from __future__ import annotations

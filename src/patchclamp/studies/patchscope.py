@@ -18,7 +18,7 @@ from patchclamp.language import Replace, Site, Vector, every
 from patchclamp.language import prompt as whole_prompt
 from patchclamp.lm import LM
 from patchclamp.run import Run
-from patchclamp.studies.batches import run_batches
+from patchclamp.studies.batches import UNDER_WAY, Pace, run_batches
 from patchclamp.studies.checks import as_items, check_batch, check_whole, checked
 from patchclamp.studies.logit_lens import checked_site
 from patchclamp.studies.metric import single_token
@@ -119,7 +119,7 @@ class _Said:
         self.moved: list[float] = []
 
     def run(self, edits: list[list[Replace]], max_tokens: int, batch: int, show: bool | None) -> None:
-        ids = self._plain.prompt_token_ids
+        ids, pace = self._plain.prompt_token_ids, Pace(batch)
         calls = (
             {
                 "prompt": [ids] * len(part),
@@ -127,7 +127,7 @@ class _Said:
                 "edits": part,
                 "capture": [LOGITS @ whole_prompt[-1]],
             }
-            for part in (edits[i : i + batch] for i in range(0, len(edits), batch))
+            for part in pace.parts(edits)
         )
         with progress("placing", len(edits), show) as advance:
 
@@ -138,7 +138,7 @@ class _Said:
                     run.close()
                 advance(len(runs))
 
-            run_batches(self._lm, calls, read)
+            run_batches(self._lm, calls, read, UNDER_WAY, pace)
 
     def _read(self, run: Run) -> None:
         logprobs_V = _logprobs(run)

@@ -13,7 +13,7 @@ import msgspec
 
 from patchclamp.lm import LM
 from patchclamp.run import Run
-from patchclamp.studies.batches import run_batches
+from patchclamp.studies.batches import UNDER_WAY, Pace, run_batches
 from patchclamp.studies.identity import model_identity
 from patchclamp.studies.journal import Journal, Record, Resumable, hash_of, open_journal
 from patchclamp.studies.result import provenance
@@ -43,16 +43,18 @@ def recorded_runs(
     lm: LM,
     journal: Journal | None,
     items: Sequence[Item],
-    calls: Callable[[Sequence[Item]], Iterable[Mapping[str, Any]]],
+    calls: Callable[[Iterable[Sequence[Item]]], Iterable[Mapping[str, Any]]],
     record: Callable[[Sequence[Run], Sequence[Item]], Sequence[Record]],
     kind: type[Record],
     advance: Callable[[int], None],
+    batch: int,
 ) -> list[Record]:
     """A record of the run of every item, in order. Those that the journal has are not run again.
 
-    calls: the calls that run some items, a run each, as `run_batches` takes them
+    calls: the calls that run batches of items, a run each, as `run_batches` takes them
     record: what is kept of some runs, which are closed then
     advance: hears how many items are done
+    batch: runs in a batch at most
     """
     records = journal.take_records(len(items), kind) if journal is not None else []
     advance(len(records))
@@ -68,7 +70,8 @@ def recorded_runs(
         advance(len(new))
 
     if len(records) < len(items):
-        run_batches(lm, calls(items[len(records) :]), read)
+        pace = Pace(batch)
+        run_batches(lm, calls(pace.parts(items[len(records) :])), read, UNDER_WAY, pace)
     return records
 
 

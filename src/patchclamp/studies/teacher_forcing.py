@@ -22,12 +22,10 @@ from patchclamp.language.tokens import Tokens, every
 from patchclamp.lm import LM, MAX_SCORES
 from patchclamp.plan import Prompt
 from patchclamp.run import Run
-from patchclamp.studies.batches import run_batches
+from patchclamp.studies.batches import Pace, run_batches
 from patchclamp.studies.journal import Journal
-from patchclamp.studies.resuming import recorded
 
 MAX_ROWS = 1 << 14  # of `final_norm` that are kept at a time
-GROUP_BATCHES = 4  # as many batches of items are scored before they are written into a journal
 FINAL_NORM = Site("final_norm")
 
 
@@ -53,32 +51,22 @@ def forced_logprobs(
 ) -> list[np.ndarray]:
     """For each item the log-probability of each token of its continuation, given those before it: fp64 [n].
 
-    `advance` hears of items as they are done. What `journal` has is not computed again; it grows group by group.
+    `advance` hears of items as they are done. What `journal` has is not computed again; it grows by groups of items
+    that take about `batches.BATCH_S`.
     Raises: the error of any run; `UnsupportedSite` where a model's `final_norm` was not proved and n > 1.
     """
-    logprobs: list[np.ndarray] = []
-    for group in _groups(items, GROUP_BATCHES * batch):
-
-        def compute(group: list[Forced] = group) -> list[list[float]]:
-            return [row.tolist() for row in _group_logprobs(lm, group, batch)]
-
-        logprobs += map(np.array, recorded(journal, len(group), list[float], compute))
+    known = journal.take_records(len(items), list[float]) if journal is not None else []
+    logprobs = [np.array(record) for record in known]
+    advance(len(logprobs))
+    pace = Pace(MAX_ROWS)
+    for group in pace.parts(items[len(logprobs) :], lambda item: len(item.continuation)):
+        new = _group_logprobs(lm, group, batch)
+        if journal is not None:
+            journal.append_records([row.tolist() for row in new])
+        pace.done()
+        logprobs += new
         advance(len(group))
     return logprobs
-
-
-def _groups(items: Sequence[Forced], most: int) -> Iterator[list[Forced]]:
-    """Items, as many at a time as keep `MAX_ROWS` rows, and `most` of them."""
-    group: list[Forced] = []
-    rows = 0
-    for item in items:
-        if group and (rows + len(item.continuation) > MAX_ROWS or len(group) == most):
-            yield group
-            group, rows = [], 0
-        group.append(item)
-        rows += len(item.continuation)
-    if group:
-        yield group
 
 
 class _Long(msgspec.Struct):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,7 +15,7 @@ from patchclamp.language.fuzz import MODES, fuzz
 from patchclamp.language.ops import as_capture
 from patchclamp.language.site import At
 from patchclamp.language.tokens import prompt
-from patchclamp.lm import LM, MAX_SCORES, is_token_id
+from patchclamp.lm import MAX_SCORES, is_token_id
 from patchclamp.run import Run
 from patchclamp.studies.divergence import log_softmax, with_rest
 from patchclamp.studies.prompts import Asked
@@ -112,9 +112,13 @@ class FirstToken:
         self.capture = [Capture("logits", prompt[-1])] if self.full else []
         self.scores: list[list[int]] = []
 
-    def likeliest_of(self, lm: LM, asked: list[Asked]) -> list[list[int]]:
+    def likeliest_calls(self, batches: Iterable[Sequence[Asked]]) -> Iterator[dict[str, Any]]:
+        """The calls that find the likeliest tokens of batches of prompts."""
+        for part in batches:
+            yield {"prompt": [one.prompt for one in part], "max_tokens": 1, "logprobs": self.likeliest}
+
+    def likeliest_of(self, runs: Sequence[Run]) -> list[list[int]]:
         """The tokens of each prompt that are likeliest without noise."""
-        runs = lm.run([one.prompt for one in asked], max_tokens=1, logprobs=self.likeliest)
         return [sorted(run.top_logprobs[0]) for run in runs]
 
     def score(self, number: int) -> list[int]:

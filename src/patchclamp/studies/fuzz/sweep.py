@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -31,8 +31,8 @@ from patchclamp.studies.journal import Journal, Resumable, Stored
 from patchclamp.studies.progress import progress
 from patchclamp.studies.prompts import Asked, ask
 from patchclamp.studies.result import provenance
-from patchclamp.studies.resuming import keeping, recorded, recorded_runs
-from patchclamp.studies.teacher_forcing import Forced, forced_logprobs, parts
+from patchclamp.studies.resuming import keeping, recorded_runs
+from patchclamp.studies.teacher_forcing import Forced, forced_logprobs
 
 Cell = tuple[int, int, int]  # numbers of prompt, strength and seed
 Place = tuple[int, tuple[int, ...]]  # a prompt's number, and an answer's token ids
@@ -75,7 +75,7 @@ def fuzz_sweep(
     perplexity: whether answers are graded by the unedited model (`studies.teacher_forcing`)
     refusal: a regular expression that finds a refusal in an answer; None for no such measure
     quick: 5 prompts and 7 strengths, where none are given
-    batch: runs submitted at a time; two batches are under way
+    batch: runs submitted at a time, at most; two batches are under way
     resume: a file to which answers are appended as they come, and from which an interrupted sweep of the same arguments
         goes on; with divergence="full" it has the first token's distribution of every prompt
 
@@ -179,15 +179,15 @@ class _Plan(msgspec.Struct, frozen=True):
         """Numbers of the seeds that the unedited run of a prompt has: where nothing is drawn, one is as good as all."""
         return range(len(self.seeds) if self.sampling.drawn else 1)
 
-    def calls(self, cells: Sequence[tuple[int, int | None, int]]) -> Iterator[dict[str, Any]]:
-        """The calls that run cells; strength None is no edit."""
+    def calls(self, batches: Iterable[Sequence[tuple[int, int | None, int]]]) -> Iterator[dict[str, Any]]:
+        """The calls that run batches of cells; strength None is no edit."""
         edits = {
             (l, s): self.fuzz.edits(strength, seed)
             for l, strength in enumerate(self.strengths)  # noqa: E741
             for s, seed in enumerate(self.seeds)
         }
         none: list[Any] = []
-        for part in parts(cells, self.batch):
+        for part in batches:
             yield {
                 "prompt": [self.asked[p].prompt for p, _, _ in part], "max_tokens": self.max_tokens,
                 "edits": [none if l is None else edits[l, s] for _, l, s in part],  # noqa: E741
@@ -229,8 +229,10 @@ def _run(lm: LM, plan: _Plan, journal: Journal | None, show: bool | None) -> _Ru
     drawn, cells = plan.sampling.drawn, plan.cells
     own = [(p, None, s) for p in range(len(plan.asked)) for s in plan.unfuzzed_seeds]
     if plan.first.likeliest:
-        count = len(plan.asked)
-        plan.first.scores = recorded(journal, count, list[int], lambda: plan.first.likeliest_of(lm, plan.asked))
+        plan.first.scores = recorded_runs(
+            lm, journal, plan.asked, plan.first.likeliest_calls, lambda runs, _: plan.first.likeliest_of(runs),
+            list[int], lambda done: None, plan.batch,
+        )  # fmt: skip
     with progress("fuzzing", len(own) + len(cells), show) as advance:
 
         def read_own(runs: Sequence[Run], _: Any) -> list[_Own]:
@@ -239,9 +241,9 @@ def _run(lm: LM, plan: _Plan, journal: Journal | None, show: bool | None) -> _Ru
         def read(runs: Sequence[Run], of: Sequence[Cell]) -> list[_Fuzzed]:
             return [_fuzzed(plan, run, first[p, s if drawn else 0]) for run, (p, _, s) in zip(runs, of, strict=True)]
 
-        owns = recorded_runs(lm, journal, own, plan.calls, read_own, _Own, advance)
+        owns = recorded_runs(lm, journal, own, plan.calls, read_own, _Own, advance, plan.batch)
         first = {(p, s): of.first.array() for (p, _, s), of in zip(own, owns, strict=True)}
-        fuzzed = recorded_runs(lm, journal, cells, plan.calls, read, _Fuzzed, advance)
+        fuzzed = recorded_runs(lm, journal, cells, plan.calls, read, _Fuzzed, advance, plan.batch)
     return _Runs(
         {cell: of.answer for cell, of in zip(cells, fuzzed, strict=True)},
         {cell: (of.kl, of.js) for cell, of in zip(cells, fuzzed, strict=True)},

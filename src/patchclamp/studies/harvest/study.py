@@ -20,7 +20,7 @@ from patchclamp.language.tokens import Positions, Tokens, every
 from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.sites import SiteRef
-from patchclamp.studies.batches import run_batches
+from patchclamp.studies.batches import Pace, run_batches
 from patchclamp.studies.checks import check_whole, checked
 from patchclamp.studies.harvest.documents import documents_of, needed
 from patchclamp.studies.harvest.dtypes import STORED, stored
@@ -39,6 +39,7 @@ from patchclamp.studies.result import StudyResult, provenance
 SHARD_ROWS = 131_072
 BATCH_BYTES = 1 << 29  # captured in a batch, where that is between so many tokens
 LEAST_TOKENS, MOST_TOKENS = 8_192, 32_768
+FIRST_TOKENS = 256  # of the first batch; later ones are larger, as far as they are fast
 UNDER_WAY = 3  # batches: two are queued while one is fetched, which waits for the step that is being computed
 
 
@@ -105,9 +106,9 @@ def harvest(
         them interleaves them (`harvest.order`)
     shard: (i, n) for machine i of n: it makes parts i, i + n, …
     shard_rows: rows in a file
-    batch_tokens: tokens that are run at a time, chosen by the width of the rows unless given; three such batches
-        are under way, and a few more are being written
-    checkpoint_bytes: twice so many bytes are done again at most after a stop, and about what came in a minute
+    batch_tokens: tokens that are run at a time, at most, chosen by the width of the rows unless given. Batches that
+        would take longer than about 2 s are smaller. Three are under way, and a few more are being written
+    checkpoint_bytes: after a stop at most twice so many bytes are done again, and at most what came in about 10 s
 
     Raises: `ProgramError` and `TokensError` for wrong arguments and documents, `CapacityError` if the disk is too
     small, and the error of any run.
@@ -154,11 +155,11 @@ class _Job:
         batch_tokens: int, checkpoint: int,
     ) -> None:  # fmt: skip
         self._lm, self._plan, self._recipe, self._place = lm, plan, manifest.recipe, place
-        self._kinds, self._batch_tokens, self._checkpoint = kinds, batch_tokens, checkpoint
+        self._kinds, self._checkpoint = kinds, checkpoint
         self._first, self._tokens = window
         self._parts: list[OpenPart] = []
         self._asked: list[tuple[OpenPart, list[int]]] = []
-        self._ran = 0
+        self._ran, self._pace = 0, Pace(batch_tokens, FIRST_TOKENS)
 
     def run(self, numbers: Sequence[int], show: bool | None) -> int:
         """Makes some parts. Returns how many tokens were run."""
@@ -178,7 +179,7 @@ class _Job:
         """Runs what is left and has it written."""
         total = sum(self._lengths(part)[part.left].sum() for part in self._parts)
         with progress("harvesting", int(total), show, "tokens") as self._advance:
-            run_batches(self._lm, self._calls(), self._read, UNDER_WAY)
+            run_batches(self._lm, self._calls(), self._read, UNDER_WAY, self._pace)
             self._writer.finish()
 
     def _open(self, parts: list[Any]) -> None:
@@ -206,7 +207,8 @@ class _Job:
             if not len(part.left):
                 self._writer.seal(part)
                 continue
-            for prompts in _batches(part.left, self._lengths(part), self._batch_tokens):
+            lengths = self._lengths(part).tolist()
+            for prompts in self._pace.parts(part.left.tolist(), lengths.__getitem__):
                 self._asked.append((part, prompts))
                 ids = [self._plan.tokens.prompt(part.part.prompts[i]) for i in prompts]
                 yield {"prompt": ids, "max_tokens": 1, "capture": captures}
@@ -249,19 +251,6 @@ class _Job:
             return rows.reshape(len(rows), -1)[which]
         rows = np.asarray(rows, np.float32)
         return stored(kind.reduction(rows.reshape(len(rows), -1)[which]), self._recipe.dtype)
-
-
-def _batches(left: np.ndarray, lengths: np.ndarray, limit: int) -> Iterator[list[int]]:
-    """The prompts in batches of about `limit` tokens, at least one each."""
-    batch, size = [], 0
-    for prompt in left.tolist():
-        if batch and size + lengths[prompt] > limit:
-            yield batch
-            batch, size = [], 0
-        batch.append(prompt)
-        size += int(lengths[prompt])
-    if batch:
-        yield batch
 
 
 def _batch_tokens(kinds: list[_Kind], dtype: str) -> int:

@@ -30,7 +30,7 @@ WRITERS = 4
 SEALERS = 4  # shards at a time
 SYNCERS = min(8, os.cpu_count() or 1)  # files that are brought to the disk, or whose rows are summed, at a time
 CHECKPOINT_BYTES = 1 << 32  # beyond a part's, as a rule: in the middle of a part, pages to be written lie apart
-CHECKPOINT_S = 60.0
+CHECKPOINT_S = 2.0  # what was computed since is computed again after a kill
 BEHIND = 2  # times as much may be written while what was written before is brought to the disk
 OPEN_PARTS = 4  # at most: one is being filled, and others are being brought to the disk
 

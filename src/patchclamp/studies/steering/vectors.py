@@ -6,7 +6,7 @@ Source: contrastive activation addition, Rimsky et al. 2023 (arXiv:2312.06681); 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -29,7 +29,6 @@ from patchclamp.studies.resuming import keeping, recorded_runs
 from patchclamp.studies.steering.behaviour import Behaviour, Scored, check_behaviour
 from patchclamp.studies.steering.directions import Check, check, check_method, direction
 from patchclamp.studies.steering.result import PromptSet, SteeringVectors
-from patchclamp.studies.teacher_forcing import parts
 
 NO_CHECK = Check(float("nan"), float("nan"))
 
@@ -65,7 +64,7 @@ def steering_vectors(
     answer, foil: continuations as of `strength_curve`, which the positive class calls for, and the negative one. With
         them the best layer is the one whose vector, added once to every token of the held-out negative prompts, moves
         log p(answer) − log p(foil) most; without them the one that tells held-out prompts apart best
-    batch: runs submitted at a time; two batches are under way
+    batch: runs submitted at a time, at most; two batches are under way
     resume: a file to which each prompt's rows, and scores, are appended as they are computed, and from which an
         interrupted call of the same arguments goes on
 
@@ -186,8 +185,8 @@ def _read(
     """The mean row of each prompt at each layer [N, L, D], and the mean length [L] of all rows."""
     sites = [str(capture.at) for capture in captures]
 
-    def calls(numbers: Sequence[int]) -> Iterator[dict[str, Any]]:
-        for part in parts(numbers, batch):
+    def calls(batches: Iterable[Sequence[int]]) -> Iterator[dict[str, Any]]:
+        for part in batches:
             yield {"prompt": [asked[i].prompt for i in part], "max_tokens": 1, "capture": captures}
 
     def record(runs: Sequence[Run], numbers: Sequence[int]) -> list[_Read]:
@@ -202,5 +201,5 @@ def _read(
         lengths = [np.linalg.norm(rows, axis=1).mean() for rows in rows_LTD]
         return _Read(Stored.of(np.stack([rows.mean(0) for rows in rows_LTD])), Stored.of(np.array(lengths)))
 
-    read = recorded_runs(lm, journal, range(len(asked)), calls, record, _Read, advance)
+    read = recorded_runs(lm, journal, range(len(asked)), calls, record, _Read, advance, batch)
     return np.stack([of.mean.array() for of in read]), np.mean([of.lengths.array() for of in read], axis=0)
