@@ -532,7 +532,9 @@ def forwards(stock: Any) -> Callable[[F], F]:
                 f"vLLM {version()}: {getattr(stock, '__qualname__', stock)} takes ({', '.join(names)}); patchclamp's "
                 f"wrapper takes ({', '.join(map(str, parameters))})"
             )
-        return ours if inspect.ismethod(ours) else functools.wraps(stock)(ours)
+        if not inspect.ismethod(ours):
+            functools.update_wrapper(ours, stock)
+        return ours
 
     return check
 
