@@ -11,7 +11,7 @@ import numpy as np
 
 from patchclamp.engines.base import Answer, Captured, Drafts, Engine, Request
 from patchclamp.engines.chat import prompt_of
-from patchclamp.errors import MissingSource, PatchclampError, ProgramError
+from patchclamp.errors import MissingSource, NotFinite, PatchclampError, ProgramError
 from patchclamp.language import Program, Site, SiteOp
 from patchclamp.language.conversions import DTYPES, as_flag
 from patchclamp.language.site import parse_site
@@ -20,7 +20,7 @@ from patchclamp.plan import CAPTURE, BoundOp, BoundProgram
 from patchclamp.plan.acted import acted
 from patchclamp.plan.bound import Keep, pack_columns, position_array
 from patchclamp.sites import SiteMap, SiteRef
-from patchclamp.store.joined import cast, merged
+from patchclamp.store.joined import cast, merged, overflowed
 
 if TYPE_CHECKING:
     import torch
@@ -314,8 +314,10 @@ class Run:
                 raise PatchclampError(f"{layout.ref}: other positions were captured than were asked for")
             kept = None if stored.selected is None else np.flatnonzero(stored.selected[begin:stop])
             parts.append((positions, rows) if kept is None else (positions[kept], rows[kept]))
-        rows = parts[0][1] if len(parts) == 1 else merged(parts)[1]
-        return torch.as_tensor(self._shaped(layout.at, layout.ref, cast(rows, layout.dtype)))
+        positions, rows = parts[0] if len(parts) == 1 else merged(parts)
+        rows = cast(rows, layout.dtype)
+        self._check_range(rows, positions, str(layout.ref))
+        return torch.as_tensor(self._shaped(layout.at, layout.ref, rows))
 
     @property
     def _sites(self) -> SiteMap:
@@ -402,7 +404,18 @@ class Run:
             positions, rows = merged([self._matching(point, i, name) for i in ordinals])
         else:
             positions, rows = self._stored(point, ordinal, name)
-        return positions, rows if dtypes == {"float32"} or len(dtypes) > 1 else cast(rows, dtypes.pop())
+        rows = rows if dtypes == {"float32"} or len(dtypes) > 1 else cast(rows, dtypes.pop())
+        self._check_range(rows, positions, name)
+        return positions, rows
+
+    def _check_range(self, rows: torch.Tensor | np.ndarray, positions: np.ndarray, name: str) -> None:
+        """Raises `NotFinite` for float16 rows with numbers beyond that dtype's range."""
+        row = overflowed(rows)
+        if row is not None:
+            raise NotFinite(
+                f"{name} at position {int(positions[row])} has numbers above 65,504, the largest of float16: capture "
+                "it in bfloat16 or float32", "capture"
+            )  # fmt: skip
 
     def _ordinals(self, point: int, ordinal: int | None, name: str) -> list[int]:
         """The ops that captured a point, or one of them. Raises `MissingSource` where there is none."""

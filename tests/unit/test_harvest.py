@@ -55,6 +55,10 @@ def places(data: Harvested) -> list[tuple[int, int]]:
     return list(zip(index["document"], index["position"], strict=True))
 
 
+def all_rows(data: Harvested, site: str) -> np.ndarray:
+    return np.concatenate(list(data.blocks(site=site)))
+
+
 # -- the shuffle
 
 
@@ -381,6 +385,63 @@ def test_half_an_entry_of_a_ledger_is_none(tmp_path):
     again.add([4])
     again.close()
     assert np.fromfile(tmp_path / "ledger", "<i8").tolist() == [3, 1, 4]
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+@pytest.mark.parametrize("filters", [Filters(norm_cap=5.0), Filters(norm_times_median=1.1)])
+def test_caps_are_on_whole_rows_before_a_projection(lm, documents, tmp_path, filters, on_device):
+    matrix = np.random.default_rng(4).standard_normal((3, 16)).astype(np.float32)
+    asked = {"sites": ["resid_post[1]", "resid_pre[1]"], "filters": filters, "parts": 2}
+    whole = make(lm, documents, tmp_path / "whole", **asked).open()
+    data = make(lm, documents, tmp_path / "less", project=Project(matrix, on_device), **asked).open()
+    assert 0 < len(data) < sum(map(len, documents))
+    assert places(data) == places(whole)
+    for site in data.sites:
+        assert np.allclose(all_rows(data, site), all_rows(whole, site) @ matrix.T, atol=1e-5)
+
+
+@pytest.mark.parametrize("project", [None, np.eye(16, dtype=np.float32)[:3]])
+@pytest.mark.parametrize("filters", [Filters(norm_cap=4.0), Filters(norm_times_median=0.9)])
+def test_caps_are_on_each_row_of_a_sum(lm, documents, tmp_path, filters, project):
+    sites = ["resid_post[1]", "resid_pre[1]"]
+    plain = rows_of(lm, documents[:-1], sites)
+    expected = {}
+    for number, document in enumerate(documents[:-1]):
+        rows = {site: np.array([plain[site][number, p] for p in range(len(document))]) for site in sites}
+        kept = np.logical_and.reduce([filters.passing(np.linalg.norm(of, axis=1)) for of in rows.values()])
+        if kept.any():
+            expected[number] = {site: of[kept].sum(axis=0) for site, of in rows.items()}
+    data = make(lm, documents, tmp_path, sites=sites, sums=True, filters=filters, project=project).open()
+    assert sorted(number for number, _ in places(data)) == sorted(expected)
+    assert 0 < len(expected) < len(documents) - 1  # no row of some documents is within the cap
+    for site in sites:
+        rows = np.array([expected[number][site] for number, _ in places(data)])
+        assert np.allclose(all_rows(data, site), rows if project is None else rows @ project.T, atol=1e-4)
+
+
+@pytest.mark.parametrize("asked", [
+    {"project": Project(1e6 * np.eye(16, dtype=np.float32)[:2])}, {"sums": True},
+    {"project": Project(1e6 * np.eye(16, dtype=np.float32)[:2], on_device=False)},
+])  # fmt: skip
+def test_numbers_beyond_float16_are_an_error_that_names_site_and_document(lm, tmp_path, asked, monkeypatch):
+    if "sums" in asked:
+        monkeypatch.setattr(study.Reduction, "__call__", lambda self, rows: 1e6 * rows.sum(axis=0, keepdims=True))
+    asked = {"sites": "resid_post[1]", **asked}
+    with pytest.raises(pc.NotFinite, match=r"resid_post\[1\]") as caught:
+        make(lm, [[BOS, 5, 6], [BOS, 7]], tmp_path, dtype="float16", **asked)
+    assert caught.value.path.startswith("document ")
+    assert np.isfinite(all_rows(make(lm, [[BOS, 5, 6], [BOS, 7]], tmp_path, **asked).open(), "resid_post[1]")).all()
+
+
+def test_a_capture_beyond_float16_fails_its_own_run_alone(lm):
+    scale = pc.Scale(1e6, at="resid_post[1]", tokens="prompt[2]")
+    captures = [pc.Capture("resid_post[1]", dtype="float16")]
+    far, near = lm.run([[0, 5, 6, 7]] * 2, max_tokens=1, edits=[[scale], []], capture=captures)
+    with pytest.raises(pc.NotFinite, match=r"resid_post\[1\] at position 2"):
+        far["resid_post[1]"]
+    assert np.isfinite(np.asarray(near["resid_post[1]"], np.float32)).all()
+    wide = lm.run([0, 5, 6, 7], max_tokens=1, edits=[scale], capture=["resid_post[1]"])["resid_post[1]"]
+    assert np.isfinite(wide).all()
 
 
 def test_a_slow_disk_holds_back_admission_and_loses_nothing(lm, documents, tmp_path, monkeypatch):

@@ -176,7 +176,8 @@ def _child(front: Front, call: Call, prompt: Any, params: Any, index: int, first
     key = f"{call.owner}-http-{secrets.token_hex(8)}"
     whole = prompt_of(front.lm.tokenizer, ids, text, call.chat, images_of_prompt)
     binding = front.bindings.of(call.owner, call.program, key, whole, params.max_tokens)
-    check_records(binding.bound, front.kept.limits)
+    if binding.bound is not None:
+        check_records(binding.bound, front.kept.limits)
     request = Request(
         key, ids, params.max_tokens, binding.bound, binding.vectors, text=text, sources=binding.sources,
         chat=call.chat, images=images_of_prompt,

@@ -28,3 +28,12 @@ def cast(rows: torch.Tensor | np.ndarray, dtype: str) -> torch.Tensor:
     import torch
 
     return torch.as_tensor(rows).to(getattr(torch, dtype))
+
+
+def overflowed(rows: torch.Tensor | np.ndarray) -> int | None:
+    """The first float16 row on the host that has an infinity; None of finite rows and of other dtypes."""
+    if str(rows.dtype).removeprefix("torch.") != "float16":
+        return None
+    bits = np.ascontiguousarray(rows).view(np.uint16)
+    infinite = np.flatnonzero((bits & 0x7FFF) == 0x7C00)
+    return int(infinite[0]) // (bits.size // len(bits)) if len(infinite) else None

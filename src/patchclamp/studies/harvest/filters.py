@@ -23,8 +23,9 @@ class Filters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     positions: positions of the document in any of these half-open windows, as Python slices have them: (4, None),
         (-8, None); all if there are none
     only_tokens, not_tokens: these token ids alone, if any; none of these
-    norm_cap: norms (L2) up to this at every site
-    norm_times_median: norms up to so many times the median of the row's shard, at every site
+    norm_cap: norms (L2) up to this at every site, of whole rows: before they are projected or added up
+    norm_times_median: norms up to so many times the median of the row's shard, at every site; with sums, up to so many
+        times the median of the document's kept rows
     """
 
     no_bos: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 import msgspec
 
@@ -10,6 +11,7 @@ from patchclamp.studies.harvest.filters import Filters
 
 FORMAT = 1
 NAME_DIGITS = 16
+NORMS = "norms of whole rows"
 
 
 class StoredSite(msgspec.Struct, frozen=True):
@@ -56,6 +58,22 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parts: int
     shard_rows: int
     format: int = FORMAT
+
+    @property
+    def norms(self) -> StoredSite | None:
+        """The norms of whole rows, a number for each site, where caps need them and rows are stored reduced. With sums
+        they are 0 of a document that has rows within the caps, and else NaN. Its files are not part of the data set."""
+        reduced = self.sums or any(site.projection for site in self.sites)
+        return StoredSite(NORMS, len(self.sites), 0) if reduced and self.filters.caps_norms else None
+
+    @property
+    def written(self) -> tuple[StoredSite, ...]:
+        """What is written while a part is being filled."""
+        return self.sites if self.norms is None else (*self.sites, self.norms)
+
+    def place(self, folder: Path, site: StoredSite) -> Path:
+        """The file of a site in a shard that is being filled in `folder`; that of norms is beside the folder."""
+        return folder.with_name(f"{folder.name}.{site.file}") if site.name == NORMS else folder / site.file
 
     @property
     def name(self) -> str:

@@ -31,7 +31,8 @@ def metadata_of(recipe: Recipe, name: str, part: int, shard: int) -> dict[str, s
 
 def head_of(recipe: Recipe, name: str, part: int, shard: int, site: StoredSite, rows: int) -> bytes:
     """The header of a site's file in a shard."""
-    return header(site.name, recipe.dtype, rows, site.width, metadata_of(recipe, name, part, shard))
+    dtype = "float32" if site == recipe.norms else recipe.dtype
+    return header(site.name, dtype, rows, site.width, metadata_of(recipe, name, part, shard))
 
 
 def seal(folder: Path, recipe: Recipe, name: str, tokens: Tokens, part: Part, shard: int,
@@ -95,7 +96,12 @@ def _within_caps(folder: Path, recipe: Recipe, pool: ThreadPoolExecutor) -> np.n
     def within(site: StoredSite) -> np.ndarray:
         return recipe.filters.passing(summed(folder / site.file)[1])
 
-    together = np.logical_and.reduce(list(pool.map(within, recipe.sites)))
+    if recipe.norms is None:
+        together = np.logical_and.reduce(list(pool.map(within, recipe.sites)))
+    else:
+        norms = open_rows(recipe.place(folder, recipe.norms))[2]
+        of_sites = np.isfinite(norms).T if recipe.sums else [recipe.filters.passing(of_site) for of_site in norms.T]
+        together = np.logical_and.reduce(of_sites)
     file = io.BytesIO()
     np.save(file, together)
     write_sealed(marks, file.getvalue())

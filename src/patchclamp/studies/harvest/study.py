@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.call import is_token_id
-from patchclamp.errors import CapacityError, PatchclampError, ProgramError, UnsupportedSite
+from patchclamp.errors import CapacityError, NotFinite, PatchclampError, ProgramError, UnsupportedSite
 from patchclamp.language import Capture
 from patchclamp.language.conversions import as_dtype, as_seed
 from patchclamp.language.ranges import Range
@@ -20,6 +20,7 @@ from patchclamp.language.tokens import Positions, Tokens, every
 from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.sites import SiteRef
+from patchclamp.store.joined import overflowed
 from patchclamp.studies.batches import Pace, run_batches
 from patchclamp.studies.checks import check_whole, checked
 from patchclamp.studies.harvest.documents import documents_of, needed
@@ -118,7 +119,7 @@ def harvest(
     if filters is not None and not isinstance(filters, Filters):
         raise ProgramError(f"expected studies.Filters(...), got {type(filters).__name__}", "filters")
     filters, dtype = filters or Filters(), as_dtype(dtype)
-    kinds = _kinds(lm, sites, project, sums)
+    kinds = _kinds(lm, sites, project, sums, filters.caps_norms)
     batch_tokens = _batch_tokens(kinds, dtype) if batch_tokens is None else batch_tokens
     shard_rows, batch_tokens, checkpoint_bytes = (
         check_whole(value, name, least) for name, value, least in (
@@ -210,7 +211,7 @@ class _Job:
             lengths = self._lengths(part).tolist()
             for prompts in self._pace.parts(part.left.tolist(), lengths.__getitem__):
                 self._asked.append((part, prompts))
-                ids = [self._plan.tokens.prompt(part.part.prompts[i]) for i in prompts]
+                ids = [self._plan.tokens.prompt(int(part.part.prompts[i])) for i in prompts]
                 yield {"prompt": ids, "max_tokens": 1, "capture": captures}
 
     def _captured_dtype(self, kind: _Kind) -> str:
@@ -220,22 +221,60 @@ class _Job:
         part, prompts = self._asked.pop(0)
         for run, i in zip(runs, prompts, strict=True):
             if run.error is not None:
-                first = self._plan.tokens.prompts[part.part.prompts[i]]
-                raise run.error.under(f"document {int(self._plan.tokens.document_of(first))}")
-        captured = self._lm.fetch(runs, [kind.site.name for kind in self._kinds], copy=False)
+                raise run.error.under(self._document(part, i))
+        captured = self._fetch(part, runs, prompts)
         tokens = sum(len(run.prompt_token_ids) for run in runs)
 
         def rows() -> Iterator[list[np.ndarray]]:
             kept = [self._kept(part.part.prompts[i]) for i in prompts]
+            norms = []
+            if self._recipe.norms is not None:
+                norms = [self._norms(by_site, which) for by_site, which in zip(captured, kept, strict=True)]
+            if norms and self._recipe.sums:
+                passing = [np.logical_and.reduce([self._recipe.filters.passing(of) for of in each.T]) for each in norms]
+                kept = [(np.arange(which.start, which.stop) if isinstance(which, slice) else which)[of]
+                        for which, of in zip(kept, passing, strict=True)]  # fmt: skip
+                norms = [np.full((1, len(self._kinds)), 0 if of.any() else np.nan, np.float32) for of in passing]
             for kind in self._kinds:
                 of_site = [by_site.pop(kind.site.name) for by_site in captured]
-                yield [self._reduced(kind, *one) for one in zip(of_site, kept, strict=True)]
+                blocks = [self._reduced(kind, *one) for one in zip(of_site, kept, strict=True)]
+                for block, i in zip(blocks, prompts, strict=True):
+                    if overflowed(block) is not None:
+                        raise NotFinite(f"{kind.site.name} has numbers above 65,504, the largest of float16: store "
+                                        "bfloat16 or float32", "dtype").under(self._document(part, i))  # fmt: skip
+                yield blocks
+            if norms:
+                yield norms
             for run in runs:
                 run.close()
 
         self._writer.put(part, Batch(prompts, rows))
         self._ran += tokens
         self._advance(tokens)
+
+    def _document(self, part: OpenPart, prompt: int) -> str:
+        """The path, in errors, of one of a part's prompts."""
+        first = self._plan.tokens.prompts[part.part.prompts[prompt]]
+        return f"document {int(self._plan.tokens.document_of(first))}"
+
+    def _fetch(self, part: OpenPart, runs: list[Run], prompts: list[int]) -> list[dict[str, Any]]:
+        """The rows of every run by site. Raises the error of the document whose rows overflow."""
+        sites = [kind.site.name for kind in self._kinds]
+        try:
+            return self._lm.fetch(runs, sites)
+        except NotFinite:
+            for run, i in zip(runs, prompts, strict=True):
+                try:
+                    self._lm.fetch([run], sites)
+                except NotFinite as error:
+                    raise error.under(self._document(part, i)) from None
+            raise
+
+    def _norms(self, by_site: dict[str, Any], which: np.ndarray | slice) -> np.ndarray:
+        """The norms of a prompt's kept rows at every site, before any reduction, [n, sites]."""
+        rows = [np.asarray(by_site[kind.site.name], np.float32) for kind in self._kinds]
+        whole = [of_site.reshape(len(of_site), -1)[which] for of_site in rows]
+        return np.stack([np.linalg.norm(of_site, axis=1) for of_site in whole], axis=1)
 
     def _kept(self, prompt: int) -> np.ndarray | slice:
         """Which of a prompt's captured rows are kept."""
@@ -284,8 +323,8 @@ def _shard(shard: Any) -> tuple[int, int]:
     return int(shard[0]), int(shard[1])
 
 
-def _kinds(lm: LM, sites: Any, project: Project | Any, sums: bool) -> list[_Kind]:
-    """Every site of every layer, once."""
+def _kinds(lm: LM, sites: Any, project: Project | Any, sums: bool, capped: bool) -> list[_Kind]:
+    """Every site of every layer, once. Caps on norms need whole rows on the host."""
     project = Project(project) if project is not None and not isinstance(project, Project) else project
     reductions: dict[SiteRef, Reduction] = {}
     for number, text in enumerate(sites if isinstance(sites, (list, tuple)) else [sites]):
@@ -306,7 +345,9 @@ def _kinds(lm: LM, sites: Any, project: Project | Any, sums: bool) -> list[_Kind
         raise ProgramError("there is nothing to keep: name at least one site", "sites")
     if project is not None and (unused := project.unused(list(map(str, reductions)))):
         raise ProgramError(f"there is a matrix for {', '.join(unused)}, which is not among the sites", "project")
-    on_device = can_project(lm, reductions) if project is not None and project.on_device else set[SiteRef]()
+    on_device = (
+        can_project(lm, reductions) if project is not None and project.on_device and not capped else set[SiteRef]()
+    )
     kinds = []
     for ref, reduction in reductions.items():
         reduction, width = msgspec.structs.replace(reduction, on_device=ref in on_device), _width(lm, ref)

@@ -39,8 +39,8 @@ class Batch(NamedTuple):
     """The rows of some prompts.
 
     prompts: their numbers in the part
-    rows: gives, of one stored site after the other, the rows of each prompt, [n, width] as they are stored; on the
-        thread that writes
+    rows: gives, of one site after the other of `Recipe.written`, the rows of each prompt, [n, width] as they are
+        stored; on the thread that writes
     """
 
     prompts: list[int]
@@ -87,13 +87,14 @@ class OpenPart:
     def bytes_left(self) -> int:
         """Bytes that its files still need on the disk."""
         per_row = sum(site.width for site in self._recipe.sites) * STORED[self._recipe.dtype].itemsize
+        per_row += 0 if self._recipe.norms is None else 4 * self._recipe.norms.width
         used = sum(path.stat().st_blocks * 512 for path in self._folder.rglob("*.safetensors"))
         return max(self.part.rows * per_row - used, 0) if len(self.left) else 0
 
     @property
     def files(self) -> int:
         """How many files are open while it is being filled."""
-        return self.part.shards * len(self._recipe.sites)
+        return self.part.shards * len(self._recipe.written)
 
     def open(self, pools: Pools) -> None:
         """Makes the shards' files, or opens those that are there, unless they are open. Waits while others' are."""
@@ -113,7 +114,7 @@ class OpenPart:
                 raise
 
     def _make_files(self) -> None:
-        for site in self._recipe.sites:
+        for site in self._recipe.written:
             self._files[site.name] = [self._file(site, shard) for shard in range(self.part.shards)]
         for folder in (*map(self._shard, range(self.part.shards)), self._folder, self._folder.parent):
             sync(folder)
@@ -123,7 +124,8 @@ class OpenPart:
         folder.mkdir(exist_ok=True)
         rows = self.part.rows_of_shard(shard)
         head = head_of(self._recipe, self._name, self.part.number, shard, site, rows)
-        return ShardFile(folder / site.file, head, self._recipe.dtype, rows, site.width)
+        dtype = "float32" if site == self._recipe.norms else self._recipe.dtype
+        return ShardFile(self._recipe.place(folder, site), head, dtype, rows, site.width)
 
     def _sealed(self, shard: int) -> Path:
         return self._folder.parent / shard_name(self.part.number, shard)
@@ -135,7 +137,7 @@ class OpenPart:
         """Puts a batch's rows at their places. Returns whether the part is full now."""
         self.open(pools)
         pieces, size = self._pieces(batch.prompts), 0
-        for site, blocks in zip(self._recipe.sites, batch.rows(), strict=True):
+        for site, blocks in zip(self._recipe.written, batch.rows(), strict=True):
             files = self._files[site.name]
             for block, of_prompt in zip(blocks, pieces, strict=True):
                 shape = sum(len(places) for _, _, places in of_prompt), site.width
