@@ -261,11 +261,11 @@ class _Job:
         """The rows of every run by site. Raises the error of the document whose rows overflow."""
         sites = [kind.site.name for kind in self._kinds]
         try:
-            return self._lm.fetch(runs, sites)
+            return self._lm.fetch(runs, sites, copy=False)
         except NotFinite:
             for run, i in zip(runs, prompts, strict=True):
                 try:
-                    self._lm.fetch([run], sites)
+                    self._lm.fetch([run], sites, copy=False)
                 except NotFinite as error:
                     raise error.under(self._document(part, i)) from None
             raise
