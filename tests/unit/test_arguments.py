@@ -28,7 +28,9 @@ RUN = LM.run(IDS, max_tokens=1)
 
 
 @pytest.mark.parametrize("study", STUDIES)
-@pytest.mark.parametrize("wrong", ["transformers", None, 3, [1], {}, float("nan"), RUN], ids=repr)
+@pytest.mark.parametrize(
+    "wrong", ["transformers", None, 3, [1], {}, float("nan"), RUN], ids=lambda wrong: type(wrong).__name__
+)
 def test_what_is_no_lm_is_refused_by_every_study(study, wrong):
     with pytest.raises(pc.ProgramError) as caught:
         getattr(pc.studies, study)(wrong, **STUDIES[study])
@@ -65,7 +67,7 @@ def test_text_mappings_and_other_numbers_are_refused(study, wrong, path):
 
 
 @pytest.mark.parametrize("wrong", [{1: [1.0], 1.5: [2.0]}, {"1": [1.0]}, {1: [float("nan")]}, {1: [0.0]}, {True: [1.0]},
-                                   {1: "text"}, {1: None}, {1: [[1.0]]}, {}, None, [1.0]], ids=repr)  # fmt: skip
+                                   {1: "text"}, {1: None}, {1: [[1.0]]}, {}, None, [1.0]])  # fmt: skip
 def test_directions_are_finite_vectors_by_whole_layers(wrong):
     with pytest.raises(pc.ProgramError):
         pc.studies.SteeringVectors.from_directions(wrong)

@@ -743,7 +743,7 @@ def test_text_and_booleans_are_no_numbers(wrong):
     "text", b"text", ["1", "2"], [True, 1.0], [1j], np.array(["1"]), np.array(["2020-01-01"], "datetime64[D]"),
     np.ma.masked_array([1.0, 2.0], [True, False]), np.array([1j]), np.array([True]), {0: 1.0}, [float("nan")],
     [None], np.array([1.0, None]), lambda: 1, [[1.0], [1.0, 2.0]], [],
-], ids=repr)  # fmt: skip
+])  # fmt: skip
 def test_only_real_dense_numbers_are_a_vector(wrong):
     with pytest.raises(pc.ShapeError):
         pc.Vector.of(wrong)

@@ -30,7 +30,7 @@ def folder(tmp_path, config=CONFIG, weights: bool = True, tokenizer: bool = True
     "model",
     ["smolm2", "transformers", "localhost:8123", "/no/such/folder", "./nothing", "two words", "", None, 5,
      FakeEngine(), torch.nn.Linear(2, 2)],
-    ids=str,
+    ids=lambda wrong: f"{type(wrong).__name__} {wrong}" if isinstance(wrong, (str, int, type(None))) else type(wrong).__name__,
 )  # fmt: skip
 def test_no_such_model(model, engine):
     began = time.monotonic()
