@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from patchclamp.stream import Stream
     from patchclamp.trace.load import TracedLM as LM
 
-__version__ = "0.1.0"
+__version__ = "0.1.1"
 
 site = language.parse_site
 tokens = language.parse_tokens

@@ -114,7 +114,7 @@ class TestStudy:
 
         monkeypatch.setattr(study, "_moves", moves)
         found = pc.studies.parity("fake", engines=FAKE)
-        assert found.problems == ("an edit at v[1] does not move the logits of fake 0.1.0 and fake 0.1.0",)
+        assert found.problems == ("an edit at v[1] does not move the logits of fake 0.1.1 and fake 0.1.1",)
 
     @pytest.mark.parametrize("noise", [0.0, 1.0])
     @pytest.mark.parametrize("dtype", study.BOUNDS)
@@ -127,7 +127,7 @@ class TestStudy:
 
         disturbed(monkeypatch, lost)
         found = pc.studies.parity("fake", engines=FAKE)
-        assert "an edit at k[1] does not move the logits of fake 0.1.0" in found.problems
+        assert "an edit at k[1] does not move the logits of fake 0.1.1" in found.problems
         assert not found.holds
 
     def test_log_probabilities_and_sites_of_one_engine(self, monkeypatch):
