@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import json
 import logging
@@ -21,17 +20,6 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 TOKENIZERS = ("*token*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 _noted: set[str] = set()
 logger = logging.getLogger("patchclamp")
-
-
-def available_bytes() -> int:
-    """Memory that this process can still take: what the machine has left, within the container's own limit."""
-    import psutil
-
-    free = psutil.virtual_memory().available
-    with contextlib.suppress(OSError, ValueError):
-        limit, used = (Path("/sys/fs/cgroup", f"memory.{name}").read_text() for name in ("max", "current"))
-        free = min(free, max(0, int(limit) - int(used)))
-    return free
 
 
 def model_name(model: Any) -> str:

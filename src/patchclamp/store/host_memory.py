@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from patchclamp.store import open_memory
+from patchclamp.store.free_memory import available_bytes
 
 logger = logging.getLogger("patchclamp")
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 
+from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.compat.configuration import KEY, MEGA
-from patchclamp.errors import EngineError, ProgramError
+from patchclamp.engines.vllm.plugin import CAUSES
+from patchclamp.errors import EngineError, PatchclampError, ProgramError, describe_error
 
 CONFIG = "--additional-config"
+FIX = "set the cache's size with --kv-cache-memory-bytes, or shorten --max-model-len"
 GROUPS = ("general", "platform", "io_processor", "stat_logger", "endpoint")  # of plugins, by vLLM's names
 
 
@@ -36,12 +40,38 @@ def run_server(model: str, options: Sequence[str]) -> None:
     parser = FlexibleArgumentParser(prog="patchclamp")
     [command] = cmd_init()
     command.subparser_init(parser.add_subparsers(dest="subparser"))
-    sys.argv = ["patchclamp", "serve", model, *with_config(options)]  # vLLM's parser looks there, too
+    sys.argv = [
+        "patchclamp",
+        "serve",
+        model,
+        *with_config(options),
+        *_cache_size(options),
+    ]  # vLLM's parser looks there, too
     args = parser.parse_args(sys.argv[1:])
     assert args is not None
     configure_logging_from_args(args)
     command.validate(args)
-    command.cmd(args)
+    with tempfile.NamedTemporaryFile("r", prefix="patchclamp-start-") as causes:
+        os.environ[CAUSES] = causes.name
+        try:
+            command.cmd(args)
+        except PatchclampError:
+            raise
+        except Exception as error:
+            cause = causes.readline().strip() or describe_error(error)
+            fix = FIX if "memory" in cause.lower() or "cache" in cause.lower() else "the log above has the traceback"
+            raise EngineError(f"the server stopped: {cause} ({fix})") from error
+
+
+def _cache_size(options: Sequence[str]) -> list[str]:
+    """On a CPU, the option for a cache that fits, unless a size is given."""
+    names = [word.partition("=")[0].lstrip("-").replace("-", "_") for word in options]
+    if "config" in names:  # a file may have it
+        return []
+    arguments = dict.fromkeys(names)
+    configuration.spare_memory(arguments)
+    size = arguments.get("kv_cache_memory_bytes")
+    return ["--kv-cache-memory-bytes", str(size)] if size is not None else []
 
 
 def environment() -> dict[str, str]:

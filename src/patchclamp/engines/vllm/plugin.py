@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 from typing import Any
 
-from patchclamp.errors import SeamMoved
+from patchclamp.errors import SeamMoved, describe_error
+
+CAUSES = "PATCHCLAMP_START_CAUSES"  # a file for the errors of a server's processes
 
 problem: SeamMoved | None = None  # a seam that is not there; an engine of ours raises it when it starts, no other does
+
+
+class _Causes(logging.Handler):
+    """Appends each logged exception as one line to a file, for the server's process: it learns of a failed core only
+    that it failed."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and record.exc_info[1] is not None:
+            with contextlib.suppress(OSError), open(os.environ[CAUSES], "a") as file:
+                file.write(" ".join(describe_error(record.exc_info[1]).split()) + "\n")
 
 
 def register() -> None:
     """Wraps vLLM where engines are configured, where steps and compilation begin, and the prefix cache; each wrapper
     first looks whether it is needed."""
     global problem
+    if os.environ.get(CAUSES):
+        logging.getLogger("vllm").addHandler(_Causes(logging.ERROR))
     from patchclamp.engines.vllm import cache, worker
     from patchclamp.engines.vllm.compat import core, front, graphs, runner
 

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from patchclamp.engines.preflight import available_bytes, default_dtype
+from patchclamp.engines.preflight import default_dtype
 from patchclamp.engines.vllm.compat.seams import require, version
 from patchclamp.engines.vllm.serve_limits import ServeLimits
 from patchclamp.errors import EngineError
+from patchclamp.store.free_memory import available_bytes
 
 KEY = "patchclamp"  # in `additional_config`, in `SamplingParams.extra_args`, and in a block's extra keys
 
