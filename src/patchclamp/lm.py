@@ -31,19 +31,22 @@ from patchclamp.engines.adapters import Adapter, adapters_of
 from patchclamp.engines.base import MAX_SCORES, Answer, Engine, Expanded, Request
 from patchclamp.engines.chat import Chat, chat_of, has_images, prompt_of
 from patchclamp.engines.open import open_engine
-from patchclamp.errors import EngineError, MissingSource, PatchclampError, ProgramError, TokensError
+from patchclamp.errors import CapacityError, EngineError, MissingSource, PatchclampError, ProgramError, TokensError
 from patchclamp.language import Program
 from patchclamp.language.conversions import as_flag
 from patchclamp.language.site import parse_site
 from patchclamp.plan.bindings import Bindings
 from patchclamp.run import Run
 from patchclamp.sites import SiteRef
+from patchclamp.store.free_memory import available_bytes
 from patchclamp.store.named import NamedBank, runs_of
 from patchclamp.stream import Stream, wake
 
 MAX_FETCH_BYTES = 1 << 26  # of captures that come from the engine in one call, or little more
 MAX_VIEWED_BYTES = 1 << 30  # the same, where large captures come without a copy
 KEYS_DRAWN = 256
+MEMORY_SHARE = 0.8  # of the memory that is left, which captures of one call may take
+MIN_CHECKED_BYTES = 1 << 26  # smaller captures are not compared with it
 
 
 class LM:
@@ -56,8 +59,12 @@ class LM:
         engine: str | Engine | None = None,
         *,
         allow_code: bool = False,
+        capture_bytes: int | None = None,
         **options: Any,
     ) -> None:
+        if capture_bytes is not None and (not is_token_id(capture_bytes) or capture_bytes < 1):
+            raise ProgramError(f"expected a number of bytes, got {capture_bytes!r}", "capture_bytes")
+        self._capture_bytes = capture_bytes
         # options that change what a batch of runs computes, and so the proofs (`proving.cache`)
         self.batching = {name: options.get(name) for name in ("max_num_seqs", "padding_side")}
         self.engine: Engine = open_engine(model, engine, options)
@@ -208,7 +215,26 @@ class LM:
             for number in range(counts[i])
         ]  # fmt: skip
         programs = [program for program, count in zip(programs, counts, strict=True) for _ in range(count)]
+        if self.engine.keeps_captures_here:
+            points = self.sites.points
+            self._check_memory(sum(
+                len(positions) * (bound.captured_width[i] or points[i].width) * bound.captured_item_bytes[i]
+                for request in requests if (bound := request.bound) is not None
+                for i, positions in bound.captured.items()
+            ))  # fmt: skip
         return _Call(requests, programs, counts, listed)
+
+    def _check_memory(self, size: int) -> None:
+        """Raises `CapacityError` for captures that do not fit into the memory that is left, or into `capture_bytes`."""
+        if self._capture_bytes is None and size < MIN_CHECKED_BYTES:
+            return
+        room = self._capture_bytes or int(MEMORY_SHARE * available_bytes())
+        if size > room:
+            raise CapacityError(
+                f"the captures take {size / 1e9:.3g} GB and there is room for {room / 1e9:.3g} GB: capture fewer sites "
+                "or positions (`@ pc.prompt[-1]`), with project= or dtype='float16', make several calls, or write them "
+                "to disk with pc.studies.harvest; pc.LM(capture_bytes=) sets another limit", "capture"
+            )  # fmt: skip
 
     def _runs_of(self, call: _Call, answers: list[Answer | PatchclampError]) -> Any:
         """The runs of a call, as `run` returns them."""
@@ -232,6 +258,11 @@ class LM:
         as_flag(copy, "copy")
         refs = self.sites.refs() if sites is None else self._refs(sites)
         wanted = [run.captured_of(refs) if sites is None else refs for run in runs]
+        if not self.engine.has_views:
+            self._check_memory(sum(
+                run.stored_bytes_at(point) for run, of_run in zip(runs, wanted, strict=True)
+                for point, _ in run.unread({ref.point for ref in of_run})
+            ))  # fmt: skip
         places = {ref: (str(ref), parse_site(str(ref))) for ref in set(itertools.chain(*wanted))}
         for run, of_run in zip(runs, wanted, strict=True):
             unread = run.unread({ref.point for ref in of_run})

@@ -508,6 +508,11 @@ class Run:
         """About how many of these bytes are of a point that it captured."""
         return 4 * len(self._captured_computed[point]) * self.width_at(point)
 
+    def stored_bytes_at(self, point: int) -> int:
+        """The same in the capture's own dtype."""
+        item = self._bound.captured_item_bytes.get(point, 4) if self._bound is not None else 4
+        return self.bytes_at(point) * item // 4
+
     def width_at(self, point: int) -> int:
         """How many numbers are captured of a row at a point."""
         width = self._bound.captured_width.get(point, 0) if self._bound is not None else 0

@@ -105,3 +105,12 @@ def test_small_models_run_in_fp32_on_a_cpu(tmp_path, caplog):
     (tmp_path / "model.safetensors").unlink()
     assert default_dtype(folder(tmp_path, weights=False)) == "float32"
     assert default_dtype(folder(tmp_path, weights=False, hidden_size=4096, num_hidden_layers=32)) is None
+
+
+@pytest.mark.parametrize("given", [[], ["--kv-cache-memory-bytes", "5"], ["--gpu_memory_utilization=0.5"]], ids=str)
+def test_a_server_on_a_cpu_has_a_cache_that_fits(given, monkeypatch):
+    launch = pytest.importorskip("patchclamp.engines.vllm.launch")
+    monkeypatch.setattr(launch.configuration, "available_bytes", lambda: 1 << 32)
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    expected = [] if given or torch.cuda.is_available() else ["--kv-cache-memory-bytes", str(1 << 30)]
+    assert launch._cache_size(given) == expected

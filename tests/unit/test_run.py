@@ -110,3 +110,41 @@ def test_projected_rows_have_no_mean_of_the_site():
         with pytest.raises(pc.ProgramError) as caught:
             LM.fetch(wrong)
         assert caught.value.path == "runs"
+
+
+CAPTURES = [  # what is captured, and its bytes with prompts of 3 and 5 tokens
+    (pc.resid_post[1], 8 * 16 * 4),
+    (pc.resid_post[1] @ pc.prompt[-1], 2 * 16 * 4),
+    (pc.Capture(pc.resid_post[1], dtype="float16"), 8 * 16 * 2),
+    (pc.Capture(pc.resid_post[1], project=np.ones((3, 16))), 8 * 3 * 4),
+]
+
+
+@pytest.mark.parametrize(("capture", "size"), CAPTURES, ids=range(len(CAPTURES)))
+def test_captures_that_do_not_fit_are_refused_before_they_run(capture, size):
+    prompts = [[2, 3, 4], [5, 6, 7, 8, 9]]
+    with (
+        pc.LM("fake", prove=False, capture_bytes=size) as exact,
+        pc.LM("fake", prove=False, capture_bytes=size - 1) as lm,
+    ):
+        assert len(exact.fetch(exact.run(prompts, max_tokens=1, capture=[capture]))) == 2
+        with pytest.raises(pc.CapacityError) as raised:
+            lm.run(prompts, max_tokens=1, capture=[capture])
+        assert raised.value.path == "capture"
+        runs = [lm.run(prompt, max_tokens=1, capture=[capture]) for prompt in prompts]  # each on its own fits
+        with pytest.raises(pc.CapacityError):
+            lm.fetch(runs)
+        assert lm.engine.status()["programs"] == 0
+
+
+def test_captures_are_limited_by_the_memory_that_is_left(monkeypatch):
+    monkeypatch.setattr("patchclamp.lm.available_bytes", lambda: 1 << 20)
+    monkeypatch.setattr("patchclamp.lm.MIN_CHECKED_BYTES", 0)
+    prompt = [2] * 64
+    assert LM.run(prompt, max_tokens=1, capture=["resid_post"]).error is None
+    with pytest.raises(pc.CapacityError):
+        LM.run([prompt] * 200, max_tokens=1, capture=["resid_post"])
+    for wrong in (0, -1, "1", 1.5, True):
+        with pytest.raises(pc.ProgramError) as raised:
+            pc.LM("fake", capture_bytes=wrong)
+        assert raised.value.path == "capture_bytes"

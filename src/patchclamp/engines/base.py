@@ -247,6 +247,7 @@ class Engine(Protocol):
     remote: whether programs run in other processes, which code (`Apply`) cannot enter
     proved: whether its sites were proved already, where it runs
     run_prefix: what the names of its runs begin with
+    keeps_captures_here: whether captures take this machine's memory before they are fetched
     whole_because: why it computes all of a run, if it is an engine that need not
     """
 
@@ -256,6 +257,7 @@ class Engine(Protocol):
     remote: bool = False
     proved: bool = False
     run_prefix: str = ""
+    keeps_captures_here: bool = True
 
     @property
     def whole_because(self) -> str:

@@ -199,6 +199,15 @@ class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):
         keeps = [(op.action.products, op.points) for op in self.ops if isinstance(op.action, Keep)]
         return {point: products for products, points in keeps for point in points}
 
+    @functools.cached_property
+    def captured_item_bytes(self) -> dict[int, int]:
+        """The most bytes that a captured number takes at each point: 4 in fp32, 2 in bfloat16 and float16."""
+        sizes: dict[int, int] = {}
+        for op in self.ops:
+            for point in op.points if isinstance(op.action, Keep) else ():
+                sizes[point] = max(sizes.get(point, 2), 2 if op.action.dtype else 4)
+        return sizes
+
 
 def check_one_way(ops: Iterable[BoundOp], label: Callable[[int], str]) -> None:
     """Raises `ProgramError` for captures of one point in two ways: in a run, all rows of a point have one width.

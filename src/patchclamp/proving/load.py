@@ -19,6 +19,7 @@ class ProvedLM(LM):
     prove: offer a site only once it is proved on this live model. It takes a few seconds on a CPU, and is remembered
         for the model and the versions.
     allow_code: programs may have `Apply`, Python that runs in the engine; the engine must be in this process.
+    capture_bytes: what the captures of one call may take; by default 80 % of the memory that is left when it is made.
     options: the engine's own, by its own names (vLLM's engine arguments; for Transformers see `TransformersEngine`).
 
     Raises: `ModelError` for a model without a site table, `EngineError` if the engine does not start,

@@ -15,7 +15,7 @@ from patchclamp.engines.vllm.plugin import CAUSES
 from patchclamp.errors import EngineError, PatchclampError, ProgramError, describe_error
 
 CONFIG = "--additional-config"
-FIX = "choose a smaller cache with --kv-cache-memory-bytes, or a shorter --max-model-len"
+FIX = "set the cache's size with --kv-cache-memory-bytes, or shorten --max-model-len"
 GROUPS = ("general", "platform", "io_processor", "stat_logger", "endpoint")  # of plugins, by vLLM's names
 
 
