@@ -33,7 +33,7 @@ def test_every_seam_is_looked_at_and_one_that_moved_is_named(monkeypatch):
     assert problems.keys() == {"v2 step", "cache search"}
     assert "no_such_method" in problems["v2 step"].detail
     assert "it takes no parameter no_such_word" in problems["cache search"].detail
-    assert problems["v2 step"].advice == "install vLLM 0.26.0 or 0.32.0"
+    assert problems["v2 step"].advice == "install vLLM 0.32.0 or 0.33.0"
 
 
 @pytest.mark.parametrize(("only", "status", "told"), [

@@ -271,9 +271,9 @@ def test_steps_come_one_after_the_other_beside_drafts_on_the_v1_runner_unless_it
     from patchclamp.engines.vllm.compat import front
     from patchclamp.engines.vllm.compat.configuration import KEY, refused
 
-    def create_engine_config(engine_args):  # as on a GPU, where vLLM schedules ahead by default
-        config = created(engine_args)
-        config.scheduler_config.async_scheduling = engine_args.async_scheduling is not False
+    def create_engine_config(self, usage_context=None, headless=False):  # as on a GPU, where vLLM schedules ahead by default
+        config = created(self)
+        config.scheduler_config.async_scheduling = self.async_scheduling is not False
         return config
 
     monkeypatch.setattr("patchclamp.engines.vllm.compat.configuration._on_v2", lambda config: on_v2)
@@ -450,7 +450,7 @@ def test_on_a_gpu_sizes_are_those_that_vllm_llm_chooses(smollm2, monkeypatch, cp
 
     asked = []
 
-    def config(self, usage_context=None, **more):
+    def config(self, usage_context=None, headless=False):
         asked.append(usage_context.value)
         raise ValueError("enough")
 
@@ -693,7 +693,7 @@ def test_what_only_looks_like_numbers_is_refused():
     with pytest.raises(pc.ProgramError, match="an index is a whole number, not True"):
         pc.prompt[True]
     for vector in (torch.ones(3, dtype=torch.complex64), np.ones(3, complex)):
-        with pytest.raises(pc.ShapeError, match="a vector is of real numbers"):
+        with pytest.raises(pc.ShapeError, match="expected real numbers"):
             pc.Add(vector, pc.embed)
 
 

@@ -390,9 +390,10 @@ class _Admitting:
             verdict = verdict_on(request.request_id)
             if verdict.error is None and verdict.receipt and program.asked >= tokens:  # else it was preempted since
                 program.proved = max(program.proved, tokens)
+            # at once: a layer with a sliding window gives up its first blocks in the next step
+            if program.proved >= tokens and (held or self._scheduler.requests.get(request.request_id) is request):
+                self._scheduler.kv_cache_manager.cache_blocks(request, tokens)
             if held:
-                if program.proved >= tokens:
-                    self._scheduler.kv_cache_manager.cache_blocks(request, tokens)
                 self._free_blocks(request)
 
 
