@@ -171,8 +171,9 @@ def test_a_chat_with_an_image_is_the_prompt_that_its_template_makes(seen):
     assert chat.logprobs != pytest.approx(unedited.logprobs, abs=0.05)
     with pytest.raises(pc.TokensError, match=r"edits\[0\].tokens: role\(\): this chat has images in it"):
         seen.lm.run(messages=messages, max_tokens=1, edits=[pc.Zero(pc.embed @ pc.role("user"))])
-    with pytest.raises(pc.ProgramError, match=r"messages: a chat with images in it is more than tokens: lm\.run"):
+    with pytest.raises(pc.ProgramError, match="images") as refused:
         seen.lm.trace(messages=messages)
+    assert refused.value.path == "messages"
 
 
 @pytest.mark.parametrize(

@@ -271,7 +271,9 @@ def test_steps_come_one_after_the_other_beside_drafts_on_the_v1_runner_unless_it
     from patchclamp.engines.vllm.compat import front
     from patchclamp.engines.vllm.compat.configuration import KEY, refused
 
-    def create_engine_config(self, usage_context=None, headless=False):  # as on a GPU, where vLLM schedules ahead by default
+    def create_engine_config(
+        self, usage_context=None, headless=False
+    ):  # as on a GPU, where vLLM schedules ahead by default
         config = created(self)
         config.scheduler_config.async_scheduling = self.async_scheduling is not False
         return config

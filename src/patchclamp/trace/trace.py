@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from patchclamp.call import is_token_id
 from patchclamp.engines.base import Part
+from patchclamp.engines.chat import has_images
 from patchclamp.errors import EngineError, PatchclampError, ProgramError, TokensError
 from patchclamp.language import Program, Site
 from patchclamp.language.site import parse_site
@@ -368,6 +369,8 @@ def read_prompt(lm: LM, prompt: Any, messages: Any) -> tuple[list[int], str | No
     if messages is not None and prompt is None:
         if not isinstance(messages, (list, tuple)) or any(isinstance(m, (list, tuple)) for m in messages):
             raise ProgramError("expected one chat, a list of {'role': ..., 'content': ...}", "messages")
+        if has_images(messages):
+            raise ProgramError("a trace takes no chat with images: give lm.run the messages, and a program", "messages")
         return list(lm._chat(messages).ids), None
     if isinstance(prompt, str):
         return lm._prompt(prompt, "prompt").ids, prompt
