@@ -9,6 +9,7 @@ import contextlib
 import copy
 import json
 import os
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -340,7 +341,9 @@ def drafts(part: str, vocabulary: int = 32_000, dtype: str = "float32", **change
         drawn = _sampled(plain, programs["logits"])
     with pc.LM(model, engine="vllm", prove=False, allow_code=True, speculative_config=how, **options) as lm:
         _started(part, lm, runner)
-        ahead, expected = attached(lm)._most_ahead > 0, runner == "v2" and how["method"] != "ngram"
+        n_grams_ahead = version("vllm") >= "0.33"  # 0.32 schedules n-grams one step after the other on V2, too
+        expected = runner == "v2" and (how["method"] != "ngram" or n_grams_ahead)
+        ahead = attached(lm)._most_ahead > 0
         note(part, "steps are scheduled before drafts are checked, where vLLM does that", ahead == expected, str(ahead))
         mine = lm.run(LOOPS, **_long())
         note(part, "without programs, the tokens of an engine that does not draft", _same_tokens(mine, free), "")
