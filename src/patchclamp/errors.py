@@ -132,8 +132,13 @@ TREE: dict[str, type[PatchclampError]] = {
 }  # fmt: skip
 
 
+MAX_WORD = 200  # characters of a word that is compared with known ones, which takes its length squared
+
+
 def near(word: str, known: Iterable[str]) -> str:
     """` (did you mean 'x'?)` when a known word is close, else nothing."""
+    if len(word) > MAX_WORD:
+        return ""
     close = difflib.get_close_matches(word, list(known), n=2, cutoff=0.6)
     return f" (did you mean {' or '.join(repr(c) for c in close)}?)" if close else ""
 

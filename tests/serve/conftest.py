@@ -24,7 +24,7 @@ KEYS = ("one-key", "another-key")
 OPTIONS = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 32, "block_size": 32,
            "kv_cache_memory_bytes": 1 << 26}  # fmt: skip
 STARTS_WITHIN_S = 600
-LIMITS = {"openai_body_bytes": 1 << 22, "body_bytes": 1 << 21, "json_bytes": 1 << 20, "program_ops": 64,
+LIMITS = {"openai_body_bytes": 1 << 22, "body_bytes": 1 << 21, "program_bytes": 1 << 21, "json_bytes": 1 << 20, "program_ops": 64,
           "program_captures": 32, "bank_names": 8, "named_bytes": 1 << 20, "run_bytes": 1 << 27,
           "sweep_prompts": 12, "sweep_grid": 50_000}  # fmt: skip
 

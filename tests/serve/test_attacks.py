@@ -6,6 +6,8 @@ import base64
 import json
 import re
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -270,3 +272,66 @@ def test_hostile_requests_leave_no_memory_behind(server, http):
     rows = base64.b64encode(VECTOR.tobytes()).decode()
     ok = {"edits": [{"type": "add", "at": "resid_post[3]", "value": {"type": "vector", "shape": [576], "data": rows}}]}
     assert complete(server, {"patchclamp": ok}).choices[0].text != complete(server).choices[0].text
+
+
+LONG = {  # by name: path, body
+    "two million edits": ("/v1/completions", '{"prompt":"a","patchclamp":{"edits":[' + "{}," * 300_000 + "{}]}}"),
+    "a long span": ("/v1/completions", '{"prompt":"a","patchclamp":{"edits":[{"type":"scale","factor":1,"at":"embed",'
+                    '"tokens":"span(\\"' + "x" * 1_500_000 + '\\")"}]}}'),
+    "many spans": ("/v1/completions", '{"prompt":"a","patchclamp":{"edits":[' + ",".join(
+        ['{"type":"scale","factor":1,"at":"embed","tokens":"span(\\"' + "x" * 30_000 + '\\")"}'] * 60) + "]}}"),
+    "many numbers": ("/v1/completions", '{"prompt":"a","patchclamp":{"edits":[{"type":"add","at":"embed","value":[' + "1," * 900_000
+                     + "1]}]}}"),
+    "many names": ("/v1/completions", '{"prompt":"a","patchclamp":{"' + "x" * 1_500_000 + '":1}}'),
+    "a kept program": ("/v1/patchclamp/programs/x", '{"edits":[' + "{}," * 300_000 + "{}]}"),
+    "a kept vector": ("/v1/patchclamp/vectors/x", "[" + "1," * 400_000 + "1]"),
+    "a sweep": ("/v1/patchclamp/sweeps", '{"clean":[' + "1," * 400_000 + "1]}"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_no_request_blocks_the_event_loop(server, name):
+    path, body = LONG[name]
+    method = "PUT" if path.endswith("/x") else "POST"
+
+    def refused() -> int:
+        with server.http() as client:
+            return client.request(method, path, content=body, headers=JSON).status_code
+
+    waits = []
+    with httpx.Client(base_url=server.url) as client, ThreadPoolExecutor(1) as pool:
+        client.get("/health")
+        for _ in range(3):
+            asked = pool.submit(refused)
+            while not asked.done():
+                began = time.monotonic()
+                assert client.get("/health").status_code == 200
+                waits.append(time.monotonic() - began)
+            assert asked.result() in (400, 413)
+    assert max(waits) < 0.5  # the loop and two clients share this machine's cores; before it was seconds
+
+
+def test_only_two_routes_run_a_program_by_its_models_name(server, http):
+    body = {"model": f"{server.model}:any", "prompt": PROMPT, "messages": [], "input": "a", "max_tokens": 2}
+    for path in ("/invocations", "/v1/responses", "/v1/completions"):
+        response = http.post(path, json=body)
+        assert response.status_code == 404, path
+        assert response.json()["error"]["param"] == "model"
+
+
+def test_a_word_that_is_nearly_ours_is_refused(server, http):
+    for path in ("/v1/completions", "/v1/chat/completions", "/invocations"):
+        for word in ("fuzz_strenght", "fuzz_sed", "patchclamp_edits"):
+            asked = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": PROMPT}
+            body = {"model": server.model, "max_tokens": 1, "vllm_xargs": {word: 1}, **asked}
+            response = http.post(path, json=body)
+            assert response.status_code == 400
+            assert word in message(response)
+
+
+def test_paths_begin_at_the_patchclamp_object(server, http):
+    for op in ({"at": "resid_post[99]"}, {"at": "embd"}, {"at": "embed", "tokens": 'span("nowhere")'}, {"at": 5}):
+        body = {"prompt": PROMPT, "max_tokens": 1, "patchclamp": {"edits": [{"type": "scale", "factor": 1, **op}]}}
+        for stream in (False, True):
+            error = http.post("/v1/completions", json={"model": server.model, "stream": stream, **body}).json()["error"]
+            assert error["param"].startswith("patchclamp.edits[0].")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import tracemalloc
 import weakref
 
@@ -190,3 +191,12 @@ def taken(data: bytes) -> list:
     file = wire.CapturedFile(1)
     file.feed(data)
     return file.captured()
+
+
+def test_a_line_of_a_stream_is_never_too_long():
+    data = {"runs": [{"tokens": ["a\nb"] * 100_000, "captures": "x" * (flow.MAX_LINE - 1024)}]}
+    for each in (data, {"a": 1}):
+        lines = flow.data_event(each).removesuffix("\n\n").split("\n")
+        assert max(map(len, lines)) < flow.MAX_LINE
+        assert all(line.startswith("data: ") for line in lines)
+        assert json.loads("\n".join(line[6:] for line in lines)) == each

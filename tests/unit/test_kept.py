@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
+import time
 
 import msgspec
 import numpy as np
@@ -16,11 +17,23 @@ from safetensors.numpy import save
 import patchclamp as pc
 from patchclamp.engines.base import Request
 from patchclamp.engines.vllm.serve_limits import ServeLimits
-from patchclamp.errors import CapacityError, Gone, MissingSource, NameTaken, NoKey, ProgramError, TooLarge
+from patchclamp.errors import (
+    CapacityError,
+    Gone,
+    MissingSource,
+    NameTaken,
+    NoKey,
+    PatchclampError,
+    ProgramError,
+    TooLarge,
+    UnknownName,
+)
 from patchclamp.language import Program, Vector
+from patchclamp.serve.call import Call, in_request
 from patchclamp.serve.journal import Note, pack_run, unpack_run
-from patchclamp.serve.kept import Kept, check_name
+from patchclamp.serve.kept import Kept, check_name, check_program
 from patchclamp.serve.owners import owner_of
+from patchclamp.serve.plugin import check_words
 from patchclamp.store.named import Means
 from patchclamp.store.one_entry import MAX_HEADER_BYTES, from_bytes, numbers_of_json, to_bytes
 
@@ -287,3 +300,80 @@ class TestSweeps:
         journal.close()
         journal.opened("made")
         journal.close()
+
+
+KEPT = {"width": [pc.Add([1.0, 2.0], at=pc.embed)], "mask": [pc.Replace(pc.Vector.of([0.0]), at=pc.embed, mask=[1.0])],
+        "site": [pc.Scale(0.5, at=pc.resid_post[99])], "itself": [pc.Use("new")], "cycle": [pc.Use("through")],
+        "vector": [pc.Use("row")], "rows": [pc.Add([[1.0] * 3] * 2, at=pc.embed, tokens="span('x')")],
+        "another site": [pc.Replace(pc.SameRun("resid_post[99]"), at=pc.resid_post[1])]}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", KEPT)
+def test_a_program_that_no_prompt_could_run_is_not_kept(lm, wrong):
+    kept = Kept()
+    kept.put("a", "vector", "row", ROW)
+    kept.put("a", "program", "through", Program.of([pc.Scale(0.5, at=pc.embed), pc.Use("new")]))
+    with pytest.raises(PatchclampError) as raised:
+        check_program(Program.of([pc.Scale(0.5, at=pc.embed), *KEPT[wrong]]), "new", lm.sites, kept.owned("a"))
+    assert raised.value.path.startswith("edits[1].")
+
+
+def test_a_program_that_some_prompt_could_run_is_kept(lm):
+    wide = [[1.0] * lm.sites.d_model] * 3
+    fine = [
+        pc.Add(wide, at=pc.embed, tokens=pc.prompt[-3:]), pc.Scale(2, at=pc.embed, tokens=pc.span("not there")),
+        pc.Use("later"), pc.Add("later", at=pc.embed), pc.Replace(pc.From("later", pc.embed), at=pc.embed),
+        pc.Replace(pc.SameRun("resid_post[0]", "prompt[-1]"), at=pc.resid_post[1]), pc.Scale(0.5, at=pc.logits),
+    ]  # fmt: skip
+    check_program(Program.of(fine), "new", lm.sites, Kept().owned("a"))
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "fuzz_strenght",
+        "fuzz_sed",
+        "Fuzz_mode",
+        "fuzz-seed",
+        "fuz_seed",
+        "fuzz_other",
+        "patchclamp_run",
+        "pachclam",
+        "PATCHCLAMP",
+    ],
+)
+def test_a_word_of_extra_arguments_that_is_nearly_ours_is_refused(word):
+    with pytest.raises(UnknownName) as raised:
+        check_words({"fuzz_seed": 1, word: 1})
+    assert raised.value.path == f"vllm_xargs.{word}"
+
+
+def test_words_of_extra_arguments_that_are_others_pass():
+    check_words({"mine": 1, "fuzzy": 1, "fuzz": 1, "seed": 2, "x" * 100_000: 3, "patch": 1})
+
+
+@pytest.mark.parametrize(
+    "error", [ProgramError("x", "edits[0].at"), TooLarge("x", "capture"), ProgramError("x", "run")]
+)
+def test_a_path_over_http_begins_at_the_request(error):
+    path = f"patchclamp.{error.path}"
+    assert in_request(error).path == path == in_request(in_request(error)).path
+    assert in_request(ProgramError("x", "body")).path == "body"
+
+
+def test_counts_are_checked_before_ops_are_read():
+    limits = ServeLimits(program_ops=2)
+    with pytest.raises(TooLarge) as raised:
+        Call({"edits": [None] * 2, "capture": [None]}, "a", {}, Kept(limits))
+    assert raised.value.path == "patchclamp.edits"
+
+
+@pytest.mark.parametrize("field", ["at", "tokens", "nothing"])
+def test_long_texts_are_refused_at_once(field):
+    op = {"type": "scale", "at": "embed", "factor": 1, field: f'span("{"x" * (1 << 20)}")'}
+    if field == "nothing":
+        op = {**op, "x" * (1 << 20): 1}
+    began = time.perf_counter()
+    with pytest.raises(ProgramError):
+        Call({"edits": [op]}, "a", {}, Kept())
+    assert time.perf_counter() - began < 0.1

@@ -92,6 +92,9 @@ def parse_edited_site(text: Site | str) -> Site:
 _BRACKETS = re.compile(r"\s*(?P<name>[A-Za-z_][\w.]*)\s*(?:\[(?P<keys>[^\]]*)\])?\s*")
 
 
+MAX_TEXT = 1 << 12  # characters of a site's text form
+
+
 def parse_site(text: Site | str) -> Site:
     """A site from its text form or its name in TransformerLens or nnterp; a site is returned as it is.
 
@@ -102,6 +105,8 @@ def parse_site(text: Site | str) -> Site:
         return text
     if not isinstance(text, str):
         raise ProgramError(f"a site is pc.resid_post[12] or 'resid_post[12]', not {type(text).__name__} {text!r}")
+    if len(text) > MAX_TEXT:
+        raise ProgramError(f"a site of at most {MAX_TEXT} characters is needed, not {len(text)}")
     if hooked := hook(text.strip()):
         return Site(*hooked)
     if reason := elsewhere(text.strip()):

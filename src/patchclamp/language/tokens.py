@@ -375,6 +375,9 @@ _ROLE = re.compile(r"\s*role" + _CALL + r"(?:\[(?P<keys>[^\]]*)\])?\s*")
 _IMAGE = re.compile(r"\s*image\b\s*(?:\[(?P<n>[^\]]*)\]\s*(?:\[(?P<keys>[^\]]*)\]\s*)?)?")
 
 
+MAX_TEXT = 1 << 15  # characters of a selection's text form
+
+
 def parse_tokens(text: TokensLike) -> Tokens:
     """A selection from its text form, from a position or positions of `every`, or a selection itself."""
     if isinstance(text, (Positions, TextSpan, Role, TokenIds, ImageTokens, Joined)):
@@ -383,6 +386,8 @@ def parse_tokens(text: TokensLike) -> Tokens:
         return every[slice(text.start, text.stop, text.step) if isinstance(text, range) else text]
     if not isinstance(text, str):
         raise ProgramError(f"tokens are pc.prompt[-1] or 'prompt[-1]', not {type(text).__name__} {text!r}")
+    if len(text) > MAX_TEXT:
+        raise ProgramError(f"a selection of at most {MAX_TEXT} characters is needed, not {len(text)}")
     selection, end = _joined(text, 0, 0)
     if end < len(text):
         raise _malformed(text)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from patchclamp.errors import NoKey, PatchclampError
@@ -15,9 +16,11 @@ MAX_MESSAGE = 2000  # characters of an error that are sent back: what was asked 
 def attach(app: Any) -> None:
     """Puts our routes on an app. They answer once `start` has run."""
     from patchclamp.serve import schema
+    from patchclamp.serve.no_variants import NoVariants
     from patchclamp.serve.routes import bank, engine, model, openai, page, runs, sweeps
 
     app.exception_handler(PatchclampError)(answer_error)
+    app.add_middleware(NoVariants)
     openai.attach(app)
     app.include_router(runs.router)
     app.include_router(bank.router)
@@ -25,6 +28,7 @@ def attach(app: Any) -> None:
     app.include_router(sweeps.router)
     app.include_router(page.router)
     schema.attach(app)
+    app.state.patchclamp_page = app.openapi if app.openapi_url else None
     app.include_router(engine.router)
 
 
@@ -35,6 +39,7 @@ async def start(client: Any, state: Any, args: Any) -> None:
     """
     from patchclamp.engines.vllm.compat.configuration import enabled
     from patchclamp.errors import EngineError
+    from patchclamp.serve.ending import bound_shutdown
 
     if enabled(client.vllm_config) is None:
         raise EngineError(
@@ -43,6 +48,9 @@ async def start(client: Any, state: Any, args: Any) -> None:
         )
     state.patchclamp = front_of(client)
     state.patchclamp.has_keys = bool(_api_keys(args))
+    if state.patchclamp_page is not None:  # vLLM makes its page when it is first asked for, which takes seconds
+        state.patchclamp_page = asyncio.ensure_future(asyncio.to_thread(state.patchclamp_page))
+    state.patchclamp_ending = asyncio.ensure_future(bound_shutdown(client, state))
     await state.patchclamp.ready()
 
 
@@ -57,9 +65,14 @@ async def answer_error(request: Any, error: Exception) -> Any:
     """An error of ours as OpenAI's error object, with its own status."""
     from fastapi.responses import JSONResponse
 
+    from patchclamp.serve.call import in_request
+    from patchclamp.serve.routes import openai
+
     assert isinstance(error, PatchclampError)
     front: Front = request.app.state.patchclamp
     authorization = request.headers.get("Authorization")
+    if request.url.path in openai.PATHS:
+        error = in_request(error)
     front.failed(error, OPEN if isinstance(error, NoKey) else owner_of(authorization, front.has_keys))
     return JSONResponse(error_object(error), status_code=error.status)
 

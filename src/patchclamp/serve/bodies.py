@@ -18,9 +18,11 @@ async def read_body(request: Request, limits: ServeLimits, limit: str = "body_by
     if request.headers.get("Content-Encoding", "identity") != "identity":
         raise ProgramError("a body is sent as it is, without a Content-Encoding", "body")
     limits.check(limit, said_bytes(request), "bytes of the body", "body")
-    body = bytearray()
+    body, values = bytearray(), 0
     async for chunk in request.stream():
         limits.check(limit, len(body) + len(chunk), "bytes of the body", "body")
+        values += chunk.count(b",") if limit == "json_bytes" else 0
+        limits.check("json_values", values, "values of the body", "body")
         body += chunk
     return bytes(body)
 
@@ -38,17 +40,15 @@ def said_bytes(request: Request) -> int:
 class BoundedRoute(APIRoute):
     """A route of ours whose bodies FastAPI reads, none over a limit."""
 
-    limit = "json_bytes"
+    limit, mark = "json_bytes", b""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
         handle = super().get_route_handler()
 
         async def bounded(request: Request) -> Response:
             limits: ServeLimits = request.app.state.patchclamp.limits
-            if getattr(limits, self.limit) is None:
-                return await handle(request)
             limits.check(self.limit, said_bytes(request), "bytes of the body", "body")
-            return await handle(Request(request.scope, _counted(request, limits, self.limit)))
+            return await handle(Request(request.scope, _counted(request, limits, self.limit, self.mark)))
 
         return bounded
 
@@ -56,19 +56,26 @@ class BoundedRoute(APIRoute):
 class OpenAIRoute(BoundedRoute):
     """One of vLLM's own."""
 
-    limit = "openai_body_bytes"
+    limit, mark = "openai_body_bytes", b"patchclamp"
 
 
-def _counted(request: Request, limits: ServeLimits, limit: str) -> Callable[[], Awaitable[Any]]:
-    """What receives a request's body as far as it may go. FastAPI passes only its own errors on."""
-    received = 0
+def _counted(request: Request, limits: ServeLimits, limit: str, mark: bytes) -> Callable[[], Awaitable[Any]]:
+    """Receive a request's body as far as it may go, before anything is parsed. Values are counted where `mark` is in
+    it. FastAPI passes only its own errors on."""
+    received, values, marked, tail = 0, 0, not mark, b""
 
     async def receive() -> Any:
-        nonlocal received
+        nonlocal received, values, marked, tail
         message = await request.receive()
-        received += len(message.get("body", b""))
+        part = message.get("body", b"")
+        received, values, marked = received + len(part), values + part.count(b","), marked or mark in tail + part
+        tail = (tail + part)[-len(mark) :]
         try:
             limits.check(limit, received, "bytes of the body", "body")
+            if marked:
+                limits.check("json_values", values, "values of a body with a program", "body")
+                if mark:
+                    limits.check("program_bytes", received, "bytes of a body with a program", "body")
         except TooLarge as error:
             raise HTTPException(error.status, str(error)) from None
         return message

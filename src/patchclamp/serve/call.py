@@ -26,6 +26,7 @@ from patchclamp.plan.records import record_count
 from patchclamp.run import Run
 from patchclamp.serve.captures import captured_file
 from patchclamp.serve.kept import Kept, check_name
+from patchclamp.serve.plugin import check_words
 from patchclamp.serve.variants import Variant
 
 FLAGS = ("keep", "compare", "tokens")
@@ -58,14 +59,21 @@ class Call:
             if field not in FIELDS:
                 raise unknown("field", str(field), FIELDS, f"patchclamp.{field}")
         try:
-            program = from_dict({part: data[part] for part in ("edits", "capture") if part in data})
+            parts = {part: data[part] for part in ("edits", "capture") if part in data}
+            ops = sum(len(part) for part in parts.values() if isinstance(part, list))
+            kept.limits.check("program_ops", ops, "ops of the program", "edits")
+            program = from_dict(parts)
             for field in FLAGS:
                 if not isinstance(data.get(field, False), bool):
                     raise ProgramError(f"true or false is needed, not {data[field]!r}", field)
             self.name: str | None = check_name(data["run"], "run") if data.get("run") is not None else None
         except PatchclampError as error:
             raise error.under("patchclamp") from None
-        fuzzed = fuzz({name: extra[name] for name in FUZZ_NAMES if name in extra})
+        check_words(extra)
+        try:
+            fuzzed = fuzz({name: extra[name] for name in FUZZ_NAMES if name in extra})
+        except PatchclampError as error:
+            raise error.under("vllm_xargs") from None
         edits = () if variant is None else variant.program.edits
         self.program: Program = msgspec.structs.replace(program, edits=edits + program.edits + fuzzed)
         check_size(self.program, kept.limits)
@@ -77,7 +85,8 @@ class Call:
         self.chat: Chat | None = None
         self.runs: dict[int, tuple[str, Run]] = {}
         self.error: PatchclampError | None = None
-        self._prompts, self._is_answered, self._began_s = 0, False, time.perf_counter()
+        self.began = 0  # runs
+        self._prompts, self._began_s = 0, time.perf_counter()
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -96,18 +105,25 @@ class Call:
         if run.has_captures:
             kept.keep(self.owner, name, run, request)
 
-    async def answer(self, kept: Kept) -> dict[str, Any]:
-        """The response's `patchclamp` object. What went along with it, and is not to be kept, is freed."""
-        answer = {
-            "fingerprint": self.fingerprint,
-            "runs": [await self._run_answer(choice, *self.runs[choice]) for choice in sorted(self.runs)],
+    @property
+    def is_complete(self) -> bool:
+        """True once every run has ended, none with an error."""
+        return self.error is None and len(self.runs) == self.began
+
+    async def answer(self, kept: Kept, most: int | None = None) -> dict[str, Any]:
+        """The response's `patchclamp` object. What went along with it, and is not to be kept, is freed.
+
+        most: characters of captures, in base64, that may go along with one run; None: any number
+        """
+        answer: dict[str, Any] = {
+            "fingerprint": await asyncio.to_thread(lambda: self.fingerprint),
+            "runs": [await self._run_answer(choice, *self.runs[choice], most) for choice in sorted(self.runs)],
         }
-        self._is_answered = True
         if self.variant is not None:
             answer["variant"] = {"name": self.variant.name, "edits": len(self.variant.program.edits)}
-        for name, run in self.runs.values():
-            if not self.keep and self._goes_along(run):
-                kept.let_go(self.owner, name, run)
+        for choice, told in zip(sorted(self.runs), answer["runs"], strict=True):
+            if not self.keep and told.get("captures") is not None:
+                kept.let_go(self.owner, *self.runs[choice])
         return answer
 
     def facts(self) -> dict[str, Any]:
@@ -123,8 +139,8 @@ class Call:
         }  # fmt: skip
 
     def leave(self, kept: Kept) -> None:
-        """Frees what nobody will ask for: the client is gone, or has an error in place of the answer."""
-        if not self._is_answered and not self.keep:
+        """Free what nobody will ask for: the client disconnected, or got an error instead of the answer."""
+        if not self.keep:
             for name, run in self.runs.values():
                 kept.let_go(self.owner, name, run)
 
@@ -132,7 +148,7 @@ class Call:
         """Whether a run's captures are in the response."""
         return run.captured_bytes <= self._limits.inline_bytes
 
-    async def _run_answer(self, choice: int, name: str, run: Run) -> dict[str, Any]:
+    async def _run_answer(self, choice: int, name: str, run: Run, most: int | None) -> dict[str, Any]:
         answer: dict[str, Any] = {"index": choice, "run": name, "idle_edits": run.idle_edits}
         if self.tokens:
             answer["tokens"] = run.token_strings
@@ -141,8 +157,11 @@ class Call:
             inline = self._goes_along(run)
             if not self.on_own_route:
                 self._limits.check("inline_bytes", run.captured_bytes, "bytes captured, which go along on this route")
-            answer["captures"] = (await asyncio.to_thread(_inline, run)) if inline else None
-            answer["captures_url"] = f"/v1/patchclamp/runs/{name}/captures" if self.keep or not inline else None
+            file = (await asyncio.to_thread(_inline, run)) if inline else None
+            if file is not None and most is not None and len(file) > most:
+                file = None
+            answer["captures"] = file
+            answer["captures_url"] = f"/v1/patchclamp/runs/{name}/captures" if self.keep or file is None else None
         return answer
 
 
@@ -154,6 +173,12 @@ def _inline(run: Run) -> str:
 def _ranges(positions: list[int]) -> list[tuple[int, int]]:
     """Ascending positions as half-open ranges."""
     return [(each.start, each.stop) for each in position_ranges(np.array(positions, np.int64), None)]
+
+
+def in_request(error: PatchclampError) -> PatchclampError:
+    """The same error with its path in the HTTP request: `edits[0].at` is `patchclamp.edits[0].at` there."""
+    first = (error.path or "").partition(".")[0].partition("[")[0]
+    return error.under("patchclamp") if first in FIELDS else error
 
 
 current: ContextVar[Call | None] = ContextVar("patchclamp call", default=None)
@@ -179,6 +204,7 @@ def of_extra_args(
     it."""
     data = extra.get("patchclamp", {})
     if isinstance(data, str):
+        kept.limits.check("json_values", data.count(","), "values of a program", "vllm_xargs.patchclamp")
         try:
             data = json.loads(data)
         except (ValueError, RecursionError) as error:

@@ -17,11 +17,11 @@ from patchclamp.engines.vllm.compat.front import http_error
 from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.plan.room import captured_bytes
 from patchclamp.run import Run
-from patchclamp.serve.call import Call, check_records, current, of_extra_args
+from patchclamp.serve.call import Call, check_records, current, in_request, of_extra_args
 from patchclamp.serve.front import Front, front_of
 from patchclamp.serve.log import log
 from patchclamp.serve.owners import OPEN
-from patchclamp.serve.plugin import NAMES
+from patchclamp.serve.plugin import is_ours
 
 
 def edited(client: Any, stock: Any, prompt: Any, params: Any, request_id: str, **others: Any) -> AsyncIterator[Any]:
@@ -44,7 +44,7 @@ def edited(client: Any, stock: Any, prompt: Any, params: Any, request_id: str, *
             call = _stock_call(front, params, request_id)
         except PatchclampError as error:
             front.failed(error, OPEN)
-            raise http_error(str(error), error.status) from error
+            raise http_error(str(in_request(error)), error.status) from error
     outputs = _edited(front, stock, prompt, params, request_id, call, others)
     return _as_vllm_errors(outputs, client, prompt, front, call)
 
@@ -70,7 +70,7 @@ async def _as_vllm_errors(
             log("program", OPEN, **call.facts())
         except PatchclampError as error:
             front.failed(error, OPEN)
-            raise http_error(str(error), error.status) from error
+            raise http_error(str(in_request(error)), error.status) from error
 
 
 async def _edited(
@@ -89,7 +89,7 @@ def _bound(
 ) -> AsyncIterator[Any]:  # fmt: skip
     """vLLM's outputs of prompt `number` of a call, each run with its program. Raises what binding raises."""
     extra = params.extra_args or {}
-    params.extra_args = {name: value for name, value in extra.items() if name not in NAMES} or None
+    params.extra_args = {name: value for name, value in extra.items() if not is_ours(name)} or None
     if not call.program:
         return stock(prompt, params, request_id, **others)
     children = [_child(front, call, prompt, params, i, number * params.n) for i in range(params.n)]
@@ -182,6 +182,7 @@ def _child(front: Front, call: Call, prompt: Any, params: Any, index: int, first
         key, ids, params.max_tokens, binding.bound, binding.vectors, text=text, sources=binding.sources,
         chat=call.chat, images=images_of_prompt,
     )  # fmt: skip
+    call.began += 1
     return _Child(front, call, request, prompt, params, first_choice + index)
 
 

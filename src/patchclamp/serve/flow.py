@@ -6,6 +6,7 @@ the engine a few MiB at a time: what a server holds of a file does not grow with
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import math
@@ -22,7 +23,8 @@ from patchclamp.errors import PatchclampError
 if TYPE_CHECKING:
     import torch
 
-PART_BYTES = 1 << 22  # of rows that are read at once, or one row
+PART_BYTES = 1 << 21  # of rows that are read at once, or one row
+MAX_LINE = 1 << 18  # characters of a line of a stream of events: readers have limits of their own
 SENT_BYTES = 1 << 18  # that go to the connection at once, which copies them
 CODES = {"int64": "I64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # by dtype: safetensors' name
 SIZES = {"int64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -80,7 +82,8 @@ class File(NamedTuple):
             wanted = [each for window in batch for each in window.wanted]
             captured = iter(await fetch(wanted) if wanted else [])
             for window in batch:
-                rows = window.rows(list(itertools.islice(captured, len(window.wanted))))
+                some = list(itertools.islice(captured, len(window.wanted)))
+                rows = await asyncio.to_thread(_rows, window, some)
                 if before:
                     yield before
                     before = b""
@@ -88,6 +91,11 @@ class File(NamedTuple):
                     yield part
         if before:
             yield before
+
+
+def _rows(window: Window, captured: list[Captured]) -> np.ndarray:
+    """The bytes of a window, joined on another thread than the event loop's: one does not take long, a hundred do."""
+    return bytes_of(window.rows(captured))
 
 
 def _batches(windows: Iterable[Window]) -> Iterator[list[Window]]:
@@ -124,6 +132,14 @@ def sent(rows: Any) -> Iterator[memoryview]:
     """The bytes of an array or a tensor, in pieces that go to the connection."""
     data = bytes_of(rows).data
     return (data[begin : begin + SENT_BYTES] for begin in range(0, len(data), SENT_BYTES))
+
+
+def data_event(data: Any) -> str:
+    """The data of a server-sent event, in several lines where one would be too long: a reader of events joins them."""
+    text = json.dumps(data)
+    if len(text) >= MAX_LINE - 16:
+        text = json.dumps(data, indent=0).replace("\n", "\ndata: ")
+    return f"data: {text}\n\n"
 
 
 class FileResponse(StreamingResponse):

@@ -11,7 +11,6 @@ from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.metrics import metrics_of
 from patchclamp.engines.wire import LEASE_S
 from patchclamp.errors import PatchclampError
-from patchclamp.language import SiteOp
 from patchclamp.lm import LM
 from patchclamp.proving.cache import ensure_proved
 from patchclamp.serve.bindings import KnownBindings
@@ -58,13 +57,6 @@ class Front:
         """Takes what the server's other API processes have kept and dropped. A server of one has none."""
         for note in await self._journal.news():
             self.kept.hear(note, self.lm)
-
-    def check_site(self, op: SiteOp, path: str) -> None:
-        """Raises `UnsupportedSite` where the model lacks an op's site."""
-        try:
-            self.lm.sites.resolve(op.at)
-        except PatchclampError as error:
-            raise error.under(f"{path}.at") from None
 
     def failed(self, error: PatchclampError, owner: str) -> None:
         """A request of an owner is answered with an error."""

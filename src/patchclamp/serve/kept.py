@@ -17,11 +17,14 @@ import msgspec
 
 from patchclamp.engines.base import Request
 from patchclamp.engines.vllm.serve_limits import ServeLimits
-from patchclamp.errors import Gone, MissingSource, NameTaken, ProgramError, near
-from patchclamp.language import Program, Vector
+from patchclamp.errors import Gone, MissingSource, NameTaken, PatchclampError, ProgramError, near
+from patchclamp.language import From, Named, Program, SameRun, SiteOp, Use, Vector, every
 from patchclamp.lm import LM
+from patchclamp.plan.bind import bind
+from patchclamp.plan.prompt import Prompt
 from patchclamp.run import Run
 from patchclamp.serve.journal import Journal, Note, pack_entry, pack_run, unpack_entry, unpack_run
+from patchclamp.sites import SiteMap
 from patchclamp.store.named import Means, NamedBank
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
@@ -241,6 +244,59 @@ class Kept:
             bank[name] = entry
             self._named_bytes.setdefault(owner, {})[name] = bytes_of(entry)
             self._versions[owner] += 1
+
+
+def check_program(program: Program, name: str, sites: SiteMap, owned: Owned) -> None:
+    """Raise what is wrong with a program, to be kept under a name, whatever the prompt: unknown sites, vectors of a
+    wrong width, programs that use themselves. What it names and is not there may be put later."""
+    for path, op in program.ops:
+        try:
+            if isinstance(op, Use):
+                _check_use(op, name, owned)
+            elif isinstance(op, SiteOp):
+                _check_op(op, sites, owned)
+        except MissingSource:
+            continue
+        except PatchclampError as error:
+            raise error.under(path) from None
+
+
+def _check_use(op: Use, name: str, owned: Owned) -> None:
+    seen, rest = set[str](), [op.name]
+    while rest:
+        used = rest.pop()
+        if used == name:
+            raise ProgramError(f"{name!r} would use itself: a program cannot", "name")
+        if used in seen or used not in owned:
+            continue
+        seen.add(used)
+        entry = owned[used]
+        if isinstance(entry, Program):
+            rest += [edit.name for edit in entry.edits if isinstance(edit, Use)]
+        elif used == op.name:
+            raise ProgramError(f"expected a program, got the {kind_of(entry)} {used!r}", "name")
+
+
+def _check_op(op: SiteOp, sites: SiteMap, owned: Owned) -> None:
+    """Bind an op to a prompt of one token, at as many positions as its value has rows."""
+    value = getattr(op, "value", None)
+    if isinstance(value, (From, SameRun)) and value.site is not None:
+        try:
+            sites.resolve(value.site)
+        except PatchclampError as error:
+            raise error.under("value.site") from None
+    if isinstance(value, From):  # what it reads exists only when a request is made
+        return
+    changes: dict[str, Any] = {"tokens": every}
+    if isinstance(value, SameRun):
+        changes["value"] = msgspec.structs.replace(value, position=None)
+    entry = owned[value.name] if isinstance(value, Named) else value
+    rows = entry.shape[0] if isinstance(entry, Vector) and len(entry.shape) == 2 else 1
+    alone = Program((msgspec.structs.replace(op, **changes),))
+    try:
+        bind(alone, "kept", Prompt([0], lambda: ("", [])), rows, sites, owned.source, owned)
+    except PatchclampError as error:
+        raise type(error)(error.message, (error.path or "").removeprefix("edits[0]").removeprefix(".")) from None
 
 
 def kind_of(entry: object) -> str:

@@ -104,8 +104,16 @@ class AsyncEngine(Engine):
     def _soon(self, job: Callable[[], None]) -> None:
         """Has the loop's thread do something; the garbage collector may call this, and a loop that is closed does
         nothing more."""
+
+        def unless_ended() -> None:
+            try:
+                job()
+            except Exception:
+                if not self.client.errored:
+                    raise
+
         try:
-            self._loop.call_soon_threadsafe(job)
+            self._loop.call_soon_threadsafe(unless_ended)
         except RuntimeError:
             return
 

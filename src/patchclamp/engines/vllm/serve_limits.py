@@ -19,8 +19,11 @@ class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An owner is an API key; all callers of a server without keys are one.
 
     Of one request:
-    body_bytes: a body, where a route of ours or a program in an OpenAI request has one
+    body_bytes: a body of a route of ours
     json_bytes: a body of JSON on routes of ours; numbers take eight times the room when they are read
+    json_values: commas of a body of JSON on routes of ours, or with a program; more numbers travel in base64 or as
+        safetensors
+    program_bytes: a body of an OpenAI request with a program
     openai_body_bytes: any body on the two OpenAI routes; None: as stock vLLM, which reads it whole
     program_ops: ops of a program, those of its variant too
     program_captures: captures among them
@@ -43,6 +46,8 @@ class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     body_bytes: Count = 1 << 26
     json_bytes: Count = 1 << 23
+    json_values: Count = 1 << 16
+    program_bytes: Count = 1 << 24
     openai_body_bytes: Count | None = None
     program_ops: Count = 1024
     program_captures: Count = 1024

@@ -8,13 +8,13 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Path, Request
 from fastapi.responses import Response
 
-from patchclamp.language import Program, SiteOp, Vector
+from patchclamp.language import Program, Vector
 from patchclamp.language.program import to_dict
 from patchclamp.serve import examples
 from patchclamp.serve.answers import Deleted, ProgramCard, ProgramList, VectorCard, VectorList
 from patchclamp.serve.bodies import is_json, read_body
 from patchclamp.serve.front import Front
-from patchclamp.serve.kept import bytes_of, check_name
+from patchclamp.serve.kept import Owned, bytes_of, check_name, check_program
 from patchclamp.serve.routes.runs import caller, hear
 from patchclamp.serve.schema import ERRORS, FILE, REFS, ProgramBody
 from patchclamp.store.named import Means, as_entry
@@ -99,7 +99,8 @@ async def put_program(name: ProgramName, request: Request) -> ProgramCard:
     front, owner = caller(request)
     check_name(name, "name")
     body = await read_body(request, front.limits, "json_bytes")
-    program = await asyncio.to_thread(_read_program, front, body)
+    owned = front.kept.owned(owner)
+    program = await asyncio.to_thread(_read_program, front, body, name, owned)
     front.kept.put(owner, "program", name, program)
     return _program_card(front, name, program)
 
@@ -127,15 +128,13 @@ async def delete_program(name: ProgramName, request: Request) -> Deleted:
     return Deleted(deleted=name)
 
 
-def _read_program(front: Front, body: bytes) -> Program:
+def _read_program(front: Front, body: bytes, name: str, owned: Owned) -> Program:
     """The program of a body. Raises what is wrong with it whatever the prompt: a program that could never run is not
     kept."""
     program = as_entry(Program.from_json(body))
     assert isinstance(program, Program)
     front.limits.check("program_ops", len(program.edits), "ops of the program", "edits")
-    for path, op in program.ops:
-        if isinstance(op, SiteOp):
-            front.check_site(op, path)
+    check_program(program, name, front.lm.sites, owned)
     return program
 
 

@@ -56,7 +56,7 @@ async def run(request: Request) -> Response:
     if len(batch.requests) > wire.MAX_REQUESTS:
         raise CapacityError(f"{len(batch.requests)} requests in a batch; at most {wire.MAX_REQUESTS} go", "requests")
     vectors = await asyncio.to_thread(_vectors, batch.vectors)
-    requests = [_request(front, owner, each, vectors) for each in batch.requests]
+    requests = await asyncio.to_thread(lambda: [_request(front, owner, each, vectors) for each in batch.requests])
     for session in {each.run.rpartition("-")[0] for each in batch.requests}:
         front.leases.renew(session)
     running = _Running(front, owner, batch, requests)
@@ -211,7 +211,7 @@ async def _read(request: Request, kind: type[Body]) -> Body:
         if len(data) > wire.MAX_BODY_BYTES:
             raise CapacityError(f"the body has more than {wire.MAX_BODY_BYTES} bytes: send less at once")
     try:
-        return msgspec.msgpack.decode(data, type=kind)
+        return await asyncio.to_thread(msgspec.msgpack.decode, data, type=kind)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise ProgramError(f"not what is said here (patchclamp.engines.wire): {error}") from None
 

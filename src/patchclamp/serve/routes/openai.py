@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import inspect
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -20,14 +21,16 @@ from patchclamp.engines.chat import TOLD, Chat, chat_of
 from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.serve.bodies import OpenAIRoute
 from patchclamp.serve.call import Call, current, of_extra_args
+from patchclamp.serve.flow import MAX_LINE, data_event
 from patchclamp.serve.front import Front
 from patchclamp.serve.log import log
-from patchclamp.serve.plugin import NAMES
+from patchclamp.serve.plugin import check_words, is_ours
 from patchclamp.serve.routes.runs import caller
 from patchclamp.serve.variants import Variant, variant_of, with_variants
 
 PATHS, MODELS = ("/v1/completions", "/v1/chat/completions"), "/v1/models"
-DONE = "data: [DONE]"
+QUICK_BYTES = 1 << 16  # of a body whose program is read within milliseconds
+DONE, FAILED = "data: [DONE]", 'data: {"error"'
 Endpoint = Callable[..., Awaitable[Response]]
 
 
@@ -70,12 +73,15 @@ def _with_programs(stock: Endpoint) -> Endpoint:
         try:
             response = await _called(call, stock(request=request, raw_request=raw_request))
             if isinstance(response, StreamingResponse):
-                return await _streamed(response, call, front)
+                return await _streamed(response, raw_request, call, front)
             twin_body = None if twin is None else await twin
             if response is None or (twin is not None and twin_body is None):  # the client is gone
                 call.leave(front.kept)
                 return response
-            return await _whole(response, call, front, twin_body)
+            answer = await _whole(response, call, front, twin_body)
+            if await raw_request.is_disconnected():
+                call.leave(front.kept)
+            return answer
         except PatchclampError as error:
             call.leave(front.kept)
             raise error if call.variant is None else call.variant.said_of(error) from None
@@ -92,21 +98,26 @@ async def read_call(request: Any, raw_request: Request) -> Call | None:
     extra, xargs = request.model_extra or {}, request.vllm_xargs or {}
     has_object, variant = "patchclamp" in extra, None
     front, owner = caller(raw_request)
-    if has_object or ":" in (request.model or "") or not NAMES.isdisjoint(xargs):
+    check_words(xargs)
+    is_fuzzed = any(map(is_ours, xargs))
+    if has_object or ":" in (request.model or "") or is_fuzzed:
         await front.hear()
     if ":" in (request.model or ""):
         variant = await variant_of(request.model, raw_request.app.state.openai_serving_models, front.kept, owner)
-    if not has_object and variant is None and NAMES.isdisjoint(xargs):
+    if not has_object and variant is None and not is_fuzzed:
         return None
     if has_object and "patchclamp" in xargs:
         raise ProgramError("it stands in the request and in vllm_xargs: give one of them", "patchclamp")
     if getattr(request, "use_beam_search", False):
         raise ProgramError("programs do not go with beam search", "patchclamp")
-    front.limits.check("body_bytes", len(await raw_request.body()), "bytes of the body", "body")
+    body = await raw_request.body()
+    front.limits.check("program_bytes", len(body), "bytes of a body with a program", "body")
+    front.limits.check("json_values", body.count(b","), "values of a body with a program", "body")
     if has_object:
-        call = Call(extra.pop("patchclamp"), owner, xargs, front.kept, variant)
+        make = functools.partial(Call, extra.pop("patchclamp"), owner, xargs, front.kept, variant)
     else:
-        call = of_extra_args(xargs, owner, front.kept, variant, on_own_route=True)
+        make = functools.partial(of_extra_args, xargs, owner, front.kept, variant, on_own_route=True)
+    call = make() if len(body) <= QUICK_BYTES else await asyncio.to_thread(make)
     if hasattr(request, "messages"):
         call.chat = _chat_of(json.loads(await raw_request.body()))
     request.vllm_xargs = {**xargs, "patchclamp": ""}  # has `generate` ask the call
@@ -151,7 +162,7 @@ async def _whole(response: Response, call: Call, front: Front, twin: Any) -> Res
     return JSONResponse(body, headers=headers)
 
 
-async def _streamed(response: StreamingResponse, call: Call, front: Front) -> Response:
+async def _streamed(response: StreamingResponse, raw_request: Request, call: Call, front: Front) -> Response:
     """A stream with the `patchclamp` object in a last chunk of its own. What is wrong with the program is known before
     the first chunk, and is an error's response."""
     chunks: Any = response.body_iterator
@@ -163,12 +174,13 @@ async def _streamed(response: StreamingResponse, call: Call, front: Front) -> Re
         facts = {name: call.variant.asked if name == "model" else fact for name, fact in facts.items()}
 
     async def last() -> AsyncIterator[str]:
-        if call.error is None:
-            answer = await call.answer(front.kept)
+        if call.is_complete:
+            answer = await call.answer(front.kept, MAX_LINE - 1024)
             log("program", call.owner, **call.facts())
-            yield f"data: {json.dumps({**facts, 'choices': [], 'patchclamp': answer})}\n\n"
+            yield data_event({**facts, "choices": [], "patchclamp": answer})
 
     async def body() -> AsyncIterator[str]:
+        is_delivered, is_broken = False, first.startswith(FAILED)
         try:
             if first.startswith(DONE):
                 async for chunk in last():
@@ -177,14 +189,17 @@ async def _streamed(response: StreamingResponse, call: Call, front: Front) -> Re
                 yield _of_model(first, call.variant)
             async for chunk in chunks:  # a token each: whatever is done here is done for every token of an answer
                 text = chunk if type(chunk) is str else _text(chunk)
-                if text.startswith(DONE):
+                is_broken = is_broken or text.startswith(FAILED)
+                if text.startswith(DONE) and not is_broken:
                     async for each in last():
                         yield each
                 yield text if call.variant is None else _of_model(text, call.variant)
             if call.error is not None:
                 front.failed(call.error, call.owner)
+            is_delivered = not is_broken and call.is_complete and not await raw_request.is_disconnected()
         finally:
-            call.leave(front.kept)
+            if not is_delivered:
+                call.leave(front.kept)
 
     return StreamingResponse(body(), media_type="text/event-stream")
 

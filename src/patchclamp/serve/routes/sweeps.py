@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
 import threading
 import time
@@ -19,6 +18,7 @@ from fastapi.responses import StreamingResponse
 from patchclamp.errors import PatchclampError, RunError, as_patchclamp_error, pack, unpack
 from patchclamp.lm import LM
 from patchclamp.serve.bodies import BoundedRoute
+from patchclamp.serve.flow import data_event
 from patchclamp.serve.front import Front
 from patchclamp.serve.log import log
 from patchclamp.serve.routes.runs import caller, hear
@@ -187,7 +187,7 @@ def _error(error: PatchclampError) -> dict[str, Any]:
 
 
 def _event(name: str, data: dict[str, Any]) -> str:
-    return f"event: {name}\ndata: {json.dumps(_finite(data))}\n\n"
+    return f"event: {name}\n{data_event(_finite(data))}"
 
 
 def _finite(value: Any) -> Any:

@@ -42,9 +42,9 @@ def on_config(complete: Callable[[Any], None]) -> None:
     setattr(owner, name, create_engine_config)
 
 
-def on_generate(edited: Callable[..., AsyncIterator[Any]], names: frozenset[str]) -> None:
+def on_generate(edited: Callable[..., AsyncIterator[Any]], is_ours: Callable[[str], bool]) -> None:
     """Has `edited(client, stock, prompt, params, request_id, **others)` generate in place of an `AsyncLLM` of ours for
-    requests whose `extra_args` have a word of `names`. Other requests go straight to vLLM's own `generate`."""
+    requests whose `extra_args` have a word that `is_ours`. Other requests go straight to vLLM's own `generate`."""
     owner, name = require("generate")
     stock = getattr(owner, name)
     if hasattr(stock, "patchclamp"):
@@ -53,7 +53,7 @@ def on_generate(edited: Callable[..., AsyncIterator[Any]], names: frozenset[str]
     @forwards(stock)
     def generate(client: Any, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any) -> Any:
         extra = getattr(sampling_params, "extra_args", None)
-        if not extra or names.isdisjoint(extra) or enabled(client.vllm_config) is None:
+        if not extra or not any(map(is_ours, extra)) or enabled(client.vllm_config) is None:
             return stock(client, prompt, sampling_params, request_id, **kwargs)
         return edited(client, functools.partial(stock, client), prompt, sampling_params, request_id, **kwargs)
 
@@ -90,10 +90,29 @@ def tell_cores(client: Any, method: str, *args: Any, only: int | None = None) ->
         number = uuid.uuid1().int >> 64
         cores.utility_results[number] = answer = asyncio.get_running_loop().create_future()
         # sent here and now: what it returns waits for nothing but a full socket
-        cores._send_input(EngineCoreRequestType.UTILITY, (cores.client_index, number, method, args), engine)
+        try:
+            cores._send_input(EngineCoreRequestType.UTILITY, (cores.client_index, number, method, args), engine)
+        except Exception as error:
+            if not client.errored:
+                raise
+            _fail(answer, error)
         answers.append(answer)
     cores._ensure_output_queue_task()
     return answers
+
+
+def fail_all(client: Any) -> None:
+    """Have every request and call under way raise that the engine has ended."""
+    cores, output_processor = client.engine_core, client.output_processor
+    output_processor.propagate_error(client.dead_error)
+    for answer in list(cores.utility_results.values()):
+        _fail(answer, client.dead_error)
+
+
+def _fail(answer: asyncio.Future[Any], error: BaseException) -> None:
+    if not answer.done():
+        answer.set_exception(error)
+        answer.exception()  # nobody may wait for it: asyncio would log that it was never retrieved
 
 
 def tables_of_client(client: Any) -> dict[str, list[Any]]:

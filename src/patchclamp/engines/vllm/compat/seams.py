@@ -215,7 +215,7 @@ SEAMS: dict[str, Seam] = {
         Seam("detokenizer", "vllm.v1.engine.detokenizer:IncrementalDetokenizer", "decode text when it is read",
              has="from_new_request get_next_output_text update", called="detokenizer IncrementalDetokenizer"),
         Seam("processor", "vllm.v1.engine.output_processor:OutputProcessor", "read answers and decode text",
-             has="add_request request_states tokenizer", called="processor output_processor"),
+             has="add_request propagate_error request_states tokenizer", called="processor output_processor"),
         Seam("request state", "vllm.v1.engine.output_processor:RequestState", "read answers", called="state",
              has="external_req_id queue"),
         Seam("async client", "vllm.v1.engine.core_client:AsyncMPClient", "call the cores of a server",
@@ -226,7 +226,7 @@ SEAMS: dict[str, Seam] = {
                         "tokenization_kwargs=None, trace_headers=None, priority=0, data_parallel_rank=None, "
                         "session_id=None, kv_hints=None, reasoning_ended=None, reasoning_parser_kwargs=None",)),
         Seam("server", "vllm.v1.engine.async_llm:AsyncLLM", "carry a server's requests", called="client",
-             has="engine_core output_processor renderer? vllm_config"),
+             has="dead_error engine_core errored output_processor renderer? vllm_config"),
         Seam("arguments", "vllm.engine.arg_utils:EngineArgs", "set up an engine that drafts", called="engine_args",
              has="additional_config async_scheduling? speculative_config"),
         Seam("engine arguments", "vllm.engine.arg_utils:EngineArgs.create_engine_config", "check a server's settings",
