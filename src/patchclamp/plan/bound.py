@@ -204,8 +204,9 @@ class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):
         """The most bytes that a captured number takes at each point: 4 in fp32, 2 in bfloat16 and float16."""
         sizes: dict[int, int] = {}
         for op in self.ops:
-            for point in op.points if isinstance(op.action, Keep) else ():
-                sizes[point] = max(sizes.get(point, 2), 2 if op.action.dtype else 4)
+            if isinstance(op.action, Keep):
+                size = 2 if op.action.dtype else 4
+                sizes |= {point: max(sizes.get(point, 2), size) for point in op.points}
         return sizes
 
 

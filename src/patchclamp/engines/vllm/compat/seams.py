@@ -532,9 +532,10 @@ def forwards(stock: Any) -> Callable[[F], F]:
                 f"vLLM {version()}: {getattr(stock, '__qualname__', stock)} takes ({', '.join(names)}); patchclamp's "
                 f"wrapper takes ({', '.join(map(str, parameters))})"
             )
-        if not inspect.ismethod(ours):
-            functools.update_wrapper(ours, stock)
-        return ours
+        if inspect.ismethod(ours):
+            return ours
+        wrapper: Any = functools.update_wrapper(ours, stock)
+        return wrapper
 
     return check
 
