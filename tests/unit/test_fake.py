@@ -563,7 +563,7 @@ def test_strengths_of_a_batch_are_each_requests_own():
 
 @pytest.mark.parametrize(("sampling", "text"), [
     ({"extra_args": {"fuzz_strenth": 1}}, "sampling.extra_args.fuzz_strenth: no extra argument 'fuzz_strenth' (did you"),
-    ({"extra_args": {"fuzz_strength": "much"}}, "sampling.extra_args.fuzz_strength: a number is needed, not 'much'"),
+    ({"extra_args": {"fuzz_strength": "much"}}, "sampling.extra_args.fuzz_strength: expected a number, got str 'much'"),
     ({"extra_args": {"fuzz_strength": -1}}, "sampling.extra_args.fuzz_strength: a number of at least 0 is needed"),
     ({"extra_args": {"fuzz_strength": 1, "fuzz_mode": ""}}, "sampling.extra_args.fuzz_mode: no way to fuzz ''"),
     ({"extra_args": {"fuzz_strength": 1, "fuzz_mode": "scale", "fuzz_seed": 1}}, "sampling.extra_args.fuzz_seed: scaling"),

@@ -561,7 +561,7 @@ ERRORS = [
     (lambda: Program.of((), ["embed", "resid_pots"]), pc.UnknownName,
      f"capture[1].at: no site 'resid_pots' (did you mean 'resid_post' or 'resid_pre'?); there are: {ALL_SITES}"),
     (lambda: Program.of((), pc.prompt[0]), pc.ProgramError,
-     "prompt[0] is a selection of tokens; a site is needed, as in pc.resid_post @ prompt[0]"),
+     "capture: prompt[0] is a selection of tokens; a site is needed, as in pc.resid_post @ prompt[0]"),
     # programs as JSON
     (lambda: Program.from_json("{"), pc.ProgramError,
      "not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),

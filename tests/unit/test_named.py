@@ -117,7 +117,7 @@ def test_what_is_not_there_or_does_not_fit_is_said(lm):
             bank[name] = given
     with pytest.raises(pc.MissingSource):
         del bank["x"]
-    with pytest.raises(pc.ProgramError, match="a mean of no runs"):
+    with pytest.raises(pc.ProgramError, match="zero runs"):
         bank.mean("x", [], pc.embed)
     with pytest.raises(pc.MissingSource, match="was not captured"):
         bank.mean("x", [lm.run(PROMPTS[0], capture=[pc.embed])], pc.resid_mid)

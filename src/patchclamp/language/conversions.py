@@ -54,11 +54,11 @@ def as_flag(value: bool, path: str | None = None) -> bool:
     return bool(value)
 
 
-def as_dtype(value: object) -> str:
+def as_dtype(value: object, path: str | None = None) -> str:
     """The name of one of `DTYPES`, from its name or from torch's dtype."""
     name = str(value).removeprefix("torch.")
     if name not in DTYPES:
-        raise unknown("capture dtype", name, DTYPES)
+        raise unknown("capture dtype", name, DTYPES, path)
     return name
 
 

@@ -15,7 +15,7 @@ from typing import Any, SupportsIndex
 
 import msgspec
 
-from patchclamp.errors import ProgramError, TokensError, unknown
+from patchclamp.errors import PatchclampError, ProgramError, TokensError, unknown
 from patchclamp.language.ranges import Index, Range, as_integer, parse_index
 
 GROUPS = ("prompt", "generated", "every")
@@ -375,8 +375,15 @@ _ROLE = re.compile(r"\s*role" + _CALL + r"(?:\[(?P<keys>[^\]]*)\])?\s*")
 _IMAGE = re.compile(r"\s*image\b\s*(?:\[(?P<n>[^\]]*)\]\s*(?:\[(?P<keys>[^\]]*)\]\s*)?)?")
 
 
-def parse_tokens(text: TokensLike) -> Tokens:
+def parse_tokens(text: TokensLike, path: str | None = None) -> Tokens:
     """A selection from its text form, from a position or positions of `every`, or a selection itself."""
+    try:
+        return _parse(text)
+    except PatchclampError as error:
+        raise error if path is None else error.under(path) from None
+
+
+def _parse(text: TokensLike) -> Tokens:
     if isinstance(text, (Positions, TextSpan, Role, TokenIds, ImageTokens, Joined)):
         return text
     if isinstance(text, (int, slice, range, list, tuple)) and not isinstance(text, bool):
