@@ -11,6 +11,7 @@ from patchclamp.engines.base import MAX_SCORES
 from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.language import At, Op, Site
 from patchclamp.language.fuzz import fuzz
+from patchclamp.language.values import as_plain
 
 MAX_RUNS = 16_384  # of one prompt, as in vLLM
 
@@ -31,7 +32,8 @@ def samplings_of(sampling: Any, prompts: int) -> Sequence[Mapping[str, Any]]:
     samplings = (
         list(sampling) if isinstance(sampling, (list, tuple)) else [{} if sampling is None else sampling] * prompts
     )
-    if len(samplings) != prompts or not all(isinstance(one, Mapping) for one in samplings):
+    named = (isinstance(one, Mapping) and all(isinstance(name, str) for name in one) for one in samplings)
+    if len(samplings) != prompts or not all(named):
         raise ProgramError(f"names and values are needed, or a list of {prompts} of them, one a prompt", "sampling")
     return samplings
 
@@ -79,8 +81,8 @@ def per_prompt(items: Any, prompts: int, name: str) -> Sequence[Any]:
     """The edits, captures or scores of each prompt, from one list for all or a list of lists, one a prompt."""
     if items is not None and not isinstance(items, (str, Site, At, Op, list, tuple, Mapping)):
         try:
-            items = list(items)
-        except TypeError:
+            items = list(as_plain(items, name))
+        except (TypeError, PatchclampError):
             raise ProgramError(f"a list is needed, not {type(items).__name__}", name) from None
     if isinstance(items, (list, tuple)) and any(isinstance(item, (list, tuple)) for item in items):
         if not all(isinstance(item, (list, tuple)) for item in items):

@@ -135,18 +135,18 @@ TREE: dict[str, type[PatchclampError]] = {
 MAX_WORD = 200  # characters of a word that is compared with known ones, which takes its length squared
 
 
-def near(word: str, known: Iterable[str]) -> str:
+def near(word: object, known: Iterable[str]) -> str:
     """` (did you mean 'x'?)` when a known word is close, else nothing."""
-    if len(word) > MAX_WORD:
+    if not isinstance(word, str) or len(word) > MAX_WORD:
         return ""
     close = difflib.get_close_matches(word, list(known), n=2, cutoff=0.6)
     return f" (did you mean {' or '.join(repr(c) for c in close)}?)" if close else ""
 
 
-def unknown(what: str, word: str, known: Iterable[str], path: str | None = None) -> UnknownName:
+def unknown(what: str, word: object, known: Iterable[str], path: str | None = None) -> UnknownName:
     """The error for a word that names nothing: what was asked, what is there, what was perhaps meant."""
     known = list(known)
-    return UnknownName(f"no {what} {word!r}{near(word, known)}; there are: {', '.join(known)}", path)
+    return UnknownName(f"no {what} {word!r:.200}{near(word, known)}; there are: {', '.join(known)}", path)
 
 
 def not_finite(site: str) -> NotFinite:

@@ -35,6 +35,7 @@ from patchclamp.errors import CapacityError, EngineError, MissingSource, Patchcl
 from patchclamp.language import Program
 from patchclamp.language.conversions import as_flag
 from patchclamp.language.site import parse_site
+from patchclamp.language.values import as_plain
 from patchclamp.plan.bindings import Bindings
 from patchclamp.run import Run
 from patchclamp.sites import SiteRef
@@ -66,6 +67,7 @@ class LM:
             raise ProgramError(f"expected a number of bytes, got {capture_bytes!r}", "capture_bytes")
         self._capture_bytes = capture_bytes
         # options that change what a batch of runs computes, and so the proofs (`proving.cache`)
+        as_flag(allow_code, "allow_code")
         self.batching = {name: options.get(name) for name in ("max_num_seqs", "padding_side")}
         self.engine: Engine = open_engine(model, engine, options)
         self.bank, self._allow_code = NamedBank(), allow_code
@@ -202,7 +204,7 @@ class LM:
         counts = [count_of(one) for one in samplings]
         for one in samplings if isinstance(sampling, (list, tuple)) else samplings[:1]:
             self.engine.check_sampling(one)
-        scores = per_prompt(score, len(prompts), "score")
+        scores = per_prompt(() if score is None else score, len(prompts), "score")
         adapters = self._adapters(lora, len(prompts))
         top, bindings = (
             top_logprobs_of(logprobs, any(len(tokens) for tokens in scores)),
@@ -278,7 +280,10 @@ class LM:
         ]
 
     def _refs(self, sites: Any) -> list[SiteRef]:
-        return [ref for site in as_list(sites) for ref in self.sites.resolve(parse_site(site))]
+        try:
+            return [ref for site in as_list(sites) for ref in self.sites.resolve(parse_site(site))]
+        except PatchclampError as error:
+            raise error.under("sites") from None
 
     def _fetch(self, chunk: list[tuple[Run, tuple[int, None]]]) -> None:
         """Has runs take what they captured, (point, None) each."""
@@ -288,6 +293,8 @@ class LM:
 
     def tokens(self, text: str) -> list[int]:
         """Token ids of a prompt's text, with the tokenizer's special tokens."""
+        if not isinstance(text, str):
+            raise ProgramError(f"expected text, got {type(text).__name__} {text!r:.100}", "text")
         return self.tokenizer.encode(text)
 
     def close(self) -> None:
@@ -323,7 +330,7 @@ class LM:
         if messages is not None:
             listed = isinstance(messages, (list, tuple)) and bool(messages) and isinstance(messages[0], (list, tuple))
             return [self._chat(chat) for chat in (messages if listed else [messages])], listed
-        prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # a NumPy array or a tensor of ids
+        prompt = as_plain(prompt, "prompt")
         if not isinstance(prompt, (str, list, tuple, Mapping)):
             raise ProgramError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}", "prompt")
         if isinstance(prompt, (str, Mapping)) or (len(prompt) > 0 and isinstance(prompt[0], (int, np.integer))):
@@ -354,7 +361,7 @@ class LM:
             raise error.under(path) from None
 
     def _prompt(self, prompt: Any, path: str) -> _Prompt:
-        prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+        prompt = as_plain(prompt, path)
         if isinstance(prompt, Mapping):
             if prompt.keys().isdisjoint(("prompt", "prompt_token_ids", "multi_modal_data")):
                 raise ProgramError(

@@ -278,7 +278,7 @@ class Run:
 
     def select(self, tokens: Tokens | str) -> np.ndarray:
         """The positions of this run that a selection names, in its order."""
-        return self._select(parse_tokens(tokens), self._positions)
+        return self._select(parse_tokens(tokens, "tokens"), self._positions)
 
     def _select(self, tokens: Tokens, limit: int) -> np.ndarray:
         tokenizer = self._owner.engine.tokenizer

@@ -71,7 +71,7 @@ def lent(mode: str, model: str) -> None:
         for turn in range(6):
             prompts = torch.randint(100, 30_000, (6, 500), generator=draw).tolist()
             runs = lm.run(prompts, max_tokens=1, capture=[pc.Capture(pc.resid_post, dtype="bfloat16")])
-            views = [tensor for tensors in lm.fetch(runs) for tensor in tensors.values()]
+            views = [tensor for tensors in lm.fetch(runs, copy=False) for tensor in tensors.values()]
             for run in runs:
                 run._fetched.clear()
             lm.engine._receiver._unseen = 9  # as where this process cannot map what the core has

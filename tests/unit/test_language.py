@@ -561,7 +561,7 @@ ERRORS = [
     (lambda: Program.of((), ["embed", "resid_pots"]), pc.UnknownName,
      f"capture[1].at: no site 'resid_pots' (did you mean 'resid_post' or 'resid_pre'?); there are: {ALL_SITES}"),
     (lambda: Program.of((), pc.prompt[0]), pc.ProgramError,
-     "prompt[0] is a selection of tokens; a site is needed, as in pc.resid_post @ prompt[0]"),
+     "capture: prompt[0] is a selection of tokens; a site is needed, as in pc.resid_post @ prompt[0]"),
     # programs as JSON
     (lambda: Program.from_json("{"), pc.ProgramError,
      "not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
@@ -770,3 +770,11 @@ def test_names_whose_edits_reach_other_readers_there_are_for_reading(name):
     with pc.LM("fake") as lm, pytest.raises(pc.UnsupportedSite) as error:
         rows_of(lm, [name])
     assert error.value.path == "sites[0]"
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, pytest.importorskip("torch").tensor])
+def test_a_mask_may_be_of_booleans(kind):
+    mask = pc.Replace([1.0, 2.0], at=pc.embed, mask=kind([True, False])).mask
+    assert mask == pc.Vector.of([1.0, 0.0])
+    with pytest.raises(pc.ShapeError):
+        pc.Replace(kind([True, False]), at=pc.embed)

@@ -85,11 +85,11 @@ class TestLens:
             ({"site": "resid_pots"}, pc.UnknownName, "site: .*did you mean 'resid_post'"),
             ({"layers": 3}, pc.UnsupportedSite, r"layers: resid_post\[3\]: this model has 3 layers"),
             ({"positions": [0, 99]}, pc.TokensError, r"positions\[1\]"),
-            ({"tokens": [64]}, pc.ProgramError, r"tokens\[0\]: token ids are 0 to 63, not 64"),
+            ({"tokens": [64]}, pc.TokensError, r"tokens\[0\]: .*64"),
             ({"tokens": ["hello world"]}, pc.TokensError, r"tokens\[0\]: 'hello world' is 2 tokens"),
             ({"readout": "engin"}, pc.UnknownName, "readout: no readout 'engin' .*did you mean 'engine'"),
             ({"readout": "checkpoint"}, pc.ModelError, "the weights of fake are not in the hub's cache"),
-            ({"top": 0}, pc.ProgramError, "top: at least one token"),
+            ({"top": 0}, pc.ProgramError, "top: "),
             ({"translators": {1: np.eye(3)}}, pc.ShapeError, r"translators\[1\]: \[16, 16\] is needed, .* \[3, 3\]"),
             ({"translators": {5: np.eye(16)}}, pc.ProgramError, r"translators\[5\]: the lens is of the layers \[0, 1, 2\]"),
             ({"unembedding": np.ones((2, 3))}, pc.ShapeError, r"unembedding: \[K, 16\] is needed"),
@@ -119,7 +119,7 @@ class TestPatchscope:
             assert drawn.to_html(tmp_path / "a.html").exists()
 
     def test_as_many_rows_as_positions(self, lm):
-        with pytest.raises(pc.TokensError, match="target_position: 1 positions are to be written with 2 rows"):
+        with pytest.raises(pc.TokensError, match=r"target_position: .* 2 positions .* 1"):
             patchscope(lm, source=PROMPT, source_position=[1, 2], target=PROMPT)
 
     @pytest.mark.parametrize(("asked", "text"), [

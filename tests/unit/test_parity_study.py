@@ -171,7 +171,7 @@ class TestStudy:
         [
             ({"dtype": "int8"}, "dtype: no tolerances for 'int8'; there are: float32, float16, bfloat16"),
             ({"tolerance": 0.0}, "tolerance: a number above 0 is needed, not 0.0"),
-            ({"prompts": [3, 4]}, "prompts: a list of prompts is needed, each text or token ids"),
+            ({"prompts": [3, 4]}, "prompts[0]: expected one prompt, text or token ids, got int 3"),
             ({"prompts": []}, "prompts: a list of prompts is needed, each text or token ids"),
         ],
     )

@@ -35,7 +35,7 @@ def model_name(model: Any) -> str:
     else:
         fix = "pass a hub id, a folder, or the URL of a server"
     raise ModelError(
-        f"expected a model's name, got {type(model).__name__ if model != '' else 'no text'}; {fix}", "model"
+        f"expected a model's name, got {'no text' if isinstance(model, str) else type(model).__name__}; {fix}", "model"
     )
 
 

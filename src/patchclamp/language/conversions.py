@@ -54,11 +54,11 @@ def as_flag(value: bool, path: str | None = None) -> bool:
     return bool(value)
 
 
-def as_dtype(value: object) -> str:
+def as_dtype(value: object, path: str | None = None) -> str:
     """The name of one of `DTYPES`, from its name or from torch's dtype."""
     name = str(value).removeprefix("torch.")
     if name not in DTYPES:
-        raise unknown("capture dtype", name, DTYPES)
+        raise unknown("capture dtype", name, DTYPES, path)
     return name
 
 
@@ -74,6 +74,15 @@ def as_row(value: ValueLike) -> Vector | Named:
     if isinstance(vector := as_numbers(value), Vector) and len(vector.shape) != 1:
         raise ShapeError(f"one row [D] is needed; this is {list(vector.shape)}")
     return vector
+
+
+def as_mask(value: ValueLike) -> Vector | Named:
+    """Numbers [D], or booleans [D] as 0 and 1."""
+    if "bool" in str(getattr(value, "dtype", "")):
+        value = value * 1.0
+    elif isinstance(value, (list, tuple)):
+        value = [float(one) if isinstance(one, bool) else one for one in value]
+    return as_row(value)
 
 
 def as_matrix(value: ValueLike) -> Vector | Named:

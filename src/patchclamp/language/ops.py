@@ -17,9 +17,9 @@ from patchclamp.language.conversions import (
     as_directions,
     as_dtype,
     as_flag,
+    as_mask,
     as_matrix,
     as_number,
-    as_row,
     as_seed,
     as_strength,
 )  # fmt: skip
@@ -135,7 +135,7 @@ class Replace(SiteOp, frozen=True, forbid_unknown_fields=True):
     at: Site = field(converter=as_site)
     tokens: Tokens = field(converter=parse_tokens, default=every)
     alpha: float = field(converter=as_number, default=1.0)
-    mask: Vector | Named | None = field(converter=optional(as_row), default=None)
+    mask: Vector | Named | None = field(converter=optional(as_mask), default=None)
 
 
 class Zero(SiteOp, frozen=True, forbid_unknown_fields=True):

@@ -13,7 +13,7 @@ from patchclamp.errors import PatchclampError, ProgramError, unknown
 from patchclamp.language.ops import OPS, Apply, Capture, CaptureLike, Op, Use, as_capture
 from patchclamp.language.site import At, Site
 from patchclamp.language.tokens import Selection
-from patchclamp.language.values import From, Named, SameRun, Value, Vector, as_value
+from patchclamp.language.values import From, Named, SameRun, Value, Vector, as_plain, as_value
 
 VALUES = {"vector": Vector, "from": From, "named": Named, "same_run": SameRun}
 VECTORS = {"value", "mask", "direction", "directions", "project"}  # fields that hold numbers
@@ -32,8 +32,8 @@ class Program(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, edits: EditsLike = (), captures: CapturesLike = ()) -> Program:
         """A program from the arguments of `lm.run`: ops, and sites or captures; one or a sequence of each."""
-        ops = (_check_op(item, f"edits[{i}]") for i, item in enumerate(_as_list(edits)))
-        capture = (_read_at(as_capture, item, f"capture[{i}]") for i, item in enumerate(_as_list(captures)))
+        ops = (_check_op(item, f"edits[{i}]") for i, item in enumerate(_as_list(edits, "edits")))
+        capture = (_read_at(as_capture, item, f"capture[{i}]") for i, item in enumerate(_as_list(captures, "capture")))
         return cls(tuple(ops), tuple(capture))
 
     @property
@@ -55,7 +55,7 @@ class Program(msgspec.Struct, frozen=True):
         """Reads `to_json`'s form. Raises `ProgramError` with a path for anything unknown, doubled or malformed."""
         try:
             data = json.loads(text, object_pairs_hook=_no_doubles)
-        except (ValueError, RecursionError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise ProgramError(f"not JSON: {error}") from None
         return from_dict(data)
 
@@ -172,7 +172,7 @@ def _read_at(read: Callable[[Item], Read], item: Item, path: str) -> Read:
         raise error.under(path) from None
 
 
-def _as_list(items: object) -> Sequence[Any]:
+def _as_list(items: Any, path: str) -> Sequence[Any]:
     """A list of what may be one item, several, or None."""
     if items is None:
         return ()
@@ -180,10 +180,11 @@ def _as_list(items: object) -> Sequence[Any]:
         return (items,)
     if isinstance(items, Mapping):
         raise ProgramError(
-            "a list is needed, not names and values: write a site's tokens as in pc.z[5] @ pc.prompt[-1]"
+            "a list is needed, not names and values: write a site's tokens as in pc.z[5] @ pc.prompt[-1]", path
         )
     if isinstance(items, Selection):
-        raise ProgramError(f"{items} is a selection of tokens; a site is needed, as in pc.resid_post @ {items}")
+        raise ProgramError(f"{items} is a selection of tokens; a site is needed, as in pc.resid_post @ {items}", path)
+    items = as_plain(items, path)
     return list(items) if isinstance(items, Iterable) else (items,)
 
 

@@ -48,8 +48,8 @@ def as_integer(value: SupportsIndex) -> int:
         if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):  # a mask is no list of numbers
             raise AttributeError
         return int(value.__index__())
-    except (AttributeError, TypeError):  # a tensor of several numbers has the method
-        raise ProgramError(f"an index is a whole number, not {value!r}") from None
+    except (AttributeError, TypeError, RuntimeError):  # a tensor of several numbers has the method
+        raise ProgramError(f"an index is a whole number, not {value!r:.200}") from None
 
 
 def as_index(key: IndexLike) -> Index | None:

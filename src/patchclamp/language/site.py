@@ -25,7 +25,7 @@ class Site(msgspec.Struct, frozen=True):
     index: Index | None = None
 
     def __post_init__(self) -> None:
-        spec = SITES.get(self.name)
+        spec = SITES.get(self.name) if isinstance(self.name, str) else None
         if spec is None:
             raise unknown("site", self.name, SITES)
         for field in ("layers", "index"):

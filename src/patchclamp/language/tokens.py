@@ -15,7 +15,7 @@ from typing import Any, SupportsIndex
 
 import msgspec
 
-from patchclamp.errors import ProgramError, TokensError, unknown
+from patchclamp.errors import PatchclampError, ProgramError, TokensError, unknown
 from patchclamp.language.ranges import Index, Range, as_integer, parse_index
 
 GROUPS = ("prompt", "generated", "every")
@@ -378,8 +378,15 @@ _IMAGE = re.compile(r"\s*image\b\s*(?:\[(?P<n>[^\]]*)\]\s*(?:\[(?P<keys>[^\]]*)\
 MAX_TEXT = 1 << 15  # characters of a selection's text form
 
 
-def parse_tokens(text: TokensLike) -> Tokens:
+def parse_tokens(text: TokensLike, path: str | None = None) -> Tokens:
     """A selection from its text form, from a position or positions of `every`, or a selection itself."""
+    try:
+        return _parse(text)
+    except PatchclampError as error:
+        raise error if path is None else error.under(path) from None
+
+
+def _parse(text: TokensLike) -> Tokens:
     if isinstance(text, (Positions, TextSpan, Role, TokenIds, ImageTokens, Joined)):
         return text
     if isinstance(text, (int, slice, range, list, tuple)) and not isinstance(text, bool):

@@ -21,6 +21,21 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+def check_dense(tensor: Any, path: str | None = None) -> None:
+    """Raises `ShapeError` for a torch tensor whose numbers cannot be read: sparse, quantised, nested or meta."""
+    if str(tensor.layout) != "torch.strided" or tensor.is_quantized or tensor.is_nested:
+        raise ShapeError("expected numbers in a dense tensor: call .to_dense() or .dequantize() first", path)
+    if tensor.is_meta:
+        raise ShapeError("expected numbers, got a meta tensor, which has none", path)
+
+
+def as_plain(value: Any, path: str | None = None) -> Any:
+    """A tensor's or an array's numbers as Python's, in lists; anything else as it is."""
+    if hasattr(value, "detach"):
+        check_dense(value, path)
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def as_array(numbers: Any, path: str | None = None) -> np.ndarray:
     """Real numbers as a little-endian fp32 array, contiguous, from a torch tensor, a NumPy array or nested lists.
 
@@ -35,10 +50,7 @@ def as_array(numbers: Any, path: str | None = None) -> np.ndarray:
         if hasattr(numbers, "detach"):
             if not numbers.is_floating_point() and "int" not in str(numbers.dtype):
                 raise ShapeError(f"expected real numbers, got a tensor of {numbers.dtype}", path)
-            if str(numbers.layout) != "torch.strided" or numbers.is_quantized or numbers.is_nested:
-                raise ShapeError("expected numbers in a dense tensor: call .to_dense() or .dequantize() first", path)
-            if numbers.is_meta:
-                raise ShapeError("expected numbers, got a meta tensor, which has none", path)
+            check_dense(numbers, path)
             numbers = numbers.detach().cpu().float().numpy()
         if isinstance(numbers, (str, bytes, bytearray, Mapping)):
             raise TypeError("not numbers")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from patchclamp.engines.base import Engine
+from patchclamp.language.conversions import as_flag
 from patchclamp.lm import LM
 from patchclamp.proving.cache import ensure_proved
 
@@ -35,6 +36,7 @@ class ProvedLM(LM):
         allow_code: bool = False,
         **options: Any,
     ) -> None:
+        as_flag(prove, "prove")
         super().__init__(model, engine, allow_code=allow_code, **options)
         if prove and not self.engine.proved:
             try:

@@ -21,7 +21,7 @@ import numpy as np
 from patchclamp.errors import MissingSource, PatchclampError, ProgramError, ShapeError, near
 from patchclamp.language import Capture, Op, Program, Site, Vector
 from patchclamp.language.tokens import Tokens
-from patchclamp.language.values import ValueLike, check_name
+from patchclamp.language.values import ValueLike, as_plain, check_name
 
 
 class Means(msgspec.Struct, frozen=True):
@@ -85,9 +85,11 @@ class NamedBank(MutableMapping[str, Entry]):
         self._entries[check_name(name)] = as_entry(entry)
 
     def __getitem__(self, name: str) -> Entry:
-        if name not in self._entries:
+        if not isinstance(name, str) or name not in self._entries:
             names = ", ".join(self._entries) or "nothing yet"
-            raise MissingSource(f"nothing in the bank is named {name!r}{near(name, self._entries)}; there is: {names}")
+            raise MissingSource(
+                f"nothing in the bank is named {name!r:.200}{near(name, self._entries)}; there is: {names}"
+            )
         return self._entries[name]
 
     def __delitem__(self, name: str) -> None:
@@ -214,6 +216,7 @@ def as_entry(entry: Any) -> Entry:
 
 def runs_of(runs: Any) -> list[Any]:
     """Several runs as a list. Raises `ProgramError` for anything else, a single run included."""
+    runs = as_plain(runs, "runs")
     if is_run(runs) or not isinstance(runs, Iterable) or not all(map(is_run, runs := list(runs))):
         raise ProgramError(f"expected a list of runs, got {type(runs).__name__}; write [run] for one run", "runs")
     return runs

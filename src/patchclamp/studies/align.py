@@ -33,8 +33,9 @@ def align(clean: Sequence[int], corrupt: Sequence[int]) -> Alignment:
     pairs += [(len(clean) - s, len(corrupt) - s) for s in range(suffix, 0, -1)]
     if not pairs:
         raise TokensError(
-            f"the prompts ({len(clean)} and {len(corrupt)} tokens) share no first or last token, so no position of one "
-            "is a position of the other; give prompts that differ in the middle, or positions= in pairs"
+            f"the clean and the corrupt prompt ({len(clean)} and {len(corrupt)} tokens) share no first or last token, "
+            "so no position of one is a position of the other; give prompts that differ in the middle, or positions= "
+            "in pairs"
         )
     return Alignment(
         tuple(pairs),

@@ -23,7 +23,7 @@ from patchclamp.language import Noise, Op, Site
 from patchclamp.language.tokens import every
 from patchclamp.lm import LM
 from patchclamp.studies.cells import Trial, planned
-from patchclamp.studies.checks import checked
+from patchclamp.studies.checks import as_items, check_whole, checked
 from patchclamp.studies.columns import Column, Words, chosen_positions, columns_of, listed, same_columns, words_of
 from patchclamp.studies.grid import (
     Filled,
@@ -32,7 +32,6 @@ from patchclamp.studies.grid import (
     Place,
     Unit,
     carrying,
-    check_seed,
     fill,
     graded_values,
     reruns_for,
@@ -47,6 +46,7 @@ from patchclamp.studies.rows import Row, rows_of
 from patchclamp.studies.sources import FromRun, Mixing, captured_runs
 from patchclamp.studies.sweep_result import CausalTrace, Pair
 
+MAX_SEEDS = 10_000
 TIMES = 3.0  # standard deviations of the subjects' embeddings
 
 
@@ -159,6 +159,8 @@ def _selection(subject: Any) -> Any:
 
     if not isinstance(subject, str):
         return subject
+    if not subject:
+        raise ProgramError("expected the text of the subject, got none", "subject")
     try:
         return parse_tokens(subject)
     except PatchclampError:
@@ -166,7 +168,9 @@ def _selection(subject: Any) -> Any:
 
 
 def _seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
-    numbers = tuple(range(seeds)) if is_token_id(seeds) else tuple(check_seed(seed) for seed in seeds)  # pyright: ignore
+    if is_token_id(seeds):
+        return tuple(range(check_whole(seeds, "seeds", 1, MAX_SEEDS)))
+    numbers = tuple(check_whole(seed, "seeds") for seed in as_items(seeds, "seeds"))
     if not numbers or len(set(numbers)) < len(numbers):
         raise ProgramError(f"at least one seed is needed, and none twice, not {seeds!r}", "seeds")
     return numbers

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, SupportsIndex, TypeVar
 
-import numpy as np
-
 from patchclamp.call import is_token_id
 from patchclamp.errors import ProgramError
-from patchclamp.language.conversions import as_flag
-from patchclamp.language.ranges import Range, as_integer
+from patchclamp.language import Op, Site
+from patchclamp.language.conversions import as_flag, as_number
+from patchclamp.language.ranges import Range, as_integer, parse_index
+from patchclamp.language.site import At
+from patchclamp.language.values import as_plain, check_dense
 from patchclamp.lm import LM
+from patchclamp.studies.journal import MemoryJournal
 
+VAR_KEYWORD = inspect.Parameter.VAR_KEYWORD
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def check_whole(value: Any, path: str, least: int = 0) -> int:
-    """A whole number from `least` on. Raises `ProgramError` for anything else."""
+def check_whole(value: Any, path: str, least: int = 0, most: int = 2**53) -> int:
+    """A whole number from `least` to `most`. Raises `ProgramError` for anything else."""
+    if is_token_id(value) and value > most:
+        raise ProgramError(f"a whole number of at most {most} is needed, not {value}", path)
     if not is_token_id(value) or value < least:
         raise ProgramError(f"a whole number from {least} on is needed, not {value!r}", path)
     return int(value)
@@ -41,32 +47,94 @@ def as_lm(lm: Any, path: str = "lm") -> LM:
 
 def as_items(items: Any, path: str) -> list[Any]:
     """A list of things. Raises `ProgramError` for text, bytes and mappings, whose characters or keys are not meant."""
-    items = items.tolist() if hasattr(items, "tolist") else items
+    items = as_plain(items, path)
     if isinstance(items, (str, bytes, bytearray, Mapping)) or not isinstance(items, Iterable):
         raise ProgramError(f"expected a list, got {type(items).__name__} {items!r:.100}", path)
     return list(items)
 
 
+def as_sites(sites: Any, path: str) -> list[Any]:
+    """A list of sites, from one site or several. Raises `ProgramError` for anything else."""
+    if not (items := [sites] if isinstance(sites, (str, Site, At, Op)) else as_items(sites, path)):
+        raise ProgramError("expected at least one site, got none", path)
+    return items
+
+
+def as_text(text: Any, path: str) -> str:
+    if not isinstance(text, str):
+        raise ProgramError(f"expected text, got {type(text).__name__} {text!r:.100}", path)
+    return text
+
+
+def as_texts(texts: Any, path: str) -> list[str]:
+    return [as_text(text, f"{path}[{i}]") for i, text in enumerate(as_items(texts, path))]
+
+
+def as_tolerance(tolerance: Any, path: str) -> float:
+    try:
+        if (number := as_number(tolerance)) > 0:
+            return number
+    except ProgramError as error:
+        raise error.under(path) from None
+    raise ProgramError(f"a number above 0 is needed, not {tolerance!r}", path)
+
+
+def as_engines(engines: Any, path: str) -> tuple[str, str]:
+    """The names of the two engines that are compared."""
+    names = as_texts(engines, path)
+    if len(names) != 2:
+        raise ProgramError(f"expected the names of two engines, got {names}", path)
+    return names[0], names[1]
+
+
+def as_path(path: Any, name: str) -> Any:
+    """A path to a file, or a journal in memory."""
+    if not isinstance(path, (str, os.PathLike, MemoryJournal)) or (isinstance(path, str) and not path):
+        raise ProgramError(f"expected a path, got {type(path).__name__} {path!r:.100}", name)
+    return path
+
+
+def as_prompt(prompt: Any, path: str) -> Any:
+    """One prompt. Raises `ProgramError` for a list of prompts."""
+    prompt = as_plain(prompt, path)
+    ids = isinstance(prompt, (list, tuple)) and len(prompt) > 0 and all(map(is_token_id, prompt))
+    image = isinstance(prompt, Mapping) and not prompt.keys().isdisjoint(("prompt", "prompt_token_ids"))
+    if not ids and not image and not isinstance(prompt, str):
+        raise ProgramError(f"expected one prompt, text or token ids, got {type(prompt).__name__} {prompt!r:.100}", path)
+    return prompt
+
+
 def as_layers(layers: Any, path: str = "layers") -> Any:
     """Layers as people write them: None for all, a whole number, a range, its text, or a list of these."""
-    if layers is None or isinstance(layers, (str, slice, Range)):
+    if layers is None or isinstance(layers, (slice, Range)):
         return layers
     try:
+        if isinstance(layers, str):
+            return layers if parse_index(layers) is not None else None
+        layers = as_plain(layers, path)
         if isinstance(layers, SupportsIndex) and getattr(layers, "shape", ()) == ():
             return as_integer(layers)
-        return [one if isinstance(one, (slice, Range)) else as_integer(one) for one in as_items(layers, path)]
+        if not (items := as_items(layers, path)):
+            raise ProgramError("expected at least one layer, got none", path)
+        return [one if isinstance(one, (slice, Range)) else as_integer(one) for one in items]
     except ProgramError as error:
         raise error if error.path else error.under(path) from None
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """A study whose arguments of a known name are read before it starts: one reader for each name."""
+    """A study whose arguments of a known name are read before it starts: one reader for each name. Raises
+    `ProgramError` for an argument that is missing, and for a tensor whose numbers cannot be read."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
     def study(*args: P.args, **kwargs: P.kwargs) -> R:
-        bound = signature.bind(*args, **kwargs)
+        bound = signature.bind_partial(*args, **kwargs)
+        for name, parameter in signature.parameters.items():
+            if name not in bound.arguments and parameter.default is parameter.empty and parameter.kind != VAR_KEYWORD:
+                raise ProgramError(f"{function.__name__} needs the argument {name}=", name)
         for name, value in bound.arguments.items():
+            if hasattr(value, "detach"):
+                check_dense(value, name)
             if name in READERS and not (value is None and signature.parameters[name].default is None):
                 bound.arguments[name] = READERS[name](value, name)
         return function(*bound.args, **bound.kwargs)
@@ -77,13 +145,18 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 READERS: dict[str, Callable[[Any, str], Any]] = {
     "lm": as_lm, "on": as_lm, "layers": as_layers, "target_layers": as_layers, "strengths": as_items,
     "scales": as_items, "normed": as_flag, "chat": as_flag, "sums": as_flag, "relative": as_flag,
-    "perplexity": as_flag, "quick": as_flag, "show_progress": as_flag,
+    "perplexity": as_flag, "quick": as_flag, "show_progress": as_flag, "sites": as_sites, "senders": as_sites,
+    "receivers": as_sites, "freeze": lambda names, path: names if isinstance(names, str) else as_texts(names, path),
+    "by": as_texts, "recipes": as_texts, "labels": as_texts, "metric": as_text, "direction": as_text,
+    "method": as_text, "mode": as_text, "overlong": as_text, "readout": as_text,
+    "column": as_text, "resume": as_path, "folder": as_path,
+    "tolerance": as_tolerance, "engines": as_engines,
 }  # fmt: skip
 
 
 def numbers_of(layers: Any, path: str = "layers") -> list[int]:
     """Layers as a list: one number, or several. Raises `ProgramError` for anything else."""
-    layers = layers.tolist() if isinstance(layers, np.ndarray) else layers
+    layers = as_plain(layers, path)
     several = list(layers) if isinstance(layers, Iterable) else [layers]
     for layer in several:
         if not is_token_id(layer):

@@ -10,6 +10,7 @@ import msgspec
 from patchclamp.call import is_token_id
 from patchclamp.errors import PatchclampError, ProgramError, TokensError
 from patchclamp.language.tokens import Positions, Tokens, parse_tokens
+from patchclamp.language.values import as_plain
 from patchclamp.lm import LM
 from patchclamp.plan import Prompt
 
@@ -36,7 +37,7 @@ class Words(msgspec.Struct, frozen=True):
 
 def words_of(lm: LM, prompt: Any, path: str) -> Words:
     """A prompt of text or token ids, read."""
-    prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    prompt = as_plain(prompt, path)
     if isinstance(prompt, str):
         ids, text = lm.tokens(prompt), prompt
     elif isinstance(prompt, (list, tuple)) and all(is_token_id(token) for token in prompt):

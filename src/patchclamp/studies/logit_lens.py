@@ -25,7 +25,7 @@ from patchclamp.language.site import parse_site
 from patchclamp.language.values import as_array
 from patchclamp.lm import LM
 from patchclamp.run import Run
-from patchclamp.studies.checks import as_items, checked
+from patchclamp.studies.checks import as_items, as_prompt, check_whole, checked
 from patchclamp.studies.journal import Journal, Resumable, Stored
 from patchclamp.studies.logit_lens_result import LogitLens
 from patchclamp.studies.metric import single_token
@@ -79,13 +79,11 @@ def logit_lens(
     """
     import torch
 
-    at = checked_site(lm, site)
+    at, prompt, top = checked_site(lm, site), as_prompt(prompt, "prompt"), check_whole(top, "top", 1)
     chosen_layers = layers_of(lm, at.name, layers)
     run = lm.run(prompt, max_tokens=1, capture=[Site(at.name, layer) @ whole_prompt for layer in chosen_layers]
                  + [LAST @ whole_prompt])  # fmt: skip
     columns = positions_of(run, positions)
-    if not top >= 1:
-        raise ProgramError(f"at least one token is kept a cell, not {top!r}", "top")
     maps = _translators(translators, chosen_layers, lm.model.d_model)
     own_VD = None if unembedding is None else _matrix(unembedding, lm.model.d_model)
     names = _labels(own_VD, labels)
@@ -263,10 +261,7 @@ def _chosen(lm: LM, token: str | int, names: list[str] | None, number: int) -> i
         if token not in names:
             raise ProgramError(f"no row of the matrix has the label {token!r}; there are {', '.join(names[:8])}", path)
         return names.index(token)  # pyright: ignore[reportArgumentType]
-    chosen = single_token(lm, token, path)
-    if not 0 <= chosen < lm.model.d_vocab:
-        raise ProgramError(f"token ids are 0 to {lm.model.d_vocab - 1}, not {chosen}", path)
-    return chosen
+    return single_token(lm, token, path)
 
 
 def checked_site(lm: LM, site: Site | str) -> Site:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 import numpy as np
 
+from patchclamp.call import is_token_id
 from patchclamp.errors import unknown
 from patchclamp.plots import GridPanel, TokenGrid, token_grid_html, token_grid_png, words
 from patchclamp.studies.result import StudyResult
@@ -78,15 +79,15 @@ class LogitLens(StudyResult, frozen=True, eq=False, kw_only=True):
 
     def _chosen(self, token: str | int) -> int:
         names = self.tokens if isinstance(token, str) else self.token_ids
-        if token not in names:
-            raise unknown("chosen token", str(token), [str(name) for name in names], "token")
+        if (not isinstance(token, str) and not is_token_id(token)) or token not in names:
+            raise unknown("chosen token", token, [str(name) for name in names], "token")
         return names.index(token)  # pyright: ignore[reportArgumentType]
 
     def _row(self, layer: int) -> int:
-        return self.layers.index(layer if layer >= 0 else self.layers[-1] + 1 + layer)
+        return _index_of(self.layers, layer, self.layers[-1] + 1, "layer")
 
     def _column(self, position: int) -> int:
-        return self.positions.index(position if position >= 0 else len(self.prompt_tokens) + position)
+        return _index_of(self.positions, position, len(self.prompt_tokens), "position")
 
     def to_frame(self) -> pandas.DataFrame:
         """One row a layer and position: its token, the likeliest next token, KL and entropy, and of each chosen token
@@ -156,3 +157,11 @@ class LogitLens(StudyResult, frozen=True, eq=False, kw_only=True):
         return (
             f"<LogitLens {self.site} × {len(self.positions)} positions: ends on {best.token!r} {best.probability:.2f}>"
         )
+
+
+def _index_of(known: tuple[int, ...], number: int, count: int, path: str) -> int:
+    """The index of a layer or position, which may be counted from the end of all `count`."""
+    wanted = number + count if is_token_id(number) and number < 0 else number
+    if not is_token_id(number) or wanted not in known:
+        raise unknown(path, number, map(str, known), path)
+    return known.index(wanted)

@@ -92,10 +92,12 @@ def answer_tokens(lm: LM, answer: Any, path: str) -> tuple[int, ...]:
     Raises: `TokensError` for a text that has no tokens, or that is several where it would be one with a space before
     it; `ProgramError` for what is none of these.
     """
-    if is_token_id(answer):
-        return (int(answer),)
-    if isinstance(answer, (list, tuple)) and answer and all(is_token_id(token) for token in answer):
-        return tuple(int(token) for token in answer)
+    several = answer if isinstance(answer, (list, tuple)) else [answer]
+    if several and all(is_token_id(token) for token in several):
+        for token in several:
+            if not 0 <= token < lm.model.d_vocab:
+                raise TokensError(f"token id {token} is outside the vocabulary of {lm.model.d_vocab}", path)
+        return tuple(int(token) for token in several)
     if not isinstance(answer, str):
         raise ProgramError(f"a text or token ids are needed, not {type(answer).__name__} {answer!r}", path)
     ids = lm.tokenizer.bare(answer)

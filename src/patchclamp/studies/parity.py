@@ -20,6 +20,7 @@ from patchclamp.engines.open import known_options
 from patchclamp.lm import LM
 from patchclamp.proving import ensure_proved, push
 from patchclamp.run import Run
+from patchclamp.studies.checks import as_items, as_prompt, as_text, checked
 from patchclamp.studies.parity_result import Bounds, Parity, SiteParity
 
 PROMPTS = ("The capital of France is", "When John and Mary went to the store, John gave a drink to")
@@ -37,6 +38,7 @@ BOUNDS = {
 }
 
 
+@checked
 def parity(
     model: str,
     *,
@@ -57,8 +59,8 @@ def parity(
     Raises: `ProgramError` for a dtype without bounds or no prompts, and whatever an engine's start raises.
     """
     bounds = _bounds(dtype, tolerance)
-    prompts = list(prompts)
-    if not prompts or isinstance(prompts[0], (int, np.integer)):
+    prompts = [as_prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(as_items(prompts, "prompts"))]
+    if not prompts:
         raise pc.ProgramError("a list of prompts is needed, each text or token ids", "prompts")
     shared, options = given(options, engines)
     tell(f"running {model} on {engines[0]} …")
@@ -174,12 +176,10 @@ def _moves(lm: LM, prompt: list[int], edits: Edits) -> tuple[dict[str, np.ndarra
 
 
 def _bounds(dtype: str, tolerance: float | None) -> Bounds:
-    if dtype not in BOUNDS:
+    if as_text(dtype, "dtype") not in BOUNDS:
         raise pc.ProgramError(f"no tolerances for {dtype!r}; there are: {', '.join(BOUNDS)}", "dtype")
     bounds = BOUNDS[dtype]
-    if tolerance is not None and not tolerance > 0:
-        raise pc.ProgramError(f"a number above 0 is needed, not {tolerance!r}", "tolerance")
-    return bounds if tolerance is None else Bounds(float(tolerance), bounds.edit, bounds.logprobs)
+    return bounds if tolerance is None else Bounds(tolerance, bounds.edit, bounds.logprobs)
 
 
 def _compared(model: str, ours: _Seen, theirs: _Seen, bounds: Bounds) -> Parity:

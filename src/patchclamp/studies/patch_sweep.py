@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from patchclamp.errors import ProgramError, UnsupportedSite, unknown
+from patchclamp.errors import PatchclampError, ProgramError, UnsupportedSite, unknown
 from patchclamp.language.ops import as_row
 from patchclamp.lm import LM
 from patchclamp.studies.cells import Trial, planned
@@ -118,7 +118,10 @@ def patch_sweep(
     """
     asked = _read(lm, clean, corrupt, answer, foil, metric, positions, direction)
     rows = rows_of(lm, sites, layers, group, window)
-    mixing = Mixing(_alpha(alpha), None if mask is None else as_row(mask))
+    try:
+        mixing = Mixing(_alpha(alpha), None if mask is None else as_row(mask))
+    except PatchclampError as error:
+        raise error if error.path else error.under("mask") from None
     plan = SweepPlan(
         lm, asked, rows, same_columns([pair.columns for pair in asked]), direction,
         None if source is None else as_source(source), mixing, check_seed(seed), zoom,

@@ -19,7 +19,7 @@ from patchclamp.language import prompt as whole_prompt
 from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.studies.batches import UNDER_WAY, Pace, run_batches
-from patchclamp.studies.checks import as_items, check_batch, check_whole, checked
+from patchclamp.studies.checks import as_items, as_prompt, check_batch, check_whole, checked
 from patchclamp.studies.logit_lens import checked_site
 from patchclamp.studies.metric import single_token
 from patchclamp.studies.patchscope_result import Patchscope
@@ -67,6 +67,7 @@ def patchscope(
     another width, and the error of any run.
     """
     at, top, batch = checked_site(lm, site), check_whole(top, "top", 1), check_batch(batch)
+    source, target = as_prompt(source, "source"), as_prompt(target, "target")
     taken = layers_of(lm, at.name, layers)
     placed = [] if target_layers is None else layers_of(lm, at.name, target_layers, "target_layers")
     chosen = [single_token(lm, token, f"tokens[{i}]") for i, token in enumerate(as_items(tokens, "tokens"))]
@@ -77,7 +78,8 @@ def patchscope(
     into = positions_of(into_run, target_position, "target_position")
     if len(out) != len(into):
         raise TokensError(
-            f"{len(into)} positions are to be written with {len(out)} rows of the source prompt", "target_position"
+            f"source_position selects {len(out)} positions and target_position {len(into)}: they come in pairs",
+            "target_position",
         )
     cells = [(layer, to) for layer in taken for to in (placed or [layer])]
     vectors = [_vector(from_run, into_run, at.name, cell, out, into, normed) for cell in cells]

@@ -10,6 +10,7 @@ import msgspec
 
 from patchclamp.call import is_token_id
 from patchclamp.errors import PatchclampError, ProgramError
+from patchclamp.language.values import as_plain
 from patchclamp.lm import LM
 from patchclamp.studies.checks import as_items
 
@@ -46,7 +47,7 @@ def ask(lm: LM, prompts: Sequence[Any], chat: bool = False, path: str = "prompts
 def _plain(lm: LM, prompt: Any) -> Asked:
     if isinstance(prompt, str):
         return Asked(tuple(lm.tokens(prompt)), prompt, prompt)
-    prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    prompt = as_plain(prompt)
     if not isinstance(prompt, (list, tuple)) or not all(map(is_token_id, prompt)):
         raise ProgramError(f"expected a prompt as text or token ids, got {type(prompt).__name__} {prompt!r:.100}")
     ids = tuple(int(i) for i in prompt)

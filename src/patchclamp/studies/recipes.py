@@ -14,6 +14,7 @@ import numpy as np
 
 import patchclamp as pc
 from patchclamp.errors import unknown
+from patchclamp.studies.checks import as_text, checked
 from patchclamp.studies.parity import BOUNDS, ENGINES, given
 
 
@@ -62,6 +63,7 @@ class Recipes(msgspec.Struct, frozen=True):
         return {"holds": self.holds, **msgspec.to_builtins(self), "problems": list(self.problems)}
 
 
+@checked
 def compare_recipes(
     model: str,
     *,
@@ -84,7 +86,7 @@ def compare_recipes(
     for name in recipes:
         if name not in RECIPES:
             raise unknown("recipe", name, RECIPES, "recipes")
-    if dtype not in BOUNDS:
+    if as_text(dtype, "dtype") not in BOUNDS:
         raise unknown("dtype", dtype, BOUNDS, "dtype")
     names, seen = list(recipes or RECIPES), []
     of_each = given(options, engines)

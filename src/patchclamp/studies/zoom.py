@@ -28,7 +28,7 @@ class Zoom:
     def __init__(self, possible: np.ndarray, rows: Sequence[Row], columns: int, keep: int) -> None:
         if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
             raise ProgramError(f"at least one block is looked into, not {keep!r}", "zoom")
-        self.possible, self.keep = possible, keep
+        self.possible, self.keep = possible, min(keep, possible.size)
         panels = [[i for i, row in enumerate(rows) if row.panel == name] for name in panels_of(rows)]
         across = list(range(columns))
         self.first = self._whole(

@@ -11,9 +11,10 @@ from patchclamp.engines.base import Part
 from patchclamp.engines.chat import has_images
 from patchclamp.errors import EngineError, PatchclampError, ProgramError, TokensError
 from patchclamp.language import Program, Site
+from patchclamp.language.conversions import as_flag
 from patchclamp.language.site import parse_site
 from patchclamp.language.tokens import Tokens, every, generated, parse_tokens, prompt
-from patchclamp.language.values import check_name
+from patchclamp.language.values import as_plain, check_name
 from patchclamp.run import Run
 from patchclamp.trace.activations import Group, Steps
 from patchclamp.trace.arithmetic import Place
@@ -120,7 +121,7 @@ class Trace(Place):
         self._lm, self._max_tokens, self._sampling, self._entered = lm, max_tokens, sampling, False
         self._edits = list(Program.of(edits).edits)
         self._options: Call = {"logprobs": logprobs, "lora": lora}
-        self._streamed, self._state, self._invokes = stream, "open", []
+        self._streamed, self._state, self._invokes = as_flag(stream, "stream"), "open", []
         self._stream: Stream | None = None
         self._only = None if prompt is None and messages is None else self._new(prompt, messages, sampling, score)
         if self._only is None and score:
@@ -134,7 +135,7 @@ class Trace(Place):
             raise ProgramError(f"expected names such as 'temperature', got {list(sampling)!r:.100}", "sampling")
         if sampling is not None and sampling.get("n", 1) not in (None, 1):
             raise ProgramError("a trace has one run a prompt: use an invoke for each", "sampling.n")
-        score = getattr(score, "tolist", lambda: score)()
+        score = as_plain(score, "score")
         if not isinstance(score, (list, tuple)) or not all(map(is_token_id, score)):
             raise TokensError(f"expected a list of token ids, got {score!r:.100}", "score")
         recording = Recording(self._lm, read, self._max_tokens, self)
@@ -376,7 +377,7 @@ def read_prompt(lm: LM, prompt: Any, messages: Any) -> tuple[list[int], str | No
         return lm._prompt(prompt, "prompt").ids, prompt
     if isinstance(prompt, Mapping):
         raise ProgramError("a trace takes text or token ids: give lm.run a prompt with images, and a program", "prompt")
-    prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    prompt = as_plain(prompt, "prompt")
     if prompt is None or messages is not None:
         raise ProgramError("give either a prompt or messages")
     if not isinstance(prompt, (list, tuple)) or not prompt or isinstance(prompt[0], (str, list, tuple)):

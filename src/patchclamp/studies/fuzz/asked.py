@@ -10,13 +10,14 @@ import msgspec
 import numpy as np
 
 from patchclamp.errors import PatchclampError, ProgramError, unknown
-from patchclamp.language import Capture, Noise, Op, Site
+from patchclamp.language import Capture, Noise, Op
 from patchclamp.language.fuzz import MODES, fuzz
 from patchclamp.language.ops import as_capture
 from patchclamp.language.site import At
 from patchclamp.language.tokens import prompt
 from patchclamp.lm import MAX_SCORES, is_token_id
 from patchclamp.run import Run
+from patchclamp.studies.checks import as_sites, as_text
 from patchclamp.studies.divergence import log_softmax, with_rest
 from patchclamp.studies.prompts import Asked
 
@@ -38,7 +39,7 @@ class Fuzz(msgspec.Struct, frozen=True):
             return cls(mode, None, True)
         if mode != "noise":
             raise ProgramError(f"{mode!r} is a way to fuzz the embedding: at= takes noise", "mode")
-        sites = (at,) if isinstance(at, (str, Site, At)) else tuple(at)
+        sites = as_sites(at, "at")
         if not sites:
             raise ProgramError("at least one site is needed", "at")
         return cls(mode, tuple(_place(site, i) for i, site in enumerate(sites)), relative)
@@ -77,6 +78,8 @@ class Sampling(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, sampling: Mapping[str, Any] | None) -> Sampling:
+        if sampling is not None and not isinstance(sampling, Mapping):
+            raise ProgramError(f"expected names and values, got {type(sampling).__name__}", "sampling")
         parameters = {name: getattr(value, "tolist", lambda v=value: v)() for name, value in (sampling or {}).items()}
         for name, instead in (("n", "seeds="), ("seed", "seeds="), ("extra_args", "strengths= and mode=")):
             if name in parameters:
@@ -105,7 +108,7 @@ class FirstToken:
             self.likeliest = int(divergence)
             if not 1 <= self.likeliest <= MAX_SCORES:
                 raise ProgramError(f"from 1 to {MAX_SCORES} tokens, not {divergence}", "divergence")
-        elif divergence not in ("full", "none"):
+        elif not isinstance(divergence, str) or divergence not in ("full", "none"):
             raise unknown("divergence", str(divergence), ("full", "none", "a number of tokens"), "divergence")
         self.full = divergence == "full"
         self.words = f"top {self.likeliest} and the rest" if self.likeliest else str(divergence)
@@ -156,6 +159,6 @@ def seeds_of(seeds: Sequence[int]) -> tuple[int, ...]:
 def pattern_of(refusal: str | None) -> re.Pattern[str] | None:
     """A regular expression, compiled."""
     try:
-        return None if refusal is None else re.compile(refusal)
+        return None if refusal is None else re.compile(as_text(refusal, "refusal"))
     except re.error as error:
         raise ProgramError(f"{refusal!r} is not a regular expression: {error}", "refusal") from None

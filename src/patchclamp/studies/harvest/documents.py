@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from patchclamp.errors import PatchclampError, ProgramError
+from patchclamp.language.values import as_plain
+from patchclamp.studies.checks import as_items
 
 Document = str | Sequence[int]
 SUFFIXES = {".txt": "text", ".jsonl": "JSON lines", ".ndjson": "JSON lines", ".parquet": "Parquet"}
@@ -34,7 +36,7 @@ def documents_of(data: Any, column: str | None = None) -> Iterator[Document]:
     if not isinstance(data, Iterable) or isinstance(data, Iterator):
         raise ProgramError(f"a list, a file or a data set of documents is needed, not {type(data).__name__}; an "
                            "iterator cannot be read again", "documents")  # fmt: skip
-    return map(_document, data)
+    return map(_document, as_items(data, "documents") if hasattr(data, "tolist") else data)
 
 
 def _of_file(path: Path, column: str | None) -> Iterator[Document]:
@@ -108,7 +110,7 @@ def _column(column: str | None, names: list[str], where: str) -> str:
 def _document(value: Any) -> Document:
     if isinstance(value, str):
         return value
-    ids = np.asarray(value)
+    ids = np.asarray(as_plain(value, "documents"))
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
         raise ProgramError(f"a document is text or a list of token ids, not {type(value).__name__}", "documents")
     return ids.tolist()

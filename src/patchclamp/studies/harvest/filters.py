@@ -3,7 +3,6 @@ rows are known before anything runs."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +12,9 @@ import numpy as np
 from patchclamp.engines.base import Tokenizer
 from patchclamp.engines.tokenizer import NoTokenizer
 from patchclamp.errors import ProgramError
+from patchclamp.language.conversions import as_flag, as_number
+from patchclamp.language.ranges import as_integer
+from patchclamp.studies.checks import as_items
 
 
 class Filters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,11 +39,13 @@ class Filters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     norm_times_median: float | None = None
 
     def __post_init__(self) -> None:
+        for name in ("no_bos", "no_special"):
+            as_flag(getattr(self, name), f"filters.{name}")
         for name, read in (("positions", _windows), ("only_tokens", _ids), ("not_tokens", _ids), ("norm_cap", _norm),
                            ("norm_times_median", _norm)):  # fmt: skip
             try:
                 value = read(getattr(self, name))
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, ProgramError) as error:
                 raise ProgramError(f"{error}", f"filters.{name}") from None
             msgspec.structs.force_setattr(self, name, value)
 
@@ -90,22 +94,22 @@ class Filters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _windows(windows: Iterable[Any]) -> tuple[tuple[int | None, int | None], ...]:
-    windows = tuple(windows)
+    windows = as_items(windows, "")
     if not all(isinstance(window, (tuple, list)) and len(window) == 2 for window in windows):
         raise ValueError(f"windows are pairs of first and end, such as ((4, None),), not {windows!r}")
     return tuple((_end(first), _end(end)) for first, end in windows)
 
 
 def _end(value: Any) -> int | None:
-    return None if value is None else operator.index(value)
+    return None if value is None else as_integer(value)
 
 
 def _ids(ids: Iterable[Any]) -> tuple[int, ...]:
-    return tuple(operator.index(one) for one in ids)
+    return tuple(map(as_integer, as_items(ids, "")))
 
 
 def _norm(value: Any) -> float | None:
-    if value is not None and not value > 0:
+    if value is not None and not as_number(value) > 0:
         raise ValueError(f"a norm above 0 is needed, not {value!r}")
     return None if value is None else float(value)
 

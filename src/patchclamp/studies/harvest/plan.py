@@ -16,6 +16,7 @@ import numpy as np
 
 from patchclamp.errors import ProgramError, TokensError
 from patchclamp.lm import LM
+from patchclamp.studies.checks import check_whole
 from patchclamp.studies.harvest.documents import Document
 from patchclamp.studies.harvest.filters import Filters
 from patchclamp.studies.harvest.order import MOST_ROWS
@@ -64,7 +65,7 @@ def read_tokens(lm: LM, documents: Iterable[Document], context: int | None, over
     Raises: `TokensError` for a document that is refused, or has a token outside the vocabulary.
     """
     longest = lm.model.max_model_len - 1  # one token is generated
-    if context is not None and not 1 <= context <= longest:
+    if context is not None and check_whole(context, "context", 1) > longest:
         raise ProgramError(f"a prompt may have 1 to {longest} tokens here, not {context!r}", "context")
     if overlong not in OVERLONG:
         raise ProgramError(f"one of {', '.join(OVERLONG)} is needed, not {overlong!r}", "overlong")

@@ -16,6 +16,7 @@ import numpy as np
 from patchclamp.errors import ProgramError, ShapeError
 from patchclamp.language import Vector
 from patchclamp.language.conversions import MAX_PROJECTED
+from patchclamp.language.values import as_array
 from patchclamp.lm import LM
 from patchclamp.sites import SiteRef
 
@@ -108,8 +109,7 @@ def can_project(lm: LM, refs: Mapping[SiteRef, Reduction]) -> set[SiteRef]:
 
 
 def _matrix(value: Any) -> np.ndarray:
-    value = value.detach().cpu().float().numpy() if hasattr(value, "detach") else value
-    matrix = np.ascontiguousarray(value, np.float32)
+    matrix = as_array(value, "project")
     if matrix.ndim != 2 or 0 in matrix.shape or not np.isfinite(matrix).all():
         raise ShapeError(f"a finite matrix [K, D] is needed, not {list(matrix.shape)}", "project")
     return matrix

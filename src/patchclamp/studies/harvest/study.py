@@ -118,7 +118,7 @@ def harvest(
     shard = _shard(shard)
     if filters is not None and not isinstance(filters, Filters):
         raise ProgramError(f"expected studies.Filters(...), got {type(filters).__name__}", "filters")
-    filters, dtype = filters or Filters(), as_dtype(dtype)
+    filters, dtype = filters or Filters(), as_dtype(dtype, "dtype")
     kinds = _kinds(lm, sites, project, sums, filters.caps_norms)
     batch_tokens = _batch_tokens(kinds, dtype) if batch_tokens is None else batch_tokens
     shard_rows, batch_tokens, checkpoint_bytes = (
@@ -378,7 +378,10 @@ def _write_plan(folder: Path, manifest: Manifest, plan: Plan) -> Path:
     import safetensors.numpy
 
     place = folder / manifest.recipe.name
-    place.mkdir(parents=True, exist_ok=True)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ProgramError(f"{place} cannot be written: {error.strerror}", "folder") from None
     tokens = plan.tokens
     arrays = {"ids": tokens.ids, "documents": tokens.documents, "prompts": tokens.prompts}
     if not (place / DOCUMENTS).exists():

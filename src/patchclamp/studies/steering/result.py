@@ -82,7 +82,7 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
 
         Raises: `ProgramError` for a layer that has no vector.
         """
-        selection: Tokens = parse_tokens(tokens)
+        selection: Tokens = parse_tokens(tokens, "tokens")
         return tuple(
             Add(self.vectors[self.layers.index(layer)], at=Site(self.site, layer), tokens=selection, scale=scale)
             for layer in self._chosen(layers)

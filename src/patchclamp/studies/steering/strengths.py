@@ -125,6 +125,8 @@ def strength_curve(
 
     Raises: `ProgramError` and its kind for arguments that cannot be, and the error of any run.
     """
+    if not isinstance(vectors, SteeringVectors):
+        raise ProgramError(f"expected steering vectors, got {type(vectors).__name__} {vectors!r:.100}", "vectors")
     batch = check_batch(batch)
     asked = ask(lm, prompts, chat)
     behaviour = Behaviour.of(lm, answer, foil, len(asked))
@@ -140,7 +142,7 @@ def strength_curve(
         answers=texts_of(lm, behaviour.answers), scales=steps,
         foils=None if behaviour.foils is None else texts_of(lm, behaviour.foils),
         vectors=f"{vectors.method} vectors of {vectors.site}", layers=_layers(vectors, layers),
-        tokens=str(parse_tokens(tokens)), chat=chat, logprobs=scored.answer,
+        tokens=str(parse_tokens(tokens, "tokens")), chat=chat, logprobs=scored.answer,
         foil_logprobs=np.full(scored.answer.shape, np.nan) if scored.foil is None else scored.foil,
     )  # fmt: skip
 

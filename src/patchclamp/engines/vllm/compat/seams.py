@@ -11,7 +11,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
 import msgspec
@@ -532,10 +532,9 @@ def forwards(stock: Any) -> Callable[[F], F]:
                 f"vLLM {version()}: {getattr(stock, '__qualname__', stock)} takes ({', '.join(names)}); patchclamp's "
                 f"wrapper takes ({', '.join(map(str, parameters))})"
             )
-        if inspect.ismethod(ours):
-            return ours
-        wrapper: Any = functools.update_wrapper(ours, stock)
-        return wrapper
+        if isinstance(ours, FunctionType):  # a bound method has no attributes of its own
+            functools.update_wrapper(ours, stock)
+        return ours  # type: ignore[return-value]
 
     return check
 

@@ -1,0 +1,202 @@
+"""Every public callable with one wrong argument at a time, on the fake engine: it works, or raises a `PatchclampError`
+that names the argument. The arguments come from the signatures: a new one is tried without an entry here."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import patchclamp as pc
+
+torch = pytest.importorskip("torch")
+LM = pc.LM("fake", prove=False)
+IDS, OTHER = [5, 6, 7], [5, 8, 7]
+AT = pc.resid_post[1]
+VECTOR = np.ones(LM.model.d_model, np.float32)
+RUN = LM.run(IDS, max_tokens=1, capture=[AT])
+MADE = pc.studies.SteeringVectors.from_directions({1: VECTOR})
+LENS = pc.studies.logit_lens(LM, IDS, layers=1, tokens=[5])
+PAIR = {"clean": IDS, "corrupt": OTHER, "answer": 5}
+SWEEP = {"metric": "logprob", "layers": 1, "positions": -1}
+PARITY = {"model": "fake", "engines": ("fake", "fake")}
+
+
+def _bank_set(name: Any, value: Any) -> None:
+    LM.bank[name] = value
+
+
+def _bank_get(name: Any) -> None:
+    LM.bank[name]
+
+
+def _arun(**arguments: Any) -> None:
+    asyncio.run(LM.arun(**arguments))
+
+
+def _stream(**arguments: Any) -> None:
+    list(LM.stream(**arguments))
+
+
+def _trace(**arguments: Any) -> None:
+    with LM.trace(**arguments) as trace:
+        trace.layers[1].output.save()
+
+
+def _read(site: Any) -> None:
+    RUN[site]
+
+
+# by name: the callable, and arguments that work
+CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "LM": (pc.LM, {"model": "fake", "engine": "fake", "prove": False}),
+    "site": (pc.site, {"text": "resid_post[1]"}),
+    "span": (pc.span, {"text": "a"}),
+    "role": (pc.role, {"name": "user"}),
+    "tokens": (pc.tokens, {"text": "prompt[0]"}),
+    "Site": (pc.Site, {"name": "resid_post"}),
+    "Vector.of": (pc.Vector.of, {"numbers": VECTOR}),
+    "Named": (pc.Named, {"name": "a"}),
+    "From": (pc.From, {"run": RUN}),
+    "Program.of": (pc.Program.of, {"edits": (), "captures": ()}),
+    "Program.from_json": (pc.Program.from_json, {"text": "{}"}),
+    "Add": (pc.Add, {"value": VECTOR, "at": AT}),
+    "Replace": (pc.Replace, {"value": VECTOR, "at": AT}),
+    "Mean": (pc.Mean, {"value": VECTOR, "at": AT}),
+    "Ablate": (pc.Ablate, {"directions": VECTOR, "at": AT}),
+    "Apply": (pc.Apply, {"fn": lambda x: x, "at": AT}),
+    "Capture": (pc.Capture, {"at": AT}),
+    "Clamp": (pc.Clamp, {"direction": VECTOR, "at": AT, "low": 0.0}),
+    "Noise": (pc.Noise, {"std": 1.0, "at": AT}),
+    "Scale": (pc.Scale, {"factor": 1.0, "at": AT}),
+    "Use": (pc.Use, {"name": "a"}),
+    "Zero": (pc.Zero, {"at": AT}),
+    "lm.run": (LM.run, {"prompt": IDS, "max_tokens": 1}),
+    "lm.arun": (_arun, {"prompt": IDS, "max_tokens": 1}),
+    "lm.stream": (_stream, {"prompt": IDS, "max_tokens": 1}),
+    "lm.trace": (_trace, {"prompt": IDS}),
+    "lm.fetch": (LM.fetch, {"runs": [RUN], "sites": [AT]}),
+    "lm.tokens": (LM.tokens, {"text": "a"}),
+    "lm.edit": (LM.edit, {"name": "a"}),
+    "lm.sleep": (LM.sleep, {"level": 1}),
+    "lm.bank[]=": (_bank_set, {"name": "a", "value": VECTOR}),
+    "lm.bank[]": (_bank_get, {"name": "a"}),
+    "lm.bank.mean": (LM.bank.mean, {"name": "m", "runs": [RUN], "site": AT}),
+    "run[]": (_read, {"site": AT}),
+    "run.read": (RUN.read, {"site": AT}),
+    "run.positions": (RUN.positions, {"site": AT}),
+    "run.refs": (RUN.refs, {"site": AT}),
+    "run.is_projected": (RUN.is_projected, {"site": AT}),
+    "run.layout": (RUN.layout, {"site": AT}),
+    "run.select": (RUN.select, {"tokens": "prompt"}),
+    "ablation_sweep": (pc.studies.ablation_sweep, {"lm": LM, "prompt": IDS, "answer": 5, "sites": "mlp_out", **SWEEP}),
+    "attribution_patching": (
+        pc.studies.attribution_patching,
+        {"lm": LM, **PAIR, "layers": 1, "verify": 1, "sample": 0, "sites": ["mlp_out"]},
+    ),
+    "causal_trace": (
+        pc.studies.causal_trace,
+        {"lm": LM, "prompt": IDS, "subject": 1, "answer": 5, "seeds": 1, **SWEEP},
+    ),
+    "compare_recipes": (pc.studies.compare_recipes, {**PARITY, "recipes": ["ablation"]}),
+    "direct_attribution": (pc.studies.direct_attribution, {"lm": LM, "prompt": IDS, "answer": 5, "by": ["layer"]}),
+    "edge_attribution": (pc.studies.edge_attribution, {"lm": LM, **PAIR, "verify": 1, "sample": 0}),
+    "fuzz_sweep": (pc.studies.fuzz_sweep, {"lm": LM, "prompts": [IDS], "strengths": [0.5], "max_tokens": 1}),
+    "harvest": (pc.studies.harvest, {"lm": LM, "documents": [IDS], "folder": "harvest", "sites": "embed"}),
+    "logit_lens": (pc.studies.logit_lens, {"lm": LM, "prompt": IDS, "layers": 1}),
+    "parity": (pc.studies.parity, {**PARITY, "prompts": [IDS], "max_tokens": 1}),
+    "patch_sweep": (pc.studies.patch_sweep, {"lm": LM, **PAIR, **SWEEP}),
+    "patchscope": (
+        pc.studies.patchscope,
+        {"lm": LM, "source": IDS, "target": IDS, "layers": 1, "target_layers": 1, "max_tokens": 1},
+    ),
+    "path_patch": (pc.studies.path_patch, {"lm": LM, **PAIR, **SWEEP, "senders": ["z[:, 0]"]}),
+    "steering_vectors": (
+        pc.studies.steering_vectors,
+        {
+            "lm": LM,
+            "positive": [[1, 2, 3], [4, 5, 6]],
+            "negative": [[7, 8, 9], [10, 11, 12]],
+            "layers": 1,
+            "held_out": 0,
+        },
+    ),
+    "strength_curve": (
+        pc.studies.strength_curve,
+        {"lm": LM, "vectors": MADE, "prompts": [IDS], "answer": 5, "scales": [1.0]},
+    ),
+    "MeanOf": (pc.studies.MeanOf, {"prompts": [IDS]}),
+    "Resampled": (pc.studies.Resampled, {"prompts": [IDS]}),
+    "Banked": (pc.studies.Banked, {"name": "a"}),
+    "Filters": (pc.studies.Filters, {}),
+    "Project": (pc.studies.Project, {"matrix": np.eye(LM.model.d_model, dtype=np.float32)}),
+    "SteeringVectors.edits": (MADE.edits, {}),
+    "SteeringVectors.vector": (MADE.vector, {"layer": 1}),
+    "SteeringVectors.directions": (MADE.directions, {}),
+    "SteeringVectors.from_directions": (pc.studies.SteeringVectors.from_directions, {"directions": {1: VECTOR}}),
+    "SteeringVectors.from_gguf": (pc.studies.SteeringVectors.from_gguf, {"path": "none.gguf"}),
+    "LogitLens.top": (LENS.top, {"layer": 1, "position": -1}),
+    "LogitLens.rank": (LENS.rank, {"token": 5}),
+    "LogitLens.probability": (LENS.probability, {"token": 5}),
+}
+SIGNATURES = {"lm.arun": LM.arun, "lm.stream": LM.stream, "lm.trace": LM.trace}
+UNNAMED = {  # of one argument, or named by the argument that it is read for
+    "LM", "site", "span", "role", "tokens", "Site", "Vector.of", "Program.of", "Program.from_json", "lm.bank[]=",
+    "lm.bank[]", "Project",
+}  # fmt: skip
+SKIPPED = {"tell", "listener", "check", "weights"}  # callbacks, called later; weights are read by engines
+
+
+def _objects() -> np.ndarray:
+    return np.array([object(), None], dtype=object)
+
+
+WRONG: dict[str, Any] = {
+    "None": None, "1.5": 1.5, "-7": -7, "10**30": 10**30, "True": True, "nan": float("nan"), "text": "text", "empty text": "",
+    "list": [1.5, "a"], "nested list": [[[1]]], "empty list": [], "dict": {1: 2}, "named dict": {"a": "b"}, "bytes": b"abc",
+    "array": np.array([1.5, 2.5]), "objects": _objects(), "engine": "transformers", "run": RUN, "object": object(),
+    "bf16": torch.ones(3, dtype=torch.bfloat16), "sparse": torch.eye(3).to_sparse(), "meta": torch.ones(3, device="meta"),
+    "quantised": torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.qint8),
+    "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+}  # fmt: skip
+
+
+def arguments_of(name: str) -> list[str]:
+    signature = inspect.signature(SIGNATURES.get(name, CALLS[name][0]))
+    return [one.name for one in signature.parameters.values()
+            if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL) and one.name not in SKIPPED]  # fmt: skip
+
+
+def error_of(function: Callable[..., Any], arguments: dict[str, Any]) -> Exception | None:
+    try:
+        function(**arguments)
+    except Exception as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_wrong_argument_works_or_is_named(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    function, right = CALLS[name]
+    always = error_of(function, right)  # what this engine cannot do at all
+    for argument in arguments_of(name):
+        for label, wrong in WRONG.items():
+            error, case = error_of(function, right | {argument: wrong}), f"{argument}={label}"
+            assert error is None or isinstance(error, pc.PatchclampError), f"{case}: {type(error).__name__}: {error}"
+            named = error is None or str(error) == str(always) or argument in str(error)
+            assert named or name in UNNAMED, f"{case}: {error}"
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if hasattr(pc.studies, name) and name.islower()])
+def test_a_missing_argument_is_named(name):
+    function, right = CALLS[name]
+    for argument in right:
+        if inspect.signature(function).parameters[argument].default is inspect.Parameter.empty:
+            error = error_of(function, {other: value for other, value in right.items() if other != argument})
+            assert isinstance(error, pc.ProgramError)
+            assert error.path == argument
