@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.errors import PatchclampError, ProgramError, UnsupportedSite, unknown
-from patchclamp.language.ops import as_row
+from patchclamp.language.conversions import as_mask
 from patchclamp.lm import LM
 from patchclamp.studies.cells import Trial, planned
 from patchclamp.studies.checks import checked
@@ -119,7 +119,7 @@ def patch_sweep(
     asked = _read(lm, clean, corrupt, answer, foil, metric, positions, direction)
     rows = rows_of(lm, sites, layers, group, window)
     try:
-        mixing = Mixing(_alpha(alpha), None if mask is None else as_row(mask))
+        mixing = Mixing(_alpha(alpha), None if mask is None else as_mask(mask))
     except PatchclampError as error:
         raise error if error.path else error.under("mask") from None
     plan = SweepPlan(
