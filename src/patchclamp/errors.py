@@ -132,10 +132,8 @@ TREE: dict[str, type[PatchclampError]] = {
 }  # fmt: skip
 
 
-def near(word: object, known: Iterable[str]) -> str:
+def near(word: str, known: Iterable[str]) -> str:
     """` (did you mean 'x'?)` when a known word is close, else nothing."""
-    if not isinstance(word, str):
-        return ""
     close = difflib.get_close_matches(word, list(known), n=2, cutoff=0.6)
     return f" (did you mean {' or '.join(repr(c) for c in close)}?)" if close else ""
 
@@ -143,7 +141,8 @@ def near(word: object, known: Iterable[str]) -> str:
 def unknown(what: str, word: object, known: Iterable[str], path: str | None = None) -> UnknownName:
     """The error for a word that names nothing: what was asked, what is there, what was perhaps meant."""
     known = list(known)
-    return UnknownName(f"no {what} {word!r:.200}{near(word, known)}; there are: {', '.join(known)}", path)
+    meant = near(word, known) if isinstance(word, str) else ""
+    return UnknownName(f"no {what} {word!r:.200}{meant}; there are: {', '.join(known)}", path)
 
 
 def not_finite(site: str) -> NotFinite:
