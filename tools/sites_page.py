@@ -256,7 +256,8 @@ def _measured() -> list[str]:
     left = [f"`{name}`" for name in said["models"] if name not in models]
     return [f"Measured by `python -m tools.lens_table` with TransformerLens {said['transformer_lens']} and "
             f"Transformers {said['transformers']}, on {len(models)} tiny random models: the families where a name "
-            "captures other rows, where its rows are the same and an edit has another effect, and where TransformerLens lacks it. "
+            "captures other rows, where its rows are the same and an edit has another effect, and where "
+            "TransformerLens lacks it. "
             f"Not run: {', '.join(left)}.\n",
             _table(("TransformerLens", "other rows", "other edits", "not there"), rows), ""]  # fmt: skip
 

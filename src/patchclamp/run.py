@@ -15,7 +15,7 @@ from patchclamp.errors import MissingSource, NotFinite, PatchclampError, Program
 from patchclamp.language import Program, Site, SiteOp
 from patchclamp.language.conversions import DTYPES, as_flag
 from patchclamp.language.site import parse_site
-from patchclamp.language.tokens import Tokens, parse_tokens
+from patchclamp.language.tokens import Tokens, read_tokens
 from patchclamp.plan import CAPTURE, BoundOp, BoundProgram
 from patchclamp.plan.acted import acted
 from patchclamp.plan.bound import Keep, pack_columns, position_array
@@ -278,7 +278,7 @@ class Run:
 
     def select(self, tokens: Tokens | str) -> np.ndarray:
         """The positions of this run that a selection names, in its order."""
-        return self._select(parse_tokens(tokens, "tokens"), self._positions)
+        return self._select(read_tokens(tokens, "tokens"), self._positions)
 
     def _select(self, tokens: Tokens, limit: int) -> np.ndarray:
         tokenizer = self._owner.engine.tokenizer

@@ -200,3 +200,52 @@ def test_a_missing_argument_is_named(name):
             error = error_of(function, {other: value for other, value in right.items() if other != argument})
             assert isinstance(error, pc.ProgramError)
             assert error.path == argument
+
+
+@pytest.mark.parametrize(("op", "given", "path"), [
+    (pc.Add, {"value": VECTOR}, "at"), (pc.Add, {"at": AT}, "value"), (pc.Zero, {}, "at"), (pc.Capture, {}, "at"),
+    (pc.Noise, {"at": AT}, "std"), (pc.Use, {}, "name"), (pc.From, {}, "run"),
+])  # fmt: skip
+def test_a_missing_field_of_an_op_is_named(op, given, path):
+    with pytest.raises(pc.ProgramError) as caught:
+        op(**given)
+    assert caught.value.path == path
+
+
+@pytest.mark.parametrize(("call", "path"), [
+    (lambda: pc.studies.logit_lens(LM, [IDS, OTHER]), "prompt"),
+    (lambda: pc.studies.patchscope(LM, source=[IDS], target=IDS), "source"),
+    (lambda: pc.studies.patchscope(LM, source=IDS, target=[]), "target"),
+    (lambda: pc.studies.attribution_patching(LM, clean=[IDS], corrupt=OTHER, answer=5), "clean"),
+    (lambda: LM.run(IDS, sampling={1: 2}), "sampling"),
+    (lambda: LM.run(IDS, sampling={"repetition_penalty": 1.1}), "sampling.repetition_penalty"),
+    (lambda: LENS.top(99, -1), "layer"),
+    (lambda: LENS.top(1, 99), "position"),
+    (lambda: pc.studies.strength_curve(LM, "x", [IDS], 5), "vectors"),
+    (lambda: pc.studies.Filters(norm_cap=True), "filters.norm_cap"),
+    (lambda: pc.studies.logit_lens(LM, IDS, unembedding=np.eye(16), labels="a" * 16), "labels"),
+    (lambda: pc.studies.compare_recipes("fake", recipes="ablation"), "recipes"),
+    (lambda: pc.studies.direct_attribution(LM, IDS, answer=5, by="head"), "by"),
+    (lambda: pc.studies.fuzz_sweep(LM, [IDS], [0.5], seeds="12"), "seeds"),
+    (lambda: pc.studies.patch_sweep(LM, **PAIR, metric="logprob", positions={"a": "12"}), "positions['a']"),
+    (lambda: LM.run(IDS, score="12"), "score"),
+    (lambda: pc.studies.causal_trace(LM, prompt=IDS, subject=1, answer=5, seeds=10**12), "seeds"),
+])  # fmt: skip
+def test_known_mistakes_have_their_path(call, path):
+    with pytest.raises(pc.PatchclampError) as caught:
+        call()
+    assert caught.value.path == path
+
+
+def test_a_zoom_into_more_blocks_than_there_are_is_a_zoom_into_all():
+    grids = [pc.studies.patch_sweep(LM, **PAIR, metric="logprob", zoom=keep) for keep in (100, 10**30)]
+    np.testing.assert_array_equal(*(grid.values for grid in grids))
+
+
+def test_what_vllm_samples_by_is_said_to_be_vllms():
+    from patchclamp.engines.sampling import Sampler
+
+    for check in (Sampler.check, LM.engine.check_sampling):
+        with pytest.raises(pc.UnknownName, match="vLLM") as caught:
+            check({"logit_bias": {1: 2.0}})
+        assert caught.value.path == "sampling.logit_bias"

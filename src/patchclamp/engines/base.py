@@ -14,7 +14,7 @@ import numpy as np
 from patchclamp.engines.adapters import Adapter
 from patchclamp.engines.chat import Chat, Turn
 from patchclamp.engines.findings import Finding
-from patchclamp.errors import EngineError, as_patchclamp_error
+from patchclamp.errors import EngineError, UnknownName, as_patchclamp_error, unknown
 from patchclamp.plan import BoundProgram
 from patchclamp.plan.bind import Code
 from patchclamp.sites import SiteMap
@@ -230,6 +230,11 @@ def settle_if_failed(futures: Iterable[Future[Any]], job: Future[Any]) -> None:
             settle(future, as_patchclamp_error(error))
 
 
+VLLM_SAMPLING = (  # what vLLM has, and the engines in this process may not
+    "allowed_token_ids", "bad_words", "detokenize", "frequency_penalty", "include_stop_str_in_output", "logit_bias",
+    "min_p", "min_tokens", "presence_penalty", "repetition_penalty", "seed", "skip_special_tokens",
+    "spaces_between_special_tokens", "stop", "stop_token_ids", "structured_outputs", "top_k", "top_p",
+)  # fmt: skip
 MAX_SCORES = 128  # token ids graded in one run, and likeliest tokens of one position: what vLLM's sampler takes
 Wanted = tuple[str, int, int | None]  # a run, a point, and one op by its place in the bound program, or all (None)
 Window = tuple[str, int, int | None, int, int]  # what is wanted, and of its rows begin … end−1
@@ -357,3 +362,12 @@ class Engine(Protocol):
 
 def _sleepless(engine: Engine) -> EngineError:
     return EngineError(f"the {engine.model.engine} engine does not sleep; vLLM on a GPU does")
+
+
+def unknown_parameter(name: str, known: Iterable[str], engine: str) -> UnknownName:
+    """The error for a sampling parameter that an engine does not have. One that vLLM has is said to be its own."""
+    path = f"sampling.{name}"
+    if name in VLLM_SAMPLING:
+        names = ", ".join(known)
+        return UnknownName(f"vLLM supports {name!r}, and the {engine} engine does not; there are: {names}", path)
+    return unknown("sampling parameter", name, known, path)

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from patchclamp import __version__
-from patchclamp.engines.base import Answer, Engine, Model, Part, Request, Tokenizer, settle
+from patchclamp.engines.base import Answer, Engine, Model, Part, Request, Tokenizer, settle, unknown_parameter
 from patchclamp.engines.fake_tokenizer import EOS, SPECIAL, FakeTokenizer
 from patchclamp.engines.numerics import only_uniform
 from patchclamp.errors import (
@@ -33,7 +33,6 @@ from patchclamp.errors import (
     TokensError,
     as_patchclamp_error,
     not_finite,
-    unknown,
 )
 from patchclamp.kernels import reference
 from patchclamp.kernels.code import call, check_outside
@@ -118,7 +117,7 @@ class FakeEngine(Engine):
     def check_sampling(self, sampling: dict[str, Any]) -> None:
         for name in sampling:
             if name not in SAMPLING:
-                raise unknown("sampling parameter", name, SAMPLING, f"sampling.{name}")
+                raise unknown_parameter(name, SAMPLING, "fake")
         if sampling.get("temperature", 0) != 0:
             temperature = sampling["temperature"]
             raise ProgramError(f"the fake engine is greedy: 0 is needed, not {temperature!r}", "sampling.temperature")

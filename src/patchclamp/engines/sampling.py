@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from patchclamp.errors import ProgramError, unknown
+from patchclamp.engines.base import unknown_parameter
+from patchclamp.errors import ProgramError
 
 UNSEEDED = -1  # the seed that stands for no seed, as in vLLM
 MIN_TEMPERATURE = 0.01  # a lower one above 0 counts as this, as in vLLM
@@ -48,7 +49,7 @@ class Sampler:
         """Raises for a name this engine does not have, or a value out of range."""
         for name in sampling:
             if name not in NAMES:
-                raise unknown("sampling parameter", name, NAMES, f"sampling.{name}")
+                raise unknown_parameter(name, NAMES, "Transformers")
         for name, low, high in (("temperature", 0, 2), ("top_p", 1e-6, 1), ("min_p", 0, 1)):
             _check_number(name, sampling.get(name, high), low, high)
         top_k = sampling.get("top_k", 0)

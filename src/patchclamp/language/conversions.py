@@ -78,10 +78,10 @@ def as_row(value: ValueLike) -> Vector | Named:
 
 def as_mask(value: ValueLike) -> Vector | Named:
     """Numbers [D], or booleans [D] as 0 and 1."""
+    if isinstance(value, (list, tuple)):
+        return as_row([float(one) if isinstance(one, bool) else one for one in value])  # type: ignore[arg-type]
     if "bool" in str(getattr(value, "dtype", "")):
-        value = value * 1.0
-    elif isinstance(value, (list, tuple)):
-        value = [float(one) if isinstance(one, bool) else one for one in value]
+        return as_row(value * 1.0)  # type: ignore[operator]
     return as_row(value)
 
 

@@ -6,12 +6,13 @@ specification's dataclass transforms).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, dataclass_transform, overload
 
 import msgspec
 
-from patchclamp.errors import PatchclampError
+from patchclamp.errors import PatchclampError, ProgramError
 
 Written = TypeVar("Written")
 Read = TypeVar("Read")
@@ -41,6 +42,14 @@ class _Converting(msgspec.StructMeta):
         namespace |= {word: msgspec.field(default=field.default) for word, field in fields.items()}
         namespace["converters"] = {word: field.converter for word, field in fields.items()}
         return super().__new__(cls, name, bases, namespace, **config)
+
+    def __call__(cls, *args: Any, **fields: Any) -> Any:
+        try:
+            return super().__call__(*args, **fields)
+        except TypeError as error:
+            if missing := re.fullmatch("Missing required argument '(.*)'", str(error)):
+                raise ProgramError(f"{cls.__name__} needs {missing[1]}=", missing[1]) from None
+            raise
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))

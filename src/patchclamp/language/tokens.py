@@ -378,15 +378,8 @@ _IMAGE = re.compile(r"\s*image\b\s*(?:\[(?P<n>[^\]]*)\]\s*(?:\[(?P<keys>[^\]]*)\
 MAX_TEXT = 1 << 15  # characters of a selection's text form
 
 
-def parse_tokens(text: TokensLike, path: str | None = None) -> Tokens:
+def parse_tokens(text: TokensLike) -> Tokens:
     """A selection from its text form, from a position or positions of `every`, or a selection itself."""
-    try:
-        return _parse(text)
-    except PatchclampError as error:
-        raise error if path is None else error.under(path) from None
-
-
-def _parse(text: TokensLike) -> Tokens:
     if isinstance(text, (Positions, TextSpan, Role, TokenIds, ImageTokens, Joined)):
         return text
     if isinstance(text, (int, slice, range, list, tuple)) and not isinstance(text, bool):
@@ -479,3 +472,11 @@ def _unquote(literal: str) -> str:
         return json.loads(f'"{quoted}"', strict=False)
     except ValueError as error:
         raise ProgramError(f"span({literal}): {error}") from None
+
+
+def read_tokens(text: TokensLike, path: str) -> Tokens:
+    """`parse_tokens`, whose errors have a path."""
+    try:
+        return parse_tokens(text)
+    except PatchclampError as error:
+        raise error.under(path) from None

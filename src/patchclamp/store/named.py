@@ -85,11 +85,9 @@ class NamedBank(MutableMapping[str, Entry]):
         self._entries[check_name(name)] = as_entry(entry)
 
     def __getitem__(self, name: str) -> Entry:
-        if not isinstance(name, str) or name not in self._entries:
+        if check_name(name) not in self._entries:
             names = ", ".join(self._entries) or "nothing yet"
-            raise MissingSource(
-                f"nothing in the bank is named {name!r:.200}{near(name, self._entries)}; there is: {names}"
-            )
+            raise MissingSource(f"nothing in the bank is named {name!r}{near(name, self._entries)}; there is: {names}")
         return self._entries[name]
 
     def __delitem__(self, name: str) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from patchclamp import __version__
 from patchclamp.errors import ProgramError, ShapeError, UnsupportedSite
 from patchclamp.language import Add, Site, Vector
-from patchclamp.language.tokens import Tokens, TokensLike, every, parse_tokens
+from patchclamp.language.tokens import Tokens, TokensLike, every, read_tokens
 from patchclamp.language.values import as_array
 from patchclamp.studies.checks import numbers_of
 from patchclamp.studies.result import Provenance, StudyResult
@@ -82,7 +82,7 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
 
         Raises: `ProgramError` for a layer that has no vector.
         """
-        selection: Tokens = parse_tokens(tokens, "tokens")
+        selection: Tokens = read_tokens(tokens, "tokens")
         return tuple(
             Add(self.vectors[self.layers.index(layer)], at=Site(self.site, layer), tokens=selection, scale=scale)
             for layer in self._chosen(layers)

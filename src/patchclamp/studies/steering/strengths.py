@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from patchclamp.errors import ProgramError
-from patchclamp.language.tokens import TokensLike, every, parse_tokens
+from patchclamp.language.tokens import TokensLike, every, read_tokens
 from patchclamp.lm import LM
 from patchclamp.studies.checks import check_batch, checked
 from patchclamp.studies.journal import Resumable
@@ -142,7 +142,7 @@ def strength_curve(
         answers=texts_of(lm, behaviour.answers), scales=steps,
         foils=None if behaviour.foils is None else texts_of(lm, behaviour.foils),
         vectors=f"{vectors.method} vectors of {vectors.site}", layers=_layers(vectors, layers),
-        tokens=str(parse_tokens(tokens, "tokens")), chat=chat, logprobs=scored.answer,
+        tokens=str(read_tokens(tokens, "tokens")), chat=chat, logprobs=scored.answer,
         foil_logprobs=np.full(scored.answer.shape, np.nan) if scored.foil is None else scored.foil,
     )  # fmt: skip
 

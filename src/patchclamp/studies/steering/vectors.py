@@ -16,7 +16,7 @@ from patchclamp.errors import ProgramError, UnsupportedSite
 from patchclamp.language import Add, Capture, Site
 from patchclamp.language.ranges import Range, parse_index
 from patchclamp.language.site import parse_site
-from patchclamp.language.tokens import TokensLike, parse_tokens, prompt
+from patchclamp.language.tokens import TokensLike, parse_tokens, prompt, read_tokens
 from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.studies.checks import check_batch, checked, numbers_of
@@ -77,7 +77,7 @@ def steering_vectors(
     named = _site(lm, site)
     numbers = _layers(lm, named, layers)
     tests = _held_out(len(sides[0]), len(sides[1]), held_out, seed)
-    captures = [Capture(Site(named.name, layer), parse_tokens(tokens, "tokens")) for layer in numbers]
+    captures = [Capture(Site(named.name, layer), read_tokens(tokens, "tokens")) for layer in numbers]
     behaviour = None if answer is None else Behaviour.of(lm, answer, foil, len(tests[1]))
     question = {
         "study": "steering_vectors", "prompts": [[one.ids for one in side] for side in sides], "method": method,
