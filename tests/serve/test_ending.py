@@ -19,8 +19,8 @@ ENDS_WITHIN_S = 15
 LONG = {"prompt": PROMPT, "max_tokens": 480, "ignore_eos": True, "temperature": 0}
 
 
-def ask(server, path: str, body) -> tuple[float, str]:
-    """When a request ended, and all that came."""
+def ask(server, path: str, body) -> str:
+    """All that came of a request."""
     text = ""
     try:
         with httpx.stream("POST", server.url + path, json={"model": server.model, **body}, timeout=120) as response:
@@ -28,7 +28,7 @@ def ask(server, path: str, body) -> tuple[float, str]:
                 text += part
     except httpx.HTTPError:
         pass
-    return time.monotonic(), text
+    return text
 
 
 @pytest.mark.processes
@@ -48,7 +48,6 @@ def test_everybody_is_answered_and_the_process_exits(model, tmp_path, how):
             asked = [pool.submit(ask, server, "/v1/completions", body) for body in bodies * 2]
             time.sleep(1.5)
             assert [each.result() for each in asked if each.done()] == []
-            began = time.monotonic()
             if how == "dead core":
                 cores = [
                     each for each in psutil.Process(server.process.pid).children() if "Core" in " ".join(each.cmdline())
@@ -58,9 +57,7 @@ def test_everybody_is_answered_and_the_process_exits(model, tmp_path, how):
                 server.process.send_signal(getattr(signal, how))
             server.process.wait(ENDS_WITHIN_S)
             for each in asked:
-                at, text = each.result()
-                assert at - began < ENDS_WITHIN_S
-                assert '"fingerprint"' not in text
+                assert '"fingerprint"' not in each.result(timeout=2)
         assert "Exception in callback" not in server.log.read_text()
     finally:
         stop(server)

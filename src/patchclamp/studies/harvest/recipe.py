@@ -78,7 +78,10 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def name(self) -> str:
         """The hash that names the folder."""
-        return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()[:NAME_DIGITS]
+        content = msgspec.json.encode(self, order="deterministic")
+        if self.norms is not None:  # 0.1.0 compared the caps with reduced rows: its folders must not be resumed
+            content += NORMS.encode()
+        return hashlib.sha256(content).hexdigest()[:NAME_DIGITS]
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
