@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
+import random
 import threading
 from concurrent.futures import Future
+from itertools import chain
 
 import pytest
 from hypothesis import given
@@ -16,6 +18,7 @@ import patchclamp as pc
 from patchclamp.engines.base import Answer, Request
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
 from patchclamp.engines.writer import Writer
+from tests.reference import spelling
 
 PROMPT = "The Eiffel Tower is in"
 
@@ -443,6 +446,42 @@ def test_every_token_of_a_character_overlaps_it(inner_class, replace, text):
 
     expected = [(i, i + 1) for i, character in enumerate(text) for _ in character.encode()]
     assert HubTokenizer(Slow()).spell(list(text.encode()), text) == (text, expected)
+
+
+class Spelling:
+    """A tokenizer without offsets that counts the tokens it decodes."""
+
+    is_fast, all_special_ids, decoded = False, (256,), 0
+
+    def __init__(self, inner, replace=True):
+        self.inner, self.replace, self.convert_ids_to_tokens = inner, replace, inner.convert_ids_to_tokens
+
+    def decode(self, ids, skip_special_tokens=True, clean_up_tokenization_spaces=False):
+        self.decoded += len(ids)
+        return self.inner.decode(ids) if self.replace else bytes(i for i in ids if i < 256).decode("utf-8", "ignore")
+
+
+@pytest.mark.parametrize("inner", [Spelling(Bytes()), Spelling(Falling()), Spelling(Bytes(), replace=False)])
+@given(ids=st.lists(any_ids, max_size=30).map(lambda parts: [*chain.from_iterable(parts)]))
+def test_tokens_lie_where_every_prefix_and_suffix_says(inner, ids):
+    assert HubTokenizer(inner).spell(ids, None) == spelling.spell(inner.decode, ids)
+
+
+@pytest.mark.parametrize("inner", [Bytes(), Falling()])
+def test_spelling_decodes_a_long_prompt_piece_by_piece(inner):
+    draw, counted = random.Random(0), Spelling(inner)
+    texts = ["".join(draw.choice(letters) for _ in range(2000)) for letters in ("aé😀 .�界", "é😀界")]
+    for text in texts:
+        check_spelling(HubTokenizer(counted), text)
+    assert counted.decoded < 200 * len("".join(texts).encode())
+    with pytest.raises(pc.TokensError, match="decode"):
+        HubTokenizer(counted).spell([0xF0] * 3000, None)
+
+
+def check_spelling(tokenizer, expected):
+    text, offsets = tokenizer.spell(list(expected.encode()), None)
+    assert text == expected
+    assert [begin for begin, _ in offsets] == [i for i, character in enumerate(text) for _ in character.encode()]
 
 
 @pytest.mark.parametrize("inner", [Bytes(), Falling()])

@@ -9,10 +9,12 @@ from os.path import commonprefix
 from typing import Any
 
 from patchclamp.engines.chat import TOLD, Turn, find_turns, has_images
-from patchclamp.errors import ProgramError
+from patchclamp.errors import ProgramError, TokensError
 
 BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token that is one byte, where a vocabulary falls back on bytes
 PARTIAL = "\ufffd"  # the text of a character with missing bytes
+WINDOW = 16  # tokens decoded together, at least: more than a character or a tidied space takes
+MOST_UNKNOWN = 1024  # tokens in a row without a whole character
 
 
 def complete_text(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> str:
@@ -69,19 +71,50 @@ class HubTokenizer:
             encoding = self.inner(candidate, return_offsets_mapping=True, add_special_tokens=special)
             if list(encoding["input_ids"]) == ids:
                 return candidate, [tuple(pair) for pair in encoding["offset_mapping"]]
+        return self._spelt(ids)
+
+    def _spelt(self, ids: list[int]) -> tuple[str, list[tuple[int, int]]]:
+        """The text of ids that do not round-trip, and where each token lies in it: decoded from prefix to prefix, each
+        from the last but one of the anchors, which are places where the text so far is whole characters."""
         full, offsets, complete = self._full_text(ids), [], 0
+        context = anchor = known = 0  # tokens before both; and the length of the anchor's text
+        overlap = ""  # the text from the context to the anchor
         for i in range(1, len(ids) + 1):
-            begin, prefix = complete, self._full_text(ids[:i])
-            same = len(commonprefix([prefix, full]))  # noqa: RUF071 - of texts, not paths
-            whole = same == len(prefix)
+            if i - anchor > MOST_UNKNOWN:  # decoding is quadratic in these
+                raise TokensError(f"tokens {anchor} to {i} decode to no whole character: give positions, not text")
+            begin, decoded = complete, self._full_text(ids[context:i])
+            if not decoded.startswith(overlap):
+                if self._may_be_unfinished(ids[anchor - 1]):  # a partial character spoils its row of bytes
+                    decoded = overlap + PARTIAL
+                else:  # decoded otherwise than within the whole
+                    decoded, overlap, context = self._full_text(ids[:i]), full[:known], 0
+            tail = decoded[len(overlap) :]
+            same = known + len(commonprefix([tail, full[known : known + len(tail)]]))  # noqa: RUF071 - not paths
+            whole = same == known + len(tail)
             # A partial character decodes to U+FFFD, or to nothing.
-            if whole and (same <= begin or prefix.endswith(PARTIAL)):
-                whole = full[same:].lstrip() == self._full_text(ids[i:]).lstrip()
+            if whole and (same <= begin or tail.endswith(PARTIAL)):
+                whole = self._continues(ids, i, full, same)
             if not whole:
-                same = min(same, len(prefix.rstrip(PARTIAL)))
+                same = min(same, known + len(tail.rstrip(PARTIAL)))
             complete = max(complete, same)  # bytes that are decoded together can take back a character
             offsets.append((begin, complete if whole else min(complete + 1, len(full))))
+            within = WINDOW * (8 if self._may_be_unfinished(ids[i - 1]) else 1)
+            if whole and i - anchor >= within and same == complete and not tail.endswith(PARTIAL):
+                context, anchor, known = anchor, i, same
+                overlap = self._full_text(ids[context:anchor])
         return full, offsets
+
+    def _continues(self, ids: list[int], i: int, full: str, begin: int) -> bool:
+        """True if the tokens from `i` on have the text from `begin` on, but for spaces in front."""
+        end, text = i, ""
+        while end < len(ids) and end - i < 8 * WINDOW and not text.strip(PARTIAL):
+            end = min(end + WINDOW, len(ids))
+            while end < len(ids) and end - i < 8 * WINDOW and self._may_be_unfinished(ids[end - 1]):
+                end += 1
+            text = self._full_text(ids[i:end]).lstrip()
+        while begin < len(full) and full[begin].isspace():
+            begin += 1
+        return full[begin:] == text if end == len(ids) else full.startswith(text.removesuffix(PARTIAL), begin)
 
     def _full_text(self, ids: list[int]) -> str:
         """The text with special tokens."""
