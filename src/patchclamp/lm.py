@@ -260,7 +260,7 @@ class LM:
         as_flag(copy, "copy")
         refs = self.sites.refs() if sites is None else self._refs(sites)
         wanted = [run.captured_of(refs) if sites is None else refs for run in runs]
-        if not self.engine.has_views:
+        if copy or not self.engine.has_views:
             self._check_memory(sum(
                 run.stored_bytes_at(point) for run, of_run in zip(runs, wanted, strict=True)
                 for point, _ in run.unread({ref.point for ref in of_run})

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import patchclamp as pc
 from patchclamp.plan import bound
+from patchclamp.store import free_memory
 
 LM = pc.LM("fake", prove=False)
 ONES = np.ones(16)
@@ -135,6 +136,28 @@ def test_captures_that_do_not_fit_are_refused_before_they_run(capture, size):
         with pytest.raises(pc.CapacityError):
             lm.fetch(runs)
         assert lm.engine.status()["programs"] == 0
+
+
+def test_the_file_cache_counts_as_memory_that_is_left(tmp_path, monkeypatch):
+    files = {"max": "1000", "current": "990", "stat": "anon 90\ninactive_file 500\nactive_file 400\n"}
+    for name, text in files.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    (_, *names), *_ = free_memory.CGROUPS
+    monkeypatch.setattr(free_memory, "CGROUPS", [(str(tmp_path), *names)])
+    assert free_memory.available_bytes() == 910
+    (tmp_path / "memory.max").write_text("max")
+    assert free_memory.available_bytes() > 1 << 20
+
+
+def test_views_are_copied_only_where_there_is_memory(monkeypatch):
+    """An engine in this process has views, which `fetch` copies."""
+    run = LM.run([2] * 64, max_tokens=1, capture=["resid_post"])
+    monkeypatch.setattr("patchclamp.lm.available_bytes", lambda: 0)
+    monkeypatch.setattr("patchclamp.lm.MIN_CHECKED_BYTES", 0)
+    monkeypatch.setattr(type(LM.engine), "has_views", True)
+    with pytest.raises(pc.CapacityError):
+        LM.fetch([run])
+    assert LM.fetch([run], copy=False)
 
 
 def test_captures_are_limited_by_the_memory_that_is_left(monkeypatch):
