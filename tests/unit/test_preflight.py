@@ -8,8 +8,10 @@ import time
 import pytest
 import torch
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 import patchclamp as pc
+from patchclamp.cli.app import app
 from patchclamp.engines.fake import FakeEngine
 from patchclamp.engines.preflight import check_checkpoint, default_dtype
 
@@ -28,7 +30,7 @@ def folder(tmp_path, config=CONFIG, weights: bool = True, tokenizer: bool = True
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
 @pytest.mark.parametrize(
     "model",
-    ["smolm2", "transformers", "localhost:8123", "/no/such/folder", "./nothing", "two words", "", None, 5,
+    ["smolm2", "transformers", "x" * 5000, "a\0b", "localhost:8123", "/no/such/folder", "./nothing", "two words", "", None, 5,
      FakeEngine(), torch.nn.Linear(2, 2)],
     ids=lambda wrong: repr(wrong) if wrong is None or isinstance(wrong, (str, int)) else type(wrong).__name__,
 )  # fmt: skip
@@ -60,7 +62,7 @@ def test_a_server_that_is_not_there(url):
 
 
 def test_no_such_device(tmp_path):
-    for device in ("cuda:99", "gpu"):
+    for device in ("cuda:99", "gpu", "meta", "xpu", "mps"):
         with pytest.raises(pc.ModelError) as raised:
             pc.LM(folder(tmp_path), "transformers", device=device)
         assert raised.value.path == "device"
@@ -93,6 +95,34 @@ def test_a_folder_that_is_empty_cut_short_or_misspelt(tmp_path):
 def test_options_that_make_a_part_unnecessary(tmp_path):
     path = folder(tmp_path, weights=False, tokenizer=False)
     check_checkpoint(path, {"load_format": "dummy", "skip_tokenizer_init": True})
+
+
+def test_the_cache_is_read_where_the_options_say(tmp_path, monkeypatch):
+    """A model of another revision, and one in another folder, in the layout of the hub's cache."""
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    model = tmp_path / "models--org--m"
+    (model / "snapshots" / "abc").mkdir(parents=True)
+    (model / "snapshots" / "abc" / "config.json").write_text("{}")
+    (model / "refs").mkdir()
+    (model / "refs" / "v1").write_text("abc")
+    where = {"download_dir": str(tmp_path)}
+    check_checkpoint("org/m", {**where, "revision": "v1"})
+    for options in ({}, where, {"revision": "v1"}):
+        with pytest.raises(pc.ModelError, match="cache"):
+            check_checkpoint("org/m", options)
+
+
+def test_serve_reads_the_options_that_say_where_a_model_is(monkeypatch):
+    pytest.importorskip("patchclamp.engines.vllm.launch")
+    resolved = {}
+    monkeypatch.setattr("patchclamp.engines.open.resolve", lambda model, options: resolved.update(options) or model)
+    monkeypatch.setattr("patchclamp.engines.vllm.launch.run_server", lambda model, args: None)
+    words = ["serve", "org/m", "--revision", "v1", "--download-dir=/models", "--skip-tokenizer-init"]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    expected = {"revision": "v1", "download_dir": "/models", "skip_tokenizer_init": "--skip-tokenizer-init"}
+    assert resolved == expected
 
 
 def test_small_models_run_in_fp32_on_a_cpu(tmp_path, caplog):

@@ -16,6 +16,7 @@ from patchclamp.errors import ModelError
 
 SMALL_PARAMETERS = 2_000_000_000  # below this many, `pc.LM` loads fp32 on a CPU
 HUB_TIMEOUT_S = 5.0
+MOST_NAME_BYTES = 4096
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 TOKENIZERS = ("*token*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 _noted: set[str] = set()
@@ -45,6 +46,8 @@ def check_checkpoint(name: str, options: Mapping[str, Any]) -> None:
     options: the engine's; those that make a file unnecessary count
     """
     path = Path(name)
+    if len(os.fsencode(name)) > MOST_NAME_BYTES or "\0" in name:
+        raise ModelError(f"expected a hub id or a folder, got text of {len(name)} characters: {name!r:.100}", "model")
     if path.is_dir():
         _check_folder(path, options)
     elif path.is_file():
@@ -56,7 +59,7 @@ def check_checkpoint(name: str, options: Mapping[str, Any]) -> None:
         hint = f"did you mean {path.parent / close[0]}?" if close else "check the path"
         raise ModelError(f"there is no folder {name}; {hint}", "model")
     elif "://" not in name and ":" not in name and not os.environ.get("VLLM_USE_MODELSCOPE"):
-        _check_hub(name, options.get("revision"))
+        _check_hub(name, options)
 
 
 def _check_folder(folder: Path, options: Mapping[str, Any]) -> None:
@@ -78,7 +81,7 @@ def _check_folder(folder: Path, options: Mapping[str, Any]) -> None:
         )  # fmt: skip
 
 
-def _check_hub(name: str, revision: str | None) -> None:
+def _check_hub(name: str, options: Mapping[str, Any]) -> None:
     """Raises `ModelError` for a name that is not in the hub's cache, where the hub has no such model or is away."""
     known = ("smollm2", "fake")
     close = difflib.get_close_matches(name.lower(), known, n=1)
@@ -89,7 +92,8 @@ def _check_hub(name: str, revision: str | None) -> None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        if any(cached(name, file, revision) for file in ("config.json", "params.json")):
+        revision = options.get("revision")
+        if any(cached(name, file, revision, options.get("download_dir")) for file in ("config.json", "params.json")):
             return
         url = huggingface_hub.hf_hub_url(name, "config.json", revision=revision)
     except HFValidationError:
@@ -115,11 +119,11 @@ def _check_hub(name: str, revision: str | None) -> None:
         raise ModelError(f"the hub has no model {name!r}; {hint}", "model")
 
 
-def cached(name: str, file: str, revision: str | None = None) -> Path | None:
-    """A file of a hub model in the cache on this machine."""
+def cached(name: str, file: str, revision: str | None = None, folder: str | None = None) -> Path | None:
+    """A file of a hub model in the cache on this machine, or in another cache's folder."""
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(name, file, revision=revision)
+    found = try_to_load_from_cache(name, file, folder, revision)
     return Path(found) if isinstance(found, str) else None
 
 

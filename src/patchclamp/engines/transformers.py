@@ -103,7 +103,7 @@ class TransformersEngine(Engine):
             self.tokenizer: Tokenizer = (
                 NoTokenizer() if skip_tokenizer_init else HubTokenizer.load(name, trust_remote_code=trust_remote_code)
             )
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
             raise ModelError(f"{name} cannot be loaded: {describe_error(error)}", "model") from error
         whole = self._net.config
         config = whole.get_text_config()
@@ -416,9 +416,13 @@ def _checked_device(device: str | None) -> str:
         asked = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ModelError(f"expected a device such as 'cpu' or 'cuda:0', got {device!r}: {error}", "device") from None
+    fix = f"there are {gpus} GPUs" if gpus else "PyTorch finds no GPU; leave device= out to use the CPU"
     if asked.type == "cuda" and (asked.index or 0) >= gpus:
-        fix = f"there are {gpus} GPUs" if gpus else "PyTorch finds no GPU; leave device= out to use the CPU"
         raise ModelError(f"{device} is not there: {fix}", "device")
+    try:
+        torch.zeros(1, device=asked).item()
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
+        raise ModelError(f"{device} cannot be used ({describe_error(error)}): {fix}", "device") from None
     return str(device)
 
 

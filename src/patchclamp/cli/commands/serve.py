@@ -16,9 +16,10 @@ def serve(model: Model, context: typer.Context) -> None:
     from patchclamp.engines.preflight import model_name
     from patchclamp.engines.vllm.launch import run_server
 
-    given = {word.lstrip("-").partition("=")[0].replace("-", "_"): word for word in context.args if word[:2] == "--"}
-    loading = {"load_format": ""} if "load_format" in given else {}
-    run_server(resolve(model_name(model), {**given, **loading, "revision": None}), context.args)
+    words = dict(zip(context.args, [*context.args[1:], ""], strict=True))
+    given = {name.lstrip("-").replace("-", "_"): value if same else words[word] or word for word in context.args
+             if word[:2] == "--" for name, same, value in [word.partition("=")]}  # fmt: skip
+    run_server(resolve(model_name(model), given), context.args)
 
 
 serve.context_settings = {"allow_extra_args": True, "ignore_unknown_options": True}
