@@ -32,7 +32,7 @@ from patchclamp.studies import (
 )
 from patchclamp.studies.cells import BASELINES, Cells, Round, Trial, planned
 from patchclamp.studies.grid import carrying
-from patchclamp.studies.journal import Journal, _frames, hash_of
+from patchclamp.studies.journal import Journal, MemoryJournal, _frames, hash_of
 from patchclamp.studies.metric import grade
 from patchclamp.studies.rows import Row
 from patchclamp.studies.spread import FLIPS, spread
@@ -635,3 +635,27 @@ def test_paths_are_refused_where_a_state_lies_between(monkeypatch):
         monkeypatch.setattr(lm.sites, "sizes", msgspec.structs.replace(lm.sites.sizes, recurrent=(1,)))
         with pytest.raises(pc.UnsupportedSite, match="have a state space or linear attention"):
             path_patch(lm, **STUDIES["path_patch"], show_progress=False)
+
+
+def test_unpatched_runs_are_kept_batch_by_batch(monkeypatch):
+    """Of many pairs the unpatched runs alone may take long: an interrupted sweep goes on within them."""
+    pairs = [[5, 6, token] for token in range(2, 12)]
+    asked = {"clean": pairs, "corrupt": [[8, 9, of[2]] for of in pairs], "answer": 3, "metric": "logprob",
+             "layers": 1, "positions": -1}  # fmt: skip
+    journal, appended = MemoryJournal(), []
+    append = Journal.append
+
+    def appending(self, values):
+        append(self, values)
+        appended.append(len(values))
+        if len(appended) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Journal, "append", appending)
+    with pc.LM("fake", prove=False) as lm:
+        with pytest.raises(KeyboardInterrupt):
+            pc.studies.patch_sweep(lm, **asked, resume=journal)
+        assert 0 < sum(appended) < 2 * len(pairs)
+        monkeypatch.setattr(Journal, "append", append)
+        resumed = pc.studies.patch_sweep(lm, **asked, resume=journal)
+        np.testing.assert_array_equal(resumed.each, pc.studies.patch_sweep(lm, **asked).each)

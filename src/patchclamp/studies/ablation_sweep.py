@@ -31,7 +31,6 @@ from patchclamp.studies.grid import (
     carrying,
     check_seed,
     fill,
-    graded_values,
     reruns_for,
     teller,
     with_values,
@@ -109,9 +108,7 @@ def ablation_sweep(
         return shared[0]
 
     with _closing(shared), carrying(lm, "ablating", total, question, batch, show_progress, resume) as cells:
-        bases = cells.once(
-            len(words), lambda: graded_values(lm, [Trial(of.ids, (), g) for of, g in zip(words, graded, strict=True)])
-        )
+        bases = cells.graded([Trial(of.ids, (), g) for of, g in zip(words, graded, strict=True)])
         pairs = [_pair(lm, *of) for of in zip(words, graded, bases, columns, strict=True)]
         begun = _begun(lm, metric, pairs, rows, across, seeds, in_words(source), json_of(question))
         units = [Unit(of.ids, (), g, "clean", base, 0.0, 1.0, writer, n)

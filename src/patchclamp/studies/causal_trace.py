@@ -33,7 +33,6 @@ from patchclamp.studies.grid import (
     Unit,
     carrying,
     fill,
-    graded_values,
     reruns_for,
     teller,
     with_values,
@@ -113,7 +112,7 @@ def causal_trace(
         lm, "tracing", planned(counts, reruns_for(len(counts))), question, batch, show_progress, resume
     ) as cells:
         noise = cells.once(1, lambda: [embedding_std(lm, traced) * TIMES if std is None else _std(std)])[0]
-        values = cells.once(len(traced) * (1 + len(numbers)), lambda: _unpatched(lm, traced, noise, numbers))
+        values = cells.graded(_unpatched(traced, noise, numbers))
         both = np.array(values).reshape(len(traced), 1 + len(numbers))  # clean, then noised by seed
         begun, bases, scales = _begun(lm, metric, traced, rows, columns, both, noise, numbers)
         begun = msgspec.structs.replace(begun, source="clean activations", question=json_of(question))
@@ -186,10 +185,10 @@ def _noise(of: _Traced, std: float, seed: int) -> tuple[Op, ...]:
     return (Noise(std, at="embed", tokens=every[of.subject], seed=seed),)
 
 
-def _unpatched(lm: LM, traced: Sequence[_Traced], std: float, seeds: tuple[int, ...]) -> list[float]:
-    """The metric of every prompt, clean and then noised by each seed, before normalisation."""
+def _unpatched(traced: Sequence[_Traced], std: float, seeds: tuple[int, ...]) -> list[Trial]:
+    """Every prompt, clean and then noised by each seed."""
     noises = [(of, edits) for of in traced for edits in ((), *(_noise(of, std, seed) for seed in seeds))]
-    return graded_values(lm, [Trial(of.words.ids, edits, of.graded) for of, edits in noises])
+    return [Trial(of.words.ids, edits, of.graded) for of, edits in noises]
 
 
 def _begun(

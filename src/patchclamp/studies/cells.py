@@ -80,6 +80,13 @@ class Cells:
             self._journal.append(values)
         return values
 
+    def graded(self, trials: Sequence[Trial]) -> list[float]:
+        """The metric of trials, before normalisation. Those that the journal has are not run again."""
+        values = self._take(len(trials)).tolist()
+        if len(values) < len(trials):
+            self._carry(trials[len(values) :], len(values), lambda which, runs, new: values.extend(new))
+        return values
+
     def run(
         self, counts: Sequence[int], rounds: Callable[[], Sequence[Round]], tell: Tell, reruns: int = BASELINES
     ) -> list[Values]:
@@ -106,6 +113,20 @@ class Cells:
     ) -> None:
         """Fills in the values from `begin` on."""
         trials = [rounds[number].baseline if i is None else rounds[number].trials[i] for number, i in plan[begin:]]
+
+        def read(which: range, runs: list[Run], new: list[float]) -> None:
+            self._runs += len(runs)
+            self._cut += sum(run.answer.computed_from is not None for run in runs)
+            values[which.start : which.stop] = new
+            self._told(plan, values, which, tell)
+
+        self._carry(trials, begin, read)
+
+    def _carry(
+        self, trials: Sequence[Trial], begin: int, read: Callable[[range, list[Run], list[float]], None]
+    ) -> None:
+        """Runs trials in batches, appends their values to the journal, and passes on the numbers of each batch, counted
+        from `begin`, its runs and its values."""
         unread: collections.deque[list[Trial]] = collections.deque()
         pace, done = Pace(self._batch), begin
 
@@ -114,22 +135,16 @@ class Cells:
                 unread.append(part)
                 yield _call(part)
 
-        def read(runs: list[Run]) -> None:
+        def read_batch(runs: list[Run]) -> None:
             nonlocal done
             part = unread.popleft()
-            self._runs += len(runs)
-            self._cut += sum(run.answer.computed_from is not None for run in runs)
             graded = iter(runs)
-            new = range(done, done + len(part))
-            values[done : done + len(part)] = [
-                trial.graded.read([next(graded).scores for _ in trial.graded.questions]) for trial in part
-            ]
+            new = [trial.graded.read([next(graded).scores for _ in trial.graded.questions]) for trial in part]
             if self._journal is not None:
-                self._journal.append(values[done : done + len(part)])
-            done += len(part)
-            self._told(plan, values, new, tell)
+                self._journal.append(np.array(new))
+            read(range(done, done := done + len(part)), runs, new)
 
-        run_batches(self._lm, calls(), read, UNDER_WAY, pace)
+        run_batches(self._lm, calls(), read_batch, UNDER_WAY, pace)
 
     def _told(self, plan: Sequence[_Planned], values: np.ndarray, which: range, tell: Tell) -> None:
         by_round: dict[int, list[tuple[int, float]]] = {}

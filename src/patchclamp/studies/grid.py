@@ -138,17 +138,6 @@ def _sides(unit: Unit, column: Column) -> tuple[tuple[int, ...], tuple[int, ...]
     return (column.clean, column.corrupt) if unit.written == "corrupt" else (column.corrupt, column.clean)
 
 
-def graded_values(lm: LM, trials: Sequence[Trial]) -> list[float]:
-    """The metric of some runs, in one call, before normalisation."""
-    asked = [(trial, question) for trial in trials for question in trial.graded.questions]
-    runs = lm.run(
-        [[*trial.prompt, *question.suffix] for trial, question in asked], max_tokens=1,
-        score=[question.score for _, question in asked], edits=[list(trial.edits) for trial, _ in asked],
-    )  # fmt: skip
-    scores = iter(runs)
-    return [trial.graded.read([next(scores).scores for _ in trial.graded.questions]) for trial in trials]
-
-
 @contextmanager
 def carrying(
     lm: LM, what: str, total: int, question: Mapping[str, Any], batch: int, show: bool | None, resume: Resumable | None

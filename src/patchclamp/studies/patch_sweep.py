@@ -33,7 +33,6 @@ from patchclamp.studies.grid import (
     carrying,
     check_seed,
     fill,
-    graded_values,
     reruns_for,
     with_values,
 )
@@ -272,7 +271,7 @@ class SweepPlan:
 
 def _sweep(plan: SweepPlan, cells: Any, zooming: Zoom | None, listener: Listener | None) -> PatchSweep:
     """The result, from the unpatched runs to the last cell."""
-    baselines = cells.once(2 * len(plan.asked), lambda: _unpatched(plan))
+    baselines = cells.graded(_unpatched(plan))
     both = list(zip(baselines[::2], baselines[1::2], strict=True))  # clean and corrupt, before normalisation
     begun = _begun(plan, both)
     shape = (len(plan.asked), len(plan.rows), len(plan.columns))
@@ -302,10 +301,9 @@ def _sweep(plan: SweepPlan, cells: Any, zooming: Zoom | None, listener: Listener
     return msgspec.structs.replace(sweep, blocks=tuple(blocks))
 
 
-def _unpatched(plan: SweepPlan) -> list[float]:
-    """The metric of every clean and corrupt prompt, in turn."""
-    prompts = [(words, pair.graded) for pair in plan.asked for words in (pair.clean, pair.corrupt)]
-    return graded_values(plan.lm, [Trial(words.ids, (), graded) for words, graded in prompts])
+def _unpatched(plan: SweepPlan) -> list[Trial]:
+    """Every clean and corrupt prompt, in turn."""
+    return [Trial(words.ids, (), pair.graded) for pair in plan.asked for words in (pair.clean, pair.corrupt)]
 
 
 def _begun(plan: SweepPlan, both: list[tuple[float, float]]) -> PatchSweep:

@@ -42,7 +42,6 @@ from patchclamp.studies.grid import (
     Listener,
     carrying,
     check_seed,
-    graded_values,
     teller,
     with_values,
 )
@@ -163,7 +162,7 @@ class _Paths:
 def _patched(paths: _Paths, cells: Cells, listener: Listener | None) -> PathPatch:
     """The result, a pair of prompts after the other."""
     prompts = [Trial(words.ids, (), pair.graded) for pair in paths.asked for words in (pair.clean, pair.corrupt)]
-    values = cells.once(len(prompts), lambda: graded_values(paths.lm, prompts))
+    values = cells.graded(prompts)
     both = list(zip(values[::2], values[1::2], strict=True))  # clean and corrupt, before normalisation
     begun = _begun(paths, both)
     if listener is not None:

@@ -120,7 +120,7 @@ def strength_curve(
         ids, one for all prompts; or a list of texts, one a prompt. Of any number of tokens
     scales: ascending; 0 is the unedited model
     layers, tokens: as in `vectors.edits`; `generated` means the continuation
-    resume: a file to which scores are appended as they are computed, four batches at a time, and from which an
+    resume: a file to which scores are appended as they are computed, and from which an
         interrupted curve of the same arguments goes on
 
     Raises: `ProgramError` and its kind for arguments that cannot be, and the error of any run.
