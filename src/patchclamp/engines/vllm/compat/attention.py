@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from patchclamp.engines.vllm.compat.seams import require_on, version
+from patchclamp.engines.vllm.compat.seams import forwards, require_on, version
 from patchclamp.errors import SeamMoved
 
 
@@ -27,6 +27,7 @@ def after(layer: Any, tap: Callable[[torch.Tensor], None]) -> None:
     if "output" not in signature.parameters:
         raise SeamMoved(f"vLLM {version()} does not give {type(layer).__name__} an output to write to")
 
+    @forwards(inner)
     def forward(*args: Any, **named: Any) -> Any:
         result = inner(*args, **named)
         tap(named["output"] if "output" in named else signature.bind(*args, **named).arguments["output"])

@@ -311,7 +311,7 @@ def record_variants(runner: Any, graphs: Graphs) -> None:
 
     runner.capture_model = capture
 
-    runner.profile_cudagraph_memory = lambda: graphs.estimate_bytes(estimate())
+    runner.profile_cudagraph_memory = forwards(estimate)(lambda: graphs.estimate_bytes(estimate()))
     if graphs.watch is not None:
         graphs.watch.watch_inputs(runner)
         graphs.watch.watch_wrappers(runner.vllm_config)
@@ -330,6 +330,7 @@ def record_variants_v1(runner: Any, graphs: Graphs) -> None:
             lambda sizes: record(sizes, cudagraph_runtime_mode, *args, **kwargs),
         )  # fmt: skip
 
+    @forwards(estimate)
     def estimate_both() -> int:
         return graphs.estimate_bytes(estimate())  # which calls `get_capture_descs`
 

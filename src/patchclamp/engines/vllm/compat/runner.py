@@ -436,8 +436,9 @@ def on_cache_search(lowest: Callable[[Any, bytes], int | None]) -> None:
 def _shorter_search(coordinator: Any, max_length: int) -> Iterator[None]:
     find = coordinator.find_longest_cache_hit
 
-    def shorter(block_hashes: Any, max_cache_hit_length: int) -> Any:
-        return find(block_hashes, min(max_cache_hit_length, max_length))
+    @forwards(find)
+    def shorter(block_hashes: Any, max_cache_hit_length: int, *args: Any, **kwargs: Any) -> Any:
+        return find(block_hashes, min(max_cache_hit_length, max_length), *args, **kwargs)
 
     coordinator.find_longest_cache_hit = shorter
     try:

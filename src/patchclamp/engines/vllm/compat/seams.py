@@ -253,9 +253,9 @@ SEAMS: dict[str, Seam] = {
              signature=("self, request, num_computed_tokens",)),
         Seam("freed", _CORE + "kv_cache_manager:KVCacheManager.free", "hold blocks until they are proved",
              signature=("self, request",)),
-        Seam("cache length", _CORE + "kv_cache_coordinator:KVCacheCoordinator.find_longest_cache_hit",
-             "compute what is captured",
-             signature=("self, block_hashes, max_cache_hit_length",)),
+        *(Seam(f"cache length{of}", f"{_CORE}kv_cache_coordinator:{kind}KVCacheCoordinator.find_longest_cache_hit",
+               "compute what is captured", signature=("self, block_hashes, max_cache_hit_length",))
+          for of, kind in (("", ""), (" of one group", "Unitary"), (" of several groups", "Hybrid"))),
         Seam("cache coordinator", _CORE + "kv_cache_coordinator:KVCacheCoordinator", "compute what is captured",
              has="cache_blocks find_longest_cache_hit", called="coordinator"),
         # the model
@@ -513,7 +513,7 @@ def forwards(stock: Any) -> Callable[[F], F]:
     """Mark a function as the wrapper of vLLM's `stock`, as `functools.wraps` does.
 
     Raises `SeamMoved` if a caller of `stock` could not call the wrapper in the same way: it names the first of the
-    parameters of `stock`, in their order, and either all of them or passes the rest on.
+    parameters of `stock`, in their order and with their defaults, and either all of them or passes the rest on.
     """
     theirs = list(inspect.signature(stock).parameters.values())
 
@@ -527,7 +527,16 @@ def forwards(stock: Any) -> Callable[[F], F]:
         passed_on = inspect.Parameter.VAR_KEYWORD in kinds and (
             inspect.Parameter.VAR_POSITIONAL in kinds or all(each.kind is each.KEYWORD_ONLY for each in rest)
         )
-        if named[is_method:] != names[is_method : len(named)] or (rest and not passed_on):
+        defaults = {each.name: each.default for each in theirs}
+        changed = [each for each in parameters
+                   if defaults.get(each.name, each.empty) not in (each.empty, each.default)]  # fmt: skip
+        own = {each.name: each for each in parameters if each.kind is each.KEYWORD_ONLY}
+        if (
+            named[is_method:] != names[is_method : len(named)]
+            or (rest and not passed_on and not own.keys() >= {each.name for each in rest})
+            or changed
+            or any(each.default is each.empty and name not in names for name, each in own.items())
+        ):
             raise SeamMoved(
                 f"vLLM {version()}: {getattr(stock, '__qualname__', stock)} takes ({', '.join(names)}); patchclamp's "
                 f"wrapper takes ({', '.join(map(str, parameters))})"
