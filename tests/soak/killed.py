@@ -31,12 +31,12 @@ def study(what: str, folder: Path) -> None:
     with pc.LM("smollm2", engine="transformers") as lm:
         (folder / "began").write_text("")
         if what == "sweep":
-            sweep = patch_sweep(lm, clean=CLEAN, corrupt=CORRUPT, answer=" Mary", foil=" John", sites=["resid_pre"],
+            sweep = patch_sweep(lm, clean=CLEAN, corrupt=CORRUPT, answer=" Mary", foil=" John", sites=["resid_pre", "attn_out", "mlp_out"],
                                 resume=folder / "journal")  # fmt: skip
             (folder / "result").write_bytes(pickle.dumps(sweep.grid))
         else:
             draw = np.random.default_rng(0)
-            documents = [draw.integers(100, 40_000, draw.integers(20, 200)).tolist() for _ in range(200)]
+            documents = [draw.integers(100, 40_000, draw.integers(20, 200)).tolist() for _ in range(600)]
             made = harvest(lm, documents, folder, sites="resid_post[3]", dtype="float32", parts=2)
             (folder / "result").write_bytes(pickle.dumps(made.folder))
 
@@ -64,7 +64,7 @@ def killed(what: str, kills: int, draw: random.Random) -> list[float]:
             folder.mkdir()
         began = time.monotonic()
         study(what, whole)
-        longest = (time.monotonic() - began) / 2
+        longest = 1.5 * (time.monotonic() - began) / kills  # the study goes on between kills, and should outlast them
         command, lost = [sys.executable, "-m", "tests.soak.killed", what, str(often)], []
         for _ in range(kills):
             (often / "began").unlink(missing_ok=True)
@@ -79,7 +79,7 @@ def killed(what: str, kills: int, draw: random.Random) -> list[float]:
         subprocess.run(command, check=True)
         (names, rows), (expected_names, expected) = (rows_of(what, folder) for folder in (often, whole))
         assert names == expected_names
-        np.testing.assert_allclose(rows, expected, rtol=1e-3, atol=0.1)  # bf16 rounds otherwise in other batches
+        np.testing.assert_allclose(rows, expected, rtol=1e-3, atol=1e-3)  # batches of other sizes round otherwise
     return lost
 
 
