@@ -117,7 +117,9 @@ async def read_call(request: Any, raw_request: Request) -> Call | None:
         make = functools.partial(Call, extra.pop("patchclamp"), owner, xargs, front.kept, variant)
     else:
         make = functools.partial(of_extra_args, xargs, owner, front.kept, variant, on_own_route=True)
-    call = make() if len(body) <= QUICK_BYTES else await asyncio.to_thread(make)
+    is_long = len(body) > QUICK_BYTES
+    call = await asyncio.to_thread(make) if is_long else make()
+    call.is_long = is_long
     if hasattr(request, "messages"):
         call.chat = _chat_of(json.loads(await raw_request.body()))
     request.vllm_xargs = {**xargs, "patchclamp": ""}  # has `generate` ask the call
@@ -165,6 +167,7 @@ async def _whole(response: Response, call: Call, front: Front, twin: Any) -> Res
 async def _streamed(response: StreamingResponse, raw_request: Request, call: Call, front: Front) -> Response:
     """A stream with the `patchclamp` object in a last chunk of its own. What is wrong with the program is known before
     the first chunk, and is an error's response."""
+    await call.bound()
     chunks: Any = response.body_iterator
     first = _text(await anext(chunks, ""))
     if call.error is not None:
