@@ -27,7 +27,8 @@ class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     openai_body_bytes: any body on the two OpenAI routes; None: as stock vLLM, which reads it whole
     program_ops: ops of a program, those of its variant too
     program_captures: captures among them
-    program_records: records of a bound program: one for each op, point and range of positions, on every step
+    program_records: records of a bound program, one for each op, point and range of positions, on every step; those of
+        all prompts and choices (n) of a request together, and of the runs of a batch that are under way
     inline_bytes: captures that travel in a response; larger ones are fetched
 
     sweep_prompts: prompts of a sweep: both of each pair, and those of its source
