@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import Future
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,7 +17,7 @@ from patchclamp.engines.vllm.serve_limits import ServeLimits
 from patchclamp.language import Program
 from patchclamp.plan import Prompt, bind
 from patchclamp.plan.records import record_count
-from patchclamp.serve.routes.engine import _Running
+from patchclamp.serve.routes.engine import ARGUMENTS, _Running
 
 IDS = [5, 6, 7, 8]
 
@@ -106,3 +107,18 @@ def test_what_waits_is_aborted_and_what_is_left_of_a_connection_never_starts(bou
         assert engine.started == ["a-b-0", "a-b-2"]
 
     asyncio.run(check())
+
+
+@pytest.mark.parametrize("method", ARGUMENTS)
+def test_arguments_of_the_tokenizer_are_not_converted(method):
+    right = {str: "a", list[int]: [5, 6], str | None: None, list[dict[str, Any]]: [{"role": "user", "content": "a"}],
+             dict[str, Any]: {"tools": None}}  # fmt: skip
+    wrong = {str: [5, None, b"a"], list[int]: [[True], [1.0], ["5"], 5, None], str | None: [5],
+             list[dict[str, Any]]: [["a"], {"role": "user"}, None], dict[str, Any]: [[], None]}  # fmt: skip
+    kinds = ARGUMENTS[method].__args__
+    given = [right[kind] for kind in kinds]
+    assert list(msgspec.convert(given, ARGUMENTS[method])) == given
+    bad = [[*given[:i], each, *given[i + 1 :]] for i, kind in enumerate(kinds) for each in wrong[kind]]
+    for arguments in (*bad, [], [*given, 1]):
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert(arguments, ARGUMENTS[method])

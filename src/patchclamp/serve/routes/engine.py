@@ -40,7 +40,17 @@ from patchclamp.serve.log import log
 from patchclamp.serve.routes.runs import caller
 
 router = APIRouter(prefix=wire.PREFIX, tags=["patchclamp"])
-METHODS = ("encode", "bare", "decode", "settled", "token_strings", "spell", "chat", "turns")  # of tokenizers
+Messages = list[dict[str, Any]]
+ARGUMENTS: dict[str, Any] = {  # by method of tokenizers
+    "encode": tuple[str],
+    "bare": tuple[str],
+    "decode": tuple[list[int]],
+    "settled": tuple[list[int]],
+    "token_strings": tuple[list[int]],
+    "spell": tuple[list[int], str | None],
+    "chat": tuple[Messages],
+    "turns": tuple[list[int], Messages, dict[str, Any]],
+}
 Body = TypeVar("Body")
 Session = Annotated[str, Path(description="of a client", pattern="^[0-9a-z]{1,32}$")]
 
@@ -129,12 +139,12 @@ async def tokenizer(request: Request) -> Response:
     """What a method of the tokenizer returns."""
     front, _ = caller(request)
     asked = await _read(request, wire.Tokenize)
-    if asked.method not in METHODS:
-        raise ProgramError(f"there is no {asked.method!r}; there are {', '.join(METHODS)}", "method")
+    if asked.method not in ARGUMENTS:
+        raise ProgramError(f"there is no {asked.method!r}; there are {', '.join(ARGUMENTS)}", "method")
     method: Callable[..., Any] = getattr(front.engine.tokenizer, asked.method)
     try:
-        result = await asyncio.to_thread(method, *asked.args)
-    except (TypeError, ValueError, AttributeError, OverflowError, KeyError) as error:
+        result = await asyncio.to_thread(method, *msgspec.convert(asked.args, ARGUMENTS[asked.method]))
+    except (msgspec.ValidationError, TypeError, ValueError, AttributeError, OverflowError, KeyError) as error:
         raise ProgramError(f"{asked.method} does not take these arguments: {error}", "args") from None
     return Response(msgspec.msgpack.encode(result), media_type="application/msgpack")
 
