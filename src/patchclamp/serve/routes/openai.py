@@ -19,7 +19,7 @@ from fastapi.routing import APIRoute
 
 from patchclamp.engines.chat import TOLD, Chat, chat_of
 from patchclamp.errors import PatchclampError, ProgramError
-from patchclamp.serve.bodies import OpenAIRoute
+from patchclamp.serve.bodies import QUICK_BYTES, OpenAIRoute, check_values
 from patchclamp.serve.call import Call, current, of_extra_args
 from patchclamp.serve.flow import MAX_LINE, data_event
 from patchclamp.serve.front import Front
@@ -29,7 +29,6 @@ from patchclamp.serve.routes.runs import caller
 from patchclamp.serve.variants import Variant, variant_of, with_variants
 
 PATHS, MODELS = ("/v1/completions", "/v1/chat/completions"), "/v1/models"
-QUICK_BYTES = 1 << 16  # of a body whose program is read within milliseconds
 DONE, FAILED = "data: [DONE]", 'data: {"error"'
 Endpoint = Callable[..., Awaitable[Response]]
 
@@ -112,7 +111,7 @@ async def read_call(request: Any, raw_request: Request) -> Call | None:
         raise ProgramError("programs do not go with beam search", "patchclamp")
     body = await raw_request.body()
     front.limits.check("program_bytes", len(body), "bytes of a body with a program", "body")
-    front.limits.check("json_values", body.count(b","), "values of a body with a program", "body")
+    await check_values(body, front.limits, has_object)
     if has_object:
         make = functools.partial(Call, extra.pop("patchclamp"), owner, xargs, front.kept, variant)
     else:
