@@ -18,6 +18,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.routing import APIRoute
 
 from patchclamp.engines.chat import TOLD, Chat, chat_of
+from patchclamp.engines.vllm.compat.seams import require_alike
 from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.serve.bodies import QUICK_BYTES, OpenAIRoute, check_values
 from patchclamp.serve.call import Call, current, of_extra_args
@@ -29,13 +30,19 @@ from patchclamp.serve.routes.runs import caller
 from patchclamp.serve.variants import Variant, variant_of, with_variants
 
 PATHS, MODELS = ("/v1/completions", "/v1/chat/completions"), "/v1/models"
+SEAMS = dict(zip((*PATHS, MODELS), ("openai completions", "openai chats", "openai models"), strict=True))
 DONE, FAILED = "data: [DONE]", 'data: {"error"'
 Endpoint = Callable[..., Awaitable[Response]]
 
 
 def attach(app: Any) -> None:
-    """Puts routes of ours before vLLM's; they call vLLM's functions."""
+    """Puts routes of ours before vLLM's; they call vLLM's functions.
+
+    Raises `SeamMoved` for a function that takes other arguments than ours give it.
+    """
     stock = {route.path: route for route in app.routes if isinstance(route, APIRoute)}
+    for path, seam in SEAMS.items():
+        require_alike(seam, stock[path].endpoint if path in stock else None)
     router = APIRouter(route_class=OpenAIRoute, tags=["OpenAI"])
     for path in PATHS:
         route = stock[path]
