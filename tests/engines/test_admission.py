@@ -845,6 +845,68 @@ def test_a_preempted_run_is_proved_again(lm, monkeypatch):
     assert again.cached_tokens == 96  # of 80 in the prompt, and 29 that were generated
 
 
+@pytest.mark.parametrize("running", [False, True])
+def test_a_reset_frees_blocks_that_are_held_for_a_verdict(lm, monkeypatch, running):
+    """vLLM empties its prefix cache only when no request has blocks; what was held never enters it."""
+    executor, scheduler, admitting = (
+        engine_core(lm).model_executor,
+        engine_core(lm).scheduler,
+        engine_core(lm).patchclamp,
+    )
+    call, step, resets, late = executor.collective_rpc, executor.execute_model, [], list[tuple[Future[Any], Any]]()
+    prompt, edit = prompt_of_blocks(11), [pc.Scale(-2.0, pc.resid_post[0], pc.prompt[3])]
+    expected = lm.run(prompt, edits=edit, max_tokens=1)
+    scheduler.reset_prefix_cache()
+
+    def answers_later(method: Any, *args: Any, **more: Any) -> Any:
+        answers = call(method, *args, **more)
+        if more.get("args", ("",))[0] != "settle":
+            return answers
+        late.append((Future(), answers.result()))
+        return late[-1][0]
+
+    def execute(*args: Any, **more: Any) -> Any:
+        if late:
+            ((proof,),) = [withheld.proofs for withheld in admitting._withheld]
+            assert proof.held
+            resets.append(scheduler.reset_prefix_cache(reset_running_requests=running))
+            future, answers = late.pop()
+            future.set_result(answers)
+        return step(*args, **more)
+
+    monkeypatch.setattr(executor, "collective_rpc", answers_later)
+    monkeypatch.setattr(executor, "execute_model", execute)
+    run = lm.run(prompt, edits=edit, max_tokens=1)
+    monkeypatch.undo()
+    assert resets == [True]
+    assert run.token_ids == expected.token_ids
+    assert [lm.run(prompt, edits=edit, max_tokens=1).cached_tokens for _ in range(2)] == [0, 64]
+    assert scheduler.reset_prefix_cache()
+
+
+def test_without_a_prefix_cache_workers_are_asked_once_and_no_block_is_held(folder, lm, monkeypatch):
+    edit = [pc.Scale(-2.0, pc.resid_post[0], pc.prompt[3])]
+    with pc.LM(folder, engine="vllm", dtype="float32", **OPTIONS, enable_prefix_caching=False) as cold:
+        for engine, times, most in ((lm, 2, 1), (cold, 1, 0)):
+            executor, admitting = engine_core(engine).model_executor, engine_core(engine).patchclamp
+            call, settled, proved = executor.collective_rpc, [], []
+            attach = admitting._attach
+
+            def ask(method: Any, *args: Any, call=call, settled=settled, **more: Any) -> Any:
+                settled.append(more.get("args", ("",))[0] == "settle")
+                return call(method, *args, **more)
+
+            def attaching(answers: Any, judged: Any, proofs: Any, attach=attach, proved=proved) -> None:
+                proved.append(sum(proof.held for proof in proofs))
+                attach(answers, judged, proofs)
+
+            monkeypatch.setattr(executor, "collective_rpc", ask)
+            monkeypatch.setattr(admitting, "_attach", attaching)
+            engine.run(prompt_of_blocks(12), edits=edit, max_tokens=4, **ENDLESS)
+            monkeypatch.undo()
+            assert (sum(settled), max(proved)) == (times, most)
+
+
 def test_runs_that_share_edited_blocks_with_one_that_overflows_go_on(lm):
     """It shares their prompt and their edit, and overflows at a later token; they run before it, beside it and after."""
     scheduler = engine_core(lm).scheduler

@@ -20,6 +20,12 @@ LONG = {  # by name: path, body
     "many numbers": ("/v1/completions", '{"prompt":"a","patchclamp":{"edits":[{"type":"add","at":"embed","value":[' + "1," * 900_000
                      + "1]}]}}"),
     "many names": ("/v1/completions", '{"prompt":"a","patchclamp":{"' + "x" * 1_500_000 + '":1}}'),
+    "a span in ids": ("/v1/completions", '{"prompt":[' + "100," * 1_999 + '100],"max_tokens":1,"patchclamp":{"edits":[{"type":"scale",'
+                      '"factor":1,"at":"embed","tokens":"span(\\"no such text\\")"}]}}'),
+    "many ranges": ("/v1/completions", '{"prompt":[' + "100," * 399 + '100],"max_tokens":1,"patchclamp":{"capture":[' + ",".join(
+        ['{"type":"capture","at":"resid_post[0]","tokens":"prompt[::2]"}'] * 30) + "]}}"),
+    "many runs": ("/v1/completions", '{"prompt":[' + "100," * 399 + '100],"max_tokens":1,"n":32,"patchclamp":{"capture":['
+                  '{"type":"capture","at":"resid_post[0]","tokens":"prompt[::2]"}]}}'),
     "a kept program": ("/v1/patchclamp/programs/x", '{"edits":[' + "{}," * 300_000 + "{}]}"),
     "a kept vector": ("/v1/patchclamp/vectors/x", "[" + "1," * 400_000 + "1]"),
     "a sweep": ("/v1/patchclamp/sweeps", '{"clean":[' + "1," * 400_000 + "1]}"),

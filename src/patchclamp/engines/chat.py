@@ -7,6 +7,7 @@ the contents, must be the prompt to the character.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -43,8 +44,8 @@ def prompt_of(
 ) -> Prompt:
     """The prompt that programs are bound to; `text` is what it was made of, where it is known; `images` as in
     `Prompt`."""
-    turns = None if chat is None else lambda: tokenizer.turns(ids, chat.messages, chat.options)
-    return Prompt(ids, lambda: tokenizer.spell(ids, text), turns, images)
+    turns = None if chat is None else functools.cache(lambda: tokenizer.turns(ids, chat.messages, chat.options))
+    return Prompt(ids, functools.cache(lambda: tokenizer.spell(ids, text)), turns, images)
 
 
 def find_turns(

@@ -35,6 +35,7 @@ from patchclamp.plan.bound import (
 )
 from patchclamp.plan.lowering import lower
 from patchclamp.plan.prompt import Case, Prompt
+from patchclamp.plan.records import record_count
 from patchclamp.sites import Point, SiteMap, SiteRef
 from patchclamp.store.named import Means, NamedBank, Source, is_run
 
@@ -85,14 +86,26 @@ def bind(
 
 class Known:
     """What the programs of one call have in common, worked out once: the refs of a site, the positions of a selection,
-    the rows of a run, and the ranges of positions. It holds every array by whose identity it finds something."""
+    the rows of a run, and the ranges of positions. It holds every array by whose identity it finds something.
 
-    def __init__(self) -> None:
+    `count(records)` is called with the records of each op as it is bound: it ends binding by what it raises.
+    """
+
+    def __init__(self, count: Callable[[int], None] | None = None) -> None:
+        self.count = count or (lambda records: None)
         self.refs: dict[Site, list[SiteRef]] = {}
-        self.cases: dict[tuple[Selection, int, int, int], list[Case]] = {}
+        self.cases: dict[tuple[Any, ...], list[Case]] = {}  # by selection, length, limit and lowest position
+        self.merged: dict[tuple[int, ...], tuple[np.ndarray, list[Case]]] = {}  # by the cases' arrays: their positions
         self.selected: dict[tuple[Selection, str], np.ndarray] = {}  # positions of a run
         self.rows: dict[tuple[int, int], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         self.ranges: dict[tuple[int, int], tuple[tuple[PositionRange, ...], np.ndarray, np.ndarray | None]] = {}
+
+    def merged_of(self, cases: list[Case]) -> np.ndarray:
+        """All positions of some cases, ascending: one array as long as the cases have the same."""
+        key = tuple(id(case.positions) for case in cases)
+        if key not in self.merged:
+            self.merged[key] = np.unique(np.concatenate([case.positions for case in cases])), cases
+        return self.merged[key][0]
 
     def rows_of(self, captured: np.ndarray, wanted: np.ndarray, run: str, ref: SiteRef) -> np.ndarray:
         """As `_rows`."""
@@ -126,18 +139,21 @@ class _Binder:
         self.prompt, self.limit, self.sites, self._source, self.known = prompt, limit, sites, source, known
         self._bank, self._vectors, self._code, self._used_edits = bank, vectors, code, 0
         self.own_keys = itertools.count()
+        self._cases_of_prompt: dict[tuple[Any, ...], list[Case]] = {}  # by selection and lowest position
 
     def bind(self, path: str, op: Op, users: tuple[str, ...] = ()) -> list[BoundOp]:
         """An op, or the edits of the named program that it uses; `users`: the named programs that lead to the op."""
         try:
             if not isinstance(op, Use):
                 assert isinstance(op, SiteOp)
-                return self._bind(path, op)
+                bound = self._bind(path, op)
+                self.known.count(record_count(bound))
+                return bound
             edits = self._used(op, users)
         except PatchclampError as error:
             raise error.under(path) from None
-        bound = (self.bind(f"{path}.{op.name}[{i}]", edit, (*users, op.name)) for i, edit in enumerate(edits))
-        return list(itertools.chain.from_iterable(bound))
+        used = (self.bind(f"{path}.{op.name}[{i}]", edit, (*users, op.name)) for i, edit in enumerate(edits))
+        return list(itertools.chain.from_iterable(used))
 
     def _used(self, op: Use, users: tuple[str, ...]) -> list[Op]:
         """The edits of the program that an op uses, scaled."""
@@ -158,8 +174,7 @@ class _Binder:
         refs = self._resolve(op)
         cases = self.select(op.tokens, refs[0])
         if isinstance(op, Capture):
-            positions = np.unique(np.concatenate([case.positions for case in cases]))
-            return _OpBinder(self, path, op, refs, Case(positions), len(cases) > 1).bound()
+            return _OpBinder(self, path, op, refs, Case(self.known.merged_of(cases)), len(cases) > 1).bound()
         cases = [case for case in cases if len(case.positions)]
         if not cases:
             raise TokensError(f"{op.tokens} selects no position of this request, so nothing would be edited", "tokens")
@@ -175,13 +190,13 @@ class _Binder:
 
     def select(self, tokens: Tokens, ref: SiteRef) -> list[Case]:
         """A selection at a site: positions that are selected in any case, then those that depend on a token's id."""
-        if not is_positional(tokens):
-            return self._cases(tokens, ref)
         lowest = len(self.prompt.ids) - 1 if self.sites.points[ref.point].rows == "sampled" else 0
-        key = tokens, len(self.prompt.ids), self.limit, lowest
-        if key not in self.known.cases:
-            self.known.cases[key] = self._cases(tokens, ref)
-        return self.known.cases[key]
+        known, key = self._cases_of_prompt, (tokens, lowest)
+        if is_positional(tokens):
+            known, key = self.known.cases, (tokens, len(self.prompt.ids), self.limit, lowest)
+        if key not in known:
+            known[key] = self._cases(tokens, ref)
+        return known[key]
 
     def _cases(self, tokens: Tokens, ref: SiteRef) -> list[Case]:
         self.check_ids(tokens, "tokens")

@@ -28,13 +28,14 @@ class Binding(msgspec.Struct, frozen=True):
 
 class Bindings:
     """Binds the programs of one call, which holds them, at `sites`; `source` finds the runs that they read, `bank` has
-    names, and `allow_code` says whether programs may have code."""
+    names, `allow_code` says whether programs may have code, and `count` is `Known`'s."""
 
     def __init__(
-        self, sites: SiteMap, source: Callable[[str], Source], bank: Mapping[str, Any], allow_code: bool
-    ) -> None:
+        self, sites: SiteMap, source: Callable[[str], Source], bank: Mapping[str, Any], allow_code: bool,
+        count: Callable[[int], None] | None = None,
+    ) -> None:  # fmt: skip
         self._sites, self._source, self._bank, self._allow_code = sites, source, bank, allow_code
-        self._known = Known()
+        self._known = Known(count)
         self._by_length: dict[tuple[int, int], Binding] = {}  # by program, and length of the prompt
 
     def of(self, program: Program, run: str, prompt: Prompt, max_tokens: int) -> Binding:

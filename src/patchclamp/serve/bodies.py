@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -10,6 +12,11 @@ from fastapi.routing import APIRoute
 
 from patchclamp.engines.vllm.serve_limits import ServeLimits
 from patchclamp.errors import ProgramError, TooLarge
+
+KEY = re.compile(rb'"patchclamp"\s*:\s*')
+# a string, also one that does not end, or what separates values; possessive: no text is looked at twice
+TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{},]', re.DOTALL)
+QUICK_BYTES = 1 << 16  # of a body that is read within milliseconds
 
 
 async def read_body(request: Request, limits: ServeLimits, limit: str = "body_bytes") -> bytes:
@@ -54,7 +61,7 @@ class BoundedRoute(APIRoute):
 
 
 class OpenAIRoute(BoundedRoute):
-    """One of vLLM's own."""
+    """One of vLLM's own. Values of a prompt and of vLLM's fields are not counted with those of a program."""
 
     limit, mark = "openai_body_bytes", b"patchclamp"
 
@@ -62,7 +69,7 @@ class OpenAIRoute(BoundedRoute):
 def _counted(request: Request, limits: ServeLimits, limit: str, mark: bytes) -> Callable[[], Awaitable[Any]]:
     """Receive a request's body as far as it may go, before anything is parsed. Values are counted where `mark` is in
     it. FastAPI passes only its own errors on."""
-    received, values, marked, tail = 0, 0, not mark, b""
+    received, values, marked, tail, parts = 0, 0, not mark, b"", list[bytes]()
 
     async def receive() -> Any:
         nonlocal received, values, marked, tail
@@ -70,14 +77,56 @@ def _counted(request: Request, limits: ServeLimits, limit: str, mark: bytes) -> 
         part = message.get("body", b"")
         received, values, marked = received + len(part), values + part.count(b","), marked or mark in tail + part
         tail = (tail + part)[-len(mark) :]
+        if mark:
+            parts.append(part)
         try:
             limits.check(limit, received, "bytes of the body", "body")
-            if marked:
-                limits.check("json_values", values, "values of a body with a program", "body")
-                if mark:
-                    limits.check("program_bytes", received, "bytes of a body with a program", "body")
+            if marked and mark:
+                limits.check("program_bytes", received, "bytes of a body with a program", "body")
+                limits.check("program_body_values", values, "values of a body with a program", "body")
+                if not message.get("more_body", False):
+                    await check_values(b"".join(parts), limits)
+            elif marked:
+                limits.check("json_values", values, "values of the body", "body")
         except TooLarge as error:
             raise HTTPException(error.status, str(error)) from None
         return message
 
     return receive
+
+
+async def check_values(body: bytes, limits: ServeLimits, has_object: bool = False) -> None:
+    """Raise `TooLarge` for too many values under the key "patchclamp" of a body; with `has_object`, of all of a body
+    that has the key written in another way."""
+    most, values = limits.json_values, body.count(b",")
+    if values <= most and len(body) <= QUICK_BYTES:
+        return
+    found = await asyncio.to_thread(program_values, body, most)
+    if found is None:
+        found = values if has_object else 0
+    limits.check("json_values", found, "values of a program", "patchclamp")
+
+
+def program_values(body: bytes, most: int) -> int | None:
+    """How many values are under the key "patchclamp" of a body of JSON, counted up to `most` + 1 by commas, or by
+    brackets or strings where these are more than JSON has beside them; None without the key. Text of a prompt has its
+    quotes escaped, and is no key."""
+    place, has_key, commas, opened, strings = 0, False, 0, 0, 0
+    while key := KEY.search(body, place):
+        place, depth, has_key = key.end(), 0, True
+        for token in TOKEN.finditer(body, place):
+            place, first = token.end(), body[token.start()]
+            if first == ord('"'):
+                strings += 1
+                commas += token[0].count(b",") if depth == 0 else 0  # a program as text, in `vllm_xargs`
+            elif first in b"[{":
+                depth, opened = depth + 1, opened + 1
+            elif first == ord(","):
+                commas += depth > 0
+            else:
+                depth -= 1
+            if depth <= 0:
+                break
+            if max(commas, opened, strings // 4) > most:  # of an object's fields, each has at most two strings
+                return most + 1
+    return max(commas, opened) if has_key else None

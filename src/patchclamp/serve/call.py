@@ -7,6 +7,7 @@ import base64
 import functools
 import json
 import time
+from collections.abc import Callable, Hashable
 from contextvars import ContextVar
 from typing import Any
 
@@ -16,11 +17,13 @@ import numpy as np
 from patchclamp.engines.base import Request
 from patchclamp.engines.chat import Chat
 from patchclamp.engines.vllm.serve_limits import ServeLimits
-from patchclamp.errors import PatchclampError, ProgramError, unknown
-from patchclamp.language import Capture, Program
+from patchclamp.errors import PatchclampError, ProgramError, RunError, unknown
+from patchclamp.language import Capture, Program, SiteOp, Use
 from patchclamp.language.fuzz import NAMES as FUZZ_NAMES
 from patchclamp.language.fuzz import fuzz
 from patchclamp.language.program import from_dict
+from patchclamp.plan.bind import is_positional
+from patchclamp.plan.bindings import Binding
 from patchclamp.plan.bound import BoundProgram, position_ranges
 from patchclamp.plan.records import record_count
 from patchclamp.run import Run
@@ -29,6 +32,9 @@ from patchclamp.serve.kept import Kept, check_name
 from patchclamp.serve.plugin import check_words
 from patchclamp.serve.variants import Variant
 
+RECORDS = "(op, layer, range of positions) triples of the program"
+QUICK_WORK = 1 << 12  # ops × tokens that are bound within milliseconds
+WORK_OF_OP, WORK_OF_TEXT = 64, 16  # tokens more of an op; how often a token counts where its text is read
 FLAGS = ("keep", "compare", "tokens")
 FIELDS = ("edits", "capture", "run", *FLAGS)
 
@@ -46,8 +52,12 @@ class Call:
     chat: what the prompt is made of, of a chat
     runs: of every choice of the answer, by its number
     error: that ended it
+    records: of the program at all prompts
+    bindings: of the program to each distinct prompt
     on_own_route: whether our own route answers, which has room for all that came of it
     """
+
+    is_long = False  # whether the body is too long for its vectors to be hashed on the event loop
 
     def __init__(
         self, data: Any, owner: str, extra: dict[str, Any], kept: Kept, variant: Variant | None = None,
@@ -86,6 +96,9 @@ class Call:
         self.runs: dict[int, tuple[str, Run]] = {}
         self.error: PatchclampError | None = None
         self.began = 0  # runs
+        self.records, self.bindings = Records(kept.limits), dict[Hashable, Binding]()
+        self._work, self._unbound = 0, list[Callable[[], Binding]]()
+        self._binding: asyncio.Future[list[Binding]] | None = None
         self._prompts, self._began_s = 0, time.perf_counter()
 
     @functools.cached_property
@@ -97,6 +110,41 @@ class Call:
         """The number of the next prompt that vLLM's route asks for."""
         self._prompts += 1
         return self._prompts - 1
+
+    def is_quick(self, tokens: int) -> bool:
+        """True if the program is bound to one more prompt within milliseconds, those before it included."""
+        ops = [op for _, op in self.program.ops]
+        if any(isinstance(op, Use) for op in ops):  # each has up to 10,000 edits
+            return False
+        reads = sum(isinstance(op, SiteOp) and not is_positional(op.tokens) for op in ops)
+        self._work += len(ops) * WORK_OF_OP + (len(ops) + reads * WORK_OF_TEXT) * tokens
+        return not self.is_long and self._work <= QUICK_WORK
+
+    def bind_later(self, job: Callable[[], Binding]) -> int:
+        """Leave a job to `bound`; returns its place there."""
+        assert self._binding is None
+        self._unbound.append(job)
+        return len(self._unbound) - 1
+
+    async def bound(self) -> list[Binding]:
+        """The bindings that were left for later, made on another thread than the event loop's, once for all callers.
+
+        Raises what binding raises: no run of the call has begun then, unless it was bound at once.
+        """
+        if not self._unbound:
+            return []
+        if self._binding is None:
+            jobs = self._unbound
+            self._binding = asyncio.ensure_future(asyncio.to_thread(lambda: [job() for job in jobs]))
+            self._binding.add_done_callback(lambda done: done.cancelled() or done.exception())
+        try:
+            return await asyncio.shield(self._binding)
+        except PatchclampError as error:
+            self.error = error
+            raise
+        except asyncio.CancelledError:
+            self.records.stop()
+            raise
 
     def add(self, choice: int, run: Run, request: Request, kept: Kept) -> None:
         """Takes the run of a choice, and its request."""
@@ -194,7 +242,32 @@ def check_size(program: Program, limits: ServeLimits) -> None:
 def check_records(bound: BoundProgram, limits: ServeLimits) -> None:
     """Raises `TooLarge` for a bound program with more records than a request may have: every step carries out those at
     its positions one after the other, and all requests of the batch wait for it."""
-    limits.check("program_records", record_count(bound.ops), "(op, layer, range of positions) triples of the program")
+    limits.check("program_records", record_count(bound.ops), RECORDS)
+
+
+class Records:
+    """The records of a request, counted while its program is bound: those of all prompts, each `n` times."""
+
+    def __init__(self, limits: ServeLimits) -> None:
+        self._limits, self._total, self._prompts, self._stopped = limits, 0, 0, False
+
+    def of_prompt(self, n: int) -> Callable[[int], None]:
+        """Count records of one more prompt, of which there are `n` runs. Raises `TooLarge` for more than a request may
+        have in all, as soon as they are too many."""
+        self._prompts += 1
+        prompts = f"{self._prompts} prompt{'s' if self._prompts > 1 else ''}"
+
+        def count(records: int) -> None:
+            if self._stopped:
+                raise RunError("the client disconnected while its program was bound")
+            self._total += n * records
+            self._limits.check("program_records", self._total, f"{RECORDS}, for {prompts} with n={n} together")
+
+        return count
+
+    def stop(self) -> None:
+        """End binding: the client disconnected."""
+        self._stopped = True
 
 
 def of_extra_args(

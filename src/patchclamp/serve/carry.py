@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import copy
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
+
+import msgspec
 
 from patchclamp.engines.base import Answer, Request
 from patchclamp.engines.chat import prompt_of
@@ -15,9 +17,11 @@ from patchclamp.engines.vllm.answers import drafts_of
 from patchclamp.engines.vllm.compat import images
 from patchclamp.engines.vllm.compat.front import http_error
 from patchclamp.errors import PatchclampError, ProgramError
+from patchclamp.plan.bindings import Binding
+from patchclamp.plan.records import record_count
 from patchclamp.plan.room import captured_bytes
 from patchclamp.run import Run
-from patchclamp.serve.call import Call, check_records, current, in_request, of_extra_args
+from patchclamp.serve.call import Call, current, in_request, of_extra_args
 from patchclamp.serve.front import Front, front_of
 from patchclamp.serve.log import log
 from patchclamp.serve.owners import OPEN
@@ -92,10 +96,48 @@ def _bound(
     params.extra_args = {name: value for name, value in extra.items() if not is_ours(name)} or None
     if not call.program:
         return stock(prompt, params, request_id, **others)
-    children = [_child(front, call, prompt, params, i, number * params.n) for i in range(params.n)]
-    names = [request_id] if params.n == 1 else [f"{i}_{request_id}" for i in range(params.n)]
-    streams = [child.outputs(stock, name, others) for child, name in zip(children, names, strict=True)]
-    return streams[0] if len(streams) == 1 else _joined(streams, params)
+    tokens = len(_prompt_of(prompt)[0]) + params.max_tokens
+    bind = _binder(front, call, prompt, params)
+
+    def runs(binding: Binding) -> AsyncGenerator[Any, None]:
+        children = [_child(front, call, binding, prompt, params, i, number * params.n) for i in range(params.n)]
+        names = [request_id] if params.n == 1 else [f"{i}_{request_id}" for i in range(params.n)]
+        streams = [child.outputs(stock, name, others) for child, name in zip(children, names, strict=True)]
+        return streams[0] if len(streams) == 1 else _joined(streams, params)
+
+    if call.is_quick(tokens):
+        return runs(bind())
+    return _when_bound(call, call.bind_later(bind), runs)
+
+
+async def _when_bound(
+    call: Call, place: int, runs: Callable[[Binding], AsyncGenerator[Any, None]]
+) -> AsyncIterator[Any]:  # fmt: skip
+    """The outputs of a prompt whose program is bound on another thread than the event loop's."""
+    bindings = await call.bound()
+    async with contextlib.aclosing(runs(bindings[place])) as outputs:
+        async for output in outputs:
+            yield output
+
+
+def _binder(front: Front, call: Call, prompt: Any, params: Any) -> Callable[[], Binding]:
+    """What binds a call's program to a prompt, on any thread; equal prompts of the call are bound once. It raises what
+    binding raises."""
+    ids, text, images_of_prompt = _prompt_of(prompt)
+    whole = prompt_of(front.lm.tokenizer, ids, text, call.chat, images_of_prompt)
+    count = call.records.of_prompt(params.n)
+    job = front.bindings.job(call.owner, call.program, whole, params.max_tokens, count)
+
+    def bind() -> Binding:
+        key = tuple(ids), text, tuple(map(tuple, images_of_prompt)), params.max_tokens
+        known = call.bindings.get(key)
+        if known is None:
+            known = call.bindings[key] = job("")
+        elif known.bound is not None:
+            count(record_count(known.bound.ops))
+        return known
+
+    return bind
 
 
 def _stock_call(front: Front, params: Any, request_id: str) -> Call:
@@ -134,7 +176,7 @@ class _Child:
         self._prompt, self._params, self._choice = prompt, params, choice
         self._is_taken = False
 
-    def outputs(self, generate: Callable[..., Any], name: str, others: dict[str, Any]) -> AsyncIterator[Any]:
+    def outputs(self, generate: Callable[..., Any], name: str, others: dict[str, Any]) -> AsyncGenerator[Any, None]:
         """vLLM's outputs; the run is the call's before the last one is given."""
         return self._front.engine.outputs(
             self._request, self._prompt, self._params, name, generate, ended=self._take, within=self._under_way(),
@@ -166,21 +208,20 @@ class _Child:
         self._call.add(self._choice, run, self._request, self._front.kept)
 
 
-def _child(front: Front, call: Call, prompt: Any, params: Any, index: int, first_choice: int) -> _Child:
-    """The run number `index` of a prompt, its program bound. Raises what binding raises."""
+def _child(
+    front: Front, call: Call, binding: Binding, prompt: Any, params: Any, index: int, first_choice: int
+) -> _Child:  # fmt: skip
+    """The run number `index` of a prompt to which the call's program is bound."""
     params = copy.copy(params)
     params.n = 1
     if params.seed is not None:
         params.seed += index
     ids, text, images_of_prompt = _prompt_of(prompt)
     key = f"{call.owner}-http-{secrets.token_hex(8)}"
-    whole = prompt_of(front.lm.tokenizer, ids, text, call.chat, images_of_prompt)
-    binding = front.bindings.of(call.owner, call.program, key, whole, params.max_tokens)
-    if binding.bound is not None:
-        check_records(binding.bound, front.kept.limits)
+    bound = None if binding.bound is None else msgspec.structs.replace(binding.bound, run=key)
     request = Request(
-        key, ids, params.max_tokens, binding.bound, binding.vectors, text=text, sources=binding.sources,
-        chat=call.chat, images=images_of_prompt,
+        key, ids, params.max_tokens, bound, binding.vectors, text=text, sources=binding.sources, chat=call.chat,
+        images=images_of_prompt,
     )  # fmt: skip
     call.began += 1
     return _Child(front, call, request, prompt, params, first_choice + index)
@@ -198,7 +239,7 @@ def _prompt_of(prompt: Any) -> tuple[list[int], str | None, list[list[int]]]:
     return prompt["prompt_token_ids"], prompt.get("prompt"), []
 
 
-async def _joined(streams: list[AsyncIterator[Any]], params: Any) -> AsyncIterator[Any]:
+async def _joined(streams: Sequence[AsyncIterator[Any]], params: Any) -> AsyncGenerator[Any, None]:
     """The outputs of several runs of a prompt as vLLM gives those of `n`: each part with its run's index, or all whole
     outputs in one."""
     whole = params.output_kind.name == "FINAL_ONLY"

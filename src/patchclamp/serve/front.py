@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 from patchclamp.engines.vllm.async_engine import AsyncEngine
@@ -31,6 +32,7 @@ class Front:
     limits: what one caller may ask for, and leave here
     kept: runs, vectors and programs that requests left here, by whose they are
     bindings: programs bound to prompts
+    waiting: by run, what aborts a request of a client of ours that has not started
     kept_sweeps: what sweeps computed, from which they can go on
     has_keys: whether our own routes know each caller by an API key
     """
@@ -45,6 +47,7 @@ class Front:
         self._journal = Journal(self.engine)
         self.kept, self.has_keys = Kept(self.limits, journal=self._journal), False
         self.bindings = KnownBindings(self.lm, self.kept)
+        self.waiting: dict[str, Callable[[str], None]] = {}
         self.kept_sweeps = KeptSweeps(self.limits)
         self.leases = Leases(self.engine, LEASE_S, self.hear)
         self._proving = asyncio.ensure_future(self._prove())

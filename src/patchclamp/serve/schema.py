@@ -41,7 +41,9 @@ TokensText = Annotated[
 
 
 class Closed(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    """A body without unknown fields, in which only a number is a number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class VectorValue(Closed):

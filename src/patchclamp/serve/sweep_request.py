@@ -42,7 +42,7 @@ class ResampledSource(Closed):
 class SweepRequest(BaseModel):
     """The arguments of `pc.studies.patch_sweep`."""
 
-    model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": SWEEPS})
+    model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra={"examples": SWEEPS})
     clean: Prompt | list[Prompt] = Field(description="a prompt, or several, pair by pair")
     corrupt: Prompt | list[Prompt]
     answer: Answer | list[Answer] = Field(description="of several pairs one for all, or a list of them")

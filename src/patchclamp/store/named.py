@@ -103,6 +103,12 @@ class NamedBank(MutableMapping[str, Entry]):
     def __len__(self) -> int:
         return len(self._entries)
 
+    def copy(self) -> NamedBank:
+        """A bank with the same entries, which keeps them when this one changes."""
+        made = NamedBank()
+        made._entries = dict(self._entries)
+        return made
+
     def __repr__(self) -> str:
         return f"<bank of {len(self)}: {', '.join(self)}>"
 

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import threading
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -129,7 +129,7 @@ class AsyncEngine(Engine):
         self, request: Request, prompt: Any, params: Any, name: str, generate: Callable[..., Any],
         carried: bytes | None = None, ended: Callable[[Any, list[int]], None] | None = None,
         within: contextlib.AbstractContextManager[None] = NOTHING, **others: Any,
-    ) -> AsyncIterator[Any]:  # fmt: skip
+    ) -> AsyncGenerator[Any, None]:  # fmt: skip
         """vLLM's outputs of a request whose program is in `request.bound`, or was `carried` here; `params` are taken
         over. `ended(output, ids)` is told of the last one and of all that was generated, before it is given; `within`
         is entered while it runs.

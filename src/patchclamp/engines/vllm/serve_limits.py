@@ -21,13 +21,15 @@ class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Of one request:
     body_bytes: a body of a route of ours
     json_bytes: a body of JSON on routes of ours; numbers take eight times the room when they are read
-    json_values: commas of a body of JSON on routes of ours, or with a program; more numbers travel in base64 or as
+    json_values: commas of a body of JSON on routes of ours, or of a program; more numbers travel in base64 or as
         safetensors
     program_bytes: a body of an OpenAI request with a program
+    program_body_values: commas of such a body, those of its prompt among them
     openai_body_bytes: any body on the two OpenAI routes; None: as stock vLLM, which reads it whole
     program_ops: ops of a program, those of its variant too
     program_captures: captures among them
-    program_records: records of a bound program: one for each op, point and range of positions, on every step
+    program_records: records of a bound program, one for each op, point and range of positions, on every step; those of
+        all prompts and choices (n) of a request together, and of the runs of a batch that are under way
     inline_bytes: captures that travel in a response; larger ones are fetched
 
     sweep_prompts: prompts of a sweep: both of each pair, and those of its source
@@ -48,6 +50,7 @@ class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     json_bytes: Count = 1 << 23
     json_values: Count = 1 << 16
     program_bytes: Count = 1 << 24
+    program_body_values: Count = 1 << 20
     openai_body_bytes: Count | None = None
     program_ops: Count = 1024
     program_captures: Count = 1024

@@ -19,9 +19,18 @@ from patchclamp import __version__
 from patchclamp.engines import wire
 from patchclamp.engines.base import Answer, Part
 from patchclamp.engines.base import Request as EngineRequest
-from patchclamp.engines.carried import decode, receipt_of
-from patchclamp.errors import CapacityError, MissingSource, PatchclampError, ProgramError, as_patchclamp_error, pack
+from patchclamp.engines.carried import ABORTED, decode, receipt_of
+from patchclamp.errors import (
+    CapacityError,
+    EngineError,
+    MissingSource,
+    PatchclampError,
+    ProgramError,
+    as_patchclamp_error,
+    pack,
+)  # fmt: skip
 from patchclamp.plan.bound import BoundProgram, source_of
+from patchclamp.plan.records import record_count
 from patchclamp.plan.verify import is_content, verify
 from patchclamp.serve.call import check_records
 from patchclamp.serve.captures import numbered_file
@@ -31,7 +40,17 @@ from patchclamp.serve.log import log
 from patchclamp.serve.routes.runs import caller
 
 router = APIRouter(prefix=wire.PREFIX, tags=["patchclamp"])
-METHODS = ("encode", "bare", "decode", "settled", "token_strings", "spell", "chat", "turns")  # of tokenizers
+Messages = list[dict[str, Any]]
+ARGUMENTS: dict[str, Any] = {  # by method of tokenizers
+    "encode": tuple[str],
+    "bare": tuple[str],
+    "decode": tuple[list[int]],
+    "settled": tuple[list[int]],
+    "token_strings": tuple[list[int]],
+    "spell": tuple[list[int], str | None],
+    "chat": tuple[Messages],
+    "turns": tuple[list[int], Messages, dict[str, Any]],
+}
 Body = TypeVar("Body")
 Session = Annotated[str, Path(description="of a client", pattern="^[0-9a-z]{1,32}$")]
 
@@ -84,6 +103,9 @@ async def free(request: Request) -> dict[str, float]:
     for name in (*told.release, *told.abort):
         _check_owned(owner, name)
     front.leases.renew_unless_lost(f"{owner}-{told.session}")
+    for name in told.abort:
+        if name in front.waiting:
+            front.waiting[name](name)
     front.engine.release(told.release)
     front.engine.abort(told.abort)
     return {"lease_s": wire.LEASE_S}
@@ -117,12 +139,12 @@ async def tokenizer(request: Request) -> Response:
     """What a method of the tokenizer returns."""
     front, _ = caller(request)
     asked = await _read(request, wire.Tokenize)
-    if asked.method not in METHODS:
-        raise ProgramError(f"there is no {asked.method!r}; there are {', '.join(METHODS)}", "method")
+    if asked.method not in ARGUMENTS:
+        raise ProgramError(f"there is no {asked.method!r}; there are {', '.join(ARGUMENTS)}", "method")
     method: Callable[..., Any] = getattr(front.engine.tokenizer, asked.method)
     try:
-        result = await asyncio.to_thread(method, *asked.args)
-    except (TypeError, ValueError, AttributeError, OverflowError, KeyError) as error:
+        result = await asyncio.to_thread(method, *msgspec.convert(asked.args, ARGUMENTS[asked.method]))
+    except (msgspec.ValidationError, TypeError, ValueError, AttributeError, OverflowError, KeyError) as error:
         raise ProgramError(f"{asked.method} does not take these arguments: {error}", "args") from None
     return Response(msgspec.msgpack.encode(result), media_type="application/msgpack")
 
@@ -143,7 +165,11 @@ async def status(request: Request) -> Response:
 
 
 class _Running:
-    """The requests of one HTTP call, while they run; what is left is stopped with the connection."""
+    """The requests of one HTTP call, while they run; what is left is stopped with the connection.
+
+    They start in order, as many at once as have together no more records than one request may have: every step of the
+    engine carries out the records of all that run.
+    """
 
     def __init__(self, front: Front, owner: str, batch: wire.Batch, requests: list[EngineRequest]) -> None:
         self._front, self._owner, self._batch, self._requests = front, owner, batch, requests
@@ -151,17 +177,19 @@ class _Running:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[wire.Event] = asyncio.Queue()
         self._left = {request.run for request in requests}
+        self._carried = {each.run: each.carried for each in batch.requests if each.carried is not None}
+        self._waiting = {i: 0 if each.bound is None else record_count(each.bound.ops)
+                         for i, each in enumerate(requests)}  # fmt: skip
+        self._records: dict[int, int] = {}  # of requests that run
 
     async def frames(self) -> AsyncIterator[bytes]:
         """Frames, until every request has ended."""
         for i, (request, asked) in enumerate(zip(self._requests, self._batch.requests, strict=True)):
             if asked.listens:
                 request.listener = _Listener(i, self._events)
-        carried = {each.run: each.carried for each in self._batch.requests if each.carried is not None}
-        futures = self._front.engine.start(self._requests, carried)
-        for i, future in enumerate(futures):
-            future.add_done_callback(lambda done, i=i: self._end(i, done))
         try:
+            self._front.waiting.update((request.run, self._abort) for request in self._requests)
+            self._start()
             while self._left:
                 events = [await self._events.get()]
                 while not self._events.empty():
@@ -174,11 +202,39 @@ class _Running:
             programs = sum(request.bound is not None for request in self._requests)
             log("batch", self._owner, requests=len(self._requests), programs=programs, stopped=len(self._left),
                 took_s=round(time.perf_counter() - self._began_s, 6))  # fmt: skip
+            for i in self._waiting:
+                self._front.waiting.pop(self._requests[i].run, None)
+            self._waiting.clear()
             if self._left:
                 self._front.engine.abort(list(self._left))
 
+    def _start(self) -> None:
+        """Start the requests for which there is room now."""
+        most, used, numbers = self._front.limits.program_records, sum(self._records.values()), []
+        for i, records in self._waiting.items():
+            if used and used + records > most:
+                break
+            numbers.append(i)
+            used += records
+        for i in numbers:
+            self._records[i] = self._waiting.pop(i)
+            self._front.waiting.pop(self._requests[i].run, None)
+        futures = self._front.engine.start([self._requests[i] for i in numbers], self._carried)
+        for i, future in zip(numbers, futures, strict=True):
+            future.add_done_callback(lambda done, i=i: self._end(i, done))
+
+    def _abort(self, run: str) -> None:
+        """End a request that has not started."""
+        for i in [i for i in self._waiting if self._requests[i].run == run]:
+            del self._waiting[i]
+            self._events.put_nowait(wire.Failed(i, pack(EngineError(ABORTED))))
+        self._front.waiting.pop(run, None)
+
     def _end(self, i: int, future: Future[Answer]) -> None:
         """An answer or an error; called on the loop's thread."""
+        del self._records[i]
+        if self._waiting:
+            self._start()
         carried = self._batch.requests[i].carried
         failure = future.exception()
         if failure is not None:

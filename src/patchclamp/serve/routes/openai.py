@@ -18,8 +18,9 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.routing import APIRoute
 
 from patchclamp.engines.chat import TOLD, Chat, chat_of
+from patchclamp.engines.vllm.compat.seams import require_alike
 from patchclamp.errors import PatchclampError, ProgramError
-from patchclamp.serve.bodies import OpenAIRoute
+from patchclamp.serve.bodies import QUICK_BYTES, OpenAIRoute, check_values
 from patchclamp.serve.call import Call, current, of_extra_args
 from patchclamp.serve.flow import MAX_LINE, data_event
 from patchclamp.serve.front import Front
@@ -29,14 +30,19 @@ from patchclamp.serve.routes.runs import caller
 from patchclamp.serve.variants import Variant, variant_of, with_variants
 
 PATHS, MODELS = ("/v1/completions", "/v1/chat/completions"), "/v1/models"
-QUICK_BYTES = 1 << 16  # of a body whose program is read within milliseconds
+SEAMS = dict(zip((*PATHS, MODELS), ("openai completions", "openai chats", "openai models"), strict=True))
 DONE, FAILED = "data: [DONE]", 'data: {"error"'
 Endpoint = Callable[..., Awaitable[Response]]
 
 
 def attach(app: Any) -> None:
-    """Puts routes of ours before vLLM's; they call vLLM's functions."""
+    """Puts routes of ours before vLLM's; they call vLLM's functions.
+
+    Raises `SeamMoved` for a function that takes other arguments than ours give it.
+    """
     stock = {route.path: route for route in app.routes if isinstance(route, APIRoute)}
+    for path, seam in SEAMS.items():
+        require_alike(seam, stock[path].endpoint if path in stock else None)
     router = APIRouter(route_class=OpenAIRoute, tags=["OpenAI"])
     for path in PATHS:
         route = stock[path]
@@ -112,12 +118,14 @@ async def read_call(request: Any, raw_request: Request) -> Call | None:
         raise ProgramError("programs do not go with beam search", "patchclamp")
     body = await raw_request.body()
     front.limits.check("program_bytes", len(body), "bytes of a body with a program", "body")
-    front.limits.check("json_values", body.count(b","), "values of a body with a program", "body")
+    await check_values(body, front.limits, has_object)
     if has_object:
         make = functools.partial(Call, extra.pop("patchclamp"), owner, xargs, front.kept, variant)
     else:
         make = functools.partial(of_extra_args, xargs, owner, front.kept, variant, on_own_route=True)
-    call = make() if len(body) <= QUICK_BYTES else await asyncio.to_thread(make)
+    is_long = len(body) > QUICK_BYTES
+    call = await asyncio.to_thread(make) if is_long else make()
+    call.is_long = is_long
     if hasattr(request, "messages"):
         call.chat = _chat_of(json.loads(await raw_request.body()))
     request.vllm_xargs = {**xargs, "patchclamp": ""}  # has `generate` ask the call
@@ -165,6 +173,7 @@ async def _whole(response: Response, call: Call, front: Front, twin: Any) -> Res
 async def _streamed(response: StreamingResponse, raw_request: Request, call: Call, front: Front) -> Response:
     """A stream with the `patchclamp` object in a last chunk of its own. What is wrong with the program is known before
     the first chunk, and is an error's response."""
+    await call.bound()
     chunks: Any = response.body_iterator
     first = _text(await anext(chunks, ""))
     if call.error is not None:

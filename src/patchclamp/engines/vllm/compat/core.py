@@ -42,7 +42,7 @@ def on_core(make: Callable[[Any], Admission]) -> None:
     A core loads plugins while it is being made, so it is met when the first request or call reaches it.
     """
     owner, name = require("core requests")
-    for seam in ("schedule", "update", "arrival", "end", "unfinished", "finished", "cached", "freed"):
+    for seam in ("schedule", "update", "arrival", "end", "unfinished", "finished", "cached", "freed", "reset"):
         require(seam)
     stock = getattr(owner, name)
     if hasattr(stock, "patchclamp"):
@@ -148,12 +148,15 @@ class _Admitting:
         cache_manager = scheduler.kv_cache_manager
         coordinator = cache_manager.coordinator
         self._free_blocks, self._cache_blocks = cache_manager.free, coordinator.cache_blocks
+        self._reset_cache = cache_manager.reset_prefix_cache
         cache_manager.free = forwards(self._free_blocks)(self.free_blocks)
+        cache_manager.reset_prefix_cache = forwards(self._reset_cache)(self.reset_cache)
         coordinator.cache_blocks = forwards(self._cache_blocks)(self.cache_proved)
         self._held: dict[str, Any] = {}  # requests that ended in this step, whose blocks wait for a verdict
         self._is_updating = False
         # a Mamba layer's blocks hold a state that later tokens overwrite, so they cannot be cached after the fact
-        self._has_states = core.vllm_config.cache_config.mamba_cache_mode != "none"
+        has_states = core.vllm_config.cache_config.mamba_cache_mode != "none"
+        self._may_cache = cache_manager.enable_caching and not has_states
 
     def hold(self, vectors: bytes, keys: list[str], drop: list[str]) -> None:
         import safetensors.numpy
@@ -230,7 +233,17 @@ class _Admitting:
     def _can_prove(self, request: Any, program: RequestProgram) -> bool:
         """True if tokens that the request has computed may enter the prefix cache after a verdict."""
         tokens = request.num_tokens - 1  # the last token was sampled, not computed
-        return program.proved < tokens <= request.num_computed_tokens and not self._has_states
+        return self._may_cache and program.proved < tokens <= request.num_computed_tokens
+
+    def reset_cache(self) -> bool:
+        """Empty the prefix cache, which vLLM refuses while a request has blocks: those that are held for a verdict are
+        freed first, and never enter it."""
+        for withheld in self._withheld:
+            for proof in withheld.proofs:
+                if proof.held:
+                    self._free_blocks(proof.request)
+            withheld.proofs = [proof for proof in withheld.proofs if not proof.held]
+        return self._reset_cache()
 
     @staticmethod
     def _key_blocks(request: Any) -> None:

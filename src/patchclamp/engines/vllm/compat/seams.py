@@ -25,7 +25,7 @@ class Seam(msgspec.Struct, frozen=True):
     """A function, a class or a module of vLLM's.
 
     name        a first word "v1" or "v2" says which runner needs it, "lora" that engines with adapters do, "images"
-                that prompts with images do
+                that prompts with images do, "openai" that a server's routes do
     place       `module:Class.attribute`, or `module`
     why         what it is needed for
     takes       parameters that a function which is only called must have
@@ -48,9 +48,9 @@ class Seam(msgspec.Struct, frozen=True):
 
     @property
     def part(self) -> str:
-        """What needs it: "v1", "v2", "lora" or "images", or "" for all engines."""
+        """What needs it: "v1", "v2", "lora", "images" or "openai", or "" for all engines."""
         first = self.name.partition(" ")[0]
-        return first if first in ("v1", "v2", "lora", "images") else ""
+        return first if first in ("v1", "v2", "lora", "images", "openai") else ""
 
     @property
     def checked_on(self) -> str:
@@ -59,7 +59,7 @@ class Seam(msgspec.Struct, frozen=True):
 
 
 _V1, _V2 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner", "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
-_STEP, _CORE = "self, scheduler_output", "vllm.v1.core."
+_STEP, _CORE, _OPENAI = "self, scheduler_output", "vllm.v1.core.", "vllm.entrypoints.openai."
 _RUNNER = "device execute_model get_model max_num_reqs max_num_tokens profile_cudagraph_memory vllm_config "
 SEAMS: dict[str, Seam] = {
     seam.name: seam
@@ -248,11 +248,14 @@ SEAMS: dict[str, Seam] = {
         Seam("cache search", _CORE + "kv_cache_manager:KVCacheManager.get_computed_blocks", "compute what is captured",
              signature=("self, request", "self, request, max_cache_hit_length=None")),
         Seam("cache manager", _CORE + "kv_cache_manager:KVCacheManager", "compute what is captured",
-             has="cache_blocks coordinator free", called="cache_manager kv_cache_manager"),
+             has="cache_blocks coordinator enable_caching free reset_prefix_cache",
+             called="cache_manager kv_cache_manager"),
         Seam("cached", _CORE + "kv_cache_coordinator:KVCacheCoordinator.cache_blocks", "cache what was proved",
              signature=("self, request, num_computed_tokens",)),
         Seam("freed", _CORE + "kv_cache_manager:KVCacheManager.free", "hold blocks until they are proved",
              signature=("self, request",)),
+        Seam("reset", _CORE + "kv_cache_manager:KVCacheManager.reset_prefix_cache", "free blocks that are held",
+             signature=("self",)),
         *(Seam(f"cache length{of}", f"{_CORE}kv_cache_coordinator:{kind}KVCacheCoordinator.find_longest_cache_hit",
                "compute what is captured", signature=("self, block_hashes, max_cache_hit_length",))
           for of, kind in (("", ""), (" of one group", "Unitary"), (" of several groups", "Hybrid"))),
@@ -354,6 +357,13 @@ SEAMS: dict[str, Seam] = {
              has="extract_embeds_range", called="place"),
         Seam("images sent", "vllm.multimodal.cache:BaseMultiModalProcessorCache", "have images sent again",
              has="invalidate", called="sent"),
+        # a server's routes, which its app has by their paths (`require_alike`)
+        Seam("openai completions", _OPENAI + "completion.api_router:create_completion", "carry programs",
+             signature=("request, raw_request",), checked=("0.32.0",)),
+        Seam("openai chats", _OPENAI + "chat_completion.api_router:create_chat_completion", "carry programs",
+             signature=("request, raw_request",), checked=("0.32.0",)),
+        Seam("openai models", _OPENAI + "models.api_router:show_available_models", "list programs as models",
+             signature=("raw_request",), checked=("0.32.0",)),
         # adapters
         Seam("lora mapping", "vllm.lora.model_manager:LoRAModelManager.set_adapter_mapping", "run adapters",
              ("mapping",)),
@@ -422,6 +432,16 @@ def require(name: str) -> tuple[Any, str]:
     if absent:
         raise _moved(seam, f"it has no {', '.join(absent)}")
     return owner, last
+
+
+def require_alike(name: str, function: Any) -> None:
+    """Raises `SeamMoved` if a function that vLLM gives us, wherever it is defined, has other parameters than a seam's;
+    None: vLLM gives none."""
+    seam = SEAMS[name]
+    if function is None:
+        raise _moved(seam, "it is not on the server's app")
+    if difference := changed_parameters(seam, written(inspect.signature(function).parameters.values())):
+        raise _moved(seam, difference)
 
 
 def require_on(name: str, instance: object) -> None:
