@@ -159,7 +159,9 @@ def test_the_page_on_security_names_every_route_that_is_open(server):
 def test_the_page_on_security_names_every_limit():
     text = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
     table = text.partition("## Limits")[2].partition("## What arrives")[0]
-    assert set(re.findall(r"`([a-z_]+)`", table)) - {"max_tokens"} == set(ServeLimits.__struct_fields__)
+    assert set(re.findall(r"`([a-z_]+)`", table)) - {"max_tokens", "n", "patchclamp"} == set(
+        ServeLimits.__struct_fields__
+    )
 
 
 def test_a_bank_is_bounded_and_says_so(http):
