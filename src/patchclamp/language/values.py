@@ -52,11 +52,10 @@ def as_array(numbers: Any, path: str | None = None) -> np.ndarray:
                 raise ShapeError(f"expected real numbers, got a tensor of {numbers.dtype}", path)
             check_dense(numbers, path)
             numbers = numbers.detach().cpu().float().numpy()
-        if isinstance(numbers, (str, bytes, bytearray, Mapping)):
+        if isinstance(numbers, (*BYTES, Mapping)):
             raise TypeError("not numbers")
-        if isinstance(numbers, (list, tuple)):  # a bool among floats, or text, would be converted
-            numbers = [as_array(one, path) if hasattr(one, "detach") else one for one in numbers]
-            check_elements(numbers)
+        if isinstance(numbers, Sequence):  # a bool among floats, or text, would be converted
+            numbers = read_elements(numbers, path)
         array = np.asarray(numbers)
         if array.dtype.kind not in "iuf" and array.dtype.name not in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
             raise TypeError(f"dtype {array.dtype}")
@@ -66,13 +65,23 @@ def as_array(numbers: Any, path: str | None = None) -> np.ndarray:
         raise ShapeError(f"expected a tensor or a list of numbers, got {kind}: {error}", path) from None
 
 
-def check_elements(numbers: Sequence[Any]) -> None:
-    """Raises `TypeError` for text or a boolean in nested lists, which NumPy would convert."""
-    for one in numbers:
-        if isinstance(one, (list, tuple)):
-            check_elements(one)
-        elif isinstance(one, (str, bytes, bool)):
-            raise TypeError(f"{one!r:.100} is not a number")
+BYTES = (str, bytes, bytearray, memoryview)
+
+
+def read_elements(numbers: Sequence[Any], path: str | None = None) -> list[Any]:
+    """Nested lists, their tensors and arrays read by `as_array`. Raises `TypeError` for text, bytes, a boolean or a
+    date, which NumPy would convert."""
+    return [one if type(one) in (float, int) else _element(one, path) for one in numbers]
+
+
+def _element(one: Any, path: str | None) -> Any:
+    if isinstance(one, (*BYTES, bool)) or getattr(getattr(one, "dtype", None), "kind", "f") in "bmM":
+        raise TypeError(f"{one!r:.100} is not a number")
+    if isinstance(one, Sequence):
+        return read_elements(one, path)
+    has_axes = len(getattr(one, "shape", ())) > 0
+    masked = hasattr(one, "mask") and hasattr(one, "filled")
+    return as_array(one, path).reshape(one.shape) if has_axes or masked or hasattr(one, "detach") else one
 
 
 class Vector(msgspec.Struct, frozen=True, tag="vector", dict=True):
