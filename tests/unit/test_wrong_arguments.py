@@ -20,10 +20,17 @@ AT = pc.resid_post[1]
 VECTOR = np.ones(LM.model.d_model, np.float32)
 RUN = LM.run(IDS, max_tokens=1, capture=[AT])
 MADE = pc.studies.SteeringVectors.from_directions({1: VECTOR})
+PAIRED = pc.studies.SteeringVectors.from_directions({1: VECTOR, 2: VECTOR})
 LENS = pc.studies.logit_lens(LM, IDS, layers=1, tokens=[5])
 PAIR = {"clean": IDS, "corrupt": OTHER, "answer": 5}
 SWEEP = {"metric": "logprob", "layers": 1, "positions": -1}
 PARITY = {"model": "fake", "engines": ("fake", "fake")}
+
+
+def STEER(**options: Any) -> Any:
+    return pc.studies.steering_vectors(
+        LM, [[1, 2, 3], [4, 5, 6]], [[7, 8, 9], [10, 11, 12]], **{"held_out": 0} | options
+    )
 
 
 def _bank_set(name: Any, value: Any) -> None:
@@ -230,6 +237,24 @@ def test_a_missing_field_of_an_op_is_named(op, given, path):
     (lambda: pc.studies.patch_sweep(LM, **PAIR, metric="logprob", positions={"a": "12"}), "positions['a']"),
     (lambda: LM.run(IDS, score="12"), "score"),
     (lambda: pc.studies.causal_trace(LM, prompt=IDS, subject=1, answer=5, seeds=10**12), "seeds"),
+    *[(lambda seeds=seeds: pc.studies.fuzz_sweep(LM, [IDS], [0.5], seeds=seeds), path)
+      for seeds, path in (({1: 2}, "seeds"), (b"12", "seeds"), (torch.tensor(1), "seeds"), ([0, True], "seeds[1]"))],
+    *[(lambda strengths=strengths: pc.studies.fuzz_sweep(LM, [IDS], strengths), "strengths[0]")
+      for strengths in (["1", "2"], [True], [b"1"], np.array(["1"]))],
+    *[(lambda scales=scales: pc.studies.strength_curve(LM, MADE, [IDS], 5, scales=scales), "scales[1]")
+      for scales in ([0, "1"], [0, True], [0, b"1"])],
+    *[(lambda layers=layers: STEER(layers=layers), "layers")
+      for layers in ("0:99", slice(0, 99), slice(True, 2), slice(0, 1.5), "3:3", b"12", {1: 2}, {True}, [slice(0, 99)])],
+    *[(lambda tokens=tokens: STEER(tokens=tokens), "tokens") for tokens in (slice(25, 99), "prompt[25:99]", "generated")],
+    *[(lambda share=share: STEER(held_out=share), "held_out") for share in ("0", True, float("nan"), 1)],
+    *[(lambda score=score: LM.run(IDS, score=score), "score") for score in ({1: 2}, b"12", {"a"}, [True])],
+    *[(lambda layers=layers: MADE.edits(layers=layers), "layers") for layers in ({1: 2}, b"1", [True], "1", [2])],
+    (lambda: MADE.directions({1: 2}), "layers"), (lambda: MADE.vector({1: 2}), "layer"),
+    (lambda: PAIRED.vector([1, 2]), "layer"),
+    *[(lambda documents=documents: pc.studies.harvest(LM, documents, "harvest", sites="embed"), "documents")
+      for documents in ({"a": "b"}, b"ab", {"a"}, [b"ab"], [bytearray(b"ab")], [[True, 5]], [["a"]])],
+    *[(lambda std=std: pc.studies.causal_trace(LM, prompt=IDS, subject=1, answer=5, std=std), "std")
+      for std in ("1", True, 0, float("nan"))],
 ])  # fmt: skip
 def test_known_mistakes_have_their_path(call, path):
     with pytest.raises(pc.PatchclampError) as caught:
@@ -249,3 +274,39 @@ def test_what_vllm_samples_by_is_said_to_be_vllms():
         with pytest.raises(pc.UnknownName, match="vLLM") as caught:
             check({"logit_bias": {1: 2.0}})
         assert caught.value.path == "sampling.logit_bias"
+
+
+@pytest.mark.parametrize(
+    "layers", [[0, 1], {1, 0}, "0:2", slice(0, 2), range(2), np.array([1, 0]), [slice(0, 2)], pc.resid_post[:2].layers]
+)
+def test_layers_are_read_alike_everywhere(layers):
+    assert STEER(layers=layers).layers == pc.studies.logit_lens(LM, IDS, layers=layers).layers == (0, 1)
+    sweep = pc.studies.patch_sweep(LM, **PAIR, metric="logprob", layers=layers, positions=-1)
+    assert [row.layer for row in sweep.rows] == [0, 1]
+
+
+def test_numbers_of_numpy_and_torch_are_read_as_pythons():
+    trace = [pc.studies.causal_trace(LM, prompt=IDS, subject=1, answer=5, seeds=1, std=std, **SWEEP)
+             for std in (0.5, np.float64(0.5), torch.tensor(0.5))]  # fmt: skip
+    assert {(of.std, of.question, float(of.values[0, 0])) for of in trace} == {
+        (0.5, trace[0].question, trace[0].values[0, 0])
+    }
+    for values in ([0.0, 0.5], np.array([0.0, 0.5]), torch.tensor([0.0, 0.5]), [0, np.float32(0.5)], {0.5, 0}):
+        assert pc.studies.strength_curve(LM, MADE, [IDS], 5, scales=values).scales == (0.0, 0.5)
+        assert pc.studies.fuzz_sweep(LM, [IDS], values, seeds=np.array([1, 0]), max_tokens=1).strengths == (0.0, 0.5)
+    assert STEER(held_out=np.float32(0)).best is None
+    assert (
+        LM.run(IDS, score={7, 6}).scores
+        == LM.run(IDS, score=np.array([6, 7])).scores
+        == LM.run(IDS, score=[6, 7]).scores
+    )
+
+
+def test_vectors_that_are_handed_out_are_copies():
+    made = pc.studies.SteeringVectors.from_directions({1: VECTOR, 2: VECTOR})
+    before = made.edits(layers=[1, 2])
+    row, rows = made.vector(1), made.directions()
+    row += 100
+    rows[2] += 100
+    assert made.edits(layers=[1, 2]) == before
+    np.testing.assert_array_equal(made.vectors, np.stack([VECTOR, VECTOR]))

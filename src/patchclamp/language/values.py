@@ -7,7 +7,8 @@ import functools
 import hashlib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -19,6 +20,8 @@ from patchclamp.language.tokens import Tokens, TokensLike, parse_tokens
 
 if TYPE_CHECKING:
     import numpy as np
+
+BYTES = (str, bytes, bytearray, memoryview)
 
 
 def check_dense(tensor: Any, path: str | None = None) -> None:
@@ -34,6 +37,18 @@ def as_plain(value: Any, path: str | None = None) -> Any:
     if hasattr(value, "detach"):
         check_dense(value, path)
     return value.tolist() if hasattr(value, "tolist") else value
+
+
+def as_items(items: Any, path: str) -> list[Any]:
+    """A list of things; a set of numbers is sorted. Raises `ProgramError` for text, bytes, mappings and tables, whose
+    characters, keys and column names are not meant, and for other sets, which have no order."""
+    items = as_plain(items, path)
+    if isinstance(items, (set, frozenset)) and all(isinstance(one, Real) for one in items):
+        return sorted(items)
+    unordered = (*BYTES, Mapping, set, frozenset)
+    if isinstance(items, unordered) or hasattr(items, "columns") or not isinstance(items, Iterable):
+        raise ProgramError(f"expected a list, got {type(items).__name__} {items!r:.100}", path)
+    return list(items)
 
 
 def as_array(numbers: Any, path: str | None = None) -> np.ndarray:
@@ -63,9 +78,6 @@ def as_array(numbers: Any, path: str | None = None) -> np.ndarray:
             return np.ascontiguousarray(array, dtype="<f4")
     except (TypeError, ValueError, OverflowError, RuntimeError, RecursionError) as error:
         raise ShapeError(f"expected a tensor or a list of numbers, got {kind}: {error}", path) from None
-
-
-BYTES = (str, bytes, bytearray, memoryview)
 
 
 def read_elements(numbers: Sequence[Any], path: str | None = None) -> list[Any]:

@@ -21,9 +21,10 @@ from patchclamp.call import is_token_id
 from patchclamp.errors import ProgramError
 from patchclamp.language import Noise, Op, Site
 from patchclamp.language.tokens import every
+from patchclamp.language.values import as_items
 from patchclamp.lm import LM
 from patchclamp.studies.cells import Trial, planned
-from patchclamp.studies.checks import as_items, check_whole, checked
+from patchclamp.studies.checks import check_whole, checked
 from patchclamp.studies.columns import Column, Words, chosen_positions, columns_of, listed, same_columns, words_of
 from patchclamp.studies.grid import (
     Filled,
@@ -112,7 +113,7 @@ def causal_trace(
     with carrying(
         lm, "tracing", planned(counts, reruns_for(len(counts))), question, batch, show_progress, resume
     ) as cells:
-        noise = cells.once(1, lambda: [embedding_std(lm, traced) * TIMES if std is None else _std(std)])[0]
+        noise = cells.once(1, lambda: [embedding_std(lm, traced) * TIMES if std is None else std])[0]
         values = cells.once(len(traced) * (1 + len(numbers)), lambda: _unpatched(lm, traced, noise, numbers))
         both = np.array(values).reshape(len(traced), 1 + len(numbers))  # clean, then noised by seed
         begun, bases, scales = _begun(lm, metric, traced, rows, columns, both, noise, numbers)
@@ -174,12 +175,6 @@ def _seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
     if not numbers or len(set(numbers)) < len(numbers):
         raise ProgramError(f"at least one seed is needed, and none twice, not {seeds!r}", "seeds")
     return numbers
-
-
-def _std(std: Any) -> float:
-    if isinstance(std, bool) or not isinstance(std, (int, float)) or not std > 0:
-        raise ProgramError(f"a number above 0 is needed, not {std!r}", "std")
-    return float(std)
 
 
 def _noise(of: _Traced, std: float, seed: int) -> tuple[Op, ...]:

@@ -14,7 +14,7 @@ from patchclamp.language import Op, Site
 from patchclamp.language.conversions import as_flag, as_number
 from patchclamp.language.ranges import Range, as_integer, parse_index
 from patchclamp.language.site import At
-from patchclamp.language.values import as_plain, check_dense
+from patchclamp.language.values import as_items, as_plain, check_dense
 from patchclamp.lm import LM
 from patchclamp.studies.journal import MemoryJournal
 
@@ -45,14 +45,6 @@ def as_lm(lm: Any, path: str = "lm") -> LM:
     return lm
 
 
-def as_items(items: Any, path: str) -> list[Any]:
-    """A list of things. Raises `ProgramError` for text, bytes and mappings, whose characters or keys are not meant."""
-    items = as_plain(items, path)
-    if isinstance(items, (str, bytes, bytearray, Mapping)) or not isinstance(items, Iterable):
-        raise ProgramError(f"expected a list, got {type(items).__name__} {items!r:.100}", path)
-    return list(items)
-
-
 def as_sites(sites: Any, path: str) -> list[Any]:
     """A list of sites, from one site or several. Raises `ProgramError` for anything else."""
     if not (items := [sites] if isinstance(sites, (str, Site, At, Op)) else as_items(sites, path)):
@@ -70,13 +62,23 @@ def as_texts(texts: Any, path: str) -> list[str]:
     return [as_text(text, f"{path}[{i}]") for i, text in enumerate(as_items(texts, path))]
 
 
-def as_tolerance(tolerance: Any, path: str) -> float:
+def as_float(value: Any, path: str) -> float:
+    """`as_number`, whose errors have a path."""
     try:
-        if (number := as_number(tolerance)) > 0:
-            return number
+        return as_number(value)
     except ProgramError as error:
         raise error.under(path) from None
-    raise ProgramError(f"a number above 0 is needed, not {tolerance!r}", path)
+
+
+def as_floats(values: Any, path: str) -> tuple[float, ...]:
+    """Numbers, such as strengths. The path of an error names the number that is wrong."""
+    return tuple(as_float(value, f"{path}[{i}]") for i, value in enumerate(as_items(values, path)))
+
+
+def as_positive(value: Any, path: str) -> float:
+    if (number := as_float(value, path)) > 0:
+        return number
+    raise ProgramError(f"a number above 0 is needed, not {value!r}", path)
 
 
 def as_engines(engines: Any, path: str) -> tuple[str, str]:
@@ -106,9 +108,11 @@ def as_prompt(prompt: Any, path: str) -> Any:
 
 def as_layers(layers: Any, path: str = "layers") -> Any:
     """Layers as people write them: None for all, a whole number, a range, its text, or a list of these."""
-    if layers is None or isinstance(layers, (slice, Range)):
-        return layers
+    if layers is None:
+        return None
     try:
+        if isinstance(layers, (slice, Range)):
+            return _range(layers)
         if isinstance(layers, str):
             return layers if parse_index(layers) is not None else None
         layers = as_plain(layers, path)
@@ -116,9 +120,14 @@ def as_layers(layers: Any, path: str = "layers") -> Any:
             return as_integer(layers)
         if not (items := as_items(layers, path)):
             raise ProgramError("expected at least one layer, got none", path)
-        return [one if isinstance(one, (slice, Range)) else as_integer(one) for one in items]
+        return [_range(one) if isinstance(one, (slice, Range)) else as_integer(one) for one in items]
     except ProgramError as error:
         raise error if error.path else error.under(path) from None
+
+
+def _range(layers: slice | Range) -> Range:
+    """A range whose ends are whole numbers."""
+    return Range.of(slice(layers.start, layers.stop, layers.step))
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
@@ -143,21 +152,21 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
 
 READERS: dict[str, Callable[[Any, str], Any]] = {
-    "lm": as_lm, "on": as_lm, "layers": as_layers, "target_layers": as_layers, "strengths": as_items,
-    "scales": as_items, "normed": as_flag, "chat": as_flag, "sums": as_flag, "relative": as_flag,
+    "lm": as_lm, "on": as_lm, "layers": as_layers, "target_layers": as_layers, "strengths": as_floats,
+    "scales": as_floats, "std": as_positive, "normed": as_flag, "chat": as_flag, "sums": as_flag, "relative": as_flag,
     "perplexity": as_flag, "quick": as_flag, "show_progress": as_flag, "sites": as_sites, "senders": as_sites,
     "receivers": as_sites, "freeze": lambda names, path: names if isinstance(names, str) else as_texts(names, path),
     "by": as_texts, "recipes": as_texts, "labels": as_texts, "metric": as_text, "direction": as_text,
     "method": as_text, "mode": as_text, "overlong": as_text, "readout": as_text,
     "column": as_text, "resume": as_path, "folder": as_path,
-    "tolerance": as_tolerance, "engines": as_engines,
+    "tolerance": as_positive, "engines": as_engines,
 }  # fmt: skip
 
 
 def numbers_of(layers: Any, path: str = "layers") -> list[int]:
     """Layers as a list: one number, or several. Raises `ProgramError` for anything else."""
     layers = as_plain(layers, path)
-    several = list(layers) if isinstance(layers, Iterable) else [layers]
+    several = as_items(layers, path) if isinstance(layers, Iterable) else [layers]
     for layer in several:
         if not is_token_id(layer):
             raise ProgramError(f"a layer is a whole number, not {layer!r}", path)

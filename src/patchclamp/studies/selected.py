@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from patchclamp.errors import PatchclampError, TokensError
+from patchclamp.errors import PatchclampError, TokensError, UnsupportedSite
 from patchclamp.language import Range, Site
 from patchclamp.language.site import parse_index
 from patchclamp.language.tokens import Positions, Tokens, parse_tokens
@@ -25,7 +25,9 @@ def layers_of(lm: LM, name: str, layers: Any, path: str = "layers") -> list[int]
         ]
     except PatchclampError as error:
         raise error.under(path) from None
-    return sorted({ref.layer for ref in refs if ref.layer is not None})
+    if not (numbers := sorted({ref.layer for ref in refs if ref.layer is not None})):
+        raise UnsupportedSite(f"expected layers of {name}, got none", path)
+    return numbers
 
 
 def positions_of(run: Run, positions: Any, path: str = "positions") -> list[int]:

@@ -18,10 +18,9 @@ from patchclamp.language.ops import Zero
 from patchclamp.language.ranges import Index, parse_index
 from patchclamp.language.site import parse_site
 from patchclamp.language.tokens import Positions, every
-from patchclamp.language.values import Named, check_name
+from patchclamp.language.values import Named, as_items, check_name
 from patchclamp.lm import LM
 from patchclamp.run import Run
-from patchclamp.studies.checks import as_items
 from patchclamp.studies.columns import chosen_positions, words_of
 from patchclamp.studies.rows import Row
 

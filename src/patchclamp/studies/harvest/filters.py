@@ -14,7 +14,7 @@ from patchclamp.engines.tokenizer import NoTokenizer
 from patchclamp.errors import ProgramError
 from patchclamp.language.conversions import as_flag, as_number
 from patchclamp.language.ranges import as_integer
-from patchclamp.studies.checks import as_items
+from patchclamp.language.values import as_items
 
 
 class Filters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
