@@ -155,7 +155,7 @@ def test_a_sweep_is_saved_framed_and_drawn(sweep, tmp_path: Path):
         (dict(mode="scale", at="embed"), "mode: 'scale' is a way to fuzz the embedding"),
         (dict(relative=False), "relative: noise at the embedding is relative"),
         (dict(at=[]), "at: "),
-        (dict(at=["embed", "resid_past"]), "at[1].at: no site 'resid_past'"),
+        (dict(at=["embed", "resid_past"]), "at[1]: no site 'resid_past'"),
         (dict(divergence="most"), "divergence: no divergence 'most'"),
         (dict(divergence=0), "divergence: from 1 to 128 tokens"),
         (dict(refusal="("), "refusal: '(' is not a regular expression"),

@@ -13,7 +13,7 @@ from patchclamp.errors import PatchclampError, ProgramError, unknown
 from patchclamp.language import Capture, Noise, Op
 from patchclamp.language.fuzz import MODES, fuzz
 from patchclamp.language.ops import as_capture
-from patchclamp.language.site import At
+from patchclamp.language.site import At, parse_edited_site
 from patchclamp.language.tokens import prompt
 from patchclamp.language.values import as_items
 from patchclamp.lm import MAX_SCORES, is_token_id
@@ -66,6 +66,8 @@ class Fuzz(msgspec.Struct, frozen=True):
 def _place(site: Any, number: int) -> At:
     """Site and tokens of `at[number]`."""
     try:
+        if isinstance(site, str):
+            parse_edited_site(site.partition("@")[0])
         place = as_capture(site)
     except PatchclampError as error:
         raise error.under(f"at[{number}]") from None

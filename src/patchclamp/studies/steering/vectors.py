@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from patchclamp.errors import ProgramError, TokensError, UnsupportedSite
+from patchclamp.errors import PatchclampError, ProgramError, TokensError, UnsupportedSite
 from patchclamp.language import Add, Capture, Site
 from patchclamp.language.site import parse_site
 from patchclamp.language.tokens import TokensLike, parse_tokens, prompt, read_tokens
@@ -128,7 +128,10 @@ def _effects(scored: Scored) -> np.ndarray:
 
 
 def _site(lm: LM, site: str | Site) -> Site:
-    named = parse_site(site)
+    try:
+        named = parse_site(site)
+    except PatchclampError as error:
+        raise error.under("site") from None
     if named.layers is not None or named.index is not None:
         raise ProgramError(f"a site's word is needed, such as {named.name!r}: layers= says which", "site")
     refs = lm.sites.resolve(named)
