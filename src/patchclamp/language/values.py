@@ -36,6 +36,8 @@ def as_plain(value: Any, path: str | None = None) -> Any:
     """A tensor's or an array's numbers as Python's, in lists; anything else as it is."""
     if hasattr(value, "detach"):
         check_dense(value, path)
+    if hasattr(value, "mask") and hasattr(value, "filled"):
+        raise ShapeError("expected numbers, got a masked array: fill it first", path)
     return value.tolist() if hasattr(value, "tolist") else value
 
 

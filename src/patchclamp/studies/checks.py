@@ -144,6 +144,8 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         for name, value in bound.arguments.items():
             if hasattr(value, "detach"):
                 check_dense(value, name)
+            if getattr(value, "shape", None) == ():  # a number of NumPy or torch
+                bound.arguments[name] = value = as_plain(value, name)
             if name in READERS and not (value is None and signature.parameters[name].default is None):
                 bound.arguments[name] = READERS[name](value, name)
         return function(*bound.args, **bound.kwargs)
