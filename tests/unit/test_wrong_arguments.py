@@ -58,6 +58,25 @@ def _read(site: Any) -> None:
     RUN[site]
 
 
+def _mean_of(**arguments: Any) -> Any:
+    """What is only stored when it is made is read where it is used."""
+    return pc.studies.ablation_sweep(
+        LM, prompt=IDS, answer=5, sites="mlp_out", source=pc.studies.MeanOf(**arguments), **SWEEP
+    )
+
+
+def _resampled(**arguments: Any) -> Any:
+    return pc.studies.patch_sweep(LM, **PAIR, source=pc.studies.Resampled(**arguments), **SWEEP)
+
+
+def _banked(**arguments: Any) -> Any:
+    return pc.studies.patch_sweep(LM, **PAIR, source=pc.studies.Banked(**arguments), **SWEEP)
+
+
+def _project(**arguments: Any) -> Any:
+    return pc.studies.harvest(LM, [IDS], "harvest", sites="embed", project=pc.studies.Project(**arguments))
+
+
 # by name: the callable, and arguments that work
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "LM": (pc.LM, {"model": "fake", "engine": "fake", "prove": False}),
@@ -136,11 +155,11 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         pc.studies.strength_curve,
         {"lm": LM, "vectors": MADE, "prompts": [IDS], "answer": 5, "scales": [1.0]},
     ),
-    "MeanOf": (pc.studies.MeanOf, {"prompts": [IDS]}),
-    "Resampled": (pc.studies.Resampled, {"prompts": [IDS]}),
-    "Banked": (pc.studies.Banked, {"name": "a"}),
+    "MeanOf": (_mean_of, {"prompts": [IDS]}),
+    "Resampled": (_resampled, {"prompts": [IDS]}),
+    "Banked": (_banked, {"name": "a"}),
     "Filters": (pc.studies.Filters, {}),
-    "Project": (pc.studies.Project, {"matrix": np.eye(LM.model.d_model, dtype=np.float32)}),
+    "Project": (_project, {"matrix": np.eye(LM.model.d_model, dtype=np.float32)}),
     "SteeringVectors.edits": (MADE.edits, {}),
     "SteeringVectors.vector": (MADE.vector, {"layer": 1}),
     "SteeringVectors.directions": (MADE.directions, {}),
@@ -150,10 +169,12 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "LogitLens.rank": (LENS.rank, {"token": 5}),
     "LogitLens.probability": (LENS.probability, {"token": 5}),
 }
-SIGNATURES = {"lm.arun": LM.arun, "lm.stream": LM.stream, "lm.trace": LM.trace}
+SIGNATURES = {"lm.arun": LM.arun, "lm.stream": LM.stream, "lm.trace": LM.trace} | {
+    name: getattr(pc.studies, name) for name in ("MeanOf", "Resampled", "Banked", "Project")
+}
 UNNAMED = {  # of one argument, or named by the argument that it is read for
     "LM", "site", "span", "role", "tokens", "Site", "Vector.of", "Program.of", "Program.from_json", "lm.bank[]=",
-    "lm.bank[]", "Project",
+    "lm.bank[]", "Banked", "Project",
 }  # fmt: skip
 SKIPPED = {"tell", "listener", "check", "weights"}  # callbacks, called later; weights are read by engines
 
@@ -253,6 +274,23 @@ def test_a_missing_field_of_an_op_is_named(op, given, path):
     (lambda: PAIRED.vector([1, 2]), "layer"),
     *[(lambda documents=documents: pc.studies.harvest(LM, documents, "harvest", sites="embed"), "documents")
       for documents in ({"a": "b"}, b"ab", {"a"}, [b"ab"], [bytearray(b"ab")], [[True, 5]], [["a"]])],
+    *[(lambda positions=positions: pc.studies.logit_lens(LM, IDS, layers=1, positions=positions), path)
+      for positions, path in ((True, "positions"), ([0, True], "positions[1]"), (np.array([True, False]), "positions[0]"))],
+    *[(lambda positions=positions: pc.studies.patch_sweep(LM, **PAIR, metric="logprob", positions=positions), "positions[0]")
+      for positions in ([[-2, -1]], np.array([[-2, -1]]), [True], ["12"])],
+    (lambda: pc.studies.patch_sweep(LM, **PAIR, metric="logprob", positions={"a": np.array([-2, -1])}), "positions['a']"),
+    *[(lambda end=end: pc.studies.patchscope(LM, source=IDS, target=IDS, **{end: True}), end)
+      for end in ("source_position", "target_position")],
+    *[(lambda occurrence=occurrence: pc.span("a", occurrence=occurrence), "occurrence") for occurrence in (True, "1", 1.5, None)],
+    *[(lambda given=given: _mean_of(prompts=[IDS], by_position=given), "source.by_position") for given in ("no", 1, None)],
+    *[(lambda given=given: _resampled(prompts=[IDS], **given), f"source.{next(iter(given))}")
+      for given in ({"seed": "1"}, {"seed": True}, {"seed": 1.5}, {"seed": None}, {"seed": -1}, {"draws": True}, {"draws": "2"},
+                    {"draws": 1.5}, {"draws": 0})],
+    (lambda: pc.studies.Project(np.eye(16), on_device="no"), "on_device"),
+    *[(lambda at=at: pc.studies.fuzz_sweep(LM, [IDS], [0.5], at=at), path) for at, path in (
+        ("blocks.1.hook_resid_mid", "at[0]"), (["embed", "blocks.1.ln1.hook_out @ prompt"], "at[1]"))],
+    *[(lambda sampling=sampling: LM.run(IDS, sampling=sampling), f"sampling.{next(iter(sampling))}")
+      for sampling in ({"ignore_eos": "no"}, {"ignore_eos": 1}, {"temperature": False}, {"temperature": "0"})],
     *[(lambda std=std: pc.studies.causal_trace(LM, prompt=IDS, subject=1, answer=5, std=std), "std")
       for std in ("1", True, 0, float("nan"))],
 ])  # fmt: skip
@@ -310,3 +348,27 @@ def test_vectors_that_are_handed_out_are_copies():
     rows[2] += 100
     assert made.edits(layers=[1, 2]) == before
     np.testing.assert_array_equal(made.vectors, np.stack([VECTOR, VECTOR]))
+
+
+@pytest.mark.parametrize("number", [np.int64(2), torch.tensor(2), np.array(2)])
+def test_whole_numbers_of_numpy_and_torch_are_the_same_question(number, tmp_path):
+    options = [dict.fromkeys(("seed", "window", "group", "zoom", "batch", "alpha"), n) for n in (2, number)]
+    sweeps = [pc.studies.patch_sweep(LM, **PAIR, metric="logprob", sites="z", **of) for of in options]
+    assert sweeps[0].question == sweeps[1].question
+    np.testing.assert_array_equal(sweeps[0].values, sweeps[1].values)
+    folders = [pc.studies.harvest(LM, [IDS], tmp_path, sites="embed", seed=n, parts=n).folder for n in (2, number)]
+    assert folders[0] == folders[1]
+    for n in (2, number):  # the second resumes the first
+        pc.studies.fuzz_sweep(LM, [IDS], [0.5], max_tokens=n, resume=tmp_path / "fuzz")
+        pc.studies.logit_lens(LM, IDS, layers=1, top=n, resume=tmp_path / "lens")
+
+
+def test_positions_may_be_arrays():
+    for positions in (np.array([-2, -1]), torch.tensor([-2, -1]), [np.int64(-2), -1], (1, pc.prompt[-1])):
+        sweep = pc.studies.patch_sweep(LM, **PAIR, metric="logprob", layers=1, positions=positions)
+        assert [column.corrupt for column in sweep.columns] == [(1,), (2,)]
+        assert pc.studies.logit_lens(LM, IDS, layers=1, positions=positions).positions == (1, 2)
+        ablated = pc.studies.ablation_sweep(LM, prompt=IDS, answer=5, metric="logprob", layers=1, positions=positions)
+        assert [column.clean for column in ablated.columns] == [(1,), (2,)]
+    sweep = pc.studies.patch_sweep(LM, **PAIR, metric="logprob", layers=1, positions=slice(-2, None))
+    assert [column.corrupt for column in sweep.columns] == [(1, 2)]
