@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, SupportsIndex, TypeVar
 
@@ -14,9 +13,10 @@ from patchclamp.language import Op, Site
 from patchclamp.language.conversions import as_flag, as_number
 from patchclamp.language.ranges import Range, as_integer, parse_index
 from patchclamp.language.site import At
-from patchclamp.language.values import as_items, as_plain, check_dense
+from patchclamp.language.values import as_file, as_items, as_plain, check_dense
 from patchclamp.lm import LM
 from patchclamp.studies.journal import MemoryJournal
+from patchclamp.trace.hints import check_options, hints_for
 
 VAR_KEYWORD = inspect.Parameter.VAR_KEYWORD
 P = ParamSpec("P")
@@ -91,9 +91,7 @@ def as_engines(engines: Any, path: str) -> tuple[str, str]:
 
 def as_path(path: Any, name: str) -> Any:
     """A path to a file, or a journal in memory."""
-    if not isinstance(path, (str, os.PathLike, MemoryJournal)) or (isinstance(path, str) and not path):
-        raise ProgramError(f"expected a path, got {type(path).__name__} {path!r:.100}", name)
-    return path
+    return path if isinstance(path, MemoryJournal) else as_file(path, name)
 
 
 def as_prompt(prompt: Any, path: str) -> Any:
@@ -132,11 +130,22 @@ def _range(layers: slice | Range) -> Range:
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
     """A study whose arguments of a known name are read before it starts: one reader for each name. Raises
-    `ProgramError` for an argument that is missing, and for a tensor whose numbers cannot be read."""
+    `ProgramError` for an argument that is missing, unknown or surplus, and for a tensor whose numbers cannot be read.
+    """
     signature = inspect.signature(function)
+    known, call = list(signature.parameters), f"{getattr(function, '__name__', function)}()"
+    others = any(one.kind == VAR_KEYWORD for one in signature.parameters.values())
+    ordered = [name for name, one in signature.parameters.items() if one.kind == one.POSITIONAL_OR_KEYWORD]
 
     @functools.wraps(function)
     def study(*args: P.args, **kwargs: P.kwargs) -> R:
+        check_options((name for name in kwargs if name not in known and not others), call, known, hints_for(known))
+        if len(args) > len(ordered):
+            raise ProgramError(
+                f"{call} takes {', '.join(ordered)} by position, got {len(args)} values: name the others"
+            )
+        if twice := [name for name in ordered[: len(args)] if name in kwargs]:
+            raise ProgramError(f"{call} got this argument by position and by name", twice[0])
         bound = signature.bind_partial(*args, **kwargs)
         for name, parameter in signature.parameters.items():
             if name not in bound.arguments and parameter.default is parameter.empty and parameter.kind != VAR_KEYWORD:
@@ -160,7 +169,7 @@ READERS: dict[str, Callable[[Any, str], Any]] = {
     "receivers": as_sites, "freeze": lambda names, path: names if isinstance(names, str) else as_texts(names, path),
     "by": as_texts, "recipes": as_texts, "labels": as_texts, "metric": as_text, "direction": as_text,
     "method": as_text, "mode": as_text, "overlong": as_text, "readout": as_text,
-    "column": as_text, "resume": as_path, "folder": as_path,
+    "column": as_text, "resume": as_path, "folder": as_file, "weights": as_file,
     "tolerance": as_positive, "engines": as_engines,
 }  # fmt: skip
 
