@@ -295,7 +295,10 @@ class LM:
         """Token ids of a prompt's text, with the tokenizer's special tokens."""
         if not isinstance(text, str):
             raise ProgramError(f"expected text, got {type(text).__name__} {text!r:.100}", "text")
-        return self.tokenizer.encode(text)
+        try:
+            return self.tokenizer.encode(text)
+        except (TypeError, ValueError) as error:  # half a surrogate pair, for example
+            raise ProgramError(f"this text cannot be tokenised: {error}", "text") from None
 
     def close(self) -> None:
         """Stops the engine. An `LM` that is dropped is closed too, unless it was given an engine object."""

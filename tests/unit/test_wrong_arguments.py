@@ -18,6 +18,7 @@ LM = pc.LM("fake", prove=False)
 IDS, OTHER = [5, 6, 7], [5, 8, 7]
 AT = pc.resid_post[1]
 VECTOR = np.ones(LM.model.d_model, np.float32)
+LM.bank["banked"] = VECTOR
 RUN = LM.run(IDS, max_tokens=1, capture=[AT])
 MADE = pc.studies.SteeringVectors.from_directions({1: VECTOR})
 PAIRED = pc.studies.SteeringVectors.from_directions({1: VECTOR, 2: VECTOR})
@@ -132,7 +133,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "direct_attribution": (pc.studies.direct_attribution, {"lm": LM, "prompt": IDS, "answer": 5, "by": ["layer"]}),
     "edge_attribution": (pc.studies.edge_attribution, {"lm": LM, **PAIR, "verify": 1, "sample": 0}),
     "fuzz_sweep": (pc.studies.fuzz_sweep, {"lm": LM, "prompts": [IDS], "strengths": [0.5], "max_tokens": 1}),
-    "harvest": (pc.studies.harvest, {"lm": LM, "documents": [IDS], "folder": "harvest", "sites": "embed"}),
+    "harvest": (pc.studies.harvest, {"lm": LM, "documents": [[5]], "folder": "harvest", "sites": "embed"}),
     "logit_lens": (pc.studies.logit_lens, {"lm": LM, "prompt": IDS, "layers": 1}),
     "parity": (pc.studies.parity, {**PARITY, "prompts": [IDS], "max_tokens": 1}),
     "patch_sweep": (pc.studies.patch_sweep, {"lm": LM, **PAIR, **SWEEP}),
@@ -157,7 +158,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "MeanOf": (_mean_of, {"prompts": [IDS]}),
     "Resampled": (_resampled, {"prompts": [IDS]}),
-    "Banked": (_banked, {"name": "a"}),
+    "Banked": (_banked, {"name": "banked"}),
     "Filters": (pc.studies.Filters, {}),
     "Project": (_project, {"matrix": np.eye(LM.model.d_model, dtype=np.float32)}),
     "SteeringVectors.edits": (MADE.edits, {}),
@@ -165,6 +166,13 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "SteeringVectors.directions": (MADE.directions, {}),
     "SteeringVectors.from_directions": (pc.studies.SteeringVectors.from_directions, {"directions": {1: VECTOR}}),
     "SteeringVectors.from_gguf": (pc.studies.SteeringVectors.from_gguf, {"path": "none.gguf"}),
+    "SteeringVectors.to_gguf": (MADE.to_gguf, {"path": "made.gguf"}),
+    "LogitLens.save": (LENS.save, {"path": "lens.safetensors"}),
+    "LogitLens.load": (pc.studies.LogitLens.load, {"path": "none.safetensors"}),
+    "LogitLens.to_html": (LENS.to_html, {"path": "lens.html"}),
+    "Harvested": (pc.studies.Harvested, {"folder": "none"}),
+    "lm.bank.save": (LM.bank.save, {"file": "bank.safetensors"}),
+    "lm.bank.load": (LM.bank.load, {"file": "none.safetensors"}),
     "LogitLens.top": (LENS.top, {"layer": 1, "position": -1}),
     "LogitLens.rank": (LENS.rank, {"token": 5}),
     "LogitLens.probability": (LENS.probability, {"token": 5}),
@@ -174,7 +182,7 @@ SIGNATURES = {"lm.arun": LM.arun, "lm.stream": LM.stream, "lm.trace": LM.trace} 
 }
 UNNAMED = {  # of one argument, or named by the argument that it is read for
     "LM", "site", "span", "role", "tokens", "Site", "Vector.of", "Program.of", "Program.from_json", "lm.bank[]=",
-    "lm.bank[]", "Banked", "Project",
+    "lm.bank[]", "Banked", "Project", "LogitLens.to_html",
 }  # fmt: skip
 SKIPPED = {"tell", "listener", "check", "weights"}  # callbacks, called later; weights are read by engines
 
@@ -190,6 +198,12 @@ WRONG: dict[str, Any] = {
     "bf16": torch.ones(3, dtype=torch.bfloat16), "sparse": torch.eye(3).to_sparse(), "meta": torch.ones(3, device="meta"),
     "quantised": torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.qint8),
     "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "texts": ["1"], "booleans": [True], "bytes in a list": [b"1"], "dicts": [{1: 2}], "a set": {1, 2}, "a set of texts": {"a"},
+    "boolean array": np.array([True, False]), "array of texts": np.array(["1"]), "NumPy's 1": np.int64(1), "NumPy's 1.5": np.float64(1.5),
+    "NumPy's True": np.True_, "NumPy's text": np.str_("text"), "torch's 1": torch.tensor(1), "torch's True": torch.tensor(True),
+    "masked": np.ma.masked, "masked array": np.ma.masked_array([1.0, 2.0], [True, False]), "date": np.datetime64("2020-01-01"),
+    "complex": 1j, "slice": slice(0, 99), "slice of a boolean": slice(True, 2), "slice of a float": slice(0, 1.5), "range": range(99),
+    "range as text": "0:99", "NUL": "a\0b", "surrogate": "\ud800", "generator function": lambda: None, "Ellipsis": ...,
 }  # fmt: skip
 
 
@@ -372,3 +386,49 @@ def test_positions_may_be_arrays():
         assert [column.clean for column in ablated.columns] == [(1,), (2,)]
     sweep = pc.studies.patch_sweep(LM, **PAIR, metric="logprob", layers=1, positions=slice(-2, None))
     assert [column.corrupt for column in sweep.columns] == [(1, 2)]
+
+
+@pytest.mark.parametrize(("call", "path", "meant"), [
+    (lambda: pc.studies.patch_sweep(LM, claen=IDS, corrupt=OTHER, answer=5), "claen", "did you mean 'clean'"),
+    (lambda: pc.studies.fuzz_sweep(LM, [IDS], [0.5], max_new_tokens=1), "max_new_tokens", "write max_tokens="),
+    (lambda: pc.studies.fuzz_sweep(LM, [IDS], [0.5], temperature=1), "temperature", "sampling="),
+    (lambda: pc.studies.fuzz_sweep(LM, [IDS], [0.5], prompts=[IDS]), "prompts", "by position and by name"),
+    (lambda: pc.studies.patch_sweep(LM, IDS, OTHER), None, r"patch_sweep\(\) takes lm by position"),
+    (lambda: LM.run(IDS, max_new_tokens=1), "max_new_tokens", "write max_tokens="),
+    (lambda: asyncio.run(LM.arun(IDS, max_new_tokens=1)), "max_new_tokens", "write max_tokens="),
+    (lambda: LM.stream(IDS, max_new_tokens=1), "max_new_tokens", "write max_tokens="),
+    (lambda: LM.run(IDS, captures="embed"), "captures", "did you mean 'capture'"),
+    (lambda: pc.Add(VECTOR, att="embed"), "att", "did you mean 'at'"),
+    (lambda: pc.Add(VECTOR, "embed", value=VECTOR), "value", "by position and by name"),
+    (lambda: pc.Use("a", 1.0, None, 2), None, "takes name, scale, tokens"),
+    (lambda: pc.studies.MeanOf(prompt=[IDS]), "prompt", "did you mean 'prompts'"),
+    (lambda: pc.studies.Filters(norm_kap=1.0), "norm_kap", "did you mean 'norm_cap'"),
+])  # fmt: skip
+def test_an_argument_that_does_not_exist_is_refused_with_the_one_that_is_meant(call, path, meant):
+    with pytest.raises(pc.ProgramError, match=meant) as caught:
+        call()
+    assert caught.value.path == path
+
+
+def test_calls_that_check_their_arguments_keep_their_signature():
+    from patchclamp.lm import LM as Plain
+
+    for name in ("run", "arun", "stream"):
+        assert inspect.signature(getattr(pc.LM, name)) == inspect.signature(getattr(Plain, name))
+        assert getattr(pc.LM, name).__doc__ == getattr(Plain, name).__doc__
+    assert inspect.iscoroutinefunction(LM.arun)
+
+
+@pytest.mark.parametrize("path", ["a\0b", "\ud800", "", 5, b"a"])
+def test_what_no_file_is_called_is_no_path(path):
+    for argument, call in {
+        "resume": lambda: pc.studies.fuzz_sweep(LM, [IDS], [0.5], resume=path),
+        "folder": lambda: pc.studies.harvest(LM, [IDS], path, sites="embed"),
+        "documents": lambda: pc.studies.harvest(LM, path, "harvest", sites="embed"),
+        "weights": lambda: pc.studies.logit_lens(LM, IDS, weights=path),
+        "lora": lambda: LM.run(IDS, lora=path), "lora[1]": lambda: LM.run([IDS, IDS], lora=[None, path]),
+        "path": lambda: LENS.save(path), "file": lambda: LM.bank.load(path),
+    }.items():  # fmt: skip
+        with pytest.raises(pc.ProgramError) as caught:
+            call()
+        assert caught.value.path == argument

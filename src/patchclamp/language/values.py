@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
@@ -51,6 +52,17 @@ def as_items(items: Any, path: str) -> list[Any]:
     if isinstance(items, unordered) or hasattr(items, "columns") or not isinstance(items, Iterable):
         raise ProgramError(f"expected a list, got {type(items).__name__} {items!r:.100}", path)
     return list(items)
+
+
+def as_file(path: Any, name: str | None = None) -> Any:
+    """A path as it is. Raises `ProgramError` for what no file or folder can be called; `name`: of the argument."""
+    try:
+        text = os.fspath(path)
+        if isinstance(text, str) and text and b"\0" not in os.fsencode(text):
+            return path
+    except (TypeError, UnicodeError):
+        pass
+    raise ProgramError(f"expected a path, got {type(path).__name__} {path!r:.100}", name)
 
 
 def as_array(numbers: Any, path: str | None = None) -> np.ndarray:

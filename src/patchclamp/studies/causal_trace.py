@@ -10,6 +10,7 @@ of the subjects' embeddings, 10 noise seeds, windows of 10 layers for attention 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +19,9 @@ import msgspec
 import numpy as np
 
 from patchclamp.call import is_token_id
-from patchclamp.errors import ProgramError
+from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.language import Noise, Op, Site
-from patchclamp.language.tokens import every
+from patchclamp.language.tokens import TextSpan, every, parse_tokens
 from patchclamp.language.values import as_items
 from patchclamp.lm import LM
 from patchclamp.studies.cells import Trial, planned
@@ -145,7 +146,7 @@ def _read(lm: LM, prompt: Any, subject: Any, answer: Any, foil: Any, metric: str
     for i, one in enumerate(prompts):
         where = f"[{i}]" if len(prompts) > 1 else ""
         words = words_of(lm, one, f"prompt{where}")
-        chosen = chosen_positions(lm, words, _selection(subjects[i]), f"subject{where}")
+        chosen = chosen_positions(lm, words, _selection(subjects[i], f"subject{where}"), f"subject{where}")
         columns = columns_of(
             lm, words, range(len(words.ids)), positions, i, len(prompts), lambda label, at, path: Column(label, at, at)
         )
@@ -153,19 +154,16 @@ def _read(lm: LM, prompt: Any, subject: Any, answer: Any, foil: Any, metric: str
     return traced
 
 
-def _selection(subject: Any) -> Any:
+def _selection(subject: Any, path: str) -> Any:
     """A text that is no selection is a span."""
-    from patchclamp.errors import PatchclampError
-    from patchclamp.language.tokens import TextSpan, parse_tokens
-
     if not isinstance(subject, str):
         return subject
-    if not subject:
-        raise ProgramError("expected the text of the subject, got none", "subject")
-    try:
+    with contextlib.suppress(PatchclampError):
         return parse_tokens(subject)
-    except PatchclampError:
+    try:
         return TextSpan(subject)
+    except PatchclampError as error:
+        raise error.under(path) from None
 
 
 def _seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:

@@ -39,7 +39,10 @@ def words_of(lm: LM, prompt: Any, path: str) -> Words:
     """A prompt of text or token ids, read."""
     prompt = as_plain(prompt, path)
     if isinstance(prompt, str):
-        ids, text = lm.tokens(prompt), prompt
+        try:
+            ids, text = lm.tokens(prompt), prompt
+        except ProgramError as error:
+            raise ProgramError(error.message, path) from None
     elif isinstance(prompt, (list, tuple)) and all(is_token_id(token) for token in prompt):
         ids = [int(token) for token in prompt]
         if any(not 0 <= token < lm.model.d_vocab for token in ids):

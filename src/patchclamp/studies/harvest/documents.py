@@ -9,7 +9,7 @@ from typing import Any
 
 from patchclamp.call import is_token_id
 from patchclamp.errors import PatchclampError, ProgramError
-from patchclamp.language.values import BYTES, as_items
+from patchclamp.language.values import BYTES, as_file, as_items
 
 Document = str | Sequence[int]
 SUFFIXES = {".txt": "text", ".jsonl": "JSON lines", ".ndjson": "JSON lines", ".parquet": "Parquet"}
@@ -26,7 +26,7 @@ def documents_of(data: Any, column: str | None = None) -> Iterator[Document]:
     Raises: `ProgramError` for what has no documents.
     """
     if isinstance(data, (str, Path)):
-        return _of_file(Path(data), column)
+        return _of_file(Path(as_file(data, "documents")), column)
     if hasattr(data, "column_names") and not isinstance(data, (list, tuple)):
         return _of_columns(data, column, "the data set", data.column_names)
     if column is not None:

@@ -17,7 +17,7 @@ from patchclamp.errors import ProgramError, ShapeError, UnsupportedSite
 from patchclamp.language import Add, Site, Vector
 from patchclamp.language.tokens import Tokens, TokensLike, every, read_tokens
 from patchclamp.language.values import as_array
-from patchclamp.studies.checks import numbers_of
+from patchclamp.studies.checks import as_text, numbers_of
 from patchclamp.studies.result import Provenance, StudyResult
 from patchclamp.studies.steering import gguf
 
@@ -128,6 +128,7 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
         """
         if not isinstance(directions, Mapping):
             raise ShapeError(f"expected vectors by layer, got {type(directions).__name__}", "directions")
+        model_hint = as_text(model_hint, "model_hint")
         layers = tuple(sorted(numbers_of(list(directions), "directions")))
         rows = [Vector.of(as_array(directions[layer], f"directions[{layer}]")).array() for layer in layers]
         zero = [layer for layer, row in zip(layers, rows, strict=True) if not row.any()]
