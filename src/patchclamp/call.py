@@ -11,7 +11,7 @@ from patchclamp.engines.base import MAX_SCORES
 from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.language import At, Op, Site
 from patchclamp.language.fuzz import fuzz
-from patchclamp.language.values import as_plain
+from patchclamp.language.values import as_items
 
 MAX_RUNS = 16_384  # of one prompt, as in vLLM
 
@@ -80,10 +80,8 @@ def is_token_id(value: object) -> bool:
 def per_prompt(items: Any, prompts: int, name: str) -> Sequence[Any]:
     """The edits, captures or scores of each prompt, from one list for all or a list of lists, one a prompt."""
     if items is not None and not isinstance(items, (str, Site, At, Op, list, tuple, Mapping)):
-        try:
-            items = list(as_plain(items, name))
-        except (TypeError, PatchclampError):
-            raise ProgramError(f"a list is needed, not {type(items).__name__}", name) from None
+        unordered = name == "capture" and isinstance(items, (set, frozenset))
+        items = sorted(items, key=str) if unordered else as_items(items, name)
     if isinstance(items, (list, tuple)) and any(isinstance(item, (list, tuple)) for item in items):
         if not all(isinstance(item, (list, tuple)) for item in items):
             raise ProgramError("either one list for all prompts, or a list of lists, one a prompt", name)

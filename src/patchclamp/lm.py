@@ -35,7 +35,7 @@ from patchclamp.errors import CapacityError, EngineError, MissingSource, Patchcl
 from patchclamp.language import Program
 from patchclamp.language.conversions import as_flag
 from patchclamp.language.site import parse_site
-from patchclamp.language.values import as_plain
+from patchclamp.language.values import as_items, as_plain
 from patchclamp.plan.bindings import Bindings
 from patchclamp.run import Run
 from patchclamp.sites import SiteRef
@@ -295,7 +295,10 @@ class LM:
         """Token ids of a prompt's text, with the tokenizer's special tokens."""
         if not isinstance(text, str):
             raise ProgramError(f"expected text, got {type(text).__name__} {text!r:.100}", "text")
-        return self.tokenizer.encode(text)
+        try:
+            return self.tokenizer.encode(text)
+        except (TypeError, ValueError) as error:  # half a surrogate pair, for example
+            raise ProgramError(f"this text cannot be tokenised: {error}", "text") from None
 
     def close(self) -> None:
         """Stops the engine. An `LM` that is dropped is closed too, unless it was given an engine object."""
@@ -410,7 +413,7 @@ class LM:
             raise TokensError(
                 f"{len(ids)} prompt tokens and max_tokens={max_tokens} exceed max_model_len={self.model.max_model_len}"
             )
-        max_tokens, score = int(max_tokens), list(score)
+        max_tokens, score = int(max_tokens), as_items(score, "score")
         outside = [token for token in score if not is_token_id(token) or not 0 <= token < self.model.d_vocab]
         if outside:
             raise TokensError(f"{outside[0]!r} is not a token id below {self.model.d_vocab}", "score")

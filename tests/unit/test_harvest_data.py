@@ -84,7 +84,7 @@ def test_token_ids_of_a_column(lm, tmp_path):
 @pytest.mark.parametrize(("name", "content", "text"), [
     ("a.csv", "x", "the suffix says what a file has, one of .txt"), ("a.jsonl", "{}", "line 1: no JSON object with 'text'"),
     ("a.jsonl", '{"text": "a"}\n\nno', "line 3: no JSON"), ("b.txt", None, "there is no "),
-    ("a.jsonl", '{"text": [[1]]}', "a document is text or a list of token ids"), (".", None, "no folder that datasets saved"),
+    ("a.jsonl", '{"text": [[1]]}', "expected text or a list of token ids"), (".", None, "no folder that datasets saved"),
 ])  # fmt: skip
 def test_files_without_documents_are_refused(tmp_path, name, content, text):
     if content is not None:

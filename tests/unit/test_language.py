@@ -475,7 +475,7 @@ ERRORS = [
     (lambda: pc.image[-2].find([[3, 4]]), pc.TokensError, "image[-2]: the prompt has 1 images, numbered from 0"),
     (lambda: pc.image[0][2].find([[3, 4]]), pc.TokensError,
      "image[0][2]: there is no position 2; this image has 2 tokens"),
-    (lambda: pc.span(5), pc.ProgramError, "a span is a text and a number, not 5 and 0"),
+    (lambda: pc.span(5), pc.ProgramError, "text: expected a text, got int 5"),
     (lambda: pc.span("\ud83d"), pc.TokensError, "'\\ud83d' is not text: it has half a surrogate pair"),
     (lambda: pc.tokens(r'span("\x41")'), pc.ProgramError,
      r'span("\x41"): Invalid \escape: line 1 column 2 (char 1)'),

@@ -179,7 +179,7 @@ def test_layers_may_be_numpys_numbers(lm, vectors):
     assert (vectors.vector(np.int64(1)) == vectors.vector(1)).all()
     assert steering_vectors(lm, POSITIVE, NEGATIVE, layers=np.int64(1), seed=np.int64(0)).layers == (1,)
     for wrong in (True, 1.0, [1.0], "1"):
-        with pytest.raises(pc.ProgramError, match="layers: a layer is a whole number, not "):
+        with pytest.raises(pc.ProgramError, match=r"^layers: "):
             vectors.edits(layers=wrong)
 
 
@@ -326,7 +326,7 @@ def test_what_is_no_control_vector_is_told(lm, tmp_path: Path):
         (dict(site="resid_post[2]"), "site: a site's word is needed"),
         (dict(site="neurons"), "site: the rows of neurons are not as wide"),
         (dict(site="embed"), "site: embed has no layers"),
-        (dict(layers=[3]), "layers: resid_post has layers 0 to 2, not [3]"),
+        (dict(layers=[3]), "layers: resid_post[3]: this model has 3 layers"),
         (dict(layers=[]), "layers: "),
         (dict(held_out=1.0), "held_out: a share from 0 to below 1"),
         (dict(held_out=0.1), "held_out: 0.1 of 4 positive and 4 negative prompts leaves a class nothing"),

@@ -93,19 +93,19 @@ IN_A_LINE = {
     "a plain tensor added to": (lambda t: V.clone().__iadd__(t.embed[0]), E, "write x = x \\+ value"),
     "a vector that is no mask": (lambda t: t.layers[1].output.__imul__(1e-5 * V), E, "by one vector that is a mask"),
     "another's read times a vector": (lambda t: put(t.layers[1].output, -1, t.embed[0] * V), E, "times a vector"),
-    "complex numbers": (lambda t: put(t.layers[1].output, -1, V * 1j), E, "write the real part"),
-    "a complex number": (lambda t: t.layers[1].output.__iadd__(1j), E, "write the real part"),
-    "complex numbers in a list": (lambda t: put(t.layers[1].output, -1, [1j] * 16), E, "write the real part"),
-    "numbers as text": (lambda t: put(t.layers[1].output, -1, ["1"] * 16), E, "list: a number or a vector is needed"),
+    "complex numbers": (lambda t: put(t.layers[1].output, -1, V * 1j), S, "expected real numbers"),
+    "a complex number": (lambda t: t.layers[1].output.__iadd__(1j), E, "complex: a number or a vector is needed"),
+    "complex numbers in a list": (lambda t: put(t.layers[1].output, -1, [1j] * 16), S, "list: expected a tensor or a list of numbers"),
+    "numbers as text": (lambda t: put(t.layers[1].output, -1, ["1"] * 16), S, "list: expected a tensor or a list of numbers"),
     "a copy of Python's": (lambda t: copy.copy(t.embed), E, r"copied with \.clone\(\)"),
     "a deep copy": (lambda t: copy.deepcopy(t.embed.save()), E, r"copied with \.clone\(\)"),
     "a pickle": (lambda t: pickle.dumps(t.embed), E, "pickle needs a number"),
     "a sum's row written": (lambda t: put(t.embed + 1, 0, 0), E, "a computed value is not changed in place: change a clone"),
     "words": (lambda t: t.layers[1].output + "v", E, "str: a number or a vector is needed"),
     "None": (lambda t: put(t.layers[1].output, -1, None), E, "NoneType: a number or a vector"),
-    "a flag": (lambda t: put(t.layers[1].output, -1, True), E, "bool: a number or a vector"),
+    "a flag": (lambda t: put(t.layers[1].output, -1, True), E, "bool: expected a number, got bool True"),
     "a computed value blended in": (lambda t: t.layers[1].output.replace(2 * t.embed), E, "is computed, blended in"),
-    "numbers that are not finite": (lambda t: put(t.layers[1].output, -1, float("nan")), S, "must be finite"),
+    "numbers that are not finite": (lambda t: put(t.layers[1].output, -1, float("nan")), E, "a finite number is needed"),
     "no Apply without leave": (lambda t: t.layers[1].output.apply(lambda h: h), E, "allow_code=True"),
     "a function of nothing": (lambda t: t.layers[1].output.apply(3), E, "a function of rows is needed"),
     # what is not there
@@ -532,3 +532,49 @@ def test_what_a_model_has_elsewhere(lm):
         with pytest.raises(U, match="lm"):
             getattr(lm, name)
     assert not hasattr(lm, "no_such_name")
+
+
+NOT_NUMBERS = {
+    "a masked array": np.ma.masked_array(np.ones(16), mask=[1] * 16), "a list of masked arrays": [np.ma.masked_array(np.ones(16), mask=[1] * 16)],
+    "masked": np.ma.masked, "True": True, "NumPy's True": np.True_, "torch's True": torch.tensor(True),
+    "booleans": [True] * 16, "a boolean array": np.ones(16, bool), "a boolean tensor": torch.ones(16) > 0,
+    "a boolean of NumPy in a list": [np.True_, *[1.0] * 15], "boolean arrays in a list": [np.array(True)] * 16,
+    "boolean tensors in a list": [torch.tensor(True)] * 16, "bytes in a list": [bytearray(b"a")] * 16,
+    "a duration": np.timedelta64(1, "s"), "dates": np.ones(16, "M8[s]"), "durations in a list": [np.timedelta64(1, "s")] * 16,
+    "objects": np.array([1.0] * 16, object), "complex": [np.complex64(1)] * 16, "a ragged list": [[1.0], [1.0, 2.0]],
+    "sparse": torch.ones(16).to_sparse(), "meta": torch.ones(16, device="meta"), "meta 0-d": torch.ones((), device="meta"),
+    "quantised": torch.quantize_per_tensor(torch.ones(16), 1.0, 0, torch.qint8),
+    "quantised 0-d": torch.quantize_per_tensor(torch.tensor(1.0), 1.0, 0, torch.qint8),
+    "nested": torch.nested.nested_tensor([torch.ones(16)]), "a set": {1.0}, "a mapping": {1: 2.0},
+}  # fmt: skip
+NUMBERS = {
+    "a float": 2.0, "an int": 2, "NumPy's": np.float64(2), "torch's": torch.tensor(2.0), "a list": [2.0] * 16,
+    "integers": np.full(16, 2), "bf16": torch.full((16,), 2.0, dtype=torch.bfloat16), "tensors in a list": [torch.tensor(2.0)] * 16,
+    "NumPy's in a list": [np.float32(2)] * 16, "a vector": pc.Vector.of([2.0] * 16), "a gradient's": torch.full((16,), 2.0).requires_grad_(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", NOT_NUMBERS)
+def test_what_is_no_number_is_written_nowhere(lm, no_run, what):
+    value = NOT_NUMBERS[what]
+    for write in (
+        lambda t: t.layers[1].output.__iadd__(value), lambda t: t.layers[1].output.__imul__(value),
+        lambda t: put(t.layers[1].output, slice(None), value), lambda t: t.embed - value,
+    ):  # fmt: skip
+        with pytest.raises(E), lm.trace(EIFFEL) as t:
+            write(t)
+    for read in (pc.Vector.of, lambda value: pc.Scale(value, "resid_post[1]")):
+        with pytest.raises(E):
+            read(value)
+
+
+@pytest.mark.parametrize("what", NUMBERS)
+def test_numbers_of_every_kind_are_written(lm, what):
+    with lm.trace(EIFFEL) as t:
+        before = t.layers[1].output.save()
+        t.layers[1].output += NUMBERS[what]
+        after = t.layers[1].output.save()
+        t.layers[2].output[:] = NUMBERS[what]
+        put = t.layers[2].output.save()
+    torch.testing.assert_close(after, before + 2)
+    assert (put == 2).all()

@@ -18,12 +18,20 @@ LM = pc.LM("fake", prove=False)
 IDS, OTHER = [5, 6, 7], [5, 8, 7]
 AT = pc.resid_post[1]
 VECTOR = np.ones(LM.model.d_model, np.float32)
+LM.bank["banked"] = VECTOR
 RUN = LM.run(IDS, max_tokens=1, capture=[AT])
 MADE = pc.studies.SteeringVectors.from_directions({1: VECTOR})
+PAIRED = pc.studies.SteeringVectors.from_directions({1: VECTOR, 2: VECTOR})
 LENS = pc.studies.logit_lens(LM, IDS, layers=1, tokens=[5])
 PAIR = {"clean": IDS, "corrupt": OTHER, "answer": 5}
 SWEEP = {"metric": "logprob", "layers": 1, "positions": -1}
 PARITY = {"model": "fake", "engines": ("fake", "fake")}
+
+
+def STEER(**options: Any) -> Any:
+    return pc.studies.steering_vectors(
+        LM, [[1, 2, 3], [4, 5, 6]], [[7, 8, 9], [10, 11, 12]], **{"held_out": 0} | options
+    )
 
 
 def _bank_set(name: Any, value: Any) -> None:
@@ -49,6 +57,25 @@ def _trace(**arguments: Any) -> None:
 
 def _read(site: Any) -> None:
     RUN[site]
+
+
+def _mean_of(**arguments: Any) -> Any:
+    """What is only stored when it is made is read where it is used."""
+    return pc.studies.ablation_sweep(
+        LM, prompt=IDS, answer=5, sites="mlp_out", source=pc.studies.MeanOf(**arguments), **SWEEP
+    )
+
+
+def _resampled(**arguments: Any) -> Any:
+    return pc.studies.patch_sweep(LM, **PAIR, source=pc.studies.Resampled(**arguments), **SWEEP)
+
+
+def _banked(**arguments: Any) -> Any:
+    return pc.studies.patch_sweep(LM, **PAIR, source=pc.studies.Banked(**arguments), **SWEEP)
+
+
+def _project(**arguments: Any) -> Any:
+    return pc.studies.harvest(LM, [IDS], "harvest", sites="embed", project=pc.studies.Project(**arguments))
 
 
 # by name: the callable, and arguments that work
@@ -106,7 +133,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "direct_attribution": (pc.studies.direct_attribution, {"lm": LM, "prompt": IDS, "answer": 5, "by": ["layer"]}),
     "edge_attribution": (pc.studies.edge_attribution, {"lm": LM, **PAIR, "verify": 1, "sample": 0}),
     "fuzz_sweep": (pc.studies.fuzz_sweep, {"lm": LM, "prompts": [IDS], "strengths": [0.5], "max_tokens": 1}),
-    "harvest": (pc.studies.harvest, {"lm": LM, "documents": [IDS], "folder": "harvest", "sites": "embed"}),
+    "harvest": (pc.studies.harvest, {"lm": LM, "documents": [[5]], "folder": "harvest", "sites": "embed"}),
     "logit_lens": (pc.studies.logit_lens, {"lm": LM, "prompt": IDS, "layers": 1}),
     "parity": (pc.studies.parity, {**PARITY, "prompts": [IDS], "max_tokens": 1}),
     "patch_sweep": (pc.studies.patch_sweep, {"lm": LM, **PAIR, **SWEEP}),
@@ -129,24 +156,33 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         pc.studies.strength_curve,
         {"lm": LM, "vectors": MADE, "prompts": [IDS], "answer": 5, "scales": [1.0]},
     ),
-    "MeanOf": (pc.studies.MeanOf, {"prompts": [IDS]}),
-    "Resampled": (pc.studies.Resampled, {"prompts": [IDS]}),
-    "Banked": (pc.studies.Banked, {"name": "a"}),
+    "MeanOf": (_mean_of, {"prompts": [IDS]}),
+    "Resampled": (_resampled, {"prompts": [IDS]}),
+    "Banked": (_banked, {"name": "banked"}),
     "Filters": (pc.studies.Filters, {}),
-    "Project": (pc.studies.Project, {"matrix": np.eye(LM.model.d_model, dtype=np.float32)}),
+    "Project": (_project, {"matrix": np.eye(LM.model.d_model, dtype=np.float32)}),
     "SteeringVectors.edits": (MADE.edits, {}),
     "SteeringVectors.vector": (MADE.vector, {"layer": 1}),
     "SteeringVectors.directions": (MADE.directions, {}),
     "SteeringVectors.from_directions": (pc.studies.SteeringVectors.from_directions, {"directions": {1: VECTOR}}),
     "SteeringVectors.from_gguf": (pc.studies.SteeringVectors.from_gguf, {"path": "none.gguf"}),
+    "SteeringVectors.to_gguf": (MADE.to_gguf, {"path": "made.gguf"}),
+    "LogitLens.save": (LENS.save, {"path": "lens.safetensors"}),
+    "LogitLens.load": (pc.studies.LogitLens.load, {"path": "none.safetensors"}),
+    "LogitLens.to_html": (LENS.to_html, {"path": "lens.html"}),
+    "Harvested": (pc.studies.Harvested, {"folder": "none"}),
+    "lm.bank.save": (LM.bank.save, {"file": "bank.safetensors"}),
+    "lm.bank.load": (LM.bank.load, {"file": "none.safetensors"}),
     "LogitLens.top": (LENS.top, {"layer": 1, "position": -1}),
     "LogitLens.rank": (LENS.rank, {"token": 5}),
     "LogitLens.probability": (LENS.probability, {"token": 5}),
 }
-SIGNATURES = {"lm.arun": LM.arun, "lm.stream": LM.stream, "lm.trace": LM.trace}
+SIGNATURES = {"lm.arun": LM.arun, "lm.stream": LM.stream, "lm.trace": LM.trace} | {
+    name: getattr(pc.studies, name) for name in ("MeanOf", "Resampled", "Banked", "Project")
+}
 UNNAMED = {  # of one argument, or named by the argument that it is read for
     "LM", "site", "span", "role", "tokens", "Site", "Vector.of", "Program.of", "Program.from_json", "lm.bank[]=",
-    "lm.bank[]", "Project",
+    "lm.bank[]", "Banked", "Project", "LogitLens.to_html",
 }  # fmt: skip
 SKIPPED = {"tell", "listener", "check", "weights"}  # callbacks, called later; weights are read by engines
 
@@ -162,6 +198,12 @@ WRONG: dict[str, Any] = {
     "bf16": torch.ones(3, dtype=torch.bfloat16), "sparse": torch.eye(3).to_sparse(), "meta": torch.ones(3, device="meta"),
     "quantised": torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.qint8),
     "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "texts": ["1"], "booleans": [True], "bytes in a list": [b"1"], "dicts": [{1: 2}], "a set": {1, 2}, "a set of texts": {"a"},
+    "boolean array": np.array([True, False]), "array of texts": np.array(["1"]), "NumPy's 1": np.int64(1), "NumPy's 1.5": np.float64(1.5),
+    "NumPy's True": np.True_, "NumPy's text": np.str_("text"), "torch's 1": torch.tensor(1), "torch's True": torch.tensor(True),
+    "masked": np.ma.masked, "masked array": np.ma.masked_array([1.0, 2.0], [True, False]), "date": np.datetime64("2020-01-01"),
+    "complex": 1j, "slice": slice(0, 99), "slice of a boolean": slice(True, 2), "slice of a float": slice(0, 1.5), "range": range(99),
+    "range as text": "0:99", "NUL": "a\0b", "surrogate": "\ud800", "generator function": lambda: None, "Ellipsis": ...,
 }  # fmt: skip
 
 
@@ -230,6 +272,41 @@ def test_a_missing_field_of_an_op_is_named(op, given, path):
     (lambda: pc.studies.patch_sweep(LM, **PAIR, metric="logprob", positions={"a": "12"}), "positions['a']"),
     (lambda: LM.run(IDS, score="12"), "score"),
     (lambda: pc.studies.causal_trace(LM, prompt=IDS, subject=1, answer=5, seeds=10**12), "seeds"),
+    *[(lambda seeds=seeds: pc.studies.fuzz_sweep(LM, [IDS], [0.5], seeds=seeds), path)
+      for seeds, path in (({1: 2}, "seeds"), (b"12", "seeds"), (torch.tensor(1), "seeds"), ([0, True], "seeds[1]"))],
+    *[(lambda strengths=strengths: pc.studies.fuzz_sweep(LM, [IDS], strengths), "strengths[0]")
+      for strengths in (["1", "2"], [True], [b"1"], np.array(["1"]))],
+    *[(lambda scales=scales: pc.studies.strength_curve(LM, MADE, [IDS], 5, scales=scales), "scales[1]")
+      for scales in ([0, "1"], [0, True], [0, b"1"])],
+    *[(lambda layers=layers: STEER(layers=layers), "layers")
+      for layers in ("0:99", slice(0, 99), slice(True, 2), slice(0, 1.5), "3:3", b"12", {1: 2}, {True}, [slice(0, 99)])],
+    *[(lambda tokens=tokens: STEER(tokens=tokens), "tokens") for tokens in (slice(25, 99), "prompt[25:99]", "generated")],
+    *[(lambda share=share: STEER(held_out=share), "held_out") for share in ("0", True, float("nan"), 1)],
+    *[(lambda score=score: LM.run(IDS, score=score), "score") for score in ({1: 2}, b"12", {"a"}, [True])],
+    *[(lambda layers=layers: MADE.edits(layers=layers), "layers") for layers in ({1: 2}, b"1", [True], "1", [2])],
+    (lambda: MADE.directions({1: 2}), "layers"), (lambda: MADE.vector({1: 2}), "layer"),
+    (lambda: PAIRED.vector([1, 2]), "layer"),
+    *[(lambda documents=documents: pc.studies.harvest(LM, documents, "harvest", sites="embed"), "documents")
+      for documents in ({"a": "b"}, b"ab", {"a"}, [b"ab"], [bytearray(b"ab")], [[True, 5]], [["a"]])],
+    *[(lambda positions=positions: pc.studies.logit_lens(LM, IDS, layers=1, positions=positions), path)
+      for positions, path in ((True, "positions"), ([0, True], "positions[1]"), (np.array([True, False]), "positions[0]"))],
+    *[(lambda positions=positions: pc.studies.patch_sweep(LM, **PAIR, metric="logprob", positions=positions), "positions[0]")
+      for positions in ([[-2, -1]], np.array([[-2, -1]]), [True], ["12"])],
+    (lambda: pc.studies.patch_sweep(LM, **PAIR, metric="logprob", positions={"a": np.array([-2, -1])}), "positions['a']"),
+    *[(lambda end=end: pc.studies.patchscope(LM, source=IDS, target=IDS, **{end: True}), end)
+      for end in ("source_position", "target_position")],
+    *[(lambda occurrence=occurrence: pc.span("a", occurrence=occurrence), "occurrence") for occurrence in (True, "1", 1.5, None)],
+    *[(lambda given=given: _mean_of(prompts=[IDS], by_position=given), "source.by_position") for given in ("no", 1, None)],
+    *[(lambda given=given: _resampled(prompts=[IDS], **given), f"source.{next(iter(given))}")
+      for given in ({"seed": "1"}, {"seed": True}, {"seed": 1.5}, {"seed": None}, {"seed": -1}, {"draws": True}, {"draws": "2"},
+                    {"draws": 1.5}, {"draws": 0})],
+    (lambda: pc.studies.Project(np.eye(16), on_device="no"), "on_device"),
+    *[(lambda at=at: pc.studies.fuzz_sweep(LM, [IDS], [0.5], at=at), path) for at, path in (
+        ("blocks.1.hook_resid_mid", "at[0]"), (["embed", "blocks.1.ln1.hook_out @ prompt"], "at[1]"))],
+    *[(lambda sampling=sampling: LM.run(IDS, sampling=sampling), f"sampling.{next(iter(sampling))}")
+      for sampling in ({"ignore_eos": "no"}, {"ignore_eos": 1}, {"temperature": False}, {"temperature": "0"})],
+    *[(lambda std=std: pc.studies.causal_trace(LM, prompt=IDS, subject=1, answer=5, std=std), "std")
+      for std in ("1", True, 0, float("nan"))],
 ])  # fmt: skip
 def test_known_mistakes_have_their_path(call, path):
     with pytest.raises(pc.PatchclampError) as caught:
@@ -249,3 +326,109 @@ def test_what_vllm_samples_by_is_said_to_be_vllms():
         with pytest.raises(pc.UnknownName, match="vLLM") as caught:
             check({"logit_bias": {1: 2.0}})
         assert caught.value.path == "sampling.logit_bias"
+
+
+@pytest.mark.parametrize(
+    "layers", [[0, 1], {1, 0}, "0:2", slice(0, 2), range(2), np.array([1, 0]), [slice(0, 2)], pc.resid_post[:2].layers]
+)
+def test_layers_are_read_alike_everywhere(layers):
+    assert STEER(layers=layers).layers == pc.studies.logit_lens(LM, IDS, layers=layers).layers == (0, 1)
+    sweep = pc.studies.patch_sweep(LM, **PAIR, metric="logprob", layers=layers, positions=-1)
+    assert [row.layer for row in sweep.rows] == [0, 1]
+
+
+def test_numbers_of_numpy_and_torch_are_read_as_pythons():
+    trace = [pc.studies.causal_trace(LM, prompt=IDS, subject=1, answer=5, seeds=1, std=std, **SWEEP)
+             for std in (0.5, np.float64(0.5), torch.tensor(0.5))]  # fmt: skip
+    assert {(of.std, of.question, float(of.values[0, 0])) for of in trace} == {
+        (0.5, trace[0].question, trace[0].values[0, 0])
+    }
+    for values in ([0.0, 0.5], np.array([0.0, 0.5]), torch.tensor([0.0, 0.5]), [0, np.float32(0.5)], {0.5, 0}):
+        assert pc.studies.strength_curve(LM, MADE, [IDS], 5, scales=values).scales == (0.0, 0.5)
+        assert pc.studies.fuzz_sweep(LM, [IDS], values, seeds=np.array([1, 0]), max_tokens=1).strengths == (0.0, 0.5)
+    assert STEER(held_out=np.float32(0)).best is None
+    assert (
+        LM.run(IDS, score={7, 6}).scores
+        == LM.run(IDS, score=np.array([6, 7])).scores
+        == LM.run(IDS, score=[6, 7]).scores
+    )
+
+
+def test_vectors_that_are_handed_out_are_copies():
+    made = pc.studies.SteeringVectors.from_directions({1: VECTOR, 2: VECTOR})
+    before = made.edits(layers=[1, 2])
+    row, rows = made.vector(1), made.directions()
+    row += 100
+    rows[2] += 100
+    assert made.edits(layers=[1, 2]) == before
+    np.testing.assert_array_equal(made.vectors, np.stack([VECTOR, VECTOR]))
+
+
+@pytest.mark.parametrize("number", [np.int64(2), torch.tensor(2), np.array(2)])
+def test_whole_numbers_of_numpy_and_torch_are_the_same_question(number, tmp_path):
+    options = [dict.fromkeys(("seed", "window", "group", "zoom", "batch", "alpha"), n) for n in (2, number)]
+    sweeps = [pc.studies.patch_sweep(LM, **PAIR, metric="logprob", sites="z", **of) for of in options]
+    assert sweeps[0].question == sweeps[1].question
+    np.testing.assert_array_equal(sweeps[0].values, sweeps[1].values)
+    folders = [pc.studies.harvest(LM, [IDS], tmp_path, sites="embed", seed=n, parts=n).folder for n in (2, number)]
+    assert folders[0] == folders[1]
+    for n in (2, number):  # the second resumes the first
+        pc.studies.fuzz_sweep(LM, [IDS], [0.5], max_tokens=n, resume=tmp_path / "fuzz")
+        pc.studies.logit_lens(LM, IDS, layers=1, top=n, resume=tmp_path / "lens")
+
+
+def test_positions_may_be_arrays():
+    for positions in (np.array([-2, -1]), torch.tensor([-2, -1]), [np.int64(-2), -1], (1, pc.prompt[-1])):
+        sweep = pc.studies.patch_sweep(LM, **PAIR, metric="logprob", layers=1, positions=positions)
+        assert [column.corrupt for column in sweep.columns] == [(1,), (2,)]
+        assert pc.studies.logit_lens(LM, IDS, layers=1, positions=positions).positions == (1, 2)
+        ablated = pc.studies.ablation_sweep(LM, prompt=IDS, answer=5, metric="logprob", layers=1, positions=positions)
+        assert [column.clean for column in ablated.columns] == [(1,), (2,)]
+    sweep = pc.studies.patch_sweep(LM, **PAIR, metric="logprob", layers=1, positions=slice(-2, None))
+    assert [column.corrupt for column in sweep.columns] == [(1, 2)]
+
+
+@pytest.mark.parametrize(("call", "path", "meant"), [
+    (lambda: pc.studies.patch_sweep(LM, claen=IDS, corrupt=OTHER, answer=5), "claen", "did you mean 'clean'"),
+    (lambda: pc.studies.fuzz_sweep(LM, [IDS], [0.5], max_new_tokens=1), "max_new_tokens", "write max_tokens="),
+    (lambda: pc.studies.fuzz_sweep(LM, [IDS], [0.5], temperature=1), "temperature", "sampling="),
+    (lambda: pc.studies.fuzz_sweep(LM, [IDS], [0.5], prompts=[IDS]), "prompts", "by position and by name"),
+    (lambda: pc.studies.patch_sweep(LM, IDS, OTHER), None, r"patch_sweep\(\) takes lm by position"),
+    (lambda: LM.run(IDS, max_new_tokens=1), "max_new_tokens", "write max_tokens="),
+    (lambda: asyncio.run(LM.arun(IDS, max_new_tokens=1)), "max_new_tokens", "write max_tokens="),
+    (lambda: LM.stream(IDS, max_new_tokens=1), "max_new_tokens", "write max_tokens="),
+    (lambda: LM.run(IDS, captures="embed"), "captures", "did you mean 'capture'"),
+    (lambda: pc.Add(VECTOR, att="embed"), "att", "did you mean 'at'"),
+    (lambda: pc.Add(VECTOR, "embed", value=VECTOR), "value", "by position and by name"),
+    (lambda: pc.Use("a", 1.0, None, 2), None, "takes name, scale, tokens"),
+    (lambda: pc.studies.MeanOf(prompt=[IDS]), "prompt", "did you mean 'prompts'"),
+    (lambda: pc.studies.Filters(norm_kap=1.0), "norm_kap", "did you mean 'norm_cap'"),
+])  # fmt: skip
+def test_an_argument_that_does_not_exist_is_refused_with_the_one_that_is_meant(call, path, meant):
+    with pytest.raises(pc.ProgramError, match=meant) as caught:
+        call()
+    assert caught.value.path == path
+
+
+def test_calls_that_check_their_arguments_keep_their_signature():
+    from patchclamp.lm import LM as Plain
+
+    for name in ("run", "arun", "stream"):
+        assert inspect.signature(getattr(pc.LM, name)) == inspect.signature(getattr(Plain, name))
+        assert getattr(pc.LM, name).__doc__ == getattr(Plain, name).__doc__
+    assert inspect.iscoroutinefunction(LM.arun)
+
+
+@pytest.mark.parametrize("path", ["a\0b", "\ud800", "", 5, b"a"])
+def test_what_no_file_is_called_is_no_path(path):
+    for argument, call in {
+        "resume": lambda: pc.studies.fuzz_sweep(LM, [IDS], [0.5], resume=path),
+        "folder": lambda: pc.studies.harvest(LM, [IDS], path, sites="embed"),
+        "documents": lambda: pc.studies.harvest(LM, path, "harvest", sites="embed"),
+        "weights": lambda: pc.studies.logit_lens(LM, IDS, weights=path),
+        "lora": lambda: LM.run(IDS, lora=path), "lora[1]": lambda: LM.run([IDS, IDS], lora=[None, path]),
+        "path": lambda: LENS.save(path), "file": lambda: LM.bank.load(path),
+    }.items():  # fmt: skip
+        with pytest.raises(pc.ProgramError) as caught:
+            call()
+        assert caught.value.path == argument

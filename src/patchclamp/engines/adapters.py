@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from patchclamp.errors import MissingSource, PatchclampError, ProgramError
+from patchclamp.language.values import as_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -52,9 +53,7 @@ def _read_at(path: Any, argument: str) -> Adapter:
 
 def read(path: Any) -> Adapter:
     """The adapter in a folder. Raises `MissingSource` where there is none, `ProgramError` for what is no LoRA."""
-    if not isinstance(path, (str, os.PathLike)):
-        raise ProgramError(f"the folder of an adapter is needed, not {type(path).__name__} {path!r}")
-    folder = Path(path).expanduser().resolve()
+    folder = Path(as_file(path)).expanduser().resolve()
     if not folder.is_dir():
         raise MissingSource(f"there is no folder {str(path)!r}; give that of an adapter which PEFT has written")
     missing = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]

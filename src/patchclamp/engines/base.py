@@ -14,7 +14,7 @@ import numpy as np
 from patchclamp.engines.adapters import Adapter
 from patchclamp.engines.chat import Chat, Turn
 from patchclamp.engines.findings import Finding
-from patchclamp.errors import EngineError, UnknownName, as_patchclamp_error, unknown
+from patchclamp.errors import EngineError, ProgramError, UnknownName, as_patchclamp_error, unknown
 from patchclamp.plan import BoundProgram
 from patchclamp.plan.bind import Code
 from patchclamp.sites import SiteMap
@@ -371,3 +371,33 @@ def unknown_parameter(name: str, known: Iterable[str], engine: str) -> UnknownNa
         names = ", ".join(known)
         return UnknownName(f"vLLM supports {name!r}, and the {engine} engine does not; there are: {names}", path)
     return unknown("sampling parameter", name, known, path)
+
+
+def check_sampling(sampling: Mapping[str, Any], known: Iterable[str], engine: str) -> None:
+    """Raises for a name that an engine does not have, or a value out of range."""
+    for name in sampling:
+        if name not in known:
+            raise unknown_parameter(name, known, engine)
+    for name, low, high in (("temperature", 0, 2), ("top_p", 1e-6, 1), ("min_p", 0, 1)):
+        _check_number(name, sampling.get(name, high), low, high)
+    top_k = sampling.get("top_k", 0)
+    if top_k is not None and (not _is_integer(top_k) or top_k < -1):
+        raise ProgramError(f"a whole number is needed, or 0 or -1 for all, not {top_k!r}", "sampling.top_k")
+    stop = [] if sampling.get("stop") is None else sampling["stop"]
+    words = [stop] if isinstance(stop, str) else stop
+    if not isinstance(words, (list, tuple)) or not all(isinstance(word, str) and word for word in words):
+        raise ProgramError(f"text or a list of texts is needed, none of them empty, not {stop!r}", "sampling.stop")
+    ids = [] if sampling.get("stop_token_ids") is None else sampling["stop_token_ids"]
+    if not isinstance(ids, (list, tuple)) or not all(_is_integer(token) and token >= 0 for token in ids):
+        raise ProgramError(f"a list of token ids is needed, not {ids!r}", "sampling.stop_token_ids")
+    if not isinstance(sampling.get("ignore_eos", False), bool):
+        raise ProgramError(f"True or False is needed, not {sampling['ignore_eos']!r}", "sampling.ignore_eos")
+
+
+def _check_number(name: str, value: object, low: float, high: float) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
+        raise ProgramError(f"a number from {low} to {high} is needed, not {value!r}", f"sampling.{name}")
+
+
+def _is_integer(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool)

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from patchclamp import __version__
-from patchclamp.engines.base import Answer, Engine, Model, Part, Request, Tokenizer, settle, unknown_parameter
+from patchclamp.engines.base import Answer, Engine, Model, Part, Request, Tokenizer, check_sampling, settle
 from patchclamp.engines.fake_tokenizer import EOS, SPECIAL, FakeTokenizer
 from patchclamp.engines.numerics import only_uniform
 from patchclamp.errors import (
@@ -115,9 +115,7 @@ class FakeEngine(Engine):
         self.release(runs)
 
     def check_sampling(self, sampling: dict[str, Any]) -> None:
-        for name in sampling:
-            if name not in SAMPLING:
-                raise unknown_parameter(name, SAMPLING, "fake")
+        check_sampling(sampling, SAMPLING, "fake")
         if sampling.get("temperature", 0) != 0:
             temperature = sampling["temperature"]
             raise ProgramError(f"the fake engine is greedy: 0 is needed, not {temperature!r}", "sampling.temperature")

@@ -23,7 +23,7 @@ def open_engine(model: str, engine: str | Engine | None, options: dict[str, Any]
     model = model_name(model)
     if model.startswith(("http://", "https://")):
         return _open_server(model, engine, options)
-    name = engine or ("fake" if model == "fake" else default_engine())
+    name = ("fake" if model == "fake" else default_engine()) if engine is None else engine
     if name not in NAMES:
         raise unknown("engine", name, NAMES, "engine")
     if name == "fake":

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from patchclamp.engines.base import unknown_parameter
-from patchclamp.errors import ProgramError
+from patchclamp.engines.base import check_sampling
 
 UNSEEDED = -1  # the seed that stands for no seed, as in vLLM
 MIN_TEMPERATURE = 0.01  # a lower one above 0 counts as this, as in vLLM
@@ -47,23 +46,7 @@ class Sampler:
     @staticmethod
     def check(sampling: dict[str, Any]) -> None:
         """Raises for a name this engine does not have, or a value out of range."""
-        for name in sampling:
-            if name not in NAMES:
-                raise unknown_parameter(name, NAMES, "Transformers")
-        for name, low, high in (("temperature", 0, 2), ("top_p", 1e-6, 1), ("min_p", 0, 1)):
-            _check_number(name, sampling.get(name, high), low, high)
-        top_k = sampling.get("top_k", 0)
-        if top_k is not None and (not _is_integer(top_k) or top_k < -1):
-            raise ProgramError(f"a whole number is needed, or 0 or -1 for all, not {top_k!r}", "sampling.top_k")
-        stop = sampling.get("stop") or []
-        words = [stop] if isinstance(stop, str) else stop
-        if not isinstance(words, (list, tuple)) or not all(isinstance(word, str) and word for word in words):
-            raise ProgramError(f"text or a list of texts is needed, none of them empty, not {stop!r}", "sampling.stop")
-        ids = sampling.get("stop_token_ids") or []
-        if not isinstance(ids, (list, tuple)) or not all(_is_integer(token) and token >= 0 for token in ids):
-            raise ProgramError(f"a list of token ids is needed, not {ids!r}", "sampling.stop_token_ids")
-        if not isinstance(sampling.get("ignore_eos", False), bool):
-            raise ProgramError(f"True or False is needed, not {sampling['ignore_eos']!r}", "sampling.ignore_eos")
+        check_sampling(sampling, NAMES, "Transformers")
 
     def pick(self, logits_V: torch.Tensor) -> int:
         """The next token."""
@@ -95,12 +78,3 @@ class Sampler:
     def cut(self, text: str) -> str:
         """The text before the first stop text."""
         return text[: min((text.index(word) for word in self.stop if word in text), default=len(text))]
-
-
-def _check_number(name: str, value: object, low: float, high: float) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
-        raise ProgramError(f"a number from {low} to {high} is needed, not {value!r}", f"sampling.{name}")
-
-
-def _is_integer(number: object) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool)

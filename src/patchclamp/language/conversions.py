@@ -7,7 +7,7 @@ from typing import SupportsFloat, SupportsIndex
 
 from patchclamp.errors import ProgramError, ShapeError, unknown
 from patchclamp.language.ranges import as_integer
-from patchclamp.language.values import Named, ValueLike, Vector, as_value
+from patchclamp.language.values import BYTES, Named, ValueLike, Vector, as_value, check_dense
 
 MAX_FP32 = (2 - 2**-23) * 2.0**127
 DTYPES = ("float32", "bfloat16", "float16")  # of captures
@@ -16,10 +16,12 @@ MAX_PROJECTED = 256  # rows of the matrix of a projected capture
 
 def as_number(value: SupportsFloat) -> float:
     """A number of Python, NumPy or torch as a float. Text and True are none."""
+    if hasattr(value, "detach"):
+        check_dense(value)
     try:
-        if isinstance(value, (str, bytes, bytearray, bool)) or "bool" in str(getattr(value, "dtype", "")):
+        if isinstance(value, (*BYTES, bool)) or getattr(value, "shape", ()) != () or hasattr(value, "mask"):
             raise TypeError
-        if getattr(value, "shape", ()) != () or "complex" in str(getattr(value, "dtype", "")):
+        if any(word in str(getattr(value, "dtype", "")) for word in ("bool", "complex", "time")):
             raise TypeError
         number = float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -79,7 +81,8 @@ def as_row(value: ValueLike) -> Vector | Named:
 def as_mask(value: ValueLike) -> Vector | Named:
     """Numbers [D], or booleans [D] as 0 and 1."""
     if isinstance(value, (list, tuple)):
-        return as_row([float(one) if isinstance(one, bool) else one for one in value])  # type: ignore[arg-type]
+        flags = ("bool", "bool_")  # NumPy's, too
+        return as_row([float(one) if type(one).__name__ in flags else one for one in value])  # type: ignore[arg-type]
     if "bool" in str(getattr(value, "dtype", "")):
         return as_row(value * 1.0)  # type: ignore[operator]
     return as_row(value)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar, dataclass_transform, overload
 
 import msgspec
 
-from patchclamp.errors import PatchclampError, ProgramError
+from patchclamp.errors import PatchclampError, ProgramError, UnknownName, near
 
 Written = TypeVar("Written")
 Read = TypeVar("Read")
@@ -49,6 +49,14 @@ class _Converting(msgspec.StructMeta):
         except TypeError as error:
             if missing := re.fullmatch("Missing required argument '(.*)'", str(error)):
                 raise ProgramError(f"{cls.__name__} needs {missing[1]}=", missing[1]) from None
+            names = cls.__struct_fields__
+            if unknown := re.fullmatch("Unexpected keyword argument '(.*)'", str(error)):
+                words = f"{cls.__name__} has no argument {unknown[1]!r}{near(unknown[1], names)}"
+                raise UnknownName(f"{words}; there are: {', '.join(names)}", unknown[1]) from None
+            if twice := re.fullmatch("Argument '(.*)' given by name and position", str(error)):
+                raise ProgramError(f"{cls.__name__} got {twice[1]} by position and by name", twice[1]) from None
+            if str(error) == "Extra positional arguments provided":
+                raise ProgramError(f"{cls.__name__} takes {', '.join(names)}, got {len(args)} values") from None
             raise
 
 

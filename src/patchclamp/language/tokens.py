@@ -239,8 +239,12 @@ class TextSpan(Selection, frozen=True, tag="span"):
     occurrence: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.text, str) or not isinstance(self.occurrence, int):
-            raise ProgramError(f"a span is a text and a number, not {self.text!r} and {self.occurrence!r}")
+        if not isinstance(self.text, str):
+            raise ProgramError(f"expected a text, got {type(self.text).__name__} {self.text!r:.200}", "text")
+        try:
+            msgspec.structs.force_setattr(self, "occurrence", as_integer(self.occurrence))
+        except ProgramError as error:
+            raise error.under("occurrence") from None
         if re.search("[\ud800-\udfff]", self.text):
             raise TokensError(f"{self.text!r} is not text: it has half a surrogate pair")
         if not self.text:

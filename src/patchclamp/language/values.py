@@ -6,8 +6,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -19,6 +21,8 @@ from patchclamp.language.tokens import Tokens, TokensLike, parse_tokens
 
 if TYPE_CHECKING:
     import numpy as np
+
+BYTES = (str, bytes, bytearray, memoryview)
 
 
 def check_dense(tensor: Any, path: str | None = None) -> None:
@@ -33,7 +37,32 @@ def as_plain(value: Any, path: str | None = None) -> Any:
     """A tensor's or an array's numbers as Python's, in lists; anything else as it is."""
     if hasattr(value, "detach"):
         check_dense(value, path)
+    if hasattr(value, "mask") and hasattr(value, "filled"):
+        raise ShapeError("expected numbers, got a masked array: fill it first", path)
     return value.tolist() if hasattr(value, "tolist") else value
+
+
+def as_items(items: Any, path: str) -> list[Any]:
+    """A list of things; a set of numbers is sorted. Raises `ProgramError` for text, bytes, mappings and tables, whose
+    characters, keys and column names are not meant, and for other sets, which have no order."""
+    items = as_plain(items, path)
+    if isinstance(items, (set, frozenset)) and all(isinstance(one, Real) for one in items):
+        return sorted(items)
+    unordered = (*BYTES, Mapping, set, frozenset)
+    if isinstance(items, unordered) or hasattr(items, "columns") or not isinstance(items, Iterable):
+        raise ProgramError(f"expected a list, got {type(items).__name__} {items!r:.100}", path)
+    return list(items)
+
+
+def as_file(path: Any, name: str | None = None) -> Any:
+    """A path as it is. Raises `ProgramError` for what no file or folder can be called; `name`: of the argument."""
+    try:
+        text = os.fspath(path)
+        if isinstance(text, str) and text and b"\0" not in os.fsencode(text):
+            return path
+    except (TypeError, UnicodeError):
+        pass
+    raise ProgramError(f"expected a path, got {type(path).__name__} {path!r:.100}", name)
 
 
 def as_array(numbers: Any, path: str | None = None) -> np.ndarray:
@@ -52,11 +81,10 @@ def as_array(numbers: Any, path: str | None = None) -> np.ndarray:
                 raise ShapeError(f"expected real numbers, got a tensor of {numbers.dtype}", path)
             check_dense(numbers, path)
             numbers = numbers.detach().cpu().float().numpy()
-        if isinstance(numbers, (str, bytes, bytearray, Mapping)):
+        if isinstance(numbers, (*BYTES, Mapping)):
             raise TypeError("not numbers")
-        if isinstance(numbers, (list, tuple)):  # a bool among floats, or text, would be converted
-            numbers = [as_array(one, path) if hasattr(one, "detach") else one for one in numbers]
-            check_elements(numbers)
+        if isinstance(numbers, Sequence):  # a bool among floats, or text, would be converted
+            numbers = read_elements(numbers, path)
         array = np.asarray(numbers)
         if array.dtype.kind not in "iuf" and array.dtype.name not in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
             raise TypeError(f"dtype {array.dtype}")
@@ -66,13 +94,20 @@ def as_array(numbers: Any, path: str | None = None) -> np.ndarray:
         raise ShapeError(f"expected a tensor or a list of numbers, got {kind}: {error}", path) from None
 
 
-def check_elements(numbers: Sequence[Any]) -> None:
-    """Raises `TypeError` for text or a boolean in nested lists, which NumPy would convert."""
-    for one in numbers:
-        if isinstance(one, (list, tuple)):
-            check_elements(one)
-        elif isinstance(one, (str, bytes, bool)):
-            raise TypeError(f"{one!r:.100} is not a number")
+def read_elements(numbers: Sequence[Any], path: str | None = None) -> list[Any]:
+    """Nested lists, their tensors and arrays read by `as_array`. Raises `TypeError` for text, bytes, a boolean or a
+    date, which NumPy would convert."""
+    return [one if type(one) in (float, int) else _element(one, path) for one in numbers]
+
+
+def _element(one: Any, path: str | None) -> Any:
+    if isinstance(one, (*BYTES, bool)) or getattr(getattr(one, "dtype", None), "kind", "f") in "bmM":
+        raise TypeError(f"{one!r:.100} is not a number")
+    if isinstance(one, Sequence):
+        return read_elements(one, path)
+    has_axes = len(getattr(one, "shape", ())) > 0
+    masked = hasattr(one, "mask") and hasattr(one, "filled")
+    return as_array(one, path).reshape(one.shape) if has_axes or masked or hasattr(one, "detach") else one
 
 
 class Vector(msgspec.Struct, frozen=True, tag="vector", dict=True):

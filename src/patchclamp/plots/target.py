@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from patchclamp.errors import PatchclampError, ProgramError, unknown
+from patchclamp.language.values import as_file
 
 
 def need(module: str) -> Any:
@@ -23,7 +24,7 @@ def need(module: str) -> Any:
 
 def picture(path: str | Path) -> tuple[Path, str]:
     """The file of a picture and its format, by its ending: png, pdf, svg, whatever matplotlib writes."""
-    path = Path(path)
+    path = Path(as_file(path, "path"))
     formats = need("matplotlib.backend_bases").FigureCanvasBase.get_supported_filetypes()
     ending = path.suffix.removeprefix(".").lower()
     if ending not in formats:
@@ -33,7 +34,7 @@ def picture(path: str | Path) -> tuple[Path, str]:
 
 def page(path: str | Path) -> Path:
     """The file of a page."""
-    path = Path(path)
+    path = Path(as_file(path, "path"))
     if path.suffix.lower() not in (".html", ".htm"):
         raise unknown("page format", path.suffix.removeprefix("."), ("html", "htm"), str(path))
     return _file(path)

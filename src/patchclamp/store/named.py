@@ -21,7 +21,7 @@ import numpy as np
 from patchclamp.errors import MissingSource, PatchclampError, ProgramError, ShapeError, near
 from patchclamp.language import Capture, Op, Program, Site, Vector
 from patchclamp.language.tokens import Tokens
-from patchclamp.language.values import ValueLike, as_plain, check_name
+from patchclamp.language.values import ValueLike, as_file, as_items, check_name
 
 
 class Means(msgspec.Struct, frozen=True):
@@ -145,7 +145,11 @@ class NamedBank(MutableMapping[str, Entry]):
         from safetensors import SafetensorError
         from safetensors.numpy import save_file
 
-        chosen = {name: self[name] for name in (self if names is None else names)}
+        as_file(file, "file")
+        try:
+            chosen = {name: self[name] for name in (self if names is None else as_items(names, "names"))}
+        except PatchclampError as error:
+            raise error if error.path else error.under("names") from None
         runs = [name for name, entry in chosen.items() if is_run(entry)]
         if runs:
             raise ProgramError(
@@ -161,7 +165,7 @@ class NamedBank(MutableMapping[str, Entry]):
             save_file(tensors, str(new), {"means": json.dumps(refs), "programs": json.dumps(programs)})
             new.replace(file)
         except (OSError, SafetensorError) as error:
-            raise ProgramError(f"{file} cannot be written: {error}") from None
+            raise ProgramError(f"{file} cannot be written: {error}", "file") from None
 
     def load(self, file: str | Path, prefix: str = "") -> list[str]:
         """Takes all that a safetensors file has, our own or anybody's whose tensors are [D] or [n, D], each under
@@ -169,7 +173,9 @@ class NamedBank(MutableMapping[str, Entry]):
 
         Raises: `ProgramError` with the file's and the tensor's name for what cannot be taken; then nothing is taken.
         """
-        tensors, metadata = _read(Path(file))
+        if not isinstance(prefix, str):
+            raise ProgramError(f"expected text, got {type(prefix).__name__} {prefix!r:.100}", "prefix")
+        tensors, metadata = _read(Path(as_file(file, "file")))
         entries: dict[str, Entry] = {}
         name = "its metadata"
         try:
@@ -220,8 +226,7 @@ def as_entry(entry: Any) -> Entry:
 
 def runs_of(runs: Any) -> list[Any]:
     """Several runs as a list. Raises `ProgramError` for anything else, a single run included."""
-    runs = as_plain(runs, "runs")
-    if is_run(runs) or not isinstance(runs, Iterable) or not all(map(is_run, runs := list(runs))):
+    if is_run(runs) or not all(map(is_run, runs := as_items(runs, "runs"))):
         raise ProgramError(f"expected a list of runs, got {type(runs).__name__}; write [run] for one run", "runs")
     return runs
 

@@ -10,6 +10,7 @@ of the subjects' embeddings, 10 noise seeds, windows of 10 layers for attention 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,12 +19,13 @@ import msgspec
 import numpy as np
 
 from patchclamp.call import is_token_id
-from patchclamp.errors import ProgramError
+from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.language import Noise, Op, Site
-from patchclamp.language.tokens import every
+from patchclamp.language.tokens import TextSpan, every, parse_tokens
+from patchclamp.language.values import as_items
 from patchclamp.lm import LM
 from patchclamp.studies.cells import Trial, planned
-from patchclamp.studies.checks import as_items, check_whole, checked
+from patchclamp.studies.checks import check_whole, checked
 from patchclamp.studies.columns import Column, Words, chosen_positions, columns_of, listed, same_columns, words_of
 from patchclamp.studies.grid import (
     Filled,
@@ -111,7 +113,7 @@ def causal_trace(
     with carrying(
         lm, "tracing", planned(counts, reruns_for(len(counts))), question, batch, show_progress, resume
     ) as cells:
-        noise = cells.once(1, lambda: [embedding_std(lm, traced) * TIMES if std is None else _std(std)])[0]
+        noise = cells.once(1, lambda: [embedding_std(lm, traced) * TIMES if std is None else std])[0]
         values = cells.graded(_unpatched(traced, noise, numbers))
         both = np.array(values).reshape(len(traced), 1 + len(numbers))  # clean, then noised by seed
         begun, bases, scales = _begun(lm, metric, traced, rows, columns, both, noise, numbers)
@@ -143,7 +145,7 @@ def _read(lm: LM, prompt: Any, subject: Any, answer: Any, foil: Any, metric: str
     for i, one in enumerate(prompts):
         where = f"[{i}]" if len(prompts) > 1 else ""
         words = words_of(lm, one, f"prompt{where}")
-        chosen = chosen_positions(lm, words, _selection(subjects[i]), f"subject{where}")
+        chosen = chosen_positions(lm, words, _selection(subjects[i], f"subject{where}"), f"subject{where}")
         columns = columns_of(
             lm, words, range(len(words.ids)), positions, i, len(prompts), lambda label, at, path: Column(label, at, at)
         )
@@ -151,19 +153,16 @@ def _read(lm: LM, prompt: Any, subject: Any, answer: Any, foil: Any, metric: str
     return traced
 
 
-def _selection(subject: Any) -> Any:
+def _selection(subject: Any, path: str) -> Any:
     """A text that is no selection is a span."""
-    from patchclamp.errors import PatchclampError
-    from patchclamp.language.tokens import TextSpan, parse_tokens
-
     if not isinstance(subject, str):
         return subject
-    if not subject:
-        raise ProgramError("expected the text of the subject, got none", "subject")
-    try:
+    with contextlib.suppress(PatchclampError):
         return parse_tokens(subject)
-    except PatchclampError:
+    try:
         return TextSpan(subject)
+    except PatchclampError as error:
+        raise error.under(path) from None
 
 
 def _seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
@@ -173,12 +172,6 @@ def _seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
     if not numbers or len(set(numbers)) < len(numbers):
         raise ProgramError(f"at least one seed is needed, and none twice, not {seeds!r}", "seeds")
     return numbers
-
-
-def _std(std: Any) -> float:
-    if isinstance(std, bool) or not isinstance(std, (int, float)) or not std > 0:
-        raise ProgramError(f"a number above 0 is needed, not {std!r}", "std")
-    return float(std)
 
 
 def _noise(of: _Traced, std: float, seed: int) -> tuple[Op, ...]:

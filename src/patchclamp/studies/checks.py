@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, SupportsIndex, TypeVar
 
@@ -14,9 +13,10 @@ from patchclamp.language import Op, Site
 from patchclamp.language.conversions import as_flag, as_number
 from patchclamp.language.ranges import Range, as_integer, parse_index
 from patchclamp.language.site import At
-from patchclamp.language.values import as_plain, check_dense
+from patchclamp.language.values import as_file, as_items, as_plain, check_dense
 from patchclamp.lm import LM
 from patchclamp.studies.journal import MemoryJournal
+from patchclamp.trace.hints import check_options, hints_for
 
 VAR_KEYWORD = inspect.Parameter.VAR_KEYWORD
 P = ParamSpec("P")
@@ -45,14 +45,6 @@ def as_lm(lm: Any, path: str = "lm") -> LM:
     return lm
 
 
-def as_items(items: Any, path: str) -> list[Any]:
-    """A list of things. Raises `ProgramError` for text, bytes and mappings, whose characters or keys are not meant."""
-    items = as_plain(items, path)
-    if isinstance(items, (str, bytes, bytearray, Mapping)) or not isinstance(items, Iterable):
-        raise ProgramError(f"expected a list, got {type(items).__name__} {items!r:.100}", path)
-    return list(items)
-
-
 def as_sites(sites: Any, path: str) -> list[Any]:
     """A list of sites, from one site or several. Raises `ProgramError` for anything else."""
     if not (items := [sites] if isinstance(sites, (str, Site, At, Op)) else as_items(sites, path)):
@@ -70,13 +62,23 @@ def as_texts(texts: Any, path: str) -> list[str]:
     return [as_text(text, f"{path}[{i}]") for i, text in enumerate(as_items(texts, path))]
 
 
-def as_tolerance(tolerance: Any, path: str) -> float:
+def as_float(value: Any, path: str) -> float:
+    """`as_number`, whose errors have a path."""
     try:
-        if (number := as_number(tolerance)) > 0:
-            return number
+        return as_number(value)
     except ProgramError as error:
         raise error.under(path) from None
-    raise ProgramError(f"a number above 0 is needed, not {tolerance!r}", path)
+
+
+def as_floats(values: Any, path: str) -> tuple[float, ...]:
+    """Numbers, such as strengths. The path of an error names the number that is wrong."""
+    return tuple(as_float(value, f"{path}[{i}]") for i, value in enumerate(as_items(values, path)))
+
+
+def as_positive(value: Any, path: str) -> float:
+    if (number := as_float(value, path)) > 0:
+        return number
+    raise ProgramError(f"a number above 0 is needed, not {value!r}", path)
 
 
 def as_engines(engines: Any, path: str) -> tuple[str, str]:
@@ -89,9 +91,7 @@ def as_engines(engines: Any, path: str) -> tuple[str, str]:
 
 def as_path(path: Any, name: str) -> Any:
     """A path to a file, or a journal in memory."""
-    if not isinstance(path, (str, os.PathLike, MemoryJournal)) or (isinstance(path, str) and not path):
-        raise ProgramError(f"expected a path, got {type(path).__name__} {path!r:.100}", name)
-    return path
+    return path if isinstance(path, MemoryJournal) else as_file(path, name)
 
 
 def as_prompt(prompt: Any, path: str) -> Any:
@@ -106,9 +106,11 @@ def as_prompt(prompt: Any, path: str) -> Any:
 
 def as_layers(layers: Any, path: str = "layers") -> Any:
     """Layers as people write them: None for all, a whole number, a range, its text, or a list of these."""
-    if layers is None or isinstance(layers, (slice, Range)):
-        return layers
+    if layers is None:
+        return None
     try:
+        if isinstance(layers, (slice, Range)):
+            return _range(layers)
         if isinstance(layers, str):
             return layers if parse_index(layers) is not None else None
         layers = as_plain(layers, path)
@@ -116,18 +118,34 @@ def as_layers(layers: Any, path: str = "layers") -> Any:
             return as_integer(layers)
         if not (items := as_items(layers, path)):
             raise ProgramError("expected at least one layer, got none", path)
-        return [one if isinstance(one, (slice, Range)) else as_integer(one) for one in items]
+        return [_range(one) if isinstance(one, (slice, Range)) else as_integer(one) for one in items]
     except ProgramError as error:
         raise error if error.path else error.under(path) from None
 
 
+def _range(layers: slice | Range) -> Range:
+    """A range whose ends are whole numbers."""
+    return Range.of(slice(layers.start, layers.stop, layers.step))
+
+
 def checked(function: Callable[P, R]) -> Callable[P, R]:
     """A study whose arguments of a known name are read before it starts: one reader for each name. Raises
-    `ProgramError` for an argument that is missing, and for a tensor whose numbers cannot be read."""
+    `ProgramError` for an argument that is missing, unknown or surplus, and for a tensor whose numbers cannot be read.
+    """
     signature = inspect.signature(function)
+    known, call = list(signature.parameters), f"{getattr(function, '__name__', function)}()"
+    others = any(one.kind == VAR_KEYWORD for one in signature.parameters.values())
+    ordered = [name for name, one in signature.parameters.items() if one.kind == one.POSITIONAL_OR_KEYWORD]
 
     @functools.wraps(function)
     def study(*args: P.args, **kwargs: P.kwargs) -> R:
+        check_options((name for name in kwargs if name not in known and not others), call, known, hints_for(known))
+        if len(args) > len(ordered):
+            raise ProgramError(
+                f"{call} takes {', '.join(ordered)} by position, got {len(args)} values: name the others"
+            )
+        if twice := [name for name in ordered[: len(args)] if name in kwargs]:
+            raise ProgramError(f"{call} got this argument by position and by name", twice[0])
         bound = signature.bind_partial(*args, **kwargs)
         for name, parameter in signature.parameters.items():
             if name not in bound.arguments and parameter.default is parameter.empty and parameter.kind != VAR_KEYWORD:
@@ -135,6 +153,8 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         for name, value in bound.arguments.items():
             if hasattr(value, "detach"):
                 check_dense(value, name)
+            if getattr(value, "shape", None) == ():  # a number of NumPy or torch
+                bound.arguments[name] = value = as_plain(value, name)
             if name in READERS and not (value is None and signature.parameters[name].default is None):
                 bound.arguments[name] = READERS[name](value, name)
         return function(*bound.args, **bound.kwargs)
@@ -143,21 +163,21 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
 
 READERS: dict[str, Callable[[Any, str], Any]] = {
-    "lm": as_lm, "on": as_lm, "layers": as_layers, "target_layers": as_layers, "strengths": as_items,
-    "scales": as_items, "normed": as_flag, "chat": as_flag, "sums": as_flag, "relative": as_flag,
+    "lm": as_lm, "on": as_lm, "layers": as_layers, "target_layers": as_layers, "strengths": as_floats,
+    "scales": as_floats, "std": as_positive, "normed": as_flag, "chat": as_flag, "sums": as_flag, "relative": as_flag,
     "perplexity": as_flag, "quick": as_flag, "show_progress": as_flag, "sites": as_sites, "senders": as_sites,
     "receivers": as_sites, "freeze": lambda names, path: names if isinstance(names, str) else as_texts(names, path),
     "by": as_texts, "recipes": as_texts, "labels": as_texts, "metric": as_text, "direction": as_text,
     "method": as_text, "mode": as_text, "overlong": as_text, "readout": as_text,
-    "column": as_text, "resume": as_path, "folder": as_path,
-    "tolerance": as_tolerance, "engines": as_engines,
+    "column": as_text, "resume": as_path, "folder": as_file, "weights": as_file,
+    "tolerance": as_positive, "engines": as_engines,
 }  # fmt: skip
 
 
 def numbers_of(layers: Any, path: str = "layers") -> list[int]:
     """Layers as a list: one number, or several. Raises `ProgramError` for anything else."""
     layers = as_plain(layers, path)
-    several = list(layers) if isinstance(layers, Iterable) else [layers]
+    several = as_items(layers, path) if isinstance(layers, Iterable) else [layers]
     for layer in several:
         if not is_token_id(layer):
             raise ProgramError(f"a layer is a whole number, not {layer!r}", path)

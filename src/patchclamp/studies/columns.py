@@ -9,10 +9,10 @@ import msgspec
 
 from patchclamp.call import is_token_id
 from patchclamp.errors import PatchclampError, ProgramError, TokensError
-from patchclamp.language.tokens import Positions, Tokens, parse_tokens
 from patchclamp.language.values import as_plain
 from patchclamp.lm import LM
 from patchclamp.plan import Prompt
+from patchclamp.studies.selected import selection as as_selection
 
 
 class Column(msgspec.Struct, frozen=True):
@@ -39,7 +39,10 @@ def words_of(lm: LM, prompt: Any, path: str) -> Words:
     """A prompt of text or token ids, read."""
     prompt = as_plain(prompt, path)
     if isinstance(prompt, str):
-        ids, text = lm.tokens(prompt), prompt
+        try:
+            ids, text = lm.tokens(prompt), prompt
+        except ProgramError as error:
+            raise ProgramError(error.message, path) from None
     elif isinstance(prompt, (list, tuple)) and all(is_token_id(token) for token in prompt):
         ids = [int(token) for token in prompt]
         if any(not 0 <= token < lm.model.d_vocab for token in ids):
@@ -61,7 +64,7 @@ def chosen_positions(lm: LM, words: Words, selection: Any, path: str) -> tuple[i
     """The positions of a prompt that a selection names. Raises `TokensError` if there are none."""
     try:
         prompt = Prompt(words.ids, lambda: lm.tokenizer.spell(words.ids, words.text))
-        selected = prompt.select(_selection(selection), len(words.ids)).tolist()
+        selected = prompt.select(as_selection(selection), len(words.ids)).tolist()
     except PatchclampError as error:
         raise error.under(path) from None
     if not selected:
@@ -96,10 +99,12 @@ def columns_of(
 
 def _selections(positions: Any, number: int, count: int) -> list[tuple[str | None, Any, str]]:
     """(label, selection, path) of every column of a pair."""
+    positions = as_plain(positions, "positions")
     if isinstance(positions, Mapping):
         chosen = []
         for label, selection in positions.items():
             path = f"positions[{label!r}]"
+            selection = as_plain(selection, path)
             if isinstance(selection, (list, tuple)):
                 if len(selection) != count:
                     raise ProgramError(
@@ -111,11 +116,14 @@ def _selections(positions: Any, number: int, count: int) -> list[tuple[str | Non
             chosen.append((str(label), selection, path))
         return chosen
     several: Sequence[Any] = list(positions) if isinstance(positions, (list, tuple)) else [positions]
+    for i, selection in enumerate(several):
+        if isinstance(as_plain(selection, f"positions[{i}]"), (list, tuple)):
+            raise ProgramError(
+                "expected one position or selection a row, got a list: give a dict of labels and selections, such as "
+                "{'last two': pc.prompt[-2:]}",
+                f"positions[{i}]",
+            )
     return [(None, selection, f"positions[{i}]") for i, selection in enumerate(several)]
-
-
-def _selection(text: Any) -> Tokens:
-    return Positions("prompt", int(text)) if is_token_id(text) else parse_tokens(text)
 
 
 def same_columns(columns: Sequence[Sequence[Column]]) -> tuple[Column, ...]:

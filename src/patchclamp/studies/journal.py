@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.errors import NameTaken, ProgramError
+from patchclamp.language.values import as_plain
 
 FORMAT = 1
 _COUNT, _SUM, _WORD = struct.Struct("<I"), struct.Struct("<I"), 8
@@ -39,8 +40,14 @@ def hash_of(question: Mapping[str, Any]) -> str:
 
 
 def json_of(question: Mapping[str, Any]) -> str:
-    """Plain data as JSON, the same text for the same data."""
-    return msgspec.json.encode(question, order="deterministic").decode()
+    """Plain data as JSON, the same text for the same data. Numbers of NumPy are as good as Python's."""
+    return msgspec.json.encode(question, enc_hook=_plain, order="deterministic").decode()
+
+
+def _plain(value: Any) -> Any:
+    if (plain := as_plain(value)) is value:
+        raise NotImplementedError(f"{type(value).__name__} is not plain data")
+    return plain
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True):

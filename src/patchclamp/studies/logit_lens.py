@@ -22,10 +22,10 @@ from patchclamp.language import Site
 from patchclamp.language import prompt as whole_prompt
 from patchclamp.language.registry import SITES
 from patchclamp.language.site import parse_site
-from patchclamp.language.values import as_array
+from patchclamp.language.values import as_array, as_items
 from patchclamp.lm import LM
 from patchclamp.run import Run
-from patchclamp.studies.checks import as_items, as_prompt, check_whole, checked
+from patchclamp.studies.checks import as_prompt, check_whole, checked
 from patchclamp.studies.journal import Journal, Resumable, Stored
 from patchclamp.studies.logit_lens_result import LogitLens
 from patchclamp.studies.metric import single_token

@@ -100,7 +100,7 @@ def answer_tokens(lm: LM, answer: Any, path: str) -> tuple[int, ...]:
         return tuple(int(token) for token in several)
     if not isinstance(answer, str):
         raise ProgramError(f"a text or token ids are needed, not {type(answer).__name__} {answer!r}", path)
-    ids = lm.tokenizer.bare(answer)
+    ids = bare_ids(lm, answer, path)
     if not ids:
         raise TokensError(f"{answer!r} has no tokens", path)
     if len(ids) > 1 and not answer.startswith(" ") and len(lm.tokenizer.bare(" " + answer)) == 1:
@@ -110,6 +110,14 @@ def answer_tokens(lm: LM, answer: Any, path: str) -> tuple[int, ...]:
             path,
         )
     return tuple(ids)
+
+
+def bare_ids(lm: LM, text: str, path: str) -> list[int]:
+    """The token ids of a text without special tokens. Raises `ProgramError` for half a surrogate pair."""
+    try:
+        return lm.tokenizer.bare(text)
+    except (TypeError, ValueError) as error:
+        raise ProgramError(f"this text cannot be tokenised: {error}", path) from None
 
 
 def single_token(lm: LM, answer: Any, path: str) -> int:

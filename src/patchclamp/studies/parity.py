@@ -17,10 +17,11 @@ import numpy as np
 
 import patchclamp as pc
 from patchclamp.engines.open import known_options
+from patchclamp.language.values import as_items
 from patchclamp.lm import LM
 from patchclamp.proving import ensure_proved, push
 from patchclamp.run import Run
-from patchclamp.studies.checks import as_items, as_prompt, as_text, checked
+from patchclamp.studies.checks import as_prompt, as_text, checked
 from patchclamp.studies.parity_result import Bounds, Parity, SiteParity
 
 PROMPTS = ("The capital of France is", "When John and Mary went to the store, John gave a drink to")

@@ -22,7 +22,7 @@ from patchclamp.errors import PatchclampError, ProgramError, UnsupportedSite, un
 from patchclamp.language.conversions import as_mask
 from patchclamp.lm import LM
 from patchclamp.studies.cells import Trial, planned
-from patchclamp.studies.checks import checked
+from patchclamp.studies.checks import as_float, checked
 from patchclamp.studies.columns import Column, same_columns, words_of
 from patchclamp.studies.grid import (
     Filled,
@@ -118,7 +118,7 @@ def patch_sweep(
     asked = _read(lm, clean, corrupt, answer, foil, metric, positions, direction)
     rows = rows_of(lm, sites, layers, group, window)
     try:
-        mixing = Mixing(_alpha(alpha), None if mask is None else as_mask(mask))
+        mixing = Mixing(as_float(alpha, "alpha"), None if mask is None else as_mask(mask))
     except PatchclampError as error:
         raise error if error.path else error.under("mask") from None
     plan = SweepPlan(
@@ -379,12 +379,6 @@ def _read(
     return pairs_of(
         lm, clean, corrupt, answer, foil, metric, positions, "corrupt" if direction == "denoising" else "clean"
     )
-
-
-def _alpha(alpha: Any) -> float:
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float, np.integer, np.floating)):
-        raise ProgramError(f"a number is needed, not {alpha!r}", "alpha")
-    return float(alpha)
 
 
 def _seeds(plan: SweepPlan) -> tuple[int, ...]:

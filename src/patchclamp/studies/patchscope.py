@@ -16,10 +16,11 @@ import numpy as np
 from patchclamp.errors import TokensError
 from patchclamp.language import Replace, Site, Vector, every
 from patchclamp.language import prompt as whole_prompt
+from patchclamp.language.values import as_items
 from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.studies.batches import UNDER_WAY, Pace, run_batches
-from patchclamp.studies.checks import as_items, as_prompt, check_batch, check_whole, checked
+from patchclamp.studies.checks import as_prompt, check_batch, check_whole, checked
 from patchclamp.studies.logit_lens import checked_site
 from patchclamp.studies.metric import single_token
 from patchclamp.studies.patchscope_result import Patchscope

@@ -30,6 +30,7 @@ from patchclamp.language import From, Op, Replace, Site
 from patchclamp.language.registry import SITES, unmoved
 from patchclamp.language.site import parse_edited_site
 from patchclamp.language.tokens import Positions, every
+from patchclamp.language.values import as_plain
 from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.studies.cells import Cells, Round, Trial, planned
@@ -381,6 +382,7 @@ def _frozen(freeze: Sequence[str]) -> tuple[str, ...]:
 
 def _at(positions: Any, clean: Any) -> dict[str, Any]:
     """The one column of senders' positions; of several pairs perhaps a selection each."""
+    positions = as_plain(positions, "positions")
     if isinstance(positions, (list, tuple)) and not listed(clean):
         raise ProgramError(
             f"senders are patched at one selection, such as prompt[2:5], and these are {len(positions)}; a list is of "

@@ -10,9 +10,8 @@ import msgspec
 
 from patchclamp.call import is_token_id
 from patchclamp.errors import PatchclampError, ProgramError
-from patchclamp.language.values import as_plain
+from patchclamp.language.values import as_items, as_plain
 from patchclamp.lm import LM
-from patchclamp.studies.checks import as_items
 
 
 class Asked(msgspec.Struct, frozen=True):

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.errors import ProgramError
+from patchclamp.language.values import as_file
 from patchclamp.lm import LM
 
 FORMAT = "1"
@@ -71,7 +72,7 @@ class StudyResult(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             return {"tensor": name}
 
         fields = msgspec.json.encode(msgspec.to_builtins(self, enc_hook=store)).decode()
-        target = Path(path)
+        target = Path(as_file(path, "path"))
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             save_file(tensors, target, {"study": type(self).__name__, "format": FORMAT, "result": fields})
@@ -89,7 +90,7 @@ class StudyResult(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         from safetensors import SafetensorError, safe_open
 
         try:
-            with safe_open(path, "numpy") as file:
+            with safe_open(as_file(path, "path"), "numpy") as file:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from patchclamp.errors import PatchclampError, TokensError
+from patchclamp.call import is_token_id
+from patchclamp.errors import PatchclampError, TokensError, UnsupportedSite
 from patchclamp.language import Range, Site
 from patchclamp.language.site import parse_index
-from patchclamp.language.tokens import Positions, Tokens, parse_tokens
+from patchclamp.language.tokens import Tokens, parse_tokens, prompt
+from patchclamp.language.values import as_plain
 from patchclamp.lm import LM
 from patchclamp.run import Run
 
@@ -25,7 +27,9 @@ def layers_of(lm: LM, name: str, layers: Any, path: str = "layers") -> list[int]
         ]
     except PatchclampError as error:
         raise error.under(path) from None
-    return sorted({ref.layer for ref in refs if ref.layer is not None})
+    if not (numbers := sorted({ref.layer for ref in refs if ref.layer is not None})):
+        raise UnsupportedSite(f"expected layers of {name}, got none", path)
+    return numbers
 
 
 def positions_of(run: Run, positions: Any, path: str = "positions") -> list[int]:
@@ -34,6 +38,7 @@ def positions_of(run: Run, positions: Any, path: str = "positions") -> list[int]
     if positions is None:
         return list(range(len(run.prompt_token_ids)))
     chosen: list[int] = []
+    positions = as_plain(positions, path)
     several = isinstance(positions, (list, tuple))
     for i, one in enumerate(positions if several else [positions]):
         try:
@@ -46,5 +51,7 @@ def positions_of(run: Run, positions: Any, path: str = "positions") -> list[int]
 
 
 def selection(text: Any) -> Tokens:
-    """A selection; a number is a position of the prompt."""
-    return Positions("prompt", text) if isinstance(text, int) else parse_tokens(text)
+    """A selection; numbers and ranges are positions of the prompt."""
+    if isinstance(text, range):
+        text = slice(text.start, text.stop, text.step)
+    return prompt[text] if is_token_id(text) or isinstance(text, (slice, list, tuple)) else parse_tokens(text)

@@ -14,29 +14,32 @@ import numpy as np
 
 from patchclamp.errors import PatchclampError, ProgramError, ShapeError, TokensError
 from patchclamp.language import From, Op, Replace, Site, Vector
+from patchclamp.language.conversions import as_flag
+from patchclamp.language.fields import Converted
 from patchclamp.language.ops import Zero
 from patchclamp.language.ranges import Index, parse_index
 from patchclamp.language.site import parse_site
 from patchclamp.language.tokens import Positions, every
-from patchclamp.language.values import Named, check_name
+from patchclamp.language.values import Named, as_items, as_plain, check_name
 from patchclamp.lm import LM
 from patchclamp.run import Run
-from patchclamp.studies.checks import as_items
+from patchclamp.studies.checks import check_whole
 from patchclamp.studies.columns import chosen_positions, words_of
 from patchclamp.studies.rows import Row
+from patchclamp.studies.selected import selection
 
 
 class Zeros(msgspec.Struct, frozen=True):
     """Zeros: zero ablation."""
 
 
-class Banked(msgspec.Struct, frozen=True):
+class Banked(Converted, frozen=True):
     """What `lm.bank` has under a name: a vector, means, or a run, whose rows at the patched positions are taken."""
 
     name: str
 
 
-class MeanOf(msgspec.Struct, frozen=True):
+class MeanOf(Converted, frozen=True):
     """The mean over the positions of some prompts, or over those of a selection.
 
     by_position: the mean at each position by itself; then the prompts are as long as the patched one, and there is no
@@ -49,7 +52,7 @@ class MeanOf(msgspec.Struct, frozen=True):
     by_position: bool = False
 
 
-class Resampled(msgspec.Struct, frozen=True):
+class Resampled(Converted, frozen=True):
     """The row of a prompt drawn for each cell from some that are as long as the patched one, at the same position.
 
     draws: how many prompts are drawn for a cell, whose value is their mean
@@ -66,10 +69,22 @@ Source = Zeros | Banked | MeanOf | Resampled
 
 def as_source(source: Any) -> Source:
     """A source from an object, or from "zeros" or "bank:NAME"."""
-    if isinstance(source, MeanOf) and source.by_position and source.tokens is not None:
-        raise ProgramError("a mean by position is of every position: give tokens or by_position", "source.tokens")
     if isinstance(source, (MeanOf, Resampled)):
-        return msgspec.structs.replace(source, prompts=as_items(source.prompts, "source.prompts"))
+        prompts = as_items(source.prompts, "source.prompts")
+        if isinstance(source, MeanOf):
+            by_position = as_flag(source.by_position, "source.by_position")
+            if by_position and source.tokens is not None:
+                raise ProgramError(
+                    "a mean by position is of every position: give tokens or by_position", "source.tokens"
+                )
+            try:
+                None if source.tokens is None else selection(source.tokens)
+            except PatchclampError as error:
+                raise error.under("source.tokens") from None
+            return msgspec.structs.replace(source, prompts=prompts, by_position=by_position)
+        seed, draws = (as_plain(getattr(source, name), f"source.{name}") for name in ("seed", "draws"))
+        seed, draws = check_whole(seed, "source.seed"), check_whole(draws, "source.draws", 1)
+        return msgspec.structs.replace(source, prompts=prompts, seed=seed, draws=draws)
     if isinstance(source, (Zeros, Banked)):
         return source
     if isinstance(source, str) and source == "zeros":
@@ -264,8 +279,6 @@ def opened(lm: LM, source: Source, rows: Sequence[Row], length: int | None, mixi
         raise ProgramError("at least one prompt is needed", "source.prompts")
     sites = list(dict.fromkeys(site for row in rows for site in row.sites))
     if isinstance(source, Resampled):
-        if source.draws < 1:
-            raise ProgramError(f"at least one prompt is drawn for a cell, not {source.draws}", "source.draws")
         _check_lengths([len(words.ids) for words in prompts], length)
         runs = captured_runs(lm, [words.ids for words in prompts], sites)
         return FromDrawn(runs, source.seed, source.draws, mixing)

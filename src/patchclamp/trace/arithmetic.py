@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from patchclamp.errors import ProgramError, ShapeError, near
+from patchclamp.errors import PatchclampError, ProgramError, ShapeError, near
 from patchclamp.trace.spots import numbers
 
 if TYPE_CHECKING:
@@ -304,7 +304,10 @@ def as_expression(value: Any, sign: str) -> Expression:
 
 
 def as_number(value: Any, sign: str) -> Number:
-    number = numbers(value)
+    try:
+        number = None if isinstance(value, Place) else numbers(value)
+    except PatchclampError as error:
+        raise type(error)(f"a value of the trace {sign} {type(value).__name__}: {error.message}") from None
     if number is None:
         raise ProgramError(f"a value of the trace {sign} {type(value).__name__}: a number or a vector is needed")
     return number

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from patchclamp.errors import ProgramError, UnknownName, unknown
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
+
+from patchclamp.errors import ProgramError, UnknownName, near
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 OF_A_TRACE: dict[str, str] = {
     "norm": "the normed last stream is t.final_norm",
@@ -60,6 +68,8 @@ OPTIONS: dict[str, str] = {
     **dict.fromkeys(("inputs", "input_ids", "text", "prompts"), "write the prompt first, lm.trace(prompt)"),
     **dict.fromkeys(("scan", "validate", "trace", "remote"), "leave it out: each line is checked as it is recorded"),
 }  # fmt: skip
+OF_INVOKE = ("messages", "sampling", "score")
+OF_TRACE = (*OF_INVOKE, "max_tokens", "edits", "logprobs", "lora", "stream")
 
 
 def hint(name: str, hints: dict[str, str], where: str = "a trace") -> ProgramError | None:
@@ -67,14 +77,31 @@ def hint(name: str, hints: dict[str, str], where: str = "a trace") -> ProgramErr
     return UnknownName(f"there is no {name!r} in {where}: {hints[name]}") if name in hints else None
 
 
-def check_options(others: dict[str, object], call: str) -> None:
-    """Raises `UnknownName` for arguments that a call does not have."""
+def check_options(others: Iterable[str], call: str, known: Iterable[str], hints: Iterable[str] = OPTIONS) -> None:
+    """Raises `UnknownName` for arguments that a call does not have. `hints`: those of `OPTIONS` that hold there."""
+    known, hints = list(known), set(hints)
     for name in others:
-        known = ("messages", "max_tokens", "edits", "sampling", "score", "logprobs", "lora", "stream")
-        raise (
-            UnknownName(f"{call} has no argument {name!r}: {OPTIONS[name]}", name)
-            if name in OPTIONS
-            else unknown(
-                f"argument of {call}", name, known if call == "lm.trace" else ("messages", "sampling", "score"), name
-            )
-        )
+        instead = f": {OPTIONS[name]}" if name in hints else f"{near(name, known)}; there are: {', '.join(known)}"
+        raise UnknownName(f"{call} has no argument {name!r}{instead}", name)
+
+
+def checked_names(function: Callable[P, R], call: str) -> Callable[P, R]:
+    """A function that refuses arguments which it does not have, with what to write instead, as `lm.trace` does."""
+    known = [name for name in inspect.signature(function).parameters if name != "self"]
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        check_options((name for name in kwargs if name not in known), call, known, hints_for(known))
+        return function(*args, **kwargs)
+
+    @functools.wraps(function)
+    async def awaited(*args: P.args, **kwargs: P.kwargs) -> Any:
+        return await checked(*args, **kwargs)  # pyright: ignore[reportGeneralTypeIssues]
+
+    return awaited if inspect.iscoroutinefunction(function) else checked  # pyright: ignore[reportReturnType]
+
+
+def hints_for(known: Iterable[str]) -> list[str]:
+    """Those of `OPTIONS` that name an argument which a call has."""
+    known = list(known)
+    return [name for name, words in OPTIONS.items() if any(f"{one}=" in words for one in known)]

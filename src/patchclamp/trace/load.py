@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from patchclamp.proving.load import ProvedLM
-from patchclamp.trace.hints import OF_A_MODEL, hint
+from patchclamp.trace.hints import OF_A_MODEL, checked_names, hint
 
 if TYPE_CHECKING:
     from patchclamp.trace.trace import Edit, Trace
@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
 class TracedLM(ProvedLM):
     __doc__ = ProvedLM.__doc__
+
+    run = checked_names(ProvedLM.run, "lm.run")
+    arun = checked_names(ProvedLM.arun, "lm.arun")
+    stream = checked_names(ProvedLM.stream, "lm.stream")
 
     @property
     def allows_code(self) -> bool:

@@ -13,12 +13,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from patchclamp.errors import PatchclampError, ProgramError
+from patchclamp.errors import ProgramError
+from patchclamp.language.conversions import as_number
 from patchclamp.language.ranges import Range
 from patchclamp.language.registry import SITES
 from patchclamp.language.site import Site
 from patchclamp.language.tokens import Positions, Selection, Tokens, every, parse_tokens, prompt
-from patchclamp.language.values import Vector
+from patchclamp.language.values import Vector, as_array, check_dense
 
 WHOLE = slice(None)
 
@@ -166,25 +167,16 @@ def positive(site: Site, layers: int) -> Site:
 
 
 def numbers(value: Any) -> float | np.ndarray | None:
-    """A number, or numbers as fp32 [..., W], copied, for the caller may change his own later; None for what is neither.
-
-    Raises `ProgramError` for complex numbers, of which a part would be lost.
-    """
-    if isinstance(value, (bool, str, bytes)) or value is None:
-        return None
+    """A number, or numbers as fp32 [..., W], copied, because the caller may change his own later; None for what is
+    neither. Raises `ProgramError` for what `as_array` and `as_number` refuse."""
     if isinstance(value, Vector):
-        value = value.array()
-    if hasattr(value, "detach"):
-        value = value.detach().cpu()
-        value = (value if value.is_complex() else value.float()).numpy()
-    try:
-        array = np.asarray(value)
-        if array.dtype.kind in "USV":  # NumPy reads text as numbers, too
-            return None
-        with np.errstate(over="ignore"):
-            copied = np.array(array, np.float32) if array.dtype.kind != "c" else None
-    except (TypeError, ValueError, OverflowError, PatchclampError):
+        return np.array(value.array())
+    if isinstance(value, str):
         return None
-    if copied is None:
-        raise ProgramError("a value of the trace is of real numbers: write the real part of complex ones")
-    return float(value) if copied.ndim == 0 else copied
+    if hasattr(value, "detach"):
+        check_dense(value)
+    if isinstance(value, Sequence) or getattr(value, "shape", ()) != ():
+        return np.array(as_array(value))
+    if not hasattr(value, "__float__"):
+        return None
+    return as_number(value)

@@ -19,7 +19,7 @@ from patchclamp.run import Run
 from patchclamp.trace.activations import Group, Steps
 from patchclamp.trace.arithmetic import Place
 from patchclamp.trace.execute import Call, Calls, Execution
-from patchclamp.trace.hints import check_options
+from patchclamp.trace.hints import OF_INVOKE, OF_TRACE, check_options
 from patchclamp.trace.lines import callers_line
 from patchclamp.trace.recording import Recording
 from patchclamp.trace.saved import Cache, Pending, check_to_come
@@ -115,7 +115,7 @@ class Trace(Place):
         sampling: Any = None, score: Sequence[int] = (), logprobs: bool | int = False, lora: Any = None,
         stream: bool = False, **others: Any,
     ) -> None:  # fmt: skip
-        check_options(others, "lm.trace")
+        check_options(others, "lm.trace", OF_TRACE)
         if not is_token_id(max_tokens) or max_tokens < 1:
             raise ProgramError(f"at least one token must be generated, not {max_tokens!r}", "max_tokens")
         self._lm, self._max_tokens, self._sampling, self._entered = lm, max_tokens, sampling, False
@@ -149,7 +149,7 @@ class Trace(Place):
         **others: Any,
     ) -> Invoke:  # fmt: skip
         """Another prompt, in the same batch: `with t.invoke("…") as a:`. Values of one may be written into another."""
-        check_options(others, "t.invoke")
+        check_options(others, "t.invoke", OF_INVOKE)
         if not self._entered:
             raise ProgramError("a trace is a `with` block: `with lm.trace() as t:`, and invokes inside it")
         if self._state != "open":

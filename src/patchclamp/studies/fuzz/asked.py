@@ -13,11 +13,12 @@ from patchclamp.errors import PatchclampError, ProgramError, unknown
 from patchclamp.language import Capture, Noise, Op
 from patchclamp.language.fuzz import MODES, fuzz
 from patchclamp.language.ops import as_capture
-from patchclamp.language.site import At
+from patchclamp.language.site import At, parse_edited_site
 from patchclamp.language.tokens import prompt
+from patchclamp.language.values import as_items
 from patchclamp.lm import MAX_SCORES, is_token_id
 from patchclamp.run import Run
-from patchclamp.studies.checks import as_sites, as_text
+from patchclamp.studies.checks import as_floats, as_sites, as_text, check_whole
 from patchclamp.studies.divergence import log_softmax, with_rest
 from patchclamp.studies.prompts import Asked
 
@@ -65,6 +66,8 @@ class Fuzz(msgspec.Struct, frozen=True):
 def _place(site: Any, number: int) -> At:
     """Site and tokens of `at[number]`."""
     try:
+        if isinstance(site, str):
+            parse_edited_site(site.partition("@")[0])
         place = as_capture(site)
     except PatchclampError as error:
         raise error.under(f"at[{number}]") from None
@@ -139,10 +142,7 @@ def strengths_of(strengths: Sequence[float] | None, default: tuple[float, ...]) 
     """Strengths, ascending and different."""
     if strengths is None:
         return default
-    try:
-        numbers = tuple(float(strength) for strength in strengths)
-    except (TypeError, ValueError):
-        raise ProgramError(f"a list of numbers is needed, not {strengths!r}", "strengths") from None
+    numbers = as_floats(strengths, "strengths")
     if not numbers or list(numbers) != sorted(set(numbers)) or not 0 <= numbers[0] <= numbers[-1] < float("inf"):
         raise ProgramError(f"ascending numbers from 0 on are needed, none twice, not {numbers}", "strengths")
     return numbers
@@ -150,10 +150,10 @@ def strengths_of(strengths: Sequence[float] | None, default: tuple[float, ...]) 
 
 def seeds_of(seeds: Sequence[int]) -> tuple[int, ...]:
     """Seeds, all different."""
-    whole = isinstance(seeds, Iterable) and all(is_token_id(seed) and seed >= 0 for seed in seeds)
-    if not whole or not 0 < len(set(seeds)) == len(seeds):
-        raise ProgramError(f"whole numbers from 0 on are needed, none twice, not {seeds}", "seeds")
-    return tuple(int(seed) for seed in seeds)
+    numbers = tuple(check_whole(seed, f"seeds[{i}]") for i, seed in enumerate(as_items(seeds, "seeds")))
+    if not 0 < len(set(numbers)) == len(numbers):
+        raise ProgramError(f"expected at least one seed, and none twice, got {list(numbers)}", "seeds")
+    return numbers
 
 
 def pattern_of(refusal: str | None) -> re.Pattern[str] | None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from patchclamp.call import is_token_id
 from patchclamp.errors import PatchclampError, ProgramError
-from patchclamp.language.values import as_plain
-from patchclamp.studies.checks import as_items
+from patchclamp.language.values import BYTES, as_file, as_items
 
 Document = str | Sequence[int]
 SUFFIXES = {".txt": "text", ".jsonl": "JSON lines", ".ndjson": "JSON lines", ".parquet": "Parquet"}
@@ -28,11 +26,13 @@ def documents_of(data: Any, column: str | None = None) -> Iterator[Document]:
     Raises: `ProgramError` for what has no documents.
     """
     if isinstance(data, (str, Path)):
-        return _of_file(Path(data), column)
+        return _of_file(Path(as_file(data, "documents")), column)
     if hasattr(data, "column_names") and not isinstance(data, (list, tuple)):
         return _of_columns(data, column, "the data set", data.column_names)
     if column is not None:
         raise ProgramError("only files and data sets have columns", "column")
+    if isinstance(data, (*BYTES, Mapping, set, frozenset)) or hasattr(data, "columns"):
+        as_items(data, "documents")  # refuses it
     if not isinstance(data, Iterable) or isinstance(data, Iterator):
         raise ProgramError(f"a list, a file or a data set of documents is needed, not {type(data).__name__}; an "
                            "iterator cannot be read again", "documents")  # fmt: skip
@@ -110,10 +110,12 @@ def _column(column: str | None, names: list[str], where: str) -> str:
 def _document(value: Any) -> Document:
     if isinstance(value, str):
         return value
-    ids = np.asarray(as_plain(value, "documents"))
-    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
-        raise ProgramError(f"a document is text or a list of token ids, not {type(value).__name__}", "documents")
-    return ids.tolist()
+    ids = as_items(value, "documents")
+    if not set(map(type, ids)) <= {int} and not all(map(is_token_id, ids)):
+        raise ProgramError(
+            f"expected text or a list of token ids, got {type(value).__name__} {value!r:.100}", "documents"
+        )
+    return list(map(int, ids))
 
 
 def needed(module: str) -> Any:

@@ -13,11 +13,12 @@ from patchclamp.engines.base import Tokenizer
 from patchclamp.engines.tokenizer import NoTokenizer
 from patchclamp.errors import ProgramError
 from patchclamp.language.conversions import as_flag, as_number
+from patchclamp.language.fields import Converted
 from patchclamp.language.ranges import as_integer
-from patchclamp.studies.checks import as_items
+from patchclamp.language.values import as_items
 
 
-class Filters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Filters(Converted, frozen=True, forbid_unknown_fields=True):
     """Which rows are kept: those that pass all of these.
 
     no_bos: not the first token of a document where that is a special one

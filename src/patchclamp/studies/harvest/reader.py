@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.errors import MissingSource, ProgramError, unknown
+from patchclamp.language.values import as_file
 from patchclamp.studies.harvest.documents import needed
 from patchclamp.studies.harvest.dtypes import as_float32
 from patchclamp.studies.harvest.moments import SiteStatistics, decoded, encoded, joined
@@ -42,7 +43,7 @@ class Harvested:
     """
 
     def __init__(self, folder: str | Path, interleave: bool = True) -> None:
-        self.folder, self.interleave = Path(folder), interleave
+        self.folder, self.interleave = Path(as_file(folder, "folder")), interleave
         try:
             content = (self.folder / MANIFEST).read_bytes()
             version = msgspec.json.decode(content)["recipe"]["format"]

@@ -15,7 +15,7 @@ import numpy as np
 
 from patchclamp.errors import ProgramError, ShapeError
 from patchclamp.language import Vector
-from patchclamp.language.conversions import MAX_PROJECTED
+from patchclamp.language.conversions import MAX_PROJECTED, as_flag
 from patchclamp.language.values import as_array
 from patchclamp.lm import LM
 from patchclamp.sites import SiteRef
@@ -29,7 +29,7 @@ class Project:
     """
 
     def __init__(self, matrix: Any, on_device: bool = True) -> None:
-        self.on_device = on_device
+        self.on_device = as_flag(on_device, "on_device")
         if isinstance(matrix, Mapping):
             self._by_site = {str(site): _matrix(value) for site, value in matrix.items()}
             self._for_all = None

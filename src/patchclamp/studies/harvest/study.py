@@ -125,7 +125,7 @@ def harvest(
         check_whole(value, name, least) for name, value, least in (
             ("shard_rows", shard_rows, 1), ("batch_tokens", batch_tokens, 1),
             ("checkpoint_bytes", checkpoint_bytes, 0)))  # fmt: skip
-    _check_seed(seed)
+    seed = _seed(seed)
     plan = make_plan(lm, documents_of(documents, column), filters, context, overlong,
                      _parts(parts, shard[1], kinds, dtype), sums, seed, shard_rows)  # fmt: skip
     manifest = _manifest(lm, plan, kinds, dtype, filters)
@@ -309,9 +309,9 @@ def _parts(parts: int | None, machines: int, kinds: list[_Kind], dtype: str) -> 
     return parts
 
 
-def _check_seed(seed: Any) -> None:
+def _seed(seed: Any) -> int:
     try:
-        as_seed(seed)
+        return as_seed(seed)
     except PatchclampError as error:
         raise error.under("seed") from None
 

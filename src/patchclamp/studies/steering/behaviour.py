@@ -16,6 +16,7 @@ from patchclamp.errors import ProgramError
 from patchclamp.language import Op, Program
 from patchclamp.lm import LM, is_token_id
 from patchclamp.studies.journal import Journal
+from patchclamp.studies.metric import bare_ids
 from patchclamp.studies.progress import progress
 from patchclamp.studies.prompts import Asked
 from patchclamp.studies.teacher_forcing import Forced, forced_logprobs
@@ -97,7 +98,7 @@ def _continuations(lm: LM, given: Any, prompts: int, path: str) -> list[tuple[in
 
 def _ids(lm: LM, given: Any, path: str) -> tuple[int, ...]:
     if isinstance(given, str):
-        ids = tuple(lm.tokenizer.bare(given))
+        ids = tuple(bare_ids(lm, given, path))
     else:
         ids = (given,) if is_token_id(given) else tuple(given) if isinstance(given, (list, tuple)) else ()
     if not ids or not all(is_token_id(token) and 0 <= token < lm.model.d_vocab for token in ids):

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from patchclamp.errors import PatchclampError, ProgramError
+from patchclamp.language.values import as_file
 
 ARCHITECTURE = "controlvector"
 HINT, COUNT = f"{ARCHITECTURE}.model_hint", f"{ARCHITECTURE}.layer_count"
@@ -32,7 +33,7 @@ def write(path: str | Path, directions: Mapping[int, np.ndarray], model_hint: st
         raise ProgramError(
             "llama.cpp has no direction after layer 0: leave that layer out, as in layers=[1, 2]", "layers"
         )
-    writer = _package().GGUFWriter(str(path), ARCHITECTURE)
+    writer = _package().GGUFWriter(str(as_file(path, "path")), ARCHITECTURE)
     try:
         writer.add_string(HINT, model_hint)
         writer.add_uint32(COUNT, len(directions))
@@ -55,7 +56,7 @@ def read(path: str | Path) -> tuple[dict[int, np.ndarray], str]:
     """
     package = _package()
     try:
-        reader = package.GGUFReader(str(path))
+        reader = package.GGUFReader(str(as_file(path, "path")))
         architecture, hint = _text(reader, "general.architecture"), _text(reader, HINT)
         tensors = {tensor.name: np.array(tensor.data) for tensor in reader.tensors}
     except (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError, MemoryError) as error:

@@ -17,7 +17,7 @@ from patchclamp.errors import ProgramError, ShapeError, UnsupportedSite
 from patchclamp.language import Add, Site, Vector
 from patchclamp.language.tokens import Tokens, TokensLike, every, read_tokens
 from patchclamp.language.values import as_array
-from patchclamp.studies.checks import numbers_of
+from patchclamp.studies.checks import as_text, numbers_of
 from patchclamp.studies.result import Provenance, StudyResult
 from patchclamp.studies.steering import gguf
 
@@ -68,11 +68,13 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
     family: str
 
     def vector(self, layer: int | None = None) -> np.ndarray:
-        """The vector [W] of a layer, of the best one if not given."""
+        """The vector [W] of a layer, of the best one if not given: a copy."""
         layer = self.best if layer is None else layer
         if layer is None:
             raise ProgramError(f"no layer is known to be the best: name one of {list(self.layers)}", "layer")
-        return self.vectors[self.layers.index(self._chosen(layer)[0])]
+        if len(chosen := self._chosen(layer, "layer")) != 1:
+            raise ProgramError(f"expected one layer, got {layer!r:.100}", "layer")
+        return self.vectors[self.layers.index(chosen[0])].copy()
 
     def edits(
         self, scale: float = 1.0, *, layers: Iterable[int] | int | None = None, tokens: TokensLike = every
@@ -88,23 +90,24 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
             for layer in self._chosen(layers)
         )
 
-    def _chosen(self, layers: Iterable[int] | int | None) -> list[int]:
+    def _chosen(self, layers: Iterable[int] | int | None, path: str = "layers") -> list[int]:
         if layers is None:
             return list(self.layers) if self.best is None else [self.best]
-        chosen = numbers_of(layers)
+        chosen = numbers_of(layers, path)
         missing = [layer for layer in chosen if layer not in self.layers]
         if missing or not chosen:
-            raise ProgramError(f"there are vectors of layers {list(self.layers)}, not of {missing or chosen}", "layers")
+            raise ProgramError(f"there are vectors of layers {list(self.layers)}, not of {missing or chosen}", path)
         return chosen
 
     def directions(self, layers: Iterable[int] | int | None = None) -> dict[int, np.ndarray]:
-        """The vectors by layer, as repeng's `ControlVector.directions` has them; of the layers that `edits` takes.
+        """Copies of the vectors by layer, as repeng's `ControlVector.directions` has them; of the layers that `edits`
+        takes.
 
         Raises: `UnsupportedSite` for vectors of another site than `resid_post`.
         """
         if self.site != "resid_post":
             raise UnsupportedSite(f"control vectors act after a layer, at resid_post; these are of {self.site}", "site")
-        return {layer: self.vectors[self.layers.index(layer)] for layer in self._chosen(layers)}
+        return {layer: self.vectors[self.layers.index(layer)].copy() for layer in self._chosen(layers)}
 
     def to_gguf(self, path: str | Path, *, layers: Iterable[int] | int | None = None) -> Path:
         """Writes a control vector for llama.cpp and repeng: with `--control-vector-scaled FILE:2` llama.cpp does what
@@ -125,6 +128,7 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
         """
         if not isinstance(directions, Mapping):
             raise ShapeError(f"expected vectors by layer, got {type(directions).__name__}", "directions")
+        model_hint = as_text(model_hint, "model_hint")
         layers = tuple(sorted(numbers_of(list(directions), "directions")))
         rows = [Vector.of(as_array(directions[layer], f"directions[{layer}]")).array() for layer in layers]
         zero = [layer for layer, row in zip(layers, rows, strict=True) if not row.any()]

@@ -18,7 +18,7 @@ import numpy as np
 from patchclamp.errors import ProgramError
 from patchclamp.language.tokens import TokensLike, every, read_tokens
 from patchclamp.lm import LM
-from patchclamp.studies.checks import check_batch, checked
+from patchclamp.studies.checks import as_floats, check_batch, checked
 from patchclamp.studies.journal import Resumable
 from patchclamp.studies.prompts import ask
 from patchclamp.studies.result import StudyResult, provenance
@@ -120,8 +120,8 @@ def strength_curve(
         ids, one for all prompts; or a list of texts, one a prompt. Of any number of tokens
     scales: ascending; 0 is the unedited model
     layers, tokens: as in `vectors.edits`; `generated` means the continuation
-    resume: a file to which scores are appended as they are computed, and from which an
-        interrupted curve of the same arguments goes on
+    resume: a file to which scores are appended as they are computed (batches last a few seconds each), and
+        from which an interrupted curve of the same arguments goes on
 
     Raises: `ProgramError` and its kind for arguments that cannot be, and the error of any run.
     """
@@ -130,7 +130,9 @@ def strength_curve(
     batch = check_batch(batch)
     asked = ask(lm, prompts, chat)
     behaviour = Behaviour.of(lm, answer, foil, len(asked))
-    steps = _scales(scales)
+    steps = as_floats(scales, "scales")
+    if not steps or list(steps) != sorted(set(steps)):
+        raise ProgramError(f"ascending numbers are needed, none twice, not {steps}", "scales")
     edits = [vectors.edits(scale, layers=layers, tokens=tokens) if scale else () for scale in steps]
     question = {
         "study": "strength_curve", "prompts": [[one.ids, one.text] for one in asked], **behaviour.question(edits)
@@ -145,16 +147,6 @@ def strength_curve(
         tokens=str(read_tokens(tokens, "tokens")), chat=chat, logprobs=scored.answer,
         foil_logprobs=np.full(scored.answer.shape, np.nan) if scored.foil is None else scored.foil,
     )  # fmt: skip
-
-
-def _scales(scales: Sequence[float]) -> tuple[float, ...]:
-    try:
-        numbers = tuple(float(scale) for scale in scales)
-    except (TypeError, ValueError):
-        raise ProgramError(f"a list of numbers is needed, not {scales!r}", "scales") from None
-    if not numbers or list(numbers) != sorted(set(numbers)) or not np.isfinite(numbers).all():
-        raise ProgramError(f"ascending numbers are needed, none twice, not {numbers}", "scales")
-    return numbers
 
 
 def _layers(vectors: SteeringVectors, layers: Iterable[int] | int | None) -> tuple[int, ...]:

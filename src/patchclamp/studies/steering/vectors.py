@@ -12,20 +12,20 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from patchclamp.errors import ProgramError, UnsupportedSite
+from patchclamp.errors import PatchclampError, ProgramError, TokensError, UnsupportedSite
 from patchclamp.language import Add, Capture, Site
-from patchclamp.language.ranges import Range, parse_index
 from patchclamp.language.site import parse_site
 from patchclamp.language.tokens import TokensLike, parse_tokens, prompt, read_tokens
 from patchclamp.lm import LM
 from patchclamp.run import Run
-from patchclamp.studies.checks import check_batch, checked, numbers_of
+from patchclamp.studies.checks import as_float, check_batch, checked
 from patchclamp.studies.grid import check_seed
 from patchclamp.studies.journal import Journal, Resumable, Stored
 from patchclamp.studies.progress import progress
 from patchclamp.studies.prompts import Asked, ask, content_hash
 from patchclamp.studies.result import provenance
 from patchclamp.studies.resuming import keeping, recorded_runs
+from patchclamp.studies.selected import layers_of
 from patchclamp.studies.steering.behaviour import Behaviour, Scored, check_behaviour
 from patchclamp.studies.steering.directions import Check, check, check_method, direction
 from patchclamp.studies.steering.result import PromptSet, SteeringVectors
@@ -75,7 +75,7 @@ def steering_vectors(
     check_method(method, len(sides[0]), len(sides[1]))
     check_behaviour(lm, answer, foil, held_out)
     named = _site(lm, site)
-    numbers = _layers(lm, named, layers)
+    numbers = layers_of(lm, named.name, layers)
     tests = _held_out(len(sides[0]), len(sides[1]), held_out, seed)
     captures = [Capture(Site(named.name, layer), read_tokens(tokens, "tokens")) for layer in numbers]
     behaviour = None if answer is None else Behaviour.of(lm, answer, foil, len(tests[1]))
@@ -128,7 +128,10 @@ def _effects(scored: Scored) -> np.ndarray:
 
 
 def _site(lm: LM, site: str | Site) -> Site:
-    named = parse_site(site)
+    try:
+        named = parse_site(site)
+    except PatchclampError as error:
+        raise error.under("site") from None
     if named.layers is not None or named.index is not None:
         raise ProgramError(f"a site's word is needed, such as {named.name!r}: layers= says which", "site")
     refs = lm.sites.resolve(named)
@@ -139,26 +142,10 @@ def _site(lm: LM, site: str | Site) -> Site:
     return named
 
 
-def _layers(lm: LM, site: Site, layers: Any) -> list[int]:
-    """The layers to read, ascending."""
-    there = [ref.layer for ref in lm.sites.resolve(site) if ref.layer is not None]
-    index = parse_index(layers) if isinstance(layers, str) else layers
-    if index is None:
-        return there
-    if isinstance(index, (slice, range)):
-        index = Range(index.start, index.stop, index.step)
-    count = lm.model.layers
-    chosen = list(index.indices(count)) if isinstance(index, Range) else numbers_of(index)
-    missing = [layer for layer in chosen if not -count <= layer < count or layer % count not in there]
-    if missing or not chosen:
-        raise UnsupportedSite(f"{site} has layers {there[0]} to {there[-1]}, not {missing or layers}", "layers")
-    return sorted({layer % count for layer in chosen})
-
-
 def _held_out(positive: int, negative: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Numbers of the held-out prompts of each class; of pairs the same. At least one of each is held out, and one is
     not, unless the share is 0."""
-    if not isinstance(share, (int, float)) or not 0 <= share < 1:
+    if not 0 <= (share := as_float(share, "held_out")) < 1:
         raise ProgramError(f"a share from 0 to below 1 is needed, not {share!r}", "held_out")
     counts = [round(share * n) for n in (positive, negative)]
     if share and (min(counts) < 1 or counts[0] == positive or counts[1] == negative):
@@ -195,9 +182,9 @@ def _read(
 
     def mean_rows(number: int, tensors: dict[str, Any]) -> _Read:
         rows_LTD = [np.asarray(tensors[site], np.float64) for site in sites]
-        rows_LTD = [rows.reshape(len(rows), -1) for rows in rows_LTD]  # of heads too
         if not len(rows_LTD[0]):
-            raise ProgramError(f"{captures[0].tokens} selects nothing of prompt {number}", "tokens")
+            raise TokensError(f"{captures[0].tokens} selects nothing of prompt {number}", "tokens")
+        rows_LTD = [rows.reshape(len(rows), -1) for rows in rows_LTD]  # of heads too
         lengths = [np.linalg.norm(rows, axis=1).mean() for rows in rows_LTD]
         return _Read(Stored.of(np.stack([rows.mean(0) for rows in rows_LTD])), Stored.of(np.array(lengths)))
 
