@@ -103,6 +103,7 @@ def test_a_long_prompt_is_bound_on_another_thread(lm, threads):
     )
     assert len(threads) == 61
     assert here not in threads
+    assert {name.rpartition("_")[0] for name in threads} == {"patchclamp bind"}
 
 
 def test_a_short_one_is_bound_at_once_and_many_short_ones_are_a_long_one(lm, threads):

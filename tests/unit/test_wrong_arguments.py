@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import patchclamp as pc
+from tests import wrong
 
 torch = pytest.importorskip("torch")
 LM = pc.LM("fake", prove=False)
@@ -187,24 +188,7 @@ UNNAMED = {  # of one argument, or named by the argument that it is read for
 SKIPPED = {"tell", "listener", "check", "weights"}  # callbacks, called later; weights are read by engines
 
 
-def _objects() -> np.ndarray:
-    return np.array([object(), None], dtype=object)
-
-
-WRONG: dict[str, Any] = {
-    "None": None, "1.5": 1.5, "-7": -7, "10**30": 10**30, "True": True, "nan": float("nan"), "text": "text", "empty text": "",
-    "list": [1.5, "a"], "nested list": [[[1]]], "empty list": [], "dict": {1: 2}, "named dict": {"a": "b"}, "bytes": b"abc",
-    "array": np.array([1.5, 2.5]), "objects": _objects(), "engine": "transformers", "run": RUN, "object": object(),
-    "bf16": torch.ones(3, dtype=torch.bfloat16), "sparse": torch.eye(3).to_sparse(), "meta": torch.ones(3, device="meta"),
-    "quantised": torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.qint8),
-    "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
-    "texts": ["1"], "booleans": [True], "bytes in a list": [b"1"], "dicts": [{1: 2}], "a set": {1, 2}, "a set of texts": {"a"},
-    "boolean array": np.array([True, False]), "array of texts": np.array(["1"]), "NumPy's 1": np.int64(1), "NumPy's 1.5": np.float64(1.5),
-    "NumPy's True": np.True_, "NumPy's text": np.str_("text"), "torch's 1": torch.tensor(1), "torch's True": torch.tensor(True),
-    "masked": np.ma.masked, "masked array": np.ma.masked_array([1.0, 2.0], [True, False]), "date": np.datetime64("2020-01-01"),
-    "complex": 1j, "slice": slice(0, 99), "slice of a boolean": slice(True, 2), "slice of a float": slice(0, 1.5), "range": range(99),
-    "range as text": "0:99", "NUL": "a\0b", "surrogate": "\ud800", "generator function": lambda: None, "Ellipsis": ...,
-}  # fmt: skip
+WRONG = wrong.WRONG | {"run": RUN}
 
 
 def arguments_of(name: str) -> list[str]:
@@ -213,22 +197,14 @@ def arguments_of(name: str) -> list[str]:
             if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL) and one.name not in SKIPPED]  # fmt: skip
 
 
-def error_of(function: Callable[..., Any], arguments: dict[str, Any]) -> Exception | None:
-    try:
-        function(**arguments)
-    except Exception as error:
-        return error
-    return None
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_a_wrong_argument_works_or_is_named(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     function, right = CALLS[name]
-    always = error_of(function, right)  # what this engine cannot do at all
+    always = wrong.error_of(function, right)  # what this engine cannot do at all
     for argument in arguments_of(name):
-        for label, wrong in WRONG.items():
-            error, case = error_of(function, right | {argument: wrong}), f"{argument}={label}"
+        for label, given in WRONG.items():
+            error, case = wrong.error_of(function, right | {argument: given}), f"{argument}={label}"
             assert error is None or isinstance(error, pc.PatchclampError), f"{case}: {type(error).__name__}: {error}"
             named = error is None or str(error) == str(always) or argument in str(error)
             assert named or name in UNNAMED, f"{case}: {error}"
@@ -239,7 +215,7 @@ def test_a_missing_argument_is_named(name):
     function, right = CALLS[name]
     for argument in right:
         if inspect.signature(function).parameters[argument].default is inspect.Parameter.empty:
-            error = error_of(function, {other: value for other, value in right.items() if other != argument})
+            error = wrong.error_of(function, {other: value for other, value in right.items() if other != argument})
             assert isinstance(error, pc.ProgramError)
             assert error.path == argument
 

@@ -8,6 +8,7 @@ import functools
 import json
 import time
 from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any
 
@@ -35,6 +36,8 @@ from patchclamp.serve.variants import Variant
 RECORDS = "(op, layer, range of positions) triples of the program"
 QUICK_WORK = 1 << 12  # ops × tokens that are bound within milliseconds
 WORK_OF_OP, WORK_OF_TEXT = 64, 16  # tokens more of an op; how often a token counts where its text is read
+# few, as each takes Python's lock from the event loop; two, so that a long job is passed by others
+_binders = ThreadPoolExecutor(2, "patchclamp bind")
 FLAGS = ("keep", "compare", "tokens")
 FIELDS = ("edits", "capture", "run", *FLAGS)
 
@@ -135,7 +138,7 @@ class Call:
             return []
         if self._binding is None:
             jobs = self._unbound
-            self._binding = asyncio.ensure_future(asyncio.to_thread(lambda: [job() for job in jobs]))
+            self._binding = asyncio.get_running_loop().run_in_executor(_binders, lambda: [job() for job in jobs])
             self._binding.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             return await asyncio.shield(self._binding)

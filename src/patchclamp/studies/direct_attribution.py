@@ -23,7 +23,8 @@ from patchclamp.language import prompt as whole_prompt
 from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.studies.checkpoint import Checkpoint
-from patchclamp.studies.checks import checked
+from patchclamp.studies.checks import as_prompt, checked
+from patchclamp.studies.columns import listed
 from patchclamp.studies.direct_attribution_result import DirectAttribution
 from patchclamp.studies.metric import single_token
 from patchclamp.studies.norm import tolerance
@@ -64,8 +65,12 @@ def direct_attribution(
         if one not in BY:
             raise unknown("part", str(one), BY, f"by[{i}]")
     checkpoint = Checkpoint(str(weights or lm.model.name))
-    listed = isinstance(prompt, (list, tuple)) and not all(isinstance(one, (int, np.integer)) for one in prompt)
-    prompts: list[Any] = list(prompt) if listed else [prompt]
+    prompts: list[Any] = (
+        [as_prompt(one, f"prompt[{i}]") for i, one in enumerate(prompt)]
+        if listed(prompt) else [as_prompt(prompt, "prompt")]
+    )  # fmt: skip
+    if not prompts:
+        raise ProgramError("at least one prompt is needed", "prompt")
     answers = _each(lm, answer, len(prompts), "answer")
     foils = [] if foil is None else _each(lm, foil, len(prompts), "foil")
     inner: list[Word] = [word for one, word in WITHIN.items() if one in by and word in lm.sites.names]

@@ -118,19 +118,19 @@ def harvest(
     shard = _shard(shard)
     if filters is not None and not isinstance(filters, Filters):
         raise ProgramError(f"expected studies.Filters(...), got {type(filters).__name__}", "filters")
-    filters, dtype = filters or Filters(), as_dtype(dtype, "dtype")
-    kinds = _kinds(lm, sites, project, sums, filters.caps_norms)
+    chosen, dtype = filters or Filters(), as_dtype(dtype, "dtype")
+    kinds = _kinds(lm, sites, project, sums, chosen.caps_norms)
     batch_tokens = _batch_tokens(kinds, dtype) if batch_tokens is None else batch_tokens
     shard_rows, batch_tokens, checkpoint_bytes = (
         check_whole(value, name, least) for name, value, least in (
             ("shard_rows", shard_rows, 1), ("batch_tokens", batch_tokens, 1),
             ("checkpoint_bytes", checkpoint_bytes, 0)))  # fmt: skip
     seed = _seed(seed)
-    plan = make_plan(lm, documents_of(documents, column), filters, context, overlong,
+    plan = make_plan(lm, documents_of(documents, column), chosen, context, overlong,
                      _parts(parts, shard[1], kinds, dtype), sums, seed, shard_rows)  # fmt: skip
-    manifest = _manifest(lm, plan, kinds, dtype, filters)
+    manifest = _manifest(lm, plan, kinds, dtype, chosen)
     place = _write_plan(Path(folder), manifest, plan)
-    job = _Job(lm, plan, manifest, place, kinds, _window(filters, plan), batch_tokens, checkpoint_bytes)
+    job = _Job(lm, plan, manifest, place, kinds, _window(chosen, plan), batch_tokens, checkpoint_bytes)
     ran = job.run(range(shard[0], plan.parts, shard[1]), show_progress)
     data = Harvested(place)
     data.write_statistics()
