@@ -359,11 +359,11 @@ SEAMS: dict[str, Seam] = {
              has="invalidate", called="sent"),
         # a server's routes, which its app has by their paths (`require_alike`)
         Seam("openai completions", _OPENAI + "completion.api_router:create_completion", "carry programs",
-             signature=("request, raw_request",), checked=("0.32.0",)),
+             signature=("request, raw_request",)),
         Seam("openai chats", _OPENAI + "chat_completion.api_router:create_chat_completion", "carry programs",
-             signature=("request, raw_request",), checked=("0.32.0",)),
+             signature=("request, raw_request",)),
         Seam("openai models", _OPENAI + "models.api_router:show_available_models", "list programs as models",
-             signature=("raw_request",), checked=("0.32.0",)),
+             signature=("raw_request",)),
         # adapters
         Seam("lora mapping", "vllm.lora.model_manager:LoRAModelManager.set_adapter_mapping", "run adapters",
              ("mapping",)),
