@@ -194,9 +194,9 @@ def test_what_is_asked_wrongly_is_told_before_it_runs(lm, shallow, tiny, adapter
         (prefix, pc.ProgramError, "is an adapter of type PREFIX_TUNING; only LORA"),
         (broken, pc.ProgramError, "adapter_config.json is not an adapter's: KeyError: 'r'"),
         (wide, pc.CapacityError, "is of rank 16 and max_lora_rank=8: start the engine with a larger one"),
-        (7, pc.ProgramError, "lora: the folder of an adapter is needed, not int 7"),
+        (7, pc.ProgramError, "lora: expected a path, got int 7"),
         ([adapters["linear"]] * 2, pc.ProgramError, "lora: 2 adapters for 1 prompts"),
-        ([{}], pc.ProgramError, "lora[0]: the folder of an adapter is needed, not dict"),
+        ([{}], pc.ProgramError, "lora[0]: expected a path, got dict"),
     ):
         with pytest.raises(error) as caught:
             lm.run(IDS, max_tokens=1, lora=given, logprobs=True)

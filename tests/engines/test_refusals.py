@@ -41,7 +41,7 @@ BAD = [
     (dict(sampling={"temprature": 1}), pc.UnknownName, "sampling.temprature: no sampling parameter 'temprature' (did you mean 'temperature'"),
     (dict(sampling={"top_p": 3.0}), pc.ProgramError, "top_p"),
     (dict(score=list(range(200))), pc.ProgramError, "score: at most 128 tokens can be scored, not 200"),
-    (dict(edits=5), pc.ProgramError, "edits: a list is needed, not int"),
+    (dict(edits=5), pc.ProgramError, "edits: expected a list, got int"),
     (dict(edits=[pc.Zero(pc.embed, [1, 1])]), pc.TokensError, "a position is named twice"),
     (dict(score=[10**6]), pc.TokensError, "score: 1000000 is not a token id below 49152"),
 ]  # fmt: skip

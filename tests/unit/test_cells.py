@@ -533,7 +533,7 @@ def test_a_zoom_of_a_model_agrees_with_the_whole_sweep(lm):
         (dict(source="zero"), pc.ProgramError, "source: a source is 'zeros'"),
         (dict(source="bank:none"), pc.MissingSource, "source: nothing in the bank is named 'none'"),
         (dict(mask=np.ones(3)), pc.ShapeError, "mask: resid_pre[0] is 16 wide; the mask is [3]"),
-        (dict(alpha="1"), pc.ProgramError, "alpha: a number is needed"),
+        (dict(alpha="1"), pc.ProgramError, "alpha: expected a number"),
         (dict(zoom=0), pc.ProgramError, "zoom: at least one block"),
         (dict(batch=0), pc.ProgramError, "batch: runs are submitted at least one at a time"),
         (dict(seed=-1), pc.ProgramError, "seed: a seed is a whole number"),

@@ -610,7 +610,7 @@ class TestFuzz:
         ("arguments", "text"),
         [
             (("--strength", "0.2", "--strength", "0.1"), "strengths: ascending numbers"),
-            (("--site", "resid_past"), "at[0].at: no site 'resid_past'"),
+            (("--site", "resid_past"), "at[0]: no site 'resid_past'"),
             (("--refusal", "("), "refusal: '(' is not a regular expression"),
             (("--prompts", "none.txt"), "--prompts: none.txt cannot be read"),
             (("--png", "a.pgn"), "a.pgn: no picture format"),
