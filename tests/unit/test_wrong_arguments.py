@@ -267,7 +267,7 @@ def test_a_missing_field_of_an_op_is_named(op, given, path):
     *[(lambda positions=positions: pc.studies.logit_lens(LM, IDS, layers=1, positions=positions), path)
       for positions, path in ((True, "positions"), ([0, True], "positions[1]"), (np.array([True, False]), "positions[0]"))],
     *[(lambda positions=positions: pc.studies.patch_sweep(LM, **PAIR, metric="logprob", positions=positions), "positions[0]")
-      for positions in ([[-2, -1]], np.array([[-2, -1]]), [True], ["12"])],
+      for positions in ([[True, 1]], [[[1]]], [True], ["12"])],
     (lambda: pc.studies.patch_sweep(LM, **PAIR, metric="logprob", positions={"a": np.array([-2, -1])}), "positions['a']"),
     *[(lambda end=end: pc.studies.patchscope(LM, source=IDS, target=IDS, **{end: True}), end)
       for end in ("source_position", "target_position")],
@@ -351,6 +351,12 @@ def test_whole_numbers_of_numpy_and_torch_are_the_same_question(number, tmp_path
     for n in (2, number):  # the second resumes the first
         pc.studies.fuzz_sweep(LM, [IDS], [0.5], max_tokens=n, resume=tmp_path / "fuzz")
         pc.studies.logit_lens(LM, IDS, layers=1, top=n, resume=tmp_path / "lens")
+
+
+def test_a_list_of_positions_is_one_column():
+    for positions in ([[-2, -1]], np.array([[-2, -1]]), [pc.prompt[-2, -1]]):
+        sweep = pc.studies.patch_sweep(LM, **PAIR, metric="logprob", layers=1, positions=positions)
+        assert [column.corrupt for column in sweep.columns] == [(1, 2)]
 
 
 def test_positions_may_be_arrays():

@@ -116,13 +116,6 @@ def _selections(positions: Any, number: int, count: int) -> list[tuple[str | Non
             chosen.append((str(label), selection, path))
         return chosen
     several: Sequence[Any] = list(positions) if isinstance(positions, (list, tuple)) else [positions]
-    for i, selection in enumerate(several):
-        if isinstance(as_plain(selection, f"positions[{i}]"), (list, tuple)):
-            raise ProgramError(
-                "expected one position or selection a row, got a list: give a dict of labels and selections, such as "
-                "{'last two': pc.prompt[-2:]}",
-                f"positions[{i}]",
-            )
     return [(None, selection, f"positions[{i}]") for i, selection in enumerate(several)]
 
 
