@@ -40,7 +40,7 @@ def start(kind: str, asked: str, cache: str) -> subprocess.Popen:
 def finish(process: subprocess.Popen) -> dict:
     """What it says."""
     try:
-        out, err = process.communicate(timeout=180)
+        out, err = process.communicate(timeout=600)
     finally:
         process.kill()
     assert process.returncode == 0, err[-3000:]
