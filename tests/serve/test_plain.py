@@ -57,8 +57,8 @@ def xargs(edits=(), capture=(), **others):
 
 def test_other_plugins_stay_on_and_our_routes_are_not_there(plain, plugin):
     assert (plugin / "registered").exists()
-    assert httpx.get(f"{plain.url}/v1/patchclamp/runs").status_code == 404
-    assert "/v1/patchclamp" not in str(httpx.get(f"{plain.url}/openapi.json").json()["paths"].keys())
+    assert httpx.get(f"{plain.url}/v1/patchclamp/runs", timeout=60).status_code == 404
+    assert "/v1/patchclamp" not in str(httpx.get(f"{plain.url}/openapi.json", timeout=60).json()["paths"].keys())
 
 
 def test_one_prompt_with_a_program(plain, local):
