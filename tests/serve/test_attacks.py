@@ -129,7 +129,7 @@ def test_packed_bodies_are_not_unpacked(http):
 def test_without_a_key_nothing_of_ours_answers(server, key):
     headers = {} if key is None else {"Authorization": key}
     with httpx.Client(base_url=server.url, headers=headers) as stranger:
-        paths = stranger.get("/openapi.json").json()["paths"]
+        paths = stranger.get("/openapi.json", timeout=60).json()["paths"]
         ours = [(path, method) for path, methods in paths.items() for method in methods if "patchclamp" in path]
         assert len(ours) >= 12
         for path, method in [*ours, ("/v1/completions", "post"), ("/v1/models", "get")]:
@@ -149,7 +149,9 @@ def test_routes_of_vllm_that_are_open_carry_no_program(server, http):
 def test_the_page_on_security_names_every_route_that_is_open(server):
     guarded = ("/v1", "/v2", "/inference", "/cohere")
     open_routes = {
-        path for path in httpx.get(f"{server.url}/openapi.json").json()["paths"] if not path.startswith(guarded)
+        path
+        for path in httpx.get(f"{server.url}/openapi.json", timeout=60).json()["paths"]
+        if not path.startswith(guarded)
     }
     text = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
     listed = text.partition("## What vLLM leaves open")[2].partition("without one:")[2].partition("With `VLLM")[0]

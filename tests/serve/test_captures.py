@@ -93,4 +93,4 @@ def test_a_run_of_nobody_is_said_before_the_file(server):
         assert becomes(lambda: held(server) == {})
         with pytest.raises(pc.MissingSource, match="released"):
             run[pc.embed]
-    assert httpx.get(f"{server.url}/v1/patchclamp/runs/x/captures").status_code == 401
+    assert httpx.get(f"{server.url}/v1/patchclamp/runs/x/captures", timeout=60).status_code == 401

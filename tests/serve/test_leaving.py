@@ -28,7 +28,7 @@ def held(server: Server) -> dict[str, Any]:
 
 def ended(server: Server) -> float:
     """How many requests have generated all that they were asked for."""
-    families = text_string_to_metric_families(httpx.get(f"{server.url}/metrics/").text)
+    families = text_string_to_metric_families(httpx.get(f"{server.url}/metrics/", timeout=60).text)
     return sum(
         sample.value for family in families for sample in family.samples
         if sample.name == "vllm:request_success_total" and sample.labels["finished_reason"] == "length"

@@ -22,7 +22,7 @@ GAUGES = {"patchclamp:programs_waiting", "patchclamp:programs_admitted"}
 
 def counted(server: Server) -> Counter[str]:
     """Our samples, by name and what tells them apart."""
-    families = text_string_to_metric_families(httpx.get(f"{server.url}/metrics/").text)
+    families = text_string_to_metric_families(httpx.get(f"{server.url}/metrics/", timeout=60).text)
     return Counter({
         " ".join([sample.name, *(value for name, value in sample.labels.items() if name in ("kind", "error"))]): sample.value
         for family in families for sample in family.samples

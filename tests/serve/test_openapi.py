@@ -30,7 +30,7 @@ TOKENS_SHOWN = ["every", "prompt[-1]", "generated", 'span("Eiffel")', 'role("use
 
 @pytest.fixture(scope="module")
 def page(server):
-    return httpx.get(f"{server.url}/openapi.json").json()
+    return httpx.get(f"{server.url}/openapi.json", timeout=60).json()
 
 
 @pytest.fixture
