@@ -146,8 +146,7 @@ def near(word: object, known: Iterable[str]) -> str:
 def unknown(what: str, word: object, known: Iterable[str], path: str | None = None) -> UnknownName:
     """The error for a word that names nothing: what was asked, what is there, what was perhaps meant."""
     known = list(known)
-    meant = near(word, known) if isinstance(word, str) else ""
-    return UnknownName(f"no {what} {word!r:.200}{meant}; there are: {', '.join(known)}", path)
+    return UnknownName(f"no {what} {word!r:.200}{near(word, known)}; there are: {', '.join(known)}", path)
 
 
 def not_finite(site: str) -> NotFinite:

@@ -58,18 +58,18 @@ def test_counting_stops_at_the_limit(body):
 
 
 @pytest.mark.parametrize(
-    "body",
+    ("body", "values"),
     [
-        b'{"patchclamp":{"' + b'\\"' * 3_000_000,
-        b'{"patchclamp":{' + b'"' * 3_000_001,
-        b'{"patchclamp":"' + b"\\" * 3_000_001,
-        b'"patchclamp"' + b" " * 3_000_000,
-        b'"patchclamp":1 ' * 100_000,
+        (b'{"patchclamp":{"' + b'\\"' * 3_000_000, 1),
+        (b'{"patchclamp":{' + b'"' * 3_000_001, 101),
+        (b'{"patchclamp":"' + b"\\" * 3_000_001, 0),
+        (b'"patchclamp"' + b" " * 3_000_000, None),
+        (b'"patchclamp":1 ' * 100_000, 0),
     ],
 )
-def test_no_text_is_looked_at_twice(body):
+def test_no_text_is_read_twice(body, values):
     """A scan that began again at every quote would not end."""
-    assert program_values(body, 100) in (None, 0, 1, 101)
+    assert program_values(body, 100) == values
 
 
 def send(body: bytes, size: int, limits: ServeLimits) -> bytes:

@@ -170,7 +170,7 @@ class TestStudy:
         ("wrong", "text"),
         [
             ({"dtype": "int8"}, "dtype: no tolerances for 'int8'; there are: float32, float16, bfloat16"),
-            ({"tolerance": 0.0}, "tolerance: a number above 0 is needed, not 0.0"),
+            ({"tolerance": 0.0}, "tolerance: expected a number above 0, got 0.0"),
             ({"prompts": [3, 4]}, "prompts[0]: expected one prompt, text or token ids, got int 3"),
             ({"prompts": []}, "prompts: a list of prompts is needed, each text or token ids"),
         ],

@@ -230,7 +230,7 @@ def settle_if_failed(futures: Iterable[Future[Any]], job: Future[Any]) -> None:
             settle(future, as_patchclamp_error(error))
 
 
-VLLM_SAMPLING = (  # what vLLM has, and the engines in this process may not
+VLLM_SAMPLING = (  # parameters of vLLM that the other engines may lack
     "allowed_token_ids", "bad_words", "detokenize", "frequency_penalty", "include_stop_str_in_output", "logit_bias",
     "min_p", "min_tokens", "presence_penalty", "repetition_penalty", "seed", "skip_special_tokens",
     "spaces_between_special_tokens", "stop", "stop_token_ids", "structured_outputs", "top_k", "top_p",
@@ -365,7 +365,7 @@ def _sleepless(engine: Engine) -> EngineError:
 
 
 def unknown_parameter(name: str, known: Iterable[str], engine: str) -> UnknownName:
-    """The error for a sampling parameter that an engine does not have. One that vLLM has is said to be its own."""
+    """The error for a sampling parameter that an engine does not support; it says so if vLLM does."""
     path = f"sampling.{name}"
     if name in VLLM_SAMPLING:
         names = ", ".join(known)
@@ -374,7 +374,7 @@ def unknown_parameter(name: str, known: Iterable[str], engine: str) -> UnknownNa
 
 
 def check_sampling(sampling: Mapping[str, Any], known: Iterable[str], engine: str) -> None:
-    """Raises for a name that an engine does not have, or a value out of range."""
+    """Raise `UnknownName` for a parameter that an engine does not support, `ProgramError` for an invalid value."""
     for name in sampling:
         if name not in known:
             raise unknown_parameter(name, known, engine)
@@ -382,21 +382,21 @@ def check_sampling(sampling: Mapping[str, Any], known: Iterable[str], engine: st
         _check_number(name, sampling.get(name, high), low, high)
     top_k = sampling.get("top_k", 0)
     if top_k is not None and (not _is_integer(top_k) or top_k < -1):
-        raise ProgramError(f"a whole number is needed, or 0 or -1 for all, not {top_k!r}", "sampling.top_k")
+        raise ProgramError(f"expected a whole number, or 0 or -1 for all tokens, got {top_k!r}", "sampling.top_k")
     stop = [] if sampling.get("stop") is None else sampling["stop"]
     words = [stop] if isinstance(stop, str) else stop
     if not isinstance(words, (list, tuple)) or not all(isinstance(word, str) and word for word in words):
-        raise ProgramError(f"text or a list of texts is needed, none of them empty, not {stop!r}", "sampling.stop")
+        raise ProgramError(f"expected text or a list of texts, none of them empty, got {stop!r}", "sampling.stop")
     ids = [] if sampling.get("stop_token_ids") is None else sampling["stop_token_ids"]
     if not isinstance(ids, (list, tuple)) or not all(_is_integer(token) and token >= 0 for token in ids):
-        raise ProgramError(f"a list of token ids is needed, not {ids!r}", "sampling.stop_token_ids")
+        raise ProgramError(f"expected a list of token ids, got {ids!r}", "sampling.stop_token_ids")
     if not isinstance(sampling.get("ignore_eos", False), bool):
-        raise ProgramError(f"True or False is needed, not {sampling['ignore_eos']!r}", "sampling.ignore_eos")
+        raise ProgramError(f"expected True or False, got {sampling['ignore_eos']!r}", "sampling.ignore_eos")
 
 
 def _check_number(name: str, value: object, low: float, high: float) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
-        raise ProgramError(f"a number from {low} to {high} is needed, not {value!r}", f"sampling.{name}")
+        raise ProgramError(f"expected a number from {low} to {high}, got {value!r}", f"sampling.{name}")
 
 
 def _is_integer(number: object) -> bool:

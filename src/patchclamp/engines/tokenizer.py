@@ -74,19 +74,21 @@ class HubTokenizer:
         return self._spelt(ids)
 
     def _spelt(self, ids: list[int]) -> tuple[str, list[tuple[int, int]]]:
-        """The text of ids that do not round-trip, and where each token lies in it: decoded from prefix to prefix, each
-        from the last but one of the anchors, which are places where the text so far is whole characters."""
+        """The text of ids that do not round-trip, and the offsets of each token in it.
+
+        Prefixes are decoded one after the other, each from the second to last anchor on: an anchor is a token after
+        which the text so far consists of whole characters. That takes linear time."""
         full, offsets, complete = self._full_text(ids), [], 0
         context = anchor = known = 0  # tokens before both; and the length of the anchor's text
         overlap = ""  # the text from the context to the anchor
         for i in range(1, len(ids) + 1):
             if i - anchor > MOST_UNKNOWN:  # decoding is quadratic in these
-                raise TokensError(f"tokens {anchor} to {i} decode to no whole character: give positions, not text")
+                raise TokensError(f"tokens {anchor} to {i} decode to no whole character; select tokens by position")
             begin, decoded = complete, self._full_text(ids[context:i])
             if not decoded.startswith(overlap):
                 if self._may_be_unfinished(ids[anchor - 1]):  # a partial character spoils its row of bytes
                     decoded = overlap + PARTIAL
-                else:  # decoded otherwise than within the whole
+                else:  # this tokenizer decodes the part differently from the whole
                     decoded, overlap, context = self._full_text(ids[:i]), full[:known], 0
             tail = decoded[len(overlap) :]
             same = known + len(commonprefix([tail, full[known : known + len(tail)]]))  # noqa: RUF071 - not paths
@@ -105,7 +107,7 @@ class HubTokenizer:
         return full, offsets
 
     def _continues(self, ids: list[int], i: int, full: str, begin: int) -> bool:
-        """True if the tokens from `i` on have the text from `begin` on, but for spaces in front."""
+        """True if the tokens from `i` on decode to the text from `begin` on, apart from leading spaces."""
         end, text = i, ""
         while end < len(ids) and end - i < 8 * WINDOW and not text.strip(PARTIAL):
             end = min(end + WINDOW, len(ids))

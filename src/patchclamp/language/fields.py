@@ -54,7 +54,7 @@ class _Converting(msgspec.StructMeta):
                 words = f"{cls.__name__} has no argument {unknown[1]!r}{near(unknown[1], names)}"
                 raise UnknownName(f"{words}; there are: {', '.join(names)}", unknown[1]) from None
             if twice := re.fullmatch("Argument '(.*)' given by name and position", str(error)):
-                raise ProgramError(f"{cls.__name__} got {twice[1]} by position and by name", twice[1]) from None
+                raise ProgramError(f"{cls.__name__} got {twice[1]} both by position and by name", twice[1]) from None
             if str(error) == "Extra positional arguments provided":
                 raise ProgramError(f"{cls.__name__} takes {', '.join(names)}, got {len(args)} values") from None
             raise

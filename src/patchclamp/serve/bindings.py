@@ -34,9 +34,9 @@ class KnownBindings:
         self, owner: str, program: Program, prompt: Prompt, max_tokens: int,
         count: Callable[[int], None] = lambda records: None,
     ) -> Callable[[str], Binding]:  # fmt: skip
-        """What `of` does, to be called on any thread with the key of the run: it binds to what the owner has kept now.
+        """A function from a run's key to its binding, safe on any thread. Names refer to what the owner keeps now.
 
-        count: called with numbers of records as they are bound; it ends binding by what it raises
+        count: called with the number of records of each op; an exception that it raises ends binding
         """
         owned = self._kept.owned(owner)
         version = self._kept.bank_version(owner)

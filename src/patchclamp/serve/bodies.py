@@ -61,7 +61,7 @@ class BoundedRoute(APIRoute):
 
 
 class OpenAIRoute(BoundedRoute):
-    """One of vLLM's own. Values of a prompt and of vLLM's fields are not counted with those of a program."""
+    """A route of vLLM's own. The limit on a program's values excludes the prompt and vLLM's other fields."""
 
     limit, mark = "openai_body_bytes", b"patchclamp"
 
@@ -108,9 +108,11 @@ async def check_values(body: bytes, limits: ServeLimits, has_object: bool = Fals
 
 
 def program_values(body: bytes, most: int) -> int | None:
-    """How many values are under the key "patchclamp" of a body of JSON, counted up to `most` + 1 by commas, or by
-    brackets or strings where these are more than JSON has beside them; None without the key. Text of a prompt has its
-    quotes escaped, and is no key."""
+    """The number of values under the key "patchclamp" of a JSON body, or `most` + 1 if there are more; None without the
+    key.
+
+    Values are counted by commas, or by brackets or strings if invalid JSON has more of these. The key cannot occur in
+    the text of a prompt, where quotes are escaped."""
     place, has_key, commas, opened, strings = 0, False, 0, 0, 0
     while key := KEY.search(body, place):
         place, depth, has_key = key.end(), 0, True

@@ -115,7 +115,7 @@ class Call:
         return self._prompts - 1
 
     def is_quick(self, tokens: int) -> bool:
-        """True if the program is bound to one more prompt within milliseconds, those before it included."""
+        """True if binding the program to one more prompt, after those before it, takes milliseconds."""
         ops = [op for _, op in self.program.ops]
         if any(isinstance(op, Use) for op in ops):  # each has up to 10,000 edits
             return False
@@ -255,8 +255,8 @@ class Records:
         self._limits, self._total, self._prompts, self._stopped = limits, 0, 0, False
 
     def of_prompt(self, n: int) -> Callable[[int], None]:
-        """Count records of one more prompt, of which there are `n` runs. Raises `TooLarge` for more than a request may
-        have in all, as soon as they are too many."""
+        """Return a counter for the records of one more prompt with `n` runs. It raises `TooLarge` as soon as the whole
+        request exceeds the limit."""
         self._prompts += 1
         prompts = f"{self._prompts} prompt{'s' if self._prompts > 1 else ''}"
 

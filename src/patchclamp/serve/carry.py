@@ -121,8 +121,7 @@ async def _when_bound(
 
 
 def _binder(front: Front, call: Call, prompt: Any, params: Any) -> Callable[[], Binding]:
-    """What binds a call's program to a prompt, on any thread; equal prompts of the call are bound once. It raises what
-    binding raises."""
+    """A function that binds a call's program to a prompt, safe on any thread. Equal prompts are bound once."""
     ids, text, images_of_prompt = _prompt_of(prompt)
     whole = prompt_of(front.lm.tokenizer, ids, text, call.chat, images_of_prompt)
     count = call.records.of_prompt(params.n)

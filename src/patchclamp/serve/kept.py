@@ -133,7 +133,7 @@ class Kept:
             raise NameTaken(f"{name!r} is a {has} here: delete that first, or choose another name")
 
     def owned(self, owner: str) -> Owned:
-        """What programs of an owner may name now; it stays as it is when others are put, and is read on any thread."""
+        """A snapshot of the names that an owner's programs may use, safe to read on any thread."""
         self.drop_old()
         return Owned(self.bank(owner).copy(), {name: kept.run for name, kept in self._runs.get(owner, {}).items()})
 

@@ -78,7 +78,7 @@ def as_floats(values: Any, path: str) -> tuple[float, ...]:
 def as_positive(value: Any, path: str) -> float:
     if (number := as_float(value, path)) > 0:
         return number
-    raise ProgramError(f"a number above 0 is needed, not {value!r}", path)
+    raise ProgramError(f"expected a number above 0, got {value!r}", path)
 
 
 def as_engines(engines: Any, path: str) -> tuple[str, str]:

@@ -48,7 +48,7 @@ class Seam(msgspec.Struct, frozen=True):
 
     @property
     def part(self) -> str:
-        """What needs it: "v1", "v2", "lora", "images" or "openai", or "" for all engines."""
+        """The part that needs it: "v1", "v2", "lora", "images" or "openai", or "" for all engines."""
         first = self.name.partition(" ")[0]
         return first if first in ("v1", "v2", "lora", "images", "openai") else ""
 
@@ -435,8 +435,8 @@ def require(name: str) -> tuple[Any, str]:
 
 
 def require_alike(name: str, function: Any) -> None:
-    """Raises `SeamMoved` if a function that vLLM gives us, wherever it is defined, has other parameters than a seam's;
-    None: vLLM gives none."""
+    """Raise `SeamMoved` if a function on vLLM's app, wherever it is defined, has other parameters than its seam, or if
+    there is none."""
     seam = SEAMS[name]
     if function is None:
         raise _moved(seam, "it is not on the server's app")
