@@ -212,13 +212,6 @@ def test_what_workers_say_late_comes_in_order(lm, monkeypatch):
     expected = [list(lm.stream(PROMPT, max_tokens=9, sampling=STOPS, edits=edits)) for edits in (steer, [])]
     plain = lm.run(PROMPT, max_tokens=9, sampling=STOPS, edits=steer)
 
-    def answers_later(method: Any, *args: Any, **more: Any) -> Any:
-        answers = call(method, *args, **more)
-        if more.get("args", ("",))[0] != "settle":
-            return answers
-        late.append((Future(), answers.result()))
-        return late[-1][0]
-
     def execute(*args: Any, **more: Any) -> Any:
         if len(late) >= 2 or not args[0].total_num_scheduled_tokens:
             while late:
@@ -226,7 +219,7 @@ def test_what_workers_say_late_comes_in_order(lm, monkeypatch):
                 future.set_result(answers)
         return step(*args, **more)
 
-    monkeypatch.setattr(executor, "collective_rpc", answers_later)
+    monkeypatch.setattr(executor, "collective_rpc", verdicts_later(call, late))
     monkeypatch.setattr(executor, "execute_model", execute)
     streams = [lm.stream(PROMPT, max_tokens=9, sampling=STOPS, edits=edits) for edits in (steer, [], [HOT])]
     got = [list(stream) for stream in streams[:2]]
@@ -769,6 +762,19 @@ def test_what_goes_wrong_in_a_worker_is_the_error_of_its_programs(lm, monkeypatc
 # -- blocks that a failed run left
 
 
+def verdicts_later(call: Any, late: list[tuple[Future[Any], Any]]) -> Any:
+    """An executor's `collective_rpc` whose verdicts stay open: `late` gets each one's future and what it should be."""
+
+    def rpc(method: Any, *args: Any, **more: Any) -> Any:
+        answers = call(method, *args, **more)
+        if more.get("args", ("",))[0] != "settle":
+            return answers
+        late.append((Future(), answers.result()))
+        return late[-1][0]
+
+    return rpc
+
+
 def prompt_of_blocks(seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(3, TINY["vocab_size"], 80).tolist()
 
@@ -858,13 +864,6 @@ def test_a_reset_frees_blocks_that_are_held_for_a_verdict(lm, monkeypatch, runni
     expected = lm.run(prompt, edits=edit, max_tokens=1)
     scheduler.reset_prefix_cache()
 
-    def answers_later(method: Any, *args: Any, **more: Any) -> Any:
-        answers = call(method, *args, **more)
-        if more.get("args", ("",))[0] != "settle":
-            return answers
-        late.append((Future(), answers.result()))
-        return late[-1][0]
-
     def execute(*args: Any, **more: Any) -> Any:
         if late:
             ((proof,),) = [withheld.proofs for withheld in admitting._withheld]
@@ -874,7 +873,7 @@ def test_a_reset_frees_blocks_that_are_held_for_a_verdict(lm, monkeypatch, runni
             future.set_result(answers)
         return step(*args, **more)
 
-    monkeypatch.setattr(executor, "collective_rpc", answers_later)
+    monkeypatch.setattr(executor, "collective_rpc", verdicts_later(call, late))
     monkeypatch.setattr(executor, "execute_model", execute)
     run = lm.run(prompt, edits=edit, max_tokens=1)
     monkeypatch.undo()
