@@ -600,7 +600,7 @@ def test_a_check_is_shown_what_will_be_run_before_anything_is(lm, monkeypatch):
         (causal_trace, dict(subject="Paris"), 'subject: span("Paris")'),
         (causal_trace, dict(seeds=0), "seeds: "),
         (causal_trace, dict(seeds=[1, 1]), "seeds: at least one seed is needed, and none twice"),
-        (causal_trace, dict(std=0), "std: a number above 0"),
+        (causal_trace, dict(std=0), "std: expected a number above 0"),
         (path_patch, dict(senders=["resid_pre"]), "senders[0]: resid_pre is no sender"),
         (path_patch, dict(receivers=["z[1, 0]"]), "receivers[0]: z[1, 0] is held between"),
         (path_patch, dict(receivers=["q"]), "receivers[0]: q: a receiver is of one layer"),
