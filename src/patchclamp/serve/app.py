@@ -24,9 +24,9 @@ def attach(app: Any) -> None:
     openai.attach(app)
     app.include_router(runs.router)
     app.include_router(bank.router)
-    app.include_router(model.router)
-    app.include_router(sweeps.router)
-    app.include_router(page.router)
+    app.include_router(model.model_router)
+    app.include_router(sweeps.sweep_router)
+    app.include_router(page.page_router)
     schema.attach(app)
     app.state.patchclamp_page = app.openapi if app.openapi_url else None
     app.include_router(engine.router)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from fastapi.responses import StreamingResponse
 
+from patchclamp.engines import base
 from patchclamp.engines.base import Captured
-from patchclamp.engines.base import Window as Wanted
 from patchclamp.errors import PatchclampError
 
 if TYPE_CHECKING:
@@ -28,14 +28,14 @@ MAX_LINE = 1 << 18  # characters of a line of a stream of events: readers have l
 SENT_BYTES = 1 << 18  # that go to the connection at once, which copies them
 CODES = {"int64": "I64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # by dtype: safetensors' name
 SIZES = {"int64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-Fetch = Callable[[list[Wanted]], Awaitable[list[Captured]]]
+Fetch = Callable[[list[base.Window]], Awaitable[list[Captured]]]
 
 
 class Window(NamedTuple):
     """Rows of a tensor that follow one another: what is wanted of the engine for them, how many bytes that is, and what
     makes the rows of it."""
 
-    wanted: list[Wanted]
+    wanted: list[base.Window]
     size: int
     rows: Callable[[list[Captured]], Any]
 

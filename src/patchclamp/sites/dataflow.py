@@ -22,7 +22,7 @@ Sum = dict[int, float]  # values, each with its factor
 MIXER = re.compile(
     r"mamba|ssm|shortconv|short_conv|\bconv\b|delta_?net|delta_?attention|linear_?att|lightning|recurrent|rwkv"
 )
-ATTENTION = re.compile(r"att(ention|n)")
+ATTENTION_NAME = re.compile(r"att(ention|n)")
 
 
 class Value(msgspec.Struct):
@@ -281,7 +281,7 @@ class Flow:
                     names.add(f"{path.rpartition('.')[2]} {self.record.kinds[path]}")
         if any(MIXER.search(name.lower()) for name in names):
             return "mixer"
-        return "attention" if any(ATTENTION.search(name.lower()) for name in names) else "mlp"
+        return "attention" if any(ATTENTION_NAME.search(name.lower()) for name in names) else "mlp"
 
 
 def _upwards(path: str, above: str) -> Iterator[str]:

@@ -32,7 +32,7 @@ from patchclamp.studies.result import provenance
 from patchclamp.studies.selected import layers_of
 from patchclamp.studies.sweep_result import Column
 
-SITES = ("resid_pre", "attn_out", "mlp_out")
+DEFAULT_SITES = ("resid_pre", "attn_out", "mlp_out")
 HEADED = ("q", "k", "v", "z")  # sites whose heads are patched one by one
 
 
@@ -44,7 +44,7 @@ def attribution_patching(
     corrupt: Any,
     answer: str | int,
     foil: str | int | None = None,
-    sites: Sequence[Any] = SITES,
+    sites: Sequence[Any] = DEFAULT_SITES,
     layers: Any = None,
     steps: int = 0,
     verify: int = 32,

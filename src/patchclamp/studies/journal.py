@@ -28,7 +28,7 @@ import numpy as np
 from patchclamp.errors import NameTaken, ProgramError
 from patchclamp.language.values import as_plain
 
-FORMAT = 1
+JOURNAL_FORMAT = 1
 _COUNT, _SUM, _WORD = struct.Struct("<I"), struct.Struct("<I"), 8
 
 Record = TypeVar("Record")
@@ -200,14 +200,14 @@ def _opened(path: Path) -> int:
 
 
 def _heading(made_by: str) -> bytes:
-    return json.dumps({"patchclamp": "journal", "format": FORMAT, "made_by": made_by}).encode() + b"\n"
+    return json.dumps({"patchclamp": "journal", "format": JOURNAL_FORMAT, "made_by": made_by}).encode() + b"\n"
 
 
 def _check(head: bytes, made_by: str, path: Path) -> None:
     """Raises `ProgramError` unless the first line is that of this study's journal."""
     try:
         found = json.loads(head)
-        ours = found["patchclamp"] == "journal" and found["format"] == FORMAT
+        ours = found["patchclamp"] == "journal" and found["format"] == JOURNAL_FORMAT
     except (ValueError, TypeError, KeyError):
         ours, found = False, {}
     if not ours:

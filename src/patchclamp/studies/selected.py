@@ -7,8 +7,9 @@ from typing import Any
 from patchclamp.call import is_token_id
 from patchclamp.errors import PatchclampError, TokensError, UnsupportedSite
 from patchclamp.language import Range, Site
-from patchclamp.language.site import parse_index
-from patchclamp.language.tokens import Tokens, parse_tokens, prompt
+from patchclamp.language import prompt as whole_prompt
+from patchclamp.language.ranges import parse_index
+from patchclamp.language.tokens import Tokens, parse_tokens
 from patchclamp.language.values import as_plain
 from patchclamp.lm import LM
 from patchclamp.run import Run
@@ -54,4 +55,4 @@ def selection(text: Any) -> Tokens:
     """A selection; numbers and ranges are positions of the prompt."""
     if isinstance(text, range):
         text = slice(text.start, text.stop, text.step)
-    return prompt[text] if is_token_id(text) or isinstance(text, (slice, list, tuple)) else parse_tokens(text)
+    return whole_prompt[text] if is_token_id(text) or isinstance(text, (slice, list, tuple)) else parse_tokens(text)

@@ -53,7 +53,7 @@ def propose(
 
     from patchclamp.cli.lens_tables import show_patching
     from patchclamp.studies import attribution_patching, edge_attribution
-    from patchclamp.studies.attribution_patching import SITES
+    from patchclamp.studies.attribution_patching import DEFAULT_SITES
 
     check_pictures(png, html)
     if edges and (site or layers):
@@ -66,7 +66,7 @@ def propose(
             nullcontext(lm) if on is None else loaded(str(name), engine, read_options(option) if is_url else options)
         )
         with serving as exact:
-            asked = {} if edges else {"sites": site or SITES, "layers": layers}
+            asked = {} if edges else {"sites": site or DEFAULT_SITES, "layers": layers}
             result = (edge_attribution if edges else attribution_patching)(
                 lm, clean=clean, corrupt=corrupt, answer=answer, foil=foil,
                 steps=steps, verify=verify, sample=sample, seed=seed, on=exact, **asked,

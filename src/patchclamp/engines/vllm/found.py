@@ -46,12 +46,12 @@ def _kept(vllm_config: Any) -> Places:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Places)
     except (OSError, msgspec.DecodeError):
-        places = _found(vllm_config)
+        places = _traced_places(vllm_config)
         write_whole(path, msgspec.json.encode(places))
         return places
 
 
-def _found(vllm_config: Any) -> Places:
+def _traced_places(vllm_config: Any) -> Places:
     """Runs `blueprint` and reads its answer."""
     command = [sys.executable, "-m", blueprint.__name__]
     variables = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}

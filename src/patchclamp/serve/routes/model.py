@@ -12,10 +12,10 @@ from patchclamp.serve.answers import ServedModel, SiteCard, SiteList
 from patchclamp.serve.routes.runs import caller
 from patchclamp.serve.schema import ERRORS
 
-router = APIRouter(prefix="/v1/patchclamp", tags=["patchclamp"], responses=ERRORS)
+model_router = APIRouter(prefix="/v1/patchclamp", tags=["patchclamp"], responses=ERRORS)
 
 
-@router.get("")
+@model_router.get("")
 async def read_model(request: Request) -> ServedModel:
     """The model, the versions, and what one caller may ask for and leave here."""
     front, _ = caller(request)
@@ -27,7 +27,7 @@ async def read_model(request: Request) -> ServedModel:
     )  # fmt: skip
 
 
-@router.get("/sites")
+@model_router.get("/sites")
 async def list_sites(request: Request) -> SiteList:
     """Every site: what it is, and where this model has it, or why it does not."""
     front, _ = caller(request)

@@ -32,14 +32,14 @@ from patchclamp.studies.sweep_result import Cell, PatchSweep
 
 BATCH = 64  # cells that are read together: a sweep whose client is gone ends within two batches
 
-router = APIRouter(
+sweep_router = APIRouter(
     prefix="/v1/patchclamp", tags=["patchclamp"], responses=ERRORS, route_class=BoundedRoute,
     dependencies=[Depends(hear)],
 )  # fmt: skip
 _under_way: Counter[tuple[int, str]] = Counter()  # sweeps by front and owner
 
 
-@router.post("/sweeps", response_class=StreamingResponse)
+@sweep_router.post("/sweeps", response_class=StreamingResponse)
 async def sweep(asked: SweepRequest, request: Request) -> StreamingResponse:
     """Patches every cell of a sweep, and tells of them as they finish, in server-sent events:
 

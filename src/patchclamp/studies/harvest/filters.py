@@ -42,7 +42,7 @@ class Filters(Converted, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         for name in ("no_bos", "no_special"):
             as_flag(getattr(self, name), f"filters.{name}")
-        for name, read in (("positions", _windows), ("only_tokens", _ids), ("not_tokens", _ids), ("norm_cap", _norm),
+        for name, read in (("positions", _windows), ("only_tokens", _numbers), ("not_tokens", _numbers), ("norm_cap", _norm),
                            ("norm_times_median", _norm)):  # fmt: skip
             try:
                 value = read(getattr(self, name))
@@ -105,7 +105,7 @@ def _end(value: Any) -> int | None:
     return None if value is None else as_integer(value)
 
 
-def _ids(ids: Iterable[Any]) -> tuple[int, ...]:
+def _numbers(ids: Iterable[Any]) -> tuple[int, ...]:
     return tuple(map(as_integer, as_items(ids, "")))
 
 
