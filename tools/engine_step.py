@@ -18,7 +18,7 @@ import torch
 import patchclamp as pc
 from patchclamp.kernels import reference
 from patchclamp.language import Program
-from patchclamp.language.conversions import DTYPES
+from patchclamp.language.values import DTYPES
 from patchclamp.plan import CAPTURE, LINEAR, Batch, BoundProgram, ProgramTable, Prompt, StepPlan, bind, make_plan
 from patchclamp.plan.records import named, record_count, records_of
 from patchclamp.plan.room import Room

@@ -19,7 +19,7 @@ import torch
 
 import patchclamp as pc
 from patchclamp.errors import describe_error
-from patchclamp.language.registry import TRANSFORMER_LENS
+from patchclamp.language.site import TRANSFORMER_LENS
 from tests.models import FAMILIES, MORE, of_family, with_words
 
 IDS = [5, 9, 17, 33, 65, 129]

@@ -5,8 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 
-from patchclamp.language.aliases import DIFFERENCES, EDITED_ELSEWHERE, ELSEWHERE, Difference
-from patchclamp.language.registry import NNTERP, SITES, TRANSFORMER_LENS
+from patchclamp.language.site import (
+    DIFFERENCES,
+    EDITED_ELSEWHERE,
+    ELSEWHERE,
+    NNTERP,
+    SITES,
+    TRANSFORMER_LENS,
+    Difference,
+)
 from patchclamp.sites.families import Family, PointKind, Size, Tap
 from patchclamp.sites.map import LAYERS_WITH
 from patchclamp.sites.tables import DECODERS, FAMILIES

@@ -10,7 +10,7 @@ import numpy as np
 from patchclamp.engines.base import MAX_SCORES
 from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.language import At, Op, Site
-from patchclamp.language.fuzz import fuzz
+from patchclamp.language.ops import fuzz
 from patchclamp.language.values import as_items
 
 MAX_RUNS = 16_384  # of one prompt, as in vLLM

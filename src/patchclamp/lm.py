@@ -33,9 +33,8 @@ from patchclamp.engines.chat import Chat, chat_of, has_images, prompt_of
 from patchclamp.engines.open import open_engine
 from patchclamp.errors import CapacityError, EngineError, MissingSource, PatchclampError, ProgramError, TokensError
 from patchclamp.language import Program
-from patchclamp.language.conversions import as_flag
 from patchclamp.language.site import parse_site
-from patchclamp.language.values import as_items, as_plain
+from patchclamp.language.values import as_flag, as_items, as_plain
 from patchclamp.plan.bindings import Bindings
 from patchclamp.run import Run
 from patchclamp.sites import SiteRef
@@ -114,7 +113,7 @@ class LM:
         edits, capture: one program for all prompts, or a list of lists, one a prompt
         sampling: vLLM's own names, greedy if not given, or a list of such, one a prompt. With `n` above 1 a prompt has
             a list of so many runs, each with its program, captures and seed (`seed` + its number). `extra_args` may
-            have `fuzz_strength`, `fuzz_seed` and `fuzz_mode` (`language.fuzz`), which act after the edits
+            have `fuzz_strength`, `fuzz_seed` and `fuzz_mode` (`language.ops`), which act after the edits
         score: token ids whose log-probability as the next token after the prompt is wanted (`run.scores`), or a list of
             such lists, one a prompt
         logprobs: True for the log-probability of each generated token (`run.logprobs`), a number for those of so many

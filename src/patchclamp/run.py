@@ -13,9 +13,9 @@ from patchclamp.engines.base import Answer, Captured, Drafts, Engine, Request
 from patchclamp.engines.chat import prompt_of
 from patchclamp.errors import MissingSource, NotFinite, PatchclampError, ProgramError
 from patchclamp.language import Program, Site, SiteOp
-from patchclamp.language.conversions import DTYPES, as_flag
 from patchclamp.language.site import parse_site
 from patchclamp.language.tokens import Tokens, read_tokens
+from patchclamp.language.values import DTYPES, as_flag
 from patchclamp.plan import CAPTURE, BoundOp, BoundProgram
 from patchclamp.plan.acted import acted
 from patchclamp.plan.bound import Keep, pack_columns, position_array

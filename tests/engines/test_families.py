@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import patchclamp as pc
 from patchclamp.errors import UnsupportedSite
-from patchclamp.language.registry import SITES
+from patchclamp.language.site import SITES
 from patchclamp.runtime.taps import find
 from patchclamp.sites import FAMILIES as TABLES
 from patchclamp.sites import SiteMap, family_of, sizes_of

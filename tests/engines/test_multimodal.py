@@ -15,7 +15,7 @@ import patchclamp as pc
 from patchclamp.engines.carried import receipt_of
 from patchclamp.engines.vllm.compat.graphs import Graphs
 from patchclamp.errors import ModelError
-from patchclamp.language.registry import SITES
+from patchclamp.language.site import SITES
 
 from ..gpu.engines import attached
 from ..models import MULTIMODAL, gemma_pictures, that_reads_images, with_gemma_processor

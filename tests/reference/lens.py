@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 import patchclamp as pc
 from patchclamp.engines.smollm2 import prepare
-from patchclamp.language.registry import TRANSFORMER_LENS
+from patchclamp.language.site import TRANSFORMER_LENS
 
 PROMPTS = ("The capital of France is", "When John and Mary went to the store, John gave a drink to")
 BOUND = 1e-4

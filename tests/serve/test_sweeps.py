@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from patchclamp.language.registry import SITES
+from patchclamp.language.site import SITES
 from patchclamp.serve.sweep_request import SweepRequest
 from patchclamp.studies import MeanOf, Resampled, patch_sweep
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import patchclamp as pc
 from patchclamp import language
 from patchclamp.language import values
-from patchclamp.language.conversions import MAX_FP32
 from patchclamp.language.program import Program
+from patchclamp.language.values import MAX_FP32
 from patchclamp.plan import (
     BLEND,
     CAPTURE,

@@ -8,8 +8,7 @@ from unittest import mock
 import msgspec
 import pytest
 
-from patchclamp.language.aliases import DIFFERENCES, EDITED_ELSEWHERE, ELSEWHERE
-from patchclamp.language.registry import NNTERP, SITES, TRANSFORMER_LENS
+from patchclamp.language.site import DIFFERENCES, EDITED_ELSEWHERE, ELSEWHERE, NNTERP, SITES, TRANSFORMER_LENS
 from patchclamp.sites.tables import FAMILIES, LLAMA
 from tools.lens_table import TABLE
 from tools.raw_hooks import raw

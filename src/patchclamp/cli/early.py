@@ -8,10 +8,9 @@ from typing import Any
 
 from patchclamp.engines.open import NAMES
 from patchclamp.errors import PatchclampError, ProgramError, unknown
-from patchclamp.language.conversions import as_dtype
-from patchclamp.language.ranges import parse_index
 from patchclamp.language.site import parse_site
-from patchclamp.language.tokens import parse_tokens
+from patchclamp.language.tokens import parse_index, parse_tokens
+from patchclamp.language.values import as_dtype
 from patchclamp.plots import check_targets
 from patchclamp.studies.fuzz.asked import Fuzz, pattern_of, seeds_of, strengths_of
 from patchclamp.studies.metric import grade

@@ -72,7 +72,7 @@ def read_mask(text: str | None) -> Any:
         return text.removeprefix("bank:")
     if text.endswith(".npy"):
         return _numbers(Path(text))
-    from patchclamp.language.ranges import parse_index
+    from patchclamp.language.tokens import parse_index
 
     try:
         return [parse_index(part) for part in text.split(",")]

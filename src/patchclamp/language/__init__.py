@@ -4,12 +4,11 @@ from patchclamp.language import ops
 from patchclamp.language.ops import *  # noqa: F403  whose `__all__` names the ops
 from patchclamp.language.ops import Op, SiteOp
 from patchclamp.language.program import Program
-from patchclamp.language.ranges import Range
-from patchclamp.language.registry import SITES, SiteSpec
-from patchclamp.language.site import At, Site, parse_site
+from patchclamp.language.site import SITES, At, Site, SiteSpec, parse_site
 from patchclamp.language.tokens import (
     ImageTokens,
     Positions,
+    Range,
     Role,
     TextSpan,
     TokenIds,

@@ -1,6 +1,12 @@
 """Ops: what to do at a site. h is a row of the site in fp32; ops act in program order and round once at the end.
 
 Each op is placed `at` a site (an object or its text form) on a selection of `tokens` (all, unless given).
+
+Fuzzing as scalars of a request, in `extra_args` (`vllm_xargs` over HTTP): shorthand for an op at the embedding.
+
+fuzz_strength   noise, times the row's root mean square; 0 is no program at all
+fuzz_seed       of the noise, 0 if not given
+fuzz_mode       "noise", or "scale": embeddings times 1 − strength, with strength brought to 0 … 1
 """
 
 from __future__ import annotations
@@ -11,8 +17,14 @@ from typing import Any
 
 import msgspec
 
-from patchclamp.errors import PatchclampError, ProgramError
-from patchclamp.language.conversions import (
+from patchclamp.errors import PatchclampError, ProgramError, unknown
+from patchclamp.language.site import At, Site, parse_edited_site, parse_site
+from patchclamp.language.tokens import Tokens, every, parse_tokens
+from patchclamp.language.values import (
+    Converted,
+    Named,
+    Value,
+    Vector,
     as_direction,
     as_directions,
     as_dtype,
@@ -22,11 +34,11 @@ from patchclamp.language.conversions import (
     as_number,
     as_seed,
     as_strength,
-)  # fmt: skip
-from patchclamp.language.fields import Converted, field, optional
-from patchclamp.language.site import At, Site, parse_edited_site, parse_site
-from patchclamp.language.tokens import Tokens, every, parse_tokens
-from patchclamp.language.values import Named, Value, Vector, as_value, check_name
+    as_value,
+    check_name,
+    field,
+    optional,
+)
 
 __all__ = [  # the ops, which `patchclamp.language` and `patchclamp` export
     "Ablate", "Add", "Apply", "Capture", "Clamp", "Mean", "Noise", "Replace", "Scale", "Use", "Zero",
@@ -272,3 +284,34 @@ def as_capture(value: CaptureLike) -> Capture:
         at, tokens = value.split("@", 1)
         return Capture(at, tokens)
     return Capture(value)
+
+
+NAMES, MODES = ("fuzz_strength", "fuzz_seed", "fuzz_mode"), ("noise", "scale")
+
+
+def fuzz(extra: dict[str, Any]) -> tuple[Op, ...]:
+    """The op that these arguments stand for, or none.
+
+    Raises: `UnknownName` and `ProgramError`, with the argument's name.
+    Source: Roger 2025 (LessWrong, "Fuzzing LLMs sometimes makes them reveal their secrets").
+    """
+    for name in extra:
+        if name not in NAMES:
+            raise unknown("extra argument", str(name), NAMES, str(name))
+    strength, seed, mode = (extra.get(name) for name in NAMES)
+    if strength is None:
+        if extra:
+            raise ProgramError("a fuzz_strength is needed", next(iter(extra)))
+        return ()
+    if mode is not None and (not isinstance(mode, str) or mode not in MODES):
+        raise unknown("way to fuzz", str(mode), MODES, "fuzz_mode")
+    if mode == "scale" and seed is not None:
+        raise ProgramError("scaling has no noise, and so no seed", "fuzz_seed")
+    try:
+        if mode == "scale":
+            factor = 1.0 - min(max(Scale(strength, Site("embed")).factor, 0.0), 1.0)
+            return () if factor == 1.0 else (Scale(factor, Site("embed")),)
+        noise = Noise(strength, Site("embed"), seed=0 if seed is None else seed, relative=True)
+        return (noise,) if noise.std else ()
+    except PatchclampError as error:
+        raise ProgramError(error.message, "fuzz_seed" if error.path == "seed" else "fuzz_strength") from None

@@ -2,19 +2,250 @@
 
 `resid_post[12]` is one layer, `resid_post[8:12]` four, `resid_post` all of them; `z[5, 3]` is head 3 of layer 5.
 Layers and indices are 0-based, half-open, and may count from the end.  What a word means on a model is in `sites`.
+
+The registry of sites: every named tensor, said once.
+
+The public names, the parser, the docs page, the order of reports, the proofs and the parts of a row are all read from
+here. A new site is one entry, and its column in the families' tables (`sites.tables`).
+
+    T tokens of a request · N generated tokens · D model width · H query heads · K key/value heads · E head size
+    M MLP width · X experts · V vocabulary
+
+The names that TransformerLens and nnterp have for our sites: which are read as ours, which mean something else.
+
+A name is an alias only if it is the same tensor. One that sounds like a site of ours and is another tensor is refused
+with what to use instead; one that is another tensor on some families only is in `DIFFERENCES`, which the docs print.
+`{l}` is a layer.
+
+Sources: TransformerLens 4.3 (`model_bridge`; `tools/lens_table.py` compares it),
+nnterp 1 (`standardized_transformer.py`).
 """
 
 from __future__ import annotations
 
 import re
+from typing import Literal, NamedTuple
 
 import msgspec
 
-from patchclamp.errors import ProgramError, UnsupportedSite, unknown
-from patchclamp.language.aliases import edited_elsewhere, elsewhere, hook
-from patchclamp.language.ranges import Index, IndexLike, as_index, parse_index
-from patchclamp.language.registry import NNTERP, SITES
-from patchclamp.language.tokens import Selection, TokensLike, parse_tokens
+from patchclamp.errors import PatchclampError, ProgramError, UnknownName, UnsupportedSite, unknown
+from patchclamp.language.tokens import Index, IndexLike, Selection, TokensLike, as_index, parse_index, parse_tokens
+
+Width = Literal["D", "V", "Q", "K", "Z", "M", "X"]
+Block = Literal["", "attention", "mlp"]
+
+
+class SiteSpec(msgspec.Struct, frozen=True):
+    """One site word.
+
+    name: the word
+    shape: of what `run[...]` returns, in the letters above
+    meaning: what the tensor is, for people
+    width: the size of its row (`Sizes` has the numbers; Q, K and Z are heads times head size)
+    layered: whether every layer has one
+    index: what the second index counts; "" where it takes none
+    block: the part of a layer it is computed in
+    moves: the words of its layer that an edit here changes, in every family; the others of `kept` stay as they are
+    transformer_lens, nnterp: its names there, `{l}` a layer
+    """
+
+    name: str
+    shape: str
+    meaning: str
+    width: Width = "D"
+    layered: bool = True
+    index: str = ""
+    block: Block = ""
+    moves: tuple[str, ...] = ()
+    transformer_lens: tuple[str, ...] = ()
+    nnterp: tuple[str, ...] = ()
+
+
+_MIXER, _MLP = ("attn_out", "mixer_out"), ("mlp_out",)
+_HEADS = ("z", *_MIXER)
+_BLOCKS, _ATTN = "blocks.{l}.", "blocks.{l}.attn."
+
+SITES: dict[str, SiteSpec] = {  # in the order in which a model computes them
+    spec.name: spec
+    for spec in (
+        SiteSpec("embed", "[T, D]", "what the token embedding puts into the stream, scaled where the model scales it",
+                 layered=False, transformer_lens=("hook_embed", "embed.hook_out"), nnterp=("token_embeddings",)),
+        SiteSpec("resid_pre", "[T, D]", "the whole residual stream before a layer",
+                 transformer_lens=(_BLOCKS + "hook_resid_pre", _BLOCKS + "hook_in"), nnterp=("layers_input",)),
+        SiteSpec("attn_in", "[T, D]", "the normed input of attention", block="attention",
+                 moves=("q", "k", "v", *_HEADS), transformer_lens=(_BLOCKS + "ln1.hook_out",),
+                 nnterp=("attentions_input",)),
+        SiteSpec("q", "[T, H, E]", "queries before rotary embedding, after their norm where there is one", "Q",
+                 index="head", block="attention", moves=_HEADS, transformer_lens=(_ATTN + "hook_q",)),
+        SiteSpec("k", "[T, K, E]", "keys, likewise", "K",
+                 index="key/value head", block="attention", moves=_HEADS, transformer_lens=(_ATTN + "hook_k",)),
+        SiteSpec("v", "[T, K, E]", "values", "K",
+                 index="key/value head", block="attention", moves=_HEADS, transformer_lens=(_ATTN + "hook_v",)),
+        SiteSpec("z", "[T, H, E]", "each head's result before the output projection", "Z",
+                 index="head", block="attention", moves=_MIXER, transformer_lens=(_ATTN + "hook_z",)),
+        SiteSpec("attn_out", "[T, D]", "what attention adds to the stream", block="attention", moves=("mixer_out",),
+                 transformer_lens=(_BLOCKS + "hook_attn_out",), nnterp=("attentions_output",)),
+        SiteSpec("mixer_out", "[T, D]", "what a layer's mixer adds to the stream, where some layers have a state "
+                 "space or linear attention for attention; in a layer with attention it is `attn_out[l]`, but in one "
+                 "with both it is what the state space adds",
+                 block="attention", moves=("attn_out",)),
+        SiteSpec("resid_mid", "[T, D]", "the stream between attention and MLP",
+                 transformer_lens=(_BLOCKS + "hook_resid_mid",)),
+        SiteSpec("mlp_in", "[T, D]", "the normed input of the MLP", block="mlp", moves=("router", "neurons", *_MLP),
+                 transformer_lens=(_BLOCKS + "ln2.hook_out",), nnterp=("mlps_input",)),
+        SiteSpec("router", "[T, X]", "routing logits of a mixture of experts", "X",
+                 index="expert", block="mlp", moves=_MLP),
+        SiteSpec("neurons", "[T, M]", "MLP activations before the down projection", "M",
+                 index="neuron", block="mlp", moves=_MLP, transformer_lens=(_BLOCKS + "mlp.hook_post",)),
+        SiteSpec("mlp_out", "[T, D]", "what the MLP adds to the stream", block="mlp",
+                 transformer_lens=(_BLOCKS + "hook_mlp_out",), nnterp=("mlps_output",)),
+        SiteSpec("resid_post", "[T, D]", "the stream after a layer; `resid_post[l]` is `resid_pre[l+1]`",
+                 transformer_lens=(_BLOCKS + "hook_resid_post", _BLOCKS + "hook_out"), nnterp=("layers_output",)),
+        SiteSpec("final_norm", "[T, D]", "the normed last stream",
+                 layered=False, transformer_lens=("ln_final.hook_out",), nnterp=("ln_final",)),
+        SiteSpec("logits", "[N, V]", "next-token logits, as the sampler receives them", "V",
+                 layered=False, nnterp=("logits",)),
+    )
+}  # fmt: skip
+
+TRANSFORMER_LENS: dict[str, str] = {alias: spec.name for spec in SITES.values() for alias in spec.transformer_lens}
+NNTERP: dict[str, str] = {alias: spec.name for spec in SITES.values() for alias in spec.nnterp}
+
+
+def unmoved(name: str) -> tuple[str, ...]:
+    """The words of a layer that an edit at `name` does not change: of its own block all that it does not move, and of
+    an MLP's site all of attention."""
+    spec = SITES[name]
+    blocks: tuple[Block, ...] = ("attention", "mlp") if spec.block == "mlp" else (spec.block,)
+    return tuple(
+        other.name
+        for other in SITES.values()
+        if other.block and other.block in blocks and other.name != name and other.name not in spec.moves
+    )
+
+
+_UNNORMED = "is the row divided by its size, before the norm's weight"
+_PER_HEAD = "is the stream before the norm, once a head: use resid_pre[{l}], or attn_in[{l}] for the normed input"
+_NEVER = "are attention weights, which a fused kernel never makes"
+_WEIGHTS = f"{_NEVER}: use q[{{l}}], k[{{l}}] and z[{{l}}]"
+_MODULE = "is a module, not a tensor"
+ELSEWHERE: dict[str, str] = {
+    "blocks.{l}.ln1.hook_normalized": f"{_UNNORMED}: use attn_in[{{l}}], which is after it",
+    "blocks.{l}.ln2.hook_normalized": f"{_UNNORMED}: use mlp_in[{{l}}], which is after it",
+    "ln_final.hook_normalized": f"{_UNNORMED}: use final_norm, which is after it",
+    "blocks.{l}.ln1.hook_scale": "is a number inside the norm: use resid_pre[{l}] or attn_in[{l}]",
+    "blocks.{l}.ln2.hook_scale": "is a number inside the norm: use resid_mid[{l}] or mlp_in[{l}]",
+    "ln_final.hook_scale": "is a number inside the norm: use the last layer's resid_post, or final_norm",
+    "hook_pos_embed": "is the position's embedding alone: use resid_pre[0], which is after it was added",
+    "blocks.{l}.hook_attn_in": _PER_HEAD,
+    "blocks.{l}.hook_q_input": _PER_HEAD,
+    "blocks.{l}.hook_k_input": _PER_HEAD,
+    "blocks.{l}.hook_v_input": _PER_HEAD,
+    "blocks.{l}.hook_mlp_in": "is the stream before the norm: use resid_mid[{l}], or mlp_in[{l}] for the normed input",
+    "blocks.{l}.attn.hook_rot_q": "is after rotary embedding: use q[{l}], which is before it",
+    "blocks.{l}.attn.hook_rot_k": "is after rotary embedding: use k[{l}], which is before it",
+    "blocks.{l}.attn.hook_attn_scores": _WEIGHTS,
+    "blocks.{l}.attn.hook_pattern": _WEIGHTS,
+    "blocks.{l}.attn.hook_result": "is each head's part of attn_out, which no engine makes: use z[{l}], before the "
+                                   "output projection",
+    "blocks.{l}.mlp.hook_pre": "is before the activation: use neurons[{l}], which is what the down projection reads",
+    "blocks.{l}.mlp.hook_pre_linear": "is one factor of a neuron: use neurons[{l}], the product",
+    **dict.fromkeys(("attention_probabilities", "attn_weights", "attn_scores", "pattern"),
+                    f"{_NEVER}: use q, k and z"),
+    "next_token_probs": "is computed from the logits: capture logits and take their softmax",
+    "layers": f"{_MODULE}: use layers_input or layers_output, or resid_pre and resid_post",
+    "attentions": f"{_MODULE}: use attentions_input or attentions_output, or attn_in and attn_out",
+    "mlps": f"{_MODULE}: use mlps_input or mlps_output, or mlp_in and mlp_out",
+}  # fmt: skip
+
+
+# by name: what an edit reaches there, and the sites that do the same here. Captures by these names are the same tensor
+EDITED_ELSEWHERE: dict[str, str] = {
+    "blocks.{l}.hook_resid_mid": "an edit there moves what the MLP reads, not the stream: use resid_mid[{l}] to edit "
+                                 "the stream, or mlp_in[{l}] to edit what the MLP reads, after its norm",
+    "blocks.{l}.ln1.hook_out": "an edit there moves everything that reads the norm, in some families the MLP too: use "
+                               "attn_in[{l}] to edit what attention reads, and mlp_in[{l}] beside it for the MLP",
+}  # fmt: skip
+
+
+class Difference(NamedTuple):
+    """Where an alias is another tensor in its own library than our site, on some families (none named: on all)."""
+
+    aliases: tuple[str, ...]
+    families: tuple[str, ...]
+    what: str
+
+
+_QK = ("blocks.{l}.attn.hook_q", "blocks.{l}.attn.hook_k")
+_OUTPUTS = ("attentions_output", "mlps_output")
+# families: with a norm after attention and MLP; without one before them; with factors; with normed queries and keys
+_POST = ("olmo2", "glm4", "exaone4")
+_NO_PRE, _FACTORS = ("olmo2", "exaone4"), ("granite", "granite_hybrid")
+_NORMED_QK = ("qwen3", "qwen3_moe", "gemma3", "olmo2", "exaone4", "glm4_moe_normed", "olmoe")
+DIFFERENCES: tuple[Difference, ...] = (
+    Difference(_OUTPUTS, ("gemma2", "gemma3", *_POST), "nnterp's is what the module returns; another norm follows it, "
+               "and `attn_out` and `mlp_out` are after that norm: what is added to the stream"),
+    Difference(_OUTPUTS, _FACTORS, "nnterp's is what the module returns; `attn_out` and `mlp_out` are that times "
+               "the config's `residual_multiplier`: what is added to the stream"),
+    Difference(("token_embeddings",), _FACTORS, "nnterp's is what the embedding returns; `embed` is that times the "
+               "config's `embedding_multiplier`"),
+    Difference(("token_embeddings",), ("gemma2",), "on Transformers 4 nnterp's is before the embedding is scaled; "
+               "`embed` is after it, as nnterp's is on Transformers 5"),
+    Difference(("attentions_input", "mlps_input"), _NO_PRE, "there is no norm before attention and MLP, so there is "
+               "no `attn_in` or `mlp_in`, and asking is an error: what they read is `resid_pre` and `resid_mid`"),
+    Difference(("mlps_input", "mlps_output"), ("opt",), "nnterp has none, for want of an MLP module; ours are what "
+               "`fc1` reads and what `fc2` returns"),
+    Difference(("token_embeddings",), ("bloom",), "nnterp's is before the norm that "
+               "follows the embedding; `embed` is after it: what the stream begins with"),
+    Difference(("logits",), (), "nnterp's has a row for every position; ours for those that a token is sampled from"),
+    Difference(_QK, _NORMED_QK, "TransformerLens' is before queries and keys "
+               "are normed; `q` and `k` are after it, what rotary embedding reads"),
+    Difference(("embed.hook_out",), ("bloom",), "TransformerLens' is before the norm that follows the embedding; "
+               "`embed` is after it, as `hook_embed` is"),
+    Difference(("hook_embed", "embed.hook_out"), ("gemma4",), "the same tensor, but an edit of TransformerLens' also "
+               "moves the embeddings that each layer reads; one of `embed` moves the stream alone"),
+    Difference(("hook_embed", "embed.hook_out", "blocks.{l}.ln1.hook_out", "blocks.{l}.hook_attn_out"), ("falcon_h1",),
+               "TransformerLens' is before the config's factor (`embedding_multiplier`, `attention_in_multiplier`, "
+               "`attention_out_multiplier`); ours is after it"),
+    Difference(("blocks.{l}.ln1.hook_out", "blocks.{l}.ln2.hook_out"), _NO_PRE, "TransformerLens' is after "
+               "attention and MLP; there is no `attn_in` or `mlp_in`, and asking is an error: use `attn_out` and "
+               "`mlp_out`"),
+)  # fmt: skip
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile(re.escape(name).replace(r"\{l\}", r"(?P<layer>\d{1,9})"))
+
+
+_HOOKS = tuple((_pattern(name), site) for name, site in TRANSFORMER_LENS.items())
+_EDITED_ELSEWHERE = tuple((_pattern(name), why) for name, why in EDITED_ELSEWHERE.items())
+_ELSEWHERE = tuple((_pattern(name), why) for name, why in ELSEWHERE.items())
+
+
+def hook(text: str) -> tuple[str, int | None] | None:
+    """The site and layer that a TransformerLens hook name means; None if it is none that we read."""
+    for pattern, site in _HOOKS:
+        if match := pattern.fullmatch(text):
+            layer = match.groupdict().get("layer")
+            return site, None if layer is None else int(layer)
+    return None
+
+
+def edited_elsewhere(text: str) -> str | None:
+    """Why an edit by one of their names is refused, and what to write instead; None for other names."""
+    for pattern, why in _EDITED_ELSEWHERE:
+        if match := pattern.fullmatch(text):
+            return f"{text}: {why.format(l=match['layer'])}"
+    return None
+
+
+def elsewhere(text: str) -> PatchclampError | None:
+    """The error for a name of theirs that is no site of ours; it says what to use instead. None for other names."""
+    for pattern, why in _ELSEWHERE:
+        if match := pattern.fullmatch(text.partition("[")[0].strip()):
+            error = UnsupportedSite if why.startswith(_NEVER) else UnknownName
+            return error(f"{text} {why.format(l=match.groupdict().get('layer'))}")
+    return None
 
 
 class Site(msgspec.Struct, frozen=True):

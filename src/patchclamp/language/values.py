@@ -1,5 +1,13 @@
 """Values: the vectors an op writes. A `Vector` carries its numbers; the others say where they are: `Named` in the bank,
-`From` in what another run captured, `SameRun` at an earlier layer of the run itself."""
+`From` in what another run captured, `SameRun` at an earlier layer of the run itself.
+
+Fields that are converted when a struct is made: written in several ways, of one type.
+
+`at: Site = field(converter=as_site)` takes `"resid_post[3]"` and holds a `Site`, for type checkers too (the typing
+specification's dataclass transforms).
+
+How the fields of ops are read from what people write: numbers, vectors, dtypes. Each raises `ProgramError`.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +16,91 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    NamedTuple,
+    Protocol,
+    SupportsFloat,
+    SupportsIndex,
+    TypeVar,
+    dataclass_transform,
+    overload,
+)
 
 import msgspec
 
-from patchclamp.errors import ProgramError, ShapeError
-from patchclamp.language.fields import Converted, field, optional
+from patchclamp.errors import PatchclampError, ProgramError, ShapeError, UnknownName, near, unknown
 from patchclamp.language.site import Site, parse_site
-from patchclamp.language.tokens import Tokens, TokensLike, parse_tokens
+from patchclamp.language.tokens import Tokens, TokensLike, as_integer, parse_tokens
 
 if TYPE_CHECKING:
     import numpy as np
+
+Written = TypeVar("Written")
+Read = TypeVar("Read")
+
+
+class _Field(NamedTuple):
+    converter: Callable[[Any], Any]
+    default: Any
+
+
+@overload
+def field(*, converter: Callable[[Written], Read]) -> Read: ...
+@overload
+def field(*, converter: Callable[[Written], Read], default: Written) -> Read: ...
+def field(*, converter: Callable[[Any], Any], default: Any = msgspec.NODEFAULT) -> Any:
+    """A field whose value goes through `converter`. Without a default it is required."""
+    return _Field(converter, default)
+
+
+class _Converting(msgspec.StructMeta):
+    """Moves the converters of a class's fields to the class's `converters`."""
+
+    converters: dict[str, Callable[[Any], Any]]
+
+    def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **config: Any) -> Any:
+        fields = {word: value for word, value in namespace.items() if isinstance(value, _Field)}
+        namespace |= {word: msgspec.field(default=field.default) for word, field in fields.items()}
+        namespace["converters"] = {word: field.converter for word, field in fields.items()}
+        return super().__new__(cls, name, bases, namespace, **config)
+
+    def __call__(cls, *args: Any, **fields: Any) -> Any:
+        try:
+            return super().__call__(*args, **fields)
+        except TypeError as error:
+            if missing := re.fullmatch("Missing required argument '(.*)'", str(error)):
+                raise ProgramError(f"{cls.__name__} needs {missing[1]}=", missing[1]) from None
+            names = cls.__struct_fields__
+            if unknown := re.fullmatch("Unexpected keyword argument '(.*)'", str(error)):
+                words = f"{cls.__name__} has no argument {unknown[1]!r}{near(unknown[1], names)}"
+                raise UnknownName(f"{words}; there are: {', '.join(names)}", unknown[1]) from None
+            if twice := re.fullmatch("Argument '(.*)' given by name and position", str(error)):
+                raise ProgramError(f"{cls.__name__} got {twice[1]} both by position and by name", twice[1]) from None
+            if str(error) == "Extra positional arguments provided":
+                raise ProgramError(f"{cls.__name__} takes {', '.join(names)}, got {len(args)} values") from None
+            raise
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+class Converted(msgspec.Struct, metaclass=_Converting, frozen=True):
+    """Base of structs with such fields. An error in a field names the field."""
+
+    def __post_init__(self) -> None:
+        for name, converter in type(self).converters.items():
+            try:
+                msgspec.structs.force_setattr(self, name, converter(getattr(self, name)))
+            except PatchclampError as error:
+                raise error.under(name) from None
+
+
+def optional(converter: Callable[[Written], Read]) -> Callable[[Written | None], Read | None]:
+    """A converter that leaves None as it is."""
+    return lambda value: None if value is None else converter(value)
+
 
 BYTES = (str, bytes, bytearray, memoryview)
 
@@ -268,3 +348,108 @@ def as_value(value: ValueLike) -> Value:
             f"a value is a vector, its name in the bank, pc.From(run, site) or pc.SameRun(site), not {value!r}"
         )
     return Vector.of(value)
+
+
+MAX_FP32 = (2 - 2**-23) * 2.0**127
+DTYPES = ("float32", "bfloat16", "float16")  # of captures
+MAX_PROJECTED = 256  # rows of the matrix of a projected capture
+
+
+def as_number(value: SupportsFloat) -> float:
+    """A number of Python, NumPy or torch as a float. Text and True are none."""
+    if hasattr(value, "detach"):
+        check_dense(value)
+    try:
+        if isinstance(value, (*BYTES, bool)) or getattr(value, "shape", ()) != () or hasattr(value, "mask"):
+            raise TypeError
+        if any(word in str(getattr(value, "dtype", "")) for word in ("bool", "complex", "time")):
+            raise TypeError
+        number = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise ProgramError(f"expected a number, got {type(value).__name__} {value!r:.200}") from None
+    if not math.isfinite(number):
+        raise ProgramError(f"a finite number is needed, not {number}")
+    if abs(number) > MAX_FP32:
+        raise ProgramError(f"a number of fp32 is needed, at most {MAX_FP32:.2e}, not {number}")
+    return number
+
+
+def as_strength(value: SupportsFloat) -> float:
+    number = as_number(value)
+    if number < 0:
+        raise ProgramError(f"a number of at least 0 is needed, not {number}")
+    return number
+
+
+def as_seed(value: SupportsIndex) -> int:
+    try:
+        seed = as_integer(value)
+    except ProgramError:
+        raise ProgramError(f"a seed is a whole number, not {value!r:.200}") from None
+    if not 0 <= seed < 1 << 63:
+        raise ProgramError(f"a seed is at least 0 and below 2**63, not {seed}")
+    return seed
+
+
+def as_flag(value: bool, path: str | None = None) -> bool:
+    if type(value).__name__ not in ("bool", "bool_"):  # NumPy's, too
+        raise ProgramError(f"expected True or False, got {value!r:.200}", path)
+    return bool(value)
+
+
+def as_dtype(value: object, path: str | None = None) -> str:
+    """The name of one of `DTYPES`, from its name or from torch's dtype."""
+    name = str(value).removeprefix("torch.")
+    if name not in DTYPES:
+        raise unknown("capture dtype", name, DTYPES, path)
+    return name
+
+
+def as_numbers(value: ValueLike) -> Vector | Named:
+    vector = as_value(value)
+    if not isinstance(vector, (Vector, Named)):
+        raise ProgramError(f"numbers are needed here, not a row still to be read: give run[site][i] for {value}")
+    return vector
+
+
+def as_row(value: ValueLike) -> Vector | Named:
+    """Numbers [D]."""
+    if isinstance(vector := as_numbers(value), Vector) and len(vector.shape) != 1:
+        raise ShapeError(f"one row [D] is needed; this is {list(vector.shape)}")
+    return vector
+
+
+def as_mask(value: ValueLike) -> Vector | Named:
+    """Numbers [D], or booleans [D] as 0 and 1."""
+    if isinstance(value, (list, tuple)):
+        flags = ("bool", "bool_")  # NumPy's, too
+        return as_row([float(one) if type(one).__name__ in flags else one for one in value])  # type: ignore[arg-type]
+    if "bool" in str(getattr(value, "dtype", "")):
+        return as_row(value * 1.0)  # type: ignore[operator]
+    return as_row(value)
+
+
+def as_matrix(value: ValueLike) -> Vector | Named:
+    """Numbers [D] or [k, D], of at most `MAX_PROJECTED` rows."""
+    if isinstance(vector := as_numbers(value), Vector):
+        check_matrix(vector)
+    return vector
+
+
+def check_matrix(matrix: Vector) -> None:
+    """Raises `ShapeError` for a matrix that no capture takes."""
+    rows = len(matrix.rows())
+    if rows > MAX_PROJECTED:
+        raise ShapeError(f"a matrix of at most {MAX_PROJECTED} rows is needed; this is {list(matrix.shape)}")
+
+
+def as_directions(value: ValueLike) -> Vector | Named:
+    """Numbers [D] or [k, D], no row all zeros."""
+    if isinstance(vector := as_numbers(value), Vector) and not vector.array().any(axis=-1).all():
+        raise ShapeError("a direction is all zeros")
+    return vector
+
+
+def as_direction(value: ValueLike) -> Vector | Named:
+    """Numbers [D], not all zeros."""
+    return as_row(as_directions(value))

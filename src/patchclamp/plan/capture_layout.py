@@ -16,7 +16,7 @@ import functools
 import msgspec
 import numpy as np
 
-from patchclamp.language.conversions import DTYPES
+from patchclamp.language.values import DTYPES
 
 
 class CaptureLayout(msgspec.Struct, dict=True, eq=False):

@@ -14,8 +14,7 @@ import numpy as np
 
 from patchclamp.errors import ShapeError, UnsupportedSite
 from patchclamp.language import SiteOp, Vector, ops
-from patchclamp.language.conversions import DTYPES, MAX_FP32, check_matrix
-from patchclamp.language.values import Value, ValueLike, as_value, orthonormal
+from patchclamp.language.values import DTYPES, MAX_FP32, Value, ValueLike, as_value, check_matrix, orthonormal
 from patchclamp.plan.bound import Action, Blend, Keep, Linear, Noisy, Project, RunCode, noise_stream
 
 

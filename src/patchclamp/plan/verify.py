@@ -19,7 +19,7 @@ import numpy as np
 
 from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.language import Vector
-from patchclamp.language.conversions import DTYPES, MAX_FP32, MAX_PROJECTED
+from patchclamp.language.values import DTYPES, MAX_FP32, MAX_PROJECTED
 from patchclamp.plan.bind import reaches_cache, vector_key
 from patchclamp.plan.bound import (
     Action,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from patchclamp.engines.base import Engine
-from patchclamp.language.conversions import as_flag
+from patchclamp.language.values import as_flag
 from patchclamp.lm import LM
 from patchclamp.proving.cache import ensure_proved
 

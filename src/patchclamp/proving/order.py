@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from patchclamp.language.registry import SITES, unmoved
+from patchclamp.language.site import SITES, unmoved
 from patchclamp.run import Run
 from patchclamp.sites import SiteRef
 

@@ -20,8 +20,8 @@ from patchclamp.engines.chat import Chat
 from patchclamp.engines.vllm.serve_limits import ServeLimits
 from patchclamp.errors import PatchclampError, ProgramError, RunError, unknown
 from patchclamp.language import Capture, Program, SiteOp, Use
-from patchclamp.language.fuzz import NAMES as FUZZ_NAMES
-from patchclamp.language.fuzz import fuzz
+from patchclamp.language.ops import NAMES as FUZZ_NAMES
+from patchclamp.language.ops import fuzz
 from patchclamp.language.program import from_dict
 from patchclamp.plan.bind import is_positional
 from patchclamp.plan.bindings import Binding

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from patchclamp.errors import SeamMoved, unknown
-from patchclamp.language import fuzz
+from patchclamp.language import ops
 
-NAMES = ("patchclamp", *fuzz.NAMES)  # the words of `extra_args` that are ours
+NAMES = ("patchclamp", *ops.NAMES)  # the words of `extra_args` that are ours
 MAX_TYPOS = 2  # single-character edits that turn a word into one of ours
 
 

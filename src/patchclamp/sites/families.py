@@ -15,8 +15,8 @@ from typing import Any, Literal
 import msgspec
 
 from patchclamp.errors import ModelError
-from patchclamp.language.registry import SITES
-from patchclamp.language.registry import Width as Size
+from patchclamp.language.site import SITES
+from patchclamp.language.site import Width as Size
 
 Moment = Literal["in", "out", "attention"]
 # those whose mixer is attention, or a recurrent one (a state space, linear attention); those with an ordinary MLP

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from patchclamp.language.registry import SITES
+from patchclamp.language.site import SITES
 from patchclamp.sites.families import Family, PointKind, Tap
 from patchclamp.sites.kinds import (
     ATTENTION,

@@ -8,9 +8,8 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from patchclamp.errors import ModelError, UnsupportedSite
-from patchclamp.language.ranges import Index
-from patchclamp.language.registry import SITES
-from patchclamp.language.site import Site
+from patchclamp.language.site import SITES, Site
+from patchclamp.language.tokens import Index
 from patchclamp.sites.families import Family, Sizes, Tap
 from patchclamp.sites.tables import FAMILIES
 

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from patchclamp.errors import ModelError
-from patchclamp.language.registry import SITES
+from patchclamp.language.site import SITES
 from patchclamp.sites.dataflow import NotFound, Record
 from patchclamp.sites.families import Family, PointKind, Sizes, Tap, architectures_of, sizes_of
 from patchclamp.sites.places import WIDTHS, Places, Spot, places

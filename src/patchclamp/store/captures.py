@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from patchclamp.errors import MissingSource
-from patchclamp.language.conversions import DTYPES
+from patchclamp.language.values import DTYPES
 from patchclamp.store.captured import CapturedEntry, CaptureSource
 from patchclamp.store.host_memory import HostBlock, copy_bytes, reused
 

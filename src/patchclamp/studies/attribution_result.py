@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from patchclamp.language.registry import SITES
+from patchclamp.language.site import SITES
 from patchclamp.plots import GridPanel, TokenGrid, token_grid_html, token_grid_png, words
 from patchclamp.studies.proposal import Proposal
 from patchclamp.studies.sweep_result import Column

@@ -10,10 +10,9 @@ from typing import Any, ParamSpec, SupportsIndex, TypeVar
 from patchclamp.call import is_token_id
 from patchclamp.errors import ProgramError
 from patchclamp.language import Op, Site
-from patchclamp.language.conversions import as_flag, as_number
-from patchclamp.language.ranges import Range, as_integer, parse_index
 from patchclamp.language.site import At
-from patchclamp.language.values import as_file, as_items, as_plain, check_dense
+from patchclamp.language.tokens import Range, as_integer, parse_index
+from patchclamp.language.values import as_file, as_flag, as_items, as_number, as_plain, check_dense
 from patchclamp.lm import LM
 from patchclamp.studies.journal import MemoryJournal
 from patchclamp.trace.hints import check_options, hints_for

@@ -20,8 +20,7 @@ import numpy as np
 from patchclamp.errors import PatchclampError, ProgramError, ShapeError, UnsupportedSite
 from patchclamp.language import Site
 from patchclamp.language import prompt as whole_prompt
-from patchclamp.language.registry import SITES
-from patchclamp.language.site import parse_site
+from patchclamp.language.site import SITES, parse_site
 from patchclamp.language.values import as_array, as_items
 from patchclamp.lm import LM
 from patchclamp.run import Run

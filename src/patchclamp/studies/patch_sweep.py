@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.errors import PatchclampError, ProgramError, UnsupportedSite, unknown
-from patchclamp.language.conversions import as_mask
+from patchclamp.language.values import as_mask
 from patchclamp.lm import LM
 from patchclamp.studies.cells import Trial, planned
 from patchclamp.studies.checks import as_float, checked

@@ -27,8 +27,7 @@ import numpy as np
 
 from patchclamp.errors import PatchclampError, ProgramError, UnsupportedSite, unknown
 from patchclamp.language import From, Op, Replace, Site
-from patchclamp.language.registry import SITES, unmoved
-from patchclamp.language.site import parse_edited_site
+from patchclamp.language.site import SITES, parse_edited_site, unmoved
 from patchclamp.language.tokens import Positions, every
 from patchclamp.language.values import as_plain
 from patchclamp.lm import LM

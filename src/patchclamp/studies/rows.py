@@ -9,9 +9,8 @@ import msgspec
 
 from patchclamp.errors import PatchclampError, ProgramError, UnsupportedSite
 from patchclamp.language import Range, Site
-from patchclamp.language.ranges import Index, parse_index
-from patchclamp.language.registry import SITES
-from patchclamp.language.site import parse_edited_site
+from patchclamp.language.site import SITES, parse_edited_site
+from patchclamp.language.tokens import Index, parse_index
 from patchclamp.lm import LM
 
 

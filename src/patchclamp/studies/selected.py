@@ -8,8 +8,7 @@ from patchclamp.call import is_token_id
 from patchclamp.errors import PatchclampError, TokensError, UnsupportedSite
 from patchclamp.language import Range, Site
 from patchclamp.language import prompt as whole_prompt
-from patchclamp.language.ranges import parse_index
-from patchclamp.language.tokens import Tokens, parse_tokens
+from patchclamp.language.tokens import Tokens, parse_index, parse_tokens
 from patchclamp.language.values import as_plain
 from patchclamp.lm import LM
 from patchclamp.run import Run

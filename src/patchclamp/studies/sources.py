@@ -14,13 +14,10 @@ import numpy as np
 
 from patchclamp.errors import PatchclampError, ProgramError, ShapeError, TokensError
 from patchclamp.language import From, Op, Replace, Site, Vector
-from patchclamp.language.conversions import as_flag
-from patchclamp.language.fields import Converted
 from patchclamp.language.ops import Zero
-from patchclamp.language.ranges import Index, parse_index
 from patchclamp.language.site import parse_site
-from patchclamp.language.tokens import Positions, every
-from patchclamp.language.values import Named, as_items, as_plain, check_name
+from patchclamp.language.tokens import Index, Positions, every, parse_index
+from patchclamp.language.values import Converted, Named, as_flag, as_items, as_plain, check_name
 from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.studies.checks import check_whole

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from patchclamp.language.registry import SITES
+from patchclamp.language.site import SITES
 from patchclamp.plots import Anchor, Column, Heatmap, Mark, Panel, Strip
 from patchclamp.plots.words import number, quoted, visible
 from patchclamp.studies.sweep_result import CausalTrace, PatchSweep, PathPatch, Sweep

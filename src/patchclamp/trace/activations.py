@@ -7,11 +7,8 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from patchclamp.errors import ProgramError, TokensError, UnsupportedSite, unknown
-from patchclamp.language.aliases import elsewhere
-from patchclamp.language.ranges import Range, as_integer
-from patchclamp.language.registry import NNTERP, SITES
-from patchclamp.language.site import Site
-from patchclamp.language.tokens import Positions, Tokens
+from patchclamp.language.site import NNTERP, SITES, Site, elsewhere
+from patchclamp.language.tokens import Positions, Range, Tokens, as_integer
 from patchclamp.trace.arithmetic import Place
 from patchclamp.trace.hints import OF_A_LAYER, OF_A_TRACE, hint
 from patchclamp.trace.recording import Recording

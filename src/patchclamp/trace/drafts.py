@@ -8,9 +8,8 @@ import msgspec
 import numpy as np
 
 from patchclamp.errors import PatchclampError, ProgramError, ShapeError, TokensError
-from patchclamp.language.ranges import Range
 from patchclamp.language.site import Site
-from patchclamp.language.tokens import Positions, Selection, Tokens, every, prompt
+from patchclamp.language.tokens import Positions, Range, Selection, Tokens, every, prompt
 from patchclamp.trace.arithmetic import READS, Arithmetic, Expression, Number, as_number, refuse_attribute
 from patchclamp.trace.recording import Recording
 from patchclamp.trace.spots import Spot

@@ -18,8 +18,7 @@ from patchclamp.errors import (
     describe_error,
 )  # fmt: skip
 from patchclamp.language import Capture, Program, SameRun, SiteOp, Zero
-from patchclamp.language.registry import SITES
-from patchclamp.language.site import parse_site
+from patchclamp.language.site import SITES, parse_site
 from patchclamp.language.tokens import Tokens
 from patchclamp.plan import Prompt
 from patchclamp.plan.bind import bind

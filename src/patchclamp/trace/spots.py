@@ -14,12 +14,9 @@ import msgspec
 import numpy as np
 
 from patchclamp.errors import ProgramError
-from patchclamp.language.conversions import as_number
-from patchclamp.language.ranges import Range
-from patchclamp.language.registry import SITES
-from patchclamp.language.site import Site
-from patchclamp.language.tokens import Positions, Selection, Tokens, every, parse_tokens, prompt
-from patchclamp.language.values import Vector, as_array, check_dense
+from patchclamp.language.site import SITES, Site
+from patchclamp.language.tokens import Positions, Range, Selection, Tokens, every, parse_tokens, prompt
+from patchclamp.language.values import Vector, as_array, as_number, check_dense
 
 WHOLE = slice(None)
 

@@ -11,10 +11,9 @@ from patchclamp.engines.base import Part
 from patchclamp.engines.chat import has_images
 from patchclamp.errors import EngineError, PatchclampError, ProgramError, TokensError
 from patchclamp.language import Program, Site
-from patchclamp.language.conversions import as_flag
 from patchclamp.language.site import parse_site
 from patchclamp.language.tokens import Tokens, every, generated, parse_tokens, prompt
-from patchclamp.language.values import as_plain, check_name
+from patchclamp.language.values import as_flag, as_plain, check_name
 from patchclamp.run import Run
 from patchclamp.trace.activations import Group, Steps
 from patchclamp.trace.arithmetic import Place

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request
 from patchclamp import __version__
 from patchclamp.errors import PatchclampError
 from patchclamp.language import Site
-from patchclamp.language.registry import SITES
+from patchclamp.language.site import SITES
 from patchclamp.serve.answers import ServedModel, SiteCard, SiteList
 from patchclamp.serve.routes.runs import caller
 from patchclamp.serve.schema import ERRORS

@@ -11,8 +11,7 @@ import numpy as np
 
 from patchclamp.errors import PatchclampError, ProgramError, unknown
 from patchclamp.language import Capture, Noise, Op
-from patchclamp.language.fuzz import MODES, fuzz
-from patchclamp.language.ops import as_capture
+from patchclamp.language.ops import MODES, as_capture, fuzz
 from patchclamp.language.site import At, parse_edited_site
 from patchclamp.language.tokens import prompt
 from patchclamp.language.values import as_items
@@ -24,7 +23,7 @@ from patchclamp.studies.prompts import Asked
 
 
 class Fuzz(msgspec.Struct, frozen=True):
-    """The edits of a strength and a seed: at the embedding, as `language.fuzz` has them, or noise at some sites."""
+    """The edits of a strength and a seed: at the embedding, as `language.ops` has them, or noise at some sites."""
 
     mode: str
     at: tuple[At, ...] | None

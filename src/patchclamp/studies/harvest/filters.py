@@ -12,10 +12,8 @@ import numpy as np
 from patchclamp.engines.base import Tokenizer
 from patchclamp.engines.tokenizer import NoTokenizer
 from patchclamp.errors import ProgramError
-from patchclamp.language.conversions import as_flag, as_number
-from patchclamp.language.fields import Converted
-from patchclamp.language.ranges import as_integer
-from patchclamp.language.values import as_items
+from patchclamp.language.tokens import as_integer
+from patchclamp.language.values import Converted, as_flag, as_items, as_number
 
 
 class Filters(Converted, frozen=True, forbid_unknown_fields=True):

@@ -15,8 +15,7 @@ import numpy as np
 
 from patchclamp.errors import ProgramError, ShapeError
 from patchclamp.language import Vector
-from patchclamp.language.conversions import MAX_PROJECTED, as_flag
-from patchclamp.language.values import as_array
+from patchclamp.language.values import MAX_PROJECTED, as_array, as_flag
 from patchclamp.lm import LM
 from patchclamp.sites import SiteRef
 

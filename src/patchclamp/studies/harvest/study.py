@@ -13,10 +13,9 @@ import numpy as np
 from patchclamp.call import is_token_id
 from patchclamp.errors import CapacityError, NotFinite, PatchclampError, ProgramError, UnsupportedSite
 from patchclamp.language import Capture
-from patchclamp.language.conversions import as_dtype, as_seed
-from patchclamp.language.ranges import Range
 from patchclamp.language.site import parse_site
-from patchclamp.language.tokens import Positions, Tokens, every
+from patchclamp.language.tokens import Positions, Range, Tokens, every
+from patchclamp.language.values import as_dtype, as_seed
 from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.sites import SiteRef
