@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import patchclamp as pc
 from patchclamp.engines.vllm import architecture
 from patchclamp.errors import ModelError, UnsupportedSite
-from patchclamp.sites import places
+from patchclamp.sites import untabled
 from patchclamp.studies.recipes import gap
 
 from ..models import no_table, of_config, of_family
@@ -116,13 +116,13 @@ def test_a_model_without_keys_and_values_is_for_vllm(tmp_path):
 
 def test_what_does_not_add_up_is_withdrawn(tmp_path, monkeypatch):
     """GLM-4 norms what attention makes before it adds it."""
-    returning = places._returning
+    returning = untabled._returning
 
     def before_the_norm(flow, layer, term, factor):
         spot = returning(flow, layer, term, factor)
         return msgspec.structs.replace(spot, path=spot.path.replace("post_self_attn_layernorm", "self_attn"))
 
-    monkeypatch.setattr(places, "_returning", before_the_norm)
+    monkeypatch.setattr(untabled, "_returning", before_the_norm)
     with pc.LM(of_family(tmp_path, "glm4"), engine="transformers", **IDS) as lm:
         assert list(lm.sites.withdrawn) == ["attn_out"]
         assert "resid_pre[0] + attn_out[0] is not resid_mid[0]" in lm.sites.withdrawn["attn_out"]

@@ -7,8 +7,7 @@ import pytest
 from patchclamp.errors import ModelError, UnsupportedSite
 from patchclamp.language import Site
 from patchclamp.sites import SiteMap, sizes_of
-from patchclamp.sites.dataflow import Call, Flow, NotFound, Record, Value
-from patchclamp.sites.untabled import untabled
+from patchclamp.sites.untabled import Call, Flow, NotFound, Record, Value, untabled
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

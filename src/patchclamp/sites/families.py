@@ -5,6 +5,10 @@ stream.  A site word names a point, of its layer or of a later one: `resid_post[
 
     D model width · V vocabulary · Q all query heads · K all key/value heads · Z all heads' results · M MLP width
     X experts · l layer
+
+What site tables are written with: kinds of points, and groups of them.
+
+The tables of families in which some layers have a state space or linear attention for attention.
 """
 
 from __future__ import annotations
@@ -273,3 +277,236 @@ def _sparse(config: Any, kinds: list[str]) -> tuple[int, ...]:
     end = getattr(config, "moe_layer_end_index", -1) % len(kinds) + 1
     dense = getattr(config, "mlp_only_layers", None) or ()
     return tuple(layer for layer in range(first, end) if (layer + shift) % every == 0 and layer not in dense)
+
+
+L, NORM = "model.layers.{l}", "model.norm"
+ATTENTION, MLP = L + ".self_attn", L + ".mlp"
+QKV: tuple[Size, ...] = ("Q", "K", "K")
+PARTS: tuple[tuple[str, Size], ...] = (("q", "Q"), ("k", "K"), ("v", "K"))
+ATTENTION_ONLY = {"mixer_out": "each of its layers has attention: what that adds is attn_out"}
+NO_EXPERTS = ATTENTION_ONLY | {"router": "its layers have one MLP each, and no experts to choose from"}
+FUSED = ATTENTION_ONLY | {"neurons": "its experts run in one fused kernel, which keeps what they hold to itself"}
+
+
+def kind(transformers: Tap, vllm: Tap | None = None, width: Size = "D", **rest: Any) -> PointKind:
+    """A kind of point, of its tap on Transformers and on vLLM, which is the same if it is not given. `rest`: other
+    fields of `PointKind`."""
+    return PointKind(transformers, transformers if vllm is None else vllm, width, **rest)
+
+
+def same(
+    module: str, moment: Moment = "out", width: Size = "D", hidden: int | str = 0, copied: bool = False, **rest: Any
+) -> PointKind:
+    """A kind whose tap is the same on both engines."""
+    return kind(Tap(module, moment, hidden, copied=copied), width=width, **rest)
+
+
+def sharded(transformers: Tap, vllm: Tap | None = None, width: Size = "Q", **rest: Any) -> PointKind:
+    return kind(transformers, vllm, width, layout="sharded", **rest)
+
+
+def results(o_proj: str, attention: str) -> PointKind:
+    """The heads' results: the input of the output projection; on vLLM what the attention layer computes."""
+    return sharded(Tap(o_proj, "in"), Tap(attention, "attention"))
+
+
+def projections(transformers: str, vllm: str, *words: str) -> dict[str, PointKind]:
+    """Queries, keys or values, by their `words`: on Transformers each is the output of a projection of its own (`{w}`
+    is the word), on vLLM a part of the output of a merged one."""
+    return {
+        word: sharded(Tap(transformers.format(w=word, l="{l}"), "out"), Tap(vllm, "out", of=QKV, part=part), width)
+        for part, (word, width) in enumerate(PARTS)
+        if word in words
+    }
+
+
+def merged(
+    module: str, transformers: str | None = None, mixed: bool = False, regrouped: bool = False
+) -> dict[str, PointKind]:
+    """Queries, keys and values, side by side in the output of one projection on both engines: `mixed` head by head, or
+    so on Transformers alone, where vLLM has `regrouped` them."""
+
+    def tap(module: str, part: int, mixed: bool) -> Tap:
+        return Tap(module, "out", of=QKV, part=part, mixed=mixed)
+
+    return {
+        word: sharded(tap(transformers or module, part, mixed or regrouped), tap(module, part, mixed), width)
+        for part, (word, width) in enumerate(PARTS)
+    }
+
+
+def end(transformers: str, vllm: str | None = None, pair: bool = False) -> dict[str, PointKind]:
+    """The stream after the last layer, the result of its norm, and the logits."""
+    vllm = vllm or transformers
+    return {
+        "stream_end": kind(Tap(transformers, "in"), Tap(vllm, "in", 0, 1 if pair else None), per_layer=False),
+        "final_norm": kind(Tap(transformers, "out"), Tap(vllm, "out"), per_layer=False),
+        "logits": kind(Tap("lm_head", "out"), Tap("compute_logits", "out"), "V", per_layer=False, rows="sampled"),
+    }
+
+
+def without(family: Family, name: str, architectures: str, why: dict[str, str], **points: PointKind) -> Family:
+    """A family like another, with some `points` changed, and without the words of `why`."""
+    gone = {STREAM.get(word, (word, 0))[0] for word in why} - set(points)
+    kinds = {name: kind for name, kind in (family.points | points).items() if name not in gone}
+    return Family(name, tuple(architectures.split()), kinds, why)
+
+
+def on_backend(family: Family) -> Family:
+    """The family, run by vLLM's Transformers backend: its vLLM taps are at that backend's modules."""
+    return msgspec.structs.replace(family, backend=True)
+
+
+def in_attention(family: Family) -> dict[str, PointKind]:
+    """The family's points of attention, as those of a family that has attention in some layers only."""
+    return {
+        word: msgspec.structs.replace(kind, layers="attention")
+        for word, kind in family.points.items()
+        if word in SITES and SITES[word].block == "attention"
+    }
+
+
+def recurrent(tap: Tap, vllm: Tap | None = None) -> PointKind:
+    """What a state space or linear attention adds to the stream, in the layers that have such a mixer."""
+    return kind(tap, vllm, layers="recurrent", elsewhere="attn_out")
+
+
+_NO_EXPERTS = {"router": NO_EXPERTS["router"]}
+_NO_ATTENTION = "none of its layers has attention"
+_KEYWORDS = Tap(L, "in", "hidden_states", "residual")  # vLLM calls these layers with names
+
+
+def hybrids(llama: Family, granite: Family) -> tuple[Family, ...]:
+    """The tables, some of them made of another family's."""
+    return (
+        _granite(granite),
+        _granite_experts(granite),
+        _qwen3_next(llama),
+        _nemotron_h(),
+        MAMBA2,
+        _falcon_h1(llama),
+        _jamba(llama),
+    )
+
+
+def _granite(granite: Family) -> Family:
+    family = without(
+        granite, "granite_hybrid", "GraniteMoeHybridForCausalLM", _NO_EXPERTS, **in_attention(granite),
+        mixer_out=recurrent(Tap(L + ".mamba", "out", scale="residual_multiplier")),
+        stream=kind(Tap(L, "in"), Tap(L, "in", "hidden_states")),
+        neurons=sharded(Tap(L + ".shared_mlp.output_linear", "in"), width="M"),
+        mlp_out=kind(Tap(L + ".shared_mlp", "out", scale="residual_multiplier")),
+    )  # fmt: skip
+    return msgspec.structs.replace(family, needs={"num_local_experts": 0})
+
+
+def _granite_experts(granite: Family) -> Family:
+    summed = "its experts and its shared MLP are added to each other and to the stream outside of any module"
+    return without(
+        _granite(granite), "granite_hybrid_experts", "GraniteMoeHybridForCausalLM",
+        {"mlp_out": summed, "neurons": "its experts run in one fused kernel, beside a shared MLP",
+         "router": "its router is inside the module that runs its experts"},
+    )  # fmt: skip
+
+
+def _qwen3_next(llama: Family) -> Family:
+    fused = "on a GPU vLLM norms them in the kernel that rotates them, and no module makes them alone"
+    family = without(
+        llama, "qwen3_next", "Qwen3NextForCausalLM Qwen3_5ForCausalLM", {"q": fused, "k": fused},
+        **in_attention(llama) | {"z": sharded(Tap(ATTENTION + ".o_proj", "in"), layers="attention"), "v": sharded(
+            Tap(ATTENTION + ".v_proj", "out"), Tap(ATTENTION + ".qkv_proj", "out", of=("Q", "Q", "K", "K"), part=3),
+            "K", layers="attention")},
+        mixer_out=recurrent(Tap(L + ".linear_attn", "out")), stream=kind(Tap(L, "in"), _KEYWORDS),
+        neurons=sharded(Tap(MLP + ".down_proj", "in"), width="M", layers="dense"),
+        router=kind(Tap(MLP + ".gate", "out", rerun=True), Tap(MLP + ".gate", "out"), "X", layers="sparse"),
+    )  # fmt: skip
+    points = {word: kind for word, kind in family.points.items() if word not in family.lacks}
+    return msgspec.structs.replace(family, gated=True, points=points)
+
+
+_FORWARD = L + ".feed_forward"
+
+
+def _feed_forward(**rest: Any) -> dict[str, PointKind]:
+    """The points around an MLP that is called so, and the model's end."""
+    return {
+        "mlp_in": same(L + ".pre_ff_layernorm"),
+        "neurons": sharded(Tap(_FORWARD + ".down_proj", "in"), width="M", **rest),
+        "mlp_out": same(_FORWARD),
+    }
+
+
+def _falcon_h1(llama: Family) -> Family:
+    """Attention and a state space read the same normed stream, each times a factor of its own, and both add to it."""
+    family = without(
+        llama, "falcon_h1", "FalconH1ForCausalLM", _NO_EXPERTS, **_feed_forward(), **end("model.final_layernorm"),
+        stream=kind(Tap(L, "in"), Tap(L, "in", "hidden_states")), mid=same(L + ".pre_ff_layernorm", "in"),
+        attn_in=same(ATTENTION, "in", hidden="hidden_states"),
+        attn_out=kind(Tap(ATTENTION, "out", scale="attention_out_multiplier")),
+        mixer_out=kind(Tap(L + ".mamba", "out", scale="ssm_out_multiplier")),
+    )  # fmt: skip
+    return msgspec.structs.replace(family, both=True)
+
+
+def _jamba(llama: Family) -> Family:
+    """vLLM's state space writes its result where it is told to: it is read as the next norm's first input."""
+    norm = L + ".pre_ff_layernorm"
+    vllm = projections(ATTENTION + ".{w}_proj", L + ".qkv_proj", "q", "k", "v") | {
+        "z": results(ATTENTION + ".o_proj", L + ".attn"), "attn_in": same(L + ".input_layernorm"),
+        "attn_out": kind(Tap(ATTENTION, "out"), Tap(L + ".o_proj", "out")),
+    }  # fmt: skip
+    mixer = recurrent(Tap(L + ".mamba", "out"), Tap(norm, "in"))
+    family = without(
+        llama, "jamba", "JambaForCausalLM", {}, **_feed_forward(layers="dense"),
+        **end("model.final_layernorm", pair=True),
+        **{word: msgspec.structs.replace(kind, layers="attention") for word, kind in vllm.items()},
+        stream=kind(Tap(L, "in"), _KEYWORDS), mid=kind(Tap(norm, "in"), Tap(norm, "in", 0, 1)),
+        router=kind(Tap(_FORWARD + ".router", "out"), width="X", layers="sparse"),
+    )  # fmt: skip
+    return msgspec.structs.replace(
+        family, points={"mixer_out": mixer, **family.points}
+    )  # before the stream's tap there
+
+
+_MIXER = L + ".mixer"
+
+
+def _nemotron_h() -> Family:
+    """Each layer is one block: attention, a state space, an MLP or experts."""
+    attention = {
+        "attn_in": same(L + ".norm"),
+        **projections(_MIXER + ".{w}_proj", _MIXER + ".qkv_proj", "q", "k", "v"),
+        "z": results(_MIXER + ".o_proj", _MIXER + ".attn"),
+        "attn_out": same(_MIXER),
+    }
+    points = {
+        "stream": kind(Tap(L, "in"), _KEYWORDS),
+        **{word: msgspec.structs.replace(kind, layers="attention") for word, kind in attention.items()},
+        "mixer_out": recurrent(Tap(_MIXER, "out")),
+        "mlp_in": same(L + ".norm", layers="mlp"),
+        "router": kind(Tap(_MIXER + ".gate", "out", rerun=True), Tap(_MIXER + ".gate", "out"), "X", layers="sparse"),
+        "neurons": sharded(Tap(_MIXER + ".down_proj", "in"), width="M", layers="dense"),
+        "mlp_out": same(_MIXER, layers="mlp"),
+        **end("model.norm_f", pair=True),
+    }
+    alone = {"resid_mid": "each of its layers is a mixer or an MLP alone, and nothing is between them"}
+    return Family("nemotron_h", ("NemotronHForCausalLM",), points, alone)
+
+
+def _in_a(block: str) -> list[str]:
+    """The words of a block, but for what any mixer adds; those between mixer and MLP are an MLP's."""
+    named = [word for word, spec in SITES.items() if spec.block == block and word != "mixer_out"]
+    return named + (["resid_mid"] if block == "mlp" else [])
+
+
+_B = "backbone.layers.{l}"
+MAMBA2 = Family(
+    name="mamba2",
+    architectures=("Mamba2ForCausalLM",),
+    points={
+        "stream": kind(Tap(_B, "in"), Tap(_B, "in", "hidden_states", "residual")),
+        "mixer_out": recurrent(Tap(_B + ".mixer", "out")),
+        **end("backbone.norm_f", pair=True),
+    },
+    lacks=dict.fromkeys(_in_a("attention"), _NO_ATTENTION) | dict.fromkeys(_in_a("mlp"), "its layers have no MLP"),
+)

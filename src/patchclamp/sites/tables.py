@@ -7,17 +7,22 @@ from typing import Any, NamedTuple
 import msgspec
 
 from patchclamp.errors import ModelError
-from patchclamp.sites.families import PARALLEL, Family, Moment, PointKind, Size, Tap
-from patchclamp.sites.hybrids import hybrids
-from patchclamp.sites.kinds import (
+from patchclamp.sites.families import (
     ATTENTION,
     ATTENTION_ONLY,
     FUSED,
     MLP,
     NO_EXPERTS,
     NORM,
+    PARALLEL,
+    Family,
     L,
+    Moment,
+    PointKind,
+    Size,
+    Tap,
     end,
+    hybrids,
     kind,
     merged,
     on_backend,

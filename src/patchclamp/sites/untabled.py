@@ -4,6 +4,21 @@ The modules are made from the config, without weights, so every process finds th
 not offered, and what is offered is proved on the live model.
 
     T tokens of the trial run · D model width · l layer
+
+Where the stream, and what is added to it, lie in a model: read from a record of one run, which knows how every value
+was computed.
+
+A layer is called with the stream, or with two tensors whose sum it is. What a layer adds is what is left of the next
+layer's stream, as a sum, without its own. Each such term is looked for among the results of the layer's modules.
+
+    T tokens of the run · D model width · l layer
+
+Where the words of a decoder without a table lie, read from a record of one run; in plain data, for any process.
+
+A record of one run of a model on tensors without data: which values were computed of which, and what every module
+was called with and returned.
+
+    T tokens of the run · D model width
 """
 
 from __future__ import annotations
@@ -11,17 +26,663 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from patchclamp.errors import ModelError
 from patchclamp.language.site import SITES
-from patchclamp.sites.dataflow import NotFound, Record
-from patchclamp.sites.families import Family, PointKind, Sizes, Tap, architectures_of, sizes_of
-from patchclamp.sites.places import WIDTHS, Places, Spot, places
+from patchclamp.sites.families import PARALLEL, Family, Moment, PointKind, Size, Sizes, Tap, architectures_of, sizes_of
 from patchclamp.sites.tables import DECODERS
+
+Key = int | str  # of an argument: its number or its name
+Sum = dict[int, float]  # values, each with its factor
+MIXER = re.compile(
+    r"mamba|ssm|shortconv|short_conv|\bconv\b|delta_?net|delta_?attention|linear_?att|lightning|recurrent|rwkv"
+)
+ATTENTION_NAME = re.compile(r"att(ention|n)")
+
+
+class Value(msgspec.Struct):
+    """A tensor's numbers.
+
+    op, of: how they were computed, and of which values: `add` and `scale` (by `factor`) are arithmetic
+    path: the innermost module that computed them
+    """
+
+    op: str
+    of: tuple[int, ...]
+    shape: tuple[int, ...]
+    path: str
+    factor: float = 1.0
+
+
+class Call(msgspec.Struct):
+    """A call of a module.
+
+    given, result: its tensor arguments and results, as values
+    shapes, result_shapes: their shapes
+    begin, end: how many values there were before and after
+    """
+
+    path: str
+    begin: int
+    given: dict[Key, int]
+    shapes: dict[Key, tuple[int, ...]]
+    result: dict[int, int] = {}
+    result_shapes: dict[int, tuple[int, ...]] = {}
+    end: int = -1
+
+    def takes(self, key: Key, width: int, tokens: int) -> bool:
+        """Whether an argument is rows [T, width]."""
+        return _is_rows(self.shapes.get(key, ()), width, tokens)
+
+    def returns(self, item: int, width: int, tokens: int) -> bool:
+        """Whether an item of the result is rows [T, width]."""
+        return _is_rows(self.result_shapes.get(item, ()), width, tokens)
+
+
+def _is_rows(shape: tuple[int, ...], width: int, tokens: int) -> bool:
+    return shape[-1:] == (width,) and math.prod(shape) == tokens * width
+
+
+class Record(msgspec.Struct, dict=True):
+    """One run.
+
+    kinds: of every module, its classes' names
+    ids: the token ids
+    guessed: modules that did not run without data, and why; what they return was taken to be like what they take
+    """
+
+    kinds: dict[str, str]
+    values: list[Value] = []
+    calls: list[Call] = []
+    guessed: dict[str, str] = {}
+    ids: int = 0
+
+    def add(self, value: Value) -> int:
+        self.values.append(value)
+        return len(self.values) - 1
+
+    @functools.cached_property
+    def by_path(self) -> dict[str, list[Call]]:
+        calls: dict[str, list[Call]] = {}
+        for call in self.calls:
+            calls.setdefault(call.path, []).append(call)
+        return calls
+
+    @functools.cached_property
+    def readers(self) -> dict[int, list[int]]:
+        """The values that were computed of each value."""
+        readers: dict[int, list[int]] = {}
+        for number, value in enumerate(self.values):
+            for source in value.of:
+                readers.setdefault(source, []).append(number)
+        return readers
+
+    @functools.cached_property
+    def returned(self) -> dict[int, list[tuple[Call, int]]]:
+        """The calls that returned each value, and as which item; outer calls first."""
+        returned: dict[int, list[tuple[Call, int]]] = {}
+        for call in sorted(self.calls, key=lambda call: len(call.path)):
+            for item, number in call.result.items():
+                returned.setdefault(number, []).append((call, item))
+        return returned
+
+    def is_norm(self, path: str) -> bool:
+        return "norm" in path.rpartition(".")[2] or "norm" in self.kinds[path]
+
+    def sources(self, number: int) -> set[int]:
+        """The values that a value was computed of, and itself."""
+        waiting, seen = [number], set()
+        while waiting:
+            at = waiting.pop()
+            if at not in seen:
+                seen.add(at)
+                waiting += self.values[at].of
+        return seen
+
+    def children(self, path: str) -> list[str]:
+        start = f"{path}." if path else ""
+        return [
+            name[len(start) :]
+            for name in self.kinds
+            if name.startswith(start) and "." not in name[len(start) :] and name
+        ]
+
+
+class NotFound(Exception):
+    """Why there is no such place."""
+
+
+class Flow:
+    """The stream of a record.
+
+    layers: the path of the list of layers
+    keys: the arguments that carry the stream
+    adds: whether layers do nothing to the stream but add to it
+    end, end_keys: the call that takes the stream after the last layer, and the arguments that carry it
+    gains: what each layer adds
+    """
+
+    def __init__(self, record: Record, count: int, width: int, tokens: int) -> None:
+        self.record, self.count, self.width, self.tokens = record, count, width, tokens
+        self.layers = self._list_of_layers()
+        self.calls = [record.by_path[f"{self.layers}.{layer}"][0] for layer in range(count)]
+        self.keys, self.end, self.end_keys, self.adds = self._stream()
+        self.gains = [self._gains(layer) for layer in range(count)]
+
+    def _list_of_layers(self) -> str:
+        """The path of the one list with as many modules as there are layers, each called once."""
+        record, lists = self.record, {}
+        for path, kinds in record.kinds.items():
+            if "modulelist" in kinds.split() and not any(path.startswith(f"{outer}.") for outer in lists):
+                lists[path] = len(record.children(path))
+        fitting = [
+            path
+            for path in lists
+            if lists[path] == self.count
+            and all(len(record.by_path.get(f"{path}.{layer}", ())) == 1 for layer in range(self.count))
+        ]
+        if len(fitting) != 1:
+            listed = ", ".join(f"{path} ({number})" for path, number in lists.items())
+            names = listed or ", ".join(record.children("")) or "no modules"
+            raise NotFound(f"not one list of {self.count} layers, each called once, was found among: {names}")
+        return fitting[0]
+
+    def wide(self, call: Call) -> dict[Key, int]:
+        """A call's arguments that are rows [T, D]."""
+        return {key: value for key, value in call.given.items() if call.takes(key, self.width, self.tokens)}
+
+    def _stream(self) -> tuple[tuple[Key, ...], Call, tuple[Key, ...], bool]:
+        wide = [self.wide(call) for call in self.calls]
+        last = wide[-1]
+        changing = [key for key in last if self.count == 1 or wide[-2].get(key) != last[key]]
+        choices = [*itertools.combinations(changing, 2), *((key,) for key in changing)]
+        for keys in choices:
+            carried = [self.carried(layer, keys) for layer in range(self.count)]
+            if all(self._is_kept(before, after) for before, after in itertools.pairwise(carried)):
+                before = carried[-1]
+                for call, end_keys in self._last_norms():
+                    if self._is_kept(before, [call.given[key] for key in end_keys]):
+                        return keys, call, end_keys, True
+        results = set(self.calls[-1].result.values())
+        for call, end_keys in self._last_norms():
+            if len(changing) == 1 and len(end_keys) == 1 and call.given[end_keys[0]] in results:
+                return (changing[0],), call, end_keys, False
+        given = {key: list(shape) for key, shape in self.calls[-1].shapes.items()}
+        raise NotFound(
+            f"{self.layers}.{self.count - 1} should be called with the stream [{self.tokens}, {self.width}], or with "
+            "two tensors whose sum it is, and a norm after it with what it returns; it was called with "
+            f"{given or 'no tensor'}"
+        )
+
+    def _last_norms(self) -> Iterator[tuple[Call, tuple[Key, ...]]]:
+        """The calls of norms after the last layer."""
+        for call, keys in self.calls_with_sums(self.calls[-1].end, len(self.record.values)):
+            if self.record.is_norm(call.path):
+                yield call, keys
+
+    def carried(self, layer: int, keys: tuple[Key, ...] | None = None) -> list[int]:
+        """The values whose sum is the stream before a layer."""
+        given = self.calls[layer].given
+        return [given[key] for key in (self.keys if keys is None else keys) if key in given]
+
+    def _is_kept(self, before: list[int], after: list[int]) -> bool:
+        """Whether a stream is an earlier one with something added."""
+        total = self.total(after, frozenset(before))
+        return bool(before) and all(total.get(value) == 1 for value in before)
+
+    def calls_with_sums(self, begin: int, end: int) -> Iterator[tuple[Call, tuple[Key, ...]]]:
+        """The calls in a part of the run, each with the arguments whose sum it may take."""
+        for call in self.record.calls:
+            if begin <= call.begin and call.end <= end:
+                wide = list(self.wide(call))
+                for keys in [*itertools.combinations(wide, 2), *((key,) for key in wide)]:
+                    if any(self.unread(call.given[key], call.begin) for key in keys):
+                        yield call, keys
+
+    def unread(self, value: int, until: int) -> bool:
+        """Whether nothing was computed of a value before the moment `until`."""
+        return not any(reader < until for reader in self.record.readers.get(value, ()))
+
+    # -- sums
+
+    def total(self, values: Iterable[int], terms: frozenset[int]) -> Sum:
+        """A sum of values as a sum of `terms` and of what modules returned."""
+        total: Sum = {}
+        for value in values:
+            for term, factor in self._expanded(value, terms).items():
+                total[term] = total.get(term, 0.0) + factor
+        return total
+
+    def _expanded(self, number: int, terms: frozenset[int]) -> Sum:
+        value = self.record.values[number]
+        if number in terms or value.op not in ("add", "scale"):
+            return {number: 1.0}
+        if number in self.record.returned and not self._reaches(number, terms):
+            return {number: 1.0}
+        return {term: factor * value.factor for term, factor in self.total(value.of, terms).items()}
+
+    def _reaches(self, number: int, terms: frozenset[int]) -> bool:
+        """Whether a value is a sum with a term in it."""
+        waiting, seen = [number], set()
+        first = min(terms, default=-1)
+        while waiting:
+            at = waiting.pop()
+            if at in terms:
+                return True
+            if at not in seen and at > first and self.record.values[at].op in ("add", "scale"):
+                waiting += self.record.values[at].of
+            seen.add(at)
+        return False
+
+    def _gains(self, layer: int) -> Sum:
+        """What a layer adds."""
+        before = self.carried(layer)
+        after = self.carried(layer + 1) if layer + 1 < self.count else [self.end.given[key] for key in self.end_keys]
+        total = self.total(after, frozenset(before))
+        return {term: factor for term, factor in total.items() if term not in before}
+
+    def part_of(self, layer: int, term: int) -> str:
+        """Which part of a layer computes a term: attention, another mixer of tokens, or the MLP."""
+        terms, waiting, seen, names = frozenset(self.carried(layer)), [term], set(), set()
+        while waiting:
+            number = waiting.pop()
+            if number in seen or number < self.calls[layer].begin or (number != term and self._reaches(number, terms)):
+                continue
+            seen.add(number)
+            value = self.record.values[number]
+            waiting += value.of
+            for path in _upwards(value.path, f"{self.layers}.{layer}"):
+                if "norm" not in path.rpartition(".")[2]:
+                    names.add(f"{path.rpartition('.')[2]} {self.record.kinds[path]}")
+        if any(MIXER.search(name.lower()) for name in names):
+            return "mixer"
+        return "attention" if any(ATTENTION_NAME.search(name.lower()) for name in names) else "mlp"
+
+
+def _upwards(path: str, above: str) -> Iterator[str]:
+    """A module's path and its owners', below another."""
+    while path.startswith(f"{above}."):
+        yield path
+        path = path.rpartition(".")[0]
+
+
+ATTENTION = ("self_attn", "self_attention", "attention", "attn")
+ATTENTION_END = ("o_proj", "out_proj", "dense", "c_proj", "wo")
+MLP = ("mlp", "feed_forward", "ffn")
+MLP_END = ("down_proj", "c_proj", "dense_4h_to_h", "fc2", "fc_out", "w2")
+PARTS = {"attn_out": "attention", "mlp_out": "mlp"}
+WIDTHS: dict[str, Size] = {"z": "Q", "neurons": "M"}  # of rows that are not as wide as the stream
+ENDS = {"z": (ATTENTION, ATTENTION_END), "neurons": (MLP, MLP_END)}
+
+
+class Spot(msgspec.Struct, frozen=True):
+    """A tensor at a module's border, in each of some `layers` (`{l}` in the path), or once (None).
+
+    keys: which arguments' sum it is, or which item of the result
+    factor: the tensor times this is what is added to the stream
+    """
+
+    path: str
+    moment: Moment
+    keys: tuple[Key, ...] = (0,)
+    layers: tuple[int, ...] | None = None
+    factor: float = 1.0
+
+
+class Places(msgspec.Struct, frozen=True):
+    """What was found in a model.
+
+    architecture: its class
+    spots: by names of point kinds
+    lacks: the site words that lie nowhere, and why
+    """
+
+    architecture: str
+    spots: dict[str, Spot]
+    lacks: dict[str, str]
+
+
+def places(architecture: str, record: Record, sizes: Sizes, tokens: int) -> Places:
+    """What a record of a run of `tokens` tells. Raises `NotFound` if there is no stream."""
+    flow = Flow(record, sizes.layers, sizes.d_model, tokens)
+    spots = {
+        "stream": Spot(flow.layers + ".{l}", "in", flow.keys, tuple(range(flow.count))),
+        "stream_end": Spot(flow.end.path, "in", flow.end_keys),
+    }
+    lacks: dict[str, str] = {}
+    for name in ("final_norm", "embed", *PARTS, "mid", *ENDS):
+        try:
+            spot = _spot(flow, name, sizes)
+        except NotFound as why:
+            lacks["resid_mid" if name == "mid" else name] = str(why)
+        else:
+            spots |= {} if spot is None else {name: spot}
+    return Places(architecture, spots, lacks)
+
+
+def _spot(flow: Flow, name: str, sizes: Sizes) -> Spot | None:
+    """Where one kind of point lies; None if it is the stream."""
+    if name in PARTS:
+        return _added(flow, PARTS[name])
+    if name in ENDS:
+        return _end(flow, sizes[WIDTHS[name]], *ENDS[name])
+    return {"final_norm": _final_norm, "embed": _embed, "mid": _mid}[name](flow)
+
+
+def _final_norm(flow: Flow) -> Spot:
+    if not flow.end.returns(0, flow.width, flow.tokens):
+        raise NotFound(f"{flow.end.path}, which takes the stream after the last layer, does not return rows as wide")
+    return Spot(flow.end.path, "out")
+
+
+def _embed(flow: Flow) -> Spot | None:
+    """The result of the token embedding; None where the first layer's stream is made of that alone."""
+    record = flow.record
+    results = [
+        (call, call.result[0])
+        for call in record.calls
+        if call.end <= flow.calls[0].begin and call.returns(0, flow.width, flow.tokens)
+    ]
+    call, result = next(((c, r) for c, r in results if record.ids in record.sources(r)), (None, -1))
+    first = flow.carried(0)
+    sources = set().union(*(record.sources(value) for value in first))
+    if call is None or result not in sources:
+        raise NotFound("no module that returns rows as wide as the stream takes the token ids")
+    total = flow.total(first, frozenset([result]))
+    if len(total) > 1 and result in total:
+        return Spot(call.path, "out", factor=total[result])
+    if sum(record.values[value].op == "embedding" for value in sources) > 1:
+        raise NotFound("its embeddings of tokens and of something else are not simply added")
+    return None
+
+
+def _terms(flow: Flow, part: str) -> dict[int, list[tuple[int, float]]]:
+    """By layer, the terms that a part of it adds to the stream, each with its factor."""
+    return {
+        layer: [(term, factor) for term, factor in gains.items() if flow.part_of(layer, term) == part]
+        for layer, gains in enumerate(flow.gains)
+    }
+
+
+def _added(flow: Flow, part: str) -> Spot:
+    """What attention, or the MLP, adds to the stream."""
+    if not flow.adds:
+        raise NotFound("its layers do more to the stream than to add to it")
+    terms = {layer: found for layer, found in _terms(flow, part).items() if found}
+    if not terms:
+        raise NotFound("no layer of it adds what attention makes" if part == "attention" else "its layers have no MLP")
+    for layer, found in terms.items():
+        if len(found) > 1:
+            raise NotFound(f"layer {layer} adds {len(found)} results of {part} to the stream, and none is their sum")
+    return _alike([_returning(flow, layer, *found[0]) for layer, found in terms.items()], tuple(terms))
+
+
+def _returning(flow: Flow, layer: int, term: int, factor: float) -> Spot:
+    """The outermost module of a layer that returns a term before anything reads it."""
+    inside = f"{flow.layers}.{layer}."
+    for call, item in flow.record.returned.get(term, ()):
+        if call.path.startswith(inside) and flow.unread(term, call.end):
+            return Spot(flow.layers + ".{l}." + call.path[len(inside) :], "out", (item,), None, factor)
+    value = flow.record.values[term]
+    raise NotFound(f"what is added to the stream is no module's result: {value.op} in {value.path} makes it")
+
+
+def _mid(flow: Flow) -> Spot:
+    """The stream between what a layer adds first, attention, and its MLP."""
+    if not flow.adds:
+        raise NotFound("its layers do more to the stream than to add to it")
+    mlp = {layer: {term for term, _ in terms} for layer, terms in _terms(flow, "mlp").items()}
+    layers = [layer for layer, gains in enumerate(flow.gains) if mlp[layer] and len(gains) > len(mlp[layer])]
+    if not layers:
+        raise NotFound("no layer of it has attention and then an MLP")
+    return _alike([_taking(flow, layer, mlp[layer]) for layer in layers], tuple(layers))
+
+
+def _taking(flow: Flow, layer: int, mlp: set[int]) -> Spot:
+    """The first module of a layer that takes the stream without what the MLP adds."""
+    inside, call, before = f"{flow.layers}.{layer}.", flow.calls[layer], flow.carried(layer)
+    wanted = dict.fromkeys(before, 1.0) | {term: by for term, by in flow.gains[layer].items() if term not in mlp}
+    for inner, keys in flow.calls_with_sums(call.begin, call.end):
+        total = flow.total([inner.given[key] for key in keys], frozenset(before))
+        if inner.path.startswith(inside) and total == wanted:
+            return Spot(flow.layers + ".{l}." + inner.path[len(inside) :], "in", keys)
+    others = flow.gains[layer].keys() - mlp
+    if all(others.isdisjoint(flow.record.sources(term)) for term in mlp):
+        raise NotFound(PARALLEL)
+    raise NotFound("no module takes the stream between attention and MLP")
+
+
+def _alike(spots: list[Spot], layers: tuple[int, ...]) -> Spot:
+    """One spot for several layers."""
+    if len(set(spots)) > 1:
+        differing = ", ".join(sorted({spot.path for spot in spots}))
+        raise NotFound(f"layers differ in where it is, or by which factor it is added: {differing}")
+    return msgspec.structs.replace(spots[0], layers=layers)
+
+
+def _end(flow: Flow, width: int, names: tuple[str, ...], ends: tuple[str, ...]) -> Spot:
+    """The input of the last projection of a layer's module that has one of these `names`. That module may have nothing
+    but another one with such a name, as EXAONE's `attn.attention`."""
+    path = flow.layers + ".{l}"
+    holding = [layer for layer in range(flow.count) if set(names) & set(flow.record.children(path.format(l=layer)))]
+    layers = holding or list(range(flow.count))
+    path = f"{path}.{_in_every(flow, path, layers, names)}"
+    alone = {tuple(flow.record.children(path.format(l=layer))) for layer in layers}
+    if len(alone) == 1 and len(only := alone.pop()) == 1 and only[0] in names:
+        path = f"{path}.{only[0]}"
+    path = f"{path}.{_in_every(flow, path, layers, ends)}"
+    for layer in layers:
+        _check_taken(flow, path.format(l=layer), width)
+    return Spot(path, "in", (0,), tuple(layers))
+
+
+def _in_every(flow: Flow, path: str, layers: list[int], names: tuple[str, ...]) -> str:
+    """The one of some names that a module has in every layer."""
+    children = {layer: flow.record.children(path.format(l=layer)) for layer in layers}
+    shared = [name for name in names if all(name in of_layer for of_layer in children.values())]
+    if len(shared) != 1:
+        layer = next((layer for layer in layers if not {*names} & {*children[layer]}), layers[0])
+        raise NotFound(f"of {', '.join(names)} not one is in every {path} ({layer}: {', '.join(children[layer])})")
+    return shared[0]
+
+
+def _check_taken(flow: Flow, path: str, width: int) -> None:
+    """Raises `NotFound` unless a module was called once, with rows [T, width] that no norm made."""
+    calls, record = flow.record.by_path.get(path, []), flow.record
+    taken = calls[0].given.get(0) if len(calls) == 1 else None
+    if taken is None or not calls[0].takes(0, width, flow.tokens):
+        shape = "no tensor" if taken is None else list(calls[0].shapes[0])
+        raise NotFound(f"{path} has {shape} where [{flow.tokens}, {width}] would be right")
+    for call, _ in record.returned.get(taken, ()):
+        if record.is_norm(call.path):
+            raise NotFound(f"what {path} takes was normed by {call.path}")
+
+
+# ops whose result has the numbers of their first argument, if it is as large
+SAME = {"_reshape_alias", "_to_copy", "_unsafe_view", "alias", "clone", "contiguous", "detach", "expand", "lift_fresh",
+        "permute", "reshape", "select", "slice", "squeeze", "transpose", "unsqueeze", "view"}  # fmt: skip
+
+
+class Recorder(TorchDispatchMode):
+    """Writes a `Record` of what runs under it. Tensors are the same value if they lie at the same place in memory that
+    nothing was written to in between, or if they are copies."""
+
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
+        super().__init__()
+        self.record = Record({path: kinds_of(module) for path, module in modules.items()})
+        self._at: dict[tuple[int, int, int], int] = {}  # value by place
+        self._alive: list[torch.Tensor] = []  # so that no place is used twice
+        self._under: list[Call] = []
+
+    def value(self, tensor: torch.Tensor) -> int:
+        """The value that a tensor has now; a new one, if no op was seen to make it."""
+        place = _place(tensor)
+        if place not in self._at:
+            self._make(tensor, "given", ())
+        return self._at[place]
+
+    def _make(self, tensor: torch.Tensor, op: str, of: tuple[int, ...], factor: float = 1.0) -> int:
+        path = self._under[-1].path if self._under else ""
+        number = self.record.add(Value(op, of, tuple(tensor.shape), path, factor))
+        self._at[_place(tensor)] = number
+        self._alive.append(tensor)
+        return number
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = _tensors((args, kwargs))
+        of = tuple(self.value(tensor) for tensor in tensors)
+        result = _result(func, args, kwargs)
+        name = func._schema.name.rpartition("::")[2]
+        made = _tensors(result)
+        if "fused_add" in name and len(tensors) >= 2 and len(made) == 2:
+            total = self._make(made[1], "add", of[:2])
+            self._make(made[0], name, (total, *of[2:]))
+        elif name in SAME and made and tensors and made[0].numel() == tensors[0].numel():
+            self._alive.append(made[0])
+            self._at[_place(made[0])] = of[0]
+        else:
+            op, of, factor = _arithmetic(name, args, kwargs, of, tensors)
+            written = [tensors_of for tensors_of, spec in _written(func, args, kwargs) if spec]
+            for tensor in made or written:
+                self._make(tensor, op, of, factor)
+            for tensor in written if made else ():
+                if all(tensor is not other for other in made):
+                    self._make(tensor, op, of, factor)
+        return result
+
+    # -- modules
+
+    def enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = {key: value for key, value in (*enumerate(args), *kwargs.items()) if torch.is_tensor(value)}
+        values = {key: self.value(tensor) for key, tensor in given.items()}
+        call = Call(path, len(self.record.values), values, {key: tuple(t.shape) for key, t in given.items()})
+        self.record.calls.append(call)
+        self._under.append(call)
+
+    def leave(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        call = self._under.pop()
+        items = output if isinstance(output, (tuple, list)) else (output,)
+        tensors = {i: item for i, item in enumerate(items) if torch.is_tensor(item)}
+        call.result = {i: self.value(item) for i, item in tensors.items()}
+        call.result_shapes = {i: tuple(item.shape) for i, item in tensors.items()}
+        call.end = len(self.record.values)
+
+    def guessed(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What a module returns. Of one that does not run without data: a tensor like its first, made of all."""
+        depth, calls = len(self._under), len(self.record.calls)
+        try:
+            return forward(*args, **kwargs)
+        except Exception as error:
+            given = [tensor for tensor in _tensors((args, kwargs)) if tensor.is_floating_point()]
+            if not given:
+                raise
+            del self._under[depth:], self.record.calls[calls:]
+            self.record.guessed[path] = f"{type(error).__name__}: {error}"
+            result = torch.empty_like(given[0])
+            self._make(result, "guess", tuple(self.value(tensor) for tensor in given))
+            return result
+
+
+@contextmanager
+def recorded(net: nn.Module, may_guess: Callable[[str], bool] = lambda path: False) -> Iterator[Recorder]:
+    """Records what runs in the context. A module that `may_guess`, by its path, need not run without data."""
+    modules = dict(net.named_modules())
+    recorder = Recorder(modules)
+    handles = []
+    for path, module in modules.items():
+        enter = functools.partial(recorder.enter, path)
+        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+        handles.append(module.register_forward_hook(functools.partial(recorder.leave, path), with_kwargs=True))
+        if may_guess(path):
+            module.forward = functools.partial(recorder.guessed, path, module.forward)
+    try:
+        with recorder:
+            yield recorder
+    finally:
+        for handle in handles:
+            handle.remove()
+        for path, module in modules.items():
+            if may_guess(path):
+                del module.forward
+
+
+def record_of(net: nn.Module, sizes: Sizes, ids: torch.Tensor, run: Callable[[], Any]) -> Record:
+    """The record of a run of a model on token ids. Modules within its layers need not run without data."""
+    with recorded(net, in_layers(net, sizes)) as recorder:
+        recorder.record.ids = recorder.value(ids)
+        run()
+    return recorder.record
+
+
+def in_layers(net: nn.Module, sizes: Sizes) -> Callable[[str], bool]:
+    """Whether a path is of a module within a decoder layer."""
+    lists = [
+        path
+        for path, module in net.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == sizes.layers
+    ]
+    within = re.compile("|".join(rf"{re.escape(path)}\.\d+\..+" for path in lists) or "$^")
+    return lambda path: within.fullmatch(path) is not None
+
+
+def kinds_of(module: nn.Module) -> str:
+    """The names of a module's class and of those it is made of, in small letters."""
+    return " ".join(kind.__name__ for kind in type(module).__mro__).lower()
+
+
+def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an op gives. One that only writes to its arguments need not know of tensors without data."""
+    try:
+        return func(*args, **kwargs)
+    except NotImplementedError:
+        if func._schema.returns:
+            raise
+        return None
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int, int]:
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.numel()
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if torch.is_tensor(leaf)]
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[tuple[torch.Tensor, bool]]:
+    """Every tensor argument, and whether the op writes to it."""
+    for i, argument in enumerate(func._schema.arguments):
+        value = args[i] if i < len(args) else kwargs.get(argument.name)
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in _tensors(value):
+            yield tensor, writes
+
+
+def _arithmetic(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], of: tuple[int, ...], tensors: list[torch.Tensor]
+) -> tuple[str, tuple[int, ...], float]:
+    """An op as `add` of two values, `scale` of one by a factor, or itself."""
+    name = name.rstrip("_")
+    numbers = [value for value in args if isinstance(value, (int, float)) and not isinstance(value, bool)]
+    if name == "add" and len(tensors) == 2 and tensors[0].numel() == tensors[1].numel():
+        return ("add" if kwargs.get("alpha", 1) == 1 else "weighted add"), of, 1.0
+    if name == "mul" and len(tensors) == 1 and len(numbers) == 1:
+        return "scale", of, float(numbers[0])
+    if name == "div" and len(tensors) == 1 and len(numbers) == 1 and torch.is_tensor(args[0]):
+        return "scale", of, 1 / float(numbers[0])
+    return name, of, 1.0
+
 
 T = 5
 OTHERWISE = {  # modules whose names mislead, by model type and site word
@@ -131,8 +792,6 @@ def refuse(architecture: str, why: str) -> ModelError:
 def _record(net: Any, sizes: Sizes) -> Record:
     """The record of a run of a model on tensors that have shapes only."""
     import torch
-
-    from patchclamp.sites.recording import record_of
 
     # given a mask and positions, most models need no values of either
     masked = {"attention_mask": torch.zeros(1, 1, T, T), "position_ids": torch.zeros(1, T, dtype=torch.long)}

@@ -18,8 +18,7 @@ from patchclamp.engines.smollm2 import cache_folder
 from patchclamp.engines.vllm.compat import backend, blueprint, configuration, seams
 from patchclamp.errors import ModelError, unpack
 from patchclamp.sites import Family, sizes_of
-from patchclamp.sites.places import Places
-from patchclamp.sites.untabled import family_of_places, transformers_places
+from patchclamp.sites.untabled import Places, family_of_places, transformers_places
 from patchclamp.store.whole_file import write_whole
 
 LIMIT_S = 600

@@ -25,10 +25,7 @@ from torch.overrides import TorchFunctionMode
 from patchclamp.engines.vllm.compat.seams import require
 from patchclamp.errors import Packed, pack
 from patchclamp.sites import Sizes, sizes_of
-from patchclamp.sites.dataflow import NotFound, Record
-from patchclamp.sites.places import Places, places
-from patchclamp.sites.recording import record_of
-from patchclamp.sites.untabled import T, refuse
+from patchclamp.sites.untabled import NotFound, Places, Record, T, places, record_of, refuse
 
 LARGE = 1 << 12  # numbers of a tensor that is made without data
 FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, torch.full)
