@@ -20,8 +20,8 @@ from patchclamp.kernels import reference
 from patchclamp.language import Program
 from patchclamp.language.values import DTYPES
 from patchclamp.plan import CAPTURE, LINEAR, Batch, BoundProgram, ProgramTable, Prompt, StepPlan, bind, make_plan
-from patchclamp.plan.records import named, record_count, records_of
 from patchclamp.plan.room import Room
+from patchclamp.plan.table import named, record_count, records_of
 from patchclamp.runtime.continuity import Continuity
 from patchclamp.sites import SiteMap, Sizes
 from patchclamp.store.bank import Bank
@@ -58,7 +58,7 @@ content.
 
 **2. Admit.** Each bound op becomes records, one for every point and range. `Room.place` gives a request a slot, and
 room for its records and vectors. `ProgramTable.install` writes the records there. A record has 48 bytes, and its kind
-says what its fields mean (`plan/records.py`). `vector` is where the vector begins in the bank.
+says what its fields mean (`plan/table.py`). `vector` is where the vector begins in the bank.
 
 {records}
 

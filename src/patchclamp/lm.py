@@ -35,7 +35,7 @@ from patchclamp.errors import CapacityError, EngineError, MissingSource, Patchcl
 from patchclamp.language import Program
 from patchclamp.language.site import parse_site
 from patchclamp.language.values import as_flag, as_items, as_plain
-from patchclamp.plan.bindings import Bindings
+from patchclamp.plan.bind import Bindings
 from patchclamp.run import Run
 from patchclamp.sites import SiteRef
 from patchclamp.store.free_memory import available_bytes

@@ -17,8 +17,7 @@ from patchclamp.language.site import parse_site
 from patchclamp.language.tokens import Tokens, read_tokens
 from patchclamp.language.values import DTYPES, as_flag
 from patchclamp.plan import CAPTURE, BoundOp, BoundProgram
-from patchclamp.plan.acted import acted
-from patchclamp.plan.bound import Keep, pack_columns, position_array
+from patchclamp.plan.bound import Keep, acted, pack_columns, position_array
 from patchclamp.sites import SiteMap, SiteRef
 from patchclamp.store.joined import cast, merged, overflowed
 

@@ -16,8 +16,8 @@ from patchclamp.engines.vllm import shared, worker
 from patchclamp.engines.vllm.admission import Admitted, Orders
 from patchclamp.language import Program
 from patchclamp.plan import Prompt, bind
-from patchclamp.plan.records import record_count
 from patchclamp.plan.room import Room, bank_sizes
+from patchclamp.plan.table import record_count
 from patchclamp.runtime import Limits, Runtime
 from patchclamp.sites import SiteMap
 from patchclamp.sites.map import Sizes

@@ -9,8 +9,8 @@ import torch
 
 import patchclamp as pc
 from patchclamp.plan import BoundProgram, ProgramTable
-from patchclamp.plan.records import record_count
 from patchclamp.plan.room import Placement, Room, bank_sizes
+from patchclamp.plan.table import record_count
 from patchclamp.runtime import Runtime
 
 

@@ -16,7 +16,7 @@ from patchclamp.engines.base import Answer, Request
 from patchclamp.engines.vllm.serve_limits import ServeLimits
 from patchclamp.language import Program
 from patchclamp.plan import Prompt, bind
-from patchclamp.plan.records import record_count
+from patchclamp.plan.table import record_count
 from patchclamp.serve.routes.engine import ARGUMENTS, _Running
 
 IDS = [5, 6, 7, 8]

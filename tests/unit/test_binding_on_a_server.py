@@ -15,9 +15,9 @@ from patchclamp.engines.vllm.serve_limits import ServeLimits
 from patchclamp.errors import PatchclampError, RunError, TooLarge
 from patchclamp.language import Program, Vector
 from patchclamp.plan import Prompt, bind
-from patchclamp.plan.bindings import Bindings
+from patchclamp.plan.bind import Bindings
 from patchclamp.plan.bound import position_ranges
-from patchclamp.plan.records import record_count
+from patchclamp.plan.table import record_count
 from patchclamp.serve import carry
 from patchclamp.serve.bindings import KnownBindings
 from patchclamp.serve.call import QUICK_WORK, Call, current

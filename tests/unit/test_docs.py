@@ -16,7 +16,7 @@ from patchclamp.engines.transformers import TransformersEngine
 from patchclamp.kernels import switches
 from patchclamp.language import ops
 from patchclamp.lm import LM
-from patchclamp.plan import lowering
+from patchclamp.plan import bind
 from patchclamp.runtime import Limits
 from patchclamp.sites import tables
 from tools import engine_step, rooms, trace_pages
@@ -157,8 +157,8 @@ def test_what_the_page_adds_works(tmp_path, monkeypatch):
         r"```python\n(.*?)```", section("Where to add a site, an op, a family, a study"), re.S
     )
     lm = LM("", FakeEngine())
-    names = vars(lowering) | vars(ops)
-    struct, lowers = op.split("# plan/lowering.py")
+    names = vars(bind) | vars(ops)
+    struct, lowers = op.split("# plan/bind.py")
     exec(struct, names)
     exec(lowers, names | {"ops": types.SimpleNamespace(**names)})
     plain, negated = (

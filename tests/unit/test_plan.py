@@ -40,13 +40,15 @@ from patchclamp.plan.bound import (
     Noisy,
     PositionRange,
     Project,
+    block_key,
+    lowest_capture,
+    lowest_edit,
     noise_stream,
     position_ranges,
     run_key,
 )  # fmt: skip
-from patchclamp.plan.records import records_of, records_of_alike, shape_of
-from patchclamp.plan.reuse import block_key, lowest_capture, lowest_edit
 from patchclamp.plan.step import BYTES
+from patchclamp.plan.table import records_of, records_of_alike, shape_of
 from patchclamp.sites import SiteMap, Sizes
 from tests.reference.admitting import Table
 from tests.reference.records import record_array

@@ -12,8 +12,8 @@ import patchclamp as pc
 from patchclamp.language import Program
 from patchclamp.plan import Batch, Prompt
 from patchclamp.plan.bind import bind
-from patchclamp.plan.records import record_count
 from patchclamp.plan.room import Room, resident_sizes
+from patchclamp.plan.table import record_count
 from patchclamp.runtime import Limits, Runtime
 from patchclamp.sites import SiteMap, Sizes
 from patchclamp.sites.tables import LLAMA

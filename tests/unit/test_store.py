@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 import patchclamp as pc
 from patchclamp.engines.vllm import shared
-from patchclamp.plan.capture_layout import CaptureLayout
 from patchclamp.plan.step import PlannedCaptures, RowLabels, StepPlan, _offsets
+from patchclamp.plan.table import CaptureLayout
 from patchclamp.store import host_memory
 from patchclamp.store.captures import (
     ALIGNED,

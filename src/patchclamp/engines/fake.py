@@ -39,8 +39,8 @@ from patchclamp.kernels.code import call, check_outside
 from patchclamp.plan import STORE, Batch, BoundProgram, ProgramTable, StepPlan, make_plan
 from patchclamp.plan.bind import Code
 from patchclamp.plan.bound import is_loaded
-from patchclamp.plan.records import records_of
 from patchclamp.plan.room import stored_rows
+from patchclamp.plan.table import records_of
 from patchclamp.sites import SiteMap, Sizes
 from patchclamp.sites.tables import LLAMA
 

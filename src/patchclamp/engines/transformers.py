@@ -42,8 +42,8 @@ from patchclamp.errors import (
 from patchclamp.kernels.code import check_outside
 from patchclamp.plan.bound import BoundProgram, run_key
 from patchclamp.plan.cuts import Cut
-from patchclamp.plan.records import record_count
 from patchclamp.plan.room import Placement, Room, bank_sizes
+from patchclamp.plan.table import record_count
 from patchclamp.runtime import Arrival, Limits, Runtime
 from patchclamp.runtime.op import at_work
 from patchclamp.runtime.step import HostStep

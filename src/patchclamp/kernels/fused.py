@@ -17,8 +17,8 @@ import torch
 from patchclamp.kernels.noise import FRACTION, MASK, MULTIPLIERS, OCTAVES, PARTS, STEPS, quantiles
 from patchclamp.kernels.transfer import to_device
 from patchclamp.plan import APPLY, BLEND, CAPTURE, LINEAR, MATCH, NOISE, PROJECT, STORE, ProgramTable, StepPlan
-from patchclamp.plan.records import columns_of
 from patchclamp.plan.step import RowLabels
+from patchclamp.plan.table import columns_of
 
 CodeRunner = Callable[[int, torch.Tensor, int, np.ndarray], torch.Tensor | None]
 Late = list[tuple[np.ndarray, torch.Tensor]]

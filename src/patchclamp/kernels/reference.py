@@ -11,8 +11,8 @@ import numpy as np
 
 from patchclamp.kernels.noise import normals
 from patchclamp.plan import APPLY, BLEND, CAPTURE, LINEAR, MATCH, NOISE, PROJECT, STORE, ProgramTable, StepPlan
-from patchclamp.plan.records import columns_of, named
 from patchclamp.plan.step import RowLabels
+from patchclamp.plan.table import columns_of, named
 
 
 def apply(

@@ -20,9 +20,8 @@ from patchclamp.plan.bound import (
     PositionRange,
 )  # fmt: skip
 from patchclamp.plan.prompt import Prompt
-from patchclamp.plan.records import RECORD
 from patchclamp.plan.step import Batch, StepPlan, make_plan
-from patchclamp.plan.table import ProgramTable
+from patchclamp.plan.table import RECORD, ProgramTable
 
 __all__ = [
     "APPLY", "BLEND", "CAPTURE", "LINEAR", "MATCH", "NOISE", "PROJECT", "RECORD", "STORE", "Batch", "BoundOp",

@@ -1,43 +1,189 @@
-"""Binding: a program and one prompt become numbers. Every name and selection is checked here, before anything runs."""
+"""Binding: a program and one prompt become numbers. Every name and selection is checked here, before anything runs.
+
+Lowering: what each op is in numbers, one function an op.
+
+A new op of an existing kind (`plan.bound`) is its struct in `language.ops` and one function here. The function gets
+what it needs of the prompt, the model and the bank from its `Context`.
+
+The bindings of one call: a program is bound once for all prompts of one length, where only their length counts.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 
-from patchclamp.errors import (
-    MissingSource,
-    PatchclampError,
-    ProgramError,
-    ShapeError,
-    TokensError,
-    UnsupportedSite,
-)  # fmt: skip
-from patchclamp.language import Apply, Capture, From, Named, Program, SameRun, Site, SiteOp, Tokens, Use, Vector
+from patchclamp.errors import MissingSource, PatchclampError, ProgramError, ShapeError, TokensError, UnsupportedSite
+from patchclamp.language import Apply, Capture, From, Named, Program, SameRun, Site, SiteOp, Tokens, Use, Vector, ops
 from patchclamp.language.ops import Op
 from patchclamp.language.tokens import Joined, Positions, Selection, ids_in
-from patchclamp.language.values import Value, ValueLike, as_value
+from patchclamp.language.values import DTYPES, MAX_FP32, Value, ValueLike, as_value, check_matrix, orthonormal
 from patchclamp.plan.bound import (
+    Action,
+    Blend,
     BoundOp,
     BoundProgram,
     Condition,
+    Keep,
+    Linear,
+    Noisy,
     PositionRange,
+    Project,
+    RunCode,
     Store,
     check_one_way,
+    noise_stream,
     own_key,
     pack_columns,
     position_ranges,
     run_key,
 )
-from patchclamp.plan.lowering import lower
 from patchclamp.plan.prompt import Case, Prompt
-from patchclamp.plan.records import record_count
+from patchclamp.plan.table import record_count
 from patchclamp.sites import Point, SiteMap, SiteRef
 from patchclamp.store.named import Means, NamedBank, Source, is_run
+
+
+class Context(Protocol):
+    """One op's site and selection in one prompt."""
+
+    conditional: bool
+
+    def value(self, value: Value) -> tuple[tuple[str, ...], np.ndarray | None]:
+        """Bank keys of a value (one for each point, or one for all), and the row that each selected position reads
+        (None: row 0). Errors have the path `value`."""
+        ...
+
+    def vector(self, value: ValueLike, field: str) -> Vector:
+        """The one vector that a field names for all points, as wide as the site."""
+        ...
+
+    def put(self, vector: Vector) -> str:
+        """The bank key of a vector."""
+        ...
+
+    def needs_whole_rows(self, op: SiteOp) -> None:
+        """Raises `UnsupportedSite` where no worker has a whole row, which the op sums over."""
+        ...
+
+    def points(self) -> list[tuple[str, int | None]]:
+        """Kind and layer of each point."""
+        ...
+
+    def code(self, op: ops.Apply) -> int:
+        """The number of an op's code. Raises `ProgramError` where code is not allowed."""
+        ...
+
+
+class Lowered(msgspec.Struct, frozen=True):
+    """An op in numbers, before it is placed.
+
+    values: bank keys
+    rows: the value's row that each selected position reads; None: row 0
+    repeats: how often the action is carried out at every position, with row 0, 1, … of the value
+    """
+
+    action: Action
+    values: tuple[str, ...] = ()
+    rows: np.ndarray | None = None
+    repeats: int = 1
+
+
+@functools.singledispatch
+def lower(op: SiteOp, context: Context) -> Lowered:
+    """An op in numbers. Errors have the field's name as their path."""
+    raise NotImplementedError(f"no lowering of {type(op).__name__}")
+
+
+@lower.register
+def _capture(op: ops.Capture, context: Context) -> Lowered:
+    dtype = DTYPES.index(op.dtype)
+    if op.project is None:
+        return Lowered(Keep(dtype, context.conditional))
+    if any(kind == "logits" for kind, _ in context.points()):
+        raise UnsupportedSite("logits are not projected: capture final_norm, by W times the unembedding", "at")
+    context.needs_whole_rows(op)
+    matrix = context.vector(op.project, "project")
+    try:
+        check_matrix(matrix)
+    except ShapeError as error:
+        raise error.under("project") from None
+    return Lowered(Keep(dtype, context.conditional, context.put(matrix), len(matrix.rows())))
+
+
+@lower.register
+def _add(op: ops.Add, context: Context) -> Lowered:
+    return Lowered(Linear(1.0, op.scale), *context.value(as_value(op.value)))
+
+
+@lower.register
+def _replace(op: ops.Replace, context: Context) -> Lowered:
+    values, rows = context.value(as_value(op.value))
+    if op.mask is None:
+        return Lowered(Linear(1.0 - op.alpha, op.alpha), values, rows)
+    return Lowered(Blend(op.alpha, context.put(_one_row(context.vector(op.mask, "mask"), "mask"))), values, rows)
+
+
+@lower.register
+def _zero(op: ops.Zero, context: Context) -> Lowered:
+    return Lowered(Linear(0.0, 0.0))
+
+
+@lower.register
+def _mean(op: ops.Mean, context: Context) -> Lowered:
+    return Lowered(Linear(0.0, 1.0), *context.value(as_value(op.value)))
+
+
+@lower.register
+def _scale(op: ops.Scale, context: Context) -> Lowered:
+    return Lowered(Linear(op.factor, 0.0))
+
+
+@lower.register
+def _ablate(op: ops.Ablate, context: Context) -> Lowered:
+    context.needs_whole_rows(op)
+    basis = orthonormal(_directions(context, op.directions, "directions"))
+    return Lowered(Project(0.0, 0.0), (context.put(basis),), repeats=basis.shape[0])
+
+
+@lower.register
+def _clamp(op: ops.Clamp, context: Context) -> Lowered:
+    context.needs_whole_rows(op)
+    unit = orthonormal(_one_row(_directions(context, op.direction, "direction"), "direction"))
+    bounds = -MAX_FP32 if op.low is None else op.low, MAX_FP32 if op.high is None else op.high
+    return Lowered(Project(*bounds), (context.put(unit),))
+
+
+@lower.register
+def _noise(op: ops.Noise, context: Context) -> Lowered:
+    if op.relative:
+        context.needs_whole_rows(op)
+    streams = tuple(noise_stream(kind, layer) for kind, layer in context.points())
+    return Lowered(Noisy(op.std, op.seed, op.relative, streams), repeats=1 if op.std else 0)
+
+
+@lower.register
+def _apply(op: ops.Apply, context: Context) -> Lowered:
+    return Lowered(RunCode(context.code(op)))
+
+
+def _directions(context: Context, value: ValueLike, field: str) -> Vector:
+    directions = context.vector(value, field)
+    if not directions.array().any(axis=-1).all():
+        raise ShapeError("a direction is all zeros", field)
+    return directions
+
+
+def _one_row(vector: Vector, field: str) -> Vector:
+    if len(vector.shape) != 1:
+        raise ShapeError(f"one row [D] is needed; this is {list(vector.shape)}", field)
+    return vector
+
 
 NO_BANK = NamedBank()
 MAX_USE_DEPTH, MAX_USED_EDITS = 16, 10_000  # programs that use programs, and the edits of all that are used
@@ -512,3 +658,52 @@ def _rows(captured: np.ndarray, wanted: np.ndarray, run: str, ref: SiteRef) -> n
             f"{captured[-1]}); capture it there, or select fewer tokens"
         )
     return rows.astype(np.int64)
+
+
+class Binding(msgspec.Struct, frozen=True):
+    """A program bound to a prompt, and what it reads: vectors by bank key, code by number, runs."""
+
+    bound: BoundProgram | None = None
+    vectors: dict[str, np.ndarray] = {}
+    code: dict[int, Code] = {}
+    sources: tuple[Source, ...] = ()
+
+
+class Bindings:
+    """Binds the programs of one call, which holds them, at `sites`; `source` finds the runs that they read, `bank` has
+    names, `allow_code` says whether programs may have code, and `count` is `Known`'s."""
+
+    def __init__(
+        self, sites: SiteMap, source: Callable[[str], Source], bank: Mapping[str, Any], allow_code: bool,
+        count: Callable[[int], None] | None = None,
+    ) -> None:  # fmt: skip
+        self._sites, self._source, self._bank, self._allow_code = sites, source, bank, allow_code
+        self._known = Known(count)
+        self._by_length: dict[tuple[int, int], Binding] = {}  # by program, and length of the prompt
+
+    def of(self, program: Program, run: str, prompt: Prompt, max_tokens: int) -> Binding:
+        """A program bound to a prompt, as a run of that key. Raises what `bind` raises."""
+        if not program:
+            return Binding()
+        known = self._by_length.get((id(program), len(prompt.ids)))
+        if known is not None and known.bound is not None:
+            return msgspec.structs.replace(known, bound=msgspec.structs.replace(known.bound, run=run))
+        vectors: dict[str, np.ndarray] = {}
+        sources: dict[str, Source] = {}
+        code: dict[int, Code] | None = {} if self._allow_code else None
+
+        def source(key: str) -> Source:
+            return sources.setdefault(key, self._source(key))
+
+        bound = bind(program, run, prompt, max_tokens, self._sites, source, self._bank, vectors, code, self._known)
+        binding = Binding(bound, vectors, code or {}, tuple(sources.values()))
+        if is_of_length_alone(program):
+            self._by_length[id(program), len(prompt.ids)] = binding
+        return binding
+
+
+def is_of_length_alone(program: Program) -> bool:
+    """Whether a program binds alike to all prompts of one length: it selects by position, and runs no code."""
+    return all(
+        isinstance(op, SiteOp) and not isinstance(op, Apply) and is_positional(op.tokens) for _, op in program.ops
+    )

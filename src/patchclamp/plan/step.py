@@ -5,7 +5,7 @@ each row is, and where captured rows go; the device compares positions with thos
 neither of the two changes: one plan serves all steps until a request comes, ends, or enters or leaves a range.
 
     R rows of the step · N requests of the step · S slots · P points · C capture ranges · G point groups · A regions
-    (`plan.capture_layout`)
+    (`plan.table`)
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import functools
 import msgspec
 import numpy as np
 
-from patchclamp.plan.capture_layout import CaptureLayout
-from patchclamp.plan.table import ProgramTable
+from patchclamp.plan.table import CaptureLayout, ProgramTable
 from patchclamp.store.captured import CAPTURED
 
 

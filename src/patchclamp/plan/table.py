@@ -3,15 +3,469 @@
 A slot is a request's number while it is admitted; slot 0 belongs to nobody.  The records of slot s at point p are
 `records[first[s, p] : first[s, p + 1]]`, in program order; a record holds for positions start … stop−1.  The tables
 have a fixed size and are written only when a request comes or goes, so a device copy stays valid in between.
+
+The capture layout: which positions programs capture, and where their rows lie in a step's capture buffer.
+
+A capture range is what one position range of a capture op keeps of one request: rows of consecutive positions, at
+several points.  Capture ranges at the same points and in the same dtype form a point group; requests with the same
+program have such.  A group has one region of the buffer for each of its points, and in each region the rows of the
+group's ranges lie one after the other.  So a step is planned by ranges and regions, and not by records, of which there
+is one for every range and point.
+
+    C capture ranges · G point groups · A regions · P points
+
+Records: the rows of the device's tables, made from bound ops.
+
+All kinds share one layout of 48 bytes; what its fields hold depends on the kind. `FIELDS` gives each kind's own names
+of the fields, `named` reads records by these names, and `_write` writes the fields of an action.
+
+    P points · Q position ranges of an op
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+
+import msgspec
 import numpy as np
 
-from patchclamp.plan.bound import APPLY, CAPTURE
-from patchclamp.plan.capture_layout import CaptureRanges
-from patchclamp.plan.records import RECORD, named
+from patchclamp.language.values import DTYPES
+from patchclamp.plan.bound import (
+    APPLY,
+    BLEND,
+    CAPTURE,
+    LINEAR,
+    MATCH,
+    NOISE,
+    PROJECT,
+    STORE,
+    Action,
+    Blend,
+    BoundOp,
+    Keep,
+    Linear,
+    Noisy,
+    Project,
+    RunCode,
+    Store,
+)
+
+
+class CaptureLayout(msgspec.Struct, dict=True, eq=False):
+    """All capture ranges and regions at one time. It never changes.
+
+    Capture ranges [C], those of a group side by side:
+    range_number: what records call the range
+    slot: of its request
+    op: the number of its op in the program
+    start, stop: its positions, start … stop−1
+    group: its point group, 0 … G−1
+    sampled: whether its rows are the sampled ones
+
+    Regions [A], in order of points:
+    region_number: what records call the region
+    region_group: its point group
+    point: its point
+    dtype: an index into `DTYPES`
+    products: how many numbers it keeps of a row; 0: all
+
+    groups: G
+    """
+
+    range_number: np.ndarray
+    slot: np.ndarray
+    op: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+    group: np.ndarray
+    sampled: np.ndarray
+    region_number: np.ndarray
+    region_group: np.ndarray
+    point: np.ndarray
+    dtype: np.ndarray
+    products: np.ndarray
+    groups: int
+
+    def __len__(self) -> int:
+        """Capture ranges."""
+        return len(self.range_number)
+
+    @functools.cached_property
+    def any_sampled(self) -> bool:
+        """Whether any range is of sampled rows."""
+        return bool(np.count_nonzero(self.sampled))
+
+    @functools.cached_property
+    def range_of_number(self) -> np.ndarray:
+        """The index of each range by its number; −1 for numbers that nobody has."""
+        return _inverse(self.range_number)
+
+    @functools.cached_property
+    def region_of_number(self) -> np.ndarray:
+        """The index of each region by its number; −1 for numbers that nobody has."""
+        return _inverse(self.region_number)
+
+    def pairs(self, ranges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Pairs each of some ranges with every region of its group. Returns the ranges and the regions, by index."""
+        by_group = np.argsort(self.region_group, kind="stable")
+        regions_of_group = np.bincount(self.region_group, minlength=self.groups)
+        first_of_group = np.cumsum(regions_of_group) - regions_of_group
+        counts = regions_of_group[self.group[ranges]]
+        nth = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        return np.repeat(ranges, counts), by_group[np.repeat(first_of_group[self.group[ranges]], counts) + nth]
+
+
+def _inverse(numbers: np.ndarray) -> np.ndarray:
+    index = np.full(int(numbers.max(initial=-1)) + 1, -1, np.int64)
+    index[numbers] = np.arange(len(numbers))
+    return index
+
+
+class _NumberPool:
+    """Numbers that are taken, low ones first, and given back. All that are in use are below `end`."""
+
+    def __init__(self) -> None:
+        self._returned = np.zeros(0, np.int64)
+        self.end = 0
+
+    def take(self, count: int) -> np.ndarray:
+        reused, self._returned = self._returned[:count], self._returned[count:]
+        first, self.end = self.end, self.end + count - len(reused)
+        return np.concatenate([reused, np.arange(first, self.end)])
+
+    def give(self, numbers: np.ndarray) -> None:
+        self._returned = np.sort(np.concatenate([self._returned, numbers]))
+
+
+class _PointGroup(msgspec.Struct):
+    """A group's number, its points, its dtype and products, the numbers of its regions, and how many ranges it has."""
+
+    number: int
+    points: np.ndarray
+    dtype: int
+    products: int
+    regions: np.ndarray
+    ranges: int = 0
+
+
+class CaptureRanges:
+    """The capture ranges of all slots, as programs come and go. `sampled` [P]: points of sampled rows."""
+
+    def __init__(self, sampled: np.ndarray) -> None:
+        self._sampled = sampled
+        self._columns = np.zeros((5, 64), np.int64)  # slot, op, start, stop, group's number; by number of the range
+        self._range_numbers, self._region_numbers, self._group_numbers = _NumberPool(), _NumberPool(), _NumberPool()
+        # by slot: the numbers of its ranges, and how many of them each group has
+        self._of_slot: dict[int, tuple[np.ndarray, list[tuple[_PointGroup, int]]]] = {}
+        self._groups: dict[tuple[bytes, int, int], _PointGroup] = {}  # by points, dtype and products
+        self._layout: CaptureLayout | None = None
+
+    def __len__(self) -> int:
+        """Capture ranges."""
+        return sum(group.ranges for group in self._groups.values())
+
+    def add(
+        self, slots: np.ndarray, op: np.ndarray, start: np.ndarray, stop: np.ndarray, dtype: np.ndarray,
+        point: np.ndarray, products: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+        """Adds the ranges of programs' capture records, K each and sorted by point. The programs differ in their slots
+        [N] and in `start` and `stop` [N, K] alone. Returns the numbers of their ranges [N, K] and regions [K]."""
+        range_number, region_number = np.zeros(start.shape, np.int64), np.zeros(len(op), np.int64)
+        kept_as = dtype + len(DTYPES) * products
+        grids = self._grids(op, start, stop, kept_as, point)
+        first_records = np.concatenate([np.zeros(0, np.int64), *(grid[0] for grid in grids)])  # one of each range
+        numbers = self._range_numbers.take(len(slots) * len(first_records)).reshape(len(slots), -1)
+        self._reserve(self._range_numbers.end)
+        group_number, begin, group_counts = np.zeros(len(first_records), np.int64), 0, []
+        for grid in grids:
+            first, mine = grid[0, 0], slice(begin, begin + grid.shape[1])
+            group = self._group(point[grid[:, 0]], int(dtype[first]), int(products[first]))
+            range_number[:, grid], region_number[grid] = numbers[:, None, mine], group.regions[:, None]
+            group_number[mine] = group.number
+            group.ranges += len(slots) * grid.shape[1]
+            group_counts.append((group, grid.shape[1]))
+            begin += grid.shape[1]
+        slot, op = slots[:, None], op[first_records]
+        columns = slot, op, start[:, first_records], stop[:, first_records], group_number
+        for column, entries in zip(self._columns, columns, strict=True):
+            column[numbers] = entries
+        self._of_slot.update((each, (mine, group_counts)) for each, mine in zip(slots.tolist(), numbers, strict=True))
+        self._layout = None
+        return range_number, region_number
+
+    def drop(self, slot: int) -> None:
+        """Forgets a slot's ranges."""
+        if slot not in self._of_slot:
+            return
+        numbers, group_counts = self._of_slot.pop(slot)
+        self._columns[0, numbers] = 0
+        self._range_numbers.give(numbers)
+        for group, count in group_counts:
+            group.ranges -= count
+            if group.ranges == 0:
+                del self._groups[group.points.tobytes(), group.dtype, group.products]
+                self._region_numbers.give(group.regions)
+                self._group_numbers.give(np.array([group.number]))
+        self._layout = None
+
+    def layout(self) -> CaptureLayout:
+        """The present layout, made anew when a program has come or gone."""
+        if self._layout is None:
+            self._layout = self._make_layout()
+        return self._layout
+
+    def _make_layout(self) -> CaptureLayout:
+        groups, empty = list(self._groups.values()), np.zeros(0, np.int64)
+        index_of_group = np.zeros(self._group_numbers.end, np.int64)
+        index_of_group[[group.number for group in groups]] = np.arange(len(groups))
+        number = np.flatnonzero(self._columns[0, : self._range_numbers.end])
+        if len(groups) > 1:
+            number = number[np.argsort(index_of_group[self._columns[4, number]], kind="stable")]
+        slot, op, start, stop, group_number = self._columns[:, number]
+        group = index_of_group[group_number]
+        point = np.concatenate([empty, *(g.points for g in groups)])
+        by_point = np.argsort(point, kind="stable")
+        sizes = [len(g.points) for g in groups]
+        region_group = np.repeat(np.arange(len(groups)), sizes)
+        dtype, products = (
+            np.repeat(np.array([getattr(g, name) for g in groups], np.int64), sizes) for name in ("dtype", "products")
+        )
+        region_number = np.concatenate([empty, *(g.regions for g in groups)])
+        sampled = np.array([bool(self._sampled[g.points[0]]) for g in groups], bool)
+        return CaptureLayout(
+            number, slot, op, start, stop, group, sampled[group],
+            region_number[by_point], region_group[by_point], point[by_point], dtype[by_point], products[by_point],
+            len(groups),
+        )  # fmt: skip
+
+    def _reserve(self, ranges: int) -> None:
+        if ranges > self._columns.shape[1]:
+            wider = np.zeros((5, 2 * ranges), np.int64)
+            wider[:, : self._columns.shape[1]] = self._columns
+            self._columns = wider
+
+    def _grids(
+        self, op: np.ndarray, start: np.ndarray, stop: np.ndarray, kept_as: np.ndarray, point: np.ndarray
+    ) -> list[np.ndarray]:
+        """The records in grids [points, ranges]. An op whose points all keep the same ranges has one grid; all other
+        records have one for each point and `kept_as`, a number for dtype and products."""
+        order, grids, ungrouped = np.argsort(op, kind="stable"), [], [np.zeros(0, np.int64)]
+        for records in np.split(order, np.flatnonzero(np.diff(op[order])) + 1):
+            grid = self._grid(records, start, stop, kept_as, point) if len(records) > 1 else None
+            if grid is None:
+                ungrouped.append(records)
+            else:
+                grids.append(grid)
+        records = np.concatenate(ungrouped)
+        key = point[records] * (1 + int(kept_as.max(initial=0))) + kept_as[records]
+        order = np.argsort(key, kind="stable")
+        by_key = np.split(records[order], np.flatnonzero(np.diff(key[order])) + 1)
+        return grids + [group[None] for group in by_key if len(group)]
+
+    def _grid(
+        self, records: np.ndarray, start: np.ndarray, stop: np.ndarray, kept_as: np.ndarray, point: np.ndarray
+    ) -> np.ndarray | None:
+        """One op's records as a grid [points, ranges]; None if its points do not all keep the same ranges."""
+        point, kept_as = point[records], kept_as[records]
+        points = 1 + int(np.count_nonzero(np.diff(point)))
+        if len(records) % points:
+            return None
+        point, sampled = point.reshape(points, -1), self._sampled[point]
+        starts, stops = (column[:, records].reshape(len(column), points, -1) for column in (start, stop))
+        same_ranges = (
+            (starts == starts[:, :1]).all() and (stops == stops[:, :1]).all() and (point == point[:, :1]).all()
+        )
+        alike = same_ranges and (kept_as == kept_as[0]).all() and (sampled == sampled[0]).all()
+        return records.reshape(points, -1) if alike else None
+
+    def _group(self, points: np.ndarray, dtype: int, products: int) -> _PointGroup:
+        key = points.tobytes(), dtype, products
+        if key not in self._groups:
+            number = int(self._group_numbers.take(1)[0])
+            self._groups[key] = _PointGroup(number, points, dtype, products, self._region_numbers.take(len(points)))
+        return self._groups[key]
+
+
+RECORD = np.dtype(
+    [
+        ("start", "<i4"), ("stop", "<i4"),   # positions
+        ("kind", "<i4"), ("step", "<i4"),    # 1: a row of the value for each position, 0: one for all
+        ("value", "<i8"),                    # the value's first number in the bank
+        ("x", "<f4"), ("y", "<f4"),
+        ("other", "<i8"),
+        ("factor", "<f4"),                   # written by the kernel, for rows that it takes in passes: y·r or p′ − p
+        ("columns", "<i4"),                  # those that are changed: the first, and the end << 16; 0: all of the row
+    ]
+)  # fmt: skip
+# by kind: its own names of the fields, beside start, stop, kind and columns. A capture's region is the op's number
+# until it is installed in a table; with 0 products the row itself is kept
+FIELDS: dict[int, dict[str, str]] = {
+    CAPTURE: {"range": "step", "region": "value", "dtype": "x", "products": "y", "matrix": "other"},
+    LINEAR: {"row_step": "step", "vector": "value", "h_scale": "x", "v_scale": "y"},
+    BLEND: {"row_step": "step", "vector": "value", "alpha": "y", "mask": "other"},
+    PROJECT: {"row_step": "step", "vector": "value", "low": "x", "high": "y"},
+    NOISE: {"relative": "step", "stream": "value", "first_column": "x", "std": "y", "seed": "other"},
+    MATCH: {"count": "step", "ids": "value", "expected": "x"},
+    APPLY: {"code": "value"},
+    STORE: {"row_step": "step", "vector": "value"},
+}
+
+
+def _layout(kind: int) -> np.dtype:
+    """`RECORD` with a kind's own names of the fields."""
+    assert RECORD.fields is not None
+    names = {field: field for field in ("start", "stop", "kind", "columns")}
+    names |= {field: name for name, field in FIELDS[kind].items()}
+    columns = [(names[field], dtype, offset) for field, (dtype, offset, *_) in RECORD.fields.items() if field in names]
+    own_names, dtypes, offsets = zip(*columns, strict=True)
+    return np.dtype({"names": own_names, "formats": dtypes, "offsets": offsets, "itemsize": RECORD.itemsize})
+
+
+LAYOUTS = {kind: _layout(kind) for kind in FIELDS}
+
+
+def named(records: np.ndarray, kind: int) -> np.ndarray:
+    """Records of one kind by that kind's own names: a view."""
+    return records.view(LAYOUTS[kind])
+
+
+Addresses = Mapping[str, tuple[int, int]]  # by bank key: the number its rows begin at, and their width
+Several = Sequence[Addresses]  # of each program
+Number = int | np.ndarray
+
+
+def records_of(ops: Sequence[BoundOp], addresses: Addresses, points: int) -> tuple[np.ndarray, np.ndarray]:
+    """A bound program's records sorted by point (program order within), and how many each point has, [P]."""
+    records, counts = records_of_alike([ops], [addresses], points)
+    return records[0], counts[0]
+
+
+def shape_of(ops: Sequence[BoundOp]) -> Hashable:
+    """What programs have in common whose records can be made together. They differ in numbers alone: vectors, scales,
+    positions, and which points."""
+    return tuple([(op.kind, len(op.points), len(op.ranges), len(op.values), op.condition is None) for op in ops])
+
+
+def records_of_alike(
+    programs: Sequence[Sequence[BoundOp]], addresses: Sequence[Addresses], points: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The records of programs of one shape, [N, R], sorted by point (program order within), and how many each point
+    has, [N, P]. Each program has its own addresses."""
+    of_ops = [_records(ops, ordinal, addresses) for ordinal, ops in enumerate(zip(*programs, strict=True))]
+    number = np.arange(len(programs))[:, None]
+    if not of_ops:
+        return np.zeros((len(programs), 0), RECORD), np.zeros((len(programs), points), np.int64)
+    records, point = (np.concatenate(parts, axis=1) for parts in zip(*of_ops, strict=True))
+    counts = np.bincount((number * points + point).ravel(), minlength=len(programs) * points)
+    return records[number, np.argsort(point, axis=1, kind="stable")], counts.reshape(-1, points)
+
+
+def record_count(ops: Sequence[BoundOp]) -> int:
+    """How many records a bound program has, on a worker that has all points."""
+    return sum(len(op.points) * len(op.ranges) * (2 if op.condition else 1) for op in ops)
+
+
+def _records(ops: Sequence[BoundOp], ordinal: int, addresses: Sequence[Addresses]) -> tuple[np.ndarray, np.ndarray]:
+    """The records of the op that N programs of one shape have in the same place, [N, ·], every range at every point,
+    and the point of each."""
+    first, flat = ops[0], itertools.chain.from_iterable
+    ranges = _numbers(flat(flat(op.ranges for op in ops))).reshape(len(ops), 1, len(first.ranges), 4)
+    points = _numbers(flat(op.points for op in ops)).reshape(len(ops), len(first.points))
+    records_NPQ = np.zeros((len(ops), len(first.points), len(first.ranges)), RECORD)
+    records_NPQ["start"], records_NPQ["stop"] = ranges[..., 0], ranges[..., 1]
+    records_NPQ["step"], records_NPQ["kind"] = ranges[..., 3], first.kind
+    records_NPQ["columns"] = _column([op.columns for op in ops]).astype(np.int32)
+    if first.values:
+        places = _numbers(flat(known[key] for op, known in zip(ops, addresses, strict=True) for key in op.values))
+        begin, width = np.moveaxis(places.reshape(len(ops), -1, 1, 2), 3, 0)
+        records_NPQ["value"] = begin + ranges[..., 2] * width
+    if first.points:
+        _write(first.action, named(records_NPQ, first.kind), [op.action for op in ops], addresses, ordinal)
+    records, point = records_NPQ.reshape(len(ops), -1), np.repeat(points, len(first.ranges), axis=1)
+    if first.condition is None:
+        return records, point
+    conditions = [op.condition for op in ops if op.condition is not None]
+    ids = np.array([known[each.ids] for each, known in zip(conditions, addresses, strict=True)])
+    expected = np.array([[not each.others] for each in conditions])
+    matches = match_records(records, ids[:, :1], ids[:, 1:], expected)
+    return np.stack([matches, records], 2).reshape(len(ops), -1), np.repeat(point, 2, axis=1)
+
+
+def _numbers(numbers: Iterable[int]) -> np.ndarray:
+    return np.fromiter(numbers, np.int64)
+
+
+def _column(of_programs: Sequence[float]) -> np.ndarray:
+    """A number of each program, to stand in all its records [N, P, Q]."""
+    return np.array(of_programs)[:, None, None]
+
+
+def match_records(records: np.ndarray, ids: Number, count: Number, expected: bool | np.ndarray) -> np.ndarray:
+    """The `MATCH` record that stands before each record: it acts only where the token's id is one of some ids, or if
+    not `expected` is none of them. The `count` ids lie in the bank, ascending, from number `ids` on."""
+    conditions = np.zeros_like(records)
+    conditions["start"], conditions["stop"], conditions["kind"] = records["start"], records["stop"], MATCH
+    fields = named(conditions, MATCH)
+    fields["ids"], fields["count"], fields["expected"] = ids, count, expected
+    return conditions
+
+
+@functools.singledispatch
+def _write(first: Action, fields: np.ndarray, actions: Sequence[Action], addresses: Several, ordinal: int) -> None:
+    """Writes the fields of the programs' actions, all of the kind of the `first`, in records [N, P, Q] by the names of
+    that kind. `ordinal`: the op's number."""
+    raise NotImplementedError(f"no record for {type(first).__name__}")
+
+
+@_write.register
+def _capture(first: Keep, fields: np.ndarray, actions: Sequence[Keep], addresses: Several, ordinal: int) -> None:
+    matrices = [known[a.matrix][0] if a.matrix else 0 for a, known in zip(actions, addresses, strict=True)]
+    fields["dtype"], fields["region"] = _column([action.dtype for action in actions]), ordinal
+    fields["products"], fields["matrix"] = _column([action.products for action in actions]), _column(matrices)
+
+
+@_write.register
+def _store(first: Store, fields: np.ndarray, actions: Sequence[Store], addresses: Several, ordinal: int) -> None:
+    pass  # where its rows go is what values have in common
+
+
+@_write.register
+def _linear(first: Linear, fields: np.ndarray, actions: Sequence[Linear], addresses: Several, ordinal: int) -> None:
+    fields["h_scale"] = _column([action.h_scale for action in actions])
+    fields["v_scale"] = _column([action.v_scale for action in actions])
+
+
+@_write.register
+def _blend(first: Blend, fields: np.ndarray, actions: Sequence[Blend], addresses: Several, ordinal: int) -> None:
+    masks = [known[action.mask][0] for action, known in zip(actions, addresses, strict=True)]
+    fields["alpha"], fields["mask"] = _column([action.alpha for action in actions]), _column(masks)
+
+
+@_write.register
+def _project(first: Project, fields: np.ndarray, actions: Sequence[Project], addresses: Several, ordinal: int) -> None:
+    fields["low"], fields["high"] = _column([action.low for action in actions]), _column([a.high for a in actions])
+
+
+@_write.register
+def _noise(first: Noisy, fields: np.ndarray, actions: Sequence[Noisy], addresses: Several, ordinal: int) -> None:
+    fields["std"] = _column([action.std for action in actions])
+    fields["seed"] = _column([action.seed for action in actions])
+    fields["relative"] = _column([action.relative for action in actions])
+    fields["first_column"] = _column([action.first_column for action in actions])
+    fields["stream"] = np.array([action.streams for action in actions], np.int64)[..., None]
+
+
+@_write.register
+def _code(first: RunCode, fields: np.ndarray, actions: Sequence[RunCode], addresses: Several, ordinal: int) -> None:
+    fields["code"] = _column([action.code for action in actions])
+
+
+def columns_of(record: np.void) -> slice:
+    """The columns that a record changes."""
+    word = int(record["columns"]) & 0xFFFFFFFF
+    return slice(word & 0xFFFF, word >> 16) if word else slice(None)
 
 
 class ProgramTable:

@@ -16,8 +16,8 @@ import torch
 from patchclamp.errors import ModelError
 from patchclamp.kernels import cuda, fused, moves
 from patchclamp.plan import APPLY, MATCH, Batch, ProgramTable, StepPlan
-from patchclamp.plan.records import columns_of, named
 from patchclamp.plan.step import BYTES
+from patchclamp.plan.table import columns_of, named
 from patchclamp.runtime.device import CudaTables
 from patchclamp.runtime.drain import Drain
 from patchclamp.runtime.graphs import Recorded

@@ -23,9 +23,9 @@ from patchclamp.kernels.code import call
 from patchclamp.plan import APPLY, CAPTURE, Batch, BoundProgram, ProgramTable, StepPlan, make_plan
 from patchclamp.plan.bind import Code
 from patchclamp.plan.bound import BoundOp, Keep, source_of
-from patchclamp.plan.records import records_of_alike, shape_of
 from patchclamp.plan.room import Placement
 from patchclamp.plan.step import NUMBERS
+from patchclamp.plan.table import records_of_alike, shape_of
 from patchclamp.runtime.continuity import Continuity, Sameness
 from patchclamp.runtime.limits import Limits
 from patchclamp.runtime.resident import ResidentRows

@@ -9,9 +9,9 @@ import msgspec
 
 from patchclamp.language import Program
 from patchclamp.lm import LM
-from patchclamp.plan.bindings import Binding, Bindings, is_of_length_alone
+from patchclamp.plan.bind import Binding, Bindings, is_of_length_alone
 from patchclamp.plan.prompt import Prompt
-from patchclamp.plan.records import record_count
+from patchclamp.plan.table import record_count
 from patchclamp.serve.kept import Kept
 
 MAX_KNOWN = 256

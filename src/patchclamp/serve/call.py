@@ -23,10 +23,9 @@ from patchclamp.language import Capture, Program, SiteOp, Use
 from patchclamp.language.ops import NAMES as FUZZ_NAMES
 from patchclamp.language.ops import fuzz
 from patchclamp.language.program import from_dict
-from patchclamp.plan.bind import is_positional
-from patchclamp.plan.bindings import Binding
+from patchclamp.plan.bind import Binding, is_positional
 from patchclamp.plan.bound import BoundProgram, position_ranges
-from patchclamp.plan.records import record_count
+from patchclamp.plan.table import record_count
 from patchclamp.run import Run
 from patchclamp.serve.captures import captured_file
 from patchclamp.serve.kept import Kept, check_name

@@ -17,9 +17,9 @@ from patchclamp.engines.vllm.answers import drafts_of
 from patchclamp.engines.vllm.compat import images
 from patchclamp.engines.vllm.compat.front import http_error
 from patchclamp.errors import PatchclampError, ProgramError
-from patchclamp.plan.bindings import Binding
-from patchclamp.plan.records import record_count
+from patchclamp.plan.bind import Binding
 from patchclamp.plan.room import captured_bytes
+from patchclamp.plan.table import record_count
 from patchclamp.run import Run
 from patchclamp.serve.call import Call, current, in_request, of_extra_args
 from patchclamp.serve.front import Front, front_of

@@ -29,7 +29,7 @@ LAYERS_WITH = {
     "mlp": ", the layers with an MLP",
     "all": "",
 }
-MAX_INDEXED_COLUMNS = 0xFFFF  # of a site whose parts can be named: records have 16 bits for a column (`plan.records`)
+MAX_INDEXED_COLUMNS = 0xFFFF  # of a site whose parts can be named: records have 16 bits for a column (`plan.table`)
 
 
 class Point(msgspec.Struct, frozen=True):

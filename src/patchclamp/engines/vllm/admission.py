@@ -30,10 +30,9 @@ from patchclamp.errors import (
     pack,
 )
 from patchclamp.plan import APPLY, CAPTURE
-from patchclamp.plan.bound import is_loaded, is_vector, source_of
-from patchclamp.plan.records import record_count
-from patchclamp.plan.reuse import lowest_edit
+from patchclamp.plan.bound import is_loaded, is_vector, lowest_edit, source_of
 from patchclamp.plan.room import Placement, Room, resident_sizes
+from patchclamp.plan.table import record_count
 from patchclamp.sites import SiteMap
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 from patchclamp.engines.vllm.admission import RequestProgram
 from patchclamp.engines.vllm.compat import core, runner
-from patchclamp.plan.reuse import block_key, lowest_capture
+from patchclamp.plan.bound import block_key, lowest_capture
 
 
 def install() -> None:

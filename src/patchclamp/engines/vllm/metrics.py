@@ -13,8 +13,7 @@ import numpy as np
 
 from patchclamp.errors import PatchclampError
 from patchclamp.plan import CAPTURE, STORE, BoundProgram
-from patchclamp.plan.acted import acted_on
-from patchclamp.plan.bound import APPLY, BLEND, LINEAR, NOISE, PROJECT
+from patchclamp.plan.bound import APPLY, BLEND, LINEAR, NOISE, PROJECT, acted_on
 from patchclamp.plan.room import captured_bytes
 from patchclamp.sites import SiteMap
 

@@ -30,7 +30,7 @@ from patchclamp.errors import (
     pack,
 )  # fmt: skip
 from patchclamp.plan.bound import BoundProgram, source_of
-from patchclamp.plan.records import record_count
+from patchclamp.plan.table import record_count
 from patchclamp.plan.verify import is_content, verify
 from patchclamp.serve.call import check_records
 from patchclamp.serve.captures import numbered_file
