@@ -33,8 +33,7 @@ from patchclamp.serve.journal import Note, pack_run, unpack_run
 from patchclamp.serve.kept import Kept, check_name, check_program
 from patchclamp.serve.owners import owner_of
 from patchclamp.serve.plugin import check_words
-from patchclamp.store.named import Means
-from patchclamp.store.one_entry import MAX_HEADER_BYTES, from_bytes, numbers_of_json, to_bytes
+from patchclamp.store.named import MAX_HEADER_BYTES, Means, from_bytes, numbers_of_json, to_bytes
 
 ROW = Vector.of([1.0, 2.0, 3.0, 4.0])  # 16 bytes
 HALF = Program.of([pc.Scale(0.5, at=pc.embed)])

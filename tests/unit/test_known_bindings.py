@@ -12,7 +12,7 @@ from patchclamp.language import Named, Program, Vector
 from patchclamp.serve import bindings
 from patchclamp.serve.journal import Note
 from patchclamp.serve.kept import Kept
-from patchclamp.store.one_entry import to_bytes
+from patchclamp.store.named import to_bytes
 
 PROMPT = [5, 6, 7, 8]
 

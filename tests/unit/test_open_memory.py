@@ -12,21 +12,21 @@ import pytest
 import torch
 
 import patchclamp as pc
-from patchclamp.store import open_memory
+from patchclamp.store import host_memory
 from tests.unit.test_store import Line, stored
 
 
 def lendable(rows: int, width: int = 16, seed: int = 0) -> torch.Tensor:
     """Random rows in memory that other processes can map."""
     made = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
-    memory = open_memory.make(made.nbytes)
+    memory = host_memory.make(made.nbytes)
     assert memory is not None
     memory[:] = made.view(torch.uint8).numpy().reshape(-1)
     return torch.from_numpy(memory).view(torch.float32).view(rows, width)
 
 
 def test_large_rows_in_open_memory_are_lent_and_not_copied():
-    line, memories = Line(), len(open_memory._open)
+    line, memories = Line(), len(host_memory._open)
     rows, few, copied = lendable(70_000), lendable(5), torch.randn(30_000, 16)
     wanted = {3: stored(rows), 5: stored(few), 9: stored(copied), 11: stored(rows, 3)}
     fetched = line.fetch_many(wanted)
@@ -41,14 +41,14 @@ def test_large_rows_in_open_memory_are_lent_and_not_copied():
     del wanted, rows, few, fetched, made
     gc.collect()
     assert line.sender.loans == 1
-    assert len(open_memory._open) == memories + 1  # it is kept for the view
+    assert len(host_memory._open) == memories + 1  # it is kept for the view
     [(_, files)] = line.sender._lent.values()
     last = next(iter(files.values()))[0].view(np.float32)[-1]
     assert view[-1, -1] == float(last)
     del view
     gc.collect()
     assert line.sender.loans == 0
-    assert len(open_memory._open) == memories
+    assert len(host_memory._open) == memories
 
 
 def test_what_was_lent_is_mapped_once_and_forgotten_when_it_is_closed():
@@ -68,12 +68,12 @@ def test_what_was_lent_is_mapped_once_and_forgotten_when_it_is_closed():
 def test_where_memory_cannot_be_mapped_rows_are_copied(monkeypatch, where):
     line, rows = Line(), lendable(70_000)
 
-    def fail(place: open_memory.Place) -> bool:
+    def fail(place: host_memory.Place) -> bool:
         if where == "is_open":
             return False
         raise OSError("no file may be opened")
 
-    monkeypatch.setattr(open_memory, where, fail)
+    monkeypatch.setattr(host_memory, where, fail)
     for _ in range(5):
         assert torch.equal(line.fetch(rows)[1], rows)
     gc.collect()
@@ -122,11 +122,11 @@ def test_the_loans_of_a_receiver_that_died_are_taken_back():
 
 def test_another_process_maps_open_memory():
     rows = lendable(70_000)
-    place = open_memory.place_of(rows.view(torch.uint8).numpy().reshape(-1)[64:])
+    place = host_memory.place_of(rows.view(torch.uint8).numpy().reshape(-1)[64:])
     assert place is not None
     code = (
         "import sys, hashlib\n"
-        "from patchclamp.store.open_memory import Place, map_place\n"
+        "from patchclamp.store.host_memory import Place, map_place\n"
         "place = Place(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))\n"
         "print(hashlib.sha256(map_place(place)[place.offset :]).hexdigest())\n"
     )
@@ -137,8 +137,8 @@ def test_another_process_maps_open_memory():
 def test_open_memory_knows_its_own_bytes_alone():
     rows = lendable(100)
     data = rows.view(torch.uint8).numpy().reshape(-1)
-    assert open_memory.place_of(data).offset == 0
-    assert open_memory.place_of(data[3:9]).offset == 3
-    assert open_memory.place_of(np.zeros(8, np.uint8)) is None
+    assert host_memory.place_of(data).offset == 0
+    assert host_memory.place_of(data[3:9]).offset == 3
+    assert host_memory.place_of(np.zeros(8, np.uint8)) is None
     copy = data.copy()
-    assert open_memory.place_of(copy) is None
+    assert host_memory.place_of(copy) is None

@@ -18,8 +18,7 @@ from patchclamp.language import Program, Vector
 from patchclamp.lm import LM
 from patchclamp.plan import BoundProgram
 from patchclamp.run import Run
-from patchclamp.store.named import Means
-from patchclamp.store.one_entry import from_bytes, to_bytes
+from patchclamp.store.named import Means, from_bytes, to_bytes
 
 
 class Note(msgspec.Struct):

@@ -1,6 +1,6 @@
 """Captured rows on their way to another process of the machine.
 
-Large rows that lie in open memory (`store.open_memory`), as a GPU's captures do, are lent: the receiver maps that
+Large rows that lie in open memory (`store.host_memory`), as a GPU's captures do, are lent: the receiver maps that
 memory, and what it gives to a caller are views.  The sender keeps what it has lent until no view is left.
 
 All other rows pass through a buffer in shared memory, one for a receiver.  Memory that the system must first find and
@@ -26,9 +26,9 @@ import numpy as np
 import torch
 
 from patchclamp.engines.base import Captured
-from patchclamp.store import host_memory, open_memory
+from patchclamp.store import host_memory
 from patchclamp.store.captures import MIN_VIEW_BYTES, StoredRows, side_by_side
-from patchclamp.store.open_memory import Place
+from patchclamp.store.host_memory import Place
 
 MAX_INLINE_BYTES = 1 << 20  # bytes that travel in the answer
 MAX_BUFFER_BYTES = 1 << 26  # bytes of a buffer, and of a part
@@ -207,7 +207,7 @@ class Receiver:
             if place.name not in roots:
                 if place.name not in self._mapped:
                     self._forget_closed()
-                    self._mapped[place.name] = place, open_memory.map_place(place)
+                    self._mapped[place.name] = place, host_memory.map_place(place)
                 roots[place.name] = np.frombuffer(self._mapped[place.name][1], np.uint8)
                 returned = weakref.finalize(roots[place.name], self._release, [f"{loan}/{place.name}"])
                 returned.atexit = False
@@ -216,7 +216,7 @@ class Receiver:
 
     def _forget_closed(self) -> None:
         """Lets go of mapped memory that its owner has given up. Views of it stay."""
-        for name in [name for name, (place, _) in self._mapped.items() if not open_memory.is_open(place)]:
+        for name in [name for name, (place, _) in self._mapped.items() if not host_memory.is_open(place)]:
             del self._mapped[name]
 
     def _map(self, answer: dict[str, Any]) -> np.ndarray:
@@ -256,7 +256,7 @@ def _read(answer: dict[str, Any], memory: np.ndarray, lent: dict[int, np.ndarray
 
 def _lendable(rows: StoredRows) -> Place | None:
     """Where rows lie that a receiver can map."""
-    return open_memory.place_of(rows.parts[0]) if rows.is_view(MIN_VIEW_BYTES) else None
+    return host_memory.place_of(rows.parts[0]) if rows.is_view(MIN_VIEW_BYTES) else None
 
 
 def _part(rows: StoredRows, at: int, memory: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:

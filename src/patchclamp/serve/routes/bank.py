@@ -17,8 +17,7 @@ from patchclamp.serve.front import Front
 from patchclamp.serve.kept import Owned, bytes_of, check_name, check_program
 from patchclamp.serve.routes.runs import caller, hear
 from patchclamp.serve.schema import ERRORS, FILE, REFS, ProgramBody
-from patchclamp.store.named import Means, as_entry
-from patchclamp.store.one_entry import from_bytes, numbers_of_json, to_bytes
+from patchclamp.store.named import Means, as_entry, from_bytes, numbers_of_json, to_bytes
 
 router = APIRouter(prefix="/v1/patchclamp", tags=["patchclamp"], dependencies=[Depends(hear)], responses=ERRORS)
 NUMBERS = {"type": "array", "minItems": 1, "items": {"type": "number"}}

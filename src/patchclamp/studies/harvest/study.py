@@ -19,7 +19,7 @@ from patchclamp.language.values import as_dtype, as_seed
 from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.sites import SiteRef
-from patchclamp.store.joined import overflowed
+from patchclamp.store.captured import overflowed
 from patchclamp.studies.batches import Pace, run_batches
 from patchclamp.studies.checks import check_whole, checked
 from patchclamp.studies.harvest.documents import documents_of, needed
