@@ -22,7 +22,7 @@ from patchclamp.language.values import DTYPES
 from patchclamp.plan import CAPTURE, LINEAR, Batch, BoundProgram, ProgramTable, Prompt, StepPlan, bind, make_plan
 from patchclamp.plan.room import Room
 from patchclamp.plan.table import named, record_count, records_of
-from patchclamp.runtime.continuity import Continuity
+from patchclamp.runtime.runtime import Continuity
 from patchclamp.sites import SiteMap, Sizes
 from patchclamp.store.bank import Bank
 from patchclamp.store.captures import BufferSlice, CaptureStore

@@ -31,7 +31,7 @@ def drain(mode: str) -> None:
     """Rows of random sizes through a small ring and little pinned memory: nothing lost, reordered or overwritten."""
     import torch
 
-    from patchclamp.runtime.drain import Drain
+    from patchclamp.runtime.cuda import Drain
 
     drain, allocated, taken = Drain(torch.device("cuda"), 1 << 24, 1 << 27), [], 0
     random, generator = __import__("random").Random(), torch.Generator("cuda")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from patchclamp.runtime.equal_layers import apart_from_layers, without_taps
 from patchclamp.runtime.op import acting, at_work, carrying, site
+from patchclamp.runtime.taps import apart_from_layers, without_taps
 from tests.unit.test_op import Noted
 
 LAYERS = 3

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from patchclamp.kernels import cuda, launch
 from patchclamp.plan import ProgramTable
-from patchclamp.runtime.device import DEPTH
+from patchclamp.runtime.cuda import DEPTH
 from tests.reference import cuda_on_cpu
 from tests.reference.compiled import resources
 

@@ -3,6 +3,18 @@
 Its owner admits a program before its request is scheduled, and frees it when the request has ended.  For each engine
 step it calls `begin_step` once the batch is known (or `begin`, which plans anew each time), lets the model run
 `at_work`, and calls `end`.  All of it happens on the thread that steps the engine.
+
+The sizes that bound a worker's tables, its bank, and what captures take on their way.
+
+Programs under tensor parallel: what one worker does of an op is the op on the columns that it has.
+
+The rows that programs read, in the bank: where they lie, and how they get there.
+
+How a step relates to the one before it: decided here, once a step, and read by planner, tables, staging and drain.
+
+`quiet`: each request moved one token on, and the old plan needs no change.
+`advanced`: the same, but positions and captures move one step on.
+`changed`: anything else; the step gets a new plan.
 """
 
 from __future__ import annotations
@@ -12,28 +24,296 @@ import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import repeat
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 
-from patchclamp.errors import MissingSource, ModelError, Packed, RunError, ShapeError, not_finite, pack
+from patchclamp.errors import MissingSource, ModelError, Packed, RunError, ShapeError, UnsupportedSite, not_finite, pack
 from patchclamp.kernels.code import call
-from patchclamp.plan import APPLY, CAPTURE, Batch, BoundProgram, ProgramTable, StepPlan, make_plan
+from patchclamp.plan import APPLY, CAPTURE, Batch, BoundOp, BoundProgram, ProgramTable, StepPlan, make_plan
 from patchclamp.plan.bind import Code
-from patchclamp.plan.bound import BoundOp, Keep, source_of
-from patchclamp.plan.room import Placement
-from patchclamp.plan.step import NUMBERS
+from patchclamp.plan.bound import Action, Blend, Keep, Noisy, own_point, pack_columns, source_of
+from patchclamp.plan.room import Placement, resident_name
+from patchclamp.plan.step import NUMBERS, PlannedCaptures
 from patchclamp.plan.table import records_of_alike, shape_of
-from patchclamp.runtime.continuity import Continuity, Sameness
-from patchclamp.runtime.limits import Limits
-from patchclamp.runtime.resident import ResidentRows
-from patchclamp.runtime.shards import shard_op
 from patchclamp.runtime.step import HostStep, Step
-from patchclamp.sites import SiteMap, View
+from patchclamp.sites import Shard, SiteMap, View
 from patchclamp.store.bank import Bank
-from patchclamp.store.captures import ALIGNED, ITEM_BYTES, CaptureStore, tensors_of
+from patchclamp.store.captures import (
+    ALIGNED,
+    ITEM_BYTES,
+    BufferSlice,
+    CaptureChunk,
+    CaptureStore,
+    ScatteredSlices,
+    tensors_of,
+)
+
+
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Sizes. The last four count on a GPU only.
+
+    max_programs: programs admitted at one time
+    max_records: their records, one for each point and position range
+    bank_bytes: bytes of vectors on the device
+    kept_bytes: what a step with a CUDA graph may capture, at most half of `ring_bytes`; one that captures more runs
+        without a graph
+    ring_bytes: captures on their way off the device
+    pinned_bytes: captures in pinned host memory; the oldest move to ordinary memory. None: a quarter of the memory that
+        is free, and 4 to 32 GiB (`default_pinned_bytes`)
+    active_sizes: the sizes of step, in tokens, for which graphs with taps are recorded; None: all that vLLM records.
+        Steps of other sizes run without a graph if they have programs
+    """
+
+    max_programs: int = 256
+    max_records: int = 1 << 18
+    bank_bytes: int = 1 << 28
+    kept_bytes: int = 1 << 27
+    ring_bytes: int = 1 << 28
+    pinned_bytes: int | None = None
+    active_sizes: tuple[int, ...] | None = None
+
+
+def shard_op(op: BoundOp, shards: Sequence[Shard], sites: SiteMap) -> BoundOp:
+    """The part of an op that acts on this worker's shard of each row; `shards` [P] are the worker's, and all points of
+    an op are sharded alike.
+
+    Keys of vectors name the columns of them that are here; noise knows the number of its first column. Raises
+    `UnsupportedSite` for noise on a shard that begins within a group of four columns, which are drawn together.
+    """
+    keeps_row = isinstance(op.action, Keep) and not op.action.matrix
+    if not op.points or sites.shard_count(op.points[0]) == 1 or keeps_row:
+        return op
+    assert op.kind != APPLY, "code runs where there is one worker"
+    shard = shards[op.points[0]]
+    first, end = (op.columns & 0xFFFF, op.columns >> 16) if op.columns else (shard.first, shard.end)
+    first, end = max(first, shard.first) - shard.first, min(end, shard.end) - shard.first
+    if first >= end:
+        return op.at(np.zeros(len(shards), bool))
+    return msgspec.structs.replace(
+        op, columns=0 if (first, end) == (0, shard.end - shard.first) else pack_columns((first, end)),
+        values=tuple(_sharded_key(key, shard) for key in op.values), action=_shard_action(op.action, shard),
+    )  # fmt: skip
+
+
+def _shard_action(action: Action, shard: Shard) -> Action:
+    if isinstance(action, Blend):
+        return msgspec.structs.replace(action, mask=_sharded_key(action.mask, shard))
+    if isinstance(action, Keep):
+        return msgspec.structs.replace(action, matrix=_sharded_key(action.matrix, shard))
+    if isinstance(action, Noisy):
+        if shard.first % 4:
+            raise UnsupportedSite(
+                f"noise is drawn four columns at a time, and this worker's begin at column {shard.first}: use another "
+                "tensor_parallel_size"
+            )
+        return msgspec.structs.replace(action, first_column=shard.first)
+    return action
+
+
+def _sharded_key(key: str, shard: Shard) -> str:
+    """Rows of runs were captured sharded as they are; vectors are whole."""
+    return f"{key}#{shard.first}:{shard.end}" if key.startswith("v:") else key
+
+
+def columns_in(key: str) -> tuple[str, int | None, int | None]:
+    """The vector that a key names, and the columns of it."""
+    name, _, columns = key.partition("#")
+    first, _, end = columns.partition(":")
+    return (name, int(first), int(end)) if columns else (name, None, None)
+
+
+class ResidentRows:
+    """Rows of inline vectors and of runs, in a bank. `captured` gives the rows [T, W] that runs captured here, of each
+    (run, point)."""
+
+    def __init__(
+        self, bank: Bank, sites: SiteMap, captured: Callable[[list[tuple[str, int]]], list[torch.Tensor]]
+    ) -> None:
+        self._bank, self._sites, self._captured = bank, sites, captured
+        self._found: dict[tuple[str, int], torch.Tensor] = {}  # rows of runs that are about to be asked for
+        self._places: dict[str, tuple[int, int]] = {}  # by name: where rows begin in the bank, and how wide they are
+        self._unwritten: dict[str, tuple[int, torch.Tensor]] = {}  # by name: where rows begin, and the rows
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def find(self, wanted: Sequence[tuple[str, int]]) -> None:
+        """Finds what runs captured here, all of it at once, until the next `write`."""
+        self._found = dict(zip(wanted, self._captured(list(wanted)), strict=True)) if wanted else {}
+
+    def addresses(
+        self, ops: Sequence[BoundOp], placement: Placement, vectors: Mapping[str, torch.Tensor],
+        remote: Mapping[str, torch.Tensor],
+    ) -> dict[str, tuple[int, int]]:  # fmt: skip
+        """Where the rows of every key begin that the ops read, and how wide they are. Those that are not in the bank
+        come there with the next `write`, from `vectors`, from what is `remote`, or from a run. Raises the first error
+        once all other rows have their place."""
+        addresses: dict[str, tuple[int, int]] = {}
+        missing: MissingSource | None = None
+        for key in dict.fromkeys([key for op in ops for key in op.keys]):
+            try:
+                addresses[key] = self._address(key, placement, vectors, remote)
+            except MissingSource as error:
+                missing = missing or error
+        if missing is not None:
+            raise missing
+        return addresses
+
+    def _address(
+        self, key: str, placement: Placement, vectors: Mapping[str, torch.Tensor], remote: Mapping[str, torch.Tensor]
+    ) -> tuple[int, int]:
+        own = own_point(key)
+        if own is not None:
+            return placement.addresses[key][0], self._sites.points[own].width // self._sites.shard_count(own)
+        name, first, end = columns_in(key)
+        resident = resident_name(name, first is not None)
+        begin, count = placement.addresses[resident]
+        if resident in placement.load:
+            source = source_of(name)
+            if source is None:
+                rows = vectors[name][:, first:end]
+            else:
+                rows = remote[name] if name in remote else self._rows_of_run(source)
+                if len(rows) < count:
+                    raise MissingSource(
+                        f"run {source[0]} captured {len(rows)} positions at {self._sites.label(source[1])}, not {count}"
+                    )
+                self._check_whole(source, rows)
+            self._unwritten[resident] = begin, rows[:count]
+            self._places[resident] = begin, rows.shape[-1]
+        if self._places.get(resident, (-1, 0))[0] != begin:
+            raise MissingSource(f"the rows of {name[:40]} could not be brought into the bank when they were first read")
+        return self._places[resident]
+
+    def _check_whole(self, source: tuple[str, int], rows: torch.Tensor) -> None:
+        width = self._sites.points[source[1]].width // self._sites.shard_count(source[1])
+        if rows.shape[-1] != width:
+            raise MissingSource(
+                f"run {source[0]} captured {self._sites.label(source[1])} projected, {rows.shape[-1]} numbers and not "
+                f"{width}"
+            )
+
+    def _rows_of_run(self, source: tuple[str, int]) -> torch.Tensor:
+        found = self._found.get(source)
+        return self._captured([source])[0] if found is None else found
+
+    def write(self) -> None:
+        """Writes the rows that have a place and are not in the bank yet; neighbours together, all in their order. Where
+        that fails, none of them counts as being there."""
+        unwritten, self._unwritten, self._found = self._unwritten, {}, {}
+        try:
+            self._write(list(unwritten.values()))
+        except BaseException:
+            self.forget(unwritten)
+            raise
+
+    def _write(self, rows: Sequence[tuple[int, torch.Tensor]]) -> None:
+        neighbours: list[torch.Tensor] = []
+        first = end = 0
+        for begin, each in rows:
+            if begin != end and neighbours:
+                self._bank.write(first, neighbours)
+                neighbours = []
+            if not neighbours:
+                first = begin
+            neighbours.append(each)
+            end = begin + each.numel()
+        if neighbours:
+            self._bank.write(first, neighbours)
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Rows that are in the bank no more."""
+        for name in names:
+            self._places.pop(name, None)
+
+
+Sameness = Literal["quiet", "advanced", "changed"]
+
+
+class Continuity:
+    """The last step that was planned, the steps since, and the capture chunk that they fill.
+
+    `plan`, `batch`: of the step that was planned; None if no step may go on with it. `steps`: how many steps went on
+    with it. Whatever happens to the programs of `table` ends it all.
+    """
+
+    def __init__(self, table: ProgramTable) -> None:
+        self._table = table
+        self._scheduled: list[str] | None = None  # the requests of the last answer, in the scheduler's order
+        self._answer, self._answer_steps, self._answer_version = (False, True), 0, 0
+        self.forget()
+
+    def forget(self) -> None:
+        """The next step is planned anew."""
+        self.plan: StepPlan | None = None
+        self.batch: Batch | None = None
+        self.steps = 0
+        self._requests: list[str] = []
+        self._source: PlannedCaptures | None = None
+        self._chunk: CaptureChunk | None = None
+        self._chunk_end = 0  # the number of the step, counted from the plan's, that the chunk would take next
+
+    def start(self, requests: list[str], batch: Batch, plan: StepPlan, device_labels: bool) -> None:
+        """Steps may go on with this plan. `device_labels`: the device knows the positions of its rows by itself."""
+        self.forget()
+        self.plan, self.batch, self._requests, self._version = plan, batch, requests, self._table.version
+        self._next_position = batch.position + 1
+        self._nothing_to_do = plan.captures_nothing_ever and device_labels and not self._table.coded
+
+    def judge(self, requests: list[str], position: np.ndarray, total: int) -> Sameness:
+        """Relates a step of these requests, in the runner's order, at these positions, `total` tokens in all."""
+        plan = self.plan
+        if plan is None or self.steps >= plan.steady_steps or self._version != self._table.version:
+            return "changed"
+        if total != len(requests) or requests != self._requests:
+            return "changed"
+        if self._next_position.dtype != position.dtype:
+            self._next_position = self._next_position.astype(position.dtype)
+        if self._next_position.tobytes() != position.tobytes():  # the cheapest comparison there is
+            return "changed"
+        self._next_position += 1
+        if self._nothing_to_do:
+            return "quiet"
+        self.steps += 1
+        return "advanced"
+
+    # -- answers to the scheduler
+
+    def answer(self, requests: list[str] | None) -> tuple[bool, bool] | None:
+        """The last answer, if it holds for a step of these requests, in the scheduler's order, each one token on."""
+        if self._scheduled is None or self._answer_version != self._table.version or self._scheduled != requests:
+            return None
+        if not self._answer_steps:
+            return None
+        self._answer_steps -= 1
+        return self._answer
+
+    def keep_answer(self, requests: list[str] | None, answer: tuple[bool, bool], steps: int) -> None:
+        """Keeps an answer for `steps` further steps of the same requests; with None for requests it is not kept."""
+        self._scheduled = None if requests is None else list(requests)
+        self._answer, self._answer_steps, self._answer_version = answer, steps, self._table.version
+
+    # -- captures
+
+    def captured(self, place: BufferSlice | ScatteredSlices, run: np.ndarray) -> CaptureChunk | None:
+        """Appends the step's captures, which lie at a place, to the chunk at hand; or begins a chunk and returns it.
+
+        `run`: the number of each slot's run.
+        """
+        assert self.plan is not None
+        chunk = self._chunk
+        fits = chunk is not None and self._chunk_end == self.steps and chunk.source is self._source
+        self._chunk_end = self.steps + 1
+        if chunk is not None and fits:  # a chunk that a release made smaller has another source
+            chunk.append(place)
+            return None
+        plan = self.plan
+        self._source = PlannedCaptures(plan, run[plan.layout.slot], self.steps)
+        self._chunk = CaptureChunk([place], plan.size * plan.unit_bytes, self._source)
+        return self._chunk
 
 
 class _Admitted(msgspec.Struct):

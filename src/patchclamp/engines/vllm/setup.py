@@ -15,7 +15,7 @@ from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.serve_limits import ServeLimits
 from patchclamp.errors import EngineError, unknown
 from patchclamp.kernels import switches
-from patchclamp.runtime import Limits, equal_layers, op, taps
+from patchclamp.runtime import Limits, op, taps
 
 ASKED = ("limits", "serve", "numerics")  # parts of our part of `additional_config` that a user gives
 PARTS = (*ASKED, "version", "op", "taps", "table")
@@ -64,6 +64,6 @@ def complete(vllm_config: Any) -> None:
 def _op() -> str:
     """What taps leave in compiled code, for the key of vLLM's cache: how they are made, and if layers share it."""
     digest = hashlib.sha256()
-    for module in (equal_layers, op, taps):
+    for module in (taps, op, taps):
         digest.update(inspect.getsource(module).encode())
     return f"{digest.hexdigest()[:16]} {'shared' if switches.enabled('equal_layers') else 'apart'}"

@@ -25,7 +25,7 @@ from patchclamp.errors import EngineError, Packed, pack
 from patchclamp.plan.bind import Code
 from patchclamp.plan.room import Room
 from patchclamp.plan.step import FOREVER
-from patchclamp.runtime import Arrival, Limits, Runtime, addresses
+from patchclamp.runtime import Arrival, Limits, Runtime, graphs
 from patchclamp.runtime.op import at_work
 from patchclamp.runtime.step import HostStep
 from patchclamp.runtime.taps import attach as attach_taps
@@ -135,7 +135,7 @@ class Attached:
         step.code = runtime.run_code
         self._most_kept = step.max_graph_bytes
         compat.count_memory(runner, runtime.bank.data.nbytes + step.bytes)
-        watch = Watch(step.buffers) if addresses.checked() else None
+        watch = Watch(step.buffers) if graphs.checked() else None
         self._graphs = Graphs(limits.active_sizes, self.recording, step.recorded.tapped, step.recorded.forget, watch)
 
     def at_work(self) -> Any:

@@ -14,7 +14,7 @@ import torch
 
 from patchclamp.engines.vllm.compat.configuration import engine_id
 from patchclamp.engines.vllm.compat.seams import forwards, require
-from patchclamp.runtime.addresses import addresses, compare
+from patchclamp.runtime.graphs import addresses, compare
 
 
 class Watch:

@@ -20,8 +20,8 @@ from patchclamp.engines.vllm.compat.configuration import enabled, engine_id, is_
 from patchclamp.engines.vllm.compat.seams import forwards, require
 from patchclamp.errors import EngineError
 from patchclamp.kernels import switches
-from patchclamp.runtime.equal_layers import apart_from_layers, without_taps
 from patchclamp.runtime.graphs import MAX_NODES, NODE_BYTES
+from patchclamp.runtime.taps import apart_from_layers, without_taps
 
 logger = logging.getLogger("patchclamp")
 
