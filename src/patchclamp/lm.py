@@ -50,7 +50,7 @@ MIN_CHECKED_BYTES = 1 << 26  # smaller captures are not compared with it
 
 
 class LM:
-    """A model on an engine, its sites those of its table. `ProvedLM` (`proving.load`) proves them first; `pc.LM` is a
+    """A model on an engine, its sites those of its table. `ProvedLM` (`proving.prove`) proves them first; `pc.LM` is a
     `TracedLM` (`trace.load`), a proved one that can be traced."""
 
     def __init__(
@@ -65,7 +65,7 @@ class LM:
         if capture_bytes is not None and (not is_token_id(capture_bytes) or capture_bytes < 1):
             raise ProgramError(f"expected a number of bytes, got {capture_bytes!r}", "capture_bytes")
         self._capture_bytes = capture_bytes
-        # options that change what a batch of runs computes, and so the proofs (`proving.cache`)
+        # options that change what a batch of runs computes, and so the proofs (`proving.prove`)
         as_flag(allow_code, "allow_code")
         self.batching = {name: options.get(name) for name in ("max_num_seqs", "padding_side")}
         self.engine: Engine = open_engine(model, engine, options)

@@ -172,7 +172,7 @@ class TestErrors:
         def broken(*_, **__):
             raise pc.EngineError("[red]first[/red]\n  second " + "x" * 200, "engine")
 
-        monkeypatch.setattr("patchclamp.proving.load.ProvedLM", broken)
+        monkeypatch.setattr("patchclamp.proving.prove.ProvedLM", broken)
         assert failed(*SWEEP) == "error: engine: [red]first[/red] second " + "x" * 200
 
     def test_a_missing_argument_is_the_usual_usage_error(self):
@@ -193,7 +193,7 @@ class TestErrors:
         def broken(*_, **__):
             raise ZeroDivisionError
 
-        monkeypatch.setattr("patchclamp.proving.load.ProvedLM", broken)
+        monkeypatch.setattr("patchclamp.proving.prove.ProvedLM", broken)
         with pytest.raises(ZeroDivisionError):
             run(*SWEEP)
 
@@ -287,7 +287,7 @@ class TestSweep:
             asked["study"] = given
             raise pc.RunError("far enough")
 
-        monkeypatch.setattr("patchclamp.proving.load.ProvedLM", Closing)
+        monkeypatch.setattr("patchclamp.proving.prove.ProvedLM", Closing)
         monkeypatch.setattr("patchclamp.studies.patch_sweep", study)
         line = failed(
             "sweep", "org/model", "--engine", "vllm", "--dtype", "float32", "--option", "seed=1", "--clean", "a",
@@ -524,7 +524,7 @@ class TestDemo:
             asked.append((given, options))
             raise pc.EngineError("far enough")
 
-        monkeypatch.setattr("patchclamp.proving.load.ProvedLM", lm)
+        monkeypatch.setattr("patchclamp.proving.prove.ProvedLM", lm)
         vllm = object() if installed else None
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: vllm if name == "vllm" else find(name))
         status, output = run("demo", "--out", str(tmp_path))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def loaded(model: str, engine: str | None, options: dict[str, Any], prove: bool = True) -> Iterator[LM]:
     """An `LM`. vLLM's own logging is kept to errors unless the environment says otherwise."""
     with quietly(), ERR.status(f"loading {model} …"):
-        from patchclamp.proving.load import ProvedLM
+        from patchclamp.proving.prove import ProvedLM
 
         lm = ProvedLM(model, engine, prove=prove, **options)
     with lm:

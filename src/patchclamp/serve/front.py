@@ -13,7 +13,7 @@ from patchclamp.engines.vllm.metrics import metrics_of
 from patchclamp.engines.wire import LEASE_S
 from patchclamp.errors import PatchclampError
 from patchclamp.lm import LM
-from patchclamp.proving.cache import ensure_proved
+from patchclamp.proving.prove import ensure_proved
 from patchclamp.serve.bindings import KnownBindings
 from patchclamp.serve.journal import Journal
 from patchclamp.serve.kept import Kept

@@ -1,11 +1,11 @@
-"""`pc.LM`: an `LM` that was proved (`proving.load`), and that can be traced."""
+"""`pc.LM`: an `LM` that was proved (`proving.prove`), and that can be traced."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from patchclamp.proving.load import ProvedLM
+from patchclamp.proving.prove import ProvedLM
 from patchclamp.trace.hints import OF_A_MODEL, checked_names, hint
 
 if TYPE_CHECKING:
