@@ -1,9 +1,15 @@
-"""Recordings: what a trace does to one prompt, as ops in the order of the caller's lines."""
+"""Recordings: what a trace does to one prompt, as ops in the order of the caller's lines.
+
+The line of the caller that recorded something, so that an error at the end of the trace can name it.
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+import linecache
+import os.path
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,7 +22,7 @@ from patchclamp.errors import (
     TokensError,
     UnsupportedSite,
     describe_error,
-)  # fmt: skip
+)
 from patchclamp.language import Capture, Program, SameRun, SiteOp, Zero
 from patchclamp.language.site import SITES, parse_site
 from patchclamp.language.tokens import Tokens
@@ -24,13 +30,41 @@ from patchclamp.plan import Prompt
 from patchclamp.plan.bind import bind
 from patchclamp.plan.prompt import Case
 from patchclamp.sites import SiteRef
-from patchclamp.trace.lines import Line, callers_line
 from patchclamp.trace.spots import Spot
 
 if TYPE_CHECKING:
     from patchclamp.run import Run
     from patchclamp.trace.load import TracedLM as LM
-    from patchclamp.trace.saved import Cache, Saved
+    from patchclamp.trace.proxies import Cache, Saved
+
+_HERE = os.path.dirname(__file__)
+
+
+class Line(NamedTuple):
+    """A line of the caller's code."""
+
+    file: str
+    number: int
+
+    def __str__(self) -> str:
+        code = linecache.getline(self.file, self.number).strip()
+        return f'File "{self.file}", line {self.number}' + (f": {code}" if code else "")
+
+
+def callers_line() -> Line:
+    """The innermost line on the stack that is not of this folder."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and os.path.dirname(frame.f_code.co_filename) == _HERE:
+        frame = frame.f_back
+    return Line(frame.f_code.co_filename, frame.f_lineno)
+
+
+def at_line(error: PatchclampError, line: Line) -> PatchclampError:
+    """The same error, with the line that caused it."""
+    told = type(error)(f"{error.message}\n  {line}", error.path)
+    told.__cause__ = error.__cause__
+    return told
+
 
 MAX_STORED = 4096  # rows that a write takes within a run; of more, two runs
 

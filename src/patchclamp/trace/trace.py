@@ -15,13 +15,10 @@ from patchclamp.language.site import parse_site
 from patchclamp.language.tokens import Tokens, every, generated, parse_tokens, prompt
 from patchclamp.language.values import as_flag, as_plain, check_name
 from patchclamp.run import Run
-from patchclamp.trace.activations import Group, Steps
-from patchclamp.trace.arithmetic import Place
 from patchclamp.trace.execute import Call, Calls, Execution
 from patchclamp.trace.hints import OF_INVOKE, OF_TRACE, check_options
-from patchclamp.trace.lines import callers_line
-from patchclamp.trace.recording import Recording
-from patchclamp.trace.saved import Cache, Pending, check_to_come
+from patchclamp.trace.proxies import Cache, Group, Pending, Place, Steps, check_to_come
+from patchclamp.trace.recording import Recording, callers_line
 from patchclamp.trace.spots import written
 
 if TYPE_CHECKING:

@@ -1,0 +1,1191 @@
+"""Proxies of the model's tensors: what a trace gives, reads, computes and writes."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import msgspec
+import numpy as np
+import torch
+
+from patchclamp.errors import (
+    MissingSource,
+    PatchclampError,
+    ProgramError,
+    ShapeError,
+    TokensError,
+    UnsupportedSite,
+    near,
+    unknown,
+)
+from patchclamp.language import Ablate, Add, Apply, Clamp, From, Noise, Replace, Scale, SiteOp, Vector, Zero
+from patchclamp.language.site import NNTERP, SITES, Site, elsewhere, parse_site
+from patchclamp.language.tokens import Positions, Range, Selection, Tokens, as_integer, every, prompt
+from patchclamp.trace.hints import OF_A_LAYER, OF_A_TRACE, hint
+from patchclamp.trace.recording import Entry, Line, Recording, callers_line
+from patchclamp.trace.spots import Spot, numbers, positive, written
+
+if TYPE_CHECKING:
+    from patchclamp.run import Run
+
+Number = float | np.ndarray
+INSTEAD = (
+    "save it and compute after the trace, in two traces if the result is to be written, or write it with .apply(fn), "
+    "Python on the rows, on a local engine with allow_code=True"
+)
+READS = ("clone", "detach", "cpu", "float")  # of a tensor: the value here, as it is saved anyhow
+KNOWN = ("save", "shape", *READS)
+
+
+class Term(NamedTuple):
+    """A read times a number, or times one for each column."""
+
+    read: Entry
+    factor: Number
+
+
+class Arithmetic:
+    """What values of a trace have in common: `+`, `-`, `*` and `/` by numbers, and clear errors for the rest."""
+
+    def expression(self) -> Expression:
+        raise NotImplementedError
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it is a copy that was changed in place, which has no expression and writes itself."""
+        return False
+
+    def write_into(self, target: Any) -> None:
+        """Writes such a copy to where a view is."""
+        raise NotImplementedError
+
+    def check_to_come(self) -> None:
+        """Raises where it will never have numbers, or only once something is done."""
+
+    def __add__(self, other: Any) -> Expression:
+        return self.expression().plus(as_expression(other, "+"), 1.0)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Expression:
+        return self.expression().plus(as_expression(other, "-"), -1.0)
+
+    def __rsub__(self, other: Any) -> Expression:
+        return as_expression(other, "-").plus(self.expression(), -1.0)
+
+    def __mul__(self, other: Any) -> Expression:
+        if isinstance(other, Arithmetic):
+            refuse("one value of the trace times another")
+        return self.expression().times(as_number(other, "*"))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Expression:
+        return self.expression().times(reciprocal(other))
+
+    def __neg__(self) -> Expression:
+        return self.expression().times(-1.0)
+
+    def __pos__(self) -> Expression:
+        return self.expression()
+
+    def __format__(self, spec: str) -> str:
+        if spec:
+            raise ProgramError(f"the format {spec!r} needs a number, and inside the trace there is none yet: save it")
+        return repr(self)
+
+    def __copy__(self) -> NoReturn:
+        raise ProgramError("a value of the trace is copied with .clone()")
+
+    def __deepcopy__(self, _: Any) -> NoReturn:
+        self.__copy__()
+
+    __hash__ = object.__hash__
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+        name = _OF_NUMPY.get(ufunc.__name__, "")
+        if kwargs or method != "__call__" or not name:
+            self.__array_function__(ufunc)
+        return _TORCH[name](*args)
+
+    def __array_function__(self, func: Any, *_: Any) -> NoReturn:
+        self.check_to_come()
+        refuse(f"NumPy's {func.__name__}")
+
+    def __enter__(self) -> NoReturn:
+        raise ProgramError(
+            "a tensor is no block: write `with lm.trace(prompt) as t:`, and t.layers[5].output inside it"
+        )
+
+    def __exit__(self, *_: Any) -> None: ...
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        raise ProgramError("a tensor is not called: write .output, without parentheses")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        name = function_name(func)
+        if kwargs or name not in _TORCH or not any(isinstance(arg, Arithmetic) for arg in args):
+            refuse(f"torch's {name}", f"{_TORCH_INSTEAD[name]}, or " if name in _TORCH_INSTEAD else "")
+        return _TORCH[name](*args)
+
+
+def function_name(func: Any) -> str:
+    """The name of a function of torch's, `add` for `__add__`; in place it is `add_`, or `iadd`."""
+    return getattr(func, "__name__", str(func)).removeprefix("__").removesuffix("__")
+
+
+def _subtract(a: Any, b: Any) -> Any:
+    return a - b if isinstance(a, Arithmetic) else b.__rsub__(a)
+
+
+_TORCH = {
+    "add": lambda a, b: a + b if isinstance(a, Arithmetic) else b + a,
+    "mul": lambda a, b: a * b if isinstance(a, Arithmetic) else b * a,
+    "sub": _subtract,
+    "rsub": lambda a, b: _subtract(b, a),
+    "neg": lambda a: -a,
+    "true_divide": lambda a, b: a / b if isinstance(a, Arithmetic) else b.__rtruediv__(a),
+    "div": lambda a, b: a / b if isinstance(a, Arithmetic) else b.__rtruediv__(a),
+}
+_TORCH |= {"radd": _TORCH["add"], "rmul": _TORCH["mul"], "truediv": _TORCH["div"]}
+_OF_NUMPY = {"add": "add", "subtract": "sub", "multiply": "mul", "divide": "div", "negative": "neg"}
+_TORCH_INSTEAD = {
+    "add_": "write x = x + value",
+    "iadd": "write x = x + value",
+    "setitem": "write into the model: t.layers[5].output[-1] = value",
+}
+
+
+def refuse(what: str, first: str = "") -> NoReturn:
+    """Raises the error for what no program can compute."""
+    raise ProgramError(f"{what} cannot be part of a program: {first}{INSTEAD}")
+
+
+_REFUSED = {
+    "__matmul__": "a matrix product", "__rmatmul__": "a matrix product", "__pow__": "a power", "__rpow__": "a power",
+    "__rtruediv__": "a number divided by a value of the trace", "__floordiv__": "a whole quotient",
+    "__rfloordiv__": "a whole quotient", "__mod__": "a remainder", "__rmod__": "a remainder",
+    "__abs__": "an absolute value", "__invert__": "a negation", "__and__": "a bitwise and", "__or__": "a bitwise or",
+    "__xor__": "a bitwise xor", "__rand__": "a bitwise and", "__ror__": "a bitwise or", "__rxor__": "a bitwise xor",
+    "__lshift__": "a shift", "__rshift__": "a shift", "__round__": "a rounded value", "__divmod__": "a remainder",
+}  # fmt: skip
+_UNKNOWN_YET = {
+    "__bool__": "`if`, `and`, `or` and `not` need", "__float__": "float() needs", "__int__": "int() needs",
+    "__complex__": "complex() needs", "__index__": "an index needs", "__iter__": "a loop needs",
+    "__len__": "len() needs", "__contains__": "`in` needs", "__eq__": "a comparison needs",
+    "__ne__": "a comparison needs", "__lt__": "a comparison needs", "__le__": "a comparison needs",
+    "__gt__": "a comparison needs", "__ge__": "a comparison needs", "__array__": "NumPy needs",
+    "__reversed__": "a loop needs", "__reduce_ex__": "pickle needs",
+}  # fmt: skip
+
+
+def _refusal(what: str) -> Any:
+    def refused(self: Any, *_: Any, **__: Any) -> NoReturn:
+        self.check_to_come()
+        refuse(what)
+
+    return refused
+
+
+def _too_early(what: str) -> Any:
+    def refused(self: Any, *_: Any, **__: Any) -> NoReturn:
+        self.check_to_come()
+        raise ProgramError(
+            f"{what} a number, and inside the trace there is none yet: save the value and decide after the trace, in a "
+            "second one if need be, or with .apply(fn), Python on the rows, on a local engine"
+        )
+
+    return refused
+
+
+for _name, _what in _REFUSED.items():
+    setattr(Arithmetic, _name, _refusal(_what))
+for _name, _what in _UNKNOWN_YET.items():
+    setattr(Arithmetic, _name, _too_early(_what))
+
+
+class Place:
+    """Base of what names tensors without being one: modules, groups of tokens and traces. Using one as a tensor, a
+    function or a block raises `ProgramError`."""
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise ProgramError(
+            f"{self!r} is not a tensor, a function or a block: name one of its tensors, as in t.layers[5].output += v, "
+            "t.generated.layers[5].output += v or t.all().layers[5].output += v"
+        )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise ProgramError(
+            f"torch's {function_name(func)} takes tensors, got a {cls.__name__.lower()} of a trace: name one of its "
+            "tensors, as in t.layers[5].output"
+        )
+
+    __array_ufunc__ = __array_function__ = __call__ = __delitem__ = _refuse
+    __enter__ = __exit__ = __aenter__ = __aexit__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = __pos__ = _refuse
+
+
+for _name in (*_REFUSED, "__lt__", "__le__", "__gt__", "__ge__", "__float__", "__int__", "__index__", "__array__"):
+    setattr(Place, _name, Place._refuse)
+
+
+class Expression(Arithmetic):
+    """Σ factor · read + constant."""
+
+    def __init__(self, terms: tuple[Term, ...] = (), constant: Number = 0.0) -> None:
+        self.terms, self.constant = terms, constant
+
+    def expression(self) -> Expression:
+        return self
+
+    @property
+    def is_one_read(self) -> bool:
+        """Whether it is a read as it is."""
+        alone = len(self.terms) == 1 and np.ndim(self.terms[0].factor) == 0 and np.ndim(self.constant) == 0
+        return alone and self.terms[0].factor == 1.0 and self.constant == 0.0
+
+    def plus(self, other: Expression, sign: float) -> Expression:
+        terms = list(self.terms)
+        for read, factor in other.terms:
+            same = [i for i, term in enumerate(terms) if term.read is read]
+            if same:
+                terms[same[0]] = Term(read, _combined(operator.add, terms[same[0]].factor, sign * factor))
+            else:
+                terms.append(Term(read, sign * factor))
+        return Expression(tuple(terms), _combined(operator.add, self.constant, sign * other.constant))
+
+    def times(self, factor: Number) -> Expression:
+        terms = tuple(Term(read, _combined(operator.mul, f, factor)) for read, f in self.terms)
+        return Expression(terms, _combined(operator.mul, self.constant, factor))
+
+    def clone(self) -> Expression:
+        return self
+
+    detach = cpu = float = clone
+
+    def __setitem__(self, key: Any, value: Any) -> NoReturn:
+        raise ProgramError(
+            "a computed value is not changed in place: change a clone, `h = t.layers[5].output.clone(); h[0] = value`, "
+            "or write into the model, t.layers[5].output[0] = value"
+        )
+
+    def save(self) -> Any:
+        """The value as a tensor, which is there after the trace."""
+
+        return save(self)
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        raise ProgramError("index before you compute, as in t.layers[5].output[-1] * 2")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        refuse_attribute(name, KNOWN)
+
+    def __repr__(self) -> str:
+        words = [f"{factor if np.ndim(factor) == 0 else '…'} · {read.spot}" for read, factor in self.terms]
+        return f"<value of a trace: {' + '.join(words) or 'numbers'}>"
+
+
+def _combined(operation: Any, a: Number, b: Number) -> Number:
+    try:
+        return operation(a, b)
+    except ValueError:
+        raise ShapeError(f"expected vectors of one shape, got {list(np.shape(a))} and {list(np.shape(b))}") from None
+
+
+def refuse_attribute(name: str, known: tuple[str, ...]) -> NoReturn:
+    """Raises for what a tensor may have, and a value of a trace does not."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    in_place = {"add_": "+= value", "sub_": "-= value", "mul_": "*= factor", "zero_": "[...] = 0",
+                "copy_": "[...] = value", "fill_": "[...] = number", "div_": "/= number"}  # fmt: skip
+    if name in in_place:
+        raise ProgramError(f"a value of the trace is written with `{in_place[name]}`, not with .{name}()")
+    raise ProgramError(
+        f"a value of the trace has no {name!r}{near(name, known)}; it has {', '.join(known)}, and arithmetic: {INSTEAD}"
+    )
+
+
+def as_expression(value: Any, sign: str) -> Expression:
+    """A value of the trace, or numbers, as an expression."""
+    if isinstance(value, Arithmetic):
+        return value.expression()
+    return Expression(constant=as_number(value, sign))
+
+
+def as_number(value: Any, sign: str) -> Number:
+    try:
+        number = None if isinstance(value, Place) else numbers(value)
+    except PatchclampError as error:
+        raise type(error)(f"a value of the trace {sign} {type(value).__name__}: {error.message}") from None
+    if number is None:
+        raise ProgramError(f"a value of the trace {sign} {type(value).__name__}: a number or a vector is needed")
+    return number
+
+
+def reciprocal(divisor: Any) -> Number:
+    """1 / a number, or of each of some numbers."""
+    if isinstance(divisor, Arithmetic):
+        refuse("one value of the trace divided by another")
+    number = as_number(divisor, "/")
+    if not np.all(number):
+        raise ProgramError("a value of the trace is divided by zero")
+    return 1.0 / number
+
+
+OPS = ("ablate", "apply", "clamp_along", "noise", "replace")
+TO_COME = From("a read of this trace")  # stands for a read whose run is not known yet
+
+
+class View(Arithmetic):
+    """A tensor of the model at some tokens. See `Spot` for its axes."""
+
+    _recording: Recording
+    _spot: Spot
+
+    def __init__(self, recording: Recording, spot: Spot) -> None:
+        object.__setattr__(self, "_recording", recording)
+        object.__setattr__(self, "_spot", spot)
+
+    def __getitem__(self, key: Any) -> View:
+        spot = self._spot[key]
+        self._recording.lm.sites.resolve(spot.site)  # a head that is not there is said at this line
+        return View(self._recording, spot)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        assign(self[key], value)
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise ProgramError(f"{self._spot} has no {name!r} to be set: it is written as a whole, or [...] = value")
+
+    # -- read
+
+    def expression(self) -> Expression:
+        return Expression((Term(self._recording.read(self._spot), 1.0),))
+
+    def save(self) -> Any:
+        """The value here, as a tensor that is there after the trace."""
+        return self.expression().save()
+
+    def clone(self) -> Any:
+        """The value here, whatever is written at this place later. It can be changed in place and written back.
+
+        It is a value of the same run, so a write at an earlier layer changes it, wherever its line stands.
+        """
+
+        return Draft(self)
+
+    cpu = float = clone
+
+    def detach(self) -> View:
+        return self  # as in torch, what is written there is written here
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape, where it is known how many tokens there are. Raises `ProgramError` elsewhere."""
+        return shape_of(self._recording, self._spot)
+
+    # -- written
+
+    def __iadd__(self, other: Any) -> View:
+        write(self, as_expression(other, "+="), 1.0)
+        return self
+
+    def __isub__(self, other: Any) -> View:
+        write(self, as_expression(other, "-=").times(-1.0), 1.0)
+        return self
+
+    def __imul__(self, other: Any) -> View:
+        if isinstance(other, Arithmetic):
+            refuse("one value of the trace times another")
+        write(self, Expression(), as_number(other, "*="))
+        return self
+
+    def __itruediv__(self, other: Any) -> View:
+        return self.__imul__(reciprocal(other))
+
+    def replace(self, value: Any, alpha: float = 1.0, mask: Any = None) -> None:
+        """`pc.Replace`: (1 − a) · h + a · value, with a = alpha · mask, for numbers or a value of the trace."""
+        if isinstance(value, Arithmetic):
+            expression = value.expression()
+            if not expression.is_one_read:
+                refuse("a value that is computed, blended in,")
+            self._record(Replace, source=expression.terms[0].read, alpha=alpha, mask=mask)
+        else:
+            vector = as_vector(self, as_number(value, "as a value:"))
+            self._record(Replace, vector, alpha=alpha, mask=mask)
+
+    def ablate(self, directions: Any) -> None:
+        """`pc.Ablate`: takes the span of some directions out."""
+        self._record(Ablate, directions)
+
+    def clamp_along(self, direction: Any, low: float | None = None, high: float | None = None) -> None:
+        """`pc.Clamp`: bounds the projection on a direction."""
+        self._record(Clamp, direction, low=low, high=high)
+
+    def noise(self, std: float, seed: int = 0, relative: bool = False) -> None:
+        """`pc.Noise`: adds seeded noise."""
+        self._record(Noise, std, seed=seed, relative=relative)
+
+    def apply(self, fn: Callable[..., Any]) -> None:
+        """`pc.Apply`: any Python on the rows, where `allow_code=True`."""
+        if self._recording.lm.engine.remote:
+            raise ProgramError(
+                "a server runs no code of its clients: save the rows, compute, and write them in a second trace, or "
+                "run the model in this process, pc.LM(model, allow_code=True)"
+            )
+        self._record(Apply, fn)
+
+    def _record(self, op: Callable[..., SiteOp], *values: Any, source: Entry | None = None, **fields: Any) -> None:
+        """Records an op here, of some values, or of the rows that a read will have."""
+        values = values if source is None else (TO_COME,)
+        spot = self._spot
+        self._recording.write(op(*values, at=spot.site, tokens=spot.tokens, **fields), spot, source)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if self._recording.state != "open" and not name.startswith("__"):
+            raise ProgramError(f"{self._spot} was not saved: .save() it inside the trace")
+        refuse_attribute(name, ("save", "shape", *READS, *OPS))
+
+    def __repr__(self) -> str:
+        return f"<{self._spot}>"
+
+
+def assign(view: View, value: Any) -> None:
+    """`view = value`."""
+    if isinstance(value, View) and value._recording is view._recording and value._spot == view._spot:
+        view._recording.check_open()
+        view._recording.check(Zero(view._spot.site, view._spot.tokens))
+        return  # `x += v` assigns what it has written; `x = x` changes nothing
+    if isinstance(value, Arithmetic) and value.is_changed:
+        value.write_into(view)
+        return
+    write(view, value.expression() if isinstance(value, Arithmetic) else Expression(constant=as_number(value, "=")))
+
+
+def write(view: View, expression: Expression, own: Number | None = None) -> None:
+    """Records ops after which the view has its own value times `own` (None: nothing of it), plus an expression."""
+    with all_or_nothing(view._recording):
+        _write(view, expression, own)
+
+
+@contextlib.contextmanager
+def all_or_nothing(recording: Recording) -> Iterator[None]:
+    """Takes back what is recorded in it where an error leaves it."""
+    count = len(recording.entries)
+    try:
+        yield
+    except PatchclampError:
+        del recording.entries[count:]
+        raise
+
+
+def _write(view: View, expression: Expression, own: Number | None) -> None:
+    others: list[Term] = []
+    for term in expression.terms:
+        if is_as_it_stands(view, term.read):
+            own = term.factor if own is None else own + term.factor
+        elif np.ndim(term.factor):
+            refuse("a read of another place times a vector")
+        else:
+            others.append(Term(term.read, float(term.factor)))
+    constant = expression.constant
+    if own is not None:
+        if np.ndim(own) or own != 1.0 or not (others or np.ndim(constant) or constant):
+            _scale(view, own)  # a write without effect is recorded too, for that is what checks it
+    elif others:
+        first = others.pop(0)
+        view._record(Replace, source=first.read)
+        if first.factor != 1.0:
+            _scale(view, first.factor)
+    else:
+        _replace(view, constant)
+        return
+    for term in others:
+        view._record(Add, source=term.read, scale=term.factor)
+    if np.ndim(constant) or constant:
+        vector = as_vector(view, constant)
+        view._record(Add, vector)
+
+
+def _replace(view: View, constant: Number) -> None:
+    """Writes numbers in the place of rows."""
+    if np.ndim(constant) == 0 and constant == 0:
+        view._record(Zero)
+        return
+    vector = as_vector(view, constant)
+    view._record(Replace, vector)
+
+
+def is_as_it_stands(view: View, read: Entry) -> bool:
+    """Whether a read is of this very view, and nothing was written there since."""
+    recording, spot = view._recording, view._spot
+    same = read.recording is recording and read.spot.site == spot.site and read.spot.tokens == spot.tokens
+    return same and not any(not e.is_read and e.points & read.points for e in recording.entries[read.number :])
+
+
+def _scale(view: View, factor: Number) -> None:
+    """Multiplies rows by a number, or by one for each column: (1 − a) · h + a · 0 for a = 1 − factor."""
+    if np.ndim(factor) == 0:
+        view._record(Scale, float(factor))
+        return
+    row = as_vector(view, factor)
+    mask = np.float32(1) - row.array()
+    if len(row.shape) > 1 or not np.array_equal(np.float32(1) - mask, row.array()):
+        raise ProgramError(
+            "rows are multiplied by a number, or by one vector that is a mask (of 0 and 1, say): a program has no "
+            "other product; write it with .apply(fn), Python on the rows, on a local engine"
+        )
+    view._record(Replace, np.zeros_like(mask), mask=mask)
+
+
+def as_vector(view: View, number: Number) -> Vector:
+    """A number, or numbers in the shape of the view, as the rows that an op takes."""
+    recording, spot = view._recording, view._spot
+    width, parts = recording.width(spot), recording.lm.sites.parts(spot.site.name)
+    array = np.asarray(number, np.float32)
+    if array.ndim == 0:
+        return Vector.of(np.full(width, array, np.float32))
+    if spot.batched and array.ndim > 2 and array.shape[0] == 1:
+        array = array[0]
+    if parts is not None and array.shape[-1] == parts[1] and array.ndim > 1 and array.shape[-2] * parts[1] == width:
+        array = array.reshape(*array.shape[:-2], width)  # heads side by side
+    if array.ndim == 2 and array.shape[0] == 1:
+        array = array[0]
+    if array.ndim > 2 or array.shape[-1] != width:
+        raise ShapeError(f"{spot} is {width} wide; what is written there is {list(np.shape(number))}")
+    return Vector.of(array)
+
+
+def shape_of(recording: Recording, spot: Spot) -> tuple[int, ...]:
+    """The shape of a read's value, where it is known how many tokens it has."""
+    entry = recording.read(spot)
+    recording.check_prompt()
+    if recording.has_generated(entry) and not spot.single:
+        raise ProgramError(f"how many tokens {spot} has is known once they are generated")
+    width, parts = recording.width(spot), recording.lm.sites.parts(spot.site.name)
+    row = [width]
+    if parts is not None:
+        row = [parts[1]] if isinstance(spot.site.index, int) else [width // parts[1], parts[1]]
+        row = row[:-1] if parts[1] == 1 else row
+    return (*[1] * spot.batched, *([] if spot.single else [len(recording.positions(entry))]), *row)
+
+
+CHANGES = {"=": assign, "+=": View.__iadd__, "-=": View.__isub__, "*=": View.__imul__, "/=": View.__itruediv__}
+
+
+class Change(NamedTuple):
+    """What was done to a part of a copy, a spot among those of the copy, by a sign of `CHANGES`."""
+
+    part: Spot
+    sign: str
+    value: Expression | Number
+
+    def act_on(self, view: View) -> None:
+        CHANGES[self.sign](view, self.value)
+
+
+class Draft(Arithmetic):
+    """A copy of a view. Writing into it changes the copy alone, until it is written back. Its rows are numbered from 0,
+    as those of any tensor."""
+
+    def __init__(self, view: View, read: Expression | None = None, changes: tuple[Change, ...] = ()) -> None:
+        self._view, self._read = view, view.expression() if read is None else read
+        self._changes = list(changes)
+
+    @property
+    def is_changed(self) -> bool:
+        return bool(self._changes)
+
+    def expression(self) -> Expression:
+        if self._changes:
+            raise ProgramError("a clone that was changed in place can be written into the model, and no more")
+        return self._read
+
+    def save(self) -> Any:
+        return self.expression().save()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._view.shape
+
+    def clone(self) -> Draft:
+        return Draft(self._view, self._read, tuple(self._changes))
+
+    cpu = float = clone
+
+    def detach(self) -> Draft:
+        return self
+
+    # -- changed
+
+    def __getitem__(self, key: Any) -> Part:
+        return Part(self, self._part(key))
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.change(self._part(key), "=", value)
+
+    def __iadd__(self, other: Any) -> Draft:
+        return self.change(self._view._spot, "+=", other)
+
+    def __isub__(self, other: Any) -> Draft:
+        return self.change(self._view._spot, "-=", other)
+
+    def __imul__(self, other: Any) -> Draft:
+        return self.change(self._view._spot, "*=", other)
+
+    def __itruediv__(self, other: Any) -> Draft:
+        return self.change(self._view._spot, "/=", other)
+
+    def change(self, part: Spot, sign: str, value: Any) -> Draft:
+        """Notes a change of a part. Raises, at its line, what is wrong with it."""
+        if isinstance(value, Part) and value.is_part(self, part):
+            return self  # `draft[-1] += v` assigns what it has changed
+        value = value.expression() if isinstance(value, Arithmetic) else as_number(value, sign)
+        recording = self._view._recording
+        recording.check_open()
+        for term in value.terms if isinstance(value, Expression) else ():
+            recording.check_width(part, term.read)
+        numbers = Expression(constant=value.constant) if isinstance(value, Expression) else value
+        Change(part, sign, numbers).act_on(View(recording.rehearsal(), part))
+        self._changes.append(Change(part, sign, value))
+        return self
+
+    def _part(self, key: Any) -> Spot:
+        """What brackets choose of the copy."""
+        own = self._view._spot
+        if own.single:
+            return own[key]
+        rows = own.tokens if own.whole else prompt  # as if the rows of the copy were a prompt
+        chosen = msgspec.structs.replace(own, tokens=rows, whole=True, named=False)[key]
+        keys = key if isinstance(key, tuple) else (key,)
+        if any(isinstance(one, (Selection, str)) for one in keys):
+            return msgspec.structs.replace(chosen, tokens=self._among(chosen.tokens))
+        if chosen.tokens == rows:
+            return msgspec.structs.replace(chosen, tokens=own.tokens, whole=own.whole)
+        return chosen if own.whole else msgspec.structs.replace(chosen, tokens=self._numbered(chosen.tokens))
+
+    def _among(self, tokens: Tokens) -> Tokens:
+        """A selection within the copy."""
+        own, recording = self._view._spot, self._view._recording
+        if own.tokens == every or recording.prompt is None:
+            return tokens
+        try:
+            inside = np.isin(recording.known_positions(own, tokens), recording.known_positions(own)).all()
+        except ShapeError:
+            inside = False
+        return tokens if inside else own.tokens & tokens
+
+    def _numbered(self, rows: Tokens) -> Tokens:
+        """The tokens of some rows, which are a prompt's."""
+        own, positions = self._view._spot, self._view._recording.known_positions(self._view._spot)
+        assert isinstance(rows, Positions)
+        try:
+            chosen = positions[list(rows.select(len(positions), len(positions)))]
+        except TokensError:
+            raise TokensError(f"{own} has {len(positions)} rows, 0 to {len(positions) - 1}, not {rows.index}") from None
+        if not len(chosen):
+            raise TokensError(f"{own} has {len(positions)} rows, and none of them is in [{rows.index}]")
+        return numbered(chosen, isinstance(rows.index, int))
+
+    # -- written
+
+    def write_into(self, target: View) -> None:
+        """Writes the copy to where a view is: what was changed, and all else as it was when it was cloned."""
+        with all_or_nothing(target._recording):
+            if not is_as_it_stands(target, self._read.terms[0].read):
+                write(target, self._read)
+            for change in self._changes:
+                change.act_on(View(target._recording, self._onto(target, change.part)))
+
+    def _onto(self, target: View, part: Spot) -> Spot:
+        """The part of a target that a part of the copy is written to."""
+        own, spot = self._view._spot, target._spot
+        site, single, tokens = spot.site, part.single, part.tokens
+        if part.site.index != own.site.index:
+            if spot.parted:
+                raise ShapeError(f"{part.site} was changed in a clone of {own.site}, and {spot.site} has no such parts")
+            site = Site(site.name, site.layers, part.site.index)
+        if part.tokens == own.tokens:
+            single, tokens = spot.single, spot.tokens
+        elif spot.tokens != own.tokens or target._recording is not self._view._recording:
+            tokens = self._rows_of(target, part)
+        return msgspec.structs.replace(part, site=site, tokens=tokens, single=single, whole=False)
+
+    def _rows_of(self, target: View, part: Spot) -> Tokens:
+        """The tokens of a target that stand where those of a part stand in the copy."""
+        recording: Recording = self._view._recording
+        mine, theirs = recording.known_positions(self._view._spot), target._recording.known_positions(target._spot)
+        if len(mine) == 1:
+            return target._spot.tokens
+        if len(mine) != len(theirs):
+            raise ShapeError(f"the clone of {self._view._spot} has {len(mine)} rows, and {target._spot} {len(theirs)}")
+        row = {position: number for number, position in enumerate(mine.tolist())}
+        rows = [row[position] for position in recording.known_positions(part).tolist()]
+        return numbered(theirs[rows], part.single)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        refuse_attribute(name, ("save", "shape", *READS))
+
+    def __repr__(self) -> str:
+        return f"<a clone of {self._view._spot}>"
+
+
+class Part(Arithmetic):
+    """A part of a `Draft`, as in `draft[-1] += v`."""
+
+    def __init__(self, draft: Draft, spot: Spot) -> None:
+        self._draft, self._spot, self._written = draft, spot, False
+
+    def is_part(self, draft: Draft, spot: Spot) -> bool:
+        """Whether it is this part of a draft, and is written."""
+        return self._written and self._draft is draft and self._spot == spot
+
+    def expression(self) -> Expression:
+        draft = self._draft
+        if draft.is_changed or not is_as_it_stands(draft._view, draft._read.terms[0].read):
+            raise ProgramError("the model or the clone was changed since: index first, and clone then")
+        return View(draft._view._recording, self._spot).expression()
+
+    def __getitem__(self, key: Any) -> Part:
+        """The tokens of a head: `clone[3][-1]`."""
+        if self._spot.site == self._draft._view._spot.site or not self._draft._view._spot.whole:
+            raise ProgramError(f"{self._spot} is a part of a clone: choose all of it in one pair of brackets")
+        try:
+            return Part(self._draft, self._spot[key])
+        except PatchclampError as error:
+            raise type(error)(f"{error.message}; of a clone, choose in one pair of brackets") from None
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._draft.change(self[key]._spot, "=", value)
+
+    def _change(self, sign: str, other: Any) -> Part:
+        self._draft.change(self._spot, sign, other)
+        self._written = True
+        return self
+
+    def __iadd__(self, other: Any) -> Part:
+        return self._change("+=", other)
+
+    def __isub__(self, other: Any) -> Part:
+        return self._change("-=", other)
+
+    def __imul__(self, other: Any) -> Part:
+        return self._change("*=", other)
+
+    def __itruediv__(self, other: Any) -> Part:
+        return self._change("/=", other)
+
+    def clone(self) -> Expression:
+        return self.expression()
+
+    detach = cpu = float = clone
+
+    def save(self) -> Any:
+        return self.expression().save()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        refuse_attribute(name, ("save", *READS))
+
+
+def numbered(positions: np.ndarray, single: bool) -> Tokens:
+    """A selection of positions, in their order."""
+    numbers = positions.tolist()
+    if single:
+        return every[numbers[0]]
+    if numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return Positions("every", Range(numbers[0], numbers[-1] + 1))
+    return every[numbers]
+
+
+MODULES: dict[str, dict[str, str]] = {  # of a layer: what each module reads, returns and makes, by site
+    "": {"input": "resid_pre", "mid": "resid_mid", "output": "resid_post"},
+    "attn": {"input": "attn_in", "q": "q", "k": "k", "v": "v", "z": "z", "output": "attn_out"},
+    "mlp": {"input": "mlp_in", "router": "router", "neurons": "neurons", "output": "mlp_out"},
+}
+SUBMODULES = {"attn": "attn", "self_attn": "attn", "attention": "attn", "mlp": "mlp"}
+BATCHED = {name: site for name, site in NNTERP.items() if name not in SITES}  # nnterp's names, with its batch axis
+
+
+class Group(Place):
+    """Some tokens of one prompt, with a name: what `t.generated[3]` and `t.all()` return, and `t` itself."""
+
+    def __init__(self, recording: Recording, tokens: Tokens, named: bool, single: bool = False) -> None:
+        vars(self).update(_recording=recording, _tokens=tokens, _named=named, _single=single)
+
+    @property
+    def layers(self) -> Layers:
+        """The layers: `t.layers[5].output`, `.input`, `.mid`, `.attn.output`, `.attn.z[3]`, `.mlp.neurons[10:20]`."""
+        return Layers(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        site = name if name in SITES else BATCHED.get(name)
+        if site is None:
+            known = (each for each in dir(self) if not each.startswith("_"))
+            raise elsewhere(name) or hint(name, OF_A_TRACE) or unknown("name in a trace", name, known)
+        table = Table(self, site, batched=name not in SITES)
+        return table if SITES[site].layered else table.whole
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in SITES and name not in BATCHED:
+            raise ProgramError(f"{name!r} cannot be set in a trace; sites can, as in t.layers[5].output[-1] = value")
+        place = getattr(self, name)
+        if isinstance(place, Table):
+            place = place.whole
+        assign(place, value)
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        raise ProgramError(f"{self} are tokens of many tensors: choose of one, as in .layers[5].output[{written(key)}]")
+
+    def __dir__(self) -> list[str]:
+        return ["layers", *SITES, *BATCHED]
+
+    def _view(self, site: Site, batched: bool = False) -> View:
+        site = positive(site, self._recording.lm.model.layers)
+        self._recording.lm.sites.resolve(site)  # what this model lacks is said at this line
+        return View(self._recording, Spot.of(site, self._tokens, self._named, self._single, batched))
+
+    def __repr__(self) -> str:
+        return f"<{self._tokens} in a trace>"
+
+
+class Steps(Place):
+    """Groups of tokens by number: `t.generated[3]` is the fourth token that was sampled, when it is an input."""
+
+    def __init__(self, recording: Recording, group: Positions) -> None:
+        vars(self).update(_recording=recording, _group=group)
+
+    def __getitem__(self, key: Any) -> Group:
+        single = not isinstance(key, (slice, list, tuple, range))
+        return Group(self._recording, self._group[key], True, single)
+
+    def __len__(self) -> int:
+        """How many there are, if the run goes on to the end."""
+        self._recording.check_prompt()
+        return len(self._group.select(self._recording.length, self._recording.limit))
+
+    def __iter__(self) -> Iterator[Group]:
+        if not len(self):
+            raise TokensError(f"no token of {self._group} is an input of this run: raise max_tokens")
+        return (self[step] for step in range(len(self)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(Group(self._recording, self._group, True), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(Group(self._recording, self._group, True), name, value)
+
+    def __repr__(self) -> str:
+        return f"<{self._group} in a trace>"
+
+
+def as_layers(key: Any) -> int | Range:
+    """A layer or a range of them, from brackets. Raises `ProgramError` for all else: None is not every layer."""
+    return Range.of(key) if isinstance(key, slice) else key if isinstance(key, Range) else as_integer(key)
+
+
+class Layers(Place):
+    """The layers of the model. A range names several, which are written together."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def __getitem__(self, layer: Any) -> Module:
+        return Module(self._group, as_layers(layer), "")
+
+    def __setitem__(self, layer: Any, value: Any) -> None:
+        raise ProgramError(f"a layer is a module: write what it returns, t.layers[{layer}].output = value")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ProgramError(f"name the layer: .layers[5].{name}, or .layers[:].{name} to write every layer")
+
+    def __len__(self) -> int:
+        return self._group._recording.lm.model.layers
+
+    def __iter__(self) -> Iterator[Module]:
+        return (self[layer] for layer in range(len(self)))
+
+
+class Module(Place):
+    """A layer, its attention or its MLP: names of `MODULES` are views of what it reads, makes and returns."""
+
+    def __init__(self, group: Group, layer: Any, module: str) -> None:
+        vars(self).update(_group=group, _layer=layer, _module=module)
+        group._recording.lm.sites.resolve(Site("resid_post", layer))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if not self._module and name in SUBMODULES:
+            return Module(self._group, self._layer, SUBMODULES[name])
+        return self._group._view(Site(self._site(name), self._layer))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not self._module and name in SUBMODULES:
+            raise ProgramError(f"{name} is a module: write what it returns, .{name}.output = value")
+        assign(getattr(self, name), value)
+
+    def _site(self, name: str) -> str:
+        names = MODULES[self._module]
+        if name in names:
+            return names[name]
+        if name in ("inputs", "outputs"):
+            raise ProgramError(f".{name} is a tuple in other libraries: here .{name[:-1]} is the tensor itself")
+        if name in ("source", "weights", "pattern", "attention_probabilities"):
+            raise UnsupportedSite(
+                "attention weights and lines inside a module do not exist in a fused kernel: use q, k, v and z"
+            )
+        what = f"tensor of {self._module or 'a layer'}"
+        raise hint(name, OF_A_LAYER) or unknown(what, name, (*names, *(() if self._module else ("attn", "mlp"))))
+
+    def __len__(self) -> int:
+        return len(self._layers())
+
+    def __iter__(self) -> Iterator[Module]:
+        return (Module(self._group, layer, self._module) for layer in self._layers())
+
+    def _layers(self) -> list[int]:
+        if not isinstance(self._layer, Range):
+            raise ProgramError(f"{self} is one module, no list: its tensors are {', '.join(MODULES[self._module])}")
+        return list(self._layer.indices(self._group._recording.lm.model.layers))
+
+    def __dir__(self) -> list[str]:
+        return [*MODULES[self._module], *(() if self._module else ("attn", "mlp"))]
+
+    def __repr__(self) -> str:
+        return f"<layer {self._layer}{self._module and '.'}{self._module}>"
+
+
+class Table(Place):
+    """A site of every layer: `t.resid_mid[5]`, `t.z[5, 3]`, `t.layers_output[5]`."""
+
+    def __init__(self, group: Group, site: str, batched: bool) -> None:
+        self._group, self._site, self._batched = group, site, batched
+
+    @property
+    def whole(self) -> View:
+        return self._group._view(Site(self._site), self._batched)
+
+    def __getitem__(self, key: Any) -> View:
+        layer, *index = key if isinstance(key, tuple) else (key,)
+        if None in index:
+            raise ProgramError("expected a number or a range, got None")
+        return self._group._view(Site(self._site)[as_layers(layer), *index], self._batched)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        assign(self[key], value)
+
+    def __len__(self) -> int:
+        return len(self._layers())
+
+    def __iter__(self) -> Iterator[View]:
+        return (self[layer] for layer in self._layers())
+
+    def _layers(self) -> list[int]:
+        """The layers that have one."""
+        return [ref.layer for ref in self._group._recording.lm.sites.resolve(Site(self._site)) if ref.layer is not None]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ProgramError(f"{self._site} is one tensor a layer: name the layer, {self._site}[5].{name}")
+
+    def __repr__(self) -> str:
+        return f"<{self._site}, a layer in brackets>"
+
+
+class Pending(Arithmetic, torch.Tensor):
+    """A saved value that is not there yet. It can be written elsewhere in the trace, and computed with as any value."""
+
+    saved: Saved
+
+    def expression(self) -> Expression:
+        self.saved.raise_failure()
+        return self.saved.expression
+
+    def check_to_come(self) -> None:
+        self.saved.raise_failure()
+
+    def clone(self, *_: Any, **__: Any) -> Any:
+        return self.expression()
+
+    def save(self) -> Pending:
+        return self
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        self.saved.raise_failure()
+        raise ProgramError(
+            f"{self.saved.name} is saved, and has no numbers before the trace ends: index it then, or before .save()"
+        )
+
+    def __setitem__(self, key: Any, value: Any) -> NoReturn:
+        self.__getitem__(key)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        name = function_name(func)
+        if name == "repr":
+            return f"<{args[0].saved.name}, once the trace has ended>"
+        for arg in args:
+            if isinstance(arg, Pending):
+                arg.saved.raise_failure()
+        if name in READS:
+            return args[0].expression()
+        if name == "get":  # an attribute
+            refuse_attribute(getattr(getattr(func, "__self__", None), "__name__", "attribute"), ("save", *READS))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> NoReturn:
+        """What does not come by `__torch_function__`: `torch.tensor(value)` and its like, which copy."""
+        for arg in args:
+            if isinstance(arg, Pending):
+                arg.saved.raise_failure()
+        raise ProgramError(
+            "a saved value has no numbers before the trace ends, and cannot be copied into another tensor: do it then"
+        )
+
+    @classmethod
+    def new(cls, saved: Saved) -> Pending:
+        with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+            pending = torch.Tensor._make_wrapper_subclass(cls, (0,), dtype=torch.float32, device=torch.device("cpu"))
+        pending.saved = saved
+        return pending
+
+
+class Saved:
+    """One `.save()`: the expression, the line, and the tensor that the caller holds."""
+
+    def __init__(self, expression: Expression, line: Line) -> None:
+        self.expression, self.line = expression, line
+        self.failure: PatchclampError | None = None
+        self.tensor = Pending.new(self)
+        self.name = " + ".join(str(term.read.spot) for term in expression.terms) or "numbers"
+
+    @property
+    def recordings(self) -> list[Recording]:
+        return [term.read.recording for term in self.expression.terms]
+
+    def raise_failure(self) -> None:
+        """Raises if the value cannot come any more."""
+        if self.failure is not None:
+            raise self.failure
+        for recording in self.recordings:
+            check_to_come(recording, self.name)
+
+    def fill(self, value: torch.Tensor) -> None:
+        """Makes the tensor that the caller holds a plain one with these numbers, which nobody else has."""
+        tensor: Any = self.tensor
+        with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+            try:
+                torch.utils.swap_tensors(tensor, value.detach().clone())
+            except RuntimeError as error:
+                raise ProgramError(
+                    f"{self.name} cannot be filled in while something refers to it, such as a weak reference: {error}"
+                ) from None
+
+
+def check_to_come(recording: Recording, name: str) -> None:
+    """Raises where what is saved of a recording never comes, or only once something is done."""
+    if recording.state == "left":
+        raise MissingSource(f"{name} was not read: an error left the trace before it ran")
+    if recording.state == "new":
+        raise ProgramError(f"{name} was not read: a trace runs at the end of its block, `with lm.trace(prompt) as t:`")
+    if recording.state == "waiting":
+        raise ProgramError(f"{name} was not read: a trace with stream=True runs when it is iterated, `for part in t`")
+    if recording.state == "streaming":
+        raise ProgramError(f"{name} is there after the last part: t.so_far(value) has what has come by now")
+
+
+def save(expression: Expression) -> Pending:
+    """Asks for the value of an expression after the trace."""
+    if not expression.terms:
+        raise ProgramError("only numbers are saved here, and nothing of the model")
+    saved = Saved(expression, callers_line())
+    for term in expression.terms:
+        term.read.want(expression.terms[0].read.recording)
+    expression.terms[0].read.recording.saved.append(saved)
+    return saved.tensor
+
+
+def value_of(expression: Expression, rows: Mapping[Entry, torch.Tensor]) -> torch.Tensor:
+    """The expression of the rows that its reads have given."""
+    if expression.is_one_read:
+        return rows[expression.terms[0].read]
+    total: Any = torch.as_tensor(expression.constant)
+    try:
+        for read, factor in expression.terms:
+            total = total + rows[read] * torch.as_tensor(factor)
+    except RuntimeError as error:
+        raise ShapeError(f"expected numbers in the shape of what is read: {error}") from None
+    return total
+
+
+def rows_of(entry: Entry, run: Run, path: str) -> torch.Tensor:
+    """What a read's `Capture`, at `path` in the program of its run, kept: in the shape of the read's spot."""
+    captured = torch.as_tensor(run.read(path, copy=False))
+    index = {position: row for row, position in enumerate(run.positions(path))}
+    try:
+        order = [index[p] for p in run.select(entry.op.tokens).tolist() if p in index]
+    except TokensError:  # a number that the run did not come to
+        order = []
+    rows = captured if order == list(range(len(captured))) else captured[order]
+    if not len(rows) and run.finish_reason is None:
+        raise MissingSource(f"{entry.spot} has not come yet: {len(run.token_ids)} tokens were read")
+    if not len(rows):
+        raise MissingSource(f"{entry.spot}: the run ended after {len(run.token_ids)} tokens, so this one never came")
+    rows = rows[0] if entry.spot.single else rows
+    return rows[None] if entry.spot.batched else rows
+
+
+class Cache(Mapping[str, torch.Tensor]):
+    """What `t.cache(...)` saves: a tensor a site, by its name (`"resid_post[5]"`) or as a site (`pc.resid_post[5]`)."""
+
+    def __init__(self, sites: list[Site], tokens: Tokens, line: Line, recording: Recording) -> None:
+        self.sites, self.tokens, self.line, self.recording = sites, tokens, line, recording
+        self.failure: PatchclampError | None = None
+        self._rows: dict[str, torch.Tensor] | None = None
+
+    def __getitem__(self, site: str | Site) -> torch.Tensor:
+        rows, name = self._filled(), str(parse_site(site))
+        if name not in rows:
+            raise MissingSource(f"{name} is not in this cache{near(name, rows)}; it has: {', '.join(rows)}")
+        return rows[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._filled())
+
+    def __len__(self) -> int:
+        return len(self._filled())
+
+    def fill(self, run: Run, captured: Mapping[str, Any]) -> None:
+        """Takes what a run captured at the sites, without positions that other captures added."""
+        wanted, rows = run.select(self.tokens), {}
+        for name, tensor in captured.items():
+            chosen = np.flatnonzero(np.isin(run.positions(name), wanted))
+            tensor = torch.as_tensor(tensor)
+            rows[name] = (tensor if len(chosen) == len(tensor) else tensor[torch.as_tensor(chosen)]).clone()
+        self._rows = rows
+
+    def empty(self) -> Cache:
+        """Another cache of the same."""
+        return Cache(self.sites, self.tokens, self.line, self.recording)
+
+    def _filled(self) -> dict[str, torch.Tensor]:
+        if self.failure is not None:
+            raise self.failure
+        if self._rows is None:
+            check_to_come(self.recording, "the cache")
+            raise ProgramError("the cache has nothing before the trace ends: read it then")
+        return self._rows
+
+    def __repr__(self) -> str:
+        return f"<cache of {', '.join(map(str, self.sites))}>"
