@@ -50,7 +50,7 @@ def model_of(shape: str, folder: Path, weights: bool) -> str:
     """The folder of a model of that shape, with a tokenizer. `weights`: random ones that edits move: vLLM's own dummy
     weights are so small that most sites fail their proofs."""
     if shape == "smollm2":
-        from patchclamp.engines.smollm2 import prepare
+        from patchclamp.engines.preflight import prepare
 
         return str(prepare())
     from tests.models import SHAPES, shape_only, with_weights, with_words

@@ -178,7 +178,7 @@ class Side:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        from patchclamp.engines.carried import Carried
+        from patchclamp.engines.base import Carried
         from patchclamp.engines.vllm.compat.core import tell_core
         from patchclamp.plan import Prompt, bind
         from patchclamp.plan.room import bank_sizes

@@ -114,6 +114,6 @@ def seeded(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The folder of SmolLM2-135M-Instruct as a bf16 checkpoint, made on first use."""
-    from patchclamp.engines.smollm2 import prepare
+    from patchclamp.engines.preflight import prepare
 
     return prepare()

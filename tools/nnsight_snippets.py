@@ -344,6 +344,6 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    from patchclamp.engines.smollm2 import prepare
+    from patchclamp.engines.preflight import prepare
 
     main(sys.argv[1] if len(sys.argv) > 1 else str(prepare()))

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from patchclamp import __version__
-from patchclamp.engines.findings import Finding
+from patchclamp.engines.base import Finding
 from patchclamp.errors import PatchclampError
 from patchclamp.lm import LM
 from patchclamp.proving import Proof, prove

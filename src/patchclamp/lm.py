@@ -26,11 +26,10 @@ from patchclamp.call import (
     seeded,
     top_logprobs_of,
 )
-from patchclamp.engines import collecting
-from patchclamp.engines.adapters import Adapter, adapters_of
-from patchclamp.engines.base import MAX_SCORES, Answer, Engine, Expanded, Request
-from patchclamp.engines.chat import Chat, chat_of, has_images, prompt_of
+from patchclamp.engines import base
+from patchclamp.engines.base import MAX_SCORES, Adapter, Answer, Engine, Expanded, Request, adapters_of
 from patchclamp.engines.open import open_engine
+from patchclamp.engines.tokenizer import Chat, chat_of, has_images, prompt_of
 from patchclamp.errors import CapacityError, EngineError, MissingSource, PatchclampError, ProgramError, TokensError
 from patchclamp.language import Program
 from patchclamp.language.site import parse_site
@@ -124,7 +123,7 @@ class LM:
         One prompt raises its error; of several runs every `Run` comes back, with `error` set on those that failed.
         Errors in the programs themselves are raised before anything runs.
         """
-        with collecting.rarely():
+        with base.rarely():
             call = self._read_call(prompt, messages, max_tokens, edits, capture, sampling, score, logprobs, lora)
             futures = self.engine.submit(call.requests)
             try:
@@ -149,7 +148,7 @@ class LM:
     ) -> Any:
         """As `run`, for asyncio: calls that are awaited together run together, on vLLM in the same batches. A call that
         is cancelled stops computing."""
-        with collecting.rarely():
+        with base.rarely():
             call = self._read_call(prompt, messages, max_tokens, edits, capture, sampling, score, logprobs, lora)
             futures = self.engine.submit(call.requests)  # with no await before it: a cancelled call is always aborted
             try:

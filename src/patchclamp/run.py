@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from patchclamp.engines.base import Answer, Captured, Drafts, Engine, Request
-from patchclamp.engines.chat import prompt_of
+from patchclamp.engines.tokenizer import prompt_of
 from patchclamp.errors import MissingSource, NotFinite, PatchclampError, ProgramError
 from patchclamp.language import Program, Site, SiteOp
 from patchclamp.language.site import parse_site

@@ -25,7 +25,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 
 import patchclamp as pc
-from patchclamp.engines.carried import Carried, decode, receipt_of
+from patchclamp.engines.base import Carried, decode, receipt_of
 from patchclamp.engines.vllm.admission import Verdict
 from patchclamp.engines.vllm.compat import core
 from patchclamp.plan.bound import BoundOp, BoundProgram, Keep, Linear, PositionRange

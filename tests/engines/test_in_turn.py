@@ -12,7 +12,7 @@ import pytest
 import patchclamp as pc
 from patchclamp.engines import transformers
 from patchclamp.engines.base import Request
-from patchclamp.engines.writer import Asked
+from patchclamp.engines.sampling import Asked
 
 from ..models import of_family
 

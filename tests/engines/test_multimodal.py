@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 import patchclamp as pc
-from patchclamp.engines.carried import receipt_of
+from patchclamp.engines.base import receipt_of
 from patchclamp.engines.vllm.compat.graphs import Graphs
 from patchclamp.errors import ModelError
 from patchclamp.language.site import SITES

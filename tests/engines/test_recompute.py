@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import patchclamp as pc
-from patchclamp.engines import recompute, trunk
+from patchclamp.engines import recompute
 from patchclamp.errors import CapacityError, RunError, UnknownName
 from patchclamp.proving.prove import prove
 
@@ -157,7 +157,7 @@ def test_behind_a_window_that_the_proof_did_not_fill_everything_is_computed(tmp_
 
 @pytest.mark.parametrize("wrong", ["stream", "positions", "generation", "error"])
 def test_a_model_on_which_it_would_be_wrong_is_computed_whole(folder, both, monkeypatch, caplog, wrong):
-    class Wrong(trunk.PassesFromCut):
+    class Wrong(recompute.PassesFromCut):
         def __init__(self, origin, layers, cut, count):
             if wrong == "error":
                 raise ValueError("its layers take something else")

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 import patchclamp as pc
-from patchclamp.engines.carried import Carried
+from patchclamp.engines.base import Carried
 from patchclamp.engines.vllm import shared, worker
 from patchclamp.engines.vllm.admission import Admitted, Orders
 from patchclamp.language import Program

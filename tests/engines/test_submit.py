@@ -7,8 +7,8 @@ import pytest
 
 import patchclamp as pc
 from patchclamp.engines.base import Request
-from patchclamp.engines.vllm.compat.submit import Submitter
-from patchclamp.engines.vllm.underway import Parameters
+from patchclamp.engines.vllm.compat.front import Submitter
+from patchclamp.engines.vllm.requests import Parameters
 from patchclamp.kernels import switches
 
 SETTINGS = [

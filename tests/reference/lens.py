@@ -21,7 +21,7 @@ from transformer_lens.pretrained.weight_conversions import convert_llama_weights
 from transformers import AutoModelForCausalLM
 
 import patchclamp as pc
-from patchclamp.engines.smollm2 import prepare
+from patchclamp.engines.preflight import prepare
 from patchclamp.language.site import TRANSFORMER_LENS
 
 PROMPTS = ("The capital of France is", "When John and Mary went to the store, John gave a drink to")

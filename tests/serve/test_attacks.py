@@ -19,7 +19,7 @@ from safetensors.numpy import save
 
 import patchclamp as pc
 from patchclamp.engines import wire
-from patchclamp.engines.carried import Carried
+from patchclamp.engines.base import Carried
 from patchclamp.engines.vllm.serve_limits import ServeLimits
 from patchclamp.plan.bind import vector_key
 from patchclamp.plan.bound import BoundOp, BoundProgram, Linear, PositionRange

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import patchclamp as pc
-from patchclamp.engines.chat import prompt_of
+from patchclamp.engines.tokenizer import prompt_of
 from patchclamp.engines.vllm.serve_limits import ServeLimits
 from patchclamp.errors import PatchclampError, RunError, TooLarge
 from patchclamp.language import Program, Vector

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import patchclamp as pc
-from patchclamp.engines.chat import chat_of, find_turns, has_images
+from patchclamp.engines.tokenizer import chat_of, find_turns, has_images
 
 TEMPLATES = {
     "chatml": "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<end>\n{% endfor %}<|assistant|>\n",

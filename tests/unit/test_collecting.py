@@ -7,7 +7,7 @@ import gc
 import pytest
 
 import patchclamp as pc
-from patchclamp.engines import collecting
+from patchclamp.engines import base
 
 
 @pytest.fixture(autouse=True)
@@ -19,24 +19,24 @@ def usual():
 
 
 def test_all_objects_are_gone_through_rarely_until_the_last_call_has_ended():
-    first, second = collecting.rarely(), collecting.rarely()
+    first, second = base.rarely(), base.rarely()
     first.__enter__()
     second.__enter__()
-    assert gc.get_threshold() == (600, 11, collecting.YOUNG)
+    assert gc.get_threshold() == (600, 11, base.YOUNG)
     first.__exit__(None, None, None)
-    assert gc.get_threshold() == (600, 11, collecting.YOUNG)
-    with pytest.raises(KeyError), collecting.rarely():
+    assert gc.get_threshold() == (600, 11, base.YOUNG)
+    with pytest.raises(KeyError), base.rarely():
         raise KeyError
     second.__exit__(None, None, None)
     assert gc.get_threshold() == (600, 11, 12)
 
 
 def test_what_somebody_sets_meanwhile_stays():
-    with collecting.rarely():
+    with base.rarely():
         gc.set_threshold(500, 10, 30)
     assert gc.get_threshold() == (500, 10, 30)
     gc.set_threshold(500, 10, 1000)
-    with collecting.rarely():
+    with base.rarely():
         assert gc.get_threshold() == (500, 10, 1000)
     assert gc.get_threshold() == (500, 10, 1000)
 
@@ -50,5 +50,5 @@ def test_calls_that_fail_leave_it_as_it_was():
         submit = lm.engine.submit
         lm.engine.submit = lambda requests: (seen.append(gc.get_threshold()), submit(requests))[1]
         lm.run([1, 2, 3], max_tokens=1)
-    assert seen == [(600, 11, collecting.YOUNG)]
+    assert seen == [(600, 11, base.YOUNG)]
     assert gc.get_threshold() == (600, 11, 12)

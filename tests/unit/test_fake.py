@@ -9,7 +9,7 @@ import pytest
 
 import patchclamp as pc
 from patchclamp.engines.base import Request
-from patchclamp.engines.fake_tokenizer import BOS, EOS, FakeTokenizer
+from patchclamp.engines.fake import BOS, EOS, FakeTokenizer
 from patchclamp.language.program import Program
 from patchclamp.plan import Prompt, bind
 from patchclamp.plan.bind import vector_key

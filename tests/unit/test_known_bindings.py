@@ -7,7 +7,7 @@ import secrets
 import pytest
 
 import patchclamp as pc
-from patchclamp.engines.chat import prompt_of
+from patchclamp.engines.tokenizer import prompt_of
 from patchclamp.language import Named, Program, Vector
 from patchclamp.serve import bindings
 from patchclamp.serve.journal import Note

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from patchclamp.engines.vllm import last_words
-from patchclamp.engines.vllm.last_words import LastWords
+from patchclamp.engines.vllm import admission
+from patchclamp.engines.vllm.admission import LastWords
 
 
 def test_readers_learn_the_last_word_on_every_key_once():
@@ -28,7 +28,7 @@ def test_readers_learn_the_last_word_on_every_key_once():
 
 
 def test_the_oldest_words_go_first(monkeypatch):
-    monkeypatch.setattr(last_words, "MAX_WORDS", 3)
+    monkeypatch.setattr(admission, "MAX_WORDS", 3)
     words = LastWords()
     for key in "abcda":
         words.say(key, key.encode())

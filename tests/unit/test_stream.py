@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import patchclamp as pc
 from patchclamp.engines.base import Answer, Request
+from patchclamp.engines.sampling import Writer
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
-from patchclamp.engines.writer import Writer
 from tests.reference import spelling
 
 PROMPT = "The Eiffel Tower is in"

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from patchclamp.cli.app import app
 from patchclamp.engines.vllm import versions
 from patchclamp.engines.vllm.compat.seams import SEAMS, Seam
-from patchclamp.engines.vllm.source import Source, read_source
+from patchclamp.engines.vllm.versions import Source, read_source
 from patchclamp.errors import EngineError
 
 RUNNER, OTHER = "vllm/worker/runner.py", "vllm/engine/runner.py"

@@ -1,27 +1,189 @@
 """The engine protocol: what an engine takes (`Request`) and gives (`Answer`). The fake (`engines.fake`) carries
-requests by it in one file."""
+requests by it in one file.
+
+What the doctor reports, one thing at a time.
+
+LoRA adapters, read from the folders that PEFT writes, before anything runs.
+
+Which code steps without programs run, on an engine that compiles.
+
+uniform: the code of steps with programs, which has taps. Reading changes no bit of a run, and a capture that is written
+    back where it came from changes none either.
+stock: code compiled without taps, which is the engine's own to the last bit.
+
+The two codes round differently in the last bits, where a compiler fuses what lies on both sides of a tap. `pc.LM` is
+uniform by default, and a server stock.
+
+How often Python's garbage collector goes through everything.
+
+It does so when a quarter more objects have come than it last found, which a sweep's cells soon are. With PyTorch and
+vLLM loaded that takes 0.2 s, in which nothing else runs.
+
+What a request carries to its engine core: its bound program as bytes, and the receipt that answers for it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import hashlib
+import json
+import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
-from patchclamp.engines.adapters import Adapter
-from patchclamp.engines.chat import Chat, Turn
-from patchclamp.engines.findings import Finding
-from patchclamp.errors import EngineError, ProgramError, UnknownName, as_patchclamp_error, unknown
+from patchclamp.engines.tokenizer import Chat, Turn
+from patchclamp.errors import (
+    EngineError,
+    MissingSource,
+    PatchclampError,
+    ProgramError,
+    UnknownName,
+    as_patchclamp_error,
+    unknown,
+)
+from patchclamp.language.values import as_file
 from patchclamp.plan import BoundProgram
 from patchclamp.plan.bind import Code
+from patchclamp.plan.room import bank_sizes
 from patchclamp.sites import SiteMap
 from patchclamp.store.named import Source
 
 if TYPE_CHECKING:
     import torch
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One finding of the doctor.
+
+    part: the area it belongs to: versions, seams, configuration, sites, fusions, graphs, memory
+    name: what was looked at
+    status: "ok"; "note" for what is worth knowing; "problem": patchclamp does not work
+    detail: what was found
+    advice: what to do about it
+    """
+
+    part: str
+    name: str
+    status: Literal["ok", "note", "problem"]
+    detail: str
+    advice: str = ""
+
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+class Adapter(msgspec.Struct, frozen=True):
+    """An adapter in a folder.
+
+    name: of its folder and its files' sizes and times
+    rank: the largest of its modules' ranks
+    """
+
+    folder: str
+    name: str
+    rank: int
+
+
+def adapters_of(folders: Any, prompts: int) -> list[Adapter | None]:
+    """The adapter of each prompt, from None, a folder for all prompts, or a list of such, one a prompt.
+
+    Raises: what `read` raises.
+    """
+    if not isinstance(folders, (list, tuple)):
+        return [None if folders is None else _read_at(folders, "lora")] * prompts
+    if len(folders) != prompts:
+        raise ProgramError(f"{len(folders)} adapters for {prompts} prompts: give one for all, or one a prompt", "lora")
+    adapters: dict[Any, Adapter | None] = {None: None}  # by folder
+    for i, folder in enumerate(folders):
+        if not isinstance(folder, (str, os.PathLike, type(None))) or folder not in adapters:
+            adapters[folder] = _read_at(folder, f"lora[{i}]")
+    return [adapters[folder] for folder in folders]
+
+
+def _read_at(path: Any, argument: str) -> Adapter:
+    try:
+        return read(path)
+    except PatchclampError as error:
+        raise error.under(argument) from None
+
+
+def read(path: Any) -> Adapter:
+    """The adapter in a folder. Raises `MissingSource` where there is none, `ProgramError` for what is no LoRA."""
+    folder = Path(as_file(path)).expanduser().resolve()
+    if not folder.is_dir():
+        raise MissingSource(f"there is no folder {str(path)!r}; give that of an adapter which PEFT has written")
+    missing = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
+    if missing:
+        files = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
+        raise MissingSource(
+            f"{folder} has no {' and no '.join(missing)} (there is: {files}); peft_model.save_pretrained(folder) "
+            "writes what is needed"
+        )
+    try:
+        config = json.loads((folder / CONFIG).read_bytes())
+        ranks = [config["r"], *(config.get("rank_pattern") or {}).values()]
+        rank, kind = max(int(rank) for rank in ranks), config.get("peft_type", "LORA")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ProgramError(f"{folder / CONFIG} is not an adapter's: {type(error).__name__}: {error}") from None
+    if kind != "LORA":
+        raise ProgramError(f"{folder} is an adapter of type {kind}; only LORA runs beside programs")
+    marks = [(mark.st_size, mark.st_mtime_ns) for mark in ((folder / name).stat() for name in (CONFIG, WEIGHTS))]
+    return Adapter(
+        str(folder), f"{folder.name}-{hashlib.sha256(repr((folder, marks)).encode()).hexdigest()[:16]}", rank
+    )
+
+
+NUMERICS = ("uniform", "stock")
+
+
+def check(numerics: object) -> None:
+    """Raises `UnknownName` for what is none of the two."""
+    if numerics not in NUMERICS:
+        raise unknown("numerics", str(numerics), NUMERICS, "numerics")
+
+
+def only_uniform(numerics: str, engine: str) -> None:
+    """Raises `EngineError` if an engine that runs the same code in every step is asked for anything else."""
+    check(numerics)
+    if numerics != "uniform":
+        raise EngineError(
+            f"{numerics!r} was asked for, and the {engine} engine runs the same code in every step: leave numerics out",
+            "numerics",
+        )
+
+
+YOUNG = 200  # collections of younger objects between two of all, instead of 10: some million new objects
+
+_lock = threading.RLock()  # the collector itself may end a call that nobody holds
+_inside = 0  # calls under way
+_usual = 0  # what the threshold was before them
+
+
+@contextlib.contextmanager
+def rarely() -> Iterator[None]:
+    """While it lasts, all objects are gone through less often; young ones as always."""
+    global _inside, _usual
+    with _lock:
+        _inside += 1
+        first, second, third = gc.get_threshold()
+        if _inside == 1:
+            _usual = third
+            gc.set_threshold(first, second, max(third, YOUNG))
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            first, second, third = gc.get_threshold()
+            if not _inside and third == max(_usual, YOUNG):  # else somebody has set it meanwhile
+                gc.set_threshold(first, second, _usual)
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -401,3 +563,36 @@ def _check_number(name: str, value: object, low: float, high: float) -> None:
 
 def _is_integer(number: object) -> bool:
     return isinstance(number, int) and not isinstance(number, bool)
+
+
+ABORTED = "the run was aborted"
+
+
+class Carried(msgspec.Struct, array_like=True):
+    """What a request carries in its sampling parameters.
+
+    bound: its program, for its prompt
+    sizes: of every bank key that it reads, (rows, width)
+    """
+
+    bound: BoundProgram
+    sizes: dict[str, tuple[int, int]]
+
+
+decode = msgspec.msgpack.Decoder(Carried).decode
+
+
+def carry(request: Request, sites: SiteMap) -> bytes:
+    """The program of a request that has one, as it travels."""
+    assert request.bound is not None
+    sources = {source.key: source for source in request.sources}
+
+    def rows_of(run: str, point: int) -> int:
+        return len(sources[run].positions_of(point))
+
+    return msgspec.msgpack.encode(Carried(request.bound, bank_sizes(request.bound, request.vectors, sites, rows_of)))
+
+
+def receipt_of(carried: bytes) -> str:
+    """What answers for a program: the digest of what was carried, made by each worker of what it installed."""
+    return hashlib.blake2b(carried, digest_size=16).hexdigest()

@@ -18,9 +18,20 @@ import numpy as np
 import safetensors.numpy
 
 from patchclamp.engines import wire
-from patchclamp.engines.base import Answer, Captured, Engine, Expanded, Part, Request, Wanted, settle
-from patchclamp.engines.carried import ABORTED, carry, receipt_of
-from patchclamp.engines.chat import Turn
+from patchclamp.engines.base import (
+    ABORTED,
+    Answer,
+    Captured,
+    Engine,
+    Expanded,
+    Part,
+    Request,
+    Wanted,
+    carry,
+    receipt_of,
+    settle,
+)
+from patchclamp.engines.tokenizer import Turn
 from patchclamp.errors import (
     TREE,
     EngineError,

@@ -62,7 +62,7 @@ def resolve(model: str, options: Mapping[str, Any]) -> str:
     if model != "smollm2":
         check_checkpoint(model, options)
         return model
-    from patchclamp.engines.smollm2 import prepare
+    from patchclamp.engines.preflight import prepare
 
     return str(prepare())
 

@@ -61,7 +61,7 @@ class Info(msgspec.Struct):
 
 
 class WireRequest(msgspec.Struct):
-    """A request. carried: its program (`engines.carried`); vectors: the bank keys of what it reads of `Batch.vectors`;
+    """A request. carried: its program (`engines.base`); vectors: the bank keys of what it reads of `Batch.vectors`;
     listens: whether parts are wanted as they are made."""
 
     run: str

@@ -36,7 +36,7 @@ import numpy as np
 
 from patchclamp import __version__
 from patchclamp.engines.base import Engine
-from patchclamp.engines.smollm2 import cache_folder
+from patchclamp.engines.preflight import cache_folder
 from patchclamp.errors import EngineError, ModelError
 from patchclamp.language import Add, At, Capture, From, Op, Replace, Site, prompt
 from patchclamp.language.site import SITES, unmoved

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.engines.base import Request
-from patchclamp.engines.chat import Chat
+from patchclamp.engines.tokenizer import Chat
 from patchclamp.engines.vllm.serve_limits import ServeLimits
 from patchclamp.errors import PatchclampError, ProgramError, RunError, unknown
 from patchclamp.language import Capture, Program, SiteOp, Use

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from patchclamp.engines.base import Answer, Request
-from patchclamp.engines.chat import prompt_of
-from patchclamp.engines.vllm.answers import drafts_of
+from patchclamp.engines.tokenizer import prompt_of
 from patchclamp.engines.vllm.compat import images
 from patchclamp.engines.vllm.compat.front import http_error
+from patchclamp.engines.vllm.requests import drafts_of
 from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.plan.bind import Binding
 from patchclamp.plan.room import captured_bytes

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.engines.base import Answer, Request
-from patchclamp.engines.chat import Chat
+from patchclamp.engines.tokenizer import Chat
 from patchclamp.engines.vllm.async_engine import AsyncEngine
 from patchclamp.language import Program, Vector
 from patchclamp.lm import LM

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
-from patchclamp.engines import collecting
+from patchclamp.engines import base
 from patchclamp.lm import LM
 from patchclamp.run import Run
 
@@ -90,7 +90,7 @@ def run_batches(
         await _run_batches(lm, calls, read, under_way, pace)
 
     # a thread, for a notebook has an event loop on this one already
-    with collecting.rarely(), ThreadPoolExecutor(1, thread_name_prefix="patchclamp batches") as thread:
+    with base.rarely(), ThreadPoolExecutor(1, thread_name_prefix="patchclamp batches") as thread:
         # the thread starts before anything is under way: an interrupt would not wait for it
         thread.submit(int).result()
         ended = thread.submit(lambda: asyncio.run(main()))

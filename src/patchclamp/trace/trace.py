@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from patchclamp.call import is_token_id
 from patchclamp.engines.base import Part
-from patchclamp.engines.chat import has_images
+from patchclamp.engines.tokenizer import has_images
 from patchclamp.errors import EngineError, PatchclampError, ProgramError, TokensError
 from patchclamp.language import Program, Site
 from patchclamp.language.site import parse_site

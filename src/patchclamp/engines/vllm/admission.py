@@ -5,6 +5,8 @@ A request whose program has no room beside those that run waits here, first come
 requests without programs pass it. What workers must do for it, `Orders`, travels with the scheduler's own output, so
 that nothing waits for a round trip. What a program came to, its receipt and its error, travels back with the request's
 outputs.
+
+What front ends of one engine core leave for each other: the last word on each key, in the order it was said.
 """
 
 from __future__ import annotations
@@ -13,27 +15,47 @@ import heapq
 import itertools
 import sys
 import time
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from patchclamp.engines.carried import ABORTED, decode
-from patchclamp.errors import (
-    CapacityError,
-    EngineError,
-    MissingSource,
-    Packed,
-    PatchclampError,
-    ProgramError,
-    pack,
-)
+from patchclamp.engines.base import ABORTED, decode
+from patchclamp.errors import CapacityError, EngineError, MissingSource, Packed, PatchclampError, ProgramError, pack
 from patchclamp.plan import APPLY, CAPTURE
 from patchclamp.plan.bound import is_loaded, is_vector, lowest_edit, source_of
 from patchclamp.plan.room import Placement, Room, resident_sizes
 from patchclamp.plan.table import record_count
 from patchclamp.sites import SiteMap
+
+MAX_WORDS = 1 << 16  # those said longest ago go first
+
+
+class LastWords:
+    """Bytes by key, each with the number of when it was said."""
+
+    def __init__(self) -> None:
+        self._said: OrderedDict[str, tuple[int, bytes]] = OrderedDict()  # ascending by number
+        self._number = 0
+
+    def say(self, key: str, word: bytes) -> None:
+        """The last word on a key."""
+        self._number += 1
+        self._said[key] = self._number, word
+        self._said.move_to_end(key)
+        if len(self._said) > MAX_WORDS:
+            self._said.popitem(last=False)
+
+    def since(self, number: int) -> tuple[int, list[bytes]]:
+        """What was said after a number, in order, and the number to ask with next."""
+        news: list[bytes] = []
+        for said, word in reversed(self._said.values()):
+            if said <= number:
+                break
+            news.append(word)
+        return self._number, news[::-1]
 
 
 class Admitted(msgspec.Struct):

@@ -15,19 +15,30 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
-from patchclamp.engines.base import Answer, Captured, Engine, Model, Request, Tokenizer, Wanted, Window, settle
-from patchclamp.engines.carried import ABORTED, carry, receipt_of
+from patchclamp.engines.base import (
+    ABORTED,
+    Answer,
+    Captured,
+    Engine,
+    Model,
+    Request,
+    Tokenizer,
+    Wanted,
+    Window,
+    carry,
+    receipt_of,
+    settle,
+)
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
-from patchclamp.engines.vllm import sampling as sampling_of_vllm
+from patchclamp.engines.vllm import requests as sampling_of_vllm
 from patchclamp.engines.vllm import shared
 from patchclamp.engines.vllm.admission import Verdict
-from patchclamp.engines.vllm.answers import PartialAnswer
 from patchclamp.engines.vllm.architecture import site_map
 from patchclamp.engines.vllm.compat import configuration, front
 from patchclamp.engines.vllm.compat.core import decoded
 from patchclamp.engines.vllm.compat.seams import version
 from patchclamp.engines.vllm.metrics import Metrics
-from patchclamp.engines.vllm.underway import Parameters
+from patchclamp.engines.vllm.requests import Parameters, PartialAnswer
 from patchclamp.engines.vllm.workers import join_captured, with_rows
 from patchclamp.errors import EngineError, as_patchclamp_error, unpack
 from patchclamp.plan import CAPTURE

@@ -14,35 +14,35 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
-from patchclamp.engines.adapters import Adapter
 from patchclamp.engines.base import (
+    ABORTED,
     MAX_SCORES,
+    Adapter,
     Answer,
     Captured,
     Engine,
     Expanded,
+    Finding,
     Model,
     Request,
     Tokenizer,
     Wanted,
+    carry,
+    receipt_of,
     settle,
 )  # fmt: skip
-from patchclamp.engines.carried import ABORTED, carry, receipt_of
-from patchclamp.engines.findings import Finding
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
-from patchclamp.engines.vllm import images, plugin, shared
-from patchclamp.engines.vllm import sampling as sampling_of_vllm
-from patchclamp.engines.vllm.adapters import Adapters
-from patchclamp.engines.vllm.answers import Decode, PartialAnswer
+from patchclamp.engines.vllm import plugin, requests, shared
+from patchclamp.engines.vllm import requests as sampling_of_vllm
 from patchclamp.engines.vllm.architecture import site_map
 from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.compat.core import Table, ask_core, decoded, is_pending, tables_of, tell_core, verdicts_of
+from patchclamp.engines.vllm.compat.front import Submitter
 from patchclamp.engines.vllm.compat.seams import require_all, version
-from patchclamp.engines.vllm.compat.submit import Submitter
 from patchclamp.engines.vllm.report import running
-from patchclamp.engines.vllm.underway import Parameters, Underway, judged
+from patchclamp.engines.vllm.requests import Decode, Parameters, PartialAnswer, Underway, judged
 from patchclamp.engines.vllm.worker import too_deep
-from patchclamp.engines.vllm.workers import Workers, join_captured
+from patchclamp.engines.vllm.workers import Adapters, Workers, join_captured
 from patchclamp.errors import EngineError, PatchclampError, RunError, describe_error, unknown
 from patchclamp.kernels.code import check_outside
 
@@ -147,7 +147,7 @@ class VllmEngine(Engine):
         sampling_of_vllm.check(sampling)
 
     def expand(self, prompt: Mapping[str, Any] | None, messages: list[Any] | None) -> Expanded:
-        return self._call(lambda: images.expand(self._engine, prompt, messages)).result()
+        return self._call(lambda: requests.expand(self._engine, prompt, messages)).result()
 
     def check_adapter(self, adapter: Adapter) -> None:
         """Raises `EngineError` or `CapacityError` for an adapter that this engine cannot run."""

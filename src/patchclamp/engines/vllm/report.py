@@ -7,7 +7,7 @@ import importlib.util
 import os
 from typing import Any
 
-from patchclamp.engines.findings import Finding
+from patchclamp.engines.base import Finding
 from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.compat.seams import SEAMS, require, version
 from patchclamp.errors import SeamMoved

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from patchclamp import __version__
-from patchclamp.engines import numerics
+from patchclamp.engines import base
 from patchclamp.engines.vllm.architecture import carried, find_sites
 from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.serve_limits import ServeLimits
@@ -37,7 +37,7 @@ def complete(vllm_config: Any) -> None:
             raise unknown("part of patchclamp's settings", part, ASKED, f"additional_config.patchclamp.{part}")
     configuration.check(vllm_config)
     asked = ours.get("numerics", "stock")
-    numerics.check(asked)
+    base.check(asked)
     try:
         limits = msgspec.convert(ours.get("limits", {}), Limits, strict=True)
         serving = msgspec.convert(ours.get("serve", {}), ServeLimits, strict=True)

@@ -1,12 +1,24 @@
-"""What the front end asks of an engine's workers, between steps: what they captured, and how they are."""
+"""What the front end asks of an engine's workers, between steps: what they captured, and how they are.
+
+The LoRA adapters of an engine: loaded between steps, and kept while a run uses them.
+
+vLLM alone would read an adapter in the step that first needs it, where a bad one ends the engine, and would drop the
+least recently used one even while a run uses it.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, TypeVar
 
-from patchclamp.engines.base import Captured
+import msgspec
+
+from patchclamp.engines.base import Adapter, Captured, Request
+from patchclamp.engines.vllm.compat import lora
 from patchclamp.engines.vllm.compat.core import notice_death
-from patchclamp.errors import unpack
+from patchclamp.errors import CapacityError, EngineError, ModelError, unpack
 
 Shard = TypeVar("Shard")  # what one worker has of some rows
 
@@ -63,3 +75,85 @@ def with_rows(shards: list[Shard], counts: list[int]) -> list[Shard]:
     """Those of some workers' shards that have rows: what was projected is with the one that has all columns. If none
     has any, the first."""
     return [shard for shard, count in zip(shards, counts, strict=True) if count] or shards[:1]
+
+
+class _Loaded(msgspec.Struct):
+    """An adapter as vLLM knows it, and the runs that use it."""
+
+    request: Any
+    runs: set[str]
+
+
+class Adapters:
+    """The adapters of one engine with `config`, vLLM's own for them (None: it runs none)."""
+
+    def __init__(self, engine: Any, workers: Workers, config: Any) -> None:
+        self._engine, self._workers, self._config = engine, workers, config
+        self._room: int = 0 if config is None else config.max_cpu_loras
+        self._loaded: dict[str, _Loaded] = {}  # by name, in the order of loading
+        self._numbers = itertools.count(1)
+
+    def check(self, adapter: Adapter) -> None:
+        """Raises `EngineError` or `CapacityError` for an adapter that this engine cannot run."""
+        if self._config is None:
+            raise EngineError(
+                "this engine runs no LoRA adapters: start it with pc.LM(..., enable_lora=True), and max_loras for how "
+                "many at once", "lora"
+            )  # fmt: skip
+        if adapter.rank > self._config.max_lora_rank:
+            raise CapacityError(
+                f"{adapter.folder} is of rank {adapter.rank} and max_lora_rank={self._config.max_lora_rank}: start the "
+                "engine with a larger one", "lora"
+            )  # fmt: skip
+
+    def admits(self, requests: Iterable[Request]) -> int:
+        """How many requests, from the first on, have room for their adapters beside those in use."""
+        used = {name for name, loaded in self._loaded.items() if loaded.runs}
+        for i, request in enumerate(requests := list(requests)):
+            if request.adapter is not None:
+                used.add(request.adapter.name)
+                if len(used) > self._room:
+                    return i
+        return len(requests)
+
+    def take(self, request: Request) -> Any:
+        """Loads a request's adapter, keeps it until `give`, and returns vLLM's request for it; None without one.
+
+        Raises `ModelError` for an adapter that vLLM does not load or that does not fit this model.
+        """
+        adapter = request.adapter
+        if adapter is None:
+            return None
+        if adapter.name not in self._loaded:
+            self._make_room()
+            self._loaded[adapter.name] = _Loaded(self._load(adapter), set())
+        loaded = self._loaded[adapter.name]
+        loaded.runs.add(request.run)
+        return loaded.request
+
+    def give(self, request: Request) -> None:
+        """A request no longer needs its adapter."""
+        loaded = None if request.adapter is None else self._loaded.get(request.adapter.name)
+        if loaded is not None:
+            loaded.runs.discard(request.run)
+
+    def _make_room(self) -> None:
+        for name in [name for name, loaded in self._loaded.items() if not loaded.runs]:
+            if len(self._loaded) < self._room:
+                return
+            self._engine.remove_lora(self._loaded.pop(name).request.lora_int_id)
+
+    def _load(self, adapter: Adapter) -> Any:
+        number = next(self._numbers)
+        lora_request = lora.request(adapter.name, number, adapter.folder)
+        try:
+            self._engine.add_lora(lora_request)
+            unfit = sorted(set(itertools.chain(*self._workers.all("unfit", number))))
+        except Exception as error:
+            with suppress(Exception):  # of one that was not loaded
+                self._engine.remove_lora(number)
+            raise ModelError(f"{adapter.folder} cannot be loaded: {type(error).__name__}: {error}", "lora") from error
+        if unfit:
+            self._engine.remove_lora(number)
+            raise ModelError(f"{adapter.folder} is not an adapter of this model: {'; '.join(unfit[:3])}", "lora")
+        return lora_request

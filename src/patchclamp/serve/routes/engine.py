@@ -17,9 +17,8 @@ from safetensors import SafetensorError
 
 from patchclamp import __version__
 from patchclamp.engines import wire
-from patchclamp.engines.base import Answer, Part
+from patchclamp.engines.base import ABORTED, Answer, Part, decode, receipt_of
 from patchclamp.engines.base import Request as EngineRequest
-from patchclamp.engines.carried import ABORTED, decode, receipt_of
 from patchclamp.errors import (
     CapacityError,
     EngineError,

@@ -17,7 +17,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.routing import APIRoute
 
-from patchclamp.engines.chat import TOLD, Chat, chat_of
+from patchclamp.engines.tokenizer import TOLD, Chat, chat_of
 from patchclamp.engines.vllm.compat.seams import require_alike
 from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.serve.bodies import QUICK_BYTES, OpenAIRoute, check_values

@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from patchclamp.engines.vllm.admission import Admission, RequestProgram, Verdict
+from patchclamp.engines.vllm.admission import Admission, LastWords, RequestProgram, Verdict
 from patchclamp.engines.vllm.compat import images
 from patchclamp.engines.vllm.compat.configuration import KEY, enabled
 from patchclamp.engines.vllm.compat.runner import carried, has_foreign
 from patchclamp.engines.vllm.compat.seams import forwards, require
-from patchclamp.engines.vllm.last_words import LastWords
 from patchclamp.errors import EngineError, PatchclampError, ProgramError, pack
 
 PROVED_AT_ONCE = 128  # generated tokens of a request, at least, after which the workers are asked about it again

@@ -1,14 +1,26 @@
-"""The model runners, the worker and the prefix cache: where steps begin, are planned and end."""
+"""The model runners, the worker and the prefix cache: where steps begin, are planned and end.
+
+Seeded requests on the CPU whose prompts are computed in chunks.
+
+vLLM draws a token for every chunk of a prompt, and takes that back by the offset of the request's generator.  A CPU's
+generator has no offset, and the error would end the engine.
+
+The tap on attention's result, in the Python of vLLM's attention op, which no compiler sees.
+
+A tap further on, in the model, would be on a view of the op's output, and Inductor would copy it there and back.
+"""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 
 from patchclamp.engines.vllm.compat.configuration import KEY, enabled
 from patchclamp.engines.vllm.compat.graphs import (
@@ -19,8 +31,60 @@ from patchclamp.engines.vllm.compat.graphs import (
     record_variants_v1,
 )
 from patchclamp.engines.vllm.compat.seams import forwards, require, require_all, require_on, version
-from patchclamp.engines.vllm.compat.seeds import rewind
 from patchclamp.errors import SeamMoved
+
+
+class _Rewound(torch.Generator):
+    """A generator that returns to its state at the beginning of the step, whatever offset is set."""
+
+    def keep(self) -> None:
+        self._at_step = self.get_state()
+
+    def get_offset(self) -> int:
+        return 0
+
+    def set_offset(self, offset: int) -> None:
+        self.set_state(self._at_step)
+
+
+def rewind(runner: Any) -> None:
+    """Has a V1 runner on a CPU give such requests generators that can be rewound; they draw the same numbers."""
+    prepare = runner._prepare_inputs
+
+    @forwards(prepare)
+    def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
+        batch = runner.input_batch
+        for row, generator in batch.generators.items():
+            if not isinstance(generator, _Rewound):
+                rewound = _Rewound()
+                rewound.set_state(generator.get_state())
+                batch.generators[row] = runner.requests[batch.req_ids[row]].generator = rewound
+            batch.generators[row].keep()
+        return prepare(*args, **kwargs)
+
+    runner._prepare_inputs = prepare_inputs
+
+
+def after(layer: Any, tap: Callable[[torch.Tensor], None]) -> None:
+    """Gives every result of an attention layer, [T, H, E] or [T, H · E], to a tap that may change it in place.
+
+    Raises `SeamMoved` where the layer's implementation takes no output to write to.
+    """
+    require_on("attention layer", layer)
+    require_on("attention implementation", layer.impl)
+    inner = layer.impl.forward
+    signature = inspect.signature(inner)
+    if "output" not in signature.parameters:
+        raise SeamMoved(f"vLLM {version()} does not give {type(layer).__name__} an output to write to")
+
+    @forwards(inner)
+    def forward(*args: Any, **named: Any) -> Any:
+        result = inner(*args, **named)
+        tap(named["output"] if "output" in named else signature.bind(*args, **named).arguments["output"])
+        return result
+
+    layer.impl.forward = forward
+
 
 STEPS_UNDER_WAY = 2  # at most, of one worker, where steps are scheduled ahead
 
