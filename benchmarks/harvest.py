@@ -88,7 +88,7 @@ class Ours:
 
     def _fetched(self, documents: list[list[int]], sites: list[Any]) -> float:
         import patchclamp as pc
-        from patchclamp.studies.batches import run_batches
+        from patchclamp.studies.study import run_batches
 
         captures = [pc.Capture(site, dtype="bfloat16") for site in sites]
         calls = [{"prompt": documents[i : i + 32], "max_tokens": 1, "capture": captures}

@@ -237,7 +237,7 @@ def test_path_patching_over_several_pairs(lm, plain):
     assert np.allclose(paths.values, paths.each.mean(0))
     assert paths.corrupt == pytest.approx(bases.mean())
     assert len({len(pair.clean_tokens) for pair in paths.pairs}) == 3
-    from patchclamp.studies.spread import spread
+    from patchclamp.studies.metric import spread
 
     of = spread(paths.each.reshape(3, -1), bases, 4)
     for name, values in of._asdict().items():

@@ -30,14 +30,10 @@ from patchclamp.studies import (
     steering_vectors,
     strength_curve,
 )
-from patchclamp.studies.cells import BASELINES, Cells, Round, Trial, planned
-from patchclamp.studies.grid import carrying
-from patchclamp.studies.journal import Journal, MemoryJournal, _frames, hash_of
-from patchclamp.studies.metric import grade
-from patchclamp.studies.rows import Row
-from patchclamp.studies.spread import FLIPS, spread
-from patchclamp.studies.sweep_result import PatchSweep
-from patchclamp.studies.zoom import Zoom, zoom_in
+from patchclamp.studies.grid import BASELINES, Cells, Round, Trial, Zoom, carrying, planned, zoom_in
+from patchclamp.studies.metric import FLIPS, grade, spread
+from patchclamp.studies.study import Journal, MemoryJournal, _frames, hash_of
+from patchclamp.studies.sweep_result import PatchSweep, Row
 
 CLEAN, CORRUPT = "The Eiffel is in the", "The Colosseum is in the"
 ASKED = dict(clean=CLEAN, corrupt=CORRUPT, answer=7, foil=9, show_progress=False)
@@ -476,7 +472,7 @@ class TestSpread:
     def test_cells_are_the_same_however_they_are_cut(self, monkeypatch):
         values = np.random.default_rng(5).normal(0.2, 1, (15, 50))
         whole = spread(values, np.zeros(15), 0)
-        monkeypatch.setattr("patchclamp.studies.spread._AT_ONCE", 4096)
+        monkeypatch.setattr("patchclamp.studies.metric._AT_ONCE", 4096)
         parts = spread(values, np.zeros(15), 0)
         assert all(np.allclose(a, b) for a, b in zip(whole, parts, strict=True))
 

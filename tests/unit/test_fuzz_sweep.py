@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import patchclamp as pc
-from patchclamp.studies import FuzzSweep, divergence, fuzz_sweep
+from patchclamp.studies import FuzzSweep, fuzz_sweep, metric
 from patchclamp.studies.fuzz.curves import wilson
 from patchclamp.studies.fuzz.prompts import PROMPTS, QUICK_PROMPTS, QUICK_STRENGTHS, REFUSAL, STRENGTHS
 from patchclamp.studies.fuzz.sweep import prefix_share
@@ -43,7 +43,7 @@ def test_a_cell_is_the_run_with_the_short_form_of_fuzzing(lm, sweep):
         answer = sweep.answers[p][l][s]
         assert (answer.text, list(answer.token_ids)) == (fuzzed.text, fuzzed.token_ids)
         assert sweep.unfuzzed[p][0].text == plain.text
-        kl, js = divergences(*(divergence.log_softmax(np.asarray(run["logits"])[0]) for run in (plain, fuzzed)))
+        kl, js = divergences(*(metric.log_softmax(np.asarray(run["logits"])[0]) for run in (plain, fuzzed)))
         assert np.allclose((sweep.kl[p, l, s], sweep.js[p, l, s]), (kl, js), atol=1e-12)
         assert sweep.exact[p, l, s] == (fuzzed.token_ids == plain.token_ids)
         assert sweep.refused[p, l, s] == ("cat" in fuzzed.text)
@@ -191,20 +191,20 @@ def test_the_share_before_answers_differ(a: list[int], b: list[int]):
 def test_divergences_equal_their_sums_and_stay_in_bounds():
     draw = np.random.default_rng(1)
     for spread in (0.1, 1.0, 8.0):
-        p, q = (divergence.log_softmax(spread * draw.normal(size=50)) for _ in range(2))
+        p, q = (metric.log_softmax(spread * draw.normal(size=50)) for _ in range(2))
         kl, js = divergences(p, q)
-        assert divergence.kl(p, q) == pytest.approx(kl, rel=1e-9)
-        assert divergence.js(p, q) == divergence.js(q, p) == pytest.approx(js, rel=1e-9)
+        assert metric.kl(p, q) == pytest.approx(kl, rel=1e-9)
+        assert metric.js(p, q) == metric.js(q, p) == pytest.approx(js, rel=1e-9)
         assert 0 < js < np.log(2)
-        assert divergence.kl(p, q) != pytest.approx(divergence.kl(q, p), rel=1e-4)
-        lumped = [divergence.with_rest(one[:7]) for one in (p, q)]
+        assert metric.kl(p, q) != pytest.approx(metric.kl(q, p), rel=1e-4)
+        lumped = [metric.with_rest(one[:7]) for one in (p, q)]
         assert np.exp(lumped[0]).sum() == pytest.approx(1)
-        assert 0 < divergence.kl(*lumped) <= kl
-        assert divergence.js(*lumped) <= js
+        assert 0 < metric.kl(*lumped) <= kl
+        assert metric.js(*lumped) <= js
     apart = np.array([0.0, -np.inf]), np.array([-np.inf, 0.0])
-    assert divergence.js(*apart) == pytest.approx(np.log(2))
-    assert divergence.kl(*apart) == np.inf
-    assert divergence.kl(p, p) == divergence.js(p, p) == 0
+    assert metric.js(*apart) == pytest.approx(np.log(2))
+    assert metric.kl(*apart) == np.inf
+    assert metric.kl(p, p) == metric.js(p, p) == 0
 
 
 def test_wilsons_interval_as_published():

@@ -289,7 +289,7 @@ class TestSweeps:
         assert kept.journal("a", "x") is not first
 
     def test_two_sweeps_do_not_write_one_journal(self):
-        from patchclamp.studies.journal import MemoryJournal
+        from patchclamp.studies.study import MemoryJournal
 
         journal = MemoryJournal()
         journal.opened("made")

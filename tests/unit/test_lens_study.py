@@ -19,13 +19,11 @@ from patchclamp.studies import (
     logit_lens,
     patchscope,
 )
-from patchclamp.studies.attribution_result import Row
-from patchclamp.studies.norm import Norm
-from patchclamp.studies.proposal import _correlation, _ranks
-from patchclamp.studies.readout import Unembedding
-from patchclamp.studies.result import provenance
+from patchclamp.studies.attribution_patching import Row
+from patchclamp.studies.between import _correlation, _ranks
+from patchclamp.studies.checkpoint import Norm, Unembedding, Writer
+from patchclamp.studies.study import provenance
 from patchclamp.studies.sweep_result import Column
-from patchclamp.studies.writing import Writer
 
 PROMPT = "The Eiffel Tower is in the"
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import patchclamp as pc
 from patchclamp.cli.app import app
-from patchclamp.studies.parity_result import Bounds, Parity, SiteParity
+from patchclamp.studies.parity import Bounds, Parity, SiteParity
 
 study = importlib.import_module("patchclamp.studies.parity")
 FAKE = ("fake", "fake")

@@ -30,10 +30,9 @@ from patchclamp.plots import check_targets, heatmap_html, heatmap_png, passage, 
 from patchclamp.plots.heatmap_html import heatmap_page
 from patchclamp.plots.heatmap_png import heatmap_figure
 from patchclamp.plots.palette import DIVERGING
-from patchclamp.studies.result import Provenance
-from patchclamp.studies.rows import Row
+from patchclamp.studies.study import Provenance
 from patchclamp.studies.sweep_heatmap import formula, model_name
-from patchclamp.studies.sweep_result import AblationSweep, Block, Column, Pair, PatchSweep
+from patchclamp.studies.sweep_result import AblationSweep, Block, Column, Pair, PatchSweep, Row
 
 CLEAN = ("The", " Louvre", " is", " in", " the", " city")
 CORRUPT = ("The", " Colosseum", " is", " in", " the", " city")

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import patchclamp as pc
-from patchclamp.studies.result import StudyResult, provenance
+from patchclamp.studies.study import StudyResult, provenance
 
 
 class Part(msgspec.Struct, frozen=True, eq=False):

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from patchclamp.plots import TokenGrid, words
 from patchclamp.studies import AttributionPatching, DirectAttribution, EdgeAttribution, LogitLens, Patchscope
-from patchclamp.studies.edge_result import Edge
+from patchclamp.studies.edge_attribution import Edge
 
 WORDY = frozenset({  # columns of text; the others are of numbers
     "likeliest tokens", "goes on with", "token", "best cells", "best edges", "read by", "layers", "heads", "neurons",

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from patchclamp.studies.parity_result import Parity
+from patchclamp.studies.parity import Parity
 
 
 def show_table(console: Console, parity: Parity) -> None:

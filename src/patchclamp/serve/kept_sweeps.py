@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from patchclamp.engines.vllm.serve_limits import ServeLimits
 from patchclamp.serve.kept import check_name
-from patchclamp.studies.journal import MemoryJournal
+from patchclamp.studies.study import MemoryJournal
 
 ENDS_WITHIN_S = 10.0  # a sweep whose client went away and asks again
 

@@ -1,22 +1,16 @@
 """ASK: questions made of many runs. One function to one frozen result; they know an `LM`, never vLLM."""
 
 from patchclamp.studies.ablation_sweep import ablation_sweep
-from patchclamp.studies.attribution_patching import attribution_patching
-from patchclamp.studies.attribution_result import AttributionPatching
+from patchclamp.studies.attribution_patching import AttributionPatching, attribution_patching
 from patchclamp.studies.causal_trace import causal_trace
-from patchclamp.studies.direct_attribution import direct_attribution
-from patchclamp.studies.direct_attribution_result import DirectAttribution
-from patchclamp.studies.edge_attribution import edge_attribution
-from patchclamp.studies.edge_result import EdgeAttribution
+from patchclamp.studies.direct_attribution import DirectAttribution, direct_attribution
+from patchclamp.studies.edge_attribution import EdgeAttribution, edge_attribution
 from patchclamp.studies.fuzz import FuzzAnswer, FuzzSweep, fuzz_sweep
 from patchclamp.studies.harvest import Filters, Harvest, Harvested, Project, harvest
-from patchclamp.studies.logit_lens import logit_lens
-from patchclamp.studies.logit_lens_result import LogitLens
-from patchclamp.studies.parity import parity
-from patchclamp.studies.parity_result import Parity
+from patchclamp.studies.logit_lens import LogitLens, logit_lens
+from patchclamp.studies.parity import Parity, parity
 from patchclamp.studies.patch_sweep import patch_sweep
-from patchclamp.studies.patchscope import patchscope
-from patchclamp.studies.patchscope_result import Patchscope
+from patchclamp.studies.patchscope import Patchscope, patchscope
 from patchclamp.studies.path_patch import path_patch
 from patchclamp.studies.recipes import Recipes, compare_recipes
 from patchclamp.studies.sources import Banked, MeanOf, Resampled, Zeros

@@ -20,28 +20,38 @@ import numpy as np
 
 from patchclamp.errors import ProgramError, UnsupportedSite
 from patchclamp.lm import LM
-from patchclamp.studies.cells import Trial, planned
-from patchclamp.studies.checks import checked
-from patchclamp.studies.columns import Column, Words, columns_of, listed, same_columns, words_of
 from patchclamp.studies.grid import (
     Finished,
     Listener,
     Place,
+    Trial,
     Unit,
     carrying,
     check_seed,
     fill,
+    graded_of,
+    one_each,
+    planned,
     reruns_for,
     teller,
     with_values,
 )
-from patchclamp.studies.journal import json_of
+from patchclamp.studies.inputs import checked
 from patchclamp.studies.metric import Graded, text_of
-from patchclamp.studies.pairs import graded_of, one_each
-from patchclamp.studies.result import provenance
-from patchclamp.studies.rows import Row, rows_of
 from patchclamp.studies.sources import Mixing, Resampled, Writer, as_source, in_words, opened, question_of
-from patchclamp.studies.sweep_result import AblationSweep, Pair
+from patchclamp.studies.study import json_of, provenance
+from patchclamp.studies.sweep_result import (
+    AblationSweep,
+    Column,
+    Pair,
+    Row,
+    Words,
+    columns_of,
+    listed,
+    rows_of,
+    same_columns,
+    words_of,
+)
 
 ALL = "all tokens"
 

@@ -24,28 +24,39 @@ from patchclamp.language import Noise, Op, Site
 from patchclamp.language.tokens import TextSpan, every, parse_tokens
 from patchclamp.language.values import as_items
 from patchclamp.lm import LM
-from patchclamp.studies.cells import Trial, planned
-from patchclamp.studies.checks import check_whole, checked
-from patchclamp.studies.columns import Column, Words, chosen_positions, columns_of, listed, same_columns, words_of
 from patchclamp.studies.grid import (
     Filled,
     Finished,
     Listener,
     Place,
+    Trial,
     Unit,
     carrying,
     fill,
+    graded_of,
+    one_each,
+    planned,
     reruns_for,
     teller,
     with_values,
 )
-from patchclamp.studies.journal import json_of
+from patchclamp.studies.inputs import check_whole, checked
 from patchclamp.studies.metric import Graded, text_of
-from patchclamp.studies.pairs import graded_of, one_each
-from patchclamp.studies.result import provenance
-from patchclamp.studies.rows import Row, rows_of
 from patchclamp.studies.sources import FromRun, Mixing, captured_runs
-from patchclamp.studies.sweep_result import CausalTrace, Pair
+from patchclamp.studies.study import json_of, provenance
+from patchclamp.studies.sweep_result import (
+    CausalTrace,
+    Column,
+    Pair,
+    Row,
+    Words,
+    chosen_positions,
+    columns_of,
+    listed,
+    rows_of,
+    same_columns,
+    words_of,
+)
 
 MAX_SEEDS = 10_000
 TIMES = 3.0  # standard deviations of the subjects' embeddings

@@ -5,15 +5,39 @@ An engine may run elsewhere, and its weights may be cut or packed, so they are r
 computed with them is proved against the live model before it is used (`readout.py`, `writing.py`).
 
 V vocabulary · D model width
+
+A model's norms, read from its checkpoint: as they are, and frozen at one row's scale, where they are linear.
+
+N rows · D model width
+
+Readouts: what a model's final norm and unembedding make of any row of the stream, in one of two ways.
+
+From the checkpoint: the norm and the matrix are read from the model's files, and are taken only if they give the live
+model's own logits from its own last stream.  From the engine: the row is put in the place of the last stream, and the
+engine makes the logits; this is exact for every model, needs no files, and costs a request a row.
+
+N rows · D model width · V vocabulary · K rows of a matrix
+
+How heads and neurons write into the stream: the matrix behind them, read from the checkpoint and proved on what the
+live model wrote.
+
+N rows · D model width · W width of what is read: all heads' results, or all neurons
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from patchclamp.errors import ModelError
+import msgspec
+import numpy as np
+
+from patchclamp.errors import ModelError, unknown
+from patchclamp.language import Replace, Site, Vector, prompt
+from patchclamp.lm import LM
 
 if TYPE_CHECKING:
     import torch
@@ -135,3 +159,303 @@ def _config(folder: Path) -> Any:
     except Exception as error:
         raise ModelError(f"the config in {folder} cannot be read here: {type(error).__name__}: {error}") from None
     return config.get_text_config()
+
+
+class Norm(msgspec.Struct, frozen=True, eq=False):
+    """x ↦ (x − mean) / √(variance + ε) · weight + bias, where `centres`; without the mean otherwise (RMS norm).
+
+    Source: Ba et al. 2016 (arXiv:1607.06450), equation 4; Zhang and Sennrich 2019 (arXiv:1910.07467), equation 4.
+    """
+
+    centres: bool
+    epsilon: float
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+
+    def __call__(self, rows_ND: torch.Tensor) -> torch.Tensor:
+        normed_ND = self.frozen(rows_ND, rows_ND)
+        return normed_ND if self.bias is None else normed_ND + self.bias
+
+    def frozen(self, parts_ND: torch.Tensor, rows_ND: torch.Tensor) -> torch.Tensor:
+        """What the norm, without its bias, makes of parts that add up to rows: each is divided by its row's scale.
+        This is linear in the parts."""
+        if self.centres:
+            parts_ND = parts_ND - parts_ND.mean(-1, keepdim=True)
+            rows_ND = rows_ND - rows_ND.mean(-1, keepdim=True)
+        scale_N1 = (rows_ND.square().mean(-1, keepdim=True) + self.epsilon).sqrt()
+        return parts_ND / scale_N1 * self.weight
+
+    def pulled(self, directions_ND: torch.Tensor, rows_ND: torch.Tensor) -> torch.Tensor:
+        """The directions g for which ⟨g, part⟩ is ⟨direction, `frozen` part⟩, whatever the part."""
+        directions_ND = directions_ND * self.weight
+        if self.centres:
+            directions_ND = directions_ND - directions_ND.mean(-1, keepdim=True)
+            rows_ND = rows_ND - rows_ND.mean(-1, keepdim=True)
+        return directions_ND / (rows_ND.square().mean(-1, keepdim=True) + self.epsilon).sqrt()
+
+
+def possible_norms(checkpoint: Checkpoint, module: str) -> list[Norm]:
+    """What the norm that a checkpoint calls `module` may be: with or without the mean, and its weight as stored or
+    around 1, as Gemma stores it. Which one it is, its rows on the live model show. None without a weight [D]."""
+    import torch
+
+    weight, bias = checkpoint.tensor(f"{module}.weight"), checkpoint.tensor(f"{module}.bias")
+    if weight is None:
+        weight = torch.ones(checkpoint.config.hidden_size)
+    if weight.dim() != 1:
+        return []
+    return [
+        Norm(centres, epsilon, stored, bias)
+        for centres, epsilon, stored in itertools.product((False, True), checkpoint.epsilons, (weight, 1 + weight))
+    ]
+
+
+def relative_gap(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """How far two tensors are apart, as a share of the second one's spread around its mean; 1 if it has none."""
+    spread = float((theirs - theirs.mean()).norm())
+    gap = float((ours - theirs).norm())
+    return gap / spread if spread > 0 and gap == gap else float(gap > 0)
+
+
+def tolerance(dtype: str) -> float:
+    """How far apart what we compute in fp32 and what a model computes in its dtype may be, as a `relative_gap`."""
+    return {"float32": 1e-3, "float16": 2e-2}.get(dtype, 5e-2)
+
+
+def proved_norm(
+    checkpoint: Checkpoint, modules: list[str], before_ND: torch.Tensor, after_ND: torch.Tensor, dtype: str
+) -> Norm:
+    """The norm of a checkpoint, one of some modules, that makes rows of the live model of the rows before it.
+
+    Raises: `ModelError` if none does.
+    """
+    stored = [module for module in modules if checkpoint.tensor(f"{module}.weight") is not None] or modules[:1]
+    norms = [norm for module in stored for norm in possible_norms(checkpoint, module)]
+    gaps = [relative_gap(norm(before_ND), after_ND) for norm in norms]
+    if not gaps or not min(gaps) <= tolerance(dtype):
+        raise ModelError(
+            f"what {', '.join(stored)} in {checkpoint.folder} makes of this model's stream is not what the model has "
+            f"behind it: it is {min(gaps, default=1.0):.2g} off. Are these another model's files?"
+        )
+    return norms[gaps.index(min(gaps))]
+
+
+Way = Literal["checkpoint", "engine"]
+WAYS: tuple[Way, ...] = ("checkpoint", "engine")
+LAST, FINAL_NORM, LOGITS = Site("resid_post", -1), Site("final_norm"), Site("logits")
+PROOF_TOKENS = 8  # of the prompt that proves a readout, at most
+MAX_FLOATS = 1 << 25  # of logits at a time
+
+
+class Readout(Protocol):
+    """way: where its numbers come from · about: that in words, for results"""
+
+    way: Way
+    about: str
+
+    def logits(self, rows_ND: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The logits [n, V] of rows of the stream, a few rows at a time, in order."""
+        ...
+
+    def normed(self, rows_ND: torch.Tensor) -> torch.Tensor:
+        """What the final norm makes of rows of the stream, [N, D]."""
+        ...
+
+
+class Unembedding(msgspec.Struct, frozen=True, eq=False):
+    """The last of a model: norm, matrix and bias, then the logits' scale and cap.
+
+    Source of the cap: Gemma 2 (arXiv:2408.00118), section 2: cap · tanh(logits / cap).
+    """
+
+    norm: Norm
+    matrix_VD: torch.Tensor
+    bias_V: torch.Tensor | None
+    scale: float
+    cap: float | None
+
+    def __call__(self, rows_ND: torch.Tensor) -> torch.Tensor:
+        logits_NV = self.norm(rows_ND) @ self.matrix_VD.T
+        logits_NV = (logits_NV if self.bias_V is None else logits_NV + self.bias_V) * self.scale
+        return logits_NV if self.cap is None else self.cap * (logits_NV / self.cap).tanh()
+
+    def uncapped(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits as they were before the cap."""
+        return logits if self.cap is None else self.cap * (logits / self.cap).atanh()
+
+
+def proved_unembedding(lm: LM, checkpoint: Checkpoint, ids: list[int]) -> Unembedding:
+    """The unembedding of a checkpoint that gives the live model's logits for a prompt.
+
+    Raises: `ModelError` if none does: the files are another model's, or its last step is not of this form.
+    """
+    import torch
+
+    run = lm.run(ids[-PROOF_TOKENS:], max_tokens=1, capture=[LAST @ prompt[-1], LOGITS])
+    row_1D, theirs_1V = (torch.as_tensor(run[site]).float() for site in (LAST, LOGITS))
+    run.close()
+    matrix_VD, bias_V = checkpoint.unembedding()
+    size = theirs_1V.shape[1]
+    if matrix_VD.shape[0] < size or matrix_VD.shape[1] != row_1D.shape[1]:
+        raise ModelError(
+            f"{checkpoint.folder} has an unembedding {list(matrix_VD.shape)}, and this model's is "
+            f"[{size}, {row_1D.shape[1]}]: are these another model's files? readout='engine' needs none"
+        )
+    matrix_VD, bias_V = matrix_VD[:size], None if bias_V is None else bias_V[:size]
+    scale = (checkpoint.number("logit_scale", "lm_head_multiplier") or 1.0) / (checkpoint.number("logits_scaling") or 1)
+    candidates = [
+        Unembedding(norm, matrix_VD, bias_V, scale, checkpoint.number("final_logit_softcapping"))
+        for norm in possible_norms(checkpoint, _final_norm(lm))
+    ]
+    gaps = [relative_gap(candidate(row_1D), theirs_1V) for candidate in candidates]
+    best = int(np.argmin(gaps))
+    if not gaps[best] <= tolerance(lm.model.dtype):
+        raise ModelError(
+            f"what the checkpoint in {checkpoint.folder} makes of this model's last stream is {gaps[best]:.2g} off the "
+            f"model's own logits (at most {tolerance(lm.model.dtype):g} of their spread is allowed): its last step is "
+            "not a norm and a matrix that we know, or these are another model's files; readout='engine' needs none"
+        )
+    return candidates[best]
+
+
+def _final_norm(lm: LM) -> str:
+    return lm.sites.family.points["final_norm"].transformers.module
+
+
+class FromCheckpoint:
+    """A readout that was read from the model's files and proved on the live model, in fp32."""
+
+    way: Way = "checkpoint"
+
+    def __init__(self, lm: LM, checkpoint: Checkpoint, ids: list[int]) -> None:
+        self.unembedding = proved_unembedding(lm, checkpoint, ids)
+        self.about = "norm and unembedding of the checkpoint, proved on the live model"
+
+    def logits(self, rows_ND: torch.Tensor) -> Iterator[torch.Tensor]:
+        count = max(MAX_FLOATS // len(self.unembedding.matrix_VD), 1)
+        for rows in rows_ND.split(count):
+            yield self.unembedding(rows)
+
+    def normed(self, rows_ND: torch.Tensor) -> torch.Tensor:
+        return self.unembedding.norm(rows_ND)
+
+
+class FromEngine:
+    """A readout that the engine makes: each row is a run of one token, whose last stream the row replaces."""
+
+    way: Way = "engine"
+
+    def __init__(self, lm: LM, token: int, why: str) -> None:
+        self._lm, self._token = lm, token
+        self.about = f"each row was put in the place of the last stream, and the engine made its logits{why}"
+
+    def logits(self, rows_ND: torch.Tensor) -> Iterator[torch.Tensor]:
+        return self._read(rows_ND, LOGITS, max(MAX_FLOATS // self._lm.model.d_vocab, 1))
+
+    def normed(self, rows_ND: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        return torch.cat(list(self._read(rows_ND, FINAL_NORM, 256)))
+
+    def _read(self, rows_ND: torch.Tensor, site: Site, count: int) -> Iterator[torch.Tensor]:
+        """What is at a site when each row is the last stream, so many runs at a time."""
+        import torch
+
+        for rows in rows_ND.split(min(count, 256)):
+            runs = self._lm.run(
+                [[self._token]] * len(rows), max_tokens=1, capture=[site],
+                edits=[[Replace(Vector.of(row.numpy()), at=LAST)] for row in rows],
+            )  # fmt: skip
+            read = self._lm.fetch(runs, site)
+            yield torch.cat([torch.as_tensor(of_run[site.name]).float() for of_run in read])
+            for run in runs:
+                run.close()
+
+
+def readout_of(lm: LM, way: str | None, weights: Any, ids: list[int]) -> FromCheckpoint | FromEngine:
+    """The readout that is asked for; None is the checkpoint where its files are at hand, else the engine. `weights`: a
+    folder or hub id with the model's files, if they are not under its own name.
+
+    Raises: `UnknownName` for another way, `ModelError` for files that are not there or not this model's.
+    """
+    if way not in (*WAYS, None):
+        raise unknown("readout", str(way), WAYS, "readout")
+    if way == "engine":
+        return FromEngine(lm, ids[-1], "")
+    try:
+        checkpoint = Checkpoint(str(weights or lm.model.name))
+    except ModelError as error:
+        if way == "checkpoint" or weights is not None:
+            raise
+        return FromEngine(lm, ids[-1], f", for {error}")
+    return FromCheckpoint(lm, checkpoint, ids)
+
+
+Word = Literal["z", "neurons"]
+WRITES: dict[Word, str] = {"z": "attn_out", "neurons": "mlp_out"}
+
+
+class Writer(msgspec.Struct, frozen=True, eq=False):
+    """rows [N, W] ↦ (rows · matrix + bias) · factor [N, D], and then through a norm where the model has one there."""
+
+    matrix_WD: torch.Tensor
+    bias_D: torch.Tensor | None
+    factor: float
+    norm: Norm | None
+
+    def __call__(self, rows_NW: torch.Tensor) -> torch.Tensor:
+        written_ND = self._before_norm(rows_NW) * self.factor
+        return written_ND if self.norm is None else self.norm(written_ND)
+
+    def _before_norm(self, rows_NW: torch.Tensor) -> torch.Tensor:
+        written_ND = rows_NW @ self.matrix_WD
+        return written_ND if self.bias_D is None else written_ND + self.bias_D
+
+    def shares(self, rows_NW: torch.Tensor, directions_ND: torch.Tensor) -> torch.Tensor:
+        """What each number of the rows adds to ⟨direction, written row⟩, [N, W], the norm frozen at its scale."""
+        return rows_NW * (self._pulled(rows_NW, directions_ND) @ self.matrix_WD.T) * self.factor
+
+    def rest(self, rows_NW: torch.Tensor, directions_ND: torch.Tensor) -> torch.Tensor:
+        """What biases add to it, [N]."""
+        rest_N = 0.0 * directions_ND[:, 0]
+        if self.norm is not None and self.norm.bias is not None:
+            rest_N = rest_N + directions_ND @ self.norm.bias
+        if self.bias_D is not None:
+            rest_N = rest_N + self._pulled(rows_NW, directions_ND) @ self.bias_D * self.factor
+        return rest_N
+
+    def _pulled(self, rows_NW: torch.Tensor, directions_ND: torch.Tensor) -> torch.Tensor:
+        """The directions before the norm."""
+        if self.norm is None:
+            return directions_ND
+        return self.norm.pulled(directions_ND, self._before_norm(rows_NW) * self.factor)
+
+
+def proved_writer(
+    lm: LM, checkpoint: Checkpoint, word: Word, layer: int, rows_NW: torch.Tensor,
+    written_ND: torch.Tensor,
+) -> Writer:  # fmt: skip
+    """The writer of a layer that makes what the live model wrote of what it had at a site.
+
+    Raises: `ModelError` if none does: the files are another model's, or the layer is not of this form.
+    """
+    points = lm.sites.family.points
+    module = points[word].transformers.module.format(l=layer)
+    after = points[WRITES[word]].transformers
+    weight, bias_D = checkpoint.matrix(module), checkpoint.tensor(f"{module}.bias")
+    shape = (rows_NW.shape[1], written_ND.shape[1])
+    matrices = [matrix for matrix in (weight.T, weight) if matrix.shape == shape]  # as Linear has it, and as GPT-2's
+    end = after.module.format(l=layer)
+    norms: list[Norm | None] = [None]
+    if checkpoint.tensor(f"{end}.weight") is not None:
+        norms += possible_norms(checkpoint, end)
+    factor = lm.sites.sizes.factor(after.scale)
+    candidates = [Writer(matrix, bias_D, factor, norm) for matrix, norm in itertools.product(matrices, norms)]
+    gaps = [relative_gap(candidate(rows_NW), written_ND) for candidate in candidates]
+    if not gaps or not min(gaps) <= tolerance(lm.model.dtype):
+        told = f"{min(gaps):.2g} off" if gaps else f"{list(weight.shape)}, and [{shape[1]}, {shape[0]}] is needed"
+        raise ModelError(
+            f"what {module}.weight in {checkpoint.folder} makes of {word}[{layer}] is not this model's "
+            f"{WRITES[word]}[{layer}]: it is {told}. Are these another model's files?"
+        )
+    return candidates[int(np.argmin(gaps))]

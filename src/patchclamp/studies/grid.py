@@ -2,10 +2,26 @@
 
 Every sweep gives its unpatched runs (`Unit`) and the places that are patched in them (`Place`). What is written there
 is the units' writers' business (`sources`), how it is run that of `cells`.
+
+Pairs of prompts as a sweep reads them: what is graded, which position of one is which of the other, the columns.
+
+The cells of a study: many graded runs, submitted in batches, with reruns of the unpatched prompt among them.
+
+Every study that fills a grid goes through here: it says what to run (`Trial`), and gets numbers. Here are the batches
+of which two are under way, the reruns that measure the noise floor, the progress bar, and the journal from which an
+interrupted study goes on.
+
+From coarse to fine: blocks of layers and positions are patched at once, and the best are cut into smaller ones.
+
+A block's value is not the sum of its cells': what is patched in one layer is overwritten by the next one's patch, and
+opposite effects cancel out.  So a zoom finds strong cells with a tenth of the runs, and proves of no other cell that
+it is weak.
 """
 
 from __future__ import annotations
 
+import collections
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -14,19 +30,302 @@ import msgspec
 import numpy as np
 
 from patchclamp.call import is_token_id
-from patchclamp.errors import ProgramError
+from patchclamp.errors import PatchclampError, ProgramError, TokensError
 from patchclamp.language import Op
 from patchclamp.lm import LM
-from patchclamp.studies.cells import BASELINES, Cells, Round, Trial
-from patchclamp.studies.columns import Column
-from patchclamp.studies.journal import Resumable
-from patchclamp.studies.metric import Graded
-from patchclamp.studies.progress import progress
-from patchclamp.studies.resuming import keeping
-from patchclamp.studies.rows import Row
+from patchclamp.run import Run
+from patchclamp.studies.inputs import Alignment, align, check_batch
+from patchclamp.studies.metric import Graded, answer_tokens, grade, spread, text_of
 from patchclamp.studies.sources import Writer
-from patchclamp.studies.spread import spread
-from patchclamp.studies.sweep_result import Cell, Side
+from patchclamp.studies.study import UNDER_WAY, Journal, Pace, Resumable, keeping, progress, run_batches
+from patchclamp.studies.sweep_result import (
+    Block,
+    Cell,
+    Column,
+    Pair,
+    Row,
+    Side,
+    Words,
+    columns_of,
+    listed,
+    panels_of,
+    words_of,
+)
+
+
+class Asked(NamedTuple):
+    """A pair that is asked about."""
+
+    clean: Words
+    corrupt: Words
+    graded: Graded
+    alignment: Alignment
+    columns: tuple[Column, ...]
+
+    def side(self, name: Side) -> Words:
+        return self.clean if name == "clean" else self.corrupt
+
+
+def graded_of(lm: LM, answers: Sequence[Any], foils: Sequence[Any], metric: str) -> list[Graded]:
+    """What is graded of every prompt."""
+    graded = []
+    for i, (answer, foil) in enumerate(zip(answers, foils, strict=True)):
+        where = f"[{i}]" if len(answers) > 1 else ""
+        tokens = answer_tokens(lm, answer, f"answer{where}")
+        graded.append(grade(metric, tokens, None if foil is None else answer_tokens(lm, foil, f"foil{where}")))
+    return graded
+
+
+def one_each(values: Any, count: int, name: str) -> list[Any]:
+    """A value for each of `count` prompts, from a list of them or from one for all."""
+    if count > 1 and isinstance(values, (list, tuple)):
+        if len(values) != count:
+            raise ProgramError(f"{len(values)} for {count} prompts; give one, or one a prompt", name)
+        return list(values)
+    if count == 1 and isinstance(values, (list, tuple)) and len(values) == 1:
+        return list(values)
+    return [values] * count
+
+
+def pairs_of(
+    lm: LM, clean: Any, corrupt: Any, answer: Any, foil: Any, metric: str, positions: Any, written: Side
+) -> list[Asked]:
+    """Every pair. Raises what is wrong with one, with its number where there are several."""
+    cleans, corrupts = (list(of) if listed(of) else [of] for of in (clean, corrupt))
+    if len(cleans) != len(corrupts) or not cleans:
+        raise ProgramError(
+            f"{len(cleans)} clean prompts and {len(corrupts)} corrupt ones: they come in pairs", "corrupt"
+        )
+    graded = graded_of(lm, one_each(answer, len(cleans), "answer"), one_each(foil, len(cleans), "foil"), metric)
+    asked = []
+    for i, (one, other) in enumerate(zip(cleans, corrupts, strict=True)):
+        where = f"[{i}]" if len(cleans) > 1 else ""
+        words = words_of(lm, one, f"clean{where}"), words_of(lm, other, f"corrupt{where}")
+        try:
+            asked.append(_asked(lm, *words, graded[i], positions, i, len(cleans), written))
+        except PatchclampError as error:
+            raise error.under(f"pair {i}") if where else error from None
+    return asked
+
+
+def _asked(
+    lm: LM, clean: Words, corrupt: Words, graded: Graded, positions: Any, number: int, count: int, written: Side
+) -> Asked:
+    alignment = align(clean.ids, corrupt.ids)
+    own = 1 if written == "corrupt" else 0
+    partner = {pair[own]: pair[1 - own] for pair in alignment.pairs}
+    words = corrupt if written == "corrupt" else clean
+    other = "clean" if written == "corrupt" else "corrupt"
+
+    def make(label: str, chosen: tuple[int, ...], path: str) -> Column:
+        alone = [p for p in chosen if p not in partner]
+        if alone:
+            raise TokensError(
+                f"{list(chosen)}: position {alone[0]} ({words.tokens[alone[0]]!r}) has no partner in the {other} "
+                f"prompt; aligned are {sorted(partner)}",
+                path,
+            )
+        partners = tuple(partner[p] for p in chosen)
+        return Column(label, *((partners, chosen) if written == "corrupt" else (chosen, partners)))
+
+    columns = columns_of(lm, words, sorted(partner), positions, number, count, make)
+    return Asked(clean, corrupt, graded, alignment, tuple(columns))
+
+
+def pair_of(lm: LM, asked: Asked, clean: float, corrupt: float | None) -> Pair:
+    """A pair of a result, with the metric of both prompts."""
+    alone: dict[Side, tuple[int, ...]] = {"clean": asked.alignment.clean_only, "corrupt": asked.alignment.corrupt_only}
+    skipped: list[tuple[Side, int, str]] = [
+        (side, p, asked.side(side).tokens[p]) for side, positions in alone.items() for p in positions
+    ]
+    return Pair(
+        clean_prompt=asked.clean.text, corrupt_prompt=asked.corrupt.text, clean_tokens=asked.clean.tokens,
+        corrupt_tokens=asked.corrupt.tokens, answer=text_of(lm, asked.graded.answer) or "",
+        foil=text_of(lm, asked.graded.foil), clean=clean, corrupt=corrupt, columns=asked.columns,
+        alignment=asked.alignment.pairs, skipped=tuple(skipped), answer_ids=asked.graded.answer,
+        foil_ids=asked.graded.foil,
+    )  # fmt: skip
+
+
+def question_of(asked: Sequence[Asked]) -> list[Any]:
+    """What of the pairs decides the values of a study, as plain data."""
+    return [
+        [pair.clean.ids, pair.corrupt.ids, msgspec.to_builtins(pair.graded), msgspec.to_builtins(pair.columns)]
+        for pair in asked
+    ]
+
+
+BASELINES = 8  # reruns of an unpatched prompt, spread through its cells, that measure the noise floor
+
+
+class Trial(NamedTuple):
+    """One graded run: a prompt's token ids, its edits, and what is graded. An answer of several tokens takes a run for
+    each of them."""
+
+    prompt: Sequence[int]
+    edits: Sequence[Op]
+    graded: Graded
+
+
+class Round(NamedTuple):
+    """The trials of one unpatched run, which `baseline` repeats."""
+
+    trials: Sequence[Trial]
+    baseline: Trial
+
+
+class Values(NamedTuple):
+    """What the trials of a round gave [n], and what the reruns of its baseline did."""
+
+    trials: np.ndarray
+    baselines: np.ndarray
+
+
+Tell = Callable[[int, np.ndarray, np.ndarray], None]
+"""Hears of trials that have finished: the number of their round, their numbers in it [n], their values [n]."""
+
+
+class Cells:
+    """Carries trials on `lm`, up to `batch` runs at a time (`batches.Pace`). What `journal` has is not computed again.
+
+    advance: is told how many runs have finished
+    """
+
+    def __init__(self, lm: LM, batch: int, journal: Journal | None, advance: Callable[[int], None]) -> None:
+        self._lm, self._batch, self._journal, self._advance = lm, check_batch(batch), journal, advance
+        self._runs, self._cut = 0, 0  # that were carried out here, and those of them that began at a cut
+
+    @property
+    def computed(self) -> str:
+        """How much of the runs was computed, in words; empty if the engine has one way only."""
+        if self._cut:
+            return f"recomputed from the first edit on ({self._cut} of {self._runs} runs)"
+        why = self._lm.engine.whole_because
+        return f"computed whole: {why}" if why and self._runs else ""
+
+    def once(self, count: int, compute: Callable[[], Sequence[float]]) -> list[float]:
+        """`count` numbers that are computed here, unless the journal has them."""
+        known = self._take(count)
+        if len(known) == count:
+            return known.tolist()
+        values = [float(value) for value in compute()]
+        assert len(values) == count
+        if self._journal is not None:
+            self._journal.append(values)
+        return values
+
+    def graded(self, trials: Sequence[Trial]) -> list[float]:
+        """The metric of trials, before normalisation. Those that the journal has are not run again."""
+        values = self._take(len(trials)).tolist()
+        if len(values) < len(trials):
+            self._carry(trials[len(values) :], len(values), lambda which, runs, new: values.extend(new))
+        return values
+
+    def run(
+        self, counts: Sequence[int], rounds: Callable[[], Sequence[Round]], tell: Tell, reruns: int = BASELINES
+    ) -> list[Values]:
+        """Every trial's value, a round at a time.
+
+        counts: how many trials each round has; `rounds` makes them, and is called only if some are not known yet
+        tell: hears of trials as they finish, on another thread; what it raises stops what is under way
+        reruns: about how many baselines a round has
+        """
+        plan = [(number, i) for number, count in enumerate(counts) for i in _spread(count, reruns)]
+        values = np.full(len(plan), np.nan)
+        known = self._take(len(plan))
+        values[: len(known)] = known
+        self._told(plan, values, range(len(known)), tell)
+        if len(known) < len(plan):
+            self._compute(plan, values, len(known), rounds(), tell)
+        return _by_round(len(counts), plan, values)
+
+    def _take(self, count: int) -> np.ndarray:
+        return self._journal.take(count) if self._journal is not None else np.zeros(0)
+
+    def _compute(
+        self, plan: Sequence[_Planned], values: np.ndarray, begin: int, rounds: Sequence[Round], tell: Tell
+    ) -> None:
+        """Fills in the values from `begin` on."""
+        trials = [rounds[number].baseline if i is None else rounds[number].trials[i] for number, i in plan[begin:]]
+
+        def read(which: range, runs: list[Run], new: list[float]) -> None:
+            self._runs += len(runs)
+            self._cut += sum(run.answer.computed_from is not None for run in runs)
+            values[which.start : which.stop] = new
+            self._told(plan, values, which, tell)
+
+        self._carry(trials, begin, read)
+
+    def _carry(
+        self, trials: Sequence[Trial], begin: int, read: Callable[[range, list[Run], list[float]], None]
+    ) -> None:
+        """Runs trials in batches, appends their values to the journal, and passes on the numbers of each batch, counted
+        from `begin`, its runs and its values."""
+        unread: collections.deque[list[Trial]] = collections.deque()
+        pace, done = Pace(self._batch), begin
+
+        def calls() -> Iterator[dict[str, object]]:
+            for part in pace.parts(trials, lambda trial: len(trial.graded.questions)):
+                unread.append(part)
+                yield _call(part)
+
+        def read_batch(runs: list[Run]) -> None:
+            nonlocal done
+            part = unread.popleft()
+            graded = iter(runs)
+            new = [trial.graded.read([next(graded).scores for _ in trial.graded.questions]) for trial in part]
+            if self._journal is not None:
+                self._journal.append(np.array(new))
+            read(range(done, done := done + len(part)), runs, new)
+
+        run_batches(self._lm, calls(), read_batch, UNDER_WAY, pace)
+
+    def _told(self, plan: Sequence[_Planned], values: np.ndarray, which: range, tell: Tell) -> None:
+        by_round: dict[int, list[tuple[int, float]]] = {}
+        for at in which:
+            number, i = plan[at]
+            if i is not None:
+                by_round.setdefault(number, []).append((i, float(values[at])))
+        for number, told in by_round.items():
+            tell(number, np.array([i for i, _ in told]), np.array([value for _, value in told]))
+        self._advance(len(which))
+
+
+_Planned = tuple[int, int | None]  # the round, and the number of a trial in it; None: its baseline
+
+
+def planned(counts: Sequence[int], reruns: int = BASELINES) -> int:
+    """How many trials and reruns `Cells.run` makes of rounds of so many trials."""
+    return sum(len(list(_spread(count, reruns))) for count in counts)
+
+
+def _spread(count: int, reruns: int) -> Iterator[int | None]:
+    """The numbers of a round's trials with its baselines, None, evenly among them; one stands at the end."""
+    every_nth = max(count // reruns, 1)
+    for i in range(count):
+        if i % every_nth == 0:
+            yield None
+        yield i
+    yield None
+
+
+def _call(part: Sequence[Trial]) -> dict[str, object]:
+    """The arguments of the call that runs some trials."""
+    runs = [(trial, question) for trial in part for question in trial.graded.questions]
+    return {
+        "prompt": [[*trial.prompt, *question.suffix] for trial, question in runs],
+        "max_tokens": 1,
+        "score": [question.score for _, question in runs],
+        "edits": [trial.edits for trial, _ in runs],
+    }
+
+
+def _by_round(rounds: int, plan: Sequence[_Planned], values: np.ndarray) -> list[Values]:
+    of = [([], []) for _ in range(rounds)]
+    for (number, i), value in zip(plan, values.tolist(), strict=True):
+        of[number][i is None].append(value)
+    return [Values(np.array(trials), np.array(baselines)) for trials, baselines in of]
+
 
 MIN_RERUNS = 2
 
@@ -193,3 +492,100 @@ def check_seed(seed: Any) -> int:
     if not is_token_id(seed) or seed < 0:
         raise ProgramError(f"a seed is a whole number from 0 on, not {seed!r}", "seed")
     return int(seed)
+
+
+COARSEST = 8  # layers and positions of the first blocks
+LEVELS = 3  # how often they are halved
+
+
+class Zoom:
+    """The blocks of a grid: `possible` [R, P] are its cells, `keep` blocks of each size are looked into."""
+
+    def __init__(self, possible: np.ndarray, rows: Sequence[Row], columns: int, keep: int) -> None:
+        if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
+            raise ProgramError(f"at least one block is looked into, not {keep!r}", "zoom")
+        self.possible, self.keep = possible, min(keep, possible.size)
+        panels = [[i for i, row in enumerate(rows) if row.panel == name] for name in panels_of(rows)]
+        across = list(range(columns))
+        self.first = self._whole(
+            _Span(tuple(some), tuple(part)) for panel in panels for some in _cut(panel, COARSEST)
+            for part in _cut(across, COARSEST)
+        )  # fmt: skip
+
+    def _whole(self, spans: object) -> list[_Span]:
+        """Those whose cells all exist; of others the single cells that do."""
+        whole: list[_Span] = []
+        for span in spans:  # pyright: ignore[reportGeneralTypeIssues]
+            some = self.possible[np.ix_(span.rows, span.columns)]
+            if some.all():
+                whole.append(span)
+            else:
+                whole += [_Span((r,), (p,)) for r in span.rows for p in span.columns if self.possible[r, p]]
+        return whole
+
+    def parts(self, span: _Span) -> list[_Span]:
+        """A block cut in half both ways."""
+        return [_Span(tuple(rows), tuple(columns)) for rows in _halves(span.rows) for columns in _halves(span.columns)]
+
+    @property
+    def most_single(self) -> int:
+        """At most so many cells are patched alone."""
+        return min(int(self.possible.sum()), 4 * self.keep * LEVELS + sum(span.single for span in self.first))
+
+    @property
+    def most(self) -> int:
+        """At most so many runs are made of a pair."""
+        return len(self.first) + 4 * self.keep * LEVELS
+
+
+class _Span(NamedTuple):
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+    @property
+    def single(self) -> bool:
+        return len(self.rows) == len(self.columns) == 1
+
+
+Patch = Callable[[Sequence[_Span], bool], Filled]
+"""Patches blocks, and says whether listeners are told."""
+
+
+def zoom_in(zoom: Zoom, patch: Patch, baseline: float) -> tuple[list[tuple[int, int]], Filled, list[Block]]:
+    """Single cells (row, column) with their values [N, C], and the blocks on the way."""
+    singles: list[tuple[int, int]] = []
+    values: list[np.ndarray] = []
+    blocks: list[Block] = []
+    floor = 0.0
+    spans = zoom.first
+    while spans:
+        larger = []
+        alone = [span for span in spans if span.single]
+        joint = [span for span in spans if not span.single]
+        for some, single in ((joint, False), (alone, True)):
+            if not some:
+                continue
+            filled = patch(some, single)
+            floor = max(floor, filled.floor)
+            means = filled.values.mean(0)
+            if single:
+                singles += [(span.rows[0], span.columns[0]) for span in some]
+                values.append(filled.values)
+            else:
+                blocks += [Block(*span, float(value)) for span, value in zip(some, means, strict=True)]
+                best = np.argsort(-np.abs(means - baseline), kind="stable")[: zoom.keep]
+                larger = [part for i in sorted(best.tolist()) for part in zoom.parts(some[i])]
+        spans = larger
+    return singles, Filled(np.concatenate(values, axis=1), floor), blocks
+
+
+def _cut(items: Sequence[int], size: int) -> list[Sequence[int]]:
+    """Even parts of `size` items at most."""
+    count = -(-len(items) // size)
+    ends = [round(i * len(items) / count) for i in range(count + 1)]
+    return [items[a:b] for a, b in itertools.pairwise(ends)]
+
+
+def _halves(items: Sequence[int]) -> list[Sequence[int]]:
+    middle = (len(items) + 1) // 2
+    return [part for part in (items[:middle], items[middle:]) if len(part)]

@@ -10,6 +10,18 @@ prompt's positions and so act alike in each. A run grades every token that is as
 
 Source: logit difference and its normalisation, Wang et al. 2022 (arXiv:2211.00593), section 3; probability, Meng et al.
 2022 (arXiv:2202.05262), section 2; on the choice of metric, Zhang and Nanda 2023 (arXiv:2309.16042).
+
+How far the mean of several prompt pairs can be trusted: a confidence interval, and a test that it is not 0.
+
+N pairs · C cells
+
+How far one next-token distribution is from another, in nats.
+
+    KL(p ‖ q) = Σ p log(p / q)            JS(p, q) = ½ KL(p ‖ m) + ½ KL(q ‖ m), where m = ½ (p + q)
+
+KL is of the first argument, here the unedited run's. JS is symmetric and at most log 2.
+Source: Kullback and Leibler 1951, equation 2.2; Lin 1991 ("Divergence measures based on the Shannon entropy"), equation
+4.1 with equal weights.
 """
 
 from __future__ import annotations
@@ -19,6 +31,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from patchclamp.call import is_token_id
 from patchclamp.errors import ProgramError, TokensError, unknown
@@ -132,3 +145,105 @@ def single_token(lm: LM, answer: Any, path: str) -> int:
 def text_of(lm: LM, tokens: Sequence[int] | None) -> str | None:
     """An answer for people."""
     return None if tokens is None else "".join(lm.tokenizer.token_strings(list(tokens)))
+
+
+LEVEL = 0.95
+BOOTSTRAPS, FLIPS = 2_000, 10_000
+EXACT = 13  # pairs up to which every sign is tried: 2 ** 13 is below FLIPS
+_AT_ONCE = 1 << 22  # numbers of one matrix
+
+
+class Spread(NamedTuple):
+    """Of each cell [C]: the ends of the 95 % intervals of its mean and of its mean effect, and the p-value of the
+    effect, alone and as one of all cells."""
+
+    low: np.ndarray
+    high: np.ndarray
+    effect_low: np.ndarray
+    effect_high: np.ndarray
+    p: np.ndarray
+    p_family: np.ndarray
+
+
+def spread(values_NC: np.ndarray, base_N: np.ndarray, seed: int) -> Spread:
+    """Interval and p-values of the mean over pairs.
+
+    values_NC: of each pair; base_N: of its unpatched run, over which effects are measured
+    Both intervals are the percentile bootstrap's over pairs, from the same draws; an effect is a pair's value minus the
+    same pair's base, so the spread of the bases does not widen its interval. The test flips the signs of pairs'
+    effects: without any, an effect and its opposite are equally likely. `p_family` compares with the largest statistic
+    of all cells, so it holds for all of them together.
+
+    Source: Efron and Tibshirani 1993, An Introduction to the Bootstrap, 13.3; sign flips with the largest statistic,
+    Nichols and Holmes 2002 (Human Brain Mapping 15), and Westfall and Young 1993.
+    """
+    effects_NC = values_NC - base_N[:, None]
+    intervals = [_interval(of, np.random.default_rng((seed, 0))) for of in (values_NC, effects_NC)]
+    return Spread(*intervals[0], *intervals[1], *_p_values(effects_NC, np.random.default_rng((seed, 1))))
+
+
+def _interval(values_NC: np.ndarray, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    pairs, cells = values_NC.shape
+    weights_BN = draw.multinomial(pairs, np.full(pairs, 1 / pairs), BOOTSTRAPS) / pairs
+    low, high = np.empty(cells), np.empty(cells)
+    step = max(_AT_ONCE // BOOTSTRAPS, 1)
+    for begin in range(0, cells, step):
+        means_BC = weights_BN @ values_NC[:, begin : begin + step]
+        tails = np.quantile(means_BC, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
+        low[begin : begin + step], high[begin : begin + step] = tails
+    return low, high
+
+
+def _p_values(effects_NC: np.ndarray, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """The share of flips whose statistic is at least the observed one, the observed one counted among drawn flips."""
+    size = np.sqrt((effects_NC**2).sum(0))
+    unit_NC = np.divide(effects_NC, size, out=np.zeros_like(effects_NC), where=size > 0)
+    observed = np.abs(unit_NC.sum(0)) - 1e-12  # sums of equal terms in another order
+    signs_FN, drawn = _signs(len(effects_NC), draw)
+    more, more_family = np.zeros(len(observed)), np.zeros(len(observed))
+    step = max(_AT_ONCE // max(len(observed), 1), 1)
+    for begin in range(0, len(signs_FN), step):
+        flipped_FC = np.abs(signs_FN[begin : begin + step] @ unit_NC)
+        more += (flipped_FC >= observed).sum(0)
+        largest = np.sort(flipped_FC.max(1, initial=0))
+        more_family += len(largest) - np.searchsorted(largest, observed)
+    total = len(signs_FN) + drawn
+    return (more + drawn) / total, (more_family + drawn) / total
+
+
+def _signs(pairs: int, draw: np.random.Generator) -> tuple[np.ndarray, int]:
+    """Signs [F, N], every combination for few pairs; and how many observed ones are to be counted with them."""
+    if pairs <= EXACT:
+        bits = (np.arange(2**pairs)[:, None] >> np.arange(pairs)) & 1
+        return 1.0 - 2.0 * bits, 0
+    return draw.choice((-1.0, 1.0), (FLIPS, pairs)), 1
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Log-probabilities of logits, over the last axis, in fp64."""
+    logits = np.asarray(logits, np.float64)
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def kl(log_p: np.ndarray, log_q: np.ndarray) -> float:
+    """KL(p ‖ q) of two distributions as log-probabilities [V]; never below 0, but for rounding, which is cut."""
+    there = np.isfinite(log_p)
+    log_p, log_q = log_p[there], log_q[there]
+    return max(float((np.exp(log_p) * (log_p - log_q)).sum()), 0.0)
+
+
+def js(log_p: np.ndarray, log_q: np.ndarray) -> float:
+    """JS(p, q) of two distributions as log-probabilities [V]."""
+    log_m = np.logaddexp(log_p, log_q) - np.log(2.0)
+    return 0.5 * (kl(log_p, log_m) + kl(log_q, log_m))
+
+
+def with_rest(logprobs: Sequence[float]) -> np.ndarray:
+    """Log-probabilities of some tokens, and of all others together: a distribution of n + 1.
+
+    Of two distributions that are lumped so, both divergences are at most those of the full ones (data processing).
+    """
+    some = np.asarray(logprobs, np.float64)
+    rest = max(1.0 - float(np.exp(some).sum()), np.finfo(np.float64).tiny)
+    return np.append(some, np.log(rest))

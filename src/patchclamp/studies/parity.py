@@ -4,6 +4,8 @@ The reference runs first and is closed before the other starts, so that a GPU ho
 are kept. Differences are ‖a − b‖₂ / ‖b‖₂ of a row, b the reference's; a site's is its worst row's.
 
     T positions · W width of a site · V vocabulary
+
+`Parity`: how far two engines are apart on one model, site by site.
 """
 
 from __future__ import annotations
@@ -13,16 +15,117 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 import patchclamp as pc
 from patchclamp.engines.open import known_options
+from patchclamp.language import SITES
 from patchclamp.language.values import as_items
 from patchclamp.lm import LM
 from patchclamp.proving import ensure_proved, push
 from patchclamp.run import Run
-from patchclamp.studies.checks import as_prompt, as_text, checked
-from patchclamp.studies.parity_result import Bounds, Parity, SiteParity
+from patchclamp.studies.inputs import as_prompt, as_text, checked
+
+
+class Bounds(msgspec.Struct, frozen=True):
+    """How far two engines may be apart. `rows`: ‖a − b‖₂ / ‖b‖₂; `edit`: how unlike an edit may move the logits, of
+    the largest move if that is above 1; `logprobs`: absolute."""
+
+    rows: float
+    edit: float
+    logprobs: float
+
+
+class SiteParity(msgspec.Struct, frozen=True):
+    """One site word: its places, the worst of them, and one edit at `edit_at`, which `moved` the reference's logits so
+    far, the examined engine's `here` so far, and by `edit` otherwise (of the largest move if that is above 1). What an
+    engine's batch may have done is no move."""
+
+    name: str
+    places: tuple[str, ...]
+    worst: float
+    worst_at: str
+    edit_at: str
+    moved: float
+    edit: float
+    here: float
+
+
+class Parity(msgspec.Struct, frozen=True):
+    """What came of it. `engines`: with versions, first the one that is examined; `positions`: how many were compared;
+    `alike`: generated tokens on which both agree, of how many; `only`: sites that one engine has and the other has not,
+    by the same table; `left_out`: those that only one of two tables has, which is no fault; `gaps`: the worst row of
+    every place; `logprobs`: the largest difference among the tokens that are alike."""
+
+    model: str
+    family: str
+    dtype: str
+    engines: tuple[str, str]
+    prompts: int
+    positions: int
+    alike: tuple[int, int]
+    bounds: Bounds
+    sites: tuple[SiteParity, ...]
+    only: tuple[str, ...]
+    gaps: dict[str, float]
+    logprobs: float
+    left_out: tuple[str, ...] = ()
+
+    def leaves(self, site: SiteParity) -> str | None:
+        """The first place of a site, layer by layer, that is out of tolerance."""
+        return next((place for place in site.places if not self.gaps[place] <= self.bounds.rows), None)
+
+    def moves(self, site: SiteParity) -> bool:
+        """Whether the edit moved the logits, and both engines' alike."""
+        return site.moved > 0 and site.here > 0 and site.edit <= self.bounds.edit
+
+    @property
+    def first(self) -> str | None:
+        """The first place that is out of tolerance, in the order in which a model computes."""
+        wrong = [place for place, gap in self.gaps.items() if not gap <= self.bounds.rows]
+        return min(wrong, key=_order, default=None)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What is not as it must be, a line each."""
+        problems = [f"{name} is a site on one engine only" for name in self.only]
+        problems += [f"{at} is out of tolerance, and with it {site.worst_at}: {site.worst:.2g} (at most "
+                  f"{self.bounds.rows:g})" for site in self.sites if (at := self.leaves(site))]  # fmt: skip
+        for site in self.sites:
+            still = [
+                engine for engine, moved in zip(self.engines, (site.here, site.moved), strict=True) if not moved > 0
+            ]
+            if still:
+                problems.append(f"an edit at {site.edit_at} does not move the logits of {' and '.join(still)}")
+            elif not self.moves(site):
+                problems.append(
+                    f"an edit at {site.edit_at} moves the logits otherwise, by {site.edit:.2g} (at most "
+                    f"{self.bounds.edit:g})"
+                )
+        if not self.logprobs <= self.bounds.logprobs:
+            problems.append(f"log-probabilities are {self.logprobs:.2g} apart (at most {self.bounds.logprobs:g})")
+        return tuple(problems)
+
+    @property
+    def holds(self) -> bool:
+        return not self.problems
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain data, for JSON."""
+        sites = [
+            {**msgspec.to_builtins(site), "places": {place: self.gaps[place] for place in site.places},
+             "first_out": self.leaves(site), "holds": self.leaves(site) is None, "edit_holds": self.moves(site)}
+            for site in self.sites
+        ]  # fmt: skip
+        rest = {name: value for name, value in msgspec.to_builtins(self).items() if name not in ("sites", "gaps")}
+        return {"holds": self.holds, **rest, "first_out": self.first, "problems": list(self.problems), "sites": sites}
+
+
+def _order(place: str) -> tuple[bool, int, int]:
+    name, _, index = place.partition("[")
+    return name in ("final_norm", "logits"), int(index.rstrip("]") or -1), list(SITES).index(name)
+
 
 PROMPTS = ("The capital of France is", "When John and Mary went to the store, John gave a drink to")
 ENGINES = ("transformers", "vllm")

@@ -21,25 +21,27 @@ import numpy as np
 from patchclamp.errors import PatchclampError, ProgramError, UnsupportedSite, unknown
 from patchclamp.language.values import as_mask
 from patchclamp.lm import LM
-from patchclamp.studies.cells import Trial, planned
-from patchclamp.studies.checks import as_float, checked
-from patchclamp.studies.columns import Column, same_columns, words_of
 from patchclamp.studies.grid import (
+    Asked,
     Filled,
     Finished,
     Listener,
     Place,
+    Trial,
     Unit,
+    Zoom,
     carrying,
     check_seed,
     fill,
+    pair_of,
+    pairs_of,
+    planned,
+    question_of,
     reruns_for,
     with_values,
+    zoom_in,
 )
-from patchclamp.studies.journal import Resumable, json_of
-from patchclamp.studies.pairs import Asked, pair_of, pairs_of, question_of
-from patchclamp.studies.result import provenance
-from patchclamp.studies.rows import Row, rows_of
+from patchclamp.studies.inputs import as_float, checked
 from patchclamp.studies.sources import (
     FromRun,
     MeanOf,
@@ -54,8 +56,8 @@ from patchclamp.studies.sources import (
     opened,
 )
 from patchclamp.studies.sources import question_of as question_of_source
-from patchclamp.studies.sweep_result import Cell, PatchSweep, Side
-from patchclamp.studies.zoom import Zoom, zoom_in
+from patchclamp.studies.study import Resumable, json_of, provenance
+from patchclamp.studies.sweep_result import Cell, Column, PatchSweep, Row, Side, rows_of, same_columns, words_of
 
 DIRECTIONS = ("denoising", "noising")
 MAX_SOURCE_BYTES = 1 << 28  # of what the prompts that are read capture at a time

@@ -32,25 +32,28 @@ from patchclamp.language.tokens import Positions, every
 from patchclamp.language.values import as_plain
 from patchclamp.lm import LM
 from patchclamp.run import Run
-from patchclamp.studies.cells import Cells, Round, Trial, planned
-from patchclamp.studies.checks import checked
-from patchclamp.studies.columns import Column, listed, words_of
 from patchclamp.studies.grid import (
     MIN_RERUNS,
+    Asked,
+    Cells,
     Filled,
     Finished,
     Listener,
+    Round,
+    Trial,
     carrying,
     check_seed,
+    pair_of,
+    pairs_of,
+    planned,
+    question_of,
     teller,
     with_values,
 )
-from patchclamp.studies.journal import json_of
-from patchclamp.studies.pairs import Asked, pair_of, pairs_of, question_of
-from patchclamp.studies.result import provenance
-from patchclamp.studies.rows import Row, rows_of
+from patchclamp.studies.inputs import checked
 from patchclamp.studies.sources import captured_runs
-from patchclamp.studies.sweep_result import PathPatch, Side
+from patchclamp.studies.study import json_of, provenance
+from patchclamp.studies.sweep_result import Column, PathPatch, Row, Side, listed, rows_of, words_of
 
 ENDS = ("final_norm", "logits")  # receivers that are the end of the model
 FREEZABLE = ("z", "attn_out", "mlp_out")

@@ -14,7 +14,7 @@ import numpy as np
 
 import patchclamp as pc
 from patchclamp.errors import unknown
-from patchclamp.studies.checks import as_text, checked
+from patchclamp.studies.inputs import as_text, checked
 from patchclamp.studies.parity import BOUNDS, ENGINES, given
 
 

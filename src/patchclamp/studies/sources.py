@@ -20,10 +20,8 @@ from patchclamp.language.tokens import Index, Positions, every, parse_index
 from patchclamp.language.values import Converted, Named, as_flag, as_items, as_plain, check_name
 from patchclamp.lm import LM
 from patchclamp.run import Run
-from patchclamp.studies.checks import check_whole
-from patchclamp.studies.columns import chosen_positions, words_of
-from patchclamp.studies.rows import Row
-from patchclamp.studies.selected import selection
+from patchclamp.studies.inputs import check_whole, selection
+from patchclamp.studies.sweep_result import Row, chosen_positions, words_of
 
 
 class Zeros(msgspec.Struct, frozen=True):

@@ -22,8 +22,7 @@ from patchclamp.language.tokens import Tokens, every
 from patchclamp.lm import LM, MAX_SCORES
 from patchclamp.plan import Prompt
 from patchclamp.run import Run
-from patchclamp.studies.batches import Pace, run_batches
-from patchclamp.studies.journal import Journal
+from patchclamp.studies.study import Journal, Pace, run_batches
 
 MAX_ROWS = 1 << 14  # of `final_norm` that are kept at a time
 FINAL_NORM = Site("final_norm")

@@ -25,10 +25,9 @@ from patchclamp.serve.routes.runs import caller, hear
 from patchclamp.serve.schema import ERRORS
 from patchclamp.serve.sweep_request import SweepRequest, check_sweep, owners_lm
 from patchclamp.studies import patch_sweep
-from patchclamp.studies.columns import Column
-from patchclamp.studies.journal import MemoryJournal
-from patchclamp.studies.spread import Spread
-from patchclamp.studies.sweep_result import Cell, PatchSweep
+from patchclamp.studies.metric import Spread
+from patchclamp.studies.study import MemoryJournal
+from patchclamp.studies.sweep_result import Cell, Column, PatchSweep
 
 BATCH = 64  # cells that are read together: a sweep whose client is gone ends within two batches
 

@@ -17,9 +17,8 @@ from patchclamp.language.tokens import prompt
 from patchclamp.language.values import as_items
 from patchclamp.lm import MAX_SCORES, is_token_id
 from patchclamp.run import Run
-from patchclamp.studies.checks import as_floats, as_sites, as_text, check_whole
-from patchclamp.studies.divergence import log_softmax, with_rest
-from patchclamp.studies.prompts import Asked
+from patchclamp.studies.inputs import Asked, as_floats, as_sites, as_text, check_whole
+from patchclamp.studies.metric import log_softmax, with_rest
 
 
 class Fuzz(msgspec.Struct, frozen=True):

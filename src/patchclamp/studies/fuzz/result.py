@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from patchclamp.studies.result import StudyResult
+from patchclamp.studies.study import StudyResult
 
 if TYPE_CHECKING:
     import pandas
@@ -35,7 +35,7 @@ class FuzzSweep(StudyResult, frozen=True, eq=False, kw_only=True):
     Each measure is an array [P, L, S], NaN where it was not asked for:
     exact: 1 where the answer equals the unfuzzed one, token by token, else 0
     prefix: tokens up to the first that differs from the unfuzzed answer, as a share of the longer of the two
-    kl, js: divergence of the first token's distribution from the unedited run's, in nats (`studies.divergence`)
+    kl, js: divergence of the first token's distribution from the unedited run's, in nats (`studies.metric`)
     perplexity: of the answer under the unedited model: exp of the mean negative log-probability of its tokens
     refused: 1 where the answer matches the pattern `refusal`, else 0
 

@@ -22,16 +22,12 @@ from patchclamp.errors import ProgramError
 from patchclamp.language import Program
 from patchclamp.lm import LM
 from patchclamp.run import Run
-from patchclamp.studies.checks import check_batch, checked
-from patchclamp.studies.divergence import js, kl
 from patchclamp.studies.fuzz.asked import FirstToken, Fuzz, Sampling, pattern_of, seeds_of, strengths_of
 from patchclamp.studies.fuzz.prompts import PROMPTS, QUICK_PROMPTS, QUICK_STRENGTHS, REFUSAL, STRENGTHS
 from patchclamp.studies.fuzz.result import FuzzAnswer, FuzzSweep
-from patchclamp.studies.journal import Journal, Resumable, Stored
-from patchclamp.studies.progress import progress
-from patchclamp.studies.prompts import Asked, ask
-from patchclamp.studies.result import provenance
-from patchclamp.studies.resuming import keeping, recorded_runs
+from patchclamp.studies.inputs import Asked, ask, check_batch, checked
+from patchclamp.studies.metric import js, kl
+from patchclamp.studies.study import Journal, Resumable, Stored, keeping, progress, provenance, recorded_runs
 from patchclamp.studies.teacher_forcing import Forced, forced_logprobs
 
 Cell = tuple[int, int, int]  # numbers of prompt, strength and seed

@@ -16,11 +16,11 @@ import numpy as np
 
 from patchclamp.errors import ProgramError, TokensError
 from patchclamp.lm import LM
-from patchclamp.studies.checks import check_whole
 from patchclamp.studies.harvest.documents import Document
 from patchclamp.studies.harvest.filters import Filters
 from patchclamp.studies.harvest.order import MOST_ROWS
 from patchclamp.studies.harvest.permutation import Permutation, scrambled
+from patchclamp.studies.inputs import check_whole
 
 OVERLONG = ("refuse", "cut", "split")
 PARTS = 8  # of a data set, unless they are given, or would be smaller or larger than:

@@ -38,7 +38,7 @@ class StoredSite(msgspec.Struct, frozen=True):
 class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a data set is made of. Whatever changes a byte of it is here.
 
-    model: hub id, or the last name of a folder · weights: of a folder's files, as `studies.identity` hashes them; ""
+    model: hub id, or the last name of a folder · weights: of a folder's files, as `studies.study` hashes them; ""
     of a hub id · engine, settings: what computed it, with version · documents: hash of all tokens, and
     of where documents and prompts begin · sites · dtype: of the stored rows · sums: whether a row is the sum over a
     document · filters · seed · parts · shard_rows

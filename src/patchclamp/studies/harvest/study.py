@@ -20,8 +20,6 @@ from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.sites import SiteRef
 from patchclamp.store.captured import overflowed
-from patchclamp.studies.batches import Pace, run_batches
-from patchclamp.studies.checks import check_whole, checked
 from patchclamp.studies.harvest.documents import documents_of, needed
 from patchclamp.studies.harvest.dtypes import STORED, stored
 from patchclamp.studies.harvest.filters import Filters
@@ -32,9 +30,8 @@ from patchclamp.studies.harvest.recipe import Manifest, Recipe, StoredSite
 from patchclamp.studies.harvest.reduce import Project, Reduction, can_project
 from patchclamp.studies.harvest.shard_file import write_sealed
 from patchclamp.studies.harvest.writer import CHECKPOINT_BYTES, Batch, OpenPart, Writer, is_sealed
-from patchclamp.studies.identity import model_identity
-from patchclamp.studies.progress import progress
-from patchclamp.studies.result import StudyResult, provenance
+from patchclamp.studies.inputs import check_whole, checked
+from patchclamp.studies.study import Pace, StudyResult, model_identity, progress, provenance, run_batches
 
 SHARD_ROWS = 131_072
 BATCH_BYTES = 1 << 29  # captured in a batch, where that is between so many tokens

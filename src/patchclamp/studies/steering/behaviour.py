@@ -15,10 +15,9 @@ import numpy as np
 from patchclamp.errors import ProgramError
 from patchclamp.language import Op, Program
 from patchclamp.lm import LM, is_token_id
-from patchclamp.studies.journal import Journal
+from patchclamp.studies.inputs import Asked
 from patchclamp.studies.metric import bare_ids
-from patchclamp.studies.progress import progress
-from patchclamp.studies.prompts import Asked
+from patchclamp.studies.study import Journal, progress
 from patchclamp.studies.teacher_forcing import Forced, forced_logprobs
 
 

@@ -17,9 +17,9 @@ from patchclamp.errors import ProgramError, ShapeError, UnsupportedSite
 from patchclamp.language import Add, Site, Vector
 from patchclamp.language.tokens import Tokens, TokensLike, every, read_tokens
 from patchclamp.language.values import as_array
-from patchclamp.studies.checks import as_text, numbers_of
-from patchclamp.studies.result import Provenance, StudyResult
+from patchclamp.studies.inputs import as_text, numbers_of
 from patchclamp.studies.steering import gguf
+from patchclamp.studies.study import Provenance, StudyResult
 
 if TYPE_CHECKING:
     import pandas

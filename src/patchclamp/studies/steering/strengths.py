@@ -18,13 +18,10 @@ import numpy as np
 from patchclamp.errors import ProgramError
 from patchclamp.language.tokens import TokensLike, every, read_tokens
 from patchclamp.lm import LM
-from patchclamp.studies.checks import as_floats, check_batch, checked
-from patchclamp.studies.journal import Resumable
-from patchclamp.studies.prompts import ask
-from patchclamp.studies.result import StudyResult, provenance
-from patchclamp.studies.resuming import keeping
+from patchclamp.studies.inputs import as_floats, ask, check_batch, checked
 from patchclamp.studies.steering.behaviour import Behaviour, texts_of
 from patchclamp.studies.steering.result import SteeringVectors
+from patchclamp.studies.study import Resumable, StudyResult, keeping, provenance
 
 if TYPE_CHECKING:
     import pandas

@@ -18,17 +18,12 @@ from patchclamp.language.site import parse_site
 from patchclamp.language.tokens import TokensLike, parse_tokens, prompt, read_tokens
 from patchclamp.lm import LM
 from patchclamp.run import Run
-from patchclamp.studies.checks import as_float, check_batch, checked
 from patchclamp.studies.grid import check_seed
-from patchclamp.studies.journal import Journal, Resumable, Stored
-from patchclamp.studies.progress import progress
-from patchclamp.studies.prompts import Asked, ask, content_hash
-from patchclamp.studies.result import provenance
-from patchclamp.studies.resuming import keeping, recorded_runs
-from patchclamp.studies.selected import layers_of
+from patchclamp.studies.inputs import Asked, as_float, ask, check_batch, checked, content_hash, layers_of
 from patchclamp.studies.steering.behaviour import Behaviour, Scored, check_behaviour
 from patchclamp.studies.steering.directions import Check, check, check_method, direction
 from patchclamp.studies.steering.result import PromptSet, SteeringVectors
+from patchclamp.studies.study import Journal, Resumable, Stored, keeping, progress, provenance, recorded_runs
 
 NO_CHECK = Check(float("nan"), float("nan"))
 

@@ -1,21 +1,156 @@
-"""Numbers that studies are given, checked before anything runs. NumPy's whole numbers are as good as Python's."""
+"""What studies are asked for, read and checked before anything runs: prompts, layers, positions, numbers."""
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, SupportsIndex, TypeVar
 
+import msgspec
+
 from patchclamp.call import is_token_id
-from patchclamp.errors import ProgramError
-from patchclamp.language import Op, Site
+from patchclamp.errors import PatchclampError, ProgramError, TokensError, UnsupportedSite
+from patchclamp.language import Op, Range, Site
+from patchclamp.language import prompt as whole_prompt
 from patchclamp.language.site import At
-from patchclamp.language.tokens import Range, as_integer, parse_index
+from patchclamp.language.tokens import Tokens, as_integer, parse_index, parse_tokens
 from patchclamp.language.values import as_file, as_flag, as_items, as_number, as_plain, check_dense
 from patchclamp.lm import LM
-from patchclamp.studies.journal import MemoryJournal
+from patchclamp.run import Run
+from patchclamp.studies.study import MemoryJournal
 from patchclamp.trace.hints import check_options, hints_for
+
+
+def layers_of(lm: LM, name: str, layers: Any, path: str = "layers") -> list[int]:
+    """The layers of a site word that are asked for, ascending: a number, a list, a range or text such as "0:12"; all
+    that have the site if None. Raises `UnsupportedSite` for layers that do not have it."""
+    index = parse_index(layers) if isinstance(layers, str) else layers
+    asked = list(index) if isinstance(index, (list, tuple, range)) else [index]
+    try:
+        refs = [
+            ref
+            for one in asked
+            for ref in lm.sites.resolve(Site(name, Range.of(one) if isinstance(one, slice) else one))
+        ]
+    except PatchclampError as error:
+        raise error.under(path) from None
+    if not (numbers := sorted({ref.layer for ref in refs if ref.layer is not None})):
+        raise UnsupportedSite(f"expected layers of {name}, got none", path)
+    return numbers
+
+
+def positions_of(run: Run, positions: Any, path: str = "positions") -> list[int]:
+    """The positions of a run's prompt that are asked for, in their order: a selection, a number, or a list of either;
+    all if None. Raises `TokensError` for positions that are not in the prompt."""
+    if positions is None:
+        return list(range(len(run.prompt_token_ids)))
+    chosen: list[int] = []
+    positions = as_plain(positions, path)
+    several = isinstance(positions, (list, tuple))
+    for i, one in enumerate(positions if several else [positions]):
+        try:
+            chosen += [int(p) for p in run.select(selection(one))]
+        except PatchclampError as error:
+            raise error.under(f"{path}[{i}]" if several else path) from None
+    if not chosen:
+        raise TokensError("no position of the prompt is selected", path)
+    return list(dict.fromkeys(chosen))
+
+
+def selection(text: Any) -> Tokens:
+    """A selection; numbers and ranges are positions of the prompt."""
+    if isinstance(text, range):
+        text = slice(text.start, text.stop, text.step)
+    return whole_prompt[text] if is_token_id(text) or isinstance(text, (slice, list, tuple)) else parse_tokens(text)
+
+
+class Alignment(msgspec.Struct, frozen=True):
+    """`pairs` of (clean, corrupt) positions, ascending; positions of either prompt that have no partner."""
+
+    pairs: tuple[tuple[int, int], ...]
+    clean_only: tuple[int, ...]
+    corrupt_only: tuple[int, ...]
+
+
+def align(clean: Sequence[int], corrupt: Sequence[int]) -> Alignment:
+    """Prompts of equal length position by position; else the common prefix by identity, the common suffix by offset.
+
+    Between them the prompts differ: those positions are paired one by one only if there are equally many.
+    Raises `TokensError` if nothing can be paired.
+    """
+    shorter = min(len(clean), len(corrupt))
+    if len(clean) == len(corrupt):
+        return Alignment(tuple((p, p) for p in range(shorter)), (), ())
+    prefix = next((p for p in range(shorter) if clean[p] != corrupt[p]), shorter)
+    rest = shorter - prefix
+    suffix = next((s for s in range(rest) if clean[-1 - s] != corrupt[-1 - s]), rest)
+    pairs = [(p, p) for p in range(prefix)]
+    pairs += [(len(clean) - s, len(corrupt) - s) for s in range(suffix, 0, -1)]
+    if not pairs:
+        raise TokensError(
+            f"the clean and the corrupt prompt ({len(clean)} and {len(corrupt)} tokens) share no first or last token, "
+            "so no position of one is a position of the other; give prompts that differ in the middle, or positions= "
+            "in pairs"
+        )
+    return Alignment(
+        tuple(pairs),
+        tuple(range(prefix, len(clean) - suffix)),
+        tuple(range(prefix, len(corrupt) - suffix)),
+    )
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """A prompt in token ids; `text` is what they were made of, where that is known, and `shown` what a reader sees."""
+
+    ids: tuple[int, ...]
+    text: str | None
+    shown: str
+
+    @property
+    def prompt(self) -> str | list[int]:
+        """As `lm.run` takes it."""
+        return list(self.ids) if self.text is None else self.text
+
+
+def ask(lm: LM, prompts: Sequence[Any], chat: bool = False, path: str = "prompts") -> list[Asked]:
+    """Prompts in token ids. With `chat` each is the text of a user's turn, or a list of messages.
+
+    Raises: `ProgramError` for what is no list of prompts, and for a prompt that cannot be read, with its place.
+    """
+    if not (prompts := as_items(prompts, path)):
+        raise ProgramError("a list of at least one prompt is needed", path)
+    asked = []
+    for i, prompt in enumerate(prompts):
+        try:
+            asked.append(_chat(lm, prompt) if chat else _plain(lm, prompt))
+        except PatchclampError as error:
+            raise error.under(f"{path}[{i}]") from None
+    return asked
+
+
+def _plain(lm: LM, prompt: Any) -> Asked:
+    if isinstance(prompt, str):
+        return Asked(tuple(lm.tokens(prompt)), prompt, prompt)
+    prompt = as_plain(prompt)
+    if not isinstance(prompt, (list, tuple)) or not all(map(is_token_id, prompt)):
+        raise ProgramError(f"expected a prompt as text or token ids, got {type(prompt).__name__} {prompt!r:.100}")
+    ids = tuple(int(i) for i in prompt)
+    return Asked(ids, None, lm.tokenizer.decode(list(ids)))
+
+
+def _chat(lm: LM, prompt: Any) -> Asked:
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not isinstance(messages, (list, tuple)) or not all(isinstance(one, dict) for one in messages) or not messages:
+        raise ProgramError("with chat=True a prompt is text or a list of messages, each with role and content")
+    return Asked(tuple(lm.tokenizer.chat(list(messages))), None, str(messages[-1].get("content", "")))
+
+
+def content_hash(asked: Iterable[Asked]) -> str:
+    """SHA-256 of prompts, in hex: equal for the same token ids in the same order."""
+    return hashlib.sha256(msgspec.json.encode([one.ids for one in asked])).hexdigest()
+
 
 VAR_KEYWORD = inspect.Parameter.VAR_KEYWORD
 P = ParamSpec("P")
