@@ -13,7 +13,7 @@ from gguf import GGUFReader, GGUFWriter
 
 import patchclamp as pc
 from patchclamp.studies import SteeringVectors, StrengthCurve, steering_vectors, strength_curve
-from patchclamp.studies.steering.directions import RIDGE, check, direction
+from patchclamp.studies.steering import RIDGE, check, direction
 
 from ..reference.studies import first_component, logistic_weights
 

@@ -14,7 +14,7 @@ from patchclamp.language.values import as_dtype
 from patchclamp.plots import check_targets
 from patchclamp.studies.fuzz.asked import Fuzz, pattern_of, seeds_of, strengths_of
 from patchclamp.studies.metric import grade
-from patchclamp.studies.steering.directions import check_method
+from patchclamp.studies.steering import check_method
 
 
 def check_engine(name: str | None) -> None:

@@ -1,0 +1,852 @@
+"""Steering vectors: directions from contrasting prompts, the layer where they tell prompts apart best, and what a model
+does as they are added more and more.
+
+Three ways to a direction from rows of two classes, and how well it tells held-out rows apart.
+
+n rows of the positive class · m of the negative one · D their width · r the rank of all rows
+
+A direction is scaled so that adding it once moves the mean of the negative class to that of the positive one, as far as
+that lies along it: the same scale means the same strength for all three.
+
+Control vectors as llama.cpp and repeng keep them: GGUF of the architecture `controlvector`, tensors `direction.N`.
+
+llama.cpp adds `direction.N` to the stream after its layer N, counted from 0, and so does repeng with `directions[N]`:
+it is `resid_post[N]`. (llama.cpp's tools begin with `direction.1`, which is the second layer. It has no place for a
+direction of layer 0, and refuses a file that has one.)
+
+Source: llama.cpp, `common_control_vector_load` and `llama_adapter_cvec`; repeng, `ControlVector.export_gguf`.
+
+Steering vectors as a result: a vector a layer, how they were made and checked, and their way into a run.
+
+L layers · W numbers of a vector
+
+A behaviour: a continuation that shows it, and maybe one that does not; its score is the log-probability of the one
+less that of the other, of all their tokens (`studies.teacher_forcing`).
+
+P prompts · E edits
+
+Steering vectors from contrasting prompts, and the layer whose vector tells held-out prompts apart best.
+
+Source: contrastive activation addition, Rimsky et al. 2023 (arXiv:2312.06681); representation engineering, Zou et al.
+2023 (arXiv:2310.01405).
+
+The strength curve of steering vectors: how a behaviour's score moves as the vector is added more and more.
+
+The behaviour is a continuation that shows it, beside one that does not if you like. Its score is its log-probability
+after the prompt, of all its tokens, or the difference of the two: for one token each that is their logit difference.
+
+Source: Rimsky et al. 2023 (arXiv:2312.06681), section 4 (behaviour by multiplier); Tan et al. 2024 (arXiv:2407.12404),
+section 3, whose propensity is the logit difference.
+
+Steering vectors and their strength curves as `Curves`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from patchclamp import __version__
+from patchclamp.errors import PatchclampError, ProgramError, ShapeError, TokensError, UnsupportedSite, unknown
+from patchclamp.language import Add, Capture, Op, Program, Site, Vector
+from patchclamp.language.site import parse_site
+from patchclamp.language.tokens import Tokens, TokensLike, every, parse_tokens, prompt, read_tokens
+from patchclamp.language.values import as_array, as_file
+from patchclamp.lm import LM, is_token_id
+from patchclamp.plots import Chart, Curves, Line
+from patchclamp.plots.words import quoted, shorten, signed
+from patchclamp.run import Run
+from patchclamp.studies.grid import check_seed
+from patchclamp.studies.inputs import (
+    Asked,
+    as_float,
+    as_floats,
+    as_text,
+    ask,
+    check_batch,
+    checked,
+    content_hash,
+    layers_of,
+    numbers_of,
+)
+from patchclamp.studies.metric import bare_ids
+from patchclamp.studies.study import (
+    Journal,
+    Provenance,
+    Resumable,
+    Stored,
+    StudyResult,
+    keeping,
+    progress,
+    provenance,
+    recorded_runs,
+)
+from patchclamp.studies.teacher_forcing import Forced, forced_logprobs
+
+if TYPE_CHECKING:
+    import pandas
+
+RIDGE = 1.0  # of the probe, for rows scaled to a root mean square of 1
+STEPS, CONVERGED = 100, 1e-10
+
+
+def check_method(method: str, positive: int, negative: int) -> None:
+    """Raises `UnknownName` for a method that there is not, `ProgramError` for PCA of prompts that are not pairs."""
+    if method not in METHODS:
+        raise unknown("method", str(method), METHODS, "method")
+    if method == "pca" and positive != negative:
+        raise ProgramError(f"PCA is of pairs: {positive} positive and {negative} negative prompts are none", "method")
+
+
+def direction(method: str, positive_nD: np.ndarray, negative_mD: np.ndarray) -> np.ndarray:
+    """A direction [D], fp64, by the method's name.
+
+    Raises: as `check_method`, and `ProgramError` where the classes cannot be told apart at all.
+    """
+    check_method(method, len(positive_nD), len(negative_mD))
+    positive_nD, negative_mD = np.asarray(positive_nD, np.float64), np.asarray(negative_mD, np.float64)
+    raw_D = METHODS[method](positive_nD, negative_mD)
+    unit_D = raw_D / (np.linalg.norm(raw_D) or 1.0)
+    apart = float((positive_nD.mean(0) - negative_mD.mean(0)) @ unit_D)
+    if apart == 0:
+        raise ProgramError("positive and negative prompts give the same activations: no direction leads between them")
+    return unit_D * apart
+
+
+def mean_difference(positive_nD: np.ndarray, negative_mD: np.ndarray) -> np.ndarray:
+    """The mean of the positive class minus that of the negative one.
+
+    Source: Rimsky et al. 2023 (arXiv:2312.06681), equation 1; Marks and Tegmark 2023 (arXiv:2310.06824).
+    """
+    return positive_nD.mean(0) - negative_mD.mean(0)
+
+
+def pca(positive_nD: np.ndarray, negative_nD: np.ndarray) -> np.ndarray:
+    """The first principal component of the pairs' differences, about 0: their mean counts, it is what is looked for.
+
+    That is what PCA finds where the order within each pair is shuffled, so that the differences have a mean of 0.
+    Source: Zou et al. 2023 (arXiv:2310.01405), section 3.1.
+    """
+    return np.linalg.svd(positive_nD - negative_nD, full_matrices=False)[2][0]
+
+
+def probe(positive_nD: np.ndarray, negative_mD: np.ndarray) -> np.ndarray:
+    """The weights w of logistic regression with a ridge: they minimise Σ log(1 + exp(−y (w · x + b))) + ½ ridge |w|²,
+    where x are the rows without their mean, scaled to a root mean square of 1, and y is 1 or −1.
+
+    Newton's method, in the span of the rows: w has no part outside it.
+    Source: Hastie, Tibshirani and Friedman, The Elements of Statistical Learning, 4.4.1 and 18.3.5.
+    """
+    x_ND = np.concatenate([positive_nD, negative_mD])
+    x_ND = x_ND - x_ND.mean(0)
+    y_N = np.concatenate([np.ones(len(positive_nD)), -np.ones(len(negative_mD))])
+    size = np.sqrt(np.mean(x_ND**2))
+    if size == 0:
+        return np.zeros(x_ND.shape[1])
+    u_Nr, s_r, v_rD = np.linalg.svd(x_ND / size, full_matrices=False)
+    kept = s_r > 1e-9 * s_r[0]
+    z_Nr = u_Nr[:, kept] * s_r[kept]
+    design_NR = np.concatenate([z_Nr, np.ones((len(z_Nr), 1))], axis=1)
+    return _logistic(design_NR, y_N)[:-1] @ v_rD[kept]
+
+
+def _logistic(design_NR: np.ndarray, y_N: np.ndarray) -> np.ndarray:
+    """Weights [R], the last of them the intercept, which has no ridge; Newton's steps, halved while they go up."""
+    ridge_R = np.append(np.full(design_NR.shape[1] - 1, RIDGE), 0.0)
+
+    def loss(w_R: np.ndarray) -> float:
+        return float(np.logaddexp(0, -y_N * (design_NR @ w_R)).sum() + 0.5 * (ridge_R * w_R**2).sum())
+
+    w_R = np.zeros(design_NR.shape[1])
+    for _ in range(STEPS):
+        p_N = 0.5 * (1 + np.tanh(0.5 * design_NR @ w_R))
+        gradient_R = design_NR.T @ (p_N - (y_N > 0)) + ridge_R * w_R
+        curvature_RR = (design_NR.T * (p_N * (1 - p_N))) @ design_NR + np.diag(ridge_R)
+        step_R, before = np.linalg.solve(curvature_RR, gradient_R), loss(w_R)
+        while loss(w_R - step_R) > before and np.abs(step_R).max() > CONVERGED:
+            step_R = step_R / 2
+        w_R = w_R - step_R
+        if np.abs(step_R).max() <= CONVERGED:
+            break
+    return w_R
+
+
+METHODS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "mean": mean_difference, "pca": pca, "probe": probe,
+}  # fmt: skip
+
+
+class Check(msgspec.Struct, frozen=True):
+    """How well a direction tells held-out rows apart.
+
+    accuracy: the share on the right side of the middle between the classes' means in the rows it was made of, each
+        class counting half
+    separation: the distance of the held-out means along it, in their pooled standard deviations (Cohen's d)
+    """
+
+    accuracy: float
+    separation: float
+
+
+def check(
+    direction_D: np.ndarray, made_of: tuple[np.ndarray, np.ndarray], held_out: tuple[np.ndarray, np.ndarray]
+) -> Check:
+    """Checks a direction on held-out rows; of rows first the positive class [n, D], then the negative one [m, D]."""
+    middle = sum(float(np.mean(rows @ direction_D)) for rows in made_of) / 2
+    positive, negative = (np.asarray(rows, np.float64) @ direction_D for rows in held_out)
+    accuracy = (np.mean(positive > middle) + np.mean(negative <= middle)) / 2
+    spread = np.sqrt((np.var(positive) + np.var(negative)) / 2)
+    distance = positive.mean() - negative.mean()
+    return Check(float(accuracy), float(distance / spread) if spread > 0 else float(np.sign(distance)) * np.inf)
+
+
+ARCHITECTURE = "controlvector"
+HINT, COUNT = f"{ARCHITECTURE}.model_hint", f"{ARCHITECTURE}.layer_count"
+
+
+def write(path: str | Path, directions: Mapping[int, np.ndarray], model_hint: str) -> Path:
+    """Writes directions [D] by layer.
+
+    Raises: `ProgramError` for layer 0, `PatchclampError` without the gguf package.
+    """
+    if 0 in directions:
+        raise ProgramError(
+            "llama.cpp has no direction after layer 0: leave that layer out, as in layers=[1, 2]", "layers"
+        )
+    writer = _package().GGUFWriter(str(as_file(path, "path")), ARCHITECTURE)
+    try:
+        writer.add_string(HINT, model_hint)
+        writer.add_uint32(COUNT, len(directions))
+        for layer, direction in sorted(directions.items()):
+            writer.add_tensor(f"direction.{layer}", np.ascontiguousarray(direction, np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    except OSError as error:
+        raise ProgramError(f"{path} cannot be written: {error.strerror}", "path") from None
+    finally:
+        writer.close()
+    return Path(path)
+
+
+def read(path: str | Path) -> tuple[dict[int, np.ndarray], str]:
+    """Directions [D] by layer, fp32, and the model that the file was made for.
+
+    Raises: `ProgramError` for what is no control vector, `PatchclampError` without the gguf package.
+    """
+    package = _package()
+    try:
+        reader = package.GGUFReader(str(as_file(path, "path")))
+        architecture, hint = _text(reader, "general.architecture"), _text(reader, HINT)
+        tensors = {tensor.name: np.array(tensor.data) for tensor in reader.tensors}
+    except (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError, MemoryError) as error:
+        raise ProgramError(f"{path} cannot be read as GGUF: {error}", "path") from None
+    if architecture != ARCHITECTURE:
+        raise ProgramError(f"{path} is GGUF of {architecture or 'no architecture'}, not a {ARCHITECTURE}", "path")
+    directions = {}
+    for name, tensor in tensors.items():
+        layer = re.fullmatch(r"direction\.(\d{1,6})", name)
+        if layer is None or tensor.ndim != 1 or tensor.dtype not in (np.float32, np.float16):
+            raise ProgramError(
+                f"{path}: {name} {list(tensor.shape)} {tensor.dtype} is no direction [D] of a layer", "path"
+            )
+        directions[int(layer[1])] = tensor.astype(np.float32)
+    if len({len(direction) for direction in directions.values()}) != 1:
+        raise ProgramError(f"{path} has no directions of one width", "path")
+    return dict(sorted(directions.items())), hint
+
+
+def _text(reader: Any, key: str) -> str:
+    field = reader.get_field(key)
+    return "" if field is None else bytes(field.parts[-1]).decode("utf-8", "replace")
+
+
+def _package() -> Any:
+    try:
+        return importlib.import_module("gguf")
+    except ModuleNotFoundError:
+        raise PatchclampError("GGUF files need the gguf package: pip install gguf") from None
+
+
+IMPORTED = "imported"  # the method of vectors that came from elsewhere
+
+
+class PromptSet(msgspec.Struct, frozen=True):
+    """Prompts that vectors were made of: how many, how many of them were held out, and the hash of their token ids
+    (`studies.prompts.content_hash`)."""
+
+    count: int
+    held_out: int
+    content: str
+
+
+class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
+    """`vectors` [L, W] fp32, one for each of `layers`, at `site`; scale 1 moves the negative prompts' mean to the
+    positive ones', along the direction.
+
+    method: "mean", "pca", "probe" or "imported" · tokens: which of a prompt were read, as text; of several the mean
+    accuracy, separation [L]: of the held-out prompts (`directions.Check`), NaN where none were held out
+    effect [L]: how much the layer's vector, added once, moves the score of a behaviour on the held-out negative
+        prompts (`strength_curve`), in nats; NaN where no behaviour was given
+    row_norm [L]: the mean length of the rows that were read: how large a vector is beside them
+    best: the layer of the largest effect, or without a behaviour of the highest accuracy, among equals of the largest
+        separation; None if nothing was held out
+    family: the model's site table, which GGUF files have as a hint
+    """
+
+    method: str
+    site: str
+    tokens: str
+    layers: tuple[int, ...]
+    vectors: np.ndarray
+    accuracy: np.ndarray
+    separation: np.ndarray
+    effect: np.ndarray
+    row_norm: np.ndarray
+    best: int | None
+    positive: PromptSet
+    negative: PromptSet
+    chat: bool
+    family: str
+
+    def vector(self, layer: int | None = None) -> np.ndarray:
+        """The vector [W] of a layer, of the best one if not given: a copy."""
+        layer = self.best if layer is None else layer
+        if layer is None:
+            raise ProgramError(f"no layer is known to be the best: name one of {list(self.layers)}", "layer")
+        if len(chosen := self._chosen(layer, "layer")) != 1:
+            raise ProgramError(f"expected one layer, got {layer!r:.100}", "layer")
+        return self.vectors[self.layers.index(chosen[0])].copy()
+
+    def edits(
+        self, scale: float = 1.0, *, layers: Iterable[int] | int | None = None, tokens: TokensLike = every
+    ) -> tuple[Add, ...]:
+        """Edits for `lm.run(..., edits=vectors.edits(2.0))`: the vector is added at the best layer, or where none is
+        known at all of them, as llama.cpp does with a file; or at `layers`.
+
+        Raises: `ProgramError` for a layer that has no vector.
+        """
+        selection: Tokens = read_tokens(tokens, "tokens")
+        return tuple(
+            Add(self.vectors[self.layers.index(layer)], at=Site(self.site, layer), tokens=selection, scale=scale)
+            for layer in self._chosen(layers)
+        )
+
+    def _chosen(self, layers: Iterable[int] | int | None, path: str = "layers") -> list[int]:
+        if layers is None:
+            return list(self.layers) if self.best is None else [self.best]
+        chosen = numbers_of(layers, path)
+        missing = [layer for layer in chosen if layer not in self.layers]
+        if missing or not chosen:
+            raise ProgramError(f"there are vectors of layers {list(self.layers)}, not of {missing or chosen}", path)
+        return chosen
+
+    def directions(self, layers: Iterable[int] | int | None = None) -> dict[int, np.ndarray]:
+        """Copies of the vectors by layer, as repeng's `ControlVector.directions` has them; of the layers that `edits`
+        takes.
+
+        Raises: `UnsupportedSite` for vectors of another site than `resid_post`.
+        """
+        if self.site != "resid_post":
+            raise UnsupportedSite(f"control vectors act after a layer, at resid_post; these are of {self.site}", "site")
+        return {layer: self.vectors[self.layers.index(layer)].copy() for layer in self._chosen(layers)}
+
+    def to_gguf(self, path: str | Path, *, layers: Iterable[int] | int | None = None) -> Path:
+        """Writes a control vector for llama.cpp and repeng: with `--control-vector-scaled FILE:2` llama.cpp does what
+        `edits(2.0)` of the same layers does here. Raises: as `directions` and `gguf.write`."""
+        return write(path, self.directions(layers), self.family)
+
+    @classmethod
+    def from_gguf(cls, path: str | Path) -> SteeringVectors:
+        """Reads a control vector of llama.cpp or repeng. Raises: as `gguf.read`."""
+        directions, hint = read(path)
+        return cls.from_directions(directions, hint)
+
+    @classmethod
+    def from_directions(cls, directions: Mapping[int, Any], model_hint: str = "") -> SteeringVectors:
+        """From vectors [D] by layer, as repeng's `ControlVector.directions`; layers may count from the end nowhere.
+
+        Raises: `ShapeError` where they are not of one width.
+        """
+        if not isinstance(directions, Mapping):
+            raise ShapeError(f"expected vectors by layer, got {type(directions).__name__}", "directions")
+        model_hint = as_text(model_hint, "model_hint")
+        layers = tuple(sorted(numbers_of(list(directions), "directions")))
+        rows = [Vector.of(as_array(directions[layer], f"directions[{layer}]")).array() for layer in layers]
+        zero = [layer for layer, row in zip(layers, rows, strict=True) if not row.any()]
+        if zero:
+            raise ShapeError("expected a direction, got all zeros", f"directions[{zero[0]}]")
+        if not rows or layers[0] < 0 or {row.shape for row in rows} != {(rows[0].size,)}:
+            raise ShapeError("directions are vectors [D] of one width, by layer, counted from 0", "directions")
+        unknown, none = np.full(len(layers), np.nan), PromptSet(0, 0, "")
+        return cls(
+            provenance=Provenance(model_hint, "", "float32", __version__), method=IMPORTED, site="resid_post",
+            tokens="", layers=layers, vectors=np.stack(rows), accuracy=unknown, separation=unknown, effect=unknown,
+            row_norm=unknown, best=None, positive=none, negative=none, chat=False, family=model_hint,
+        )  # fmt: skip
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row a layer: the vector's length, that of the rows it was made of, and the held-out check."""
+        import pandas
+
+        return pandas.DataFrame({
+            "layer": self.layers, "norm": np.linalg.norm(self.vectors, axis=1), "row_norm": self.row_norm,
+            "accuracy": self.accuracy, "separation": self.separation, "effect": self.effect,
+        })  # fmt: skip
+
+    def curves(self) -> Curves:
+        """The held-out check against the layer, with the texts of its picture."""
+
+        return of_layers(self)
+
+    def plot(self, path: str | Path) -> Path:
+        """Draws the held-out check against the layer into a PNG (or any format of matplotlib)."""
+        from patchclamp.plots import curves_png
+
+        return curves_png(self.curves(), path)
+
+    def to_html(self, path: str | Path) -> Path:
+        """Writes one self-contained page: the held-out check against the layer, with hover."""
+        from patchclamp.plots import curves_html
+
+        return curves_html(self.curves(), path)
+
+    def __repr__(self) -> str:
+        best = "" if self.best is None else f", best layer {self.best}"
+        return f"<SteeringVectors {self.method}: {len(self.layers)} layers of {self.site}{best}>"
+
+
+class Scored(NamedTuple):
+    """Log-probabilities [P, E] of the answers, and of the foils if there are any."""
+
+    answer: np.ndarray
+    foil: np.ndarray | None
+
+    @property
+    def scores(self) -> np.ndarray:
+        """log p(answer) − log p(foil), or log p(answer) alone: [P, E]."""
+        return self.answer if self.foil is None else self.answer - self.foil
+
+
+class Behaviour(msgspec.Struct, frozen=True):
+    """The token ids of each prompt's answer, and of its foil."""
+
+    answers: list[tuple[int, ...]]
+    foils: list[tuple[int, ...]] | None
+
+    @classmethod
+    def of(cls, lm: LM, answer: Any, foil: Any, prompts: int) -> Behaviour:
+        """From a text, a token id or a list of token ids, for all prompts, or a list of texts, one a prompt."""
+        foils = None if foil is None else _continuations(lm, foil, prompts, "foil")
+        return cls(_continuations(lm, answer, prompts, "answer"), foils)
+
+    def score(
+        self, lm: LM, asked: list[Asked], edits: Sequence[tuple[Op, ...]], batch: int, show: bool | None,
+        journal: Journal | None = None,
+    ) -> Scored:  # fmt: skip
+        """Scores every prompt under every one of some edits. What `journal` has is not computed again."""
+        sides = [self.answers] if self.foils is None else [self.answers, self.foils]
+        items = [
+            Forced(one.ids, side[p], edit, one.text)  # those that share a run stand beside each other
+            for p, one in enumerate(asked) for edit in edits for side in sides
+        ]  # fmt: skip
+        with progress("scoring", len(items), show) as advance:
+            totals = [float(row.sum()) for row in forced_logprobs(lm, items, batch, advance, journal)]
+        grids = np.array(totals).reshape(len(asked), len(edits), len(sides))
+        return Scored(grids[:, :, 0], grids[:, :, 1] if self.foils is not None else None)
+
+    def question(self, edits: Sequence[tuple[Op, ...]]) -> dict[str, Any]:
+        """What decides the scores, beside the prompts, as plain data."""
+        programs = [Program.of(list(edit)).fingerprint for edit in edits]
+        return {"answers": self.answers, "foils": self.foils, "edits": programs}
+
+
+def check_behaviour(lm: LM, answer: Any, foil: Any, held_out: float) -> None:
+    """Raises what is wrong with a behaviour that a best layer is looked for by."""
+    if answer is None:
+        if foil is not None:
+            raise ProgramError("a foil is beside an answer: give answer=", "foil")
+        return
+    if not held_out:
+        raise ProgramError("it is scored on held-out prompts, and none are held out", "answer")
+    for given, path in ((answer, "answer"), (foil, "foil")):
+        if given is not None:
+            _ids(lm, given, path)
+
+
+def texts_of(lm: LM, ids: list[tuple[int, ...]]) -> tuple[str, ...]:
+    """Continuations as text."""
+    return tuple("".join(lm.tokenizer.token_strings(list(one))) for one in ids)
+
+
+def _continuations(lm: LM, given: Any, prompts: int, path: str) -> list[tuple[int, ...]]:
+    """The token ids of each prompt's continuation."""
+    listed = isinstance(given, (list, tuple)) and bool(given) and all(isinstance(one, str) for one in given)
+    ids = (
+        [_ids(lm, one, f"{path}[{i}]") for i, one in enumerate(given)] if listed else [_ids(lm, given, path)] * prompts
+    )
+    if len(ids) != prompts:
+        raise ProgramError(f"{len(ids)} texts for {prompts} prompts", path)
+    return ids
+
+
+def _ids(lm: LM, given: Any, path: str) -> tuple[int, ...]:
+    if isinstance(given, str):
+        ids = tuple(bare_ids(lm, given, path))
+    else:
+        ids = (given,) if is_token_id(given) else tuple(given) if isinstance(given, (list, tuple)) else ()
+    if not ids or not all(is_token_id(token) and 0 <= token < lm.model.d_vocab for token in ids):
+        raise ProgramError(f"a continuation is a text or token ids, at least one token: not {given!r}", path)
+    return tuple(int(token) for token in ids)
+
+
+NO_CHECK = Check(float("nan"), float("nan"))
+
+
+@checked
+def steering_vectors(
+    lm: LM,
+    positive: Sequence[Any],
+    negative: Sequence[Any],
+    *,
+    method: str = "mean",
+    site: str | Site = "resid_post",
+    layers: Any = None,
+    tokens: TokensLike = prompt[-1],
+    chat: bool = False,
+    held_out: float = 0.25,
+    seed: int = 0,
+    answer: Any = None,
+    foil: Any = None,
+    batch: int = 64,
+    show_progress: bool | None = None,
+    resume: Resumable | None = None,
+) -> SteeringVectors:
+    """A direction a layer from what `site` has in positive and in negative prompts, and the layer where it is best.
+
+    positive, negative: texts or token ids, or with `chat` texts or lists of messages; as many of both are pairs
+    method: "mean" (difference of means), "pca" (of pairs' differences) or "probe" (logistic regression)
+    site: one whose rows are the width of the stream: `resid_post`, `attn_out`, …
+    layers: a number, a list, or text such as "8:20"; all layers if not given
+    tokens: which of each prompt are read; of several the mean
+    held_out: the share of the prompts that the vectors are not made of but checked on, drawn by `seed`, pairs together
+        (`directions.check`); 0 for no check, and no best layer
+    answer, foil: continuations as of `strength_curve`, which the positive class calls for, and the negative one. With
+        them the best layer is the one whose vector, added once to every token of the held-out negative prompts, moves
+        log p(answer) − log p(foil) most; without them the one that tells held-out prompts apart best
+    batch: runs submitted at a time, at most; two batches are under way
+    resume: a file to which each prompt's rows, and scores, are appended as they are computed, and from which an
+        interrupted call of the same arguments goes on
+
+    Raises: `ProgramError` and its kind for arguments that cannot be, and the error of any run.
+    """
+    batch, seed = check_batch(batch), check_seed(seed)
+    sides = ask(lm, positive, chat, "positive"), ask(lm, negative, chat, "negative")
+    check_method(method, len(sides[0]), len(sides[1]))
+    check_behaviour(lm, answer, foil, held_out)
+    named = _site(lm, site)
+    numbers = layers_of(lm, named.name, layers)
+    tests = _held_out(len(sides[0]), len(sides[1]), held_out, seed)
+    captures = [Capture(Site(named.name, layer), read_tokens(tokens, "tokens")) for layer in numbers]
+    behaviour = None if answer is None else Behaviour.of(lm, answer, foil, len(tests[1]))
+    question = {
+        "study": "steering_vectors", "prompts": [[one.ids for one in side] for side in sides], "method": method,
+        "site": named.name, "layers": numbers, "tokens": str(parse_tokens(tokens)), "held_out": held_out, "seed": seed,
+        "behaviour": None if behaviour is None else behaviour.question(()),
+    }  # fmt: skip
+    with keeping(lm, question, resume) as journal:
+        with progress("reading", sum(map(len, sides)), show_progress) as advance:
+            rows_NLD, norms = _read(lm, journal, [*sides[0], *sides[1]], captures, batch, advance)
+        vectors, checks = _fit(method, rows_NLD[: len(sides[0])], rows_NLD[len(sides[0]) :], tests)
+        kept = [sides[1][i] for i in tests[1]]
+        effects = np.full(len(numbers), np.nan)
+        if behaviour is not None:
+            adding = [(Add(of, at=Site(named.name, layer)),) for layer, of in zip(numbers, vectors, strict=True)]
+            effects = _effects(behaviour.score(lm, kept, [(), *adding], batch, show_progress, journal))
+    best = max(range(len(numbers)), key=lambda i: (effects[i] if len(kept) and answer is not None else 0.0,
+                                                   checks[i].accuracy, checks[i].separation, -i))  # fmt: skip
+    sets = [PromptSet(len(side), len(test), content_hash(side)) for side, test in zip(sides, tests, strict=True)]
+    return SteeringVectors(
+        provenance=provenance(lm, (seed,)), method=method, site=named.name, tokens=str(parse_tokens(tokens)),
+        layers=tuple(numbers), vectors=vectors.astype(np.float32),
+        accuracy=np.array([one.accuracy for one in checks]), separation=np.array([one.separation for one in checks]),
+        effect=effects, row_norm=norms, best=numbers[best] if len(tests[0]) else None, positive=sets[0],
+        negative=sets[1], chat=chat, family=lm.model.family,
+    )  # fmt: skip
+
+
+def _fit(
+    method: str, positive_NLD: np.ndarray, negative_NLD: np.ndarray, tests: tuple[np.ndarray, np.ndarray]
+) -> tuple[np.ndarray, list[Check]]:
+    """Vectors [L, D] of the rows that are not held out, and their checks on those that are."""
+    classes = positive_NLD, negative_NLD
+    made_of = [np.delete(rows, test, axis=0) for rows, test in zip(classes, tests, strict=True)]
+    held_out = [rows[test] for rows, test in zip(classes, tests, strict=True)]
+    vectors, checks = [], []
+    for layer in range(positive_NLD.shape[1]):
+        first, second = (rows[:, layer] for rows in made_of)
+        vectors.append(direction(method, first, second))
+        kept = held_out[0][:, layer], held_out[1][:, layer]
+        checks.append(check(vectors[-1], (first, second), kept) if len(tests[0]) else NO_CHECK)
+    return np.stack(vectors), checks
+
+
+def _effects(scored: Scored) -> np.ndarray:
+    """How much each vector, added once, moves the score: [L], the mean over prompts. The first edits are none."""
+    scores = scored.scores.mean(0)
+    return scores[1:] - scores[0]
+
+
+def _site(lm: LM, site: str | Site) -> Site:
+    try:
+        named = parse_site(site)
+    except PatchclampError as error:
+        raise error.under("site") from None
+    if named.layers is not None or named.index is not None:
+        raise ProgramError(f"a site's word is needed, such as {named.name!r}: layers= says which", "site")
+    refs = lm.sites.resolve(named)
+    if any(ref.layer is None for ref in refs):
+        raise UnsupportedSite(f"{named} has no layers, and vectors are made for each layer", "site")
+    if any(lm.sites.points[ref.point].width != lm.model.d_model for ref in refs):
+        raise UnsupportedSite(f"the rows of {named} are not as wide as the stream ({lm.model.d_model})", "site")
+    return named
+
+
+def _held_out(positive: int, negative: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of the held-out prompts of each class; of pairs the same. At least one of each is held out, and one is
+    not, unless the share is 0."""
+    if not 0 <= (share := as_float(share, "held_out")) < 1:
+        raise ProgramError(f"a share from 0 to below 1 is needed, not {share!r}", "held_out")
+    counts = [round(share * n) for n in (positive, negative)]
+    if share and (min(counts) < 1 or counts[0] == positive or counts[1] == negative):
+        raise ProgramError(
+            f"{share:g} of {positive} positive and {negative} negative prompts leaves a class nothing to be made of or "
+            "checked on: give more prompts, or held_out=0 for no check", "held_out"
+        )  # fmt: skip
+    draws = np.random.default_rng(seed)
+    first = draws.permutation(positive)
+    second = first if positive == negative else draws.permutation(negative)
+    return np.sort(first[: counts[0]]), np.sort(second[: counts[1]])
+
+
+class _Read(msgspec.Struct, frozen=True):
+    """What is kept of a prompt: its mean row at each layer [L, D], and the mean length of its rows [L]."""
+
+    mean: Stored
+    lengths: Stored
+
+
+def _read(
+    lm: LM, journal: Journal | None, asked: list[Asked], captures: list[Capture], batch: int, advance: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """The mean row of each prompt at each layer [N, L, D], and the mean length [L] of all rows."""
+    sites = [str(capture.at) for capture in captures]
+
+    def calls(batches: Iterable[Sequence[int]]) -> Iterator[dict[str, Any]]:
+        for part in batches:
+            yield {"prompt": [asked[i].prompt for i in part], "max_tokens": 1, "capture": captures}
+
+    def record(runs: Sequence[Run], numbers: Sequence[int]) -> list[_Read]:
+        fetched = lm.fetch(runs, sites)
+        return [mean_rows(number, tensors) for number, tensors in zip(numbers, fetched, strict=True)]
+
+    def mean_rows(number: int, tensors: dict[str, Any]) -> _Read:
+        rows_LTD = [np.asarray(tensors[site], np.float64) for site in sites]
+        if not len(rows_LTD[0]):
+            raise TokensError(f"{captures[0].tokens} selects nothing of prompt {number}", "tokens")
+        rows_LTD = [rows.reshape(len(rows), -1) for rows in rows_LTD]  # of heads too
+        lengths = [np.linalg.norm(rows, axis=1).mean() for rows in rows_LTD]
+        return _Read(Stored.of(np.stack([rows.mean(0) for rows in rows_LTD])), Stored.of(np.array(lengths)))
+
+    read = recorded_runs(lm, journal, range(len(asked)), calls, record, _Read, advance, batch)
+    return np.stack([of.mean.array() for of in read]), np.mean([of.lengths.array() for of in read], axis=0)
+
+
+SCALES = (-4.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 4.0)
+
+
+class StrengthCurve(StudyResult, frozen=True, eq=False, kw_only=True):
+    """P prompts · S scales
+
+    logprobs [P, S]: of the continuation `answers[p]`, all its tokens, in nats, with the vector times `scales[s]`
+    foil_logprobs [P, S]: of `foils[p]`; NaN where there are none
+    vectors: what was added, in words · layers: where · tokens: to which
+    """
+
+    prompts: tuple[str, ...]
+    answers: tuple[str, ...]
+    foils: tuple[str, ...] | None
+    scales: tuple[float, ...]
+    vectors: str
+    layers: tuple[int, ...]
+    tokens: str
+    chat: bool
+    logprobs: np.ndarray
+    foil_logprobs: np.ndarray
+
+    @property
+    def scores(self) -> np.ndarray:
+        """The behaviour's score [P, S]: log p(answer) − log p(foil), or log p(answer) alone."""
+        return self.logprobs if self.foils is None else self.logprobs - self.foil_logprobs
+
+    @property
+    def slope(self) -> float:
+        """The change of the mean score by a scale of 1, of the straight line that fits best. It is above 0 where the
+        vector steers as it should."""
+        return float(np.polyfit(self.scales, self.scores.mean(0), 1)[0]) if len(self.scales) > 1 else float("nan")
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row a prompt and scale."""
+        import pandas
+
+        return pandas.DataFrame([
+            {"prompt": prompt, "scale": scale, "score": self.scores[p, s], "logprob": self.logprobs[p, s],
+             "foil_logprob": self.foil_logprobs[p, s]}
+            for p, prompt in enumerate(self.prompts)
+            for s, scale in enumerate(self.scales)
+        ])  # fmt: skip
+
+    def curves(self) -> Curves:
+        """The score against the scale, with the texts of its picture."""
+
+        return of_strengths(self)
+
+    def plot(self, path: str | Path) -> Path:
+        """Draws the score against the scale into a PNG (or any format of matplotlib)."""
+        from patchclamp.plots import curves_png
+
+        return curves_png(self.curves(), path)
+
+    def to_html(self, path: str | Path) -> Path:
+        """Writes one self-contained page: the score against the scale, with hover."""
+        from patchclamp.plots import curves_html
+
+        return curves_html(self.curves(), path)
+
+    def __repr__(self) -> str:
+        return f"<StrengthCurve {self.vectors}: {self.slope:+.3f} nats by a scale of 1>"
+
+
+@checked
+def strength_curve(
+    lm: LM,
+    vectors: SteeringVectors,
+    prompts: Sequence[Any],
+    answer: Any,
+    foil: Any = None,
+    *,
+    scales: Sequence[float] = SCALES,
+    layers: Iterable[int] | int | None = None,
+    tokens: TokensLike = every,
+    chat: bool = False,
+    batch: int = 256,
+    show_progress: bool | None = None,
+    resume: Resumable | None = None,
+) -> StrengthCurve:
+    """Scores a behaviour under steering vectors of several strengths.
+
+    prompts: texts or token ids, or with `chat` texts or lists of messages
+    answer, foil: the continuation that shows the behaviour, and one that does not: text, a token id or a list of token
+        ids, one for all prompts; or a list of texts, one a prompt. Of any number of tokens
+    scales: ascending; 0 is the unedited model
+    layers, tokens: as in `vectors.edits`; `generated` means the continuation
+    resume: a file to which scores are appended as they are computed (batches last a few seconds each), and
+        from which an interrupted curve of the same arguments goes on
+
+    Raises: `ProgramError` and its kind for arguments that cannot be, and the error of any run.
+    """
+    if not isinstance(vectors, SteeringVectors):
+        raise ProgramError(f"expected steering vectors, got {type(vectors).__name__} {vectors!r:.100}", "vectors")
+    batch = check_batch(batch)
+    asked = ask(lm, prompts, chat)
+    behaviour = Behaviour.of(lm, answer, foil, len(asked))
+    steps = as_floats(scales, "scales")
+    if not steps or list(steps) != sorted(set(steps)):
+        raise ProgramError(f"ascending numbers are needed, none twice, not {steps}", "scales")
+    edits = [vectors.edits(scale, layers=layers, tokens=tokens) if scale else () for scale in steps]
+    question = {
+        "study": "strength_curve", "prompts": [[one.ids, one.text] for one in asked], **behaviour.question(edits)
+    }  # fmt: skip
+    with keeping(lm, question, resume) as journal:
+        scored = behaviour.score(lm, asked, edits, batch, show_progress, journal)
+    return StrengthCurve(
+        provenance=provenance(lm, vectors.provenance.seeds), prompts=tuple(one.shown for one in asked),
+        answers=texts_of(lm, behaviour.answers), scales=steps,
+        foils=None if behaviour.foils is None else texts_of(lm, behaviour.foils),
+        vectors=f"{vectors.method} vectors of {vectors.site}", layers=_layers(vectors, layers),
+        tokens=str(read_tokens(tokens, "tokens")), chat=chat, logprobs=scored.answer,
+        foil_logprobs=np.full(scored.answer.shape, np.nan) if scored.foil is None else scored.foil,
+    )  # fmt: skip
+
+
+def _layers(vectors: SteeringVectors, layers: Iterable[int] | int | None) -> tuple[int, ...]:
+    return tuple(int(edit.at.layers) for edit in vectors.edits(1.0, layers=layers) if isinstance(edit.at.layers, int))
+
+
+NAMES = {"mean": "difference of means", "pca": "first component of the pairs' differences", "probe": "linear probe"}
+
+
+def of_layers(vectors: SteeringVectors) -> Curves:
+    """The held-out check of every layer."""
+    if vectors.best is None:
+        raise ProgramError("no prompts were held out, so there is no check of the layers to draw", "held_out")
+    layers = np.array(vectors.layers, np.float64)
+    held = vectors.positive.held_out + vectors.negative.held_out
+    separation = np.where(np.isfinite(vectors.separation), vectors.separation, np.nan)
+    charts = []
+    if not np.isnan(vectors.effect).any():
+        effect = Line("effect", layers, vectors.effect)
+        charts.append(Chart("Effect on held-out negative prompts", "score, nats", (effect,), level=0.0,
+                            level_label="no effect"))  # fmt: skip
+    return Curves(
+        title=f"Steering vectors by layer: {NAMES[vectors.method]}", x_label="layer",
+        charts=(
+            *charts,
+            Chart("Held-out accuracy", "share", (Line("accuracy", layers, vectors.accuracy),), y_range=(-0.02, 1.02),
+                  level=0.5, level_label="chance"),
+            Chart("Held-out separation", "standard deviations", (Line("separation", layers, separation),)),
+            Chart("Length", "norm", (Line("vector", layers, np.linalg.norm(vectors.vectors, axis=1).astype(np.float64)),
+                                     Line("rows it was made of", layers, vectors.row_norm)), y_log=True),
+        ),
+        provenance=vectors.provenance.where,
+        notes=(f"{vectors.site} at {vectors.tokens}; {vectors.positive.count} positive and {vectors.negative.count} "
+               f"negative prompts, {held} of them held out. Best: layer {vectors.best}.",),
+    )  # fmt: skip
+
+
+def of_strengths(curve: StrengthCurve) -> Curves:
+    """The mean score against the scale, with quartiles over prompts."""
+    low, high = np.quantile(curve.scores, (0.25, 0.75), axis=0)
+    scales = np.array(curve.scales)
+    lines = [Line("mean over prompts", scales, curve.scores.mean(0), low, high)]
+    charts = [Chart(_score(curve), "nats", tuple(lines), note="The band has the middle half of the prompts.")]
+    if curve.foils is not None:
+        both = (Line("answer", scales, curve.logprobs.mean(0)), Line("foil", scales, curve.foil_logprobs.mean(0)))
+        charts.append(Chart("Each continuation's log-probability", "nats", both, note="Means over prompts."))
+    count, layers = len(curve.prompts), ", ".join(map(str, curve.layers))
+    where = f"layer{'s' if len(curve.layers) > 1 else ''} {layers}, on {_tokens(curve.tokens)}"
+    prompts = f"{count} prompt{'s' if count > 1 else ''}"
+    return Curves(
+        title="A behaviour's score by steering strength", x_label="scale", charts=tuple(charts),
+        provenance=curve.provenance.where,
+        notes=(f"{curve.vectors}, {where}; {prompts}; {signed(curve.slope)} nats by a scale of 1.",),
+    )  # fmt: skip
+
+
+def _tokens(tokens: str) -> str:
+    return "every token" if tokens == "every" else tokens
+
+
+def _score(curve: StrengthCurve) -> str:
+    answer = _shown(curve.answers)
+    return f"log p({answer})" if curve.foils is None else f"log p({answer}) − log p({_shown(curve.foils)})"
+
+
+def _shown(texts: tuple[str, ...]) -> str:
+    return quoted(shorten(texts[0], 24)) if len(set(texts)) == 1 else "its own"
