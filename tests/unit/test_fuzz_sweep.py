@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 
 import patchclamp as pc
 from patchclamp.studies import FuzzSweep, fuzz_sweep, metric
-from patchclamp.studies.fuzz.curves import wilson
-from patchclamp.studies.fuzz.prompts import PROMPTS, QUICK_PROMPTS, QUICK_STRENGTHS, REFUSAL, STRENGTHS
-from patchclamp.studies.fuzz.sweep import prefix_share
+from patchclamp.studies.fuzz import PROMPTS, QUICK_PROMPTS, QUICK_STRENGTHS, REFUSAL, STRENGTHS, prefix_share, wilson
 
 from ..reference.studies import divergences
 

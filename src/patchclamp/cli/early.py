@@ -12,7 +12,7 @@ from patchclamp.language.site import parse_site
 from patchclamp.language.tokens import parse_index, parse_tokens
 from patchclamp.language.values import as_dtype
 from patchclamp.plots import check_targets
-from patchclamp.studies.fuzz.asked import Fuzz, pattern_of, seeds_of, strengths_of
+from patchclamp.studies.fuzz import Fuzz, pattern_of, seeds_of, strengths_of
 from patchclamp.studies.metric import grade
 from patchclamp.studies.steering import check_method
 

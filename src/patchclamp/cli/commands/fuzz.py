@@ -42,7 +42,7 @@ def fuzz(
     from patchclamp.cli.curves_table import show_answers, show_curves, show_kept
     from patchclamp.cli.early import check_engine, check_fuzz
     from patchclamp.studies import fuzz_sweep
-    from patchclamp.studies.fuzz.prompts import REFUSAL
+    from patchclamp.studies.fuzz import REFUSAL
 
     options, asked = read_options(option, dtype), None if prompts is None else read_prompts(prompts, "--prompts")
     check_engine(engine)
