@@ -18,9 +18,8 @@ from patchclamp.engines.fake import FakeEngine
 from patchclamp.errors import CapacityError, MissingSource, PatchclampError, ProgramError, TokensError, UnknownName
 from patchclamp.lm import LM
 from patchclamp.studies.harvest import Filters, Harvest, Harvested, Project, harvest, study, writer
-from patchclamp.studies.harvest.dtypes import as_float32, to_bfloat16
-from patchclamp.studies.harvest.ledger import Ledger
-from patchclamp.studies.harvest.permutation import Permutation
+from patchclamp.studies.harvest.plan import Permutation
+from patchclamp.studies.harvest.writer import Ledger, as_float32, to_bfloat16
 from tests.reference.harvest import bytes_of, chi_square, rows_of
 
 SITES = ["resid_post[1]", "z[0, 1]"]
@@ -202,7 +201,7 @@ def test_statistics_are_numpys(lm, documents, tmp_path):
 
 
 def test_statistics_of_rows_far_from_zero(tmp_path):
-    from patchclamp.studies.harvest.moments import statistics_of
+    from patchclamp.studies.harvest.writer import statistics_of
 
     rows = (1000 + np.random.default_rng(0).standard_normal((5000, 300))).astype(np.float32)
     statistics, _ = statistics_of(rows, "float32")

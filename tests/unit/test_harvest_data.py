@@ -10,7 +10,7 @@ import pytest
 
 import patchclamp as pc
 from patchclamp.errors import ProgramError
-from patchclamp.studies.harvest import Harvested, documents, harvest
+from patchclamp.studies.harvest import Harvested, harvest, plan
 
 arrow = pytest.importorskip("pyarrow")
 datasets = pytest.importorskip("datasets")
@@ -61,7 +61,7 @@ def written(kind: str, folder: Path):
 @pytest.mark.parametrize("kind", ["text", "JSON", "Parquet", "datasets", "saved datasets"])
 def test_the_same_texts_are_the_same_harvest(lm, tmp_path, kind):
     source, column = written(kind, tmp_path)
-    assert list(documents.documents_of(source, column)) == TEXTS
+    assert list(plan.documents_of(source, column)) == TEXTS
     plain = harvest(lm, TEXTS, tmp_path / "out", sites=SITES)
     made = harvest(lm, source, tmp_path / "out", sites=SITES, column=column)
     assert made.folder == plain.folder
@@ -90,7 +90,7 @@ def test_files_without_documents_are_refused(tmp_path, name, content, text):
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(ProgramError, match=text):
-        list(documents.documents_of(tmp_path / name))
+        list(plan.documents_of(tmp_path / name))
 
 
 # -- readers

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from patchclamp.engines.fake import FakeEngine
 from patchclamp.errors import ProgramError
 from patchclamp.lm import LM
-from patchclamp.studies.harvest import Harvested, harvest, order
-from patchclamp.studies.harvest.order import ReadingOrder
+from patchclamp.studies.harvest import Harvested, harvest, plan
+from patchclamp.studies.harvest.plan import ReadingOrder
 from tests.reference.harvest import chi_square
 
 SITES = ["resid_post[1]", "z[0, 1]"]
@@ -73,7 +73,7 @@ def test_a_chi_square_over_places_holds_across_parts(data):
 
 def test_every_way_to_interleave_is_as_likely_as_any(monkeypatch):
     """Of 2, 1 and 2 rows there are 30 ways; also where a block has two places only."""
-    monkeypatch.setattr(order, "BLOCK", 2)
+    monkeypatch.setattr(plan, "BLOCK", 2)
     seeds = 6000
     seen = collections.Counter(tuple(ReadingOrder([1, 1, 1, 2], [0, 0, 1, 2], seed).stored()) for seed in range(seeds))
     ways = {
@@ -92,7 +92,7 @@ def test_any_stretch_is_that_of_the_whole(shards, seed, most, draw):
     rows, parts = [rows for rows, _ in shards], [part for _, part in shards]
     ends = np.append(0, np.cumsum(rows))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(order, "BLOCK", 16)
+        patched.setattr(plan, "BLOCK", 16)
         reading = ReadingOrder(rows, parts, seed)
         begin = draw.draw(st.integers(0, len(reading)))
         end = draw.draw(st.integers(begin, len(reading)))

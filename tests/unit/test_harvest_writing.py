@@ -15,11 +15,9 @@ import pytest
 from patchclamp.engines.fake import FakeEngine
 from patchclamp.errors import CapacityError, ProgramError, RunError
 from patchclamp.lm import LM
-from patchclamp.studies.harvest import harvest, open_files, plan, study, writer
-from patchclamp.studies.harvest.ledger import Ledger
-from patchclamp.studies.harvest.order import MOST_ROWS
-from patchclamp.studies.harvest.plan import parts_for
-from patchclamp.studies.harvest.shard_file import ReadRows, ShardFile, header, open_rows, write_sealed
+from patchclamp.studies.harvest import harvest, plan, study, writer
+from patchclamp.studies.harvest.plan import MOST_ROWS, parts_for
+from patchclamp.studies.harvest.writer import Ledger, ReadRows, ShardFile, header, open_rows, write_sealed
 from tests.reference.harvest import bytes_of
 
 GIB = 1 << 30
@@ -264,12 +262,12 @@ def test_files_are_allowed_as_often_as_the_system_does(monkeypatch):
     resource, limits = pytest.importorskip("resource"), []
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (300, 1000))
     monkeypatch.setattr(resource, "setrlimit", lambda kind, both: limits.append(both))
-    assert [open_files.allow_files(count, 4) for count in (10, 100, 300, 744)] == [4, 4, 2, 1]
+    assert [writer.allow_files(count, 4) for count in (10, 100, 300, 744)] == [4, 4, 2, 1]
     assert limits == [(656, 1000), (856, 1000), (1000, 1000)]
-    assert open_files.allow_files(100, 4, 500) == 2
+    assert writer.allow_files(100, 4, 500) == 2
     assert limits.pop() == (956, 1000)
     with pytest.raises(CapacityError, match=r"745 files are open at a time, and this process may have 1000 open"):
-        open_files.allow_files(745, 4)
+        writer.allow_files(745, 4)
 
 
 def test_many_parts_are_read_within_the_files_that_may_be_open(lm, documents, tmp_path):

@@ -4,23 +4,566 @@ It depends on the documents, the tokenizer and the filters alone. How many rows 
 and so is the place of every row.
 
     N tokens · R rows of a part · a document's prompts are consecutive
+
+Documents: texts or lists of token ids, from memory, files, or Hugging Face `datasets`.
+
+Filters say which rows of a data set are kept. All but the caps on norms depend on the tokens alone, so the places of
+rows are known before anything runs.
+
+Where every row of a shuffled data set goes: a keyed permutation that is computed for each row alone.
+
+No table of places is kept, so a resumed harvest and one on another machine put every row at the same place.
+
+Source: the generalised Feistel cipher with cycle walking of Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
+CT-RSA 2002, section 5; its round function is the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+
+In which order the rows of several parts are read: an exact shuffle of all, with every part read from end to end.
+
+Each part is shuffled by itself when it is written. Its rows keep their order here, and the parts are interleaved at
+random, each in proportion to its rows: of all ways to lay the parts' numbers in a row, any is as likely as another. Any
+order of all rows is then as likely as any other, and nothing is written anew.
+
+The way is drawn block by block: how many rows of each part a block has is drawn as from an urn of all that are left
+(multivariate hypergeometric), and the block is shuffled. So any place is found without the places before it.
+
+    N rows · K parts · B blocks
+
+The recipe says what a data set is made of; its hash names the data set's folder.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Callable, Iterable
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from patchclamp.errors import ProgramError, TokensError
+from patchclamp.call import is_token_id
+from patchclamp.engines.base import Tokenizer
+from patchclamp.engines.tokenizer import NoTokenizer
+from patchclamp.errors import PatchclampError, ProgramError, TokensError
+from patchclamp.language.tokens import as_integer
+from patchclamp.language.values import BYTES, Converted, as_file, as_flag, as_items, as_number
 from patchclamp.lm import LM
-from patchclamp.studies.harvest.documents import Document
-from patchclamp.studies.harvest.filters import Filters
-from patchclamp.studies.harvest.order import MOST_ROWS
-from patchclamp.studies.harvest.permutation import Permutation, scrambled
 from patchclamp.studies.inputs import check_whole
+
+Document = str | Sequence[int]
+SUFFIXES = {".txt": "text", ".jsonl": "JSON lines", ".ndjson": "JSON lines", ".parquet": "Parquet"}
+
+
+def documents_of(data: Any, column: str | None = None) -> Iterator[Document]:
+    """The documents of `data`, in order.
+
+    data: a list (or any iterable that can be read again) of texts or lists of token ids; a file of text (a document a
+        line, blank lines are none), JSON lines or Parquet, by its suffix; a folder that `datasets` saved; or a
+        `datasets.Dataset`
+    column: the field or column that has the documents; "text" unless given
+
+    Raises: `ProgramError` for what has no documents.
+    """
+    if isinstance(data, (str, Path)):
+        return _of_file(Path(as_file(data, "documents")), column)
+    if hasattr(data, "column_names") and not isinstance(data, (list, tuple)):
+        return _of_columns(data, column, "the data set", data.column_names)
+    if column is not None:
+        raise ProgramError("only files and data sets have columns", "column")
+    if isinstance(data, (*BYTES, Mapping, set, frozenset)) or hasattr(data, "columns"):
+        as_items(data, "documents")  # refuses it
+    if not isinstance(data, Iterable) or isinstance(data, Iterator):
+        raise ProgramError(f"a list, a file or a data set of documents is needed, not {type(data).__name__}; an "
+                           "iterator cannot be read again", "documents")  # fmt: skip
+    return map(_document, as_items(data, "documents") if hasattr(data, "tolist") else data)
+
+
+def _of_file(path: Path, column: str | None) -> Iterator[Document]:
+    if path.is_dir():
+        return _of_folder(path, column)
+    if path.suffix not in SUFFIXES:
+        kinds = ", ".join(f"{suffix} ({kind})" for suffix, kind in SUFFIXES.items())
+        raise ProgramError(f"{path}: the suffix says what a file has, one of {kinds}; or a folder of datasets'",
+                           "documents")  # fmt: skip
+    if not path.exists():
+        raise ProgramError(f"there is no {path}", "documents")
+    if path.suffix == ".txt":
+        if column is not None:
+            raise ProgramError(f"{path}: a text file has no columns", "column")
+        return _of_text(path)
+    return _of_parquet(path, column) if path.suffix == ".parquet" else _of_json(path, column or "text")
+
+
+def _of_text(path: Path) -> Iterator[Document]:
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            if line.strip():
+                yield line.rstrip("\n")
+
+
+def _of_json(path: Path, column: str) -> Iterator[Document]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line)[column]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ProgramError(f"{path}, line {number}: no JSON object with {column!r} ({error})",
+                                   "documents") from None  # fmt: skip
+            yield _document(value)
+
+
+def _of_parquet(path: Path, column: str | None) -> Iterator[Document]:
+    parquet = needed("pyarrow.parquet")
+    with parquet.ParquetFile(path) as file:
+        name = _column(column, file.schema_arrow.names, str(path))
+        for batch in file.iter_batches(columns=[name]):
+            yield from map(_document, batch.column(0).to_pylist())
+
+
+def _of_folder(path: Path, column: str | None) -> Iterator[Document]:
+    datasets = needed("datasets")
+    try:
+        saved = datasets.load_from_disk(str(path))
+    except FileNotFoundError as error:
+        raise ProgramError(f"{path} is no folder that datasets saved: {error}", "documents") from None
+    if not isinstance(saved, datasets.Dataset):
+        raise ProgramError(f"{path} has several splits: give the folder of one, of {', '.join(saved)}", "documents")
+    return _of_columns(saved, column, str(path), saved.column_names)
+
+
+def _of_columns(data: Any, column: str | None, where: str, names: list[str] | None) -> Iterator[Document]:
+    """`names` is None of a streamed data set that does not know its columns."""
+    name = (column or "text") if names is None else _column(column, names, where)
+    return (_document(row[name]) for row in data)
+
+
+def _column(column: str | None, names: list[str], where: str) -> str:
+    name = column or "text"
+    if name not in names:
+        raise ProgramError(f"{where} has no column {name!r}; it has {', '.join(names)}", "column")
+    return name
+
+
+def _document(value: Any) -> Document:
+    if isinstance(value, str):
+        return value
+    ids = as_items(value, "documents")
+    if not set(map(type, ids)) <= {int} and not all(map(is_token_id, ids)):
+        raise ProgramError(
+            f"expected text or a list of token ids, got {type(value).__name__} {value!r:.100}", "documents"
+        )
+    return list(map(int, ids))
+
+
+def needed(module: str) -> Any:
+    """A module of the `harvest` extra."""
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = module.partition(".")[0]
+        raise PatchclampError(f"a harvest needs {package}: pip install 'patchclamp[harvest]'") from None
+
+
+class Filters(Converted, frozen=True, forbid_unknown_fields=True):
+    """Which rows are kept: those that pass all of these.
+
+    no_bos: not the first token of a document where that is a special one
+    no_special: no special tokens
+    positions: positions of the document in any of these half-open windows, as Python slices have them: (4, None),
+        (-8, None); all if there are none
+    only_tokens, not_tokens: these token ids alone, if any; none of these
+    norm_cap: norms (L2) up to this at every site, of whole rows: before they are projected or added up
+    norm_times_median: norms up to so many times the median of the row's shard, at every site; with sums, up to so many
+        times the median of the document's kept rows
+    """
+
+    no_bos: bool = False
+    no_special: bool = False
+    positions: tuple[tuple[int | None, int | None], ...] = ()
+    only_tokens: tuple[int, ...] = ()
+    not_tokens: tuple[int, ...] = ()
+    norm_cap: float | None = None
+    norm_times_median: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("no_bos", "no_special"):
+            as_flag(getattr(self, name), f"filters.{name}")
+        for name, read in (("positions", _windows), ("only_tokens", _numbers), ("not_tokens", _numbers), ("norm_cap", _norm),
+                           ("norm_times_median", _norm)):  # fmt: skip
+            try:
+                value = read(getattr(self, name))
+            except (TypeError, ValueError, ProgramError) as error:
+                raise ProgramError(f"{error}", f"filters.{name}") from None
+            msgspec.structs.force_setattr(self, name, value)
+
+    @property
+    def caps_norms(self) -> bool:
+        return self.norm_cap is not None or self.norm_times_median is not None
+
+    def kept(self, tokens: np.ndarray, starts: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+        """Whether the row of each token is kept, as far as tokens say: bool [N]. Document i has the tokens from
+        `starts[i]` to `starts[i + 1]`."""
+        kept = np.ones(len(tokens), bool)
+        if self.no_bos or self.no_special:
+            special = np.isin(tokens, special_ids(tokenizer, np.unique(tokens)))
+            begins = np.zeros(len(tokens), bool)
+            begins[starts[:-1][np.diff(starts) > 0]] = True
+            kept &= ~special if self.no_special else ~(special & begins)
+        if self.positions:
+            kept &= self._in_windows(starts)
+        if self.only_tokens:
+            kept &= np.isin(tokens, self.only_tokens)
+        if self.not_tokens:
+            kept &= ~np.isin(tokens, self.not_tokens)
+        return kept
+
+    def _in_windows(self, starts: np.ndarray) -> np.ndarray:
+        """Whether each token's position lies in a window."""
+        lengths = np.diff(starts)
+        length = np.repeat(lengths, lengths)
+        position = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
+        inside = np.zeros(len(position), bool)
+        for first, end in self.positions:
+            first = 0 if first is None else first
+            low = first if first >= 0 else np.maximum(length + first, 0)
+            high = length if end is None else (end if end >= 0 else length + end)
+            inside |= (position >= low) & (position < high)
+        return inside
+
+    def passing(self, norms: np.ndarray) -> np.ndarray:
+        """Whether each of a shard's rows is within the caps, bool [n], by its norms at one site [n]."""
+        passing = np.ones(len(norms), bool)
+        if self.norm_cap is not None:
+            passing &= norms <= self.norm_cap
+        if self.norm_times_median is not None and len(norms):
+            passing &= norms <= self.norm_times_median * np.median(norms)
+        return passing
+
+
+def _windows(windows: Iterable[Any]) -> tuple[tuple[int | None, int | None], ...]:
+    windows = as_items(windows, "")
+    if not all(isinstance(window, (tuple, list)) and len(window) == 2 for window in windows):
+        raise ValueError(f"windows are pairs of first and end, such as ((4, None),), not {windows!r}")
+    return tuple((_end(first), _end(end)) for first, end in windows)
+
+
+def _end(value: Any) -> int | None:
+    return None if value is None else as_integer(value)
+
+
+def _numbers(ids: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(map(as_integer, as_items(ids, "")))
+
+
+def _norm(value: Any) -> float | None:
+    if value is not None and not as_number(value) > 0:
+        raise ValueError(f"a norm above 0 is needed, not {value!r}")
+    return None if value is None else float(value)
+
+
+def special_ids(tokenizer: Tokenizer, ids: np.ndarray) -> list[int]:
+    """Those of some token ids that are special: they have a text of their own, and none when special ones are left
+    out."""
+    if isinstance(tokenizer, NoTokenizer):
+        raise ProgramError("an engine without a tokenizer does not know special tokens: give not_tokens=", "filters")
+    texts = tokenizer.token_strings(ids.tolist())
+    return [token for token, text in zip(ids.tolist(), texts, strict=True) if text and not tokenizer.decode([token])]
+
+
+ROUNDS = 8
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+class Permutation:
+    """A permutation of 0 … size − 1, drawn by `seed`."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        self.size = size
+        self._low = max(1, math.isqrt(max(size - 1, 0)) + 1)  # a number is low + self._low · high
+        self._high = max(1, -(-size // self._low))
+        numbers = np.array([(seed + (i + 1) * _GOLDEN) & _MASK for i in range(ROUNDS)], np.uint64)
+        self._keys = scrambled(numbers)
+
+    def places(self, rows: np.ndarray) -> np.ndarray:
+        """The place [n] of each of these rows [n]."""
+        return self._walk(rows, self._forward)
+
+    def rows(self, places: np.ndarray) -> np.ndarray:
+        """The row [n] at each of these places [n]."""
+        return self._walk(places, self._backward)
+
+    def _walk(self, numbers: np.ndarray, step) -> np.ndarray:
+        """One step for each number, and further ones for those that leave 0 … size − 1."""
+        numbers = step(np.asarray(numbers).astype(np.uint64))
+        while len(outside := np.flatnonzero(numbers >= np.uint64(self.size))):
+            numbers[outside] = step(numbers[outside])
+        return numbers.astype(np.int64)
+
+    def _forward(self, numbers: np.ndarray) -> np.ndarray:
+        low, high = numbers % np.uint64(self._low), numbers // np.uint64(self._low)
+        for number, key in enumerate(self._keys):
+            if number % 2:
+                high = _added(high, _below(self._high, scrambled(low ^ key)), self._high)
+            else:
+                low = _added(low, _below(self._low, scrambled(high ^ key)), self._low)
+        return low + np.uint64(self._low) * high
+
+    def _backward(self, numbers: np.ndarray) -> np.ndarray:
+        low, high = numbers % np.uint64(self._low), numbers // np.uint64(self._low)
+        for number, key in reversed(list(enumerate(self._keys))):
+            if number % 2:
+                high = _added(high, np.uint64(self._high) - _below(self._high, scrambled(low ^ key)), self._high)
+            else:
+                low = _added(low, np.uint64(self._low) - _below(self._low, scrambled(high ^ key)), self._low)
+        return low + np.uint64(self._low) * high
+
+
+def scrambled(numbers: np.ndarray) -> np.ndarray:
+    """A hash of 64 bits of each number, uint64 [n]."""
+    x = numbers.astype(np.uint64)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _below(size: int, hashes: np.ndarray) -> np.ndarray:
+    """A number from 0 to size − 1 for each hash, by its upper half; `size` is at most 2³²."""
+    return ((hashes >> np.uint64(32)) * np.uint64(size)) >> np.uint64(32)
+
+
+def _added(a: np.ndarray, b: np.ndarray, size: int) -> np.ndarray:
+    """(a + b) mod size, for a and b that add up to less than twice `size`."""
+    total = a + b
+    return np.where(total >= np.uint64(size), total - np.uint64(size), total)
+
+
+BLOCK = 4096
+MORE_SHARDS = 8
+MOST_ROWS = 10**9  # of what NumPy draws from at a time
+_COUNTS, _LABELS = 1, 2  # what is drawn
+Columns = Callable[[int], Mapping[str, np.ndarray]]
+"""A shard's columns, by its number: arrays [rows, …]."""
+
+
+class ReadingOrder:
+    """The order of the rows of shards, by their numbers.
+
+    rows: of every shard; parts: the part that each shard is of, ascending
+    """
+
+    def __init__(self, rows: Sequence[int], parts: Sequence[int], seed: int) -> None:
+        self._seed = seed
+        self._ends = np.append(0, np.cumsum(rows)).astype(np.int64)  # of shards, in stored rows
+        numbers = np.unique(np.asarray(parts, np.int64))
+        of_part = [self._ends[np.searchsorted(parts, part)] for part in numbers]
+        self._first = np.array([*of_part, self._ends[-1]])  # the first stored row of each part, and the end
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether rows are read as they are stored: there is one part."""
+        return len(self._first) <= 2
+
+    @property
+    def most_open(self) -> int:
+        """How many shards are open at a time: one of each part, and some more."""
+        return len(self._first) - 1 + MORE_SHARDS
+
+    @functools.cached_property
+    def _before(self) -> np.ndarray:
+        """How many rows of each part come before each block, [B + 1, K]."""
+        left = np.diff(self._first)
+        if left.sum() >= MOST_ROWS:
+            raise ProgramError(
+                f"rows of several parts are interleaved up to {MOST_ROWS:,} of them, and these are {left.sum():,}: "
+                "Harvested(folder, interleave=False) reads part after part", "folder"
+            )  # fmt: skip
+        draw, before = np.random.default_rng((_COUNTS, self._seed)), [np.zeros_like(left)]
+        while left.any():
+            counts = draw.multivariate_hypergeometric(left, min(BLOCK, int(left.sum())), method="marginals")
+            left = left - counts
+            before.append(before[-1] + counts)
+        return np.array(before)
+
+    def _labels(self, block: int) -> np.ndarray:
+        """The part of each place of a block."""
+        counts = self._before[block + 1] - self._before[block]
+        labels = np.repeat(np.arange(len(counts)), counts)
+        return np.random.default_rng((_LABELS, self._seed, block)).permutation(labels)
+
+    def block(self, number: int) -> np.ndarray:
+        """The stored row at each place of a block, int64 [n]."""
+        labels = self._labels(number)
+        rows = np.empty(len(labels), np.int64)
+        for part, (first, before) in enumerate(zip(self._first[:-1], self._before[number], strict=True)):
+            places = np.flatnonzero(labels == part)
+            rows[places] = first + before + np.arange(len(places))
+        return rows
+
+    def stored(self) -> np.ndarray:
+        """The stored row at each place, int64 [N]."""
+        if self.is_stored:
+            return np.arange(len(self))
+        return np.concatenate([self.block(number) for number in range(len(self._before) - 1)])
+
+    def place(self, number: int, block: Callable[[int], np.ndarray]) -> tuple[int, int]:
+        """The shard of the row at a place, and its number there. `block`: as `self.block`, which remembers some."""
+        row = number if self.is_stored else int(block(number // BLOCK)[number % BLOCK])
+        shard = int(np.searchsorted(self._ends, row, side="right")) - 1
+        return shard, row - int(self._ends[shard])
+
+    def read(
+        self, columns: Columns, begin: int = 0, end: int | None = None, most: int = BLOCK
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """Rows at places `begin` to `end` in order, `most` at a time at most, by column."""
+        end = len(self) if end is None else end
+        if self.is_stored:
+            yield from self._slices(columns, begin, end, most)
+            return
+        opened = functools.lru_cache(self.most_open)(columns)
+        for number in range(begin // BLOCK, -(-end // BLOCK)):
+            first = number * BLOCK
+            rows = self.block(number)[max(begin - first, 0) : end - first]
+            for at in range(0, len(rows), most):
+                yield self._gathered(opened, rows[at : at + most])
+
+    def _slices(self, columns: Columns, begin: int, end: int, most: int) -> Iterator[dict[str, np.ndarray]]:
+        """Stored rows as they lie, mapped and not copied."""
+        for shard, (first, last) in enumerate(zip(self._ends[:-1].tolist(), self._ends[1:].tolist(), strict=True)):
+            low, high = max(begin, first), min(end, last)
+            if low < high:
+                of_shard = columns(shard)
+                for at in range(low, high, most):
+                    part = slice(at - first, min(at + most, high) - first)
+                    yield {name: array[part] for name, array in of_shard.items()}
+
+    def _gathered(self, columns: Columns, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Stored rows, copied together. Of each shard they are ascending, and next to each other."""
+        shards = np.searchsorted(self._ends, rows, side="right") - 1
+        gathered: dict[str, np.ndarray] = {}
+        for shard in np.unique(shards).tolist():
+            places = np.flatnonzero(shards == shard)
+            first = int(rows[places[0]] - self._ends[shard])
+            for name, array in columns(shard).items():
+                if name not in gathered:
+                    gathered[name] = np.empty((len(rows), *array.shape[1:]), array.dtype)
+                gathered[name][places] = array[first : first + len(places)]
+        return gathered
+
+
+FORMAT = 1
+NAME_DIGITS = 16
+NORMS = "norms of whole rows"
+
+
+class StoredSite(msgspec.Struct, frozen=True):
+    """A site of the data set.
+
+    name: such as "resid_post[3]"
+    width: numbers of a stored row
+    captured: numbers of a captured row
+    projection: the hash of the matrix between them, "" without one
+    """
+
+    name: str
+    width: int
+    captured: int
+    projection: str = ""
+
+    @property
+    def file(self) -> str:
+        """Its file's name in a shard."""
+        words = self.name.replace("]", "").replace("[", ".").replace(", ", ".").replace(":", "-")
+        return f"{words}.safetensors"
+
+
+class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a data set is made of. Whatever changes a byte of it is here.
+
+    model: hub id, or the last name of a folder · weights: of a folder's files, as `studies.study` hashes them; ""
+    of a hub id · engine, settings: what computed it, with version · documents: hash of all tokens, and
+    of where documents and prompts begin · sites · dtype: of the stored rows · sums: whether a row is the sum over a
+    document · filters · seed · parts · shard_rows
+    """
+
+    model: str
+    weights: str
+    engine: str
+    settings: str
+    weights_dtype: str
+    documents: str
+    sites: tuple[StoredSite, ...]
+    dtype: str
+    sums: bool
+    filters: Filters
+    seed: int
+    parts: int
+    shard_rows: int
+    format: int = FORMAT
+
+    @property
+    def norms(self) -> StoredSite | None:
+        """The norms of whole rows, a number for each site, where caps need them and rows are stored reduced. With sums
+        they are 0 of a document that has rows within the caps, and else NaN. Its files are not part of the data set."""
+        reduced = self.sums or any(site.projection for site in self.sites)
+        return StoredSite(NORMS, len(self.sites), 0) if reduced and self.filters.caps_norms else None
+
+    @property
+    def written(self) -> tuple[StoredSite, ...]:
+        """What is written while a part is being filled."""
+        return self.sites if self.norms is None else (*self.sites, self.norms)
+
+    def place(self, folder: Path, site: StoredSite) -> Path:
+        """The file of a site in a shard that is being filled in `folder`; that of norms is beside the folder."""
+        return folder.with_name(f"{folder.name}.{site.file}") if site.name == NORMS else folder / site.file
+
+    @property
+    def name(self) -> str:
+        """The hash that names the folder."""
+        content = msgspec.json.encode(self, order="deterministic")
+        if self.norms is not None:  # 0.1.0 compared the caps with reduced rows: its folders must not be resumed
+            content += NORMS.encode()
+        return hashlib.sha256(content).hexdigest()[:NAME_DIGITS]
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`harvest.json`: the recipe, and what there will be when all is done.
+
+    documents, tokens, cut_tokens: of the data set · part_rows: rows of each part, before caps on norms
+    """
+
+    recipe: Recipe
+    documents: int
+    tokens: int
+    cut_tokens: int
+    part_rows: tuple[int, ...]
+
+    @property
+    def shards(self) -> list[str]:
+        """The names of all shards, in order."""
+        size = self.recipe.shard_rows
+        counts = [-(-rows // size) for rows in self.part_rows]
+        return [shard_name(part, shard) for part, count in enumerate(counts) for shard in range(count)]
+
+
+def shard_name(part: int, shard: int) -> str:
+    return f"shard-{part:04d}-{shard:05d}"
+
+
+def part_of(name: str) -> int:
+    """The part that a shard of that name is of."""
+    return int(name.split("-")[1])
+
 
 OVERLONG = ("refuse", "cut", "split")
 PARTS = 8  # of a data set, unless they are given, or would be smaller or larger than:

@@ -1,9 +1,16 @@
-"""`harvest`: the activations of a data set's documents, shuffled, on disk, from any engine."""
+"""`harvest`: the activations of a data set's documents, shuffled, on disk, from any engine.
+
+Linear reductions of rows, so that less goes to disk: projections (`Project`) and sums over documents.
+
+A projection is a projected capture where there can be one, so that less leaves the device, too. The rest is done on the
+host, in fp32, document by document, before rows are rounded to what is stored.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,27 +18,135 @@ import msgspec
 import numpy as np
 
 from patchclamp.call import is_token_id
-from patchclamp.errors import CapacityError, NotFinite, PatchclampError, ProgramError, UnsupportedSite
-from patchclamp.language import Capture
+from patchclamp.errors import CapacityError, NotFinite, PatchclampError, ProgramError, ShapeError, UnsupportedSite
+from patchclamp.language import Capture, Vector
 from patchclamp.language.site import parse_site
 from patchclamp.language.tokens import Positions, Range, Tokens, every
-from patchclamp.language.values import as_dtype, as_seed
+from patchclamp.language.values import MAX_PROJECTED, as_array, as_dtype, as_flag, as_seed
 from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.sites import SiteRef
 from patchclamp.store.captured import overflowed
-from patchclamp.studies.harvest.documents import documents_of, needed
-from patchclamp.studies.harvest.dtypes import STORED, stored
-from patchclamp.studies.harvest.filters import Filters
-from patchclamp.studies.harvest.open_files import allow_files
-from patchclamp.studies.harvest.plan import Plan, make_plan, parts_for
+from patchclamp.studies.harvest.plan import (
+    Filters,
+    Manifest,
+    Plan,
+    Recipe,
+    StoredSite,
+    documents_of,
+    make_plan,
+    needed,
+    parts_for,
+)
 from patchclamp.studies.harvest.reader import DOCUMENTS, MANIFEST, Harvested
-from patchclamp.studies.harvest.recipe import Manifest, Recipe, StoredSite
-from patchclamp.studies.harvest.reduce import Project, Reduction, can_project
-from patchclamp.studies.harvest.shard_file import write_sealed
-from patchclamp.studies.harvest.writer import CHECKPOINT_BYTES, Batch, OpenPart, Writer, is_sealed
+from patchclamp.studies.harvest.writer import (
+    CHECKPOINT_BYTES,
+    STORED,
+    Batch,
+    OpenPart,
+    Writer,
+    allow_files,
+    is_sealed,
+    stored,
+    write_sealed,
+)
 from patchclamp.studies.inputs import check_whole, checked
 from patchclamp.studies.study import Pace, StudyResult, model_identity, progress, provenance, run_batches
+
+
+class Project:
+    """W h in place of h: probes, directions, the first components of a PCA.
+
+    matrix: W [K, D] for all sites, or one for each site by its name, as in {"resid_post[3]": W}
+    on_device: whether rows are projected before they leave the device, where that can be (`can_project`)
+    """
+
+    def __init__(self, matrix: Any, on_device: bool = True) -> None:
+        self.on_device = as_flag(on_device, "on_device")
+        if isinstance(matrix, Mapping):
+            self._by_site = {str(site): _matrix(value) for site, value in matrix.items()}
+            self._for_all = None
+        else:
+            self._by_site, self._for_all = {}, _matrix(matrix)
+
+    def of(self, site: str, width: int) -> np.ndarray:
+        """W [K, D] of a site that is `width` wide.
+
+        Raises: `ProgramError` if there is none, `ShapeError` if it does not fit.
+        """
+        matrix = self._by_site.get(site, self._for_all)
+        if matrix is None:
+            raise ProgramError(f"no matrix for {site}; there are some for {', '.join(self._by_site)}", "project")
+        if matrix.shape[1] != width:
+            raise ShapeError(f"{site} is {width} wide; its matrix is {list(matrix.shape)}", "project")
+        return matrix
+
+    def unused(self, sites: list[str]) -> list[str]:
+        """Sites that have a matrix and are not among these."""
+        return [site for site in self._by_site if site not in sites]
+
+
+class Reduction(msgspec.Struct, frozen=True, eq=False):
+    """What becomes of a document's kept rows [n, D] at one site: the same rows, their projections [n, K], or one row,
+    the sum of either.
+
+    matrix: W [K, D], or None
+    sums: whether rows are added up
+    on_device: whether rows come projected
+    """
+
+    matrix: np.ndarray | None
+    sums: bool
+    on_device: bool = False
+
+    @property
+    def digest(self) -> str:
+        """A hash of the matrix, "" without one."""
+        if self.matrix is None:
+            return ""
+        return hashlib.sha256(repr(self.matrix.shape).encode() + self.matrix.tobytes()).hexdigest()
+
+    @property
+    def changes(self) -> bool:
+        """Whether there is anything to do on the host."""
+        return self.sums or (self.matrix is not None and not self.on_device)
+
+    @property
+    def captured_by(self) -> Vector | None:
+        """The matrix of the projected capture; None where rows are captured whole."""
+        return Vector.of(self.matrix) if self.on_device else None
+
+    def width(self, width: int) -> int:
+        return width if self.matrix is None else len(self.matrix)
+
+    def captured(self, width: int) -> int:
+        """How many numbers are captured of a row that is so wide."""
+        return self.width(width) if self.on_device else width
+
+    def __call__(self, rows: np.ndarray) -> np.ndarray:
+        rows = rows if self.matrix is None or self.on_device else rows @ self.matrix.T
+        return rows.sum(axis=0, dtype=np.float64, keepdims=True).astype(np.float32) if self.sums else rows
+
+
+def can_project(lm: LM, refs: Mapping[SiteRef, Reduction]) -> set[SiteRef]:
+    """Of the sites of a harvest, those that can be captured projected: rows that are not cut among GPUs, fewer products
+    than a row has numbers and than a capture takes at most, and no other projection of the same tensor."""
+    ways: dict[int, set[tuple[str, tuple[int, int] | None]]] = {}
+    for ref, reduction in refs.items():
+        ways.setdefault(ref.point, set()).add((reduction.digest, ref.columns))
+    return {
+        ref for ref, reduction in refs.items()
+        if reduction.matrix is not None and len(reduction.matrix) <= min(MAX_PROJECTED, reduction.matrix.shape[1] - 1)
+        and lm.sites.whole(ref) and len(ways[ref.point]) == 1
+    }  # fmt: skip
+
+
+def _matrix(value: Any) -> np.ndarray:
+    matrix = as_array(value, "project")
+    if matrix.ndim != 2 or 0 in matrix.shape or not np.isfinite(matrix).all():
+        raise ShapeError(f"a finite matrix [K, D] is needed, not {list(matrix.shape)}", "project")
+    return matrix
+
 
 SHARD_ROWS = 131_072
 BATCH_BYTES = 1 << 29  # captured in a batch, where that is between so many tokens
