@@ -17,8 +17,7 @@ from schemathesis.schemas import APIOperation
 
 from patchclamp.engines.wire import PREFIX
 from patchclamp.language.ops import OPS
-from patchclamp.serve.examples import EXAMPLES
-from patchclamp.serve.schema import OP_MODELS
+from patchclamp.serve.schema import EXAMPLES, OP_MODELS
 
 from .conftest import KEYS
 

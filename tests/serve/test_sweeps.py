@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from patchclamp.language.site import SITES
-from patchclamp.serve.sweep_request import SweepRequest
+from patchclamp.serve.routes import SweepRequest
 from patchclamp.studies import MeanOf, Resampled, patch_sweep
 
 from .conftest import KEYS, becomes

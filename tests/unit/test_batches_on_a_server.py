@@ -17,7 +17,7 @@ from patchclamp.engines.vllm.serve_limits import ServeLimits
 from patchclamp.language import Program
 from patchclamp.plan import Prompt, bind
 from patchclamp.plan.table import record_count
-from patchclamp.serve.routes.engine import ARGUMENTS, _Running
+from patchclamp.serve.engine import ARGUMENTS, _Running
 
 IDS = [5, 6, 7, 8]
 

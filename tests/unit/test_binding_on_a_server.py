@@ -19,8 +19,8 @@ from patchclamp.plan.bind import Bindings
 from patchclamp.plan.bound import position_ranges
 from patchclamp.plan.table import record_count
 from patchclamp.serve import carry
-from patchclamp.serve.bindings import KnownBindings
 from patchclamp.serve.call import QUICK_WORK, Call, current
+from patchclamp.serve.front import KnownBindings
 from patchclamp.serve.kept import Kept
 
 binding = importlib.import_module("patchclamp.plan.bind")

@@ -29,9 +29,8 @@ from patchclamp.errors import (
 )
 from patchclamp.language import Program, Vector
 from patchclamp.serve.call import Call, in_request
-from patchclamp.serve.journal import Note, pack_run, unpack_run
-from patchclamp.serve.kept import Kept, check_name, check_program
-from patchclamp.serve.owners import owner_of
+from patchclamp.serve.front import owner_of
+from patchclamp.serve.kept import Kept, Note, check_name, check_program, pack_run, unpack_run
 from patchclamp.serve.plugin import check_words
 from patchclamp.store.named import MAX_HEADER_BYTES, Means, from_bytes, numbers_of_json, to_bytes
 
@@ -259,7 +258,7 @@ def test_what_another_process_dropped_is_gone_here_too(lm):
 
 class TestSweeps:
     def test_a_journal_is_its_owners_and_is_dropped_when_it_is_old(self):
-        from patchclamp.serve.kept_sweeps import KeptSweeps
+        from patchclamp.serve.kept import KeptSweeps
 
         now = [0.0]
         kept = KeptSweeps(ServeLimits(kept_sweeps=2, run_ttl_s=10), clock=lambda: now[0])

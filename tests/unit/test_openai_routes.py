@@ -6,7 +6,7 @@ import pytest
 from fastapi import FastAPI
 
 from patchclamp.errors import SeamMoved
-from patchclamp.serve.routes import openai
+from patchclamp.serve import openai
 
 
 async def create_completion(request: dict, raw_request: dict): ...

@@ -7,8 +7,8 @@ import inspect
 import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from patchclamp.serve import schema, sweep_request
-from patchclamp.serve.sweep_request import MeanSource, ResampledSource, SweepRequest
+from patchclamp.serve import routes, schema
+from patchclamp.serve.routes import MeanSource, ResampledSource, SweepRequest
 
 ASKED = {"clean": "a b", "corrupt": [5, 6], "answer": " Paris"}
 WRONG = {  # by field: what it does not take
@@ -82,7 +82,7 @@ def test_what_is_right_is_taken_as_it_is():
 def test_every_body_that_is_read_by_pydantic_is_strict():
     models = [
         model
-        for module in (sweep_request, schema)
+        for module in (routes, schema)
         for _, model in inspect.getmembers(module, inspect.isclass)
         if issubclass(model, BaseModel) and model.model_config.get("extra") == "forbid"
     ]

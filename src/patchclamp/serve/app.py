@@ -1,32 +1,67 @@
 """Our routes on vLLM's app: vLLM's own completion routes with room for programs, and what stands under
-`/v1/patchclamp`."""
+`/v1/patchclamp`.
+
+Ends a server in bounded time: every client gets a response or a closed connection, and the process exits.
+
+vLLM cancels its output handler before it notifies the requests under way, and uvicorn waits for their connections
+without a limit.
+
+Refuses the model `MODEL:NAME` on routes that would run MODEL without the program.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 from typing import Any
 
-from patchclamp.errors import NoKey, PatchclampError
-from patchclamp.serve.front import Front, front_of
-from patchclamp.serve.owners import OPEN, owner_of
+import msgspec
+from fastapi import Request
+
+from patchclamp.engines.vllm.compat import front
+from patchclamp.errors import MissingSource, NoKey, PatchclampError
+from patchclamp.serve.front import OPEN, Front, front_of, owner_of
+from patchclamp.serve.openai import PATHS
+
+LOOK_EVERY_S = 0.2
+GRACE_S = 3  # for responses under way, once the engine has ended; then their connections are closed
+EXIT_S = 8.0  # after which the process exits whatever still runs
+
+
+async def bound_shutdown(client: Any, state: Any) -> None:
+    """Wait until the server or its engine ends; then fail what is under way, and see that the process exits."""
+    while (server := getattr(state, "server", None)) is None:
+        await asyncio.sleep(LOOK_EVERY_S)
+    config = server.config
+    config.timeout_graceful_shutdown = (
+        GRACE_S if config.timeout_graceful_shutdown is None else (config.timeout_graceful_shutdown)
+    )
+    while not (client.errored or server.should_exit):
+        await asyncio.sleep(LOOK_EVERY_S)
+    front.fail_all(client)
+    while not server.should_exit:  # vLLM may be asked to outlive its engine
+        await asyncio.sleep(LOOK_EVERY_S)
+        front.fail_all(client)
+    timer = threading.Timer(config.timeout_graceful_shutdown + EXIT_S, os._exit, (1 if client.errored else 0,))
+    timer.daemon = True
+    timer.start()
+
 
 MAX_MESSAGE = 2000  # characters of an error that are sent back: what was asked may be in it
 
 
 def attach(app: Any) -> None:
     """Puts our routes on an app. They answer once `start` has run."""
-    from patchclamp.serve import schema
-    from patchclamp.serve.no_variants import NoVariants
-    from patchclamp.serve.routes import bank, engine, model, openai, page, runs, sweeps
+    from patchclamp.serve import engine, openai, routes, schema
 
     app.exception_handler(PatchclampError)(answer_error)
     app.add_middleware(NoVariants)
     openai.attach(app)
-    app.include_router(runs.router)
-    app.include_router(bank.router)
-    app.include_router(model.model_router)
-    app.include_router(sweeps.sweep_router)
-    app.include_router(page.page_router)
+    app.include_router(routes.router)
+    app.include_router(routes.model_router)
+    app.include_router(routes.sweep_router)
+    app.include_router(routes.page_router)
     schema.attach(app)
     app.state.patchclamp_page = app.openapi if app.openapi_url else None
     app.include_router(engine.router)
@@ -39,7 +74,6 @@ async def start(client: Any, state: Any, args: Any) -> None:
     """
     from patchclamp.engines.vllm.compat.configuration import enabled
     from patchclamp.errors import EngineError
-    from patchclamp.serve.ending import bound_shutdown
 
     if enabled(client.vllm_config) is None:
         raise EngineError(
@@ -65,8 +99,8 @@ async def answer_error(request: Any, error: Exception) -> Any:
     """An error of ours as OpenAI's error object, with its own status."""
     from fastapi.responses import JSONResponse
 
+    from patchclamp.serve import openai
     from patchclamp.serve.call import in_request
-    from patchclamp.serve.routes import openai
 
     assert isinstance(error, PatchclampError)
     front: Front = request.app.state.patchclamp
@@ -86,3 +120,39 @@ def error_object(error: PatchclampError) -> dict[str, Any]:
 def _sendable(text: str) -> str:
     """Text that can be sent as UTF-8, and not longer than errors are."""
     return text[:MAX_MESSAGE].encode(errors="backslashreplace").decode()
+
+
+class _Named(msgspec.Struct):
+    model: Any = None
+
+
+class NoVariants:
+    """Middleware around every POST of vLLM's own routes but the two that run programs."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        path = scope.get("path", "")
+        if scope["type"] != "http" or scope["method"] != "POST" or path in PATHS or path.startswith("/v1/patchclamp"):
+            return await self._app(scope, receive, send)
+        messages, body = [], bytearray()
+        while not messages or messages[-1].get("more_body"):
+            messages.append(await receive())
+            body += messages[-1].get("body", b"")
+        try:
+            asked = msgspec.json.decode(body, type=_Named).model
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            asked = None  # the route says what is wrong with it
+        if isinstance(asked, str) and ":" in asked:
+            models = scope["app"].state.openai_serving_models
+            known = {card.id for card in (await models.show_available_models()).data}
+            if asked not in known and asked.rpartition(":")[0] in known:
+                error = MissingSource(f"{path} does not run programs; ask {' or '.join(PATHS)} for {asked}", "model")
+                response = await answer_error(Request(scope), error)
+                return await response(scope, receive, send)
+
+        async def again() -> Any:
+            return messages.pop(0) if messages else await receive()
+
+        return await self._app(scope, again, send)

@@ -22,9 +22,7 @@ from patchclamp.plan.room import captured_bytes
 from patchclamp.plan.table import record_count
 from patchclamp.run import Run
 from patchclamp.serve.call import Call, current, in_request, of_extra_args
-from patchclamp.serve.front import Front, front_of
-from patchclamp.serve.log import log
-from patchclamp.serve.owners import OPEN
+from patchclamp.serve.front import OPEN, Front, front_of, log
 from patchclamp.serve.plugin import is_ours
 
 

@@ -2,6 +2,15 @@
 
 All of it is in memory: a name is a key of a dictionary and never a path. A name of one owner is a run's, a vector's or
 a program's, never that of two.
+
+What the API processes of one server tell each other of what they keep.
+
+The first engine core has the last word on every name. A process asks it for what is new before it reads a name that a
+request says, and every few seconds; the one process of a small server never asks.
+
+What sweeps computed, by owner and name, so that one whose client went away can go on: in memory, for some minutes.
+
+An API process has its own: where there are several, a sweep that is asked for again may begin anew.
 """
 
 from __future__ import annotations
@@ -9,23 +18,126 @@ from __future__ import annotations
 import contextlib
 import re
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from patchclamp.engines.base import Request
+from patchclamp.engines.base import Answer, Request
+from patchclamp.engines.tokenizer import Chat
+from patchclamp.engines.vllm.async_engine import AsyncEngine
 from patchclamp.engines.vllm.serve_limits import ServeLimits
 from patchclamp.errors import Gone, MissingSource, NameTaken, PatchclampError, ProgramError, near
 from patchclamp.language import From, Named, Program, SameRun, SiteOp, Use, Vector, every
 from patchclamp.lm import LM
+from patchclamp.plan import BoundProgram
 from patchclamp.plan.bind import bind
 from patchclamp.plan.prompt import Prompt
 from patchclamp.run import Run
-from patchclamp.serve.journal import Journal, Note, pack_entry, pack_run, unpack_entry, unpack_run
 from patchclamp.sites import SiteMap
-from patchclamp.store.named import Means, NamedBank
+from patchclamp.store.named import Means, NamedBank, from_bytes, to_bytes
+from patchclamp.studies.study import MemoryJournal
+
+
+class Note(msgspec.Struct):
+    """The last word on a name of an owner.
+
+    kind: "vector", "program", "run", "gone", or "touched" (a run was asked for)
+    by: the process that says so
+    data: the entry as bytes; of a name that is gone, why
+    """
+
+    owner: str
+    name: str
+    kind: str
+    by: str
+    data: bytes = b""
+
+
+class RunNote(msgspec.Struct):
+    """A run as another process may read it: its captures stay with the process that ran it.
+
+    ids: by bank key the token ids of its conditions
+    """
+
+    key: str
+    prompt_token_ids: list[int]
+    max_tokens: int
+    text: str | None
+    bound: BoundProgram
+    ids: dict[str, list[float]]
+    program: str
+    token_ids: list[int]
+    answer: str
+    finish_reason: str | None
+    cached_tokens: int
+    chat: Chat | None
+    images: list[list[int]]
+
+
+class Journal:
+    """One process's way to the others."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine, self._seen = engine, 0
+        self.by, self.is_shared = uuid.uuid4().hex, engine.api_processes > 1
+
+    def say(self, owner: str, name: str, kind: str, data: bytes = b"") -> None:
+        """Tells the others."""
+        note = msgspec.msgpack.encode(Note(owner, name, kind, self.by, data))
+        self._engine.say(f"{owner} {name}{' touched' if kind == 'touched' else ''}", note)
+
+    async def news(self) -> list[Note]:
+        """What others have said since the last time."""
+        if not self.is_shared:
+            return []
+        self._seen, notes = await self._engine.said_since(self._seen)
+        decoded = [msgspec.msgpack.decode(note, type=Note) for note in notes]
+        return [note for note in decoded if note.by != self.by]
+
+
+def pack_entry(name: str, entry: Vector | Means | Program) -> bytes:
+    """A vector, means or a program as bytes."""
+    return entry.to_json().encode() if isinstance(entry, Program) else to_bytes(name, entry)
+
+
+def unpack_entry(kind: str, data: bytes) -> Vector | Means | Program:
+    """What `pack_entry` packed."""
+    return Program.from_json(data) if kind == "program" else from_bytes(data)
+
+
+def pack_run(run: Run, request: Request) -> bytes:
+    """A finished run as bytes, with the request that it is of."""
+    assert request.bound is not None
+    keys = {op.condition.ids for op in request.bound.ops if op.condition is not None}
+    note = RunNote(
+        run.key, run.prompt_token_ids, request.max_tokens, request.text, request.bound,
+        {key: request.vectors[key].reshape(-1).tolist() for key in keys}, run.program.to_json(), run.token_ids,
+        run.text, run.finish_reason, run.cached_tokens, request.chat, request.images,
+    )  # fmt: skip
+    return msgspec.msgpack.encode(note)
+
+
+def unpack_run(data: bytes, lm: LM) -> Run:
+    """The run, on this process's `lm`; dropping it frees nothing."""
+    note = msgspec.msgpack.decode(data, type=RunNote)
+    vectors = {key: np.array(ids, np.float32).reshape(1, -1) for key, ids in note.ids.items()}
+    request = Request(
+        note.key,
+        note.prompt_token_ids,
+        note.max_tokens,
+        note.bound,
+        vectors,
+        text=note.text,
+        chat=note.chat,
+        images=note.images,
+    )
+    answer = Answer(note.token_ids, note.answer, None, {}, note.finish_reason, note.cached_tokens)
+    return Run(lm, request, Program.from_json(note.program), answer, is_kept_elsewhere=True)
+
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 MAX_GONE = 4096  # runs that are no more, of which it is remembered why
@@ -318,3 +430,46 @@ def check_name(name: str, path: str) -> str:
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ProgramError(f"a name has up to 64 letters, digits, '_', '-' and '.', not {name!r}", path)
     return name
+
+
+ENDS_WITHIN_S = 10.0  # a sweep whose client went away and asks again
+
+
+class KeptSweeps:
+    """The journals of each owner's sweeps. Used on the event loop's thread alone."""
+
+    def __init__(self, limits: ServeLimits, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limits, self._clock = limits, clock
+        self._journals: dict[tuple[str, str], MemoryJournal] = {}
+        self._touched_s: dict[tuple[str, str], float] = {}
+
+    def journal(self, owner: str, name: str) -> MemoryJournal:
+        """The journal of that name, a new one if there is none.
+
+        Raises `CapacityError` where the owner has too many, and `ProgramError` for what is no name.
+        """
+        key = owner, check_name(name, "resume")
+        self._drop_old()
+        if key not in self._journals:
+            count = sum(of == owner for of, _ in self._journals)
+            self._limits.check_room("kept_sweeps", count, 1, "sweeps that can go on", "resume")
+            self._journals[key] = MemoryJournal(ENDS_WITHIN_S)
+        self._touched_s[key] = self._clock()
+        return self._journals[key]
+
+    def ended(self, owner: str, name: str) -> None:
+        """The sweep of that name has ended: it is kept for so long from now on, unless nothing was computed."""
+        key = owner, name
+        if key in self._journals:
+            self._touched_s[key] = self._clock()
+            if self._journals[key].is_empty and not self._journals[key].is_open:
+                self._drop(key)
+
+    def _drop_old(self) -> None:
+        oldest = self._clock() - self._limits.run_ttl_s
+        for key in [key for key, journal in self._journals.items() if not journal.is_open]:
+            if self._touched_s[key] < oldest:
+                self._drop(key)
+
+    def _drop(self, key: tuple[str, str]) -> None:
+        del self._journals[key], self._touched_s[key]

@@ -2,6 +2,10 @@
 
 The ops are made from the language's own structs, so that the page cannot say another thing. The page is all that these
 models are for: requests are read by the language, whose errors say more.
+
+What our routes answer, as pydantic models: they stand in the server's OpenAPI page.
+
+The examples of the server's OpenAPI page. `tests/serve/test_openapi.py` runs every one.
 """
 
 from __future__ import annotations
@@ -19,8 +23,146 @@ from pydantic.json_schema import models_json_schema
 from patchclamp.language import Named, Site, Tokens, Vector
 from patchclamp.language.ops import OPS, Op
 from patchclamp.language.values import Value
-from patchclamp.serve.answers import Problem
-from patchclamp.serve.examples import EXAMPLES
+
+
+class VectorCard(BaseModel):
+    """A vector that is kept: [D], [n, D], or means, which have a site for each row."""
+
+    name: str
+    shape: list[int] = Field(examples=[[576]])
+    bytes: int = Field(description="room that it takes of the key's `named_bytes`")
+    sites: list[str] | None = Field(description="of means, the site of each row; null of a vector")
+
+
+class VectorList(BaseModel):
+    """The vectors of an API key."""
+
+    vectors: list[VectorCard]
+    named_bytes: int = Field(description="bytes of this key's vectors and programs")
+    limit_bytes: int = Field(description="bytes that they may take")
+
+
+class ProgramCard(BaseModel):
+    """A program that is kept."""
+
+    name: str
+    edits: int = Field(description="how many it has")
+    bytes: int = Field(description="room that it takes of the key's `named_bytes`")
+    fingerprint: str = Field(description="SHA-256 of its content")
+    model: str = Field(description="the model that it is served as", examples=["smollm2:calm"])
+
+
+class ProgramList(BaseModel):
+    """The programs of an API key."""
+
+    programs: list[ProgramCard]
+
+
+class Deleted(BaseModel):
+    """What was deleted."""
+
+    deleted: str
+
+
+class RunCard(BaseModel):
+    """A run that is kept."""
+
+    run: str
+    prompt_token_ids: list[int]
+    token_ids: list[int] = Field(description="that it generated")
+    text: str = Field(description="of these")
+    captures: list[str] = Field(description="names of the tensors in its file", examples=[["resid_post[3]"]])
+    captured_bytes: int
+    fingerprint: str = Field(description="SHA-256 of its program's content")
+
+
+class RunList(BaseModel):
+    """The runs of an API key."""
+
+    runs: list[RunCard]
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str = Field(description="the class of the error", examples=["ShapeError"])
+    param: str | None = Field(description="the place in the request that it speaks of", examples=["edits[0].at"])
+    code: int = Field(description="the status", examples=[400])
+
+
+class Problem(BaseModel):
+    """An error, in OpenAI's shape."""
+
+    error: ErrorDetail
+
+
+class ServedModel(BaseModel):
+    """What is served."""
+
+    patchclamp: str = Field(description="its version")
+    vllm: str = Field(description="its version")
+    model: str
+    family: str = Field(description="the name of its site table")
+    layers: int
+    d_model: int
+    d_vocab: int
+    dtype: str
+    max_model_len: int
+    limits: dict[str, float | None] = Field(description="what one caller may ask for and leave here")
+
+
+class SiteCard(BaseModel):
+    """A site word."""
+
+    name: str = Field(examples=["resid_post"])
+    shape: str = Field(examples=["[T, D]"])
+    meaning: str
+    layers: list[int] | None = Field(description="that have it; none of a site that the model has once")
+    why_not: str | None = Field(description="why this model does not have it")
+
+
+class SiteList(BaseModel):
+    sites: list[SiteCard]
+
+
+Example = tuple[str, dict[str, Any]]  # what it shows, and a body without its model
+NOISE = {"type": "noise", "at": "embed", "std": 0.2, "relative": True, "seed": 3}
+SCALE = {"type": "scale", "at": "attn_out[2]", "factor": 0.5, "tokens": "prompt[-1]"}
+LAST = {"type": "capture", "at": "resid_post[2]", "tokens": "prompt[-1]"}
+PATCH = {
+    "type": "replace", "at": "resid_post[2]", "tokens": "prompt[-1]",
+    "value": {"type": "from", "run": "italy", "site": "resid_post[2]", "position": "prompt[-1]"},
+}  # fmt: skip
+FRANCE = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
+ITALY = {"prompt": "The capital of Italy is", "max_tokens": 1, "temperature": 0}
+COLOUR = {"messages": [{"role": "user", "content": "Name a colour."}], "max_tokens": 4, "temperature": 0}
+
+EXAMPLES: dict[str, dict[str, Example]] = {  # by path
+    "/v1/completions": {
+        "edit": ("An edit and a capture", {**FRANCE, "patchclamp": {"edits": [SCALE], "capture": [LAST]}}),
+        "keep": ("A run that is kept under a name", {**ITALY, "patchclamp": {"capture": [LAST], "run": "italy"}}),
+        "patch": ("An activation patch from that run", {**FRANCE, "patchclamp": {"edits": [PATCH]}}),
+        "fuzz": ("Fuzzing, by scalars alone", {**FRANCE, "vllm_xargs": {"fuzz_strength": 0.2, "fuzz_seed": 3}}),
+        "stream": ("A stream, which ends with the patchclamp object", {
+            **FRANCE, "stream": True, "patchclamp": {"edits": [NOISE]}}),
+    },
+    "/v1/chat/completions": {
+        "compare": ("A chat with noise, and the unedited answer", {
+            **COLOUR, "patchclamp": {"edits": [NOISE], "compare": True}}),
+    },
+}  # fmt: skip
+PROGRAM = {"edits": [SCALE, NOISE]}
+VECTOR = [0.25, -1.0, 0.5, 2.0]
+SWEEPS: list[Any] = [
+    {"clean": "The Eiffel Tower is in", "corrupt": "The Colosseum is in", "answer": " Paris", "foil": " Rome",
+     "sites": ["resid_pre"], "layers": "0:4"},
+    {"clean": ["The Eiffel Tower is in", "The Louvre is in"], "corrupt": ["The Colosseum is in", "The Forum is in"],
+     "answer": " Paris", "foil": " Rome", "sites": ["z"], "group": 1, "layers": "2:4",
+     "positions": {"end": "prompt[-1]"},
+     "source": {"type": "mean", "prompts": ["The Big Ben is in", "The Kremlin is in"], "tokens": "prompt[-1]"}},
+    {"clean": "The Eiffel Tower is in", "corrupt": "The Colosseum is in", "answer": " Paris", "foil": " Rome",
+     "zoom": 2, "resume": "eiffel"},
+]  # fmt: skip
+
 
 ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": Problem, "description": "What is wrong, and with what."}}
 FILE: dict[int | str, dict[str, Any]] = {

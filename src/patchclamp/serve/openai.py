@@ -21,13 +21,11 @@ from patchclamp.engines.tokenizer import TOLD, Chat, chat_of
 from patchclamp.engines.vllm.compat.seams import require_alike
 from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.serve.bodies import QUICK_BYTES, OpenAIRoute, check_values
-from patchclamp.serve.call import Call, current, of_extra_args
-from patchclamp.serve.flow import MAX_LINE, data_event
-from patchclamp.serve.front import Front
-from patchclamp.serve.log import log
+from patchclamp.serve.call import Call, Variant, current, of_extra_args, variant_of, with_variants
+from patchclamp.serve.captures import MAX_LINE, data_event
+from patchclamp.serve.front import Front, log
 from patchclamp.serve.plugin import check_words, is_ours
-from patchclamp.serve.routes.runs import caller
-from patchclamp.serve.variants import Variant, variant_of, with_variants
+from patchclamp.serve.routes import caller
 
 PATHS, MODELS = ("/v1/completions", "/v1/chat/completions"), "/v1/models"
 SEAMS = dict(zip((*PATHS, MODELS), ("openai completions", "openai chats", "openai models"), strict=True))

@@ -27,16 +27,14 @@ from patchclamp.errors import (
     ProgramError,
     as_patchclamp_error,
     pack,
-)  # fmt: skip
+)
 from patchclamp.plan.bound import BoundProgram, source_of
 from patchclamp.plan.table import record_count
 from patchclamp.plan.verify import is_content, verify
 from patchclamp.serve.call import check_records
-from patchclamp.serve.captures import numbered_file
-from patchclamp.serve.flow import answer
-from patchclamp.serve.front import Front
-from patchclamp.serve.log import log
-from patchclamp.serve.routes.runs import caller
+from patchclamp.serve.captures import answer, numbered_file
+from patchclamp.serve.front import Front, log
+from patchclamp.serve.routes import caller
 
 router = APIRouter(prefix=wire.PREFIX, tags=["patchclamp"])
 Messages = list[dict[str, Any]]

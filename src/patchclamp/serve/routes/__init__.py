@@ -1,1 +1,0 @@
-"""Routes, a file a subject."""
