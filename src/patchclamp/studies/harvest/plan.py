@@ -195,8 +195,8 @@ class Filters(Converted, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         for name in ("no_bos", "no_special"):
             as_flag(getattr(self, name), f"filters.{name}")
-        for name, read in (("positions", _windows), ("only_tokens", _numbers), ("not_tokens", _numbers), ("norm_cap", _norm),
-                           ("norm_times_median", _norm)):  # fmt: skip
+        for name, read in (("positions", _windows), ("only_tokens", _numbers), ("not_tokens", _numbers),
+                           ("norm_cap", _norm), ("norm_times_median", _norm)):  # fmt: skip
             try:
                 value = read(getattr(self, name))
             except (TypeError, ValueError, ProgramError) as error:
