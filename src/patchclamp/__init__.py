@@ -48,6 +48,7 @@ from patchclamp.language import (
     token,
 )
 from patchclamp.language.ops import *  # noqa: F403
+from patchclamp.version import __version__
 
 if TYPE_CHECKING:
     from patchclamp import studies
@@ -55,8 +56,6 @@ if TYPE_CHECKING:
     from patchclamp.run import Run
     from patchclamp.stream import Stream
     from patchclamp.trace.load import TracedLM as LM
-
-__version__ = "0.1.1"
 
 site = language.parse_site
 tokens = language.parse_tokens

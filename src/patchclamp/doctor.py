@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
-from patchclamp import __version__
 from patchclamp.engines.base import Finding
 from patchclamp.errors import PatchclampError
 from patchclamp.lm import LM
 from patchclamp.proving import Proof, prove
+from patchclamp.version import __version__
 
 PACKAGES = ("torch", "transformers")
 

@@ -68,7 +68,7 @@ class LM:
         as_flag(allow_code, "allow_code")
         self.batching = {name: options.get(name) for name in ("max_num_seqs", "padding_side")}
         self.engine: Engine = open_engine(model, engine, options)
-        self.bank, self._allow_code = NamedBank(), allow_code
+        self.bank, self.allows_code = NamedBank(), allow_code
         self._runs: weakref.WeakValueDictionary[str, Run] = weakref.WeakValueDictionary()
         self._close = weakref.finalize(self, self.engine.close) if self.engine is not engine else self.engine.close
         if allow_code and self.engine.remote:
@@ -206,7 +206,7 @@ class LM:
         adapters = self._adapters(lora, len(prompts))
         top, bindings = (
             top_logprobs_of(logprobs, any(len(tokens) for tokens in scores)),
-            Bindings(self.sites, self._source, self.bank, self._allow_code),
+            Bindings(self.sites, self._source, self.bank, self.allows_code),
         )
         requests = [
             self._request(prompts[i], programs[i], scores[i], seeded(one, number), max_tokens, adapters[i],

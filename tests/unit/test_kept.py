@@ -28,10 +28,10 @@ from patchclamp.errors import (
     UnknownName,
 )
 from patchclamp.language import Program, Vector
+from patchclamp.language.ops import check_words
 from patchclamp.serve.call import Call, in_request
 from patchclamp.serve.front import owner_of
 from patchclamp.serve.kept import Kept, Note, check_name, check_program, pack_run, unpack_run
-from patchclamp.serve.plugin import check_words
 from patchclamp.store.named import MAX_HEADER_BYTES, Means, from_bytes, numbers_of_json, to_bytes
 
 ROW = Vector.of([1.0, 2.0, 3.0, 4.0])  # 16 bytes

@@ -31,8 +31,7 @@ from patchclamp.plots.heatmap_html import heatmap_page
 from patchclamp.plots.heatmap_png import heatmap_figure
 from patchclamp.plots.palette import DIVERGING
 from patchclamp.studies.study import Provenance
-from patchclamp.studies.sweep_heatmap import formula, model_name
-from patchclamp.studies.sweep_result import AblationSweep, Block, Column, Pair, PatchSweep, Row
+from patchclamp.studies.sweep_result import AblationSweep, Block, Column, Pair, PatchSweep, Row, formula, model_name
 
 CLEAN = ("The", " Louvre", " is", " in", " the", " city")
 CORRUPT = ("The", " Colosseum", " is", " in", " the", " city")

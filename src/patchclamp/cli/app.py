@@ -7,10 +7,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from patchclamp import __version__
 from patchclamp.cli.commands import COMMANDS
 from patchclamp.cli.console import complain
 from patchclamp.errors import PatchclampError
+from patchclamp.version import __version__
 
 
 class Commands(TyperGroup):

@@ -24,7 +24,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from patchclamp import __version__
 from patchclamp.engines.base import (
     Answer,
     Engine,
@@ -56,6 +55,7 @@ from patchclamp.plan.room import stored_rows
 from patchclamp.plan.table import records_of
 from patchclamp.sites import SiteMap, Sizes
 from patchclamp.sites.tables import LLAMA
+from patchclamp.version import __version__
 
 BOS, EOS = 0, 1
 SPECIAL = ("<s>", "</s>")

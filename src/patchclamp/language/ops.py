@@ -286,7 +286,7 @@ def as_capture(value: CaptureLike) -> Capture:
     return Capture(value)
 
 
-NAMES, MODES = ("fuzz_strength", "fuzz_seed", "fuzz_mode"), ("noise", "scale")
+FUZZ_NAMES, MODES = ("fuzz_strength", "fuzz_seed", "fuzz_mode"), ("noise", "scale")
 
 
 def fuzz(extra: dict[str, Any]) -> tuple[Op, ...]:
@@ -296,9 +296,9 @@ def fuzz(extra: dict[str, Any]) -> tuple[Op, ...]:
     Source: Roger 2025 (LessWrong, "Fuzzing LLMs sometimes makes them reveal their secrets").
     """
     for name in extra:
-        if name not in NAMES:
-            raise unknown("extra argument", str(name), NAMES, str(name))
-    strength, seed, mode = (extra.get(name) for name in NAMES)
+        if name not in FUZZ_NAMES:
+            raise unknown("extra argument", str(name), FUZZ_NAMES, str(name))
+    strength, seed, mode = (extra.get(name) for name in FUZZ_NAMES)
     if strength is None:
         if extra:
             raise ProgramError("a fuzz_strength is needed", next(iter(extra)))
@@ -315,3 +315,33 @@ def fuzz(extra: dict[str, Any]) -> tuple[Op, ...]:
         return (noise,) if noise.std else ()
     except PatchclampError as error:
         raise ProgramError(error.message, "fuzz_seed" if error.path == "seed" else "fuzz_strength") from None
+
+
+EXTRA_ARGS = ("patchclamp", *FUZZ_NAMES)  # the words of `extra_args` that are ours
+MAX_TYPOS = 2  # single-character edits that turn a word into one of ours
+
+
+def is_ours(word: str) -> bool:
+    """True for a word of `extra_args` that is ours, begins as ours do, or is one of ours with a typo."""
+    if word in EXTRA_ARGS or word.lower().startswith(("fuzz_", "patchclamp")):
+        return True
+    return any(
+        abs(len(word) - len(name)) <= MAX_TYPOS and _edits(word.lower(), name) <= MAX_TYPOS for name in EXTRA_ARGS
+    )
+
+
+def check_words(extra: dict[str, Any]) -> None:
+    """Raise `UnknownName` for a word that is meant for us and is none of ours."""
+    for word in extra:
+        if word not in EXTRA_ARGS and is_ours(word):
+            raise unknown("extra argument", word[:64], EXTRA_ARGS, f"vllm_xargs.{word[:64]}")
+
+
+def _edits(word: str, name: str) -> int:
+    """The Levenshtein distance of two words."""
+    row = list(range(len(name) + 1))
+    for i, letter in enumerate(word, 1):
+        diagonal, row[0] = row[0], i
+        for j, other in enumerate(name, 1):
+            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (letter != other))
+    return row[-1]

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from patchclamp import __version__
 from patchclamp.plots.curves import Chart, Curves, Line, tick
 from patchclamp.plots.page import as_json, filled, hashed, part
 from patchclamp.plots.palette import INK, LINES, MUTED, RULE
 from patchclamp.plots.target import page
 from patchclamp.plots.words import number
+from patchclamp.version import __version__
 
 
 def curves_html(curves: Curves, path: str | Path) -> Path:

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from patchclamp import __version__
 from patchclamp.plots import words
 from patchclamp.plots.heatmap import Column, Heatmap, Panel, Spot, Strip
 from patchclamp.plots.page import as_json, filled, hashed, part
 from patchclamp.plots.palette import BLANK, CLEAN, CORRUPT, DIVERGING, FAINT, PALE
 from patchclamp.plots.target import page
+from patchclamp.version import __version__
 
 BEST = 10
 COLUMN_WIDTH = 26  # pixels a column asks for before panels are put below each other

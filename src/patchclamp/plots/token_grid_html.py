@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from patchclamp import __version__
 from patchclamp.plots import words
 from patchclamp.plots.page import filled, hashed, packed, part
 from patchclamp.plots.palette import BLANK
 from patchclamp.plots.target import page
 from patchclamp.plots.token_grid import GridPanel, Texts, TokenGrid
+from patchclamp.version import __version__
 
 
 def token_grid_html(grid: TokenGrid, path: str | Path) -> Path:

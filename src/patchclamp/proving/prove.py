@@ -34,7 +34,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from patchclamp import __version__
 from patchclamp.engines.base import Engine
 from patchclamp.engines.preflight import cache_folder
 from patchclamp.errors import EngineError, ModelError
@@ -45,6 +44,7 @@ from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.sites import SiteRef
 from patchclamp.store.whole_file import write_whole
+from patchclamp.version import __version__
 
 MIN_MOVED_RTOL = 1e-6  # a row that an edit moves changes by more than this
 MAX_UNMOVED_RTOL = 0.05  # a row that it does not move changes by less than this

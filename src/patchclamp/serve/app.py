@@ -23,6 +23,7 @@ from patchclamp.engines.vllm.compat import front
 from patchclamp.errors import MissingSource, NoKey, PatchclampError
 from patchclamp.serve.front import OPEN, Front, front_of, owner_of
 from patchclamp.serve.openai import PATHS
+from patchclamp.serve.schema import error_object
 
 LOOK_EVERY_S = 0.2
 GRACE_S = 3  # for responses under way, once the engine has ended; then their connections are closed
@@ -46,9 +47,6 @@ async def bound_shutdown(client: Any, state: Any) -> None:
     timer = threading.Timer(config.timeout_graceful_shutdown + EXIT_S, os._exit, (1 if client.errored else 0,))
     timer.daemon = True
     timer.start()
-
-
-MAX_MESSAGE = 2000  # characters of an error that are sent back: what was asked may be in it
 
 
 def attach(app: Any) -> None:
@@ -109,17 +107,6 @@ async def answer_error(request: Any, error: Exception) -> Any:
         error = in_request(error)
     front.failed(error, OPEN if isinstance(error, NoKey) else owner_of(authorization, front.has_keys))
     return JSONResponse(error_object(error), status_code=error.status)
-
-
-def error_object(error: PatchclampError) -> dict[str, Any]:
-    """What the body of an error says."""
-    message, path = (_sendable(text) for text in (str(error), error.path or ""))
-    return {"error": {"message": message, "type": type(error).__name__, "param": path or None, "code": error.status}}
-
-
-def _sendable(text: str) -> str:
-    """Text that can be sent as UTF-8, and not longer than errors are."""
-    return text[:MAX_MESSAGE].encode(errors="backslashreplace").decode()
 
 
 class _Named(msgspec.Struct):

@@ -23,8 +23,7 @@ from patchclamp.engines.tokenizer import Chat
 from patchclamp.engines.vllm.serve_limits import ServeLimits
 from patchclamp.errors import MissingSource, PatchclampError, ProgramError, RunError, unknown
 from patchclamp.language import Capture, Program, SiteOp, Use
-from patchclamp.language.ops import NAMES as FUZZ_NAMES
-from patchclamp.language.ops import fuzz
+from patchclamp.language.ops import FUZZ_NAMES, check_words, fuzz
 from patchclamp.language.program import from_dict
 from patchclamp.plan.bind import Binding, is_positional
 from patchclamp.plan.bound import BoundProgram, position_ranges
@@ -32,7 +31,6 @@ from patchclamp.plan.table import record_count
 from patchclamp.run import Run
 from patchclamp.serve.captures import captured_file
 from patchclamp.serve.kept import Kept, check_name
-from patchclamp.serve.plugin import check_words
 
 
 class Variant(msgspec.Struct, frozen=True):

@@ -17,13 +17,13 @@ from patchclamp.engines.vllm.compat import images
 from patchclamp.engines.vllm.compat.front import http_error
 from patchclamp.engines.vllm.requests import drafts_of
 from patchclamp.errors import PatchclampError, ProgramError
+from patchclamp.language.ops import is_ours
 from patchclamp.plan.bind import Binding
 from patchclamp.plan.room import captured_bytes
 from patchclamp.plan.table import record_count
 from patchclamp.run import Run
 from patchclamp.serve.call import Call, current, in_request, of_extra_args
 from patchclamp.serve.front import OPEN, Front, front_of, log
-from patchclamp.serve.plugin import is_ours
 
 
 def edited(client: Any, stock: Any, prompt: Any, params: Any, request_id: str, **others: Any) -> AsyncIterator[Any]:

@@ -15,7 +15,6 @@ from fastapi import APIRouter, Path, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from safetensors import SafetensorError
 
-from patchclamp import __version__
 from patchclamp.engines import wire
 from patchclamp.engines.base import ABORTED, Answer, Part, decode, receipt_of
 from patchclamp.engines.base import Request as EngineRequest
@@ -35,6 +34,7 @@ from patchclamp.serve.call import check_records
 from patchclamp.serve.captures import answer, numbered_file
 from patchclamp.serve.front import Front, log
 from patchclamp.serve.routes import caller
+from patchclamp.version import __version__
 
 router = APIRouter(prefix=wire.PREFIX, tags=["patchclamp"])
 Messages = list[dict[str, Any]]

@@ -20,11 +20,11 @@ from fastapi.routing import APIRoute
 from patchclamp.engines.tokenizer import TOLD, Chat, chat_of
 from patchclamp.engines.vllm.compat.seams import require_alike
 from patchclamp.errors import PatchclampError, ProgramError
+from patchclamp.language.ops import check_words, is_ours
 from patchclamp.serve.bodies import QUICK_BYTES, OpenAIRoute, check_values
 from patchclamp.serve.call import Call, Variant, current, of_extra_args, variant_of, with_variants
 from patchclamp.serve.captures import MAX_LINE, data_event
 from patchclamp.serve.front import Front, log
-from patchclamp.serve.plugin import check_words, is_ours
 from patchclamp.serve.routes import caller
 
 PATHS, MODELS = ("/v1/completions", "/v1/chat/completions"), "/v1/models"

@@ -5,35 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-from patchclamp.errors import SeamMoved, unknown
-from patchclamp.language import ops
-
-NAMES = ("patchclamp", *ops.NAMES)  # the words of `extra_args` that are ours
-MAX_TYPOS = 2  # single-character edits that turn a word into one of ours
-
-
-def is_ours(word: str) -> bool:
-    """True for a word of `extra_args` that is ours, begins as ours do, or is one of ours with a typo."""
-    if word in NAMES or word.lower().startswith(("fuzz_", "patchclamp")):
-        return True
-    return any(abs(len(word) - len(name)) <= MAX_TYPOS and _edits(word.lower(), name) <= MAX_TYPOS for name in NAMES)
-
-
-def check_words(extra: dict[str, Any]) -> None:
-    """Raise `UnknownName` for a word that is meant for us and is none of ours."""
-    for word in extra:
-        if word not in NAMES and is_ours(word):
-            raise unknown("extra argument", word[:64], NAMES, f"vllm_xargs.{word[:64]}")
-
-
-def _edits(word: str, name: str) -> int:
-    """The Levenshtein distance of two words."""
-    row = list(range(len(name) + 1))
-    for i, letter in enumerate(word, 1):
-        diagonal, row[0] = row[0], i
-        for j, other in enumerate(name, 1):
-            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (letter != other))
-    return row[-1]
+from patchclamp.errors import SeamMoved
+from patchclamp.language.ops import is_ours
 
 
 def register() -> None:

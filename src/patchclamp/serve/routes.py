@@ -30,7 +30,6 @@ from fastapi import APIRouter, Depends, Path, Request
 from fastapi.responses import HTMLResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from patchclamp import __version__
 from patchclamp.engines.base import Captured, Window
 from patchclamp.engines.vllm.serve_limits import ServeLimits
 from patchclamp.errors import Gone, PatchclampError, RunError, Unlisted, as_patchclamp_error, pack, unpack
@@ -61,6 +60,7 @@ from patchclamp.serve.schema import (
     SiteList,
     VectorCard,
     VectorList,
+    error_object,
 )
 from patchclamp.store.named import Means, as_entry, from_bytes, numbers_of_json, to_bytes
 from patchclamp.studies import MeanOf, Resampled, patch_sweep
@@ -68,6 +68,7 @@ from patchclamp.studies.metric import Spread
 from patchclamp.studies.patch_sweep import SweepPlan
 from patchclamp.studies.study import MemoryJournal
 from patchclamp.studies.sweep_result import Cell, Column, PatchSweep
+from patchclamp.version import __version__
 
 page_router = APIRouter()
 PAGE = importlib.resources.files("patchclamp.serve").joinpath("page.html").read_text(encoding="utf-8")
@@ -446,7 +447,7 @@ async def sweep(asked: SweepRequest, request: Request) -> StreamingResponse:
             while event is not None:
                 if isinstance(event, PatchclampError):
                     front.failed(event, owner)
-                    yield _event("error", _error(event))
+                    yield _event("error", error_object(event))
                 else:
                     yield _event(*event)
                 event = await running.events.get()
@@ -550,12 +551,6 @@ def _summary(sweep: PatchSweep) -> dict[str, Any]:
     blocks = [{"site": sweep.rows[block.rows[0]].panel, "layers": [sweep.rows[r].layer for r in block.rows],
                "columns": block.columns, "value": block.value} for block in sweep.blocks]  # fmt: skip
     return {"noise_floor": sweep.noise_floor, "best": best, "blocks": blocks}
-
-
-def _error(error: PatchclampError) -> dict[str, Any]:
-    from patchclamp.serve.app import error_object
-
-    return error_object(error)
 
 
 def _event(name: str, data: dict[str, Any]) -> str:

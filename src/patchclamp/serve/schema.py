@@ -20,6 +20,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from pydantic.json_schema import models_json_schema
 
+from patchclamp.errors import PatchclampError
 from patchclamp.language import Named, Site, Tokens, Vector
 from patchclamp.language.ops import OPS, Op
 from patchclamp.language.values import Value
@@ -333,3 +334,17 @@ def _extend(page: dict[str, Any], model: str) -> None:
         schemas[content["schema"]["$ref"].rpartition("/")[2]]["properties"]["patchclamp"] = {"$ref": reference}
         answer = {"patchclamp": {"$ref": REFS.format(model=PatchclampAnswer.__name__)}}
         post["responses"]["200"]["content"]["application/json"] = {"schema": {"type": "object", "properties": answer}}
+
+
+MAX_MESSAGE = 2000  # characters of an error message in a response; a message may quote the request
+
+
+def error_object(error: PatchclampError) -> dict[str, Any]:
+    """What the body of an error says."""
+    message, path = (_sendable(text) for text in (str(error), error.path or ""))
+    return {"error": {"message": message, "type": type(error).__name__, "param": path or None, "code": error.status}}
+
+
+def _sendable(text: str) -> str:
+    """Text that can be sent as UTF-8, and not longer than errors are."""
+    return text[:MAX_MESSAGE].encode(errors="backslashreplace").decode()

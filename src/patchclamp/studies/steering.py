@@ -52,7 +52,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from patchclamp import __version__
 from patchclamp.errors import PatchclampError, ProgramError, ShapeError, TokensError, UnsupportedSite, unknown
 from patchclamp.language import Add, Capture, Op, Program, Site, Vector
 from patchclamp.language.site import parse_site
@@ -88,6 +87,7 @@ from patchclamp.studies.study import (
     recorded_runs,
 )
 from patchclamp.studies.teacher_forcing import Forced, forced_logprobs
+from patchclamp.version import __version__
 
 if TYPE_CHECKING:
     import pandas

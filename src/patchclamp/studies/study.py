@@ -103,7 +103,7 @@ class Provenance(msgspec.Struct, frozen=True):
 
 def provenance(lm: LM, seeds: tuple[int, ...] = ()) -> Provenance:
     """The provenance of what is run on `lm` now."""
-    from patchclamp import __version__
+    from patchclamp.version import __version__
 
     model = lm.model
     engine = f"{model.engine} {model.version}"

@@ -19,11 +19,6 @@ class TracedLM(ProvedLM):
     arun = checked_names(ProvedLM.arun, "lm.arun")
     stream = checked_names(ProvedLM.stream, "lm.stream")
 
-    @property
-    def allows_code(self) -> bool:
-        """Whether programs may have `Apply`."""
-        return self._allow_code
-
     def trace(
         self,
         prompt: str | Sequence[int] | None = None,

@@ -33,9 +33,8 @@ from patchclamp.sites import SiteRef
 from patchclamp.trace.spots import Spot
 
 if TYPE_CHECKING:
+    from patchclamp.lm import LM
     from patchclamp.run import Run
-    from patchclamp.trace.load import TracedLM as LM
-    from patchclamp.trace.proxies import Cache, Saved
 
 _HERE = os.path.dirname(__file__)
 
@@ -165,8 +164,8 @@ class Recording:
     def __init__(self, lm: LM, prompt: tuple[list[int], str | None] | None, max_tokens: int, trace: object) -> None:
         self.lm, self.prompt, self.max_tokens, self.trace, self.line = lm, prompt, max_tokens, trace, callers_line()
         self.entries: list[Entry] = []
-        self.saved: list[Saved] = []
-        self.caches: list[Cache] = []
+        self.saved: list[Any] = []  # `proxies.Saved`
+        self.caches: list[Any] = []  # `proxies.Cache`
         self.sampling: dict[str, Any] | None = None
         self.score: list[int] = []
         self.state = "open"

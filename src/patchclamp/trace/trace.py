@@ -22,8 +22,8 @@ from patchclamp.trace.recording import Recording, callers_line
 from patchclamp.trace.spots import written
 
 if TYPE_CHECKING:
+    from patchclamp.lm import LM
     from patchclamp.stream import Stream
-    from patchclamp.trace.load import TracedLM as LM
 
 
 class Invoke(Group):

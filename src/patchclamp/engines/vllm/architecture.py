@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 
-from patchclamp import __version__
 from patchclamp.engines.preflight import cache_folder
 from patchclamp.engines.vllm.compat import backend, blueprint, configuration, seams
 from patchclamp.errors import ModelError, unpack
@@ -30,6 +29,7 @@ from patchclamp.sites.untabled import (
     untabled,
 )
 from patchclamp.store.whole_file import write_whole
+from patchclamp.version import __version__
 
 LIMIT_S = 600
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from patchclamp import __version__
 from patchclamp.engines import base
 from patchclamp.engines.vllm.architecture import carried, find_sites
 from patchclamp.engines.vllm.compat import configuration
@@ -16,6 +15,7 @@ from patchclamp.engines.vllm.serve_limits import ServeLimits
 from patchclamp.errors import EngineError, unknown
 from patchclamp.kernels import switches
 from patchclamp.runtime import Limits, op, taps
+from patchclamp.version import __version__
 
 ASKED = ("limits", "serve", "numerics")  # parts of our part of `additional_config` that a user gives
 PARTS = (*ASKED, "version", "op", "taps", "table")

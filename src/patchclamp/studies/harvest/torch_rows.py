@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from patchclamp.errors import ProgramError
-
-if TYPE_CHECKING:
-    from patchclamp.studies.harvest.reader import Harvested
 
 Values = torch.Tensor | dict[str, torch.Tensor]
 
@@ -25,7 +22,7 @@ class Rows(Dataset[Values]):
     as random as it gets.
     """
 
-    def __init__(self, data: Harvested, sites: list[str]) -> None:
+    def __init__(self, data: Any, sites: list[str]) -> None:
         self._data, self._sites, self._count = data, sites, len(data)
         data.array(sites[0])  # raises if there is none
 
@@ -66,7 +63,7 @@ class Batches(IterableDataset[Values]):
     again at the end, for ever.
     """
 
-    def __init__(self, data: Harvested, sites: list[str], size: int, repeat: bool = False) -> None:
+    def __init__(self, data: Any, sites: list[str], size: int, repeat: bool = False) -> None:
         if size < 1:
             raise ProgramError(f"a batch has at least one row, not {size}", "size")
         self.data, self.sites, self.size, self.repeat = data, sites, size, repeat
