@@ -9,24 +9,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from patchclamp.trace.recipes import RECIPES, explicit, traced
+from tests.recipes import RECIPES, explicit, traced
 from tools.nnsight_snippets import SNIPPETS, body
 
 DOCS = Path(__file__).parents[1] / "docs"
 MADE = "<!-- made by `make docs` from {}; a test says whether it is up to date -->"
 RECIPES_HEAD = f"""# Recipes
 
-{MADE.format("src/patchclamp/trace/recipes")}
+{MADE.format("tests/recipes")}
 
 The usual interventions, each as a [trace](tracing.md) and as a program written by hand. Both give the same values. The
 tests run all of them on Transformers, on vLLM and over HTTP, and compare every value, within 10⁻⁴ in fp32. They take
-their layers from the model's depth, so they run on any model:
-
-```bash
-patchclamp recipes smollm2 --against transformers
-```
-
-All of them begin with:
+their layers from the model's depth, so they run on any model. All of them begin with:
 
 ```python
 {{imports}}

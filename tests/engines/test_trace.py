@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import patchclamp as pc
-from patchclamp.studies.recipes import gap
-from patchclamp.trace.recipes import RECIPES
+from tests.recipes import RECIPES, gap
 
 from .conftest import CHUNKED, PROMPTS
 

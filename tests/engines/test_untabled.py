@@ -16,7 +16,7 @@ import patchclamp as pc
 from patchclamp.engines.vllm import architecture
 from patchclamp.errors import ModelError, UnsupportedSite
 from patchclamp.sites import untabled
-from patchclamp.studies.recipes import gap
+from tests.recipes import gap
 
 from ..models import no_table, of_config, of_family
 from . import test_families

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import patchclamp as pc
-from patchclamp.studies.recipes import gap
-from patchclamp.trace.recipes import RECIPES
+from tests.recipes import RECIPES, gap
 
 from .conftest import KEYS
 

@@ -12,7 +12,6 @@ from patchclamp.studies.parity import Parity, parity
 from patchclamp.studies.patch_sweep import patch_sweep
 from patchclamp.studies.patchscope import Patchscope, patchscope
 from patchclamp.studies.path_patch import path_patch
-from patchclamp.studies.recipes import Recipes, compare_recipes
 from patchclamp.studies.sources import Banked, MeanOf, Resampled, Zeros
 from patchclamp.studies.steering import SteeringVectors, StrengthCurve, steering_vectors, strength_curve
 from patchclamp.studies.sweep_result import AblationSweep, CausalTrace, Cell, Column, PatchSweep, PathPatch
@@ -20,8 +19,8 @@ from patchclamp.studies.sweep_result import AblationSweep, CausalTrace, Cell, Co
 __all__ = [
     "AblationSweep", "AttributionPatching", "Banked", "CausalTrace", "Cell", "Column", "DirectAttribution",
     "EdgeAttribution", "Filters", "FuzzAnswer", "FuzzSweep", "Harvest", "Harvested", "LogitLens", "MeanOf",
-    "Parity", "PatchSweep", "Patchscope", "PathPatch", "Project", "Recipes", "Resampled", "SteeringVectors",
-    "StrengthCurve", "Zeros", "ablation_sweep", "attribution_patching", "causal_trace", "compare_recipes",
+    "Parity", "PatchSweep", "Patchscope", "PathPatch", "Project", "Resampled", "SteeringVectors",
+    "StrengthCurve", "Zeros", "ablation_sweep", "attribution_patching", "causal_trace",
     "direct_attribution", "edge_attribution", "fuzz_sweep", "harvest", "logit_lens", "parity", "patch_sweep",
     "patchscope", "path_patch", "steering_vectors", "strength_curve",
 ]  # fmt: skip

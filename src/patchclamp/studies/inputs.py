@@ -301,7 +301,7 @@ READERS: dict[str, Callable[[Any, str], Any]] = {
     "scales": as_floats, "std": as_positive, "normed": as_flag, "chat": as_flag, "sums": as_flag, "relative": as_flag,
     "perplexity": as_flag, "quick": as_flag, "show_progress": as_flag, "sites": as_sites, "senders": as_sites,
     "receivers": as_sites, "freeze": lambda names, path: names if isinstance(names, str) else as_texts(names, path),
-    "by": as_texts, "recipes": as_texts, "labels": as_texts, "metric": as_text, "direction": as_text,
+    "by": as_texts, "labels": as_texts, "metric": as_text, "direction": as_text,
     "method": as_text, "mode": as_text, "overlong": as_text, "readout": as_text,
     "column": as_text, "resume": as_path, "folder": as_file, "weights": as_file,
     "tolerance": as_positive, "engines": as_engines,

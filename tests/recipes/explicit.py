@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import patchclamp as pc
-from patchclamp.trace.recipes.traced import CLEAN, CORRUPT
+from tests.recipes.traced import CLEAN, CORRUPT
 
 LAST = pc.prompt[-1]
 LOGITS = pc.logits @ LAST
