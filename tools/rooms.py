@@ -32,13 +32,14 @@ JOBS = {
     "store": "captured rows, and vectors by key and by name",
     "language": "the words: sites, tokens, ops, values, programs",
     "errors": "every error, as one tree",
+    "version": "the version, imported by anyone",
 }
 BANDS = {
     "ask": ("#8250df", ("cli", "serve", "studies", "plots", "doctor")),
     "call": ("#0969da", ("trace", "proving", "lm", "call", "stream", "run")),
     "carry": ("#bc4c00", ("engines",)),
     "compute": ("#1a7f37", ("runtime", "kernels", "plan")),
-    "know": ("#57606a", ("sites", "store", "language", "errors")),
+    "know": ("#57606a", ("sites", "store", "language", "errors", "version")),
 }
 COLOUR = {name: colour for colour, names in BANDS.values() for name in names}
 LEFT, NAME, JOB, GRID, STEP, ROW, TOP, MARGIN = 108, 116, 202, 580, 24, 30, 96, 16

@@ -72,6 +72,8 @@ class Tables(CudaTables):
 
 
 class _Kernel:
+    RECORD_WORDS = RECORD_WORDS
+
     @staticmethod
     def site(tables: Tables, point: int, hidden: torch.Tensor, residual: Any, kept: torch.Tensor, base: int,
              sampled: bool) -> None:  # fmt: skip

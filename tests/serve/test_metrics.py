@@ -45,7 +45,11 @@ def lines(server: Server, start: int = 0) -> list[dict]:
 
 
 def every_line(server: Server, start: int = 0) -> list[dict]:
-    told = [line.partition("] {")[2] for line in server.log.read_text()[start:].splitlines() if "[log.py:" in line]
+    told = [
+        line.partition("] {")[2]
+        for line in server.log.read_text()[start:].splitlines()
+        if "[front.py:" in line and "] {" in line
+    ]
     return [json.loads("{" + line) for line in told]
 
 

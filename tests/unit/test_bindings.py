@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
 import patchclamp as pc
 from patchclamp.language import Program
-from patchclamp.plan import Prompt, bind
-from patchclamp.plan.bind import Bindings
+from patchclamp.plan import Prompt
+from patchclamp.plan.bind import Bindings, bind
 
 COLOSSEUM, EIFFEL, SHORT = [11, 12, 13, 14, 15], [21, 22, 13, 24, 25], [31, 32, 33]
 V = np.linspace(-1, 1, 32).astype(np.float32)
@@ -39,7 +41,7 @@ def programs(lm: pc.LM) -> dict[str, tuple[Program, int]]:
                                   "a named program", "code"])  # fmt: skip
 def test_it_is_bound_as_for_each_prompt(lm, name, monkeypatch):
     (program, times), bound_for = programs(lm)[name], []
-    monkeypatch.setattr(bind, "bind", lambda *args: bound_for.append(args[1]) or bind(*args))
+    monkeypatch.setattr(sys.modules[bind.__module__], "bind", lambda *args: bound_for.append(args[1]) or bind(*args))
     call = Bindings(lm.sites, lm._source, lm.bank, True)
     for number, ids in enumerate((COLOSSEUM, EIFFEL, SHORT)):
         prompt, vectors = Prompt(ids, lambda: ("", [])), {}
@@ -57,7 +59,7 @@ def test_it_is_bound_as_for_each_prompt(lm, name, monkeypatch):
 
 def test_one_list_for_all_prompts_is_one_program(lm, monkeypatch):
     bound_for = []
-    monkeypatch.setattr(bind, "bind", lambda *args: bound_for.append(args[1]) or bind(*args))
+    monkeypatch.setattr(sys.modules[bind.__module__], "bind", lambda *args: bound_for.append(args[1]) or bind(*args))
     edits = [pc.Add(np.resize(V, lm.model.d_model), at=pc.resid_post[0])]
     together = lm.run(
         [COLOSSEUM, EIFFEL, SHORT, EIFFEL], max_tokens=2, edits=edits, capture=pc.resid_post, logprobs=True

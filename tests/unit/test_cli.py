@@ -23,12 +23,13 @@ from patchclamp.cli.arguments import read_options, read_positions
 from patchclamp.cli.commands import COMMANDS
 from patchclamp.cli.commands import demo as demo_command
 from patchclamp.cli.early import check_sweep
-from patchclamp.plots import words
-from patchclamp.proving import Proof
+from patchclamp.plots import style
+from patchclamp.proving import Proof, ensure_proved
 from patchclamp.studies import AblationSweep, CausalTrace, MeanOf, PatchSweep, PathPatch
 
 SWEEP = ("sweep", "fake", "--engine", "fake", "--clean", "The Eiffel is in the", "--corrupt", "The Colosseum is in the",
          "--answer", " Paris", "--foil", " Rome")  # fmt: skip
+PROVING = sys.modules[ensure_proved.__module__]  # `proving.prove` names a function, too
 
 
 @pytest.fixture(autouse=True)
@@ -172,7 +173,7 @@ class TestErrors:
         def broken(*_, **__):
             raise pc.EngineError("[red]first[/red]\n  second " + "x" * 200, "engine")
 
-        monkeypatch.setattr("patchclamp.proving.prove.ProvedLM", broken)
+        monkeypatch.setattr(PROVING, "ProvedLM", broken)
         assert failed(*SWEEP) == "error: engine: [red]first[/red] second " + "x" * 200
 
     def test_a_missing_argument_is_the_usual_usage_error(self):
@@ -193,7 +194,7 @@ class TestErrors:
         def broken(*_, **__):
             raise ZeroDivisionError
 
-        monkeypatch.setattr("patchclamp.proving.prove.ProvedLM", broken)
+        monkeypatch.setattr(PROVING, "ProvedLM", broken)
         with pytest.raises(ZeroDivisionError):
             run(*SWEEP)
 
@@ -287,7 +288,7 @@ class TestSweep:
             asked["study"] = given
             raise pc.RunError("far enough")
 
-        monkeypatch.setattr("patchclamp.proving.prove.ProvedLM", Closing)
+        monkeypatch.setattr(PROVING, "ProvedLM", Closing)
         monkeypatch.setattr("patchclamp.studies.patch_sweep", study)
         line = failed(
             "sweep", "org/model", "--engine", "vllm", "--dtype", "float32", "--option", "seed=1", "--clean", "a",
@@ -514,7 +515,7 @@ class TestDemo:
                      "Patching resid_pre, attn_out", "clean run", "corrupt run", "best cells"):  # fmt: skip
             assert part in output
         assert output.count(" s\n") == 2, "both steps say how long they took"
-        assert {path.name for path in (tmp_path / "out").iterdir()} == {"sweep.png", "sweep.html"}
+        assert {path.name for path in (tmp_path / "out").iterdir()} == {"sweep.png", "sweep.html", "plotly.min.js"}
 
     @pytest.mark.parametrize("installed", [True, False])
     def test_runs_on_vllm_where_it_is_installed(self, installed: bool, tmp_path, monkeypatch):
@@ -524,7 +525,7 @@ class TestDemo:
             asked.append((given, options))
             raise pc.EngineError("far enough")
 
-        monkeypatch.setattr("patchclamp.proving.prove.ProvedLM", lm)
+        monkeypatch.setattr(PROVING, "ProvedLM", lm)
         vllm = object() if installed else None
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: vllm if name == "vllm" else find(name))
         status, output = run("demo", "--out", str(tmp_path))
@@ -604,7 +605,7 @@ class TestFuzz:
         assert all(path.stat().st_size > 500 for path in files.values())
         result = pc.studies.FuzzSweep.load(files["st"])
         assert result.prompts == ("The cat is", "hello\nworld")
-        assert words.plain(result.answers[0][1][0].text) in output
+        assert style.plain(result.answers[0][1][0].text) in output
 
     @pytest.mark.parametrize(
         ("arguments", "text"),
@@ -617,7 +618,7 @@ class TestFuzz:
         ],
     )
     def test_what_is_wrong_is_one_line(self, arguments, text, monkeypatch):
-        monkeypatch.setattr(proving.load, "ProvedLM", None)  # no model is loaded
+        monkeypatch.setattr(PROVING, "ProvedLM", None)  # no model is loaded
         assert failed("fuzz", "fake", "--engine", "fake", *arguments).removeprefix("error: ").startswith(text)
 
 
@@ -656,5 +657,5 @@ class TestSteer:
         ],
     )
     def test_what_is_wrong_is_one_line(self, sides, arguments, text, monkeypatch):
-        monkeypatch.setattr(proving.load, "ProvedLM", None)  # no model is loaded
+        monkeypatch.setattr(PROVING, "ProvedLM", None)  # no model is loaded
         assert failed(*sides, *arguments).removeprefix("error: ").startswith(text)

@@ -16,7 +16,7 @@ from patchclamp.engines.transformers import TransformersEngine
 from patchclamp.kernels import switches
 from patchclamp.language import ops
 from patchclamp.lm import LM
-from patchclamp.plan import bind
+from patchclamp.plan.bind import bind
 from patchclamp.runtime import Limits
 from patchclamp.sites import tables
 from tools import engine_step, rooms, trace_pages
@@ -157,7 +157,7 @@ def test_what_the_page_adds_works(tmp_path, monkeypatch):
         r"```python\n(.*?)```", section("Where to add a site, an op, a family, a study"), re.S
     )
     lm = LM("", FakeEngine())
-    names = vars(bind) | vars(ops)
+    names = vars(sys.modules[bind.__module__]) | vars(ops)
     struct, lowers = op.split("# plan/bind.py")
     exec(struct, names)
     exec(lowers, names | {"ops": types.SimpleNamespace(**names)})

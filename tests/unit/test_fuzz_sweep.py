@@ -121,7 +121,7 @@ def test_a_sweep_is_saved_framed_and_drawn(sweep, tmp_path: Path):
     assert len(frame) == 12
     cell = frame[(frame.prompt == ASKED[1]) & (frame.strength == 0.5) & (frame.seed == 9)].iloc[0]
     assert (cell.text, cell.kl) == (sweep.answers[1][2][1].text, sweep.kl[1, 2, 1])
-    curves = sweep.curves()
+    curves = sweep.picture()
     assert [chart.title for chart in curves.charts] == [
         "Agreement with the unfuzzed answer", "First token", "Fluency", "Refusals"
     ]  # fmt: skip
@@ -219,11 +219,11 @@ def test_wilsons_interval_as_published():
 
 def test_seeds_of_a_prompt_do_not_narrow_an_interval(sweep):
     """Two prompts are two draws, however many seeds each has."""
-    line = sweep.curves().charts[0].lines[0]
+    line = sweep.picture().charts[0].lines[0]
     assert np.allclose(line.y, sweep.exact.mean((0, 2)))
     assert np.allclose((line.low, line.high), wilson(sweep.exact.mean(2).sum(0), 2))
     doubled = msgspec.structs.replace(sweep, exact=np.repeat(sweep.exact, 5, axis=2))
-    wider = doubled.curves().charts[0].lines[0]
+    wider = doubled.picture().charts[0].lines[0]
     assert np.allclose((line.low, line.high), (wider.low, wider.high))
 
 

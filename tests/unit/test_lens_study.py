@@ -66,7 +66,7 @@ class TestLens:
         assert last["rank of ' Rome'"] == lens.rank(" Rome")[2, 3]
         assert lens.plot(tmp_path / "lens.png", "kl").stat().st_size > 10_000
         assert lens.to_html(tmp_path / "lens.html").stat().st_size < 100_000
-        assert lens.grid("kl").panels[0].shades.colours[0] == "#08306b"
+        assert lens.picture("kl").panels[0].shades.colours[0] == "#08306b"
 
     def test_columns_and_rows_are_those_asked_for(self, lm, lens):
         few = logit_lens(lm, PROMPT, tokens=[" Paris"], layers="1:3", positions=[pc.span("Tower"), -1], top=2)
@@ -202,7 +202,7 @@ class TestAttributionResult:
         assert back.rows == rows
         assert np.array_equal(back.exact, exact, equal_nan=True)
         assert result.to_frame().exact.count() == 4
-        stream, heads = result.grid().panels
+        stream, heads = result.picture().panels
         assert stream.outlined == ((0, 1), (1, 1))
         assert heads.values.tolist() == [[1.3, 0.2]]
         assert result.plot(tmp_path / "a.png").stat().st_size > 10_000

@@ -47,7 +47,7 @@ def test_results_say_what_was_patched_in(lm, tmp_path: Path):
     for change, source, cell in cases:
         sweep = patch_sweep(lm, **(ASKED | change))
         loaded = PatchSweep.load(sweep.save(tmp_path / "result"))
-        picture = loaded.heatmap()
+        picture = loaded.picture()
         into = "clean" if "direction" in change else "corrupt"
         assert loaded.source == sweep.source == source
         assert picture.title.startswith(f"Patching {source} into the {into} run: ")
@@ -64,8 +64,8 @@ def test_ablations_traces_and_paths_say_it_too(lm, tmp_path: Path):
     for source, words in (("zeros", "zeros"), (MeanOf(OTHERS[:1]), "the mean of 1 prompt")):
         sweep = ablation_sweep(lm, **PUT_OUT, source=source)
         loaded = AblationSweep.load(sweep.save(tmp_path / "result"))
-        assert loaded.heatmap().title.startswith(f"Ablating one place at a time by {words}: ")
-        assert loaded.heatmap().cell == f"the run with one place ablated by {words}"
+        assert loaded.picture().title.startswith(f"Ablating one place at a time by {words}: ")
+        assert loaded.picture().cell == f"the run with one place ablated by {words}"
         assert loaded.asked["source"] == sweep.asked["source"]
     trace = causal_trace(lm, prompt=CLEAN, subject="Eiffel", answer=7, seeds=2, layers=1)
     paths = path_patch(lm, **ASKED, direction="noising")
@@ -199,7 +199,7 @@ def test_seeds_are_no_prompts(lm):
     assert (one.low <= one.values).all()
     assert (one.values <= one.high).all()
     assert (one.low < one.high).any()
-    (panel, *_) = one.heatmap().panels
+    (panel, *_) = one.picture().panels
     assert [label for label, _ in panel.details] == ["95 % interval over seeds from", "to", "effect from", "effect to"]
     lone = causal_trace(lm, prompt=CLEAN, seeds=1, **trace)
     assert (lone.low, lone.p) == (None, None)
@@ -210,5 +210,5 @@ def test_seeds_are_no_prompts(lm):
     means = several.each.reshape(3, 6, *several.values.shape).mean(1)
     assert (several.low >= means.min(0) - 1e-12).all()
     assert (several.high <= means.max(0) + 1e-12).all()
-    (panel, *_) = several.heatmap().panels
+    (panel, *_) = several.picture().panels
     assert panel.details[0][0] == "95 % interval from"

@@ -10,9 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from patchclamp.plots import Curves, Line
-from patchclamp.plots.curves import tick
-from patchclamp.plots.words import number, plain, shorten
+from patchclamp.plots import Curve, Curves
+from patchclamp.plots.style import number, plain, shorten, tick
 
 if TYPE_CHECKING:
     from patchclamp.studies import FuzzSweep
@@ -36,7 +35,7 @@ def show_curves(console: Console, curves: Curves) -> None:
     console.print(table)
 
 
-def _at(line: Line, x: float) -> str:
+def _at(line: Curve, x: float) -> str:
     here = line.y[np.asarray(line.x) == x]
     return number(float(here[0])) if len(here) and np.isfinite(here[0]) else "–"
 

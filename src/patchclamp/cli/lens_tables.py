@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from patchclamp.plots import TokenGrid, words
+from patchclamp.plots import TokenGrid, style
 from patchclamp.studies import AttributionPatching, DirectAttribution, EdgeAttribution, LogitLens, Patchscope
 from patchclamp.studies.edge_attribution import Edge
 
@@ -18,14 +18,14 @@ WORDY = frozenset({  # columns of text; the others are of numbers
 
 def show_lens(console: Console, lens: LogitLens, position: int) -> None:
     """One row a layer, of one position: the likeliest tokens, KL and entropy, and the chosen tokens."""
-    _head(console, lens.grid())
+    _head(console, lens.picture())
     column = lens.positions.index(position if position >= 0 else len(lens.prompt_tokens) + position)
     at = lens.positions[column]
-    console.print(Text(f"after {words.quoted(lens.prompt_tokens[at])} (position {at})"))
-    table = _table("layer", "likeliest tokens", "KL", "entropy", *(f"rank of {words.quoted(t)}" for t in lens.tokens))
+    console.print(Text(f"after {style.quoted(lens.prompt_tokens[at])} (position {at})"))
+    table = _table("layer", "likeliest tokens", "KL", "entropy", *(f"rank of {style.quoted(t)}" for t in lens.tokens))
     for l, layer in reversed(list(enumerate(lens.layers))):  # noqa: E741
         tops = "  ".join(
-            f"{words.visible(guess.token)} {100 * guess.probability:.0f}%" for guess in lens.top(layer, at)
+            f"{style.visible(guess.token)} {100 * guess.probability:.0f}%" for guess in lens.top(layer, at)
         )
         numbers = (f"{lens.kl[l, column]:.2f}", f"{lens.entropy[l, column]:.2f}")
         table.add_row(str(layer), Text(tops), *numbers, *(str(rank) for rank in lens.ranks[l, column]))
@@ -34,43 +34,43 @@ def show_lens(console: Console, lens: LogitLens, position: int) -> None:
 
 def show_attribution(console: Console, result: DirectAttribution, top: int) -> None:
     """The parts that add most: layers, heads and neurons."""
-    _head(console, result.grid())
+    _head(console, result.picture())
     for kinds, name in ((("attn_out", "mlp_out", "embed", "positions", "bias"), "layers"), (("z",), "heads"),
                         (("neurons",), "neurons")):  # fmt: skip
         shares = [share for share in result.ranked() if share.part.partition("[")[0] in kinds][:top]
         if shares:
             table = _table(name, "adds")
             for share in shares:
-                table.add_row(Text(share.part), words.signed(share.value))
+                table.add_row(Text(share.part), style.signed(share.value))
             console.print(table)
             console.print()
-    console.print(Text(f"all parts together {words.signed(float(result.totals.mean()))}; the model's own "
-                       f"{words.signed(float(result.logit_diffs.mean()))}"))  # fmt: skip
+    console.print(Text(f"all parts together {style.signed(float(result.totals.mean()))}; the model's own "
+                       f"{style.signed(float(result.logit_diffs.mean()))}"))  # fmt: skip
 
 
 def show_patchscope(console: Console, result: Patchscope) -> None:
     """One row a cell: where the capture came from and went, and what was said."""
-    _head(console, result.grid())
+    _head(console, result.picture())
     table = _table("from layer", "in layer", "KL from unpatched", "goes on with")
     for s, layer in reversed(list(enumerate(result.layers))):
         for g in range(result.moved.shape[1]):
             to = result.target_layers[g] if result.target_layers else layer
-            table.add_row(str(layer), str(to), f"{result.moved[s, g]:.2f}", Text(words.plain(result.texts[s][g])))
+            table.add_row(str(layer), str(to), f"{result.moved[s, g]:.2f}", Text(style.plain(result.texts[s][g])))
     console.print(table)
 
 
 def show_patching(console: Console, result: AttributionPatching | EdgeAttribution, top: int) -> None:
     """The verified cells or edges that moved the metric furthest, and how well estimates and exact patches agree."""
-    _head(console, result.grid())
+    _head(console, result.picture())
     edges = isinstance(result, EdgeAttribution)
     table = _table(*(("best edges", "read by") if edges else ("best cells", "token")), "estimate", "exact patch")
     for cell in result.best(top) or result.proposals(top):
         ends = (cell.sender, cell.receiver) if isinstance(cell, Edge) else (str(cell.row), cell.column.label)
-        exact = "–" if cell.exact is None else words.signed(cell.exact)
-        table.add_row(*(Text(words.visible(end)) for end in ends), words.signed(cell.estimate), exact)
+        exact = "–" if cell.exact is None else style.signed(cell.exact)
+        table.add_row(*(Text(style.visible(end)) for end in ends), style.signed(cell.estimate), exact)
     console.print(table)
     if np.isfinite(result.exact).any():
-        console.print(Text(f"two unpatched runs differ by {words.number(result.noise_floor)}"))
+        console.print(Text(f"two unpatched runs differ by {style.number(result.noise_floor)}"))
 
 
 def _head(console: Console, grid: TokenGrid) -> None:

@@ -24,11 +24,9 @@ class Pictured(Protocol):
 
 def check_pictures(png: Path | None, html: Path | None) -> None:
     """Raises now what drawing would raise after the runs."""
-    from patchclamp.plots.target import page, picture
+    from patchclamp.plots import check_targets
 
-    for path, check in ((png, picture), (html, page)):
-        if path is not None:
-            check(path)
+    check_targets(png, html)
 
 
 def show_pictures(console: Console, result: Pictured, png: Path | None, html: Path | None, save: Path | None) -> None:

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from patchclamp.cli.console import OUT
-from patchclamp.plots import Heatmap, Strip, heatmap_html, heatmap_png, words
+from patchclamp.plots import Heatmap, Strip, save_page, save_picture, style
 from patchclamp.studies.sweep_result import Sweep
 
 _COLOURS = {"clean": "blue", "corrupt": "dark_orange3"}
@@ -30,13 +30,13 @@ def show_best(console: Console, heatmap: Heatmap, top: int) -> None:
     console.print()
     anchors = [anchor for anchor in (heatmap.baseline, heatmap.goal) if anchor is not None]
     for anchor in sorted(anchors, key=lambda anchor: anchor.side):
-        value = words.number(anchor.value)
+        value = style.number(anchor.value)
         console.print(Text.assemble(f"{anchor.name + ' run':12}", (value, f"bold {_COLOURS[anchor.side]}")))
-    console.print(Text(words.noise(heatmap)))
+    console.print(Text(heatmap.noise))
     if heatmap.note:
         console.print(Text(heatmap.note), soft_wrap=True)
     if heatmap.skipped:
-        tokens = ", ".join(f"{words.quoted(token)} ({side} {position})" for side, position, token in heatmap.skipped)
+        tokens = ", ".join(f"{style.quoted(token)} ({side} {position})" for side, position, token in heatmap.skipped)
         console.print(Text(f"no partner in the other prompt, so not patched: {tokens}"), soft_wrap=True)
     console.print()
     console.print(_best(heatmap, top))
@@ -44,7 +44,7 @@ def show_best(console: Console, heatmap: Heatmap, top: int) -> None:
 
 def show_sweep(sweep: Sweep, top: int, save: Path | None, png: Path | None, html: Path | None) -> None:
     """All of a sweep, on standard output."""
-    heatmap = sweep.heatmap()
+    heatmap = sweep.picture()
     show_question(OUT, heatmap)
     show_best(OUT, heatmap, top)
     if save is not None:
@@ -54,7 +54,7 @@ def show_sweep(sweep: Sweep, top: int, save: Path | None, png: Path | None, html
 
 def show_pictures(console: Console, heatmap: Heatmap, png: Path | None, html: Path | None) -> None:
     """Draws what was asked for and says where it is."""
-    for draw, path in ((heatmap_png, png), (heatmap_html, html)):
+    for draw, path in ((save_picture, png), (save_page, html)):
         if path is not None:
             console.print(Text.assemble("wrote ", (str(draw(heatmap, path)), "bold")), soft_wrap=True)
 
@@ -62,7 +62,7 @@ def show_pictures(console: Console, heatmap: Heatmap, png: Path | None, html: Pa
 def _prompt(strip: Strip) -> Text:
     line = Text(f"{strip.title:8}", style=f"bold {_COLOURS[strip.side]}")
     for token, mark in zip(strip.tokens, strip.marks, strict=True):
-        line.append(words.plain(token), style="not bold default" if mark == "same" else "underline")
+        line.append(style.plain(token), style="not bold default" if mark == "same" else "underline")
     return line
 
 
@@ -79,10 +79,10 @@ def _best(heatmap: Heatmap, top: int) -> Table:
         column = heatmap.columns[spot.column]
         place, label = heatmap.panels[spot.panel].cell_name(spot.row, column)
         details = dict(heatmap.panels[spot.panel].details)
-        of_cell = [words.number(details[name][spot.row, spot.column]) for name in spread]
-        share = [] if goal is None else [words.percent(heatmap.share(spot.value))]
+        of_cell = [style.number(details[name][spot.row, spot.column]) for name in spread]
+        share = [] if goal is None else [style.percent(heatmap.share(spot.value))]
         table.add_row(
-            Text(place), Text(words.visible(label)), words.both(column), words.number(spot.value),
-            words.signed(heatmap.effect(spot.value)), *of_cell, *share,
+            Text(place), Text(style.visible(label)), column.positions, style.number(spot.value),
+            style.signed(heatmap.effect(spot.value)), *of_cell, *share,
         )  # fmt: skip
     return table

@@ -1,25 +1,35 @@
-"""`Curves`: lines against one quantity, each with its spread, in one or more charts; with every text of the picture.
+"""`Curves`: lines over one quantity, each with its spread, in one or more charts.
 
-The quantity may be on a logarithmic axis that has 0 too: it stands at the left, apart from the rest.
-
-N points of a line
+A logarithmic axis may include 0, at the left and apart from the rest. N points of a line
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from html import escape
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from patchclamp.errors import ProgramError
-from patchclamp.plots.words import number
+from patchclamp.plots import style
+from patchclamp.plots.style import LABEL, LINES, MUTED, RULE, number, tick
 
-ZERO_GAP = 1.5  # from 0 to the smallest positive number on a logarithmic axis, in the usual steps between numbers
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from plotly.graph_objects import Figure as Interactive
+
+ZERO_GAP = 1.5  # from 0 to the smallest positive number of a logarithmic axis, in the usual steps between numbers
+DASHES = ("solid", "dashed", "dashdot", "dotted")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+CHART = (4.6, 2.7)  # inches
 
 
-class Line(msgspec.Struct, frozen=True, eq=False):
-    """`y` [N] at `x` [N], ascending; NaN where there is nothing. `low` and `high` [N] are its spread, if it has one."""
+class Curve(msgspec.Struct, frozen=True, eq=False):
+    """`y` [N] at `x` [N], ascending, NaN for missing values. `low` and `high` [N] are the spread, if known."""
 
     label: str
     x: np.ndarray
@@ -29,21 +39,30 @@ class Line(msgspec.Struct, frozen=True, eq=False):
 
     def __post_init__(self) -> None:
         if (self.low is None) != (self.high is None):
-            raise ProgramError("a spread has two sides: low and high", self.label)
+            raise ProgramError("expected low and high, got one of them", self.label)
         shapes = {np.shape(values) for values in (self.x, self.y, self.low, self.high) if values is not None}
         if len(shapes) > 1 or np.ndim(self.x) != 1 or not np.size(self.x):
-            raise ProgramError(f"x, y, low and high are of one length, at least 1, not {sorted(shapes)}", self.label)
+            raise ProgramError(f"expected x, y, low and high of one length above 0, got {sorted(shapes)}", self.label)
         if not np.all(np.diff(self.x) > 0):
-            raise ProgramError("x ascends", self.label)
+            raise ProgramError("expected ascending x", self.label)
+
+    def text(self, n: int) -> str:
+        """`0.52 (0.41 to 0.60)`."""
+        if not np.isfinite(self.y[n]):
+            return "–"
+        text = number(float(self.y[n]))
+        if self.low is None or self.high is None:
+            return text
+        return f"{text} ({number(float(self.low[n]))} to {number(float(self.high[n]))})"
 
 
 class Chart(msgspec.Struct, frozen=True, eq=False):
-    """Lines that share a vertical axis. `y_range` are its ends, None: those of the lines; `note` says how lines and
-    spread were made; `level` is a value that a dashed line marks, called `level_label`."""
+    """Lines with one vertical axis. `y_range`: its ends, by default those of the lines; `note`: how lines and spread
+    were computed; `level`: a value to mark with a dashed line."""
 
     title: str
     y_label: str
-    lines: tuple[Line, ...]
+    lines: tuple[Curve, ...]
     y_log: bool = False
     y_range: tuple[float, float] | None = None
     note: str = ""
@@ -52,7 +71,7 @@ class Chart(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def span(self) -> tuple[float, float]:
-        """The ends of the vertical axis, with a margin where they are those of the lines."""
+        """The ends of the vertical axis, with a margin around the lines."""
         if self.y_range is not None:
             return self.y_range
         sides = [side for line in self.lines for side in (line.y, line.low, line.high) if side is not None]
@@ -69,8 +88,7 @@ class Chart(msgspec.Struct, frozen=True, eq=False):
 
 
 class Curves(msgspec.Struct, frozen=True, eq=False):
-    """`charts` over one horizontal axis. `notes` are sentences below the picture; `provenance` says what it was made
-    on."""
+    """`charts` over one horizontal axis, and sentences below them."""
 
     title: str
     x_label: str
@@ -81,17 +99,17 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
 
     def __post_init__(self) -> None:
         if not self.charts or not all(chart.lines for chart in self.charts):
-            raise ProgramError("at least one chart is needed, and a line in each", "charts")
+            raise ProgramError("expected at least one chart, with at least one line each", "charts")
         if self.x_log and self.numbers[0] < 0:
-            raise ProgramError(f"a logarithmic axis has no number below 0: {self.numbers[0]}", "x_log")
+            raise ProgramError(f"expected no number below 0 on a logarithmic axis, got {self.numbers[0]}", "x_log")
 
     @property
     def numbers(self) -> list[float]:
-        """Every x of any line, ascending, once."""
+        """All x of all lines, ascending."""
         return sorted({float(x) for chart in self.charts for line in chart.lines for x in line.x})
 
     def place(self, x: float) -> float:
-        """Where a number stands on the horizontal axis."""
+        """The coordinate of a number on the horizontal axis."""
         if not self.x_log:
             return x
         return math.log10(x) if x > 0 else self._zero
@@ -106,15 +124,14 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def gap(self) -> float | None:
-        """Where the axis is broken, between 0 and the rest of a logarithmic one."""
+        """The coordinate between 0 and the rest of a logarithmic axis."""
         positive = [x for x in self.numbers if x > 0]
         if not self.x_log or len(positive) in (0, len(self.numbers)):
             return None
         return (self.place(0.0) + self.place(positive[0])) / 2
 
     def ticks(self, most: int = 12) -> list[tuple[float, str]]:
-        """Place and text of the labels on the horizontal axis: every number, or if these are more than `most`, round
-        numbers on a linear axis, and 0 and every so many from the last on a logarithmic one."""
+        """Coordinates and labels of the horizontal axis: all numbers, or about `most` round ones."""
         numbers = self.numbers
         if len(numbers) > most and self.x_log:
             every = math.ceil(len(numbers) / most)
@@ -124,14 +141,108 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
             numbers = [n * step for n in range(math.ceil(numbers[0] / step), math.floor(numbers[-1] / step) + 1)]
         return [(self.place(x), tick(x)) for x in numbers]
 
+    def draw(self) -> Figure:
+        """The charts beside each other, two in a row."""
+        across = min(len(self.charts), 2)
+        down = math.ceil(len(self.charts) / across)
+        notes = [f"{chart.title}: {chart.note}" for chart in self.charts if chart.note]
+        notes += [*self.notes, f"Ran on {self.provenance}."]
+        figure = style.new_figure(self.title, notes, max(CHART[0] * across, 6.4), CHART[1] * down)
+        grid = figure.subplots(down, across, squeeze=False)
+        for i, axes in enumerate(grid.flat):
+            if i < len(self.charts):
+                self._draw_chart(axes, self.charts[i])
+            else:
+                axes.set_axis_off()
+        return figure
+
+    def _draw_chart(self, axes: Axes, chart: Chart) -> None:
+        from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+
+        style.bare(axes, chart.title, self.x_label, chart.y_label)
+        for i, line in enumerate(chart.lines):
+            x, colour = [self.place(float(value)) for value in line.x], LINES[i % len(LINES)]
+            if line.low is not None and line.high is not None:
+                axes.fill_between(x, line.low, line.high, color=colour, alpha=0.16, linewidth=0)
+            axes.plot(x, line.y, color=colour, linewidth=1.7, linestyle=DASHES[i % len(DASHES)], label=line.label,
+                      marker=MARKERS[i % len(MARKERS)], markersize=4, markeredgecolor="white", markeredgewidth=0.5,
+                      clip_on=False)  # fmt: skip
+        if chart.level is not None:
+            axes.axhline(chart.level, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), label=chart.level_label)
+        if chart.y_log:
+            axes.set_yscale("log")
+            axes.yaxis.set_minor_locator(NullLocator())
+        else:
+            axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+        axes.set_ylim(*chart.span)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
+        ticks = self.ticks()
+        turned = sum(len(text) for _, text in ticks) > 44
+        axes.set_xticks([place for place, _ in ticks], [text for _, text in ticks], rotation=45 if turned else 0)
+        axes.grid(True, axis="y", color=RULE, linewidth=0.7)
+        axes.set_axisbelow(True)
+        axes.spines["bottom"].set_visible(True)
+        axes.spines["bottom"].set(color=MUTED, linewidth=0.8)
+        if self.gap is not None:
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}
+            at = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "center"}
+            axes.annotate("//", (self.gap, 0), color=MUTED, fontsize=LABEL, bbox=box, **at)
+        if len(chart.lines) > 1 or chart.level is not None:
+            axes.legend(frameon=True, facecolor="white", edgecolor="none", framealpha=0.85, fontsize=LABEL)
+
+    def figure(self) -> Interactive:
+        """The charts below each other, with every value and its spread on hover."""
+        graphs, subplots = style.need("plotly.graph_objects"), style.need("plotly.subplots")
+        titles = [style.html_text(chart.title) for chart in self.charts]
+        figure = subplots.make_subplots(len(titles), 1, subplot_titles=titles,
+                                        vertical_spacing=90 / (330 * len(titles) + 60))  # fmt: skip
+        for row, chart in enumerate(self.charts, 1):
+            for i, line in enumerate(chart.lines):
+                x, colour = [self.place(float(value)) for value in line.x], LINES[i % len(LINES)]
+                if line.low is not None and line.high is not None:
+                    figure.add_trace(graphs.Scatter(
+                        x=[*x, *x[::-1]], y=[*line.high, *line.low[::-1]], fill="toself", fillcolor=colour,
+                        opacity=0.16, line={"width": 0}, mode="lines", hoverinfo="skip", showlegend=False,
+                    ), row=row, col=1)  # fmt: skip
+                hover = [style.html_text(f"{line.label} at {tick(float(value))}: {line.text(n)}")
+                         for n, value in enumerate(line.x)]  # fmt: skip
+                figure.add_trace(graphs.Scatter(
+                    x=x, y=line.y, mode="lines+markers", name=style.html_text(line.label), line={"color": colour},
+                    legend=f"legend{'' if row == 1 else row}", customdata=hover,
+                    hovertemplate="%{customdata}<extra></extra>",
+                ), row=row, col=1)  # fmt: skip
+            if chart.level is not None:
+                ends = [self.place(x) for x in (self.numbers[0], self.numbers[-1])]
+                figure.add_trace(graphs.Scatter(
+                    x=ends, y=[chart.level] * 2, mode="lines", line={"color": MUTED, "dash": "dash", "width": 1},
+                    name=style.html_text(chart.level_label), legend=f"legend{'' if row == 1 else row}",
+                    hoverinfo="skip",
+                ), row=row, col=1)  # fmt: skip
+            low, high = chart.span
+            span = [math.log10(low), math.log10(high)] if chart.y_log else [low, high]
+            figure.update_yaxes(type="log" if chart.y_log else "linear", range=span, gridcolor=RULE,
+                                title_text=style.html_text(chart.y_label), row=row, col=1)  # fmt: skip
+            top = figure.get_subplot(row, 1).yaxis.domain[1]
+            figure.update_layout({f"legend{'' if row == 1 else row}": {"y": top, "yanchor": "top"}})
+        ticks = self.ticks()
+        figure.update_xaxes(tickvals=[place for place, _ in ticks], ticktext=[text for _, text in ticks],
+                            zeroline=False, title_text=style.html_text(self.x_label), showgrid=False)  # fmt: skip
+        figure.update_layout(height=330 * len(titles) + 60, plot_bgcolor="white", margin={"t": 50},
+                             font={"family": style.PAGE_FONT, "color": style.INK})  # fmt: skip
+        return figure
+
+    def sections(self) -> Iterator[tuple[str, str]]:
+        """Notes and every number."""
+        for chart in self.charts:
+            texts = [{float(x): line.text(n) for n, x in enumerate(line.x)} for line in chart.lines]
+            rows = [(tick(x), *(of.get(x, "") for of in texts)) for x in self.numbers]
+            note = f"<p>{escape(chart.note)}</p>" if chart.note else ""
+            yield chart.title, note + style.table(rows, (self.x_label, *(line.label for line in chart.lines)))
+        if self.notes:
+            yield "Notes", "".join(f"<p>{escape(note)}</p>" for note in self.notes)
+
 
 def _round_step(least: float) -> float:
     """The smallest of 1, 2 and 5 times a power of ten that is not below `least`."""
     unit = 10.0 ** math.floor(math.log10(least))
     return next(factor * unit for factor in (1, 2, 5, 10) if factor * unit >= least)
-
-
-def tick(value: float) -> str:
-    """A number on an axis: as short as it is exact to four digits."""
-    text = f"{value:.4g}"
-    return number(value) if "e" in text else text.replace("-", "−")

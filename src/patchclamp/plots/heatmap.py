@@ -1,28 +1,56 @@
-"""`Heatmap`: a grid of numbers over a baseline run, and every text of its picture, whatever study it came from.
+"""`Heatmap`: a grid of metric values over a baseline run, as a picture and as a page, whatever study it came from.
+
+White is no effect; blue leads to the clean run's value and orange to the corrupt one's. Dots mark effects that are not
+above the noise floor, an outline the best cell, and hatching cells that were not run.
 
 R rows of a panel (its layers, or one) · P columns
 """
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from collections.abc import Iterator
+from html import escape
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
 
+from patchclamp.plots import style
+from patchclamp.plots.style import (
+    CLEAN,
+    CORRUPT,
+    FAINT,
+    LABEL,
+    MUTED,
+    number,
+    percent,
+    quoted,
+    shorten,
+    signed,
+    visible,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from plotly.graph_objects import Figure as Interactive
+
 NEAR = 0.35  # of the way to the goal: if no effect is as large, the colours end at the largest effect
+BEST = 10  # cells in a page's table
+LONGEST_LABEL = 22  # characters
+WIDEST = 15.0  # inches
 
 Mark = Literal["same", "differs", "skipped"]
 Side = Literal["clean", "corrupt"]
 
 
 class Panel(msgspec.Struct, frozen=True, eq=False):
-    """One part of the grid: `values` [R, P], NaN where nothing was run. A panel without layers has the one row None.
+    """One part of the grid: `values` [R, P], NaN for cells that were not run. A panel without layers has one row, None.
 
-    coarse: [R, P], values of cells that were changed together with others, shown paler where a cell has none of its own
+    coarse: [R, P], values of blocks of cells, shown paler where a cell has no value of its own
     details: more numbers of each cell, by name: [R, P] each
-    part_of: of a panel whose columns are parts of a site (heads, …): the site, and what its cells' label is in their
-        place
+    part_of: for a panel whose columns are heads or other parts of a site: the site, and its cells' label
     """
 
     name: str
@@ -40,28 +68,33 @@ class Panel(msgspec.Struct, frozen=True, eq=False):
         site, of_part, part = self.name.partition("[:, ")
         return f"{site}[{layer}, {part}" if of_part else f"{site}[{layer}]"
 
-    def cell_name(self, row: int, column: Column) -> tuple[str, str]:
-        """Where a cell is, and its label: (`resid_pre[8]`, ` Tower`)."""
+    def cell_name(self, row: int, column: HeatmapColumn) -> tuple[str, str]:
+        """The place of a cell and its label: (`resid_pre[8]`, ` Tower`)."""
         if self.part_of is not None:
             return f"{self.part_of[0]}[{self.rows[row]}, {column.label}]", self.part_of[1]
         return self.row_name(row), column.label
 
     @property
     def shown(self) -> np.ndarray:
-        """Every number that is drawn, flat."""
+        """All numbers with a colour, flat."""
         return np.concatenate([of.ravel() for of in (self.values, self.coarse) if of is not None])
 
 
-class Column(msgspec.Struct, frozen=True):
-    """A column of every panel: its label, and the tokens of both strips that it stands for, by position."""
+class HeatmapColumn(msgspec.Struct, frozen=True):
+    """A column of every panel: its label, and the positions that it stands for in both prompts."""
 
     label: str
     clean: tuple[int, ...]
     corrupt: tuple[int, ...]
 
+    @property
+    def positions(self) -> str:
+        """`3 → 4`, the clean and the corrupt positions; for a single prompt its own."""
+        return " → ".join(style.positions(of) for of in (self.clean, self.corrupt) if of)
+
 
 class Strip(msgspec.Struct, frozen=True):
-    """A prompt's tokens. A mark says how each is to its partner in the other prompt: "skipped" has no partner."""
+    """The tokens of a prompt, each compared with its partner in the other prompt; "skipped" tokens have none."""
 
     side: Side
     tokens: tuple[str, ...]
@@ -70,29 +103,28 @@ class Strip(msgspec.Struct, frozen=True):
 
     @property
     def title(self) -> str:
-        """What it is called: its side, unless it has a name."""
         return self.name or self.side
 
     @property
     def skipped(self) -> list[tuple[int, str]]:
-        """Position and text of every token that has no partner."""
+        """Position and text of every token without a partner."""
         marked = enumerate(zip(self.tokens, self.marks, strict=True))
         return [(position, token) for position, (token, mark) in marked if mark == "skipped"]
 
 
 class Anchor(msgspec.Struct, frozen=True):
-    """A run without a change: what it is called, the colour of its side, and its value."""
+    """An unpatched run: its name, its side and its value."""
 
     name: str
     side: Side
     value: float
 
 
-class Scale(msgspec.Struct, frozen=True):
-    """The panels' colour scale: `centre` is no effect, its strong end lies `half` away on the side of `towards`.
+class ColourRange(msgspec.Struct, frozen=True):
+    """The colour scale of all panels: `centre` is no effect; the strong end is `half` away, in direction `towards`.
 
-    to_goal: whether the strong end is the goal; else it is the largest effect
-    blue_above: whether blue, the colour of clean, lies above the centre; orange, that of corrupt, is on the other side
+    to_goal: True if the strong end is the goal, False if it is the largest effect
+    blue_above: True if blue, the colour of clean, is above the centre
     """
 
     centre: float
@@ -109,9 +141,13 @@ class Scale(msgspec.Struct, frozen=True):
     def high(self) -> float:
         return self.centre + self.half
 
+    @property
+    def colours(self) -> tuple[str, ...]:
+        return style.DIVERGING if self.blue_above else style.DIVERGING[::-1]
+
 
 class Spot(msgspec.Struct, frozen=True):
-    """A cell of a panel, by number, and its value."""
+    """A cell by panel, row and column, with its value."""
 
     panel: int
     row: int
@@ -120,12 +156,10 @@ class Spot(msgspec.Struct, frozen=True):
 
 
 class Heatmap(msgspec.Struct, frozen=True, eq=False):
-    """`panels` of one value a cell. `baseline` is the value without a change; `goal`, if there is one, that towards
-    which changes are expected to move it.
+    """`panels` of one value a cell. `baseline` is the unpatched value; `goal`, if any, the one that patches approach.
 
-    Effects that are not larger than `noise_floor` mean nothing. `metric` is the value's name, `explained` a sentence
-    about it, `formula` how it is computed; `provenance` says what the runs were made on; `cell` says what a cell is,
-    `axis` what its columns are, and `note` what else is to be known.
+    Effects up to `noise_floor` are noise. `metric` is the name of the value, `explained` a sentence about it and
+    `formula` its definition; `cell` says what a cell is, `axis` what the columns are; `note` is free text.
     """
 
     title: str
@@ -134,7 +168,7 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
     explained: str
     provenance: str
     panels: tuple[Panel, ...]
-    columns: tuple[Column, ...]
+    columns: tuple[HeatmapColumn, ...]
     baseline: Anchor
     goal: Anchor | None
     noise_floor: float
@@ -144,52 +178,252 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
     note: str = ""
 
     @property
-    def values(self) -> np.ndarray:
-        """The cells of all panels, flat."""
-        return np.concatenate([panel.values.ravel() for panel in self.panels])
-
-    @property
-    def scale(self) -> Scale:
-        """The goal at the strong end; the largest effect, where no cell comes near the goal."""
+    def scale(self) -> ColourRange:
+        """The goal at the strong end, or the largest effect if no cell comes near the goal."""
         centre, goal = self.baseline.value, self.goal
         shown = np.concatenate([panel.shown for panel in self.panels])
         largest = float(np.nanmax(np.abs(shown - centre), initial=0.0))
         half = 0.0 if goal is None else abs(goal.value - centre)
         to_goal = half > self.noise_floor and largest >= NEAR * half
         blue_above = (self.towards > 0) == (goal is None or goal.side == "clean")
-        return Scale(centre, half if to_goal else largest or half or 1.0, self.towards, to_goal, blue_above)
+        return ColourRange(centre, half if to_goal else largest or half or 1.0, self.towards, to_goal, blue_above)
 
     @property
     def towards(self) -> float:
-        """1 where the goal lies above the baseline or there is none, else −1."""
+        """−1 if the goal is below the baseline, else 1."""
         return -1.0 if self.goal is not None and self.goal.value < self.baseline.value else 1.0
 
     @property
     def skipped(self) -> list[tuple[Side, int, str]]:
-        """Side, position and text of every token that has no partner in the other prompt."""
+        """Side, position and text of every token without a partner in the other prompt."""
         return [(strip.side, position, token) for strip in self.strips for position, token in strip.skipped]
 
+    @property
+    def noise(self) -> str:
+        """The noise floor in words."""
+        if self.noise_floor == 0:
+            return f"noise floor 0: reruns of the {self.baseline.name} prompt agree exactly"
+        return f"noise floor {number(self.noise_floor)}: smaller effects mean nothing"
+
     def effect(self, value: float) -> float:
-        """How far a value is above the baseline."""
+        """The difference of a value from the baseline."""
         return value - self.baseline.value
 
     def faint(self, values: np.ndarray) -> np.ndarray:
-        """Which effects are not above the noise floor; NaN is none."""
+        """True where an effect is not above the noise floor; False for NaN."""
         return np.abs(values - self.baseline.value) <= self.noise_floor
 
     def share(self, value: float) -> float | None:
-        """The part of the way from the baseline to the goal that a value has come; None where there is no way."""
+        """The part of the way from the baseline to the goal; None if there is no way."""
         way = 0.0 if self.goal is None else self.effect(self.goal.value)
         return None if way == 0 else self.effect(value) / way
 
     def ranked(self, count: int) -> list[Spot]:
-        """The `count` spots furthest from the baseline towards the goal, or either way where there is none, best first;
-        ties in the panels' order."""
+        """The `count` cells furthest towards the goal, or with the largest effects if there is none, best first."""
         spots = [
-            Spot(number, int(row), int(column), float(panel.values[row, column]))
-            for number, panel in enumerate(self.panels)
+            Spot(i, int(row), int(column), float(panel.values[row, column]))
+            for i, panel in enumerate(self.panels)
             for row, column in np.argwhere(~np.isnan(panel.values))
         ]
         if self.goal is None:
             return sorted(spots, key=lambda spot: -abs(self.effect(spot.value)))[:count]
         return sorted(spots, key=lambda spot: -self.towards * spot.value)[:count]
+
+    def describe(self, spot: Spot, limit: int = 60) -> str:
+        """`resid_pre[8] @ ·Tower, 3.12 (97 % of the way to clean)`, with a label of at most `limit` characters."""
+        row, label = self.panels[spot.panel].cell_name(spot.row, self.columns[spot.column])
+        part, goal = self.share(spot.value), self.goal
+        effect = signed(self.effect(spot.value)) if part is None or goal is None else (
+            f"{percent(part)} of the way to {goal.name}")  # fmt: skip
+        return f"{row} @ {shorten(visible(label), limit)}, {number(spot.value)} ({effect})"
+
+    def _notes(self) -> list[str]:
+        """Sentences below the picture."""
+        best = self.ranked(1)
+        notes = [f"Best (outlined): {self.describe(best[0], LONGEST_LABEL)}."] if best else []
+        missing = any(np.isnan(panel.values).any() and panel.coarse is None for panel in self.panels)
+        if any(panel.coarse is not None for panel in self.panels):
+            notes.append("Paler cells were patched together with their block.")
+        if any(self.faint(panel.values).any() for panel in self.panels):
+            notes.append("Dots: not above the noise floor.")
+        notes += ["Hatched: not run."] if missing else []
+        if self.skipped:
+            listed = ", ".join(f"{quoted(token)} ({side} {position})" for side, position, token in self.skipped)
+            notes.append(f"Without a partner in the other prompt, so not patched: {shorten(listed, 200)}.")
+        prompts = [f"{strip.title}: {shorten(''.join(map(style.plain, strip.tokens)), 300)}" for strip in self.strips]
+        made = f"{self.noise[0].upper()}{self.noise[1:]}. Ran on {self.provenance}."
+        return [*prompts, " ".join(notes), *([self.note] if self.note else []), made]
+
+    # -- matplotlib
+
+    def draw(self) -> Figure:
+        """The panels side by side, tokens (or heads) across, layers up."""
+        labels = [shorten(visible(column.label), LONGEST_LABEL) for column in self.columns]
+        rows = max(len(panel.rows) for panel in self.panels)
+        widest = 6.0 if len(self.panels) == 1 else 4.0
+        cell_width = min(max(widest / len(labels), min(0.26, max(12.0 / len(labels), 0.06))), 0.9)
+        cell_height = min(max(5.6 / rows, 0.09), 0.42)
+        across = max(1, min(len(self.panels), int(WIDEST // (cell_width * len(labels) + 0.9))))
+        lines = [self.panels[i : i + across] for i in range(0, len(self.panels), across)]
+        heights = [max(max(cell_height * len(panel.rows) for panel in line), 0.3) for line in lines]
+        turned = max(map(len, labels)) * 0.075 + 0.1 > cell_width
+        height = sum(heights) + len(lines) * (1.0 + (min(max(map(len, labels)) * 0.06, 1.2) if turned else 0)) + 0.8
+        width = max(across * (cell_width * len(labels) + 0.9) + 0.4, 8.4)
+        figure = style.new_figure(self.title, self._notes(), width, height)
+        grid = figure.subplots(len(lines), across, squeeze=False, gridspec_kw={"height_ratios": heights})
+        best = self.ranked(1)
+        for i, axes in enumerate(grid.flat):
+            if i >= len(self.panels):
+                axes.set_axis_off()
+                continue
+            self._draw_panel(axes, self.panels[i], labels, cell_width, cell_height)
+            if best and best[0].panel == i:
+                style.outline(axes, best[0].row, best[0].column)
+        self._draw_bar(figure, grid)
+        return figure
+
+    def _colour_map(self) -> Any:
+        from matplotlib.colors import LinearSegmentedColormap
+
+        return LinearSegmentedColormap.from_list("patchclamp", list(self.scale.colours))
+
+    def _draw_panel(self, axes: Axes, panel: Panel, labels: list[str], width: float, height: float) -> None:
+        scale, colours = self.scale, self._colour_map()
+        style.bare(axes, panel.name, self.axis, "" if panel.rows[0] is None else "layer")
+        axes.patch.set(facecolor=style.BLANK, edgecolor="#c3cad3", hatch="//////", linewidth=0)
+        layers = [(panel.coarse, style.PALE)] if panel.coarse is not None else []
+        for values, alpha in (*layers, (panel.values, 1.0)):
+            axes.pcolormesh(
+                np.arange(values.shape[1] + 1) - 0.5, np.arange(values.shape[0] + 1) - 0.5,
+                np.ma.masked_invalid(values), cmap=colours, vmin=scale.low, vmax=scale.high, alpha=alpha,
+                edgecolors="white", linewidth=0.5 if min(width, height) > 0.14 else 0,
+            )  # fmt: skip
+        style.label_columns(axes, labels, width)
+        style.label_rows(axes, [str(layer) for layer in panel.rows] if panel.rows[0] is not None else [], height)
+        faint = self.faint(panel.values)
+        if width >= 0.48 and height >= 0.25:
+            decimals = 2 if scale.half >= 0.5 else 3
+            for (row, column), value in np.ndenumerate(panel.values):
+                if not np.isnan(value):
+                    strong = abs(value - scale.centre) > 0.62 * scale.half
+                    colour = FAINT if faint[row, column] else "white" if strong else style.INK
+                    text = f"{value:.{decimals}f}".replace("-", "−")
+                    axes.text(column, row, text, ha="center", va="center", fontsize=LABEL - 0.5, color=colour)
+        else:
+            y, x = np.nonzero(faint)
+            size = min(max(10 * min(width, height), 0.8), 2.2)
+            axes.plot(x, y, linestyle="none", marker="o", markersize=size, color=FAINT, markeredgewidth=0)
+
+    def _draw_bar(self, figure: Figure, grid: np.ndarray) -> None:
+        """The colour bar above the panels, with the unpatched runs marked on it."""
+        from matplotlib.cm import ScalarMappable
+        from matplotlib.colors import Normalize
+
+        scale = self.scale
+        shades = ScalarMappable(Normalize(scale.low, scale.high), self._colour_map())
+        bar = figure.colorbar(shades, ax=list(grid.flat), location="top", shrink=0.5, aspect=32, anchor=(0.0, 0.0))
+        bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
+        ticks = {anchor.value: anchor for anchor in (self.goal, self.baseline) if anchor is not None}
+        shown = [value for value in ticks if scale.low - 1e-9 <= value <= scale.high + 1e-9]
+        apart = len(shown) < 2 or abs(shown[0] - shown[1]) > 0.45 * scale.half
+        shown = shown if apart else [self.baseline.value]
+        bar.set_ticks(shown, labels=[f"{ticks[value].name} {number(value)}" for value in shown])
+        for label, value in zip(bar.ax.get_xticklabels(), shown, strict=True):
+            label.set(color=CLEAN if ticks[value].side == "clean" else CORRUPT, weight="bold", fontsize=LABEL)
+        ends = sorted({end for end in (scale.low, scale.high) if all(abs(end - v) > 0.3 * scale.half for v in shown)})
+        bar.set_ticks(ends, labels=[number(end) for end in ends], minor=True, fontsize=LABEL - 1, color=MUTED)
+        bar.set_label(self.metric, fontsize=LABEL, color=MUTED)
+
+    # -- plotly
+
+    def figure(self) -> Interactive:
+        """The panels with the numbers of every cell on hover."""
+        graphs, subplots = style.need("plotly.graph_objects"), style.need("plotly.subplots")
+        labels = [style.html_text(shorten(visible(column.label), LONGEST_LABEL)) for column in self.columns]
+        across = max(1, min(len(self.panels), 1200 // (20 * len(labels) + 80)))
+        down = math.ceil(len(self.panels) / across)
+        tall = [max(len(panel.rows) for panel in self.panels[i * across : (i + 1) * across]) for i in range(down)]
+        height = sum(max(20 * rows, 40) + 120 for rows in tall) + 60
+        figure = subplots.make_subplots(
+            down, across, subplot_titles=[style.html_text(panel.name) for panel in self.panels],
+            row_heights=[max(rows, 2) for rows in tall], horizontal_spacing=min(0.06, 0.8 / across),
+            vertical_spacing=110 / height,
+        )  # fmt: skip
+        best, scale = self.ranked(1), self.scale
+        for i, panel in enumerate(self.panels):
+            at = {"row": i // across + 1, "col": i % across + 1}
+            if panel.coarse is not None:
+                figure.add_trace(graphs.Heatmap(z=panel.coarse, coloraxis="coloraxis", opacity=style.PALE,
+                                                hoverinfo="skip"), **at)  # fmt: skip
+            hover = [[self._hover(panel, r, c) for c in range(len(labels))] for r in range(len(panel.rows))]
+            figure.add_trace(graphs.Heatmap(
+                z=panel.values, coloraxis="coloraxis", xgap=1, ygap=1, customdata=np.array(hover, object),
+                hovertemplate="%{customdata}<extra></extra>", hoverongaps=False,
+            ), **at)  # fmt: skip
+            y, x = np.nonzero(self.faint(panel.values))
+            figure.add_trace(graphs.Scatter(x=x, y=y, mode="markers", marker={"size": 3, "color": FAINT},
+                                            hoverinfo="skip", showlegend=False), **at)  # fmt: skip
+            figure.update_xaxes(
+                tickvals=list(range(len(labels))), ticktext=labels, title_text=self.axis,
+                range=(-0.5, len(labels) - 0.5), tickangle=-45 if len(labels) > 4 else 0, **at,
+            )  # fmt: skip
+            rows = [] if panel.rows[0] is None else [str(layer) for layer in panel.rows]
+            figure.update_yaxes(
+                tickvals=list(range(len(rows))), ticktext=rows, range=(-0.5, len(panel.rows) - 0.5), **at
+            )
+            if rows:
+                figure.update_yaxes(title_text="layer", **at)
+            if best and best[0].panel == i:
+                figure.add_shape(**style.frame(best[0].row, best[0].column, i + 1))
+        anchors = [anchor for anchor in (self.baseline, self.goal) if anchor is not None]
+        figure.update_layout(
+            coloraxis={"colorscale": style.colour_scale(scale.colours), "cmin": scale.low, "cmax": scale.high,
+                       "colorbar": {"title": {"text": self.metric}, "y": 1, "yanchor": "top", "lenmode": "pixels",
+                                    "len": min(height - 60, 420), "tickvals": [anchor.value for anchor in anchors],
+                                    "ticktext": [f"{anchor.name} {number(anchor.value)}" for anchor in anchors]}},
+            height=height, plot_bgcolor=style.BLANK, margin={"t": 60},
+            font={"family": style.PAGE_FONT, "color": style.INK},
+        )  # fmt: skip
+        figure.update_xaxes(showgrid=False, zeroline=False)
+        figure.update_yaxes(showgrid=False, zeroline=False)
+        return figure
+
+    def _hover(self, panel: Panel, row: int, column: int) -> str:
+        value = panel.values[row, column]
+        if np.isnan(value):
+            return ""
+        place, label = panel.cell_name(row, self.columns[column])
+        where = self.columns[column].positions
+        lines = [f"{place} @ {visible(label)}" + (f" (position {where})" if where else ""),
+                 f"{self.metric} {number(value)}, effect {signed(self.effect(value))}"]  # fmt: skip
+        if self.goal is not None:
+            lines.append(f"{percent(self.share(value))} of the way to {self.goal.name}")
+        lines += [f"{name} {number(of[row, column])}" for name, of in panel.details if not np.isnan(of[row, column])]
+        if self.faint(np.array(value)):
+            lines.append("not above the noise floor")
+        return style.html_text("\n".join(lines))
+
+    def sections(self) -> Iterator[tuple[str, str]]:
+        """The prompts, the metric with its baselines, and the best cells."""
+        prompts = "".join(
+            f'<div class="{strip.side}"><b>{escape(strip.title)}</b>{style.chips(strip.tokens, strip.marks)}</div>'
+            for strip in self.strips
+        )
+        if len(self.strips) == 2:
+            both = [len(strip.tokens) for strip in self.strips]
+            paired = both[0] - len(self.strips[0].skipped)
+            prompts += (f"<p>{paired} of {both[0]} clean and {paired} of {both[1]} corrupt positions are paired. "
+                        "Coloured tokens differ; dashed ones have no partner and are not patched.</p>")  # fmt: skip
+        yield "Prompts", prompts
+        anchors = [anchor for anchor in (self.baseline, self.goal) if anchor is not None]
+        runs = [(f"{anchor.name} run", number(anchor.value)) for anchor in anchors]
+        about = escape(f"{self.explained} A cell is {self.cell}. {self.note}")
+        yield "Metric", f"<p>{about}</p>" + style.table(
+            [(self.metric, self.formula), *runs, ("noise floor", self.noise)], ("", ""))  # fmt: skip
+        rows = []
+        for spot in self.ranked(BEST):
+            place, label = self.panels[spot.panel].cell_name(spot.row, self.columns[spot.column])
+            rows.append((place, visible(label), self.columns[spot.column].positions, number(spot.value),
+                         signed(self.effect(spot.value)), percent(self.share(spot.value))))  # fmt: skip
+        goal = "share" if self.goal is None else f"share of the way to {self.goal.name}"
+        yield "Best cells", style.table(rows, ("site", self.axis, "position", self.metric, "effect", goal))

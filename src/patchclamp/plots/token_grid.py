@@ -1,58 +1,52 @@
-"""`TokenGrid`: panels of cells that have a colour and a text each, and every text of their picture, whatever study they
-came from: what layers say at positions, or how much heads contribute.
+"""`TokenGrid`: panels of cells with a colour and a text each: what layers predict at positions, what heads contribute.
 
 R rows, the first at the bottom · C columns
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from html import escape
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
 
-from patchclamp.plots.palette import DIVERGING, INK, SEQUENTIAL
+from patchclamp.plots import style
+from patchclamp.plots.style import DIVERGING, INK, LABEL, SEQUENTIAL, number, shorten
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from plotly.graph_objects import Figure as Interactive
 
 Texts = tuple[tuple[str, ...], ...]
+LONGEST_LABEL, LONGEST_TEXT = 18, 12  # characters
+WIDEST, CELL_TEXT = 15.0, 0.075  # inches, of a figure and of a character in a cell
 
 
 class Shades(msgspec.Struct, frozen=True):
-    """A colour scale from `low` to `high`: colours evenly spread over it."""
+    """Colours evenly spread over `low` to `high`."""
 
     low: float
     high: float
     colours: tuple[str, ...]
 
-    def share(self, value: float) -> float:
-        """Where on the scale a value is, 0 to 1."""
-        return min(max((value - self.low) / (self.high - self.low), 0.0), 1.0)
-
     def ink(self, value: float) -> str:
-        """The colour of what is written on a cell of a value."""
-        return "white" if self._darkness(self.share(value)) > 0.45 else INK
-
-    def _darkness(self, share: float) -> float:
-        place = share * (len(self.colours) - 1)
-        below = min(int(place), len(self.colours) - 2)
-        first, second = (_darkness(self.colours[i]) for i in (below, below + 1))
-        return first + (second - first) * (place - below)
-
-
-def _darkness(colour: str) -> float:
-    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return 1 - (0.299 * red + 0.587 * green + 0.114 * blue) / 255
+        """The colour of text on a cell of a value: white on dark cells."""
+        share = min(max((value - self.low) / (self.high - self.low), 0.0), 1.0)
+        colour = self.colours[round(share * (len(self.colours) - 1))]
+        red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+        return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 140 else INK
 
 
 class GridPanel(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """`values` [R, C], NaN where there is none, as colours; `texts` [R][C] are written into the cells, `notes` [R][C]
-    shown by a page for the cell that is pointed at.
+    """`values` [R, C] as colours, NaN for no value; `texts` [R][C] inside the cells; `notes` [R][C] shown on hover.
 
-    name: what the values are
-    row_name, column_name: of the axes
-    centre: the value that is white, with a colour to either side; None for one hue
-    strong: of one hue, which end is dark
-    reaches: the ends of the scale, None for the values' own
-    outlined: cells that stand out, (row, column)
+    name: of the values · row_name, column_name: of the axes
+    centre: the value in white between two colours; None for a scale of one hue, dark at its `strong` end
+    reaches: the ends of the scale, None for those of the values
+    outlined: (row, column) of cells with a frame
     """
 
     name: str
@@ -70,19 +64,36 @@ class GridPanel(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
     @property
     def shades(self) -> Shades:
-        """Its colour scale. Around a centre both sides reach equally far."""
+        """The colour scale, which reaches equally far to both sides of a centre."""
         seen = self.values[np.isfinite(self.values)]
         least, most = (float(seen.min()), float(seen.max())) if seen.size else (0.0, 1.0)
         if self.centre is not None:
             half = max(most - self.centre, self.centre - least) or 1.0
             return Shades(self.centre - half, self.centre + half, DIVERGING)
         low, high = (own if own is not None else end for own, end in zip(self.reaches, (least, most), strict=True))
-        return Shades(low, high if high > low else low + 1.0, SEQUENTIAL if self.strong == "high" else SEQUENTIAL[::-1])
+        colours = SEQUENTIAL if self.strong == "high" else SEQUENTIAL[::-1]
+        return Shades(low, high if high > low else low + 1.0, colours)
+
+    @property
+    def longest_text(self) -> int:
+        """In characters; one or two columns have room for sentences."""
+        return LONGEST_TEXT if len(self.columns) > 2 else 4 * LONGEST_TEXT
+
+    @property
+    def cell(self) -> tuple[float, float]:
+        """Width and height of a cell in inches: room for its text, unless the picture would be too wide."""
+        longest = max((len(shorten(t, self.longest_text)) for row in self.texts or () for t in row), default=0)
+        wide = max(CELL_TEXT * longest + 0.1, 0.42) if longest else min(max(4.0 / len(self.columns), 0.13), 0.6)
+        if len(self.columns) <= 8:
+            wide = max(wide, CELL_TEXT * max(len(shorten(c, LONGEST_LABEL)) for c in self.columns) + 0.1)
+        room = (WIDEST - 1.5) / len(self.columns)
+        width = min(wide, room) if room >= 0.4 else max(min(room, 0.26), 0.05)
+        text = longest and width >= 0.4
+        return width, max(min(9.0 / len(self.rows), 0.24), 0.17 if text else 0.06)
 
 
 class TokenGrid(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """`explained`: what a cell is, in a sentence or two; `provenance`: what it was made on; `prompt`: its tokens, if
-    the picture should show them; `table`: rows of a table below the panels, the first its heads."""
+    """`explained`: the meaning of a cell; `prompt`: tokens to show; `table`: rows of text, the first its heads."""
 
     title: str
     explained: str
@@ -90,3 +101,112 @@ class TokenGrid(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     panels: tuple[GridPanel, ...]
     prompt: tuple[str, ...] = ()
     table: Texts = ()
+
+    def draw(self) -> Figure:
+        """The panels below each other, or side by side where they have the same rows and fit."""
+        lines: list[list[GridPanel]] = []
+        for panel in self.panels:
+            width = _width(panel)
+            if lines and lines[-1][0].rows == panel.rows and sum(map(_width, lines[-1])) + width <= WIDEST:
+                lines[-1].append(panel)
+            else:
+                lines.append([panel])
+        heights = [max(len(panel.rows) * panel.cell[1] for panel in line) + 1.1 for line in lines]
+        width = max(6.4, *(sum(map(_width, line)) for line in lines))
+        notes = [self.explained, f"Ran on {self.provenance}."]
+        figure = style.new_figure(self.title, notes, width, sum(heights))
+        parts = figure.subfigures(len(lines), 1, squeeze=False, height_ratios=heights)
+        for part, line in zip(parts.flat, lines, strict=True):
+            grid = part.subplots(1, len(line), squeeze=False, width_ratios=[_width(panel) for panel in line])
+            for axes, panel in zip(grid.flat, line, strict=True):
+                _draw(axes, panel)
+        return figure
+
+    def figure(self) -> Interactive:
+        """The panels below each other, with the notes of every cell on hover."""
+        graphs, subplots = style.need("plotly.graph_objects"), style.need("plotly.subplots")
+        rows = [max(len(panel.rows), 2) for panel in self.panels]
+        height = 120 + sum(24 * count + 110 for count in rows)
+        figure = subplots.make_subplots(
+            len(rows), 1, subplot_titles=[style.html_text(panel.name) for panel in self.panels], row_heights=rows,
+            vertical_spacing=95 / height,
+        )  # fmt: skip
+        for i, panel in enumerate(self.panels, 1):
+            shades, axis = panel.shades, f"coloraxis{'' if i == 1 else i}"
+            texts = [[style.html_text(shorten(t, panel.longest_text)) for t in row] for row in panel.texts or ()]
+            figure.add_trace(graphs.Heatmap(
+                z=panel.values, coloraxis=axis, xgap=1, ygap=1, text=texts or None,
+                texttemplate="%{text}" if texts and len(panel.columns) <= 40 else None, hoverongaps=False,
+                customdata=[[_note(panel, r, c) for c in range(len(panel.columns))] for r in range(len(panel.rows))],
+                hovertemplate="%{customdata}<extra></extra>",
+            ), row=i, col=1)  # fmt: skip
+            for row, column in panel.outlined:
+                figure.add_shape(**style.frame(row, column, i))
+            names = [style.html_text(shorten(column, LONGEST_LABEL)) for column in panel.columns]
+            figure.update_xaxes(tickvals=list(range(len(names))), ticktext=names, title_text=panel.column_name,
+                                row=i, col=1)  # fmt: skip
+            figure.update_yaxes(tickvals=list(range(len(panel.rows))), title_text=panel.row_name,
+                                ticktext=[style.html_text(name) for name in panel.rows], row=i, col=1)  # fmt: skip
+            low, high = figure.get_subplot(i, 1).yaxis.domain
+            figure.update_layout({axis: {
+                "colorscale": style.colour_scale(shades.colours), "cmin": shades.low, "cmax": shades.high,
+                "colorbar": {"y": (low + high) / 2, "len": max(high - low, 110 / height)},
+            }})  # fmt: skip
+        figure.update_layout(height=height, plot_bgcolor=style.BLANK, margin={"t": 50},
+                             font={"family": style.PAGE_FONT, "color": INK})  # fmt: skip
+        figure.update_xaxes(showgrid=False, zeroline=False)
+        figure.update_yaxes(showgrid=False, zeroline=False)
+        return figure
+
+    def sections(self) -> Iterator[tuple[str, str]]:
+        """What a cell is, the prompt, and the table."""
+        yield "Cells", f"<p>{escape(self.explained)}</p>"
+        if self.prompt:
+            yield "Prompt", style.chips(self.prompt, ["same"] * len(self.prompt))
+        if self.table:
+            yield "Table", style.table(self.table[1:], self.table[0])
+
+
+def _width(panel: GridPanel) -> float:
+    return panel.cell[0] * len(panel.columns) + 1.3
+
+
+def _note(panel: GridPanel, row: int, column: int) -> str:
+    value = panel.values[row, column]
+    place = f"{panel.row_name} {panel.rows[row]}, {panel.columns[column]}"
+    note = panel.notes[row][column] if panel.notes is not None else panel.texts[row][column] if panel.texts else ""
+    return style.html_text(f"{place}: {number(value) if np.isfinite(value) else '–'}\n{note}")
+
+
+def _colour_map(shades: Shades) -> Any:
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list("patchclamp", list(shades.colours)).with_extremes(bad=style.BLANK)
+
+
+def _draw(axes: Axes, panel: GridPanel) -> None:
+    shades, (width, height) = panel.shades, panel.cell
+    style.bare(axes, panel.name, panel.column_name, panel.row_name)
+    image = axes.imshow(
+        np.ma.masked_invalid(panel.values), origin="lower", aspect="auto", interpolation="nearest",
+        cmap=_colour_map(shades), vmin=shades.low, vmax=shades.high,
+    )  # fmt: skip
+    bar = axes.figure.colorbar(image, ax=axes, pad=0.01, aspect=30, fraction=0.04, ticks=[shades.low, shades.high])
+    bar.ax.set_yticklabels([number(shades.low), number(shades.high)], fontsize=LABEL - 1)
+    bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
+    if len(panel.columns) <= 80:
+        axes.set_xticks(np.arange(len(panel.columns) + 1) - 0.5, minor=True)
+        axes.set_yticks(np.arange(len(panel.rows) + 1) - 0.5, minor=True)
+        axes.grid(which="minor", color="white", linewidth=0.6)
+    for row, column in panel.outlined:
+        style.outline(axes, row, column)
+    if panel.texts is not None and width >= 0.4:
+        limit = min(panel.longest_text, int((width - 0.06) / CELL_TEXT))
+        for row, texts in enumerate(panel.texts):
+            for column, text in enumerate(texts):
+                if text and np.isfinite(value := panel.values[row, column]):
+                    axes.text(column, row, shorten(text, limit), fontsize=LABEL - 1, color=shades.ink(value),
+                              ha="center", va="center")  # fmt: skip
+    style.label_columns(axes, [shorten(column, LONGEST_LABEL) for column in panel.columns], width)
+    style.label_rows(axes, list(panel.rows), height)
+    axes.tick_params(which="both", length=0)

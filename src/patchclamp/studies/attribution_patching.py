@@ -17,7 +17,6 @@ R rows (a site of a layer, or a head of it) · P columns (aligned positions)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -28,7 +27,7 @@ from patchclamp.language import From, Replace, Site, every
 from patchclamp.language import prompt as whole_prompt
 from patchclamp.language.site import SITES, parse_edited_site
 from patchclamp.lm import LM
-from patchclamp.plots import GridPanel, TokenGrid, token_grid_html, token_grid_png, words
+from patchclamp.plots import GridPanel, TokenGrid, style
 from patchclamp.run import Run
 from patchclamp.sites import SiteRef
 from patchclamp.studies.between import Between, Proposal, arrays, check_same, exact_effects
@@ -95,19 +94,19 @@ class AttributionPatching(Proposal, frozen=True, eq=False, kw_only=True):
             for cell in cells
         ])  # fmt: skip
 
-    def grid(self) -> TokenGrid:
+    def picture(self) -> TokenGrid:
         """The picture's numbers and texts: a panel a site, verified cells outlined, and a table of these."""
         sites = list(dict.fromkeys(row.site for row in self.rows))
         table = (
             ("place", "token", "estimate", "exact patch"),
-            *((str(cell.row), words.visible(cell.column.label), words.signed(cell.estimate),
-               words.signed(cell.exact or 0.0)) for cell in self.best(BEST)),
+            *((str(cell.row), style.visible(cell.column.label), style.signed(cell.estimate),
+               style.signed(cell.exact or 0.0)) for cell in self.best(BEST)),
         )  # fmt: skip
         return TokenGrid(
             title=f"Attribution patching: {self._quantity()}",
             explained=(f"Each cell estimates, from {self._way()}, how far the corrupt run's "
-                       f"{words.number(self.corrupt)} would move if the cell had its value of the "
-                       f"clean run ({words.number(self.clean)}). "
+                       f"{style.number(self.corrupt)} would move if the cell had its value of the "
+                       f"clean run ({style.number(self.clean)}). "
                        f"{self._verified()}"),
             provenance=self._made_on(), panels=tuple(map(self._panel, sites)), table=table if len(table) > 1 else (),
         )  # fmt: skip
@@ -122,9 +121,9 @@ class AttributionPatching(Proposal, frozen=True, eq=False, kw_only=True):
         return GridPanel(
             name=site, row_name="layer" if SITES[site].layered else "", column_name="token of the corrupt prompt",
             rows=tuple("" if self.rows[r].layer is None else str(self.rows[r].layer) for r in numbers),
-            columns=tuple(words.visible(column.label) for column in self.columns), values=self.estimates[numbers],
+            columns=tuple(style.visible(column.label) for column in self.columns), values=self.estimates[numbers],
             centre=0.0, outlined=tuple((int(r), int(p)) for r, p in outlined),
-            notes=tuple(tuple("" if np.isnan(value) else f"exact patch: {words.signed(float(value))}" for value in row)
+            notes=tuple(tuple("" if np.isnan(value) else f"exact patch: {style.signed(float(value))}" for value in row)
                         for row in exact),
         )  # fmt: skip
 
@@ -141,14 +140,6 @@ class AttributionPatching(Proposal, frozen=True, eq=False, kw_only=True):
             name=f"{site}, all positions together", row_name="layer", column_name="head", values=values, centre=0.0,
             rows=tuple(map(str, layers)), columns=tuple(map(str, heads)), outlined=tuple(outlined),
         )  # fmt: skip
-
-    def plot(self, path: str | Path) -> Path:
-        """Draws the estimates, verified cells outlined, into a PNG (or any format of matplotlib)."""
-        return token_grid_png(self.grid(), path)
-
-    def to_html(self, path: str | Path) -> Path:
-        """Writes one self-contained page: the estimates, and the verified cells with both numbers."""
-        return token_grid_html(self.grid(), path)
 
     def __repr__(self) -> str:
         cell = self.proposals(1)[0]

@@ -18,7 +18,7 @@ from patchclamp.engines.base import Gradients
 from patchclamp.errors import ProgramError
 from patchclamp.language import Replace, Site
 from patchclamp.lm import LM
-from patchclamp.plots import words
+from patchclamp.plots import style
 from patchclamp.run import Run
 from patchclamp.studies.inputs import align
 from patchclamp.studies.metric import Graded, grade, single_token
@@ -194,8 +194,8 @@ class Proposal(StudyResult, frozen=True, eq=False, kw_only=True):
 
     def _quantity(self) -> str:
         if self.foil is None:
-            return f"log-probability of {words.quoted(self.answer)}"
-        return f"logit difference {words.quoted(self.answer)} − {words.quoted(self.foil)}"
+            return f"log-probability of {style.quoted(self.answer)}"
+        return f"logit difference {style.quoted(self.answer)} − {style.quoted(self.foil)}"
 
     def _verified(self) -> str:
         """How well estimates and exact patches agree, in a sentence."""
@@ -207,7 +207,7 @@ class Proposal(StudyResult, frozen=True, eq=False, kw_only=True):
         for which, name in kinds.items():
             number = len(self._pairs(which)[0])
             if number:
-                parts.append(f"r {words.number(self.pearson(which))}, ρ {words.number(self.spearman(which))} "
+                parts.append(f"r {style.number(self.pearson(which))}, ρ {style.number(self.spearman(which))} "
                              f"over the {number} {name}")  # fmt: skip
         return (
             f"{count} outlined cells were patched exactly. Estimates and exact effects correlate: {'; '.join(parts)}."

@@ -17,7 +17,6 @@ N prompts · C parts · L layers · H heads · M neurons
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -27,7 +26,7 @@ from patchclamp.errors import ModelError, ProgramError, unknown
 from patchclamp.language import Site
 from patchclamp.language import prompt as whole_prompt
 from patchclamp.lm import LM
-from patchclamp.plots import GridPanel, TokenGrid, token_grid_html, token_grid_png, words
+from patchclamp.plots import GridPanel, TokenGrid, style
 from patchclamp.run import Run
 from patchclamp.studies.checkpoint import (
     LAST,
@@ -110,18 +109,18 @@ class DirectAttribution(StudyResult, frozen=True, eq=False, kw_only=True):
             rows += [_row(f"{name}[{layer}, {i}]", grid[:, layer, i]) for layer, i in present]
         return pandas.DataFrame(rows)
 
-    def grid(self) -> TokenGrid:
+    def picture(self) -> TokenGrid:
         """The picture's numbers and texts: a panel of heads, one of layers, and a table of the largest parts."""
         what = self._quantity()
         panels = [self._heads()] if self.heads.shape[2] else []
         mean = float(self.logit_diffs.mean())
         best = [share for share in self.ranked() if share.part.partition("[")[0] not in ("attn_out", "mlp_out")]
         return TokenGrid(
-            title=f"What adds to the {what}: {words.number(mean)}",
+            title=f"What adds to the {what}: {style.number(mean)}",
             explained=("Each cell is what one part of the model adds to it by itself, through the final norm as it "
                        f"scaled that run{self._averaged()}. " + self._others()),
             provenance=self.provenance.where, panels=(*panels, self._layers()),
-            table=(("part", f"adds to the {what}"), *((s.part, words.signed(s.value)) for s in best[:BEST])),
+            table=(("part", f"adds to the {what}"), *((s.part, style.signed(s.value)) for s in best[:BEST])),
         )  # fmt: skip
 
     def _quantity(self) -> str:
@@ -129,9 +128,9 @@ class DirectAttribution(StudyResult, frozen=True, eq=False, kw_only=True):
         if len(answers) > 1:
             return "logit difference of answer and foil" if foils else "logit of the answer"
         if not foils:
-            return f"logit of {words.quoted(self.answers[0])}"
-        foil = words.quoted(self.foils[0]) if len(foils) == 1 else "the foil"
-        return f"logit difference {words.quoted(self.answers[0])} − {foil}"
+            return f"logit of {style.quoted(self.answers[0])}"
+        foil = style.quoted(self.foils[0]) if len(foils) == 1 else "the foil"
+        return f"logit difference {style.quoted(self.answers[0])} − {foil}"
 
     def _averaged(self) -> str:
         return "" if len(self.prompts) == 1 else f", averaged over {len(self.prompts)} prompts"
@@ -143,7 +142,7 @@ class DirectAttribution(StudyResult, frozen=True, eq=False, kw_only=True):
             for part, value in zip(self.parts, self.shares.mean(0), strict=True)
             if "[" not in part and value
         ]
-        return "In no layer: " + ", ".join(f"{part} {words.signed(float(value))}" for part, value in single) + "."
+        return "In no layer: " + ", ".join(f"{part} {style.signed(float(value))}" for part, value in single) + "."
 
     def _heads(self) -> GridPanel:
         return GridPanel(
@@ -159,16 +158,8 @@ class DirectAttribution(StudyResult, frozen=True, eq=False, kw_only=True):
         return GridPanel(
             name="attention and MLPs", row_name="layer", column_name="part", centre=0.0, values=values,
             rows=tuple(map(str, range(layers))), columns=("attention", "MLP"),
-            texts=tuple(tuple(words.signed(float(value)) for value in row) for row in values),
+            texts=tuple(tuple(style.signed(float(value)) for value in row) for row in values),
         )  # fmt: skip
-
-    def plot(self, path: str | Path) -> Path:
-        """Draws heads and layers as grids, white where nothing is added, into a PNG (or any format of matplotlib)."""
-        return token_grid_png(self.grid(), path)
-
-    def to_html(self, path: str | Path) -> Path:
-        """Writes one self-contained page: heads, layers, and the parts that add most."""
-        return token_grid_html(self.grid(), path)
 
     def __repr__(self) -> str:
         best = ", ".join(f"{share.part} {share.value:+.3f}" for share in self.ranked()[:3])

@@ -17,7 +17,6 @@ R receivers · S senders
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -27,7 +26,7 @@ from patchclamp.errors import UnsupportedSite
 from patchclamp.language import Replace, Site, Vector, every
 from patchclamp.language import prompt as whole_prompt
 from patchclamp.lm import LM
-from patchclamp.plots import GridPanel, TokenGrid, token_grid_html, token_grid_png, words
+from patchclamp.plots import GridPanel, TokenGrid, style
 from patchclamp.run import Run
 from patchclamp.studies.between import Between, Proposal, arrays, check_same, exact_effects
 from patchclamp.studies.checkpoint import Checkpoint, Norm, proved_norm
@@ -83,17 +82,17 @@ class EdgeAttribution(Proposal, frozen=True, eq=False, kw_only=True):
         numbers = np.flatnonzero(np.isfinite(self.estimates)).tolist()
         return pandas.DataFrame([msgspec.structs.asdict(self._edge(number)) for number in numbers])
 
-    def grid(self) -> TokenGrid:
+    def picture(self) -> TokenGrid:
         """The picture's numbers and texts: senders across, receivers up, verified edges outlined, and a table of
         these."""
-        exact = [[None if np.isnan(value) else words.signed(float(value)) for value in row] for row in self.exact]
-        rows = [(edge.sender, edge.receiver, words.signed(edge.estimate), words.signed(edge.exact or 0.0))
+        exact = [[None if np.isnan(value) else style.signed(float(value)) for value in row] for row in self.exact]
+        rows = [(edge.sender, edge.receiver, style.signed(edge.estimate), style.signed(edge.exact or 0.0))
                 for edge in self.best(BEST)]  # fmt: skip
         return TokenGrid(
             title=f"Edge attribution patching: {self._quantity()}",
             explained=(f"Each cell estimates, from {self._way()}, how far the corrupt run's "
-                       f"{words.number(self.corrupt)} would move if the receiver read what the sender wrote "
-                       f"in the clean run ({words.number(self.clean)}). {self._verified()}"),
+                       f"{style.number(self.corrupt)} would move if the receiver read what the sender wrote "
+                       f"in the clean run ({style.number(self.clean)}). {self._verified()}"),
             provenance=self._made_on(),
             table=(("sender", "receiver", "estimate", "exact patch"), *rows) if rows else (),
             panels=(GridPanel(
@@ -103,14 +102,6 @@ class EdgeAttribution(Proposal, frozen=True, eq=False, kw_only=True):
                 notes=tuple(tuple("" if value is None else f"exact patch: {value}" for value in row) for row in exact),
             ),),
         )  # fmt: skip
-
-    def plot(self, path: str | Path) -> Path:
-        """Draws the estimates, verified edges outlined, into a PNG (or any format of matplotlib)."""
-        return token_grid_png(self.grid(), path)
-
-    def to_html(self, path: str | Path) -> Path:
-        """Writes one self-contained page: the estimates, and the verified edges with both numbers."""
-        return token_grid_html(self.grid(), path)
 
     def __repr__(self) -> str:
         edge = self.proposals(1)[0]

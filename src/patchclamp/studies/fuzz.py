@@ -27,7 +27,6 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -40,7 +39,7 @@ from patchclamp.language.site import At, parse_edited_site
 from patchclamp.language.tokens import prompt
 from patchclamp.language.values import as_items
 from patchclamp.lm import LM, MAX_SCORES, is_token_id
-from patchclamp.plots import Chart, Curves, Line
+from patchclamp.plots import Chart, Curve, Curves
 from patchclamp.run import Run
 from patchclamp.studies.inputs import Asked, as_floats, as_sites, as_text, ask, check_batch, check_whole, checked
 from patchclamp.studies.metric import js, kl, log_softmax, with_rest
@@ -307,22 +306,10 @@ class FuzzSweep(StudyResult, frozen=True, eq=False, kw_only=True):
             for s, seed in enumerate(self.seeds)
         ])  # fmt: skip
 
-    def curves(self) -> Curves:
+    def picture(self) -> Curves:
         """The measures against the strength, with the texts of their picture."""
 
         return curves(self)
-
-    def plot(self, path: str | Path) -> Path:
-        """Draws the measures against the strength into a PNG (or any format of matplotlib)."""
-        from patchclamp.plots import curves_png
-
-        return curves_png(self.curves(), path)
-
-    def to_html(self, path: str | Path) -> Path:
-        """Writes one self-contained page: the curves with hover, and their numbers."""
-        from patchclamp.plots import curves_html
-
-        return curves_html(self.curves(), path)
 
     def __repr__(self) -> str:
         size = " × ".join(map(str, self.exact.shape))
@@ -608,17 +595,17 @@ def _divergence(sweep: FuzzSweep) -> str:
     return QUARTILES + of
 
 
-def _quartiles(sweep: FuzzSweep, label: str, values: np.ndarray) -> Line:
+def _quartiles(sweep: FuzzSweep, label: str, values: np.ndarray) -> Curve:
     """Median, and the middle half."""
     low, middle, high = np.quantile(values, (0.25, 0.5, 0.75), axis=(0, 2))
-    return Line(label, np.array(sweep.strengths), middle, low, high)
+    return Curve(label, np.array(sweep.strengths), middle, low, high)
 
 
-def _share(sweep: FuzzSweep, label: str, values: np.ndarray) -> Line:
+def _share(sweep: FuzzSweep, label: str, values: np.ndarray) -> Curve:
     """How many are 1, with Wilson's interval. Prompts are its draws: a prompt's seeds are alike, and of them the share
     counts."""
     low, high = wilson(values.mean(2).sum(0), values.shape[0])
-    return Line(label, np.array(sweep.strengths), values.mean((0, 2)), low, high)
+    return Curve(label, np.array(sweep.strengths), values.mean((0, 2)), low, high)
 
 
 def wilson(hits: np.ndarray, count: int, z: float = 1.959964) -> tuple[np.ndarray, np.ndarray]:

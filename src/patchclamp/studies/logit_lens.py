@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -29,7 +28,7 @@ from patchclamp.language import prompt as whole_prompt
 from patchclamp.language.site import SITES, parse_site
 from patchclamp.language.values import as_array, as_items
 from patchclamp.lm import LM
-from patchclamp.plots import GridPanel, TokenGrid, token_grid_html, token_grid_png, words
+from patchclamp.plots import GridPanel, TokenGrid, style
 from patchclamp.run import Run
 from patchclamp.studies.checkpoint import LAST, MAX_FLOATS, Readout, readout_of
 from patchclamp.studies.inputs import as_prompt, check_whole, checked, layers_of, positions_of
@@ -128,13 +127,13 @@ class LogitLens(StudyResult, frozen=True, eq=False, kw_only=True):
         ]  # fmt: skip
         return pandas.DataFrame(rows)
 
-    def grid(self, *colours: Colour) -> TokenGrid:
+    def picture(self, *colours: Colour) -> TokenGrid:
         """The picture's numbers and texts: a panel for each colour, the likeliest token in each cell."""
         return TokenGrid(
             title=f"{self.lens[0].upper()}{self.lens[1:]} at {self.site}: what each layer would say next",
             explained="Each cell is the likeliest next token of one layer at one position, read off its stream.",
             provenance=f"{self.provenance.where} · {self.about}", prompt=self.prompt_tokens,
-            panels=tuple(self._panel(colour) for colour in colours or ("probability",)),
+            panels=tuple(self._panel(colour) for colour in colours or ("probability", "kl")),
         )  # fmt: skip
 
     def _panel(self, colour: Colour) -> GridPanel:
@@ -142,11 +141,11 @@ class LogitLens(StudyResult, frozen=True, eq=False, kw_only=True):
             raise unknown("colour", colour, list(COLOURS), "colour")
         values = {"probability": self.top_probs[:, :, 0], "kl": self.kl, "entropy": self.entropy}[colour]
         up, across = range(len(self.layers)), range(len(self.positions))
-        visible = {token: words.visible(text) for token, text in self.texts.items()}
+        visible = {token: style.visible(text) for token, text in self.texts.items()}
         return GridPanel(
             name=COLOURS[colour], row_name="layer", column_name="token of the prompt", reaches=(0.0, None),
             rows=tuple(map(str, self.layers)),
-            columns=tuple(words.visible(self.prompt_tokens[position]) for position in self.positions),
+            columns=tuple(style.visible(self.prompt_tokens[position]) for position in self.positions),
             values=np.array(values, np.float64), strong="high" if colour == "probability" else "low",
             texts=tuple(tuple(visible[token] for token in row) for row in self.top_ids[:, :, 0].tolist()),
             notes=tuple(tuple(self._note(layer, p) for p in across) for layer in up),
@@ -155,23 +154,14 @@ class LogitLens(StudyResult, frozen=True, eq=False, kw_only=True):
     def _note(self, l: int, p: int) -> str:  # noqa: E741
         """What the page says of a cell."""
         tops = ", ".join(
-            f"{words.visible(self.texts[int(token)])} {100 * probability:.1f} %"
+            f"{style.visible(self.texts[int(token)])} {100 * probability:.1f} %"
             for token, probability in zip(self.top_ids[l, p], self.top_probs[l, p], strict=True)
         )
         chosen = "".join(
-            f"\n{words.visible(name)}: rank {self.ranks[l, p, c]}, {100 * np.exp(self.logprobs[l, p, c]):.2g} %"
+            f"\n{style.visible(name)}: rank {self.ranks[l, p, c]}, {100 * np.exp(self.logprobs[l, p, c]):.2g} %"
             for c, name in enumerate(self.tokens)
         )
         return f"{tops}\nKL {self.kl[l, p]:.2f}, entropy {self.entropy[l, p]:.2f} nats{chosen}"
-
-    def plot(self, path: str | Path, colour: Colour = "probability") -> Path:
-        """Draws layers up and tokens across, each cell with its likeliest token, into a PNG (or any format of
-        matplotlib)."""
-        return token_grid_png(self.grid(colour), path)
-
-    def to_html(self, path: str | Path) -> Path:
-        """Writes one self-contained page: the grid coloured by probability and by KL, and each cell's tokens."""
-        return token_grid_html(self.grid("probability", "kl"), path)
 
     def __repr__(self) -> str:
         best = self.top(self.layers[-1], self.positions[-1])[0]

@@ -13,7 +13,6 @@ S source layers · G layers that it was placed in · K likeliest tokens · C cho
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from patchclamp.language import Replace, Site, Vector, every
 from patchclamp.language import prompt as whole_prompt
 from patchclamp.language.values import as_items
 from patchclamp.lm import LM
-from patchclamp.plots import GridPanel, TokenGrid, token_grid_html, token_grid_png, words
+from patchclamp.plots import GridPanel, TokenGrid, style
 from patchclamp.run import Run
 from patchclamp.studies.checkpoint import LOGITS
 from patchclamp.studies.inputs import as_prompt, check_batch, check_whole, checked, layers_of, positions_of
@@ -85,7 +84,7 @@ class Patchscope(StudyResult, frozen=True, eq=False, kw_only=True):
     def _target(self, s: int, g: int) -> int:
         return self.target_layers[g] if self.target_layers else self.layers[s]
 
-    def grid(self) -> TokenGrid:
+    def picture(self) -> TokenGrid:
         """The picture's numbers and texts: the beginning of each text in its cell, coloured by its first token's
         probability."""
         source = "".join(self.source_tokens[p] for p in self.source_positions)
@@ -93,10 +92,10 @@ class Patchscope(StudyResult, frozen=True, eq=False, kw_only=True):
         matched = ", scaled to the length of what it replaces" if self.normed else ""
         columns = tuple(map(str, self.target_layers)) or ("the same layer",)
         return TokenGrid(
-            title=f"Patchscope: {words.quoted(source)} read by another prompt",
-            explained=(f"The {self.site} of {words.quoted(source)} takes the place of {words.quoted(target)} in the "
+            title=f"Patchscope: {style.quoted(source)} read by another prompt",
+            explained=(f"The {self.site} of {style.quoted(source)} takes the place of {style.quoted(target)} in the "
                        f"target prompt{matched}; each cell is what that prompt then goes on with. Unpatched it goes on "
-                       f"with {words.quoted(words.shorten(self.plain_text, 60))}."),
+                       f"with {style.quoted(style.shorten(self.plain_text, 60))}."),
             provenance=self.provenance.where, prompt=self.target_tokens,
             panels=(GridPanel(
                 name="probability of the first token", row_name="taken from layer",
@@ -113,24 +112,15 @@ class Patchscope(StudyResult, frozen=True, eq=False, kw_only=True):
     def _cells(self) -> tuple[tuple[str, ...], ...]:
         """What stands in the cells: of one column the text, of several its first token."""
         if not self.target_layers:
-            return tuple((words.shorten(words.plain(row[0]), 60),) for row in self.texts)
-        return tuple(tuple(words.visible(self.texts_of[int(token)]) for token in row) for row in self.top_ids[:, :, 0])
+            return tuple((style.shorten(style.plain(row[0]), 60),) for row in self.texts)
+        return tuple(tuple(style.visible(self.texts_of[int(token)]) for token in row) for row in self.top_ids[:, :, 0])
 
     def _note(self, s: int, g: int) -> str:
         tops = ", ".join(
-            f"{words.visible(self.texts_of[int(token)])} {100 * probability:.1f} %"
+            f"{style.visible(self.texts_of[int(token)])} {100 * probability:.1f} %"
             for token, probability in zip(self.top_ids[s, g], self.top_probs[s, g], strict=True)
         )
         return f"{self.texts[s][g]}\n{tops}\nKL from unpatched {self.moved[s, g]:.2f} nats"
-
-    def plot(self, path: str | Path) -> Path:
-        """Draws source layers up and target layers across, each cell with what was said, into a PNG (or any format of
-        matplotlib)."""
-        return token_grid_png(self.grid(), path)
-
-    def to_html(self, path: str | Path) -> Path:
-        """Writes one self-contained page: the grid, and the whole texts."""
-        return token_grid_html(self.grid(), path)
 
     def __repr__(self) -> str:
         s, g = np.unravel_index(int(self.moved.argmax()), self.moved.shape)

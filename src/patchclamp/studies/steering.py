@@ -58,8 +58,8 @@ from patchclamp.language.site import parse_site
 from patchclamp.language.tokens import Tokens, TokensLike, every, parse_tokens, prompt, read_tokens
 from patchclamp.language.values import as_array, as_file
 from patchclamp.lm import LM, is_token_id
-from patchclamp.plots import Chart, Curves, Line
-from patchclamp.plots.words import quoted, shorten, signed
+from patchclamp.plots import Chart, Curve, Curves
+from patchclamp.plots.style import quoted, shorten, signed
 from patchclamp.run import Run
 from patchclamp.studies.grid import check_seed
 from patchclamp.studies.inputs import (
@@ -400,22 +400,10 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
             "accuracy": self.accuracy, "separation": self.separation, "effect": self.effect,
         })  # fmt: skip
 
-    def curves(self) -> Curves:
+    def picture(self) -> Curves:
         """The held-out check against the layer, with the texts of its picture."""
 
         return of_layers(self)
-
-    def plot(self, path: str | Path) -> Path:
-        """Draws the held-out check against the layer into a PNG (or any format of matplotlib)."""
-        from patchclamp.plots import curves_png
-
-        return curves_png(self.curves(), path)
-
-    def to_html(self, path: str | Path) -> Path:
-        """Writes one self-contained page: the held-out check against the layer, with hover."""
-        from patchclamp.plots import curves_html
-
-        return curves_html(self.curves(), path)
 
     def __repr__(self) -> str:
         best = "" if self.best is None else f", best layer {self.best}"
@@ -712,22 +700,10 @@ class StrengthCurve(StudyResult, frozen=True, eq=False, kw_only=True):
             for s, scale in enumerate(self.scales)
         ])  # fmt: skip
 
-    def curves(self) -> Curves:
+    def picture(self) -> Curves:
         """The score against the scale, with the texts of its picture."""
 
         return of_strengths(self)
-
-    def plot(self, path: str | Path) -> Path:
-        """Draws the score against the scale into a PNG (or any format of matplotlib)."""
-        from patchclamp.plots import curves_png
-
-        return curves_png(self.curves(), path)
-
-    def to_html(self, path: str | Path) -> Path:
-        """Writes one self-contained page: the score against the scale, with hover."""
-        from patchclamp.plots import curves_html
-
-        return curves_html(self.curves(), path)
 
     def __repr__(self) -> str:
         return f"<StrengthCurve {self.vectors}: {self.slope:+.3f} nats by a scale of 1>"
@@ -799,20 +775,21 @@ def of_layers(vectors: SteeringVectors) -> Curves:
     layers = np.array(vectors.layers, np.float64)
     held = vectors.positive.held_out + vectors.negative.held_out
     separation = np.where(np.isfinite(vectors.separation), vectors.separation, np.nan)
+    lengths = np.linalg.norm(vectors.vectors, axis=1).astype(np.float64)
     charts = []
     if not np.isnan(vectors.effect).any():
-        effect = Line("effect", layers, vectors.effect)
+        effect = Curve("effect", layers, vectors.effect)
         charts.append(Chart("Effect on held-out negative prompts", "score, nats", (effect,), level=0.0,
                             level_label="no effect"))  # fmt: skip
     return Curves(
         title=f"Steering vectors by layer: {NAMES[vectors.method]}", x_label="layer",
         charts=(
             *charts,
-            Chart("Held-out accuracy", "share", (Line("accuracy", layers, vectors.accuracy),), y_range=(-0.02, 1.02),
+            Chart("Held-out accuracy", "share", (Curve("accuracy", layers, vectors.accuracy),), y_range=(-0.02, 1.02),
                   level=0.5, level_label="chance"),
-            Chart("Held-out separation", "standard deviations", (Line("separation", layers, separation),)),
-            Chart("Length", "norm", (Line("vector", layers, np.linalg.norm(vectors.vectors, axis=1).astype(np.float64)),
-                                     Line("rows it was made of", layers, vectors.row_norm)), y_log=True),
+            Chart("Held-out separation", "standard deviations", (Curve("separation", layers, separation),)),
+            Chart("Length", "norm", (Curve("vector", layers, lengths),
+                                     Curve("rows it was made of", layers, vectors.row_norm)), y_log=True),
         ),
         provenance=vectors.provenance.where,
         notes=(f"{vectors.site} at {vectors.tokens}; {vectors.positive.count} positive and {vectors.negative.count} "
@@ -824,10 +801,10 @@ def of_strengths(curve: StrengthCurve) -> Curves:
     """The mean score against the scale, with quartiles over prompts."""
     low, high = np.quantile(curve.scores, (0.25, 0.75), axis=0)
     scales = np.array(curve.scales)
-    lines = [Line("mean over prompts", scales, curve.scores.mean(0), low, high)]
+    lines = [Curve("mean over prompts", scales, curve.scores.mean(0), low, high)]
     charts = [Chart(_score(curve), "nats", tuple(lines), note="The band has the middle half of the prompts.")]
     if curve.foils is not None:
-        both = (Line("answer", scales, curve.logprobs.mean(0)), Line("foil", scales, curve.foil_logprobs.mean(0)))
+        both = (Curve("answer", scales, curve.logprobs.mean(0)), Curve("foil", scales, curve.foil_logprobs.mean(0)))
         charts.append(Chart("Each continuation's log-probability", "nats", both, note="Means over prompts."))
     count, layers = len(curve.prompts), ", ".join(map(str, curve.layers))
     where = f"layer{'s' if len(curve.layers) > 1 else ''} {layers}, on {_tokens(curve.tokens)}"

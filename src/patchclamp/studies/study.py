@@ -26,6 +26,7 @@ from patchclamp.engines import base
 from patchclamp.errors import NameTaken, ProgramError
 from patchclamp.language.values import as_file, as_plain
 from patchclamp.lm import LM
+from patchclamp.plots import Picture, save_page, save_picture
 from patchclamp.run import Run
 
 
@@ -114,6 +115,30 @@ class StudyResult(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """The base of studies' results. Their arrays are NumPy's, and all their other fields go through JSON."""
 
     provenance: Provenance
+
+    def picture(self, *of: Any) -> Picture:
+        """The numbers and texts of its picture; some studies let `of` choose what to show."""
+        raise NotImplementedError
+
+    def figure(self, *of: Any) -> Any:
+        """The picture as an interactive plotly figure."""
+        return self.picture(*of).figure()
+
+    def plot(self, path: str | Path, *of: Any) -> Path:
+        """Draw the picture into a file with matplotlib: PNG, SVG, PDF, by the extension."""
+        return save_picture(self.picture(*of), path)
+
+    def to_html(self, path: str | Path, *of: Any, include_plotlyjs: bool | str = "directory") -> Path:
+        """Write an interactive page with the picture and its numbers.
+
+        include_plotlyjs: "directory" writes plotly.min.js beside the page, once for all pages of the folder; True puts
+            it into the page, which grows by 5 MB; "cdn" loads it from the web
+        """
+        return save_page(self.picture(*of), path, include_plotlyjs)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return self.figure()._repr_html_()
 
     def save(self, path: str | Path) -> Path:
         """Writes the result into one file, and makes its folder.

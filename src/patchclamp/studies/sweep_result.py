@@ -12,13 +12,12 @@ A sweep as a `Heatmap`: its panels, its prompts marked token by token, and what 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
 import numpy as np
 
-from patchclamp import plots
 from patchclamp.call import is_token_id
 from patchclamp.errors import PatchclampError, ProgramError, TokensError, UnsupportedSite
 from patchclamp.language import Range, Site
@@ -27,8 +26,8 @@ from patchclamp.language.tokens import Index, parse_index
 from patchclamp.language.values import as_plain
 from patchclamp.lm import LM
 from patchclamp.plan import Prompt
-from patchclamp.plots import Anchor, Heatmap, Mark, Panel, Strip
-from patchclamp.plots.words import number, quoted, visible
+from patchclamp.plots import Anchor, Heatmap, HeatmapColumn, Mark, Panel, Strip
+from patchclamp.plots.style import number, quoted, visible
 from patchclamp.studies.inputs import selection as as_selection
 from patchclamp.studies.study import StudyResult
 
@@ -501,18 +500,10 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
 
     # -- pictures
 
-    def heatmap(self) -> Heatmap:
+    def picture(self) -> Heatmap:
         """The grid with the texts of its picture."""
 
         return heatmap(self)
-
-    def plot(self, path: str | Path) -> Path:
-        """Draws the grid as a heatmap, tokens across and layers up, into a PNG (or any format of matplotlib)."""
-        return plots.heatmap_png(self.heatmap(), path)
-
-    def to_html(self, path: str | Path) -> Path:
-        """Writes one self-contained page: the heatmap with hover, the prompts, the metric and its baselines."""
-        return plots.heatmap_html(self.heatmap(), path)
 
     def __repr__(self) -> str:
         best = self.best(1)
@@ -588,13 +579,13 @@ def heatmap(sweep: Sweep) -> Heatmap:
 # -- the grid
 
 
-def _by_site(sweep: Sweep) -> tuple[tuple[Panel, ...], tuple[plots.Column, ...], str]:
+def _by_site(sweep: Sweep) -> tuple[tuple[Panel, ...], tuple[HeatmapColumn, ...], str]:
     """A panel for each site, or part of one; the sweep's columns across."""
     panels = [
         Panel(name, _layers(sweep, name), *_cut(sweep, name, lambda of, s: of[s]))
         for name in sweep.sites
     ]  # fmt: skip
-    columns = tuple(plots.Column(column.label, column.clean, column.corrupt) for column in sweep.columns)
+    columns = tuple(HeatmapColumn(column.label, column.clean, column.corrupt) for column in sweep.columns)
     return tuple(sorted(panels, key=lambda panel: panel.rows == (None,))), columns, _axis(sweep)
 
 
@@ -622,7 +613,7 @@ def _parts_across(sweep: Sweep) -> bool:
     return all(row.index for row in sweep.rows) and len(sweep.columns) <= min(ACROSS, len(sweep.sites))
 
 
-def _by_part(sweep: Sweep) -> tuple[tuple[Panel, ...], tuple[plots.Column, ...], str]:
+def _by_part(sweep: Sweep) -> tuple[tuple[Panel, ...], tuple[HeatmapColumn, ...], str]:
     """A panel for each site and column of the sweep; the site's parts across."""
     parts = tuple(dict.fromkeys(row.index for row in sweep.rows))
     names = tuple(dict.fromkeys(row.site for row in sweep.rows))
@@ -647,7 +638,7 @@ def _by_part(sweep: Sweep) -> tuple[tuple[Panel, ...], tuple[plots.Column, ...],
     kinds = {SITES[name].index for name in names}
     return (
         tuple(panels),
-        tuple(plots.Column(part, *positions) for part in parts),
+        tuple(HeatmapColumn(part, *positions) for part in parts),
         kinds.pop() if len(kinds) == 1 else "part",
     )
 

@@ -48,7 +48,7 @@ def demo(
         story.begins(f"Patching {', '.join(SITES)}")
         result = patch_sweep(lm, clean=CLEAN, corrupt=CORRUPT, answer=ANSWER, foil=FOIL, sites=SITES, metric=METRIC)
         story.ends(f"{len(result.cells())} cells, one run each")
-    heatmap = result.heatmap()
+    heatmap = result.picture()
     show_best(OUT, heatmap, 5)
     OUT.print()
     show_pictures(OUT, heatmap, png, html)

@@ -53,6 +53,6 @@ def fuzz(
             max_tokens=max_tokens, sampling={"temperature": temperature} if temperature else None,
             refusal=REFUSAL if refusal is None else refusal, resume=resume,
         )  # fmt: skip
-    show_curves(OUT, result.curves())
+    show_curves(OUT, result.picture())
     show_answers(OUT, result)
     show_kept(OUT, result, save, png, html)

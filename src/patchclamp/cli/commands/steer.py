@@ -65,9 +65,9 @@ def steer(
         if asked is not None:
             curve = strength_curve(lm, vectors, asked, answer, foil, chat=chat, resume=of_curve)
     if vectors.best is not None:
-        show_curves(OUT, vectors.curves())
+        show_curves(OUT, vectors.picture())
     if curve is not None:
-        show_curves(OUT, curve.curves())
+        show_curves(OUT, curve.picture())
     show_kept(OUT, vectors, save)
     show_kept(OUT, vectors if curve is None else curve, None, png, html)
     if gguf is not None:

@@ -1,0 +1,357 @@
+"""What every picture shares: colours, the text of numbers and tokens, and how figures are written to files.
+
+matplotlib draws files (PNG, SVG, PDF); plotly draws interactive pages. Tokens come from prompts and are never trusted:
+invisible characters are spelled out, and text that enters a page is escaped.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import textwrap
+import unicodedata
+from collections.abc import Iterable
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from patchclamp.errors import PatchclampError, ProgramError, unknown
+from patchclamp.language.values import as_file
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from plotly.graph_objects import Figure as Interactive
+
+# Orange to blue keeps both sides apart for all common kinds of colour blindness, and both ends are equally dark.
+# Source: ColorBrewer, the halves of PuOr and RdBu; Blues; lines: Okabe and Ito 2008, without yellow.
+DIVERGING = (
+    "#7f3b08", "#b35806", "#e08214", "#fdb863", "#fee0b6", "#f7f7f7",
+    "#d1e5f0", "#92c5de", "#4393c3", "#2166ac", "#053061",
+)  # fmt: skip
+SEQUENTIAL = (
+    "#f7fbff", "#deebf7", "#c6dbef", "#9ecae1", "#6baed6", "#4292c6", "#2171b5", "#08519c", "#08306b",
+)  # fmt: skip
+LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#1f2933")
+INK, MUTED, RULE, BLANK, FAINT = "#1f2933", "#5f6b7a", "#d5dae1", "#e3e7ec", "#9aa4b1"
+CLEAN, CORRUPT = "#1b5a9e", "#a04e06"
+PALE = 0.55  # opacity of cells that were measured as part of a block
+
+LABEL, TITLE = 8.5, 12  # points
+DOTS_PER_INCH = 160
+FONTS = (  # searched in this order for each glyph, as far as they are installed
+    "DejaVu Sans", "Noto Sans CJK JP", "Noto Sans CJK SC", "Hiragino Sans", "Microsoft YaHei", "Arial Unicode MS",
+    "Noto Sans Arabic", "Noto Sans Devanagari", "Noto Sans Symbols2", "Noto Emoji", "Segoe UI Symbol",
+)  # fmt: skip
+INCLUDES = ("directory", True, "cdn", False)  # where a page has plotly's script
+PAGE_FONT = "-apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
+
+# -- text
+
+_VISIBLE = {"\n": "↵", "\t": "⇥", "\r": "␍"}
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def visible(token: str) -> str:
+    """A token as a label: spaces and line breaks are shown, and no character is invisible or changes direction."""
+    return plain(token).replace(" ", "·") or "∅"
+
+
+def plain(text: str) -> str:
+    """Like `visible`, with spaces left as they are: for running text."""
+    return "".join(_visible(character) for character in text)
+
+
+def _visible(character: str) -> str:
+    if character in _VISIBLE:
+        return _VISIBLE[character]
+    hidden = unicodedata.category(character)[0] in "CZ" and character != " "
+    return f"⟨{ord(character):04X}⟩" if hidden else character
+
+
+def shorten(text: str, limit: int) -> str:
+    """At most `limit` characters, with an ellipsis where text was cut."""
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def quoted(token: str) -> str:
+    return f"'{plain(token)}'"
+
+
+def number(value: float) -> str:
+    """Two decimals, two significant digits for small numbers, a power of ten for tiny ones."""
+    size = abs(value)
+    if 0 < size < 1e-3:
+        digits, power = f"{value:.1e}".split("e")
+        return f"{digits.replace('-', '−')} × 10{str(int(power)).translate(_RAISED)}"
+    text = f"{value:.2f}" if size >= 0.1 or size == 0 else f"{value:.2g}"
+    return text.replace("-", "−")
+
+
+def signed(value: float) -> str:
+    return ("+" if value >= 0 else "") + number(value)
+
+
+def percent(part: float | None) -> str:
+    return "–" if part is None else f"{100 * part:.0f} %".replace("-", "−")
+
+
+def tick(value: float) -> str:
+    """A number on an axis, with four significant digits."""
+    text = f"{value:.4g}"
+    return number(value) if "e" in text else text.replace("-", "−")
+
+
+def positions(numbers: tuple[int, ...]) -> str:
+    """`3`, `3–5`, `3, 7`."""
+    if len(numbers) > 1 and numbers == tuple(range(numbers[0], numbers[-1] + 1)):
+        return f"{numbers[0]}–{numbers[-1]}"
+    return ", ".join(map(str, numbers))
+
+
+# -- files
+
+
+def need(module: str) -> Any:
+    """Import a module of the plots extra. Raises `PatchclampError` that names the extra if it is missing."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = str(error.name).partition(".")[0]
+        raise PatchclampError(f"pictures need {missing}: pip install 'patchclamp[plots]'") from None
+
+
+def picture_file(path: str | Path) -> tuple[Path, str]:
+    """The file of a picture and its format, by extension: png, pdf, svg, or any other format of matplotlib."""
+    path = Path(as_file(path, "path"))
+    formats = need("matplotlib.backend_bases").FigureCanvasBase.get_supported_filetypes()
+    ending = path.suffix.removeprefix(".").lower()
+    if ending not in formats:
+        raise unknown("picture format", ending, sorted(formats), str(path))
+    return _file(path), ending
+
+
+def page_file(path: str | Path) -> Path:
+    """The file of a page, .html or .htm."""
+    path = Path(as_file(path, "path"))
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise unknown("page format", path.suffix.removeprefix("."), ("html", "htm"), str(path))
+    need("plotly")
+    return _file(path)
+
+
+def check_targets(png: str | Path | None = None, html: str | Path | None = None) -> None:
+    """Raise before the runs what writing the picture or the page would raise after them."""
+    for path, check in ((png, picture_file), (html, page_file)):
+        if path is not None:
+            check(path)
+
+
+def _file(path: Path) -> Path:
+    if path.is_dir():
+        raise ProgramError("expected a file, got a folder", str(path))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ProgramError(f"cannot create its folder: {error.strerror}", str(path)) from None
+    return path
+
+
+class Picture(Protocol):
+    """The picture of a result: a `Heatmap`, a `TokenGrid` or `Curves`."""
+
+    @property
+    def title(self) -> str: ...
+    @property
+    def provenance(self) -> str: ...
+
+    def figure(self) -> Interactive:
+        """The picture as a plotly figure."""
+        ...
+
+    def draw(self) -> Figure:
+        """The picture as a matplotlib figure."""
+        ...
+
+    def sections(self) -> Iterable[tuple[str, str]]:
+        """Headings and HTML of a page below its figure."""
+        ...
+
+
+def save_picture(picture: Picture, path: str | Path) -> Path:
+    """Draw a picture into a file with matplotlib; the extension is the format."""
+    target, ending = picture_file(path)
+    figure = picture.draw()
+    _as_text(figure)
+    figure.savefig(target, format=ending, dpi="figure", facecolor="white")
+    return target
+
+
+def save_page(picture: Picture, path: str | Path, include_plotlyjs: bool | str = "directory") -> Path:
+    """Write an interactive page. `include_plotlyjs`: "directory" writes plotly.min.js beside the page, once for all
+    pages of the folder; True puts it into the page (5 MB); "cdn" loads it from the web."""
+    if not isinstance(include_plotlyjs, (bool, str)) or include_plotlyjs not in INCLUDES:
+        raise ProgramError(f"expected one of {INCLUDES}, got {include_plotlyjs!r:.80}", "include_plotlyjs")
+    target = page_file(path)
+    plot = picture.figure().to_html(full_html=False, include_plotlyjs=include_plotlyjs, config={"displaylogo": False})
+    sections = "".join(f"<h2>{escape(name)}</h2>\n{body}\n" for name, body in picture.sections())
+    parts = (escape(picture.title), _STYLE, escape(picture.title), escape(picture.provenance), plot, sections)
+    target.write_text(_PAGE.format(*parts), encoding="utf-8")
+    if include_plotlyjs == "directory":
+        script = target.with_name("plotly.min.js")
+        if not script.exists():
+            script.write_text(need("plotly.offline").get_plotlyjs(), encoding="utf-8")
+    return target
+
+
+_STYLE = f"""
+body {{ font: 15px/1.5 {PAGE_FONT}; color: {INK}; margin: 2rem auto; max-width: 1200px; padding: 0 1rem; }}
+h1 {{ font-size: 1.35rem; margin-bottom: 0; }} h2 {{ font-size: 1.05rem; margin: 1.6rem 0 .4rem; }}
+.made {{ color: {MUTED}; margin-top: .2rem; }} table {{ border-collapse: collapse; font-size: 14px; }}
+td, th {{ padding: .2rem .8rem .2rem 0; text-align: left; border-bottom: 1px solid {RULE}; }}
+.tokens {{ line-height: 2.1; }} .wide {{ overflow-x: auto; }}
+.token {{ background: {BLANK}; border-radius: 3px; padding: 2px 4px; margin-right: 3px; }}
+.token sub {{ color: {MUTED}; font-size: 10px; }}
+.clean .differs {{ background: {CLEAN}; color: white; }} .corrupt .differs {{ background: {CORRUPT}; color: white; }}
+.differs sub {{ color: white; }} .skipped {{ background: white; outline: 1px dashed {MUTED}; }}
+"""
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{}</title><style>{}</style></head><body>
+<h1>{}</h1>
+<p class="made">{}</p>
+{}
+{}</body></html>
+"""
+
+
+def table(rows: Iterable[Iterable[str]], heads: Iterable[str]) -> str:
+    """Rows of text as an HTML table."""
+    top = "".join(f"<th>{escape(text)}</th>" for text in heads)
+    body = "".join("<tr>" + "".join(f"<td>{escape(text)}</td>" for text in row) + "</tr>\n" for row in rows)
+    return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>\n{body}</tbody></table></div>'
+
+
+def chips(tokens: Iterable[str], marks: Iterable[str]) -> str:
+    """Tokens with their positions as HTML; marks are classes."""
+    return '<div class="tokens">' + "".join(
+        f'<span class="token {mark}">{escape(visible(token))}<sub>{position}</sub></span>'
+        for position, (token, mark) in enumerate(zip(tokens, marks, strict=True))
+    ) + "</div>"  # fmt: skip
+
+
+# -- matplotlib
+
+
+@functools.cache
+def fonts() -> list[str]:
+    """The installed families of `FONTS`."""
+    from matplotlib.font_manager import fontManager
+
+    installed = {font.name for font in fontManager.ttflist}
+    return [name for name in FONTS if name in installed] or ["sans-serif"]
+
+
+def new_figure(title: str, notes: Iterable[str], width: float, height: float) -> Figure:
+    """A figure of inches with a wrapped title above and notes below. pyplot is not used: it is not safe in threads."""
+    from matplotlib.figure import Figure
+
+    titles = _wrapped([title], width - 0.5, fontsize=TITLE, weight="bold")
+    below = _wrapped(notes, width - 0.5, fontsize=LABEL - 0.5)
+    height += 0.24 * len(titles) + 0.17 * len(below) + 0.35
+    figure = Figure(figsize=(width, height), dpi=DOTS_PER_INCH, layout="constrained", facecolor="white")
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1, hspace=0.04, wspace=0.03)  # pyright: ignore
+    figure.suptitle("\n".join(titles), x=0.02, ha="left", fontsize=TITLE, weight="bold", color=INK)
+    if below:
+        figure.supxlabel("\n".join(below), x=0.02, ha="left", fontsize=LABEL - 0.5, color=MUTED)
+    return figure
+
+
+def _wrapped(paragraphs: Iterable[str], width: float, **how: Any) -> list[str]:
+    """Lines of at most `width` inches."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    ruler = Figure(dpi=72)
+    text = ruler.text(0, 0, "", family=fonts(), parse_math=False, **how)
+    renderer = FigureCanvasAgg(ruler).get_renderer()
+
+    def inches(line: str) -> float:
+        text.set_text(line)
+        return text.get_window_extent(renderer).width / 72
+
+    lines = []
+    for paragraph in paragraphs:
+        per_line = max(int(len(paragraph) * width / max(inches(paragraph), 1e-6)), 1)
+        while any(inches(line) > width for line in textwrap.wrap(paragraph, per_line)) and per_line > 8:
+            per_line = int(per_line * 0.9)
+        lines += textwrap.wrap(paragraph, per_line)
+    return lines
+
+
+def bare(axes: Axes, title: str, x_label: str, y_label: str) -> None:
+    """Axes without spines, with small labels."""
+    axes.set_title(title, loc="left", fontsize=10, weight="bold", color=INK)
+    axes.set_xlabel(x_label, fontsize=LABEL, color=MUTED)
+    axes.set_ylabel(y_label, fontsize=LABEL, color=MUTED)
+    axes.tick_params(length=2.5, width=0.6, color=MUTED, labelcolor=INK, labelsize=LABEL)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+
+
+def label_columns(axes: Axes, labels: list[str], width: float) -> None:
+    """Labels below columns `width` inches wide, turned where they are longer, and fewer where they are too many."""
+    every = max(int(0.14 / width + 0.999), 1)
+    longest = max(map(len, labels), default=0) * 0.075 + 0.08
+    angle = 0 if longest <= width else 45 if len(labels) <= 30 else 90
+    axes.set_xticks(range(0, len(labels), every))
+    turned = {} if angle == 0 else {"ha": "right", "va": "center" if angle == 90 else "top", "rotation_mode": "anchor"}
+    axes.set_xticklabels(labels[::every], rotation=angle, **turned)  # pyright: ignore[reportArgumentType]
+
+
+def label_rows(axes: Axes, labels: list[str], height: float) -> None:
+    """Labels beside rows `height` inches high, fewer where they would overlap."""
+    every = next((n for n in (1, 2, 4, 5, 10) if n * height >= 0.15), 20)
+    axes.set_yticks(range(0, len(labels), every))
+    axes.set_yticklabels(labels[::every])
+
+
+def outline(axes: Axes, row: int, column: int) -> None:
+    """A frame around a cell."""
+    from matplotlib.patches import Rectangle
+
+    for colour, width in (("white", 3.4), ("black", 1.7)):
+        box = Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, edgecolor=colour, linewidth=width, zorder=5)
+        box.set_clip_on(False)
+        axes.add_patch(box)
+
+
+def _as_text(figure: Figure) -> None:
+    """Draw `$` and `\\` as they are, in fonts that have the glyphs."""
+    from matplotlib.text import Text
+
+    for axes in figure.axes:
+        axes.get_xticklabels(), axes.get_yticklabels()  # creates them
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)  # pyright: ignore[reportAttributeAccessIssue]
+        text.set_family(fonts())  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# -- plotly
+
+
+def colour_scale(colours: Iterable[str]) -> list[tuple[float, str]]:
+    """Colours as plotly takes them, evenly spaced."""
+    listed = list(colours)
+    return [(i / (len(listed) - 1), colour) for i, colour in enumerate(listed)]
+
+
+def frame(row: int, column: int, reference: int) -> dict[str, Any]:
+    """A plotly shape around a cell of the panel with this number, from 1."""
+    axis = "" if reference == 1 else str(reference)
+    return {"type": "rect", "xref": f"x{axis}", "yref": f"y{axis}", "x0": column - 0.5, "x1": column + 0.5,
+            "y0": row - 0.5, "y1": row + 0.5, "line": {"color": "black", "width": 2.5}}  # fmt: skip
+
+
+def html_text(text: str) -> str:
+    """Text for a plotly label or hover, whose markup is not interpreted; line breaks stay."""
+    return escape(text, quote=False).replace("\n", "<br>")
