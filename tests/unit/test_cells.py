@@ -33,7 +33,7 @@ from patchclamp.studies import (
 from patchclamp.studies.grid import BASELINES, Cells, Round, Trial, Zoom, carrying, planned, zoom_in
 from patchclamp.studies.metric import FLIPS, grade, spread
 from patchclamp.studies.study import Journal, MemoryJournal, _frames, hash_of
-from patchclamp.studies.sweep_result import PatchSweep, Row
+from patchclamp.studies.sweep_result import PatchSweepResult, Row
 
 CLEAN, CORRUPT = "The Eiffel is in the", "The Colosseum is in the"
 ASKED = dict(clean=CLEAN, corrupt=CORRUPT, answer=7, foil=9, show_progress=False)
@@ -417,7 +417,7 @@ def test_results_are_saved_and_loaded(lm, tmp_path: Path):
         )  # fmt: skip
         assert repr(loaded) == repr(result)
     assert isinstance(loaded.subjects, tuple)
-    frame = PatchSweep.load(patch_sweep(lm, **STUDIES["patch_sweep"]).save(tmp_path / "pairs")).to_frame()
+    frame = PatchSweepResult.load(patch_sweep(lm, **STUDIES["patch_sweep"]).save(tmp_path / "pairs")).to_frame()
     spread_columns = {"low", "high", "effect_low", "effect_high", "p", "p_family"}
     assert {"site", "layer", "index", "effect", *spread_columns} <= set(frame.columns)
 

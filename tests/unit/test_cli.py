@@ -25,7 +25,7 @@ from patchclamp.cli.commands import demo as demo_command
 from patchclamp.cli.early import check_sweep
 from patchclamp.plots import style
 from patchclamp.proving import Proof, ensure_proved
-from patchclamp.studies import AblationSweep, CausalTrace, MeanOf, PatchSweep, PathPatch
+from patchclamp.studies import AblationSweepResult, CausalTraceResult, MeanOf, PatchSweepResult, PathPatchResult
 
 SWEEP = ("sweep", "fake", "--engine", "fake", "--clean", "The Eiffel is in the", "--corrupt", "The Colosseum is in the",
          "--answer", " Paris", "--foil", " Rome")  # fmt: skip
@@ -205,22 +205,22 @@ class TestSweep:
         [
             (
                 ("sweep", *SWEEP[1:], "--site", "z", "--group", "1", "--positions", "-1", "--source", "zeros"),
-                PatchSweep,
+                PatchSweepResult,
                 "z[",
             ),
             (
                 ("ablate", *SWEEP[1:6], "--answer", " Paris", "--foil", " Rome", "--each-token"),
-                AblationSweep,
+                AblationSweepResult,
                 "unablated run",
             ),
             (
                 ("causal-trace", *SWEEP[1:6], "--subject", "Eiffel", "--answer", " Paris", "--seeds", "2"),
-                CausalTrace,
+                CausalTraceResult,
                 "noised run",
             ),
             (
                 ("paths", *SWEEP[1:], "--receiver", "q[2,0]+k[2,0]", "--receiver", "logits"),
-                PathPatch,
+                PathPatchResult,
                 "q[2,·0]·+·k[2,·0]",
             ),
         ],
@@ -339,7 +339,7 @@ class TestSweep:
                                           layers="0:2", mask=mask, source="bank:half")  # fmt: skip
             whole = pc.studies.patch_sweep(lm, clean=SWEEP[5], corrupt=SWEEP[7], answer=" Paris", foil=" Rome",
                                            layers="0:2", source="bank:half")  # fmt: skip
-        there = PatchSweep.load("saved")
+        there = PatchSweepResult.load("saved")
         assert np.array_equal(there.values, here.values)
         assert not np.array_equal(there.values, whole.values)
         assert f"in {len(columns)} of 16 columns" in there.source
@@ -375,7 +375,7 @@ class TestSweep:
         file.write_text("\n".join(map(json.dumps, pairs)))
         status, output = run(*SWEEP[:4], "--pairs", str(file), "--save", str(tmp_path / "saved"))
         assert status == 0, output
-        sweep = PatchSweep.load(tmp_path / "saved")
+        sweep = PatchSweepResult.load(tmp_path / "saved")
         assert [column.label for column in sweep.columns] == ["subject", "last"]
         assert [pair.columns[0].corrupt for pair in sweep.pairs] == [(2,), (4,)]
         assert "--positions stand in the file" in failed(*SWEEP[:4], "--pairs", str(file), "--positions", "1")
@@ -394,7 +394,7 @@ class TestSweep:
                              str(tmp_path / "saved"))  # fmt: skip
         assert status == 0, output
         assert "Means over 2 pairs of prompts; the first is shown." in output
-        paths = PathPatch.load(tmp_path / "saved")
+        paths = PathPatchResult.load(tmp_path / "saved")
         assert paths.each.shape[0] == 2
         assert [pair.columns[0].corrupt for pair in paths.pairs] == [(5,), (2,)]
         assert paths.p is not None
@@ -603,7 +603,7 @@ class TestFuzz:
         assert "2 prompts, 2 seeds, 3 tokens, greedy; noise at embed" in output
         assert "the first prompt: The cat is" in output
         assert all(path.stat().st_size > 500 for path in files.values())
-        result = pc.studies.FuzzSweep.load(files["st"])
+        result = pc.studies.FuzzSweepResult.load(files["st"])
         assert result.prompts == ("The cat is", "hello\nworld")
         assert style.plain(result.answers[0][1][0].text) in output
 

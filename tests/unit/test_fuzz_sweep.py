@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import patchclamp as pc
-from patchclamp.studies import FuzzSweep, fuzz_sweep, metric
+from patchclamp.studies import FuzzSweepResult, fuzz_sweep, metric
 from patchclamp.studies.fuzz import PROMPTS, QUICK_PROMPTS, QUICK_STRENGTHS, REFUSAL, STRENGTHS, prefix_share, wilson
 
 from ..reference.studies import divergences
@@ -28,7 +28,7 @@ def lm():
 
 
 @pytest.fixture(scope="module")
-def sweep(lm) -> FuzzSweep:
+def sweep(lm) -> FuzzSweepResult:
     return fuzz_sweep(lm, ASKED, (0.0, 0.1, 0.5), seeds=(0, 9), max_tokens=6, refusal="cat")
 
 
@@ -111,7 +111,7 @@ def test_the_pattern_of_refusals(answer, refused):
 
 
 def test_a_sweep_is_saved_framed_and_drawn(sweep, tmp_path: Path):
-    loaded = FuzzSweep.load(sweep.save(tmp_path / "sweep.safetensors"))
+    loaded = FuzzSweepResult.load(sweep.save(tmp_path / "sweep.safetensors"))
     assert loaded.answers == sweep.answers
     assert loaded.provenance == sweep.provenance
     assert loaded.provenance.seeds == (0, 9)

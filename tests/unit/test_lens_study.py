@@ -11,9 +11,9 @@ import patchclamp as pc
 from patchclamp.engines.fake import FakeEngine, _norm
 from patchclamp.lm import LM
 from patchclamp.studies import (
-    AttributionPatching,
-    LogitLens,
-    Patchscope,
+    AttributionPatchingResult,
+    LogitLensResult,
+    PatchscopeResult,
     attribution_patching,
     edge_attribution,
     logit_lens,
@@ -35,7 +35,7 @@ def lm():
 
 
 @pytest.fixture(scope="module")
-def lens(lm) -> LogitLens:
+def lens(lm) -> LogitLensResult:
     return logit_lens(lm, PROMPT, tokens=[" Paris", " Rome"])
 
 
@@ -56,7 +56,7 @@ class TestLens:
         assert (lens.top_ids[:, :, 0] == logits.argmax(-1).numpy()).all()
 
     def test_it_can_be_saved_tabled_and_drawn(self, lens, tmp_path):
-        back = LogitLens.load(lens.save(tmp_path / "lens.safetensors"))
+        back = LogitLensResult.load(lens.save(tmp_path / "lens.safetensors"))
         assert (back.kl == lens.kl).all()
         assert back.texts == lens.texts
         assert back.top(-1, -1) == lens.top(2, len(lens.prompt_tokens) - 1)
@@ -110,7 +110,7 @@ class TestPatchscope:
         other = patchscope(lm, source="hello world", target=PROMPT, target_layers=[0, 2], max_tokens=4, normed=True)
         assert other.moved.shape == other.scales.shape == (3, 2)
         assert other.moved.min() > 0
-        assert Patchscope.load(other.save(tmp_path / "a.st")).texts == other.texts
+        assert PatchscopeResult.load(other.save(tmp_path / "a.st")).texts == other.texts
         assert list(other.to_frame().target_layer) == [0, 2] * 3
         for drawn in (result, other):
             assert drawn.plot(tmp_path / "a.png").stat().st_size > 10_000
@@ -189,7 +189,7 @@ class TestAttributionResult:
         estimates = np.array([[0.1, -3.0, 0.2], [0.0, 2.0, 0.1], [0.0, 1.0, 0.3], [0.2, 0.0, 0.0]])
         exact, sampled = np.full((4, 3), np.nan), np.zeros((4, 3), bool)
         exact[0, 1], exact[1, 1], exact[2, 1], exact[3, 0], sampled[3, 0] = -2.0, 2.5, 0.5, 0.1, True
-        result = AttributionPatching(
+        result = AttributionPatchingResult(
             provenance=provenance(lm), metric="logit_diff", clean_tokens=("The",), corrupt_tokens=("The",), steps=0,
             answer=" Paris", foil=" Rome", rows=rows, columns=columns, estimates=estimates, exact=exact, sampled=sampled,
             clean=3.0, corrupt=-1.0, verified_on=provenance(lm), noise_floor=0.0,
@@ -198,7 +198,7 @@ class TestAttributionResult:
         assert [(str(cell.row), cell.exact) for cell in result.best(2)] == [("resid_pre[1]", 2.5), ("z[1, 0]", 0.5)]
         assert result.pearson("best") == pytest.approx(np.corrcoef([-3, 2, 1], [-2, 2.5, 0.5])[0, 1])
         assert np.isnan(result.pearson("sampled"))
-        back = AttributionPatching.load(result.save(tmp_path / "a.st"))
+        back = AttributionPatchingResult.load(result.save(tmp_path / "a.st"))
         assert back.rows == rows
         assert np.array_equal(back.exact, exact, equal_nan=True)
         assert result.to_frame().exact.count() == 4

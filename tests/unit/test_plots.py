@@ -26,7 +26,7 @@ import patchclamp as pc
 from patchclamp.plots import check_targets, save_page, save_picture, style
 from patchclamp.plots.style import DIVERGING
 from patchclamp.studies.study import Provenance
-from patchclamp.studies.sweep_result import AblationSweep, Block, Column, Pair, PatchSweep, Row, formula, model_name
+from patchclamp.studies.sweep_result import AblationSweepResult, Block, Column, Pair, PatchSweepResult, Row, formula, model_name
 
 CLEAN = ("The", " Louvre", " is", " in", " the", " city")
 CORRUPT = ("The", " Colosseum", " is", " in", " the", " city")
@@ -45,7 +45,7 @@ def make_sweep(
     columns: tuple[Column, ...] | None = None,
     seed: int = 0,
     **rest,
-) -> PatchSweep:
+) -> PatchSweepResult:
     """A sweep of random values between the baselines."""
     pairs = tuple((p, p) for p in range(len(corrupt_tokens)))
     columns = columns or tuple(Column(token, (p,), (p,)) for p, token in enumerate(corrupt_tokens))
@@ -60,13 +60,13 @@ def make_sweep(
         corrupt_tokens=corrupt_tokens, clean=clean, corrupt=corrupt, columns=columns, **of_pair,
     )  # fmt: skip
     facts = {"metric": "logit_diff", "noise_floor": 1e-6} | rest
-    return PatchSweep(
+    return PatchSweepResult(
         provenance=made, pairs=(pair,), rows=tuple(rows), columns=columns, values=values, each=values[None], clean=clean,
         corrupt=corrupt, **facts,
     )  # fmt: skip
 
 
-def with_grid(sweep: PatchSweep, **cells: float) -> PatchSweep:
+def with_grid(sweep: PatchSweepResult, **cells: float) -> PatchSweepResult:
     """A sweep whose values are the corrupt baseline but for `site_layer_column` cells."""
     values = np.full_like(sweep.values, sweep.corrupt)
     for name, value in cells.items():
@@ -75,14 +75,14 @@ def with_grid(sweep: PatchSweep, **cells: float) -> PatchSweep:
     return msgspec.structs.replace(sweep, values=values)
 
 
-def with_gaps(sweep: PatchSweep, rows: slice, columns: slice = slice(None)) -> PatchSweep:
+def with_gaps(sweep: PatchSweepResult, rows: slice, columns: slice = slice(None)) -> PatchSweepResult:
     """A sweep some of whose cells were not run."""
     values = sweep.values.copy()
     values[rows, columns] = np.nan
     return msgspec.structs.replace(sweep, values=values)
 
 
-def heads(columns: int = 1, count: int = 3, layers: int = 5) -> PatchSweep:
+def heads(columns: int = 1, count: int = 3, layers: int = 5) -> PatchSweepResult:
     """A sweep of heads, whose value in row r and column p is r + 100 p."""
     rows = tuple(Row("z", layer, str(head)) for head in range(count) for layer in range(layers))
     across = tuple(Column(token, (p,), (p,)) for p, token in enumerate(CORRUPT[:columns]))
@@ -90,11 +90,11 @@ def heads(columns: int = 1, count: int = 3, layers: int = 5) -> PatchSweep:
     return msgspec.structs.replace(make_sweep(), rows=rows, columns=across, values=values)
 
 
-def ablation() -> AblationSweep:
+def ablation() -> AblationSweepResult:
     """An ablation of one prompt, with two strong effects of opposite signs."""
     of = with_grid(make_sweep(layers=3), _0_1_2=-5.0, _0_2_3=-2.5)
     pair = msgspec.structs.replace(of.pairs[0], clean=-3.0, corrupt=None, corrupt_tokens=(), alignment=())
-    return AblationSweep(
+    return AblationSweepResult(
         provenance=of.provenance, metric="logit_diff", pairs=(pair,), rows=of.rows, columns=of.columns, values=of.values,
         each=of.values[None], clean=-3.0, corrupt=None, noise_floor=0.0, direction="noising",
     )  # fmt: skip
@@ -328,7 +328,7 @@ def outlines(axes) -> set[tuple[float, float]]:
 
 class TestPicture:
     @every_sweep
-    def test_nothing_is_cut_off(self, sweep: PatchSweep):
+    def test_nothing_is_cut_off(self, sweep: PatchSweepResult):
         canvas = drawn(sweep.picture())
         width, height = canvas.get_width_height()
         for text in canvas.figure.findobj(Text):
@@ -472,7 +472,7 @@ def grids(sweep) -> list:
 
 class TestPage:
     @every_sweep
-    def test_the_figure_has_every_value(self, sweep: PatchSweep):
+    def test_the_figure_has_every_value(self, sweep: PatchSweepResult):
         panels, traces = sweep.picture().panels, grids(sweep)
         assert len(panels) == len(traces)
         for panel, trace in zip(panels, traces, strict=True):

@@ -12,7 +12,7 @@ pytest.importorskip("gguf")
 from gguf import GGUFReader, GGUFWriter
 
 import patchclamp as pc
-from patchclamp.studies import SteeringVectors, StrengthCurve, steering_vectors, strength_curve
+from patchclamp.studies import SteeringVectors, StrengthCurveResult, steering_vectors, strength_curve
 from patchclamp.studies.steering import RIDGE, check, direction
 
 from ..reference.studies import first_component, logistic_weights
@@ -212,7 +212,7 @@ def test_a_strength_curve_is_of_the_runs_it_says(lm, vectors, tmp_path: Path):
     assert (curve.layers, curve.tokens, curve.foils) == ((0, 2), "prompt", (" not", " not"))
     assert np.allclose(curve.scores, curve.logprobs - curve.foil_logprobs)
     assert curve.slope == pytest.approx(np.polyfit((-2, 0, 3), curve.scores.mean(0), 1)[0])
-    loaded = StrengthCurve.load(curve.save(tmp_path / "curve.safetensors"))
+    loaded = StrengthCurveResult.load(curve.save(tmp_path / "curve.safetensors"))
     assert (loaded.scores == curve.scores).all()
     assert len(curve.to_frame()) == 6
     assert curve.plot(tmp_path / "curve.svg").stat().st_size > 5_000

@@ -11,7 +11,7 @@ import pytest
 
 import patchclamp as pc
 from patchclamp.studies import MeanOf, Resampled, ablation_sweep, causal_trace, patch_sweep, path_patch
-from patchclamp.studies.sweep_result import AblationSweep, PatchSweep
+from patchclamp.studies.sweep_result import AblationSweepResult, PatchSweepResult
 
 CLEAN, CORRUPT = "The Eiffel is in the", "The Colosseum is in the"
 ASKED = dict(clean=CLEAN, corrupt=CORRUPT, answer=7, foil=9, show_progress=False)
@@ -46,7 +46,7 @@ def test_results_say_what_was_patched_in(lm, tmp_path: Path):
     ]
     for change, source, cell in cases:
         sweep = patch_sweep(lm, **(ASKED | change))
-        loaded = PatchSweep.load(sweep.save(tmp_path / "result"))
+        loaded = PatchSweepResult.load(sweep.save(tmp_path / "result"))
         picture = loaded.picture()
         into = "clean" if "direction" in change else "corrupt"
         assert loaded.source == sweep.source == source
@@ -63,7 +63,7 @@ def test_results_say_what_was_patched_in(lm, tmp_path: Path):
 def test_ablations_traces_and_paths_say_it_too(lm, tmp_path: Path):
     for source, words in (("zeros", "zeros"), (MeanOf(OTHERS[:1]), "the mean of 1 prompt")):
         sweep = ablation_sweep(lm, **PUT_OUT, source=source)
-        loaded = AblationSweep.load(sweep.save(tmp_path / "result"))
+        loaded = AblationSweepResult.load(sweep.save(tmp_path / "result"))
         assert loaded.picture().title.startswith(f"Ablating one place at a time by {words}: ")
         assert loaded.picture().cell == f"the run with one place ablated by {words}"
         assert loaded.asked["source"] == sweep.asked["source"]

@@ -167,22 +167,22 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "SteeringVectors.from_directions": (pc.studies.SteeringVectors.from_directions, {"directions": {1: VECTOR}}),
     "SteeringVectors.from_gguf": (pc.studies.SteeringVectors.from_gguf, {"path": "none.gguf"}),
     "SteeringVectors.to_gguf": (MADE.to_gguf, {"path": "made.gguf"}),
-    "LogitLens.save": (LENS.save, {"path": "lens.safetensors"}),
-    "LogitLens.load": (pc.studies.LogitLens.load, {"path": "none.safetensors"}),
-    "LogitLens.to_html": (LENS.to_html, {"path": "lens.html"}),
+    "LogitLensResult.save": (LENS.save, {"path": "lens.safetensors"}),
+    "LogitLensResult.load": (pc.studies.LogitLensResult.load, {"path": "none.safetensors"}),
+    "LogitLensResult.to_html": (LENS.to_html, {"path": "lens.html"}),
     "Harvested": (pc.studies.Harvested, {"folder": "none"}),
     "lm.bank.save": (LM.bank.save, {"file": "bank.safetensors"}),
     "lm.bank.load": (LM.bank.load, {"file": "none.safetensors"}),
-    "LogitLens.top": (LENS.top, {"layer": 1, "position": -1}),
-    "LogitLens.rank": (LENS.rank, {"token": 5}),
-    "LogitLens.probability": (LENS.probability, {"token": 5}),
+    "LogitLensResult.top": (LENS.top, {"layer": 1, "position": -1}),
+    "LogitLensResult.rank": (LENS.rank, {"token": 5}),
+    "LogitLensResult.probability": (LENS.probability, {"token": 5}),
 }
 SIGNATURES = {"lm.arun": LM.arun, "lm.stream": LM.stream, "lm.trace": LM.trace} | {
     name: getattr(pc.studies, name) for name in ("MeanOf", "Resampled", "Banked", "Project")
 }
 UNNAMED = {  # of one argument, or named by the argument that it is read for
     "LM", "site", "span", "role", "tokens", "Site", "Vector.of", "Program.of", "Program.from_json", "lm.bank[]=",
-    "lm.bank[]", "Banked", "Project", "LogitLens.to_html",
+    "lm.bank[]", "Banked", "Project", "LogitLensResult.to_html",
 }  # fmt: skip
 SKIPPED = {"tell", "listener", "check", "weights"}  # callbacks, called later; weights are read by engines
 

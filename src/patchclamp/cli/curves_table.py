@@ -14,7 +14,7 @@ from patchclamp.plots import Curve, Curves
 from patchclamp.plots.style import number, plain, shorten, tick
 
 if TYPE_CHECKING:
-    from patchclamp.studies import FuzzSweep
+    from patchclamp.studies import FuzzSweepResult
 
 
 def show_curves(console: Console, curves: Curves) -> None:
@@ -40,7 +40,7 @@ def _at(line: Curve, x: float) -> str:
     return number(float(here[0])) if len(here) and np.isfinite(here[0]) else "–"
 
 
-def show_answers(console: Console, sweep: FuzzSweep) -> None:
+def show_answers(console: Console, sweep: FuzzSweepResult) -> None:
     """The answers to the first prompt, by strength, of the first seed."""
     console.print()
     console.print(Text.assemble("the first prompt: ", (shorten(plain(sweep.prompts[0]), 90), "bold")), soft_wrap=True)

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from patchclamp.plots import TokenGrid, style
-from patchclamp.studies import AttributionPatching, DirectAttribution, EdgeAttribution, LogitLens, Patchscope
+from patchclamp.studies import AttributionPatchingResult, DirectAttributionResult, EdgeAttributionResult, LogitLensResult, PatchscopeResult
 from patchclamp.studies.edge_attribution import Edge
 
 WORDY = frozenset({  # columns of text; the others are of numbers
@@ -16,7 +16,7 @@ WORDY = frozenset({  # columns of text; the others are of numbers
 })  # fmt: skip
 
 
-def show_lens(console: Console, lens: LogitLens, position: int) -> None:
+def show_lens(console: Console, lens: LogitLensResult, position: int) -> None:
     """One row a layer, of one position: the likeliest tokens, KL and entropy, and the chosen tokens."""
     _head(console, lens.picture())
     column = lens.positions.index(position if position >= 0 else len(lens.prompt_tokens) + position)
@@ -32,7 +32,7 @@ def show_lens(console: Console, lens: LogitLens, position: int) -> None:
     console.print(table)
 
 
-def show_attribution(console: Console, result: DirectAttribution, top: int) -> None:
+def show_attribution(console: Console, result: DirectAttributionResult, top: int) -> None:
     """The parts that add most: layers, heads and neurons."""
     _head(console, result.picture())
     for kinds, name in ((("attn_out", "mlp_out", "embed", "positions", "bias"), "layers"), (("z",), "heads"),
@@ -48,7 +48,7 @@ def show_attribution(console: Console, result: DirectAttribution, top: int) -> N
                        f"{style.signed(float(result.logit_diffs.mean()))}"))  # fmt: skip
 
 
-def show_patchscope(console: Console, result: Patchscope) -> None:
+def show_patchscope(console: Console, result: PatchscopeResult) -> None:
     """One row a cell: where the capture came from and went, and what was said."""
     _head(console, result.picture())
     table = _table("from layer", "in layer", "KL from unpatched", "goes on with")
@@ -59,10 +59,10 @@ def show_patchscope(console: Console, result: Patchscope) -> None:
     console.print(table)
 
 
-def show_patching(console: Console, result: AttributionPatching | EdgeAttribution, top: int) -> None:
+def show_patching(console: Console, result: AttributionPatchingResult | EdgeAttributionResult, top: int) -> None:
     """The verified cells or edges that moved the metric furthest, and how well estimates and exact patches agree."""
     _head(console, result.picture())
-    edges = isinstance(result, EdgeAttribution)
+    edges = isinstance(result, EdgeAttributionResult)
     table = _table(*(("best edges", "read by") if edges else ("best cells", "token")), "estimate", "exact patch")
     for cell in result.best(top) or result.proposals(top):
         ends = (cell.sender, cell.receiver) if isinstance(cell, Edge) else (str(cell.row), cell.column.label)

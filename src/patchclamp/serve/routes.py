@@ -67,7 +67,7 @@ from patchclamp.studies import MeanOf, Resampled, patch_sweep
 from patchclamp.studies.metric import Spread
 from patchclamp.studies.patch_sweep import SweepPlan
 from patchclamp.studies.study import MemoryJournal
-from patchclamp.studies.sweep_result import Cell, Column, PatchSweep
+from patchclamp.studies.sweep_result import Cell, Column, PatchSweepResult
 from patchclamp.version import __version__
 
 page_router = APIRouter()
@@ -476,7 +476,7 @@ class _Running:
         """Nobody listens any more."""
         self._stopped.set()
 
-    def begin(self, sweep: PatchSweep, cells: int) -> None:
+    def begin(self, sweep: PatchSweepResult, cells: int) -> None:
         self._places = {"sites": _numbered(sweep.sites), "layers": _numbered(sweep.layers),
                         "columns": _numbered(sweep.columns)}  # fmt: skip
         self._put(("start", _start(sweep, cells)))
@@ -506,7 +506,7 @@ class _Running:
             self._put(unpack(pack(as_patchclamp_error(error))))  # without the frames that hold the sweep's runs
         self._put(None)
 
-    def _spread(self, sweep: PatchSweep) -> dict[str, Any]:
+    def _spread(self, sweep: PatchSweepResult) -> dict[str, Any]:
         """Of every cell: its place, the fields of `Spread`; and its value in each pair of prompts."""
         run = ~np.isnan(sweep.values)
         numbers = [getattr(sweep, name)[run].tolist() for name in Spread._fields]
@@ -526,7 +526,7 @@ def _numbered(values: tuple[Any, ...]) -> dict[Any, int]:
     return {value: i for i, value in enumerate(values)}
 
 
-def _start(sweep: PatchSweep, cells: int) -> dict[str, Any]:
+def _start(sweep: PatchSweepResult, cells: int) -> dict[str, Any]:
     return {
         "cells": cells, "sites": sweep.sites, "layers": sweep.layers, "columns": _columns(sweep.columns),
         "metric": sweep.metric, "clean": sweep.clean, "corrupt": sweep.corrupt, "answer": sweep.answer,
@@ -545,7 +545,7 @@ def _columns(columns: Sequence[Column]) -> list[dict[str, Any]]:
     return [{"label": each.label, "clean": each.clean, "corrupt": each.corrupt} for each in columns]
 
 
-def _summary(sweep: PatchSweep) -> dict[str, Any]:
+def _summary(sweep: PatchSweepResult) -> dict[str, Any]:
     best = [{"site": cell.panel, "layer": cell.layer, "label": cell.column.label, "positions": cell.column.corrupt,
              "value": cell.value} for cell in sweep.best(5)]  # fmt: skip
     blocks = [{"site": sweep.rows[block.rows[0]].panel, "layers": [sweep.rows[r].layer for r in block.rows],

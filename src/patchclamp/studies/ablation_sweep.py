@@ -41,7 +41,7 @@ from patchclamp.studies.metric import Graded, text_of
 from patchclamp.studies.sources import Mixing, Resampled, Writer, as_source, in_words, opened, question_of
 from patchclamp.studies.study import json_of, provenance
 from patchclamp.studies.sweep_result import (
-    AblationSweep,
+    AblationSweepResult,
     Column,
     Pair,
     Row,
@@ -75,7 +75,7 @@ def ablation_sweep(
     show_progress: bool | None = None,
     listener: Listener | None = None,
     resume: str | Path | None = None,
-) -> AblationSweep:
+) -> AblationSweepResult:
     """Puts out every cell of sites × layers × positions in the run of a prompt; returns the grid.
 
     prompt: text or token ids; or a list of prompts, whose mean is the grid
@@ -166,10 +166,10 @@ def _pair(lm: LM, words: Words, graded: Graded, base: float, columns: tuple[Colu
 def _begun(
     lm: LM, metric: str, pairs: Sequence[Pair], rows: Sequence[Row], columns: tuple[Column, ...],
     seeds: tuple[int, ...], source: str, question: str,
-) -> AblationSweep:  # fmt: skip
+) -> AblationSweepResult:  # fmt: skip
     """The result before any cell has been put out."""
     empty = np.full((len(pairs), len(rows), len(columns)), np.nan)
-    return AblationSweep(
+    return AblationSweepResult(
         provenance=provenance(lm, seeds), metric=metric, pairs=tuple(pairs), rows=tuple(rows), columns=columns,
         values=empty[0], each=empty, clean=float(np.mean([pair.clean for pair in pairs])), corrupt=None,
         noise_floor=np.nan, direction="noising", source=source, question=question,

@@ -63,7 +63,7 @@ class Estimate(msgspec.Struct, frozen=True):
     exact: float | None
 
 
-class AttributionPatching(Proposal, frozen=True, eq=False, kw_only=True):
+class AttributionPatchingResult(Proposal, frozen=True, eq=False, kw_only=True):
     """Arrays are [R, P]: a cell is a row at an aligned position."""
 
     rows: tuple[Row, ...]
@@ -144,7 +144,7 @@ class AttributionPatching(Proposal, frozen=True, eq=False, kw_only=True):
     def __repr__(self) -> str:
         cell = self.proposals(1)[0]
         verified = int(np.isfinite(self.exact).sum())
-        return (f"<AttributionPatching {self.estimates.size} cells, largest {cell.estimate:+.3f} at {cell.row} @ "
+        return (f"<AttributionPatchingResult {self.estimates.size} cells, largest {cell.estimate:+.3f} at {cell.row} @ "
                 f"{cell.column.label!r}; r {self.pearson():.2f} of {verified} verified>")  # fmt: skip
 
 
@@ -169,7 +169,7 @@ def attribution_patching(
     on: LM | None = None,
     batch: int = 256,
     show_progress: bool | None = None,
-) -> AttributionPatching:
+) -> AttributionPatchingResult:
     """Estimates the effect of every patch of a clean run into a corrupt one, and makes the best of them exactly.
 
     lm: on Transformers, for the gradients; `on`: where the exact patches run, such as the serving engine; `lm` itself
@@ -203,7 +203,7 @@ def attribution_patching(
         finally:
             source.close()
 
-    return AttributionPatching(
+    return AttributionPatchingResult(
         provenance=provenance(lm, (seed,) if sample else ()), verified_on=provenance(serving), steps=steps,
         rows=tuple(rows), columns=between.columns, **between.texts, **arrays(estimates, verify, sample, seed, patch),
     )  # fmt: skip

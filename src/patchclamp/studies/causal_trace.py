@@ -45,7 +45,7 @@ from patchclamp.studies.metric import Graded, text_of
 from patchclamp.studies.sources import FromRun, Mixing, captured_runs
 from patchclamp.studies.study import json_of, provenance
 from patchclamp.studies.sweep_result import (
-    CausalTrace,
+    CausalTraceResult,
     Column,
     Pair,
     Row,
@@ -91,7 +91,7 @@ def causal_trace(
     show_progress: bool | None = None,
     listener: Listener | None = None,
     resume: str | Path | None = None,
-) -> CausalTrace:
+) -> CausalTraceResult:
     """Restores every cell of sites × layers × positions in runs of a prompt whose subject is noised; returns the grid.
 
     prompt: text or token ids, or a list of prompts; subject: a text in it, or a selection; of several prompts one each
@@ -198,7 +198,7 @@ def _unpatched(traced: Sequence[_Traced], std: float, seeds: tuple[int, ...]) ->
 def _begun(
     lm: LM, metric: str, traced: Sequence[_Traced], rows: Sequence[Row], columns: tuple[Column, ...], both: np.ndarray,
     std: float, seeds: tuple[int, ...],
-) -> tuple[CausalTrace, list[float], list[tuple[float, float]]]:  # fmt: skip
+) -> tuple[CausalTraceResult, list[float], list[tuple[float, float]]]:  # fmt: skip
     """The result before any cell was restored, the noised metric of every unit, and the (offset, factor) of each
     prompt."""
     pairs, bases, scales = [], [], []
@@ -215,7 +215,7 @@ def _begun(
         bases += noised
         scales.append((offset, factor))
     empty = np.full((len(bases), len(rows), len(columns)), np.nan)
-    begun = CausalTrace(
+    begun = CausalTraceResult(
         provenance=provenance(lm, seeds), metric=metric, pairs=tuple(pairs), rows=tuple(rows), columns=columns,
         values=empty[0], each=empty, clean=float(np.mean([pair.clean for pair in pairs])),
         corrupt=float(np.mean(bases)),

@@ -58,7 +58,7 @@ class Share(msgspec.Struct, frozen=True):
     value: float
 
 
-class DirectAttribution(StudyResult, frozen=True, eq=False, kw_only=True):
+class DirectAttributionResult(StudyResult, frozen=True, eq=False, kw_only=True):
     """`shares` [N, C] of the `parts` ("embed", "attn_out[0]", …, "bias") add up to `totals` [N], the difference
     logit(answer) − logit(foil) as our readout makes it of the last stream, before a cap of the logits; `unexplained`
     [N] is what is missing, of rounding. `logit_diffs` [N] is the model's own, before the cap. Without a foil it is
@@ -163,7 +163,7 @@ class DirectAttribution(StudyResult, frozen=True, eq=False, kw_only=True):
 
     def __repr__(self) -> str:
         best = ", ".join(f"{share.part} {share.value:+.3f}" for share in self.ranked()[:3])
-        return f"<DirectAttribution {self.logit_diffs.mean():.3f} over {len(self.prompts)} prompts: {best}>"
+        return f"<DirectAttributionResult {self.logit_diffs.mean():.3f} over {len(self.prompts)} prompts: {best}>"
 
 
 def _row(part: str, values: np.ndarray) -> dict[str, object]:
@@ -188,7 +188,7 @@ def direct_attribution(
     foil: Any = None,
     by: Sequence[str] = BY,
     weights: Any = None,
-) -> DirectAttribution:
+) -> DirectAttributionResult:
     """What each part of the model adds to logit(answer) − logit(foil) at the end of a prompt, or of several.
 
     prompt: text or token ids, or a list of either
@@ -225,7 +225,7 @@ def direct_attribution(
     totals_N, shares_NC = (last_ND * towards_ND).sum(-1) + difference.biases_N, torch.stack(list(shares.values()), 1)
     heads, head_biases = _within("z", inner, rows, checkpoint, towards_ND)
     neurons, neuron_biases = _within("neurons", inner, rows, checkpoint, towards_ND)
-    result = DirectAttribution(
+    result = DirectAttributionResult(
         provenance=provenance(lm),
         prompts=tuple("".join(lm.tokenizer.token_strings(run.prompt_token_ids)) for run in runs),
         answers=tuple(lm.tokenizer.token_strings(answers)), foils=tuple(lm.tokenizer.token_strings(foils)),

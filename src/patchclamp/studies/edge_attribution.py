@@ -50,7 +50,7 @@ class Edge(msgspec.Struct, frozen=True):
     exact: float | None
 
 
-class EdgeAttribution(Proposal, frozen=True, eq=False, kw_only=True):
+class EdgeAttributionResult(Proposal, frozen=True, eq=False, kw_only=True):
     """Arrays are [R, S], all positions together; NaN where a sender does not come before a receiver.
 
     senders: "resid_pre[0]", which is the embedding, "attn_out[0]", "mlp_out[0]", … · receivers: "attn_in[0]",
@@ -105,7 +105,7 @@ class EdgeAttribution(Proposal, frozen=True, eq=False, kw_only=True):
 
     def __repr__(self) -> str:
         edge = self.proposals(1)[0]
-        return (f"<EdgeAttribution {int(np.isfinite(self.estimates).sum())} edges, largest {edge.estimate:+.3f} from "
+        return (f"<EdgeAttributionResult {int(np.isfinite(self.estimates).sum())} edges, largest {edge.estimate:+.3f} from "
                 f"{edge.sender} to {edge.receiver}; r {self.pearson():.2f}>")  # fmt: skip
 
 
@@ -139,7 +139,7 @@ def edge_attribution(
     weights: Any = None,
     batch: int = 256,
     show_progress: bool | None = None,
-) -> EdgeAttribution:
+) -> EdgeAttributionResult:
     """Estimates the effect of every edge between the embedding, attentions, MLPs and the logits, and patches the
     largest exactly.
 
@@ -174,7 +174,7 @@ def edge_attribution(
             for run in runs:
                 run.close()
 
-    return EdgeAttribution(
+    return EdgeAttributionResult(
         provenance=provenance(lm, (seed,) if sample else ()), verified_on=provenance(serving), steps=steps,
         senders=tuple(str(part.site) for part in senders), receivers=tuple(str(part.site) for part in receivers),
         **between.texts, **arrays(estimates, verify, sample, seed, patch),

@@ -247,7 +247,7 @@ class FuzzAnswer(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...]
 
 
-class FuzzSweep(StudyResult, frozen=True, eq=False, kw_only=True):
+class FuzzSweepResult(StudyResult, frozen=True, eq=False, kw_only=True):
     """`answers[p][l][s]` is the answer to prompt p under noise of strength l with seed s; `unfuzzed[p]` has that of the
     unedited run, or one a seed if runs were sampled.
 
@@ -313,7 +313,7 @@ class FuzzSweep(StudyResult, frozen=True, eq=False, kw_only=True):
 
     def __repr__(self) -> str:
         size = " × ".join(map(str, self.exact.shape))
-        return f"<FuzzSweep {size} (prompts × strengths × seeds): {self.noise}>"
+        return f"<FuzzSweepResult {size} (prompts × strengths × seeds): {self.noise}>"
 
 
 Cell = tuple[int, int, int]  # numbers of prompt, strength and seed
@@ -341,7 +341,7 @@ def fuzz_sweep(
     batch: int = 64,
     show_progress: bool | None = None,
     resume: Resumable | None = None,
-) -> FuzzSweep:
+) -> FuzzSweepResult:
     """Runs every prompt with noise of every strength and seed, and measures each answer against the run without noise.
 
     prompts: texts or token ids, or with `chat` texts or lists of messages; 23 instructions if not given
@@ -380,7 +380,7 @@ def fuzz_sweep(
     with keeping(lm, plan.question, resume) as journal:
         runs = _run(lm, plan, journal, show_progress)
         perplexities = _perplexities(lm, plan, runs, journal, show_progress) if perplexity else {}
-    return FuzzSweep(
+    return FuzzSweepResult(
         provenance=provenance(lm, plan.seeds), prompts=tuple(one.shown for one in plan.asked),
         strengths=plan.strengths, noise=plan.fuzz.words, chat=chat, max_tokens=max_tokens,
         sampling=plan.sampling.parameters, divergence=plan.first.words, refusal=refusal,
@@ -558,7 +558,7 @@ QUARTILES = "Median over prompts and seeds; the band has the middle half of them
 SHARES = "Share of prompts and seeds; the band is its 95 % interval over prompts (Wilson)."
 
 
-def curves(sweep: FuzzSweep) -> Curves:
+def curves(sweep: FuzzSweepResult) -> Curves:
     """A chart each for agreement, divergence, perplexity and refusals, as far as they were asked for."""
     charts = [_agreement(sweep)]
     if not np.isnan(sweep.kl).any():
@@ -584,24 +584,24 @@ def curves(sweep: FuzzSweep) -> Curves:
     )  # fmt: skip
 
 
-def _agreement(sweep: FuzzSweep) -> Chart:
+def _agreement(sweep: FuzzSweepResult) -> Chart:
     lines = (_share(sweep, "same answer", sweep.exact), _quartiles(sweep, "share before it differs", sweep.prefix))
     note = "Same answer: share, with its 95 % interval over prompts. Share before it differs: median and middle half."
     return Chart("Agreement with the unfuzzed answer", "share", lines, y_range=(-0.02, 1.02), note=note)
 
 
-def _divergence(sweep: FuzzSweep) -> str:
+def _divergence(sweep: FuzzSweepResult) -> str:
     of = "" if sweep.divergence == "full" else f" Of the {sweep.divergence}."
     return QUARTILES + of
 
 
-def _quartiles(sweep: FuzzSweep, label: str, values: np.ndarray) -> Curve:
+def _quartiles(sweep: FuzzSweepResult, label: str, values: np.ndarray) -> Curve:
     """Median, and the middle half."""
     low, middle, high = np.quantile(values, (0.25, 0.5, 0.75), axis=(0, 2))
     return Curve(label, np.array(sweep.strengths), middle, low, high)
 
 
-def _share(sweep: FuzzSweep, label: str, values: np.ndarray) -> Curve:
+def _share(sweep: FuzzSweepResult, label: str, values: np.ndarray) -> Curve:
     """How many are 1, with Wilson's interval. Prompts are its draws: a prompt's seeds are alike, and of them the share
     counts."""
     low, high = wilson(values.mean(2).sum(0), values.shape[0])
@@ -619,6 +619,6 @@ def wilson(hits: np.ndarray, count: int, z: float = 1.959964) -> tuple[np.ndarra
     return np.clip(middle - half, 0, share), np.clip(middle + half, share, 1)
 
 
-def _sampling(sweep: FuzzSweep) -> str:
+def _sampling(sweep: FuzzSweepResult) -> str:
     temperature = sweep.sampling.get("temperature")
     return f"sampled at temperature {temperature:g}" if temperature else "greedy"

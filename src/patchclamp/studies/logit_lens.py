@@ -55,7 +55,7 @@ class Guess(msgspec.Struct, frozen=True):
     probability: float
 
 
-class LogitLens(StudyResult, frozen=True, eq=False, kw_only=True):
+class LogitLensResult(StudyResult, frozen=True, eq=False, kw_only=True):
     """`top_ids`, `top_probs` [L, P, K]: the likeliest tokens, best first. `ranks`, `logprobs` [L, P, C]: of the chosen
     tokens; rank 0 is the likeliest. `kl` [L, P]: Σ p · log(p / q) in nats, p of the final layer through the model's own
     readout, q of the layer through the lens. `entropy` [L, P]: of q, in nats.
@@ -166,7 +166,7 @@ class LogitLens(StudyResult, frozen=True, eq=False, kw_only=True):
     def __repr__(self) -> str:
         best = self.top(self.layers[-1], self.positions[-1])[0]
         return (
-            f"<LogitLens {self.site} × {len(self.positions)} positions: ends on {best.token!r} {best.probability:.2f}>"
+            f"<LogitLensResult {self.site} × {len(self.positions)} positions: ends on {best.token!r} {best.probability:.2f}>"
         )
 
 
@@ -197,7 +197,7 @@ def logit_lens(
     readout: str | None = None,
     weights: Any = None,
     resume: Resumable | None = None,
-) -> LogitLens:
+) -> LogitLensResult:
     """Reads a prompt's stream at every layer and position through the model's final norm and unembedding.
 
     prompt: text or token ids
@@ -245,7 +245,7 @@ def logit_lens(
     texts = names or lm.tokenizer.token_strings(ids)
     texts = {token: texts[token if names else i] for i, token in enumerate(ids)}
     strings = tuple(lm.tokenizer.token_strings(run.prompt_token_ids))
-    return LogitLens(
+    return LogitLensResult(
         provenance=provenance(lm), prompt=prompt if isinstance(prompt, str) else "".join(strings),
         prompt_tokens=strings, prompt_token_ids=tuple(run.prompt_token_ids), site=at.name, layers=tuple(chosen_layers),
         positions=tuple(columns), tokens=tuple(texts[token] for token in chosen), token_ids=tuple(chosen), texts=texts,
@@ -254,7 +254,7 @@ def logit_lens(
 
 
 class _Measured(msgspec.Struct):
-    """The arrays of a `LogitLens`, or of some of its positions."""
+    """The arrays of a `LogitLensResult`, or of some of its positions."""
 
     top_ids: np.ndarray
     top_probs: np.ndarray

@@ -57,7 +57,7 @@ from patchclamp.studies.sources import (
 )
 from patchclamp.studies.sources import question_of as question_of_source
 from patchclamp.studies.study import Resumable, json_of, provenance
-from patchclamp.studies.sweep_result import Cell, Column, PatchSweep, Row, Side, rows_of, same_columns, words_of
+from patchclamp.studies.sweep_result import Cell, Column, PatchSweepResult, Row, Side, rows_of, same_columns, words_of
 
 DIRECTIONS = ("denoising", "noising")
 MAX_SOURCE_BYTES = 1 << 28  # of what the prompts that are read capture at a time
@@ -88,7 +88,7 @@ def patch_sweep(
     listener: Listener | None = None,
     resume: Resumable | None = None,
     check: Callable[[SweepPlan], None] | None = None,
-) -> PatchSweep:
+) -> PatchSweepResult:
     """Patches every cell of sites × layers × positions from the clean run into the corrupt one; returns the grid.
 
     clean, corrupt: prompts, as text or token ids; or lists of them, pair by pair, whose mean is the grid
@@ -271,7 +271,7 @@ class SweepPlan:
         return self._row_bytes * max(len(self.asked[pair].clean.ids), len(self.asked[pair].corrupt.ids))
 
 
-def _sweep(plan: SweepPlan, cells: Any, zooming: Zoom | None, listener: Listener | None) -> PatchSweep:
+def _sweep(plan: SweepPlan, cells: Any, zooming: Zoom | None, listener: Listener | None) -> PatchSweepResult:
     """The result, from the unpatched runs to the last cell."""
     baselines = cells.graded(_unpatched(plan))
     both = list(zip(baselines[::2], baselines[1::2], strict=True))  # clean and corrupt, before normalisation
@@ -308,14 +308,14 @@ def _unpatched(plan: SweepPlan) -> list[Trial]:
     return [Trial(words.ids, (), pair.graded) for pair in plan.asked for words in (pair.clean, pair.corrupt)]
 
 
-def _begun(plan: SweepPlan, both: list[tuple[float, float]]) -> PatchSweep:
+def _begun(plan: SweepPlan, both: list[tuple[float, float]]) -> PatchSweepResult:
     """The result before any cell has been patched."""
     pairs = []
     for pair, values in zip(plan.asked, both, strict=True):
         offset, factor = pair.graded.scale(*values)
         pairs.append(pair_of(plan.lm, pair, *((value - offset) * factor for value in values)))
     empty = np.full((len(pairs), len(plan.rows), len(plan.columns)), np.nan)
-    return PatchSweep(
+    return PatchSweepResult(
         provenance=provenance(plan.lm, _seeds(plan)), metric=plan.asked[0].graded.metric, pairs=tuple(pairs),
         rows=tuple(plan.rows), columns=plan.columns, values=empty[0], each=empty,
         clean=float(np.mean([pair.clean for pair in pairs])), corrupt=float(np.mean([pair.corrupt for pair in pairs])),
@@ -404,5 +404,5 @@ def _cell(plan: SweepPlan, r: int, p: int, value: float) -> Cell:
     return Cell(row.site, row.layer, plan.columns[p], value, row.index)
 
 
-def _baseline(sweep: PatchSweep) -> float:
+def _baseline(sweep: PatchSweepResult) -> float:
     return sweep.baseline

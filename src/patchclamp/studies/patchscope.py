@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Patchscope(StudyResult, frozen=True, eq=False, kw_only=True):
+class PatchscopeResult(StudyResult, frozen=True, eq=False, kw_only=True):
     """`texts` [S][G]: what the target prompt went on with. `top_ids`, `top_probs` [S, G, K]: the likeliest first
     tokens of that, best first; `logprobs` [S, G, C]: of the chosen tokens there. `moved` [S, G]: KL divergence, in
     nats, of that distribution from the one of the target prompt as it is, whose text is `plain_text`. `scales` [S, G]:
@@ -92,7 +92,7 @@ class Patchscope(StudyResult, frozen=True, eq=False, kw_only=True):
         matched = ", scaled to the length of what it replaces" if self.normed else ""
         columns = tuple(map(str, self.target_layers)) or ("the same layer",)
         return TokenGrid(
-            title=f"Patchscope: {style.quoted(source)} read by another prompt",
+            title=f"PatchscopeResult: {style.quoted(source)} read by another prompt",
             explained=(f"The {self.site} of {style.quoted(source)} takes the place of {style.quoted(target)} in the "
                        f"target prompt{matched}; each cell is what that prompt then goes on with. Unpatched it goes on "
                        f"with {style.quoted(style.shorten(self.plain_text, 60))}."),
@@ -125,7 +125,7 @@ class Patchscope(StudyResult, frozen=True, eq=False, kw_only=True):
     def __repr__(self) -> str:
         s, g = np.unravel_index(int(self.moved.argmax()), self.moved.shape)
         return (
-            f"<Patchscope {self.site} of {len(self.layers)} layers: layer {self.layers[s]} says {self.texts[s][g]!r}>"
+            f"<PatchscopeResult {self.site} of {len(self.layers)} layers: layer {self.layers[s]} says {self.texts[s][g]!r}>"
         )
 
 
@@ -149,7 +149,7 @@ def patchscope(
     top: int = 5,
     batch: int = 64,
     show_progress: bool | None = None,
-) -> Patchscope:
+) -> PatchscopeResult:
     """Places what `source` has at a position, from every layer, into `target`, and reads what the model then says.
 
     source, target: prompts, as text or token ids; by default the target asks for the token itself
@@ -187,7 +187,7 @@ def patchscope(
     said.run(edits, max_tokens, batch, show_progress)
     shape = (len(taken), len(placed) or 1)
     ids = sorted({*chosen, *np.unique(said.top_ids).tolist()})
-    result = Patchscope(
+    result = PatchscopeResult(
         provenance=provenance(lm), site=at.name, source_tokens=_tokens(lm, from_run),
         target_tokens=_tokens(lm, into_run), source_positions=tuple(out), target_positions=tuple(into),
         layers=tuple(taken), target_layers=tuple(placed), normed=normed, token_ids=tuple(chosen),

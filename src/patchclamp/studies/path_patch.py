@@ -53,7 +53,7 @@ from patchclamp.studies.grid import (
 from patchclamp.studies.inputs import checked
 from patchclamp.studies.sources import captured_runs
 from patchclamp.studies.study import json_of, provenance
-from patchclamp.studies.sweep_result import Column, PathPatch, Row, Side, listed, rows_of, words_of
+from patchclamp.studies.sweep_result import Column, PathPatchResult, Row, Side, listed, rows_of, words_of
 
 ENDS = ("final_norm", "logits")  # receivers that are the end of the model
 FREEZABLE = ("z", "attn_out", "mlp_out")
@@ -89,7 +89,7 @@ def path_patch(
     show_progress: bool | None = None,
     listener: Listener | None = None,
     resume: str | Path | None = None,
-) -> PathPatch:
+) -> PathPatchResult:
     """Patches the way from every sender to every receiver; rows of the grid are senders, columns receivers.
 
     clean, corrupt: a pair of prompts of one length; or lists of them, pair by pair, whose mean is the grid. Pairs may
@@ -162,7 +162,7 @@ class _Paths:
         }  # fmt: skip
 
 
-def _patched(paths: _Paths, cells: Cells, listener: Listener | None) -> PathPatch:
+def _patched(paths: _Paths, cells: Cells, listener: Listener | None) -> PathPatchResult:
     """The result, a pair of prompts after the other."""
     prompts = [Trial(words.ids, (), pair.graded) for pair in paths.asked for words in (pair.clean, pair.corrupt)]
     values = cells.graded(prompts)
@@ -183,7 +183,7 @@ def _patched(paths: _Paths, cells: Cells, listener: Listener | None) -> PathPatc
     return with_values(begun, Filled(each, max(floors)), bases, cells.computed, paths.seed)
 
 
-def _begun(paths: _Paths, both: list[tuple[float, float]]) -> PathPatch:
+def _begun(paths: _Paths, both: list[tuple[float, float]]) -> PathPatchResult:
     """The result before any path has been patched."""
     pairs = []
     for pair, values in zip(paths.asked, both, strict=True):
@@ -193,7 +193,7 @@ def _begun(paths: _Paths, both: list[tuple[float, float]]) -> PathPatch:
         columns = tuple(Column(of.label, at.clean, at.corrupt) for of in paths.receivers)
         pairs.append(msgspec.structs.replace(result, columns=columns))
     empty = np.full((len(pairs), len(paths.rows), len(paths.receivers)), np.nan)
-    return PathPatch(
+    return PathPatchResult(
         provenance=provenance(paths.lm, (paths.seed,)), metric=paths.asked[0].graded.metric, pairs=tuple(pairs),
         rows=tuple(paths.rows), columns=pairs[0].columns, values=empty[0], each=empty,
         clean=float(np.mean([pair.clean for pair in pairs])), corrupt=float(np.mean([pair.corrupt for pair in pairs])),

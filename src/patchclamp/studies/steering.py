@@ -659,7 +659,7 @@ def _read(
 SCALES = (-4.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 4.0)
 
 
-class StrengthCurve(StudyResult, frozen=True, eq=False, kw_only=True):
+class StrengthCurveResult(StudyResult, frozen=True, eq=False, kw_only=True):
     """P prompts · S scales
 
     logprobs [P, S]: of the continuation `answers[p]`, all its tokens, in nats, with the vector times `scales[s]`
@@ -706,7 +706,7 @@ class StrengthCurve(StudyResult, frozen=True, eq=False, kw_only=True):
         return of_strengths(self)
 
     def __repr__(self) -> str:
-        return f"<StrengthCurve {self.vectors}: {self.slope:+.3f} nats by a scale of 1>"
+        return f"<StrengthCurveResult {self.vectors}: {self.slope:+.3f} nats by a scale of 1>"
 
 
 @checked
@@ -724,7 +724,7 @@ def strength_curve(
     batch: int = 256,
     show_progress: bool | None = None,
     resume: Resumable | None = None,
-) -> StrengthCurve:
+) -> StrengthCurveResult:
     """Scores a behaviour under steering vectors of several strengths.
 
     prompts: texts or token ids, or with `chat` texts or lists of messages
@@ -751,7 +751,7 @@ def strength_curve(
     }  # fmt: skip
     with keeping(lm, question, resume) as journal:
         scored = behaviour.score(lm, asked, edits, batch, show_progress, journal)
-    return StrengthCurve(
+    return StrengthCurveResult(
         provenance=provenance(lm, vectors.provenance.seeds), prompts=tuple(one.shown for one in asked),
         answers=texts_of(lm, behaviour.answers), scales=steps,
         foils=None if behaviour.foils is None else texts_of(lm, behaviour.foils),
@@ -797,7 +797,7 @@ def of_layers(vectors: SteeringVectors) -> Curves:
     )  # fmt: skip
 
 
-def of_strengths(curve: StrengthCurve) -> Curves:
+def of_strengths(curve: StrengthCurveResult) -> Curves:
     """The mean score against the scale, with quartiles over prompts."""
     low, high = np.quantile(curve.scores, (0.25, 0.75), axis=0)
     scales = np.array(curve.scales)
@@ -820,7 +820,7 @@ def _tokens(tokens: str) -> str:
     return "every token" if tokens == "every" else tokens
 
 
-def _score(curve: StrengthCurve) -> str:
+def _score(curve: StrengthCurveResult) -> str:
     answer = _shown(curve.answers)
     return f"log p({answer})" if curve.foils is None else f"log p({answer}) − log p({_shown(curve.foils)})"
 

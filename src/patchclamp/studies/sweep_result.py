@@ -513,19 +513,19 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
         return f"<{type(self).__name__} {self.metric}: {runs}{where}>"
 
 
-class PatchSweep(Sweep, frozen=True, eq=False, kw_only=True):
+class PatchSweepResult(Sweep, frozen=True, eq=False, kw_only=True):
     """A patch sweep: cells of one prompt's run replaced by those of the other's (`patch_sweep`)."""
 
     kind: ClassVar[str] = "patch"
 
 
-class AblationSweep(Sweep, frozen=True, eq=False, kw_only=True):
+class AblationSweepResult(Sweep, frozen=True, eq=False, kw_only=True):
     """An ablation sweep: cells of a prompt's run put out (`ablation_sweep`). `corrupt` is None."""
 
     kind: ClassVar[str] = "ablation"
 
 
-class CausalTrace(Sweep, frozen=True, eq=False, kw_only=True):
+class CausalTraceResult(Sweep, frozen=True, eq=False, kw_only=True):
     """A causal trace: the subject's embeddings are noised, and cells get their clean values back (`causal_trace`).
 
     subjects: the noised positions of each pair; std: of the noise, as added to the embeddings
@@ -539,7 +539,7 @@ class CausalTrace(Sweep, frozen=True, eq=False, kw_only=True):
     kind: ClassVar[str] = "trace"
 
 
-class PathPatch(Sweep, frozen=True, eq=False, kw_only=True):
+class PathPatchResult(Sweep, frozen=True, eq=False, kw_only=True):
     """Path patching: rows are senders, columns receivers (`path_patch`).
 
     frozen: the sites that were held at the unpatched run between the two
@@ -629,7 +629,7 @@ def _by_part(sweep: Sweep) -> tuple[tuple[Panel, ...], tuple[HeatmapColumn, ...]
                     picked[:, i] = grid[s, :, p]
                 return picked
 
-            join = "→" if isinstance(sweep, PathPatch) else "@"
+            join = "→" if isinstance(sweep, PathPatchResult) else "@"
             title = f"{name} {join} {visible(column.label)}"
             cut = _cut(sweep, sweep.sites[0], of)
             panels.append(Panel(title, sweep.layers, *cut, part_of=(name, column.label)))
@@ -657,9 +657,9 @@ def _coarse(sweep: Sweep) -> np.ndarray | None:
 
 
 def _strips(sweep: Sweep) -> tuple[Strip, ...]:
-    if sweep.corrupt is None or isinstance(sweep, CausalTrace):
-        subject = sweep.subjects[0] if isinstance(sweep, CausalTrace) else ()
-        side = "corrupt" if isinstance(sweep, CausalTrace) else "clean"
+    if sweep.corrupt is None or isinstance(sweep, CausalTraceResult):
+        subject = sweep.subjects[0] if isinstance(sweep, CausalTraceResult) else ()
+        side = "corrupt" if isinstance(sweep, CausalTraceResult) else "clean"
         own: list[Mark] = ["differs" if p in subject else "same" for p in range(len(sweep.clean_tokens))]
         return (Strip(side, sweep.clean_tokens, tuple(own), "noised" if side == "corrupt" else "prompt"),)
     return (
@@ -719,7 +719,7 @@ def _cell(sweep: Sweep) -> str:
 def _axis(sweep: Sweep) -> str:
     if sweep.kind == "path":
         return "receiver"
-    if isinstance(sweep, PatchSweep):
+    if isinstance(sweep, PatchSweepResult):
         return f"token of the {sweep.patched} prompt"
     return "token"
 
@@ -733,16 +733,16 @@ def _name(sweep: Sweep, side: str) -> str:
 def _note(sweep: Sweep) -> str:
     notes = []
     units = len(sweep.each)
-    if isinstance(sweep, CausalTrace):
+    if isinstance(sweep, CausalTraceResult):
         notes.append(f"Noise of standard deviation {number(sweep.std)} on the embeddings of the subject.")
     if units > 1:
         pairs = len(sweep.pairs)
         of = (
             f"{pairs} prompts"
-            if sweep.corrupt is None or isinstance(sweep, CausalTrace)
+            if sweep.corrupt is None or isinstance(sweep, CausalTraceResult)
             else f"{pairs} pairs of prompts"
         )
-        if isinstance(sweep, CausalTrace):
+        if isinstance(sweep, CausalTraceResult):
             of = f"{of} and {units // pairs} noise seeds each" if pairs > 1 else f"{units} noise seeds"
         notes.append(f"Means over {of}" + ("; the first is shown." if pairs > 1 else "."))
     return " ".join(notes)
