@@ -1,26 +1,48 @@
-"""ASK: questions made of many runs. One function to one frozen result; they know an `LM`, never vLLM."""
+"""ASK: questions made of many runs. A study is a frozen configuration with `run(lm)`, and a short form of the same name
+in lower case; its result is frozen, drawn, saved and loaded. Studies know an `LM`, never vLLM."""
 
-from patchclamp.studies.ablation_sweep import ablation_sweep
-from patchclamp.studies.attribution_patching import AttributionPatchingResult, attribution_patching
-from patchclamp.studies.causal_trace import causal_trace
-from patchclamp.studies.direct_attribution import DirectAttributionResult, direct_attribution
-from patchclamp.studies.edge_attribution import EdgeAttributionResult, edge_attribution
-from patchclamp.studies.fuzz import FuzzAnswer, FuzzSweepResult, fuzz_sweep
+from patchclamp.studies.ablation_sweep import AblationSweep, ablation_sweep
+from patchclamp.studies.attribution_patching import (
+    AttributionPatching,
+    AttributionPatchingResult,
+    attribution_patching,
+)
+from patchclamp.studies.causal_trace import CausalTrace, causal_trace
+from patchclamp.studies.direct_attribution import DirectAttribution, DirectAttributionResult, direct_attribution
+from patchclamp.studies.edge_attribution import EdgeAttribution, EdgeAttributionResult, edge_attribution
+from patchclamp.studies.fuzz import FuzzAnswer, FuzzSweep, FuzzSweepResult, fuzz_sweep
 from patchclamp.studies.harvest import Filters, Harvest, Harvested, Project, harvest
-from patchclamp.studies.logit_lens import LogitLensResult, logit_lens
+from patchclamp.studies.logit_lens import LogitLens, LogitLensResult, logit_lens
 from patchclamp.studies.parity import Parity, parity
-from patchclamp.studies.patch_sweep import patch_sweep
-from patchclamp.studies.patchscope import PatchscopeResult, patchscope
-from patchclamp.studies.path_patch import path_patch
+from patchclamp.studies.patch_sweep import PatchSweep, patch_sweep
+from patchclamp.studies.patchscope import Patchscope, PatchscopeResult, patchscope
+from patchclamp.studies.path_patch import PathPatch, path_patch
 from patchclamp.studies.sources import Banked, MeanOf, Resampled, Zeros
-from patchclamp.studies.steering import SteeringVectors, StrengthCurveResult, steering_vectors, strength_curve
-from patchclamp.studies.sweep_result import AblationSweepResult, CausalTraceResult, Cell, Column, PatchSweepResult, PathPatchResult
+from patchclamp.studies.steering import (
+    Steering,
+    SteeringVectors,
+    StrengthCurve,
+    StrengthCurveResult,
+    steering_vectors,
+    strength_curve,
+)
+from patchclamp.studies.study import Study, StudyResult, load
+from patchclamp.studies.sweep_result import (
+    AblationSweepResult,
+    CausalTraceResult,
+    Cell,
+    Column,
+    PatchSweepResult,
+    PathPatchResult,
+)
 
 __all__ = [
-    "AblationSweepResult", "AttributionPatchingResult", "Banked", "CausalTraceResult", "Cell", "Column", "DirectAttributionResult",
-    "EdgeAttributionResult", "Filters", "FuzzAnswer", "FuzzSweepResult", "Harvest", "Harvested", "LogitLensResult", "MeanOf",
-    "Parity", "PatchSweepResult", "PatchscopeResult", "PathPatchResult", "Project", "Resampled", "SteeringVectors",
-    "StrengthCurveResult", "Zeros", "ablation_sweep", "attribution_patching", "causal_trace",
-    "direct_attribution", "edge_attribution", "fuzz_sweep", "harvest", "logit_lens", "parity", "patch_sweep",
-    "patchscope", "path_patch", "steering_vectors", "strength_curve",
+    "AblationSweep", "AblationSweepResult", "AttributionPatching", "AttributionPatchingResult", "Banked", "CausalTrace",
+    "CausalTraceResult", "Cell", "Column", "DirectAttribution", "DirectAttributionResult", "EdgeAttribution",
+    "EdgeAttributionResult", "Filters", "FuzzAnswer", "FuzzSweep", "FuzzSweepResult", "Harvest", "Harvested",
+    "LogitLens", "LogitLensResult", "MeanOf", "Parity", "PatchSweep", "PatchSweepResult", "Patchscope",
+    "PatchscopeResult", "PathPatch", "PathPatchResult", "Project", "Resampled", "Steering", "SteeringVectors",
+    "StrengthCurve", "StrengthCurveResult", "Study", "StudyResult", "Zeros", "ablation_sweep", "attribution_patching",
+    "causal_trace", "direct_attribution", "edge_attribution", "fuzz_sweep", "harvest", "load", "logit_lens", "parity",
+    "patch_sweep", "patchscope", "path_patch", "steering_vectors", "strength_curve",
 ]  # fmt: skip

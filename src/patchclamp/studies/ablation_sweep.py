@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -36,10 +35,20 @@ from patchclamp.studies.grid import (
     teller,
     with_values,
 )
-from patchclamp.studies.inputs import checked
+from patchclamp.studies.inputs import (
+    Answers,
+    Layers,
+    Positions,
+    Progress,
+    Prompts,
+    ResumeFile,
+    Sites,
+    SourceField,
+    Text,
+)
 from patchclamp.studies.metric import Graded, text_of
 from patchclamp.studies.sources import Mixing, Resampled, Writer, as_source, in_words, opened, question_of
-from patchclamp.studies.study import json_of, provenance
+from patchclamp.studies.study import Study, json_of, provenance
 from patchclamp.studies.sweep_result import (
     AblationSweepResult,
     Column,
@@ -56,80 +65,101 @@ from patchclamp.studies.sweep_result import (
 ALL = "all tokens"
 
 
-@checked
-def ablation_sweep(
-    lm: LM,
-    *,
-    prompt: Any,
-    answer: Any,
-    foil: Any = None,
-    sites: Any = ("attn_out", "mlp_out"),
-    layers: Any = None,
-    positions: Any = None,
-    metric: str = "logit_diff",
-    source: Any = "zeros",
-    group: int | None = None,
-    window: int = 1,
-    seed: int = 0,
-    batch: int = 512,
-    show_progress: bool | None = None,
-    listener: Listener | None = None,
-    resume: str | Path | None = None,
-) -> AblationSweepResult:
-    """Puts out every cell of sites × layers × positions in the run of a prompt; returns the grid.
+class AblationSweep(Study):
+    """Ablate every site, layer and head in the run of a prompt, and show where the answer suffers.
 
-    prompt: text or token ids; or a list of prompts, whose mean is the grid
-    positions: the columns: selections of the prompt, put out together, or a mapping of labels to selections; "each" for
-        one column a token. One column of the whole prompt if not given. Tokens of the answer are never put out
-    metric: "logit_diff", "logprob" or "prob"
-    source: "zeros", "bank:NAME", `studies.MeanOf(prompts)` or `studies.Resampled(prompts)`
+    Effects are measured against the run without an ablation. Tokens of the answer are never ablated.
 
-    All else is as in `patch_sweep`; effects are measured over the run without an ablation.
-
-    Raises: `ProgramError` for a wrong argument, `TokensError` for a selection that is empty, and the error of any run.
+    Raises: `ProgramError` for a wrong argument, `TokensError` for an empty selection, and the error of any run.
     """
-    prompts = list(prompt) if listed(prompt) else [prompt]
-    if metric == "recovered":
-        raise ProgramError("an ablation has no other prompt to recover; take logit_diff, logprob or prob", "metric")
-    if not prompts:
-        raise ProgramError("at least one prompt is needed", "prompt")
-    graded = graded_of(lm, one_each(answer, len(prompts), "answer"), one_each(foil, len(prompts), "foil"), metric)
-    words = [words_of(lm, one, f"prompt[{i}]" if len(prompts) > 1 else "prompt") for i, one in enumerate(prompts)]
-    columns = [_columns(lm, of, positions, i, len(words)) for i, of in enumerate(words)]
-    rows = rows_of(lm, sites, layers, group, window)
-    if any(row.site == "logits" for row in rows):
-        raise UnsupportedSite("without logits there is no answer to grade", "sites")
-    source = as_source(source)
-    seeds = (check_seed(seed), source.seed) if isinstance(source, Resampled) else (check_seed(seed),)
-    draws = source.draws if isinstance(source, Resampled) else 1
-    across = same_columns(columns)
-    places = [Place(row, [of[p] for of in columns], (r, p)) for r, row in enumerate(rows) for p in range(len(across))]
-    question = {
-        "study": "ablation_sweep", "prompts": [of.ids for of in words], "graded": msgspec.to_builtins(graded),
-        "columns": msgspec.to_builtins(columns), "rows": msgspec.to_builtins(rows), "source": question_of(lm, source),
-    }  # fmt: skip
-    total = planned([len(places) * draws] * len(words), reruns_for(len(words)))
-    length, *others = {len(of.ids) for of in words}
-    shared: list[Writer] = []
 
-    def writer() -> Writer:
-        if not shared:
-            shared.append(opened(lm, source, rows, None if others else length, Mixing()))
-        return shared[0]
+    command = "ablate"
 
-    with _closing(shared), carrying(lm, "ablating", total, question, batch, show_progress, resume) as cells:
-        bases = cells.graded([Trial(of.ids, (), g) for of, g in zip(words, graded, strict=True)])
-        pairs = [_pair(lm, *of) for of in zip(words, graded, bases, columns, strict=True)]
-        begun = _begun(lm, metric, pairs, rows, across, seeds, in_words(source), json_of(question))
-        units = [Unit(of.ids, (), g, "clean", base, 0.0, 1.0, writer, n)
-                 for n, (of, g, base) in enumerate(zip(words, graded, bases, strict=True))]  # fmt: skip
-        if listener is not None:
-            listener.begin(begun, len(places))
-        finished = Finished(
-            len(places), len(units) * draws, None if listener is None else teller(listener, rows, across)
+    prompt: Prompts
+    """Prompt, as text or token ids; or a list of prompts, whose mean is the grid."""
+    answer: Answers
+    """What the clean prompt calls for, with its leading space: text, a token id, or a list of ids, graded exactly.
+    Several pairs share one or have a list."""
+    foil: Answers = None
+    """What the answer is compared with. Metrics logprob and prob need none."""
+    sites: Sites = ("attn_out", "mlp_out")
+    """Sites with or without layers, heads, neurons or experts: attn_out, mlp_out, z."""
+    layers: Layers = None
+    """Layers of sites without an index: all by default, a number, a list, or a range such as "0:12"."""
+    positions: Positions = None
+    """Columns of the grid: selections of the prompt, each ablated together, a mapping of labels to selections, or
+    "each" for one column per token. One column of the whole prompt by default."""
+    metric: Text = "logit_diff"
+    """logit_diff, logprob or prob."""
+    source: SourceField = "zeros"
+    """What is written: zeros, bank:NAME, `studies.MeanOf(prompts)` or `studies.Resampled(prompts)`."""
+    group: int | None = None
+    """Heads, neurons or experts per row: 1 for each head; the whole site by default."""
+    window: int = 1
+    """Layers patched together with the layer of a cell."""
+    seed: int = 0
+    """Seed of the confidence interval and of the test over pairs."""
+
+    def _run(
+        self,
+        lm: LM,
+        *,
+        batch: int = 512,
+        show_progress: Progress = None,
+        listener: Listener | None = None,
+        resume: ResumeFile = None,
+    ) -> AblationSweepResult:
+        source = self.source
+        prompts = list(self.prompt) if listed(self.prompt) else [self.prompt]
+        if self.metric == "recovered":
+            raise ProgramError("an ablation has no other prompt to recover; take logit_diff, logprob or prob", "metric")
+        if not prompts:
+            raise ProgramError("at least one prompt is needed", "prompt")
+        graded = graded_of(
+            lm, one_each(self.answer, len(prompts), "answer"), one_each(self.foil, len(prompts), "foil"), self.metric
         )
-        filled = fill(cells, units, places, draws, finished)
-    return with_values(begun, filled, bases, cells.computed, seeds[0])
+        words = [words_of(lm, one, f"prompt[{i}]" if len(prompts) > 1 else "prompt") for i, one in enumerate(prompts)]
+        columns = [_columns(lm, of, self.positions, i, len(words)) for i, of in enumerate(words)]
+        rows = rows_of(lm, self.sites, self.layers, self.group, self.window)
+        if any(row.site == "logits" for row in rows):
+            raise UnsupportedSite("without logits there is no answer to grade", "sites")
+        source = as_source(source)
+        seeds = (check_seed(self.seed), source.seed) if isinstance(source, Resampled) else (check_seed(self.seed),)
+        draws = source.draws if isinstance(source, Resampled) else 1
+        across = same_columns(columns)
+        places = [
+            Place(row, [of[p] for of in columns], (r, p)) for r, row in enumerate(rows) for p in range(len(across))
+        ]
+        question = {
+            "study": "ablation_sweep", "prompts": [of.ids for of in words], "graded": msgspec.to_builtins(graded),
+            "columns": msgspec.to_builtins(columns), "rows": msgspec.to_builtins(rows), "source": question_of(lm,
+            source),
+        }  # fmt: skip
+        total = planned([len(places) * draws] * len(words), reruns_for(len(words)))
+        length, *others = {len(of.ids) for of in words}
+        shared: list[Writer] = []
+
+        def writer() -> Writer:
+            if not shared:
+                shared.append(opened(lm, source, rows, None if others else length, Mixing()))
+            return shared[0]
+
+        with _closing(shared), carrying(lm, "ablating", total, question, batch, show_progress, resume) as cells:
+            bases = cells.graded([Trial(of.ids, (), g) for of, g in zip(words, graded, strict=True)])
+            pairs = [_pair(lm, *of) for of in zip(words, graded, bases, columns, strict=True)]
+            begun = _begun(lm, self.metric, pairs, rows, across, seeds, in_words(source), json_of(question))
+            units = [Unit(of.ids, (), g, "clean", base, 0.0, 1.0, writer, n)
+                     for n, (of, g, base) in enumerate(zip(words, graded, bases, strict=True))]  # fmt: skip
+            if listener is not None:
+                listener.begin(begun, len(places))
+            finished = Finished(
+                len(places), len(units) * draws, None if listener is None else teller(listener, rows, across)
+            )
+            filled = fill(cells, units, places, draws, finished)
+        return with_values(begun, filled, bases, cells.computed, seeds[0])
+
+
+ablation_sweep = AblationSweep.short_form("ablation_sweep")
 
 
 @contextmanager

@@ -32,8 +32,8 @@ from patchclamp.run import Run
 from patchclamp.sites import SiteRef
 from patchclamp.studies.between import Between, Proposal, arrays, check_same, exact_effects
 from patchclamp.studies.grid import check_seed
-from patchclamp.studies.inputs import check_batch, check_whole, checked, layers_of
-from patchclamp.studies.study import provenance
+from patchclamp.studies.inputs import Answer, Layers, OnLM, Progress, Prompt, Sites, check_batch, check_whole, layers_of
+from patchclamp.studies.study import Study, provenance
 from patchclamp.studies.sweep_result import Column
 
 if TYPE_CHECKING:
@@ -152,61 +152,81 @@ DEFAULT_SITES = ("resid_pre", "attn_out", "mlp_out")
 HEADED = ("q", "k", "v", "z")  # sites whose heads are patched one by one
 
 
-@checked
-def attribution_patching(
-    lm: LM,
-    *,
-    clean: Any,
-    corrupt: Any,
-    answer: str | int,
-    foil: str | int | None = None,
-    sites: Sequence[Any] = DEFAULT_SITES,
-    layers: Any = None,
-    steps: int = 0,
-    verify: int = 32,
-    sample: int = 32,
-    seed: int = 0,
-    on: LM | None = None,
-    batch: int = 256,
-    show_progress: bool | None = None,
-) -> AttributionPatchingResult:
-    """Estimates the effect of every patch of a clean run into a corrupt one, and makes the best of them exactly.
+class AttributionPatching(Study):
+    """Estimate every cell of a patch sweep from gradients (on Transformers), and patch the best of them exactly.
 
-    lm: on Transformers, for the gradients; `on`: where the exact patches run, such as the serving engine; `lm` itself
-        if not given
-    clean, corrupt: prompts, as text or token ids. answer, foil: one token each; the metric is logit(answer) −
-        logit(foil), or log p(answer) without a foil
-    sites: site words; of q, k, v and z every head is a row of its own. layers: a number, a list, or text such as "0:12"
-    steps: 0 for the gradient of the corrupt run, else how many gradients to average on the way to the clean prompt
-    verify: how many cells of the largest estimates to patch exactly; sample: how many others, drawn with `seed`, for an
-        honest correlation
-    batch: exact patches submitted at a time
+    The metric is logit(answer) − logit(foil), or log p(answer) without a foil. `run(lm,
+    on=...)` patches on another `LM`,
+    such as the serving engine.
 
     Raises: `EngineError` for an engine without gradients, `TokensError` for prompts that cannot be aligned,
     `UnsupportedSite` for sites without a gradient, and the error of any run.
     """
-    steps, verify, sample = check_whole(steps, "steps"), check_whole(verify, "verify"), check_whole(sample, "sample")
-    seed, batch = check_seed(seed), check_batch(batch)
-    rows = _rows(lm, [sites] if isinstance(sites, (str, Site)) else sites, layers)
-    between, serving = Between(lm, clean, corrupt, answer, foil), on or lm
-    check_same(lm, serving)
-    refs = [lm.sites.resolve(Site(row.site, row.layer, row.head))[0] for row in rows]
-    between.read([ref.point for ref in refs])
-    estimates = _estimates(between, refs, steps)
 
-    def patch(numbers: list[int]) -> tuple[np.ndarray, float]:
-        cells = [(rows[i // len(between.columns)], between.columns[i % len(between.columns)]) for i in numbers]
-        places = dict.fromkeys((row.site, row.layer) for row, _ in cells)
-        source = serving.run(between.ids[0], max_tokens=1, capture=[Site(*place) @ whole_prompt for place in places])
-        try:
-            return exact_effects(serving, between, [[_patch(source, *cell)] for cell in cells], batch, show_progress)
-        finally:
-            source.close()
+    command = "propose"
 
-    return AttributionPatchingResult(
-        provenance=provenance(lm, (seed,) if sample else ()), verified_on=provenance(serving), steps=steps,
-        rows=tuple(rows), columns=between.columns, **between.texts, **arrays(estimates, verify, sample, seed, patch),
-    )  # fmt: skip
+    clean: Prompt
+    """Prompt whose activations are patched in, as text or token ids."""
+    corrupt: Prompt
+    """Prompt that is run with them."""
+    answer: Answer
+    """One token that the clean prompt calls for, with its leading space."""
+    foil: Answer = None
+    """One token, the corrupt prompt's."""
+    sites: Sites = DEFAULT_SITES
+    """Site words; of q, k, v and z every head is a row of its own."""
+    layers: Layers = None
+    """Layers of sites without an index: all by default, a number, a list, or a range such as "0:12"."""
+    steps: int = 0
+    """Gradients to average on the way to the clean prompt; 0 takes one, at the corrupt prompt."""
+    verify: int = 32
+    """Cells with the largest estimates to patch exactly."""
+    sample: int = 32
+    """Other cells to patch exactly, drawn at random, for an honest correlation."""
+    seed: int = 0
+    """Seed of that draw."""
+
+    def _run(
+        self, lm: LM, *, on: OnLM = None, batch: int = 256, show_progress: Progress = None
+    ) -> AttributionPatchingResult:
+        steps = self.steps
+        verify = self.verify
+        sample = self.sample
+        seed = self.seed
+        steps, verify, sample = (
+            check_whole(steps, "steps"),
+            check_whole(verify, "verify"),
+            check_whole(sample, "sample"),
+        )
+        seed, batch = check_seed(seed), check_batch(batch)
+        rows = _rows(lm, [self.sites] if isinstance(self.sites, (str, Site)) else self.sites, self.layers)
+        between, serving = Between(lm, self.clean, self.corrupt, self.answer, self.foil), on or lm
+        check_same(lm, serving)
+        refs = [lm.sites.resolve(Site(row.site, row.layer, row.head))[0] for row in rows]
+        between.read([ref.point for ref in refs])
+        estimates = _estimates(between, refs, steps)
+
+        def patch(numbers: list[int]) -> tuple[np.ndarray, float]:
+            cells = [(rows[i // len(between.columns)], between.columns[i % len(between.columns)]) for i in numbers]
+            places = dict.fromkeys((row.site, row.layer) for row, _ in cells)
+            source = serving.run(
+                between.ids[0], max_tokens=1, capture=[Site(*place) @ whole_prompt for place in places]
+            )
+            try:
+                return exact_effects(
+                    serving, between, [[_patch(source, *cell)] for cell in cells], batch, show_progress
+                )
+            finally:
+                source.close()
+
+        return AttributionPatchingResult(
+            provenance=provenance(lm, (seed,) if sample else ()), verified_on=provenance(serving), steps=steps,
+            rows=tuple(rows), columns=between.columns, **between.texts, **arrays(estimates, verify, sample, seed,
+            patch),
+        )  # fmt: skip
+
+
+attribution_patching = AttributionPatching.short_form("attribution_patching")
 
 
 def _estimates(between: Between, refs: list[SiteRef], steps: int) -> np.ndarray:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -40,10 +39,23 @@ from patchclamp.studies.grid import (
     teller,
     with_values,
 )
-from patchclamp.studies.inputs import check_whole, checked
+from patchclamp.studies.inputs import (
+    Answers,
+    Layers,
+    Positions,
+    Progress,
+    Prompts,
+    ResumeFile,
+    Seeds,
+    Sites,
+    Std,
+    Subject,
+    Text,
+    check_whole,
+)
 from patchclamp.studies.metric import Graded, text_of
 from patchclamp.studies.sources import FromRun, Mixing, captured_runs
-from patchclamp.studies.study import json_of, provenance
+from patchclamp.studies.study import Study, json_of, provenance
 from patchclamp.studies.sweep_result import (
     CausalTraceResult,
     Column,
@@ -71,70 +83,82 @@ class _Traced(NamedTuple):
     columns: tuple[Column, ...]
 
 
-@checked
-def causal_trace(
-    lm: LM,
-    *,
-    prompt: Any,
-    subject: Any,
-    answer: Any,
-    foil: Any = None,
-    sites: Any = ("resid_post",),
-    layers: Any = None,
-    positions: Any = None,
-    metric: str = "prob",
-    window: int = 1,
-    group: int | None = None,
-    std: float | None = None,
-    seeds: int | Sequence[int] = 10,
-    batch: int = 512,
-    show_progress: bool | None = None,
-    listener: Listener | None = None,
-    resume: str | Path | None = None,
-) -> CausalTraceResult:
-    """Restores every cell of sites × layers × positions in runs of a prompt whose subject is noised; returns the grid.
+class CausalTrace(Study):
+    """Noise the subject, restore every site, layer and token, and show where the answer comes back: a causal trace.
 
-    prompt: text or token ids, or a list of prompts; subject: a text in it, or a selection; of several prompts one each
-    positions: the columns; one a token if not given
-    metric: "prob", "logprob", "logit_diff" or "recovered" (0 is the noised run, 1 the clean one)
-    window: layers restored together; 10 in the paper for `attn_out` and `mlp_out`
-    std: of the noise; if not given, three times the standard deviation of the numbers in the embeddings of all subject
-        tokens
-    seeds: of the noise: how many (0, 1, …), or which. Values are means over the seeds, `each` has them alone: prompts
-        first, then seeds
-
-    All else is as in `patch_sweep`. The interval and the p-values are over prompts, each with the mean over its seeds.
-    Of one prompt the interval is over its seeds, and there are no p-values.
+    Values are means over the noise seeds; `each` of the result has them one by one, prompts first, then seeds. The
+    interval and the p-values are over prompts; for a single prompt the interval is over its seeds.
 
     Raises: `TokensError` for a subject that is not in its prompt, `ProgramError` for a wrong argument, and the error of
     any run.
     """
-    traced = _read(lm, prompt, subject, answer, foil, metric, positions)
-    rows = rows_of(lm, sites, layers, group, window)
-    if any(row.site == "logits" for row in rows):
-        raise ProgramError("the clean logits are the clean answer: there is nothing to trace", "sites")
-    numbers = _seeds(seeds)
-    columns = same_columns([of.columns for of in traced])
-    counts = [len(rows) * len(columns)] * (len(traced) * len(numbers))
-    question = {
-        "study": "causal_trace", "prompts": [[of.words.ids, of.subject] for of in traced],
-        "graded": msgspec.to_builtins([of.graded for of in traced]), "rows": msgspec.to_builtins(rows),
-        "columns": msgspec.to_builtins([of.columns for of in traced]), "std": std, "seeds": numbers,
-    }  # fmt: skip
-    with carrying(
-        lm, "tracing", planned(counts, reruns_for(len(counts))), question, batch, show_progress, resume
-    ) as cells:
-        noise = cells.once(1, lambda: [embedding_std(lm, traced) * TIMES if std is None else std])[0]
-        values = cells.graded(_unpatched(traced, noise, numbers))
-        both = np.array(values).reshape(len(traced), 1 + len(numbers))  # clean, then noised by seed
-        begun, bases, scales = _begun(lm, metric, traced, rows, columns, both, noise, numbers)
-        begun = msgspec.structs.replace(begun, source="clean activations", question=json_of(question))
-        if listener is not None:
-            listener.begin(begun, counts[0])
-        finished = Finished(counts[0], len(counts), None if listener is None else teller(listener, rows, columns))
-        filled = _restored(lm, cells, traced, rows, both, scales, noise, numbers, finished)
-    each = filled.values.reshape(len(counts), len(rows), len(columns))
-    return with_values(begun, Filled(each, filled.floor), bases, cells.computed, numbers[0], len(numbers))
+
+    command = "causal-trace"
+
+    prompt: Prompts
+    """Prompt, as text or token ids, or a list of prompts."""
+    subject: Subject
+    """Text in the prompt whose embeddings are noised, or a selection; one per prompt."""
+    answer: Answers
+    """What the clean prompt calls for, with its leading space: text, a token id, or a list of ids, graded exactly.
+    Several pairs share one or have a list."""
+    foil: Answers = None
+    """What the answer is compared with. Metrics logprob and prob need none."""
+    sites: Sites = ("resid_post",)
+    """Sites to restore: resid_post, attn_out, mlp_out."""
+    layers: Layers = None
+    """Layers of sites without an index: all by default, a number, a list, or a range such as "0:12"."""
+    positions: Positions = None
+    """Columns of the grid; one per token by default."""
+    metric: Text = "prob"
+    """prob, logprob, logit_diff or recovered (0 is the noised run, 1 the clean one)."""
+    window: int = 1
+    """Layers restored together; 10 in the paper for attn_out and mlp_out."""
+    group: int | None = None
+    """Heads, neurons or experts per row: 1 for each head; the whole site by default."""
+    std: Std = None
+    """Standard deviation of the noise; by default 3 times that of the embeddings of all subject tokens."""
+    seeds: Seeds = 10
+    """Seeds of the noise: how many (0, 1, …), or a list."""
+
+    def _run(
+        self,
+        lm: LM,
+        *,
+        batch: int = 512,
+        show_progress: Progress = None,
+        listener: Listener | None = None,
+        resume: ResumeFile = None,
+    ) -> CausalTraceResult:
+        traced = _read(lm, self.prompt, self.subject, self.answer, self.foil, self.metric, self.positions)
+        rows = rows_of(lm, self.sites, self.layers, self.group, self.window)
+        if any(row.site == "logits" for row in rows):
+            raise ProgramError("the clean logits are the clean answer: there is nothing to trace", "sites")
+        numbers = _seeds(self.seeds)
+        columns = same_columns([of.columns for of in traced])
+        counts = [len(rows) * len(columns)] * (len(traced) * len(numbers))
+        question = {
+            "study": "causal_trace", "prompts": [[of.words.ids, of.subject] for of in traced],
+            "graded": msgspec.to_builtins([of.graded for of in traced]), "rows": msgspec.to_builtins(rows),
+            "columns": msgspec.to_builtins([of.columns for of in traced]), "std": self.std, "seeds": numbers,
+        }  # fmt: skip
+        with carrying(
+            lm, "tracing", planned(counts, reruns_for(len(counts))), question, batch, show_progress, resume
+        ) as cells:
+            noise = cells.once(1, lambda: [embedding_std(lm, traced) * TIMES if self.std is None else self.std])[0]
+            values = cells.graded(_unpatched(traced, noise, numbers))
+            both = np.array(values).reshape(len(traced), 1 + len(numbers))  # clean, then noised by seed
+            begun, bases, scales = _begun(lm, self.metric, traced, rows, columns, both, noise, numbers)
+            begun = msgspec.structs.replace(begun, source="clean activations", question=json_of(question))
+            if listener is not None:
+                listener.begin(begun, counts[0])
+            finished = Finished(counts[0], len(counts), None if listener is None else teller(listener, rows, columns))
+            filled = _restored(lm, cells, traced, rows, both, scales, noise, numbers, finished)
+        each = filled.values.reshape(len(counts), len(rows), len(columns))
+        return with_values(begun, Filled(each, filled.floor), bases, cells.computed, numbers[0], len(numbers))
+
+
+causal_trace = CausalTrace.short_form("causal_trace")
 
 
 def embedding_std(lm: LM, traced: Sequence[_Traced]) -> float:

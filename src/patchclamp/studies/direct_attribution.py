@@ -16,7 +16,6 @@ N prompts · C parts · L layers · H heads · M neurons
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -39,9 +38,9 @@ from patchclamp.studies.checkpoint import (
     proved_writer,
     tolerance,
 )
-from patchclamp.studies.inputs import as_prompt, checked
+from patchclamp.studies.inputs import Answers, Parts, Prompts, Weights, as_prompt
 from patchclamp.studies.metric import single_token
-from patchclamp.studies.study import StudyResult, provenance
+from patchclamp.studies.study import Study, StudyResult, provenance
 from patchclamp.studies.sweep_result import listed
 
 if TYPE_CHECKING:
@@ -179,64 +178,74 @@ BY = ("layer", "head", "neuron")
 WITHIN: dict[str, Word] = {"head": "z", "neuron": "neurons"}
 
 
-@checked
-def direct_attribution(
-    lm: LM,
-    prompt: Any,
-    *,
-    answer: Any,
-    foil: Any = None,
-    by: Sequence[str] = BY,
-    weights: Any = None,
-) -> DirectAttributionResult:
-    """What each part of the model adds to logit(answer) − logit(foil) at the end of a prompt, or of several.
+class DirectAttribution(Study):
+    """Show what each part of the model adds to an answer's logit directly, with the final norm frozen at its scale.
 
-    prompt: text or token ids, or a list of either
-    answer, foil: one token each, as text or id, or a list of them, one a prompt; without a foil it is logit(answer)
-    by: "layer" is always there; "head" and "neuron" read the matrices that these write with from the model's files
-    weights: folder or hub id of the model's files, if not the model's own name
-
-    Raises: `ModelError` if the files are not at hand, or are not the live model's; `TokensError` for an answer of
-    several tokens; the error of any run.
+    Raises: `ModelError` if the files are missing or are not the live model's, `TokensError` for an answer of several
+    tokens, and the error of any run.
     """
-    import torch
 
-    for i, one in enumerate(by):
-        if one not in BY:
-            raise unknown("part", str(one), BY, f"by[{i}]")
-    checkpoint = Checkpoint(str(weights or lm.model.name))
-    prompts: list[Any] = (
-        [as_prompt(one, f"prompt[{i}]") for i, one in enumerate(prompt)]
-        if listed(prompt) else [as_prompt(prompt, "prompt")]
-    )  # fmt: skip
-    if not prompts:
-        raise ProgramError("at least one prompt is needed", "prompt")
-    answers = _each(lm, answer, len(prompts), "answer")
-    foils = [] if foil is None else _each(lm, foil, len(prompts), "foil")
-    inner: list[Word] = [word for one, word in WITHIN.items() if one in by and word in lm.sites.names]
-    read = [Site("embed"), Site("resid_pre", 0), *map(Site, ("attn_out", "mlp_out", *inner)), LAST]
-    runs = lm.run(prompts, max_tokens=1, capture=[*(site @ whole_prompt[-1] for site in read), LOGITS])
-    rows = _Rows(lm, runs)
-    unembedding = proved_unembedding(lm, checkpoint, runs[0].prompt_token_ids)
-    last_ND, parts = rows.at(LAST), _parts(rows, lm)
-    difference = _Difference(unembedding, answers, foils)
-    towards_ND = unembedding.norm.pulled(difference.directions_ND, last_ND)  # of the stream
-    shares = {part: (rows_ND * towards_ND).sum(-1) for part, rows_ND in parts.items()} | {"bias": difference.biases_N}
-    totals_N, shares_NC = (last_ND * towards_ND).sum(-1) + difference.biases_N, torch.stack(list(shares.values()), 1)
-    heads, head_biases = _within("z", inner, rows, checkpoint, towards_ND)
-    neurons, neuron_biases = _within("neurons", inner, rows, checkpoint, towards_ND)
-    result = DirectAttributionResult(
-        provenance=provenance(lm),
-        prompts=tuple("".join(lm.tokenizer.token_strings(run.prompt_token_ids)) for run in runs),
-        answers=tuple(lm.tokenizer.token_strings(answers)), foils=tuple(lm.tokenizer.token_strings(foils)),
-        parts=tuple(shares), shares=shares_NC.numpy(), totals=totals_N.numpy(),
-        logit_diffs=difference.of(unembedding.uncapped(rows.at(LOGITS))).numpy(),
-        unexplained=(totals_N - shares_NC.sum(1)).numpy(),
-        heads=heads, head_biases=head_biases, neurons=neurons, neuron_biases=neuron_biases,
-    )  # fmt: skip
-    for run in runs:
-        run.close()
-    return result
+    command = "attribute"
+    positional = 1
+
+    prompt: Prompts
+    """Prompt, as text or token ids, or a list of prompts to average over."""
+    answer: Answers
+    """One token, as text or id, or one per prompt."""
+    foil: Answers = None
+    """Token that it is compared with, likewise; without a foil the answer's logit is attributed."""
+    by: Parts = BY
+    """layer, head, neuron. Heads and neurons need the matrices in the model's files."""
+    weights: Weights = None
+    """Folder or hub id of the model's files, if not the model's own name."""
+
+    def _run(self, lm: LM) -> DirectAttributionResult:
+        import torch
+
+        for i, one in enumerate(self.by):
+            if one not in BY:
+                raise unknown("part", str(one), BY, f"by[{i}]")
+        checkpoint = Checkpoint(str(self.weights or lm.model.name))
+        prompts: list[Any] = (
+            [as_prompt(one, f"prompt[{i}]") for i, one in enumerate(self.prompt)]
+            if listed(self.prompt) else [as_prompt(self.prompt, "prompt")]
+        )  # fmt: skip
+        if not prompts:
+            raise ProgramError("at least one prompt is needed", "prompt")
+        answers = _each(lm, self.answer, len(prompts), "answer")
+        foils = [] if self.foil is None else _each(lm, self.foil, len(prompts), "foil")
+        inner: list[Word] = [word for one, word in WITHIN.items() if one in self.by and word in lm.sites.names]
+        read = [Site("embed"), Site("resid_pre", 0), *map(Site, ("attn_out", "mlp_out", *inner)), LAST]
+        runs = lm.run(prompts, max_tokens=1, capture=[*(site @ whole_prompt[-1] for site in read), LOGITS])
+        rows = _Rows(lm, runs)
+        unembedding = proved_unembedding(lm, checkpoint, runs[0].prompt_token_ids)
+        last_ND, parts = rows.at(LAST), _parts(rows, lm)
+        difference = _Difference(unembedding, answers, foils)
+        towards_ND = unembedding.norm.pulled(difference.directions_ND, last_ND)  # of the stream
+        shares = {part: (rows_ND * towards_ND).sum(-1) for part, rows_ND in parts.items()} | {
+            "bias": difference.biases_N
+        }
+        totals_N, shares_NC = (
+            (last_ND * towards_ND).sum(-1) + difference.biases_N,
+            torch.stack(list(shares.values()), 1),
+        )
+        heads, head_biases = _within("z", inner, rows, checkpoint, towards_ND)
+        neurons, neuron_biases = _within("neurons", inner, rows, checkpoint, towards_ND)
+        result = DirectAttributionResult(
+            provenance=provenance(lm),
+            prompts=tuple("".join(lm.tokenizer.token_strings(run.prompt_token_ids)) for run in runs),
+            answers=tuple(lm.tokenizer.token_strings(answers)), foils=tuple(lm.tokenizer.token_strings(foils)),
+            parts=tuple(shares), shares=shares_NC.numpy(), totals=totals_N.numpy(),
+            logit_diffs=difference.of(unembedding.uncapped(rows.at(LOGITS))).numpy(),
+            unexplained=(totals_N - shares_NC.sum(1)).numpy(),
+            heads=heads, head_biases=head_biases, neurons=neurons, neuron_biases=neuron_biases,
+        )  # fmt: skip
+        for run in runs:
+            run.close()
+        return result
+
+
+direct_attribution = DirectAttribution.short_form("direct_attribution")
 
 
 class _Rows:

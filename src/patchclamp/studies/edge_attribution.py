@@ -17,7 +17,7 @@ R receivers · S senders
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -31,8 +31,8 @@ from patchclamp.run import Run
 from patchclamp.studies.between import Between, Proposal, arrays, check_same, exact_effects
 from patchclamp.studies.checkpoint import Checkpoint, Norm, proved_norm
 from patchclamp.studies.grid import check_seed
-from patchclamp.studies.inputs import check_batch, check_whole, checked
-from patchclamp.studies.study import provenance
+from patchclamp.studies.inputs import Answer, OnLM, Progress, Prompt, Weights, check_batch, check_whole
+from patchclamp.studies.study import Study, provenance
 
 if TYPE_CHECKING:
     import pandas
@@ -105,7 +105,8 @@ class EdgeAttributionResult(Proposal, frozen=True, eq=False, kw_only=True):
 
     def __repr__(self) -> str:
         edge = self.proposals(1)[0]
-        return (f"<EdgeAttributionResult {int(np.isfinite(self.estimates).sum())} edges, largest {edge.estimate:+.3f} from "
+        edges = int(np.isfinite(self.estimates).sum())
+        return (f"<EdgeAttributionResult {edges} edges, largest {edge.estimate:+.3f} from "
                 f"{edge.sender} to {edge.receiver}; r {self.pearson():.2f}>")  # fmt: skip
 
 
@@ -123,62 +124,83 @@ class Part(msgspec.Struct, frozen=True):
     stream: Site | None = None
 
 
-@checked
-def edge_attribution(
-    lm: LM,
-    *,
-    clean: Any,
-    corrupt: Any,
-    answer: str | int,
-    foil: str | int | None = None,
-    steps: int = 0,
-    verify: int = 32,
-    sample: int = 32,
-    seed: int = 0,
-    on: LM | None = None,
-    weights: Any = None,
-    batch: int = 256,
-    show_progress: bool | None = None,
-) -> EdgeAttributionResult:
-    """Estimates the effect of every edge between the embedding, attentions, MLPs and the logits, and patches the
-    largest exactly.
+class EdgeAttribution(Study):
+    """Estimate from gradients what every part of the model tells each later one, and patch the largest edges exactly.
 
-    lm: on Transformers, for the gradients; `on`: where the exact patches run; `lm` itself if not given
-    clean, corrupt, answer, foil, steps, verify, sample, seed, batch: as in `attribution_patching`
-    weights: folder or hub id of the model's files, whose norms are read, if not the model's own name
+    Parts are the embedding, attentions, MLPs and the logits. `run(lm, on=...)` patches on another `LM`.
 
     Raises: `EngineError` for an engine without gradients, `ModelError` for files that are not the live model's,
     `UnsupportedSite` for models whose attention or MLP has no norm of its own before it, and the error of any run.
     """
-    steps, verify, sample = check_whole(steps, "steps"), check_whole(verify, "verify"), check_whole(sample, "sample")
-    seed, batch = check_seed(seed), check_batch(batch)
-    between, serving = Between(lm, clean, corrupt, answer, foil), on or lm
-    check_same(lm, serving)
-    checkpoint = Checkpoint(str(weights or lm.model.name))
-    senders, receivers = _parts(lm)
-    read = {site for part in (*senders, *receivers) for site in (part.site, part.stream) if site is not None}
-    point = {site: lm.sites.resolve(site)[0].point for site in read}
-    between.read(list(point.values()))
-    norms = [_norm(lm, checkpoint, part, {site: between.corrupt.rows[at] for site, at in point.items()})
-             for part in receivers]  # fmt: skip
-    estimates = _estimates(between, senders, receivers, norms, point, steps)
 
-    def patch(numbers: list[int]) -> tuple[np.ndarray, float]:
-        edges = [(receivers[i // len(senders)], norms[i // len(senders)], senders[i % len(senders)]) for i in numbers]
-        sites = {site for receiver, _, sender in edges for site in (receiver.stream or receiver.site, sender.site)}
-        runs = [serving.run(ids, max_tokens=1, capture=[site @ whole_prompt for site in sites]) for ids in between.ids]
-        try:
-            edits = [[_patch(runs, between, *edge)] for edge in edges]
-            return exact_effects(serving, between, edits, batch, show_progress)
-        finally:
-            for run in runs:
-                run.close()
+    command = "edges"
 
-    return EdgeAttributionResult(
-        provenance=provenance(lm, (seed,) if sample else ()), verified_on=provenance(serving), steps=steps,
-        senders=tuple(str(part.site) for part in senders), receivers=tuple(str(part.site) for part in receivers),
-        **between.texts, **arrays(estimates, verify, sample, seed, patch),
-    )  # fmt: skip
+    clean: Prompt
+    """Prompt whose activations are patched in, as text or token ids."""
+    corrupt: Prompt
+    """Prompt that is run with them."""
+    answer: Answer
+    """One token that the clean prompt calls for, with its leading space."""
+    foil: Answer = None
+    """One token, the corrupt prompt's."""
+    steps: int = 0
+    """Gradients to average on the way to the clean prompt; 0 takes one, at the corrupt prompt."""
+    verify: int = 32
+    """Edges with the largest estimates to patch exactly."""
+    sample: int = 32
+    """Other edges to patch exactly, drawn at random."""
+    seed: int = 0
+    """Seed of that draw."""
+    weights: Weights = None
+    """Folder or hub id of the model's files, whose norms are read, if not the model's own name."""
+
+    def _run(
+        self, lm: LM, *, on: OnLM = None, batch: int = 256, show_progress: Progress = None
+    ) -> EdgeAttributionResult:
+        steps = self.steps
+        verify = self.verify
+        sample = self.sample
+        seed = self.seed
+        steps, verify, sample = (
+            check_whole(steps, "steps"),
+            check_whole(verify, "verify"),
+            check_whole(sample, "sample"),
+        )
+        seed, batch = check_seed(seed), check_batch(batch)
+        between, serving = Between(lm, self.clean, self.corrupt, self.answer, self.foil), on or lm
+        check_same(lm, serving)
+        checkpoint = Checkpoint(str(self.weights or lm.model.name))
+        senders, receivers = _parts(lm)
+        read = {site for part in (*senders, *receivers) for site in (part.site, part.stream) if site is not None}
+        point = {site: lm.sites.resolve(site)[0].point for site in read}
+        between.read(list(point.values()))
+        norms = [_norm(lm, checkpoint, part, {site: between.corrupt.rows[at] for site, at in point.items()})
+                 for part in receivers]  # fmt: skip
+        estimates = _estimates(between, senders, receivers, norms, point, steps)
+
+        def patch(numbers: list[int]) -> tuple[np.ndarray, float]:
+            edges = [
+                (receivers[i // len(senders)], norms[i // len(senders)], senders[i % len(senders)]) for i in numbers
+            ]
+            sites = {site for receiver, _, sender in edges for site in (receiver.stream or receiver.site, sender.site)}
+            runs = [
+                serving.run(ids, max_tokens=1, capture=[site @ whole_prompt for site in sites]) for ids in between.ids
+            ]
+            try:
+                edits = [[_patch(runs, between, *edge)] for edge in edges]
+                return exact_effects(serving, between, edits, batch, show_progress)
+            finally:
+                for run in runs:
+                    run.close()
+
+        return EdgeAttributionResult(
+            provenance=provenance(lm, (seed,) if sample else ()), verified_on=provenance(serving), steps=steps,
+            senders=tuple(str(part.site) for part in senders), receivers=tuple(str(part.site) for part in receivers),
+            **between.texts, **arrays(estimates, verify, sample, seed, patch),
+        )  # fmt: skip
+
+
+edge_attribution = EdgeAttribution.short_form("edge_attribution")
 
 
 def _parts(lm: LM) -> tuple[list[Part], list[Part]]:

@@ -41,12 +41,31 @@ from patchclamp.language.values import as_items
 from patchclamp.lm import LM, MAX_SCORES, is_token_id
 from patchclamp.plots import Chart, Curve, Curves
 from patchclamp.run import Run
-from patchclamp.studies.inputs import Asked, as_floats, as_sites, as_text, ask, check_batch, check_whole, checked
+from patchclamp.studies.inputs import (
+    Asked,
+    Divergence,
+    Flag,
+    NoisedSites,
+    OptionalText,
+    Progress,
+    PromptFile,
+    ResumeFile,
+    Sampled,
+    SeedList,
+    Strengths,
+    Text,
+    as_floats,
+    as_sites,
+    as_text,
+    ask,
+    check_batch,
+    check_whole,
+)
 from patchclamp.studies.metric import js, kl, log_softmax, with_rest
 from patchclamp.studies.study import (
     Journal,
-    Resumable,
     Stored,
+    Study,
     StudyResult,
     keeping,
     progress,
@@ -321,71 +340,83 @@ Place = tuple[int, tuple[int, ...]]  # a prompt's number, and an answer's token 
 NAN = float("nan")
 
 
-@checked
-def fuzz_sweep(
-    lm: LM,
-    prompts: Sequence[Any] | None = None,
-    strengths: Sequence[float] | None = None,
-    *,
-    seeds: Sequence[int] = (0,),
-    at: Any = None,
-    mode: str = "noise",
-    relative: bool = True,
-    chat: bool = False,
-    max_tokens: int = 32,
-    sampling: Mapping[str, Any] | None = None,
-    divergence: str | int = "full",
-    perplexity: bool = True,
-    refusal: str | None = REFUSAL,
-    quick: bool = False,
-    batch: int = 64,
-    show_progress: bool | None = None,
-    resume: Resumable | None = None,
-) -> FuzzSweepResult:
-    """Runs every prompt with noise of every strength and seed, and measures each answer against the run without noise.
+class FuzzSweep(Study):
+    """Run prompts under noise of growing strength, and compare each answer with the one without noise.
 
-    prompts: texts or token ids, or with `chat` texts or lists of messages; 23 instructions if not given
-    strengths: of the noise; 0 is the unedited run once more; 0 and ten from 0.01 to 1.8 if not given
-    seeds: of the noise, and of the sampler if `sampling` has a temperature; with neither, one
-    at: sites that get `Noise(strength, relative=relative)`, each with its tokens if you like, such as
-        `[pc.resid_post[8] @ pc.prompt]`; the embedding, as `fuzz_strength` does it, if not given
-    mode: "noise", or "scale": embeddings times 1 − strength
-    relative: whether the noise at `at` is times the row's root mean square
-    chat: whether prompts are the user's turn of a chat
-    divergence: "full", by all logits of the first token; a number k, by the k tokens that are likeliest without noise
-        and all others together, which is never more; "none"
-    perplexity: whether answers are graded by the unedited model (`studies.teacher_forcing`)
-    refusal: a regular expression that finds a refusal in an answer; None for no such measure
-    quick: 5 prompts and 7 strengths, where none are given
-    batch: runs submitted at a time, at most; two batches are under way
-    resume: a file to which answers are appended as they come, and from which an interrupted sweep of the same arguments
-        goes on; with divergence="full" it has the first token's distribution of every prompt
-
-    Raises: `ProgramError` and its kind for arguments that cannot be, and the error of any run.
+    Raises: `ProgramError` for a wrong argument, and the error of any run.
     """
-    if quick and prompts is not None and strengths is not None:
-        raise ProgramError("it chooses prompts and strengths, and both are given", "quick")
-    plan = _Plan(
-        asked=ask(lm, (QUICK_PROMPTS if quick else PROMPTS) if prompts is None else prompts, chat),
-        strengths=strengths_of(strengths, QUICK_STRENGTHS if quick else STRENGTHS), seeds=seeds_of(seeds),
-        fuzz=Fuzz.of(mode, at, relative), sampling=Sampling.of(sampling), first=FirstToken(divergence),
-        max_tokens=max_tokens, batch=check_batch(batch),
-    )  # fmt: skip
-    if mode == "scale" and len(plan.seeds) > 1 and not plan.sampling.drawn:
-        raise ProgramError(
-            f"scaling has no noise and greedy decoding draws nothing, so all {len(plan.seeds)} seeds would give the "
-            "same answers: give one, or a temperature in sampling=", "seeds"
+
+    command = "fuzz"
+    positional = 2
+
+    prompts: PromptFile = None
+    """Texts or token ids, or with `chat` texts or lists of messages; 23 instructions by default."""
+    strengths: Strengths = None
+    """Strengths of the noise, ascending; 0 is the unedited run once more. By default 0 and ten from 0.01 to 1.8."""
+    seeds: SeedList = (0,)
+    """Seeds of the noise, and of the sampler if `sampling` has a temperature."""
+    at: NoisedSites = None
+    """Sites that get noise, each with its tokens if you like, such as 'resid_post[8] @ prompt'; the embedding by
+    default."""
+    mode: Text = "noise"
+    """noise, or scale: embeddings times 1 − strength."""
+    relative: Flag = True
+    """Multiply the noise by the row's root mean square."""
+    chat: Flag = False
+    """Ask each prompt as the user's turn of a chat."""
+    max_tokens: int = 32
+    """Tokens of an answer."""
+    sampling: Sampled = None
+    """Sampling parameters, by vLLM's names; greedy by default."""
+    divergence: Divergence = "full"
+    """full: by all logits of the first token; a number k: by the k tokens that are likeliest without noise and all
+    others together, which is a lower bound; none."""
+    perplexity: Flag = True
+    """Grade answers with the unedited model."""
+    refusal: OptionalText = REFUSAL
+    """Regular expression that finds a refusal; None for no such measure."""
+    quick: Flag = False
+    """5 prompts and 7 strengths, unless given."""
+
+    def check(self) -> None:
+        """Raise what can be wrong without a model: sites, strengths, seeds, the regular expression."""
+        Fuzz.of(self.mode, self.at, self.relative)
+        strengths_of(self.strengths, STRENGTHS)
+        seeds_of(self.seeds)
+        pattern_of(self.refusal)
+
+    def _run(
+        self, lm: LM, *, batch: int = 64, show_progress: Progress = None, resume: ResumeFile = None
+    ) -> FuzzSweepResult:
+        if self.quick and self.prompts is not None and self.strengths is not None:
+            raise ProgramError("it chooses prompts and strengths, and both are given", "quick")
+        plan = _Plan(
+            asked=ask(lm, (QUICK_PROMPTS if self.quick else PROMPTS) if self.prompts is None else self.prompts,
+            self.chat),
+            strengths=strengths_of(self.strengths, QUICK_STRENGTHS if self.quick else STRENGTHS),
+            seeds=seeds_of(self.seeds),
+            fuzz=Fuzz.of(self.mode, self.at, self.relative), sampling=Sampling.of(self.sampling),
+            first=FirstToken(self.divergence),
+            max_tokens=self.max_tokens, batch=check_batch(batch),
         )  # fmt: skip
-    pattern = pattern_of(refusal)
-    with keeping(lm, plan.question, resume) as journal:
-        runs = _run(lm, plan, journal, show_progress)
-        perplexities = _perplexities(lm, plan, runs, journal, show_progress) if perplexity else {}
-    return FuzzSweepResult(
-        provenance=provenance(lm, plan.seeds), prompts=tuple(one.shown for one in plan.asked),
-        strengths=plan.strengths, noise=plan.fuzz.words, chat=chat, max_tokens=max_tokens,
-        sampling=plan.sampling.parameters, divergence=plan.first.words, refusal=refusal,
-        **_answers(plan, runs), **_measures(plan, runs, perplexities, pattern),
-    )  # fmt: skip
+        if self.mode == "scale" and len(plan.seeds) > 1 and not plan.sampling.drawn:
+            raise ProgramError(
+                f"expected one seed, got {len(plan.seeds)}: scaling and greedy decoding draw nothing, so all answers "
+                "would be the same; or give a temperature in sampling=", "seeds"
+            )  # fmt: skip
+        pattern = pattern_of(self.refusal)
+        with keeping(lm, plan.question, resume) as journal:
+            runs = _run(lm, plan, journal, show_progress)
+            perplexities = _perplexities(lm, plan, runs, journal, show_progress) if self.perplexity else {}
+        return FuzzSweepResult(
+            provenance=provenance(lm, plan.seeds), prompts=tuple(one.shown for one in plan.asked),
+            strengths=plan.strengths, noise=plan.fuzz.words, chat=self.chat, max_tokens=self.max_tokens,
+            sampling=plan.sampling.parameters, divergence=plan.first.words, refusal=self.refusal,
+            **_answers(plan, runs), **_measures(plan, runs, perplexities, pattern),
+        )  # fmt: skip
+
+
+fuzz_sweep = FuzzSweep.short_form("fuzz_sweep")
 
 
 def _answers(plan: _Plan, runs: _Runs) -> dict[str, Any]:

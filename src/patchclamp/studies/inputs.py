@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ParamSpec, SupportsIndex, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, ParamSpec, SupportsIndex, TypeVar
 
 import msgspec
 
@@ -15,11 +18,11 @@ from patchclamp.errors import PatchclampError, ProgramError, TokensError, Unsupp
 from patchclamp.language import Op, Range, Site
 from patchclamp.language import prompt as whole_prompt
 from patchclamp.language.site import At
-from patchclamp.language.tokens import Tokens, as_integer, parse_index, parse_tokens
+from patchclamp.language.tokens import Tokens, TokensLike, as_integer, parse_index, parse_tokens
 from patchclamp.language.values import as_file, as_flag, as_items, as_number, as_plain, check_dense
 from patchclamp.lm import LM
 from patchclamp.run import Run
-from patchclamp.studies.study import MemoryJournal
+from patchclamp.studies.study import Arg, MemoryJournal, Resumable
 from patchclamp.trace.hints import check_options, hints_for
 
 
@@ -297,14 +300,8 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
 
 READERS: dict[str, Callable[[Any, str], Any]] = {
-    "lm": as_lm, "on": as_lm, "layers": as_layers, "target_layers": as_layers, "strengths": as_floats,
-    "scales": as_floats, "std": as_positive, "normed": as_flag, "chat": as_flag, "sums": as_flag, "relative": as_flag,
-    "perplexity": as_flag, "quick": as_flag, "show_progress": as_flag, "sites": as_sites, "senders": as_sites,
-    "receivers": as_sites, "freeze": lambda names, path: names if isinstance(names, str) else as_texts(names, path),
-    "by": as_texts, "labels": as_texts, "metric": as_text, "direction": as_text,
-    "method": as_text, "mode": as_text, "overlong": as_text, "readout": as_text,
-    "column": as_text, "resume": as_path, "folder": as_file, "weights": as_file,
-    "tolerance": as_positive, "engines": as_engines,
+    "lm": as_lm, "sums": as_flag, "show_progress": as_flag, "sites": as_sites, "overlong": as_text, "column": as_text,
+    "resume": as_path, "folder": as_file, "tolerance": as_positive, "engines": as_engines,
 }  # fmt: skip
 
 
@@ -316,3 +313,72 @@ def numbers_of(layers: Any, path: str = "layers") -> list[int]:
         if not is_token_id(layer):
             raise ProgramError(f"a layer is a whole number, not {layer!r}", path)
     return [int(layer) for layer in several]
+
+
+# -- the types of fields of studies, with how each is read
+
+
+def as_position(text: str) -> int | str:
+    """A selection on the command line: a number, or the text of a selection."""
+    return int(text) if re.fullmatch(r"\s*-?\d+\s*", text) else text
+
+
+def prompts_in(file: str) -> list[str]:
+    """The prompts of a file, one per line; empty lines are skipped, and \\n stands for a line break."""
+    prompts = [line.replace("\\n", "\n") for line in lines_of(Path(file)) if line.strip()]
+    if not prompts:
+        raise ProgramError(f"expected prompts, one per line, got an empty file: {file}")
+    return prompts
+
+
+def lines_of(file: Path) -> list[str]:
+    """The lines of a text file."""
+    try:
+        return file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProgramError(f"{file} cannot be read: {error}") from None
+
+
+def _receiver(text: str) -> str | list[str]:
+    return text.split("+") if "+" in text else text
+
+
+def _frozen(names: Any, path: str) -> Any:
+    return names if isinstance(names, str) else as_texts(names, path)
+
+
+Text = Annotated[str, Arg(as_text)]
+Flag = Annotated[bool, Arg(as_flag)]
+Prompt = Annotated[Any, Arg()]
+Prompts = Annotated[Any, Arg(many=True)]
+PromptFile = Annotated[Any, Arg(parse=prompts_in)]
+Answer = Annotated[Any, Arg()]
+Answers = Annotated[Any, Arg(many=True)]
+Subject = Annotated[Any, Arg()]
+Sites = Annotated[Any, Arg(as_sites, many=True, option="site")]
+SiteField = Annotated[Any, Arg()]
+NoisedSites = Annotated[Any, Arg(many=True, option="site")]
+Senders = Annotated[Any, Arg(as_sites, many=True, option="sender")]
+Receivers = Annotated[Any, Arg(as_sites, _receiver, many=True, option="receiver")]
+Frozen = Annotated[Any, Arg(_frozen, many=True)]
+Layers = Annotated[Any, Arg(as_layers)]
+Positions = Annotated[Any, Arg(parse=as_position, many=True)]
+Position = Annotated[Any, Arg(parse=as_position)]
+Selected = Annotated[TokensLike, Arg()]
+ChosenTokens = Annotated[Any, Arg(many=True, option="token")]
+Labels = Annotated[Any, Arg(as_texts, None)]
+Parts = Annotated[Any, Arg(as_texts, many=True)]
+Strengths = Annotated[Any, Arg(as_floats, float, many=True, option="strength")]
+SeedList = Annotated[Any, Arg(parse=int, many=True, option="seed")]
+Seeds = Annotated[Any, Arg(parse=int)]
+Std = Annotated[float | None, Arg(as_positive)]
+Weights = Annotated[Any, Arg(as_file)]
+Divergence = Annotated[Any, Arg(parse=as_position)]
+Sampled = Annotated[Any, Arg(parse=json.loads)]
+SourceField = Annotated[Any, Arg(option="source")]
+MaskField = Annotated[Any, Arg(option="mask")]
+OptionalText = Annotated[str | None, Arg(as_text)]
+PythonOnly = Annotated[Any, Arg(parse=None)]
+Progress = Annotated[bool | None, Arg(as_flag)]
+ResumeFile = Annotated[Resumable | None, Arg(as_path)]
+OnLM = Annotated[LM | None, Arg(as_lm)]

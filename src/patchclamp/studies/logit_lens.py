@@ -31,9 +31,24 @@ from patchclamp.lm import LM
 from patchclamp.plots import GridPanel, TokenGrid, style
 from patchclamp.run import Run
 from patchclamp.studies.checkpoint import LAST, MAX_FLOATS, Readout, readout_of
-from patchclamp.studies.inputs import as_prompt, check_whole, checked, layers_of, positions_of
+from patchclamp.studies.inputs import (
+    ChosenTokens,
+    Labels,
+    Layers,
+    OptionalText,
+    Positions,
+    Prompt,
+    PythonOnly,
+    ResumeFile,
+    SiteField,
+    Weights,
+    as_prompt,
+    check_whole,
+    layers_of,
+    positions_of,
+)
 from patchclamp.studies.metric import single_token
-from patchclamp.studies.study import Journal, Resumable, Stored, StudyResult, keeping, provenance, recorded
+from patchclamp.studies.study import Journal, Stored, Study, StudyResult, keeping, provenance, recorded
 
 if TYPE_CHECKING:
     import pandas
@@ -165,9 +180,8 @@ class LogitLensResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
     def __repr__(self) -> str:
         best = self.top(self.layers[-1], self.positions[-1])[0]
-        return (
-            f"<LogitLensResult {self.site} × {len(self.positions)} positions: ends on {best.token!r} {best.probability:.2f}>"
-        )
+        ends = f"{best.token!r} {best.probability:.2f}"
+        return f"<LogitLensResult {self.site} × {len(self.positions)} positions: ends on {ends}>"
 
 
 def _index_of(known: tuple[int, ...], number: int, count: int, path: str) -> int:
@@ -181,76 +195,82 @@ def _index_of(known: tuple[int, ...], number: int, count: int, path: str) -> int
 ROWS_AT_ONCE = 256  # that are read out together, as far as whole positions fit
 
 
-@checked
-def logit_lens(
-    lm: LM,
-    prompt: Any,
-    *,
-    tokens: Sequence[str | int] = (),
-    site: Site | str = "resid_post",
-    layers: Any = None,
-    positions: Any = None,
-    top: int = 5,
-    translators: Mapping[int, Any] | None = None,
-    unembedding: Any = None,
-    labels: Sequence[str] | None = None,
-    readout: str | None = None,
-    weights: Any = None,
-    resume: Resumable | None = None,
-) -> LogitLensResult:
-    """Reads a prompt's stream at every layer and position through the model's final norm and unembedding.
-
-    prompt: text or token ids
-    tokens: chosen tokens, as text or id, whose rank and probability are wanted everywhere; with `unembedding` its
-        labels
-    site: a site as wide as the stream, such as "resid_post" or "resid_mid"
-    layers: a number, a list, or text such as "0:12"; all if not given. positions: a selection or a list of numbers
-    top: how many of the likeliest tokens to keep in each cell
-    translators: of a tuned lens, by layer: a matrix A [D, D] or a pair (A, b [D]); the stream h is read as A h + b
-    unembedding: a matrix [K, D] in the place of the model's, after its final norm. labels: a name for each of its rows
-    readout: "checkpoint" reads norm and unembedding from the model's files and proves them on the live model; "engine"
-        has the engine make the logits, one request a cell, for models whose files are elsewhere. By default the files
-        are taken where they are at hand; the result says which it was
-    weights: folder or hub id of the model's files, if not the model's own name
-    resume: a file to which what was read is appended, some positions at a time, and from which an interrupted lens of
-        the same arguments goes on. The prompt itself is run again
+class LogitLens(Study):
+    """Read every layer and position of a prompt through the model's final norm and unembedding.
 
     Raises: `ModelError` for files that are not the live model's, `ShapeError` for matrices that do not fit,
     `UnsupportedSite` for a site of another width, and the error of the run.
     """
-    import torch
 
-    at, prompt, top = checked_site(lm, site), as_prompt(prompt, "prompt"), check_whole(top, "top", 1)
-    chosen_layers = layers_of(lm, at.name, layers)
-    run = lm.run(prompt, max_tokens=1, capture=[Site(at.name, layer) @ whole_prompt for layer in chosen_layers]
-                 + [LAST @ whole_prompt])  # fmt: skip
-    columns = positions_of(run, positions)
-    maps = _translators(translators, chosen_layers, lm.model.d_model)
-    own_VD = None if unembedding is None else _matrix(unembedding, lm.model.d_model)
-    names = _labels(own_VD, labels)
-    chosen = [_chosen(lm, token, names, i) for i, token in enumerate(as_items(tokens, "tokens"))]
-    through = readout_of(lm, readout, weights, run.prompt_token_ids)
-    stream = {layer: _rows(run, Site(at.name, layer), columns) for layer in chosen_layers}
-    rows_PLD = torch.stack([_rows(run, LAST, columns), *(maps[layer](rows) for layer, rows in stream.items())], 1)
-    run.close()
-    question = {
-        "study": "logit_lens", "prompt": run.prompt_token_ids, "site": at.name, "layers": chosen_layers,
-        "positions": columns, "tokens": chosen, "top": top, "readout": through.way, "weights": str(weights),
-        "maps": [_digest(maps[layer].matrix_DD, maps[layer].bias_D) for layer in chosen_layers],
-        "unembedding": _digest(own_VD),
-    }  # fmt: skip
-    with keeping(lm, question, resume) as journal:
-        measured = _measure(lm, journal, through, own_VD, rows_PLD, top, chosen)
-    ids = sorted({*chosen, *np.unique(measured.top_ids).tolist()})
-    texts = names or lm.tokenizer.token_strings(ids)
-    texts = {token: texts[token if names else i] for i, token in enumerate(ids)}
-    strings = tuple(lm.tokenizer.token_strings(run.prompt_token_ids))
-    return LogitLensResult(
-        provenance=provenance(lm), prompt=prompt if isinstance(prompt, str) else "".join(strings),
-        prompt_tokens=strings, prompt_token_ids=tuple(run.prompt_token_ids), site=at.name, layers=tuple(chosen_layers),
-        positions=tuple(columns), tokens=tuple(texts[token] for token in chosen), token_ids=tuple(chosen), texts=texts,
-        lens=_named(translators, own_VD), readout=through.way, about=through.about, **msgspec.structs.asdict(measured),
-    )  # fmt: skip
+    command = "lens"
+    positional = 1
+
+    prompt: Prompt
+    """Prompt, as text or token ids."""
+    tokens: ChosenTokens = ()
+    """Tokens, as text or id, whose rank and probability are wanted everywhere; with `unembedding` its labels."""
+    site: SiteField = "resid_post"
+    """Site as wide as the stream, such as resid_post or resid_mid."""
+    layers: Layers = None
+    """Layers of sites without an index: all by default, a number, a list, or a range such as "0:12"."""
+    positions: Positions = None
+    """Selection, or a list of positions; all by default."""
+    top: int = 5
+    """Likeliest tokens to keep per cell."""
+    translators: PythonOnly = None
+    """Tuned lens by layer: a matrix A [D, D] or a pair (A, b [D]); the stream h is read as A h + b."""
+    unembedding: PythonOnly = None
+    """Matrix [K, D] in place of the model's unembedding, after its final norm."""
+    labels: Labels = None
+    """Names of its rows."""
+    readout: OptionalText = None
+    """checkpoint: read norm and unembedding from the model's files, proved on the live model; engine: one request per
+    cell. By default the files where they are at hand."""
+    weights: Weights = None
+    """Folder or hub id of the model's files, if not the model's own name."""
+
+    def _run(self, lm: LM, *, resume: ResumeFile = None) -> LogitLensResult:
+        prompt = self.prompt
+        top = self.top
+        import torch
+
+        at, prompt, top = checked_site(lm, self.site), as_prompt(prompt, "prompt"), check_whole(top, "top", 1)
+        chosen_layers = layers_of(lm, at.name, self.layers)
+        run = lm.run(prompt, max_tokens=1, capture=[Site(at.name, layer) @ whole_prompt for layer in chosen_layers]
+                     + [LAST @ whole_prompt])  # fmt: skip
+        columns = positions_of(run, self.positions)
+        maps = _translators(self.translators, chosen_layers, lm.model.d_model)
+        own_VD = None if self.unembedding is None else _matrix(self.unembedding, lm.model.d_model)
+        names = _labels(own_VD, self.labels)
+        chosen = [_chosen(lm, token, names, i) for i, token in enumerate(as_items(self.tokens, "tokens"))]
+        through = readout_of(lm, self.readout, self.weights, run.prompt_token_ids)
+        stream = {layer: _rows(run, Site(at.name, layer), columns) for layer in chosen_layers}
+        rows_PLD = torch.stack([_rows(run, LAST, columns), *(maps[layer](rows) for layer, rows in stream.items())], 1)
+        run.close()
+        question = {
+            "study": "logit_lens", "prompt": run.prompt_token_ids, "site": at.name, "layers": chosen_layers,
+            "positions": columns, "tokens": chosen, "top": top, "readout": through.way, "weights": str(self.weights),
+            "maps": [_digest(maps[layer].matrix_DD, maps[layer].bias_D) for layer in chosen_layers],
+            "unembedding": _digest(own_VD),
+        }  # fmt: skip
+        with keeping(lm, question, resume) as journal:
+            measured = _measure(lm, journal, through, own_VD, rows_PLD, top, chosen)
+        ids = sorted({*chosen, *np.unique(measured.top_ids).tolist()})
+        texts = names or lm.tokenizer.token_strings(ids)
+        texts = {token: texts[token if names else i] for i, token in enumerate(ids)}
+        strings = tuple(lm.tokenizer.token_strings(run.prompt_token_ids))
+        return LogitLensResult(
+            provenance=provenance(lm), prompt=prompt if isinstance(prompt, str) else "".join(strings),
+            prompt_tokens=strings, prompt_token_ids=tuple(run.prompt_token_ids), site=at.name,
+            layers=tuple(chosen_layers),
+            positions=tuple(columns), tokens=tuple(texts[token] for token in chosen), token_ids=tuple(chosen),
+            texts=texts,
+            lens=_named(self.translators, own_VD), readout=through.way, about=through.about,
+            **msgspec.structs.asdict(measured),
+        )  # fmt: skip
+
+
+logit_lens = LogitLens.short_form("logit_lens")
 
 
 class _Measured(msgspec.Struct):

@@ -41,7 +41,19 @@ from patchclamp.studies.grid import (
     with_values,
     zoom_in,
 )
-from patchclamp.studies.inputs import as_float, checked
+from patchclamp.studies.inputs import (
+    Answers,
+    Layers,
+    MaskField,
+    Positions,
+    Progress,
+    Prompts,
+    ResumeFile,
+    Sites,
+    SourceField,
+    Text,
+    as_float,
+)
 from patchclamp.studies.sources import (
     FromRun,
     MeanOf,
@@ -56,87 +68,98 @@ from patchclamp.studies.sources import (
     opened,
 )
 from patchclamp.studies.sources import question_of as question_of_source
-from patchclamp.studies.study import Resumable, json_of, provenance
+from patchclamp.studies.study import Study, json_of, provenance
 from patchclamp.studies.sweep_result import Cell, Column, PatchSweepResult, Row, Side, rows_of, same_columns, words_of
 
 DIRECTIONS = ("denoising", "noising")
 MAX_SOURCE_BYTES = 1 << 28  # of what the prompts that are read capture at a time
 
 
-@checked
-def patch_sweep(
-    lm: LM,
-    *,
-    clean: Any,
-    corrupt: Any,
-    answer: Any,
-    foil: Any = None,
-    sites: Any = ("resid_pre",),
-    layers: Any = None,
-    positions: Any = None,
-    metric: str = "logit_diff",
-    direction: str = "denoising",
-    group: int | None = None,
-    window: int = 1,
-    source: Any = None,
-    alpha: float = 1.0,
-    mask: Any = None,
-    zoom: int | None = None,
-    seed: int = 0,
-    batch: int = 512,
-    show_progress: bool | None = None,
-    listener: Listener | None = None,
-    resume: Resumable | None = None,
-    check: Callable[[SweepPlan], None] | None = None,
-) -> PatchSweepResult:
-    """Patches every cell of sites × layers × positions from the clean run into the corrupt one; returns the grid.
+class PatchSweep(Study):
+    """Patch every site, layer and token of a clean run into a corrupt one, and show where the answer comes back.
 
-    clean, corrupt: prompts, as text or token ids; or lists of them, pair by pair, whose mean is the grid
-    answer, foil: text, a token id, or a list of ids, graded exactly; of several pairs one for all, or a list of them
-    sites: sites with or without layers, and with or without heads, neurons or experts (`pc.z[:, 3]`)
-    layers: which layers of those without: all, a number, a list, or text such as "0:12"
-    positions: the columns: selections of the corrupt prompt (of the clean one, when noising) such as `pc.prompt[-1]`,
-        `pc.span("Colosseum")`, or a number; a span of several tokens is patched together. A mapping gives them labels,
-        and of several pairs a selection in it may be a list, one a pair. All aligned positions if not given
-    metric: "logit_diff", "recovered", "logprob" or "prob" (`studies.metric`)
-    direction: "denoising", or "noising": cells of the corrupt run into the clean one
-    group: how many heads, neurons or experts of a site are a row: 1 for each head; None: the whole site
-    window: so many layers around a cell's are patched with it
-    source: what is written in place of the other prompt's values: "zeros", "bank:NAME", `studies.MeanOf(prompts)`, or
-        `studies.Resampled(prompts)`
-    alpha, mask: how much of it is mixed in, and in which columns [W], as of `pc.Replace`
-    zoom: start with blocks of 8 layers × 8 positions and halve the best so many of each size; the grid has the cells
-        that were reached. A block whose cells cancel out is not looked into
-    seed: of the confidence interval and the test over pairs
-    batch: runs submitted at a time; two batches are under way
-    listener: hears of cells as they finish; what it raises stops the sweep
-    resume: a file to which values are appended as they are computed, and from which an interrupted sweep of the same
-        arguments goes on
-    check: is shown what will be run, before anything is; what it raises is raised
+    Denoising runs the corrupt prompt with one cell of the clean run; where the answer comes back, the cell carries what
+    makes the difference. Noising runs the clean prompt with one cell of the corrupt run,
+    and shows what the answer needs.
 
     Raises: `TokensError` for prompts that cannot be aligned, `ProgramError` for a wrong argument, and the error of any
-        run.
+    run.
     """
-    asked = _read(lm, clean, corrupt, answer, foil, metric, positions, direction)
-    rows = rows_of(lm, sites, layers, group, window)
-    try:
-        mixing = Mixing(as_float(alpha, "alpha"), None if mask is None else as_mask(mask))
-    except PatchclampError as error:
-        raise error if error.path else error.under("mask") from None
-    plan = SweepPlan(
-        lm, asked, rows, same_columns([pair.columns for pair in asked]), direction,
-        None if source is None else as_source(source), mixing, check_seed(seed), zoom,
-    )  # fmt: skip
-    check_widths(lm, rows, plan.source, mixing)
-    if check is not None:
-        check(plan)
-    counts = [plan.most * plan.draws] * len(asked)
-    total = planned(counts, reruns_for(len(asked)))
-    try:
-        with carrying(lm, "patching", total, plan.question, batch, show_progress, resume) as cells:
-            return _sweep(plan, cells, plan.zooming, listener)
-    finally:
-        plan.close()
+
+    command = "sweep"
+
+    clean: Prompts
+    """Prompt whose activations are patched in, as text or token ids; or a list of prompts, pair by pair, whose mean is
+    the grid."""
+    corrupt: Prompts
+    """Prompt that is run with them; of several pairs a list as long."""
+    answer: Answers
+    """What the clean prompt calls for, with its leading space: text, a token id, or a list of ids, graded exactly.
+    Several pairs share one or have a list."""
+    foil: Answers = None
+    """What the answer is compared with. Metrics logprob and prob need none."""
+    sites: Sites = ("resid_pre",)
+    """Sites with or without layers, heads, neurons or experts: resid_pre, attn_out, z, 'z[:, 3]'."""
+    layers: Layers = None
+    """Layers of sites without an index: all by default, a number, a list, or a range such as "0:12"."""
+    positions: Positions = None
+    """Columns of the grid: selections of the patched prompt, such as -1 or span('Rome'), each patched together; a
+    mapping gives them labels, and of several pairs a selection in it may be a list, one per pair. All aligned
+    positions by default."""
+    metric: Text = "logit_diff"
+    """logit_diff, recovered, logprob or prob."""
+    direction: Text = "denoising"
+    """denoising, or noising: cells of the corrupt run into the clean one."""
+    group: int | None = None
+    """Heads, neurons or experts per row: 1 for each head; the whole site by default."""
+    window: int = 1
+    """Layers patched together with the layer of a cell."""
+    source: SourceField = None
+    """What is written instead of the other prompt's values: zeros, bank:NAME, `studies.MeanOf(prompts)` or
+    `studies.Resampled(prompts)`."""
+    alpha: float = 1.0
+    """Share of the new value that is mixed in."""
+    mask: MaskField = None
+    """Columns [W] in which it is mixed in, as of `pc.Replace`."""
+    zoom: int | None = None
+    """Start with blocks of 8 layers × 8 positions and halve this many of the best of each size; the grid then has the
+    cells that were reached."""
+    seed: int = 0
+    """Seed of the confidence interval and of the test over pairs."""
+
+    def _run(
+        self,
+        lm: LM,
+        *,
+        batch: int = 512,
+        show_progress: Progress = None,
+        listener: Listener | None = None,
+        resume: ResumeFile = None,
+        check: Callable[[Any], None] | None = None,
+    ) -> PatchSweepResult:
+        asked = _read(lm, self.clean, self.corrupt, self.answer, self.foil, self.metric, self.positions, self.direction)
+        rows = rows_of(lm, self.sites, self.layers, self.group, self.window)
+        try:
+            mixing = Mixing(as_float(self.alpha, "alpha"), None if self.mask is None else as_mask(self.mask))
+        except PatchclampError as error:
+            raise error if error.path else error.under("mask") from None
+        plan = SweepPlan(
+            lm, asked, rows, same_columns([pair.columns for pair in asked]), self.direction,
+            None if self.source is None else as_source(self.source), mixing, check_seed(self.seed), self.zoom,
+        )  # fmt: skip
+        check_widths(lm, rows, plan.source, mixing)
+        if check is not None:
+            check(plan)
+        counts = [plan.most * plan.draws] * len(asked)
+        total = planned(counts, reruns_for(len(asked)))
+        try:
+            with carrying(lm, "patching", total, plan.question, batch, show_progress, resume) as cells:
+                return _sweep(plan, cells, plan.zooming, listener)
+        finally:
+            plan.close()
+
+
+patch_sweep = PatchSweep.short_form("patch_sweep")
 
 
 class SweepPlan:

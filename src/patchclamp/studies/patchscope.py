@@ -12,8 +12,7 @@ S source layers · G layers that it was placed in · K likeliest tokens · C cho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,10 +24,23 @@ from patchclamp.lm import LM
 from patchclamp.plots import GridPanel, TokenGrid, style
 from patchclamp.run import Run
 from patchclamp.studies.checkpoint import LOGITS
-from patchclamp.studies.inputs import as_prompt, check_batch, check_whole, checked, layers_of, positions_of
+from patchclamp.studies.inputs import (
+    ChosenTokens,
+    Flag,
+    Layers,
+    Position,
+    Progress,
+    Prompt,
+    SiteField,
+    as_prompt,
+    check_batch,
+    check_whole,
+    layers_of,
+    positions_of,
+)
 from patchclamp.studies.logit_lens import checked_site
 from patchclamp.studies.metric import single_token
-from patchclamp.studies.study import UNDER_WAY, Pace, StudyResult, progress, provenance, run_batches
+from patchclamp.studies.study import UNDER_WAY, Pace, Study, StudyResult, progress, provenance, run_batches
 
 if TYPE_CHECKING:
     import pandas
@@ -124,85 +136,91 @@ class PatchscopeResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
     def __repr__(self) -> str:
         s, g = np.unravel_index(int(self.moved.argmax()), self.moved.shape)
-        return (
-            f"<PatchscopeResult {self.site} of {len(self.layers)} layers: layer {self.layers[s]} says {self.texts[s][g]!r}>"
-        )
+        what = f"layer {self.layers[s]} says {self.texts[s][g]!r}"
+        return f"<PatchscopeResult {self.site} of {len(self.layers)} layers: {what}>"
 
 
 IDENTITY = "cat -> cat\n1135 -> 1135\nhello -> hello\n?"
 
 
-@checked
-def patchscope(
-    lm: LM,
-    *,
-    source: Any,
-    target: Any = IDENTITY,
-    source_position: Any = -1,
-    target_position: Any = -1,
-    site: Site | str = "resid_post",
-    layers: Any = None,
-    target_layers: Any = None,
-    normed: bool = False,
-    max_tokens: int = 12,
-    tokens: Sequence[str | int] = (),
-    top: int = 5,
-    batch: int = 64,
-    show_progress: bool | None = None,
-) -> PatchscopeResult:
-    """Places what `source` has at a position, from every layer, into `target`, and reads what the model then says.
+class Patchscope(Study):
+    """Place a prompt's activation, from every layer, into another prompt, and show what that goes on with.
 
-    source, target: prompts, as text or token ids; by default the target asks for the token itself
-    source_position, target_position: a number or a selection of either prompt, such as `pc.span("x")`; as many
-        positions on both sides
-    site: a site as wide as the stream, without layers. layers: those that are taken from (all), as a number, a list, or
-        text such as "0:12". target_layers: those that are placed in, each with each; the same layer if not given
-    normed: whether a capture is scaled to the length of the row that it replaces
-    max_tokens: how many tokens the target goes on for. tokens: chosen tokens whose probability as the first is wanted
-    top: how many of the likeliest first tokens to keep. batch: runs submitted at a time
-
-    Raises: `TokensError` for positions that are not there or not as many on both sides, `UnsupportedSite` for a site of
-    another width, and the error of any run.
+    Raises: `TokensError` for positions that are missing or differ in number, `UnsupportedSite` for a site of another
+    width, and the error of any run.
     """
-    at, top, batch = checked_site(lm, site), check_whole(top, "top", 1), check_batch(batch)
-    source, target = as_prompt(source, "source"), as_prompt(target, "target")
-    taken = layers_of(lm, at.name, layers)
-    placed = [] if target_layers is None else layers_of(lm, at.name, target_layers, "target_layers")
-    chosen = [single_token(lm, token, f"tokens[{i}]") for i, token in enumerate(as_items(tokens, "tokens"))]
-    read = [Site(at.name, layer) @ whole_prompt for layer in sorted({*taken, *placed})]
-    from_run = lm.run(source, max_tokens=1, capture=read)
-    into_run = lm.run(target, max_tokens=max_tokens, capture=[*read, LOGITS @ whole_prompt[-1]])
-    out = positions_of(from_run, source_position, "source_position")
-    into = positions_of(into_run, target_position, "target_position")
-    if len(out) != len(into):
-        raise TokensError(
-            f"source_position selects {len(out)} positions and target_position {len(into)}: they come in pairs",
-            "target_position",
-        )
-    cells = [(layer, to) for layer in taken for to in (placed or [layer])]
-    vectors = [_vector(from_run, into_run, at.name, cell, out, into, normed) for cell in cells]
-    edits = [[Replace(Vector.of(rows_nD), at=Site(at.name, to), tokens=every[tuple(into)])]
-             for (_, to), (rows_nD, _) in zip(cells, vectors, strict=True)]  # fmt: skip
-    said = _Said(lm, into_run, top, chosen)
-    said.run(edits, max_tokens, batch, show_progress)
-    shape = (len(taken), len(placed) or 1)
-    ids = sorted({*chosen, *np.unique(said.top_ids).tolist()})
-    result = PatchscopeResult(
-        provenance=provenance(lm), site=at.name, source_tokens=_tokens(lm, from_run),
-        target_tokens=_tokens(lm, into_run), source_positions=tuple(out), target_positions=tuple(into),
-        layers=tuple(taken), target_layers=tuple(placed), normed=normed, token_ids=tuple(chosen),
-        tokens=tuple(lm.tokenizer.token_strings(chosen)),
-        texts_of=dict(zip(ids, lm.tokenizer.token_strings(ids), strict=True)),
-        texts=tuple(tuple(said.texts[i : i + shape[1]]) for i in range(0, len(cells), shape[1])),
-        plain_text=into_run.text, top_ids=np.array(said.top_ids, np.int32).reshape(*shape, -1),
-        top_probs=np.array(said.top_probs, np.float32).reshape(*shape, -1),
-        logprobs=np.array(said.logprobs, np.float32).reshape(*shape, len(chosen)),
-        moved=np.array(said.moved, np.float32).reshape(shape),
-        scales=np.array([scale for _, scale in vectors], np.float32).reshape(shape),
-    )  # fmt: skip
-    from_run.close()
-    into_run.close()
-    return result
+
+    command = "patchscope"
+
+    source: Prompt
+    """Prompt whose activation is read."""
+    target: Prompt = IDENTITY
+    """Prompt that it is placed into; by default one that asks for the token itself."""
+    source_position: Position = -1
+    """Position, or selection, that is read; as many positions as `target_position`."""
+    target_position: Position = -1
+    """Position, or selection, that is overwritten."""
+    site: SiteField = "resid_post"
+    """Site as wide as the stream, without layers."""
+    layers: Layers = None
+    """Layers to read: all by default, a number, a list, or a range such as "0:12"."""
+    target_layers: Layers = None
+    """Layers to write, each with each; by default the layer that was read."""
+    normed: Flag = False
+    """Scale the activation to the length of the row that it replaces."""
+    max_tokens: int = 12
+    """Tokens to generate."""
+    tokens: ChosenTokens = ()
+    """Tokens whose probability as the first is wanted."""
+    top: int = 5
+    """Likeliest first tokens to keep."""
+
+    def _run(self, lm: LM, *, batch: int = 64, show_progress: Progress = None) -> PatchscopeResult:
+        source = self.source
+        target = self.target
+        top = self.top
+        at, top, batch = checked_site(lm, self.site), check_whole(top, "top", 1), check_batch(batch)
+        source, target = as_prompt(source, "source"), as_prompt(target, "target")
+        taken = layers_of(lm, at.name, self.layers)
+        placed = [] if self.target_layers is None else layers_of(lm, at.name, self.target_layers, "target_layers")
+        chosen = [single_token(lm, token, f"tokens[{i}]") for i, token in enumerate(as_items(self.tokens, "tokens"))]
+        read = [Site(at.name, layer) @ whole_prompt for layer in sorted({*taken, *placed})]
+        from_run = lm.run(source, max_tokens=1, capture=read)
+        into_run = lm.run(target, max_tokens=self.max_tokens, capture=[*read, LOGITS @ whole_prompt[-1]])
+        out = positions_of(from_run, self.source_position, "source_position")
+        into = positions_of(into_run, self.target_position, "target_position")
+        if len(out) != len(into):
+            raise TokensError(
+                f"source_position selects {len(out)} positions and target_position {len(into)}: they come in pairs",
+                "target_position",
+            )
+        cells = [(layer, to) for layer in taken for to in (placed or [layer])]
+        vectors = [_vector(from_run, into_run, at.name, cell, out, into, self.normed) for cell in cells]
+        edits = [[Replace(Vector.of(rows_nD), at=Site(at.name, to), tokens=every[tuple(into)])]
+                 for (_, to), (rows_nD, _) in zip(cells, vectors, strict=True)]  # fmt: skip
+        said = _Said(lm, into_run, top, chosen)
+        said.run(edits, self.max_tokens, batch, show_progress)
+        shape = (len(taken), len(placed) or 1)
+        ids = sorted({*chosen, *np.unique(said.top_ids).tolist()})
+        result = PatchscopeResult(
+            provenance=provenance(lm), site=at.name, source_tokens=_tokens(lm, from_run),
+            target_tokens=_tokens(lm, into_run), source_positions=tuple(out), target_positions=tuple(into),
+            layers=tuple(taken), target_layers=tuple(placed), normed=self.normed, token_ids=tuple(chosen),
+            tokens=tuple(lm.tokenizer.token_strings(chosen)),
+            texts_of=dict(zip(ids, lm.tokenizer.token_strings(ids), strict=True)),
+            texts=tuple(tuple(said.texts[i : i + shape[1]]) for i in range(0, len(cells), shape[1])),
+            plain_text=into_run.text, top_ids=np.array(said.top_ids, np.int32).reshape(*shape, -1),
+            top_probs=np.array(said.top_probs, np.float32).reshape(*shape, -1),
+            logprobs=np.array(said.logprobs, np.float32).reshape(*shape, len(chosen)),
+            moved=np.array(said.moved, np.float32).reshape(shape),
+            scales=np.array([scale for _, scale in vectors], np.float32).reshape(shape),
+        )  # fmt: skip
+        from_run.close()
+        into_run.close()
+        return result
+
+
+patchscope = Patchscope.short_form("patchscope")
 
 
 class _Said:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -50,9 +49,20 @@ from patchclamp.studies.grid import (
     teller,
     with_values,
 )
-from patchclamp.studies.inputs import checked
+from patchclamp.studies.inputs import (
+    Answers,
+    Frozen,
+    Layers,
+    Position,
+    Progress,
+    Prompts,
+    Receivers,
+    ResumeFile,
+    Senders,
+    Text,
+)
 from patchclamp.studies.sources import captured_runs
-from patchclamp.studies.study import json_of, provenance
+from patchclamp.studies.study import Study, json_of, provenance
 from patchclamp.studies.sweep_result import Column, PathPatchResult, Row, Side, listed, rows_of, words_of
 
 ENDS = ("final_norm", "logits")  # receivers that are the end of the model
@@ -68,58 +78,75 @@ class Receiver(NamedTuple):
     sites: tuple[Site, ...]
 
 
-@checked
-def path_patch(
-    lm: LM,
-    *,
-    clean: Any,
-    corrupt: Any,
-    answer: Any,
-    foil: Any = None,
-    senders: Any = ("z",),
-    receivers: Any = ("logits",),
-    layers: Any = None,
-    group: int | None = 1,
-    positions: Any = None,
-    freeze: Sequence[str] = ("z", "mlp_out"),
-    metric: str = "logit_diff",
-    direction: str = "denoising",
-    seed: int = 0,
-    batch: int = 512,
-    show_progress: bool | None = None,
-    listener: Listener | None = None,
-    resume: str | Path | None = None,
-) -> PathPatchResult:
-    """Patches the way from every sender to every receiver; rows of the grid are senders, columns receivers.
+class PathPatch(Study):
+    """Patch the path from every sender to every receiver, everything between them frozen, and show which paths matter.
 
-    clean, corrupt: a pair of prompts of one length; or lists of them, pair by pair, whose mean is the grid. Pairs may
-        differ in length
-    answer, foil: as in `patch_sweep`: of several pairs one for all, or a list of them
-    senders: z, attn_out, neurons or mlp_out; by default the heads of all `layers`; `group` heads or neurons
-        are one sender
-    receivers: inputs of one layer, such as "q[9, 6]", "v[9, 1]", "mlp_in[8]", or "logits"; a list among them is one
-        receiver, its sites patched together. Of grouped-query attention `k` and `v` count key/value heads
-    positions: one selection of the patched prompt at which senders are patched; its whole length if not given. Of
-        several pairs it may be a list of selections, one a pair. Receivers are patched at every position
-    freeze: what is held between sender and receiver, of "z", "attn_out" and "mlp_out"
-    direction: "denoising" patches the corrupt run with senders of the clean one, "noising" the other way round
+    Rows of the grid are senders,
+    columns receivers. A receiver that does not lie behind a sender has NaN there. Receivers
+    are patched at every position.
 
-    All else is as in `patch_sweep`, with an interval and p-values of several pairs. A receiver that does not lie behind
-    a sender has NaN there.
-
-    Raises: `UnsupportedSite` for sites that cannot be such, `ProgramError` for a wrong argument, and the error of any
-        run.
+    Raises: `UnsupportedSite` for sites that cannot be senders or receivers, `ProgramError` for a wrong argument,
+    and the
+    error of any run.
     """
-    if direction not in ("denoising", "noising"):
-        raise unknown("direction", direction, ("denoising", "noising"), "direction")
-    written: Side = "corrupt" if direction == "denoising" else "clean"
-    _check_mixers(lm)
-    _check_lengths(lm, clean, corrupt)
-    asked = pairs_of(lm, clean, corrupt, answer, foil, metric, _at(positions, clean), written)
-    rows = _senders(lm, senders, layers, group)
-    paths = _Paths(lm, asked, rows, _receivers(lm, receivers), _frozen(freeze), written, check_seed(seed))
-    with carrying(lm, "patching paths", paths.total, paths.question, batch, show_progress, resume) as cells:
-        return _patched(paths, cells, listener)
+
+    command = "paths"
+
+    clean: Prompts
+    """Prompt whose senders are patched in; or a list, pair by pair. Both prompts of a pair have one length."""
+    corrupt: Prompts
+    """Prompt that is run with them."""
+    answer: Answers
+    """What the clean prompt calls for, with its leading space: text, a token id, or a list of ids, graded exactly.
+    Several pairs share one or have a list."""
+    foil: Answers = None
+    """What the answer is compared with. Metrics logprob and prob need none."""
+    senders: Senders = ("z",)
+    """z, attn_out, neurons or mlp_out, or 'z[9, 3]'; the heads of all layers by default."""
+    receivers: Receivers = ("logits",)
+    """Inputs of one layer, such as 'q[9, 6]' or 'mlp_in[8]', or logits; a list among them (joined by + on the command
+    line) is patched together."""
+    layers: Layers = None
+    """Layers of sites without an index: all by default, a number, a list, or a range such as "0:12"."""
+    group: int | None = 1
+    """Heads or neurons per sender."""
+    positions: Position = None
+    """Selection at which senders are patched, or of several pairs a list, one per pair; the whole prompt by default."""
+    freeze: Frozen = ("z", "mlp_out")
+    """What is held between sender and receiver: z, attn_out, mlp_out."""
+    metric: Text = "logit_diff"
+    """logit_diff, recovered, logprob or prob."""
+    direction: Text = "denoising"
+    """denoising, or noising: corrupt into clean."""
+    seed: int = 0
+    """Seed of the confidence interval and of the test over pairs."""
+
+    def _run(
+        self,
+        lm: LM,
+        *,
+        batch: int = 512,
+        show_progress: Progress = None,
+        listener: Listener | None = None,
+        resume: ResumeFile = None,
+    ) -> PathPatchResult:
+        if self.direction not in ("denoising", "noising"):
+            raise unknown("direction", self.direction, ("denoising", "noising"), "direction")
+        written: Side = "corrupt" if self.direction == "denoising" else "clean"
+        _check_mixers(lm)
+        _check_lengths(lm, self.clean, self.corrupt)
+        asked = pairs_of(
+            lm, self.clean, self.corrupt, self.answer, self.foil, self.metric, _at(self.positions, self.clean), written
+        )
+        rows = _senders(lm, self.senders, self.layers, self.group)
+        paths = _Paths(
+            lm, asked, rows, _receivers(lm, self.receivers), _frozen(self.freeze), written, check_seed(self.seed)
+        )
+        with carrying(lm, "patching paths", paths.total, paths.question, batch, show_progress, resume) as cells:
+            return _patched(paths, cells, listener)
+
+
+path_patch = PathPatch.short_form("path_patch")
 
 
 class _Paths:

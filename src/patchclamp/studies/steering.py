@@ -63,13 +63,24 @@ from patchclamp.plots.style import quoted, shorten, signed
 from patchclamp.run import Run
 from patchclamp.studies.grid import check_seed
 from patchclamp.studies.inputs import (
+    Answer,
+    Answers,
     Asked,
+    Flag,
+    Layers,
+    Progress,
+    PromptFile,
+    PythonOnly,
+    ResumeFile,
+    Selected,
+    SiteField,
+    Strengths,
+    Text,
     as_float,
     as_floats,
     as_text,
     ask,
     check_batch,
-    checked,
     content_hash,
     layers_of,
     numbers_of,
@@ -78,8 +89,8 @@ from patchclamp.studies.metric import bare_ids
 from patchclamp.studies.study import (
     Journal,
     Provenance,
-    Resumable,
     Stored,
+    Study,
     StudyResult,
     keeping,
     progress,
@@ -497,76 +508,92 @@ def _ids(lm: LM, given: Any, path: str) -> tuple[int, ...]:
 NO_CHECK = Check(float("nan"), float("nan"))
 
 
-@checked
-def steering_vectors(
-    lm: LM,
-    positive: Sequence[Any],
-    negative: Sequence[Any],
-    *,
-    method: str = "mean",
-    site: str | Site = "resid_post",
-    layers: Any = None,
-    tokens: TokensLike = prompt[-1],
-    chat: bool = False,
-    held_out: float = 0.25,
-    seed: int = 0,
-    answer: Any = None,
-    foil: Any = None,
-    batch: int = 64,
-    show_progress: bool | None = None,
-    resume: Resumable | None = None,
-) -> SteeringVectors:
-    """A direction a layer from what `site` has in positive and in negative prompts, and the layer where it is best.
+class Steering(Study):
+    """Make steering vectors from contrasting prompts, one per layer, and find the layer where it works best.
 
-    positive, negative: texts or token ids, or with `chat` texts or lists of messages; as many of both are pairs
-    method: "mean" (difference of means), "pca" (of pairs' differences) or "probe" (logistic regression)
-    site: one whose rows are the width of the stream: `resid_post`, `attn_out`, …
-    layers: a number, a list, or text such as "8:20"; all layers if not given
-    tokens: which of each prompt are read; of several the mean
-    held_out: the share of the prompts that the vectors are not made of but checked on, drawn by `seed`, pairs together
-        (`directions.check`); 0 for no check, and no best layer
-    answer, foil: continuations as of `strength_curve`, which the positive class calls for, and the negative one. With
-        them the best layer is the one whose vector, added once to every token of the held-out negative prompts, moves
-        log p(answer) − log p(foil) most; without them the one that tells held-out prompts apart best
-    batch: runs submitted at a time, at most; two batches are under way
-    resume: a file to which each prompt's rows, and scores, are appended as they are computed, and from which an
-        interrupted call of the same arguments goes on
+    With `answer` the best layer is the one whose vector, added once to every token of the held-out negative prompts,
+    moves
+    log p(answer) − log p(foil) most; otherwise the one that tells held-out prompts apart best.
 
-    Raises: `ProgramError` and its kind for arguments that cannot be, and the error of any run.
+    Raises: `ProgramError` for a wrong argument, and the error of any run.
     """
-    batch, seed = check_batch(batch), check_seed(seed)
-    sides = ask(lm, positive, chat, "positive"), ask(lm, negative, chat, "negative")
-    check_method(method, len(sides[0]), len(sides[1]))
-    check_behaviour(lm, answer, foil, held_out)
-    named = _site(lm, site)
-    numbers = layers_of(lm, named.name, layers)
-    tests = _held_out(len(sides[0]), len(sides[1]), held_out, seed)
-    captures = [Capture(Site(named.name, layer), read_tokens(tokens, "tokens")) for layer in numbers]
-    behaviour = None if answer is None else Behaviour.of(lm, answer, foil, len(tests[1]))
-    question = {
-        "study": "steering_vectors", "prompts": [[one.ids for one in side] for side in sides], "method": method,
-        "site": named.name, "layers": numbers, "tokens": str(parse_tokens(tokens)), "held_out": held_out, "seed": seed,
-        "behaviour": None if behaviour is None else behaviour.question(()),
-    }  # fmt: skip
-    with keeping(lm, question, resume) as journal:
-        with progress("reading", sum(map(len, sides)), show_progress) as advance:
-            rows_NLD, norms = _read(lm, journal, [*sides[0], *sides[1]], captures, batch, advance)
-        vectors, checks = _fit(method, rows_NLD[: len(sides[0])], rows_NLD[len(sides[0]) :], tests)
-        kept = [sides[1][i] for i in tests[1]]
-        effects = np.full(len(numbers), np.nan)
-        if behaviour is not None:
-            adding = [(Add(of, at=Site(named.name, layer)),) for layer, of in zip(numbers, vectors, strict=True)]
-            effects = _effects(behaviour.score(lm, kept, [(), *adding], batch, show_progress, journal))
-    best = max(range(len(numbers)), key=lambda i: (effects[i] if len(kept) and answer is not None else 0.0,
-                                                   checks[i].accuracy, checks[i].separation, -i))  # fmt: skip
-    sets = [PromptSet(len(side), len(test), content_hash(side)) for side, test in zip(sides, tests, strict=True)]
-    return SteeringVectors(
-        provenance=provenance(lm, (seed,)), method=method, site=named.name, tokens=str(parse_tokens(tokens)),
-        layers=tuple(numbers), vectors=vectors.astype(np.float32),
-        accuracy=np.array([one.accuracy for one in checks]), separation=np.array([one.separation for one in checks]),
-        effect=effects, row_norm=norms, best=numbers[best] if len(tests[0]) else None, positive=sets[0],
-        negative=sets[1], chat=chat, family=lm.model.family,
-    )  # fmt: skip
+
+    command = "steer"
+    positional = 2
+
+    positive: PromptFile
+    """Prompts that show what is looked for: texts or token ids, or with `chat` texts or lists of messages."""
+    negative: PromptFile
+    """Prompts that do not; equally many of both are pairs."""
+    method: Text = "mean"
+    """mean (difference of means), pca (of the pairs' differences) or probe (logistic regression)."""
+    site: SiteField = "resid_post"
+    """Site as wide as the stream, where prompts are read and the vector is added."""
+    layers: Layers = None
+    """Layers of sites without an index: all by default, a number, a list, or a range such as "0:12"."""
+    tokens: Selected = prompt[-1]
+    """Tokens of each prompt that are read; the mean of several."""
+    chat: Flag = False
+    """Ask each prompt as the user's turn of a chat."""
+    held_out: float = 0.25
+    """Share of the prompts that layers are checked on; 0 for no check and no best layer."""
+    seed: int = 0
+    """Seed that draws the held-out prompts."""
+    answer: Answer = None
+    """Continuation that shows the behaviour."""
+    foil: Answer = None
+    """Continuation that does not."""
+
+    def check(self, curve: bool = False) -> None:
+        """Raise what can be wrong without a model. `curve`: whether prompts are scored under the vectors."""
+        check_method(self.method, len(self.positive), len(self.negative))
+        if self.answer is None and (self.foil is not None or curve):
+            raise ProgramError("a behaviour is scored by a continuation that shows it: give answer", "answer")
+
+    def _run(
+        self, lm: LM, *, batch: int = 64, show_progress: Progress = None, resume: ResumeFile = None
+    ) -> SteeringVectors:
+        seed = self.seed
+        batch, seed = check_batch(batch), check_seed(seed)
+        sides = ask(lm, self.positive, self.chat, "positive"), ask(lm, self.negative, self.chat, "negative")
+        check_method(self.method, len(sides[0]), len(sides[1]))
+        check_behaviour(lm, self.answer, self.foil, self.held_out)
+        named = _site(lm, self.site)
+        numbers = layers_of(lm, named.name, self.layers)
+        tests = _held_out(len(sides[0]), len(sides[1]), self.held_out, seed)
+        captures = [Capture(Site(named.name, layer), read_tokens(self.tokens, "tokens")) for layer in numbers]
+        behaviour = None if self.answer is None else Behaviour.of(lm, self.answer, self.foil, len(tests[1]))
+        question = {
+            "study": "steering_vectors", "prompts": [[one.ids for one in side] for side in sides],
+            "method": self.method,
+            "site": named.name, "layers": numbers, "tokens": str(parse_tokens(self.tokens)),
+            "held_out": self.held_out, "seed": seed,
+            "behaviour": None if behaviour is None else behaviour.question(()),
+        }  # fmt: skip
+        with keeping(lm, question, resume) as journal:
+            with progress("reading", sum(map(len, sides)), show_progress) as advance:
+                rows_NLD, norms = _read(lm, journal, [*sides[0], *sides[1]], captures, batch, advance)
+            vectors, checks = _fit(self.method, rows_NLD[: len(sides[0])], rows_NLD[len(sides[0]) :], tests)
+            kept = [sides[1][i] for i in tests[1]]
+            effects = np.full(len(numbers), np.nan)
+            if behaviour is not None:
+                adding = [(Add(of, at=Site(named.name, layer)),) for layer, of in zip(numbers, vectors, strict=True)]
+                effects = _effects(behaviour.score(lm, kept, [(), *adding], batch, show_progress, journal))
+        best = max(range(len(numbers)), key=lambda i: (effects[i] if len(kept) and self.answer is not None else 0.0,
+                                                       checks[i].accuracy, checks[i].separation, -i))  # fmt: skip
+        sets = [PromptSet(len(side), len(test), content_hash(side)) for side, test in zip(sides, tests, strict=True)]
+        return SteeringVectors(
+            provenance=provenance(lm, (seed,)), method=self.method, site=named.name,
+            tokens=str(parse_tokens(self.tokens)),
+            layers=tuple(numbers), vectors=vectors.astype(np.float32),
+            accuracy=np.array([one.accuracy for one in checks]),
+            separation=np.array([one.separation for one in checks]),
+            effect=effects, row_norm=norms, best=numbers[best] if len(tests[0]) else None, positive=sets[0],
+            negative=sets[1], chat=self.chat, family=lm.model.family,
+        )  # fmt: skip
+
+
+steering_vectors = Steering.short_form("steering_vectors")
 
 
 def _fit(
@@ -709,56 +736,63 @@ class StrengthCurveResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return f"<StrengthCurveResult {self.vectors}: {self.slope:+.3f} nats by a scale of 1>"
 
 
-@checked
-def strength_curve(
-    lm: LM,
-    vectors: SteeringVectors,
-    prompts: Sequence[Any],
-    answer: Any,
-    foil: Any = None,
-    *,
-    scales: Sequence[float] = SCALES,
-    layers: Iterable[int] | int | None = None,
-    tokens: TokensLike = every,
-    chat: bool = False,
-    batch: int = 256,
-    show_progress: bool | None = None,
-    resume: Resumable | None = None,
-) -> StrengthCurveResult:
-    """Scores a behaviour under steering vectors of several strengths.
+class StrengthCurve(Study):
+    """Score a behaviour under steering vectors of several strengths.
 
-    prompts: texts or token ids, or with `chat` texts or lists of messages
-    answer, foil: the continuation that shows the behaviour, and one that does not: text, a token id or a list of token
-        ids, one for all prompts; or a list of texts, one a prompt. Of any number of tokens
-    scales: ascending; 0 is the unedited model
-    layers, tokens: as in `vectors.edits`; `generated` means the continuation
-    resume: a file to which scores are appended as they are computed (batches last a few seconds each), and
-        from which an interrupted curve of the same arguments goes on
-
-    Raises: `ProgramError` and its kind for arguments that cannot be, and the error of any run.
+    Raises: `ProgramError` for a wrong argument, and the error of any run.
     """
-    if not isinstance(vectors, SteeringVectors):
-        raise ProgramError(f"expected steering vectors, got {type(vectors).__name__} {vectors!r:.100}", "vectors")
-    batch = check_batch(batch)
-    asked = ask(lm, prompts, chat)
-    behaviour = Behaviour.of(lm, answer, foil, len(asked))
-    steps = as_floats(scales, "scales")
-    if not steps or list(steps) != sorted(set(steps)):
-        raise ProgramError(f"ascending numbers are needed, none twice, not {steps}", "scales")
-    edits = [vectors.edits(scale, layers=layers, tokens=tokens) if scale else () for scale in steps]
-    question = {
-        "study": "strength_curve", "prompts": [[one.ids, one.text] for one in asked], **behaviour.question(edits)
-    }  # fmt: skip
-    with keeping(lm, question, resume) as journal:
-        scored = behaviour.score(lm, asked, edits, batch, show_progress, journal)
-    return StrengthCurveResult(
-        provenance=provenance(lm, vectors.provenance.seeds), prompts=tuple(one.shown for one in asked),
-        answers=texts_of(lm, behaviour.answers), scales=steps,
-        foils=None if behaviour.foils is None else texts_of(lm, behaviour.foils),
-        vectors=f"{vectors.method} vectors of {vectors.site}", layers=_layers(vectors, layers),
-        tokens=str(read_tokens(tokens, "tokens")), chat=chat, logprobs=scored.answer,
-        foil_logprobs=np.full(scored.answer.shape, np.nan) if scored.foil is None else scored.foil,
-    )  # fmt: skip
+
+    command = ""
+    positional = 4
+
+    vectors: PythonOnly
+    """Steering vectors."""
+    prompts: PromptFile
+    """Texts or token ids, or with `chat` texts or lists of messages."""
+    answer: Answers
+    """Continuation that shows the behaviour: text, a token id or a list of ids for all prompts, or a list of texts,
+    one per prompt."""
+    foil: Answers = None
+    """Continuation that does not."""
+    scales: Strengths = SCALES
+    """Factors of the vectors, ascending; 0 is the unedited model."""
+    layers: Layers = None
+    """Layers of `vectors.edits`."""
+    tokens: Selected = every
+    """Tokens of `vectors.edits`; `generated` means the continuation."""
+    chat: Flag = False
+    """Ask each prompt as the user's turn of a chat."""
+
+    def _run(
+        self, lm: LM, *, batch: int = 256, show_progress: Progress = None, resume: ResumeFile = None
+    ) -> StrengthCurveResult:
+        if not isinstance(self.vectors, SteeringVectors):
+            raise ProgramError(
+                f"expected steering vectors, got {type(self.vectors).__name__} {self.vectors!r:.100}", "vectors"
+            )
+        batch = check_batch(batch)
+        asked = ask(lm, self.prompts, self.chat)
+        behaviour = Behaviour.of(lm, self.answer, self.foil, len(asked))
+        steps = as_floats(self.scales, "scales")
+        if not steps or list(steps) != sorted(set(steps)):
+            raise ProgramError(f"ascending numbers are needed, none twice, not {steps}", "scales")
+        edits = [self.vectors.edits(scale, layers=self.layers, tokens=self.tokens) if scale else () for scale in steps]
+        question = {
+            "study": "strength_curve", "prompts": [[one.ids, one.text] for one in asked], **behaviour.question(edits)
+        }  # fmt: skip
+        with keeping(lm, question, resume) as journal:
+            scored = behaviour.score(lm, asked, edits, batch, show_progress, journal)
+        return StrengthCurveResult(
+            provenance=provenance(lm, self.vectors.provenance.seeds), prompts=tuple(one.shown for one in asked),
+            answers=texts_of(lm, behaviour.answers), scales=steps,
+            foils=None if behaviour.foils is None else texts_of(lm, behaviour.foils),
+            vectors=f"{self.vectors.method} vectors of {self.vectors.site}", layers=_layers(self.vectors, self.layers),
+            tokens=str(read_tokens(self.tokens, "tokens")), chat=self.chat, logprobs=scored.answer,
+            foil_logprobs=np.full(scored.answer.shape, np.nan) if scored.foil is None else scored.foil,
+        )  # fmt: skip
+
+
+strength_curve = StrengthCurve.short_form("strength_curve")
 
 
 def _layers(vectors: SteeringVectors, layers: Iterable[int] | int | None) -> tuple[int, ...]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import collections
 import contextlib
+import functools
 import hashlib
+import inspect
+import itertools
 import json
 import os
 import struct
 import sys
+import textwrap
 import threading
 import time
 import zlib
@@ -17,17 +22,30 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path, PurePath
-from typing import Any, Self, TypeVar
+from typing import (
+    Any,
+    ClassVar,
+    NamedTuple,
+    NoReturn,
+    Self,
+    TypeVar,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import msgspec
 import numpy as np
 
 from patchclamp.engines import base
 from patchclamp.errors import NameTaken, ProgramError
-from patchclamp.language.values import as_file, as_plain
+from patchclamp.language import Site
+from patchclamp.language.values import as_file, as_plain, check_dense
 from patchclamp.lm import LM
 from patchclamp.plots import Picture, save_page, save_picture
 from patchclamp.run import Run
+from patchclamp.trace.hints import check_options, hints_for
 
 
 @contextmanager
@@ -115,6 +133,7 @@ class StudyResult(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """The base of studies' results. Their arrays are NumPy's, and all their other fields go through JSON."""
 
     provenance: Provenance
+    config: dict[str, Any] = {}
 
     def picture(self, *of: Any) -> Picture:
         """The numbers and texts of its picture; some studies let `of` choose what to show."""
@@ -181,7 +200,8 @@ class StudyResult(msgspec.Struct, frozen=True, eq=False, kw_only=True):
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise ProgramError(f"{path} cannot be read as a saved {cls.__name__}: {error}", "path") from None
-        if (metadata.get("study"), metadata.get("format")) != (cls.__name__, FORMAT):
+        names = (cls.__name__, cls.__name__.removesuffix("Result"))  # as files of 0.1 have it
+        if metadata.get("study") not in names or metadata.get("format") != FORMAT:
             saved = metadata.get("study") or "no study of ours"
             raise ProgramError(f"{path} has {saved} in format {metadata.get('format')}, and no {cls.__name__} in "
                                f"format {FORMAT}", "path")  # fmt: skip
@@ -195,6 +215,30 @@ class StudyResult(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             raise ProgramError(f"{path} is no {cls.__name__} that this version can read: {error}", "path") from None
 
 
+def load(path: str | Path) -> StudyResult:
+    """A saved result of any study.
+
+    Raises: `ProgramError` if the file is not a result, or is broken.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(as_file(path, "path"), "numpy") as file:
+            name = (file.metadata() or {}).get("study")
+    except (OSError, SafetensorError) as error:
+        raise ProgramError(f"{path} cannot be read as a saved result: {error}", "path") from None
+    for kind in _kinds(StudyResult):
+        if name in (kind.__name__, kind.__name__.removesuffix("Result")):
+            return kind.load(path)
+    raise ProgramError(f"expected a saved result, got {name or 'another file'}: {path}", "path")
+
+
+def _kinds(base: type[StudyResult]) -> Iterator[type[StudyResult]]:
+    for kind in base.__subclasses__():
+        yield kind
+        yield from _kinds(kind)
+
+
 def _sort_header(file: Path) -> None:
     """Sorts what stands in a safetensors file's header, which stays as long: one result is one file, to the byte. The
     library writes metadata in an order that differs from process to process."""
@@ -204,6 +248,176 @@ def _sort_header(file: Path) -> None:
         assert len(header) <= length
         opened.seek(8)
         opened.write(header.ljust(length))
+
+
+class Arg(NamedTuple):
+    """How a field of a study is read, as metadata of its annotation.
+
+    read: checks and converts a value, given its path
+    parse: converts its text on the command line; None hides the field there
+    many: whether the option is repeatable · option: its name, if not the field's
+    """
+
+    read: Callable[[Any, str], Any] | None = None
+    parse: Callable[[str], Any] | None = str
+    many: bool = False
+    option: str = ""
+
+
+class StudyField(NamedTuple):
+    """A field of a study, or an argument of its `run`."""
+
+    name: str
+    type: Any
+    default: Any  # `REQUIRED` if there is none
+    doc: str
+
+    @property
+    def arg(self) -> Arg:
+        return next((one for one in getattr(self.type, "__metadata__", ()) if isinstance(one, Arg)), Arg())
+
+    def value(self, given: Any) -> Any:
+        """A value as the study uses it. Raises `ProgramError` with the field as its path."""
+        if hasattr(given, "detach"):
+            check_dense(given, self.name)
+        if getattr(given, "shape", None) == ():  # a number of NumPy or torch
+            given = as_plain(given, self.name)
+        optional = type(None) in get_args(getattr(self.type, "__origin__", self.type))
+        if self.arg.read is None or (given is None and (self.default is None or optional)):
+            return given
+        return self.arg.read(given, self.name)
+
+
+REQUIRED = object()
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+class Study:
+    """The configuration of a study: what decides its values, declared once.
+
+    A subclass has annotated fields, each followed by a docstring, and `_run(self, lm, *, ...)`, whose keyword arguments
+    (`resume`, `batch`, …) do not change the values. From these come the constructor, `run`, the short form
+    (`patch_sweep(lm, **fields)`), the command line, and the `config` that is saved with a result.
+    """
+
+    command: ClassVar[str] = ""  # its name on the command line
+    positional: ClassVar[int] = 0  # fields that the short form takes by position
+
+    def __init__(self, **given: Any) -> None:
+        fields = self.fields()
+        check_options((n for n in given if n not in fields), f"{type(self).__name__}()", fields, hints_for(fields))
+        for name, field in fields.items():
+            if name not in given and field.default is REQUIRED:
+                raise ProgramError(f"{type(self).__name__}() needs the argument {name}=", name)
+            object.__setattr__(self, name, field.value(given[name]) if name in given else field.default)
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(f"{type(self).__name__} is frozen: make another with {name}=")
+
+    def __repr__(self) -> str:
+        given = (name for name, field in self.fields().items() if getattr(self, name) is not field.default)
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r:.60}' for name in given)})"
+
+    @classmethod
+    @functools.cache
+    def fields(cls) -> dict[str, StudyField]:
+        """The fields in order, by name."""
+        types, docs = get_type_hints(cls, include_extras=True), _docs(cls)
+        return {name: StudyField(name, types[name], getattr(cls, name, REQUIRED), docs.get(name, ""))
+                for name in cls.__annotations__ if get_origin(types[name]) is not ClassVar}  # fmt: skip
+
+    @classmethod
+    @functools.cache
+    def options(cls) -> dict[str, StudyField]:
+        """The keyword arguments of `run`, by name."""
+        run = cls._run  # pyright: ignore[reportAttributeAccessIssue]
+        types, given = get_type_hints(run, include_extras=True), inspect.signature(run).parameters
+        return {name: StudyField(name, types[name], given[name].default, "")
+                for name in given if given[name].kind == inspect.Parameter.KEYWORD_ONLY}  # fmt: skip
+
+    def run(self, lm: LM, **how: Any) -> Any:
+        """Run the study on a model, and return its result.
+
+        resume: a file to which values are appended as they are computed, and from which an interrupted run of the same
+            study continues · batch: runs submitted at a time · show_progress: a progress bar; by default on a terminal
+        """
+        if not isinstance(lm, LM):
+            raise ProgramError(f"expected an LM, got {type(lm).__name__} {lm!r:.100}; pc.LM(...) loads one", "lm")
+        options, call = self.options(), f"{type(self).__name__}.run()"
+        check_options((name for name in how if name not in options), call, options)
+        given = {name: options[name].value(value) for name, value in how.items()}
+        result = self._run(lm, **given)  # pyright: ignore[reportAttributeAccessIssue]
+        return msgspec.structs.replace(result, config=self.to_dict()) if isinstance(result, StudyResult) else result
+
+    def to_dict(self) -> dict[str, Any]:
+        """The configuration as plain data: its class and every field that is not the default."""
+        given = (name for name, field in self.fields().items() if getattr(self, name) is not field.default)
+        return {"study": type(self).__name__, **{name: _plain_data(getattr(self, name)) for name in given}}
+
+    @classmethod
+    def short_form(cls, name: str) -> Callable[..., Any]:
+        """The function `name(lm, **fields, **options)`, which makes the study and runs it."""
+        ordered = ["lm", *list(cls.fields())[: cls.positional]]
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            known = ["lm", *cls.fields(), *cls.options()]
+            check_options((one for one in kwargs if one not in known), f"{name}()", known, hints_for(known))
+            if len(args) > len(ordered):
+                raise ProgramError(
+                    f"{name}() takes {', '.join(ordered)} by position, got {len(args)} values: name the others"
+                )
+            if twice := [one for one in ordered[: len(args)] if one in kwargs]:
+                raise ProgramError(f"{name}() got this argument by position and by name", twice[0])
+            kwargs.update(zip(ordered, args, strict=False))
+            for one in known:
+                if one not in kwargs and (one == "lm" or getattr(cls.fields().get(one), "default", None) is REQUIRED):
+                    raise ProgramError(f"{name} needs the argument {one}=", one)
+            lm, how = kwargs.pop("lm"), {one: kwargs.pop(one) for one in cls.options() if one in kwargs}
+            return cls(**kwargs).run(lm, **how)
+
+        keyword, by_position = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+        parameters = [inspect.Parameter("lm", by_position, annotation=LM)]
+        for field in (*cls.fields().values(), *cls.options().values()):
+            kind = by_position if field.name in ordered else keyword
+            default = inspect.Parameter.empty if field.default is REQUIRED else field.default
+            parameters.append(
+                inspect.Parameter(
+                    field.name, kind, default=default, annotation=getattr(field.type, "__origin__", field.type)
+                )
+            )
+        call.__name__ = call.__qualname__ = name
+        call.__module__, call.__signature__ = cls.__module__, inspect.Signature(parameters)  # pyright: ignore
+        fields = "\n".join(f"{field.name}: {field.doc}" for field in cls.fields().values())
+        call.__doc__ = f"{inspect.getdoc(cls)}\n\n{fields}\n\nThe short form of `{cls.__name__}(...).run(lm, ...)`."
+        return call
+
+
+def _docs(cls: type) -> dict[str, str]:
+    """The docstring below each annotated field of a class."""
+    definition: Any = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    docs = {}
+    for field, text in itertools.pairwise(definition.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            target, value = field.target, text.value
+            if isinstance(target, ast.Name) and isinstance(value, ast.Constant):
+                docs[target.id] = " ".join(str(value.value).split())
+    return docs
+
+
+def _plain_data(value: Any) -> Any:
+    """A value as JSON has it; an array by its shape and the hash of its numbers."""
+    value = as_plain(value)
+    if isinstance(value, (str, int, float, type(None))):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _plain_data(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain_data(one) for one in value]
+    if isinstance(value, np.ndarray):
+        return {"shape": list(value.shape), "sha256": hashlib.sha256(value.tobytes()).hexdigest()}
+    if isinstance(value, msgspec.Struct) and not isinstance(value, (StudyResult, Site)):
+        return {"type": type(value).__name__, **{k: _plain_data(v) for k, v in msgspec.structs.asdict(value).items()}}
+    return str(value)[:1000]
 
 
 JOURNAL_FORMAT = 1
