@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -18,11 +17,9 @@ pytest.importorskip("matplotlib")
 
 import patchclamp as pc
 from patchclamp import proving
-from patchclamp.cli.app import app
-from patchclamp.cli.arguments import read_options, read_positions
-from patchclamp.cli.commands import COMMANDS
-from patchclamp.cli.commands import demo as demo_command
-from patchclamp.cli.early import check_sweep
+from patchclamp.cli import commands
+from patchclamp.cli.app import STUDIES, app
+from patchclamp.cli.commands import read_options
 from patchclamp.plots import style
 from patchclamp.proving import Proof, ensure_proved
 from patchclamp.studies import AblationSweepResult, CausalTraceResult, MeanOf, PatchSweepResult, PathPatchResult
@@ -68,22 +65,20 @@ class TestFront:
                   "--engine", "--dtype", "--option", "--png", "--html", "--top")  # fmt: skip
         assert all(name in output for name in named.get(arguments, sweeps))
 
-    def test_every_file_of_the_folder_is_a_command(self):
-        files = Path(demo_command.__file__).parent.glob("[a-z]*.py")
-        assert list(COMMANDS) == sorted(file.stem for file in files)
-        assert COMMANDS.keys() >= {
-            "ablate",
-            "causal_trace",
-            "demo",
-            "doctor",
-            "fuzz",
-            "parity",
-            "paths",
-            "sites",
-            "steer",
-            "sweep",
-        }
-        assert all(name.replace("_", "-") in run("--help")[1] for name in COMMANDS)
+    def test_every_study_has_its_command(self):
+        of = {study.command: study.__name__ for study in pc.studies.Study.__subclasses__() if study.command}
+        assert of == STUDIES
+        assert all(name in run("--help")[1] for name in (*STUDIES, *(one.__name__ for one in commands.COMMANDS)))
+
+    @pytest.mark.parametrize("command", STUDIES)
+    def test_every_field_is_an_option_with_help(self, command):
+        shown = run(command, "--help")[1]
+        study = getattr(pc.studies, STUDIES[command])
+        for name, field in study.fields().items():
+            if field.arg.parse is not None:
+                option = f"--{(field.arg.option or name).replace('_', '-')}"
+                assert option in shown, option
+                assert field.doc.split()[0] in shown
 
     def test_version(self):
         assert run("--version") == (0, f"patchclamp {pc.__version__}\n")
@@ -92,7 +87,7 @@ class TestFront:
         code = (
             "import sys; from typer.testing import CliRunner; from patchclamp.cli.app import app; "
             "assert CliRunner().invoke(app, ['sweep', '--help']).exit_code == 0; "
-            "print({'torch', 'vllm', 'transformers', 'matplotlib', 'plotly', 'numpy'} & set(sys.modules))"
+            "print({'torch', 'vllm', 'transformers', 'matplotlib', 'plotly', 'pandas'} & set(sys.modules))"
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert done.stdout == "set()\n", done.stderr
@@ -117,10 +112,10 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("given", "dtype", "text"),
         [
-            (["seed"], None, "'seed' is not KEY=VALUE, as in max_model_len=512"),
-            (["=1"], None, "'=1' is not KEY=VALUE"),
-            (["seed=1", "seed=2"], None, "seed is given twice"),
-            (["dtype=float16"], "float32", "dtype is given twice"),
+            (["seed"], None, "expected KEY=VALUE, such as max_model_len=512, got 'seed'"),
+            (["=1"], None, "expected KEY=VALUE"),
+            (["seed=1", "seed=2"], None, "duplicate option seed"),
+            (["dtype=float16"], "float32", "duplicate option dtype"),
             (["engine=vllm"], None, "engine is not an option of the engine: see --engine"),
             (["prove=false"], None, "prove is not an option of the engine"),
         ],
@@ -131,27 +126,29 @@ class TestArguments:
         assert str(raised.value).startswith(f"--option: {text}")
 
     def test_positions(self):
-        assert read_positions(["-1", "3", "prompt[-1]", 'span("a")']) == [-1, 3, "prompt[-1]", 'span("a")']
-        assert read_positions([]) is None
-        assert read_positions(None) is None
+        from patchclamp.studies.inputs import as_position
+
+        assert [as_position(text) for text in ("-1", "3", "prompt[-1]", 'span("a")')] == [
+            -1,
+            3,
+            "prompt[-1]",
+            'span("a")',
+        ]
 
     @pytest.mark.parametrize(
         ("wrong", "text"),
         [
-            ({"metric": "logprb"}, "metric: no metric 'logprb' (did you mean 'logprob' or 'prob'?)"),
-            ({"metric": "recovered", "foil": None}, "foil: recovered compares the answer with a foil"),
-            ({"sites": ["resid_per"]}, "--site: no site 'resid_per' (did you mean 'resid_pre'"),
-            ({"layers": "a:b"}, "--layers: 'a:b' is neither a number nor a range"),
-            ({"positions": [1, "promt[0]"]}, "--positions: no group of tokens 'promt' (did you mean 'prompt'?)"),
-            ({"png": "sweep.pgn"}, "sweep.pgn: no picture format 'pgn' (did you mean 'png'"),
+            (("--metric", "logprb"), "metric: no metric 'logprb' (did you mean 'logprob' or 'prob'?)"),
+            (("--metric", "recovered"), "foil: recovered compares the answer with a foil"),
+            (("--site", "resid_per"), "sites: no site 'resid_per' (did you mean 'resid_pre'"),
+            (("--layers", "a:b"), "layers: 'a:b' is neither a number nor a range"),
+            (("--positions", "promt[0]"), "positions: no group of tokens 'promt' (did you mean 'prompt'?)"),
+            (("--png", "sweep.pgn"), "sweep.pgn: no picture format 'pgn' (did you mean 'png'"),
         ],
     )
-    def test_what_is_wrong_is_found_before_a_model_is_loaded(self, wrong: dict, text: str):
-        right = {"sites": ["resid_pre[3]"], "layers": "0:4", "positions": [1], "metric": "logprob", "foil": " Rome"}
-        check_sweep(**right)
-        with pytest.raises(pc.PatchclampError) as raised:
-            check_sweep(**(right | wrong))
-        assert str(raised.value).startswith(text)
+    def test_what_is_wrong_is_found_before_a_model_is_loaded(self, wrong, text: str, monkeypatch):
+        monkeypatch.setattr(PROVING, "ProvedLM", None)
+        assert failed(*SWEEP[:-2], *wrong).removeprefix("error: ").startswith(text)
 
 
 class TestErrors:
@@ -164,7 +161,10 @@ class TestErrors:
         assert "no engine option 'd_modl' (did you mean 'd_model'?)" in failed(*SWEEP, "--option", "d_modl=8")
 
     def test_an_option_that_is_none(self):
-        assert failed(*SWEEP, "--option", "seed") == "error: --option: 'seed' is not KEY=VALUE, as in max_model_len=512"
+        assert (
+            failed(*SWEEP, "--option", "seed")
+            == "error: --option: expected KEY=VALUE, such as max_model_len=512, got 'seed'"
+        )
 
     def test_an_answer_of_several_tokens(self):
         assert "answer" in failed(*SWEEP[:-3], "Parisians")
@@ -185,10 +185,10 @@ class TestErrors:
         assert failed(*SWEEP[:6]) == "error: sweep: missing option --corrupt; or give a file with --pairs"
         pairs = tmp_path / "pairs.jsonl"
         pairs.write_text('{"clean": "a"}\n')
-        assert "--pairs: --clean stands in the file" in failed(*SWEEP, "--pairs", str(pairs)).replace("error: ", "", 1)
+        assert "--pairs: --clean is in the file" in failed(*SWEEP, "--pairs", str(pairs)).replace("error: ", "", 1)
         assert "line 1 of" in failed(*SWEEP[:4], "--pairs", str(pairs))
         assert "cannot be read" in failed(*SWEEP[:4], "--pairs", str(tmp_path / "none"))
-        assert "none of zeros, bank:NAME, mean:FILE and resample:FILE" in failed(*SWEEP, "--source", "noise")
+        assert "expected zeros, bank:NAME, mean:FILE or resample:FILE" in failed(*SWEEP, "--source", "noise")
 
     def test_other_errors_are_not_hidden(self, monkeypatch):
         def broken(*_, **__):
@@ -209,7 +209,7 @@ class TestSweep:
                 "z[",
             ),
             (
-                ("ablate", *SWEEP[1:6], "--answer", " Paris", "--foil", " Rome", "--each-token"),
+                ("ablate", *SWEEP[1:6], "--answer", " Paris", "--foil", " Rome", "--positions", "each"),
                 AblationSweepResult,
                 "unablated run",
             ),
@@ -284,12 +284,12 @@ class TestSweep:
             def __exit__(self, *_):
                 asked["closed"] = True
 
-        def study(lm, **given):
-            asked["study"] = given
+        def run_of(study, lm, **how):
+            asked["study"] = {name: getattr(study, name) for name in study.fields()} | how
             raise pc.RunError("far enough")
 
         monkeypatch.setattr(PROVING, "ProvedLM", Closing)
-        monkeypatch.setattr("patchclamp.studies.patch_sweep", study)
+        monkeypatch.setattr(pc.studies.PatchSweep, "run", run_of)
         line = failed(
             "sweep", "org/model", "--engine", "vllm", "--dtype", "float32", "--option", "seed=1", "--clean", "a",
             "--corrupt", "b", "--answer", "c", "--metric", "logprob", "--layers", "3", "--positions", "-1",
@@ -301,23 +301,13 @@ class TestSweep:
         assert asked == {
             "lm": (("org/model", "vllm"), {"prove": True, "dtype": "float32", "seed": 1}),
             "study": {
-                "clean": "a", "corrupt": "b", "answer": "c", "foil": None, "sites": ["resid_pre"], "layers": "3",
+                "clean": "a", "corrupt": "b", "answer": "c", "foil": None, "sites": ("resid_pre",), "layers": "3",
                 "positions": [-1, 'span("x")'], "metric": "logprob", "direction": "noising", "group": 2, "window": 3,
                 "source": MeanOf(["one", "two"], "prompt[1:]"), "alpha": 0.5, "mask": "m", "zoom": 4, "seed": 5,
                 "batch": 9, "resume": tmp_path / "j",
             },
             "closed": True,
         }  # fmt: skip
-
-    def test_the_command_lacks_nothing_of_the_study(self):
-        from inspect import signature
-
-        from patchclamp.cli.commands.sweep import sweep
-
-        renamed = {"sites": "site"}
-        of_the_terminal = {"lm", "show_progress", "listener", "check"}
-        asked = {renamed.get(name, name) for name in signature(pc.studies.patch_sweep).parameters} - of_the_terminal
-        assert asked <= signature(sweep).parameters.keys()
 
     @pytest.mark.parametrize(
         ("text", "columns"), [("0:3,7", [0, 1, 2, 7]), ("-1", [15]), ("m.npy", [2, 5]), ("bank:m", [2, 5])]
@@ -347,17 +337,17 @@ class TestSweep:
     @pytest.mark.parametrize(
         ("arguments", "text"),
         [
-            (("--mask", "a:b"), "--mask: 'a:b' is none of columns such as 0:64,100"),
+            (("--mask", "a:b"), "--mask: expected columns such as 0:64,100"),
             (("--mask", "16"), "--mask: there is no column 16: a row has 16"),
             (("--mask", "9:3"), "--mask: no column is selected of 16"),
             (
                 ("--mask", "0:3", "--site", "z", "--site", "neurons"),
                 "--mask: one mask is for all sites, and their rows",
             ),
-            (("--mask", "none.npy"), "--mask: none.npy has no numbers"),
+            (("--mask", "none.npy"), "--mask: expected an array saved by NumPy, got none.npy"),
             (("--mask", "bank:none"), "mask: nothing in the bank is named 'none'"),
-            (("--draws", "2"), "--draws: it is of --source resample:FILE, and the source is the other prompt"),
-            (("--mean-by-position", "--source", "zeros"), "--mean-by-position: it is of --source mean:FILE"),
+            (("--draws", "2"), "--draws: expected --source resample:FILE, got none"),
+            (("--mean-by-position", "--source", "zeros"), "--mean-by-position: expected --source mean:FILE"),
             (("--bank", "none.bank"), "none.bank cannot be read as safetensors"),
         ],
     )
@@ -378,13 +368,13 @@ class TestSweep:
         sweep = PatchSweepResult.load(tmp_path / "saved")
         assert [column.label for column in sweep.columns] == ["subject", "last"]
         assert [pair.columns[0].corrupt for pair in sweep.pairs] == [(2,), (4,)]
-        assert "--positions stand in the file" in failed(*SWEEP[:4], "--pairs", str(file), "--positions", "1")
+        assert "--positions is in the file" in failed(*SWEEP[:4], "--pairs", str(file), "--positions", "1")
         pairs[1]["positions"] = {"subject": 1}
         file.write_text("\n".join(map(json.dumps, pairs)))
         assert "--pairs: pair 1 has positions {'subject': 1}" in failed(*SWEEP[:4], "--pairs", str(file))
         del pairs[1]["positions"]
         file.write_text("\n".join(map(json.dumps, pairs)))
-        assert "has positions in some pairs and not in others" in failed(*SWEEP[:4], "--pairs", str(file))
+        assert "has positions in some pairs only" in failed(*SWEEP[:4], "--pairs", str(file))
 
     def test_paths_of_several_pairs(self, tmp_path):
         pairs = [{"clean": SWEEP[5], "corrupt": corrupt, "answer": " Paris", "foil": " Rome", "positions": at}
@@ -485,15 +475,15 @@ class TestSites:
         assert [row["holds"] for row in json.loads(output)] == [True, False]
 
     def test_where_sites_lie_is_a_table_of_its_own(self, monkeypatch):
-        from patchclamp.cli import site_table
+        from patchclamp.cli import show
 
-        monkeypatch.setattr(site_table, "module", lambda lm, name: f"model.layers.{{l}}.{name}, input")
+        monkeypatch.setattr(show, "module", lambda lm, name: f"model.layers.{{l}}.{name}, input")
         _, output = run("sites", "fake", "--engine", "fake")
         assert [line.split() for line in output.splitlines()].count(["site", "module"]) == 1
         assert sum(line.startswith("resid_post") for line in output.splitlines()) == 2
 
     def test_modules_are_those_of_the_engine(self):
-        from patchclamp.cli.site_table import module
+        from patchclamp.cli.show import module
 
         found = {}
         with pc.LM("fake") as lm:
@@ -511,7 +501,7 @@ class TestDemo:
     def test_tells_what_it_does_and_leaves_pictures(self, tmp_path):
         status, output = run("demo", "--engine", "fake", "--out", str(tmp_path / "out"))
         assert status == 0
-        for part in (demo_command.CLEAN, demo_command.CORRUPT, "Loading smollm2 on fake",
+        for part in (commands.CLEAN, commands.CORRUPT, "Loading smollm2 on fake",
                      "Patching resid_pre, attn_out", "clean run", "corrupt run", "best cells"):  # fmt: skip
             assert part in output
         assert output.count(" s\n") == 2, "both steps say how long they took"
@@ -532,7 +522,7 @@ class TestDemo:
         engine = "vllm" if installed else "transformers"
         assert status == 2
         assert ("vLLM is not installed here, so this demo runs on Transformers instead" in output) == (not installed)
-        assert asked == [(("smollm2", engine), {"prove": True, **demo_command.OPTIONS[engine]})]
+        assert asked == [(("smollm2", engine), {"prove": True, **commands.DEMO_OPTIONS[engine]})]
 
     def test_vllm_is_quiet_unless_the_environment_says_otherwise(self, monkeypatch):
         monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
@@ -650,10 +640,10 @@ class TestSteer:
         [
             (("--method", "men"), "method: no method 'men'"),
             (("--prompts", "sides"), "--prompts: sides cannot be read"),
-            (("--foil", " a"), "--answer: a behaviour is scored by a continuation"),
-            (("--held-out", "0", "--png", "a.png"), "--held-out: there is nothing to draw"),
-            (("--layers", "a:b"), "--layers: 'a:b' is neither a number nor a range"),
-            (("--tokens", "promt"), "--tokens: no group of tokens 'promt'"),
+            (("--foil", " a"), "answer: a behaviour is scored by a continuation"),
+            (("--held-out", "0", "--png", "a.png"), "held_out: expected held-out prompts or --prompts"),
+            (("--layers", "a:b"), "layers: 'a:b' is neither a number nor a range"),
+            (("--tokens", "promt"), "tokens: no group of tokens 'promt'"),
         ],
     )
     def test_what_is_wrong_is_one_line(self, sides, arguments, text, monkeypatch):

@@ -58,7 +58,7 @@ def test_a_share_says_what_others_have(source, tmp_path):
     status, lines = run("fake", source, tmp_path / "out", "--site", "embed", "--sum", "--no-bos", "--shard", "1/2")
     assert status == 0
     data = Harvested(lines[0])
-    assert lines[2] == f"{len(data.missing)} shards are other machines'"
+    assert lines[2] == f"{len(data.missing)} shards belong to other machines"
     assert data.manifest.recipe.sums
     assert data.manifest.recipe.parts == 2
 
@@ -66,14 +66,14 @@ def test_a_share_says_what_others_have(source, tmp_path):
 @pytest.mark.parametrize(("arguments", "text"), [
     (["--site", "resid_pots"], "--site: no site 'resid_pots'"),
     (["--site", "embed", "--store", "int8"], "--store: no capture dtype 'int8'"),
-    (["--site", "embed", "--positions", "4"], "--positions: '4' is no window of positions such as 4: or 0:128"),
-    (["--site", "embed", "--shard", "3/2"], "--shard: '3/2' is not I/N"),
-    (["--site", "embed", "--project", "none.npy"], "--project: none.npy has no matrix that NumPy saved"),
+    (["--site", "embed", "--positions", "4"], "--positions: expected a window of positions such as 4: or 0:128"),
+    (["--site", "embed", "--shard", "3/2"], "--shard: expected I/N"),
+    (["--site", "embed", "--project", "none.npy"], "--project: expected an array saved by NumPy, got none.npy"),
     (["--site", "embed", "--norm-cap", "-1"], "filters.norm_cap: a norm above 0 is needed, not -1.0"),
     (["--site", "embed", "--engine", "vlm"], "engine: no engine 'vlm'"),
 ])  # fmt: skip
 def test_what_is_wrong_is_told_before_a_model_is_loaded(source, tmp_path, monkeypatch, arguments, text):
-    monkeypatch.setattr("patchclamp.cli.commands.harvest.loaded", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("patchclamp.cli.commands.loaded", lambda *_: pytest.fail("a model was loaded"))
     status, lines = run("no-such-model", source, tmp_path / "out", *arguments)
     assert (status, len(lines)) == (2, 1)
     assert lines[0].startswith(f"error: {text}")

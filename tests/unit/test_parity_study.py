@@ -244,7 +244,7 @@ class TestCommand:
         [
             (["--dtype", "int8"], "error: dtype: no tolerances for 'int8'"),
             (["--engine", "vlm"], "error: engine: no engine 'vlm' (did you mean 'vllm'?)"),
-            (["--option", "seed"], "error: --option: 'seed' is not KEY=VALUE"),
+            (["--option", "seed"], "error: --option: expected KEY=VALUE"),
         ],
     )
     def test_errors_are_one_line_and_status_2(self, arguments, text):

@@ -26,7 +26,16 @@ import patchclamp as pc
 from patchclamp.plots import check_targets, save_page, save_picture, style
 from patchclamp.plots.style import DIVERGING
 from patchclamp.studies.study import Provenance
-from patchclamp.studies.sweep_result import AblationSweepResult, Block, Column, Pair, PatchSweepResult, Row, formula, model_name
+from patchclamp.studies.sweep_result import (
+    AblationSweepResult,
+    Block,
+    Column,
+    Pair,
+    PatchSweepResult,
+    Row,
+    formula,
+    model_name,
+)
 
 CLEAN = ("The", " Louvre", " is", " in", " the", " city")
 CORRUPT = ("The", " Colosseum", " is", " in", " the", " city")

@@ -161,7 +161,7 @@ def test_the_table_and_what_cannot_be_read(tmp_path, monkeypatch):
         read_source(tmp_path).module("vllm.worker.runner")
     done = CliRunner().invoke(app, ["doctor", "smollm2", "--vllm-source", str(tmp_path)])
     assert done.exit_code == 2
-    assert "--vllm-source: source is read and not run: leave out the model and its options" in done.output
+    assert "--vllm-source: the source is read, not run: leave out the model and its options" in done.output
 
 
 def test_nothing_of_vllm_is_imported(tmp_path):

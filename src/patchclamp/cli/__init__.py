@@ -1,6 +1,5 @@
-"""The command `patchclamp`: a file of `commands/` is one command. It asks the library and shows what it answered.
-
-Heavy modules are imported inside commands, so that `patchclamp --help` answers at once.
+"""The command `patchclamp`. `app` makes a command of every study, from its fields; `commands` has the others; `show`
+prints results. Heavy modules are imported inside commands, so that `patchclamp --help` answers quickly.
 """
 
 from patchclamp.cli.app import main

@@ -1,34 +1,197 @@
-"""The commands gathered into one, and the single place where an error becomes a line and an exit status."""
+"""The commands of studies, made from their fields, gathered with the others; and the place where errors become a line.
+
+An option is a field: its name, its docstring as the help text, and its `Arg` for how text is read.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 from typer.core import TyperGroup
 
-from patchclamp.cli.commands import COMMANDS
-from patchclamp.cli.console import complain
+from patchclamp.cli import commands
+from patchclamp.cli.commands import ERR, OUT, Dtype, Engine, Model, Options, check_engine, loaded, read_options
 from patchclamp.errors import PatchclampError
 from patchclamp.version import __version__
 
+if TYPE_CHECKING:
+    from patchclamp.studies import Study
+    from patchclamp.studies.study import StudyField
+
+Parameters = dict[str, tuple[Any, Any]]  # annotation and default, by name
+
+STUDIES = {  # the studies by their commands; a test compares them with `Study.command`
+    "ablate": "AblationSweep", "attribute": "DirectAttribution", "causal-trace": "CausalTrace",
+    "edges": "EdgeAttribution", "fuzz": "FuzzSweep", "lens": "LogitLens", "patchscope": "Patchscope",
+    "paths": "PathPatch", "propose": "AttributionPatching", "steer": "Steering", "sweep": "PatchSweep",
+}  # fmt: skip
+
+
+def _given(kind: Any, text: str, default: Any = None, *names: str, **how: Any) -> tuple[Any, Any]:
+    """An option of some commands: its annotation and default."""
+    return Annotated[kind, typer.Option(*names, help=text, **how)], default
+
+
+FILE = Path | None
+SAVED: Parameters = {
+    "save": _given(FILE, "Save the result in this file."),
+    "png": _given(FILE, "Draw it into this file: png, pdf, svg, by extension."),
+    "html": _given(FILE, "Write it as an interactive page into this file."),
+    "top": _given(int, "Best cells to show.", 5, min=1),
+}
+LOADED: Parameters = {"engine": (Engine, None), "dtype": (Dtype, None), "option": (Options, None)}
+RUN: Parameters = {  # arguments of `run` that a command has
+    "resume": _given(FILE, "Append values to this file as they are computed, and continue from it."),
+    "batch": _given(int | None, "Runs submitted at a time.", min=1),
+    "on": _given(str | None, "Engine or server URL of the exact patches; transformers by default.", metavar="ENGINE"),
+}
+SOURCE: Parameters = {
+    "bank": _given(FILE, "A safetensors file of vectors and means, for bank:NAME."),
+    "mean_tokens": _given(str | None, "For mean:FILE: the tokens to average; all by default."),
+    "mean_by_position": _given(bool, "For mean:FILE: one mean per position.", False, "--mean-by-position"),
+    "draws": _given(int, "For resample:FILE: prompts drawn per cell.", 1, min=1),
+}
+PAIRS: Parameters = {
+    "pairs": _given(
+        FILE, "Instead of the prompts: a file, per line an object of clean, corrupt, answer, foil, positions."
+    ),
+}
+STEER: Parameters = {
+    "prompts": _given(FILE, "A file of prompts to score --answer on, at several strengths."),
+    "gguf": _given(FILE, "Write the best layer's vector for llama.cpp and repeng."),
+}
+
+
+def options_of(study: type[Study]) -> dict[str, Parameters]:
+    """The options of a study's command, by where they go."""
+    fields = study.fields()
+    by_pair = {"clean", "corrupt", "answer"} <= fields.keys() and "steps" not in fields
+    return {
+        "fields": {name: _option(field, by_pair and name in ("clean", "corrupt", "answer"))
+                   for name, field in fields.items() if field.arg.parse is not None},
+        "pairs": PAIRS if by_pair else {}, "source": SOURCE if "source" in fields and "metric" in fields else {},
+        "steer": STEER if study.command == "steer" else {},
+        "run": {name: of for name, of in RUN.items() if name in study.options()},
+        "loaded": LOADED if "on" not in study.options() else {n: of for n, of in LOADED.items() if n != "engine"},
+        "saved": {name: of for name, of in SAVED.items() if name not in fields},
+    }  # fmt: skip
+
+
+def _option(field: StudyField, optional: bool) -> tuple[Any, Any]:
+    """A field as an option: repeatable, a number, a flag, or text."""
+    from patchclamp.studies.study import REQUIRED
+
+    arg, flag = field.arg, f"--{(field.arg.option or field.name).replace('_', '-')}"
+    kinds = [kind for kind in (field.type, *get_args(field.type)) if kind in (int, float, bool)]
+    default = None if field.default is REQUIRED else field.default
+    shown = default if isinstance(default, str) else False
+    if arg.many:
+        kind: Any = list[str]
+        shown = ", ".join(map(str, default)) if isinstance(default, tuple) and default else False
+    else:
+        kind = kinds[0] if kinds and arg.parse is str else str
+    if kind is bool:
+        names = (flag, f"--no-{flag[2:]}") if default else (flag,)
+        return Annotated[bool, typer.Option(*names, help=field.doc, show_default=False)], default
+    if field.default is REQUIRED and not optional:
+        return Annotated[kind, typer.Option(flag, help=field.doc)], inspect.Parameter.empty
+    if kind in (int, float):
+        return Annotated[kind | None, typer.Option(flag, help=field.doc, show_default=default is not None)], default
+    return Annotated[kind | None, typer.Option(flag, help=field.doc, show_default=shown)], None
+
+
+def command_of(name: str) -> Callable[..., None]:
+    """The function of a study's command, whose signature typer reads."""
+    from patchclamp import studies
+
+    study: type[Study] = getattr(studies, STUDIES[name])
+    groups = options_of(study)
+
+    def command(model: str, **given: Any) -> None:
+        run_study(study, model, {group: {n: given[n] for n in names} for group, names in groups.items()})
+
+    parameters = [inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Model)]
+    for names in groups.values():
+        parameters += [
+            inspect.Parameter(one, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+            for one, (annotation, default) in names.items()
+        ]
+    command.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
+    command.__annotations__ = {one.name: one.annotation for one in parameters}
+    paragraphs = (inspect.getdoc(study) or "").partition("\n\nRaises:")[0].split("\n\n")
+    command.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    return command
+
+
+def run_study(study: type[Study], model: str, given: dict[str, dict[str, Any]]) -> None:
+    """Read the options, make the study, run it on the model, and show the result. The model is loaded last."""
+    from patchclamp.cli.show import show, wrote
+    from patchclamp.plots import check_targets
+
+    saved, run = given["saved"], {name: value for name, value in given["run"].items() if value is not None}
+    options = read_options(given["loaded"]["option"], given["loaded"]["dtype"])
+    engine = given["loaded"].get("engine")
+    check_engine(engine)
+    check_targets(saved["png"], saved["html"])
+    fields = commands.read_fields(study, given)
+    config = study(**{name: value for name, value in fields.items() if not callable(value)})
+    steered = commands.prompts_of(given["steer"].get("prompts"), "--prompts")
+    commands.check(config, given["steer"], drawn=saved["png"] is not None or saved["html"] is not None)
+    on = run.pop("on", None)
+    with (
+        loaded(model, "transformers" if "on" in given["run"] else engine, options) as lm,
+        commands.serving(on, model, lm, options) as exact,
+    ):
+        if given["source"].get("bank") is not None:
+            lm.bank.load(given["source"]["bank"])
+        late = {name: value(lm, config) for name, value in fields.items() if callable(value)}  # which need the model
+        if late:
+            config = study(**{name: value for name, value in fields.items() if name not in late}, **late)
+        result = config.run(lm, **run, **({} if on is None else {"on": exact}))
+        curve = None if steered is None else commands.curve_of(lm, config, result, steered, run.get("resume"))
+    show(OUT, result, saved.get("top", 5))
+    if curve is not None:
+        show(OUT, curve, saved.get("top", 5))
+    if saved["save"] is not None:
+        wrote(OUT, result.save(saved["save"]))
+    for write, path in (((curve or result).plot, saved["png"]), ((curve or result).to_html, saved["html"])):
+        if path is not None:
+            wrote(OUT, write(path))
+    if given["steer"].get("gguf") is not None:
+        wrote(OUT, result.to_gguf(given["steer"]["gguf"]))
+
 
 class Commands(TyperGroup):
-    """A group whose `PatchclampError`s, in arguments and in commands alike, are told in one line: exit status 2."""
+    """The group, whose commands of studies are made when they are asked for, and whose errors are one line each: exit
+    status 2."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted({*super().list_commands(ctx), *STUDIES})
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in STUDIES:
+            return super().get_command(ctx, cmd_name)
+        one = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        one.command(cmd_name)(command_of(cmd_name))
+        return typer.main.get_command(one)
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except PatchclampError as error:
-            complain(error)
+            ERR.print(commands.red(f"error: {' '.join(str(error).split())}"), soft_wrap=True)
             raise typer.Exit(2) from None
 
 
 app = typer.Typer(
     name="patchclamp", cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
-for name, command in COMMANDS.items():
-    app.command(name.replace("_", "-"), context_settings=getattr(command, "context_settings", None))(command)
+for function in commands.COMMANDS:
+    app.command(function.__name__, context_settings=getattr(function, "context_settings", None))(function)
 
 
 def _version(asked: bool) -> None:

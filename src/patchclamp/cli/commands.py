@@ -1,0 +1,556 @@
+"""The commands that are not made from a study (`demo`, `doctor`, `harvest`, `parity`, `serve`, `sites`), and the
+reading of options."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from patchclamp.errors import PatchclampError, ProgramError, unknown
+
+if TYPE_CHECKING:
+    from patchclamp.lm import LM
+    from patchclamp.studies import Study
+
+OUT = Console(highlight=False)  # results; everything else goes to standard error
+ERR = Console(stderr=True, highlight=False)
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A hub id, a folder, or smollm2, the small model of the demo extra.")
+]
+Engine = Annotated[
+    str | None,
+    typer.Option("--engine", metavar="NAME", help="vllm, transformers or fake; vllm where it is installed."),
+]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16, …; the checkpoint's by default.")]
+Options = Annotated[
+    list[str] | None,
+    typer.Option("--option", metavar="KEY=VALUE", help="An option of the engine, by its own name; repeatable."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+NOT_OPTIONS = {"model": "the first argument", "engine": "--engine", "prove": "patchclamp sites"}
+
+
+def red(text: str) -> Text:
+    return Text(text, style="red")
+
+
+# -- reading options
+
+
+def under(option: str, read: Callable[..., Any], *given: Any) -> Any:
+    """What `read` makes of an option's text. Its error gets the option as its path."""
+    try:
+        return read(*given)
+    except PatchclampError as error:
+        raise (error if error.path else error.under(option)) from None
+    except ValueError as error:
+        raise ProgramError(f"{error}", option) from None
+
+
+def value_of(text: str) -> Any:
+    """JSON where it parses, else the text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def read_options(pairs: Sequence[str] | None, dtype: str | None = None) -> dict[str, Any]:
+    """Engine options from `key=value` texts and `--dtype`."""
+    options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    for pair in pairs or ():
+        key, sign, value = pair.partition("=")
+        if not sign or not key.strip():
+            raise ProgramError(f"expected KEY=VALUE, such as max_model_len=512, got {pair!r}", "--option")
+        key = key.strip()
+        if key in NOT_OPTIONS:
+            raise ProgramError(f"{key} is not an option of the engine: see {NOT_OPTIONS[key]}", "--option")
+        if key in options:
+            raise ProgramError(f"duplicate option {key}", "--option")
+        options[key] = value_of(value)
+    return options
+
+
+def check_engine(name: str | None) -> None:
+    """Raise `UnknownName` for an engine that does not exist."""
+    from patchclamp.engines.open import NAMES
+
+    if name is not None and name not in NAMES:
+        raise unknown("engine", name, NAMES, "engine")
+
+
+def read_fields(study: type[Study], given: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The fields of a study from the options that were given; functions of (lm, study) for what needs the model."""
+    fields = {}
+    for name, text in given["fields"].items():
+        field = study.fields()[name]
+        option = f"--{(field.arg.option or name).replace('_', '-')}"
+        if text is None or text == []:
+            continue
+        if name == "source" and given["source"]:
+            continue
+        if field.arg.parse is None or isinstance(text, (bool, int, float)):
+            fields[name] = text
+        elif name == "mask":
+            fields[name] = read_mask(text)
+        elif field.arg.many:
+            several = [under(option, field.arg.parse, one) for one in text]
+            one_of = field.arg.read is None and name not in ("tokens", "seeds", "at")
+            fields[name] = several[0] if one_of and len(several) == 1 else several
+        else:
+            fields[name] = under(option, field.arg.parse, text)
+    if given["source"]:
+        of = {name: given["source"][name] for name in ("mean_tokens", "mean_by_position", "draws")}
+        source = read_source(given["fields"]["source"], fields.get("seed", 0), **of)
+        fields |= {} if source is None else {"source": source}
+    if given["pairs"]:
+        fields |= read_pairs(fields, given["pairs"]["pairs"], study)
+    return fields
+
+
+def read_source(text: str | None, seed: int, mean_tokens: str | None, mean_by_position: bool, draws: int) -> Any:
+    """`zeros`, `bank:NAME`, or the mean or draws of the prompts in a file."""
+    from patchclamp.studies import MeanOf, Resampled
+    from patchclamp.studies.inputs import lines_of
+
+    kind, sign, rest = (text or "").partition(":")
+    for given, option, of in (
+        (mean_tokens is not None, "--mean-tokens", "mean"), (mean_by_position, "--mean-by-position", "mean"),
+        (draws > 1, "--draws", "resample"),
+    ):  # fmt: skip
+        if given and kind != of:
+            raise ProgramError(f"expected --source {of}:FILE, got {text or 'none'}", option)
+    if text is None or text == "zeros" or (kind == "bank" and rest):
+        return text
+    if not sign or kind not in ("mean", "resample"):
+        raise ProgramError(f"expected zeros, bank:NAME, mean:FILE or resample:FILE, got {text!r}", "--source")
+    prompts = [line for line in under("--source", lines_of, Path(rest)) if line.strip()]
+    return MeanOf(prompts, mean_tokens, mean_by_position) if kind == "mean" else Resampled(prompts, seed, draws)
+
+
+def read_mask(text: str) -> Any:
+    """A name of the bank, the numbers of a file, or columns, which become numbers once the model is known."""
+    from patchclamp.language.tokens import parse_index
+
+    if text.startswith("bank:"):
+        return text.removeprefix("bank:")
+    if text.endswith(".npy"):
+        return read_array(Path(text), "--mask")
+    try:
+        columns = [parse_index(part) for part in text.split(",")]
+    except PatchclampError:
+        raise ProgramError(
+            f"expected columns such as 0:64,100, bank:NAME, or FILE.npy, got {text!r}", "--mask"
+        ) from None
+
+    def mask(lm: LM, study: Any) -> Any:
+        from patchclamp.studies.sources import columns_mask
+
+        return under("--mask", columns_mask, lm, list(study.sites), columns)
+
+    return mask
+
+
+def read_array(path: Path, option: str) -> Any:
+    """An array that NumPy saved."""
+    import numpy as np
+
+    try:
+        return np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise ProgramError(f"expected an array saved by NumPy, got {path}: {error}", option) from None
+
+
+def read_pairs(given: dict[str, Any], file: Path | None, study: type[Study]) -> dict[str, Any]:
+    """The prompt pairs of a file, a JSON object per line; or those of the options, checked."""
+    names = ("clean", "corrupt", "answer", "foil")
+    if file is None:
+        if missing := [name for name in names[:3] if name not in given]:
+            raise ProgramError(f"missing option --{missing[0]}; or give a file with --pairs", study.command)
+        return {}
+    if twice := [name for name in (*names, "positions") if name in given]:
+        raise ProgramError(f"--{twice[0]} is in the file", "--pairs")
+    pairs: dict[str, Any] = {name: [] for name in (*names, "positions")}
+    from patchclamp.studies.inputs import lines_of
+
+    for number, line in enumerate(under("--pairs", lines_of, file), 1):
+        if not line.strip():
+            continue
+        pair = value_of(line)
+        missing = {*names[:3]} - pair.keys() if isinstance(pair, dict) else {"an object"}
+        surplus = pair.keys() - pairs.keys() if isinstance(pair, dict) else set()
+        if missing or surplus:
+            wrong = f"lacks {', '.join(sorted(missing))}" if missing else f"has {', '.join(sorted(surplus))}"
+            raise ProgramError(f"line {number} of {file} {wrong}; expected {', '.join(pairs)}", "--pairs")
+        for name, values in pairs.items():
+            values.append(pair.get(name))
+    if not pairs["clean"]:
+        raise ProgramError(f"{file} has no pairs", "--pairs")
+    without = [of is None for of in pairs["positions"]]
+    if any(without) and not all(without):
+        raise ProgramError(f"{file} has positions in some pairs only", "--pairs")
+    if all(without):
+        del pairs["positions"]
+    elif study.command == "sweep":
+        pairs["positions"] = by_label(pairs["positions"])
+    return pairs
+
+
+def by_label(positions: list[Any]) -> dict[str, list[Any]]:
+    """The columns of a file of pairs, as `PatchSweep` takes them: a list per label."""
+    labels = list(positions[0]) if isinstance(positions[0], dict) else []
+    for number, of in enumerate(positions):
+        if not labels or not isinstance(of, dict) or list(of) != labels:
+            raise ProgramError(
+                f"pair {number} has positions {of!r}; expected an object with the labels of the first pair, and a "
+                'selection each, such as {"subject": "span(\'Rome\')", "last": -1}', "--pairs"
+            )  # fmt: skip
+    return {label: [of[label] for of in positions] for label in labels}
+
+
+def prompts_of(file: Path | None, option: str) -> list[str] | None:
+    from patchclamp.studies.inputs import prompts_in
+
+    return None if file is None else under(option, prompts_in, str(file))
+
+
+def check(study: Any, steer: dict[str, Any], drawn: bool) -> None:
+    """Raise before a model is loaded what a study would raise later, as far as no model is needed."""
+    from patchclamp.language import Op, Site
+    from patchclamp.language.site import At, parse_site
+    from patchclamp.language.tokens import parse_tokens
+    from patchclamp.studies import FuzzSweep, Steering
+    from patchclamp.studies.metric import grade
+
+    fields = study.fields()
+    for name in ("sites", "senders", "site"):
+        if name in fields:
+            sites = getattr(study, name)
+            for site in [sites] if isinstance(sites, (str, Site, At, Op)) else sites:
+                if isinstance(site, str):
+                    under(name, parse_site, site)
+    for name in ("positions", "source_position", "target_position", "tokens"):
+        chosen = getattr(study, name) if name in fields and fields[name].arg.option != "token" else None
+        for text in chosen if isinstance(chosen, list) else [chosen]:
+            if isinstance(text, str) and text != "each":
+                under(name, parse_tokens, text)
+    if "metric" in fields:
+        foils = study.foil if isinstance(study.foil, list) else [study.foil]
+        grade(study.metric, (0,), None if None in foils else (1,))
+    if isinstance(study, FuzzSweep):
+        study.check()
+    if isinstance(study, Steering):
+        study.check(steer["prompts"] is not None)
+        if drawn and not study.held_out and steer["prompts"] is None:
+            raise ProgramError("expected held-out prompts or --prompts, for there is nothing to draw", "held_out")
+
+
+@contextmanager
+def serving(on: str | None, model: str, lm: LM, options: dict[str, Any]) -> Iterator[LM]:
+    """The `LM` of exact patches: the same one, another engine's, or a server's."""
+    if on is None:
+        yield lm
+        return
+    is_url = on.startswith(("http://", "https://"))
+    with loaded(on if is_url else model, None if is_url else on, options) as other:
+        yield other
+
+
+def curve_of(lm: LM, study: Any, vectors: Any, prompts: list[str], resume: Path | None) -> Any:
+    """The strength curve of steering vectors on some prompts."""
+    from patchclamp.studies import strength_curve
+
+    journal = None if resume is None else resume.with_name(f"{resume.name}.curve")
+    return strength_curve(lm, vectors, prompts, study.answer, study.foil, chat=study.chat, resume=journal)
+
+
+# -- models
+
+
+@contextmanager
+def loaded(model: str, engine: str | None, options: dict[str, Any], prove: bool = True) -> Iterator[LM]:
+    """An `LM`, loaded under a spinner and closed at the end. vLLM logs errors alone, unless the environment says
+    otherwise."""
+    with quietly(), ERR.status(f"loading {model} …"):
+        from patchclamp.proving.prove import ProvedLM
+
+        lm = ProvedLM(model, engine, prove=prove, **options)
+    with lm:
+        yield lm
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Silence logs and warnings that a user cannot act on."""
+    level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR").upper()  # newer vLLM reads it when it starts
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for results
+    logging.getLogger("vllm").setLevel(logging.getLevelNamesMapping().get(level, logging.ERROR))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+
+
+# -- commands
+
+DEMO = "smollm2"
+CLEAN, CORRUPT = "The Eiffel Tower is located in the city of", "The Colosseum is located in the city of"
+ANSWER, FOIL = " Paris", " Rome"
+SITES, METRIC = ("resid_pre", "attn_out", "mlp_out"), "logit_diff"
+# the memory is for the keys and values of a few short prompts: it leaves a laptop usable
+DEMO_OPTIONS: dict[str, dict[str, Any]] = {
+    "vllm": {
+        "dtype": "float32", "enforce_eager": True, "max_model_len": 512, "kv_cache_memory_bytes": 2**28,
+    },
+    "transformers": {"dtype": "float32"},
+}  # fmt: skip
+
+
+def demo(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to put the pictures.")] = Path("patchclamp-demo"),
+    engine: Engine = None,
+) -> None:
+    """Find where a small model keeps the difference between the Eiffel Tower and the Colosseum."""
+    from patchclamp.cli.show import show_best, wrote
+    from patchclamp.plots import check_targets
+    from patchclamp.studies import patch_sweep
+
+    os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the libraries below would break into the text
+    png, html = out / "sweep.png", out / "sweep.html"
+    check_engine(engine)
+    check_targets(png, html)
+    name = engine or ("vllm" if importlib.util.find_spec("vllm") is not None else "transformers")
+    if engine is None and name == "transformers":
+        OUT.print("vLLM is not installed here, so this demo runs on Transformers instead: same programs, same numbers.")
+    answer, foil = ANSWER.strip(), FOIL.strip()
+    OUT.print("Two prompts that differ in their subject:\n")
+    OUT.print(Text(f"  clean    {CLEAN}", style="blue"))
+    OUT.print(Text(f"  corrupt  {CORRUPT}\n", style="dark_orange3"))
+    OUT.print(
+        f"The first should continue with {answer}, the second with {foil}. The corrupt prompt is now run many times, "
+        f"each time with one activation (one site, layer and token) replaced by the clean run's. Where that brings "
+        f"{answer} back, the model holds what tells the two apart. The number is the logit difference {answer} − "
+        f"{foil}: above 0 the model prefers {answer}.\n"
+    )
+    with ExitStack() as stack:
+        with step(f"Loading {DEMO} on {name}"):
+            lm = stack.enter_context(loaded(DEMO, name, DEMO_OPTIONS.get(name, {})))
+        with step(f"Patching {', '.join(SITES)} in {lm.model.layers} layers"):
+            result = patch_sweep(lm, clean=CLEAN, corrupt=CORRUPT, answer=ANSWER, foil=FOIL, sites=SITES, metric=METRIC)
+    show_best(OUT, result.picture(), 5)
+    OUT.print()
+    wrote(OUT, result.plot(png))
+    wrote(OUT, result.to_html(html))
+
+
+@contextmanager
+def step(what: str) -> Iterator[None]:
+    """Say what is being done, and how long it took."""
+    OUT.print(Text(f"{what} …", style="bold"))
+    began = time.perf_counter()
+    yield
+    OUT.print(f"  done in {time.perf_counter() - began:.1f} s")
+
+
+def doctor(
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="A hub id, a folder, or smollm2: started and examined too.")
+    ] = None,
+    engine: Engine = None,
+    dtype: Dtype = None,
+    option: Options = None,
+    vllm_source: Annotated[
+        Path | None,
+        typer.Option("--vllm-source", metavar="PATH", help="Only look up the seams in another vLLM, without running "
+                     "it: a wheel, a checkout or an installed folder."),
+    ] = None,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Examine versions, the seams into vLLM and, with a model, its configuration, sites, fusions, graphs and memory.
+
+    The exit status is 1 if there is a problem; with --vllm-source, if a seam has moved or is gone.
+    """
+    from patchclamp.cli import show
+
+    if vllm_source is not None:
+        if model or engine or dtype or option:
+            raise ProgramError("the source is read, not run: leave out the model and its options", "--vllm-source")
+        from patchclamp.engines.vllm.versions import examine_source
+
+        source = examine_source(vllm_source)
+        (show.seams_json if as_json else show.seams)(OUT, source)
+        raise typer.Exit(0 if source.all_there else 1)
+    from patchclamp.doctor import examine
+
+    with quietly(), ERR.status("examining …"):
+        report = examine(model, engine, **read_options(option, dtype))
+    (show.findings_json if as_json else show.findings)(OUT, report)
+    raise typer.Exit(1 if report.problems else 0)
+
+
+def harvest(
+    model: Model,
+    documents: Annotated[str, typer.Argument(help="A file: .txt (a document a line), .jsonl, .parquet; or a folder "
+                                                  "that datasets saved.")],
+    folder: Annotated[Path, typer.Argument(help="Where the data set's folder is made; its name is a hash.")],
+    site: Annotated[list[str], typer.Option(help="resid_post[12], 'z[5, 3]', …; repeatable.")],
+    column: Annotated[str | None, typer.Option(help="The field with the documents; text by default.")] = None,
+    store: Annotated[str, typer.Option(help="The dtype of the stored rows: bfloat16, float16, float32.")] = "bfloat16",
+    no_bos: Annotated[bool, typer.Option("--no-bos", help="Leave out first tokens that are special.")] = False,
+    no_special: Annotated[bool, typer.Option("--no-special", help="Leave out all special tokens.")] = False,
+    positions: Annotated[list[str] | None, typer.Option(help="A window of positions: 4: or 0:128; repeatable.")] = None,
+    only_token: Annotated[list[int] | None, typer.Option(help="Keep only this token id; repeatable.")] = None,
+    not_token: Annotated[list[int] | None, typer.Option(help="Leave this token id out; repeatable.")] = None,
+    norm_cap: Annotated[float | None, typer.Option(help="The largest norm to keep.")] = None,
+    norm_times_median: Annotated[float | None, typer.Option(help="The same, in medians of the row's shard.")] = None,
+    project: Annotated[Path | None, typer.Option(help="W [K, D] in a .npy file: W h is stored.")] = None,
+    sums: Annotated[bool, typer.Option("--sum", help="Store the sum over each document.")] = False,
+    context: Annotated[int | None, typer.Option(help="Tokens of the longest prompt; the model's by default.")] = None,
+    overlong: Annotated[str, typer.Option(help="Longer documents: refuse, cut or split.")] = "refuse",
+    seed: Annotated[int, typer.Option(help="Seed of the shuffle.")] = 0,
+    parts: Annotated[int | None, typer.Option(
+        help="Parts that are shuffled one by one; by default 8, of 256 MiB to 2 GiB.")] = None,
+    shard: Annotated[str, typer.Option(metavar="I/N", help="This is machine I of N, from 0.")] = "0/1",
+    shard_rows: Annotated[int, typer.Option(help="Rows in a file.")] = 131_072,
+    batch_tokens: Annotated[int | None, typer.Option(help="Tokens that are run at a time.")] = None,
+    engine: Engine = None,
+    dtype: Dtype = None,
+    option: Options = None,
+) -> None:  # fmt: skip
+    """Store activations of a data set on disk, shuffled. Run it again to continue after a stop."""
+    from patchclamp.language.site import parse_site
+    from patchclamp.language.values import as_dtype
+    from patchclamp.studies import Filters
+    from patchclamp.studies import harvest as run_harvest
+
+    filters = Filters(
+        no_bos=no_bos, no_special=no_special, positions=read_windows(positions), only_tokens=tuple(only_token or ()),
+        not_tokens=tuple(not_token or ()), norm_cap=norm_cap, norm_times_median=norm_times_median,
+    )  # fmt: skip
+    matrix = None if project is None else read_array(project, "--project")
+    machine, options = read_shard(shard), read_options(option, dtype)
+    check_engine(engine)
+    for text in site:
+        under("--site", parse_site, text)
+    under("--store", as_dtype, store)
+    with loaded(model, engine, options) as lm:
+        made = run_harvest(
+            lm, documents, folder, sites=site, column=column, dtype=store, filters=filters, project=matrix, sums=sums,
+            context=context, overlong=overlong, seed=seed, parts=parts, shard=machine,
+            shard_rows=shard_rows, batch_tokens=batch_tokens,
+        )  # fmt: skip
+    data = made.open()
+    OUT.print(f"{made.folder}", soft_wrap=True)
+    OUT.print(f"{len(data)} rows of {', '.join(made.sites)} in {len(data.shards)} shards", soft_wrap=True)
+    if not made.complete:
+        OUT.print(f"{len(data.missing)} shards belong to other machines")
+
+
+def read_windows(texts: Sequence[str] | None) -> tuple[tuple[int | None, int | None], ...]:
+    """Windows of positions: 4:, 0:128, -8:."""
+    windows = []
+    for text in texts or ():
+        ends = re.fullmatch(r"\s*(-?\d+)?\s*:\s*(-?\d+)?\s*", text)
+        if ends is None:
+            raise ProgramError(f"expected a window of positions such as 4: or 0:128, got {text!r}", "--positions")
+        windows.append(tuple(None if end is None else int(end) for end in ends.groups()))
+    return tuple(windows)
+
+
+def read_shard(text: str) -> tuple[int, int]:
+    """I/N."""
+    numbers = re.fullmatch(r"(\d+)/(\d+)", text)
+    if numbers is None or not int(numbers[1]) < int(numbers[2]):
+        raise ProgramError(f"expected I/N, machine I of N from 0, such as 0/4, got {text!r}", "--shard")
+    return int(numbers[1]), int(numbers[2])
+
+
+def parity(
+    model: Model,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16, on both engines.")] = "float32",
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt's text; repeatable. Two by default.")] = None,
+    tolerance: Annotated[
+        float | None, typer.Option(help="Relative error that a row may have; 1e-4 by default for float32.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate, and to compare, after each prompt.")] = 4,
+    engine: Annotated[str, typer.Option("--engine", metavar="NAME", help="The engine to examine.")] = "vllm",
+    against: Annotated[str, typer.Option(metavar="NAME", help="The engine to compare it with.")] = "transformers",
+    option: Options = None,
+    as_json: Json = False,
+) -> None:
+    """Capture every site of every layer on vLLM and on Transformers, edit at each, and show the differences.
+
+    Options are vLLM's. The exit status is 1 if something is out of tolerance.
+    """
+    from patchclamp.cli import show
+    from patchclamp.studies import parity as compare
+    from patchclamp.studies.parity import PROMPTS
+
+    for name in (engine, against):
+        check_engine(name)
+    options = read_options(option)
+    with quietly(), ERR.status("starting …") as status:
+        result = compare(
+            model, dtype=dtype, prompts=prompt or PROMPTS, tolerance=tolerance, max_tokens=max_tokens,
+            engines=(against, engine), tell=status.update, **options,
+        )  # fmt: skip
+    (show.parity_json if as_json else show.parity)(OUT, result)
+    raise typer.Exit(0 if result.holds else 1)
+
+
+def serve(model: Model, context: typer.Context) -> None:
+    """Start vLLM's OpenAI server with patchclamp on. Every option of `vllm serve` is passed on.
+
+    Clients that do not know patchclamp notice nothing; others add a `patchclamp` object to ordinary requests.
+    """
+    from patchclamp.engines.open import resolve
+    from patchclamp.engines.preflight import model_name
+    from patchclamp.engines.vllm.launch import run_server
+
+    words = dict(zip(context.args, [*context.args[1:], ""], strict=True))
+    given = {name.lstrip("-").replace("-", "_"): value if same else words[word] or word for word in context.args
+             if word[:2] == "--" for name, same, value in [word.partition("=")]}  # fmt: skip
+    run_server(resolve(model_name(model), given), context.args)
+
+
+serve.context_settings = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def sites(
+    model: Model,
+    engine: Engine = None,
+    dtype: Dtype = None,
+    option: Options = None,
+    full: Annotated[bool, typer.Option("--full", help="Try an edit in every layer, not in three per site.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Prove every site of a model: right shape, a no-op write changes nothing, an edit moves what it must, sums hold.
+
+    The exit status is 1 if a proof of a site in the model's table fails. Sites of a model without a table are withdrawn
+    if they are not certain.
+    """
+    from patchclamp.cli import show
+    from patchclamp.proving import prove
+
+    with loaded(model, engine, read_options(option, dtype), prove=False) as lm:
+        with ERR.status("proving every site …"):
+            proofs = prove(lm, full)
+        (show.sites_json if as_json else show.sites)(OUT, lm, proofs)
+        promised = lm.sites.family.tabled
+    raise typer.Exit(1 if promised and not all(proof.holds for proof in proofs) else 0)
+
+
+COMMANDS: tuple[Callable[..., None], ...] = (demo, doctor, harvest, parity, serve, sites)

@@ -1,0 +1,431 @@
+"""Results in a terminal: tables for people, and JSON for programs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from patchclamp.language import SITES
+from patchclamp.plots import Curve, Curves, Heatmap, Strip, TokenGrid, style
+from patchclamp.plots.style import tick
+
+if TYPE_CHECKING:
+    from patchclamp import studies
+    from patchclamp.doctor import Report
+    from patchclamp.engines.vllm.versions import SourceReport
+    from patchclamp.lm import LM
+    from patchclamp.proving import Proof
+    from patchclamp.studies.parity import Parity
+
+
+def wrote(console: Console, path: Path) -> None:
+    console.print(Text.assemble("wrote ", (str(path), "bold")), soft_wrap=True)
+
+
+def show(console: Console, result: Any, top: int) -> None:
+    """The result of a study: what was done, on what, and its most important numbers."""
+    from patchclamp import studies
+
+    if isinstance(result, studies.LogitLensResult):
+        show_lens(console, result)
+    elif isinstance(result, studies.DirectAttributionResult):
+        show_attribution(console, result, top)
+    elif isinstance(result, studies.PatchscopeResult):
+        show_patchscope(console, result)
+    elif isinstance(result, (studies.AttributionPatchingResult, studies.EdgeAttributionResult)):
+        show_patching(console, result, top)
+    elif isinstance(result, studies.SteeringVectors) and result.best is None:
+        pass  # nothing was held out, so nothing was measured
+    elif isinstance(result, (studies.FuzzSweepResult, studies.SteeringVectors, studies.StrengthCurveResult)):
+        show_curves(console, result.picture())
+        if isinstance(result, studies.FuzzSweepResult):
+            show_answers(console, result)
+    else:
+        picture = result.picture()
+        show_question(console, picture)
+        show_best(console, picture, top)
+
+
+_COLOURS = {"clean": "blue", "corrupt": "dark_orange3"}
+
+
+def show_question(console: Console, heatmap: Heatmap) -> None:
+    """What was done, on what, and the prompts with the tokens in which they differ."""
+    console.print()
+    console.print(Text(heatmap.title, style="bold"), soft_wrap=True)
+    console.print(Text(heatmap.provenance, style="dim"), soft_wrap=True)
+    console.print()
+    for strip in heatmap.strips:
+        console.print(_prompt(strip), soft_wrap=True)
+
+
+def show_best(console: Console, heatmap: Heatmap, top: int) -> None:
+    """The baselines, the noise floor, and a table of the `top` best cells."""
+    console.print()
+    anchors = [anchor for anchor in (heatmap.baseline, heatmap.goal) if anchor is not None]
+    for anchor in sorted(anchors, key=lambda anchor: anchor.side):
+        value = style.number(anchor.value)
+        console.print(Text.assemble(f"{anchor.name + ' run':12}", (value, f"bold {_COLOURS[anchor.side]}")))
+    console.print(Text(heatmap.noise))
+    if heatmap.note:
+        console.print(Text(heatmap.note), soft_wrap=True)
+    if heatmap.skipped:
+        tokens = ", ".join(f"{style.quoted(token)} ({side} {position})" for side, position, token in heatmap.skipped)
+        console.print(Text(f"no partner in the other prompt, so not patched: {tokens}"), soft_wrap=True)
+    console.print()
+    console.print(_best(heatmap, top))
+
+
+def _prompt(strip: Strip) -> Text:
+    line = Text(f"{strip.title:8}", style=f"bold {_COLOURS[strip.side]}")
+    for token, mark in zip(strip.tokens, strip.marks, strict=True):
+        line.append(style.plain(token), style="not bold default" if mark == "same" else "underline")
+    return line
+
+
+def _best(heatmap: Heatmap, top: int) -> Table:
+    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("best cells", no_wrap=True)
+    table.add_column("token", overflow="fold")
+    table.add_column("positions", no_wrap=True)
+    over, goal = f"over {heatmap.baseline.name}", heatmap.goal
+    spread = [name for name, _ in heatmap.panels[0].details if name in ("effect from", "effect to", "p")]
+    for name in (heatmap.metric, over, *spread, *([] if goal is None else [f"way to {goal.name}"])):
+        table.add_column(name, justify="right", no_wrap=True)
+    for spot in heatmap.ranked(top):
+        column = heatmap.columns[spot.column]
+        place, label = heatmap.panels[spot.panel].cell_name(spot.row, column)
+        details = dict(heatmap.panels[spot.panel].details)
+        of_cell = [style.number(details[name][spot.row, spot.column]) for name in spread]
+        share = [] if goal is None else [style.percent(heatmap.share(spot.value))]
+        table.add_row(
+            Text(place), Text(style.visible(label)), column.positions, style.number(spot.value),
+            style.signed(heatmap.effect(spot.value)), *of_cell, *share,
+        )  # fmt: skip
+    return table
+
+
+def show_curves(console: Console, curves: Curves) -> None:
+    """What was done, on what, and the middle of every line at every number."""
+    console.print()
+    console.print(Text(curves.title, style="bold"), soft_wrap=True)
+    console.print(Text(curves.provenance, style="dim"), soft_wrap=True)
+    for note in curves.notes:
+        console.print(Text(note), soft_wrap=True)
+    console.print()
+    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(curves.x_label, justify="right", no_wrap=True)
+    lines = [line for chart in curves.charts for line in chart.lines]
+    for line in lines:
+        table.add_column(line.label, justify="right")
+    for x in curves.numbers:
+        table.add_row(tick(x), *(_at(line, x) for line in lines))
+    console.print(table)
+
+
+def _at(line: Curve, x: float) -> str:
+    here = line.y[np.asarray(line.x) == x]
+    return style.number(float(here[0])) if len(here) and np.isfinite(here[0]) else "–"
+
+
+def show_answers(console: Console, sweep: studies.FuzzSweepResult) -> None:
+    """The answers to the first prompt, by strength, of the first seed."""
+    console.print()
+    console.print(
+        Text.assemble("the first prompt: ", (style.shorten(style.plain(sweep.prompts[0]), 90), "bold")), soft_wrap=True
+    )
+    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("unfuzzed", Text(style.plain(sweep.unfuzzed[0][0].text)))
+    for strength, row in zip(sweep.strengths, sweep.answers[0], strict=True):
+        table.add_row(tick(strength), Text(style.plain(row[0].text)))
+    console.print(table)
+
+
+WORDY = frozenset({  # columns of text; the others are of numbers
+    "likeliest tokens", "goes on with", "token", "best cells", "best edges", "read by", "layers", "heads", "neurons",
+})  # fmt: skip
+
+
+def show_lens(console: Console, lens: studies.LogitLensResult) -> None:
+    """One row per layer, at the last position: the likeliest tokens, KL and entropy, and the chosen tokens."""
+    _head(console, lens.picture())
+    column = len(lens.positions) - 1
+    at = lens.positions[column]
+    console.print(Text(f"after {style.quoted(lens.prompt_tokens[at])} (position {at})"))
+    table = _table("layer", "likeliest tokens", "KL", "entropy", *(f"rank of {style.quoted(t)}" for t in lens.tokens))
+    for l, layer in reversed(list(enumerate(lens.layers))):  # noqa: E741
+        tops = "  ".join(
+            f"{style.visible(guess.token)} {100 * guess.probability:.0f}%" for guess in lens.top(layer, at)
+        )
+        numbers = (f"{lens.kl[l, column]:.2f}", f"{lens.entropy[l, column]:.2f}")
+        table.add_row(str(layer), Text(tops), *numbers, *(str(rank) for rank in lens.ranks[l, column]))
+    console.print(table)
+
+
+def show_attribution(console: Console, result: studies.DirectAttributionResult, top: int) -> None:
+    """The parts that add most: layers, heads and neurons."""
+    _head(console, result.picture())
+    for kinds, name in ((("attn_out", "mlp_out", "embed", "positions", "bias"), "layers"), (("z",), "heads"),
+                        (("neurons",), "neurons")):  # fmt: skip
+        shares = [share for share in result.ranked() if share.part.partition("[")[0] in kinds][:top]
+        if shares:
+            table = _table(name, "adds")
+            for share in shares:
+                table.add_row(Text(share.part), style.signed(share.value))
+            console.print(table)
+            console.print()
+    console.print(Text(f"all parts together {style.signed(float(result.totals.mean()))}; the model's own "
+                       f"{style.signed(float(result.logit_diffs.mean()))}"))  # fmt: skip
+
+
+def show_patchscope(console: Console, result: studies.PatchscopeResult) -> None:
+    """One row a cell: where the capture came from and went, and what was said."""
+    _head(console, result.picture())
+    table = _table("from layer", "in layer", "KL from unpatched", "goes on with")
+    for s, layer in reversed(list(enumerate(result.layers))):
+        for g in range(result.moved.shape[1]):
+            to = result.target_layers[g] if result.target_layers else layer
+            table.add_row(str(layer), str(to), f"{result.moved[s, g]:.2f}", Text(style.plain(result.texts[s][g])))
+    console.print(table)
+
+
+def show_patching(
+    console: Console, result: studies.AttributionPatchingResult | studies.EdgeAttributionResult, top: int
+) -> None:
+    """The verified cells or edges that moved the metric furthest, and how well estimates and exact patches agree."""
+    _head(console, result.picture())
+    edges = hasattr(result, "senders")
+    table = _table(*(("best edges", "read by") if edges else ("best cells", "token")), "estimate", "exact patch")
+    cell: Any
+    for cell in result.best(top) or result.proposals(top):
+        ends = (cell.sender, cell.receiver) if edges else (str(cell.row), cell.column.label)
+        exact = "–" if cell.exact is None else style.signed(cell.exact)
+        table.add_row(*(Text(style.visible(end)) for end in ends), style.signed(cell.estimate), exact)
+    console.print(table)
+    if np.isfinite(result.exact).any():
+        console.print(Text(f"two unpatched runs differ by {style.number(result.noise_floor)}"))
+
+
+def _head(console: Console, grid: TokenGrid) -> None:
+    console.print()
+    console.print(Text(grid.title, style="bold"), soft_wrap=True)
+    console.print(Text(grid.explained), soft_wrap=True)
+    console.print(Text(grid.provenance, style="dim"), soft_wrap=True)
+    console.print()
+
+
+def _table(*columns: str) -> Table:
+    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in columns:
+        table.add_column(name, justify="left" if name in WORDY else "right", overflow="fold")
+    return table
+
+
+PROOFS = {
+    "shape": "shape",
+    "noop": "no-op",
+    "edit": "edit",
+    "order": "order",
+    "adds": "sums",
+}  # field of a proof, its column
+NOWHERE = "–"  # the module of a site on an engine without modules
+
+
+def sites(console: Console, lm: LM, proofs: Sequence[Proof]) -> None:
+    """One row a site, its proofs as ticks ("–": none is about it); where the sites lie; and why one fails."""
+    console.print(Text(repr(lm).strip("<>"), style="bold"))
+    table = _site_table("site", "layers", "shape", "layout")
+    for name in PROOFS.values():
+        table.add_column(name, justify="center", no_wrap=True)
+    for proof in proofs:
+        ticks = [_tick(getattr(proof, field)) for field in PROOFS]
+        layers = "–" if proof.layers is None else str(proof.layers)
+        table.add_row(proof.name, layers, Text(shape(proof)), proof.layout, *ticks)
+    console.print(table)
+    modules = {proof.name: module(lm, proof.name) for proof in proofs}
+    if set(modules.values()) != {NOWHERE}:
+        where = _site_table("site", "module")
+        for name, border in modules.items():
+            where.add_row(name, Text(border))
+        console.print()
+        console.print(where)
+        console.print()
+    failed = [proof for proof in proofs if not proof.holds]
+    tabled = lm.sites.family.tabled
+    for proof in failed:
+        failure = f"{proof.name}{'' if tabled else ' is withdrawn'}: {proof.note or 'not proved'}"
+        console.print(Text(failure, style="red" if tabled else "yellow"), soft_wrap=True)
+    if not failed:
+        console.print(Text(f"all {len(proofs)} sites hold", style="green"))
+    if any(proof.tried < (proof.layers or 1) for proof in proofs):
+        console.print(
+            Text("an edit was tried in the first, middle and last layer of each; --full tries all", style="dim")
+        )
+
+
+def _site_table(*names: str) -> Table:
+    """A table that fits 80 columns: only what says where a site lies may be folded."""
+    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in names:
+        table.add_column(
+            name, justify="right" if name == "layers" else "left", no_wrap=name != "module", overflow="fold"
+        )
+    return table
+
+
+def sites_json(console: Console, lm: LM, proofs: Sequence[Proof]) -> None:
+    """A list of objects, one a site."""
+    rows = [
+        {
+            "site": proof.name, "layers": proof.layers, "shape": shape(proof), "layout": proof.layout,
+            "module": module(lm, proof.name), "proofs": {field: getattr(proof, field) for field in PROOFS},
+            "edits_tried": proof.tried, "holds": proof.holds, "note": proof.note,
+        }
+        for proof in proofs
+    ]  # fmt: skip
+    console.file.write(json.dumps(rows, indent=2, ensure_ascii=False) + "\n")
+
+
+def shape(proof: Proof) -> str:
+    """`[T, 576]`: T tokens; N, where only sampled tokens have rows."""
+    return f"[{'N' if proof.name == 'logits' else 'T'}, {proof.width}]"
+
+
+def module(lm: LM, name: str) -> str:
+    """The module at whose border this engine reads and writes a site: `model.layers.{l}.mlp, output`."""
+    kind, shift = lm.sites.family.sites[name]
+    tap = getattr(lm.sites.family.points[kind], lm.model.engine, None)
+    if tap is None:
+        return NOWHERE
+    layer = "{l}" if not shift else f"{{l+{shift}}}"
+    path = tap.module.replace("{l}", layer if SITES[name].layered else "0")
+    return f"{path}, {'input' if tap.moment == 'in' else 'output' if tap.moment == 'out' else 'its op'}"
+
+
+def _tick(held: bool | None) -> Text:
+    if held is None:
+        return Text("–", style="dim")
+    return Text("✓", style="green") if held else Text("✗", style="bold red")
+
+
+def parity(console: Console, result: Parity) -> None:
+    """One row a site: its worst row, the first layer out of tolerance, its edit; then everything that is wrong."""
+    engines = " against ".join(result.engines)
+    console.print(Text(f"{result.model} ({result.family}, {result.dtype}): {engines}", style="bold"), soft_wrap=True)
+    prompts = f"{result.prompts} prompt{'s' if result.prompts != 1 else ''}, {result.positions} positions"
+    same, generated = result.alike
+    console.print(Text(f"{prompts}; {same} of {generated} generated tokens alike"))
+    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("site", "layers", "worst row", "in layer", "out from", "edit in", "logits moved", "otherwise"):
+        table.add_column(name, justify="left" if name == "site" else "right", no_wrap=True)
+    for site in result.sites:
+        out, layered = result.leaves(site), "[" in site.worst_at
+        table.add_row(
+            site.name, str(len(site.places)) if layered else "–", _bounded(site.worst, out is None),
+            _layer(site.worst_at), "–" if out is None else _layer(out) if layered else "out", _layer(site.edit_at),
+            f"{site.moved:.2g}", _bounded(site.edit, result.moves(site)),
+        )  # fmt: skip
+    console.print(table)
+    if result.left_out:
+        console.print(Text(f"on one engine only, for the tables differ: {', '.join(result.left_out)}", style="dim"))
+    near = result.logprobs <= result.bounds.logprobs
+    console.print(Text.assemble("log-probabilities ", _bounded(result.logprobs, near), " apart at most"))
+    _show_verdict(console, result)
+
+
+def parity_json(console: Console, result: Parity) -> None:
+    """An object: whether all holds, what does not, and every site with its layers. What has no number is null."""
+    console.file.write(msgspec.json.format(msgspec.json.encode(result.to_dict())).decode() + "\n")
+
+
+def _show_verdict(console: Console, result: Parity) -> None:
+    bounds = result.bounds
+    for problem in result.problems:
+        console.print(Text(problem, style="red"), soft_wrap=True)
+    if result.first is not None:
+        console.print(Text(f"the first place out of tolerance is {result.first}", style="bold red"), soft_wrap=True)
+    if result.holds:
+        bounded = (
+            f"rows within {bounds.rows:g}, edits within {bounds.edit:g}, log-probabilities within {bounds.logprobs:g}"
+        )
+        console.print(Text(f"all {len(result.sites)} sites are equal: {bounded}", style="green"), soft_wrap=True)
+
+
+def _layer(place: str) -> str:
+    """Of "z[5]" 5; of a site that is one for the model a dash."""
+    return place.partition("[")[2].rstrip("]") or "–"
+
+
+def _bounded(number: float, within: bool) -> Text:
+    return Text(f"{number:.1e}" if number else "0", style="green" if within else "bold red")
+
+
+MARKS = {"ok": ("✓", "green"), "note": ("!", "yellow"), "problem": ("✗", "bold red")}
+
+
+def findings(console: Console, report: Report) -> None:
+    """One table a part; what is not as it should be with what to do about it."""
+    for part, group in itertools.groupby(report.findings, lambda finding: finding.part):
+        console.print(Text(part, style="bold"))
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        table.add_column()
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for finding in group:
+            mark, style = MARKS[finding.status]
+            detail = Text(finding.detail)
+            if finding.advice:
+                detail.append(f"\n→ {finding.advice}", style=style)
+            table.add_row(Text(mark, style=style), finding.name, detail)
+        console.print(table)
+        console.print()
+    problems, notes = len(report.problems), sum(finding.status == "note" for finding in report.findings)
+    summary = f"{problems} problem{'s' if problems != 1 else ''}, {notes} note{'s' if notes != 1 else ''}"
+    console.print(Text(summary, style=MARKS["problem" if problems else "ok"][1]))
+
+
+def findings_json(console: Console, report: Report) -> None:
+    """An object: whether there is no problem, and every finding in order."""
+    rows = [msgspec.to_builtins(finding) for finding in report.findings]
+    answer = {"ok": not report.problems, "findings": rows}
+    console.file.write(json.dumps(answer, indent=2, ensure_ascii=False) + "\n")
+
+
+SEAM_MARKS = {"there": ("✓", "green"), "moved": ("→", "bold yellow"), "gone": ("✗", "bold red")}
+
+
+def seams(console: Console, report: SourceReport) -> None:
+    """A row a seam, with what became of it; then how many are where they are expected."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column()
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for seam in report.seams:
+        mark, style = SEAM_MARKS[seam.status]
+        detail = Text(seam.place)
+        if seam.status != "there":
+            checked = " and ".join(seam.checked)
+            detail.append(f"\n{seam.detail} (needed to {seam.why}; checked on {checked})", style=style)
+        table.add_row(Text(mark, style=style), seam.name, Text(seam.status, style=style), detail)
+    console.print(table)
+    counts = {status: sum(seam.status == status for seam in report.seams) for status in SEAM_MARKS}
+    summary = f"\nvLLM {report.version}: {counts['there']} seams there, {counts['moved']} moved, {counts['gone']} gone"
+    console.print(Text(summary, style=SEAM_MARKS["there" if report.all_there else "gone"][1]))
+
+
+def seams_json(console: Console, report: SourceReport) -> None:
+    """An object: whether all seams are there, the version, and every seam in order."""
+    answer = {"ok": report.all_there, **msgspec.to_builtins(report)}
+    console.file.write(json.dumps(answer, indent=2, ensure_ascii=False) + "\n")
