@@ -303,7 +303,7 @@ SNIPPETS = {
     "Patch across prompts": (patch_theirs, patch_ours), "Patch with two traces": (two_traces_theirs, two_traces_ours),
     "Logit lens": (lens_theirs, lens_ours), "Skip a layer": (skip_theirs, skip_ours),
     "Silence a head": (heads_theirs, heads_ours), "Silence neurons": (neurons_theirs, neurons_ours),
-    "Save many places": (cache_theirs, cache_ours), "PatchscopeResult": (patchscope_theirs, patchscope_ours),
+    "Save many places": (cache_theirs, cache_ours), "Patchscope": (patchscope_theirs, patchscope_ours),
     "Edit every later trace": (edit_theirs, edit_ours), "Every step of a generation": (generate_theirs, generate_ours),
     "Read tokens as they come": (stream_theirs, stream_ours),
 }  # fmt: skip

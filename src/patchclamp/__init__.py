@@ -30,6 +30,7 @@ from patchclamp.errors import (
     UnknownName,
     Unlisted,
     UnsupportedSite,
+    UnsupportedStudy,
 )  # fmt: skip
 from patchclamp.language import (
     From,
@@ -106,7 +107,7 @@ __all__ = [
     "TooLarge",
     "UnknownName",
     "Unlisted",
-    "UnsupportedSite",
+    "UnsupportedSite", "UnsupportedStudy",
     "Vector",
     "__version__",
     "every",

@@ -8,6 +8,7 @@
     ├── NoKey               401  a server that wants an API key, and was given none
     ├── Unlisted            403  names that a server does not tell
     ├── UnsupportedSite     422  a known site that this model, engine or position does not have
+    ├── UnsupportedStudy    422  a study that a server does not run
     ├── MissingSource       404  a run or vector that is not (or no longer) there
     │   └── Gone            410  what was here and is no more
     ├── NameTaken           409  a name that something of another kind has
@@ -78,6 +79,10 @@ class UnsupportedSite(PatchclampError):
     status = 422
 
 
+class UnsupportedStudy(PatchclampError):
+    status = 422
+
+
 class MissingSource(PatchclampError):
     status = 404
 
@@ -126,8 +131,8 @@ TREE: dict[str, type[PatchclampError]] = {
     kind.__name__: kind
     for kind in (
         PatchclampError, ProgramError, UnknownName, ShapeError, TokensError, NoKey,
-        Unlisted, UnsupportedSite, MissingSource, Gone, NameTaken, CapacityError, TooLarge, ModelError, EngineError,
-        SeamMoved, AddressMoved, RunError, NotFinite,
+        Unlisted, UnsupportedSite, UnsupportedStudy, MissingSource, Gone, NameTaken, CapacityError, TooLarge,
+        ModelError, EngineError, SeamMoved, AddressMoved, RunError, NotFinite,
     )
 }  # fmt: skip
 

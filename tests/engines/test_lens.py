@@ -355,11 +355,11 @@ def test_every_command_shows_its_study_and_writes_its_pictures(worded, tmp_path,
         "attribute": ["--prompt", "w5 w6 w7", "--prompt", "w8 w9", "--answer", "w10", "--foil", "w11", *here],
         "patchscope": ["--source", "w5 w6 w7", "--target", "w8 w9", "--layers", "0:2", "--max-tokens", "2", *here],
         "propose": [*two, "--verify", "4", "--sample", "3", "--dtype", "float32"],
-        "propose --edges": [*two, "--verify", "2", "--sample", "1", "--dtype", "float32"],
+        "edges": [*two, "--verify", "2", "--sample", "1", "--dtype", "float32"],
     }
     shown = {
         "lens": "rank of 'w9'", "attribute": "all parts together", "patchscope": "goes on with",
-        "propose": "7 outlined cells were patched exactly", "propose --edges": "3 outlined cells were patched exactly",
+        "propose": "7 outlined cells were patched exactly", "edges": "3 outlined cells were patched exactly",
     }  # fmt: skip
     for name, arguments in commands.items():
         files = [tmp_path / f"{name}.{ending}" for ending in ("png", "html", "safetensors")]

@@ -187,7 +187,9 @@ class Storm:
         may still count among those that are allowed at once."""
         async with contextlib.AsyncExitStack() as stack:
             for _ in range(600):
-                parts = await stack.enter_async_context(self.http.stream("POST", "/v1/patchclamp/sweeps", json=SWEPT))
+                parts = await stack.enter_async_context(
+                    self.http.stream("POST", "/v1/patchclamp/studies/patch_sweep", json=SWEPT)
+                )
                 if parts.status_code != 429:
                     break
                 await parts.aclose()
@@ -199,7 +201,7 @@ class Storm:
                 if event == "cells" and line.startswith("data: "):
                     for cell in json.loads(line.removeprefix("data: "))["cells"]:
                         yield cell
-        assert event == "summary", event
+        assert event == "result", event
 
     async def _sweeping(self, _: str) -> None:
         async with self.sweeps:

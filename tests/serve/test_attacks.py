@@ -106,7 +106,7 @@ def send(server, head: str, *chunks: bytes, most: int = 1 << 30) -> tuple[int, i
     ("head", "limit"),
     [
         ("PUT /v1/patchclamp/vectors/x", "body_bytes"), ("PUT /v1/patchclamp/programs/x", "json_bytes"),
-        ("POST /v1/patchclamp/sweeps", "json_bytes"), ("POST /v1/completions", "openai_body_bytes"), ("POST /v1/chat/completions", "openai_body_bytes"),
+        ("POST /v1/patchclamp/studies/patch_sweep", "json_bytes"), ("POST /v1/completions", "openai_body_bytes"), ("POST /v1/chat/completions", "openai_body_bytes"),
     ],
 )  # fmt: skip
 def test_a_body_over_the_limit_is_refused_before_it_is_read(server, head, limit):

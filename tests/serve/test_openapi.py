@@ -17,7 +17,7 @@ from schemathesis.schemas import APIOperation
 
 from patchclamp.engines.wire import PREFIX
 from patchclamp.language.ops import OPS
-from patchclamp.serve.schema import EXAMPLES, OP_MODELS
+from patchclamp.serve.schema import EXAMPLES, OP_MODELS, STUDIES
 
 from .conftest import KEYS
 
@@ -64,7 +64,7 @@ def test_every_other_example_runs(page, http):
     paths = {
         path: routes
         for path, routes in page["paths"].items()
-        if path.startswith("/v1/patchclamp") and "{" in path and not path.startswith(PREFIX)
+        if path.startswith("/v1/patchclamp") and "{" in path and not path.startswith(PREFIX) and "studies" not in path
     }
     assert len(paths) == 4
     for body in examples(page["paths"]["/v1/completions"]["post"]).values():
@@ -117,8 +117,9 @@ def draw(operation: APIOperation, url: str, statuses: Counter[int]) -> None:
                 statuses[response.status_code] += 1
             assert response.status_code < 500
             return
-        if operation.path.endswith("/sweeps"):  # what a sweep goes on to say, nobody waits for
-            with httpx.stream("POST", url + operation.path, json=case.body, headers=KEY) as response:
+        if "/studies/" in operation.path and operation.method == "post":  # nobody waits for its events
+            path = operation.path.replace("{name}", quote(str(case.path_parameters["name"]), safe=""))
+            with httpx.stream("POST", url + path, json=case.body, headers=KEY) as response:
                 statuses[response.status_code] += 1
             assert response.status_code < 500, case.body
             return
@@ -133,14 +134,13 @@ def draw(operation: APIOperation, url: str, statuses: Counter[int]) -> None:
     send()
 
 
-def test_the_examples_of_sweeps_run(page, http):
-    examples = page["components"]["schemas"]["SweepRequest"]["examples"]
-    assert len(examples) == 3
-    for example in examples:
-        with http.stream("POST", "/v1/patchclamp/sweeps", json=example) as response:
-            events = [line.removeprefix("event: ") for line in response.iter_lines() if line.startswith("event: ")]
-        inner = {"cells", "spread"} if isinstance(example["clean"], list) else {"cells"}
-        assert (events[0], set(events[1:-1]), events[-1]) == ("start", inner, "summary"), example
+@pytest.mark.parametrize(("name", "example"), STUDIES)
+def test_the_examples_of_studies_run(http, name, example):
+    with http.stream("POST", f"/v1/patchclamp/studies/{name}", json=example) as response:
+        events = [line.removeprefix("event: ") for line in response.iter_lines() if line.startswith("event: ")]
+    assert events[-1] == "result"
+    assert ("spread" in events) == (isinstance(example.get("clean"), list) or "seeds" in example)
+    assert (events[0] == "start") == ("answer" in example)
 
 
 def test_no_object_that_is_drawn_from_the_page_is_a_5xx(page, server):

@@ -28,8 +28,8 @@ def test_it_is_one_small_file_that_asks_this_server_alone(server: Server):
     assert len(page.content) < 60_000
     assert "://" not in page.text
     asked = set(re.findall(r'ask\("(/[^"]*)"', page.text))
-    assert asked >= {"/v1/patchclamp/sweeps", "/v1/completions", "/v1/models"}
-    assert asked <= set(routes)
+    assert asked >= {"/v1/patchclamp/studies/patch_sweep", "/v1/completions", "/v1/models"}
+    assert {re.sub(r"(?<=studies/)\w+", "{name}", route) for route in asked} <= set(routes)
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")

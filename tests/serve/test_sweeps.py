@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
+import base64
 import json
 
 import numpy as np
 import pytest
 
 from patchclamp.language.site import SITES
-from patchclamp.serve.routes import SweepRequest
-from patchclamp.studies import MeanOf, Resampled, patch_sweep
+from patchclamp.serve.studies import KINDS, schema_of
+from patchclamp.studies import MeanOf, Resampled, load, patch_sweep
 
 from .conftest import KEYS, becomes
 
@@ -28,13 +28,17 @@ def events(lines):
 
 
 def test_a_sweep_is_the_same_as_here(server, local):
-    with server.http() as http, http.stream("POST", "/v1/patchclamp/sweeps", json=ASKED) as response:
+    with server.http() as http, http.stream("POST", "/v1/patchclamp/studies/patch_sweep", json=ASKED) as response:
         assert response.status_code == 200
         told = list(events(response.iter_lines()))
     here = patch_sweep(local, **ASKED)
-    start, *parts, summary = told
+    start, *parts, summary, result = told
     assert start[0] == "start"
     assert {name for name, _ in parts} == {"cells"}
+    assert (result[0], result[1]["type"], result[1]["part"], result[1]["parts"]) == ("result", "PatchSweepResult", 0, 1)
+    there = load(base64.b64decode(result[1]["safetensors"]))
+    np.testing.assert_allclose(there.grid, here.grid, atol=1e-3)
+    assert there.config == here.config == {"study": "PatchSweep", **ASKED}
     assert len(parts) > 1
     grid = np.full(here.grid.shape, np.nan)
     for _, data in parts:
@@ -69,6 +73,7 @@ def test_a_sweep_is_the_same_as_here(server, local):
         ({"mask": [1.0, 0.5]}, 400, "mask: resid_pre[0] is 576 wide; the mask is [2]"),
         ({"resume": "../a"}, 400, "resume: a name has up to 64 letters"),
         ({"zoom": 0}, 400, "zoom"),
+        ({"weights": "/etc"}, 400, "weights"),
         ({"clean": ["a b c"] * 2}, 400, "corrupt: 2 clean prompts and 1 corrupt ones"),
         ({"sites": ["resid_pre"] * 65}, 400, "sites"),
         ({"clean": ["a b"] * 7, "corrupt": ["a b"] * 7}, 413, "limit sweep_prompts"),
@@ -89,14 +94,18 @@ def test_a_sweep_is_the_same_as_here(server, local):
 )
 def test_what_is_wrong_is_said_before_it_starts(server, change, status, text):
     with server.http() as http:
-        response = http.post("/v1/patchclamp/sweeps", json=ASKED | change)
+        response = http.post("/v1/patchclamp/studies/patch_sweep", json=ASKED | change)
     assert response.status_code == status, response.text
     assert text in response.text
 
 
-def test_it_takes_all_that_the_study_takes():
-    of_this_process = {"lm", "batch", "show_progress", "listener", "check"}
-    assert set(inspect.signature(patch_sweep).parameters) - of_this_process == SweepRequest.model_fields.keys()
+def test_the_schema_has_every_field_but_those_of_files():
+    for name, kind in KINDS.items():
+        if not kind.not_served:
+            hidden = {"weights", "translators", "unembedding"}
+            properties = schema_of(kind)["properties"]
+            assert properties.keys() - {"resume"} == kind.fields().keys() - hidden, name
+            assert all(of["description"] for of in properties.values())
 
 
 PAIRS = {"clean": ["The Eiffel Tower is in", "The Louvre is in", [5, 6, 7]],
@@ -109,7 +118,7 @@ OTHERS = ["The Kremlin is in", "A cat is here"]
 def run(server, body, key=KEYS[0]) -> dict[str, list]:
     """The events of a sweep, by name."""
     told: dict[str, list] = {}
-    with server.http(key) as http, http.stream("POST", "/v1/patchclamp/sweeps", json=body) as response:
+    with server.http(key) as http, http.stream("POST", "/v1/patchclamp/studies/patch_sweep", json=body) as response:
         assert response.status_code == 200, response.read()
         for name, data in events(response.iter_lines()):
             told.setdefault(name, []).append(data)
@@ -184,7 +193,7 @@ def test_sources_masks_and_a_zoom_are_the_same_as_here(server, local):
         # names are each key's own
         for change in ({"source": "bank:swept"}, {"mask": "third"}):
             with server.http(KEYS[1]) as http:
-                assert http.post("/v1/patchclamp/sweeps", json=ASKED | change).status_code == 404
+                assert http.post("/v1/patchclamp/studies/patch_sweep", json=ASKED | change).status_code == 404
     finally:
         del local.bank["swept"], local.bank["third"]
         with server.http() as http:
@@ -195,7 +204,7 @@ def test_sources_masks_and_a_zoom_are_the_same_as_here(server, local):
 def test_a_sweep_whose_client_went_away_goes_on(server):
     body = ASKED | {"sites": ["resid_pre", "attn_out", "mlp_out", "z"], "resume": "left"}
     with server.http() as http:
-        with http.stream("POST", "/v1/patchclamp/sweeps", json=body) as response:
+        with http.stream("POST", "/v1/patchclamp/studies/patch_sweep", json=body) as response:
             left = next(data["cells"] for name, data in events(response.iter_lines()) if name == "cells")
         before = programs(http)
         whole = run(server, body | {"resume": "whole"})
@@ -214,7 +223,7 @@ def test_a_sweep_whose_client_went_away_goes_on(server):
         again = run(server, body)
         assert [cell for data in again["cells"] for cell in data["cells"]] == cells
         assert programs(http) == before, "all is known"
-        other = http.post("/v1/patchclamp/sweeps", json=body | {"layers": "0:2"})
+        other = http.post("/v1/patchclamp/studies/patch_sweep", json=body | {"layers": "0:2"})
         assert (other.status_code, "another study" in other.text) == (400, True)
     run(server, ASKED | {"layers": 1, "resume": "left"}, KEYS[1])  # another key's name is another one
 
@@ -227,7 +236,9 @@ def programs(http) -> int:
 
 def test_it_ends_when_the_client_goes(server):
     with server.http() as http:
-        with http.stream("POST", "/v1/patchclamp/sweeps", json=ASKED | {"sites": list(SITES)[:6]}) as response:
+        with http.stream(
+            "POST", "/v1/patchclamp/studies/patch_sweep", json=ASKED | {"sites": list(SITES)[:6]}
+        ) as response:
             for name, data in events(response.iter_lines()):
                 if name == "start":
                     assert data["cells"] > 200
@@ -253,3 +264,77 @@ def test_the_model_and_its_sites(server, local):
     assert sites["resid_post"]["layers"] == list(range(8))
     assert sites["router"]["layers"] is None
     assert "experts" in sites["router"]["why_not"]
+
+
+OTHER_STUDIES = {
+    "ablation_sweep": {"prompt": "The Eiffel Tower is in", "answer": " Paris", "foil": " Rome", "layers": "2:4"},
+    "causal_trace": {"prompt": "The Eiffel Tower is in", "subject": "Eiffel", "answer": " Paris", "layers": "2:4", "seeds": 2},
+    "path_patch": {"clean": [111, 112, 113, 114], "corrupt": [111, 212, 113, 114], "answer": " Paris", "foil": " Rome",
+                   "senders": ["z[1]", "z[2]"], "receivers": ["logits", ["q[4, 0]", "k[4, 0]"]]},
+    "logit_lens": {"prompt": "The Eiffel Tower is in", "layers": "2:4", "tokens": [" Paris"]},
+    "patchscope": {"source": "The Eiffel Tower is in Paris", "layers": "2:4", "max_tokens": 3},
+    "fuzz_sweep": {"prompts": ["The Eiffel Tower is"], "strengths": [0, 0.3], "max_tokens": 3},
+    "steering": {"positive": ["good day", "good dog", "good cat", "good film"],
+                 "negative": ["bad day", "bad dog", "bad cat", "bad film"], "layers": "2:4"},
+}  # fmt: skip
+
+
+def test_every_study_that_needs_one_engine_is_served():
+    assert {name for name, kind in KINDS.items() if not kind.not_served} == {"patch_sweep", *OTHER_STUDIES}
+
+
+@pytest.mark.parametrize("name", OTHER_STUDIES)
+def test_another_study_is_the_same_as_here(server, local, name):
+    body = OTHER_STUDIES[name]
+    told: dict[str, list] = {}
+    with server.http() as http, http.stream("POST", f"/v1/patchclamp/studies/{name}", json=body) as response:
+        assert response.status_code == 200, response.read()
+        for event, data in events(response.iter_lines()):
+            told.setdefault(event, []).append(data)
+    assert "error" not in told, told["error"]
+    there = load(b"".join(base64.b64decode(part["safetensors"]) for part in told["result"]))
+    extra = {"readout": "engine"} if name == "logit_lens" else {}
+    here = KINDS[name](**body, **extra).run(local)
+    assert type(there) is type(here)
+    assert there.config == here.config
+    assert ("cells" in told) == hasattr(here, "grid")
+    for field in here.__struct_fields__:
+        mine, other = getattr(here, field), getattr(there, field)
+        if isinstance(mine, np.ndarray) and mine.dtype.kind == "f":
+            np.testing.assert_allclose(other, mine, atol=2e-2, err_msg=field)
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "status", "text"),
+    [
+        ("nothing", {}, 404, "unknown study"),
+        ("attribution_patching", {}, 422, "gradients"),
+        ("edge_attribution", {}, 422, "gradients"),
+        ("direct_attribution", {}, 422, "files"),
+        ("logit_lens", {"prompt": "a", "readout": "checkpoint"}, 400, "readout"),
+        ("logit_lens", {"prompt": "a", "weights": "/etc"}, 400, "weights"),
+        ("logit_lens", {"prompt": "a", "unembedding": [[1]]}, 400, "unembedding"),
+        ("logit_lens", {"prompt": "a", "top": True}, 400, "top"),
+        ("fuzz_sweep", {"prompts": ["a"] * 13}, 413, "limit sweep_prompts"),
+        ("fuzz_sweep", {"prompts": ["a"], "strengths": ["1"]}, 400, "strengths[0]"),
+        ("fuzz_sweep", {"prompts": ["a"], "strengths": [0.1], "relative": 1}, 400, "relative"),
+        ("ablation_sweep", {"prompt": [5] * 9, "answer": " b", "metric": "logprob", "sites": ["neurons"], "group": 1, "positions": "each"}, 413,
+         "limit sweep_grid"),
+        ("causal_trace", [1], 400, "object"),
+        ("causal_trace", {"prompt": "a", "subject": "a", "answer": " b", "resume": 5}, 400, "resume"),
+    ],
+)  # fmt: skip
+def test_what_a_server_does_not_run_is_refused(server, name, body, status, text):
+    with server.http() as http:
+        response = http.post(f"/v1/patchclamp/studies/{name}", json=body)
+    assert response.status_code == status, response.text[:500]
+    assert text in response.text
+
+
+def test_the_studies_are_listed(server):
+    with server.http() as http:
+        cards = {card["name"]: card for card in http.get("/v1/patchclamp/studies").json()["studies"]}
+    assert cards.keys() == KINDS.keys()
+    assert "clean" in cards["patch_sweep"]["body"]["required"]
+    assert cards["edge_attribution"]["body"] is None
+    assert "gradients" in cards["edge_attribution"]["not_served"]

@@ -28,7 +28,7 @@ LONG = {  # by name: path, body
                   '{"type":"capture","at":"resid_post[0]","tokens":"prompt[::2]"}]}}'),
     "a kept program": ("/v1/patchclamp/programs/x", '{"edits":[' + "{}," * 300_000 + "{}]}"),
     "a kept vector": ("/v1/patchclamp/vectors/x", "[" + "1," * 400_000 + "1]"),
-    "a sweep": ("/v1/patchclamp/sweeps", '{"clean":[' + "1," * 400_000 + "1]}"),
+    "a sweep": ("/v1/patchclamp/studies/patch_sweep", '{"clean":[' + "1," * 400_000 + "1]}"),
 }  # fmt: skip
 
 

@@ -51,14 +51,14 @@ async def bound_shutdown(client: Any, state: Any) -> None:
 
 def attach(app: Any) -> None:
     """Puts our routes on an app. They answer once `start` has run."""
-    from patchclamp.serve import engine, openai, routes, schema
+    from patchclamp.serve import engine, openai, routes, schema, studies
 
     app.exception_handler(PatchclampError)(answer_error)
     app.add_middleware(NoVariants)
     openai.attach(app)
     app.include_router(routes.router)
     app.include_router(routes.model_router)
-    app.include_router(routes.sweep_router)
+    app.include_router(studies.router)
     app.include_router(routes.page_router)
     schema.attach(app)
     app.state.patchclamp_page = app.openapi if app.openapi_url else None

@@ -16,39 +16,27 @@ Patch sweeps on the server: one request, and events as cells finish.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.resources
-import math
-import threading
-import time
-from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-import numpy as np
 from fastapi import APIRouter, Depends, Path, Request
-from fastapi.responses import HTMLResponse, Response, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi.responses import HTMLResponse, Response
 
 from patchclamp.engines.base import Captured, Window
-from patchclamp.engines.vllm.serve_limits import ServeLimits
-from patchclamp.errors import Gone, PatchclampError, RunError, Unlisted, as_patchclamp_error, pack, unpack
+from patchclamp.errors import Gone, PatchclampError, Unlisted
 from patchclamp.language import Program, Site, Vector
 from patchclamp.language.program import to_dict
 from patchclamp.language.site import SITES
-from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.serve import schema
-from patchclamp.serve.bodies import BoundedRoute, is_json, read_body
-from patchclamp.serve.captures import answer, captured_names, data_event, file_of
-from patchclamp.serve.front import Front, log, owner_of
+from patchclamp.serve.bodies import is_json, read_body
+from patchclamp.serve.captures import answer, captured_names, file_of
+from patchclamp.serve.front import Front, owner_of
 from patchclamp.serve.kept import Owned, bytes_of, check_name, check_program
 from patchclamp.serve.schema import (
     ERRORS,
     FILE,
     REFS,
-    SWEEPS,
-    Closed,
     Deleted,
     ProgramBody,
     ProgramCard,
@@ -60,14 +48,8 @@ from patchclamp.serve.schema import (
     SiteList,
     VectorCard,
     VectorList,
-    error_object,
 )
 from patchclamp.store.named import Means, as_entry, from_bytes, numbers_of_json, to_bytes
-from patchclamp.studies import MeanOf, Resampled, patch_sweep
-from patchclamp.studies.metric import Spread
-from patchclamp.studies.patch_sweep import SweepPlan
-from patchclamp.studies.study import MemoryJournal
-from patchclamp.studies.sweep_result import Cell, Column, PatchSweepResult
 from patchclamp.version import __version__
 
 page_router = APIRouter()
@@ -302,265 +284,3 @@ def _program_card(front: Front, name: str, program: Program) -> ProgramCard:
         name=name, edits=len(program.edits), bytes=bytes_of(program), fingerprint=program.fingerprint,
         model=f"{front.model_name}:{name}",
     )  # fmt: skip
-
-
-MAX_SITES = 64
-Prompt = Annotated[str | list[int], Field(description="text or token ids")]
-Answer = Annotated[str | int | list[int], Field(description="text, a token id, or several")]
-Selection = Annotated[str | int, Field(description="a selection of a prompt, or one position", examples=["prompt[-1]"])]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-
-
-class MeanSource(Closed):
-    """The mean over the positions of some prompts, or over those of a selection."""
-
-    type: Literal["mean"]
-    prompts: list[Prompt] = Field(min_length=1)
-    tokens: Selection | None = None
-    by_position: bool = Field(False, description="a mean for each position by itself")
-
-
-class ResampledSource(Closed):
-    """The row of a prompt drawn for each cell."""
-
-    type: Literal["resampled"]
-    prompts: list[Prompt] = Field(min_length=1)
-    seed: int = Field(0, ge=0)
-    draws: int = Field(1, ge=1, description="how many prompts are drawn for a cell, whose value is their mean")
-
-
-class SweepRequest(BaseModel):
-    """The arguments of `pc.studies.patch_sweep`."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra={"examples": SWEEPS})
-    clean: Prompt | list[Prompt] = Field(description="a prompt, or several, pair by pair")
-    corrupt: Prompt | list[Prompt]
-    answer: Answer | list[Answer] = Field(description="of several pairs one for all, or a list of them")
-    foil: Answer | list[Answer | None] | None = None
-    sites: list[str] = Field(["resid_pre"], min_length=1, max_length=MAX_SITES)
-    layers: str | int | list[int] | None = Field(None, description='all; or some, such as "0:12"')
-    positions: list[Selection] | dict[str, Selection | list[Selection]] | None = Field(
-        None,
-        description="selections of the corrupt prompt, or labels with a selection each, and of several pairs perhaps a "
-        "list of them, one a pair; all aligned ones",
-    )
-    metric: str = Field("logit_diff", description="logit_diff, recovered, logprob or prob")
-    direction: str = Field(
-        "denoising", description="denoising, or noising: cells of the corrupt run into the clean one"
-    )
-    group: int | None = Field(None, description="so many heads, neurons or experts are one row: 1 for each head")
-    window: int = Field(1, description="so many layers around a cell's are patched with it")
-    source: Annotated[MeanSource | ResampledSource, Field(discriminator="type")] | str | None = Field(
-        None, description="in place of the other prompt's values: zeros, bank:NAME, a mean, or prompts drawn at random"
-    )
-    alpha: Finite = Field(1.0, description="how much of the new value is mixed in")
-    mask: list[Finite] | str | None = Field(
-        None, description="in which columns of a row: a weight each, or the name of a vector that this API key has here"
-    )
-    zoom: int | None = Field(None, ge=1, description="start with blocks, and look into the best so many of each size")
-    seed: int = Field(0, ge=0, description="of the confidence interval and the test over pairs")
-    resume: str | None = Field(
-        None, description="a name under which values are kept, from which the same request goes on", examples=["eiffel"]
-    )
-
-    def arguments(self) -> dict[str, Any]:
-        """As `patch_sweep` takes them, but for `resume`."""
-        given = self.model_dump(exclude={"source", "resume"})
-        return given | {"source": self._source()}
-
-    @property
-    def prompts(self) -> int:
-        """How many prompts are run without a patch."""
-        of_source = 0 if isinstance(self.source, str | None) else len(self.source.prompts)
-        return _count(self.clean) + _count(self.corrupt) + of_source
-
-    def _source(self) -> Any:
-        if isinstance(self.source, MeanSource):
-            return MeanOf(self.source.prompts, self.source.tokens, self.source.by_position)
-        if isinstance(self.source, ResampledSource):
-            return Resampled(self.source.prompts, self.source.seed, self.source.draws)
-        return self.source
-
-
-def check_sweep(limits: ServeLimits, plan: SweepPlan) -> None:
-    """Raises `TooLarge` for a sweep that is more than a server takes. The grid comes first: what else the plan knows
-    takes as long as the grid is large."""
-    limits.check("sweep_grid", plan.grid, "cells of the grid, in all pairs", "sites")
-    limits.check("sweep_cells", plan.runs, "cells of the sweep, in all pairs, draws and tokens of answers", "sites")
-    limits.check("run_bytes", plan.captured_bytes, "bytes that the prompts which are read may capture", "sites")
-
-
-def owners_lm(front: Front, owner: str) -> LM:
-    """An `LM` on the server's engine whose bank has what an owner has here, now."""
-    lm = LM(front.lm.model.name, engine=front.engine)
-    for name, entry in front.kept.owned(owner).items():
-        lm.bank[name] = entry
-    return lm
-
-
-def _count(prompts: Any) -> int:
-    """How many prompts these are: a list of numbers is one."""
-    return 1 if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else len(prompts)
-
-
-BATCH = 64  # cells that are read together: a sweep whose client is gone ends within two batches
-
-sweep_router = APIRouter(
-    prefix="/v1/patchclamp", tags=["patchclamp"], responses=ERRORS, route_class=BoundedRoute,
-    dependencies=[Depends(hear)],
-)  # fmt: skip
-_under_way: Counter[tuple[int, str]] = Counter()  # sweeps by front and owner
-
-
-@sweep_router.post("/sweeps", response_class=StreamingResponse)
-async def sweep(asked: SweepRequest, request: Request) -> StreamingResponse:
-    """Patches every cell of a sweep, and tells of them as they finish, in server-sent events:
-
-    `start`: the grid's axes, the pairs of prompts, and the metric of both sides; `cells`: cells that have finished in
-    all pairs, each with its place in the grid (site, layer, column) and its value; `spread`, of several pairs: each
-    cell's place, the ends of its interval, its p-value alone and as one of all, and its values pair by pair; `summary`:
-    the best cells, the noise floor, and the blocks of a zoom; `error`: in place of the summary.
-
-    A sweep whose client goes away ends. With `resume` its values stay for as long as runs do, and the same request goes
-    on from there; what was computed before is told first.
-    """
-    front, owner = caller(request)
-    front.limits.check("sweep_prompts", asked.prompts, "prompts of the sweep, with those of its source", "clean")
-    key = (id(front), owner)
-    front.limits.check_room("sweeps", _under_way[key], 1, "sweeps at once")
-    journal = None if asked.resume is None else front.kept_sweeps.journal(owner, asked.resume)
-    _under_way[key] += 1
-    running, began_s = _Running(front, owners_lm(front, owner), asked, journal), time.perf_counter()
-    try:
-        first = await running.events.get()
-        if isinstance(first, PatchclampError):
-            raise first
-    except BaseException:
-        running.stop()
-        _under_way[key] -= 1
-        front.kept_sweeps.ended(owner, asked.resume or "")
-        raise
-
-    async def events() -> AsyncIterator[str]:
-        try:
-            event = first
-            while event is not None:
-                if isinstance(event, PatchclampError):
-                    front.failed(event, owner)
-                    yield _event("error", error_object(event))
-                else:
-                    yield _event(*event)
-                event = await running.events.get()
-        finally:
-            running.stop()
-            _under_way[key] -= 1
-            front.kept_sweeps.ended(owner, asked.resume or "")
-            log("sweep", owner, cells=running.told, took_s=round(time.perf_counter() - began_s, 6))
-
-    return StreamingResponse(events(), media_type="text/event-stream")
-
-
-class _Running:
-    """A sweep on a thread of its own, and its events: (name, data), an error, and None at the end."""
-
-    def __init__(self, front: Front, lm: LM, asked: SweepRequest, journal: MemoryJournal | None) -> None:
-        self._limits, self._lm, self._asked, self._journal = front.limits, lm, asked, journal
-        self._loop = asyncio.get_running_loop()
-        self.events: asyncio.Queue[tuple[str, dict[str, Any]] | PatchclampError | None] = asyncio.Queue()
-        self._stopped = threading.Event()
-        self._places: dict[str, dict[Any, int]] = {}
-        self.told = 0  # cells
-        threading.Thread(target=self._run, name="patchclamp sweep", daemon=True).start()
-
-    def stop(self) -> None:
-        """Nobody listens any more."""
-        self._stopped.set()
-
-    def begin(self, sweep: PatchSweepResult, cells: int) -> None:
-        self._places = {"sites": _numbered(sweep.sites), "layers": _numbered(sweep.layers),
-                        "columns": _numbered(sweep.columns)}  # fmt: skip
-        self._put(("start", _start(sweep, cells)))
-
-    def cells(self, cells: list[Cell]) -> None:
-        if self._stopped.is_set():
-            raise RunError("the client of this sweep is gone")
-        told = [[*self._place(cell), cell.value] for cell in cells]
-        self.told += len(told)
-        self._put(("cells", {"cells": told}))
-
-    def _place(self, cell: Cell) -> list[int]:
-        """The numbers of a cell's site, layer and column in the grid."""
-        places = self._places
-        return [places["sites"][cell.panel], places["layers"].get(cell.layer, 0), places["columns"][cell.column]]
-
-    def _run(self) -> None:
-        try:
-            sweep = patch_sweep(
-                self._lm, **self._asked.arguments(), batch=BATCH, show_progress=False, listener=self,
-                resume=self._journal, check=lambda plan: check_sweep(self._limits, plan),
-            )  # fmt: skip
-            if sweep.low is not None:
-                self._put(("spread", self._spread(sweep)))
-            self._put(("summary", _summary(sweep)))
-        except Exception as error:
-            self._put(unpack(pack(as_patchclamp_error(error))))  # without the frames that hold the sweep's runs
-        self._put(None)
-
-    def _spread(self, sweep: PatchSweepResult) -> dict[str, Any]:
-        """Of every cell: its place, the fields of `Spread`; and its value in each pair of prompts."""
-        run = ~np.isnan(sweep.values)
-        numbers = [getattr(sweep, name)[run].tolist() for name in Spread._fields]
-        cells = [
-            self._place(Cell(row.site, row.layer, sweep.columns[p], 0.0, row.index))
-            for r, row in enumerate(sweep.rows) for p in np.flatnonzero(run[r]).tolist()
-        ]  # fmt: skip
-        each = sweep.each[:, run].T.tolist()
-        return {"cells": [[*place, *of] for place, *of in zip(cells, *numbers, strict=True)], "each": each}
-
-    def _put(self, event: tuple[str, dict[str, Any]] | PatchclampError | None) -> None:
-        with contextlib.suppress(RuntimeError):  # the server has ended
-            self._loop.call_soon_threadsafe(self.events.put_nowait, event)
-
-
-def _numbered(values: tuple[Any, ...]) -> dict[Any, int]:
-    return {value: i for i, value in enumerate(values)}
-
-
-def _start(sweep: PatchSweepResult, cells: int) -> dict[str, Any]:
-    return {
-        "cells": cells, "sites": sweep.sites, "layers": sweep.layers, "columns": _columns(sweep.columns),
-        "metric": sweep.metric, "clean": sweep.clean, "corrupt": sweep.corrupt, "answer": sweep.answer,
-        "foil": sweep.foil, "clean_tokens": sweep.clean_tokens, "corrupt_tokens": sweep.corrupt_tokens,
-        "skipped": sweep.skipped, "direction": sweep.direction, "source": sweep.source,
-        "pairs": [
-            {"clean": pair.clean, "corrupt": pair.corrupt, "answer": pair.answer, "foil": pair.foil,
-             "clean_tokens": pair.clean_tokens, "corrupt_tokens": pair.corrupt_tokens, "skipped": pair.skipped,
-             "columns": _columns(pair.columns)}
-            for pair in sweep.pairs
-        ],
-    }  # fmt: skip
-
-
-def _columns(columns: Sequence[Column]) -> list[dict[str, Any]]:
-    return [{"label": each.label, "clean": each.clean, "corrupt": each.corrupt} for each in columns]
-
-
-def _summary(sweep: PatchSweepResult) -> dict[str, Any]:
-    best = [{"site": cell.panel, "layer": cell.layer, "label": cell.column.label, "positions": cell.column.corrupt,
-             "value": cell.value} for cell in sweep.best(5)]  # fmt: skip
-    blocks = [{"site": sweep.rows[block.rows[0]].panel, "layers": [sweep.rows[r].layer for r in block.rows],
-               "columns": block.columns, "value": block.value} for block in sweep.blocks]  # fmt: skip
-    return {"noise_floor": sweep.noise_floor, "best": best, "blocks": blocks}
-
-
-def _event(name: str, data: dict[str, Any]) -> str:
-    return f"event: {name}\n{data_event(_finite(data))}"
-
-
-def _finite(value: Any) -> Any:
-    """The same with null for numbers that JSON does not have."""
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -59,6 +59,21 @@ class ProgramList(BaseModel):
     programs: list[ProgramCard]
 
 
+class StudyCard(BaseModel):
+    """A study."""
+
+    name: str
+    summary: str
+    not_served: str | None = Field(description="why the server does not run it")
+    body: dict[str, Any] | None = Field(description="the JSON schema of its body")
+
+
+class StudyList(BaseModel):
+    """The studies."""
+
+    studies: list[StudyCard]
+
+
 class Deleted(BaseModel):
     """What was deleted."""
 
@@ -153,15 +168,19 @@ EXAMPLES: dict[str, dict[str, Example]] = {  # by path
 }  # fmt: skip
 PROGRAM = {"edits": [SCALE, NOISE]}
 VECTOR = [0.25, -1.0, 0.5, 2.0]
-SWEEPS: list[Any] = [
-    {"clean": "The Eiffel Tower is in", "corrupt": "The Colosseum is in", "answer": " Paris", "foil": " Rome",
-     "sites": ["resid_pre"], "layers": "0:4"},
-    {"clean": ["The Eiffel Tower is in", "The Louvre is in"], "corrupt": ["The Colosseum is in", "The Forum is in"],
-     "answer": " Paris", "foil": " Rome", "sites": ["z"], "group": 1, "layers": "2:4",
-     "positions": {"end": "prompt[-1]"},
-     "source": {"type": "mean", "prompts": ["The Big Ben is in", "The Kremlin is in"], "tokens": "prompt[-1]"}},
-    {"clean": "The Eiffel Tower is in", "corrupt": "The Colosseum is in", "answer": " Paris", "foil": " Rome",
-     "zoom": 2, "resume": "eiffel"},
+EIFFEL = {"clean": "The Eiffel Tower is in", "corrupt": "The Colosseum is in", "answer": " Paris", "foil": " Rome"}
+STUDIES: list[tuple[str, Any]] = [  # of the page: a study, and its body
+    ("patch_sweep", {**EIFFEL, "sites": ["resid_pre"], "layers": "0:4"}),
+    ("patch_sweep", {"clean": ["The Eiffel Tower is in", "The Louvre is in"],
+                     "corrupt": ["The Colosseum is in", "The Forum is in"], "answer": " Paris", "foil": " Rome",
+                     "sites": ["z"], "group": 1, "layers": "2:4", "positions": {"end": "prompt[-1]"},
+                     "source": {"type": "mean", "prompts": ["The Big Ben is in", "The Kremlin is in"],
+                                "tokens": "prompt[-1]"}}),
+    ("patch_sweep", {**EIFFEL, "zoom": 2, "resume": "eiffel"}),
+    ("causal_trace", {"prompt": EIFFEL["clean"], "subject": "Eiffel Tower", "answer": " Paris", "layers": "0:2",
+                      "seeds": 2}),
+    ("logit_lens", {"prompt": EIFFEL["clean"], "layers": "0:4", "tokens": [" Paris"]}),
+    ("fuzz_sweep", {"prompts": [EIFFEL["clean"]], "strengths": [0, 0.5], "max_tokens": 4}),
 ]  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from patchclamp.studies.grid import (
     Place,
     Trial,
     Unit,
+    announce,
     carrying,
     check_seed,
     fill,
@@ -127,6 +128,7 @@ class AblationSweep(Study):
         seeds = (check_seed(self.seed), source.seed) if isinstance(source, Resampled) else (check_seed(self.seed),)
         draws = source.draws if isinstance(source, Resampled) else 1
         across = same_columns(columns)
+        announce(show_progress, rows, across, len(words))
         places = [
             Place(row, [of[p] for of in columns], (r, p)) for r, row in enumerate(rows) for p in range(len(across))
         ]

@@ -164,6 +164,7 @@ class AttributionPatching(Study):
     """
 
     command = "propose"
+    not_served = "it needs gradients, which only the Transformers engine has"
 
     clean: Prompt
     """Prompt whose activations are patched in, as text or token ids."""

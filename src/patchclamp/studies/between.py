@@ -22,7 +22,7 @@ from patchclamp.plots import style
 from patchclamp.run import Run
 from patchclamp.studies.inputs import align
 from patchclamp.studies.metric import Graded, grade, single_token
-from patchclamp.studies.study import UNDER_WAY, Pace, Provenance, StudyResult, progress, run_batches
+from patchclamp.studies.study import UNDER_WAY, Pace, Provenance, Show, StudyResult, progress, run_batches
 from patchclamp.studies.sweep_result import Column, words_of
 
 
@@ -107,7 +107,7 @@ def chosen_cells(estimates: np.ndarray, verify: int, sample: int, seed: int) -> 
 
 
 def exact_effects(
-    lm: LM, between: Between, edits: list[list[Replace]], batch: int, show: bool | None
+    lm: LM, between: Between, edits: list[list[Replace]], batch: int, show: Show
 ) -> tuple[np.ndarray, float]:
     """How far each program moves the metric of the corrupt prompt, and how far two unpatched runs are apart."""
     programs: list[list[Replace]] = [[], *edits, []]

@@ -30,6 +30,7 @@ from patchclamp.studies.grid import (
     Place,
     Trial,
     Unit,
+    announce,
     carrying,
     fill,
     graded_of,
@@ -136,6 +137,7 @@ class CausalTrace(Study):
             raise ProgramError("the clean logits are the clean answer: there is nothing to trace", "sites")
         numbers = _seeds(self.seeds)
         columns = same_columns([of.columns for of in traced])
+        announce(show_progress, rows, columns, len(traced) * len(numbers))
         counts = [len(rows) * len(columns)] * (len(traced) * len(numbers))
         question = {
             "study": "causal_trace", "prompts": [[of.words.ids, of.subject] for of in traced],

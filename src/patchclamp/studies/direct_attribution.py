@@ -186,6 +186,7 @@ class DirectAttribution(Study):
     """
 
     command = "attribute"
+    not_served = "it reads the model's files; run it with pc.LM of the server's URL"
     positional = 1
 
     prompt: Prompts

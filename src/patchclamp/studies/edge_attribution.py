@@ -134,6 +134,7 @@ class EdgeAttribution(Study):
     """
 
     command = "edges"
+    not_served = "it needs gradients, which only the Transformers engine has"
 
     clean: Prompt
     """Prompt whose activations are patched in, as text or token ids."""

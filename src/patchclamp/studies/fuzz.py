@@ -64,6 +64,7 @@ from patchclamp.studies.inputs import (
 from patchclamp.studies.metric import js, kl, log_softmax, with_rest
 from patchclamp.studies.study import (
     Journal,
+    Show,
     Stored,
     Study,
     StudyResult,
@@ -537,7 +538,7 @@ class _Runs(msgspec.Struct, frozen=True):
         return self.unfuzzed[cell[0], cell[2] if self.drawn else 0]
 
 
-def _run(lm: LM, plan: _Plan, journal: Journal | None, show: bool | None) -> _Runs:
+def _run(lm: LM, plan: _Plan, journal: Journal | None, show: Show) -> _Runs:
     """Runs every prompt without noise, and then every cell, as far as the journal does not have them."""
     drawn, cells = plan.sampling.drawn, plan.cells
     own = [(p, None, s) for p in range(len(plan.asked)) for s in plan.unfuzzed_seeds]
@@ -574,7 +575,7 @@ def _answer(run: Run) -> FuzzAnswer:
     return FuzzAnswer(run.text, tuple(run.token_ids))
 
 
-def _perplexities(lm: LM, plan: _Plan, runs: _Runs, journal: Journal | None, show: bool | None) -> dict[Place, float]:
+def _perplexities(lm: LM, plan: _Plan, runs: _Runs, journal: Journal | None, show: Show) -> dict[Place, float]:
     """The perplexity under the unedited model of every different answer, by prompt and token ids."""
     answers = [(cell[0], answer) for cell, answer in runs.answers.items()]
     answers += [(place[0], answer) for place, answer in runs.unfuzzed.items()]

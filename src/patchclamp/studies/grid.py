@@ -37,7 +37,7 @@ from patchclamp.run import Run
 from patchclamp.studies.inputs import Alignment, align, check_batch
 from patchclamp.studies.metric import Graded, answer_tokens, grade, spread, text_of
 from patchclamp.studies.sources import Writer
-from patchclamp.studies.study import UNDER_WAY, Journal, Pace, Resumable, keeping, progress, run_batches
+from patchclamp.studies.study import UNDER_WAY, Journal, Pace, Reporter, Resumable, Show, keeping, progress, run_batches
 from patchclamp.studies.sweep_result import (
     Block,
     Cell,
@@ -437,9 +437,15 @@ def _sides(unit: Unit, column: Column) -> tuple[tuple[int, ...], tuple[int, ...]
     return (column.clean, column.corrupt) if unit.written == "corrupt" else (column.corrupt, column.clean)
 
 
+def announce(show: Show, rows: Sequence[Any], columns: Sequence[Any], units: int) -> None:
+    """Tell a reporter the size of a grid before any of it is made."""
+    if isinstance(show, Reporter):
+        show.grid(len(rows) * len(columns) * units)
+
+
 @contextmanager
 def carrying(
-    lm: LM, what: str, total: int, question: Mapping[str, Any], batch: int, show: bool | None, resume: Resumable | None
+    lm: LM, what: str, total: int, question: Mapping[str, Any], batch: int, show: Show, resume: Resumable | None
 ) -> Iterator[Cells]:
     """`Cells` with a progress bar and, if the study is to be resumed from a file, its journal. `question` is all that
     decides the values, as plain data."""

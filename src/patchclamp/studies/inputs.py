@@ -22,7 +22,7 @@ from patchclamp.language.tokens import Tokens, TokensLike, as_integer, parse_ind
 from patchclamp.language.values import as_file, as_flag, as_items, as_number, as_plain, check_dense
 from patchclamp.lm import LM
 from patchclamp.run import Run
-from patchclamp.studies.study import Arg, MemoryJournal, Resumable
+from patchclamp.studies.study import Arg, MemoryJournal, Reporter, Resumable
 from patchclamp.trace.hints import check_options, hints_for
 
 
@@ -343,6 +343,10 @@ def _receiver(text: str) -> str | list[str]:
     return text.split("+") if "+" in text else text
 
 
+def as_progress(show: Any, path: str) -> bool | Reporter:
+    return show if isinstance(show, Reporter) else as_flag(show, path)
+
+
 def _frozen(names: Any, path: str) -> Any:
     return names if isinstance(names, str) else as_texts(names, path)
 
@@ -372,13 +376,13 @@ Strengths = Annotated[Any, Arg(as_floats, float, many=True, option="strength")]
 SeedList = Annotated[Any, Arg(parse=int, many=True, option="seed")]
 Seeds = Annotated[Any, Arg(parse=int)]
 Std = Annotated[float | None, Arg(as_positive)]
-Weights = Annotated[Any, Arg(as_file)]
+Weights = Annotated[Any, Arg(as_file, served=False)]
 Divergence = Annotated[Any, Arg(parse=as_position)]
 Sampled = Annotated[Any, Arg(parse=json.loads)]
 SourceField = Annotated[Any, Arg(option="source")]
 MaskField = Annotated[Any, Arg(option="mask")]
 OptionalText = Annotated[str | None, Arg(as_text)]
-PythonOnly = Annotated[Any, Arg(parse=None)]
-Progress = Annotated[bool | None, Arg(as_flag)]
+PythonOnly = Annotated[Any, Arg(parse=None, served=False)]
+Progress = Annotated[bool | Reporter | None, Arg(as_progress)]
 ResumeFile = Annotated[Resumable | None, Arg(as_path)]
 OnLM = Annotated[LM | None, Arg(as_lm)]

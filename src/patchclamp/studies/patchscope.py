@@ -40,7 +40,7 @@ from patchclamp.studies.inputs import (
 )
 from patchclamp.studies.logit_lens import checked_site
 from patchclamp.studies.metric import single_token
-from patchclamp.studies.study import UNDER_WAY, Pace, Study, StudyResult, progress, provenance, run_batches
+from patchclamp.studies.study import UNDER_WAY, Pace, Show, Study, StudyResult, progress, provenance, run_batches
 
 if TYPE_CHECKING:
     import pandas
@@ -236,7 +236,7 @@ class _Said:
         self.logprobs: list[list[float]] = []
         self.moved: list[float] = []
 
-    def run(self, edits: list[list[Replace]], max_tokens: int, batch: int, show: bool | None) -> None:
+    def run(self, edits: list[list[Replace]], max_tokens: int, batch: int, show: Show) -> None:
         ids, pace = self._plain.prompt_token_ids, Pace(batch)
         calls = (
             {

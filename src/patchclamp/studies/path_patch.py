@@ -40,6 +40,7 @@ from patchclamp.studies.grid import (
     Listener,
     Round,
     Trial,
+    announce,
     carrying,
     check_seed,
     pair_of,
@@ -139,9 +140,9 @@ class PathPatch(Study):
             lm, self.clean, self.corrupt, self.answer, self.foil, self.metric, _at(self.positions, self.clean), written
         )
         rows = _senders(lm, self.senders, self.layers, self.group)
-        paths = _Paths(
-            lm, asked, rows, _receivers(lm, self.receivers), _frozen(self.freeze), written, check_seed(self.seed)
-        )
+        receivers = _receivers(lm, self.receivers)
+        announce(show_progress, rows, receivers, len(asked))
+        paths = _Paths(lm, asked, rows, receivers, _frozen(self.freeze), written, check_seed(self.seed))
         with carrying(lm, "patching paths", paths.total, paths.question, batch, show_progress, resume) as cells:
             return _patched(paths, cells, listener)
 

@@ -63,7 +63,9 @@ Source = Zeros | Banked | MeanOf | Resampled
 
 
 def as_source(source: Any) -> Source:
-    """A source from an object, or from "zeros" or "bank:NAME"."""
+    """A source from "zeros", "bank:NAME", an object, or one of JSON with the type mean or resampled."""
+    if isinstance(source, dict):
+        source = _of_json(source)
     if isinstance(source, (MeanOf, Resampled)):
         prompts = as_items(source.prompts, "source.prompts")
         if isinstance(source, MeanOf):
@@ -90,6 +92,19 @@ def as_source(source: Any) -> Source:
         f"a source is 'zeros', 'bank:NAME', studies.MeanOf(prompts) or studies.Resampled(prompts), not {source!r}",
         "source",
     )
+
+
+def _of_json(source: dict[str, Any]) -> Source:
+    kinds: dict[Any, type[MeanOf | Resampled]] = {"mean": MeanOf, "resampled": Resampled}
+    if not isinstance(source.get("type"), str) or source["type"] not in kinds:
+        raise ProgramError(f"expected the type {' or '.join(kinds)}, got {source.get('type')!r:.60}", "source.type")
+    kind = kinds[source["type"]]
+    fields = {name: value for name, value in source.items() if name != "type"}
+    if unknown_ := fields.keys() - {*kind.__struct_fields__}:
+        raise ProgramError(f"expected {', '.join(kind.__struct_fields__)}", f"source.{min(unknown_)}")
+    if "prompts" not in fields:
+        raise ProgramError("expected prompts", "source.prompts")
+    return kind(**fields)
 
 
 def question_of(lm: LM, source: Source | None) -> Any:

@@ -89,6 +89,7 @@ from patchclamp.studies.metric import bare_ids
 from patchclamp.studies.study import (
     Journal,
     Provenance,
+    Show,
     Stored,
     Study,
     StudyResult,
@@ -446,7 +447,7 @@ class Behaviour(msgspec.Struct, frozen=True):
         return cls(_continuations(lm, answer, prompts, "answer"), foils)
 
     def score(
-        self, lm: LM, asked: list[Asked], edits: Sequence[tuple[Op, ...]], batch: int, show: bool | None,
+        self, lm: LM, asked: list[Asked], edits: Sequence[tuple[Op, ...]], batch: int, show: Show,
         journal: Journal | None = None,
     ) -> Scored:  # fmt: skip
         """Scores every prompt under every one of some edits. What `journal` has is not computed again."""
@@ -743,6 +744,7 @@ class StrengthCurve(Study):
     """
 
     command = ""
+    not_served = "its vectors are a Python object; run it with pc.LM of the server's URL"
     positional = 4
 
     vectors: PythonOnly

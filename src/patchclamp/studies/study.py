@@ -48,9 +48,29 @@ from patchclamp.run import Run
 from patchclamp.trace.hints import check_options, hints_for
 
 
+class Reporter:
+    """Receives the progress of a study in place of a bar. What a method raises stops the study."""
+
+    def grid(self, cells: int) -> None:
+        """A grid of so many cells, in all pairs, will be filled."""
+
+    def begin(self, what: str, total: int) -> None:
+        """A step of the study begins, of so many runs."""
+
+    def advance(self, done: int) -> None:
+        """So many more runs have finished."""
+
+
+Show = bool | Reporter | None  # a bar or not, by default on a terminal; or who receives the progress
+
+
 @contextmanager
-def progress(what: str, total: int, show: bool | None, unit: str = "cells") -> Iterator[Callable[[int], None]]:
+def progress(what: str, total: int, show: Show, unit: str = "cells") -> Iterator[Callable[[int], None]]:
     """Yields a function that advances the bar; `show` None shows it where standard error is a terminal."""
+    if isinstance(show, Reporter):
+        show.begin(what, total)
+        yield show.advance
+        return
     if not (sys.stderr.isatty() if show is None else show):
         yield lambda done: None
         return
@@ -58,12 +78,8 @@ def progress(what: str, total: int, show: bool | None, unit: str = "cells") -> I
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn(unit),
-        TimeRemainingColumn(),
-    )
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn(),
+    )  # fmt: skip
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.update(task, advance=done)
@@ -159,13 +175,9 @@ class StudyResult(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         """What a notebook shows."""
         return self.figure()._repr_html_()
 
-    def save(self, path: str | Path) -> Path:
-        """Writes the result into one file, and makes its folder.
-
-        Raises: `ProgramError` if the file cannot be written.
-        """
-        from safetensors import SafetensorError
-        from safetensors.numpy import save_file
+    def to_bytes(self) -> bytes:
+        """The result as a safetensors file: each array is a tensor, everything else JSON in its metadata."""
+        from safetensors.numpy import save
 
         tensors: dict[str, np.ndarray] = {}
 
@@ -177,34 +189,34 @@ class StudyResult(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             return {"tensor": name}
 
         fields = msgspec.json.encode(msgspec.to_builtins(self, enc_hook=store)).decode()
+        return _sorted_header(save(tensors, {"study": type(self).__name__, "format": FORMAT, "result": fields}))
+
+    def save(self, path: str | Path) -> Path:
+        """Write the result into one file, and create its folder.
+
+        Raises: `ProgramError` if the file cannot be written.
+        """
         target = Path(as_file(path, "path"))
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, target, {"study": type(self).__name__, "format": FORMAT, "result": fields})
-            _sort_header(target)
-        except (OSError, SafetensorError) as error:
+            target.write_bytes(self.to_bytes())
+        except OSError as error:
             raise ProgramError(f"{path} cannot be written: {error}", "path") from None
         return target
 
     @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Reads a result that `save` wrote.
+    def load(cls, path: str | Path | bytes) -> Self:
+        """Read a result that `save` wrote, from its file or its bytes.
 
-        Raises: `ProgramError` if the file is no result of this study, or is broken.
+        Raises: `ProgramError` if it is no result of this study, or is broken.
         """
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(as_file(path, "path"), "numpy") as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise ProgramError(f"{path} cannot be read as a saved {cls.__name__}: {error}", "path") from None
+        metadata, tensors = _read_result(path, cls.__name__)
+        of = "its bytes" if isinstance(path, bytes) else path
         names = (cls.__name__, cls.__name__.removesuffix("Result"))  # as files of 0.1 have it
         if metadata.get("study") not in names or metadata.get("format") != FORMAT:
             saved = metadata.get("study") or "no study of ours"
-            raise ProgramError(f"{path} has {saved} in format {metadata.get('format')}, and no {cls.__name__} in "
-                               f"format {FORMAT}", "path")  # fmt: skip
+            raise ProgramError(f"expected {cls.__name__} in format {FORMAT}, got {saved} in format "
+                               f"{metadata.get('format')}: {of}", "path")  # fmt: skip
 
         def restore(kind: type, value: Any) -> Any:
             return tensors[value["tensor"]] if kind is np.ndarray else value
@@ -212,25 +224,19 @@ class StudyResult(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         try:
             return msgspec.convert(msgspec.json.decode(metadata["result"]), cls, dec_hook=restore, str_keys=True)
         except (msgspec.MsgspecError, KeyError, TypeError) as error:
-            raise ProgramError(f"{path} is no {cls.__name__} that this version can read: {error}", "path") from None
+            raise ProgramError(f"{of} is no {cls.__name__} that this version can read: {error}", "path") from None
 
 
-def load(path: str | Path) -> StudyResult:
-    """A saved result of any study.
+def load(path: str | Path | bytes) -> StudyResult:
+    """A saved result of any study, from its file or its bytes.
 
-    Raises: `ProgramError` if the file is not a result, or is broken.
+    Raises: `ProgramError` if it is not a result, or is broken.
     """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(as_file(path, "path"), "numpy") as file:
-            name = (file.metadata() or {}).get("study")
-    except (OSError, SafetensorError) as error:
-        raise ProgramError(f"{path} cannot be read as a saved result: {error}", "path") from None
+    name = _read_result(path, "result")[0].get("study")
     for kind in _kinds(StudyResult):
         if name in (kind.__name__, kind.__name__.removesuffix("Result")):
             return kind.load(path)
-    raise ProgramError(f"expected a saved result, got {name or 'another file'}: {path}", "path")
+    raise ProgramError(f"expected a saved result, got {name or 'another file'}", "path")
 
 
 def _kinds(base: type[StudyResult]) -> Iterator[type[StudyResult]]:
@@ -239,15 +245,28 @@ def _kinds(base: type[StudyResult]) -> Iterator[type[StudyResult]]:
         yield from _kinds(kind)
 
 
-def _sort_header(file: Path) -> None:
-    """Sorts what stands in a safetensors file's header, which stays as long: one result is one file, to the byte. The
-    library writes metadata in an order that differs from process to process."""
-    with file.open("r+b") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        header = msgspec.json.encode(msgspec.json.decode(opened.read(length)), order="sorted")
-        assert len(header) <= length
-        opened.seek(8)
-        opened.write(header.ljust(length))
+def _read_result(path: str | Path | bytes, what: str) -> tuple[dict[str, str], dict[str, np.ndarray]]:
+    """The metadata and the tensors of a result."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
+
+    try:
+        data = path if isinstance(path, bytes) else Path(as_file(path, "path")).read_bytes()
+        tensors = load(data)
+        header = msgspec.json.decode(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    except (OSError, SafetensorError, msgspec.MsgspecError) as error:
+        of = "the bytes" if isinstance(path, bytes) else path
+        raise ProgramError(f"{of} cannot be read as a saved {what}: {error}", "path") from None
+    return header.get("__metadata__") or {}, tensors
+
+
+def _sorted_header(data: bytes) -> bytes:
+    """A safetensors file with its header sorted, so that equal results are equal to the byte. The library writes
+    metadata in an order that differs from process to process."""
+    length = int.from_bytes(data[:8], "little")
+    header = msgspec.json.encode(msgspec.json.decode(data[8 : 8 + length]), order="sorted").ljust(length)
+    assert len(header) == length
+    return data[:8] + header + data[8 + length :]
 
 
 class Arg(NamedTuple):
@@ -256,12 +275,14 @@ class Arg(NamedTuple):
     read: checks and converts a value, given its path
     parse: converts its text on the command line; None hides the field there
     many: whether the option is repeatable · option: its name, if not the field's
+    served: whether a client of a server may give it
     """
 
     read: Callable[[Any, str], Any] | None = None
     parse: Callable[[str], Any] | None = str
     many: bool = False
     option: str = ""
+    served: bool = True
 
 
 class StudyField(NamedTuple):
@@ -302,6 +323,7 @@ class Study:
 
     command: ClassVar[str] = ""  # its name on the command line
     positional: ClassVar[int] = 0  # fields that the short form takes by position
+    not_served: ClassVar[str] = ""  # why a server does not run it for a client
 
     def __init__(self, **given: Any) -> None:
         fields = self.fields()

@@ -1,0 +1,370 @@
+"""Studies on the server: one request, whose body has the fields of the study, and events until its result.
+
+Of a grid (sweeps, ablations, traces, paths) cells are sent as they finish. A study whose client disconnects ends; with
+`resume` its values are kept for as long as runs are, and the same request continues from them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import math
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from fastapi import APIRouter, Depends, Path, Request
+from fastapi.responses import StreamingResponse
+
+from patchclamp import studies
+from patchclamp.errors import (
+    MissingSource,
+    PatchclampError,
+    ProgramError,
+    RunError,
+    UnsupportedStudy,
+    as_patchclamp_error,
+    near,
+    pack,
+    unpack,
+)
+from patchclamp.lm import LM
+from patchclamp.serve.bodies import BoundedRoute, read_body
+from patchclamp.serve.captures import data_event
+from patchclamp.serve.front import Front, log
+from patchclamp.serve.routes import caller, hear
+from patchclamp.serve.schema import ERRORS, STUDIES, StudyCard, StudyList, error_object
+from patchclamp.studies.metric import Spread
+from patchclamp.studies.patch_sweep import SweepPlan
+from patchclamp.studies.study import REQUIRED, MemoryJournal, Reporter, Study, StudyField, StudyResult
+from patchclamp.studies.sweep_result import Cell, Column, Sweep
+
+BATCH = 64  # runs that are read together: a study whose client is gone ends within two batches
+MAX_ITEMS = 64  # sites, senders or receivers
+PART_BYTES = 96 << 10  # of a result, in one event: its line stays below 256 KiB
+EVERY_S = 0.2  # between two events of progress
+KINDS = {re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower(): kind for kind in vars(studies).values()
+         if isinstance(kind, type) and issubclass(kind, Study) and kind is not Study}  # fmt: skip
+
+router = APIRouter(
+    prefix="/v1/patchclamp", tags=["patchclamp"], responses=ERRORS, route_class=BoundedRoute,
+    dependencies=[Depends(hear)],
+)  # fmt: skip
+_under_way: Counter[tuple[int, str]] = Counter()  # studies by front and owner
+
+
+# -- what is asked
+
+
+def served(name: str) -> type[Study]:
+    """The study of a path. Raises `MissingSource` if there is none, `UnsupportedStudy` if a server does not run it."""
+    if name not in KINDS:
+        raise MissingSource(f"unknown study {name!r}{near(name, KINDS)}; there are: {', '.join(KINDS)}", "study")
+    if KINDS[name].not_served:
+        raise UnsupportedStudy(f"a server does not run {name}: {KINDS[name].not_served}", "study")
+    return KINDS[name]
+
+
+def fields_of(kind: type[Study]) -> dict[str, StudyField]:
+    """The fields that a client of a server may give."""
+    return {name: field for name, field in kind.fields().items() if field.arg.served}
+
+
+def schema_of(kind: type[Study]) -> dict[str, Any]:
+    """The JSON schema of a study's body."""
+    properties: dict[str, Any] = {}
+    for name, field in fields_of(kind).items():
+        properties[name] = {"description": field.doc}
+        if isinstance(field.default, (str, int, float, bool)):
+            properties[name]["default"] = field.default
+    if "resume" in kind.options():
+        properties["resume"] = {"type": "string", "description": "A name, under which the same request continues."}
+    required = [name for name, field in fields_of(kind).items() if field.default is REQUIRED]
+    return {"title": kind.__name__, "type": "object", "properties": properties, "required": required,
+            "additionalProperties": False}  # fmt: skip
+
+
+def read_study(front: Front, kind: type[Study], body: bytes) -> tuple[Study, str | None]:
+    """The study of a body, and the name under which it continues. Raises `ProgramError` and its kind."""
+    try:
+        asked = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProgramError(f"expected JSON: {error}", "body") from None
+    if not isinstance(asked, dict):
+        raise ProgramError(f"expected an object, got {type(asked).__name__}", "body")
+    resume = asked.pop("resume", None) if "resume" in kind.options() else None
+    if resume is not None and not isinstance(resume, str):
+        raise ProgramError(f"expected a name, got {resume!r:.100}", "resume")
+    known = fields_of(kind)
+    for name, value in asked.items():
+        if name in kind.fields() and name not in known:
+            raise ProgramError("it is a file or an object of the client's, which a server does not read", name)
+        if isinstance(value, list) and name in ("sites", "senders", "receivers", "at") and len(value) > MAX_ITEMS:
+            raise ProgramError(f"expected at most {MAX_ITEMS}, got {len(value)}", name)
+    if kind is studies.LogitLens:
+        if asked.get("readout", "engine") != "engine":
+            raise ProgramError("expected engine: a server reads no files for a client", "readout")
+        asked["readout"] = "engine"
+    prompts = sum(_count(asked.get(name)) for name, field in known.items() if _is_prompts(field))
+    source = asked.get("source")
+    prompts += _count(source.get("prompts")) if isinstance(source, dict) else 0
+    front.limits.check("sweep_prompts", prompts, "prompts of the study, with those of its source", "prompt")
+    return kind(**asked), resume
+
+
+def _is_prompts(field: StudyField) -> bool:
+    return field.name in ("prompt", "prompts", "clean", "corrupt", "positive", "negative", "source", "target")
+
+
+def _count(prompts: Any) -> int:
+    """The number of prompts; a list of numbers is one."""
+    if not isinstance(prompts, list) or (prompts and isinstance(prompts[0], int)):
+        return int(isinstance(prompts, (str, list)))
+    return len(prompts)
+
+
+def owners_lm(front: Front, owner: str) -> LM:
+    """An `LM` on the server's engine, whose bank has what an owner keeps here."""
+    lm = LM(front.lm.model.name, engine=front.engine)
+    for name, entry in front.kept.owned(owner).items():
+        lm.bank[name] = entry
+    return lm
+
+
+# -- routes
+
+
+@router.get("/studies")
+async def list_studies(request: Request) -> StudyList:
+    """Lists the studies: which of them the server runs, and the schema of their bodies."""
+    caller(request)
+    return StudyList(studies=[
+        StudyCard(name=name, summary=(kind.__doc__ or "").split("\n", 1)[0], not_served=kind.not_served or None,
+                  body=None if kind.not_served else schema_of(kind))
+        for name, kind in KINDS.items()
+    ])  # fmt: skip
+
+
+BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {
+                "schema": {"oneOf": [schema_of(kind) for kind in KINDS.values() if not kind.not_served]},
+                "examples": {str(i): {"value": example} for i, (_, example) in enumerate(STUDIES)},
+            }
+        },
+    }
+}
+
+
+@router.post("/studies/{name}", response_class=StreamingResponse, openapi_extra=BODY)
+async def study(
+    name: Annotated[str, Path(description="a study", examples=["patch_sweep"])], request: Request
+) -> StreamingResponse:
+    """Runs a study, and sends server-sent events:
+
+    `start`, of a grid: its axes, the pairs of prompts, and the metric of both sides; `cells`: cells that have finished
+    in all pairs, each with its place in the grid (site, layer, column) and its value; `progress`: runs that have
+    finished, and of how many; `spread`, of several pairs: each cell's place, the ends of its interval, its p-value
+    alone and among all, and its values pair by pair; `summary`, of a grid: the best cells, the noise floor, and the
+    blocks of a zoom; `result`: parts of the result as a safetensors file in base64, for `pc.studies.load`; `error`:
+    instead.
+
+    A study whose client disconnects ends. With `resume` its values stay for as long as runs do, and the same request
+    continues from there; what was computed before is sent first.
+    """
+    front, owner = caller(request)
+    kind = served(name)
+    asked, resume = read_study(front, kind, await read_body(request, front.limits, "json_bytes"))
+    key = (id(front), owner)
+    front.limits.check_room("sweeps", _under_way[key], 1, "studies at once")
+    journal = None if resume is None else front.kept_sweeps.journal(owner, resume)
+    _under_way[key] += 1
+    running, began_s = RunningStudy(front, owners_lm(front, owner), asked, journal), time.perf_counter()
+    try:
+        first = await running.events.get()
+        if isinstance(first, PatchclampError):
+            raise first
+    except BaseException:
+        running.stop()
+        _under_way[key] -= 1
+        front.kept_sweeps.ended(owner, resume or "")
+        raise
+
+    async def events() -> AsyncIterator[str]:
+        try:
+            event = first
+            while event is not None:
+                if isinstance(event, PatchclampError):
+                    front.failed(event, owner)
+                    yield _event("error", error_object(event))
+                else:
+                    yield _event(*event)
+                event = await running.events.get()
+        finally:
+            running.stop()
+            _under_way[key] -= 1
+            front.kept_sweeps.ended(owner, resume or "")
+            log("sweep", owner, cells=running.told, took_s=round(time.perf_counter() - began_s, 6))
+
+    return StreamingResponse(events(), media_type="text/event-stream")
+
+
+class RunningStudy(Reporter):
+    """A study on a thread of its own, and its events: (name, data), an error, and None at the end."""
+
+    def __init__(self, front: Front, lm: LM, asked: Study, journal: MemoryJournal | None) -> None:
+        self._limits, self._lm, self._asked, self._journal = front.limits, lm, asked, journal
+        self._loop = asyncio.get_running_loop()
+        self.events: asyncio.Queue[tuple[str, dict[str, Any]] | PatchclampError | None] = asyncio.Queue()
+        self._stopped = threading.Event()
+        self._places: dict[str, dict[Any, int]] = {}
+        self._total, self._done, self._sent_s = 0, 0, 0.0
+        self.told = 0  # cells
+        threading.Thread(target=self._run, name="patchclamp study", daemon=True).start()
+
+    def stop(self) -> None:
+        """The client disconnected."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        try:
+            result = self._asked.run(self._lm, **self._how())
+            if isinstance(result, Sweep):
+                if result.low is not None:
+                    self._put(("spread", self._spread(result)))
+                self._put(("summary", _summary(result)))
+            for event in _parts(result):
+                self._put(("result", event))
+        except Exception as error:
+            self._put(unpack(pack(as_patchclamp_error(error))))  # without the frames that hold the study's runs
+        self._put(None)
+
+    def _how(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"batch": BATCH, "show_progress": self, "listener": self, "resume": self._journal,
+                                   "check": lambda plan: check_sweep(self._limits, plan)}  # fmt: skip
+        return {name: value for name, value in options.items() if name in self._asked.options()}
+
+    # -- what the study reports
+
+    def grid(self, cells: int) -> None:
+        self._limits.check("sweep_grid", cells, "cells of the grid, in all pairs", "sites")
+
+    def _raise_if_stopped(self) -> None:
+        if self._stopped.is_set():
+            raise RunError("the client of this study disconnected")
+
+    def begin(self, sweep: Any, total: int) -> None:
+        """A step of a study begins (its name, its runs); as a listener, a grid (its result so far, its cells)."""
+        self._limits.check("sweep_cells", total, "runs of the study", "sites")
+        if not isinstance(sweep, Sweep):
+            self._total, self._done = total, 0
+            return
+        self._places = {"sites": _numbered(sweep.sites), "layers": _numbered(sweep.layers),
+                        "columns": _numbered(sweep.columns)}  # fmt: skip
+        self._put(("start", _start(sweep, total)))
+
+    def advance(self, done: int) -> None:
+        self._raise_if_stopped()
+        self._done += done
+        if "listener" not in self._asked.options() and time.monotonic() - self._sent_s > EVERY_S:
+            self._sent_s = time.monotonic()
+            self._put(("progress", {"done": self._done, "of": self._total}))
+
+    def cells(self, cells: list[Cell]) -> None:
+        self._raise_if_stopped()
+        told = [[*self._place(cell), cell.value] for cell in cells]
+        self.told += len(told)
+        self._put(("cells", {"cells": told}))
+
+    def _place(self, cell: Cell) -> list[int]:
+        """The numbers of a cell's site, layer and column in the grid."""
+        places = self._places
+        return [places["sites"][cell.panel], places["layers"].get(cell.layer, 0), places["columns"][cell.column]]
+
+    def _spread(self, sweep: Sweep) -> dict[str, Any]:
+        """Of every cell its place and the fields of `Spread`, and its value in each pair of prompts."""
+        run = ~np.isnan(sweep.values)
+        fields = [name for name in Spread._fields if getattr(sweep, name) is not None]
+        numbers = [getattr(sweep, name)[run].tolist() for name in fields]
+        cells = [
+            self._place(Cell(row.site, row.layer, sweep.columns[p], 0.0, row.index))
+            for r, row in enumerate(sweep.rows) for p in np.flatnonzero(run[r]).tolist()
+        ]  # fmt: skip
+        each = sweep.each[:, run].T.tolist()
+        return {"cells": [[*place, *of] for place, *of in zip(cells, *numbers, strict=True)], "each": each}
+
+    def _put(self, event: tuple[str, dict[str, Any]] | PatchclampError | None) -> None:
+        with contextlib.suppress(RuntimeError):  # the server has ended
+            self._loop.call_soon_threadsafe(self.events.put_nowait, event)
+
+
+def check_sweep(limits: Any, plan: SweepPlan) -> None:
+    """Raise `TooLarge` for a sweep that is more than a server takes. The grid comes first: the rest of the plan takes
+    time in proportion to it."""
+    limits.check("sweep_grid", plan.grid, "cells of the grid, in all pairs", "sites")
+    limits.check("sweep_cells", plan.runs, "cells of the sweep, in all pairs, draws and tokens of answers", "sites")
+    limits.check("run_bytes", plan.captured_bytes, "bytes that the prompts which are read may capture", "sites")
+
+
+# -- events
+
+
+def _parts(result: StudyResult) -> list[dict[str, Any]]:
+    """The result in parts, whose lines are short enough for every client."""
+    data = result.to_bytes()
+    cut = [data[i : i + PART_BYTES] for i in range(0, len(data), PART_BYTES)]
+    kind = type(result).__name__
+    return [{"type": kind, "part": i, "parts": len(cut), "safetensors": base64.b64encode(part).decode()}
+            for i, part in enumerate(cut)]  # fmt: skip
+
+
+def _numbered(values: tuple[Any, ...]) -> dict[Any, int]:
+    return {value: i for i, value in enumerate(values)}
+
+
+def _start(sweep: Sweep, cells: int) -> dict[str, Any]:
+    return {
+        "cells": cells, "sites": sweep.sites, "layers": sweep.layers, "columns": _columns(sweep.columns),
+        "metric": sweep.metric, "clean": sweep.clean, "corrupt": sweep.corrupt, "answer": sweep.answer,
+        "foil": sweep.foil, "clean_tokens": sweep.clean_tokens, "corrupt_tokens": sweep.corrupt_tokens,
+        "skipped": sweep.skipped, "direction": sweep.direction, "source": sweep.source,
+        "pairs": [
+            {"clean": pair.clean, "corrupt": pair.corrupt, "answer": pair.answer, "foil": pair.foil,
+             "clean_tokens": pair.clean_tokens, "corrupt_tokens": pair.corrupt_tokens, "skipped": pair.skipped,
+             "columns": _columns(pair.columns)}
+            for pair in sweep.pairs
+        ],
+    }  # fmt: skip
+
+
+def _columns(columns: Sequence[Column]) -> list[dict[str, Any]]:
+    return [{"label": each.label, "clean": each.clean, "corrupt": each.corrupt} for each in columns]
+
+
+def _summary(sweep: Sweep) -> dict[str, Any]:
+    best = [{"site": cell.panel, "layer": cell.layer, "label": cell.column.label, "positions": cell.column.corrupt,
+             "value": cell.value} for cell in sweep.best(5)]  # fmt: skip
+    blocks = [{"site": sweep.rows[block.rows[0]].panel, "layers": [sweep.rows[r].layer for r in block.rows],
+               "columns": block.columns, "value": block.value} for block in getattr(sweep, "blocks", ())]  # fmt: skip
+    return {"noise_floor": sweep.noise_floor, "best": best, "blocks": blocks}
+
+
+def _event(name: str, data: dict[str, Any]) -> str:
+    return f"event: {name}\n{data_event(_finite(data))}"
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
