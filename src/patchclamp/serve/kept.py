@@ -78,7 +78,7 @@ class RunNote(msgspec.Struct):
     images: list[list[int]]
 
 
-class Journal:
+class NoteChannel:
     """One process's way to the others."""
 
     def __init__(self, engine: AsyncEngine) -> None:
@@ -177,13 +177,13 @@ class Owned(Mapping[str, Any]):
 
 
 class Kept:
-    """By owner: runs and a bank. Used on the event loop's thread alone. `journal` tells other API processes of it."""
+    """By owner: runs and a bank. Used on the event loop's thread alone. `channel` tells other API processes of it."""
 
     def __init__(
         self, limits: ServeLimits | None = None, clock: Callable[[], float] = time.monotonic,
-        journal: Journal | None = None,
+        channel: NoteChannel | None = None,
     ) -> None:  # fmt: skip
-        self._journal = journal if journal is not None and journal.is_shared else None
+        self._channel = channel if channel is not None and channel.is_shared else None
         self.limits, self._clock = limits or ServeLimits(), clock
         self._runs: dict[str, dict[str, _KeptRun]] = {}
         self._banks: dict[str, NamedBank] = {}
@@ -315,8 +315,8 @@ class Kept:
                 self._close(owner, name, f"nobody asked for it in {self.limits.run_ttl_s:g} seconds")
 
     def _say(self, owner: str, name: str, kind: str, pack: Callable[[], bytes]) -> None:
-        if self._journal is not None:
-            self._journal.say(owner, name, kind, pack())
+        if self._channel is not None:
+            self._channel.say(owner, name, kind, pack())
 
     def _close(self, owner: str, name: str, why: str) -> None:
         self._forget(owner, name, why)
