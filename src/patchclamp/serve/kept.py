@@ -38,8 +38,8 @@ from patchclamp.plan.bind import bind
 from patchclamp.plan.prompt import Prompt
 from patchclamp.run import Run
 from patchclamp.sites import SiteMap
+from patchclamp.store.journal import Journal
 from patchclamp.store.named import Means, NamedBank, from_bytes, to_bytes
-from patchclamp.studies.study import MemoryJournal
 
 
 class Note(msgspec.Struct):
@@ -440,10 +440,10 @@ class KeptSweeps:
 
     def __init__(self, limits: ServeLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits, self._clock = limits, clock
-        self._journals: dict[tuple[str, str], MemoryJournal] = {}
+        self._journals: dict[tuple[str, str], Journal] = {}
         self._touched_s: dict[tuple[str, str], float] = {}
 
-    def journal(self, owner: str, name: str) -> MemoryJournal:
+    def journal(self, owner: str, name: str) -> Journal:
         """The journal of that name, a new one if there is none.
 
         Raises `CapacityError` where the owner has too many, and `ProgramError` for what is no name.
@@ -453,7 +453,7 @@ class KeptSweeps:
         if key not in self._journals:
             count = sum(of == owner for of, _ in self._journals)
             self._limits.check_room("kept_sweeps", count, 1, "sweeps that can go on", "resume")
-            self._journals[key] = MemoryJournal(ENDS_WITHIN_S)
+            self._journals[key] = Journal(None, ENDS_WITHIN_S)
         self._touched_s[key] = self._clock()
         return self._journals[key]
 

@@ -62,11 +62,11 @@ from patchclamp.serve.schema import (
     VectorList,
     error_object,
 )
+from patchclamp.store.journal import Journal
 from patchclamp.store.named import Means, as_entry, from_bytes, numbers_of_json, to_bytes
 from patchclamp.studies import MeanOf, Resampled, patch_sweep
 from patchclamp.studies.metric import Spread
 from patchclamp.studies.patch_sweep import SweepPlan
-from patchclamp.studies.study import MemoryJournal
 from patchclamp.studies.sweep_result import Cell, Column, PatchSweep
 from patchclamp.version import __version__
 
@@ -463,7 +463,7 @@ async def sweep(asked: SweepRequest, request: Request) -> StreamingResponse:
 class _Running:
     """A sweep on a thread of its own, and its events: (name, data), an error, and None at the end."""
 
-    def __init__(self, front: Front, lm: LM, asked: SweepRequest, journal: MemoryJournal | None) -> None:
+    def __init__(self, front: Front, lm: LM, asked: SweepRequest, journal: Journal | None) -> None:
         self._limits, self._lm, self._asked, self._journal = front.limits, lm, asked, journal
         self._loop = asyncio.get_running_loop()
         self.events: asyncio.Queue[tuple[str, dict[str, Any]] | PatchclampError | None] = asyncio.Queue()

@@ -41,10 +41,10 @@ from patchclamp.language.values import as_items
 from patchclamp.lm import LM, MAX_SCORES, is_token_id
 from patchclamp.plots import Chart, Curve, Curves
 from patchclamp.run import Run
+from patchclamp.store.journal import Journal
 from patchclamp.studies.inputs import Asked, as_floats, as_sites, as_text, ask, check_batch, check_whole, checked
 from patchclamp.studies.metric import js, kl, log_softmax, with_rest
 from patchclamp.studies.study import (
-    Journal,
     Resumable,
     Stored,
     StudyResult,

@@ -19,7 +19,7 @@ from patchclamp.language.tokens import Tokens, as_integer, parse_index, parse_to
 from patchclamp.language.values import as_file, as_flag, as_items, as_number, as_plain, check_dense
 from patchclamp.lm import LM
 from patchclamp.run import Run
-from patchclamp.studies.study import MemoryJournal
+from patchclamp.store.journal import Journal
 from patchclamp.trace.hints import check_options, hints_for
 
 
@@ -224,8 +224,8 @@ def as_engines(engines: Any, path: str) -> tuple[str, str]:
 
 
 def as_path(path: Any, name: str) -> Any:
-    """A path to a file, or a journal in memory."""
-    return path if isinstance(path, MemoryJournal) else as_file(path, name)
+    """A path to a file, or a journal."""
+    return path if isinstance(path, Journal) else as_file(path, name)
 
 
 def as_prompt(prompt: Any, path: str) -> Any:
