@@ -171,7 +171,7 @@ def test_every_public_name_is_there():
 BUDGETS = {  # of lines and files, by package: they go down, but for the room that an issue grants
     "language": (1_940, 6), "sites": (2_050, 5), "plan": (2_730, 9), "kernels": (1_230, 10), "store": (1_520, 9),
     "runtime": (2_205, 7), "engines": (3_790, 12), "engines/vllm": (6_710, 28), "trace": (2_600, 8),
-    "proving": (505, 2), "studies": (10_960, 28), "plots": (1_260, 5), "serve": (3_370, 13), "cli": (2_080, 34),
+    "proving": (505, 2), "studies": (10_740, 28), "plots": (1_260, 5), "serve": (3_370, 13), "cli": (2_080, 34),
     "": (1_765, 9),
 }  # fmt: skip
 

@@ -677,10 +677,8 @@ class OpenPart:
     def close(self) -> None:
         """Stops in the middle; what is not in the ledger is done again by the next harvest."""
         if self._files and self._failed is None:
-            with (
-                contextlib.suppress(OSError, PatchclampError),
-                ThreadPoolExecutor(SYNCERS) as pool,
-            ):  # why it stops, perhaps
+            # an error here is perhaps why it stops
+            with contextlib.suppress(OSError, PatchclampError), ThreadPoolExecutor(SYNCERS) as pool:
                 self.checkpoint(pool)
         self._close_files()
         self._ledger.close()
