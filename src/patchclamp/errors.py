@@ -11,7 +11,7 @@
     ├── UnsupportedStudy    422  a study that a server does not run
     ├── MissingSource       404  a run or vector that is not (or no longer) there
     │   └── Gone            410  what was here and is no more
-    ├── NameTaken           409  a name that something of another kind has
+    ├── NameTaken           409  a name that something else has, a file that a study is writing
     ├── CapacityError       429  a table is full; the text says which option makes it larger
     │   └── TooLarge        413  a request that asks for more than any request may
     ├── ModelError          422  a model that cannot be loaded or whose layers were not found

@@ -1,15 +1,17 @@
 """A harvest on the fake engine, in a process that kills itself: python -m tests.reference.killed FOLDER WHAT COUNT.
 
 WHAT is `documents` (it dies as that many have been submitted) or `syncs` (as that many files would have been brought to
-the disk, which rows, ledgers, indices and folders are).
+the disk, which rows, indices and folders are, or SQL statements of ledgers run).
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet  # noqa: F401  so that what is forked from this has it
@@ -17,6 +19,7 @@ import safetensors.numpy  # noqa: F401
 
 from patchclamp.engines.fake import FakeEngine
 from patchclamp.lm import LM
+from patchclamp.store import journal
 from patchclamp.studies.harvest import Filters, Harvest, harvest
 
 
@@ -55,6 +58,15 @@ def main(folder: str, what: str, count: str) -> None:
 
     # a killed process loses nothing that it gave to the system: so no disk is waited for
     os.fsync = lambda descriptor: countdown() if what == "syncs" else None
+    journal.SYNCHRONOUS, connect = "OFF", sqlite3.connect
+
+    def watched(*args: Any, **named: Any) -> sqlite3.Connection:
+        database = connect(*args, **named)
+        if what == "syncs":
+            database.set_trace_callback(lambda statement: countdown())
+        return database
+
+    sqlite3.connect = watched
     run(Path(folder), Dying())
 
 

@@ -51,8 +51,8 @@ def rows_of(what: str, folder: Path) -> tuple[object, np.ndarray]:
 
 
 def kept_at(folder: Path) -> float:
-    """When something was last kept."""
-    kept = [*folder.glob("journal"), *folder.rglob("ledger"), *folder.rglob("index.parquet"), folder / "began"]
+    """When something was last kept: a journal that is open grows in its log."""
+    kept = [*folder.glob("journal*"), *folder.rglob("ledger*"), *folder.rglob("index.parquet"), folder / "began"]
     return max(path.stat().st_mtime for path in kept)
 
 

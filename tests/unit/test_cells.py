@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import json
 import signal
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import patchclamp as pc
+from patchclamp.store.journal import Journal
 from patchclamp.studies import (
     Resampled,
     SteeringVectors,
@@ -32,7 +35,6 @@ from patchclamp.studies import (
 )
 from patchclamp.studies.grid import BASELINES, Cells, Round, Trial, Zoom, carrying, planned, zoom_in
 from patchclamp.studies.metric import FLIPS, grade, spread
-from patchclamp.studies.study import Journal, MemoryJournal, _frames, hash_of
 from patchclamp.studies.sweep_result import PatchSweepResult, Row
 
 CLEAN, CORRUPT = "The Eiffel is in the", "The Colosseum is in the"
@@ -49,60 +51,6 @@ def lm():
 
 
 class TestJournal:
-    def test_values_come_back_in_order_and_new_ones_follow(self, tmp_path: Path):
-        path, made = tmp_path / "deep" / "j", hash_of({"a": 1})
-        first = Journal(path, made)
-        assert len(first.take(5)) == 0
-        first.append([1.0, np.nan])
-        first.append([-0.0])
-        first.close()
-        again = Journal(path, made)
-        assert again.take(2).tobytes() == np.array([1.0, np.nan]).tobytes()
-        assert again.take(9).tobytes() == np.array([-0.0]).tobytes()
-        assert len(again.take(1)) == 0
-        again.close()
-
-    @pytest.mark.parametrize("length", range(0, 130, 3))
-    def test_a_torn_end_is_cut_off_wherever_it_is(self, tmp_path: Path, length: int):
-        path, made = tmp_path / "j", hash_of({})
-        whole = Journal(path, made)
-        for frame in ([1.0], [2.0, 3.0]):
-            whole.append(frame)
-        whole.close()
-        data = path.read_bytes()
-        path.write_bytes(data[:length])
-        journal = Journal(path, made)
-        known = journal.take(9).tolist()
-        assert known in ([], [1.0], [1.0, 2.0, 3.0])
-        for frame in ([1.0], [2.0, 3.0])[(0, 1, 1, 2)[len(known)] :]:
-            journal.append(frame)
-        journal.close()
-        assert path.read_bytes() == data
-
-    def test_a_frame_whose_bytes_changed_is_not_believed(self, tmp_path: Path):
-        path, made = tmp_path / "j", hash_of({})
-        journal = Journal(path, made)
-        journal.append([1.0])
-        journal.append([2.0])
-        journal.close()
-        data = bytearray(path.read_bytes())
-        data[-8] ^= 1
-        path.write_bytes(data)
-        journal = Journal(path, made)
-        assert journal.take(9).tolist() == [1.0]
-        journal.close()
-
-    def test_another_studys_file_and_other_files_are_refused_and_kept(self, tmp_path: Path):
-        path = tmp_path / "j"
-        Journal(path, hash_of({"a": 1})).close()
-        with pytest.raises(pc.ProgramError, match=r"resume: .* was made by another study"):
-            Journal(path, hash_of({"a": 2}))
-        for data in (b"notes of mine", b"\x00" * 400, b'{"patchclamp": "journal", "format": 9}\n'):
-            path.write_bytes(data)
-            with pytest.raises(pc.ProgramError, match=r"resume: .* is no journal"):
-                Journal(path, hash_of({}))
-            assert path.read_bytes() == data
-
     def test_other_weights_in_the_same_folder_are_another_study(self, tmp_path: Path):
         """Of the same shapes, so that no file's size tells."""
         folder = tmp_path / "model"
@@ -121,12 +69,15 @@ class TestJournal:
         with pytest.raises(pc.ProgramError, match=r"resume: .* was made by another study"):
             begun(b"two")
 
-    def test_two_studies_do_not_write_one_file(self, tmp_path: Path):
-        journal = Journal(tmp_path / "j", hash_of({}))
-        with pytest.raises(pc.ProgramError, match="is being written by another study"):
-            Journal(tmp_path / "j", hash_of({}))
-        journal.close()
-        Journal(tmp_path / "j", hash_of({})).close()
+    def test_two_studies_do_not_write_one_file(self, lm, tmp_path: Path):
+        def begun():
+            return carrying(lm, "patching", 1, {"study": "any"}, 8, False, tmp_path / "j")
+
+        with begun(), pytest.raises(pc.NameTaken, match="is being written by another study") as raised, begun():
+            pass
+        assert raised.value.path == "resume"
+        with begun():
+            pass
 
 
 # -- resuming
@@ -174,7 +125,7 @@ TALES = {
 
 
 FORKING = """
-import json, os, random, signal, sys
+import json, os, random, signal, sqlite3, sys
 import patchclamp as pc
 from patchclamp.studies import ablation_sweep, causal_trace, patch_sweep, path_patch
 from patchclamp.studies import fuzz_sweep, logit_lens as lens, steering_vectors, strength_curve as curve
@@ -187,42 +138,57 @@ def logit_lens(lm, rows, batch, show_progress, **asked):
     sys.modules[lens.__module__].ROWS_AT_ONCE = rows
     return lens(lm, **asked)
 
-write = os.write
+connect = sqlite3.connect
 
-def run(folder, study, asked, writes, torn):
-    \"\"\"In a process that is killed at its so many-th write, after a part of it; 0 writes: not at all.\"\"\"
-    left = writes
+def run(folder, study, asked, transactions, statements):
+    \"\"\"In a process that is killed in its so many-th transaction, at one of its statements; 0: not at all.\"\"\"
+    begun = within = 0
 
-    def dying(file, data):
-        nonlocal left
-        left -= 1
-        if left == 0:
-            write(file, bytes(data)[: int(torn * len(data))])
+    def dying(statement):
+        nonlocal begun, within
+        begun += statement.startswith("BEGIN")
+        within = 0 if statement.startswith("BEGIN") else within + 1
+        if begun == transactions and (within == statements or statement == "COMMIT"):
             os.kill(os.getpid(), signal.SIGKILL)
-        return write(file, data)
+
+    def watched(*args, **named):
+        database = connect(*args, **named)
+        if transactions:
+            database.set_trace_callback(dying)
+        return database
 
     child = os.fork()
     if child == 0:
         os.makedirs(folder, exist_ok=True)
         os.chdir(folder)
-        os.write = dying
+        sqlite3.connect = watched
         with pc.LM("fake") as lm:
             result = globals()[study](lm, **{"batch": 7, **asked}, show_progress=False, resume="journal")
             result.save("result")
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
+def torn(log, part):
+    \"\"\"Cuts off the end of a log, as a system may that stops.\"\"\"
+    if os.path.exists(log):
+        os.truncate(log, int(part * os.path.getsize(log)))
+
 for name, asked in json.loads(sys.argv[1]).items():
     draw = random.Random(name)
     study = {"zoom": "patch_sweep", "paths of pairs": "path_patch"}.get(name, name.partition(" ")[0])
     codes = [run(name + ".whole", study, asked, 0, 0)]
-    sizes = []
     for _ in range(3):
-        codes.append(run(name, study, asked, draw.randrange(1, 4), draw.random()))
-        sizes.append(os.path.getsize(name + "/journal"))
+        codes.append(run(name, study, asked, draw.randrange(1, 5), draw.randrange(8)))
+        torn(name + "/journal-wal", draw.uniform(0.8, 1.1))
     codes.append(run(name, study, asked, 0, 0))
-    print(json.dumps([name, codes, sizes]), flush=True)
+    print(json.dumps([name, codes]), flush=True)
 """
+
+
+def tables(path: Path) -> tuple[list[Any], list[Any]]:
+    """The key of a journal, and its records."""
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        return database.execute("SELECT * FROM made").fetchall(), database.execute("SELECT * FROM record").fetchall()
 
 
 def test_killed_at_random_points_studies_end_with_the_same_bytes(tmp_path: Path):
@@ -232,13 +198,11 @@ def test_killed_at_random_points_studies_end_with_the_same_bytes(tmp_path: Path)
     assert done.returncode == 0, done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines()]
     assert [name for name, *_ in told] == list(studies)
-    for name, codes, sizes in told:
-        whole = (tmp_path / f"{name}.whole" / "journal").read_bytes()
-        assert codes == [0, *[-signal.SIGKILL] * 3, 0], done.stderr
-        assert max(sizes) < len(whole)
-        words = [b"".join(_frames((tmp_path / folder / "journal").read_bytes().partition(b"\n")[2]))
-                 for folder in (name, f"{name}.whole")]  # fmt: skip
-        assert words[0] == words[1], name
+    for name, codes in told:
+        assert codes == [0, *[-signal.SIGKILL] * 3, 0], done.stderr  # none of those that were killed was at its end
+        kept = [tables(tmp_path / folder / "journal") for folder in (name, f"{name}.whole")]
+        assert kept[0] == kept[1], name
+        assert len(kept[0][1]) > 1, name
         assert (tmp_path / name / "result").read_bytes() == (tmp_path / f"{name}.whole" / "result").read_bytes(), name
 
 
@@ -638,7 +602,7 @@ def test_unpatched_runs_are_kept_batch_by_batch(monkeypatch):
     pairs = [[5, 6, token] for token in range(2, 12)]
     asked = {"clean": pairs, "corrupt": [[8, 9, of[2]] for of in pairs], "answer": 3, "metric": "logprob",
              "layers": 1, "positions": -1}  # fmt: skip
-    journal, appended = MemoryJournal(), []
+    journal, appended = Journal(None), []
     append = Journal.append
 
     def appending(self, values):

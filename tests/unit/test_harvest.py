@@ -15,11 +15,20 @@ from safetensors import safe_open
 
 import patchclamp as pc
 from patchclamp.engines.fake import FakeEngine
-from patchclamp.errors import CapacityError, MissingSource, PatchclampError, ProgramError, TokensError, UnknownName
+from patchclamp.errors import (
+    CapacityError,
+    MissingSource,
+    NameTaken,
+    ProgramError,
+    TokensError,
+    UnknownName,
+)
 from patchclamp.lm import LM
+from patchclamp.store import journal
+from patchclamp.store.journal import Journal
 from patchclamp.studies.harvest import Filters, Harvest, Harvested, Project, harvest, study, writer
 from patchclamp.studies.harvest.plan import Permutation
-from patchclamp.studies.harvest.writer import Ledger, as_float32, to_bfloat16
+from patchclamp.studies.harvest.writer import as_float32, to_bfloat16
 from tests.reference.harvest import bytes_of, chi_square, rows_of
 
 SITES = ["resid_post[1]", "z[0, 1]"]
@@ -30,6 +39,7 @@ BOS = 0
 def _no_disk(monkeypatch):
     """A disk that is shared makes these tests wait; what a stopped machine loses they cannot see."""
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
+    monkeypatch.setattr(journal, "SYNCHRONOUS", "OFF")
 
 
 @pytest.fixture(scope="module")
@@ -348,8 +358,8 @@ def test_a_part_is_one_processs(lm, documents, tmp_path):
     folder = Path(made.folder)
     shutil.rmtree(folder / "shard-0000-00000")
     (folder / "part-0000.open").mkdir()
-    held = Ledger(folder / "part-0000.open" / "ledger")
-    with pytest.raises(PatchclampError, match="another process is harvesting into"):
+    held = Journal(folder / "part-0000.open" / "ledger").open(f"{folder.name}, part 0")
+    with pytest.raises(NameTaken, match="ledger is being written by another"):
         make(lm, documents, tmp_path)
     held.close()
     assert make(lm, documents, tmp_path).complete
@@ -363,7 +373,7 @@ def test_rows_are_on_the_disk_before_the_ledger_has_their_documents(lm, document
         monkeypatch.setattr(owner, name, lambda self, *args: (inner(self, *args), events.append(what(self, *args)))[0])
 
     noted(writer.ShardFile, "sync", lambda file: ("synced", file.path))
-    noted(Ledger, "add", lambda ledger, prompts: ("listed", tuple(prompts)))
+    noted(Journal, "append", lambda ledger, new: ("listed", tuple(prompt for prompts in new for prompt in prompts)))
     made = make(lm, documents, tmp_path, batch_tokens=60, checkpoint_bytes=1)
     files = len(made.open().shards) * len(SITES)
     listed = [i for i, (what, _) in enumerate(events) if what == "listed"]
@@ -373,17 +383,16 @@ def test_rows_are_on_the_disk_before_the_ledger_has_their_documents(lm, document
     assert sorted(prompt for what, prompts in events if what == "listed" for prompt in prompts) == list(range(50))
 
 
-def test_half_an_entry_of_a_ledger_is_none(tmp_path):
-    ledger = Ledger(tmp_path / "ledger")
-    ledger.add([3, 1])
-    ledger.close()
-    with open(tmp_path / "ledger", "ab") as file:
-        file.write(b"\x05\x00\x00")
-    again = Ledger(tmp_path / "ledger")
-    assert again.finished.tolist() == [3, 1]
-    again.add([4])
-    again.close()
-    assert np.fromfile(tmp_path / "ledger", "<i8").tolist() == [3, 1, 4]
+def test_a_ledger_of_an_older_version_is_refused_and_kept(lm, documents, tmp_path):
+    """It was a file of numbers."""
+    folder = Path(make(lm, documents, tmp_path).folder)
+    shutil.rmtree(folder / "shard-0000-00000")
+    (folder / "part-0000.open").mkdir()
+    ledger = folder / "part-0000.open" / "ledger"
+    ledger.write_bytes(np.array([3, 1, 4], "<i8").tobytes())
+    with pytest.raises(pc.ProgramError, match=r"expected a journal .*ledger"):
+        make(lm, documents, tmp_path)
+    assert ledger.read_bytes() == np.array([3, 1, 4], "<i8").tobytes()
 
 
 @pytest.mark.parametrize("on_device", [True, False])

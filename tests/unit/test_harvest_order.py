@@ -26,6 +26,7 @@ SITES = ["resid_post[1]", "z[0, 1]"]
 def _no_disk():
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("os.fsync", lambda descriptor: None)
+        patched.setattr("patchclamp.store.journal.SYNCHRONOUS", "OFF")
         yield
 
 

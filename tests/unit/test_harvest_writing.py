@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import subprocess
 import sys
@@ -15,9 +16,11 @@ import pytest
 from patchclamp.engines.fake import FakeEngine
 from patchclamp.errors import CapacityError, ProgramError, RunError
 from patchclamp.lm import LM
+from patchclamp.store import journal
+from patchclamp.store.journal import Journal
 from patchclamp.studies.harvest import harvest, plan, study, writer
 from patchclamp.studies.harvest.plan import MOST_ROWS, parts_for
-from patchclamp.studies.harvest.writer import Ledger, ReadRows, ShardFile, header, open_rows, write_sealed
+from patchclamp.studies.harvest.writer import ReadRows, ShardFile, header, open_rows, write_sealed
 from tests.reference.harvest import bytes_of
 
 GIB = 1 << 30
@@ -38,6 +41,14 @@ def documents():
 @pytest.fixture(autouse=True)
 def _no_disk(monkeypatch):
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
+    monkeypatch.setattr(journal, "SYNCHRONOUS", "OFF")
+
+
+def listed_in(folder):
+    """The prompts of a ledger, in the order in which they were listed."""
+    (ledger,) = folder.rglob("ledger")
+    with contextlib.closing(Journal(ledger).open(f"{ledger.parent.parent.name}, part 0")) as opened:
+        return [prompt for prompts in opened.take(list[int]) for prompt in prompts]
 
 
 def make(lm, documents, folder, **asked):
@@ -74,8 +85,8 @@ def test_a_large_data_set_has_several_parts_by_itself(lm, documents, tmp_path, m
 def test_documents_are_listed_after_a_while_however_few_they_are(lm, documents, tmp_path, monkeypatch):
     """A slow engine loses no more by a stop than it computed in that time."""
     added = []
-    add = Ledger.add
-    monkeypatch.setattr(Ledger, "add", lambda ledger, prompts: added.append(len(prompts)) or add(ledger, prompts))
+    append = Journal.append
+    monkeypatch.setattr(Journal, "append", lambda ledger, new: added.extend(map(len, new)) or append(ledger, new))
     make(lm, documents, tmp_path / "once")
     assert added == [len(documents)]
     monkeypatch.setattr(writer, "CHECKPOINT_S", 0.0)
@@ -117,8 +128,7 @@ def test_a_checkpoint_that_fails_beside_the_writing_is_raised_and_lists_nothing(
     monkeypatch.setattr(ShardFile, "sync", broken)
     with pytest.raises(OSError, match="the disk is gone"):
         make(lm, documents, tmp_path / "broken", checkpoint_bytes=1)
-    (ledger,) = (tmp_path / "broken").rglob("ledger")
-    assert ledger.stat().st_size == 0
+    assert listed_in(tmp_path / "broken") == []
     monkeypatch.setattr(ShardFile, "sync", sync)
     again = make(lm, documents, tmp_path / "broken")
     assert again.ran == whole.ran
@@ -207,7 +217,7 @@ def test_what_is_raised_is_what_failed_first(how):
 
 def test_after_a_failed_sync_nothing_more_is_listed(lm, documents, tmp_path, monkeypatch):
     """The system tells of pages that it lost once: the next sync of the same file succeeds."""
-    calls, listed, sync, add = itertools.count(), [], ShardFile.sync, Ledger.add
+    calls, listed, sync, append = itertools.count(), [], ShardFile.sync, Journal.append
 
     def once(file):
         if next(calls) == 0:
@@ -215,7 +225,7 @@ def test_after_a_failed_sync_nothing_more_is_listed(lm, documents, tmp_path, mon
         sync(file)
 
     monkeypatch.setattr(ShardFile, "sync", once)
-    monkeypatch.setattr(Ledger, "add", lambda ledger, prompts: listed.extend(prompts) or add(ledger, prompts))
+    monkeypatch.setattr(Journal, "append", lambda ledger, new: listed.extend(new) or append(ledger, new))
     with pytest.raises(OSError, match="a page is lost"):
         make(lm, documents, tmp_path, checkpoint_bytes=1)
     assert listed == []
@@ -223,19 +233,18 @@ def test_after_a_failed_sync_nothing_more_is_listed(lm, documents, tmp_path, mon
 
 def test_what_a_ledger_lists_of_files_that_are_gone_is_run_again(lm, documents, tmp_path, monkeypatch):
     whole = make(lm, documents, tmp_path / "whole")
-    calls, add = itertools.count(), Ledger.add
+    calls, append = itertools.count(), Journal.append
 
-    def stopping(ledger, prompts):
-        add(ledger, prompts)
+    def stopping(ledger, new):
+        append(ledger, new)
         if next(calls) == 4:
             raise OSError("stopped")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Ledger, "add", stopping)
+        patch.setattr(Journal, "append", stopping)
         with pytest.raises(OSError, match="stopped"):
             make(lm, documents, tmp_path / "lost", checkpoint_bytes=1)
-    (ledger,) = (tmp_path / "lost").rglob("ledger")
-    assert ledger.stat().st_size > 0
+    assert len(listed_in(tmp_path / "lost")) > 4
     next((tmp_path / "lost").rglob("*/resid_post.1.safetensors")).unlink()
     again = make(lm, documents, tmp_path / "lost")
     assert again.ran == whole.ran

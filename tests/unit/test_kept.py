@@ -31,7 +31,7 @@ from patchclamp.language import Program, Vector
 from patchclamp.language.ops import check_words
 from patchclamp.serve.call import Call, in_request
 from patchclamp.serve.front import owner_of
-from patchclamp.serve.kept import Kept, Note, check_name, check_program, pack_run, unpack_run
+from patchclamp.serve.kept import Kept, KeptSweeps, Note, check_name, check_program, pack_run, unpack_run
 from patchclamp.store.named import MAX_HEADER_BYTES, Means, from_bytes, numbers_of_json, to_bytes
 
 ROW = Vector.of([1.0, 2.0, 3.0, 4.0])  # 16 bytes
@@ -258,12 +258,10 @@ def test_what_another_process_dropped_is_gone_here_too(lm):
 
 class TestSweeps:
     def test_a_journal_is_its_owners_and_is_dropped_when_it_is_old(self):
-        from patchclamp.serve.kept import KeptSweeps
-
         now = [0.0]
         kept = KeptSweeps(ServeLimits(kept_sweeps=2, run_ttl_s=10), clock=lambda: now[0])
         first = kept.journal("a", "x")
-        first.opened("made").append([1.0, float("nan")])
+        first.open("made").append([1.0, float("nan")])
         assert kept.journal("a", "x") is first
         assert kept.journal("b", "x") is not first
         kept.journal("a", "y")
@@ -280,23 +278,21 @@ class TestSweeps:
         kept.journal("a", "w")
         now[0] = 20.0
         assert kept.journal("a", "x") is first
-        assert first.opened("made").take(9).tobytes() == np.array([1.0, np.nan]).tobytes()
+        assert np.array(first.open("made").take(float)).tobytes() == np.array([1.0, np.nan]).tobytes()
         first.close()
-        with pytest.raises(ProgramError, match="resume: it was made by another study"):
-            first.opened("other")
+        with pytest.raises(ProgramError, match="was made by another study"):
+            first.open("other")
         now[0] = 40.0
         assert kept.journal("a", "x") is not first
 
     def test_two_sweeps_do_not_write_one_journal(self):
-        from patchclamp.studies.study import MemoryJournal
-
-        journal = MemoryJournal()
-        journal.opened("made")
-        with pytest.raises(NameTaken, match="resume: it is being written by another study"):
-            journal.opened("made")
-        journal.close()
-        journal.opened("made")
-        journal.close()
+        kept = KeptSweeps(ServeLimits())
+        kept.journal("a", "x").open("made")
+        kept.journal("a", "x")._wait_s = 0.0
+        with pytest.raises(NameTaken, match="being written by another study"):
+            kept.journal("a", "x").open("made")
+        kept.journal("a", "x").close()
+        kept.journal("a", "x").open("made").close()
 
 
 KEPT = {"width": [pc.Add([1.0, 2.0], at=pc.embed)], "mask": [pc.Replace(pc.Vector.of([0.0]), at=pc.embed, mask=[1.0])],

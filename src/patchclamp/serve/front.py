@@ -37,7 +37,7 @@ from patchclamp.plan.bind import Binding, Bindings, is_of_length_alone
 from patchclamp.plan.prompt import Prompt
 from patchclamp.plan.table import record_count
 from patchclamp.proving.prove import ensure_proved
-from patchclamp.serve.kept import Journal, Kept, KeptSweeps
+from patchclamp.serve.kept import Kept, KeptSweeps, NoteChannel
 
 OPEN = "open"  # of servers without API keys: what is there belongs to whoever knows its name
 
@@ -197,8 +197,8 @@ class Front:
         self.lm = LM(name, engine=self.engine)
         self.limits = configuration.serving(client.vllm_config)
         self._metrics = metrics_of(self.model_name)
-        self._journal = Journal(self.engine)
-        self.kept, self.has_keys = Kept(self.limits, journal=self._journal), False
+        self._channel = NoteChannel(self.engine)
+        self.kept, self.has_keys = Kept(self.limits, channel=self._channel), False
         self.bindings = KnownBindings(self.lm, self.kept)
         self.waiting: dict[str, Callable[[str], None]] = {}
         self.kept_sweeps = KeptSweeps(self.limits)
@@ -211,7 +211,7 @@ class Front:
 
     async def hear(self) -> None:
         """Takes what the server's other API processes have kept and dropped. A server of one has none."""
-        for note in await self._journal.news():
+        for note in await self._channel.news():
             self.kept.hear(note, self.lm)
 
     def failed(self, error: PatchclampError, owner: str) -> None:

@@ -38,8 +38,8 @@ from patchclamp.plan.bind import bind
 from patchclamp.plan.prompt import Prompt
 from patchclamp.run import Run
 from patchclamp.sites import SiteMap
+from patchclamp.store.journal import Journal
 from patchclamp.store.named import Means, NamedBank, from_bytes, to_bytes
-from patchclamp.studies.study import MemoryJournal
 
 
 class Note(msgspec.Struct):
@@ -78,7 +78,7 @@ class RunNote(msgspec.Struct):
     images: list[list[int]]
 
 
-class Journal:
+class NoteChannel:
     """One process's way to the others."""
 
     def __init__(self, engine: AsyncEngine) -> None:
@@ -177,13 +177,13 @@ class Owned(Mapping[str, Any]):
 
 
 class Kept:
-    """By owner: runs and a bank. Used on the event loop's thread alone. `journal` tells other API processes of it."""
+    """By owner: runs and a bank. Used on the event loop's thread alone. `channel` tells other API processes of it."""
 
     def __init__(
         self, limits: ServeLimits | None = None, clock: Callable[[], float] = time.monotonic,
-        journal: Journal | None = None,
+        channel: NoteChannel | None = None,
     ) -> None:  # fmt: skip
-        self._journal = journal if journal is not None and journal.is_shared else None
+        self._channel = channel if channel is not None and channel.is_shared else None
         self.limits, self._clock = limits or ServeLimits(), clock
         self._runs: dict[str, dict[str, _KeptRun]] = {}
         self._banks: dict[str, NamedBank] = {}
@@ -315,8 +315,8 @@ class Kept:
                 self._close(owner, name, f"nobody asked for it in {self.limits.run_ttl_s:g} seconds")
 
     def _say(self, owner: str, name: str, kind: str, pack: Callable[[], bytes]) -> None:
-        if self._journal is not None:
-            self._journal.say(owner, name, kind, pack())
+        if self._channel is not None:
+            self._channel.say(owner, name, kind, pack())
 
     def _close(self, owner: str, name: str, why: str) -> None:
         self._forget(owner, name, why)
@@ -440,10 +440,10 @@ class KeptSweeps:
 
     def __init__(self, limits: ServeLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits, self._clock = limits, clock
-        self._journals: dict[tuple[str, str], MemoryJournal] = {}
+        self._journals: dict[tuple[str, str], Journal] = {}
         self._touched_s: dict[tuple[str, str], float] = {}
 
-    def journal(self, owner: str, name: str) -> MemoryJournal:
+    def journal(self, owner: str, name: str) -> Journal:
         """The journal of that name, a new one if there is none.
 
         Raises `CapacityError` where the owner has too many, and `ProgramError` for what is no name.
@@ -453,7 +453,7 @@ class KeptSweeps:
         if key not in self._journals:
             count = sum(of == owner for of, _ in self._journals)
             self._limits.check_room("kept_sweeps", count, 1, "sweeps that can go on", "resume")
-            self._journals[key] = MemoryJournal(ENDS_WITHIN_S)
+            self._journals[key] = Journal(None, ENDS_WITHIN_S)
         self._touched_s[key] = self._clock()
         return self._journals[key]
 

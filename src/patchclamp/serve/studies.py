@@ -40,9 +40,10 @@ from patchclamp.serve.captures import data_event
 from patchclamp.serve.front import Front, log
 from patchclamp.serve.routes import caller, hear
 from patchclamp.serve.schema import ERRORS, STUDIES, StudyCard, StudyList, error_object
+from patchclamp.store.journal import Journal
 from patchclamp.studies.metric import Spread
 from patchclamp.studies.patch_sweep import SweepPlan
-from patchclamp.studies.study import REQUIRED, MemoryJournal, Reporter, Study, StudyField, StudyResult
+from patchclamp.studies.study import REQUIRED, Reporter, Study, StudyField, StudyResult
 from patchclamp.studies.sweep_result import Cell, Column, Sweep
 
 BATCH = 64  # runs that are read together: a study whose client is gone ends within two batches
@@ -220,7 +221,7 @@ async def study(
 class RunningStudy(Reporter):
     """A study on a thread of its own, and its events: (name, data), an error, and None at the end."""
 
-    def __init__(self, front: Front, lm: LM, asked: Study, journal: MemoryJournal | None) -> None:
+    def __init__(self, front: Front, lm: LM, asked: Study, journal: Journal | None) -> None:
         self._limits, self._lm, self._asked, self._journal = front.limits, lm, asked, journal
         self._loop = asyncio.get_running_loop()
         self.events: asyncio.Queue[tuple[str, dict[str, Any]] | PatchclampError | None] = asyncio.Queue()

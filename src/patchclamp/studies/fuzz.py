@@ -41,6 +41,7 @@ from patchclamp.language.values import as_items
 from patchclamp.lm import LM, MAX_SCORES, is_token_id
 from patchclamp.plots import Chart, Curve, Curves
 from patchclamp.run import Run
+from patchclamp.store.journal import Journal
 from patchclamp.studies.inputs import (
     Asked,
     Divergence,
@@ -63,7 +64,6 @@ from patchclamp.studies.inputs import (
 )
 from patchclamp.studies.metric import js, kl, log_softmax, with_rest
 from patchclamp.studies.study import (
-    Journal,
     Show,
     Stored,
     Study,

@@ -34,10 +34,11 @@ from patchclamp.errors import PatchclampError, ProgramError, TokensError
 from patchclamp.language import Op
 from patchclamp.lm import LM
 from patchclamp.run import Run
+from patchclamp.store.journal import Journal
 from patchclamp.studies.inputs import Alignment, align, check_batch
 from patchclamp.studies.metric import Graded, answer_tokens, grade, spread, text_of
 from patchclamp.studies.sources import Writer
-from patchclamp.studies.study import UNDER_WAY, Journal, Pace, Reporter, Resumable, Show, keeping, progress, run_batches
+from patchclamp.studies.study import UNDER_WAY, Pace, Reporter, Resumable, Show, keeping, progress, run_batches
 from patchclamp.studies.sweep_result import (
     Block,
     Cell,
@@ -207,7 +208,7 @@ class Cells:
         """`count` numbers that are computed here, unless the journal has them."""
         known = self._take(count)
         if len(known) == count:
-            return known.tolist()
+            return known
         values = [float(value) for value in compute()]
         assert len(values) == count
         if self._journal is not None:
@@ -216,7 +217,7 @@ class Cells:
 
     def graded(self, trials: Sequence[Trial]) -> list[float]:
         """The metric of trials, before normalisation. Those that the journal has are not run again."""
-        values = self._take(len(trials)).tolist()
+        values = self._take(len(trials))
         if len(values) < len(trials):
             self._carry(trials[len(values) :], len(values), lambda which, runs, new: values.extend(new))
         return values
@@ -239,8 +240,8 @@ class Cells:
             self._compute(plan, values, len(known), rounds(), tell)
         return _by_round(len(counts), plan, values)
 
-    def _take(self, count: int) -> np.ndarray:
-        return self._journal.take(count) if self._journal is not None else np.zeros(0)
+    def _take(self, count: int) -> list[float]:
+        return self._journal.take(float, count) if self._journal is not None else []
 
     def _compute(
         self, plan: Sequence[_Planned], values: np.ndarray, begin: int, rounds: Sequence[Round], tell: Tell
@@ -275,7 +276,7 @@ class Cells:
             graded = iter(runs)
             new = [trial.graded.read([next(graded).scores for _ in trial.graded.questions]) for trial in part]
             if self._journal is not None:
-                self._journal.append(np.array(new))
+                self._journal.append(np.array(new, float).tolist())
             read(range(done, done := done + len(part)), runs, new)
 
         run_batches(self._lm, calls(), read_batch, UNDER_WAY, pace)

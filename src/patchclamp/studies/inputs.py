@@ -22,7 +22,8 @@ from patchclamp.language.tokens import Tokens, TokensLike, as_integer, parse_ind
 from patchclamp.language.values import as_file, as_flag, as_items, as_number, as_plain, check_dense
 from patchclamp.lm import LM
 from patchclamp.run import Run
-from patchclamp.studies.study import Arg, MemoryJournal, Reporter, Resumable
+from patchclamp.store.journal import Journal
+from patchclamp.studies.study import Arg, Reporter, Resumable
 from patchclamp.trace.hints import check_options, hints_for
 
 
@@ -227,8 +228,8 @@ def as_engines(engines: Any, path: str) -> tuple[str, str]:
 
 
 def as_path(path: Any, name: str) -> Any:
-    """A path to a file, or a journal in memory."""
-    return path if isinstance(path, MemoryJournal) else as_file(path, name)
+    """A path to a file, or a journal."""
+    return path if isinstance(path, Journal) else as_file(path, name)
 
 
 def as_prompt(prompt: Any, path: str) -> Any:

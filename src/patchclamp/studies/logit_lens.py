@@ -30,6 +30,7 @@ from patchclamp.language.values import as_array, as_items
 from patchclamp.lm import LM
 from patchclamp.plots import GridPanel, TokenGrid, style
 from patchclamp.run import Run
+from patchclamp.store.journal import Journal
 from patchclamp.studies.checkpoint import LAST, MAX_FLOATS, Readout, readout_of
 from patchclamp.studies.inputs import (
     ChosenTokens,
@@ -48,7 +49,7 @@ from patchclamp.studies.inputs import (
     positions_of,
 )
 from patchclamp.studies.metric import single_token
-from patchclamp.studies.study import Journal, Stored, Study, StudyResult, keeping, provenance, recorded
+from patchclamp.studies.study import Stored, Study, StudyResult, keeping, provenance, recorded
 
 if TYPE_CHECKING:
     import pandas

@@ -61,6 +61,7 @@ from patchclamp.lm import LM, is_token_id
 from patchclamp.plots import Chart, Curve, Curves
 from patchclamp.plots.style import quoted, shorten, signed
 from patchclamp.run import Run
+from patchclamp.store.journal import Journal
 from patchclamp.studies.grid import check_seed
 from patchclamp.studies.inputs import (
     Answer,
@@ -87,7 +88,6 @@ from patchclamp.studies.inputs import (
 )
 from patchclamp.studies.metric import bare_ids
 from patchclamp.studies.study import (
-    Journal,
     Provenance,
     Show,
     Stored,

@@ -22,7 +22,8 @@ from patchclamp.language.tokens import Tokens, every
 from patchclamp.lm import LM, MAX_SCORES
 from patchclamp.plan import Prompt
 from patchclamp.run import Run
-from patchclamp.studies.study import Journal, Pace, run_batches
+from patchclamp.store.journal import Journal
+from patchclamp.studies.study import Pace, run_batches
 
 MAX_ROWS = 1 << 14  # of `final_norm` that are kept at a time
 FINAL_NORM = Site("final_norm")
@@ -54,14 +55,14 @@ def forced_logprobs(
     that take about `batches.BATCH_S`.
     Raises: the error of any run; `UnsupportedSite` where a model's `final_norm` was not proved and n > 1.
     """
-    known = journal.take_records(len(items), list[float]) if journal is not None else []
+    known = journal.take(list[float], len(items)) if journal is not None else []
     logprobs = [np.array(record) for record in known]
     advance(len(logprobs))
     pace = Pace(MAX_ROWS)
     for group in pace.parts(items[len(logprobs) :], lambda item: len(item.continuation)):
         new = _group_logprobs(lm, group, batch)
         if journal is not None:
-            journal.append_records([row.tolist() for row in new])
+            journal.append([row.tolist() for row in new])
         pace.done()
         logprobs += new
         advance(len(group))

@@ -277,7 +277,7 @@ class _Job:
         """Makes some parts. Returns how many tokens were run."""
         try:
             self._open([self._plan.part(number) for number in numbers])
-            self._writer = Writer(max((part.files for part in self._parts), default=1), len(self._parts))
+            self._writer = Writer(max((part.files for part in self._parts), default=1), 2 * len(self._parts))
             try:
                 self._fill(show)
             finally:
@@ -295,7 +295,7 @@ class _Job:
             self._writer.finish()
 
     def _open(self, parts: list[Any]) -> None:
-        allow_files(len(parts), 1)  # of their ledgers
+        allow_files(2 * len(parts), 1)  # their ledgers, each with its log
         for part in parts:
             if not is_sealed(self._place, part):
                 self._parts.append(OpenPart(self._place, self._recipe, self._place.name, self._plan.tokens, part,

@@ -12,10 +12,8 @@ Mean, variance and norms of a data set's rows, summed in one order, so that the 
 
 n rows · D width
 
-The ledger of a part under way: the prompts whose rows are on the disk, so that a resumed harvest leaves them out.
-
-It is a file of numbers, 8 bytes each, in the order in which prompts were finished. A number is written after the rows
-are on the disk; half a number at the end is what a stopped machine left, and is no entry.
+The ledger of a part under way: a journal of the prompts whose rows are on the disk, so that a resumed harvest leaves
+them out. A record has the numbers of the prompts of one checkpoint, and is appended after their rows are on the disk.
 
 Sealing: a shard whose rows are all there gets its index and its statistics, and its name.
 
@@ -46,6 +44,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.errors import CapacityError, PatchclampError, ProgramError, RunError
+from patchclamp.store.journal import Journal
 from patchclamp.studies.harvest.plan import Part, Recipe, StoredSite, Tokens, needed, shard_name
 
 STORED = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2"), "bfloat16": np.dtype("<u2")}
@@ -325,59 +324,6 @@ def _array(values: list[float | None]) -> np.ndarray:
     return np.array([math.nan if value is None else value for value in values], np.float64)
 
 
-ENTRY = np.dtype("<i8")
-
-
-class Ledger:
-    """An open ledger, which one process at a time may have.
-
-    Raises: `PatchclampError` if another process has it.
-    """
-
-    def __init__(self, path: Path) -> None:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        if not _locked(descriptor):
-            os.close(descriptor)
-            raise PatchclampError(f"another process is harvesting into {path.parent}: let it end, or stop it")
-        size = os.fstat(descriptor).st_size // ENTRY.itemsize * ENTRY.itemsize
-        os.ftruncate(descriptor, size)
-        self.finished = np.frombuffer(os.pread(descriptor, size, 0), ENTRY).astype(np.int64)
-        os.lseek(descriptor, size, os.SEEK_SET)
-        self._descriptor: int | None = descriptor
-
-    def add(self, prompts: Iterable[int]) -> None:
-        """Writes down finished prompts; they are on the disk when it returns."""
-        assert self._descriptor is not None
-        os.write(self._descriptor, np.fromiter(prompts, ENTRY).tobytes())
-        os.fsync(self._descriptor)
-
-    def clear(self) -> None:
-        """Takes all entries out."""
-        assert self._descriptor is not None
-        os.ftruncate(self._descriptor, 0)
-        os.lseek(self._descriptor, 0, os.SEEK_SET)
-        self.finished = self.finished[:0]
-
-    def close(self) -> None:
-        """Lets others have it."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-
-def _locked(descriptor: int) -> bool:
-    """Whether this process has the file now; where there are no such locks, it has."""
-    try:
-        import fcntl
-    except ImportError:
-        return True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
 Summed = Future[tuple[SiteStatistics, np.ndarray]]
 """Statistics and norms of a file's rows, which are being computed."""
 INDEX, STATISTICS = "index.parquet", "statistics.json"
@@ -567,12 +513,13 @@ class OpenPart:
         self.part, self._recipe, self._name, self._tokens = part, recipe, name, tokens
         self._folder, self._checkpoint = folder / f"part-{part.number:04d}.open", checkpoint
         self._folder.mkdir(exist_ok=True)
-        self._ledger = Ledger(self._folder / "ledger")
+        self._ledger = Journal(self._folder / "ledger").open(f"{name}, part {part.number}")
         unsealed = [shard for shard in range(part.shards) if not self._sealed(shard).exists()]
         if not all((self._shard(shard) / site.file).exists() for shard in unsealed for site in recipe.sites):
             self._ledger.clear()  # what it lists is gone
         finished = np.zeros(len(part.prompts), bool)
-        finished[self._ledger.finished] = True
+        for prompts in self._ledger.take(list[int]):
+            finished[prompts] = True
         if not unsealed:  # it was stopped while it was forgotten
             finished[:] = True
         self.left = np.flatnonzero(~finished)
@@ -703,7 +650,7 @@ class OpenPart:
             try:
                 if prompts:
                     list(pool.map(ShardFile.sync, [file for files in self._files.values() for file in files]))
-                    self._ledger.add(prompts)
+                    self._ledger.append([prompts])
             except BaseException as error:
                 self._failed = error
                 raise
@@ -730,7 +677,8 @@ class OpenPart:
     def close(self) -> None:
         """Stops in the middle; what is not in the ledger is done again by the next harvest."""
         if self._files and self._failed is None:
-            with contextlib.suppress(OSError), ThreadPoolExecutor(SYNCERS) as pool:  # why it stops, perhaps
+            # an error here is perhaps why it stops
+            with contextlib.suppress(OSError, PatchclampError), ThreadPoolExecutor(SYNCERS) as pool:
                 self.checkpoint(pool)
         self._close_files()
         self._ledger.close()

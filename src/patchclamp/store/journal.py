@@ -1,0 +1,177 @@
+"""Journals: the records of one computation, appended as they are made, from which an interrupted one is resumed.
+
+A journal is an SQLite file. Table `made` has the key of the computation. Table `record` has the records in order, each
+in MessagePack with its CRC-32. The log (`NAME-wal`) lies beside the file while it is open, and after a kill.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sqlite3
+import threading
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import msgspec
+
+from patchclamp.errors import CapacityError, NameTaken, PatchclampError, ProgramError
+
+APPLICATION, FORMAT = 0x70636A6C, 2  # "pcjl"; format 1 was not an SQLite file
+SYNCHRONOUS = "FULL"  # a commit survives a power loss; "NORMAL" would lose the last ones
+BUSY_S = 0.2  # two processes that open a file at the same moment
+UNWRITABLE = {sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_PERM, sqlite3.SQLITE_READONLY}
+
+Record = TypeVar("Record")
+
+
+class Journal:
+    """Records of one computation, in a file or in memory. One writer at a time has it open.
+
+    path: the file; None keeps the records in the memory of this process
+    wait_s: how long `open` waits for a writer that has this object open
+    """
+
+    def __init__(self, path: str | Path | None, wait_s: float = 0.0) -> None:
+        self._path = None if path is None else Path(path).absolute()
+        self._name = "the journal" if path is None else str(path)
+        self._wait_s = wait_s
+        self._opened, self._writing = threading.Lock(), threading.Lock()
+        self._database: sqlite3.Connection | None = None
+        self._known: Iterator[bytes] = iter(())
+        self._count = 0
+
+    def open(self, made_by: str) -> Self:
+        """Open the journal of the computation with this key, and begin one where there is none.
+
+        Raises: `NameTaken` while another writer has it; `ProgramError` if it is another computation's, is damaged, is
+        not a journal, or cannot be written.
+        """
+        if not self._opened.acquire(timeout=self._wait_s):
+            raise self._taken()
+        try:
+            with self._errors():
+                records = self._read(made_by)
+        except BaseException:
+            self.close()
+            raise
+        self._known, self._count = iter(records), len(records)
+        return self
+
+    def take(self, kind: type[Record], count: int | None = None) -> list[Record]:
+        """The next records that were there when it was opened: `count` at most, or all."""
+        return [msgspec.msgpack.decode(body, type=kind) for body in itertools.islice(self._known, count)]
+
+    def append(self, records: Sequence[Any]) -> None:
+        """Append records in one transaction. They are on the disk when this returns."""
+        bodies = list(map(msgspec.msgpack.encode, records))
+        with self._writing, self._transaction() as database:
+            rows = ((number, body, zlib.crc32(body)) for number, body in enumerate(bodies, self._count + 1))
+            database.executemany("INSERT INTO record VALUES (?, ?, ?)", rows)
+        self._count += len(bodies)
+
+    def clear(self) -> None:
+        """Delete all records."""
+        with self._writing, self._transaction() as database:
+            database.execute("DELETE FROM record")
+        self._known, self._count = iter(()), 0
+
+    @property
+    def is_open(self) -> bool:
+        return self._opened.locked()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._count
+
+    def close(self) -> None:
+        """Close it, for the next writer. The log becomes part of the file."""
+        if self._path is not None and self._database is not None:
+            self._database.close()
+            self._database = None
+        if self.is_open:
+            self._opened.release()
+
+    def _read(self, made_by: str) -> list[bytes]:
+        """Lock the file, check whose it is, and return its records."""
+        if self._database is None:
+            if self._path is not None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+            # opened, written and closed by several threads, one at a time
+            self._database = sqlite3.connect(
+                self._path or ":memory:", timeout=BUSY_S, isolation_level=None, check_same_thread=False
+            )
+        database = self._database
+        database.execute("PRAGMA locking_mode=EXCLUSIVE")  # until it is closed; the log needs no shared memory then
+        database.execute(f"PRAGMA synchronous={SYNCHRONOUS}")
+        with database:
+            database.execute("BEGIN EXCLUSIVE")
+            self._check(database, made_by)
+            records = self._records(database)
+        database.execute("PRAGMA journal_mode=WAL")
+        return records
+
+    def _check(self, database: sqlite3.Connection, made_by: str) -> None:
+        """Make the tables of a new file. Raises `ProgramError` unless the file is a journal with this key."""
+        found = database.execute("SELECT * FROM pragma_application_id, pragma_user_version").fetchone()
+        if found == (0, 0) and not database.execute("SELECT * FROM sqlite_master").fetchall():
+            database.execute(f"PRAGMA application_id={APPLICATION}")
+            database.execute(f"PRAGMA user_version={FORMAT}")
+            database.execute("CREATE TABLE made (by TEXT NOT NULL)")
+            database.execute("INSERT INTO made VALUES (?)", (made_by,))
+            database.execute("CREATE TABLE record (number INTEGER PRIMARY KEY, body BLOB, crc INTEGER)")
+        elif found != (APPLICATION, FORMAT):
+            raise self._no_journal("another SQLite file, or another version")
+        if database.execute("SELECT by FROM made").fetchall() != [(made_by,)]:
+            raise ProgramError(
+                f"{self._name} was made by another study: another model, engine, version, prompt or option. Give "
+                "another name, or delete it"
+            )
+
+    def _records(self, database: sqlite3.Connection) -> list[bytes]:
+        """All records. Raises `ProgramError` for a file that was damaged or cut off since it was written."""
+        [found] = database.execute("PRAGMA quick_check(1)").fetchone()  # of pages; SQLite has no sums of their bytes
+        records: list[bytes] = []
+        for number, body, crc in database.execute("SELECT number, body, crc FROM record ORDER BY number"):
+            if (number, crc) != (len(records) + 1, zlib.crc32(body)):
+                found = f"record {len(records) + 1} is damaged"
+                break
+            records.append(body)
+        if found != "ok":
+            raise self._no_journal(found)
+        database.execute("DELETE FROM record WHERE number < 0")  # deletes nothing; fails where it cannot be written
+        return records
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        assert self._database is not None
+        with self._errors(), self._database as database:
+            database.execute("BEGIN")
+            yield database
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Raise errors of SQLite as ours."""
+        try:
+            yield
+        except OSError as error:
+            raise ProgramError(f"{self._name} cannot be written: {error.strerror}") from None
+        except (sqlite3.Error, UnicodeDecodeError, TypeError) as error:  # the last two if a value's type is damaged
+            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF  # without its details
+            if code == sqlite3.SQLITE_BUSY:
+                raise self._taken() from None
+            if code == sqlite3.SQLITE_FULL:
+                raise CapacityError(f"{self._name} cannot be written: {error}") from None
+            if code in UNWRITABLE:
+                raise ProgramError(f"{self._name} cannot be written: {error}") from None
+            raise self._no_journal(str(error)) from None
+
+    def _taken(self) -> PatchclampError:
+        return NameTaken(f"{self._name} is being written by another study: wait until it ends, or stop it")
+
+    def _no_journal(self, found: str) -> PatchclampError:
+        return ProgramError(
+            f"expected a journal that this version can read, got {self._name}: {found}. Give another name, or delete it"
+        )
