@@ -18,7 +18,7 @@ pytest.importorskip("matplotlib")
 import patchclamp as pc
 from patchclamp import proving
 from patchclamp.cli import commands
-from patchclamp.cli.app import STUDIES, app
+from patchclamp.cli.app import app, studies_by_command
 from patchclamp.cli.commands import read_options
 from patchclamp.plots import style
 from patchclamp.proving import Proof, ensure_proved
@@ -66,14 +66,15 @@ class TestFront:
         assert all(name in output for name in named.get(arguments, sweeps))
 
     def test_every_study_has_its_command(self):
-        of = {study.command: study.__name__ for study in pc.studies.Study.__subclasses__() if study.command}
-        assert of == STUDIES
-        assert all(name in run("--help")[1] for name in (*STUDIES, *(one.__name__ for one in commands.COMMANDS)))
+        assert set(pc.studies.Study.__subclasses__()) == set(pc.studies.STUDIES.values())
+        named = [study.command for study in pc.studies.STUDIES.values() if study.command]
+        assert sorted(named) == sorted(studies_by_command())
+        assert all(name in run("--help")[1] for name in (*named, *(one.__name__ for one in commands.COMMANDS)))
 
-    @pytest.mark.parametrize("command", STUDIES)
+    @pytest.mark.parametrize("command", studies_by_command())
     def test_every_field_is_an_option_with_help(self, command):
         shown = run(command, "--help")[1]
-        study = getattr(pc.studies, STUDIES[command])
+        study = studies_by_command()[command]
         for name, field in study.fields().items():
             if field.arg.parse is not None:
                 option = f"--{(field.arg.option or name).replace('_', '-')}"

@@ -1,6 +1,7 @@
 """The pages in docs/ and at the root: links lead somewhere, names in them are names in the code, made parts are up to date,
 and examples run."""
 
+import importlib.util
 import inspect
 import itertools
 import re
@@ -174,11 +175,15 @@ def test_what_the_page_adds_works(tmp_path, monkeypatch):
     assert made.points["mlp_out"].vllm.module.endswith("post_feedforward_layernorm")
     assert made.points.keys() == tables.LLAMA.points.keys()
 
-    module = types.ModuleType("patchclamp.studies.norms")
-    monkeypatch.setitem(sys.modules, module.__name__, module)  # where msgspec looks its annotations up
-    exec(study, vars(module))
-    result = module.norms(lm, "one two")
+    (tmp_path / "norms.py").write_text(study)
+    spec = importlib.util.spec_from_file_location("patchclamp.studies.norms", tmp_path / "norms.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # where annotations are looked up
+    spec.loader.exec_module(module)
+    assert module.Norms.fields()["prompt"].doc == "Prompt, as text or token ids."
+    result = module.norms(lm, prompt="one two")
     assert result.values.shape == (lm.model.layers,)
     result.save(tmp_path / "norms")
-    assert (module.Norms.load(tmp_path / "norms").values == result.values).all()
+    assert (module.NormsResult.load(tmp_path / "norms").values == result.values).all()
+    assert result.config == {"study": "Norms", "prompt": "one two"}
     lm.close()

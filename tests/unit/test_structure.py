@@ -169,10 +169,10 @@ def test_every_public_name_is_there():
 # -- shape
 
 BUDGETS = {  # of lines and files, by package: they go down, but for the room that an issue grants
-    "language": (1_938, 6), "sites": (2_044, 5), "plan": (2_721, 9), "kernels": (1_230, 10), "store": (1_341, 8),
+    "language": (1_938, 6), "sites": (2_044, 5), "plan": (2_721, 9), "kernels": (1_230, 10), "store": (1_518, 9),
     "runtime": (2_201, 7), "engines": (3_782, 12), "engines/vllm": (6_705, 28), "trace": (2_592, 8),
-    "proving": (505, 2), "studies": (11_513, 28), "plots": (1_258, 5), "serve": (3_370, 13), "cli": (1_208, 4),
-    "": (1_761, 9),
+    "proving": (505, 2), "studies": (11_373, 28), "plots": (1_258, 5), "serve": (3_479, 14), "cli": (1_208, 4),
+    "": (1_767, 9),
 }  # fmt: skip
 
 

@@ -5,6 +5,7 @@ An option is a field: its name, its docstring as the help text, and its `Arg` fo
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -24,11 +25,12 @@ if TYPE_CHECKING:
 
 Parameters = dict[str, tuple[Any, Any]]  # annotation and default, by name
 
-STUDIES = {  # the studies by their commands; a test compares them with `Study.command`
-    "ablate": "AblationSweep", "attribute": "DirectAttribution", "causal-trace": "CausalTrace",
-    "edges": "EdgeAttribution", "fuzz": "FuzzSweep", "lens": "LogitLens", "patchscope": "Patchscope",
-    "paths": "PathPatch", "propose": "AttributionPatching", "steer": "Steering", "sweep": "PatchSweep",
-}  # fmt: skip
+
+@functools.cache
+def studies_by_command() -> dict[str, type[Study]]:
+    from patchclamp.studies import STUDIES
+
+    return {study.command: study for study in STUDIES.values() if study.command}
 
 
 def _given(kind: Any, text: str, default: Any = None, *names: str, **how: Any) -> tuple[Any, Any]:
@@ -106,9 +108,7 @@ def _option(field: StudyField, optional: bool) -> tuple[Any, Any]:
 
 def command_of(name: str) -> Callable[..., None]:
     """The function of a study's command, whose signature typer reads."""
-    from patchclamp import studies
-
-    study: type[Study] = getattr(studies, STUDIES[name])
+    study = studies_by_command()[name]
     groups = options_of(study)
 
     def command(model: str, **given: Any) -> None:
@@ -170,11 +170,11 @@ class Commands(TyperGroup):
     status 2."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return sorted({*super().list_commands(ctx), *STUDIES})
+        return sorted({*super().list_commands(ctx), *studies_by_command()})
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in STUDIES:
-            return super().get_command(ctx, cmd_name)
+        if (own := super().get_command(ctx, cmd_name)) is not None or cmd_name not in studies_by_command():
+            return own
         one = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         one.command(cmd_name)(command_of(cmd_name))
         return typer.main.get_command(one)

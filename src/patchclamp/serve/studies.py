@@ -50,8 +50,7 @@ BATCH = 64  # runs that are read together: a study whose client is gone ends wit
 MAX_ITEMS = 64  # sites, senders or receivers
 PART_BYTES = 96 << 10  # of a result, in one event: its line stays below 256 KiB
 EVERY_S = 0.2  # between two events of progress
-KINDS = {re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower(): kind for kind in vars(studies).values()
-         if isinstance(kind, type) and issubclass(kind, Study) and kind is not Study}  # fmt: skip
+KINDS = {re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower(): kind for name, kind in studies.STUDIES.items()}
 
 router = APIRouter(
     prefix="/v1/patchclamp", tags=["patchclamp"], responses=ERRORS, route_class=BoundedRoute,

@@ -1,5 +1,11 @@
 """ASK: questions made of many runs. A study is a frozen configuration with `run(lm)`, and a short form of the same name
-in lower case; its result is frozen, drawn, saved and loaded. Studies know an `LM`, never vLLM."""
+in lower case; its result is frozen, drawn, saved and loaded. Studies know an `LM`, never vLLM.
+
+The imports below are for readers and editors: a study in a file of this folder is found and exported without them.
+"""
+
+import importlib
+import pkgutil
 
 from patchclamp.studies.ablation_sweep import AblationSweep, ablation_sweep
 from patchclamp.studies.attribution_patching import (
@@ -46,3 +52,12 @@ __all__ = [
     "causal_trace", "direct_attribution", "edge_attribution", "fuzz_sweep", "harvest", "load", "logit_lens", "parity",
     "patch_sweep", "patchscope", "path_patch", "steering_vectors", "strength_curve",
 ]  # fmt: skip
+
+STUDIES: dict[str, type[Study]] = {}  # every study, by the name of its class
+
+for _found in pkgutil.iter_modules(__path__, f"{__name__}."):
+    for _name, _value in vars(importlib.import_module(_found.name)).copy().items():
+        _kind = _value if isinstance(_value, type) and issubclass(_value, Study) else getattr(_value, "study", None)
+        if isinstance(_kind, type) and _kind is not Study and _kind.__module__ == _found.name:
+            STUDIES[_kind.__name__] = _kind
+            globals()[_name] = _value  # the class and its short form

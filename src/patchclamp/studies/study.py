@@ -404,6 +404,7 @@ class Study:
                 )
             )
         call.__name__ = call.__qualname__ = name
+        call.study = cls  # pyright: ignore[reportFunctionMemberAccess]
         call.__module__, call.__signature__ = cls.__module__, inspect.Signature(parameters)  # pyright: ignore
         fields = "\n".join(f"{field.name}: {field.doc}" for field in cls.fields().values())
         call.__doc__ = f"{inspect.getdoc(cls)}\n\n{fields}\n\nThe short form of `{cls.__name__}(...).run(lm, ...)`."
@@ -411,8 +412,11 @@ class Study:
 
 
 def _docs(cls: type) -> dict[str, str]:
-    """The docstring below each annotated field of a class."""
-    definition: Any = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    """The docstring below each annotated field of a class; none where its source is not at hand."""
+    try:
+        definition: Any = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    except (OSError, TypeError):
+        return {}
     docs = {}
     for field, text in itertools.pairwise(definition.body):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
