@@ -26,6 +26,7 @@ from .test_parity import worst_row
 pytestmark = pytest.mark.usefixtures("inspected_here")
 PROMPTS = [[3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 3, 4], [8, 9] * 6, list(range(3, 15)) * 4]
 LONG = {"max_tokens": 32, "sampling": {"ignore_eos": True}, "logprobs": True}
+POSITIONS = worker_module.compat.positions  # taken here: an engine may still be in the last step of another test
 D, V = 128, 16
 RNG = np.random.default_rng(0)
 ROW_D, ROW_V = RNG.standard_normal(D).astype(np.float32), RNG.standard_normal(V).astype(np.float32)
@@ -91,7 +92,7 @@ def ahead(pair, monkeypatch):
     """As where steps are scheduled before drafts are checked: what the scheduler and the runner say is too far by up to a
     step's drafts, and the device knows better. `ahead(False)` has the worker believe them."""
     attached, rng, told = worker(pair[1]), np.random.default_rng(1), {}
-    positions, planned, look = worker_module.compat.positions, attached.hooks.planned, attached._look
+    positions, planned, look = POSITIONS, attached.hooks.planned, attached._look
 
     def looks(scheduler_output):
         with monkeypatch.context() as here:  # the other engine's scheduler is right

@@ -160,7 +160,7 @@ def test_the_page_on_security_names_every_route_that_is_open(server):
 
 def test_the_page_on_security_names_every_limit():
     text = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
-    table = text.partition("## Limits")[2].partition("## What arrives")[0]
+    table = text.partition("## Limits")[2].partition("\n## ")[0]
     assert set(re.findall(r"`([a-z_]+)`", table)) - {"max_tokens", "n", "patchclamp"} == set(
         ServeLimits.__struct_fields__
     )

@@ -25,7 +25,7 @@ def test_every_example_runs(server: Server):
         assert names["patched"].choices[0].text
         assert names["sweep"].grid.size > 20
         assert names["lines"][0] == "event: start"
-        assert names["lines"][-1] == "event: summary"
+        assert names["lines"][-1] == "event: result"
     finally:
         names["lm"].close()
         for path in ("vectors/calm", "programs/calmer", "runs/eiffel"):

@@ -93,7 +93,7 @@ def test_what_is_held_does_not_grow_with_the_file(monkeypatch):
         size = len(asyncio.run(joined(file_of(run).parts(reading.fetch))))
         peaks[size] = reading.peak
     assert max(peaks) > 4 * min(peaks) > 8 * 4096
-    assert max(peaks.values()) <= 2 * 4096
+    assert max(peaks.values()) <= 3 * 4096  # two parts, and rows of a third that are about to go
 
 
 def test_what_is_gone_is_said_before_anything_is_sent_and_ends_it_later(monkeypatch):
