@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import patchclamp as pc
+from patchclamp.studies.study import REQUIRED
 from tests import wrong
 
 torch = pytest.importorskip("torch")
@@ -170,6 +171,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "LogitLensResult.save": (LENS.save, {"path": "lens.safetensors"}),
     "LogitLensResult.load": (pc.studies.LogitLensResult.load, {"path": "none.safetensors"}),
     "LogitLensResult.to_html": (LENS.to_html, {"path": "lens.html"}),
+    "studies.load": (pc.studies.load, {"path": "none.safetensors"}),
+    "Study.run": (pc.studies.LogitLens(prompt=IDS, layers=1).run, {"lm": LM}),
     "Harvested": (pc.studies.Harvested, {"folder": "none"}),
     "lm.bank.save": (LM.bank.save, {"file": "bank.safetensors"}),
     "lm.bank.load": (LM.bank.load, {"file": "none.safetensors"}),
@@ -412,3 +415,32 @@ def test_what_no_file_is_called_is_no_path(path):
         with pytest.raises(pc.ProgramError) as caught:
             call()
         assert caught.value.path == argument
+
+
+@pytest.mark.parametrize("kind", pc.studies.STUDIES.values())
+def test_a_wrong_field_of_a_study_is_named(kind):
+    name = f"{kind.__name__}()"
+    with pytest.raises(pc.UnknownName, match="colour") as caught:
+        kind(colour=1)
+    assert caught.value.path == "colour"
+    required = [field for field in kind.fields().values() if field.default is REQUIRED]
+    if required:
+        with pytest.raises(pc.ProgramError) as caught:
+            kind()
+        assert (caught.value.path, name in str(caught.value)) == (required[0].name, True)
+    right = {field.name: IDS for field in required}
+    for field in kind.fields().values():
+        for label, given in WRONG.items():
+            error = wrong.error_of(kind, right | {field.name: given})
+            assert error is None or isinstance(error, pc.PatchclampError), f"{field.name}={label}: {error!r}"
+            assert error is None or field.name in str(error), f"{field.name}={label}: {error}"
+
+
+def test_a_study_is_frozen_and_says_what_it_is_of():
+    study = pc.studies.LogitLens(prompt=IDS, layers=1)
+    with pytest.raises(AttributeError, match="frozen"):
+        study.layers = 2
+    assert study.to_dict() == {"study": "LogitLens", "prompt": IDS, "layers": 1}
+    assert repr(study).startswith("LogitLens(prompt=[")
+    with pytest.raises(pc.UnknownName, match="colour"):
+        study.run(LM, colour=1)
