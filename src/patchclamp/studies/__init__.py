@@ -1,6 +1,5 @@
-"""Studies: experiments made of many runs. A study is a frozen configuration with `run(lm)`, and a short form, a
-function of the same name in lower case. Its result is frozen, and can be plotted, saved and loaded. Studies never use
-vLLM itself.
+"""Studies: experiments made of many runs. A study is a frozen configuration with `run(lm)`, and a short form such as
+`patch_sweep(lm, ...)`. Its result is frozen, and can be plotted, saved and loaded. Studies use an `LM`, never vLLM.
 
 The imports below are for readers and editors: a study in a file of this folder is found and exported without them.
 """
