@@ -181,7 +181,7 @@ class AttributionPatching(Study):
     sample: int = 32
     """Other cells to patch exactly, drawn at random, for an unbiased correlation."""
     seed: int = 0
-    """Seed of that draw."""
+    """Seed of the random draw."""
 
     def _run(
         self, lm: LM, *, on: OnLM = None, batch: int = 256, show_progress: Progress = None

@@ -114,7 +114,7 @@ class CausalTrace(Study):
     metric: Text = "prob"
     """prob, logprob, logit_diff or recovered (0 is the noised run, 1 the clean one)."""
     window: int = 1
-    """Layers restored together; 10 in the paper for attn_out and mlp_out."""
+    """Adjacent layers restored together; 10 in the paper for attn_out and mlp_out."""
     group: int | None = None
     """Heads, neurons or experts per row: 1 for each head; the whole site by default."""
     std: Std = None

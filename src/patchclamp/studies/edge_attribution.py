@@ -146,7 +146,7 @@ class EdgeAttribution(Study):
     sample: int = 32
     """Other edges to patch exactly, drawn at random."""
     seed: int = 0
-    """Seed of that draw."""
+    """Seed of the random draw."""
     weights: Weights = None
     """Folder or hub id of the model's files, whose norms are read, if not the model's own name."""
 

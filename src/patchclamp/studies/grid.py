@@ -190,8 +190,7 @@ class Cells:
 
     @property
     def computed(self) -> str:
-        """The extent of the computation in words: whole runs, or from the first edit on; empty if there is no
-        choice."""
+        """The extent of the computation in words: whole runs, or from the first edit on; empty without a choice."""
         if self._cut:
             return f"recomputed from the first edit on ({self._cut} of {self._runs} runs)"
         why = self._lm.engine.whole_because
@@ -499,8 +498,7 @@ LEVELS = 3  # times that blocks are halved
 
 
 class Zoom:
-    """The blocks of a grid. `possible` [R, P] masks the cells that exist; the `keep` best blocks of a size are
-    split."""
+    """The blocks of a grid. `possible` [R, P] marks existing cells; the `keep` best blocks of each size are split."""
 
     def __init__(self, possible: np.ndarray, rows: Sequence[Row], columns: int, keep: int) -> None:
         if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:

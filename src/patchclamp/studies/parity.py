@@ -1,9 +1,7 @@
-"""Parity: do two engines agree on a model's sites? Every site of every layer is captured on both, with one edit at
-each.
+"""Parity: do two engines agree on a model's sites? All sites of all layers are captured on both, with one edit at each.
 
 The reference runs first and is closed before the other starts, so that a GPU holds one model at a time; only its rows
-are kept. Differences are ‖a − b‖₂ / ‖b‖₂ of a row, with b from the reference; a site's difference is that of its worst
-row.
+are kept. Differences are ‖a − b‖₂ / ‖b‖₂ of a row, with b from the reference; a site's is that of its worst row.
 
 T positions · W width of a site · V vocabulary
 """

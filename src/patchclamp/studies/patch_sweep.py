@@ -102,7 +102,7 @@ class PatchSweep(Study):
     """Layers of sites without an index: all by default, a number, a list, or a range such as "0:12"."""
     positions: Positions = None
     """Columns of the grid: selections of the patched prompt, such as -1 or span('Rome'), each patched together. A
-    mapping gives them labels, and may hold a list of selections, one per pair. All aligned positions by default."""
+    mapping gives them labels; its values may be lists with one selection per pair. All aligned positions by default."""
     metric: Text = "logit_diff"
     """logit_diff, recovered, logprob or prob."""
     direction: Text = "denoising"

@@ -2,7 +2,7 @@
 
 Activation patching shows the effect of a head along all paths. Path patching isolates one. The sender (a head, or any
 part of a row) gets its value from the other prompt, and everything between it and the receivers (inputs of later heads,
-or the logits) is frozen to the unpatched run. What the receivers read in that run is then patched into the unpatched
+or the logits) is frozen to the unpatched run. The receivers' inputs from that run are then patched into the unpatched
 run. The resulting change came directly from the sender to the receiver.
 
     run 1  unpatched; everything between is captured

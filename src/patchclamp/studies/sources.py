@@ -278,8 +278,8 @@ class FromDrawn:
 
 
 def opened(lm: LM, source: Source, rows: Sequence[Row], length: int | None, mixing: Mixing) -> Writer:
-    """A writer for cells of some rows of a prompt of `length` tokens, or None if prompts differ in length. Runs the
-    source's prompts."""
+    """Run a source's prompts, and return a writer for cells of some rows. `length` is that of the patched prompt, None
+    if there are several lengths."""
     if isinstance(source, Zeros):
         return FromZeros(lm, mixing)
     if isinstance(source, Banked):

@@ -669,7 +669,7 @@ SCALES = (-4.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 4.0)
 
 
 class StrengthCurveResult(StudyResult, frozen=True, eq=False, kw_only=True):
-    """P prompts · S scales
+    """Log-probabilities of continuations under steering vectors, for P prompts and S scales.
 
     logprobs [P, S]: of the continuation `answers[p]`, all its tokens, in nats, with the vector times `scales[s]`
     foil_logprobs [P, S]: of `foils[p]`; NaN without foils

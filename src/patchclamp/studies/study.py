@@ -477,7 +477,7 @@ class Stored(msgspec.Struct, frozen=True, array_like=True):
 
 
 Resumable = str | Path | Journal
-"""Where the values of a study are kept: a file, or a journal of a server."""
+"""The storage of a study's values: a file, or a journal of a server."""
 
 
 UNDER_WAY = 2
@@ -537,8 +537,8 @@ def run_batches(
     under_way: int = UNDER_WAY,
     pace: Pace | None = None,
 ) -> None:
-    """Make every call, given the keyword arguments of an `lm.arun` of a list, and pass its runs to `read` in call
-    order. Up to `under_way` calls are in flight. `pace` is notified of each batch that has been read.
+    """Make every call, the keyword arguments of an `lm.arun` of a list, and pass its runs to `read` in call order. Up
+    to `under_way` calls are in flight. `pace` is notified of each batch that has been read.
 
     `read` is called on another thread. The first error of a call or of `read`, or an interrupt, cancels the calls in
     flight and is raised.

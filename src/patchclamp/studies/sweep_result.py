@@ -95,8 +95,8 @@ def columns_of(
 ) -> list[Column]:
     """The columns of prompt pair `number` of `count`: one per selection of `positions`, by default one per position.
 
-    positions: selections of the patched prompt; a mapping gives them labels, and may hold a list of selections, one per
-        pair
+    positions: selections of the patched prompt; a mapping gives them labels, and its values may be lists with one
+        selection per pair
     """
     if positions is None:
         return [make(words.tokens[p], (p,), "positions") for p in all_positions]

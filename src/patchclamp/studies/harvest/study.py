@@ -434,8 +434,7 @@ def _shard(shard: Any) -> tuple[int, int]:
 
 
 def _kinds(lm: LM, sites: Any, project: Project | Any, sums: bool, capped: bool) -> list[_Kind]:
-    """Every site of every layer, once. Caps on norms need whole rows on the host, so they disable projected
-    captures."""
+    """Every site of every layer, once. Norm caps need whole rows on the host, which rules out projected captures."""
     project = Project(project) if project is not None and not isinstance(project, Project) else project
     reductions: dict[SiteRef, Reduction] = {}
     for number, text in enumerate(sites if isinstance(sites, (list, tuple)) else [sites]):

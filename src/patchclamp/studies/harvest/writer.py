@@ -339,8 +339,7 @@ def head_of(recipe: Recipe, name: str, part: int, shard: int, site: StoredSite, 
 
 def seal(folder: Path, recipe: Recipe, name: str, tokens: Tokens, part: Part, shard: int,
          pool: ThreadPoolExecutor, sums: Mapping[str, Summed]) -> None:  # fmt: skip
-    """Add the missing files to a shard's folder and give it its final name. It can be interrupted anywhere and
-    repeated.
+    """Add the missing files to a shard's folder and give it its final name. It may be interrupted and repeated.
 
     folder: the shard's folder while it is being filled, in the data set's folder
     pool: for several sites at a time
